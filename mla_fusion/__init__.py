@@ -1,0 +1,70 @@
+"""Fuse DeepSeek MLA prologues in FX graphs into the single Ascend NPU kernel.
+
+The names below are the whole public surface; each loads its module on first use, so that
+``import mla_fusion`` costs nothing beyond ``import torch``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mla_fusion import _autoload
+
+_autoload.keep_torch_importable()
+
+import mla_fusion.ops  # noqa: E402, F401  # defines the npu:: prologue schemas where torch_npu has not
+
+if TYPE_CHECKING:
+    from mla_fusion import inspect, meta, offline, reference
+    from mla_fusion.compile.backend import backend
+    from mla_fusion.compile.hook import torchair_pass
+    from mla_fusion.compile.lowering import Lowering, lower
+    from mla_fusion.config import Config
+    from mla_fusion.fusion import explain, fuse
+    from mla_fusion.fusion.report import Report, reports
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Config": "mla_fusion.config",
+    "Lowering": "mla_fusion.compile.lowering",
+    "Report": "mla_fusion.fusion.report",
+    "backend": "mla_fusion.compile.backend",
+    "explain": "mla_fusion.fusion",
+    "fuse": "mla_fusion.fusion",
+    "lower": "mla_fusion.compile.lowering",
+    "reports": "mla_fusion.fusion.report",
+    "torchair_pass": "mla_fusion.compile.hook",
+}
+_SUBPACKAGES = ("inspect", "meta", "offline", "reference")
+
+__all__ = [
+    "Config",
+    "Lowering",
+    "Report",
+    "backend",
+    "explain",
+    "fuse",
+    "inspect",
+    "lower",
+    "meta",
+    "offline",
+    "reference",
+    "reports",
+    "torchair_pass",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return import_module(f"mla_fusion.{name}")
+    if name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'mla_fusion' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,54 @@
+"""What a user may decide about the pass: one frozen value, hashable, with nothing hidden in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Skip = str | Callable[[Any], bool]
+
+_CHOICES = {
+    "verify": ("off", "first", "all"),
+    "staging": ("auto", "always", "never"),
+    "kr_layout": ("exact", "half"),
+    "unabsorbed": ("skip", "identity"),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the fusion pass.
+
+    enable      False leaves every graph untouched.
+    verify      Run the cut-out region against its replacement on seeded CPU inputs:
+                "off" never, "first" once per distinct region, "all" for every fusion.
+    cann        CANN release whose limits hold ("8.2" .. "9.1", or "latest").
+    soc         Chip generation whose limits hold ("A2", "A3", "A5").
+    staging     May the kernel write small buffers from which the model's own cache writes go on?
+                "auto" where the in-kernel write would not be exact, "always", or "never".
+    kr_layout   "exact" never changes what a cache row holds. "half" is the caller's word that every
+                reader and writer of kr_cache uses the half layout that the kernel writes.
+    unabsorbed  "identity" also fuses prologues without a W_uk product, by weight_uk = [I | 0].
+    skip        Layers or rejection codes to leave alone, or predicates over a candidate.
+
+    Raises ValueError for a value outside these choices.
+    """
+
+    enable: bool = True
+    verify: str = "first"
+    cann: str = "latest"
+    soc: str = "A3"
+    staging: str = "auto"
+    kr_layout: str = "exact"
+    unabsorbed: str = "skip"
+    skip: tuple[Skip, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field, choices in _CHOICES.items():
+            value = getattr(self, field)
+            if value not in choices:
+                raise ValueError(f"Config.{field} must be one of {', '.join(choices)}, got {value!r}")
+        if isinstance(self.skip, str):
+            raise ValueError(f"Config.skip takes a sequence, got the string {self.skip!r}; write ({self.skip!r},)")
+        object.__setattr__(self, "skip", tuple(self.skip))
