@@ -1,0 +1,32 @@
+"""The one exception of the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class ContractError(ValueError):
+    """A call that the operator does not take.
+
+    ``code`` is stable ("dims.he", "dtype.token_x", "required.cache_index", ...); ``argument`` names the
+    offending argument; ``expected`` and ``found`` are text; ``dims`` holds the axis sizes known when the rule
+    failed; ``source`` names the official file the rule is read from.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        argument: str,
+        expected: str,
+        found: str,
+        dims: Mapping[str, Any] | None = None,
+        source: str = "",
+        op: str = "",
+    ) -> None:
+        self.code, self.argument, self.expected, self.found = code, argument, expected, found
+        self.dims, self.source, self.op = dict(dims or {}), source, op
+        where = f"{op}: " if op else ""
+        known = ", ".join(f"{axis}={size}" for axis, size in self.dims.items())
+        context = "".join(f" [{text}]" for text in (known, source) if text)
+        super().__init__(f"{where}{argument}: expected {expected}, found {found} ({code}){context}")

@@ -1,0 +1,59 @@
+"""Shapes and dtypes of the results, from shapes and dtypes of the arguments; sizes may be symbolic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mla_fusion.meta.signature import complete
+
+Result = tuple[tuple[Any, ...], torch.dtype]
+
+
+def implied_quant_modes(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """``(weight_quant_mode, kv_cache_quant_mode)`` that v1 and v2 read off the dtypes (`mla_prolog_tiling.cpp`)."""
+    int8 = torch.int8
+    kv_int8 = arguments["kv_cache"].dtype == int8
+    if arguments["token_x"].dtype == int8:
+        return (2, 1) if kv_int8 else (2, 0)
+    if arguments["weight_uq_qr"].dtype == int8:
+        return (1, 2) if kv_int8 else (1, 0)
+    return 0, 0
+
+
+def infer(op: str, **arguments: Any) -> list[Result]:
+    """``[(shape, dtype), ...]`` in the operator's result order.
+
+    Absent results are ``[0]`` (v3, CANN 8.5 and later) or ``[1]`` (dequant_scale_q_nope of v2).
+    Raises ContractError for a missing or unknown argument.
+    """
+    full = complete(op, arguments)
+    version_1_2 = op in ("npu_mla_prolog", "npu_mla_prolog_v2")
+    if version_1_2:
+        wq, kv = implied_quant_modes(full)
+    else:
+        wq, kv = full["weight_quant_mode"], full["kv_cache_quant_mode"]
+    x, w_uk, w_uq_qr = full["token_x"], full["weight_uk"], full["weight_uq_qr"]
+    kv_cache, kr_cache = full["kv_cache"], full["kr_cache"]
+    lead = tuple(x.shape[:-1])
+    tokens = lead[0] if len(lead) == 1 else lead[0] * lead[1]
+    n, _, hckv = w_uk.shape
+    hcq = full["rmsnorm_gamma_cq"].shape[0]
+    activation = full["rmsnorm_gamma_cq"].dtype
+    query: Result = ((*lead, n, hckv), x.dtype if kv == 1 else activation)
+    query_rope: Result = ((*lead, n, full["rope_sin"].shape[-1]), activation)
+    caches: list[Result] = [(tuple(cache.shape), cache.dtype) for cache in (kv_cache, kr_cache)]
+    q_nope_scale: Result = (((tokens, n, 1) if kv == 1 else (0,)), torch.float32)
+    if version_1_2:
+        if kv != 1:
+            q_nope_scale = ((1,), torch.float32)
+        return [query, query_rope, *caches, *([q_nope_scale] if op.endswith("v2") else [])]
+    flag = full["query_norm_flag"]
+    query_norm: Result = (((*lead, hcq) if flag else (0,)), w_uq_qr.dtype)
+    scale_dtype = torch.float8_e8m0fnu if wq == 3 else torch.float32
+    scale_width = hcq // 32 if wq == 3 else 1
+    q_norm_scale: Result = (((tokens, scale_width) if flag and wq else (0,)), scale_dtype)
+    results = [query, query_rope, q_nope_scale, query_norm, q_norm_scale]
+    return results + caches if op.endswith("functional") else results

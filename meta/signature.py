@@ -1,0 +1,105 @@
+"""Argument names, order and defaults of the operators: the one place where a signature is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mla_fusion.meta.errors import ContractError
+
+_WEIGHTS = (
+    "token_x",
+    "weight_dq",
+    "weight_uq_qr",
+    "weight_uk",
+    "weight_dkv_kr",
+    "rmsnorm_gamma_cq",
+    "rmsnorm_gamma_ckv",
+    "rope_sin",
+    "rope_cos",
+)
+_SCALES: dict[str, Any] = dict.fromkeys(
+    (
+        "dequant_scale_x",
+        "dequant_scale_w_dq",
+        "dequant_scale_w_uq_qr",
+        "dequant_scale_w_dkv_kr",
+        "quant_scale_ckv",
+        "quant_scale_ckr",
+        "smooth_scales_cq",
+    )
+)
+_NORM = {"rmsnorm_epsilon_cq": 1e-05, "rmsnorm_epsilon_ckv": 1e-05, "cache_mode": "PA_BSND"}
+_MODES = {
+    "query_norm_flag": False,
+    "weight_quant_mode": 0,
+    "kv_cache_quant_mode": 0,
+    "query_quant_mode": 0,
+    "ckvkr_repo_mode": 0,
+    "quant_scale_repo_mode": 0,
+    "tile_size": 128,
+    "qc_qr_scale": 1.0,
+    "kc_scale": 1.0,
+}
+_DTYPES: dict[str, Any] = dict.fromkeys(
+    ("token_x_dtype", "weight_dq_dtype", "weight_uq_qr_dtype", "weight_dkv_kr_dtype", "kv_cache_dtype")
+)
+_V1 = ((*_WEIGHTS, "cache_index", "kv_cache", "kr_cache"), {**_SCALES, **_NORM})
+_V3 = (
+    (*_WEIGHTS, "kv_cache", "kr_cache"),
+    {
+        "cache_index": None,
+        **_SCALES,
+        "actual_seq_len": None,
+        "k_nope_clip_alpha": None,
+        **_NORM,
+        **_MODES,
+        **_DTYPES,
+    },
+)
+
+# op -> (required arguments in positional order, keyword arguments with the schema's defaults)
+SIGNATURES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "npu_mla_prolog": _V1,
+    "npu_mla_prolog_v2": _V1,
+    "npu_mla_prolog_v3": _V3,
+    "npu_mla_prolog_v3_functional": _V3,
+}
+
+
+def bind(op: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name from a call's positional and keyword arguments, without defaults.
+
+    Raises ContractError ``op`` for an unknown operator and ``argument.unknown`` for too many positional ones.
+    """
+    required, _ = signature(op)
+    if len(args) > len(required):
+        raise ContractError(
+            "argument.unknown", "*args", f"at most {len(required)} positional", str(len(args)), op=op
+        )
+    return dict(zip(required, args, strict=False)) | dict(options)
+
+
+def complete(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Every argument of the operator by name, schema defaults filled in.
+
+    Raises ContractError ``argument.unknown`` and ``required.<argument>``.
+    """
+    required, defaults = signature(op)
+    full = {**defaults, **arguments}
+    if len(full) != len(defaults) + len(required):
+        for name in arguments:
+            if name not in defaults and name not in required:
+                raise ContractError("argument.unknown", name, f"an argument of {op}", name, op=op)
+    for name in required:
+        if full.get(name) is None:
+            raise ContractError(f"required.{name}", name, "a tensor", "nothing", op=op)
+    return full
+
+
+def signature(op: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """(required arguments in order, keyword arguments with defaults); ContractError ``op`` when unknown."""
+    try:
+        return SIGNATURES[op]
+    except (KeyError, TypeError):
+        raise ContractError("op", "op", "one of " + ", ".join(SIGNATURES), repr(op)) from None

@@ -1,0 +1,224 @@
+"""The ``npu::`` operators of MLA graphs: schemas where torch_npu has not defined them, CPU and Meta kernels.
+
+``provide()`` adds what is missing at that moment: schemas (the strings of torch_npu), CPU kernels (torch_npu has
+none), Meta kernels where absent, and for the two in-place operators a Functionalize kernel which makes AOT
+graphs hold the ``_functional`` operator plus ``copy_`` into the caches, as torch_npu's own does.
+``withdraw()`` removes all of it, because a second definition of a schema is an error in torch: a finder on
+``sys.meta_path`` calls it just before a later ``import torch_npu`` runs and ``provide()`` just after. Graphs
+compiled before that import hold the withdrawn operators and must be compiled again.
+
+Kernels live in `mla_fusion.reference` and `mla_fusion.meta` and are imported on their first call.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+_PROLOG_WEIGHTS = (
+    "Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, Tensor weight_dkv_kr, "
+    "Tensor rmsnorm_gamma_cq, Tensor rmsnorm_gamma_ckv, Tensor rope_sin, Tensor rope_cos, "
+)
+_PROLOG_SCALES = (
+    "Tensor? dequant_scale_x=None, Tensor? dequant_scale_w_dq=None, Tensor? dequant_scale_w_uq_qr=None, "
+    "Tensor? dequant_scale_w_dkv_kr=None, Tensor? quant_scale_ckv=None, Tensor? quant_scale_ckr=None, "
+    "Tensor? smooth_scales_cq=None, "
+)
+_PROLOG_V1 = (
+    _PROLOG_WEIGHTS
+    + "Tensor cache_index, Tensor kv_cache, Tensor kr_cache, *, "
+    + _PROLOG_SCALES
+    + 'float rmsnorm_epsilon_cq=1e-05, float rmsnorm_epsilon_ckv=1e-05, str cache_mode="PA_BSND"'
+)
+_PROLOG_V3 = (
+    _PROLOG_WEIGHTS
+    + "Tensor{a} kv_cache, Tensor{b} kr_cache, *, Tensor? cache_index=None, "
+    + _PROLOG_SCALES
+    + "Tensor? actual_seq_len=None, Tensor? k_nope_clip_alpha=None, "
+    'float rmsnorm_epsilon_cq=1e-05, float rmsnorm_epsilon_ckv=1e-05, str cache_mode="PA_BSND", '
+    "bool query_norm_flag=False, int weight_quant_mode=0, int kv_cache_quant_mode=0, int query_quant_mode=0, "
+    "int ckvkr_repo_mode=0, int quant_scale_repo_mode=0, int tile_size=128, float qc_qr_scale=1.0, "
+    "float kc_scale=1.0, int? token_x_dtype=None, int? weight_dq_dtype=None, int? weight_uq_qr_dtype=None, "
+    "int? weight_dkv_kr_dtype=None, int? kv_cache_dtype=None"
+)
+_KV_CACHE = (
+    "Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, Tensor{a} k_cache, Tensor{b} ckv_cache, *, "
+    "Tensor? k_rope_scale=None, Tensor? c_kv_scale=None, Tensor? k_rope_offset=None, Tensor? c_kv_offset=None, "
+    "Tensor? v=None, float epsilon=1e-5, str cache_mode='Norm', bool is_output_kv=False"
+)
+_KV_CACHE_V2 = _KV_CACHE + ", int? k_cache_dtype=None, int? ckv_cache_dtype=None"
+_MUTABLE, _PURE = {"a": "(a!)", "b": "(b!)"}, {"a": "", "b": ""}
+
+
+def _tensors(count: int) -> str:
+    return "(" + ", ".join(["Tensor"] * count) + ")"
+
+
+# name -> (arguments, results), exactly as torch_npu 2.13 defines them
+_SIGNATURES: dict[str, tuple[str, str]] = {
+    "npu_mla_prolog": (_PROLOG_V1, _tensors(4)),
+    "npu_mla_prolog_v2": (_PROLOG_V1, _tensors(5)),
+    "npu_mla_prolog_v3": (_PROLOG_V3.format(**_MUTABLE), _tensors(5)),
+    "npu_mla_prolog_v3_functional": (_PROLOG_V3.format(**_PURE), _tensors(7)),
+    "npu_rms_norm": ("Tensor self, Tensor gamma, float epsilon=1e-06", _tensors(2)),
+    "npu_add_rms_norm": ("Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06", _tensors(3)),
+    "npu_interleave_rope": ("Tensor x, Tensor cos, Tensor sin", "Tensor"),
+    "npu_rotary_mul": (
+        "Tensor self, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None",
+        "Tensor",
+    ),
+    "npu_kv_rmsnorm_rope_cache": (_KV_CACHE.format(**_PURE), _tensors(4)),
+    "npu_kv_rmsnorm_rope_cache_v2": (_KV_CACHE_V2.format(**_MUTABLE), _tensors(2)),
+    "npu_kv_rmsnorm_rope_cache_v2_functional": (_KV_CACHE_V2.format(**_PURE), _tensors(4)),
+    "npu_transpose_batchmatmul": (
+        "Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None, int[]? perm_x1=None, "
+        "int[]? perm_x2=None, int[]? perm_y=None, int? batch_split_factor=1",
+        "Tensor",
+    ),
+    "npu_scatter_nd_update": ("Tensor self, Tensor indices, Tensor updates", "Tensor"),
+    "npu_scatter_nd_update_": ("Tensor(a!) self, Tensor indices, Tensor updates", "Tensor(a!)"),
+    "npu_dynamic_quant": (
+        "Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, int? dst_type=None, "
+        'str quant_mode="pertoken", float dst_type_max=0.0',
+        _tensors(2),
+    ),
+    "npu_quant_matmul": (
+        "Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, Tensor? pertoken_scale=None, "
+        "Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, int? x2_dtype=None, "
+        "int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, Tensor? y_scale=None",
+        "Tensor",
+    ),
+    "npu_format_cast": (
+        "Tensor self, int acl_format, *, int? customize_dtype=None, int? input_dtype=None",
+        "Tensor",
+    ),
+}
+
+# in-place operator -> (its functional form, positions of the mutated arguments); the new values of those come
+# last among the functional form's results
+_IN_PLACE: dict[str, tuple[str, tuple[int, ...]]] = {
+    "npu_mla_prolog_v3": ("npu_mla_prolog_v3_functional", (9, 10)),
+    "npu_kv_rmsnorm_rope_cache_v2": ("npu_kv_rmsnorm_rope_cache_v2_functional", (5, 6)),
+    "npu_scatter_nd_update_": ("npu_scatter_nd_update", (0,)),
+}
+
+OPERATORS: tuple[str, ...] = tuple(_SIGNATURES)
+
+_libraries: list[torch.library.Library] = []
+
+
+def schema(name: str) -> str:
+    """The schema of ``npu::<name>`` as text, ``name(arguments) -> results``."""
+    arguments, results = _SIGNATURES[name]
+    return f"{name}({arguments}) -> {results}"
+
+
+def defined(name: str) -> bool:
+    """Whether ``npu::<name>`` has a schema now, from whichever side."""
+    try:
+        torch._C._dispatch_find_schema_or_throw(f"npu::{name}", "")
+    except RuntimeError:
+        return False
+    return True
+
+
+def provide() -> None:
+    """Add every schema and kernel that is missing now; calling it again changes nothing."""
+    missing = [name for name in OPERATORS if not defined(name)]
+    library = torch.library.Library("npu", "FRAGMENT")
+    _libraries.append(library)
+    for name in missing:
+        library.define(schema(name))
+    for name in OPERATORS:
+        _add(library, name, "CPU", _lazy("mla_fusion.reference.kernels", name))
+        _add(library, name, "Meta", _lazy("mla_fusion.reference.shapes", name))
+        if name in _IN_PLACE and name in missing:
+            _add(library, name, "Functionalize", _functionalize(name))
+
+
+def withdraw() -> None:
+    """Remove every schema and kernel of ours, so that torch_npu can define its own."""
+    while _libraries:
+        _libraries.pop()._destroy()
+
+
+def _add(library: torch.library.Library, name: str, key: str, kernel: Callable[..., Any]) -> None:
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{name}", key):
+        library.impl(name, kernel, key)
+
+
+def _lazy(module: str, name: str) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(module), name)(*args, **kwargs)
+
+    return kernel
+
+
+def _functionalize(name: str) -> Callable[..., Any]:
+    """A Functionalize kernel: run the functional form, give its last results to the mutated arguments."""
+    functional_name, positions = _IN_PLACE[name]
+
+    def unwrap(tensor: torch.Tensor) -> torch.Tensor:
+        if not torch._is_functional_tensor(tensor):
+            return tensor
+        torch._sync(tensor)
+        return torch._from_functional_tensor(tensor)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        plain_args, plain_kwargs = tree_map_only(torch.Tensor, unwrap, (args, kwargs))
+        below = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+        if not all(torch._is_functional_tensor(args[position]) for position in positions):
+            with torch._C._ExcludeDispatchKeyGuard(below):
+                return getattr(torch.ops.npu, name).default(*plain_args, **plain_kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(below):
+            results = getattr(torch.ops.npu, functional_name).default(*plain_args, **plain_kwargs)
+        values = list(results) if isinstance(results, tuple | list) else [results]
+        updated = values[-len(positions) :]
+        for position, value in zip(positions, updated, strict=True):
+            torch._functionalize_replace(args[position], value)
+            torch._functionalize_commit_update(args[position])
+            torch._functionalize_sync(args[position])
+        kept = values[: -len(positions)]
+        if not kept:
+            return args[positions[0]]
+        return tuple(torch._to_functional_tensor(value) for value in kept)
+
+    return kernel
+
+
+class _TorchNpuFinder(importlib.abc.MetaPathFinder):
+    """Makes way for torch_npu: its import runs without our definitions and is followed by ``provide()``."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "torch_npu":
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                execute = spec.loader.exec_module
+
+                def make_way(module: ModuleType, execute: Callable[[ModuleType], None] = execute) -> None:
+                    withdraw()
+                    try:
+                        execute(module)
+                    finally:
+                        provide()
+
+                spec.loader.exec_module = make_way  # type: ignore[method-assign]
+                return spec
+        return None
+
+
+if not any(type(finder).__name__ == _TorchNpuFinder.__name__ for finder in sys.meta_path):
+    sys.meta_path.insert(0, _TorchNpuFinder())
+provide()

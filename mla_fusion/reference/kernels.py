@@ -1,0 +1,43 @@
+"""The CPU kernels by operator name, as `mla_fusion.ops` registers them."""
+
+from mla_fusion.reference.kv_rmsnorm_rope_cache import (
+    npu_kv_rmsnorm_rope_cache,
+    npu_kv_rmsnorm_rope_cache_v2,
+    npu_kv_rmsnorm_rope_cache_v2_functional,
+)
+from mla_fusion.reference.matmul_scatter_quant import (
+    npu_dynamic_quant,
+    npu_format_cast,
+    npu_quant_matmul,
+    npu_scatter_nd_update,
+    npu_scatter_nd_update_,
+    npu_transpose_batchmatmul,
+)
+from mla_fusion.reference.norm_rope import (
+    npu_add_rms_norm,
+    npu_interleave_rope,
+    npu_rms_norm,
+    npu_rotary_mul,
+)
+from mla_fusion.reference.prolog import npu_mla_prolog_v3, npu_mla_prolog_v3_functional
+from mla_fusion.reference.prolog_v1_v2 import npu_mla_prolog, npu_mla_prolog_v2
+
+__all__ = [
+    "npu_add_rms_norm",
+    "npu_dynamic_quant",
+    "npu_format_cast",
+    "npu_interleave_rope",
+    "npu_kv_rmsnorm_rope_cache",
+    "npu_kv_rmsnorm_rope_cache_v2",
+    "npu_kv_rmsnorm_rope_cache_v2_functional",
+    "npu_mla_prolog",
+    "npu_mla_prolog_v2",
+    "npu_mla_prolog_v3",
+    "npu_mla_prolog_v3_functional",
+    "npu_quant_matmul",
+    "npu_rms_norm",
+    "npu_rotary_mul",
+    "npu_scatter_nd_update",
+    "npu_scatter_nd_update_",
+    "npu_transpose_batchmatmul",
+]

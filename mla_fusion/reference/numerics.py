@@ -1,0 +1,63 @@
+"""The arithmetic every step shares: where the kernel rounds, and in which precision it works.
+
+The Ascend kernel accumulates in float32 and rounds to bfloat16 after every matmul, norm and rotation
+(`service_matmul_arch22.h`, `rms_norm.h`, `service_rope_arch22.h`). ``activation`` below is the dtype those
+roundings go to: bfloat16 as on the device. Called with float32 or float64 tensors the same steps run without
+any bfloat16 rounding, which is what verifying a fusion needs; the NPU itself takes bfloat16 only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLT_EPS = 1.1920928955078125e-07
+
+
+def working_dtype(activation: torch.dtype) -> torch.dtype:
+    """The dtype of vector arithmetic: float32, or float64 when the activations are float64."""
+    return torch.float64 if activation == torch.float64 else torch.float32
+
+
+def nz_weight_to_nd(weight: Tensor) -> Tensor:
+    """``[k, n]`` from FRACTAL_NZ storage ``[n/C0, k/16, 16, C0]``; a 2-D weight is returned as it is.
+
+    `CheckShape` in `mla_prolog_tiling_check.cpp` accepts both for weight_dq, weight_uq_qr and weight_dkv_kr.
+    """
+    if weight.dim() == 2:
+        return weight
+    n1, k1, k0, n0 = weight.shape
+    return weight.permute(1, 2, 0, 3).reshape(k1 * k0, n1 * n0)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` with wide accumulation and one rounding at the end (fixpipe F322BF16)."""
+    return torch.matmul(a, b)
+
+
+def rms_norm(x: Tensor, gamma: Tensor, epsilon: float, scale: float = 1.0) -> Tensor:
+    """``x / sqrt(sum(x^2) * (1/n) + eps) * gamma [* scale]`` in the working dtype, not yet rounded.
+
+    `rms_norm.h`: a true division by the root, 1/n as a constant, and the scale multiplied last and only when
+    ``abs(scale - 1) >= FLT_EPSILON``. The caller casts or quantises the result.
+    """
+    work = working_dtype(gamma.dtype)
+    x = x.to(work)
+    mean_square = x.square().sum(-1, keepdim=True) * (1.0 / x.shape[-1])
+    normed = (x / (mean_square + epsilon).sqrt()) * gamma.to(work)
+    return normed * scale if abs(scale - 1.0) >= FLT_EPS else normed
+
+
+def interleave_rope(x: Tensor, cos: Tensor, sin: Tensor, activation: torch.dtype) -> Tensor:
+    """RoPE over interleaved input pairs with half-layout output; the halves of cos and sin are not tied.
+
+    ``y[:h] = x[0::2]*cos[:h] - x[1::2]*sin[:h]``, ``y[h:] = x[1::2]*cos[h:] + x[0::2]*sin[h:]``
+    (`service_rope_arch22.h`), in the working dtype, rounded once to ``activation``.
+    """
+    work = working_dtype(activation)
+    even, odd = x[..., 0::2].to(work), x[..., 1::2].to(work)
+    cos_first, cos_second = cos.to(work).chunk(2, -1)
+    sin_first, sin_second = sin.to(work).chunk(2, -1)
+    first = even * cos_first - odd * sin_first
+    second = odd * cos_second + even * sin_second
+    return torch.cat((first, second), -1).to(activation)

@@ -1,0 +1,145 @@
+"""The MLA prologue kernels v1, v2 and v3 on the CPU, with the roundings of the A2/A3 kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mla_fusion import meta
+from mla_fusion.reference import cache, steps
+from mla_fusion.reference.numerics import nz_weight_to_nd
+
+
+def npu_mla_prolog_v3(
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    *,
+    cache_index: Tensor | None = None,
+    dequant_scale_x: Tensor | None = None,
+    dequant_scale_w_dq: Tensor | None = None,
+    dequant_scale_w_uq_qr: Tensor | None = None,
+    dequant_scale_w_dkv_kr: Tensor | None = None,
+    quant_scale_ckv: Tensor | None = None,
+    quant_scale_ckr: Tensor | None = None,
+    smooth_scales_cq: Tensor | None = None,
+    actual_seq_len: Tensor | None = None,
+    k_nope_clip_alpha: Tensor | None = None,
+    rmsnorm_epsilon_cq: float = 1e-05,
+    rmsnorm_epsilon_ckv: float = 1e-05,
+    cache_mode: str = "PA_BSND",
+    query_norm_flag: bool = False,
+    weight_quant_mode: int = 0,
+    kv_cache_quant_mode: int = 0,
+    query_quant_mode: int = 0,
+    ckvkr_repo_mode: int = 0,
+    quant_scale_repo_mode: int = 0,
+    tile_size: int = 128,
+    qc_qr_scale: float = 1.0,
+    kc_scale: float = 1.0,
+    token_x_dtype: int | None = None,
+    weight_dq_dtype: int | None = None,
+    weight_uq_qr_dtype: int | None = None,
+    weight_dkv_kr_dtype: int | None = None,
+    kv_cache_dtype: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(query, query_rope, dequant_scale_q_nope, query_norm, dequant_scale_q_norm)``; writes both caches.
+
+    Arguments as `torch_npu.npu_mla_prolog_v3`. Leading dims ``lead`` are ``[T]`` or ``[B, S]``, as token_x has
+    them: query ``lead + [N, Hckv]``, query_rope ``lead + [N, Dr]``, query_norm ``lead + [Hcq]``,
+    dequant_scale_q_nope ``[T, N, 1]``, dequant_scale_q_norm ``[T, 1]``; outputs the call does not ask for have
+    shape ``[0]``, as torch_npu gives them from CANN 8.5 on. Only rows named by cache_index are written.
+
+    float32 and float64 tensors are taken too and computed without bfloat16 rounding (the NPU takes bfloat16).
+    Sizes outside the operator's published tables are computed as well; shapes that disagree raise ContractError.
+    """
+    arguments = dict(locals())
+    meta.check_structure("npu_mla_prolog_v3", arguments)
+    lead, activation = token_x.shape[:-1], rmsnorm_gamma_cq.dtype
+    n, d, hckv = weight_uk.shape
+    dr = rope_sin.shape[-1]
+    x = token_x.reshape(-1, token_x.shape[-1])
+    sin, cos = rope_sin.reshape(-1, dr), rope_cos.reshape(-1, dr)
+    w_dq, w_uq_qr, w_dkv_kr = map(nz_weight_to_nd, (weight_dq, weight_uq_qr, weight_dkv_kr))
+    absent = torch.empty(0)
+
+    cq = steps.matmul_cq(x, w_dq, dequant_scale_x, dequant_scale_w_dq)
+    normed = steps.rms_norm_cq(cq, rmsnorm_gamma_cq, rmsnorm_epsilon_cq, qc_qr_scale)
+    if weight_quant_mode == 0:
+        c_q, scale_c_q = normed.to(activation), None
+    else:
+        c_q, scale_c_q = steps.dynamic_quant_cq(normed, smooth_scales_cq)
+    q_nope, q_pe = steps.matmul_qc_qr(c_q, w_uq_qr, scale_c_q, dequant_scale_w_uq_qr, d, dr)
+    query = steps.matmul_qn(q_nope, weight_uk)
+    query_rope = steps.rope_qr(q_pe, cos, sin, activation)
+    dequant_scale_q_nope = absent
+    if kv_cache_quant_mode == 1:
+        assert quant_scale_ckv is not None
+        query, dequant_scale_q_nope = steps.quant_query(query)
+        query_rope = steps.mul_qr(query_rope, quant_scale_ckv, dequant_scale_q_nope)
+
+    ckv, kr = steps.matmul_ckv_kr(x, w_dkv_kr, dequant_scale_x, dequant_scale_w_dkv_kr, dr)
+    ckv = steps.rms_norm_ckv(ckv, rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv, kc_scale)
+    kr = steps.rope_qr(kr.unsqueeze(1), cos, sin, activation).squeeze(1)
+    if kv_cache_quant_mode == 0:
+        ckv = ckv.to(activation)
+    elif kv_cache_quant_mode == 1:
+        assert quant_scale_ckv is not None
+        ckv = steps.quant_ckv_per_tensor(ckv, quant_scale_ckv)
+    elif kv_cache_quant_mode == 2:
+        assert quant_scale_ckv is not None and quant_scale_ckr is not None
+        ckv, kr = steps.quant_per_channel(ckv, quant_scale_ckv), steps.quant_per_channel(kr, quant_scale_ckr)
+    else:
+        assert k_nope_clip_alpha is not None
+        ckv = steps.quant_ckv_per_tile(ckv, kr, k_nope_clip_alpha, tile_size)
+    cache.write(kv_cache, ckv, cache_mode, lead, cache_index, actual_seq_len, "kv_cache")
+    cache.write(kr_cache, kr, cache_mode, lead, cache_index, actual_seq_len, "kr_cache")
+
+    return (
+        query.contiguous().view(*lead, n, hckv),
+        query_rope.view(*lead, n, dr),
+        dequant_scale_q_nope,
+        c_q.view(*lead, c_q.shape[-1]) if query_norm_flag else absent.to(c_q.dtype),
+        scale_c_q if query_norm_flag and scale_c_q is not None else absent.clone(),
+    )
+
+
+def npu_mla_prolog_v3_functional(
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    **options: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`npu_mla_prolog_v3` on copies of the caches, which are the sixth and seventh result; inputs untouched."""
+    kv_cache_out, kr_cache_out = kv_cache.clone(), kr_cache.clone()
+    results = npu_mla_prolog_v3(
+        token_x,
+        weight_dq,
+        weight_uq_qr,
+        weight_uk,
+        weight_dkv_kr,
+        rmsnorm_gamma_cq,
+        rmsnorm_gamma_ckv,
+        rope_sin,
+        rope_cos,
+        kv_cache_out,
+        kr_cache_out,
+        **options,  # type: ignore[arg-type]
+    )
+    return (*results, kv_cache_out, kr_cache_out)

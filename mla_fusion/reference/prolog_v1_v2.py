@@ -1,0 +1,54 @@
+"""npu_mla_prolog (v1) and npu_mla_prolog_v2: v3's arithmetic, the scenario read off the dtypes, older results.
+
+Both schemas are pure, yet the device writes the caches in place (v2 even returns the very same tensors). Here
+the inputs are written too and the results are copies of them: what a pure schema returns may not share memory
+with its arguments, and a caller reading either sees the updated cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fusion import meta
+from mla_fusion.reference.prolog import npu_mla_prolog_v3
+
+_ORDER = (
+    "token_x",
+    "weight_dq",
+    "weight_uq_qr",
+    "weight_uk",
+    "weight_dkv_kr",
+    "rmsnorm_gamma_cq",
+    "rmsnorm_gamma_ckv",
+    "rope_sin",
+    "rope_cos",
+    "cache_index",
+    "kv_cache",
+    "kr_cache",
+)
+
+
+def npu_mla_prolog(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """v1: ``(query, query_rope, kv_cache, kr_cache)``; arguments as `torch_npu.npu_mla_prolog`."""
+    return _prolog("npu_mla_prolog", args, options)[:4]  # type: ignore[return-value]
+
+
+def npu_mla_prolog_v2(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """v2: ``(query, query_rope, kv_cache, kr_cache, dequant_scale_q_nope)``; the last is ``[1]`` when absent."""
+    return _prolog("npu_mla_prolog_v2", args, options)
+
+
+def _prolog(
+    op: str, args: tuple[Tensor, ...], options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    arguments = dict(zip(_ORDER, args, strict=False)) | options
+    meta.check_structure(op, arguments)
+    wq, kv = meta.implied_quant_modes(arguments)
+    query, query_rope, dequant_scale_q_nope, _, _ = npu_mla_prolog_v3(
+        **arguments, weight_quant_mode=wq, kv_cache_quant_mode=kv, query_quant_mode=int(kv == 1)
+    )
+    scale = dequant_scale_q_nope if kv == 1 else torch.empty(1).zero_()
+    return query, query_rope, arguments["kv_cache"].clone(), arguments["kr_cache"].clone(), scale

@@ -1,0 +1,59 @@
+"""Integer quantisation as the A2/A3 vector unit does it: scales, casts and their rounding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# 128 * 128 * 1024 == 2**24: a float32 sum of at most 1024 int8 products is exact.
+_EXACT_K = 1024
+
+
+def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """``int8[m, k] @ int8[k, n] -> int32[m, n]``, exact, by float32 products over short slices of k."""
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.int32)
+    for a_slice, b_slice in zip(a.split(_EXACT_K, 1), b.split(_EXACT_K, 0), strict=True):
+        total += (a_slice.float() @ b_slice.float()).to(torch.int32)
+    return total
+
+
+def dequant(accumulated: Tensor, scale_token: Tensor, scale_channel: Tensor) -> Tensor:
+    """``fp32(int32) * s_token`` then ``* s_channel``; stays float32 (`mla_prolog_vector_comm_arch22.h`)."""
+    return accumulated.float() * scale_token * scale_channel
+
+
+def to_int8(x: Tensor) -> Tensor:
+    """fp32 -> int32 (half to even) -> half -> int8 with saturation; NaN (an all-zero row) becomes 0."""
+    return x.nan_to_num(nan=0.0).round().clamp(-128, 127).to(torch.int8)
+
+
+def to_int8_through_half(x: Tensor) -> Tensor:
+    """fp32 -> half -> int8 (half away from zero): the double rounding of query quantisation."""
+    half = x.to(torch.float16).float().nan_to_num(nan=0.0)
+    return (half.sign() * (half.abs() + 0.5).floor()).clamp(-128, 127).to(torch.int8)
+
+
+def dynamic_scale(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``(x * (127 / m), m / 127)`` with ``m = max|x|`` over the last axis (kept)."""
+    maximum = x.abs().amax(-1, keepdim=True) if x.numel() else x.new_zeros(*x.shape[:-1], 1)
+    limit = torch.full_like(maximum, 127.0)
+    return x * (limit / maximum), maximum / limit
+
+
+def per_tile(x: Tensor, alpha: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+    """Clip each tile to ``alpha * max|tile|`` and quantise it: ``(int8 [T, n], fp32 scale [T, n/tile])``.
+
+    ``lim = m*alpha; scale = lim*(1/127); q = rint(clip(x, -lim, lim) * (1/scale))``
+    (`mla_prolog_vector_comm_arch22.h`); the device has no floor under m, so an all-zero tile quantises to 0.
+    """
+    tiles = x.unflatten(-1, (x.shape[-1] // tile, tile))
+    limit = tiles.abs().amax(-1, keepdim=True) * alpha.to(x.dtype).reshape(1)
+    scale = limit * (1.0 / 127.0)
+    quantised = to_int8(torch.minimum(torch.maximum(tiles, -limit), limit) * (1.0 / scale))
+    return quantised.flatten(-2), scale.squeeze(-1).float()
+
+
+def tile_row(ckv: Tensor, kr: Tensor, scale: Tensor) -> Tensor:
+    """One per-tile cache row as bytes: ``int8 ckv | rope half in its 16-bit form | fp32 scales``."""
+    parts = (ckv, kr.contiguous().view(torch.int8), scale.contiguous().view(torch.int8))
+    return torch.cat(parts, -1)

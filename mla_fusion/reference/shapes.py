@@ -1,0 +1,103 @@
+"""Meta kernels by operator name: shapes and dtypes only, sizes kept symbolic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fusion import meta
+
+_LIKE_CACHE = {"npu_mla_prolog": (2, 3), "npu_mla_prolog_v2": (2, 3), "npu_mla_prolog_v3_functional": (5, 6)}
+
+
+def _prolog(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, ...]:
+    arguments = meta.bind(op, args, options)
+    results = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in meta.infer(op, **arguments)]
+    for position, cache in zip(_LIKE_CACHE.get(op, ()), ("kv_cache", "kr_cache"), strict=False):
+        results[position] = torch.empty_like(arguments[cache])  # keeps the strides of a strided cache
+    return tuple(results)
+
+
+def npu_mla_prolog(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+    return _prolog("npu_mla_prolog", args, options)
+
+
+def npu_mla_prolog_v2(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+    return _prolog("npu_mla_prolog_v2", args, options)
+
+
+def npu_mla_prolog_v3(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+    return _prolog("npu_mla_prolog_v3", args, options)
+
+
+def npu_mla_prolog_v3_functional(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+    return _prolog("npu_mla_prolog_v3_functional", args, options)
+
+
+def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
+    kept = list(self.shape[: self.dim() - gamma.dim()]) + [1] * gamma.dim()
+    return torch.empty_like(self), self.new_empty(kept, dtype=torch.float32)
+
+
+def npu_add_rms_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, rstd = npu_rms_norm(x1, gamma)
+    return y, rstd, torch.empty_like(x1)
+
+
+def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def npu_rotary_mul(
+    self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+) -> Tensor:
+    return self.new_empty(self.shape)
+
+
+def npu_kv_rmsnorm_rope_cache_v2(
+    kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, index: Tensor, k: Tensor, ckv: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    lead = list(kv.shape[:-1])
+    return kv.new_empty([*lead, cos.shape[-1]]), kv.new_empty([*lead, gamma.shape[0]])
+
+
+def npu_kv_rmsnorm_rope_cache_v2_functional(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    return (*npu_kv_rmsnorm_rope_cache_v2(*args), torch.empty_like(args[5]), torch.empty_like(args[6]))
+
+
+def npu_kv_rmsnorm_rope_cache(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    return (torch.empty_like(args[5]), torch.empty_like(args[6]), *npu_kv_rmsnorm_rope_cache_v2(*args))
+
+
+def npu_transpose_batchmatmul(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    perm_x1, perm_x2 = options.get("perm_x1") or (0, 1, 2), options.get("perm_x2") or (0, 1, 2)
+    batch, m = input.shape[perm_x1[0]], input.shape[perm_x1[1]]
+    n, factor = weight.shape[perm_x2[2]], options.get("batch_split_factor") or 1
+    return input.new_empty((m, batch, n) if factor == 1 else (factor, m, batch * n // factor))
+
+
+def npu_scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    return torch.empty_like(self)
+
+
+def npu_scatter_nd_update_(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    return self
+
+
+def npu_dynamic_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    return input.new_empty(input.shape, dtype=torch.int8), input.new_empty(input.shape[:-1], dtype=torch.float32)
+
+
+def npu_quant_matmul(x1: Tensor, x2: Tensor, scale: Tensor, **options: Any) -> Tensor:
+    from mla_fusion.reference.matmul_scatter_quant import OUTPUT_DTYPES
+
+    dtype = OUTPUT_DTYPES[options.get("output_dtype")]
+    return x1.new_empty([*x1.shape[:-1], x2.shape[-1]], dtype=dtype)
+
+
+def npu_format_cast(self: Tensor, acl_format: int, **options: Any) -> Tensor:
+    return torch.empty_like(self)
