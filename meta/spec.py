@@ -1,0 +1,179 @@
+"""The declarative specification of the MLA prologue: tensors, axes, dtypes, and what each mode changes.
+
+No code decides here; `mla_fusion.meta.check` interprets the tables. Read from `mla_prolog_tiling_check.cpp`
+(required and forbidden tensors, dtypes, shapes, modes) and the operator definitions `mla_prolog_v3_def.cpp`.
+
+Axes: T tokens (or B, S), He hidden, Hcq query rank, N heads, D nope dim, Dr rope dim, Hckv KV rank, BlockNum,
+BlockSize, Nkv, Dtile the width of a kv_cache row. "lead" in a shape stands for ``T`` or ``B S``, as token_x has
+them; "tokens" for T or B*S; "*" for any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+HIFLOAT8 = 290  # torch_npu.hifloat8; such tensors are uint8 and named by the *_dtype arguments
+
+# A dtype role: the activation dtype (bfloat16 on the device), or the element of the weight quantisation mode.
+ACTIVATION, ELEMENT = "activation", "element"
+Dtype = str | torch.dtype
+
+TILING = "mla_prolog_tiling_check.cpp"
+SCATTER = "service_scatter_cache"
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor argument: its shape as axes, its dtype or role, and whether FRACTAL_NZ 4-D storage is taken."""
+
+    name: str
+    shape: str
+    dtype: Dtype
+    nz: bool = False
+
+
+@dataclass(frozen=True)
+class WeightMode:
+    """One weight_quant_mode: dtypes of its tensors, the scales it needs and may have, with their shapes."""
+
+    title: str
+    element: Dtype
+    dtypes: Mapping[str, Dtype]
+    required: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
+    scale_dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class CacheQuant:
+    """One kv_cache_quant_mode: cache dtypes and row width, further tensors, and the modes it fixes."""
+
+    title: str
+    kv: Dtype
+    kr: Dtype | None  # None: kr_cache is an empty tensor
+    width: str
+    query: Dtype
+    required: Mapping[str, str] = field(default_factory=dict)
+    query_quant_mode: int = 0
+    repo_mode: int = 0
+    cache_modes: tuple[str, ...] = ("PA_BSND", "PA_NZ", "PA_BLK_BSND", "PA_BLK_NZ", "BSND", "TND")
+
+
+@dataclass(frozen=True)
+class CacheMode:
+    """One cache_mode: axes in front of a cache's row, and the shape of cache_index per rank of token_x.
+
+    An absent rank is not taken. ``actual_seq_len`` is required with a 2-D token_x and forbidden otherwise.
+    """
+
+    cache: str
+    index: Mapping[int, str | None]
+    actual_seq_len: bool = False
+
+
+INPUTS = (
+    Input("token_x", "lead He", "x"),
+    Input("weight_dq", "He Hcq", "weight_dq", nz=True),
+    Input("weight_uk", "N D Hckv", ACTIVATION),
+    Input("rope_sin", "lead Dr", ACTIVATION),
+    Input("rope_cos", "lead Dr", ACTIVATION),
+    Input("weight_uq_qr", "Hcq N*(D+Dr)", "weight_uq_qr", nz=True),
+    Input("weight_dkv_kr", "He Hckv+Dr", "weight_dkv_kr", nz=True),
+    Input("rmsnorm_gamma_cq", "Hcq", ACTIVATION),
+    Input("rmsnorm_gamma_ckv", "Hckv", ACTIVATION),
+)
+
+_FULL = {name: ELEMENT for name in ("x", "weight_dq", "weight_uq_qr", "weight_dkv_kr")}
+_CHANNEL_SCALES = {
+    "dequant_scale_x": "tokens 1",
+    "dequant_scale_w_dq": "1 Hcq",
+    "dequant_scale_w_uq_qr": "1 N*(D+Dr)",
+    "dequant_scale_w_dkv_kr": "1 Hckv+Dr",
+}
+_BLOCK_SCALES = {
+    "dequant_scale_x": "tokens He/32",
+    "dequant_scale_w_dq": "Hcq He/32",
+    "dequant_scale_w_uq_qr": "N*(D+Dr) Hcq/32",
+    "dequant_scale_w_dkv_kr": "Hckv+Dr He/32",
+}
+_SMOOTH = {"smooth_scales_cq": "1 Hcq"}
+
+WEIGHT_MODES: Mapping[int, WeightMode] = {
+    0: WeightMode("no quantisation", ACTIVATION, dict.fromkeys(_FULL, ACTIVATION)),
+    1: WeightMode(
+        "weight_uq_qr int8",
+        torch.int8,
+        {**dict.fromkeys(_FULL, ACTIVATION), "weight_uq_qr": ELEMENT},
+        {"dequant_scale_w_uq_qr": "1 N*(D+Dr)"},
+        _SMOOTH,
+    ),
+    2: WeightMode("full int8", torch.int8, _FULL, _CHANNEL_SCALES, _SMOOTH),
+    3: WeightMode("full mxfp8", torch.float8_e4m3fn, _FULL, _BLOCK_SCALES, {}, torch.float8_e8m0fnu),
+    4: WeightMode("full fp8", torch.float8_e4m3fn, _FULL, _CHANNEL_SCALES, _SMOOTH),
+    5: WeightMode("full hifloat8", torch.uint8, _FULL, _CHANNEL_SCALES, _SMOOTH),
+}
+
+# k_nope_clip_alpha goes with the int8 tiles of these weight modes and is forbidden with the A5 formats
+CLIP_WEIGHT_MODES = (1, 2)
+
+CACHE_QUANTS: Mapping[int, CacheQuant] = {
+    0: CacheQuant("no quantisation", ACTIVATION, ACTIVATION, "Hckv", ACTIVATION),
+    1: CacheQuant(
+        "per tensor",
+        ELEMENT,
+        ACTIVATION,
+        "Hckv",
+        ELEMENT,
+        {"quant_scale_ckv": "1"},
+        query_quant_mode=1,
+    ),
+    2: CacheQuant(
+        "per channel",
+        torch.int8,
+        torch.int8,
+        "Hckv",
+        ACTIVATION,
+        {"quant_scale_ckv": "1 Hckv", "quant_scale_ckr": "1 Dr"},
+    ),
+    3: CacheQuant(
+        "per tile of 128",
+        ELEMENT,
+        None,
+        "Dtile",
+        ACTIVATION,
+        {"k_nope_clip_alpha": "1"},
+        repo_mode=1,
+        cache_modes=("PA_BSND", "BSND", "TND"),
+    ),
+}
+# v2 reads one float of a scale which its host check wants as a row
+QUANT_SCALE_CKV_V2 = "1 Hckv"
+
+_PAGED = "BlockNum BlockSize Nkv"
+_BLOCKWISE: Mapping[int, str | None] = {2: "*", 3: "B ceil(S/BlockSize)"}
+CACHE_MODES: Mapping[str, CacheMode] = {
+    "PA_BSND": CacheMode(_PAGED, {2: "lead", 3: "lead"}),
+    "PA_NZ": CacheMode(_PAGED, {2: "lead", 3: "lead"}),
+    "PA_BLK_BSND": CacheMode(_PAGED, _BLOCKWISE, actual_seq_len=True),
+    "PA_BLK_NZ": CacheMode(_PAGED, _BLOCKWISE, actual_seq_len=True),
+    "BSND": CacheMode("B S Nkv", {3: None}),
+    "TND": CacheMode("T Nkv", {2: None}),
+}
+
+# sizes computed from the axes
+DERIVED: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "N*(D+Dr)": lambda dims: dims["N"] * (dims["D"] + dims["Dr"]),
+    "Hckv+Dr": lambda dims: dims["Hckv"] + dims["Dr"],
+    "He/32": lambda dims: dims["He"] // 32,
+    "Hcq/32": lambda dims: dims["Hcq"] // 32,
+    "Dtile": lambda dims: dims["Hckv"] + 2 * dims["Dr"] + 4 * (dims["Hckv"] // dims["tile"]),
+    "ceil(S/BlockSize)": lambda dims: -(-dims["S"] // dims["BlockSize"]) if dims["BlockSize"] != 0 else 0,
+    "1": lambda dims: 1,
+}
+# modes of v3 that v1 and v2 do not have
+VERSION_3_MODES = ("query_quant_mode", "ckvkr_repo_mode", "quant_scale_repo_mode", "tile_size")
+TILE_SIZE = 128

@@ -1,0 +1,121 @@
+"""Seeded random arguments of a legal call, built from the specification: for tests, self-tests and examples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fusion.meta import spec
+
+# small sizes; the operator's own are in mla_fusion.meta.limits
+SMALL = {"He": 256, "Hcq": 96, "N": 4, "D": 32, "Dr": 16, "Hckv": 64, "BlockNum": 6, "BlockSize": 16, "Nkv": 1}
+DEEPSEEK_V3 = {
+    "He": 7168,
+    "Hcq": 1536,
+    "N": 16,
+    "D": 128,
+    "Dr": 64,
+    "Hckv": 512,
+    "BlockNum": 64,
+    "BlockSize": 128,
+    "Nkv": 1,
+}
+
+
+def sample_call(
+    *,
+    weight_quant_mode: int = 0,
+    kv_cache_quant_mode: int = 0,
+    cache_mode: str = "PA_BSND",
+    lead: Sequence[int] = (8,),
+    dims: Mapping[str, int] = SMALL,
+    dtype: torch.dtype = torch.bfloat16,
+    smooth: bool = False,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Arguments by name of a legal ``npu_mla_prolog_v3`` call; ``lead`` is ``(T,)`` or ``(B, S)``.
+
+    Values are scaled so that every intermediate is of order one; caches hold noise; slots are distinct. With
+    block-wise cache modes and a 2-D token_x the tokens are two sequences.
+    """
+    make = torch.Generator().manual_seed(seed)
+    weights, cache = spec.WEIGHT_MODES[weight_quant_mode], spec.CACHE_QUANTS[kv_cache_quant_mode]
+    tokens = lead[0] if len(lead) == 1 else lead[0] * lead[1]
+    known = dict(dims) | dict(zip(("T",) if len(lead) == 1 else ("B", "S"), lead, strict=True))
+    tile = spec.TILE_SIZE if known["Hckv"] % spec.TILE_SIZE == 0 else known["Hckv"]
+    known |= {"tokens": tokens, "tile": tile}
+    roles: dict[Any, Any] = {spec.ACTIVATION: dtype}
+    roles[spec.ELEMENT] = roles.get(weights.element, weights.element)
+    roles |= {role: roles.get(kind, kind) for role, kind in weights.dtypes.items()}
+
+    def size(axis: str) -> int:
+        return spec.DERIVED[axis](known) if axis in spec.DERIVED else known[axis]
+
+    def shape(text: str) -> list[int]:
+        return [n for word in text.split() for n in (lead if word == "lead" else (size(word),))]
+
+    def filled(text: str, kind: torch.dtype, fan_in: float = 1.0) -> Tensor:
+        sizes = shape(text)
+        if kind == torch.int8:
+            return torch.randint(-127, 128, sizes, generator=make, dtype=torch.int8)
+        noise = torch.randn(sizes, generator=make) / fan_in**0.5
+        if kind == torch.uint8:
+            return torch.randint(0, 256, sizes, generator=make, dtype=torch.uint8)
+        return noise.to(kind)
+
+    call: dict[str, Any] = {}
+    for tensor in spec.INPUTS:
+        sizes = shape(tensor.shape)
+        fan_in = float(sizes[-2]) if tensor.name.startswith("weight") else 1.0
+        call[tensor.name] = filled(tensor.shape, roles.get(tensor.dtype, tensor.dtype), fan_in)
+    mode = spec.CACHE_MODES[cache_mode]
+    call["kv_cache"] = filled(f"{mode.cache} {cache.width}", roles.get(cache.kv, cache.kv))
+    call["kr_cache"] = (
+        filled(f"{mode.cache} Dr", roles.get(cache.kr, cache.kr)) if cache.kr is not None else torch.empty(0, dtype=dtype)
+    )
+    scales = {**weights.required, **cache.required, **(weights.optional if smooth else {})}
+    if weight_quant_mode not in spec.CLIP_WEIGHT_MODES:
+        scales.pop("k_nope_clip_alpha", None)
+    for name, text in scales.items():
+        typical = 0.9 if name == "k_nope_clip_alpha" else 30.0 if name.startswith("quant") else 1.0
+        if name.startswith("dequant"):
+            # int8 operands have standard deviation 73: bring each product sum back to order one
+            typical = 1.0 / (73.0 * (known["He"] ** 0.25 if name != "dequant_scale_w_uq_qr" else known["Hcq"] ** 0.5))
+        noise = typical * (0.5 + torch.rand(shape(text), generator=make))
+        call[name] = noise.to(weights.scale_dtype if name in weights.required else torch.float32)
+    call |= _index(cache_mode, mode, lead, known, make)
+    options = {
+        "cache_mode": cache_mode,
+        "weight_quant_mode": weight_quant_mode,
+        "kv_cache_quant_mode": kv_cache_quant_mode,
+        "query_quant_mode": cache.query_quant_mode,
+        "ckvkr_repo_mode": cache.repo_mode,
+        "quant_scale_repo_mode": cache.repo_mode,
+        "tile_size": tile if cache.repo_mode else spec.TILE_SIZE,
+    }
+    if weight_quant_mode == 5:
+        names = ("token_x_dtype", "weight_dq_dtype", "weight_uq_qr_dtype", "weight_dkv_kr_dtype", "kv_cache_dtype")
+        options |= dict.fromkeys(names if kv_cache_quant_mode in (1, 3) else names[:-1], spec.HIFLOAT8)
+    return call | options
+
+
+def _index(
+    name: str, mode: spec.CacheMode, lead: Sequence[int], dims: Mapping[str, int], make: torch.Generator
+) -> dict[str, Tensor]:
+    if mode.index[len(lead) + 1] is None:
+        return {}
+    block_num, block_size = dims["BlockNum"], dims["BlockSize"]
+    if not mode.actual_seq_len:
+        slots = torch.randperm(block_num * block_size, generator=make)
+        return {"cache_index": slots[: dims["tokens"]].reshape(list(lead))}
+    blocks = torch.randperm(block_num, generator=make)
+    if len(lead) == 2:
+        per_batch = -(-lead[1] // block_size)
+        return {"cache_index": blocks[: lead[0] * per_batch].reshape(lead[0], per_batch)}
+    first = lead[0] // 2
+    ends = torch.tensor([first, lead[0]], dtype=torch.int32)
+    count = -(-first // block_size) + -(-(lead[0] - first) // block_size)
+    return {"cache_index": blocks[:count], "actual_seq_len": ends}
