@@ -1,0 +1,116 @@
+"""All facts of one cone, computed once per structure: 61 equal layers cost one set of probes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.facts import absorb, rmsnorm, rope
+from mla_fusion.facts.absorb import AbsorbFact
+from mla_fusion.facts.decode import Decoder, Reading
+from mla_fusion.facts.projection import Projection
+from mla_fusion.facts.rmsnorm import NormFact
+from mla_fusion.facts.rope import RopeFact, Table
+from mla_fusion.graph.cone import Cone
+from mla_fusion.graph.kinds import is_cast, is_view
+from mla_fusion.graph.view import View
+
+
+@dataclass
+class ConeFacts:
+    """What was found in the cone of one projection."""
+
+    cone: Cone
+    probe: torch.Tensor
+    norms: list[NormFact]
+    ropes: list[RopeFact]
+    readings: dict[Node, Reading]
+
+    def absorb(self, projection: Projection) -> AbsorbFact | None:
+        return absorb.find(self.cone, self.probe, self.readings, projection)
+
+
+class FactReader:
+    """Reads cones of one view, and remembers by structure."""
+
+    def __init__(self, view: View, projections: Iterable[Projection]) -> None:
+        self.view = view
+        self.probes = 0
+        self._operands = {projection.activation for projection in projections}
+        self._known: dict[object, ConeFacts] = {}
+        self._facts: dict[Node, ConeFacts] = {}
+
+    def read(self, projection: Projection) -> ConeFacts:
+        facts = self._facts.get(projection.node)
+        if facts is None:
+            cone = Cone(self.view, projection.product, projection.weight_is_left)
+            key = (cone.signature, self._details(cone))
+            known = self._known.get(key)
+            facts = _relocate(known, cone) if known is not None else self._probe(cone)
+            self._known.setdefault(key, facts)
+            self._facts[projection.node] = facts
+        return facts
+
+    def _details(self, cone: Cone) -> tuple[object, ...]:
+        """What facts look at beyond the steps: dtypes, and which nodes are operands of another product."""
+        return tuple((str(getattr(n.meta.get("val"), "dtype", "")), n in self._operands) for n in cone.nodes)
+
+    def _probe(self, cone: Cone) -> ConeFacts:
+        self.probes += 1
+        decoder = Decoder(cone)
+        degrees = decoder.degrees()
+        rotated = _meets_a_table(cone)
+
+        def wanted(node: Node) -> bool:
+            if degrees[node] == 0:
+                return not is_view(node) and not is_cast(node)
+            return node in self._operands or (node in rotated and not is_view(node) and not is_cast(node))
+
+        readings = decoder.read(degrees, wanted)
+        return ConeFacts(
+            cone,
+            decoder.probe,
+            rmsnorm.find(cone, decoder, readings),
+            rope.find(cone, decoder, {n: r for n, r in readings.items() if n in rotated}),
+            {n: r for n, r in readings.items() if n in self._operands},
+        )
+
+
+def _meets_a_table(cone: Cone) -> set[Node]:
+    """Members that depend on a base with columns (a rotation needs one)."""
+    tables = {base for base in cone.bases if len(getattr(base.meta.get("val"), "shape", ())) > 0}
+    inside = {cone.node, *cone.nodes}
+    touched: set[Node] = set()
+    for node in cone.nodes:
+        if any(arg in touched or (arg not in inside and tables) for arg in node.all_input_nodes):
+            touched.add(node)
+    return touched
+
+
+def _relocate(known: ConeFacts, cone: Cone) -> ConeFacts:
+    """The facts of an equal cone, in terms of this one's nodes."""
+    there = [known.cone.node, *known.cone.nodes, *known.cone.bases]
+    here = [cone.node, *cone.nodes, *cone.bases]
+    move = dict(zip(there, here, strict=True))
+
+    def table(runs: Table) -> Table:
+        return tuple(replace(run, base=move[run.base]) for run in runs)
+
+    def optional(node: Node | None) -> Node | None:
+        return None if node is None else move[node]
+
+    norms = [
+        replace(
+            fact,
+            node=move[fact.node],
+            gamma=optional(fact.gamma),
+            runtime_eps=optional(fact.runtime_eps),
+            low_precision=optional(fact.low_precision),
+        )
+        for fact in known.norms
+    ]
+    ropes = [replace(f, node=move[f.node], cos=table(f.cos), sin=table(f.sin)) for f in known.ropes]
+    return ConeFacts(cone, known.probe, norms, ropes, {move[n]: r for n, r in known.readings.items()})

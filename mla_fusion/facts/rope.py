@@ -1,0 +1,269 @@
+"""RoPE by meaning: each pair of product columns is mixed by a 2x2 matrix whose entries are table columns.
+
+    out[first]  = x[first] * cos_first  - x[second] * sin_first
+    out[second] = x[second] * cos_second + x[first] * sin_second
+
+The kernel treats the two halves of cos and sin independently, so every such map can be handed to it; which
+columns form a pair (interleaved or half), where the pair lands (half or interleaved output) and which table
+column, real or imaginary part, sign and factor each entry is, are all read off the values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.facts.decode import Decoder, Reading, small_scalars
+from mla_fusion.graph.cone import Cone
+
+_SAME_DIRECTION = 1e-10
+
+
+@dataclass(frozen=True)
+class TableRun:
+    """Columns ``start, start+step, ...`` (``count`` of them) of ``field(base)``, times ``factor``.
+
+    rows says how the base's rows relate to tokens: "token", "position" (shared by all sequences), "sequence"
+    or "one".
+    """
+
+    base: Node
+    field: str  # "", "real" or "imag"
+    start: int
+    step: int
+    count: int
+    factor: float
+    rows: str
+
+
+Table = tuple[TableRun, ...]
+
+
+@dataclass(frozen=True)
+class RopeFact:
+    """``node`` holds the rotated columns of the product.
+
+    heads, rope_dim    N (1 for k) and Dr
+    first, second      [heads][Dr/2] product columns of each pair
+    layout             of the output: "half" or "interleaved"
+    cos, sin           full-width tables in the kernel's order, as runs of base columns
+    codes              of the node's shape: (token * heads + head) * Dr + place
+    """
+
+    node: Node
+    heads: int
+    rope_dim: int
+    first: tuple[tuple[int, ...], ...]
+    second: tuple[tuple[int, ...], ...]
+    layout: str
+    cos: Table
+    sin: Table
+    codes: torch.Tensor
+
+    @property
+    def input_layout(self) -> str:
+        """"interleaved" or "half" where all pairs of a head are so laid out, else "other"."""
+        gaps = {s - f for fs, ss in zip(self.first, self.second, strict=True) for f, s in zip(fs, ss, strict=True)}
+        if gaps == {1}:
+            return "interleaved"
+        return "half" if gaps == {self.rope_dim // 2} else "other"
+
+
+def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[RopeFact]:
+    """Complete rotations in the cone, the earliest node of each set of columns."""
+    found: dict[frozenset[int], RopeFact] = {}
+    for node, reading in readings.items():
+        shape = _rotation_shape(cone, reading)
+        if shape is None:
+            continue
+        heads, width = shape
+        columns = frozenset((reading.first % cone.width).reshape(-1).tolist())
+        if columns in found:
+            continue
+        fact = _check(cone, decoder, node, reading, heads, width)
+        if fact is not None:
+            found[columns] = fact
+    return list(found.values())
+
+
+def _rotation_shape(cone: Cone, reading: Reading) -> tuple[int, int] | None:
+    """(heads, Dr) where every element mixes exactly two columns and the columns are as many as the elements."""
+    if reading.degree != 1 or reading.first.dim() == 0 or reading.first.numel() % cone.tokens:
+        return None
+    if bool((reading.first == reading.second).any()):
+        return None
+    width = reading.first.shape[-1]
+    if width == 2 and reading.first.dim() > 1:  # view_as_real: [.., Dr/2, 2]
+        width *= reading.first.shape[-2]
+    if width < 4 or width % 2 or reading.first.numel() % (cone.tokens * width):
+        return None
+    rows = reading.first.reshape(-1, width)
+    both = torch.cat([rows, reading.second.reshape(-1, width)], -1).sort(-1).values
+    if not bool((both[:, 0::2] == both[:, 1::2]).all()) or not bool((both[:, :-2:2] != both[:, 2::2]).all()):
+        return None  # not closed: as many outputs as inputs, each input met twice
+    return reading.first.numel() // (cone.tokens * width), width
+
+
+def _check(cone: Cone, decoder: Decoder, node: Node, reading: Reading, heads: int, width: int) -> RopeFact | None:
+    low = torch.minimum(reading.first, reading.second).reshape(-1, width)
+    high = torch.maximum(reading.first, reading.second).reshape(-1, width)
+    token = low // cone.width
+    if not bool((token == token[:, :1]).all()) or not bool((high // cone.width == token).all()):
+        return None
+    rows = _row_order(token[:, 0], cone.tokens, heads)
+    if rows is None:
+        return None
+    codes = torch.empty(low.shape, dtype=torch.int64)
+    codes[rows.reshape(-1)] = torch.arange(low.numel()).reshape(-1, width)
+    low, high = (low % cone.width)[rows], (high % cone.width)[rows]  # [tokens, heads, width]
+    if not bool((low == low[0]).all()) or not bool((high == high[0]).all()):
+        return None
+    half = width // 2
+    layout, order = _output_layout(low[0], high[0], width)
+    if layout is None:
+        return None
+    samples = _coefficients(cone, decoder, node, low[0][:, order[:half]], high[0][:, order[:half]], rows, order)
+    if samples is None:
+        return None
+    cos = _match(cone, samples.cos, samples.draws)
+    sin = _match(cone, samples.sin, samples.draws)
+    if cos is None or sin is None:
+        return None
+    first, second = low[0][:, order[:half]], high[0][:, order[:half]]
+    return RopeFact(
+        node,
+        heads,
+        width,
+        tuple(map(tuple, first.tolist())),
+        tuple(map(tuple, second.tolist())),
+        layout,
+        cos,
+        sin,
+        codes.reshape(reading.first.shape),
+    )
+
+
+def _row_order(token: torch.Tensor, tokens: int, heads: int) -> torch.Tensor | None:
+    """[tokens, heads] row numbers: the heads of a token in the order in which the node holds them."""
+    order = torch.argsort(token, stable=True)
+    if not torch.equal(token[order], torch.arange(tokens).repeat_interleave(heads)):
+        return None
+    return order.reshape(tokens, heads)
+
+
+def _output_layout(low: torch.Tensor, high: torch.Tensor, width: int) -> tuple[str | None, torch.Tensor]:
+    """Where the two outputs of a pair stand; the order that brings a row to the kernel's half layout."""
+    place = torch.arange(width)
+    for layout, order in (
+        ("half", place),
+        ("interleaved", torch.cat([place[0::2], place[1::2]])),
+    ):
+        halves = low[:, order], high[:, order]
+        if all(torch.equal(part[:, : width // 2], part[:, width // 2 :]) for part in halves):
+            return layout, order
+    return None, place
+
+
+@dataclass
+class _Samples:
+    """Coefficients of every pair, and the bases they may come from, over tokens and draws."""
+
+    cos: torch.Tensor  # [samples, width]
+    sin: torch.Tensor
+    draws: list[list[torch.Tensor]]  # values of the bases
+
+
+def _coefficients(
+    cone: Cone,
+    decoder: Decoder,
+    node: Node,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    rows: torch.Tensor,
+    order: torch.Tensor,
+) -> _Samples | None:
+    """Run the cone on the first column of every pair alone, then on the second, under two draws of the bases."""
+    x = torch.empty(cone.tokens * cone.width, dtype=torch.float64)
+    x[cone.codes.reshape(-1)] = decoder.probe.reshape(-1)
+    x = x.reshape(cone.tokens, cone.width)
+    is_first = torch.zeros(cone.width, dtype=torch.bool)
+    is_first[first.reshape(-1)] = True
+    mask = is_first[cone.codes % cone.width]
+    half = first.shape[1]
+    cosines, sines, draws = [], [], []
+    for draw in range(2):
+        bases = decoder.bases if draw == 0 else small_scalars(cone.draw(decoder.generator))
+        parts = []
+        for kept in (mask, ~mask):
+            value = cone.run(decoder.probe * kept, bases)[cone.slot(node)]
+            if not isinstance(value, torch.Tensor):
+                return None
+            parts.append(value.reshape(-1, 2 * half)[rows][..., order])  # [tokens, heads, Dr] in kernel order
+        of_first, of_second = parts[0].unflatten(-1, (2, half)), parts[1].unflatten(-1, (2, half))
+        x_first, x_second = x[:, first], x[:, second]
+        cos = torch.cat([of_first[..., 0, :] / x_first, of_second[..., 1, :] / x_second], -1)
+        sin = torch.cat([-of_second[..., 0, :] / x_second, of_first[..., 1, :] / x_first], -1)
+        for table in (cos, sin):
+            if not torch.allclose(table, table[:, :1].expand_as(table), rtol=1e-9, atol=1e-12):
+                return None  # all heads must share one table
+        cosines.append(cos[:, 0])
+        sines.append(sin[:, 0])
+        draws.append(bases)
+    return _Samples(torch.cat(cosines), torch.cat(sines), draws)
+
+
+def _match(cone: Cone, wanted: torch.Tensor, draws: list[list[torch.Tensor]]) -> Table | None:
+    """Name each coefficient column as a base column times a factor; columns in a row become runs."""
+    unit = wanted / wanted.norm(dim=0, keepdim=True)
+    best: list[tuple[Node, str, int, float, str] | None] = [None] * wanted.shape[1]
+    for index, base in enumerate(cone.bases):
+        for field, rows, stacked in _candidates([draw[index] for draw in draws], cone.tokens):
+            cosine = unit.T @ (stacked / stacked.norm(dim=0, keepdim=True))
+            hit, column = cosine.abs().max(dim=1)
+            for place in (1 - hit < _SAME_DIRECTION).nonzero().flatten().tolist():
+                if best[place] is None:
+                    at = int(column[place])
+                    factor = float((wanted[:, place] @ stacked[:, at]) / stacked[:, at].square().sum())
+                    best[place] = (base, field, at, _round_factor(factor), rows)
+    if any(entry is None for entry in best):
+        return None
+    return _runs([entry for entry in best if entry is not None])
+
+
+def _candidates(draws: list[torch.Tensor], tokens: int) -> list[tuple[str, str, torch.Tensor]]:
+    """(field, rows, [draws * tokens, columns]) for each way in which the base's rows can meet the tokens."""
+    found = []
+    for field in ("real", "imag") if draws[0].is_complex() else ("",):
+        values = [getattr(value, field) if field else value for value in draws]
+        if not values[0].is_floating_point() or values[0].dim() == 0 or values[0].shape[-1] < 2:
+            continue
+        tables = [value.reshape(-1, value.shape[-1]) for value in values]
+        count = tables[0].shape[0]
+        if count == 0 or tokens % count:
+            continue
+        rows = "token" if count == tokens else "one" if count == 1 else "position"
+        found.append((field, rows, torch.cat([table.repeat(tokens // count, 1) for table in tables])))
+        if rows == "position":
+            spread = [table.repeat_interleave(tokens // count, 0) for table in tables]
+            found.append((field, "sequence", torch.cat(spread)))
+    return found
+
+
+def _round_factor(factor: float) -> float:
+    nearest = round(factor)
+    return float(nearest) if abs(factor - nearest) < 1e-9 and nearest else float(f"{factor:.10g}")
+
+
+def _runs(entries: list[tuple[Node, str, int, float, str]]) -> Table:
+    runs: list[TableRun] = []
+    for base, field, column, factor, rows in entries:
+        last = runs[-1] if runs else None
+        if last is not None and (last.base, last.field, last.factor, last.rows) == (base, field, factor, rows):
+            step = column - last.start if last.count == 1 else last.step
+            if step > 0 and column == last.start + step * last.count:
+                runs[-1] = TableRun(base, field, last.start, step, last.count + 1, factor, rows)
+                continue
+        runs.append(TableRun(base, field, column, 1, 1, factor, rows))
+    return tuple(runs)

@@ -1,0 +1,121 @@
+"""The cone of a matrix product: the plain nodes that depend on it, as one program to run on probes.
+
+Free inputs of the program are the product itself and the *bases*: the tables, gammas and other tensors that
+meet the product in the cone, taken as far up as they are merely re-indexed.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.graph.contraction import Contraction
+from mla_fusion.graph.program import Program, nodes_between
+from mla_fusion.graph.sizes import is_symbolic
+from mla_fusion.graph.view import View, peel_table
+
+_LARGEST = 1 << 24  # elements of one probe value; beyond it lies attention, not the prologue
+
+
+class Cone:
+    """Members of ``product``'s cone, ready to run.
+
+    codes    int64, of the product's shape: token * width + column of every element
+    tokens   T, as bound for probing;  width: columns of the weight
+    """
+
+    def __init__(self, view: View, product: Contraction, weight_is_left: bool) -> None:
+        self.view = view
+        self.product = product
+        self.node = product.node
+        self.nodes = [node for node in view.members(self.node) if self._is_probed(node)]
+        shape = view.binding.shape(self.node.meta["val"].shape)
+        weight = product.left_labels if weight_is_left else product.right_labels
+        columns = [axis for axis, label in enumerate(product.out_labels) if label in weight]
+        tokens = [axis for axis in range(len(shape)) if axis not in columns]
+        order = tokens + columns
+        self.width = _product(shape[axis] for axis in columns)
+        self.tokens = _product(shape[axis] for axis in tokens)
+        flat = torch.arange(self.tokens * self.width).reshape([shape[axis] for axis in order])
+        self.codes = flat.permute([order.index(axis) for axis in range(len(shape))])
+        self._join_bases()
+
+    def _is_probed(self, node: Node) -> bool:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return _product(self.view.binding.shape(value.shape)) <= _LARGEST
+        return not is_symbolic(value)
+
+    def _join_bases(self) -> None:
+        """Find what meets the product, peel it to its base, and put the peeled nodes into the program."""
+        inside = {self.node, *self.nodes}
+        self.bases: list[Node] = []
+        aliases: dict[Node, Node] = {}
+        canonical: dict[int, Node] = {}
+        ordered: list[Node] = []
+        placed: set[Node] = set(inside)
+        for node in self.nodes:
+            for side in node.all_input_nodes:
+                if side in placed or is_symbolic(side.meta.get("val")):
+                    continue
+                if self.view.is_constant(side):
+                    chain = nodes_between((), side)
+                else:
+                    base = peel_table(side)
+                    chain = nodes_between((base,), side)
+                    first = canonical.setdefault(self.view.number(base), base)
+                    if first is base and base not in aliases and base not in self.bases:
+                        self.bases.append(base)
+                    elif first is not base:
+                        aliases[base] = first
+                    placed.add(base)
+                for link in chain:
+                    if link not in placed and not is_symbolic(link.meta.get("val")):
+                        placed.add(link)
+                        ordered.append(link)
+            ordered.append(node)
+        self.program = Program([self.node, *self.bases], ordered, self.view.binding, aliases)
+
+    @cached_property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for cones that mean the same: same steps, same shapes of what comes in."""
+        shapes = tuple((self.view.binding.shape(_shape(base)), str(_dtype(base))) for base in self.bases)
+        return tuple(self.codes.shape), self.codes.stride(), shapes, self.program.signature
+
+    def draw(self, generator: torch.Generator) -> list[torch.Tensor]:
+        """Random values for the bases: normal for floats, permutations for integers, coin tosses for masks."""
+        values = []
+        for base in self.bases:
+            shape, dtype = self.view.binding.shape(_shape(base)), _dtype(base)
+            if dtype.is_complex:
+                values.append(torch.randn(shape, generator=generator, dtype=torch.complex128))
+            elif dtype.is_floating_point:
+                values.append(torch.randn(shape, generator=generator, dtype=torch.float64))
+            elif dtype == torch.bool:
+                values.append(torch.rand(shape, generator=generator) < 0.5)
+            else:
+                values.append(torch.randperm(_product(shape), generator=generator).reshape(shape).to(dtype))
+        return values
+
+    def run(self, probe: torch.Tensor, bases: list[torch.Tensor]) -> list[object]:
+        return self.program.run([probe, *bases])
+
+    def slot(self, node: Node) -> int:
+        return self.program.slot(node)
+
+
+def _shape(node: Node) -> tuple[object, ...]:
+    return tuple(getattr(node.meta.get("val"), "shape", ()))
+
+
+def _dtype(node: Node) -> torch.dtype:
+    return getattr(node.meta.get("val"), "dtype", torch.float64)
+
+
+def _product(sizes: object) -> int:
+    result = 1
+    for size in sizes:  # type: ignore[attr-defined]
+        result *= size
+    return result

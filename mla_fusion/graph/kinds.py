@@ -1,0 +1,125 @@
+"""What an operator does to indices and dtypes, as far as the pass needs to know.
+
+This is the only place where operators are listed by name. Everything that decides what a group of
+nodes *means* works on values (see :mod:`mla_fusion.graph.program`), not on these lists; the lists only
+say where a walk may pass through (views, casts) and where it must stop (contractions, effects).
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+# Each of these re-indexes its first argument and changes no element.
+_VIEWS = frozenset(
+    """
+    aten::view aten::_unsafe_view aten::reshape aten::permute aten::transpose aten::t aten::unsqueeze
+    aten::squeeze aten::expand aten::slice aten::select aten::clone aten::contiguous aten::alias
+    aten::detach aten::flatten aten::unflatten aten::narrow aten::movedim aten::swapaxes aten::swapdims
+    aten::numpy_T aten::mT aten::matrix_H aten::view_as aten::expand_as aten::lift_fresh aten::lift_fresh_copy
+    aten::_reshape_alias aten::unsafe_split aten::split aten::split_with_sizes aten::chunk aten::unbind
+    aten::tensor_split aten::unsafe_chunk aten::_reshape_copy aten::view_copy aten::permute_copy
+    aten::transpose_copy aten::t_copy aten::unsqueeze_copy aten::squeeze_copy aten::expand_copy
+    aten::slice_copy aten::select_copy aten::alias_copy aten::split_copy aten::split_with_sizes_copy
+    aten::unbind_copy aten::detach_copy npu::npu_format_cast npu::npu_format_cast_
+    """.split()
+)
+
+# Views that keep every row and every column where it is, so that a producer may stand in for them.
+_RESHAPES = frozenset(
+    """
+    aten::view aten::_unsafe_view aten::reshape aten::unsqueeze aten::squeeze aten::clone aten::contiguous
+    aten::alias aten::detach aten::flatten aten::unflatten aten::lift_fresh aten::lift_fresh_copy
+    aten::_reshape_alias aten::view_as aten::_reshape_copy aten::view_copy aten::unsqueeze_copy
+    aten::squeeze_copy aten::alias_copy aten::detach_copy npu::npu_format_cast
+    """.split()
+)
+
+_CASTS = frozenset(
+    """
+    aten::_to_copy aten::to prims::convert_element_type npu::npu_dtype_cast npu::_npu_dtype_cast
+    aten::type_as aten::float aten::bfloat16 aten::half
+    """.split()
+)
+
+_EFFECTS = frozenset(["aten::copy_", "npu::npu_kv_rmsnorm_rope_cache", "npu::npu_mla_prolog", "npu::npu_mla_prolog_v2"])
+
+# Writers of a tensor given as their first argument; a cache write where that tensor comes from outside.
+_WRITERS = frozenset(
+    """
+    aten::index_put aten::_unsafe_index_put aten::index_copy aten::scatter aten::slice_scatter
+    aten::select_scatter aten::copy aten::masked_scatter aten::index_fill aten::scatter_add aten::index_add
+    npu::npu_scatter_nd_update
+    """.split()
+)
+
+# Casts among these are looked through when a group of nodes is asked what it means. float16 is among them so
+# that a float16 model is recognised, and then refused by name; float8 and integers are quantisation.
+MODEL_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def op_name(node: Node) -> str:
+    """``namespace::name`` of the operator without its overload; "" for anything that is not one."""
+    if node.op != "call_function":
+        return ""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return str(target._qualified_op_name)
+    return f"python::{getattr(target, '__name__', target)}"
+
+
+def is_getitem(node: Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def is_view(node: Node) -> bool:
+    """Does the node re-index one tensor, changing no element? (A getitem of a split counts.)"""
+    if is_getitem(node):
+        source = node.args[0]
+        return isinstance(source, Node) and op_name(source) in _VIEWS
+    return op_name(node) in _VIEWS
+
+
+def is_reshape(node: Node) -> bool:
+    """Does the node keep elements, their order and their number?"""
+    return op_name(node) in _RESHAPES
+
+
+def is_cast(node: Node) -> bool:
+    return op_name(node) in _CASTS
+
+
+def is_writer(node: Node) -> bool:
+    return op_name(node) in _WRITERS
+
+
+def has_effect(node: Node) -> bool:
+    """Must the node stay where it is even if nobody reads it?"""
+    name = op_name(node)
+    if name in _EFFECTS:
+        return True
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def argument(node: Node, name: str, default: Any = None) -> Any:
+    """An argument by its schema name; where the graph omits it, the schema's own default.
+
+    AOT drops arguments that equal the schema default, and the defaults differ from operator to
+    operator (epsilon: 1e-6 in npu_rms_norm, 1e-5 in npu_mla_prolog), so they are never guessed.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        for position, arg in enumerate(target._schema.arguments):
+            if arg.name == name:
+                if name in node.kwargs:
+                    return node.kwargs[name]
+                if position < len(node.args) and not arg.kwarg_only:
+                    return node.args[position]
+                return arg.default_value if arg.has_default_value() else default
+    return node.kwargs.get(name, default)

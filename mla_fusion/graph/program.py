@@ -1,0 +1,242 @@
+"""A small group of graph nodes as a program on float64 tensors: what the nodes mean, casts erased.
+
+The pass never asks how RMSNorm or RoPE is spelled. It runs the nodes between two matrix products on
+small float64 probes and looks at what comes out. Casts among bfloat16, float32 and float64 are identity
+here, so a spelling that rounds elsewhere means the same; where rounding is the question, the facts look at
+dtypes instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.graph.kinds import MODEL_FLOATS, is_cast, op_name
+from mla_fusion.graph.sizes import Binding, is_symbolic
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the program's memory, where an argument will be found."""
+
+    index: int
+
+
+Template = Any  # nested tuples/lists/dicts of literals and Slots
+
+
+class Unprobeable(Exception):
+    """A node cannot be run on probes (no CPU kernel, a size that does not fit, a quantising cast)."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Stands for the value of a step that could not run; whatever reads it fails too."""
+
+    reason: str
+
+
+def _widen(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def _cast(value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Erase a cast among the wide floats; do any other (to an integer, to bool) for real."""
+    wanted = kwargs.get("dtype")
+    for arg in args:
+        if isinstance(arg, torch.dtype):
+            wanted = arg
+        elif isinstance(arg, torch.Tensor):
+            wanted = arg.dtype
+    if wanted is None or wanted == value.dtype:
+        return value
+    wide_in = value.is_floating_point() or value.is_complex()
+    if wide_in and (wanted.is_floating_point or wanted.is_complex):
+        if value.is_complex() != wanted.is_complex:
+            return value.to(_widen(wanted))
+        return value
+    return value.to(_widen(wanted))
+
+
+def _keep_shape(value: torch.Tensor, shape: Sequence[int], *_: Any) -> torch.Tensor:
+    return value.reshape(tuple(shape))
+
+
+def _identity(value: Any, *_: Any, **__: Any) -> Any:
+    return value
+
+
+_RENAMED: dict[str, Callable[..., Any]] = {
+    # An erased cast keeps its input's strides, so a later view may need a copy.
+    "aten::view": _keep_shape,
+    "aten::_unsafe_view": _keep_shape,
+    "aten::reshape": _keep_shape,
+    "aten::_reshape_alias": _keep_shape,
+    "npu::npu_format_cast": _identity,
+    "aten::lift_fresh": _identity,
+    "aten::detach": _identity,
+    "aten::alias": _identity,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    call: Callable[..., Any]
+    args: Template
+    kwargs: Template
+    name: str
+
+    def run(self, memory: list[Any]) -> Any:
+        try:
+            args = _fill(self.args, memory)
+            kwargs = _fill(self.kwargs, memory) if self.kwargs else {}
+            return self.call(*args, **kwargs)
+        except Exception as error:  # any operator may refuse a probe; that is an answer, not a crash
+            return Failed(f"{self.name}: {error}")
+
+
+class Program:
+    """Nodes compiled against inputs; ``run`` gives the value of every step.
+
+    ``nodes`` must be in topological order; each argument is an input, an earlier node, a literal, or a
+    symbolic size that ``binding`` makes a number. ``aliases`` names nodes that compute what an input holds.
+    A node that cannot be probed becomes a step that fails, and so does whatever reads it.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[Node],
+        nodes: Sequence[Node],
+        binding: Binding,
+        aliases: Mapping[Node, Node] | None = None,
+    ) -> None:
+        self._binding = binding
+        self._slots: dict[Node, Slot] = {node: Slot(i) for i, node in enumerate(inputs)}
+        for alias, node in (aliases or {}).items():
+            self._slots[alias] = self._slots[node]
+        self.steps: list[Step] = []
+        for node in nodes:
+            try:
+                step = self._compile(node)
+            except Unprobeable as error:
+                step = Step(Failed, (str(error),), {}, f"unprobeable:{error}")
+            self._slots[node] = Slot(len(inputs) + len(self.steps))
+            self.steps.append(step)
+        self.signature = tuple((step.name, _freeze(step.args), _freeze(step.kwargs)) for step in self.steps)
+
+    def slot(self, node: Node) -> int:
+        return self._slots[node].index
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """Values of inputs and steps, by slot; a :class:`Failed` for each step that could not run."""
+        memory: list[Any] = list(inputs)
+        with torch.no_grad():
+            for step in self.steps:
+                memory.append(step.run(memory))
+        return memory
+
+    def _compile(self, node: Node) -> Step:
+        name = op_name(node) or node.op
+        if node.op == "get_attr":
+            value = _attribute(node)
+            return Step(_identity, (value,), {}, f"{name}:{id(value)}")
+        call: Callable[..., Any]
+        if is_cast(node):
+            _refuse_narrow_cast(node)
+            call = _cast
+        else:
+            call = _RENAMED.get(name, node.target)  # type: ignore[arg-type]
+        args = self._template(node.args)
+        kwargs = {key: self._option(key, value) for key, value in node.kwargs.items()}
+        return Step(call, args, kwargs, f"{name}.{getattr(node.target, '_overloadname', '')}")
+
+    def _option(self, key: str, value: Any) -> Any:
+        if key == "device" and value is not None:
+            return torch.device("cpu")
+        if key == "dtype" and isinstance(value, torch.dtype):
+            return _widen(value)
+        return self._template(value)
+
+    def _template(self, value: Any) -> Template:
+        if isinstance(value, Node):
+            known = self._slots.get(value)
+            if known is not None:
+                return known
+            meaning = value.meta.get("val")
+            if is_symbolic(meaning) or isinstance(meaning, (int, float, bool)):
+                return self._binding.number(meaning) if is_symbolic(meaning) else meaning
+            raise Unprobeable(f"{value.op} outside the probed nodes")
+        if isinstance(value, (tuple, list)):
+            return tuple(self._template(item) for item in value) if isinstance(value, tuple) else [
+                self._template(item) for item in value
+            ]
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if isinstance(value, torch.dtype):
+            return _widen(value)
+        return value
+
+
+def _refuse_narrow_cast(node: Node) -> None:
+    """A cast through float8 is quantisation; it is never looked through."""
+    produced = node.meta.get("val")
+    source = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
+    for value in (produced, source):
+        dtype = getattr(value, "dtype", None)
+        if dtype is not None and dtype.is_floating_point and dtype not in MODEL_FLOATS:
+            raise Unprobeable(f"cast to or from {str(dtype).removeprefix('torch.')}")
+
+
+def _attribute(node: Node) -> Any:
+    value: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", _widen(value.dtype))
+    return value
+
+
+def _fill(template: Template, memory: list[Any]) -> Any:
+    if type(template) is Slot:
+        value = memory[template.index]
+        if type(value) is Failed:
+            raise Unprobeable(value.reason)
+        return value
+    if type(template) is tuple:
+        return tuple([_fill(item, memory) for item in template])
+    if type(template) is list:
+        return [_fill(item, memory) for item in template]
+    if type(template) is dict:
+        return {key: _fill(item, memory) for key, item in template.items()}
+    return template
+
+
+def _freeze(template: Template) -> Any:
+    if isinstance(template, (tuple, list)):
+        return tuple(_freeze(item) for item in template)
+    if isinstance(template, dict):
+        return tuple((key, _freeze(item)) for key, item in sorted(template.items()))
+    if isinstance(template, torch.Tensor):
+        return id(template)
+    return template if isinstance(template, (int, float, str, bool, Slot, type(None))) else str(template)
+
+
+def nodes_between(sources: Iterable[Node], sink: Node) -> list[Node]:
+    """The nodes from which ``sink`` is computed, walking back until ``sources``, in graph order."""
+    stop, seen, order = set(sources), set(), []
+    stack: list[tuple[Node, bool]] = [(sink, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen and node not in stop:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((arg, False) for arg in node.all_input_nodes)
+    return order

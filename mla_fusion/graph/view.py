@@ -1,0 +1,224 @@
+"""A read-only view of an FX graph: who depends on which matrix product, and what equals what.
+
+Built once, in one pass over the nodes. Nothing here knows about MLA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from mla_fusion.graph import contraction
+from mla_fusion.graph.contraction import Contraction
+from mla_fusion.graph.kinds import argument, has_effect, is_cast, is_getitem, is_reshape, is_view, is_writer, op_name
+from mla_fusion.graph.sizes import Binding, is_symbolic
+
+_NOTHING: frozenset[Node] = frozenset()
+_MANY = 4  # a value that mixes more products than this (a residual stream) counts as a source of its own
+
+# npu operators that are element-wise, norms or rotations, so that a walk may go through them.
+_NPU_TRANSPARENT = frozenset(
+    f"npu::{name}"
+    for name in (
+        "npu_rms_norm npu_add_rms_norm npu_interleave_rope npu_rotary_mul npu_dtype_cast _npu_dtype_cast npu_format_cast"
+    ).split()
+)
+
+
+class View:
+    """``gm.graph``, indexed.
+
+    contractions   every matrix product over more than one element, in graph order
+    sources(n)     the products, effects and opaque operators whose result reaches ``n`` through plain nodes
+    members(p)     the plain nodes that depend on product ``p``, in graph order
+    same(a, b)     do two nodes compute the same value (equal operators on equal inputs)?
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.nodes: list[Node] = list(gm.graph.nodes)
+        self.position = {node: index for index, node in enumerate(self.nodes)}
+        self.contractions: dict[Node, Contraction] = {}
+        self._sources: dict[Node, frozenset[Node]] = {}
+        self._members: dict[Node, list[Node]] = {}
+        self._constant: set[Node] = set()
+        self._number: dict[Node, int] = {}
+        self._read()
+
+    def _read(self) -> None:
+        numbers: dict[Any, int] = {}
+        for node in self.nodes:
+            self._number[node] = numbers.setdefault(self._value_key(node), len(numbers))
+            self._sources[node] = sources = self._sources_of(node)
+            if node not in sources:
+                for source in sources:
+                    self._members.setdefault(source, []).append(node)
+
+    def _sources_of(self, node: Node) -> frozenset[Node]:
+        if node.op != "call_function":
+            if node.op == "get_attr" and is_sign_constant(node):
+                self._constant.add(node)
+            return frozenset((node,)) if node.op in ("call_module", "call_method") else _NOTHING
+        if is_symbolic(node.meta.get("val")):
+            return _NOTHING
+        inputs = node.all_input_nodes
+        product = contraction.read(node)
+        if product is not None and not _is_outer(product):
+            self.contractions[node] = product
+            return frozenset((node,))
+        if not _is_plain(node) or (is_writer(node) and not self._writes_into_own(node)):
+            return frozenset((node,))
+        if all(arg in self._constant or is_symbolic(arg.meta.get("val")) for arg in inputs):
+            self._constant.add(node)
+            return _NOTHING
+        sources = _NOTHING
+        for arg in inputs:
+            theirs = self._sources[arg]
+            sources = theirs if not sources else sources | theirs if theirs else sources
+        return sources if len(sources) <= _MANY else frozenset((node,))
+
+    def _writes_into_own(self, node: Node) -> bool:
+        """``q[..., D:] = rope(q)`` writes into a value of its own making; a cache write does not."""
+        base = node.args[0]
+        others = [arg for arg in node.all_input_nodes if arg is not base]
+        return isinstance(base, Node) and any(self._sources[base] & self._sources[arg] for arg in others)
+
+    def _value_key(self, node: Node) -> Any:
+        if node.op != "call_function" or has_effect(node) or "rand" in op_name(node):
+            return node.op, node.target if node.op == "get_attr" else node
+        try:
+            return node.target, self._numbered(node.args), self._numbered(tuple(sorted(node.kwargs.items())))
+        except TypeError:
+            return node
+
+    def _numbered(self, value: Any) -> Any:
+        if isinstance(value, Node):
+            return ("%", self._number[value])
+        if isinstance(value, (tuple, list)):
+            return tuple(self._numbered(item) for item in value)
+        hash(value)
+        return (type(value), value)
+
+    def same(self, a: Node, b: Node) -> bool:
+        return self._number[a] == self._number[b]
+
+    def number(self, node: Node) -> int:
+        """Equal for nodes that compute the same value."""
+        return self._number[node]
+
+    def sources(self, node: Node) -> frozenset[Node]:
+        return self._sources[node]
+
+    def members(self, source: Node) -> list[Node]:
+        return self._members.get(source, [])
+
+    def is_constant(self, node: Node) -> bool:
+        """Is the node computed from literals alone?"""
+        return node in self._constant
+
+    @cached_property
+    def binding(self) -> Binding:
+        literals = {
+            value
+            for node in self.nodes
+            for arg in node.args
+            for value in (arg if isinstance(arg, (list, tuple)) else (arg,))
+            if isinstance(value, int)
+        }
+        return Binding(literals)
+
+    def before(self, a: Node, b: Node) -> bool:
+        return self.position[a] < self.position[b]
+
+
+def is_sign_constant(node: Node) -> bool:
+    """A lifted literal such as [-1, 1, -1, 1]: small, a plain tensor, of nothing but -1, 0 and 1, not all 1."""
+    value: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or value.numel() > 4096:
+        return False
+    if type(value) is not torch.Tensor or value.device.type == "meta":
+        return False
+    return bool(torch.isin(value, torch.tensor([-1, 0, 1], dtype=value.dtype)).all()) and bool((value != 1).any())
+
+
+def _is_plain(node: Node) -> bool:
+    """May a walk go through the node: pure, and runnable on probes?"""
+    name = op_name(node)
+    namespace = name.partition("::")[0]
+    if namespace in ("aten", "prims", "_operator", "python"):
+        return not has_effect(node) and "attention" not in name and "rand" not in name
+    return name in _NPU_TRANSPARENT
+
+
+def _is_outer(product: Contraction) -> bool:
+    """A product over an axis of size 1 (frequencies times positions) is element-wise in disguise."""
+    summed = set(product.left_labels) & set(product.right_labels) - set(product.out_labels)
+    shape = product.left.meta["val"].shape
+    return all(shape[product.left_labels.index(label)] == 1 for label in summed)
+
+
+def ancestry(node: Node) -> Iterator[Node]:
+    """The node, then what it re-indexes or casts, up to the first node that computes something."""
+    while True:
+        yield node
+        if not (is_view(node) or is_cast(node)):
+            return
+        source = node.args[0]
+        if is_getitem(node) and isinstance(source, Node):
+            source = source.args[0]
+        if not isinstance(source, Node):
+            return
+        node = source
+
+
+def peel(node: Node) -> Node:
+    """Through views and casts to the node that computes the value."""
+    *_, base = ancestry(node)
+    return base
+
+
+def peel_table(node: Node) -> Node:
+    """Through views that keep rows, up to the tensor from which a table's columns are taken.
+
+    Reshapes, expands and column selections are passed; a selection of rows (``freqs[start:end]``) is not,
+    because what lies above it may be the whole table of every position.
+    """
+    while True:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, Node):
+            return node
+        if is_getitem(node):
+            if not is_view(node) or not _on_last_axis(source):
+                return node
+            inner = source.args[0]
+            if not isinstance(inner, Node):
+                return node
+            node = inner
+        elif is_reshape(node):
+            if _last(node) != _last(source):
+                return node
+            node = source
+        elif op_name(node) in ("aten::expand", "aten::expand_copy"):
+            node = source
+        elif op_name(node) in ("aten::slice", "aten::select", "aten::narrow") and _on_last_axis(node):
+            node = source
+        else:
+            return node
+
+
+def _on_last_axis(node: Node) -> bool:
+    source = node.args[0]
+    value = source.meta.get("val") if isinstance(source, Node) else None
+    axis = argument(node, "dim", 0)
+    return hasattr(value, "dim") and isinstance(axis, int) and axis % value.dim() == value.dim() - 1
+
+
+def _last(node: Node) -> Any:
+    value = node.meta.get("val")
+    return value.shape[-1] if hasattr(value, "shape") and len(value.shape) else None
