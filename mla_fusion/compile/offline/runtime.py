@@ -1,0 +1,260 @@
+"""Load the real torch_npu over the stand-ins, and stop torchair where a device would begin.
+
+Four things in the packages assume a device, and each is replaced once, here:
+
+* ``torch_npu.npu._lazy_init`` opens the device. It now names what asked for one.
+* The kernels that make device tensors out of none. They now name the operator; every other kernel needs a
+  tensor that only these could have made.
+* torchair's engine start-up, and the question which device is current.
+* A compiled graph being called.
+
+Everything between - dispatcher registrations, meta functions, FX passes, converters, GE graph passes - is the
+published code, untouched.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import io
+import os
+import platform
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from mla_fusion._autoload import cann_location, keep_torch_importable
+from mla_fusion.compile.offline.errors import NpuNotAvailable, OfflineError
+from mla_fusion.compile.offline.standins import SOC_NAME, SYMBOLS, standins
+from mla_fusion.compile.offline.symbols import check_versions, find_wheel
+
+_BUILT_ON = ("Linux", "x86_64")
+
+# Questions about the chip, which the stand-ins answer.
+_ANSWERED = ("get_soc_version",)
+
+_state: dict[str, Any] = {"active": False, "standins": None, "libraries": []}
+
+
+def activate() -> None:
+    """Make torch_npu and torchair importable and usable for compilation on a machine without CANN.
+
+    Does nothing where CANN is present, and nothing the second time. Afterwards ``import torch_npu``,
+    ``import torchair``, fake tensors on device npu and compilation work; a call that needs the device raises
+    NpuNotAvailable. Raises OfflineError, saying what is missing, where that cannot be arranged.
+    """
+    if _state["active"] or cann_location() is not None:
+        return
+    keep_torch_importable()
+    import torch
+
+    if "torch_npu" in sys.modules:
+        raise OfflineError(
+            "torch_npu was imported without CANN before mla_fusion.offline.activate() was called"
+        )
+    wheel = find_wheel()
+    check_versions(wheel, torch.__version__)
+    _check_requirements()
+    with _explained():
+        home = standins(wheel)
+        _state["libraries"] = [_load(home / SYMBOLS), *map(_load, sorted(home.glob("lib*.so")))]
+        _import_torch_npu()
+    _refuse_devices(torch)
+    _stop_torchair()
+    _state.update(active=True, standins=home)
+
+
+def is_active() -> bool:
+    """Whether this process runs on the stand-ins."""
+    return bool(_state["active"])
+
+
+def standins_directory() -> Path | None:
+    """Where the stand-ins in use lie, or None where none are in use."""
+    return _state["standins"]
+
+
+def _check_requirements() -> None:
+    """torchair reads the metadata of these when it is imported, and fails obscurely without."""
+    absent = []
+    for module, package in (("google.protobuf", "protobuf"), ("numpy", "numpy"), ("yaml", "pyyaml")):
+        try:
+            import_module(module)
+        except ImportError:
+            absent.append(package)
+    if absent:
+        raise OfflineError(f"torchair needs {', '.join(absent)}: pip install 'mla-fusion[offline]'")
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Add the platform to a failure on one that this has not been built for."""
+    here = (platform.system(), platform.machine())
+    try:
+        yield
+    except (OSError, ImportError, OfflineError) as error:
+        if here == _BUILT_ON:
+            raise
+        raise OfflineError(
+            f"the offline runtime is known to work on Linux x86_64 and failed on {' '.join(here)}: {error}"
+        ) from error
+
+
+def _load(library: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def _import_torch_npu() -> None:
+    """Import torch_npu, with this project's own npu:: operators out of the way of its definitions."""
+    ops = _own_operators()
+    if ops is not None:
+        ops.withdraw()
+    said = io.StringIO()
+    # torch_npu prints that CANN's directory is not set, which is the point here.
+    with contextlib.redirect_stdout(said):
+        import_module("torch_npu")
+    for line in said.getvalue().splitlines():
+        if "ASCEND_HOME_PATH" not in line:
+            print(line)
+    if ops is not None:
+        ops.provide()
+
+
+def _own_operators() -> ModuleType | None:
+    try:
+        ops = import_module("mla_fusion.ops")
+    except ModuleNotFoundError:
+        return None
+    return ops if hasattr(ops, "withdraw") and hasattr(ops, "provide") else None
+
+
+def _refuse_devices(torch: ModuleType) -> None:
+    npu = import_module("torch_npu.npu")
+    index = npu._get_device_index
+
+    def device_index(device: Any, *args: Any, **kwargs: Any) -> int:
+        found = index(device, *args, **kwargs)
+        if found is None:  # no index given, and there is no current device
+            _refuse_device()
+        return int(found)
+
+    _replace("_get_device_index", index, device_index)
+    _replace("_lazy_init", npu._lazy_init, _refuse_device)
+    _replace("get_device_name", npu.get_device_name, lambda device_name=None: SOC_NAME)
+    libraries: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        # Overriding a registered kernel is announced once per process; here it is meant.
+        warnings.simplefilter("ignore")
+        for name in _tensor_makers(torch):
+            namespace, _, operator = name.partition("::")
+            if namespace not in libraries:
+                libraries[namespace] = torch.library.Library(namespace, "IMPL", "PrivateUse1")
+            libraries[namespace].impl(operator, _refusing(name), allow_override=True)
+    _state["registrations"] = libraries
+
+
+def _replace(name: str, original: Any, replacement: Any) -> None:
+    """Replace a function of torch_npu wherever one of its modules holds it."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("torch_npu") and vars(module).get(name) is original:
+            setattr(module, name, replacement)
+
+
+def _tensor_makers(torch: ModuleType) -> list[str]:
+    """The operators with a kernel for device npu that take a device: they make a tensor where none was."""
+    takes_device = {
+        f"{schema.name}.{schema.overload_name}".rstrip(".")
+        for schema in torch._C._jit_get_all_schemas()
+        if any(argument.name == "device" for argument in schema.arguments)
+    }
+    return [
+        name
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
+        if name in takes_device
+    ]
+
+
+def _refuse_device() -> None:
+    """Stands for ``torch_npu.npu._lazy_init``.
+
+    Called from a Python function of torch_npu, it names that function. torch's own C++ calls it too, before
+    an operator whose allocation will be refused by name, so that call passes.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    asked = None
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch_npu", __name__)):
+        if frame.f_code.co_name in _ANSWERED:
+            return
+        if frame.f_globals["__name__"] != __name__:
+            asked = f"torch.npu.{_public_name(frame)}"
+        frame = frame.f_back
+    if asked is not None:
+        raise NpuNotAvailable(asked)
+
+
+def _public_name(frame: FrameType) -> str:
+    """``synchronize``, or ``Stream`` where the function is that class's ``__new__``."""
+    name = frame.f_code.co_name
+    if not name.startswith("__"):
+        return name
+    owner = frame.f_locals.get("cls") or type(frame.f_locals.get("self"))
+    return owner.__name__
+
+
+def _refusing(operator: str) -> Callable[..., Any]:
+    name = operator.partition(".")[0]
+
+    def refuse(first: Any = None, *args: Any, **kwargs: Any) -> Any:
+        size = list(first) if isinstance(first, (list, tuple)) else list(getattr(first, "shape", ()))
+        raise NpuNotAvailable(f"{name} on device npu" + (f" of size {size}" if size else ""))
+
+    return refuse
+
+
+def _stop_torchair() -> None:
+    """Import torchair and npugraph_ex and cut both ends off: the engine's start and a graph's execution."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    import_module("torchair")
+    backend = import_module("torchair.core._backend")
+    atexit.unregister(backend.finalize_graph_engine)
+    backend.__dict__["_cached_device_id"] = 0
+    for name in ("torchair.core._backend", "torchair._ge_concrete_graph.fx2ge_converter"):
+        import_module(name).initialize_graph_engine = _no_engine  # type: ignore[attr-defined]
+    _refuse_execution(import_module("torchair.npu_fx_compiler"))
+    with contextlib.suppress(ImportError, AttributeError):
+        import_module("npugraph_ex").get_npu_backend  # noqa: B018  # a lazy module loads on first attribute
+        _refuse_execution(import_module("npugraph_ex.npu_fx_compiler"))
+    # torchair ends its engine from signal handlers of its own; there is no engine, so Ctrl-C stays Python's.
+    with contextlib.suppress(ValueError):  # not in the main thread, where torchair sets none either
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _no_engine(options: dict[str, str] | None = None) -> None:
+    """Stands for ``initialize_graph_engine``: compilation needs no engine until a graph is loaded."""
+
+
+def _refuse_execution(module: ModuleType) -> None:
+    compiled = module._CompiledFxGraph
+    concrete = module.ConcreteGraphBase
+    run = compiled.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.runner, concrete):
+            graph = getattr(self.runner, "graph", None)
+            raise NpuNotAvailable(f"running the compiled graph {getattr(graph, 'name', '') or ''}".rstrip())
+        return run(self, *args, **kwargs)
+
+    compiled.__call__ = call
+
+
+def offline_environment() -> dict[str, str]:
+    """The environment variables that bear on the offline runtime, for reports."""
+    names = ("MLA_FUSION_CACHE", "XDG_CACHE_HOME", "TORCH_DEVICE_BACKEND_AUTOLOAD", "ASCEND_HOME_PATH")
+    return {name: os.environ[name] for name in names if name in os.environ}

@@ -1,0 +1,155 @@
+"""Inert stand-ins for the CANN libraries, generated as C and built once per wheel.
+
+Each library that torch_npu is linked against becomes an empty shared object of the same name, so that the
+loader is content, and one further object defines the symbols. A symbol does nothing: device calls report
+failure, everything else returns zero. The few functions with a body answer the questions that torch_npu
+asks while it is imported: how many devices there are (none), which chip and which CANN release the
+compilation is meant for.
+
+The result is cached per user. Two processes may build at once: each builds in a directory of its own and
+the rename that publishes it lets exactly one win.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from mla_fusion.compile.offline.errors import OfflineError
+from mla_fusion.compile.offline.symbols import Missing, Wheel, find_missing, fingerprint
+
+SYMBOLS = "libmla_fusion_standins.so"
+
+# The chip and the release that offline compilation targets. Converters and shape functions of torch_npu ask.
+SOC_NAME = "Ascend910_9391"
+CANN_VERSION = "9.1.0"
+
+# ACL_ERROR_RT_DRV_INTERNAL_ERROR: what the real library answers when there is no driver.
+_NO_DRIVER = 507899
+_FAILING = ("aclrt", "aclmdl", "Hccl", "rt")
+
+_BODIES = {
+    "aclrtGetDeviceCount": "int aclrtGetDeviceCount(unsigned *count) { *count = 0; return 0; }",
+    # Asked by every device guard on its way to the operator that will be refused by name.
+    "aclrtGetDevice": "int aclrtGetDevice(int *device) { *device = 0; return 0; }",
+    "aclrtGetSocName": f'const char *aclrtGetSocName(void) {{ return "{SOC_NAME}"; }}',
+    "aclGetRecentErrMsg": 'const char *aclGetRecentErrMsg(void) { return "no CANN: mla_fusion stand-in"; }',
+    # Looked up by name at run time, so it stands in no symbol table.
+    "aclsysGetCANNVersion": f"""
+struct cann_version {{ char version[128], major[64], minor[64], release[64], patch[64], reserved[256]; }};
+int aclsysGetCANNVersion(int package, struct cann_version *out) {{
+  (void)package;
+  memset(out, 0, sizeof *out);
+  strcpy(out->version, "{CANN_VERSION}");
+  strcpy(out->major, "{CANN_VERSION.split(".")[0]}");
+  strcpy(out->minor, "{CANN_VERSION.split(".")[1]}");
+  strcpy(out->release, "{CANN_VERSION.split(".")[2]}");
+  return 0;
+}}""",
+    "aclInit": "int aclInit(const char *path) { (void)path; return 0; }",
+    "aclFinalize": "int aclFinalize(void) { return 0; }",
+}
+
+_COMPILERS = ("cc", "gcc", "clang")
+
+
+def source(missing: Missing) -> str:
+    """The C text that defines every missing symbol."""
+    lines = [
+        "#include <string.h>",
+        "long mla_fusion_inert(void) { return 0; }",
+        f"long mla_fusion_no_driver(void) {{ return {_NO_DRIVER}; }}",
+        *_BODIES.values(),
+    ]
+    for name in missing.functions:
+        if name not in _BODIES:
+            target = "mla_fusion_no_driver" if name.startswith(_FAILING) else "mla_fusion_inert"
+            lines.append(f'long {name}(void) __attribute__((alias("{target}")));')
+    lines += [_object(name) for name in missing.objects]
+    lines += [f"__thread char {name}[4096];" for name in missing.thread_locals]
+    return "\n".join(lines) + "\n"
+
+
+def _object(name: str) -> str:
+    """Data of unknown size: a page of zeros, except where C++ would follow a pointer out of it."""
+    if name.startswith("_ZTV"):
+        slots = ", ".join(["(void *)mla_fusion_inert"] * 62)
+        return f"void *{name}[64] = {{0, 0, {slots}}};"
+    if name.startswith("_ZTI"):
+        base = "_ZTVN10__cxxabiv117__class_type_infoE"
+        return f'extern void *{base}[] __attribute__((weak)); void *{name}[8] = {{&{base}[2], "{name[4:]}"}};'
+    return f"char {name}[4096] __attribute__((aligned(64)));"
+
+
+def cache_root() -> Path:
+    """The directory under which stand-ins are kept."""
+    own = os.environ.get("MLA_FUSION_CACHE")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "mla_fusion"
+
+
+def standins(wheel: Wheel) -> Path:
+    """The directory with the stand-ins for this wheel, built now if this user has none yet."""
+    home = cache_root() / "standins" / f"{wheel.version}-{fingerprint(wheel)}-{_recipe()}"
+    if not home.is_dir():
+        _publish(find_missing(wheel), home)
+    return home
+
+
+def _recipe() -> str:
+    """Ties a cached build to the generator that made it."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+
+
+def _publish(missing: Missing, home: Path) -> None:
+    compiler = next((found for found in map(shutil.which, _COMPILERS) if found), None)
+    if compiler is None:
+        raise OfflineError(
+            "the offline runtime builds stand-ins for the CANN libraries and found no C compiler "
+            f"({', '.join(_COMPILERS)}). Install one, such as with: apt install gcc libc6-dev"
+        )
+    try:
+        home.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=home.parent))
+    except OSError as error:
+        raise OfflineError(
+            f"the cache directory {home.parent} cannot be written ({error}); "
+            "set MLA_FUSION_CACHE to a directory that can"
+        ) from error
+    try:
+        build(missing, scratch, compiler)
+        scratch.rename(home)
+    except OSError:
+        # Another process published the same stand-ins first; they are as good as these.
+        if not home.is_dir():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def build(missing: Missing, directory: Path, compiler: str) -> None:
+    """Compile the symbol library and one empty library per missing name into ``directory``."""
+    text = directory / "standins.c"
+    text.write_text(source(missing))
+    empty = directory / "empty.c"
+    empty.write_text("/* only the name of this library is wanted */\n")
+    _compile(compiler, text, directory / SYMBOLS)
+    for name in missing.libraries:
+        # torch_npu also looks symbols up in one library by name, hence the dependency.
+        _compile(compiler, empty, directory / name, directory / SYMBOLS)
+
+
+def _compile(compiler: str, text: Path, library: Path, *depends: Path) -> None:
+    command = [compiler, "-shared", "-fPIC", "-O1", "-w", f"-Wl,-soname,{library.name}", "-Wl,-rpath,$ORIGIN"]
+    command += ["-Wl,--no-as-needed", "-o", str(library), str(text), *map(str, depends)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OfflineError(
+            f"building the stand-in {library.name} failed: {' '.join(command)}\n{done.stderr.strip()}"
+        )

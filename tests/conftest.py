@@ -1,0 +1,8 @@
+"""Settings that must stand before torch is imported."""
+
+import os
+
+# torch_npu is installed beside a torch that has no CANN; activate() imports it where a test asks for it.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+# One thread of compilation: the suite runs on small machines, and nothing here is compiled by Inductor.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
