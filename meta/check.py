@@ -142,7 +142,6 @@ class _Call:
         if rank not in self.mode.index:
             expected = f"{'3-D [B, S, He]' if rank == 2 else '2-D [T, He]'} with cache_mode {self.full['cache_mode']}"
             self.refuse("cache_mode.rank", "token_x", expected, f"{rank}-D")
-        self.dims["tile"] = self.full.get("tile_size", spec.TILE_SIZE)
         self.lead = ("T",) if rank == 2 else ("B", "S")
         for tensor in spec.INPUTS:
             self._tensor(tensor.name, tensor.shape, roles.get(tensor.dtype, tensor.dtype), tensor.nz)
@@ -158,8 +157,10 @@ class _Call:
 
     def _caches(self) -> None:
         width = self.cache.width
-        if width == "Dtile" and self.dims["tile"] and _different(self.dims["Hckv"] % self.dims["tile"], 0):
-            self.refuse("quant.tile_size", "tile_size", "a divisor of Hckv", self.dims["tile"])
+        if width == "Dtile":
+            self.dims["tile"] = tile = self.full["tile_size"]
+            if tile <= 0 or _different(self.dims["Hckv"] % tile, 0):
+                self.refuse("quant.tile_size", "tile_size", "a divisor of Hckv", tile)
         roles = self.roles
         self._tensor("kv_cache", f"{self.mode.cache} {width}", roles.get(self.cache.kv, self.cache.kv))
         if self.cache.kr is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mla_fusion.meta.limits import known_releases
 from mla_fusion.meta.signature import complete
 
 Result = tuple[tuple[Any, ...], torch.dtype]
@@ -23,12 +24,13 @@ def implied_quant_modes(arguments: Mapping[str, Any]) -> tuple[int, int]:
     return 0, 0
 
 
-def infer(op: str, **arguments: Any) -> list[Result]:
-    """``[(shape, dtype), ...]`` in the operator's result order.
+def infer(op: str, *, cann: str = "latest", **arguments: Any) -> list[Result]:
+    """``[(shape, dtype), ...]`` in the operator's result order; the caches of the functional form come last.
 
-    Absent results are ``[0]`` (v3, CANN 8.5 and later) or ``[1]`` (dequant_scale_q_nope of v2).
-    Raises ContractError for a missing or unknown argument.
+    Absent results are ``[0]`` from CANN 8.5 on, ``[1]`` before it and for dequant_scale_q_nope of v2 (torch_npu's
+    meta functions). Raises ContractError for a missing or unknown argument or CANN release.
     """
+    absent = (0,) if "8.5" in known_releases(cann) else (1,)
     full = complete(op, arguments)
     version_1_2 = op in ("npu_mla_prolog", "npu_mla_prolog_v2")
     if version_1_2:
@@ -45,15 +47,15 @@ def infer(op: str, **arguments: Any) -> list[Result]:
     query: Result = ((*lead, n, hckv), x.dtype if kv == 1 else activation)
     query_rope: Result = ((*lead, n, full["rope_sin"].shape[-1]), activation)
     caches: list[Result] = [(tuple(cache.shape), cache.dtype) for cache in (kv_cache, kr_cache)]
-    q_nope_scale: Result = (((tokens, n, 1) if kv == 1 else (0,)), torch.float32)
+    q_nope_scale: Result = (((tokens, n, 1) if kv == 1 else absent), torch.float32)
     if version_1_2:
         if kv != 1:
             q_nope_scale = ((1,), torch.float32)
         return [query, query_rope, *caches, *([q_nope_scale] if op.endswith("v2") else [])]
     flag = full["query_norm_flag"]
-    query_norm: Result = (((*lead, hcq) if flag else (0,)), w_uq_qr.dtype)
+    query_norm: Result = (((*lead, hcq) if flag else absent), w_uq_qr.dtype)
     scale_dtype = torch.float8_e8m0fnu if wq == 3 else torch.float32
     scale_width = hcq // 32 if wq == 3 else 1
-    q_norm_scale: Result = (((tokens, scale_width) if flag and wq else (0,)), scale_dtype)
+    q_norm_scale: Result = (((tokens, scale_width) if flag and wq else absent), scale_dtype)
     results = [query, query_rope, q_nope_scale, query_norm, q_norm_scale]
     return results + caches if op.endswith("functional") else results

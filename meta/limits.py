@@ -114,6 +114,14 @@ QUANT_RELEASES = (
     (((4, 0), (4, 1), (4, 3), (5, 0), (5, 1), (5, 3)), "9.1", ("A5",), _V3),
 )
 
+
+def known_releases(cann: str) -> tuple[str, ...]:
+    """The releases up to and including ``cann``; ContractError ``cann`` when it is none of them."""
+    if cann not in RELEASES:
+        raise ContractError("cann", "cann", "one of " + ", ".join(RELEASES), repr(cann))
+    return RELEASES[: RELEASES.index(cann) + 1]
+
+
 VERSIONS = {
     "npu_mla_prolog": "v1",
     "npu_mla_prolog_v2": "v2",
@@ -131,18 +139,19 @@ class Limits:
     quant_modes: frozenset[tuple[int, int]]
 
 
-@lru_cache(maxsize=None)
 def limits(op: str, soc: str = "A3", cann: str = "latest") -> Limits:
     """Allowed sizes per axis, cache modes and (weight, KV cache) quantisation modes.
 
     Raises ContractError ``op``, ``soc`` or ``cann`` for a name that is not in the tables.
     """
-    if op not in VERSIONS:
-        raise ContractError("op", "op", "one of " + ", ".join(VERSIONS), repr(op))
-    if soc not in SOCS:
-        raise ContractError("soc", "soc", "one of " + ", ".join(SOCS), repr(soc), op=op)
-    if cann not in RELEASES:
-        raise ContractError("cann", "cann", "one of " + ", ".join(RELEASES), repr(cann), op=op)
+    for name, value, known in (("op", op, tuple(VERSIONS)), ("soc", soc, SOCS), ("cann", cann, RELEASES)):
+        if value not in known:
+            raise ContractError(name, name, "one of " + ", ".join(known), repr(value))
+    return _limits(op, soc, cann)
+
+
+@lru_cache(maxsize=None)
+def _limits(op: str, soc: str, cann: str) -> Limits:
     version, release = VERSIONS[op], RELEASES.index(cann)
 
     def holds(since: str, socs: tuple[str, ...], versions: tuple[str, ...]) -> bool:

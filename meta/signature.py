@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
+
+import torch
 
 from mla_fusion.meta.errors import ContractError
 
@@ -94,7 +97,23 @@ def complete(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     for name in required:
         if full.get(name) is None:
             raise ContractError(f"required.{name}", name, "a tensor", "nothing", op=op)
+    for name, (kind, text) in attribute_types(op).items():
+        value = full[name]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ContractError(f"type.{name}", name, text, repr(value), op=op)
     return full
+
+
+@lru_cache(maxsize=None)
+def attribute_types(op: str) -> dict[str, tuple[Any, str]]:
+    """The Python type of every attribute that has a default which is not None."""
+    kinds: dict[type, tuple[Any, str]] = {
+        bool: (bool, "True or False"),
+        int: ((int, torch.SymInt), "an int"),
+        float: ((int, float, torch.SymFloat), "a number"),
+        str: (str, "a str"),
+    }
+    return {name: kinds[type(value)] for name, value in signature(op)[1].items() if value is not None}
 
 
 def signature(op: str) -> tuple[tuple[str, ...], dict[str, Any]]:

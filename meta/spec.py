@@ -164,6 +164,13 @@ CACHE_MODES: Mapping[str, CacheMode] = {
     "TND": CacheMode("T Nkv", {2: None}),
 }
 
+
+
+def _nonzero(size: Any) -> Any:
+    """A BlockSize of 0 is refused by its own rule; until then it may not end a check in a division."""
+    return 1 if type(size) is int and size == 0 else size
+
+
 # sizes computed from the axes
 DERIVED: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "N*(D+Dr)": lambda dims: dims["N"] * (dims["D"] + dims["Dr"]),
@@ -171,7 +178,7 @@ DERIVED: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "He/32": lambda dims: dims["He"] // 32,
     "Hcq/32": lambda dims: dims["Hcq"] // 32,
     "Dtile": lambda dims: dims["Hckv"] + 2 * dims["Dr"] + 4 * (dims["Hckv"] // dims["tile"]),
-    "ceil(S/BlockSize)": lambda dims: -(-dims["S"] // dims["BlockSize"]) if dims["BlockSize"] != 0 else 0,
+    "ceil(S/BlockSize)": lambda dims: -(-dims["S"] // _nonzero(dims["BlockSize"])),
     "1": lambda dims: 1,
 }
 # modes of v3 that v1 and v2 do not have

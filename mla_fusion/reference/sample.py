@@ -38,7 +38,8 @@ def sample_call(
 ) -> dict[str, Any]:
     """Arguments by name of a legal ``npu_mla_prolog_v3`` call; ``lead`` is ``(T,)`` or ``(B, S)``.
 
-    Values are scaled so that every intermediate is of order one; caches hold noise; slots are distinct. With
+    Values are scaled so that every intermediate is of order one; caches hold noise; slots are distinct, and -1
+    (skipped) where the cache is too small for the tokens. With
     block-wise cache modes and a 2-D token_x the tokens are two sequences.
     """
     make = torch.Generator().manual_seed(seed)
@@ -86,7 +87,7 @@ def sample_call(
             typical = 1.0 / (73.0 * (known["He"] ** 0.25 if name != "dequant_scale_w_uq_qr" else known["Hcq"] ** 0.5))
         noise = typical * (0.5 + torch.rand(shape(text), generator=make))
         call[name] = noise.to(weights.scale_dtype if name in weights.required else torch.float32)
-    call |= _index(cache_mode, mode, lead, known, make)
+    call |= _index(mode, lead, known, make)
     options = {
         "cache_mode": cache_mode,
         "weight_quant_mode": weight_quant_mode,
@@ -103,14 +104,16 @@ def sample_call(
 
 
 def _index(
-    name: str, mode: spec.CacheMode, lead: Sequence[int], dims: Mapping[str, int], make: torch.Generator
+    mode: spec.CacheMode, lead: Sequence[int], dims: Mapping[str, int], make: torch.Generator
 ) -> dict[str, Tensor]:
     if mode.index[len(lead) + 1] is None:
         return {}
     block_num, block_size = dims["BlockNum"], dims["BlockSize"]
     if not mode.actual_seq_len:
-        slots = torch.randperm(block_num * block_size, generator=make)
-        return {"cache_index": slots[: dims["tokens"]].reshape(list(lead))}
+        slots = torch.full((dims["tokens"],), -1)
+        chosen = torch.randperm(block_num * block_size, generator=make)[: dims["tokens"]]
+        slots[: len(chosen)] = chosen
+        return {"cache_index": slots.reshape(list(lead))}
     blocks = torch.randperm(block_num, generator=make)
     if len(lead) == 2:
         per_batch = -(-lead[1] // block_size)
