@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
-
 from mla_fusion.meta import spec
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.infer import implied_quant_modes
@@ -17,7 +16,8 @@ from mla_fusion.meta.spec import ACTIVATION, CACHE_MODES, CACHE_QUANTS, ELEMENT,
 from mla_fusion.meta.values import check_values
 
 _VALIDATION = (torch.bfloat16, torch.float32, torch.float64)
-_SCALE_NAMES = tuple(spec._CHANNEL_SCALES) + (
+_SCALE_NAMES = (
+    *spec._CHANNEL_SCALES,
     "quant_scale_ckv",
     "quant_scale_ckr",
     "smooth_scales_cq",
@@ -29,9 +29,9 @@ _DTYPE_ARGUMENTS = ("token_x_dtype", "weight_dq_dtype", "weight_uq_qr_dtype", "w
 def check(op: str, *, soc: str = "A3", cann: str = "latest", values: bool = False, **arguments: Any) -> None:
     """Raise ContractError unless the operator takes this call on ``soc`` with CANN ``cann``.
 
-    ``arguments`` are the operator's own, by name; tensors may be meta or fake, sizes symbolic: a symbolic size
-    is never specialised, only what is statically known to be wrong is refused. ``values=True`` also reads
-    cache_index and actual_seq_len, which the device does not check (see `mla_fusion.meta.values`).
+    ``arguments`` are the operator's own, by name; tensors may be meta or fake, sizes symbolic: a symbolic
+    size is never specialised, only what is statically known to be wrong is refused. ``values=True`` also
+    reads cache_index and actual_seq_len, which the device does not check (see `mla_fusion.meta.values`).
     """
     allowed = limits(op, soc, cann)
     call = _Call(op, complete(op, arguments))
@@ -64,7 +64,9 @@ class _Call:
             if value is not None and not isinstance(value, torch.Tensor):
                 self.refuse(f"type.{name}", name, "a tensor", type(value).__name__)
 
-    def refuse(self, code: str, argument: str, expected: str, found: object, source: str = TILING) -> NoReturn:
+    def refuse(
+        self, code: str, argument: str, expected: str, found: object, source: str = TILING
+    ) -> NoReturn:
         raise ContractError(code, argument, expected, str(found), self.dims, source, self.op)
 
     # -- modes
@@ -86,7 +88,10 @@ class _Call:
             self.refuse("cache_mode.unknown", "cache_mode", "one of " + ", ".join(CACHE_MODES), repr(mode))
         if allowed and mode not in allowed.cache_modes:
             self.refuse(
-                "cache_mode.release", "cache_mode", f"one of {', '.join(allowed.cache_modes)} on {where}", mode
+                "cache_mode.release",
+                "cache_mode",
+                f"one of {', '.join(allowed.cache_modes)} on {where}",
+                mode,
             )
         if mode not in self.cache.cache_modes:
             self.refuse(
@@ -140,7 +145,8 @@ class _Call:
         if rank not in (2, 3):
             self.refuse("rank.token_x", "token_x", "2-D [T, He] or 3-D [B, S, He]", f"{rank}-D")
         if rank not in self.mode.index:
-            expected = f"{'3-D [B, S, He]' if rank == 2 else '2-D [T, He]'} with cache_mode {self.full['cache_mode']}"
+            shape = "3-D [B, S, He]" if rank == 2 else "2-D [T, He]"
+            expected = f"{shape} with cache_mode {self.full['cache_mode']}"
             self.refuse("cache_mode.rank", "token_x", expected, f"{rank}-D")
         self.lead = ("T",) if rank == 2 else ("B", "S")
         for tensor in spec.INPUTS:
@@ -273,12 +279,12 @@ def _different(a: Any, b: Any) -> bool:
     return statically_known_true(a != b)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _axes(shape: str, lead: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for word in shape.split() for axis in (lead if word == "lead" else (word,)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tensor_names(op: str) -> tuple[str, ...]:
     from mla_fusion.meta.signature import signature
 
@@ -287,7 +293,7 @@ def _tensor_names(op: str) -> tuple[str, ...]:
     return (*required, *(name for name in defaults if name in tensors))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _every_quant_pair() -> frozenset[tuple[int, int]]:
     return frozenset(
         pair for soc in ("A3", "A5") for pair in limits("npu_mla_prolog_v3", soc, "latest").quant_modes

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-
 from mla_fusion.meta.limits import known_releases
 from mla_fusion.meta.signature import complete
 
@@ -14,7 +13,9 @@ Result = tuple[tuple[Any, ...], torch.dtype]
 
 
 def implied_quant_modes(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """``(weight_quant_mode, kv_cache_quant_mode)`` that v1 and v2 read off the dtypes (`mla_prolog_tiling.cpp`)."""
+    """``(weight_quant_mode, kv_cache_quant_mode)`` that v1 and v2 read off the dtypes
+    (`mla_prolog_tiling.cpp`).
+    """
     int8 = torch.int8
     kv_int8 = arguments["kv_cache"].dtype == int8
     if arguments["token_x"].dtype == int8:
@@ -27,8 +28,8 @@ def implied_quant_modes(arguments: Mapping[str, Any]) -> tuple[int, int]:
 def infer(op: str, *, cann: str = "latest", **arguments: Any) -> list[Result]:
     """``[(shape, dtype), ...]`` in the operator's result order; the caches of the functional form come last.
 
-    Absent results are ``[0]`` from CANN 8.5 on, ``[1]`` before it and for dequant_scale_q_nope of v2 (torch_npu's
-    meta functions). Raises ContractError for a missing or unknown argument or CANN release.
+    Absent results are ``[0]`` from CANN 8.5 on, ``[1]`` before it and for dequant_scale_q_nope of v2
+    (torch_npu's meta functions). Raises ContractError for a missing or unknown argument or CANN release.
     """
     absent = (0,) if "8.5" in known_releases(cann) else (1,)
     full = complete(op, arguments)

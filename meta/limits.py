@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import MappingProxyType
 
 from mla_fusion.meta.errors import ContractError
@@ -35,7 +35,9 @@ class Sizes:
 
     def __str__(self) -> str:
         if self.listed:
-            return "one of " + ", ".join(map(str, sorted(self.listed))) if len(self.listed) > 1 else self._only()
+            return (
+                "one of " + ", ".join(map(str, sorted(self.listed))) if len(self.listed) > 1 else self._only()
+            )
         upper = f"{self.low}..{self.high}" if self.high is not None else f"at least {self.low}"
         return upper + (f", a multiple of {self.step}" if self.step > 1 else "")
 
@@ -150,7 +152,7 @@ def limits(op: str, soc: str = "A3", cann: str = "latest") -> Limits:
     return _limits(op, soc, cann)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _limits(op: str, soc: str, cann: str) -> Limits:
     version, release = VERSIONS[op], RELEASES.index(cann)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
-
 from mla_fusion.meta.errors import ContractError
 
 _WEIGHTS = (
@@ -104,7 +103,7 @@ def complete(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return full
 
 
-@lru_cache(maxsize=None)
+@cache
 def attribute_types(op: str) -> dict[str, tuple[Any, str]]:
     """The Python type of every attribute that has a default which is not None."""
     kinds: dict[type, tuple[Any, str]] = {

@@ -4,8 +4,8 @@ No code decides here; `mla_fusion.meta.check` interprets the tables. Read from `
 (required and forbidden tensors, dtypes, shapes, modes) and the operator definitions `mla_prolog_v3_def.cpp`.
 
 Axes: T tokens (or B, S), He hidden, Hcq query rank, N heads, D nope dim, Dr rope dim, Hckv KV rank, BlockNum,
-BlockSize, Nkv, Dtile the width of a kv_cache row. "lead" in a shape stands for ``T`` or ``B S``, as token_x has
-them; "tokens" for T or B*S; "*" for any size.
+BlockSize, Nkv, Dtile the width of a kv_cache row. "lead" in a shape stands for ``T`` or ``B S``, as
+token_x has them; "tokens" for T or B*S; "*" for any size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ SCATTER = "service_scatter_cache"
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor argument: its shape as axes, its dtype or role, and whether FRACTAL_NZ 4-D storage is taken."""
+    """One tensor argument: its shape as axes, its dtype or role, and whether FRACTAL_NZ 4-D storage is
+    taken.
+    """
 
     name: str
     shape: str
@@ -163,7 +165,6 @@ CACHE_MODES: Mapping[str, CacheMode] = {
     "BSND": CacheMode("B S Nkv", {3: None}),
     "TND": CacheMode("T Nkv", {2: None}),
 }
-
 
 
 def _nonzero(size: Any) -> Any:

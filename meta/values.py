@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.spec import SCATTER
+from torch import Tensor
 
 
 def check_values(op: str, arguments: Mapping[str, Any], dims: Mapping[str, Any]) -> None:
     """Raise ContractError for an index past the cache, a repeated one, or lengths that are not prefix sums.
 
-    cache_index: slots below BlockNum*BlockSize (PA_BSND, PA_NZ) or blocks below BlockNum (PA_BLK_*), each at most
-    once; negative entries are skipped by the kernel and legal. actual_seq_len: inclusive prefix sums, that is
-    non-decreasing from >= 0 and ending at T; cache_index then lists at least sum(ceil(S_i/BlockSize)) blocks.
-    Codes: ``values.cache_index.range|duplicate|blocks``, ``values.actual_seq_len``, ``values.meta`` when a tensor
-    holds no data.
+    cache_index: slots below BlockNum*BlockSize (PA_BSND, PA_NZ) or blocks below BlockNum (PA_BLK_*), each
+    at most once; negative entries are skipped by the kernel and legal. actual_seq_len: inclusive prefix
+    sums, that is non-decreasing from >= 0 and ending at T; cache_index then lists at least
+    sum(ceil(S_i/BlockSize)) blocks.
+    Codes: ``values.cache_index.range|duplicate|blocks``, ``values.actual_seq_len``, ``values.meta`` when a
+    tensor holds no data.
     """
 
     def refuse(code: str, argument: str, expected: str, found: object) -> None:
@@ -28,7 +28,9 @@ def check_values(op: str, arguments: Mapping[str, Any], dims: Mapping[str, Any])
     index, ends = arguments.get("cache_index"), arguments.get("actual_seq_len")
     for name, tensor in (("cache_index", index), ("actual_seq_len", ends)):
         if tensor is not None and not _holds_data(tensor):
-            refuse("meta", name, "a tensor with data, to check its values", f"a {type(tensor).__name__} without")
+            refuse(
+                "meta", name, "a tensor with data, to check its values", f"a {type(tensor).__name__} without"
+            )
     if index is None:
         return
     blockwise = "BLK" in arguments["cache_mode"]
@@ -39,7 +41,12 @@ def check_values(op: str, arguments: Mapping[str, Any], dims: Mapping[str, Any])
     if blockwise and ends is not None:
         lengths = _lengths(ends)
         if len(lengths) == 0 or bool((lengths < 0).any()) or int(ends[-1]) != dims["T"]:
-            refuse("actual_seq_len", "actual_seq_len", f"inclusive prefix sums ending at T = {dims['T']}", ends.tolist())
+            refuse(
+                "actual_seq_len",
+                "actual_seq_len",
+                f"inclusive prefix sums ending at T = {dims['T']}",
+                ends.tolist(),
+            )
         needed = int(((lengths + block_size - 1) // block_size).sum())
         if len(entries) < needed:
             refuse("cache_index.blocks", "cache_index", f"at least {needed} blocks", len(entries))
@@ -51,7 +58,9 @@ def check_values(op: str, arguments: Mapping[str, Any], dims: Mapping[str, Any])
     unique, counts = written.unique(return_counts=True)
     if len(unique) != len(written):
         repeated = unique[counts > 1]
-        refuse("cache_index.duplicate", "cache_index", "every entry at most once", f"{int(repeated[0])} repeated")
+        refuse(
+            "cache_index.duplicate", "cache_index", "every entry at most once", f"{int(repeated[0])} repeated"
+        )
 
 
 def _lengths(ends: Tensor) -> Tensor:

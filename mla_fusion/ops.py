@@ -1,11 +1,11 @@
 """The ``npu::`` operators of MLA graphs: schemas where torch_npu has not defined them, CPU and Meta kernels.
 
-``provide()`` adds what is missing at that moment: schemas (the strings of torch_npu), CPU kernels (torch_npu has
-none), Meta kernels where absent, and for the two in-place operators a Functionalize kernel which makes AOT
-graphs hold the ``_functional`` operator plus ``copy_`` into the caches, as torch_npu's own does.
-``withdraw()`` removes all of it, because a second definition of a schema is an error in torch: a finder on
-``sys.meta_path`` calls it just before a later ``import torch_npu`` runs and ``provide()`` just after. Graphs
-compiled before that import hold the withdrawn operators and must be compiled again.
+``provide()`` adds what is missing at that moment: schemas (the strings of torch_npu), CPU kernels
+(torch_npu has none), Meta kernels where absent, and for the two in-place operators a Functionalize kernel
+which makes AOT graphs hold the ``_functional`` operator plus ``copy_`` into the caches, as torch_npu's own
+does. ``withdraw()`` removes all of it, because a second definition of a schema is an error in torch: a
+finder on ``sys.meta_path`` calls it just before a later ``import torch_npu`` runs and ``provide()`` just
+after. Graphs compiled before that import hold the withdrawn operators and must be compiled again.
 
 Kernels live in `mla_fusion.reference` and `mla_fusion.meta` and are imported on their first call.
 """
@@ -50,9 +50,11 @@ _PROLOG_V3 = (
     "int? weight_dkv_kr_dtype=None, int? kv_cache_dtype=None"
 )
 _KV_CACHE = (
-    "Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, Tensor{a} k_cache, Tensor{b} ckv_cache, *, "
-    "Tensor? k_rope_scale=None, Tensor? c_kv_scale=None, Tensor? k_rope_offset=None, Tensor? c_kv_offset=None, "
-    "Tensor? v=None, float epsilon=1e-5, str cache_mode='Norm', bool is_output_kv=False"
+    "Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, "
+    "Tensor{a} k_cache, Tensor{b} ckv_cache, *, "
+    "Tensor? k_rope_scale=None, Tensor? c_kv_scale=None, Tensor? k_rope_offset=None, "
+    "Tensor? c_kv_offset=None, Tensor? v=None, "
+    "float epsilon=1e-5, str cache_mode='Norm', bool is_output_kv=False"
 )
 _KV_CACHE_V2 = _KV_CACHE + ", int? k_cache_dtype=None, int? ckv_cache_dtype=None"
 _MUTABLE, _PURE = {"a": "(a!)", "b": "(b!)"}, {"a": "", "b": ""}
@@ -68,11 +70,11 @@ _SIGNATURES: dict[str, tuple[str, str]] = {
     "npu_mla_prolog_v2": (_PROLOG_V1, _tensors(5)),
     "npu_mla_prolog_v3": (_PROLOG_V3.format(**_MUTABLE), _tensors(5)),
     "npu_mla_prolog_v3_functional": (_PROLOG_V3.format(**_PURE), _tensors(7)),
-    "npu_rms_norm": ("Tensor self, Tensor gamma, float epsilon=1e-06", _tensors(2)),
+    "npu_rms_norm": ("Tensor input, Tensor gamma, float epsilon=1e-06", _tensors(2)),
     "npu_add_rms_norm": ("Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06", _tensors(3)),
     "npu_interleave_rope": ("Tensor x, Tensor cos, Tensor sin", "Tensor"),
     "npu_rotary_mul": (
-        "Tensor self, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None",
+        "Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None",
         "Tensor",
     ),
     "npu_kv_rmsnorm_rope_cache": (_KV_CACHE.format(**_PURE), _tensors(4)),
@@ -83,8 +85,8 @@ _SIGNATURES: dict[str, tuple[str, str]] = {
         "int[]? perm_x2=None, int[]? perm_y=None, int? batch_split_factor=1",
         "Tensor",
     ),
-    "npu_scatter_nd_update": ("Tensor self, Tensor indices, Tensor updates", "Tensor"),
-    "npu_scatter_nd_update_": ("Tensor(a!) self, Tensor indices, Tensor updates", "Tensor(a!)"),
+    "npu_scatter_nd_update": ("Tensor input, Tensor indices, Tensor updates", "Tensor"),
+    "npu_scatter_nd_update_": ("Tensor(a!) input, Tensor indices, Tensor updates", "Tensor(a!)"),
     "npu_dynamic_quant": (
         "Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, int? dst_type=None, "
         'str quant_mode="pertoken", float dst_type_max=0.0',
@@ -93,11 +95,12 @@ _SIGNATURES: dict[str, tuple[str, str]] = {
     "npu_quant_matmul": (
         "Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, Tensor? pertoken_scale=None, "
         "Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, int? x2_dtype=None, "
-        "int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, Tensor? y_scale=None",
+        "int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, "
+        "Tensor? y_scale=None",
         "Tensor",
     ),
     "npu_format_cast": (
-        "Tensor self, int acl_format, *, int? customize_dtype=None, int? input_dtype=None",
+        "Tensor input, int acl_format, *, int? customize_dtype=None, int? input_dtype=None",
         "Tensor",
     ),
 }

@@ -48,14 +48,18 @@ def block_slots(
 
 
 def _last_of_each_slot(slot: Tensor) -> Tensor:
-    """Positions to write, in ascending slot order: of equal slots the last one wins, negatives are left out."""
+    """Positions to write, in ascending slot order: of equal slots the last one wins, negatives are left
+    out.
+    """
     ordered, position = torch.sort(slot, stable=True)
     keep = ordered >= 0
     keep[:-1] &= ordered[:-1] != ordered[1:]
     return position[keep]
 
 
-def write_paged(cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, *, nz: bool, argument: str) -> None:
+def write_paged(
+    cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, *, nz: bool, argument: str
+) -> None:
     """Put ``rows[t]`` at ``(block[t], offset[t])``; negative blocks are skipped, duplicates: the last wins.
 
     With ``nz`` the memory is ``[BlockNum, W/C0, BlockSize, C0]``, C0 being 32 bytes:
@@ -96,7 +100,9 @@ def write(
     actual_seq_len: Tensor | None,
     argument: str,
 ) -> None:
-    """Write the new rows of one cache, in place; an empty cache (per-tile kr_cache, BlockNum 0) is left alone."""
+    """Write the new rows of one cache, in place; an empty cache (per-tile kr_cache, BlockNum 0) is left
+    alone.
+    """
     if cache.numel() == 0 or rows.numel() == 0:
         return
     if cache_mode in UNPAGED:

@@ -1,6 +1,7 @@
 """CPU kernels of npu_kv_rmsnorm_rope_cache (v1, v2, v2_functional).
 
-Argument order: cos before sin, the rope cache before the nope cache; the schema's "k_cache" is the rope cache.
+Argument order: cos before sin, the rope cache before the nope cache; the schema's "k_cache" is the rope
+cache.
 """
 
 from __future__ import annotations
@@ -35,19 +36,22 @@ def npu_kv_rmsnorm_rope_cache_v2(
     k_cache_dtype: int | None = None,
     ckv_cache_dtype: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(k_embed [B, N, S, Dk], y [B, N, S, Dv])``; writes ``RoPE(kv[..., Dv:])`` and ``RMSNorm(kv[..., :Dv])``.
+    """``(k_embed [B, N, S, Dk], y [B, N, S, Dv])``; writes ``RoPE(kv[..., Dv:])`` and ``RMSNorm(kv[...,
+    :Dv])``.
 
     ``kv [B, N, S, Dv + Dk]``, ``gamma [Dv]``, ``cos``/``sin`` ``[B, 1, S or 1, Dk]``. Everything is float32
-    inside; the cache rows are cast (or multiplied by their scale, offset added, rounded and saturated to int8)
-    once. ``index``: "Norm" ``[B, S]``, a position in the batch's own cache ``[B, N, S_max, *]``; "PA", "PA_BNSD",
-    "PA_NZ" ``[B*S]``, a slot; "PA_BLK_*" ``[B*ceil(S/BlockSize)]``, the first slot of each block. Negative: the
-    row is skipped. The two results are meaningful with ``is_output_kv``; without it the device leaves them
-    unset, and zeros are returned here.
+    inside; the cache rows are cast (or multiplied by their scale, offset added, rounded and saturated to
+    int8) once. ``index``: "Norm" ``[B, S]``, a position in the batch's own cache ``[B, N, S_max, *]``; "PA",
+    "PA_BNSD", "PA_NZ" ``[B*S]``, a slot; "PA_BLK_*" ``[B*ceil(S/BlockSize)]``, the first slot of each block.
+    Negative: the row is skipped. The two results are meaningful with ``is_output_kv``; without it the
+    device leaves them unset, and zeros are returned here.
 
     Raises ValueError for an unknown cache_mode and for ``v`` (the A5-only three-tensor form).
     """
     if cache_mode not in _MODES:
-        raise ValueError(f"npu_kv_rmsnorm_rope_cache: cache_mode is one of {', '.join(_MODES)}, not {cache_mode!r}")
+        raise ValueError(
+            f"npu_kv_rmsnorm_rope_cache: cache_mode is one of {', '.join(_MODES)}, not {cache_mode!r}"
+        )
     if v is not None:
         raise ValueError("npu_kv_rmsnorm_rope_cache: the form with a separate v has no CPU kernel")
     work = working_dtype(kv.dtype)
@@ -100,8 +104,8 @@ def npu_kv_rmsnorm_rope_cache(
     """v1: ``(k_cache, ckv_cache, k_embed, y)``.
 
     On the device the caches are written in place although the schema declares no mutation, and the first two
-    results are those caches. Here the inputs are written as well, and the results are copies of them: a result
-    of a pure schema may not share memory with an input.
+    results are those caches. Here the inputs are written as well, and the results are copies of them: a
+    result of a pure schema may not share memory with an input.
     """
     embedded = npu_kv_rmsnorm_rope_cache_v2(
         kv,

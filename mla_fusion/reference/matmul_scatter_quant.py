@@ -1,4 +1,6 @@
-"""CPU kernels of the remaining NPU operators of MLA graphs: batched matmul, scatter, quantisation, format cast."""
+"""CPU kernels of the remaining NPU operators of MLA graphs: batched matmul, scatter, quantisation, format
+cast.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def npu_transpose_batchmatmul(
     perm_y: Sequence[int] | None = None,
     batch_split_factor: int | None = 1,
 ) -> Tensor:
-    """``permute(input)[Bt, M, K] @ permute(weight)[Bt, K, N]``, output ``[M, Bt, N]`` (perm_y is [1, 0, 2] only).
+    """``permute(input)[Bt, M, K] @ permute(weight)[Bt, K, N]``, output ``[M, Bt, N]`` (perm_y is [1, 0, 2]
+    only).
 
     With ``batch_split_factor`` f > 1 the result is ``[f, M, Bt*N/f]``.
     Raises ValueError for bias (unsupported by the operator) and scale (static quantisation, no CPU kernel).
@@ -40,17 +43,19 @@ def npu_transpose_batchmatmul(
     return y.contiguous()
 
 
-def npu_scatter_nd_update_(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """``self[indices[..., 0], ..., indices[..., a-1]] = updates``, in place; of equal indices the last one wins."""
+def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    """``input[indices[..., 0], ..., indices[..., a-1]] = updates``, in place; of equal indices the last
+    one wins.
+    """
     depth = indices.shape[-1]
     positions = indices.reshape(-1, depth).to(torch.int64)
-    self.index_put_(tuple(positions.unbind(-1)), updates.reshape(-1, *self.shape[depth:]))
-    return self
+    input.index_put_(tuple(positions.unbind(-1)), updates.reshape(-1, *input.shape[depth:]))
+    return input
 
 
-def npu_scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+def npu_scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     """`npu_scatter_nd_update_` on a copy."""
-    return npu_scatter_nd_update_(self.clone(), indices, updates)
+    return npu_scatter_nd_update_(input.clone(), indices, updates)
 
 
 def npu_dynamic_quant(
@@ -62,13 +67,15 @@ def npu_dynamic_quant(
     quant_mode: str = "pertoken",
     dst_type_max: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """``(int8, float32 scale)``, one scale per token: ``scale = max|x*smooth|/127``, ``y = round(x*smooth/scale)``.
+    """``(int8, float32 scale)`` per token: ``scale = max|x*smooth|/127``, ``y = round(x*smooth/scale)``.
 
-    Raises ValueError for group_index, for a dst_type other than int8 and for a quant_mode other than "pertoken".
+    Raises ValueError for group_index, for a dst_type other than int8 and for a quant_mode other than
+    "pertoken".
     """
     if group_index is not None or quant_mode != "pertoken" or dst_type not in (None, 1):
         raise ValueError(
-            "npu_dynamic_quant: the CPU kernel quantises per token to int8 (dst_type None or 1), without group_index"
+            "npu_dynamic_quant: the CPU kernel quantises per token to int8 (dst_type None or 1), "
+            "without group_index"
         )
     x = input.float() if smooth_scales is None else input.float() * smooth_scales.float()
     quantised, scale = dynamic_scale(x)
@@ -96,11 +103,19 @@ def npu_quant_matmul(
 ) -> Tensor:
     """``(x1 @ x2 [+ int32 bias]) * scale [* pertoken_scale] [+ bias] [+ offset]`` from int8, rounded once.
 
-    ``output_dtype`` is a torch dtype number: 1 int8 (default), 3 int32, 5 float16, 15 bfloat16; int32 returns the
-    accumulator. Raises ValueError for packed 4-bit, group-wise or y_scale forms.
+    ``output_dtype`` is a torch dtype number: 1 int8 (default), 3 int32, 5 float16, 15 bfloat16; int32
+    returns the accumulator. Raises ValueError for packed 4-bit, group-wise or y_scale forms.
     """
-    if x1.dtype != torch.int8 or x2.dtype != torch.int8 or x2.dim() != 2 or group_sizes or y_scale is not None:
-        raise ValueError("npu_quant_matmul: the CPU kernel multiplies int8 [..., k] by int8 [k, n], without groups")
+    if (
+        x1.dtype != torch.int8
+        or x2.dtype != torch.int8
+        or x2.dim() != 2
+        or group_sizes
+        or y_scale is not None
+    ):
+        raise ValueError(
+            "npu_quant_matmul: the CPU kernel multiplies int8 [..., k] by int8 [k, n], without groups"
+        )
     if output_dtype not in OUTPUT_DTYPES:
         raise ValueError(f"npu_quant_matmul: output_dtype is 1, 3, 5 or 15, not {output_dtype}")
     dtype = OUTPUT_DTYPES[output_dtype]
@@ -121,7 +136,9 @@ def npu_quant_matmul(
 
 
 def npu_format_cast(
-    self: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
+    input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
-    """A copy: a storage format such as FRACTAL_NZ (29) is invisible to the logical tensor, and the CPU has none."""
-    return self.clone()
+    """A copy: a storage format such as FRACTAL_NZ (29) is invisible to the logical tensor, and the CPU has
+    none.
+    """
+    return input.clone()

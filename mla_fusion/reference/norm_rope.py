@@ -1,4 +1,6 @@
-"""CPU kernels of the NPU norm and rotary operators met in unfused MLA graphs: float32 inside, one cast at the end."""
+"""CPU kernels of the NPU norm and rotary operators met in unfused MLA graphs: float32 inside, one cast at
+the end.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from torch import Tensor
 from mla_fusion.reference.numerics import interleave_rope, working_dtype
 
 
-def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
-    """``(self * rstd * gamma, rstd)`` over gamma's trailing axes; rstd float32 with those axes kept as 1."""
-    work = working_dtype(self.dtype)
-    axes = tuple(range(self.dim() - gamma.dim(), self.dim()))
-    x = self.to(work)
+def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
+    """``(input * rstd * gamma, rstd)`` over gamma's trailing axes; rstd float32 with those axes kept as 1."""
+    work = working_dtype(input.dtype)
+    axes = tuple(range(input.dim() - gamma.dim(), input.dim()))
+    x = input.to(work)
     rstd = torch.rsqrt(x.square().mean(axes, keepdim=True) + epsilon)
-    return (x * rstd * gamma.to(work)).to(self.dtype), rstd.float()
+    return (x * rstd * gamma.to(work)).to(input.dtype), rstd.float()
 
 
 def npu_add_rms_norm(
@@ -27,7 +29,8 @@ def npu_add_rms_norm(
 
 
 def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of ``x [B, N, S, D]``, interleaved pairs in, halves out; ``cos``/``sin`` ``[B, 1, S or 1, D]``, cos first.
+    """RoPE of ``x [B, N, S, D]``, interleaved pairs in, halves out; ``cos``/``sin`` ``[B, 1, S or 1, D]``,
+    cos first.
 
     The result has x's strides, as torch_npu's Meta kernel says.
     """
@@ -35,11 +38,13 @@ def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def npu_rotary_mul(
-    self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """``self*r1 + rotated(self)*r2``; "half" rotates halves, "interleave" pairs, ``rotate`` by that matrix."""
-    work = working_dtype(self.dtype)
-    x = self.to(work)
+    """``input*r1 + rotated(input)*r2``; "half" rotates halves, "interleave" pairs, ``rotate`` by that
+    matrix.
+    """
+    work = working_dtype(input.dtype)
+    x = input.to(work)
     if rotate is not None:
         rotated = x @ rotate.to(work)
     elif rotary_mode == "half":
@@ -49,4 +54,4 @@ def npu_rotary_mul(
         rotated = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
     else:
         raise ValueError(f"npu_rotary_mul: rotary_mode is 'half' or 'interleave', not {rotary_mode!r}")
-    return (x * r1.to(work) + rotated * r2.to(work)).to(self.dtype)
+    return (x * r1.to(work) + rotated * r2.to(work)).to(input.dtype)

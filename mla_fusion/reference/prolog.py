@@ -53,13 +53,14 @@ def npu_mla_prolog_v3(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(query, query_rope, dequant_scale_q_nope, query_norm, dequant_scale_q_norm)``; writes both caches.
 
-    Arguments as `torch_npu.npu_mla_prolog_v3`. Leading dims ``lead`` are ``[T]`` or ``[B, S]``, as token_x has
-    them: query ``lead + [N, Hckv]``, query_rope ``lead + [N, Dr]``, query_norm ``lead + [Hcq]``,
-    dequant_scale_q_nope ``[T, N, 1]``, dequant_scale_q_norm ``[T, 1]``; outputs the call does not ask for have
-    shape ``[0]``, as torch_npu gives them from CANN 8.5 on. Only rows named by cache_index are written.
+    Arguments as `torch_npu.npu_mla_prolog_v3`. Leading dims ``lead`` are ``[T]`` or ``[B, S]``, as token_x
+    has them: query ``lead + [N, Hckv]``, query_rope ``lead + [N, Dr]``, query_norm ``lead + [Hcq]``,
+    dequant_scale_q_nope ``[T, N, 1]``, dequant_scale_q_norm ``[T, 1]``; outputs the call does not ask for
+    have shape ``[0]``, as torch_npu gives them from CANN 8.5 on. Only rows named by cache_index are written.
 
     float32 and float64 tensors are taken too and computed without bfloat16 rounding (the NPU takes bfloat16).
-    Sizes outside the operator's published tables are computed as well; shapes that disagree raise ContractError.
+    Sizes outside the operator's published tables are computed as well; shapes that disagree raise
+    ContractError.
     """
     arguments = dict(locals())
     meta.check_structure("npu_mla_prolog_v3", arguments)
@@ -126,7 +127,9 @@ def npu_mla_prolog_v3_functional(
     kr_cache: Tensor,
     **options: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`npu_mla_prolog_v3` on copies of the caches, which are the sixth and seventh result; inputs untouched."""
+    """`npu_mla_prolog_v3` on copies of the caches, which are the sixth and seventh result; inputs
+    untouched.
+    """
     kv_cache_out, kr_cache_out = kv_cache.clone(), kr_cache.clone()
     results = npu_mla_prolog_v3(
         token_x,

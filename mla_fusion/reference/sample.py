@@ -1,4 +1,6 @@
-"""Seeded random arguments of a legal call, built from the specification: for tests, self-tests and examples."""
+"""Seeded random arguments of a legal call, built from the specification: for tests, self-tests and
+examples.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ from torch import Tensor
 from mla_fusion.meta import spec
 
 # small sizes; the operator's own are in mla_fusion.meta.limits
-SMALL = {"He": 256, "Hcq": 96, "N": 4, "D": 32, "Dr": 16, "Hckv": 64, "BlockNum": 6, "BlockSize": 16, "Nkv": 1}
+SMALL = {
+    "He": 256,
+    "Hcq": 96,
+    "N": 4,
+    "D": 32,
+    "Dr": 16,
+    "Hckv": 64,
+    "BlockNum": 6,
+    "BlockSize": 16,
+    "Nkv": 1,
+}
 DEEPSEEK_V3 = {
     "He": 7168,
     "Hcq": 1536,
@@ -38,8 +50,8 @@ def sample_call(
 ) -> dict[str, Any]:
     """Arguments by name of a legal ``npu_mla_prolog_v3`` call; ``lead`` is ``(T,)`` or ``(B, S)``.
 
-    Values are scaled so that every intermediate is of order one; caches hold noise; slots are distinct, and -1
-    (skipped) where the cache is too small for the tokens. With
+    Values are scaled so that every intermediate is of order one; caches hold noise; slots are distinct,
+    and -1 (skipped) where the cache is too small for the tokens. With
     block-wise cache modes and a 2-D token_x the tokens are two sequences.
     """
     make = torch.Generator().manual_seed(seed)
@@ -75,7 +87,9 @@ def sample_call(
     mode = spec.CACHE_MODES[cache_mode]
     call["kv_cache"] = filled(f"{mode.cache} {cache.width}", roles.get(cache.kv, cache.kv))
     call["kr_cache"] = (
-        filled(f"{mode.cache} Dr", roles.get(cache.kr, cache.kr)) if cache.kr is not None else torch.empty(0, dtype=dtype)
+        filled(f"{mode.cache} Dr", roles.get(cache.kr, cache.kr))
+        if cache.kr is not None
+        else torch.empty(0, dtype=dtype)
     )
     scales = {**weights.required, **cache.required, **(weights.optional if smooth else {})}
     if weight_quant_mode not in spec.CLIP_WEIGHT_MODES:
@@ -84,7 +98,9 @@ def sample_call(
         typical = 0.9 if name == "k_nope_clip_alpha" else 30.0 if name.startswith("quant") else 1.0
         if name.startswith("dequant"):
             # int8 operands have standard deviation 73: bring each product sum back to order one
-            typical = 1.0 / (73.0 * (known["He"] ** 0.25 if name != "dequant_scale_w_uq_qr" else known["Hcq"] ** 0.5))
+            typical = 1.0 / (
+                73.0 * (known["He"] ** 0.25 if name != "dequant_scale_w_uq_qr" else known["Hcq"] ** 0.5)
+            )
         noise = typical * (0.5 + torch.rand(shape(text), generator=make))
         call[name] = noise.to(weights.scale_dtype if name in weights.required else torch.float32)
     call |= _index(mode, lead, known, make)
@@ -98,7 +114,13 @@ def sample_call(
         "tile_size": tile if cache.repo_mode else spec.TILE_SIZE,
     }
     if weight_quant_mode == 5:
-        names = ("token_x_dtype", "weight_dq_dtype", "weight_uq_qr_dtype", "weight_dkv_kr_dtype", "kv_cache_dtype")
+        names = (
+            "token_x_dtype",
+            "weight_dq_dtype",
+            "weight_uq_qr_dtype",
+            "weight_dkv_kr_dtype",
+            "kv_cache_dtype",
+        )
         options |= dict.fromkeys(names if kv_cache_quant_mode in (1, 3) else names[:-1], spec.HIFLOAT8)
     return call | options
 

@@ -36,9 +36,9 @@ def npu_mla_prolog_v3_functional(*args: Any, **options: Any) -> tuple[Tensor, ..
     return _prolog("npu_mla_prolog_v3_functional", args, options)
 
 
-def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
-    kept = list(self.shape[: self.dim() - gamma.dim()]) + [1] * gamma.dim()
-    return torch.empty_like(self), self.new_empty(kept, dtype=torch.float32)
+def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
+    kept = list(input.shape[: input.dim() - gamma.dim()]) + [1] * gamma.dim()
+    return torch.empty_like(input), input.new_empty(kept, dtype=torch.float32)
 
 
 def npu_add_rms_norm(
@@ -53,9 +53,9 @@ def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def npu_rotary_mul(
-    self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    return self.new_empty(self.shape)
+    return input.new_empty(input.shape)
 
 
 def npu_kv_rmsnorm_rope_cache_v2(
@@ -80,16 +80,18 @@ def npu_transpose_batchmatmul(input: Tensor, weight: Tensor, **options: Any) -> 
     return input.new_empty((m, batch, n) if factor == 1 else (factor, m, batch * n // factor))
 
 
-def npu_scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    return torch.empty_like(self)
+def npu_scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    return torch.empty_like(input)
 
 
-def npu_scatter_nd_update_(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    return self
+def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    return input
 
 
 def npu_dynamic_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return input.new_empty(input.shape, dtype=torch.int8), input.new_empty(input.shape[:-1], dtype=torch.float32)
+    return input.new_empty(input.shape, dtype=torch.int8), input.new_empty(
+        input.shape[:-1], dtype=torch.float32
+    )
 
 
 def npu_quant_matmul(x1: Tensor, x2: Tensor, scale: Tensor, **options: Any) -> Tensor:
@@ -99,5 +101,5 @@ def npu_quant_matmul(x1: Tensor, x2: Tensor, scale: Tensor, **options: Any) -> T
     return x1.new_empty([*x1.shape[:-1], x2.shape[-1]], dtype=dtype)
 
 
-def npu_format_cast(self: Tensor, acl_format: int, **options: Any) -> Tensor:
-    return torch.empty_like(self)
+def npu_format_cast(input: Tensor, acl_format: int, **options: Any) -> Tensor:
+    return torch.empty_like(input)
