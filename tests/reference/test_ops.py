@@ -1,0 +1,188 @@
+"""Registration of the ``npu::`` operators: schemas, opcheck, functionalisation, and making way for torch_npu."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+
+from mla_fusion import meta, ops
+from mla_fusion.reference.sample import sample_call
+
+npu = torch.ops.npu
+
+
+def positional(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    required, defaults = meta.signature("npu_mla_prolog_v3")
+    options = {name: value for name, value in arguments.items() if name in defaults}
+    return [arguments[name] for name in required], options
+
+
+def kv_arguments() -> list[torch.Tensor]:
+    make = torch.Generator().manual_seed(0)
+
+    def noise(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=make).to(torch.bfloat16)
+
+    rope = [noise(3, 1, 2, 16), noise(3, 1, 2, 16)]
+    return [noise(3, 1, 2, 80), noise(64), *rope, torch.arange(6), noise(4, 16, 1, 16), noise(4, 16, 1, 64)]
+
+
+@pytest.mark.parametrize("name", ["npu_mla_prolog_v3", "npu_mla_prolog_v3_functional"])
+@pytest.mark.parametrize(("wq", "kv"), [(0, 0), (1, 2), (2, 1), (2, 3)])
+def test_opcheck_passes_on_the_prologue(name: str, wq: int, kv: int) -> None:
+    call = sample_call(weight_quant_mode=wq, kv_cache_quant_mode=kv) | {"query_norm_flag": True}
+    args, options = positional(call)
+    torch.library.opcheck(getattr(npu, name).default, tuple(args), options)
+
+
+@pytest.mark.parametrize("name", ["npu_kv_rmsnorm_rope_cache_v2", "npu_kv_rmsnorm_rope_cache_v2_functional"])
+def test_opcheck_passes_on_the_kv_cache_operators(name: str) -> None:
+    options = {"cache_mode": "PA_BNSD", "is_output_kv": True}
+    torch.library.opcheck(getattr(npu, name).default, tuple(kv_arguments()), options)
+
+
+def test_opcheck_passes_on_the_small_operators() -> None:
+    x = torch.randn(3, 4, 8).to(torch.bfloat16)
+    gamma, rope = torch.randn(8).to(torch.bfloat16), torch.randn(3, 1, 8).to(torch.bfloat16)
+    quantised, scale = npu.npu_dynamic_quant(x)
+    weight = torch.randint(-9, 9, (8, 5), dtype=torch.int8)
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (npu.npu_rms_norm, (x, gamma), {}),
+        (npu.npu_add_rms_norm, (x, x.flip(0), gamma), {}),
+        (npu.npu_interleave_rope, (x.transpose(0, 1)[None], rope.view(1, 1, 3, 8), rope.view(1, 1, 3, 8)), {}),
+        (npu.npu_rotary_mul, (x[None], rope.view(1, 3, 1, 8), rope.view(1, 3, 1, 8)), {}),
+        (npu.npu_transpose_batchmatmul, (x, torch.randn(4, 8, 6).to(x)), {"perm_x1": [1, 0, 2]}),
+        (npu.npu_scatter_nd_update, (x, torch.tensor([[2], [0]]), x[:2].clone()), {}),
+        (npu.npu_scatter_nd_update_, (x.clone(), torch.tensor([[2], [0]]), x[:2].clone()), {}),
+        (npu.npu_dynamic_quant, (x,), {}),
+        (
+            npu.npu_quant_matmul,
+            (quantised.flatten(0, 1), weight, torch.rand(5)),
+            {"pertoken_scale": scale.flatten(), "output_dtype": 15},
+        ),
+        (npu.npu_format_cast, (x, 29), {}),
+    ]
+    for op, args, options in calls:
+        torch.library.opcheck(op.default, args, options)
+
+
+def captured(fn: Any, *args: Any, dynamic: bool = False) -> torch.fx.GraphModule:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(gm: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        graphs.append(gm)
+        return gm
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=keep, keep_inference_input_mutations=True)
+    with torch.no_grad():
+        torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
+    return graphs[-1]
+
+
+def targets(gm: torch.fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_in_place_prologue_becomes_functional_and_copy(dynamic: bool) -> None:
+    args, options = positional(sample_call())
+    wanted = npu.npu_mla_prolog_v3_functional(*args, **options)
+
+    def step(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        query, query_rope, *_ = npu.npu_mla_prolog_v3(*tensors, cache_index=options["cache_index"])
+        return query, query_rope
+
+    gm = captured(step, *args, dynamic=dynamic)
+    found = targets(gm)
+    assert found.count("npu.npu_mla_prolog_v3_functional.default") == 1
+    assert "npu.npu_mla_prolog_v3.default" not in found and not any("auto_functionalized" in t for t in found)
+    assert found.count("aten.copy_.default") == 2
+    assert torch.equal(args[9], wanted[5]) and torch.equal(args[10], wanted[6])
+
+
+def test_in_place_prologue_on_a_view_of_a_pool_updates_the_pool() -> None:
+    args, options = positional(sample_call())
+    wanted = npu.npu_mla_prolog_v3_functional(*args, **options)
+    pool = torch.stack((args[9], args[9]))
+
+    def step(pool: torch.Tensor, kr: torch.Tensor) -> torch.Tensor:
+        return npu.npu_mla_prolog_v3(*args[:9], pool[1], kr, cache_index=options["cache_index"])[0]
+
+    before = pool[0].clone()
+    captured(step, pool, args[10])
+    assert torch.equal(pool[1], wanted[5]) and torch.equal(pool[0], before)
+
+
+def test_in_place_kv_cache_becomes_functional_and_copy() -> None:
+    args = kv_arguments()
+    wanted = npu.npu_kv_rmsnorm_rope_cache_v2_functional(*args, cache_mode="PA")
+
+    def step(*tensors: torch.Tensor) -> torch.Tensor:
+        npu.npu_kv_rmsnorm_rope_cache_v2(*tensors, cache_mode="PA")
+        return tensors[5] + 1
+
+    found = targets(captured(step, *args))
+    assert found.count("npu.npu_kv_rmsnorm_rope_cache_v2_functional.default") == 1
+    assert found.count("aten.copy_.default") == 2
+    assert torch.equal(args[5], wanted[2]) and torch.equal(args[6], wanted[3])
+
+
+def test_in_place_scatter_is_functionalised() -> None:
+    cache, rows = torch.zeros(4, 3), torch.ones(2, 3)
+
+    def step(cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return npu.npu_scatter_nd_update_(cache.view(-1, 3), torch.tensor([[1], [3]]), rows) * 2
+
+    found = targets(captured(step, cache, rows))
+    assert "npu.npu_scatter_nd_update.default" in found and "aten.copy_.default" in found
+    assert cache.sum() == 6
+
+
+def test_provide_is_idempotent_and_withdraw_removes() -> None:
+    ops.provide()
+    ops.withdraw()
+    assert not any(map(ops.defined, ops.OPERATORS))
+    ops.provide()
+    assert all(map(ops.defined, ops.OPERATORS))
+    args, options = positional(sample_call(lead=(2,)))
+    assert torch.ops.npu.npu_mla_prolog_v3_functional(*args, **options)[0].shape == (2, 4, 64)
+
+
+_BESIDE_TORCH_NPU = """
+import mla_fusion
+import torch
+from mla_fusion import ops
+from mla_fusion.reference.sample import sample_call
+ours = {name: str(getattr(torch.ops.npu, name).default._schema) for name in ops.OPERATORS}
+mla_fusion.offline.activate()
+import torch_npu
+for name in ops.OPERATORS:
+    theirs = str(getattr(torch.ops.npu, name).default._schema)
+    assert theirs == ours[name], (theirs, ours[name])
+    for key in ("CPU", "Meta"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key("npu::" + name, key), (name, key)
+call = sample_call()
+required, _ = mla_fusion.meta.signature("npu_mla_prolog_v3")
+args = [call[name] for name in required]
+out = torch.ops.npu.npu_mla_prolog_v3_functional(*args, cache_index=call["cache_index"])
+reference = mla_fusion.reference.npu_mla_prolog_v3_functional(**call)
+assert all(torch.equal(a, b) for a, b in zip(out, reference))
+torch.library.opcheck(torch.ops.npu.npu_mla_prolog_v3_functional.default, tuple(args), {"cache_index": call["cache_index"]})
+print("same schemas")
+"""
+
+
+def test_beside_the_real_torch_npu_schemas_agree_and_kernels_work() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    done = subprocess.run(
+        [sys.executable, "-c", _BESIDE_TORCH_NPU], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "same schemas" in done.stdout
