@@ -1,4 +1,4 @@
-"""Registration of the ``npu::`` operators: schemas, opcheck, functionalisation, and making way for torch_npu."""
+"""Registration of the ``npu::`` operators: schemas, opcheck, functionalisation, making way for torch_npu."""
 
 from __future__ import annotations
 
@@ -55,7 +55,11 @@ def test_opcheck_passes_on_the_small_operators() -> None:
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (npu.npu_rms_norm, (x, gamma), {}),
         (npu.npu_add_rms_norm, (x, x.flip(0), gamma), {}),
-        (npu.npu_interleave_rope, (x.transpose(0, 1)[None], rope.view(1, 1, 3, 8), rope.view(1, 1, 3, 8)), {}),
+        (
+            npu.npu_interleave_rope,
+            (x.transpose(0, 1)[None], rope.view(1, 1, 3, 8), rope.view(1, 1, 3, 8)),
+            {},
+        ),
         (npu.npu_rotary_mul, (x[None], rope.view(1, 3, 1, 8), rope.view(1, 3, 1, 8)), {}),
         (npu.npu_transpose_batchmatmul, (x, torch.randn(4, 8, 6).to(x)), {"perm_x1": [1, 0, 2]}),
         (npu.npu_scatter_nd_update, (x, torch.tensor([[2], [0]]), x[:2].clone()), {}),
@@ -174,7 +178,8 @@ args = [call[name] for name in required]
 out = torch.ops.npu.npu_mla_prolog_v3_functional(*args, cache_index=call["cache_index"])
 reference = mla_fusion.reference.npu_mla_prolog_v3_functional(**call)
 assert all(torch.equal(a, b) for a, b in zip(out, reference))
-torch.library.opcheck(torch.ops.npu.npu_mla_prolog_v3_functional.default, tuple(args), {"cache_index": call["cache_index"]})
+functional = torch.ops.npu.npu_mla_prolog_v3_functional.default
+torch.library.opcheck(functional, tuple(args), {"cache_index": call["cache_index"]})
 print("same schemas")
 """
 
@@ -182,7 +187,11 @@ print("same schemas")
 def test_beside_the_real_torch_npu_schemas_agree_and_kernels_work() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     done = subprocess.run(
-        [sys.executable, "-c", _BESIDE_TORCH_NPU], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, "-c", _BESIDE_TORCH_NPU],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "same schemas" in done.stdout
