@@ -146,6 +146,12 @@ def _refuse_devices(torch: ModuleType) -> None:
 
     _replace("_get_device_index", index, device_index)
     _replace("_lazy_init", npu._lazy_init, _refuse_device)
+    # The guards' one device is nobody else's business.
+    _replace("device_count", npu.device_count, lambda: 0)
+    _replace("is_available", npu.is_available, lambda: False)
+    fake_tensor = import_module("torch._subclasses.fake_tensor")
+    if hasattr(fake_tensor, "init_gpu_context"):  # it allocates on the first device a fake tensor names
+        fake_tensor.__dict__["init_gpu_context"] = _no_context
     _replace("get_device_name", npu.get_device_name, lambda device_name=None: SOC_NAME)
     libraries: dict[str, Any] = {}
     with warnings.catch_warnings():
@@ -157,6 +163,10 @@ def _refuse_devices(torch: ModuleType) -> None:
                 libraries[namespace] = torch.library.Library(namespace, "IMPL", "PrivateUse1")
             libraries[namespace].impl(operator, _refusing(name), allow_override=True)
     _state["registrations"] = libraries
+
+
+def _no_context(device: Any) -> None:
+    """Stands for torch's ``init_gpu_context``: a fake tensor needs no device context."""
 
 
 def _replace(name: str, original: Any, replacement: Any) -> None:

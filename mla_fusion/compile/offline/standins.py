@@ -1,10 +1,10 @@
 """Inert stand-ins for the CANN libraries, generated as C and built once per wheel.
 
 Each library that torch_npu is linked against becomes an empty shared object of the same name, so that the
-loader is content, and one further object defines the symbols. A symbol does nothing: device calls report
-failure, everything else returns zero. The few functions with a body answer the questions that torch_npu
-asks while it is imported: how many devices there are (none), which chip and which CANN release the
-compilation is meant for.
+loader is content, and one further object defines the symbols. A function does nothing: it returns zero, or
+an error where success would mean that memory or a result exists. The few with a body answer the questions
+that torch_npu asks on the way: which device is selected, which chip and which CANN release the compilation is
+meant for.
 
 The result is cached per user. Two processes may build at once: each builds in a directory of its own and
 the rename that publishes it lets exactly one win.
@@ -30,15 +30,30 @@ CANN_VERSION = "9.1.0"
 
 # ACL_ERROR_RT_DRV_INTERNAL_ERROR: what the real library answers when there is no driver.
 _NO_DRIVER = 507899
-_FAILING = ("aclrt", "aclmdl", "Hccl", "rt")
+_FAILING = ("aclrtMalloc", "aclrtMem", "aclrtReserve", "aclrtMap", "aclopCompileAndExecute", "rtKernelLaunch")
 
 _BODIES = {
-    "aclrtGetDeviceCount": "int aclrtGetDeviceCount(unsigned *count) { *count = 0; return 0; }",
-    # Asked by every device guard on its way to the operator that will be refused by name.
+    # Device and stream guards are noexcept: without a device to select they would end the process. One device that
+    # can be selected, and does nothing, lets them pass on the way to the operator that will be refused by name.
+    "aclrtGetDeviceCount": "int aclrtGetDeviceCount(unsigned *count) { *count = 1; return 0; }",
+    "aclrtSetDevice": "int aclrtSetDevice(int device) { (void)device; return 0; }",
     "aclrtGetDevice": "int aclrtGetDevice(int *device) { *device = 0; return 0; }",
     "aclrtGetSocName": f'const char *aclrtGetSocName(void) {{ return "{SOC_NAME}"; }}',
     "aclGetRecentErrMsg": 'const char *aclGetRecentErrMsg(void) { return "no CANN: mla_fusion stand-in"; }',
-    # Looked up by name at run time, so it stands in no symbol table.
+    # Looked up by name at run time, so these stand in no symbol table.
+    "aclrtGetSysParamOpt": "int aclrtGetSysParamOpt(int option, long *value) { *value = 0; return 0; }",
+    "aclrtCtxGetSysParamOpt": "int aclrtCtxGetSysParamOpt(int option, long *value) { *value = 0; return 0; }",
+    **{
+        name: f"int {name}(void) {{ return 0; }}"
+        for name in (
+            "aclrtSetSysParamOpt",
+            "aclrtCtxSetSysParamOpt",
+            "aclrtSetDeviceSatMode",
+            "aclrtSetOpExecuteTimeOut",
+            "aclrtSetOpWaitTimeout",
+            "aclrtSetStreamOverflowSwitch",
+        )
+    },
     "aclsysGetCANNVersion": f"""
 struct cann_version {{ char version[128], major[64], minor[64], release[64], patch[64], reserved[256]; }};
 int aclsysGetCANNVersion(int package, struct cann_version *out) {{
@@ -54,6 +69,16 @@ int aclsysGetCANNVersion(int package, struct cann_version *out) {{
     "aclFinalize": "int aclFinalize(void) { return 0; }",
 }
 
+# Each makes something and stores its handle through the first argument.
+_MAKERS = (
+    "aclrtGetCurrentContext",
+    "aclrtCreateStream",
+    "aclrtCreateStreamWithConfig",
+    "aclrtCreateEventExWithFlag",
+)
+for _name in _MAKERS:
+    _BODIES[_name] = f"int {_name}(void **made) {{ *made = mla_fusion_handle; return 0; }}"
+
 _COMPILERS = ("cc", "gcc", "clang")
 
 
@@ -61,6 +86,7 @@ def source(missing: Missing) -> str:
     """The C text that defines every missing symbol."""
     lines = [
         "#include <string.h>",
+        "static char mla_fusion_handle[64];",
         "long mla_fusion_inert(void) { return 0; }",
         f"long mla_fusion_no_driver(void) {{ return {_NO_DRIVER}; }}",
         *_BODIES.values(),

@@ -1,0 +1,118 @@
+"""The graph that a compiler's backend is given, without running anything.
+
+``capture`` takes a function through dynamo and AOT autograd as torchair would: functionalised, inference
+only, input mutations kept as ``copy_``. On device npu it goes through the real dispatcher with torchair's
+decompositions, and no pass of torchair has run. On device cpu neither torch_npu nor torchair is needed, or
+touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch.fx import GraphModule
+
+from mla_fusion.compile.fakes import relocate
+
+Inputs = list[Any]
+OnGraph = Callable[[GraphModule, Inputs], None]
+
+
+class CaptureError(RuntimeError):
+    """A function could not be captured as one graph; the message holds the reason that torch gives."""
+
+
+class _Done(BaseException):
+    """Ends the first call of a compiled function: there is a graph by then, and nothing to run it on."""
+
+
+def capture(
+    module_or_fn: Callable[..., Any], *args: Any, device: str = "npu", dynamic: bool = False
+) -> tuple[GraphModule, Inputs]:
+    """The AOT inference graph of one call, with its example inputs (fake tensors).
+
+    Arguments, parameters and buffers may lie anywhere, the meta device included; nothing is allocated and
+    nothing of the caller's is changed. ``dynamic`` means what it means to torch.compile; a dimension can
+    also be marked with ``torch._dynamo.mark_dynamic``. Raises CaptureError where the function is more than
+    one graph.
+    """
+    found: list[tuple[GraphModule, Inputs]] = []
+    decompositions: dict[Any, Any] = {}
+    if device.partition(":")[0] == "npu":
+        from mla_fusion.compile.torchair_bridge import default_decompositions
+
+        decompositions = default_decompositions()
+    trace(
+        aot_backend(lambda gm, inputs: found.append((gm, inputs)), decompositions),
+        module_or_fn,
+        args,
+        device=device,
+        dynamic=dynamic,
+    )
+    return found[0]
+
+
+def aot_backend(on_graph: OnGraph, decompositions: dict[Any, Any]) -> Callable[..., Any]:
+    """A torch.compile backend that hands the AOT inference graph to ``on_graph`` and runs nothing."""
+
+    def compiler(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
+        on_graph(gm, list(inputs))
+        return stop
+
+    def backend(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
+        return aot_module_simplified(
+            gm,
+            inputs,
+            fw_compiler=compiler,
+            inference_compiler=compiler,
+            decompositions=decompositions,
+            keep_inference_input_mutations=True,
+        )
+
+    return backend
+
+
+def stop(*args: Any) -> Any:
+    """Stands for a compiled graph; being called means that compilation is complete."""
+    raise _Done
+
+
+def trace(
+    backend: Callable[..., Any],
+    module_or_fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    device: str,
+    dynamic: bool,
+) -> None:
+    """Call ``module_or_fn`` once under torch.compile with ``backend``, over fake tensors on ``device``."""
+    target, fakes = relocate(module_or_fn, args, device)
+    with _fresh_dynamo(), torch.no_grad():
+        compiled = torch.compile(target, backend=backend, fullgraph=True, dynamic=True if dynamic else None)
+        try:
+            compiled(*fakes)
+        except _Done:
+            return
+        except torch._dynamo.exc.Unsupported as error:
+            raise CaptureError(
+                f"{_name(module_or_fn)} does not compile to one graph (a graph break): {error}"
+            ) from error
+    raise CaptureError(f"{_name(module_or_fn)} holds no tensor operation, so there is no graph")
+
+
+def _name(target: Any) -> str:
+    return getattr(target, "__qualname__", None) or type(target).__name__
+
+
+@contextlib.contextmanager
+def _fresh_dynamo() -> Iterator[None]:
+    """Keep code compiled here apart from the user's: no cache is reused, none is left behind."""
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
