@@ -1,0 +1,42 @@
+"""Write one node into the GE graph that torchair is building."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from mla_fusion.converters.ir import Ir
+
+
+def bind(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The values of a call by name, defaults filled in from the operator's own schema."""
+    arguments = overload._schema.arguments
+    values = {argument.name: argument.default_value for argument in arguments}
+    values.update(zip((argument.name for argument in arguments), args, strict=False))
+    values.update(kwargs)
+    return values
+
+
+def emit(ir: Ir, values: dict[str, Any]) -> dict[str, Any]:
+    """Add the node of ``ir`` over ``values`` and return its outputs by name."""
+    ge_op = import_module("torchair._ge_concrete_graph.compat_ir").ge_op
+    attr = import_module("torchair.ge").attr
+    outputs = ge_op(
+        op_type=ir.type,
+        inputs={name: _tensor(values.get(name)) for name in ir.inputs},
+        outputs=list(ir.outputs),
+        attrs={name: getattr(attr, kind)(values[name]) for name, kind in ir.attributes.items()},
+    )
+    return dict(zip(ir.outputs, outputs, strict=True))
+
+
+def copied(tensor: Any) -> Any:
+    """A copy of a tensor in the graph; torchair drops it again where the original may be written."""
+    return import_module("torchair.ge").Clone(_tensor(tensor))
+
+
+def _tensor(value: Any) -> Any:
+    """torchair folds a tensor without elements to a torch constant; GE nodes take GE tensors."""
+    if value is None or isinstance(value, import_module("torchair.ge._ge_graph").Tensor):
+        return value
+    return import_module("torchair.ge").Const(value)
