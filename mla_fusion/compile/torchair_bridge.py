@@ -1,24 +1,113 @@
-"""The few places where this project touches torchair's internals, so that no other module does."""
+"""The one place where this project touches torchair's internals.
+
+Two packages inside torch_npu share one design: ``torchair`` (GE graphs) and ``npugraph_ex`` (captured ACL
+graphs). Both offer ``get_compiler(config)``: a function from an AOT graph to a compiled graph, which is
+where an FX graph can be changed before, and a callable wrapped after. What is read out of the compiled
+object is private and differs by mode; ``compile_graph`` turns it into one shape.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from torch.fx import GraphModule
+
 from mla_fusion.compile import offline
 
-
-def default_decompositions() -> dict[Any, Any]:
-    """The decompositions that torchair hands to AOT autograd."""
-    return dict(_module("npu_fx_compiler")._get_merged_decompositions(compiler_config(), {}))
+MODES = ("ge", "npugraph_ex")
 
 
-def compiler_config() -> Any:
-    """A fresh ``torchair.CompilerConfig``."""
-    return _module("configs.compiler_config").CompilerConfig()
+@dataclass(frozen=True)
+class Compiled:
+    """What torchair holds at the end of compilation. ``proto`` and ``text`` are None and "" without a GE graph."""
+
+    fx: GraphModule
+    proto: Any
+    text: str
+    runner: Any
 
 
-def _module(name: str) -> Any:
+def package(mode: str = "ge") -> Any:
+    """The compiler module of a mode: torchair's, or npugraph_ex's where torch_npu has that package."""
     offline.activate()
+    if mode == "npugraph_ex":
+        try:
+            import_module("torch_npu")
+            import_module("npugraph_ex")
+            return import_module("npugraph_ex.npu_fx_compiler")
+        except ImportError:
+            pass  # before it was split out, torchair itself had this mode
     import_module("torchair")
-    return import_module(f"torchair.{name}")
+    return import_module("torchair.npu_fx_compiler")
+
+
+def compiler_config(mode: str = "ge") -> Any:
+    """A fresh ``CompilerConfig`` for a mode."""
+    module = package(mode)
+    config = module.CompilerConfig()
+    if mode == "npugraph_ex" and module.__name__.startswith("torchair"):
+        config.mode = "reduce-overhead"
+    return config
+
+
+def default_decompositions(mode: str = "ge") -> dict[Any, Any]:
+    """The decompositions that torchair hands to AOT autograd."""
+    return dict(package(mode)._get_merged_decompositions(compiler_config(mode), {}))
+
+
+def backend(
+    mode: str, config: Any, compiler: Callable[[GraphModule, list[Any]], Any]
+) -> Callable[[GraphModule, list[Any]], Any]:
+    """torchair's own backend for torch.compile, with ``compiler`` in place of its graph compiler."""
+    module = package(mode)
+    decompositions = module._get_merged_decompositions(config, {})
+
+    def compile_dynamo_graph(gm: GraphModule, inputs: list[Any]) -> Any:
+        module._process_send_recv(gm, config)
+        return module._compile_graph_with_aot(gm, compiler, inputs, config, decompositions, is_cache=False)
+
+    return compile_dynamo_graph
+
+
+def compile_graph(mode: str, config: Any, gm: GraphModule, inputs: list[Any]) -> Compiled:
+    """Run torchair's graph compiler on an AOT graph: its passes, its converters, its GE graph passes."""
+    runner = package(mode).get_compiler(config)(gm, inputs).runner
+    if mode != "ge":
+        return Compiled(runner.fx_graph, None, "", runner)
+    utils = import_module("torchair._ge_concrete_graph.utils")
+    return Compiled(runner.fx_graph, runner.graph._proto, str(utils.convert_to_pbtxt(runner.graph)), runner)
+
+
+def refused_operators(gm: GraphModule) -> list[str]:
+    """The operators of a graph that torchair cannot convert to GE, each once, in order.
+
+    torchair declares a converter for most of ATen, and many of them do nothing but raise NotImplementedError.
+    """
+    refused = dict.fromkeys(
+        str(node.target)
+        for node in gm.graph.nodes
+        if node.op == "call_function" and hasattr(node.target, "_schema") and not has_converter(node.target)
+    )
+    return list(refused)
+
+
+def has_converter(target: Any) -> bool:
+    """Whether torchair can convert calls of ``target``."""
+    converter = converter_of(target)
+    return converter is not None and not _only_raises(converter)
+
+
+def converter_of(target: Any) -> Callable[..., Any] | None:
+    """The FX to GE converter registered for an operator overload, or None."""
+    package("ge")
+    import_module("torchair._ge_concrete_graph.ge_converter.custom")
+    converters = import_module("torchair._ge_concrete_graph.fx2ge_converter")._CONVERTERS
+    return getattr(target, "_ge_converter", None) or converters.get(target)
+
+
+def _only_raises(converter: Callable[..., Any]) -> bool:
+    code = getattr(converter, "__wrapped__", converter).__code__
+    return code.co_names in (("NotImplementedError",), ("RuntimeError",))

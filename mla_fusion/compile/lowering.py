@@ -1,0 +1,201 @@
+"""``mf.lower``: what the real torchair makes of a function, with no device in sight.
+
+The function is captured by torch.compile over fake tensors on device npu, goes through torchair's own FX
+passes and converters and, in mode "ge", its GE graph passes, and stops where a device would load the
+result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import GraphModule
+
+from mla_fusion.compile import torchair_bridge
+from mla_fusion.compile.device_graph import CaptureError, stop, trace
+from mla_fusion.config import Config
+
+if TYPE_CHECKING:
+    from mla_fusion.fusion.report import Report
+
+Transform = Callable[[GraphModule, list[Any]], tuple[GraphModule, list[Any]]]
+
+
+class LoweringError(RuntimeError):
+    """A function could not be lowered. ``operators`` names those that torchair has no GE converter for."""
+
+    def __init__(self, message: str, operators: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.operators = operators
+
+
+@dataclass
+class Lowering:
+    """The stages of one lowered graph.
+
+    fx_before   the AOT graph as torch.compile hands it over fx_after    the FX graph that torchair holds at
+    the end: after its FX passes in mode "ge", after re-inplace in mode "npugraph_ex" fx_ops      how often
+    each target occurs in ``fx_after`` ge_ops      how often each operator type occurs in the optimised GE
+    graph; empty in mode "npugraph_ex" ge_text     that graph as pbtxt; "" in mode "npugraph_ex" ge_graph
+    that graph as protobuf; None in mode "npugraph_ex" report      what the fusion pass did, or None where
+    it did not run
+    """
+
+    mode: str
+    fx_before: GraphModule
+    fx_after: GraphModule
+    fx_ops: Counter[str]
+    ge_ops: Counter[str]
+    ge_text: str = field(repr=False)
+    ge_graph: Any = field(repr=False)
+    report: Report | None = None
+
+    def save(self, directory: str | Path) -> list[Path]:
+        """Write fx_before.txt, fx_after.txt and, where they exist, graph.pbtxt and report.json."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = {"fx_before.txt": _readable(self.fx_before), "fx_after.txt": _readable(self.fx_after)}
+        if self.ge_text:
+            texts["graph.pbtxt"] = self.ge_text
+        if self.report is not None:
+            texts["report.json"] = self.report.to_json()
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+        return [folder / name for name in texts]
+
+
+def lower(
+    module_or_fn: Callable[..., Any],
+    *args: Any,
+    mode: str = "ge",
+    dynamic: bool = False,
+    config: Config | None = None,
+    transform: Transform | None = None,
+) -> Lowering:
+    """Compile one call of ``module_or_fn`` with the real torchair and return what it made.
+
+    mode        "ge" for torchair's GE graph, "npugraph_ex" for the FX graph of the ACL-graph path.
+    dynamic     as torch.compile's; tensors may also carry ``torch._dynamo.mark_dynamic``.
+    config      options of the fusion pass; ``Config(enable=False)`` lowers the graph as it is.
+    transform   applied to the AOT graph before torchair sees it, for callers with a pass of their own.
+
+    Tensors may lie on any device, meta included; nothing is allocated and the module stays as it is. Raises
+    LoweringError for a graph break and for operators that torchair cannot convert, naming all of them.
+    """
+    if mode not in torchair_bridge.MODES:
+        raise ValueError(f"mode must be one of {', '.join(torchair_bridge.MODES)}, got {mode!r}")
+    session = _Session(mode, config or Config(), transform)
+    try:
+        trace(session.backend(), module_or_fn, args, device="npu", dynamic=dynamic)
+    except CaptureError as error:
+        raise LoweringError(str(error)) from error
+    return session.result()
+
+
+def install_pass(compiler_config: Any, config: Config) -> bool:
+    """Put the fusion pass into a torchair ``CompilerConfig``; False where ``config`` disables it."""
+    if not config.enable or find_spec("mla_fusion.compile.hook") is None:
+        return False
+    compiler_config.post_grad_custom_pre_pass = import_module("mla_fusion.compile.hook").torchair_pass(config)
+    return True
+
+
+class _Session:
+    """One lowering in progress. Errors are kept and raised at its end: dynamo would wrap them beyond reading."""
+
+    def __init__(self, mode: str, config: Config, transform: Transform | None) -> None:
+        self.mode = mode
+        self.transform = transform
+        self.compiler_config = torchair_bridge.compiler_config(mode)
+        self.has_pass = transform is None and install_pass(self.compiler_config, config)
+        self.before: GraphModule | None = None
+        self.compiled: torchair_bridge.Compiled | None = None
+        self.error: LoweringError | None = None
+        self.report: Report | None = None
+
+    def backend(self) -> Callable[..., Any]:
+        import_module("mla_fusion.converters").register()
+        return torchair_bridge.backend(self.mode, self.compiler_config, self._on_graph)
+
+    def _on_graph(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.before = snapshot(gm)
+        earlier = _newest_report()
+        graph = gm
+        try:
+            if self.transform is not None:
+                graph, inputs = self.transform(gm, list(inputs))
+            self.compiled = torchair_bridge.compile_graph(
+                self.mode, self.compiler_config, graph, list(inputs)
+            )
+        except Exception as error:
+            self.error = self._explain(graph, error)
+        newest = _newest_report()
+        self.report = newest if newest is not earlier else None
+        return stop
+
+    def _explain(self, gm: GraphModule, error: Exception) -> LoweringError:
+        refused = torchair_bridge.refused_operators(gm) if self.mode == "ge" else []
+        if refused:
+            message = f"torchair has no GE converter for {', '.join(refused)}"
+        else:
+            message = f"torchair failed on this graph: {type(error).__name__}: {_first_line(error)}"
+        explained = LoweringError(message, tuple(refused))
+        explained.__cause__ = error
+        return explained
+
+    def result(self) -> Lowering:
+        if self.error is not None:
+            raise self.error
+        if self.compiled is None or self.before is None:
+            raise LoweringError("torchair was given no graph")
+        compiled = self.compiled
+        return Lowering(
+            mode=self.mode,
+            fx_before=self.before,
+            fx_after=compiled.fx,
+            fx_ops=fx_operators(compiled.fx),
+            ge_ops=Counter(op.type for op in compiled.proto.op) if compiled.proto is not None else Counter(),
+            ge_text=compiled.text,
+            ge_graph=compiled.proto,
+            report=self.report,
+        )
+
+
+def snapshot(gm: GraphModule) -> GraphModule:
+    """A copy of the graph over the same attributes; metadata stays on the nodes."""
+    import copy
+
+    return GraphModule(gm, copy.deepcopy(gm.graph))
+
+
+def fx_operators(gm: GraphModule) -> Counter[str]:
+    """How often each call target occurs in a graph, by name."""
+    return Counter(
+        str(node.target)
+        if hasattr(node.target, "_schema")
+        else getattr(node.target, "__name__", str(node.target))
+        for node in gm.graph.nodes
+        if node.op.startswith("call_")
+    )
+
+
+def _newest_report() -> Any:
+    if find_spec("mla_fusion.fusion.report") is None:
+        return None
+    reports = import_module("mla_fusion.fusion.report").reports()
+    return reports[-1] if reports else None
+
+
+def _readable(gm: GraphModule) -> str:
+    return gm.print_readable(print_output=False)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else ""
