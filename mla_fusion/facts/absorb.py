@@ -66,7 +66,7 @@ def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], project
     token, column = grid // cone.width, grid % cone.width
     if not bool((token == torch.arange(count).reshape(1, -1, 1)).all()) or not bool((column == column[:, :1]).all()):
         return None
-    factor = _uniform_factor(cone, probe, reading)
+    factor = uniform_factor(cone, probe, reading)
     if factor is None:
         return None
     weight = projection.weight_labels
@@ -83,7 +83,7 @@ def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], project
     return AbsorbFact(projection, tuple(map(tuple, column[:, 0].tolist())), factor, to_ndc, codes)
 
 
-def _uniform_factor(cone: Cone, probe: torch.Tensor, reading: Reading) -> float | None:
+def uniform_factor(cone: Cone, probe: torch.Tensor, reading: Reading) -> float | None:
     """What every element is multiplied by on its way from the product."""
     values = torch.empty(cone.tokens * cone.width, dtype=torch.float64)
     values[cone.codes.reshape(-1)] = probe.reshape(-1)

@@ -36,10 +36,11 @@ class ConeFacts:
 class FactReader:
     """Reads cones of one view, and remembers by structure."""
 
-    def __init__(self, view: View, projections: Iterable[Projection]) -> None:
+    def __init__(self, view: View, projections: Iterable[Projection], operands: Iterable[Node] = ()) -> None:
+        """``operands``: nodes, beside the activations, whose reading somebody will ask for."""
         self.view = view
         self.probes = 0
-        self._operands = {projection.activation for projection in projections}
+        self._operands = {projection.activation for projection in projections} | set(operands)
         self._known: dict[object, ConeFacts] = {}
         self._facts: dict[Node, ConeFacts] = {}
 

@@ -107,6 +107,7 @@ class Program:
     ``nodes`` must be in topological order; each argument is an input, an earlier node, a literal, or a
     symbolic size that ``binding`` makes a number. ``aliases`` names nodes that compute what an input holds.
     A node that cannot be probed becomes a step that fails, and so does whatever reads it.
+    ``exact`` keeps every dtype and cast as the graph has it.
     """
 
     def __init__(
@@ -115,8 +116,10 @@ class Program:
         nodes: Sequence[Node],
         binding: Binding,
         aliases: Mapping[Node, Node] | None = None,
+        exact: bool = False,
     ) -> None:
         self._binding = binding
+        self._exact = exact
         self._slots: dict[Node, Slot] = {node: Slot(i) for i, node in enumerate(inputs)}
         for alias, node in (aliases or {}).items():
             self._slots[alias] = self._slots[node]
@@ -144,10 +147,10 @@ class Program:
     def _compile(self, node: Node) -> Step:
         name = op_name(node) or node.op
         if node.op == "get_attr":
-            value = _attribute(node)
+            value = _attribute(node, self._exact)
             return Step(_identity, (value,), {}, f"{name}:{id(value)}")
         call: Callable[..., Any]
-        if is_cast(node):
+        if is_cast(node) and not self._exact:
             _refuse_narrow_cast(node)
             call = _cast
         else:
@@ -159,8 +162,6 @@ class Program:
     def _option(self, key: str, value: Any) -> Any:
         if key == "device" and value is not None:
             return torch.device("cpu")
-        if key == "dtype" and isinstance(value, torch.dtype):
-            return _widen(value)
         return self._template(value)
 
     def _template(self, value: Any) -> Template:
@@ -178,7 +179,7 @@ class Program:
             ]
         if isinstance(value, torch.device):
             return torch.device("cpu")
-        if isinstance(value, torch.dtype):
+        if isinstance(value, torch.dtype) and not self._exact:
             return _widen(value)
         return value
 
@@ -193,12 +194,12 @@ def _refuse_narrow_cast(node: Node) -> None:
             raise Unprobeable(f"cast to or from {str(dtype).removeprefix('torch.')}")
 
 
-def _attribute(node: Node) -> Any:
+def _attribute(node: Node, exact: bool) -> Any:
     value: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         value = getattr(value, part)
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", _widen(value.dtype))
+        return value.detach().to("cpu", value.dtype if exact else _widen(value.dtype))
     return value
 
 

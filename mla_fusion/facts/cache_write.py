@@ -1,0 +1,208 @@
+"""Cache writes: rows of a value stored into a graph input at given slots.
+
+Recognised are the writers that place whole rows by index: index_put with one index or with (block, offset),
+index_copy, scatter with one index a row, npu_scatter_nd_update. Every other writer keeps its place in the
+graph (staging), so it needs no recognising.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.graph.kinds import argument, is_reshape, is_view, op_name
+from mla_fusion.graph.program import Program, nodes_between
+from mla_fusion.graph.sizes import same
+from mla_fusion.graph.view import View, peel
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Row numbers: ``index``, or ``block * block_size + offset`` where the graph holds no such tensor."""
+
+    index: Node | None
+    block: Node | None = None
+    offset: Node | None = None
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(node for node in (self.index, self.block, self.offset) if node is not None)
+
+
+@dataclass(frozen=True)
+class WriteFact:
+    """``cache`` (a graph input), with rows of ``value`` at ``slots``, is ``result``."""
+
+    node: Node
+    cache: Node
+    value: Node
+    slots: Slots
+    result: Node
+
+
+def find(view: View, writer: Node, value: Node) -> WriteFact | str:
+    """The write of ``value`` by ``writer``, or why it is not one the kernel can do."""
+    name = op_name(writer)
+    base = writer.args[0]
+    if name not in _INDEX_OF or not isinstance(base, Node):
+        return f"{writer.name} ({name or writer.op}) is not a write of rows by index"
+    cache = _input_behind(base)
+    if cache is None:
+        return f"{base.name} is not a graph input seen as rows"
+    if len(cache.meta["val"].shape) != 4:
+        return f"{cache.name} has shape {list(cache.meta['val'].shape)}, not [BlockNum, BlockSize, 1, width]"
+    indices = _INDEX_OF[name](writer)
+    if indices is None:
+        return f"{writer.name} does not place one row per index"
+    for index in indices:
+        if index.meta["val"].dtype not in (torch.int64, torch.int32):
+            return f"index {index.name} is {index.meta['val'].dtype}, not an integer tensor"
+    slots = _slots(view, cache, base, indices)
+    if isinstance(slots, str):
+        return slots
+    for node in slots.nodes:
+        if _may_be_negative(node):
+            return f"{node.name} may be negative, which {name.partition('::')[2]} wraps and the kernel skips"
+    return WriteFact(writer, cache, value, slots, _whole(writer, cache))
+
+
+def _index_put(node: Node) -> list[Node] | None:
+    indices = argument(node, "indices")
+    if argument(node, "accumulate", False) or not isinstance(indices, (list, tuple)):
+        return None
+    given = [index for index in indices if index is not None]
+    return given if given == list(indices[: len(given)]) else None
+
+
+def _index_copy(node: Node) -> list[Node] | None:
+    return [node.args[2]] if node.args[1] == 0 and isinstance(node.args[2], Node) else None
+
+
+def _scatter(node: Node) -> list[Node] | None:
+    """``scatter(rows, 0, index, value)`` where every column of a row has the same index."""
+    index = node.args[2]
+    if node.args[1] != 0 or not isinstance(index, Node) or not isinstance(node.args[3], Node):
+        return None
+    if op_name(index) not in ("aten::expand", "aten::repeat") or len(node.args) > 4 or "reduce" in node.kwargs:
+        return None
+    column = index.args[0]
+    if not isinstance(column, Node):
+        return None
+    shape = column.meta["val"].shape
+    return [column] if len(shape) == 2 and same(shape[1], 1) else None
+
+
+def _scatter_nd(node: Node) -> list[Node] | None:
+    index = node.args[1]
+    if not isinstance(index, Node) or not same(index.meta["val"].shape[-1], 1):
+        return None
+    return [index]
+
+
+_INDEX_OF = {
+    "aten::index_put": _index_put,
+    "aten::_unsafe_index_put": _index_put,
+    "aten::index_copy": _index_copy,
+    "aten::scatter": _scatter,
+    "npu::npu_scatter_nd_update": _scatter_nd,
+}
+
+
+def _input_behind(node: Node) -> Node | None:
+    """The graph input of which the node is a reshape (an axis of size 1 may be selected away)."""
+    while node.op not in ("placeholder", "get_attr"):
+        source = node.args[0] if node.args else None
+        if not isinstance(source, Node) or not (is_reshape(node) or _drops_unit_axis(node)):
+            return None
+        node = source
+    return node
+
+
+def _drops_unit_axis(node: Node) -> bool:
+    if op_name(node) not in ("aten::select", "aten::select_copy"):
+        return False
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return same(source.meta["val"].shape[int(argument(node, "dim", 0))], 1)
+
+
+def _slots(view: View, cache: Node, base: Node, indices: list[Node]) -> Slots | str:
+    block_num, block_size = cache.meta["val"].shape[:2]
+    rows = base.meta["val"].shape
+    if len(indices) == 1:
+        if not same(rows[0], block_num * block_size):
+            return f"{base.name} is not seen as BlockNum * BlockSize rows"
+        return Slots(indices[0])
+    if len(indices) != 2 or not (same(rows[0], block_num) and same(rows[1], block_size)):
+        return f"{base.name} is indexed by {len(indices)} tensors, which do not spell (block, offset)"
+    block, offset = indices
+    slot = _common_slot(view, block, offset, block_size)
+    return Slots(slot) if slot is not None else Slots(None, block, offset)
+
+
+def _common_slot(view: View, block: Node, offset: Node, block_size: object) -> Node | None:
+    """The node of which ``block`` is the quotient and ``offset`` the remainder, tried on numbers."""
+    size = view.binding.size(block_size)
+    for candidate in {arg for node in nodes_between((), block) for arg in node.all_input_nodes}:
+        value = candidate.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int64, torch.int32):
+            continue
+        chain = nodes_between((candidate,), block)
+        chain += [node for node in nodes_between((candidate,), offset) if node not in chain]
+        shape = view.binding.shape(value.shape)
+        probe = torch.arange(torch.Size(shape).numel()).reshape(shape) * 7 + 3
+        program = Program([candidate], [n for n in chain if isinstance(n.meta.get("val"), torch.Tensor)], view.binding)
+        values = program.run([probe])
+        try:
+            got_block, got_offset = values[program.slot(block)], values[program.slot(offset)]
+        except KeyError:
+            continue
+        if not isinstance(got_block, torch.Tensor) or not isinstance(got_offset, torch.Tensor):
+            continue
+        flat = probe.reshape(-1)
+        if torch.equal(got_block.reshape(-1), flat // size) and torch.equal(got_offset.reshape(-1), flat % size):
+            return candidate
+    return None
+
+
+def _may_be_negative(node: Node) -> bool:
+    """Does the graph itself make negative slots? A plain input is taken at its word (see docs: assumptions)."""
+    base = peel(node)
+    if op_name(base) in ("aten::where", "aten::masked_fill", "aten::full", "aten::full_like", "aten::scalar_tensor"):
+        literals = [arg for n in (base, *base.all_input_nodes) for arg in n.args if isinstance(arg, (int, float))]
+        return any(value < 0 for value in literals)
+    return op_name(base) in ("aten::sub", "aten::neg", "aten::rsub", "aten::bitwise_not")
+
+
+def _whole(writer: Node, cache: Node) -> Node:
+    """The updated cache: past a select_scatter that puts a selected unit axis back."""
+    for user in writer.users:
+        if op_name(user) == "aten::select_scatter" and user.args[1] is writer:
+            base = user.args[0]
+            if isinstance(base, Node) and _input_behind(base) is cache and len(writer.users) == 1:
+                return user
+    return writer
+
+
+def readers(cache: Node, write: WriteFact) -> list[Node]:
+    """Nodes that read the cache as it was before the write (shape readers and the epilogue apart)."""
+    found, stack, seen = [], [cache], set()
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user in seen or user is write.node or user is write.result or not _is_tensor(user):
+                continue
+            seen.add(user)
+            if op_name(user) == "aten::copy_" and user.args[0] is cache:
+                continue
+            if is_view(user):
+                stack.append(user)
+            else:
+                found.append(user)
+    return found
+
+
+def _is_tensor(node: Node) -> bool:
+    return node.op == "output" or isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))

@@ -1,0 +1,64 @@
+"""npu_kv_rmsnorm_rope_cache (v1, v2): norm, rotation and both cache writes of the key side in one operator.
+
+Argument order of the operator: cos before sin, rope cache before latent cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from mla_fusion.graph.kinds import argument, op_name
+from mla_fusion.graph.view import View
+
+_RESULTS = {  # operator -> index of (k_pe, c_kv, kr_cache, kv_cache) among its results
+    "npu::npu_kv_rmsnorm_rope_cache": (2, 3, 0, 1),
+    "npu::npu_kv_rmsnorm_rope_cache_v2_functional": (0, 1, 2, 3),
+}
+
+_KERNEL_MODE = {"PA": "PA_BSND", "PA_BNSD": "PA_BSND", "PA_NZ": "PA_NZ"}
+
+
+@dataclass(frozen=True)
+class KvOperatorFact:
+    """One such node. ``hidden_write`` (v1): the caches change though the schema does not say so."""
+
+    node: Node
+    latent: Node
+    gamma: Node
+    cos: Node
+    sin: Node
+    index: Node
+    kr_cache: Node
+    kv_cache: Node
+    eps: float
+    cache_mode: str | None
+    results: tuple[int, int, int, int]
+    hidden_write: bool
+    quantised: bool
+
+
+def find(view: View) -> list[KvOperatorFact]:
+    found = []
+    for node in view.nodes:
+        name = op_name(node)
+        if name not in _RESULTS:
+            continue
+        latent, gamma, cos, sin, index, kr_cache, kv_cache = node.args[:7]
+        tensors = (latent, gamma, cos, sin, index, kr_cache, kv_cache)
+        if not all(isinstance(tensor, Node) for tensor in tensors):
+            continue
+        scales = ("k_rope_scale", "c_kv_scale", "k_rope_offset", "c_kv_offset", "v")
+        found.append(
+            KvOperatorFact(
+                node,
+                *tensors,  # type: ignore[arg-type]
+                eps=float(argument(node, "epsilon", 1e-5)),
+                cache_mode=_KERNEL_MODE.get(argument(node, "cache_mode", "Norm")),
+                results=_RESULTS[name],
+                hidden_write=name.endswith("cache"),
+                quantised=any(argument(node, scale) is not None for scale in scales),
+            )
+        )
+    return found

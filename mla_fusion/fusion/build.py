@@ -1,0 +1,179 @@
+"""Where the plan's operations go: into a graph, or straight onto tensors.
+
+The replacement is written once (:mod:`mla_fusion.fusion.replace`) against :class:`Builder`; committing it and
+verifying it run the very same code.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from mla_fusion.graph.sizes import Binding, SizeNodes, is_symbolic, same_shape
+
+aten = torch.ops.aten
+Recipe = Callable[["Builder"], Any]
+
+
+class Builder(ABC):
+    """Applies operators to values: graph nodes, or tensors."""
+
+    @abstractmethod
+    def value(self, node: Node) -> Any:
+        """The value of a node of the original graph."""
+
+    @abstractmethod
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+    @abstractmethod
+    def shape(self, value: Any) -> Sequence[Any]: ...
+
+    @abstractmethod
+    def dtype(self, value: Any) -> torch.dtype: ...
+
+    @abstractmethod
+    def sizes(self, shape: Sequence[Any]) -> list[Any]:
+        """A shape of the original graph (ints and SymInts) as arguments."""
+
+    @abstractmethod
+    def constant(self, tensor: torch.Tensor) -> Any: ...
+
+    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:
+        """A weight made by ``recipe`` from ``leaves``: here, where it is used."""
+        return recipe(self)
+
+    def once(self, key: object, recipe: Recipe) -> Any:
+        """A value that several layers share (tables, slots)."""
+        return recipe(self)
+
+    def device_type(self, value: Any) -> str:
+        return "cpu"
+
+    def reshape(self, value: Any, shape: Sequence[Any]) -> Any:
+        if same_shape(self.shape(value), shape):
+            return value
+        return self.call(aten.reshape.default, value, self.sizes(shape))
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        return value if self.dtype(value) == dtype else self.call(aten._to_copy.default, value, dtype=dtype)
+
+
+class TensorBuilder(Builder):
+    """Runs the plan on CPU tensors; symbolic sizes are bound to numbers."""
+
+    def __init__(self, values: Mapping[Node, torch.Tensor], binding: Binding) -> None:
+        self._values, self._binding = values, binding
+
+    def value(self, node: Node) -> torch.Tensor:
+        return self._values[node]
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        return op(*args, **kwargs)
+
+    def shape(self, value: torch.Tensor) -> Sequence[int]:
+        return tuple(value.shape)
+
+    def dtype(self, value: torch.Tensor) -> torch.dtype:
+        return value.dtype
+
+    def sizes(self, shape: Sequence[Any]) -> list[int]:
+        return [self._binding.size(size) for size in shape]
+
+    def reshape(self, value: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
+        return value.reshape(self.sizes(shape))
+
+    def constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+class GraphBuilder(Builder):
+    """Inserts nodes into the graph, with meta values, before the node given to :meth:`at`."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self._size_nodes = SizeNodes(gm.graph)
+        self._shared: dict[object, Node] = {}
+        self._meta: dict[str, Any] = {}
+        self._fake_mode = _fake_mode(gm)
+        self._point: Node | None = None
+        self.made: list[Node] = []
+
+    def at(self, point: Node, meta: dict[str, Any]) -> None:
+        """Insert before ``point`` from now on; new nodes take ``meta`` (stack trace, module, stream)."""
+        self._point, self._meta = point, meta
+
+    def value(self, node: Node) -> Node:
+        return node
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
+        graph = self.gm.graph
+        assert self._point is not None
+        with graph.inserting_before(self._point):
+            node = graph.call_function(op, args, kwargs)
+        node.meta.update(self._meta)
+        node.meta["val"] = self._propagate(op, args, kwargs)
+        self.made.append(node)
+        return node
+
+    def _propagate(self, op: Any, args: Any, kwargs: Any) -> Any:
+        fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
+        with torch.no_grad():
+            if self._fake_mode is None:
+                return op(*fake_args, **fake_kwargs)
+            with self._fake_mode:
+                return op(*fake_args, **fake_kwargs)
+
+    def shape(self, value: Node) -> Sequence[Any]:
+        return tuple(value.meta["val"].shape)
+
+    def dtype(self, value: Node) -> torch.dtype:
+        return value.meta["val"].dtype
+
+    def device_type(self, value: Node) -> str:
+        return value.meta["val"].device.type
+
+    def sizes(self, shape: Sequence[Any]) -> list[Any]:
+        """Each symbolic size as the node that holds it; a single unknown one as -1."""
+        out: list[Any] = []
+        for size in shape:
+            if not is_symbolic(size):
+                out.append(int(size))
+                continue
+            node = self._size_nodes.find(size)
+            out.append(node if node is not None and self._defined(node) else -1)
+        if out.count(-1) > 1:
+            raise LookupError(f"the graph holds no node for the sizes of {list(shape)}")
+        return out
+
+    def _defined(self, node: Node) -> bool:
+        assert self._point is not None
+        return node < self._point
+
+    def constant(self, tensor: torch.Tensor) -> Node:
+        name = f"_mla_fusion_constant{sum(n.startswith('_mla_fusion_constant') for n, _ in self.gm.named_buffers())}"
+        self.gm.register_buffer(name, tensor)
+        with self.gm.graph.inserting_before(self._point):
+            node = self.gm.graph.get_attr(name)
+        node.meta["val"] = self._fake_mode.from_tensor(tensor) if self._fake_mode is not None else tensor
+        self.made.append(node)
+        return node
+
+    def once(self, key: object, recipe: Recipe) -> Node:
+        shared = self._shared.get(key)
+        if shared is None or not self._defined(shared):
+            shared = self._shared[key] = recipe(self)
+        return shared
+
+
+def _fake_mode(gm: GraphModule) -> Any:
+    for node in gm.graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if mode is not None:
+            return mode
+    return None

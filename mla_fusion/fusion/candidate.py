@@ -1,0 +1,263 @@
+"""Join facts by dataflow into prologues, or into near misses that know what is absent.
+
+All projections of one x are one group. A prologue needs, in its group: a normed query latent that is projected
+up, rotated and absorbed; and a normed kv latent beside a rotated key of one head.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.facts import kv_operator, projection
+from mla_fusion.facts.absorb import AbsorbFact, uniform_factor
+from mla_fusion.facts.kv_operator import KvOperatorFact
+from mla_fusion.facts.projection import Projection
+from mla_fusion.facts.reading import ConeFacts, FactReader
+from mla_fusion.facts.rmsnorm import NormFact
+from mla_fusion.facts.rope import RopeFact, Table, TableRun
+from mla_fusion.fusion.rejection import Refuse
+from mla_fusion.graph.kinds import is_cast
+from mla_fusion.graph.view import View, peel_table
+
+
+@dataclass(frozen=True)
+class QuerySide:
+    """c_q = norm(x W_dq); q = c_q W_uq_qr; query = absorb(q_nope); query_rope = rope(q_pe)."""
+
+    down: Projection
+    norm: NormFact
+    up_nope: Projection
+    up_rope: Projection
+    absorb: AbsorbFact
+    rope: RopeFact
+
+
+@dataclass(frozen=True)
+class KeySide:
+    """c_kv = norm(x W_dkv); k_pe = rope(x W_kr), by plain nodes or by one npu operator that also writes."""
+
+    down: Projection
+    down_rope: Projection
+    columns: tuple[int, ...]
+    gamma: Node | None
+    eps: float
+    scale: float
+    norm: NormFact | None
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+    layout: str
+    cos: Table
+    sin: Table
+    rope: RopeFact | None
+    operator: KvOperatorFact | None
+
+    @property
+    def rope_dim(self) -> int:
+        return 2 * len(self.first)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Everything a fused call needs to know of the graph, and nothing yet about whether it is legal."""
+
+    query: QuerySide
+    key: KeySide
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The rare nodes of the prologue, for messages."""
+        q, k = self.query, self.key
+        key_nodes = [k.operator.node] if k.operator else [f.node for f in (k.norm, k.rope) if f is not None]
+        named = [q.down.node, q.norm.node, q.up_nope.node, q.up_rope.node, q.absorb.node, q.rope.node]
+        return tuple(dict.fromkeys([*named, k.down.node, k.down_rope.node, *key_nodes]))
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """Most of a prologue, and what keeps it from being one."""
+
+    reason: Refuse
+    nodes: tuple[Node, ...]
+
+
+class Finder:
+    """Finds candidates and near misses in one view, in graph order."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.projections = projection.find(view)
+        self.operators = kv_operator.find(view)
+        self.reader = FactReader(view, self.projections, [operator.latent for operator in self.operators])
+        self._above: dict[Node, list[Projection]] = defaultdict(list)
+        self._on_operand: dict[Node, list[Projection]] = defaultdict(list)
+        for item in self.projections:
+            self._above[item.origin].append(item)
+            self._on_operand[item.activation].append(item)
+
+    def find(self) -> list[Candidate | NearMiss]:
+        groups: dict[int, list[Projection]] = defaultdict(list)
+        for item in self.projections:
+            if item.is_flat:
+                groups[self.view.number(item.origin)].append(item)
+        found: list[Candidate | NearMiss] = []
+        for group in groups.values():
+            joined = self._join(group)
+            if joined is not None:
+                found.append(joined)
+        return found
+
+    def _join(self, group: list[Projection]) -> Candidate | NearMiss | None:
+        """Query sides and key sides of one x, joined; None where the group is not MLA at all."""
+        facts = {item: self.reader.read(item) for item in group}
+        keys = self._keys(facts)
+        queries, partial = self._queries(facts)
+        if keys and queries:
+            return Candidate(queries[0], keys[0])
+        if queries:
+            nodes = (queries[0].norm.node, queries[0].absorb.node)
+            return NearMiss(Refuse("kv_latent.absent", f"x is {group[0].origin.name}"), nodes)
+        if keys and partial is not None:
+            return partial
+        if keys:
+            nodes = tuple(fact.node for fact in (keys[0].norm, keys[0].rope, keys[0].operator) if fact is not None)
+            return NearMiss(Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}"), nodes)
+        return self._unrotated(facts)
+
+    def _queries(self, facts: dict[Projection, ConeFacts]) -> tuple[list[QuerySide], NearMiss | None]:
+        found, partial = [], None
+        for down, cone in facts.items():
+            for norm in cone.norms:
+                ups = [up for up in self._above[norm.node] if up.is_flat]
+                rotations = [(up, rope) for up in ups for rope in self.reader.read(up).ropes]
+                absorbs = [(up, absorb) for up in ups for absorb in self._absorbs(up)]
+                for up_rope, rope in rotations:
+                    for up_nope, absorb in absorbs:
+                        if rope.heads == absorb.heads:
+                            found.append(QuerySide(down, norm, up_nope, up_rope, absorb, rope))
+                if rotations and not absorbs:
+                    detail = f"{rotations[0][1].heads} heads rotated at {rotations[0][1].node.name}, none absorbed"
+                    partial = NearMiss(Refuse("absorb.absent", detail), (norm.node, rotations[0][1].node))
+                elif absorbs and not rotations:
+                    detail = f"{absorbs[0][1].heads} heads absorbed at {absorbs[0][1].node.name}, none rotated"
+                    partial = NearMiss(Refuse("rope.absent", detail), (norm.node, absorbs[0][1].node))
+        return found, partial
+
+    def _absorbs(self, up: Projection) -> list[AbsorbFact]:
+        cone = self.reader.read(up)
+        found = [cone.absorb(item) for operand in cone.readings for item in self._on_operand[operand]]
+        return [fact for fact in found if fact is not None]
+
+    def _keys(self, facts: dict[Projection, ConeFacts]) -> list[KeySide]:
+        found = []
+        for down, cone in facts.items():
+            for operator in self.operators:
+                side = self._operator_side(down, cone, operator)
+                if side is not None:
+                    found.append(side)
+        for down, cone in facts.items():
+            for norm in reversed(cone.norms):
+                if any(up.is_flat and self.reader.read(up).ropes for up in self._above[norm.node]):
+                    continue  # that is the query's latent
+                for down_rope, other in facts.items():
+                    for rope in other.ropes:
+                        if rope.heads == 1 and not (down is down_rope and _overlap(norm, rope)):
+                            found.append(_plain_side(down, down_rope, norm, rope))
+        return found
+
+    def _operator_side(self, down: Projection, cone: ConeFacts, operator: KvOperatorFact) -> KeySide | None:
+        reading = cone.readings.get(operator.latent)
+        if reading is None or not reading.single or reading.degree != 1:
+            return None
+        codes = reading.first.reshape(cone.cone.tokens, -1)
+        expected = torch.arange(cone.cone.tokens).unsqueeze(1) * cone.cone.width + codes[0] % cone.cone.width
+        if not torch.equal(codes, expected):
+            return None
+        if uniform_factor(cone.cone, cone.probe, reading) != 1.0:
+            return None
+        columns = (codes[0] % cone.cone.width).tolist()
+        width = self.view.binding.size(operator.gamma.meta["val"].shape[-1])
+        rotated = columns[width:]
+        return KeySide(
+            down,
+            down,
+            tuple(columns[:width]),
+            operator.gamma,
+            operator.eps,
+            1.0,
+            None,
+            tuple(rotated[0::2]),
+            tuple(rotated[1::2]),
+            "half",
+            self._whole_table(operator.cos, len(rotated), cone),
+            self._whole_table(operator.sin, len(rotated), cone),
+            None,
+            operator,
+        )
+
+    def _whole_table(self, node: Node, width: int, cone: ConeFacts) -> Table:
+        base = peel_table(node)
+        shape = self.view.binding.shape(base.meta["val"].shape)
+        count = 1
+        for size in shape[:-1]:
+            count *= size
+        rows = "token" if count == cone.cone.tokens else "one" if count == 1 else "position"
+        return (TableRun(base, "", 0, 1, width, 1.0, rows),)
+
+    def _unrotated(self, facts: dict[Projection, ConeFacts]) -> NearMiss | None:
+        """Two weighted norms on one x, one of them projected up and absorbed, and nothing rotated (NoPE)."""
+        for cone in facts.values():
+            for norm in cone.norms:
+                absorbed = [fact for up in self._above[norm.node] if up.is_flat for fact in self._absorbs(up)]
+                others = [n for c in facts.values() for n in c.norms if n.columns != norm.columns or c is not cone]
+                if absorbed and others:
+                    detail = f"{len(absorbed[0].columns)} heads absorbed at {absorbed[0].node.name}, nothing rotated"
+                    return NearMiss(Refuse("rope.absent", detail), (norm.node, absorbed[0].node))
+        return None
+
+
+def _plain_side(down: Projection, down_rope: Projection, norm: NormFact, rope: RopeFact) -> KeySide:
+    return KeySide(
+        down,
+        down_rope,
+        norm.columns,
+        norm.gamma,
+        norm.eps,
+        norm.scale,
+        norm,
+        rope.first[0],
+        rope.second[0],
+        rope.layout,
+        rope.cos,
+        rope.sin,
+        rope,
+        None,
+    )
+
+
+def _overlap(norm: NormFact, rope: RopeFact) -> bool:
+    return bool(set(norm.columns) & {column for pair in (rope.first[0], rope.second[0]) for column in pair})
+
+
+def same_table(view: View, a: Table, b: Table) -> float | None:
+    """The factor by which table ``a`` is table ``b``, or None where they are not provably proportional."""
+    if len(a) != len(b):
+        return None
+    ratios = set()
+    for run, other in zip(a, b, strict=True):
+        shape = (run.field, run.start, run.step, run.count, run.rows)
+        if shape != (other.field, other.start, other.step, other.count, other.rows):
+            return None
+        if not view.same(_without_casts(run.base), _without_casts(other.base)):
+            return None
+        ratios.add(round(run.factor / other.factor, 9))
+    return ratios.pop() if len(ratios) == 1 else None
+
+
+def _without_casts(node: Node) -> Node:
+    while is_cast(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node

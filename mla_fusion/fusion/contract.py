@@ -1,0 +1,75 @@
+"""Ask the operator's own specification whether the planned call would be taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.config import Config
+from mla_fusion.fusion import replace
+from mla_fusion.fusion.plan import InPlace, Plan
+from mla_fusion.fusion.rejection import Refuse
+from mla_fusion.meta import ContractError, check
+
+_OPERATOR = "npu_mla_prolog_v3_functional"
+
+
+def ask(plan: Plan, config: Config) -> None:
+    """Raise ``Refuse("contract:<code>")`` with the specification's own message."""
+    try:
+        check(_OPERATOR, soc=config.soc, cann=config.cann, **_arguments(plan), **replace.attributes(plan))
+    except ContractError as error:
+        raise Refuse(f"contract:{error.code}", str(error), _culprits(plan, error.argument)) from None
+
+
+def _arguments(plan: Plan) -> dict[str, Any]:
+    """The call's tensors by name, as fake values of the planned shapes."""
+    q, k = plan.candidate.query, plan.candidate.key
+    x = plan.token_x.meta["val"]
+    lead = list(x.shape[:-1])
+    heads, nope, rope = plan.heads, q.absorb.nope_dim, q.rope.rope_dim
+
+    def like(*shape: Any, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return x.new_empty(shape, dtype=dtype)
+
+    arguments: dict[str, Any] = {
+        "token_x": x,
+        "weight_dq": like(x.shape[-1], len(q.norm.columns)),
+        "weight_uq_qr": like(len(q.norm.columns), heads * (nope + rope)),
+        "weight_uk": like(heads, nope, _width(plan)),
+        "weight_dkv_kr": like(x.shape[-1], len(k.columns) + k.rope_dim),
+        "rmsnorm_gamma_cq": like(len(q.norm.columns)),
+        "rmsnorm_gamma_ckv": like(len(k.columns)),
+        "rope_sin": like(*lead, rope),
+        "rope_cos": like(*lead, rope),
+    }
+    if isinstance(plan.caches, InPlace):
+        arguments["kv_cache"] = plan.caches.kv_cache.meta["val"]
+        arguments["kr_cache"] = plan.caches.kr_cache.meta["val"]
+        arguments["cache_index"] = like(*lead, dtype=torch.int64)
+    else:
+        arguments["kv_cache"] = like(*lead, 1, len(k.columns))
+        arguments["kr_cache"] = like(*lead, 1, k.rope_dim)
+    return arguments
+
+
+def _width(plan: Plan) -> Any:
+    absorb = plan.candidate.query.absorb
+    label = absorb.projection.column_labels[0]
+    return absorb.weight.meta["val"].shape[absorb.projection.weight_labels.index(label)]
+
+
+def _culprits(plan: Plan, argument: str) -> tuple[Node, ...]:
+    q, k = plan.candidate.query, plan.candidate.key
+    by_name = {
+        "token_x": plan.token_x,
+        "weight_dq": q.down.weight,
+        "weight_uq_qr": q.up_rope.weight,
+        "weight_uk": q.absorb.weight,
+        "weight_dkv_kr": k.down.weight,
+    }
+    if isinstance(plan.caches, InPlace):
+        by_name |= {"kv_cache": plan.caches.kv_cache, "kr_cache": plan.caches.kr_cache}
+    return (by_name.get(argument, q.down.node),)

@@ -1,0 +1,200 @@
+"""The pass: find candidates, judge, plan, prove and verify each, then commit all in one go."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from time import perf_counter
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from mla_fusion.config import Config
+from mla_fusion.fusion import contract, origin, replace, rewrite, verify
+from mla_fusion.fusion.build import GraphBuilder
+from mla_fusion.fusion.candidate import Candidate, Finder, NearMiss
+from mla_fusion.fusion.plan import InPlace, Plan
+from mla_fusion.fusion.planner import Planner
+from mla_fusion.fusion.rejection import CODES, Refuse, Rejection
+from mla_fusion.fusion.report import Fusion, Report, keep
+from mla_fusion.fusion.rewrite import Place
+from mla_fusion.fusion.verify import Figure
+from mla_fusion.graph.view import View
+
+log = logging.getLogger("mla_fusion")
+
+
+def fuse(gm: GraphModule, config: Config | None = None) -> Report:
+    """Rewrite every MLA prologue of ``gm`` that the kernel computes exactly, in place.
+
+    ``gm`` is a functionalised ATen graph whose nodes carry ``meta["val"]``, as AOT autograd, torch.export and
+    make_fx make it. Its inputs and outputs stay as they are; weights are packed inside the graph. A graph
+    in which nothing can be fused is left untouched, with a reason for each candidate in the report.
+
+    Raises TypeError for anything but a GraphModule, ValueError for a graph without ``meta["val"]``.
+    """
+    return run(gm, config or Config(), GraphBuilder)
+
+
+def explain(gm: GraphModule, config: Config | None = None) -> Report:
+    """What :func:`fuse` would do, with the same reasons, changing nothing."""
+    return run(gm, config or Config(), None)
+
+
+def run(gm: GraphModule, config: Config, builder: Any) -> Report:
+    """One pass over ``gm``; ``builder`` makes the graph's changes, None for none."""
+    _check_graph(gm)
+    report = Report(config, committed=builder is not None, nodes_before=len(gm.graph.nodes))
+    started = perf_counter()
+    if config.enable:
+        _Pass(gm, config, report).run(builder)
+    report.timings["total"] = perf_counter() - started
+    report.nodes_after = len(gm.graph.nodes)
+    if report.committed:
+        keep(report)
+    if report.rejected and not report.fused:
+        worst = report.rejected[0]
+        log.warning("no MLA prologue was fused; nearest miss %s: [%s] %s", worst.layer, worst.code, worst.message)
+    return report
+
+
+def _check_graph(gm: object) -> None:
+    if not isinstance(gm, GraphModule):
+        raise TypeError(f"expected a torch.fx.GraphModule, got {type(gm).__name__}")
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "call_function") and "val" not in node.meta:
+            if node.op == "placeholder" and not node.users:
+                continue
+            raise ValueError(
+                f"node {node.name} carries no meta['val']; capture the graph with AOT autograd, torch.export or make_fx, "
+                "or run FakeTensorProp over it first"
+            )
+
+
+class _Pass:
+    def __init__(self, gm: GraphModule, config: Config, report: Report) -> None:
+        self.gm, self.config, self.report = gm, config, report
+        self._verified: dict[object, str] = {}
+
+    def run(self, builder_of: Any) -> None:
+        clock = _Clock(self.report.timings)
+        view = View(self.gm)
+        clock.stop("view")
+        finder = Finder(view)
+        found = finder.find()
+        clock.stop("match")
+        ready: list[tuple[Plan, Place, Fusion]] = []
+        for item in found:
+            try:
+                if isinstance(item, NearMiss):
+                    raise item.reason
+                self._skip(item)
+                plan = Planner(view, self.config, item).plan()
+                contract.ask(plan, self.config)
+                place = rewrite.prove(plan)
+                clock.stop("plan")
+                verified, figures = self._verify(view, finder, plan)
+                clock.stop("verify")
+                ready.append((plan, place, self._fusion(plan, verified, figures)))
+            except Refuse as reason:
+                self.report.rejected.append(self._rejection(item, reason))
+                clock.stop("plan")
+        if builder_of is not None and ready:
+            self._commit(builder_of, ready, clock)
+        self.report.fused = [fusion for _, _, fusion in ready]
+
+    def _commit(self, builder_of: Any, ready: list[tuple[Plan, Place, Fusion]], clock: _Clock) -> None:
+        self.report.operators["before"] = count_operators(self.gm)
+        builder = builder_of(self.gm)
+        for plan, _, _ in ready:
+            rewrite.commit(builder, plan, rewrite.prove(plan))
+        self.gm.graph.eliminate_dead_code()
+        self.gm.graph.lint()
+        self.gm.recompile()
+        self.report.operators["after"] = count_operators(self.gm)
+        clock.stop("rewrite")
+
+    def _skip(self, candidate: Candidate) -> None:
+        where = origin.layer(candidate.nodes)
+        for entry in self.config.skip:
+            hit = entry(candidate) if callable(entry) else entry == where or where.endswith("." + entry)
+            if hit:
+                raise Refuse("skip", f"layer {where or 'unknown'} matches {entry!r}", candidate.nodes[:1])
+
+    def _verify(self, view: View, finder: Finder, plan: Plan) -> tuple[str, tuple[Figure, ...]]:
+        if self.config.verify == "off":
+            return "not verified (Config.verify is 'off')", ()
+        key = _structure(finder, plan)
+        where = origin.layer(plan.candidate.nodes) or plan.candidate.query.down.node.name
+        if self.config.verify == "first" and key in self._verified:
+            return f"equal in structure to {self._verified[key]}", ()
+        half_rows = self.config.kr_layout == "half" and plan.candidate.query.rope.layout == "interleaved"
+        figures = verify.compare(view, plan, half_rows)
+        self._verified[key] = where
+        return "verified", figures
+
+    def _fusion(self, plan: Plan, verified: str, figures: tuple[Figure, ...]) -> Fusion:
+        q, k = plan.candidate.query, plan.candidate.key
+        x = plan.token_x.meta["val"]
+        dims = {
+            "T": "*".join(str(size) for size in x.shape[:-1]),
+            "He": int(x.shape[-1]),
+            "Hcq": len(q.norm.columns),
+            "Hckv": len(k.columns),
+            "N": plan.heads,
+            "D": q.absorb.nope_dim,
+            "Dr": q.rope.rope_dim,
+        }
+        return Fusion(
+            layer=origin.layer(plan.candidate.nodes),
+            nodes=tuple(node.name for node in plan.candidate.nodes),
+            dims=dims,
+            cache_mode=plan.cache_mode,
+            placement="in place" if isinstance(plan.caches, InPlace) else f"staged: {plan.caches.reason}",
+            rope=f"{q.rope.input_layout} in, {q.rope.layout} out",
+            attributes=replace.attributes(plan),
+            replaced={item.node.name: item.output for item in plan.replacements},
+            assumptions=plan.assumptions,
+            verified=verified,
+            figures=figures,
+            source=origin.source(q.down.node),
+        )
+
+    def _rejection(self, item: Candidate | NearMiss, reason: Refuse) -> Rejection:
+        nodes: tuple[Node, ...] = reason.nodes or item.nodes
+        meaning = CODES[reason.code.partition(":")[0]][0]
+        return Rejection(
+            code=reason.code,
+            message=f"{meaning} ({reason.detail})",
+            nodes=tuple(node.name for node in nodes),
+            layer=origin.layer(item.nodes),
+            source=next((text for node in nodes if (text := origin.source(node))), ""),
+        )
+
+
+class _Clock:
+    """Adds the time since the last stop to a stage."""
+
+    def __init__(self, timings: dict[str, float]) -> None:
+        self.timings, self._last = timings, perf_counter()
+
+    def stop(self, stage: str) -> None:
+        now = perf_counter()
+        self.timings[stage] = self.timings.get(stage, 0.0) + now - self._last
+        self._last = now
+
+
+def _structure(finder: Finder, plan: Plan) -> object:
+    """Equal for plans that differ only in which layer they are."""
+    q, k = plan.candidate.query, plan.candidate.key
+    cones = {item.node: item for item in (q.down, q.up_nope, q.up_rope, k.down, k.down_rope)}
+    signatures = tuple(finder.reader.read(item).cone.signature for item in cones.values())
+    shapes = tuple(str(node.meta["val"].shape) for node in replace.inputs(plan))
+    outputs = tuple((item.output, item.order, str(item.node.meta["val"].shape)) for item in plan.replacements)
+    return signatures, shapes, outputs, plan.cache_mode, str(replace.attributes(plan))
+
+
+def count_operators(gm: GraphModule) -> dict[str, int]:
+    """How often each operator is called, the commonest first."""
+    counts = Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+    return dict(counts.most_common())

@@ -1,0 +1,42 @@
+"""Where in the user's model a node comes from."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+
+from torch.fx import Node
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
+_WRAPPING = re.compile(r"^L\['(self|fn|model)'\]\.?|^L__self___?|\['(?P<key>\w+)'\]")
+
+
+def layer(nodes: Iterable[Node]) -> str:
+    """The module path that the nodes share, such as ``model.layers.3.self_attn``; "" where there is none."""
+    paths = []
+    for node in nodes:
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            path = str(list(stack.values())[-1][0])
+            paths.append(_plain(path).split("."))
+    if not paths:
+        return ""
+    shared = os.path.commonprefix(paths)
+    return ".".join(shared)
+
+
+def _plain(path: str) -> str:
+    path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
+    path = re.sub(r"\['(\w+)'\]", r".\1", re.sub(r"^L\['\w+'\]", "", path))
+    path = re.sub(r"\[(\d+)\]", r".\1", path)
+    return path.strip(".")
+
+
+def source(node: Node) -> str:
+    """``file:line in function: code`` of the innermost frame that made the node; "" where unknown."""
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f"{last['file']}:{last['line']} in {last['function']}: {last['code'].strip()}"

@@ -1,0 +1,114 @@
+"""Where the values that the kernel produces are read in the graph, and in which arrangement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from itertools import permutations
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.fusion.rejection import Refuse
+from mla_fusion.graph.kinds import has_effect, is_cast, is_reshape, is_view
+from mla_fusion.graph.program import Program
+from mla_fusion.graph.sizes import is_symbolic
+from mla_fusion.graph.view import View
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """``node`` is ``output`` of the kernel, its axes permuted by ``order``, then reshaped and cast to fit."""
+
+    node: Node
+    output: str
+    order: tuple[int, ...] | None
+
+    @property
+    def is_free(self) -> bool:
+        return self.order is None
+
+
+def live_users(node: Node) -> list[Node]:
+    """Users that matter: whoever only asks for a size, or is itself unread, does not."""
+    return [
+        user
+        for user in node.users
+        if not is_symbolic(user.meta.get("val")) and (user.users or user.op == "output" or has_effect(user))
+    ]
+
+
+class ValueTree:
+    """The views and casts of one value, with the code of every element they hold."""
+
+    def __init__(self, view: View, root: Node, codes: torch.Tensor) -> None:
+        self.root = root
+        self.parent: dict[Node, Node] = {}
+        order = [root]
+        for node in order:
+            for user in node.users:
+                if (is_view(user) or is_cast(user)) and user.args[0] is node and user not in self.parent:
+                    self.parent[user] = node
+                    order.append(user)
+        self.nodes = order
+        program = Program([root], order[1:], view.binding)
+        values = program.run([codes])
+        self.codes = {node: values[program.slot(node)] for node in order}
+
+    def readers(self, ignored: Collection[Node] = ()) -> dict[Node, list[Node]]:
+        """Nodes of the tree that something outside reads, with who reads them."""
+        inside, skip = set(self.nodes), set(ignored)
+        found = {}
+        for node in self.nodes:
+            users = [user for user in live_users(node) if user not in inside and user not in skip]
+            if users:
+                found[node] = users
+        return found
+
+    def replacements(self, output: str, shape: tuple[int, ...], ignored: Collection[Node] = ()) -> list[Replacement]:
+        """How to make every node that is read outside from ``output`` of the given shape.
+
+        A node that is not the whole value in some order of axes (a slice of it) is made from its parent.
+        """
+        kernel = torch.arange(torch.Size(shape).numel()).reshape(shape)
+        wanted, made = list(self.readers(ignored)), {}
+        while wanted:
+            node = wanted.pop()
+            if node in made:
+                continue
+            codes = self.codes[node]
+            order = _arrange(kernel, codes) if isinstance(codes, torch.Tensor) else None
+            if order is not None:
+                made[node] = Replacement(node, output, None if order == () else order)
+            elif node is self.root:
+                raise Refuse("reader.latent", f"{node.name} is no arrangement of {output}", (node,))
+            else:
+                wanted.append(self.parent[node])
+        return list(made.values())
+
+
+def _arrange(kernel: torch.Tensor, codes: torch.Tensor) -> tuple[int, ...] | None:
+    """The permutation of ``kernel`` that, reshaped, is ``codes``; () where it is the kernel's own shape."""
+    codes = codes.to(torch.int64)
+    if codes.numel() != kernel.numel():
+        return None
+    if codes.shape == kernel.shape and torch.equal(codes, kernel):
+        return ()
+    for order in permutations(range(kernel.dim())):
+        if torch.equal(kernel.permute(order).reshape(codes.shape), codes):
+            return order
+    return None
+
+
+def whole_readers(root: Node, output: str, shape: tuple[object, ...], same: Callable[..., bool]) -> list[Replacement]:
+    """Replacements for a whole cache: only reshapes are followed, so no codes are needed (caches are large)."""
+    found, stack = [], [root]
+    while stack:
+        node = stack.pop()
+        reshapes = [user for user in node.users if is_reshape(user)]
+        stack.extend(reshapes)
+        if any(user not in reshapes for user in live_users(node)):
+            rank = len(shape)
+            free = same(node.meta["val"].shape, shape)
+            found.append(Replacement(node, output, None if free else tuple(range(rank))))
+    return found

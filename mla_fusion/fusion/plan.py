@@ -1,0 +1,74 @@
+"""The plan of one fusion: everything the rewrite does, decided before a node is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from mla_fusion.facts.cache_write import Slots
+from mla_fusion.facts.rope import Table
+from mla_fusion.fusion.candidate import Candidate
+from mla_fusion.fusion.outputs import Replacement
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """The kernel writes the model's own caches.
+
+    kv_cache, kr_cache   nodes handed to the kernel, [BlockNum, BlockSize, 1, width]
+    mode                 "PA_BSND" or "PA_NZ"
+    copies               caches that need a ``copy_`` of their own (the model's operator wrote them unseen)
+    """
+
+    kv_cache: Node
+    kr_cache: Node
+    slots: Slots
+    mode: str
+    copies: bool = False
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The kernel writes small buffers of new rows; the model's own cache writes stay. ``reason`` says why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One call of ``npu_mla_prolog_v3_functional`` and what becomes of its results.
+
+    token_x       [T, He] or [B, S, He]; its rank decides that of every other token axis
+    interleave    outputs whose rows go from the kernel's half layout back to interleaved pairs
+    eps_cq ...    attributes of the call
+    assumptions   what the fusion takes for granted, for the report
+    """
+
+    candidate: Candidate
+    token_x: Node
+    cos: Table
+    sin: Table
+    caches: InPlace | Staged
+    query_norm: bool
+    eps_cq: float
+    eps_ckv: float
+    qc_qr_scale: float
+    kc_scale: float
+    replacements: tuple[Replacement, ...]
+    interleave: frozenset[str]
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def lead_rank(self) -> int:
+        return len(self.token_x.meta["val"].shape) - 1
+
+    @property
+    def cache_mode(self) -> str:
+        if isinstance(self.caches, InPlace):
+            return self.caches.mode
+        return "BSND" if self.lead_rank == 2 else "TND"
+
+    @property
+    def heads(self) -> int:
+        return self.candidate.query.absorb.heads

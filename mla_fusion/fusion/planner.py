@@ -1,0 +1,246 @@
+"""From a candidate to a plan: token axis, outputs, caches, attributes. Nothing is changed here."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.config import Config
+from mla_fusion.facts import cache_write
+from mla_fusion.facts.cache_write import Slots, WriteFact
+from mla_fusion.fusion import verdict
+from mla_fusion.fusion.candidate import Candidate, same_table
+from mla_fusion.fusion.outputs import Replacement, ValueTree, live_users, whole_readers
+from mla_fusion.fusion.plan import InPlace, Plan, Staged
+from mla_fusion.fusion.rejection import Refuse
+from mla_fusion.graph.kinds import has_effect, is_cast, is_getitem, is_reshape, op_name
+from mla_fusion.graph.sizes import is_symbolic, same_shape
+from mla_fusion.graph.view import View
+
+_SLOTS_ASSUMED = "slots are non-negative and distinct (the kernel skips negative slots, index_put wraps them)"
+
+
+class Planner:
+    """Plans one candidate. Raises ``Refuse`` where no exact plan exists."""
+
+    def __init__(self, view: View, config: Config, candidate: Candidate) -> None:
+        self.view, self.config, self.candidate = view, config, candidate
+        q, k = candidate.query, candidate.key
+        self.trees = {
+            "query": ValueTree(view, q.absorb.node, q.absorb.codes),
+            "query_rope": ValueTree(view, q.rope.node, q.rope.codes),
+            "query_norm": ValueTree(view, q.norm.node, _row_codes(view, q.norm.node)),
+        }
+        if k.norm is not None and k.rope is not None:
+            self.trees["c_kv"] = ValueTree(view, k.norm.node, _row_codes(view, k.norm.node))
+            self.trees["k_pe"] = ValueTree(view, k.rope.node, k.rope.codes)
+
+    def plan(self) -> Plan:
+        verdict.judge(self.view, self.candidate)
+        best: Plan | None = None
+        for token_x in self._token_choices():
+            plan = self._plan(token_x)
+            if best is None or _cost(plan) < _cost(best):
+                best = plan
+        if best is None:
+            origin = self.candidate.query.down.origin
+            raise Refuse("token_x.layout", f"{origin.name} has shape {list(origin.meta['val'].shape)}", (origin,))
+        self._no_other_reader(best)
+        return best
+
+    def _token_choices(self) -> list[Node]:
+        """Forms of x that are rows of tokens, [T, He] or [B, S, He], innermost first, one of each rank."""
+        down = self.candidate.query.down
+        node, found = down.activation, {}
+        if down.activation_labels[-1] != down.summed[0]:
+            return []
+        while True:
+            value = node.meta["val"]
+            if value.dim() in (2, 3) and value.dtype == torch.bfloat16:
+                found.setdefault(value.dim(), node)
+            if not (is_reshape(node) or is_cast(node)) or not isinstance(node.args[0], Node):
+                return list(found.values())
+            if node.args[0].meta["val"].shape[-1] != value.shape[-1]:
+                return list(found.values())
+            node = node.args[0]
+
+    def _plan(self, token_x: Node) -> Plan:
+        q, k = self.candidate.query, self.candidate.key
+        lead = self.view.binding.shape(token_x.meta["val"].shape[:-1])
+        shapes = {
+            "query": (*lead, q.absorb.heads, self.view.binding.size(self._latent_width())),
+            "query_rope": (*lead, q.rope.heads, q.rope.rope_dim),
+            "query_norm": (*lead, len(q.norm.columns)),
+            "c_kv": (*lead, len(k.columns)),
+            "k_pe": (*lead, k.rope_dim),
+        }
+        ups = (q.up_nope.node, q.up_rope.node)
+        replacements = [r for name in ("query", "query_rope") for r in self.trees[name].replacements(name, shapes[name])]
+        normed = self.trees["query_norm"].replacements("query_norm", shapes["query_norm"], ups)
+        if normed and q.absorb.factor != 1.0:
+            raise Refuse("reader.latent", f"{normed[0].node.name} reads c_q before it is scaled", (normed[0].node,))
+        interleaved = q.rope.layout == "interleaved" and self.config.kr_layout == "exact"
+        caches, of_caches = self._caches(interleaved)
+        if isinstance(caches, Staged):
+            if self.config.staging == "never":
+                raise Refuse("cache.staging_forbidden", caches.reason, self.candidate.nodes[-2:])
+            of_caches = [r for name in ("c_kv", "k_pe") for r in self.trees[name].replacements(name, shapes[name])]
+        slots_given = isinstance(caches, InPlace) and k.operator is None
+        ratio = same_table(self.view, q.rope.cos, k.cos)
+        assert ratio is not None  # judged
+        return Plan(
+            self.candidate,
+            token_x,
+            k.cos,
+            k.sin,
+            caches,
+            bool(normed),
+            q.norm.eps,
+            k.eps,
+            q.norm.scale * ratio,
+            k.scale,
+            (*replacements, *normed, *of_caches),
+            frozenset({"query_rope", "k_pe"}) if interleaved else frozenset(),
+            (_SLOTS_ASSUMED,) if slots_given else (),
+        )
+
+    def _latent_width(self) -> object:
+        absorb = self.candidate.query.absorb
+        label = absorb.projection.column_labels[0]
+        return absorb.weight.meta["val"].shape[absorb.projection.weight_labels.index(label)]
+
+    # -- caches
+
+    def _caches(self, interleaved: bool) -> tuple[InPlace | Staged, list[Replacement]]:
+        """Write the model's caches in the kernel where that is exact, else say why not."""
+        if self.candidate.key.operator is not None:
+            return self._operator_caches()
+        if self.config.staging == "always":
+            return Staged("Config.staging is 'always'"), []
+        if interleaved:
+            return Staged("RoPE leaves interleaved rows and the kernel writes half rows"), []
+        writes = []
+        for name in ("c_kv", "k_pe"):
+            write = self._single_write(name)
+            if isinstance(write, str):
+                return Staged(write), []
+            writes.append(write)
+        kv, kr = writes
+        reason = self._joint_reason(kv, kr)
+        if reason:
+            return Staged(reason), []
+        found = [
+            r
+            for name, write in (("kv_cache", kv), ("kr_cache", kr))
+            for r in whole_readers(write.result, name, write.cache.meta["val"].shape, same_shape)
+        ]
+        return InPlace(kv.cache, kr.cache, kv.slots, "PA_BSND"), found
+
+    def _single_write(self, name: str) -> WriteFact | str:
+        """The one write that takes the new rows, whole and in token order."""
+        tree = self.trees[name]
+        readers = tree.readers()
+        if len(readers) != 1:
+            return f"the new {name} rows are read at {len(readers)} places"
+        ((value, users),) = readers.items()
+        if len(users) != 1:
+            return f"{value.name} is read by {', '.join(user.name for user in users)}"
+        codes = tree.codes[value]
+        if not isinstance(codes, torch.Tensor) or not torch.equal(codes.reshape(-1).long(), torch.arange(codes.numel())):
+            return f"{value.name} does not hold the rows in token order"
+        return cache_write.find(self.view, users[0], value)
+
+    def _joint_reason(self, kv: WriteFact, kr: WriteFact) -> str:
+        """Why two writes are not the pair that the kernel does, or ""."""
+        if kv.cache is kr.cache:
+            return f"both writes go to {kv.cache.name}"
+        if not same_shape(kv.cache.meta["val"].shape[:3], kr.cache.meta["val"].shape[:3]):
+            return f"{kv.cache.name} and {kr.cache.name} differ in blocks"
+        if not self._same_slots(kv.slots, kr.slots):
+            return f"{kv.cache.name} and {kr.cache.name} are written at different slots"
+        for write in (kv, kr):
+            late = cache_write.readers(write.cache, write)
+            if late:
+                return f"{late[0].name} reads {write.cache.name} as it was before the write"
+            width = self.view.binding.size(write.cache.meta["val"].shape[-1])
+            if width not in (len(self.candidate.key.columns), self.candidate.key.rope_dim):
+                return f"{write.cache.name} is {width} wide"
+            if write.cache.meta["val"].dtype != torch.bfloat16:
+                return f"{write.cache.name} is {write.cache.meta['val'].dtype}"
+        return ""
+
+    def _same_slots(self, a: Slots, b: Slots) -> bool:
+        pairs = zip((a.index, a.block, a.offset), (b.index, b.block, b.offset), strict=True)
+        return all(
+            x is y or (x is not None and y is not None and self.view.same(_unshaped(x), _unshaped(y))) for x, y in pairs
+        )
+
+    def _operator_caches(self) -> tuple[InPlace, list[Replacement]]:
+        operator = self.candidate.key.operator
+        assert operator is not None
+        if operator.cache_mode is None or operator.quantised:
+            raise Refuse("cache.operator_mode", f"{operator.node.name}", (operator.node,))
+        for cache in (operator.kv_cache, operator.kr_cache):
+            if cache.op not in ("placeholder", "get_attr"):
+                raise Refuse("cache.view_of_input", f"{cache.name} in {operator.node.name}", (operator.node, cache))
+        parts = {node.args[1]: node for node in operator.node.users if is_getitem(node) and live_users(node)}
+        k_pe, c_kv, kr, kv = operator.results
+        for index, name in ((k_pe, "k_pe"), (c_kv, "c_kv")):
+            if index in parts:
+                raise Refuse("reader.latent", f"{parts[index].name} reads the new {name} rows", (parts[index],))
+        found = []
+        for index, name, cache in ((kv, "kv_cache", operator.kv_cache), (kr, "kr_cache", operator.kr_cache)):
+            if index in parts:
+                found += whole_readers(parts[index], name, cache.meta["val"].shape, same_shape)
+            others = [user for user in live_users(cache) if user is not operator.node and op_name(user) != "aten::copy_"]
+            if others:
+                raise Refuse("cache.view_of_input", f"{others[0].name} also reads {cache.name}", (others[0], cache))
+        slots = Slots(operator.index)
+        return InPlace(operator.kv_cache, operator.kr_cache, slots, operator.cache_mode, operator.hidden_write), found
+
+    # -- what must be dead afterwards
+
+    def _no_other_reader(self, plan: Plan) -> None:
+        """After the replacements nothing may keep a product of the region alive."""
+        cut = {replacement.node for replacement in plan.replacements}
+        region = {item.node for item in verdict.projections(self.candidate)}
+        key = self.candidate.key
+        stops = cut | region
+        if key.operator is not None:
+            stops.add(key.operator.node)
+        if isinstance(plan.caches, InPlace) and key.operator is None:
+            stops |= {user for name in ("c_kv", "k_pe") for users in self.trees[name].readers().values() for user in users}
+        for product in region - cut:
+            seen, stack = {product}, [product]
+            while stack:
+                for user in live_users(stack.pop()):
+                    if user in seen or user in stops:
+                        continue
+                    seen.add(user)
+                    if user.op == "output" or has_effect(user) or user in self.view.sources(user):
+                        path = next((n for n in user.all_input_nodes if n in seen), product)
+                        detail = f"{user.name} reads {path.name}, made from {product.name}"
+                        raise Refuse("reader.latent", detail, (product, path, user))
+                    stack.append(user)
+
+
+def _row_codes(view: View, node: Node) -> torch.Tensor:
+    shape = view.binding.shape(node.meta["val"].shape)
+    return torch.arange(torch.Size(shape).numel()).reshape(shape)
+
+
+def _unshaped(node: Node) -> Node:
+    while (is_reshape(node) or is_cast(node)) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _cost(plan: Plan) -> int:
+    """Nodes that the choice of token axes adds to the graph."""
+    return sum(not replacement.is_free for replacement in plan.replacements) + _reshaped(plan)
+
+
+def _reshaped(plan: Plan) -> int:
+    lead = plan.token_x.meta["val"].shape[:-1]
+    tables = {run.base for run in (*plan.cos, *plan.sin)}
+    return sum(not is_symbolic(b) and not same_shape(b.meta["val"].shape[:-1], lead) for b in tables)

@@ -1,0 +1,136 @@
+"""Why a prologue was not fused: stable codes, each with what it means and what would make it fuse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+CODES: dict[str, tuple[str, str]] = {
+    # code: (meaning, what would make it fuse)
+    "q_lora.absent": (
+        "The query is projected from the hidden state directly; the kernel needs W_dq, RMSNorm and W_uq_qr.",
+        "Nothing in the graph: the kernel has no form without a query LoRA.",
+    ),
+    "kv_latent.absent": (
+        "A normed query latent was found, but no kv latent (RMSNorm of W_dkv x beside a rotated W_kr x) on the same x.",
+        "Keep kv_a_proj, its norm, RoPE and the query projections in one graph.",
+    ),
+    "rope.absent": (
+        "The latents are there, but no rotation of the kind the kernel computes was found on the query or the key.",
+        "Rotate q_pe and k_pe with tables that are inputs of, or computed in, the same graph.",
+    ),
+    "rope.tables_differ": (
+        "Query and key are rotated by tables that are not provably the same.",
+        "Use one cos and one sin tensor for both.",
+    ),
+    "rope.table_shape": (
+        "A table of the rotation does not have one row per token.",
+        "Gather the tables by position before RoPE.",
+    ),
+    "rope.layouts_differ": (
+        "Query and key leave RoPE in different element orders.",
+        "Use one RoPE layout for both.",
+    ),
+    "absorb.absent": (
+        "q_nope is not multiplied by W_uk in this graph, so the kernel's query output has no counterpart.",
+        "Absorb W_uk (mla_fusion.models), or set Config(unabsorbed='identity') where that form is supported.",
+    ),
+    "norm.gamma_absent": ("A latent is normalised without a weight.", "Give the norm a weight of ones."),
+    "norm.gamma_dtype": (
+        "A norm weight is not bfloat16; rounding it would change results.",
+        "Store the norm weights in bfloat16.",
+    ),
+    "norm.low_precision": (
+        "The norm's statistic is computed below float32, which the kernel does not reproduce.",
+        "Upcast to float32 before squaring.",
+    ),
+    "norm.runtime_eps": (
+        "The norm's epsilon is an input of the graph, so its value is unknown at compile time.",
+        "Compile with dynamic=None and mark_dynamic, or set torch._dynamo.config.specialize_float = True.",
+    ),
+    "linear.bias": ("A projection has a bias; the kernel adds none.", "Nothing: a biased projection stays unfused."),
+    "linear.scaled": ("A projection is an addmm with alpha or beta other than 1.", "Scale the weight instead."),
+    "dtype.region": (
+        "A value inside the prologue has a dtype other than bfloat16 or float32.",
+        "Run the model in bfloat16.",
+    ),
+    "scale.unequal": (
+        "q_nope, q_pe or k_pe are scaled by different factors, which no attribute of the kernel expresses.",
+        "Scale the whole query, or fold the factor into the softmax scale.",
+    ),
+    "token_x.layout": (
+        "The hidden state reaches the projections in a form that is not rows of tokens.",
+        "Keep x as [T, He] or [B, S, He].",
+    ),
+    "reader.latent": (
+        "Something else reads a value that the kernel does not give out (raw c_q, unrotated q_pe or k_pe, raw c_kv).",
+        "Compute that value from x apart, or from the normed latent.",
+    ),
+    "cache.staging_forbidden": (
+        "The kernel cannot write this cache exactly, and Config.staging is 'never'.",
+        "Allow staging, or give the graph caches of shape [BlockNum, BlockSize, 1, width].",
+    ),
+    "cache.operator_mode": (
+        "The fused cache operator writes in a mode the kernel does not have.",
+        "Use cache_mode PA, PA_BNSD or PA_NZ.",
+    ),
+    "cache.view_of_input": (
+        "The cache handed to the fused cache operator is a view of a graph input; each step would copy the whole cache.",
+        "Compile through mla_fusion.backend(), which views the tensor before the graph, or pass the 4-D cache itself.",
+    ),
+    "contract": (
+        "The operator's host check would refuse the call.",
+        "See the message: it names the argument, what is expected and what was found.",
+    ),
+    "stream.mixed": (
+        "Nodes of the prologue carry different stream labels.",
+        "Keep the prologue on one stream.",
+    ),
+    "order.cycle": (
+        "An input of the kernel depends on one of its outputs.",
+        "Compute tables, slots and weights independently of the prologue's results.",
+    ),
+    "verify.mismatch": (
+        "The region and its replacement gave different numbers on seeded inputs.",
+        "This is a defect of the pass: please report the graph.",
+    ),
+    "autograd": ("The graph records gradients; the kernel has no backward.", "Compile under torch.no_grad()."),
+    "skip": ("Config.skip asked to leave this prologue alone.", "Remove it from Config.skip."),
+}
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """One prologue that stays as it is.
+
+    code      stable; the part before ":" is a key of ``CODES`` (``contract:dims.he``)
+    message   one sentence with dims and node names
+    nodes     names of the nodes concerned
+    layer     module path of the prologue, from node meta
+    source    the line of the model that the first node came from, where the graph carries it
+    """
+
+    code: str
+    message: str
+    nodes: tuple[str, ...] = ()
+    layer: str = ""
+    source: str = ""
+
+    @property
+    def remedy(self) -> str:
+        return CODES[self.code.partition(":")[0]][1]
+
+
+@dataclass
+class Refuse(Exception):
+    """Raised inside the pass to give up on one candidate; never leaves it."""
+
+    code: str
+    detail: str
+    nodes: tuple[Node, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.code.partition(":")[0] not in CODES:
+            raise KeyError(f"unknown rejection code {self.code!r}")
+        super().__init__(self.code, self.detail)

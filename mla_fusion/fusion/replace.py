@@ -1,0 +1,305 @@
+"""The replacement itself: one call of the kernel, what goes in and what is made of what comes out.
+
+Written against :class:`~mla_fusion.fusion.build.Builder`, so the same lines rewrite the graph and run on tensors
+when the fusion is verified.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.facts.cache_write import Slots
+from mla_fusion.facts.projection import Projection
+from mla_fusion.facts.rope import Table, TableRun
+from mla_fusion.fusion.build import Builder
+from mla_fusion.fusion.outputs import Replacement
+from mla_fusion.fusion.plan import InPlace, Plan
+from mla_fusion.graph.kinds import is_reshape
+from mla_fusion.graph.sizes import same_shape
+from mla_fusion.weights.columns import describe
+
+aten = torch.ops.aten
+FRACTAL_NZ = 29
+RESULTS = ("query", "query_rope", "dequant_scale_q_nope", "query_norm", "dequant_scale_q_norm", "kv_cache", "kr_cache")
+
+
+def inputs(plan: Plan) -> list[Node]:
+    """Nodes of the graph that the replacement reads."""
+    q, k = plan.candidate.query, plan.candidate.key
+    weights = [q.down.weight, q.up_nope.weight, q.up_rope.weight, q.absorb.weight, k.down.weight, k.down_rope.weight]
+    tables = [run.base for run in (*plan.cos, *plan.sin)]
+    gammas = [node for node in (q.norm.gamma, k.gamma) if node is not None]
+    caches = [plan.caches.kv_cache, plan.caches.kr_cache, *plan.caches.slots.nodes] if isinstance(
+        plan.caches, InPlace
+    ) else []
+    return list(dict.fromkeys([plan.token_x, *weights, *gammas, *tables, *caches]))
+
+
+def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
+    """Emit the call; its results by name (with ``c_kv`` and ``k_pe`` where they are staged)."""
+    q, k = plan.candidate.query, plan.candidate.key
+    assert q.norm.gamma is not None and k.gamma is not None
+    x = b.value(plan.token_x)
+    lead = plan.token_x.meta["val"].shape[:-1]
+    if isinstance(plan.caches, InPlace):
+        kv_cache, kr_cache = b.value(plan.caches.kv_cache), b.value(plan.caches.kr_cache)
+        index = {"cache_index": _slots(b, plan, lead)}
+    else:
+        kv_cache, kr_cache = (_buffer(b, x, lead, width) for width in (len(k.columns), k.rope_dim))
+        index = {}
+    fused = b.call(
+        torch.ops.npu.npu_mla_prolog_v3_functional.default,
+        x,
+        b.packed("weight_dq", lambda b: _weight_dq(b, plan), [q.down.weight]),
+        b.packed("weight_uq_qr", lambda b: _weight_uq_qr(b, plan), [q.up_nope.weight, q.up_rope.weight]),
+        b.packed("weight_uk", lambda b: _weight_uk(b, plan), [q.absorb.weight]),
+        b.packed("weight_dkv_kr", lambda b: _weight_dkv_kr(b, plan), [k.down.weight, k.down_rope.weight]),
+        _vector(b, q.norm.gamma),
+        _vector(b, k.gamma),
+        _table(b, plan.sin, lead),
+        _table(b, plan.cos, lead),
+        kv_cache,
+        kr_cache,
+        **index,
+        **attributes(plan),
+    )
+    results = {name: _item(b, fused, place) for place, name in enumerate(RESULTS) if name in _used(plan)}
+    if not isinstance(plan.caches, InPlace):
+        results["c_kv"] = b.reshape(results.pop("kv_cache"), (*lead, len(k.columns)))
+        results["k_pe"] = b.reshape(results.pop("kr_cache"), (*lead, k.rope_dim))
+    for name in plan.interleave & results.keys():
+        results[name] = _interleave(b, results[name])
+    return results
+
+
+def attributes(plan: Plan) -> dict[str, Any]:
+    """Keyword attributes of the call. Both epsilons are always given: the operator's default is not the models'."""
+    given: dict[str, Any] = {
+        "rmsnorm_epsilon_cq": plan.eps_cq,
+        "rmsnorm_epsilon_ckv": plan.eps_ckv,
+        "cache_mode": plan.cache_mode,
+    }
+    if plan.query_norm:
+        given["query_norm_flag"] = True
+    if plan.qc_qr_scale != 1.0:
+        given["qc_qr_scale"] = plan.qc_qr_scale
+    if plan.kc_scale != 1.0:
+        given["kc_scale"] = plan.kc_scale
+    return given
+
+
+def _used(plan: Plan) -> set[str]:
+    names = {replacement.output for replacement in plan.replacements} | {"query", "query_rope"}
+    names |= {"kv_cache"} if "c_kv" in names else set()
+    names |= {"kr_cache"} if "k_pe" in names else set()
+    return names | ({"kv_cache", "kr_cache"} if isinstance(plan.caches, InPlace) else set())
+
+
+def _item(b: Builder, results: Any, place: int) -> Any:
+    return b.call(operator.getitem, results, place)
+
+
+def fit(b: Builder, replacement: Replacement, result: Any) -> Any:
+    """The kernel's result in the shape, order and dtype of the node that it replaces."""
+    wanted = replacement.node.meta["val"]
+    order = replacement.order
+    if order is not None and order != tuple(range(len(order))):
+        moved = [axis for axis, source in enumerate(order) if axis != source]
+        if len(moved) == 2:
+            result = b.call(aten.transpose.int, result, *moved)
+        else:
+            result = b.call(aten.permute.default, result, list(order))
+    if order is not None:
+        result = b.reshape(result, wanted.shape)
+    return b.cast(result, wanted.dtype)
+
+
+# -- weights
+
+
+def _matrix(b: Builder, projection: Projection) -> Any:
+    """The weight as [in, out]."""
+    weight, labels = b.value(projection.weight), projection.weight_labels
+    order = [labels.index(label) for label in (*projection.batch, *projection.summed, *projection.column_labels)]
+    order = [axis for axis in range(len(labels)) if axis not in order] + order
+    if len(order) == 2:
+        return weight if order == [0, 1] else b.call(aten.t.default, weight)
+    if order != list(range(len(order))):
+        weight = b.call(aten.permute.default, weight, order)
+    shape = projection.weight.meta["val"].shape
+    return b.reshape(weight, [shape[axis] for axis in order[-2:]])
+
+
+def _take(b: Builder, matrix: Any, columns: tuple[int, ...], groups: int = 1) -> Any:
+    """``matrix[:, columns]`` by views where the columns are regular groups, else by index."""
+    rows, width = b.shape(matrix)
+    if columns == tuple(range(width)):
+        return matrix
+    block = describe(columns, groups)
+    if block is None or (block.groups > 1 and block.groups * block.stride != width):
+        return b.call(aten.index_select.default, matrix, 1, b.constant(torch.tensor(columns)))
+    if block.groups > 1:
+        matrix = b.reshape(matrix, (rows, block.groups, block.stride))
+        start, size = block.offset, block.stride
+    else:
+        start, size = block.offset, width
+    axis = 2 if block.groups > 1 else 1
+    if (start, block.width) != (0, size):
+        matrix = b.call(aten.slice.Tensor, matrix, axis, start, start + block.width)
+    if block.paired:
+        lead = list(b.shape(matrix))[:-1]
+        matrix = b.reshape(matrix, (*lead, 2, block.width // 2))
+        matrix = b.call(aten.transpose.int, matrix, -1, -2)
+    return b.reshape(matrix, (rows, len(columns)))
+
+
+def _pairs(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+    return tuple(column for pair in zip(first, second, strict=True) for column in pair)
+
+
+def _weight_dq(b: Builder, plan: Plan) -> Any:
+    q = plan.candidate.query
+    return _dense(b, _take(b, _matrix(b, q.down), q.norm.columns), nz=True)
+
+
+def _weight_uq_qr(b: Builder, plan: Plan) -> Any:
+    """Per head [D nope | Dr rope], the rope columns as interleaved pairs."""
+    q = plan.candidate.query
+    nope = q.absorb.columns
+    rope = tuple(_pairs(f, s) for f, s in zip(q.rope.first, q.rope.second, strict=True))
+    heads = len(nope)
+    if q.up_nope.node is q.up_rope.node:
+        merged = tuple(column for n, r in zip(nope, rope, strict=True) for column in (*n, *r))
+        matrix = _matrix(b, q.up_nope)
+        if merged == tuple(range(b.shape(matrix)[1])):
+            return _dense(b, matrix, nz=True)
+    parts = []
+    for projection, columns in ((q.up_nope, nope), (q.up_rope, rope)):
+        flat = tuple(column for head in columns for column in head)
+        taken = _take(b, _matrix(b, projection), flat, heads)
+        parts.append(b.reshape(taken, (b.shape(taken)[0], heads, len(columns[0]))))
+    joined = b.call(aten.cat.default, parts, -1)
+    rows, _, width = b.shape(joined)
+    return _dense(b, b.reshape(joined, (rows, heads * width)), nz=True)
+
+
+def _weight_dkv_kr(b: Builder, plan: Plan) -> Any:
+    k = plan.candidate.key
+    rope = _pairs(k.first, k.second)
+    if k.down.node is k.down_rope.node:
+        matrix = _matrix(b, k.down)
+        merged = (*k.columns, *rope)
+        if describe(merged, 1) is not None:
+            return _dense(b, _take(b, matrix, merged), nz=True)
+        parts = [_take(b, matrix, k.columns), _take(b, matrix, rope)]
+    else:
+        parts = [_take(b, _matrix(b, k.down), k.columns), _take(b, _matrix(b, k.down_rope), rope)]
+    return _dense(b, b.call(aten.cat.default, parts, -1), nz=True)
+
+
+def _weight_uk(b: Builder, plan: Plan) -> Any:
+    absorb = plan.candidate.query.absorb
+    weight = b.value(absorb.weight)
+    if absorb.to_ndc != tuple(range(len(absorb.to_ndc))):
+        weight = b.call(aten.permute.default, weight, list(absorb.to_ndc))
+    weight = b.reshape(weight, (absorb.heads, absorb.nope_dim, b.shape(weight)[-1]))
+    return _dense(b, weight, nz=False)
+
+
+def _dense(b: Builder, weight: Any, nz: bool) -> Any:
+    """Contiguous, and on a device in the format that the kernel reads (weight_uk stays ND)."""
+    if not _is_input(weight):
+        weight = b.call(aten.clone.default, weight, memory_format=torch.contiguous_format)
+    if nz and b.device_type(weight) == "npu":
+        weight = b.call(torch.ops.npu.npu_format_cast.default, weight, FRACTAL_NZ)
+    return weight
+
+
+def _is_input(weight: Any) -> bool:
+    return isinstance(weight, Node) and weight.op in ("placeholder", "get_attr")
+
+
+def _vector(b: Builder, gamma: Node) -> Any:
+    value = b.value(gamma)
+    shape = gamma.meta["val"].shape
+    return value if len(shape) == 1 else b.reshape(value, (shape[-1],))
+
+
+# -- tables, slots, buffers
+
+
+def _table(b: Builder, table: Table, lead: Sequence[Any]) -> Any:
+    """The full-width table, lead + [Dr], in bfloat16."""
+    return b.once(("table", table, tuple(map(str, lead))), lambda b: _build_table(b, table, lead))
+
+
+def _build_table(b: Builder, table: Table, lead: Sequence[Any]) -> Any:
+    parts = {run: _run(b, run) for run in dict.fromkeys(table)}
+    value = next(iter(parts.values())) if len(table) == 1 else b.call(aten.cat.default, [parts[run] for run in table], -1)
+    width = sum(run.count for run in table)
+    rows = table[0].rows
+    if rows == "token":
+        value = b.reshape(value, (*lead, width))
+    else:
+        if len(lead) != 2:
+            raise LookupError("a table shared by sequences needs [B, S] tokens")
+        one_row = {"position": (1, lead[1]), "sequence": (lead[0], 1), "one": (1, 1)}[rows]
+        value = b.reshape(value, (*one_row, width))
+        value = b.call(aten.expand.default, value, b.sizes((*lead, width)))
+        value = b.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+    return b.cast(value, torch.bfloat16)
+
+
+def _run(b: Builder, run: TableRun) -> Any:
+    value = b.value(run.base)
+    if run.field:
+        value = b.call(aten.select.int, b.call(aten.view_as_real.default, value), -1, int(run.field == "imag"))
+    width = run.base.meta["val"].shape[-1]
+    if (run.start, run.step, run.count) != (0, 1, width):
+        stop = run.start + run.step * (run.count - 1) + 1
+        value = b.call(aten.slice.Tensor, value, -1, run.start, stop, run.step)
+    if run.factor == -1.0:
+        return b.call(aten.neg.default, value)
+    return value if run.factor == 1.0 else b.call(aten.mul.Tensor, value, run.factor)
+
+
+def _slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
+    assert isinstance(plan.caches, InPlace)
+    slots: Slots = plan.caches.slots
+    block_size = plan.caches.kv_cache.meta["val"].shape[1]
+
+    def build(b: Builder) -> Any:
+        if slots.index is not None:
+            value = _shaped(b, slots.index, lead)
+        else:
+            assert slots.block is not None and slots.offset is not None
+            value = b.call(aten.mul.Tensor, b.value(slots.block), b.sizes([block_size])[0])
+            value = b.call(aten.add.Tensor, value, b.value(slots.offset))
+        return b.cast(b.reshape(value, lead), torch.int64)
+
+    return b.once(("slots", slots, tuple(map(str, lead))), build)
+
+
+def _shaped(b: Builder, node: Node, lead: Sequence[Any]) -> Any:
+    """The node, or what it reshapes where that already has the wanted shape (saves a reshape per layer)."""
+    inner = node
+    while not same_shape(inner.meta["val"].shape, lead) and is_reshape(inner) and isinstance(inner.args[0], Node):
+        inner = inner.args[0]
+    return b.value(inner if same_shape(inner.meta["val"].shape, lead) else node)
+
+
+def _buffer(b: Builder, x: Any, lead: Sequence[Any], width: int) -> Any:
+    """Room for the new rows, [B, S, 1, width] or [T, 1, width]; every row is written."""
+    return b.call(aten.new_empty.default, x, b.sizes((*lead, 1, width)))
+
+
+def _interleave(b: Builder, value: Any) -> Any:
+    """Half layout to interleaved pairs: [a0..a31 | b0..b31] -> [a0, b0, a1, b1, ..]. Exact."""
+    shape = list(b.shape(value))
+    halves = b.reshape(value, (*shape[:-1], 2, shape[-1] // 2))
+    return b.reshape(b.call(aten.transpose.int, halves, -1, -2), shape)

@@ -1,0 +1,94 @@
+"""What the pass did to one graph, and why not more."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mla_fusion.config import Config
+from mla_fusion.fusion.rejection import Rejection
+from mla_fusion.fusion.verify import Figure
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """One prologue that became one kernel call (or, from ``explain``, would).
+
+    placement   "in place" (the kernel writes the model's caches) or "staged: <reason>"
+    figures     per output, fused against unfused on seeded inputs; empty where ``verified`` says another
+                layer of equal structure stood for this one, or verification was off
+    """
+
+    layer: str
+    nodes: tuple[str, ...]
+    dims: dict[str, Any]
+    cache_mode: str
+    placement: str
+    rope: str
+    attributes: dict[str, Any]
+    replaced: dict[str, str]
+    assumptions: tuple[str, ...]
+    verified: str
+    figures: tuple[Figure, ...]
+    source: str = ""
+
+
+@dataclass
+class Report:
+    """fused, rejected: one entry per prologue, in graph order. seconds: wall time by stage, "total" among them."""
+
+    config: Config
+    fused: list[Fusion] = field(default_factory=list)
+    rejected: list[Rejection] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+    nodes_before: int = 0
+    nodes_after: int = 0
+    committed: bool = True
+    bytes_added: int = 0
+    operators: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return self.timings.get("total", 0.0)
+
+    def to_json(self) -> str:
+        """The whole report as JSON text."""
+        data = asdict(self)
+        data["config"]["skip"] = [str(entry) for entry in self.config.skip]
+        data["seconds"] = self.seconds
+        return json.dumps(data, indent=2, default=str)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write one self-contained HTML page; returns its path."""
+        from mla_fusion.inspect.page import write
+
+        return write(self, Path(path))
+
+    def __str__(self) -> str:
+        verb = "fused" if self.committed else "would fuse"
+        lines = [f"mla_fusion: {verb} {len(self.fused)}, left {len(self.rejected)}, in {self.seconds * 1e3:.0f} ms"]
+        for item in self.fused:
+            worst = max((figure.relative for figure in item.figures), default=None)
+            checked = f"relative error {worst:.1e}" if worst is not None else item.verified
+            lines.append(f"  + {item.layer or item.nodes[0]}: {item.cache_mode}, {item.placement}; {checked}")
+        for rejection in self.rejected:
+            lines.append(f"  - {rejection.layer or ', '.join(rejection.nodes[:2])}: [{rejection.code}] {rejection.message}")
+            lines.append(f"      to fuse: {rejection.remedy}")
+            if rejection.source:
+                lines.append(f"      at {rejection.source}")
+        return "\n".join(lines)
+
+
+_KEPT: deque[Report] = deque(maxlen=256)
+
+
+def keep(report: Report) -> None:
+    _KEPT.append(report)
+
+
+def reports() -> list[Report]:
+    """Reports of this process, newest last, one per graph compiled through any entry point."""
+    return list(_KEPT)

@@ -1,0 +1,85 @@
+"""Commit a plan as a transaction: prove that the call can stand somewhere, then change the graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.fusion import replace
+from mla_fusion.fusion.build import GraphBuilder
+from mla_fusion.fusion.plan import InPlace, Plan
+from mla_fusion.fusion.rejection import Refuse
+from mla_fusion.graph.kinds import has_effect
+
+_CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the call goes: before ``point``, after ``hoisted`` (its late inputs) have moved there."""
+
+    point: Node
+    hoisted: tuple[Node, ...]
+
+
+def prove(plan: Plan) -> Place:
+    """Find a place where every input is defined and every reader still to come. Raises ``Refuse``."""
+    readers = [user for replacement in plan.replacements for user in _rewired(plan, replacement.node)]
+    point = min(readers)
+    replaced = {replacement.node for replacement in plan.replacements}
+    late: list[Node] = []
+    seen: set[Node] = set()
+    stack = [node for node in replace.inputs(plan) if not node < point]
+    while stack:
+        node = stack.pop()
+        if node in seen or node < point:
+            continue
+        seen.add(node)
+        late.append(node)
+        if node in replaced or has_effect(node):
+            raise Refuse("order.cycle", f"{node.name} is needed by the kernel before it can exist", (node,))
+        stack.extend(node.all_input_nodes)
+    return Place(point, tuple(sorted(late)))
+
+
+def commit(builder: GraphBuilder, plan: Plan, place: Place) -> None:
+    """Insert the call, hand its results to the readers, drop nothing (one clean-up follows for all layers)."""
+    point = place.point
+    for node in place.hoisted:
+        if node is point:
+            point = node.next
+        else:
+            point.prepend(node)
+    builder.at(point, _carried_meta(plan))
+    results = replace.call_kernel(builder, plan)
+    for replacement in plan.replacements:
+        readers = _rewired(plan, replacement.node)
+        value = replace.fit(builder, replacement, results[replacement.output])
+        for user in readers:
+            user.replace_input_with(replacement.node, value)
+    if isinstance(plan.caches, InPlace) and plan.caches.copies:
+        _write_back(builder, plan.caches, results)
+
+
+def _rewired(plan: Plan, node: Node) -> list[Node]:
+    """Users that get the kernel's result; the query's up-projections die with the region."""
+    q = plan.candidate.query
+    region = {q.up_nope.node, q.up_rope.node}
+    return [user for user in node.users if user not in region]
+
+
+def _write_back(builder: GraphBuilder, caches: InPlace, results: dict[str, Any]) -> None:
+    """The model's operator changed its caches unseen; say so in the graph, where torchair looks for it."""
+    output = next(iter(reversed(builder.gm.graph.nodes)))
+    with builder.gm.graph.inserting_before(output):
+        for cache, name in ((caches.kv_cache, "kv_cache"), (caches.kr_cache, "kr_cache")):
+            copied = builder.gm.graph.call_function(torch.ops.aten.copy_.default, (cache, results[name]))
+            copied.meta["val"] = cache.meta["val"]
+
+
+def _carried_meta(plan: Plan) -> dict[str, Any]:
+    meta = plan.candidate.query.down.node.meta
+    return {key: meta[key] for key in _CARRIED if key in meta}

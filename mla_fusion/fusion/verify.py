@@ -1,0 +1,155 @@
+"""Run the cut-out region and its replacement on the same seeded inputs, on CPU, and compare per output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.fusion import replace
+from mla_fusion.fusion.build import TensorBuilder
+from mla_fusion.fusion.plan import InPlace, Plan
+from mla_fusion.fusion.rejection import Refuse
+from mla_fusion.graph.program import Failed, Program
+from mla_fusion.graph.sizes import is_symbolic
+from mla_fusion.graph.view import View
+
+# Two bfloat16 evaluations of one prologue differ by 3e-3 to 6e-3 in relative L2 norm (one rounding more or less
+# per step); a swapped pair, a wrong column or a wrong row differs by more than 1e-1.
+TOLERANCE = 2e-2
+_LARGEST_CACHE = 1 << 25
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One output compared: relative L2 error and largest difference, fused against unfused."""
+
+    output: str
+    relative: float
+    largest: float
+    elements: int
+
+
+def compare(view: View, plan: Plan, half_rows: bool = False, seed: int = 0) -> tuple[Figure, ...]:
+    """Figures of every replaced value. Raises ``Refuse("verify.mismatch")`` where one is out of tolerance.
+
+    ``half_rows``: the caller chose ``kr_layout="half"``, so rotated values differ in element order by intent.
+    """
+    values = _draw(view, plan, seed)
+    targets = [
+        item
+        for item in plan.replacements
+        if not (half_rows and item.output in ("query_rope", "k_pe", "kr_cache"))
+        and math.prod(view.binding.shape(item.node.meta["val"].shape)) <= _LARGEST_CACHE
+    ]
+    unfused = _run_region(view, values, [item.node for item in targets])
+    builder = TensorBuilder(values, view.binding)
+    results = replace.call_kernel(builder, plan)
+    figures = []
+    for item in targets:
+        want, got = unfused[item.node], replace.fit(builder, item, results[item.output])
+        figure = _figure(item.output, want, got)
+        if not figure.relative <= TOLERANCE:
+            detail = f"{item.output} at {item.node.name}: relative error {figure.relative:.3g} > {TOLERANCE:g}"
+            raise Refuse("verify.mismatch", detail, (item.node,))
+        figures.append(figure)
+    return tuple(figures)
+
+
+def _figure(output: str, want: torch.Tensor, got: torch.Tensor) -> Figure:
+    if want.shape != got.shape:
+        return Figure(output, math.inf, math.inf, want.numel())
+    difference = (want.double() - got.double()).reshape(-1)
+    norm = float(want.double().norm()) or 1.0
+    largest = float(difference.abs().max()) if difference.numel() else 0.0
+    return Figure(output, float(difference.norm()) / norm, largest, want.numel())
+
+
+def _draw(view: View, plan: Plan, seed: int) -> dict[Node, torch.Tensor]:
+    """Seeded values of the replacement's inputs, of x as the region reads it, and of nothing else."""
+    q = plan.candidate.query
+    generator = torch.Generator().manual_seed(seed)
+    pool = torch.randn(65537, generator=generator)  # prime length: no period lines up with a row
+    values: dict[Node, torch.Tensor] = {}
+    nodes = dict.fromkeys([q.down.origin, *replace.inputs(plan)])
+    slots = plan.caches.slots.nodes if isinstance(plan.caches, InPlace) else ()
+    weights = {q.down.weight, q.up_nope.weight, q.up_rope.weight, q.absorb.weight}
+    weights |= {plan.candidate.key.down.weight, plan.candidate.key.down_rope.weight}
+    gammas = {q.norm.gamma, plan.candidate.key.gamma}
+    for node in nodes:
+        if node in slots:
+            continue
+        value = node.meta["val"]
+        shape = view.binding.shape(value.shape)
+        drawn = _repeat(pool, shape, offset=len(values) * 4099)
+        if value.dtype.is_complex:
+            drawn = torch.complex(drawn, _repeat(pool, shape, offset=len(values) * 4099 + 17))
+        if node in weights:
+            drawn = drawn / 32
+        elif node in gammas:
+            drawn = 1 + drawn / 8
+        values[node] = drawn.to(value.dtype)
+    if isinstance(plan.caches, InPlace):
+        values |= _draw_slots(view, plan.caches, generator)
+    if plan.token_x is not q.down.origin:
+        values[plan.token_x] = _run_region(view, {q.down.origin: values[q.down.origin]}, [plan.token_x])[plan.token_x]
+    return values
+
+
+def _repeat(pool: torch.Tensor, shape: Iterable[int], offset: int) -> torch.Tensor:
+    size = math.prod(shape)
+    start = offset % len(pool)
+    return pool.repeat((size + start) // len(pool) + 1)[start : start + size].reshape(tuple(shape))
+
+
+def _draw_slots(view: View, caches: InPlace, generator: torch.Generator) -> dict[Node, torch.Tensor]:
+    blocks, size = view.binding.shape(caches.kv_cache.meta["val"].shape[:2])
+    slots = caches.slots
+    node = slots.index if slots.index is not None else slots.block
+    assert node is not None
+    shape = view.binding.shape(node.meta["val"].shape)
+    count = math.prod(shape)
+    rows = torch.randperm(blocks * size, generator=generator)
+    rows = rows[torch.arange(count) % len(rows)].reshape(shape) if len(rows) else torch.full(shape, -1)
+    if slots.index is not None:
+        return {slots.index: rows.to(slots.index.meta["val"].dtype)}
+    assert slots.block is not None and slots.offset is not None
+    return {slots.block: rows // size, slots.offset: rows % size}
+
+
+def _run_region(view: View, values: dict[Node, torch.Tensor], targets: list[Node]) -> dict[Node, torch.Tensor]:
+    """The original nodes, dtypes and casts as they are, from the drawn values to the targets."""
+    by_number = {view.number(node): node for node in values}
+    aliases: dict[Node, Node] = {}
+    order: list[Node] = []
+    seen: set[Node] = set(values)
+    stack = [(node, False) for node in targets]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+            continue
+        if node in seen or is_symbolic(node.meta.get("val")):
+            continue
+        seen.add(node)
+        twin = by_number.get(view.number(node))
+        if twin is not None:
+            aliases[node] = twin
+            continue
+        stack.append((node, True))
+        stack.extend((arg, False) for arg in node.all_input_nodes)
+    inputs = list(values)
+    outside = [node for node in order if node.op == "placeholder"]
+    program = Program([*inputs, *outside], [n for n in order if n.op != "placeholder"], view.binding, aliases, exact=True)
+    extra = [torch.zeros(view.binding.shape(node.meta["val"].shape), dtype=node.meta["val"].dtype) for node in outside]
+    memory = program.run([*[values[node].clone() for node in inputs], *extra])
+    found = {}
+    for node in targets:
+        value = memory[program.slot(node)]
+        if isinstance(value, Failed):
+            raise Refuse("verify.mismatch", f"{node.name} does not run on CPU: {value.reason}", (node,))
+        found[node] = value
+    return found
