@@ -105,14 +105,16 @@ def complete(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def attribute_types(op: str) -> dict[str, tuple[Any, str]]:
-    """The Python type of every attribute that has a default which is not None."""
+    """The Python type of every argument that is not a tensor."""
     kinds: dict[type, tuple[Any, str]] = {
         bool: (bool, "True or False"),
         int: ((int, torch.SymInt), "an int"),
         float: ((int, float, torch.SymFloat), "a number"),
         str: (str, "a str"),
     }
-    return {name: kinds[type(value)] for name, value in signature(op)[1].items() if value is not None}
+    attributes = {name: kinds[type(value)] for name, value in signature(op)[1].items() if value is not None}
+    dtype = ((int, type(None)), "a torch_npu dtype number or None")
+    return attributes | {name: dtype for name in signature(op)[1] if name.endswith("_dtype")}
 
 
 def signature(op: str) -> tuple[tuple[str, ...], dict[str, Any]]:

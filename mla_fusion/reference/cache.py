@@ -85,6 +85,13 @@ def write_paged(
     block, offset, rows = block[chosen], offset[chosen], rows[chosen]
     if nz:
         c0 = 32 // cache.element_size()
+        if width % c0:
+            raise ContractError(
+                f"shape.{argument}",
+                argument,
+                f"a row width that is a multiple of {c0} (FRACTAL_NZ)",
+                str(width),
+            )
         fractal = cache.view(block_num, width // c0, block_size, c0)
         fractal[block, :, offset] = rows.unflatten(-1, (width // c0, c0))
     else:

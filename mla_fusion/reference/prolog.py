@@ -1,4 +1,4 @@
-"""The MLA prologue kernels v1, v2 and v3 on the CPU, with the roundings of the A2/A3 kernel."""
+"""The MLA prologue v3 on the CPU: roundings of the A2/A3 kernel, and of the A5 kernel for its own formats."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mla_fusion import meta
 from mla_fusion.reference import cache, steps
+from mla_fusion.reference.formats import FORMATS
 from mla_fusion.reference.numerics import nz_weight_to_nd
 
 
@@ -71,36 +72,37 @@ def npu_mla_prolog_v3(
     sin, cos = rope_sin.reshape(-1, dr), rope_cos.reshape(-1, dr)
     w_dq, w_uq_qr, w_dkv_kr = map(nz_weight_to_nd, (weight_dq, weight_uq_qr, weight_dkv_kr))
     absent = torch.empty(0)
+    form = FORMATS.get(weight_quant_mode)
 
-    cq = steps.matmul_cq(x, w_dq, dequant_scale_x, dequant_scale_w_dq)
+    cq = steps.matmul_cq(form, x, w_dq, dequant_scale_x, dequant_scale_w_dq)
     normed = steps.rms_norm_cq(cq, rmsnorm_gamma_cq, rmsnorm_epsilon_cq, qc_qr_scale)
-    if weight_quant_mode == 0:
-        c_q, scale_c_q = normed.to(activation), None
+    if form is None:
+        c_q, scale_c_q = normed.to(activation), torch.empty(0)
     else:
-        c_q, scale_c_q = steps.dynamic_quant_cq(normed, smooth_scales_cq)
-    q_nope, q_pe = steps.matmul_qc_qr(c_q, w_uq_qr, scale_c_q, dequant_scale_w_uq_qr, d, dr)
+        c_q, scale_c_q = steps.dynamic_quant_cq(form, normed, smooth_scales_cq)
+    q_nope, q_pe = steps.matmul_qc_qr(form, c_q, w_uq_qr, scale_c_q, dequant_scale_w_uq_qr, d, dr)
     query = steps.matmul_qn(q_nope, weight_uk)
     query_rope = steps.rope_qr(q_pe, cos, sin, activation)
     dequant_scale_q_nope = absent
     if kv_cache_quant_mode == 1:
-        assert quant_scale_ckv is not None
-        query, dequant_scale_q_nope = steps.quant_query(query)
+        assert form is not None and quant_scale_ckv is not None
+        query, dequant_scale_q_nope = steps.quant_query(form, query)
         query_rope = steps.mul_qr(query_rope, quant_scale_ckv, dequant_scale_q_nope)
 
-    ckv, kr = steps.matmul_ckv_kr(x, w_dkv_kr, dequant_scale_x, dequant_scale_w_dkv_kr, dr)
+    ckv, kr = steps.matmul_ckv_kr(form, x, w_dkv_kr, dequant_scale_x, dequant_scale_w_dkv_kr, dr)
     ckv = steps.rms_norm_ckv(ckv, rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv, kc_scale)
     kr = steps.rope_qr(kr.unsqueeze(1), cos, sin, activation).squeeze(1)
     if kv_cache_quant_mode == 0:
         ckv = ckv.to(activation)
     elif kv_cache_quant_mode == 1:
-        assert quant_scale_ckv is not None
-        ckv = steps.quant_ckv_per_tensor(ckv, quant_scale_ckv)
+        assert form is not None and quant_scale_ckv is not None
+        ckv = steps.quant_ckv_per_tensor(form, ckv, quant_scale_ckv)
     elif kv_cache_quant_mode == 2:
         assert quant_scale_ckv is not None and quant_scale_ckr is not None
         ckv, kr = steps.quant_per_channel(ckv, quant_scale_ckv), steps.quant_per_channel(kr, quant_scale_ckr)
     else:
-        assert k_nope_clip_alpha is not None
-        ckv = steps.quant_ckv_per_tile(ckv, kr, k_nope_clip_alpha, tile_size)
+        assert form is not None
+        ckv = steps.quant_ckv_per_tile(form, ckv, kr, k_nope_clip_alpha, tile_size)
     cache.write(kv_cache, ckv, cache_mode, lead, cache_index, actual_seq_len, "kv_cache")
     cache.write(kr_cache, kr, cache_mode, lead, cache_index, actual_seq_len, "kr_cache")
 
@@ -108,8 +110,8 @@ def npu_mla_prolog_v3(
         query.contiguous().view(*lead, n, hckv),
         query_rope.view(*lead, n, dr),
         dequant_scale_q_nope,
-        c_q.view(*lead, c_q.shape[-1]) if query_norm_flag else absent.to(c_q.dtype),
-        scale_c_q if query_norm_flag and scale_c_q is not None else absent.clone(),
+        c_q.view(*lead, c_q.shape[-1]) if query_norm_flag else absent.to(c_q.dtype, copy=True),
+        scale_c_q if query_norm_flag else absent.to(scale_c_q.dtype, copy=True),
     )
 
 

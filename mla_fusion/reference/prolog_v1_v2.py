@@ -50,8 +50,11 @@ def _prolog(
     arguments = dict(zip(_ORDER, args, strict=False)) | options
     meta.check_structure(op, arguments)
     wq, kv = meta.implied_quant_modes(arguments)
+    older = dict(arguments)
+    if kv == 1:  # a [1, Hckv] row of which the kernel reads one float
+        older["quant_scale_ckv"] = arguments["quant_scale_ckv"].reshape(-1)[:1]
     query, query_rope, dequant_scale_q_nope, _, _ = npu_mla_prolog_v3(
-        **arguments, weight_quant_mode=wq, kv_cache_quant_mode=kv, query_quant_mode=int(kv == 1)
+        **older, weight_quant_mode=wq, kv_cache_quant_mode=kv, query_quant_mode=int(kv == 1)
     )
     scale = dequant_scale_q_nope if kv == 1 else torch.empty(1).zero_()
     return query, query_rope, arguments["kv_cache"].clone(), arguments["kr_cache"].clone(), scale

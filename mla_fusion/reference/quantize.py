@@ -55,5 +55,9 @@ def per_tile(x: Tensor, alpha: Tensor, tile: int) -> tuple[Tensor, Tensor]:
 
 def tile_row(ckv: Tensor, kr: Tensor, scale: Tensor) -> Tensor:
     """One per-tile cache row as bytes: ``int8 ckv | rope half in its 16-bit form | fp32 scales``."""
-    parts = (ckv, kr.contiguous().view(torch.int8), scale.contiguous().view(torch.int8))
-    return torch.cat(parts, -1)
+    return torch.cat((ckv, _bytes(kr), _bytes(scale)), -1)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    # clone, not contiguous(): an empty tensor passes for contiguous whatever its last stride
+    return x.clone(memory_format=torch.contiguous_format).view(torch.int8)

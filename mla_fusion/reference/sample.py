@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.meta import spec
+from mla_fusion.reference import hifloat8
 
 # small sizes; the operator's own are in mla_fusion.meta.limits
 SMALL = {
@@ -76,7 +77,7 @@ def sample_call(
             return torch.randint(-127, 128, sizes, generator=make, dtype=torch.int8)
         noise = torch.randn(sizes, generator=make) / fan_in**0.5
         if kind == torch.uint8:
-            return torch.randint(0, 256, sizes, generator=make, dtype=torch.uint8)
+            return hifloat8.encode(noise)
         return noise.to(kind)
 
     call: dict[str, Any] = {}
@@ -96,7 +97,7 @@ def sample_call(
         scales.pop("k_nope_clip_alpha", None)
     for name, text in scales.items():
         typical = 0.9 if name == "k_nope_clip_alpha" else 30.0 if name.startswith("quant") else 1.0
-        if name.startswith("dequant"):
+        if name.startswith("dequant") and weights.element == torch.int8:
             # int8 operands have standard deviation 73: bring each product sum back to order one
             typical = 1.0 / (
                 73.0 * (known["He"] ** 0.25 if name != "dequant_scale_w_uq_qr" else known["Hcq"] ** 0.5)

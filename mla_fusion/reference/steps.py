@@ -1,8 +1,10 @@
 """The MLA prologue, one function per step of the operator document.
 
-Shapes: T tokens, He hidden, Hcq query rank, Hckv KV rank, N heads, D nope dim, Dr rope dim. ``activation`` is
-the bfloat16 of the device (or float32/float64 in a validation run); "work" is float32 (float64).
-Kernel sources named in the docstrings are those of the A2/A3 kernel (`mla_prolog/op_kernel/arch22`).
+Shapes: T tokens, He hidden, Hcq query rank, Hckv KV rank, N heads, D nope dim, Dr rope dim. ``activation``
+is the bfloat16 of the device (or float32/float64 in a validation run); "work" is float32 (float64).
+``form`` is the number format of weight_quant_mode (`mla_fusion.reference.formats`), None without
+quantisation. Kernel sources named in the docstrings are those of the A2/A3 kernel
+(`mla_prolog/op_kernel/arch22`).
 """
 
 from __future__ import annotations
@@ -11,36 +13,45 @@ import torch
 from torch import Tensor
 
 from mla_fusion.reference import quantize
+from mla_fusion.reference.formats import Format
 from mla_fusion.reference.numerics import interleave_rope, matmul, rms_norm, working_dtype
 
 
 def matmul_cq(
-    token_x: Tensor, weight_dq: Tensor, dequant_scale_x: Tensor | None, dequant_scale_w_dq: Tensor | None
+    form: Format | None,
+    token_x: Tensor,
+    weight_dq: Tensor,
+    scale_token: Tensor | None,
+    scale_channel: Tensor | None,
 ) -> Tensor:
-    """``x W_dq -> [T, Hcq]``: activation dtype; work dtype, unrounded, when int8
-    (`service_matmul_arch22.h`).
+    """``x W_dq -> [T, Hcq]``: rounded to the activation dtype, or dequantised and unrounded.
+
+    `service_matmul_arch22.h`; int8 products are exact int32 sums, scaled per token, then per channel.
     """
-    return _projection(token_x, weight_dq, dequant_scale_x, dequant_scale_w_dq)
+    return _projection(form, token_x, weight_dq, scale_token, scale_channel)
 
 
 def rms_norm_cq(cq: Tensor, gamma: Tensor, epsilon: float, qc_qr_scale: float) -> Tensor:
-    """``qc_qr_scale * RMSNorm(cq)``, work dtype; its bfloat16 rounding is query_norm
-    (`service_rms_norm_arch22.h`).
+    """``qc_qr_scale * RMSNorm(cq)`` in the work dtype (`service_rms_norm_arch22.h`).
+
+    Its rounding to the activation dtype is the query_norm output of the unquantised kernel.
     """
     return rms_norm(cq, gamma, epsilon, qc_qr_scale)
 
 
-def dynamic_quant_cq(normed: Tensor, smooth_scales_cq: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``(int8 [T, Hcq], scale [T, 1])`` per token: ``v = c_q*smooth; q = v*(127/max|v|)``.
+def dynamic_quant_cq(form: Format, normed: Tensor, smooth_scales_cq: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``(quantised [T, Hcq], scale)`` per token of ``c_q * smooth``; int8: ``q = v*(127/max|v|)``, scale
+    [T, 1].
 
-    The int8 tensor is the query_norm output, the scale dequant_scale_q_norm (`service_rms_norm_arch22.h`).
+    The quantised tensor is the query_norm output, smoothing included, the scale dequant_scale_q_norm
+    (`service_rms_norm_arch22.h`); mxfp8 has one scale per 32 elements.
     """
     smoothed = normed if smooth_scales_cq is None else normed * smooth_scales_cq.to(normed.dtype)
-    quantised, scale = quantize.dynamic_scale(smoothed)
-    return quantize.to_int8(quantised), scale.float()
+    return form.dynamic_quant(smoothed)
 
 
 def matmul_qc_qr(
+    form: Format | None,
     c_q: Tensor,
     weight_uq_qr: Tensor,
     scale_token: Tensor | None,
@@ -49,8 +60,9 @@ def matmul_qc_qr(
     dr: int,
 ) -> tuple[Tensor, Tensor]:
     """``c_q W_uq_qr -> q_nope [T, N, D], q_pe [T, N, Dr]``; columns run per head ``[D nope | Dr rope]``."""
-    heads = _projection(c_q, weight_uq_qr, scale_token, scale_channel)
-    return heads.unflatten(-1, (heads.shape[-1] // (d + dr), d + dr)).split((d, dr), -1)
+    heads = _projection(form, c_q, weight_uq_qr, scale_token, scale_channel)
+    q_nope, q_pe = heads.unflatten(-1, (heads.shape[-1] // (d + dr), d + dr)).split((d, dr), -1)
+    return q_nope, q_pe
 
 
 def matmul_qn(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
@@ -65,12 +77,12 @@ def rope_qr(q_pe: Tensor, rope_cos: Tensor, rope_sin: Tensor, activation: torch.
     return interleave_rope(q_pe, rope_cos.unsqueeze(1), rope_sin.unsqueeze(1), activation)
 
 
-def quant_query(query: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 query and its scale ``[T, N, 1]`` per token and head
-    (`service_dynamic_quant_qn_mul_qr_arch22.h`).
+def quant_query(form: Format, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantised query and its scale ``[T, N, 1]`` per token and head.
+
+    int8 is rounded twice, to half and then to int8 (`service_dynamic_quant_qn_mul_qr_arch22.h`).
     """
-    quantised, scale = quantize.dynamic_scale(query.to(working_dtype(query.dtype)))
-    return quantize.to_int8_through_half(quantised), scale.float()
+    return form.quant_query(query.to(working_dtype(query.dtype)))
 
 
 def mul_qr(query_rope: Tensor, quant_scale_ckv: Tensor, dequant_scale_q_nope: Tensor) -> Tensor:
@@ -85,11 +97,17 @@ def mul_qr(query_rope: Tensor, quant_scale_ckv: Tensor, dequant_scale_q_nope: Te
 
 
 def matmul_ckv_kr(
-    token_x: Tensor, weight_dkv_kr: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None, dr: int
+    form: Format | None,
+    token_x: Tensor,
+    weight_dkv_kr: Tensor,
+    scale_token: Tensor | None,
+    scale_channel: Tensor | None,
+    dr: int,
 ) -> tuple[Tensor, Tensor]:
     """``x W_dkv_kr -> ckv [T, Hckv], kr [T, Dr]``; columns ``[Hckv | Dr]``."""
-    both = _projection(token_x, weight_dkv_kr, scale_token, scale_channel)
-    return both.split((both.shape[-1] - dr, dr), -1)
+    both = _projection(form, token_x, weight_dkv_kr, scale_token, scale_channel)
+    ckv, kr = both.split((both.shape[-1] - dr, dr), -1)
+    return ckv, kr
 
 
 def rms_norm_ckv(ckv: Tensor, gamma: Tensor, epsilon: float, kc_scale: float) -> Tensor:
@@ -97,9 +115,9 @@ def rms_norm_ckv(ckv: Tensor, gamma: Tensor, epsilon: float, kc_scale: float) ->
     return rms_norm(ckv, gamma, epsilon, kc_scale)
 
 
-def quant_ckv_per_tensor(ckv: Tensor, quant_scale_ckv: Tensor) -> Tensor:
-    """``int8(sat(rint(ckv * scale[0])))``: the scale multiplies; of a [1, Hckv] tensor one float is read."""
-    return quantize.to_int8(ckv * quant_scale_ckv.reshape(-1)[0].to(ckv.dtype))
+def quant_ckv_per_tensor(form: Format, ckv: Tensor, quant_scale_ckv: Tensor) -> Tensor:
+    """``saturate(round(ckv * scale[0]))``: the scale multiplies; of a [1, Hckv] tensor one float is read."""
+    return form.per_tensor(ckv * quant_scale_ckv.reshape(-1)[0].to(ckv.dtype))
 
 
 def quant_per_channel(x: Tensor, quant_scale: Tensor) -> Tensor:
@@ -110,16 +128,21 @@ def quant_per_channel(x: Tensor, quant_scale: Tensor) -> Tensor:
     return quantize.to_int8(x.to(work) * quant_scale.to(work))
 
 
-def quant_ckv_per_tile(ckv: Tensor, kr: Tensor, k_nope_clip_alpha: Tensor, tile_size: int) -> Tensor:
-    """The combined cache row ``[T, Hckv + 2*Dr + 4*Hckv/tile]`` in bytes: int8 ckv | rope | fp32 scales."""
-    quantised, scale = quantize.per_tile(ckv, k_nope_clip_alpha, tile_size)
-    return quantize.tile_row(quantised, kr, scale)
+def quant_ckv_per_tile(
+    form: Format, ckv: Tensor, kr: Tensor, k_nope_clip_alpha: Tensor | None, tile_size: int
+) -> Tensor:
+    """The combined cache row in bytes, ``[T, Hckv + 2*Dr + 4*Hckv/tile]``: quantised ckv | rope | fp32
+    scales.
+
+    The caller views it as the cache's one-byte dtype.
+    """
+    quantised, scale = form.per_tile(ckv, k_nope_clip_alpha, tile_size)
+    return quantize.tile_row(quantised.view(torch.int8), kr, scale).view(quantised.dtype)
 
 
 def _projection(
-    x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None
+    form: Format | None, x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None
 ) -> Tensor:
-    if x.dtype != torch.int8:
+    if form is None or scale_channel is None:
         return matmul(x, weight)
-    assert scale_token is not None and scale_channel is not None
-    return quantize.dequant(quantize.int8_matmul(x, weight), scale_token, scale_channel)
+    return form.product(x, weight, scale_token, scale_channel)

@@ -1,0 +1,139 @@
+"""The number formats of weight_quant_mode, one `Format` each: product, dynamic quantisation, cache rows.
+
+int8 follows the A2/A3 kernel (`mla_prolog/op_kernel/arch22`); mxfp8, fp8 and hifloat8 exist on A5 only and
+follow `mla_prolog/op_kernel/arch35`, where products come out as float32 and a channel scale is applied
+before a token scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_fusion.reference import hifloat8, quantize
+
+FP8_MAXIMUM = 448.0
+_MX_BLOCK = 32
+_TILE_FLOOR = 1e-4  # the A5 kernel keeps a tile's maximum above this (`vf_dynamic_quant.h`)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one quantised format multiplies and rounds.
+
+    ``product(x, weight, scale_token, scale_channel)`` gives the dequantised float32 product; the other
+    functions return quantised data, with its float32 scale (last axis kept) where the scale is computed.
+    """
+
+    product: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+    dynamic_quant: Callable[[Tensor], tuple[Tensor, Tensor]]
+    quant_query: Callable[[Tensor], tuple[Tensor, Tensor]]
+    per_tensor: Callable[[Tensor], Tensor]
+    per_tile: Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
+
+
+# -- int8, A2/A3
+
+
+def _int8_product(
+    x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None
+) -> Tensor:
+    assert scale_token is not None and scale_channel is not None
+    return quantize.dequant(quantize.int8_matmul(x, weight), scale_token, scale_channel)
+
+
+def _int8_dynamic(x: Tensor) -> tuple[Tensor, Tensor]:
+    scaled, scale = quantize.dynamic_scale(x)
+    return quantize.to_int8(scaled), scale.float()
+
+
+def _int8_query(x: Tensor) -> tuple[Tensor, Tensor]:
+    scaled, scale = quantize.dynamic_scale(x)
+    return quantize.to_int8_through_half(scaled), scale.float()
+
+
+def _int8_tile(x: Tensor, alpha: Tensor | None, tile: int) -> tuple[Tensor, Tensor]:
+    assert alpha is not None
+    return quantize.per_tile(x, alpha, tile)
+
+
+INT8 = Format(_int8_product, _int8_dynamic, _int8_query, quantize.to_int8, _int8_tile)
+
+
+# -- fp8 and hifloat8 with channel and token scales, A5
+
+
+def to_fp8(x: Tensor) -> Tensor:
+    """float8_e4m3fn, half to even, saturating at 448."""
+    return x.float().clamp(-FP8_MAXIMUM, FP8_MAXIMUM).to(torch.float8_e4m3fn)
+
+
+def _scaled(encode: Callable[[Tensor], Tensor], decode: Callable[[Tensor], Tensor], maximum: float) -> Format:
+    """A format whose largest value is ``maximum``: ``scale = max|x| * (1/maximum)``, ``q = x / scale``."""
+
+    def product(x: Tensor, weight: Tensor, token: Tensor | None, channel: Tensor | None) -> Tensor:
+        assert token is not None and channel is not None
+        return (decode(x) @ decode(weight)) * channel * token
+
+    def dynamic(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.float()
+        peak = x.abs().amax(-1, keepdim=True) if x.numel() else x.new_zeros(*x.shape[:-1], 1)
+        scale = peak * torch.tensor(1.0 / maximum)
+        return encode((x / scale).nan_to_num(nan=0.0)), scale
+
+    def per_tile(x: Tensor, alpha: Tensor | None, tile: int) -> tuple[Tensor, Tensor]:
+        tiles = x.float().unflatten(-1, (x.shape[-1] // tile, tile))
+        scale = tiles.abs().amax(-1, keepdim=True).clamp(min=_TILE_FLOOR) * torch.tensor(1.0 / maximum)
+        return encode(tiles / scale).flatten(-2), scale.squeeze(-1)
+
+    return Format(product, dynamic, dynamic, encode, per_tile)
+
+
+FP8 = _scaled(to_fp8, lambda x: x.float(), FP8_MAXIMUM)
+HIFLOAT8 = _scaled(hifloat8.encode, hifloat8.decode, hifloat8.MAXIMUM)
+
+
+# -- mxfp8, A5
+
+
+def _spread(scale: Tensor) -> Tensor:
+    """An e8m0 scale per block of 32 as a float32 factor per element."""
+    return scale.float().repeat_interleave(_MX_BLOCK, -1)
+
+
+def _mx_product(
+    x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None
+) -> Tensor:
+    """Blocks of 32 run along k in both operands; the weight's scales are stored ``[n, k/32]``."""
+    assert scale_token is not None and scale_channel is not None
+    return (x.float() * _spread(scale_token)) @ (weight.float() * _spread(scale_channel).t())
+
+
+def bfloat16_half_away(x: Tensor) -> Tensor:
+    """float32 values rounded to bfloat16, half-way cases away from zero (CAST_ROUND); finite input."""
+    bits = x.float().contiguous().view(torch.int32) + 0x8000
+    return (bits & -0x10000).view(torch.float32)
+
+
+def mx_quant(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``(fp8, e8m0 [.., n/32])``: block exponent ``max(exponent field of max|x|, 8) - 8``
+    (`vf_dynamic_quant.h`).
+
+    The input is rounded to bfloat16 first. A block of zeros has scale code 0, one with inf or NaN 0xFF.
+    """
+    rounded = bfloat16_half_away(x)
+    blocks = rounded.unflatten(-1, (x.shape[-1] // _MX_BLOCK, _MX_BLOCK))
+    field = (blocks.abs().contiguous().view(torch.int32) >> 23).amax(-1)
+    code = torch.where(field == 0xFF, field, field.clamp(min=8) - 8)
+    factor = torch.exp2((127 - code).double()).unsqueeze(-1)
+    data = to_fp8((blocks.double() * factor).float()).flatten(-2)
+    return data, code.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+MXFP8 = Format(_mx_product, mx_quant, FP8.dynamic_quant, to_fp8, FP8.per_tile)
+
+# weight_quant_mode -> format; 0 has none
+FORMATS = {1: INT8, 2: INT8, 3: MXFP8, 4: FP8, 5: HIFLOAT8}

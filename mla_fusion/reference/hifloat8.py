@@ -1,0 +1,62 @@
+"""HiFloat8 in software, as uint8: torch has no such dtype and torch_npu carries it as uint8 too.
+
+Layout, from the published format ("Ascend HiFloat8 Format for Deep Learning"): a sign, a prefix code of 2
+to 4 bits that says how many exponent bits D follow, D exponent bits (a sign and a magnitude with a hidden
+leading one), and the rest mantissa. D = 4 has 1 mantissa bit, D = 3 has 2, D <= 2 has 3. The prefix 0000
+holds powers of two 2**-22 .. 2**-16, zero (0x00) and NaN (0x80). Largest finite value 2**15, infinities 0x6F
+and 0xEF.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+MAXIMUM = 32768.0
+_NAN = 0x80
+# (prefix, its length, exponent bits D)
+_PREFIXES = ((0b11, 2, 4), (0b10, 2, 3), (0b01, 2, 2), (0b001, 3, 1), (0b0001, 4, 0))
+
+
+def _magnitude(code: int) -> float:
+    """The value of the lower seven bits."""
+    for prefix, length, d in _PREFIXES:
+        if code >> (7 - length) == prefix:
+            mantissa_bits = 7 - length - d
+            field = code >> mantissa_bits & ((1 << d) - 1)
+            exponent = 0
+            if d:
+                exponent = (1 << (d - 1)) | (field & ((1 << (d - 1)) - 1))
+                exponent = -exponent if field >> (d - 1) else exponent
+            mantissa = code & ((1 << mantissa_bits) - 1)
+            if exponent == 15 and mantissa == 1:
+                return float("inf")
+            return 2.0**exponent * (1 + mantissa / (1 << mantissa_bits))
+    return 2.0 ** (code - 23) if code else 0.0
+
+
+@lru_cache(maxsize=1)
+def _tables() -> tuple[Tensor, Tensor, Tensor]:
+    """(value of each of the 256 codes, finite magnitudes ascending, their codes)."""
+    positive = [_magnitude(code) for code in range(128)]
+    values = torch.tensor(positive + [-value for value in positive])
+    values[_NAN] = float("nan")
+    finite = sorted((value, code) for code, value in enumerate(positive) if value <= MAXIMUM)
+    magnitudes, codes = zip(*finite, strict=True)
+    return values, torch.tensor(magnitudes), torch.tensor(codes, dtype=torch.uint8)
+
+
+def decode(codes: Tensor) -> Tensor:
+    """float32 values of uint8 HiFloat8 codes."""
+    return _tables()[0][codes.long()]
+
+
+def encode(x: Tensor) -> Tensor:
+    """uint8 codes nearest to ``x``; half-way cases away from zero (CAST_ROUND), saturating, NaN kept."""
+    _, magnitudes, codes = _tables()
+    midpoints = (magnitudes[1:] + magnitudes[:-1]) / 2
+    nearest = codes[torch.bucketize(x.float().abs().contiguous(), midpoints, right=True)]
+    signed = torch.where((x < 0) & (nearest != 0), nearest | 0x80, nearest)
+    return torch.where(x.isnan(), torch.full_like(signed, _NAN), signed)

@@ -1,0 +1,280 @@
+"""`mf.meta.check`: codes and texts of refusals, releases, symbolic sizes, contents, and cost."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mla_fusion.meta import spec
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from mla_fusion import meta
+from mla_fusion.reference.sample import DEEPSEEK_V3, sample_call
+
+V3 = "npu_mla_prolog_v3"
+F32, I32, I64 = torch.float32, torch.int32, torch.int64
+A23 = [(0, 0), (1, 0), (1, 2), (1, 3), (2, 0), (2, 1), (2, 3)]
+A5 = [(wq, kv) for wq in (3, 4, 5) for kv in (0, 1, 3)]
+DIMS = DEEPSEEK_V3 | {"He": 1024, "N": 1}  # the smallest sizes the operator takes
+
+
+def on_meta(call: dict[str, Any]) -> dict[str, Any]:
+    return {
+        k: torch.empty_like(v, device="meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()
+    }
+
+
+def sized(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+_SAMPLES: dict[tuple[int, int], dict[str, Any]] = {}
+
+
+def legal(wq: int = 0, kv: int = 0) -> dict[str, Any]:
+    if (wq, kv) not in _SAMPLES:
+        call = sample_call(weight_quant_mode=wq, kv_cache_quant_mode=kv, dims=DIMS)
+        _SAMPLES[wq, kv] = on_meta(call)
+    return dict(_SAMPLES[wq, kv])
+
+
+def refused(call: dict[str, Any], op: str = V3, **where: Any) -> meta.ContractError:
+    with pytest.raises(meta.ContractError) as refusal:
+        meta.check(op, **where, **call)
+    return refusal.value
+
+
+@pytest.mark.parametrize(("wq", "kv"), A23 + A5)
+def test_every_scenario_is_taken_where_it_exists(wq: int, kv: int) -> None:
+    call = legal(wq, kv)
+    if wq < 3:
+        meta.check(V3, soc="A2", **call)
+        meta.check(V3, soc="A3", **call)
+    else:
+        assert refused(call, soc="A3").code == "quant.weight_quant_mode"
+    meta.check(V3 + "_functional", soc="A5", **call)
+
+
+def he(size: int) -> dict[str, Any]:
+    return {"token_x": sized(8, size), "weight_dq": sized(size, 1536), "weight_dkv_kr": sized(size, 576)}
+
+
+def hckv(size: int) -> dict[str, Any]:
+    weights = {"weight_uk": sized(1, 128, size), "weight_dkv_kr": sized(1024, size + 64)}
+    return weights | {"rmsnorm_gamma_ckv": sized(size), "kv_cache": sized(64, 128, 1, size)}
+
+
+def heads(n: int, d: int = 128) -> dict[str, Any]:
+    return {"weight_uk": sized(n, d, 512), "weight_uq_qr": sized(1536, n * (d + 64))}
+
+
+def lengths(*ends: int) -> dict[str, Any]:
+    return {"actual_seq_len": torch.tensor(ends, dtype=I32)}
+
+
+ROWS = (("kv_cache", 512), ("kr_cache", 64))
+Change = dict[str, Any]
+REFUSALS: list[tuple[str, tuple[int, int], Change, str]] = [
+    ("dims.he", (0, 0), he(1000), "He one of 1024"),
+    ("shape.weight_dq", (0, 0), {"weight_dq": sized(2048, 1536)}, "He = 1024"),
+    ("shape.weight_uq_qr", (0, 0), {"weight_uq_qr": sized(1536, 193)}, "N*(D+Dr) = 192"),
+    ("dims.n", (0, 0), heads(129), "N 1..128"),
+    ("dims.d", (0, 0), heads(1, 64), "one of 128, 192"),
+    ("dims.hckv", (0, 0), hckv(256), "Hckv 512"),
+    ("dims.blocksize", (0, 0), {n: sized(64, 24, 1, w) for n, w in ROWS}, "16..1024, a multiple of 16"),
+    ("dims.nkv", (0, 0), {n: sized(64, 128, 2, w) for n, w in ROWS}, "Nkv 1"),
+    ("shape.kr_cache", (0, 0), {"kr_cache": sized(63, 128, 1, 64)}, "BlockNum = 64"),
+    ("rank.kv_cache", (0, 0), {"kv_cache": sized(64, 128, 512)}, "3-D [64, 128, 512]"),
+    ("dtype.token_x", (0, 0), {"token_x": sized(8, 1024, dtype=torch.float16)}, "torch.bfloat16"),
+    ("dtype.kv_cache", (0, 0), {"kv_cache": sized(64, 128, 1, 512, dtype=torch.float16)}, "torch.float16"),
+    ("dtype.cache_index", (0, 0), {"cache_index": sized(8, dtype=I32)}, "torch.int64"),
+    ("shape.cache_index", (0, 0), {"cache_index": sized(7, dtype=I64)}, "T = 8"),
+    ("required.cache_index", (0, 0), {"cache_index": None}, "PA_BSND"),
+    ("required.token_x", (0, 0), {"token_x": None}, "a tensor"),
+    ("forbidden.actual_seq_len", (0, 0), {"actual_seq_len": sized(2, dtype=I32)}, "nothing"),
+    ("forbidden.smooth_scales_cq", (0, 0), {"smooth_scales_cq": sized(1, 1536, dtype=F32)}, "quant_mode 0"),
+    ("forbidden.quant_scale_ckv", (2, 3), {"quant_scale_ckv": sized(1, dtype=F32)}, "kv_cache_quant_mode 3"),
+    ("required.k_nope_clip_alpha", (2, 3), {"k_nope_clip_alpha": None}, "kv_cache_quant_mode 3"),
+    ("required.dequant_scale_x", (2, 0), {"dequant_scale_x": None}, "weight_quant_mode 2"),
+    ("rank.dequant_scale_x", (2, 0), {"dequant_scale_x": sized(8, dtype=F32)}, "tokens"),
+    ("rank.smooth_scales_cq", (2, 0), {"smooth_scales_cq": sized(1536, dtype=F32)}, "1-D"),
+    ("quant.combination", (2, 0), {"kv_cache_quant_mode": 2}, "one of [0, 1, 3]"),
+    ("quant.weight_quant_mode", (0, 0), {"weight_quant_mode": 7}, "found 7"),
+    ("quant.query_quant_mode", (2, 1), {"query_quant_mode": 0}, "expected 1"),
+    ("quant.ckvkr_repo_mode", (2, 3), {"ckvkr_repo_mode": 0}, "expected 1"),
+    ("quant.quant_scale_repo_mode", (0, 0), {"quant_scale_repo_mode": 1}, "expected 0"),
+    ("quant.tile_size", (0, 0), {"tile_size": 64}, "expected 128"),
+    ("shape.kr_cache", (2, 3), {"kr_cache": sized(1)}, "empty"),
+    ("cache_mode.unknown", (0, 0), {"cache_mode": "PA"}, "'PA'"),
+    ("cache_mode.quant", (2, 3), {"cache_mode": "PA_NZ"}, "PA_BSND, BSND, TND"),
+    ("cache_mode.rank", (0, 0), {"cache_mode": "BSND", "cache_index": None}, "3-D"),
+    ("rank.token_x", (0, 0), {"token_x": sized(2, 2, 2, 1024)}, "4-D"),
+    ("argument.unknown", (0, 0), {"kv_caches": None}, "kv_caches"),
+    ("type.token_x", (0, 0), {"token_x": [1.0]}, "list"),
+    ("type.cache_mode", (0, 0), {"cache_mode": 3}, "a str"),
+    ("type.weight_quant_mode", (0, 0), {"weight_quant_mode": "2"}, "an int"),
+    ("type.query_norm_flag", (0, 0), {"query_norm_flag": 1}, "True or False"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "scenario", "change", "text"), REFUSALS)
+def test_refusals_have_a_stable_code_and_say_why(
+    code: str, scenario: tuple[int, int], change: dict[str, Any], text: str
+) -> None:
+    error = refused(legal(*scenario) | change)
+    assert error.code == code and text in str(error) and V3 in str(error) and "\n" not in str(error)
+    assert isinstance(error, ValueError) and error.argument in str(error)
+
+
+def test_a_refusal_carries_its_parts() -> None:
+    error = refused(legal() | {"weight_dq": sized(2048, 1536)})
+    assert (error.argument, error.found) == ("weight_dq", "[2048, 1536]")
+    assert error.expected == "[He = 1024, Hcq = 2048]" or "He = 1024" in error.expected
+    assert error.dims["He"] == 1024 and error.dims["T"] == 8 and error.source == "mla_prolog_tiling_check.cpp"
+
+
+@pytest.mark.parametrize(
+    ("where", "change", "code"),
+    [
+        ({"cann": "8.3"}, {}, "dims.he"),
+        ({"cann": "8.5"}, {}, None),
+        ({"cann": "8.5", "soc": "A5"}, {}, "dims.he"),
+        ({"cann": "8.3", "soc": "A5"}, {}, "quant.weight_quant_mode"),
+        ({"cann": "9.0", "soc": "A5"}, {"cache_mode": "PA_BLK_NZ"}, "cache_mode.release"),
+        ({"cann": "8.2"}, {"cache_mode": "TND"}, "cache_mode.release"),
+        ({"cann": "9.0"}, heads(3), "dims.n"),
+        ({"cann": "latest"}, heads(3), None),
+        ({"cann": "7.0"}, {}, "cann"),
+        ({"soc": "910B"}, {}, "soc"),
+        ({"cann": ["8.5"]}, {}, "cann"),
+    ],
+)
+def test_releases_and_socs(where: dict[str, Any], change: dict[str, Any], code: str | None) -> None:
+    call = legal() | change
+    if code is None:
+        meta.check(V3, **where, **call)
+    else:
+        assert refused(call, **where).code == code
+
+
+def test_older_versions_of_the_operator() -> None:
+    call = {
+        k: v for k, v in legal().items() if k in meta.signature("npu_mla_prolog_v2")[1] or k in spec_names()
+    }
+    meta.check("npu_mla_prolog", **call)
+    meta.check("npu_mla_prolog_v2", **call)
+    assert refused(call, op="npu_mla_prolog", soc="A5").code == "quant.weight_quant_mode"
+    assert refused(call | {"cache_mode": "PA_BLK_NZ"}, op="npu_mla_prolog_v2").code == "cache_mode.release"
+    assert refused(call | {"weight_quant_mode": 0}, op="npu_mla_prolog_v2").code == "argument.unknown"
+    assert refused(call, op="npu_mla_prolog_v9").code == "op"
+
+
+def spec_names() -> tuple[str, ...]:
+    return meta.signature("npu_mla_prolog_v2")[0]
+
+
+def test_limits_can_be_asked_for() -> None:
+    limits = meta.limits(V3, "A3", "8.5")
+    assert str(limits.dims["Hcq"]) == "1536" and 2048 not in limits.dims["Hcq"]
+    assert 16 in limits.dims["N"] and 3 not in limits.dims["N"] and (2, 1) in limits.quant_modes
+    assert str(meta.limits(V3).dims["N"]) == "1..128"
+
+
+def test_symbolic_sizes_are_neither_guarded_nor_specialised() -> None:
+    env = ShapeEnv()
+    call = legal()
+    with FakeTensorMode(shape_env=env, allow_non_fake_inputs=True) as mode:
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+        def fake(tensor: torch.Tensor, dynamic: int) -> torch.Tensor:
+            sizes = [
+                DimDynamic.DYNAMIC if axis == dynamic else DimDynamic.STATIC for axis in range(tensor.dim())
+            ]
+            context = StatelessSymbolicContext(dynamic_sizes=sizes)
+            return mode.from_tensor(tensor, symbolic_context=context, static_shapes=False)
+
+        for name in ("token_x", "rope_sin", "rope_cos", "cache_index", "kv_cache", "kr_cache"):
+            call[name] = fake(call[name], 0)
+        assert isinstance(call["token_x"].shape[0], torch.SymInt)
+        before = len(env.guards)
+        meta.check(V3, **call)
+        shapes = meta.infer(V3, **call)
+        assert len(env.guards) == before
+        assert shapes[0][0][0].node.expr == call["token_x"].shape[0].node.expr
+        error = refused(call | {"weight_dq": sized(2048, 1536)})
+        assert error.code == "shape.weight_dq"
+
+
+def real(mode: str = "PA_BSND", lead: tuple[int, ...] = (8,)) -> dict[str, Any]:
+    call = on_meta(sample_call(cache_mode=mode, lead=lead, dims=DIMS))
+    data = sample_call(cache_mode=mode, lead=lead)
+    block_num = {"kv_cache": sized(6, 16, 1, 512), "kr_cache": sized(6, 16, 1, 64)}
+    return call | block_num | {k: data[k] for k in ("cache_index", "actual_seq_len") if k in data}
+
+
+@pytest.mark.parametrize(
+    ("mode", "lead", "change", "code"),
+    [
+        ("PA_BSND", (8,), {}, None),
+        ("PA_BSND", (3,), {"cache_index": torch.tensor([-1, -1, 95])}, None),
+        ("PA_BSND", (3,), {"cache_index": torch.tensor([0, 1, 96])}, "values.cache_index.range"),
+        ("PA_NZ", (3,), {"cache_index": torch.tensor([0, 1, 1])}, "values.cache_index.duplicate"),
+        ("PA_BLK_BSND", (20,), {}, None),
+        ("PA_BLK_BSND", (20,), {"cache_index": torch.tensor([6, 1])}, "values.cache_index.range"),
+        ("PA_BLK_NZ", (20,), lengths(10, 10), "values.actual_seq_len"),
+        ("PA_BLK_NZ", (20,), lengths(21, 20), "values.actual_seq_len"),
+        ("PA_BLK_NZ", (20,), lengths(20) | {"cache_index": torch.tensor([1])}, "values.cache_index.blocks"),
+        ("PA_BSND", (8,), {"cache_index": sized(8, dtype=I64)}, "values.meta"),
+    ],
+)  # fmt: skip
+def test_contents_that_the_device_does_not_check(
+    mode: str, lead: tuple[int, ...], change: dict[str, Any], code: str | None
+) -> None:
+    call = real(mode, lead) | change
+    meta.check(V3, **call)
+    if code is None:
+        meta.check(V3, values=True, **call)
+    else:
+        assert refused(call, values=True).code == code
+
+
+SIZES = st.lists(st.integers(0, 5), max_size=5).map(tuple)
+DTYPE = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.int64, torch.uint8])
+NASTY = st.one_of(
+    st.none(),
+    st.builds(lambda sizes, dtype: sized(*sizes, dtype=dtype), SIZES, DTYPE),
+    st.integers(-3, 300),
+    st.text(max_size=3),
+    st.floats(),
+    st.booleans(),
+    st.just([]),
+)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_an_illegal_call_raises_nothing_but_contract_error(data: st.DataObject) -> None:
+    call = legal(*data.draw(st.sampled_from(A23 + A5)))
+    names = sorted(set(call) | set(spec.CACHE_MODES) | {"smooth_scales_cq", "actual_seq_len", "tile_size"})
+    for name in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=4)):
+        call[name] = data.draw(NASTY)
+    try:
+        meta.check(V3, soc=data.draw(st.sampled_from(["A3", "A5"])), values=data.draw(st.booleans()), **call)
+    except meta.ContractError as error:
+        assert error.code and error.argument
+
+
+def test_a_check_costs_less_than_100_microseconds() -> None:
+    call = legal(2, 1)
+    best = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(50):
+            meta.check(V3, **call)
+        best = min(best, (time.perf_counter() - start) / 50)
+    assert best < 100e-6
