@@ -34,7 +34,7 @@ _ORDER = (
 
 def npu_mla_prolog(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """v1: ``(query, query_rope, kv_cache, kr_cache)``; arguments as `torch_npu.npu_mla_prolog`."""
-    return _prolog("npu_mla_prolog", args, options)[:4]  # type: ignore[return-value]
+    return _prolog("npu_mla_prolog", args, options)[:4]
 
 
 def npu_mla_prolog_v2(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
