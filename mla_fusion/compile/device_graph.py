@@ -9,7 +9,7 @@ touched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from mla_fusion.compile.fakes import relocate
 
 Inputs = list[Any]
-OnGraph = Callable[[GraphModule, Inputs], None]
+OnGraph = Callable[[GraphModule, Inputs], Any]
 
 
 class CaptureError(RuntimeError):
@@ -59,8 +59,8 @@ def capture(
 def aot_backend(on_graph: OnGraph, decompositions: dict[Any, Any]) -> Callable[..., Any]:
     """A torch.compile backend that hands the AOT inference graph to ``on_graph`` and runs nothing."""
 
-    def compiler(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
-        on_graph(gm, list(inputs))
+    def compiler(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        on_graph(gm, list(example_inputs))
         return stop
 
     def backend(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:

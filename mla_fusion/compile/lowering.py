@@ -7,6 +7,7 @@ result.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
 
 from mla_fusion.compile import torchair_bridge
@@ -95,6 +97,9 @@ def lower(
         trace(session.backend(), module_or_fn, args, device="npu", dynamic=dynamic)
     except CaptureError as error:
         raise LoweringError(str(error)) from error
+    except BackendCompilerFailed as error:
+        inner = error.inner_exception
+        raise LoweringError(f"torchair failed: {type(inner).__name__}: {_first_line(inner)}") from inner
     return session.result()
 
 
@@ -107,7 +112,7 @@ def install_pass(compiler_config: Any, config: Config) -> bool:
 
 
 class _Session:
-    """One lowering in progress. Errors are kept and raised at its end: dynamo would wrap them beyond reading."""
+    """One lowering in progress. Errors wait for its end: dynamo would wrap them beyond reading."""
 
     def __init__(self, mode: str, config: Config, transform: Transform | None) -> None:
         self.mode = mode
@@ -169,8 +174,6 @@ class _Session:
 
 def snapshot(gm: GraphModule) -> GraphModule:
     """A copy of the graph over the same attributes; metadata stays on the nodes."""
-    import copy
-
     return GraphModule(gm, copy.deepcopy(gm.graph))
 
 

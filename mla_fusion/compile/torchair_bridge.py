@@ -22,7 +22,7 @@ MODES = ("ge", "npugraph_ex")
 
 @dataclass(frozen=True)
 class Compiled:
-    """What torchair holds at the end of compilation. ``proto`` and ``text`` are None and "" without a GE graph."""
+    """What torchair holds at the end. Without a GE graph ``proto`` is None and ``text`` is ""."""
 
     fx: GraphModule
     proto: Any

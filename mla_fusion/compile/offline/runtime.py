@@ -38,6 +38,7 @@ _BUILT_ON = ("Linux", "x86_64")
 
 # Questions about the chip, which the stand-ins answer.
 _ANSWERED = ("get_soc_version",)
+_COMPILERS = ("torchair", "npugraph_ex", "torch_npu.dynamo")
 
 _state: dict[str, Any] = {"active": False, "standins": None, "libraries": []}
 
@@ -142,7 +143,7 @@ def _refuse_devices(torch: ModuleType) -> None:
         found = index(device, *args, **kwargs)
         if found is None:  # no index given, and there is no current device
             _refuse_device()
-        return int(found)
+        return found or 0
 
     _replace("_get_device_index", index, device_index)
     _replace("_lazy_init", npu._lazy_init, _refuse_device)
@@ -194,15 +195,19 @@ def _refuse_device() -> None:
     """Stands for ``torch_npu.npu._lazy_init``.
 
     Called from a Python function of torch_npu, it names that function. torch's own C++ calls it too, before
-    an operator whose allocation will be refused by name, so that call passes.
+    an operator whose allocation will be refused by name, so that call passes. So do a compiler's questions,
+    such as which stream is current: the stand-ins answer those.
     """
     frame: FrameType | None = sys._getframe(1)
     asked = None
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch_npu", __name__)):
-        if frame.f_code.co_name in _ANSWERED:
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_COMPILERS) or frame.f_code.co_name in _ANSWERED:
             return
-        if frame.f_globals["__name__"] != __name__:
+        if module.startswith("torch_npu"):
             asked = f"torch.npu.{_public_name(frame)}"
+        elif module != __name__:
+            break
         frame = frame.f_back
     if asked is not None:
         raise NpuNotAvailable(asked)
