@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mla_fusion.config import Config
 from mla_fusion.fusion import contract, origin, replace, rewrite, verify
@@ -47,7 +48,8 @@ def run(gm: GraphModule, config: Config, builder: Any) -> Report:
     report = Report(config, committed=builder is not None, nodes_before=len(gm.graph.nodes))
     started = perf_counter()
     if config.enable:
-        _Pass(gm, config, report).run(builder)
+        with _disable_current_modes():  # a compiler calls with its fake mode on; probes are real tensors
+            _Pass(gm, config, report).run(builder)
     report.timings["total"] = perf_counter() - started
     report.nodes_after = len(gm.graph.nodes)
     if report.committed:

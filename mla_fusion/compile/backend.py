@@ -1,0 +1,89 @@
+"""``torch.compile(model, backend="mla_fusion")``: the pass in front of torchair, or of eager CPU kernels."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from mla_fusion.compile import offline
+from mla_fusion.compile.boundary import fuse_with_boundary
+from mla_fusion.config import Config
+from mla_fusion.fusion.rejection import CODES, Rejection
+from mla_fusion.fusion.report import Report, keep
+
+Backend = Callable[..., Callable[..., Any]]
+
+
+def backend(config: Config | None = None, compiler_config: Any = None) -> Backend:
+    """A backend for ``torch.compile``.
+
+    With a device: AOT autograd, the pass, then torchair with ``compiler_config`` (a torchair
+    ``CompilerConfig``; by default torchair's own). Without: AOT autograd, the pass, then the graph itself,
+    its kernel call run by the CPU reference, so that the same script runs anywhere.
+
+    Graphs that record gradients are compiled unfused, with a report that says so.
+    """
+    chosen = config or Config()
+
+    def compile_graph(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        given = Config(**options) if options else chosen
+        if _device_present():
+            return _with_torchair(gm, inputs, given, compiler_config)
+        return _with_cpu(gm, inputs, given)
+
+    return compile_graph
+
+
+def mla_fusion(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """The registered backend; ``torch.compile(..., options={"verify": "all"})`` sets fields of ``Config``."""
+    return backend()(gm, inputs, **(options.get("options") or {}))
+
+
+def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        _, _, wrap = fuse_with_boundary(graph, examples, config)
+        return wrap(graph.forward)
+
+    return aot_module_simplified(  # type: ignore[no-any-return]
+        gm,
+        inputs,
+        fw_compiler=lambda graph, _: _declined(graph, config),
+        bw_compiler=lambda graph, _: graph.forward,
+        inference_compiler=infer,
+        keep_inference_input_mutations=True,
+    )
+
+
+def _with_torchair(
+    gm: GraphModule, inputs: Sequence[Any], config: Config, compiler_config: Any
+) -> Callable[..., Any]:
+    from mla_fusion import converters
+    from mla_fusion.compile import torchair_bridge
+
+    converters.register()
+    chosen = compiler_config or torchair_bridge.compiler_config("ge")
+    compile_further = torchair_bridge.package("ge").get_compiler(chosen)
+
+    def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        _, examples, wrap = fuse_with_boundary(graph, examples, config)
+        return wrap(compile_further(graph, examples))
+
+    return torchair_bridge.backend("ge", chosen, infer)(gm, list(inputs))  # type: ignore[no-any-return]
+
+
+def _declined(graph: GraphModule, config: Config) -> Callable[..., Any]:
+    """A graph with gradients stays as it is."""
+    meaning = CODES["autograd"][0]
+    keep(Report(config, rejected=[Rejection("autograd", meaning)], nodes_before=len(graph.graph.nodes)))
+    return graph.forward
+
+
+def _device_present() -> bool:
+    """A real NPU, not the stand-ins of the offline runtime."""
+    torch_npu = sys.modules.get("torch_npu")
+    return torch_npu is not None and not offline.is_active() and bool(torch_npu.npu.is_available())

@@ -1,0 +1,154 @@
+"""The boundary of a compiled graph: what is done to its inputs before each call.
+
+Weights are packed out here, once per parameter, so the graph that the compiler sees holds nothing but the
+kernel. The compiled callable keeps the signature that the caller knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from mla_fusion.config import Config
+from mla_fusion.fusion.build import GraphBuilder, Recipe
+from mla_fusion.fusion.driver import run
+from mla_fusion.fusion.report import Report
+from mla_fusion.graph.program import nodes_between
+from mla_fusion.weights import cache
+
+
+@dataclass(frozen=True)
+class Same:
+    """The caller's argument as it is."""
+
+    position: int
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        return args[self.position]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight made of some of the caller's arguments."""
+
+    program: GraphModule
+    signature: str
+    positions: tuple[int, ...]
+
+    def __call__(self, args: Sequence[Any]) -> torch.Tensor:
+        return cache.packed(self.program, self.signature, [args[position] for position in self.positions])
+
+
+class BoundaryBuilder(GraphBuilder):
+    """Moves packing out of the graph: each packed weight becomes an input of its own."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm)
+        self._originals = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self._last_input = self._originals[-1] if self._originals else None
+        self.packings: dict[Node, Packed] = {}
+
+    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:
+        program, positions, result = self._program(recipe, leaves)
+        if program is None:
+            return result
+        packing = Packed(program, cache.describe(program), positions)
+        for node, known in self.packings.items():
+            if (known.signature, known.positions) == (packing.signature, packing.positions):
+                return node  # layers that share parameters share the packed weight
+        assert self._last_input is not None
+        with self.gm.graph.inserting_after(self._last_input):
+            node = self.gm.graph.placeholder(f"packed_{name}_{len(self.packings)}")
+        node.meta["val"] = result.meta["val"]
+        self.packings[node] = packing
+        self._last_input = node
+        return node
+
+    def _program(
+        self, recipe: Recipe, leaves: Sequence[Node]
+    ) -> tuple[GraphModule | None, tuple[int, ...], Node]:
+        """The recipe as a graph over the caller's inputs; no graph where it is one of them as it is."""
+        graph, copies = Graph(), {}
+        needed = dict.fromkeys(node for leaf in leaves for node in nodes_between((), leaf))
+        inputs = [node for node in self._originals if node in needed]
+        for node in [*inputs, *(node for node in needed if node.op != "placeholder")]:
+            copies[node] = graph.node_copy(node, lambda old: copies[old])
+        end = graph.output(None)
+        inner = _PackingBuilder(GraphModule(self.gm, graph), copies, self._fake_mode)
+        inner.at(end, {})
+        result = recipe(inner)
+        original = next(
+            (node for node, copied in copies.items() if copied is result and node.op == "placeholder"), None
+        )
+        if original is not None:
+            return None, (), original
+        end.args = (result,)
+        inner.gm.graph.eliminate_dead_code()
+        positions = tuple(self._originals.index(node) for node in inputs)
+        return GraphModule(inner.gm, inner.gm.graph, "PackWeight"), positions, result
+
+    def inputs(self) -> list[Same | Packed]:
+        """Drop inputs that nobody reads any more; how to make each of the rest."""
+        adaptors: list[Same | Packed] = []
+        for node in list(self.gm.graph.nodes):
+            if node.op != "placeholder":
+                continue
+            packing = self.packings.get(node)
+            if packing is not None:
+                adaptors.append(packing)
+            elif node.users:
+                adaptors.append(Same(self._originals.index(node)))
+            else:
+                self.gm.graph.erase_node(node)
+        self.gm.recompile()
+        return adaptors
+
+    @property
+    def bytes_packed(self) -> int:
+        return sum(node.meta["val"].nbytes for node in self.packings)
+
+
+class _PackingBuilder(GraphBuilder):
+    """Builds a packing program: nodes of the main graph stand for their copies in it."""
+
+    def __init__(self, gm: GraphModule, copies: dict[Node, Node], fake_mode: Any) -> None:
+        super().__init__(gm)
+        self._copies = {copy.name: copy for copy in gm.graph.nodes}
+        self._names = {node: copy.name for node, copy in copies.items()}
+        self._fake_mode = fake_mode
+
+    def value(self, node: Node) -> Node:
+        return self._copies[self._names[node]]
+
+
+def fuse_with_boundary(
+    gm: GraphModule, inputs: Sequence[Any], config: Config
+) -> tuple[Report, list[Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """Fuse ``gm`` in place; the new example inputs, and the wrapper that keeps the caller's signature."""
+    made: list[BoundaryBuilder] = []
+
+    def builder(graph_module: GraphModule) -> BoundaryBuilder:
+        made.append(BoundaryBuilder(graph_module))
+        return made[0]
+
+    report = run(gm, config, builder)
+    if not made or not made[0].packings:
+        return report, list(inputs), lambda compiled: compiled
+    report.bytes_added = made[0].bytes_packed
+    adaptors = made[0].inputs()
+    examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+    return report, examples, lambda compiled: _Adapted(compiled, adaptors)
+
+
+class _Adapted:
+    """The compiled graph behind its boundary."""
+
+    def __init__(self, compiled: Callable[..., Any], adaptors: Sequence[Same | Packed]) -> None:
+        self.compiled, self.adaptors = compiled, tuple(adaptors)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.compiled(*[adaptor(args) for adaptor in self.adaptors])
