@@ -12,21 +12,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
 
 from mla_fusion.compile import torchair_bridge
+from mla_fusion.compile.boundary import fuse_with_boundary
 from mla_fusion.compile.device_graph import CaptureError, stop, trace
+from mla_fusion.compile.hook import torchair_pass
 from mla_fusion.config import Config
-
-if TYPE_CHECKING:
-    from mla_fusion.fusion.report import Report
-
-Transform = Callable[[GraphModule, list[Any]], tuple[GraphModule, list[Any]]]
+from mla_fusion.fusion.report import Report, reports
 
 
 class LoweringError(RuntimeError):
@@ -41,12 +38,12 @@ class LoweringError(RuntimeError):
 class Lowering:
     """The stages of one lowered graph.
 
-    fx_before   the AOT graph as torch.compile hands it over fx_after    the FX graph that torchair holds at
-    the end: after its FX passes in mode "ge", after re-inplace in mode "npugraph_ex" fx_ops      how often
-    each target occurs in ``fx_after`` ge_ops      how often each operator type occurs in the optimised GE
-    graph; empty in mode "npugraph_ex" ge_text     that graph as pbtxt; "" in mode "npugraph_ex" ge_graph
-    that graph as protobuf; None in mode "npugraph_ex" report      what the fusion pass did, or None where
-    it did not run
+    * ``fx_before``: the AOT graph as torch.compile hands it over
+    * ``fx_after``: the FX graph that torchair holds at the end (mode "npugraph_ex": after re-inplace)
+    * ``fx_ops``: how often each target occurs in ``fx_after``
+    * ``ge_ops``: how often each operator type occurs in the optimised GE graph; empty in mode "npugraph_ex"
+    * ``ge_text``, ``ge_graph``: that graph as pbtxt and as protobuf; "" and None in mode "npugraph_ex"
+    * ``report``: what the fusion pass did, or None where it did not run
     """
 
     mode: str
@@ -78,21 +75,22 @@ def lower(
     mode: str = "ge",
     dynamic: bool = False,
     config: Config | None = None,
-    transform: Transform | None = None,
+    hook: bool = False,
 ) -> Lowering:
     """Compile one call of ``module_or_fn`` with the real torchair and return what it made.
 
     mode        "ge" for torchair's GE graph, "npugraph_ex" for the FX graph of the ACL-graph path.
     dynamic     as torch.compile's; tensors may also carry ``torch._dynamo.mark_dynamic``.
     config      options of the fusion pass; ``Config(enable=False)`` lowers the graph as it is.
-    transform   applied to the AOT graph before torchair sees it, for callers with a pass of their own.
+    hook        run the pass through torchair's own hook, as ``mf.torchair_pass`` does: weights are packed
+                inside the graph. By default it runs as in ``mf.backend``, which packs them outside.
 
     Tensors may lie on any device, meta included; nothing is allocated and the module stays as it is. Raises
     LoweringError for a graph break and for operators that torchair cannot convert, naming all of them.
     """
     if mode not in torchair_bridge.MODES:
         raise ValueError(f"mode must be one of {', '.join(torchair_bridge.MODES)}, got {mode!r}")
-    session = _Session(mode, config or Config(), transform)
+    session = _Session(mode, config or Config(), hook)
     try:
         trace(session.backend(), module_or_fn, args, device="npu", dynamic=dynamic)
     except CaptureError as error:
@@ -103,22 +101,16 @@ def lower(
     return session.result()
 
 
-def install_pass(compiler_config: Any, config: Config) -> bool:
-    """Put the fusion pass into a torchair ``CompilerConfig``; False where ``config`` disables it."""
-    if not config.enable or find_spec("mla_fusion.compile.hook") is None:
-        return False
-    compiler_config.post_grad_custom_pre_pass = import_module("mla_fusion.compile.hook").torchair_pass(config)
-    return True
-
-
 class _Session:
     """One lowering in progress. Errors wait for its end: dynamo would wrap them beyond reading."""
 
-    def __init__(self, mode: str, config: Config, transform: Transform | None) -> None:
+    def __init__(self, mode: str, config: Config, hook: bool) -> None:
         self.mode = mode
-        self.transform = transform
+        self.config = config
+        self.at_boundary = config.enable and not hook
         self.compiler_config = torchair_bridge.compiler_config(mode)
-        self.has_pass = transform is None and install_pass(self.compiler_config, config)
+        if config.enable and hook:
+            self.compiler_config.post_grad_custom_pre_pass = torchair_pass(config)
         self.before: GraphModule | None = None
         self.compiled: torchair_bridge.Compiled | None = None
         self.error: LoweringError | None = None
@@ -130,18 +122,15 @@ class _Session:
 
     def _on_graph(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.before = snapshot(gm)
-        earlier = _newest_report()
-        graph = gm
+        earlier = reports()[-1:]
         try:
-            if self.transform is not None:
-                graph, inputs = self.transform(gm, list(inputs))
-            self.compiled = torchair_bridge.compile_graph(
-                self.mode, self.compiler_config, graph, list(inputs)
-            )
+            if self.at_boundary:
+                _, inputs, _ = fuse_with_boundary(gm, inputs, self.config)
+            self.compiled = torchair_bridge.compile_graph(self.mode, self.compiler_config, gm, list(inputs))
         except Exception as error:
-            self.error = self._explain(graph, error)
-        newest = _newest_report()
-        self.report = newest if newest is not earlier else None
+            self.error = self._explain(gm, error)
+        newest = reports()[-1:]
+        self.report = newest[0] if newest and newest != earlier else None
         return stop
 
     def _explain(self, gm: GraphModule, error: Exception) -> LoweringError:
@@ -186,13 +175,6 @@ def fx_operators(gm: GraphModule) -> Counter[str]:
         for node in gm.graph.nodes
         if node.op.startswith("call_")
     )
-
-
-def _newest_report() -> Any:
-    if find_spec("mla_fusion.fusion.report") is None:
-        return None
-    reports = import_module("mla_fusion.fusion.report").reports()
-    return reports[-1] if reports else None
 
 
 def _readable(gm: GraphModule) -> str:
