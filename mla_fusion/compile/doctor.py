@@ -1,4 +1,4 @@
-"""What is installed, what runs on what, and who converts which operator: the facts of ``mla-fusion doctor``."""
+"""What is installed, what runs on what, and who converts which operator: facts for ``mla-fusion doctor``."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _FAILING = ("aclrtMalloc", "aclrtMem", "aclrtReserve", "aclrtMap", "aclopCompile
 
 _BODIES = {
     # Device and stream guards are noexcept: without a device to select they would end the process. One device
-    # that can be selected, and does nothing, lets them pass on the way to the operator that is refused by name.
+    # that can be selected, and does nothing, lets them pass on the way to the operator refused by name.
     "aclrtGetDeviceCount": "int aclrtGetDeviceCount(unsigned *count) { *count = 1; return 0; }",
     "aclrtSetDevice": "int aclrtSetDevice(int device) { (void)device; return 0; }",
     "aclrtGetDevice": "int aclrtGetDevice(int *device) { *device = 0; return 0; }",
