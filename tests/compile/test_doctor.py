@@ -1,0 +1,22 @@
+"""The survey behind ``mla-fusion doctor``."""
+
+import json
+import platform
+
+from mla_fusion.compile import doctor
+
+
+def test_survey_is_plain_data_about_this_machine() -> None:
+    found = json.loads(json.dumps(doctor.survey()))
+    assert found["versions"]["python"] == platform.python_version()
+    assert found["versions"]["torch_npu"].startswith("2.")
+    assert found["offline"]["active"] and found["offline"]["error"] is None
+    assert (found["cann"], found["device"]) == (None, None)
+
+
+def test_survey_says_who_converts_what() -> None:
+    operators = doctor.survey()["operators"]
+    assert operators["npu_mla_prolog_v3_functional"] == {"schema": True, "converter": "torchair"}
+    # torchair converts only the functional form of this one.
+    assert operators["npu_kv_rmsnorm_rope_cache_v2"] == {"schema": True, "converter": "none"}
+    assert operators["npu_kv_rmsnorm_rope_cache_v2_functional"]["converter"] == "torchair"
