@@ -186,7 +186,7 @@ def peel(node: Node) -> Node:
 def peel_table(node: Node) -> Node:
     """Through views that keep rows, up to the tensor from which a table's columns are taken.
 
-    Reshapes, expands and column selections are passed; a selection of rows (``freqs[start:end]``) is not,
+    Reshapes, expands, exact casts and column selections are passed; a selection of rows (``freqs[start:end]``) is not,
     because what lies above it may be the whole table of every position.
     """
     while True:
@@ -204,12 +204,19 @@ def peel_table(node: Node) -> Node:
             if _last(node) != _last(source):
                 return node
             node = source
-        elif op_name(node) in ("aten::expand", "aten::expand_copy"):
+        elif op_name(node) in ("aten::expand", "aten::expand_copy") or is_widening(node):
             node = source
         elif op_name(node) in ("aten::slice", "aten::select", "aten::narrow") and _on_last_axis(node):
             node = source
         else:
             return node
+
+
+def is_widening(node: Node) -> bool:
+    """A cast from bfloat16 to a wider float: exact, so the narrow source holds the same numbers."""
+    source = node.args[0] if is_cast(node) else None
+    wide = getattr(node.meta.get("val"), "dtype", None) in (torch.float32, torch.float64)
+    return isinstance(source, Node) and wide and source.meta["val"].dtype == torch.bfloat16
 
 
 def _on_last_axis(node: Node) -> bool:

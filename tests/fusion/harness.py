@@ -1,0 +1,65 @@
+"""Run a model unfused, fused, and in float64, and compare."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import mla_fusion as mf
+import torch
+from torch import Tensor, nn
+
+
+def clones(args: tuple[Tensor, ...], wide: bool = False) -> tuple[Tensor, ...]:
+    return tuple(a.double() if wide and a.is_floating_point() else a.clone() for a in args)
+
+
+def flat(outputs: Any) -> list[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+
+def eager(model: nn.Module, args: tuple[Tensor, ...]) -> list[Tensor]:
+    """Outputs, then the arguments as the call left them."""
+    with torch.no_grad():
+        return [*flat(model(*args)), *args]
+
+
+def compiled(model: nn.Module, args: tuple[Tensor, ...], backend: Any, dynamic: bool = False) -> list[Tensor]:
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
+        return [*flat(torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)(*args)), *args]
+
+
+def fuse_only(config: mf.Config | None = None) -> Callable[..., Any]:
+    """A backend that is ``mf.fuse`` alone, with no boundary around the graph."""
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    def compile_graph(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        def infer(graph: torch.fx.GraphModule, _: Any) -> Any:
+            mf.fuse(graph, config)
+            return graph.forward
+
+        return aot_module_simplified(
+            gm, inputs, fw_compiler=infer, inference_compiler=infer, keep_inference_input_mutations=True
+        )
+
+    return compile_graph
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / max(float(b.double().norm()), 1e-30))
+
+
+def assert_as_exact(model: nn.Module, args: tuple[Tensor, ...], fused: list[Tensor], slack: float = 1.1) -> None:
+    """Against a float64 run of the same maths, the fused run errs no more than the unfused one (times slack)."""
+    wide_model = copy.deepcopy(model).double()
+    exact = eager(wide_model, clones(args, wide=True))
+    unfused = eager(model, clones(args))
+    assert len(exact) == len(unfused) == len(fused)
+    for index, (want, plain, got) in enumerate(zip(exact, unfused, fused, strict=True)):
+        if not want.is_floating_point():
+            assert torch.equal(plain, got), index
+            continue
+        error, limit = distance(got, want), slack * distance(plain, want)
+        assert error <= limit + 1e-12, f"value {index}: error {error:.3e}, unfused {limit / slack:.3e}"

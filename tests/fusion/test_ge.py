@@ -1,0 +1,102 @@
+"""The fused layer, lowered by the real torchair, equals the same layer with the call written by hand."""
+
+from __future__ import annotations
+
+import mla_fusion as mf
+import pytest
+import torch
+from torch import Tensor, nn
+
+from . import spellings as s
+from .ge_graphs import same_wiring
+
+UNFUSED = mf.Config(enable=False)
+
+
+class ByHand(nn.Module):
+    """What an engineer writes instead of the prologue: packed weights and one call."""
+
+    def __init__(self, heads: int = 2) -> None:
+        super().__init__()
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape).bfloat16())
+
+        self.weight_dq = weight(s.HE, s.HCQ)
+        self.weight_uq_qr = weight(s.HCQ, heads * (s.D + s.DR))
+        self.weight_uk = weight(heads, s.D, s.HCKV)
+        self.weight_dkv_kr = weight(s.HE, s.HCKV + s.DR)
+        self.gamma_cq = weight(s.HCQ)
+        self.gamma_ckv = weight(s.HCKV)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+        query, query_rope, *_ = torch.ops.npu.npu_mla_prolog_v3(
+            x,
+            self.weight_dq,
+            self.weight_uq_qr,
+            self.weight_uk,
+            self.weight_dkv_kr,
+            self.gamma_cq,
+            self.gamma_ckv,
+            sin,
+            cos,
+            kv_cache,
+            kr_cache,
+            cache_index=slots,
+            rmsnorm_epsilon_cq=1e-6,
+            rmsnorm_epsilon_ckv=1e-6,
+        )
+        return s.attend(query, query_rope, kv_cache.view(-1, s.HCKV), kr_cache.view(-1, s.DR))
+
+
+MODELS = {
+    "rotate_half": s.PagedRotateHalf,
+    "functional_norm": s.PagedFunctionalNorm,
+    "neox": s.Neox,
+    "npu_v1": lambda: s.NpuOperators(version=1),
+    "npu_v2": lambda: s.NpuOperators(version=2),
+    "fused_qkv_a": s.FusedQkvA,
+}
+
+
+@pytest.fixture(params=MODELS, name="model")
+def _model(request: pytest.FixtureRequest) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[request.param]()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_ge_graph_is_the_handwritten_one(model: nn.Module, dynamic: bool) -> None:
+    args = s.paged_args()
+    with torch._dynamo.config.patch(specialize_float=True):
+        fused = mf.lower(model, *args, mode="ge", dynamic=dynamic)
+        byhand = mf.lower(ByHand(), *args, mode="ge", dynamic=dynamic, config=UNFUSED)
+    assert fused.ge_ops == byhand.ge_ops
+    assert same_wiring(fused.ge_graph, byhand.ge_graph)
+    assert fused.ge_ops["MlaPrologV3"] == 1
+    assert fused.ge_ops["TensorMove"] == fused.ge_ops["Assign"] == 0
+
+
+def test_npugraph_ex_writes_the_placeholders(model: nn.Module) -> None:
+    args = s.paged_args()
+    fused = mf.lower(model, *args, mode="npugraph_ex")
+    byhand = mf.lower(ByHand(), *args, mode="npugraph_ex", config=UNFUSED)
+    assert fused.fx_ops == byhand.fx_ops
+    (call,) = [n for n in fused.fx_after.graph.nodes if str(n.target) == "npu.npu_mla_prolog_v3.default"]
+    assert [cache.op for cache in call.args[9:11]] == ["placeholder", "placeholder"]
+    assert not any("clone" in name or "copy_" in name for name in fused.fx_ops if name != "aten._to_copy.default")
+
+
+def test_layers_in_one_graph() -> None:
+    torch.manual_seed(0)
+    lowered = mf.lower(s.Layers(), *s.layers_args(), mode="ge")
+    assert lowered.ge_ops["MlaPrologV3"] == 3
+    assert lowered.ge_ops["TensorMove"] == lowered.ge_ops["Assign"] == 0
+
+
+def test_unfused_graph_is_refused_by_name() -> None:
+    from mla_fusion.compile.lowering import LoweringError
+
+    with pytest.raises(LoweringError, match=r"index_put") as refused:
+        mf.lower(s.PagedRotateHalf(), *s.paged_args(), mode="ge", config=UNFUSED)
+    assert "aten.index_put.default" in refused.value.operators
