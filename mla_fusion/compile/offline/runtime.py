@@ -18,7 +18,6 @@ import atexit
 import contextlib
 import ctypes
 import io
-import os
 import platform
 import signal
 import sys
@@ -112,27 +111,16 @@ def _load(library: Path) -> ctypes.CDLL:
 
 
 def _import_torch_npu() -> None:
-    """Import torch_npu, with this project's own npu:: operators out of the way of its definitions."""
-    ops = _own_operators()
-    if ops is not None:
-        ops.withdraw()
+    """Import torch_npu without its remark that CANN's directory is not set, which is the point here.
+
+    ``mla_fusion.ops`` watches this import and takes its own npu:: operators out of the way.
+    """
     said = io.StringIO()
-    # torch_npu prints that CANN's directory is not set, which is the point here.
     with contextlib.redirect_stdout(said):
         import_module("torch_npu")
     for line in said.getvalue().splitlines():
         if "ASCEND_HOME_PATH" not in line:
             print(line)
-    if ops is not None:
-        ops.provide()
-
-
-def _own_operators() -> ModuleType | None:
-    try:
-        ops = import_module("mla_fusion.ops")
-    except ModuleNotFoundError:
-        return None
-    return ops if hasattr(ops, "withdraw") and hasattr(ops, "provide") else None
 
 
 def _refuse_devices(torch: ModuleType) -> None:
@@ -267,9 +255,3 @@ def _refuse_execution(module: ModuleType) -> None:
         return run(self, *args, **kwargs)
 
     compiled.__call__ = call
-
-
-def offline_environment() -> dict[str, str]:
-    """The environment variables that bear on the offline runtime, for reports."""
-    names = ("MLA_FUSION_CACHE", "XDG_CACHE_HOME", "TORCH_DEVICE_BACKEND_AUTOLOAD", "ASCEND_HOME_PATH")
-    return {name: os.environ[name] for name in names if name in os.environ}
