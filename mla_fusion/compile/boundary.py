@@ -64,6 +64,7 @@ class BoundaryBuilder(GraphBuilder):
         with self.gm.graph.inserting_after(self._last_input):
             node = self.gm.graph.placeholder(f"packed_{name}_{len(self.packings)}")
         node.meta["val"] = result.meta["val"]
+        self.made.append(node)
         self.packings[node] = packing
         self._last_input = node
         return node

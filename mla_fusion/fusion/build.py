@@ -164,6 +164,14 @@ class GraphBuilder(Builder):
         self.made.append(node)
         return node
 
+    def withdraw(self) -> None:
+        """Take back every node made so far (nothing of the original graph may read them any more)."""
+        for node in reversed(self.made):
+            self.gm.graph.erase_node(node)
+            if node.op == "get_attr":
+                delattr(self.gm, str(node.target))
+        self.made.clear()
+
     def once(self, key: object, recipe: Recipe) -> Node:
         shared = self._shared.get(key)
         if shared is None or not self._defined(shared):

@@ -18,7 +18,6 @@ from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.fusion.planner import Planner
 from mla_fusion.fusion.rejection import CODES, Refuse, Rejection
 from mla_fusion.fusion.report import Fusion, Report, keep
-from mla_fusion.fusion.rewrite import Place
 from mla_fusion.fusion.verify import Figure
 from mla_fusion.graph.view import View
 
@@ -85,7 +84,7 @@ class _Pass:
         finder = Finder(view)
         found = finder.find()
         clock.stop("match")
-        ready: list[tuple[Plan, Place, Fusion]] = []
+        ready: list[tuple[Plan, Fusion]] = []
         for item in found:
             try:
                 if isinstance(item, NearMiss):
@@ -93,23 +92,21 @@ class _Pass:
                 self._skip(item)
                 plan = Planner(view, self.config, item).plan()
                 contract.ask(plan, self.config)
-                place = rewrite.prove(plan)
+                rewrite.prove(plan)
                 clock.stop("plan")
                 verified, figures = self._verify(view, finder, plan)
                 clock.stop("verify")
-                ready.append((plan, place, self._fusion(plan, verified, figures)))
+                ready.append((plan, self._fusion(plan, verified, figures)))
             except Refuse as reason:
                 self.report.rejected.append(self._rejection(item, reason))
                 clock.stop("plan")
         if builder_of is not None and ready:
             self._commit(builder_of, ready, clock)
-        self.report.fused = [fusion for _, _, fusion in ready]
+        self.report.fused = [fusion for _, fusion in ready]
 
-    def _commit(self, builder_of: Any, ready: list[tuple[Plan, Place, Fusion]], clock: _Clock) -> None:
+    def _commit(self, builder_of: Any, ready: list[tuple[Plan, Fusion]], clock: _Clock) -> None:
         self.report.operators["before"] = count_operators(self.gm)
-        builder = builder_of(self.gm)
-        for plan, _, _ in ready:
-            rewrite.commit(builder, plan, rewrite.prove(plan))
+        rewrite.commit_all(builder_of(self.gm), [plan for plan, _ in ready])
         self.gm.graph.eliminate_dead_code()
         self.gm.graph.lint()
         self.gm.recompile()

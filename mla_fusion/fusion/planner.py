@@ -37,14 +37,17 @@ class Planner:
 
     def plan(self) -> Plan:
         verdict.judge(self.view, self.candidate)
-        best: Plan | None = None
+        origin = self.candidate.query.down.origin
+        why = Refuse("token_x.layout", f"{origin.name} has shape {list(origin.meta['val'].shape)}", (origin,))
+        plans = []
         for token_x in self._token_choices():
-            plan = self._plan(token_x)
-            if best is None or _cost(plan) < _cost(best):
-                best = plan
-        if best is None:
-            origin = self.candidate.query.down.origin
-            raise Refuse("token_x.layout", f"{origin.name} has shape {list(origin.meta['val'].shape)}", (origin,))
+            try:
+                plans.append(self._plan(token_x))
+            except Refuse as reason:
+                why = reason
+        if not plans:
+            raise why
+        best = min(plans, key=_cost)
         self._no_other_reader(best)
         return best
 
@@ -67,6 +70,10 @@ class Planner:
     def _plan(self, token_x: Node) -> Plan:
         q, k = self.candidate.query, self.candidate.key
         lead = self.view.binding.shape(token_x.meta["val"].shape[:-1])
+        for run in (*k.cos, *k.sin):
+            if run.rows in ("position", "sequence") and len(lead) != 2:
+                detail = f"{run.base.name} has shape {list(run.base.meta['val'].shape)} for tokens {list(lead)}"
+                raise Refuse("rope.table_shape", detail, (run.base,))
         shapes = {
             "query": (*lead, q.absorb.heads, self.view.binding.size(self._latent_width())),
             "query_rope": (*lead, q.rope.heads, q.rope.rope_dim),

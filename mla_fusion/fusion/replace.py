@@ -246,10 +246,9 @@ def _build_table(b: Builder, table: Table, lead: Sequence[Any]) -> Any:
     if rows == "token":
         value = b.reshape(value, (*lead, width))
     else:
-        if len(lead) != 2:
-            raise LookupError("a table shared by sequences needs [B, S] tokens")
-        one_row = {"position": (1, lead[1]), "sequence": (lead[0], 1), "one": (1, 1)}[rows]
-        value = b.reshape(value, (*one_row, width))
+        first, last = lead[0], lead[-1]  # [B, S]: the planner lets no other tokens share rows
+        shared = {"position": (1, last), "sequence": (first, 1), "one": (1,) * len(lead)}[rows]
+        value = b.reshape(value, (*shared, width))
         value = b.call(aten.expand.default, value, b.sizes((*lead, width)))
         value = b.call(aten.clone.default, value, memory_format=torch.contiguous_format)
     return b.cast(value, torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,18 +36,34 @@ def prove(plan: Plan) -> Place:
     stack = [node for node in replace.inputs(plan) if not node < point]
     while stack:
         node = stack.pop()
+        if node in replaced or (has_effect(node) and not node < point):
+            raise Refuse("order.cycle", f"{node.name} is needed by the kernel before it can exist", (node,))
         if node in seen or node < point:
             continue
         seen.add(node)
         late.append(node)
-        if node in replaced or has_effect(node):
-            raise Refuse("order.cycle", f"{node.name} is needed by the kernel before it can exist", (node,))
         stack.extend(node.all_input_nodes)
     return Place(point, tuple(sorted(late)))
 
 
-def commit(builder: GraphBuilder, plan: Plan, place: Place) -> None:
-    """Insert the call, hand its results to the readers, drop nothing (one clean-up follows for all layers)."""
+def commit_all(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
+    """Insert every call and rewire its readers; on any failure put everything back and raise."""
+    rewired: list[tuple[Node, Node, Node]] = []
+    try:
+        for plan in plans:
+            commit(builder, plan, prove(plan), rewired)
+    except Exception:
+        for user, new, old in reversed(rewired):
+            user.replace_input_with(new, old)
+        builder.withdraw()
+        raise
+
+
+def commit(builder: GraphBuilder, plan: Plan, place: Place, rewired: list[tuple[Node, Node, Node]]) -> None:
+    """Insert the call, hand its results to the readers, drop nothing (one clean-up follows for all layers).
+
+    Each change of a reader's input is appended to ``rewired`` as (reader, new input, old input).
+    """
     point = place.point
     for node in place.hoisted:
         if node is point:
@@ -60,6 +77,7 @@ def commit(builder: GraphBuilder, plan: Plan, place: Place) -> None:
         value = replace.fit(builder, replacement, results[replacement.output])
         for user in readers:
             user.replace_input_with(replacement.node, value)
+            rewired.append((user, value, replacement.node))
     if isinstance(plan.caches, InPlace) and plan.caches.copies:
         _write_back(builder, plan.caches, results)
 
@@ -78,6 +96,7 @@ def _write_back(builder: GraphBuilder, caches: InPlace, results: dict[str, Any])
         for cache, name in ((caches.kv_cache, "kv_cache"), (caches.kr_cache, "kr_cache")):
             copied = builder.gm.graph.call_function(torch.ops.aten.copy_.default, (cache, results[name]))
             copied.meta["val"] = cache.meta["val"]
+            builder.made.append(copied)
 
 
 def _carried_meta(plan: Plan) -> dict[str, Any]:

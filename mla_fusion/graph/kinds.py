@@ -61,6 +61,20 @@ _WRITERS = frozenset(
 MODEL_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+# Tensors of a given shape whose elements do not depend on the argument that lends it.
+_FILLED = {
+    "aten::new_zeros": 0.0,
+    "aten::zeros_like": 0.0,
+    "aten::new_ones": 1.0,
+    "aten::ones_like": 1.0,
+}
+
+
+def filled_with(node: Node) -> float | None:
+    """The number that every element of the node is, where its operator says so."""
+    return _FILLED.get(op_name(node))
+
+
 def op_name(node: Node) -> str:
     """``namespace::name`` of the operator without its overload; "" for anything that is not one."""
     if node.op != "call_function":

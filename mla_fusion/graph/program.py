@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import MODEL_FLOATS, is_cast, op_name
+from mla_fusion.graph.kinds import MODEL_FLOATS, filled_with, is_cast, op_name
 from mla_fusion.graph.sizes import Binding, is_symbolic
 
 
@@ -149,6 +149,11 @@ class Program:
         if node.op == "get_attr":
             value = _attribute(node, self._exact)
             return Step(_identity, (value,), {}, f"{name}:{id(value)}")
+        filling = filled_with(node)
+        if filling is not None:
+            value = node.meta["val"]
+            dtype = value.dtype if self._exact else _widen(value.dtype)
+            return Step(torch.full, (list(self._binding.shape(value.shape)), filling), {"dtype": dtype}, name)
         call: Callable[..., Any]
         if is_cast(node) and not self._exact:
             _refuse_narrow_cast(node)
@@ -239,5 +244,6 @@ def nodes_between(sources: Iterable[Node], sink: Node) -> list[Node]:
         elif node not in seen and node not in stop:
             seen.add(node)
             stack.append((node, True))
-            stack.extend((arg, False) for arg in node.all_input_nodes)
+            if filled_with(node) is None:
+                stack.extend((arg, False) for arg in node.all_input_nodes)
     return order

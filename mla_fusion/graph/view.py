@@ -14,7 +14,17 @@ from torch.fx import GraphModule, Node
 
 from mla_fusion.graph import contraction
 from mla_fusion.graph.contraction import Contraction
-from mla_fusion.graph.kinds import argument, has_effect, is_cast, is_getitem, is_reshape, is_view, is_writer, op_name
+from mla_fusion.graph.kinds import (
+    argument,
+    filled_with,
+    has_effect,
+    is_cast,
+    is_getitem,
+    is_reshape,
+    is_view,
+    is_writer,
+    op_name,
+)
 from mla_fusion.graph.sizes import Binding, is_symbolic
 
 _NOTHING: frozenset[Node] = frozenset()
@@ -72,7 +82,9 @@ class View:
             return frozenset((node,))
         if not _is_plain(node) or (is_writer(node) and not self._writes_into_own(node)):
             return frozenset((node,))
-        if all(arg in self._constant or is_symbolic(arg.meta.get("val")) for arg in inputs):
+        if filled_with(node) is not None or all(
+            arg in self._constant or is_symbolic(arg.meta.get("val")) for arg in inputs
+        ):
             self._constant.add(node)
             return _NOTHING
         sources = _NOTHING

@@ -1,0 +1,209 @@
+"""Every rejection: its code, its message, and the graph left exactly as it was."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import mla_fusion as mf
+import pytest
+import torch
+from mla_fusion.compile.device_graph import capture
+from mla_fusion.fusion import verify
+from mla_fusion.fusion.rejection import CODES
+from torch.fx import GraphModule
+
+from . import near_misses
+from . import spellings as s
+from .harness import assert_as_exact, clones, compiled
+
+
+def graph_of(model: torch.nn.Module, *args: torch.Tensor, device: str = "cpu", **options: Any) -> GraphModule:
+    with torch._dynamo.config.patch(specialize_float=True):
+        return capture(model, *args, device=device, **options)[0]
+
+
+def refused(gm: GraphModule, config: mf.Config | None = None) -> mf.fusion.rejection.Rejection:  # type: ignore[name-defined]
+    before = str(gm.graph)
+    report = mf.fuse(gm, config)
+    assert report.fused == [], str(report)
+    assert str(gm.graph) == before
+    (rejection,) = report.rejected
+    assert rejection.message.startswith(CODES[rejection.code.partition(":")[0]][0])
+    assert rejection.nodes and rejection.remedy
+    return rejection
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize("name", near_misses.REFUSED)
+def test_near_miss(name: str, device: str) -> None:
+    code, model = near_misses.REFUSED[name]
+    assert refused(graph_of(model(), *s.paged_args(), device=device)).code == code
+
+
+def test_explain_gives_the_reason_that_fuse_gives() -> None:
+    gm = graph_of(near_misses.Bias(), *s.paged_args())
+    assert mf.explain(gm).rejected == mf.fuse(gm).rejected
+
+
+def test_explain_changes_nothing() -> None:
+    gm = graph_of(s.PagedRotateHalf(), *s.paged_args())
+    before = str(gm.graph)
+    assert len(mf.explain(gm).fused) == 1
+    assert str(gm.graph) == before
+
+
+def test_source_line_is_the_models() -> None:
+    rejection = refused(graph_of(near_misses.Bias(), *s.paged_args()))
+    assert "near_misses.py" in rejection.source
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "code"),
+    [
+        ({}, 1152, "contract:dims.he"),
+        ({"cann": "8.5"}, 1056, "contract:dims.he"),
+    ],
+)
+def test_hidden_size_that_the_kernel_refuses(
+    monkeypatch: pytest.MonkeyPatch, option: dict[str, str], value: int, code: str
+) -> None:
+    monkeypatch.setattr(s, "HE", value)
+    rejection = refused(graph_of(s.PagedRotateHalf(), *s.paged_args()), mf.Config(**option))
+    assert rejection.code == code
+    assert str(value) in rejection.message
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_model_dtype(dtype: torch.dtype) -> None:
+    model = s.PagedRotateHalf().to(dtype)
+    args = tuple(a.to(dtype) if a.is_floating_point() else a for a in s.paged_args())
+    rejection = refused(graph_of(model, *args))
+    assert rejection.code in ("dtype.region", "norm.gamma_dtype")
+    assert str(dtype).removeprefix("torch.") in rejection.message
+
+
+def test_runtime_epsilon() -> None:
+    gm, _ = capture(s.PagedRotateHalf(), *s.paged_args(), device="cpu", dynamic=True)
+    assert refused(gm).code == "norm.runtime_eps"
+
+
+def test_staging_forbidden() -> None:
+    gm = graph_of(s.ComplexDense(), *s.dense_args())
+    rejection = refused(gm, mf.Config(staging="never"))
+    assert rejection.code == "cache.staging_forbidden"
+
+
+def test_operator_cache_mode() -> None:
+    gm = graph_of(s.NpuOperators(), *s.paged_args())
+    for node in gm.graph.nodes:
+        if "kv_rmsnorm_rope_cache" in str(node.target):
+            node.kwargs = {**node.kwargs, "cache_mode": "Norm"}
+    assert refused(gm).code == "cache.operator_mode"
+
+
+def test_mixed_streams() -> None:
+    gm = graph_of(s.PagedRotateHalf(), *s.paged_args())
+    mm = next(node for node in gm.graph.nodes if "mm" in node.name)
+    mm.meta["stream_label"] = "11"
+    assert refused(gm).code == "stream.mixed"
+
+
+def test_tokens_of_rank_four() -> None:
+    x, *rest = s.paged_args()
+    gm = graph_of(near_misses.RankFour(), x.view(2, 2, 2, s.HE), *rest, device="npu")
+    assert refused(gm).code == "token_x.layout"
+
+
+def test_table_shared_by_sequences_needs_a_sequence_axis() -> None:
+    x, _, _, *caches = s.paged_args(8)
+    gm = graph_of(near_misses.SharedRows(), x, *s.tables(4), *caches)
+    assert refused(gm).code == "rope.table_shape"
+
+
+def test_every_code_is_provoked_here() -> None:
+    """A code that no test provokes is a promise nobody keeps."""
+    source = Path(__file__).read_text() + Path(near_misses.__file__).read_text()
+    assert [code for code in CODES if f'"{code}' not in source] == []
+
+
+def test_verification_catches_a_wrong_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_fusion.fusion import replace
+
+    right = replace._table
+    monkeypatch.setattr(replace, "_table", lambda b, table, lead: b.call(torch.ops.aten.neg.default, right(b, table, lead)))
+    rejection = refused(graph_of(s.PagedRotateHalf(), *s.paged_args()))
+    assert rejection.code == "verify.mismatch"
+    assert str(verify.TOLERANCE) in rejection.message
+
+
+def test_failure_while_committing_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_fusion.fusion import rewrite
+
+    gm = graph_of(s.Layers(), *s.layers_args())
+    before, calls = str(gm.graph), []
+    right = rewrite.replace.fit
+
+    def fails_late(b: Any, *args: Any) -> Any:
+        calls.append(b)
+        if type(b).__name__ == "GraphBuilder" and len(calls) > 9:
+            raise RuntimeError("out of luck")
+        return right(b, *args)
+
+    monkeypatch.setattr(rewrite.replace, "fit", fails_late)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        mf.fuse(gm)
+    assert str(gm.graph) == before
+
+
+def test_gradients_are_declined() -> None:
+    torch._dynamo.reset()
+    model = s.PagedRotateHalf()
+    args = clones(s.paged_args())
+    out = torch.compile(model, backend=mf.backend())(*args)
+    assert out.requires_grad
+    assert [r.code for r in mf.reports()[-1].rejected] == ["autograd"]
+
+
+@pytest.mark.parametrize("entry", ["layers.1", lambda candidate: "layers.1" in str(candidate.nodes[0].meta["nn_module_stack"])])
+def test_skip_by_layer_and_predicate(entry: Any) -> None:
+    gm = graph_of(s.Layers(), *s.layers_args())
+    report = mf.fuse(gm, mf.Config(skip=(entry,)))
+    assert len(report.fused) == 2
+    assert [(r.code, r.layer) for r in report.rejected] == [("skip", "layers.1")]
+
+
+def test_disabled_pass_leaves_the_graph() -> None:
+    gm = graph_of(s.PagedRotateHalf(), *s.paged_args())
+    before = str(gm.graph)
+    report = mf.fuse(gm, mf.Config(enable=False))
+    assert (report.fused, report.rejected, str(gm.graph)) == ([], [], before)
+
+
+def test_exact_variations_still_fuse() -> None:
+    """What looks odd but changes nothing the kernel computes: a gate on the latent stays outside."""
+    torch.manual_seed(0)
+    model, args = near_misses.GatedLatent(), s.paged_args()
+    fused = compiled(model, clones(args), mf.backend())
+    assert mf.reports()[-1].fused[0].placement.startswith("staged")
+    assert_as_exact(model, args, fused)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: mf.fuse(torch.nn.Linear(2, 2)), TypeError, "GraphModule"),  # type: ignore[arg-type]
+        (lambda: mf.fuse(torch.fx.symbolic_trace(torch.nn.Linear(2, 2))), ValueError, "meta"),
+        (lambda: mf.Config(verify="sometimes"), ValueError, "off, first, all"),
+        (lambda: mf.Config(skip="layers.1"), ValueError, "sequence"),  # type: ignore[arg-type]
+        (lambda: mf.torchair_pass(mf.Config(skip=(lambda c: True,))), ValueError, "module-level"),
+    ],
+)
+def test_bad_calls(call: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_config_can_be_copied() -> None:
+    assert copy.deepcopy(mf.Config(verify="all")) == mf.Config(verify="all")
