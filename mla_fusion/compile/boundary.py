@@ -17,7 +17,9 @@ from mla_fusion.config import Config
 from mla_fusion.fusion.build import GraphBuilder, Recipe
 from mla_fusion.fusion.driver import run
 from mla_fusion.fusion.report import Report
+from mla_fusion.graph.kinds import is_reshape, op_name
 from mla_fusion.graph.program import nodes_between
+from mla_fusion.graph.sizes import same_shape
 from mla_fusion.weights import cache
 
 
@@ -43,31 +45,71 @@ class Packed:
         return cache.packed(self.program, self.signature, [args[position] for position in self.positions])
 
 
+@dataclass(frozen=True)
+class Viewed:
+    """A cache seen in the kernel's shape: the caller's memory, no copy. Raises where it is not contiguous."""
+
+    position: int
+    shape: tuple[int, ...]
+
+    def __call__(self, args: Sequence[Any]) -> torch.Tensor:
+        return args[self.position].view(self.shape)  # type: ignore[no-any-return]
+
+
+Adaptor = Same | Packed | Viewed
+
+
 class BoundaryBuilder(GraphBuilder):
-    """Moves packing out of the graph: each packed weight becomes an input of its own."""
+    """Moves packing and viewing out of the graph: what they make becomes an input of its own."""
+
+    has_boundary = True
 
     def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)
         self._originals = [node for node in gm.graph.nodes if node.op == "placeholder"]
         self._last_input = self._originals[-1] if self._originals else None
-        self.packings: dict[Node, Packed] = {}
+        self.made_outside: dict[Node, Packed | Viewed] = {}
+        self._caches: dict[Node, Node] = {}
 
     def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:
         program, positions, result = self._program(recipe, leaves)
         if program is None:
             return result
-        packing = Packed(program, cache.describe(program), positions)
-        for node, known in self.packings.items():
-            if (known.signature, known.positions) == (packing.signature, packing.positions):
-                return node  # layers that share parameters share the packed weight
+        return self._input(f"packed_{name}", Packed(program, cache.describe(program), positions), result.meta["val"])
+
+    def cache(self, node: Node, shape: Sequence[Any]) -> Node:
+        if same_shape(node.meta["val"].shape, shape):
+            return node
+        if node not in self._caches:
+            viewed = Viewed(self._originals.index(node), tuple(shape))
+            with self._fake_mode:
+                value = node.meta["val"].view(viewed.shape)
+            self._caches[node] = self._input(f"viewed_{node.name}", viewed, value)
+        return self._caches[node]
+
+    def _input(self, name: str, adaptor: Packed | Viewed, value: Any) -> Node:
+        """A new input of the graph; layers that share parameters share the packed weight."""
+        for node, known in self.made_outside.items():
+            if _key(known) == _key(adaptor):
+                return node
         assert self._last_input is not None
         with self.gm.graph.inserting_after(self._last_input):
-            node = self.gm.graph.placeholder(f"packed_{name}_{len(self.packings)}")
-        node.meta["val"] = result.meta["val"]
+            node = self.gm.graph.placeholder(f"{name}_{len(self.made_outside)}")
+        node.meta["val"] = value
         self.made.append(node)
-        self.packings[node] = packing
+        self.made_outside[node] = adaptor
         self._last_input = node
         return node
+
+    def finish(self) -> None:
+        """Let the epilogue write the viewed cache, so that the call is in place on an input."""
+        for original, viewed in self._caches.items():
+            for user in list(original.users):
+                if op_name(user) == "aten::copy_" and user.args[0] is original:
+                    result = user.args[1]
+                    source = result.args[0] if is_reshape(result) else None
+                    if isinstance(source, Node) and same_shape(source.meta["val"].shape, viewed.meta["val"].shape):
+                        user.args = (viewed, source)
 
     def _program(
         self, recipe: Recipe, leaves: Sequence[Node]
@@ -92,15 +134,14 @@ class BoundaryBuilder(GraphBuilder):
         positions = tuple(self._originals.index(node) for node in inputs)
         return GraphModule(inner.gm, inner.gm.graph, "PackWeight"), positions, result
 
-    def inputs(self) -> list[Same | Packed]:
+    def inputs(self) -> list[Adaptor]:
         """Drop inputs that nobody reads any more; how to make each of the rest."""
-        adaptors: list[Same | Packed] = []
+        adaptors: list[Adaptor] = []
         for node in list(self.gm.graph.nodes):
             if node.op != "placeholder":
                 continue
-            packing = self.packings.get(node)
-            if packing is not None:
-                adaptors.append(packing)
+            if node in self.made_outside:
+                adaptors.append(self.made_outside[node])
             elif node.users:
                 adaptors.append(Same(self._originals.index(node)))
             else:
@@ -110,7 +151,12 @@ class BoundaryBuilder(GraphBuilder):
 
     @property
     def bytes_packed(self) -> int:
-        return sum(node.meta["val"].nbytes for node in self.packings)
+        return sum(node.meta["val"].nbytes for node, made in self.made_outside.items() if isinstance(made, Packed))
+
+
+def _key(adaptor: Packed | Viewed) -> object:
+    """Equal for adaptors that make the same input (programs are equal when their signatures are)."""
+    return (adaptor.signature, adaptor.positions) if isinstance(adaptor, Packed) else adaptor
 
 
 class _PackingBuilder(GraphBuilder):
@@ -132,12 +178,13 @@ def fuse_with_boundary(
     """Fuse ``gm`` in place; the new example inputs, and the wrapper that keeps the caller's signature."""
     made: list[BoundaryBuilder] = []
 
-    def builder(graph_module: GraphModule) -> BoundaryBuilder:
-        made.append(BoundaryBuilder(graph_module))
-        return made[0]
+    class Builder(BoundaryBuilder):
+        def __init__(self, gm: GraphModule) -> None:
+            super().__init__(gm)
+            made.append(self)
 
-    report = run(gm, config, builder)
-    if not made or not made[0].packings:
+    report = run(gm, config, Builder)
+    if not made or not made[0].made_outside:
         return report, list(inputs), lambda compiled: compiled
     report.bytes_added = made[0].bytes_packed
     adaptors = made[0].inputs()
@@ -148,7 +195,7 @@ def fuse_with_boundary(
 class _Adapted:
     """The compiled graph behind its boundary."""
 
-    def __init__(self, compiled: Callable[..., Any], adaptors: Sequence[Same | Packed]) -> None:
+    def __init__(self, compiled: Callable[..., Any], adaptors: Sequence[Adaptor]) -> None:
         self.compiled, self.adaptors = compiled, tuple(adaptors)
 
     def __call__(self, *args: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -35,13 +36,21 @@ def package(mode: str = "ge") -> Any:
     offline.activate()
     if mode == "npugraph_ex":
         try:
-            import_module("torch_npu")
+            _patch_once()
             import_module("npugraph_ex")
             return import_module("npugraph_ex.npu_fx_compiler")
         except ImportError:
             pass  # before it was split out, torchair itself had this mode
     import_module("torchair")
     return import_module("torchair.npu_fx_compiler")
+
+
+@cache
+def _patch_once() -> None:
+    """Let torchair patch torch's dispatch before npugraph_ex does: the same patch, and only the latter asks first."""
+    import_module("torchair")
+    module = import_module("torchair.npu_fx_compiler")
+    module._get_merged_decompositions(module.CompilerConfig(), {})
 
 
 def compiler_config(mode: str = "ge") -> Any:

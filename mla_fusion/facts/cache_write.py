@@ -7,7 +7,9 @@ graph (staging), so it needs no recognising.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -42,6 +44,24 @@ class WriteFact:
     result: Node
 
 
+def paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
+    """[BlockNum, BlockSize, 1, width] that the cache has, or that its memory can be viewed as; None if neither.
+
+    A cache of another rank is rows of its last axis: [.., BlockSize, width] keeps its blocks where the kernel
+    takes that BlockSize (16 to 1024, in steps of 16), other rows are cut into blocks of 128, 64, 32 or 16.
+    """
+    value = cache.meta["val"]
+    shape = value.shape
+    if len(shape) == 4 and same(shape[2], 1):
+        return shape[0], shape[1], 1, shape[3]
+    if len(shape) < 2 or not all(isinstance(size, int) for size in shape) or not value.is_contiguous():
+        return None
+    rows = math.prod(shape[:-1])
+    own = shape[-2] if len(shape) == 3 and shape[-2] % 16 == 0 and 16 <= shape[-2] <= 1024 else None
+    size = own or next((size for size in (128, 64, 32, 16) if rows % size == 0), None)
+    return (rows // size, size, 1, shape[-1]) if size else None
+
+
 def find(view: View, writer: Node, value: Node) -> WriteFact | str:
     """The write of ``value`` by ``writer``, or why it is not one the kernel can do."""
     name = op_name(writer)
@@ -51,15 +71,16 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | str:
     cache = _input_behind(base)
     if cache is None:
         return f"{base.name} is not a graph input seen as rows"
-    if len(cache.meta["val"].shape) != 4:
-        return f"{cache.name} has shape {list(cache.meta['val'].shape)}, not [BlockNum, BlockSize, 1, width]"
+    paged = paged_shape(cache)
+    if paged is None:
+        return f"{cache.name} of shape {list(cache.meta['val'].shape)} is not [BlockNum, BlockSize, 1, width]"
     indices = _INDEX_OF[name](writer)
     if indices is None:
         return f"{writer.name} does not place one row per index"
     for index in indices:
         if index.meta["val"].dtype not in (torch.int64, torch.int32):
             return f"index {index.name} is {index.meta['val'].dtype}, not an integer tensor"
-    slots = _slots(view, cache, base, indices)
+    slots = _slots(view, paged, base, indices)
     if isinstance(slots, str):
         return slots
     for node in slots.nodes:
@@ -128,8 +149,8 @@ def _drops_unit_axis(node: Node) -> bool:
     return same(source.meta["val"].shape[int(argument(node, "dim", 0))], 1)
 
 
-def _slots(view: View, cache: Node, base: Node, indices: list[Node]) -> Slots | str:
-    block_num, block_size = cache.meta["val"].shape[:2]
+def _slots(view: View, paged: tuple[Any, Any, int, object], base: Node, indices: list[Node]) -> Slots | str:
+    block_num, block_size = paged[:2]
     rows = base.meta["val"].shape
     if len(indices) == 1:
         if not same(rows[0], block_num * block_size):

@@ -42,6 +42,16 @@ class Builder(ABC):
     @abstractmethod
     def constant(self, tensor: torch.Tensor) -> Any: ...
 
+    #: does a wrapper stand around the graph, so that an input can be viewed before the call?
+    has_boundary = False
+
+    def cache(self, node: Node, shape: Sequence[Any]) -> Any:
+        """A cache in the kernel's shape."""
+        return self.reshape(self.value(node), shape)
+
+    def finish(self) -> None:
+        """All calls are in: last changes before dead code is dropped."""
+
     def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:
         """A weight made by ``recipe`` from ``leaves``: here, where it is used."""
         return recipe(self)

@@ -46,8 +46,9 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "rope_cos": like(*lead, rope),
     }
     if isinstance(plan.caches, InPlace):
-        arguments["kv_cache"] = plan.caches.kv_cache.meta["val"]
-        arguments["kr_cache"] = plan.caches.kr_cache.meta["val"]
+        for name in ("kv_cache", "kr_cache"):
+            dtype = getattr(plan.caches, name).meta["val"].dtype
+            arguments[name] = like(*getattr(plan.caches, name.replace("cache", "shape")), dtype=dtype)
         arguments["cache_index"] = like(*lead, dtype=torch.int64)
     else:
         arguments["kv_cache"] = like(*lead, 1, len(k.columns))

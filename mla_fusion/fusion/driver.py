@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from time import perf_counter
-from typing import Any
 
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
@@ -41,8 +40,8 @@ def explain(gm: GraphModule, config: Config | None = None) -> Report:
     return run(gm, config or Config(), None)
 
 
-def run(gm: GraphModule, config: Config, builder: Any) -> Report:
-    """One pass over ``gm``; ``builder`` makes the graph's changes, None for none."""
+def run(gm: GraphModule, config: Config, builder: type[GraphBuilder] | None) -> Report:
+    """One pass over ``gm``; ``builder`` is the kind that makes the graph's changes, None for none."""
     _check_graph(gm)
     report = Report(config, committed=builder is not None, nodes_before=len(gm.graph.nodes))
     started = perf_counter()
@@ -77,20 +76,21 @@ class _Pass:
         self.gm, self.config, self.report = gm, config, report
         self._verified: dict[object, str] = {}
 
-    def run(self, builder_of: Any) -> None:
+    def run(self, builder_of: type[GraphBuilder] | None) -> None:
         clock = _Clock(self.report.timings)
         view = View(self.gm)
         clock.stop("view")
         finder = Finder(view)
         found = finder.find()
         clock.stop("match")
+        boundary = builder_of is not None and builder_of.has_boundary
         ready: list[tuple[Plan, Fusion]] = []
         for item in found:
             try:
                 if isinstance(item, NearMiss):
                     raise item.reason
                 self._skip(item)
-                plan = Planner(view, self.config, item).plan()
+                plan = Planner(view, self.config, item, boundary).plan()
                 contract.ask(plan, self.config)
                 rewrite.prove(plan)
                 clock.stop("plan")
@@ -100,13 +100,15 @@ class _Pass:
             except Refuse as reason:
                 self.report.rejected.append(self._rejection(item, reason))
                 clock.stop("plan")
-        if builder_of is not None and ready:
+        if ready and builder_of is not None:
             self._commit(builder_of, ready, clock)
         self.report.fused = [fusion for _, fusion in ready]
 
-    def _commit(self, builder_of: Any, ready: list[tuple[Plan, Fusion]], clock: _Clock) -> None:
+    def _commit(self, builder_of: type[GraphBuilder], ready: list[tuple[Plan, Fusion]], clock: _Clock) -> None:
         self.report.operators["before"] = count_operators(self.gm)
-        rewrite.commit_all(builder_of(self.gm), [plan for plan, _ in ready])
+        builder = builder_of(self.gm)
+        rewrite.commit_all(builder, [plan for plan, _ in ready])
+        builder.finish()
         self.gm.graph.eliminate_dead_code()
         self.gm.graph.lint()
         self.gm.recompile()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Node
 
@@ -16,13 +17,17 @@ from mla_fusion.fusion.outputs import Replacement
 class InPlace:
     """The kernel writes the model's own caches.
 
-    kv_cache, kr_cache   nodes handed to the kernel, [BlockNum, BlockSize, 1, width]
+    kv_cache, kr_cache   inputs of the graph that hold the caches
+    kv_shape, kr_shape   [BlockNum, BlockSize, 1, width] of each; where an input has another shape, the
+                         compiled callable views it so before the call
     mode                 "PA_BSND" or "PA_NZ"
     copies               caches that need a ``copy_`` of their own (the model's operator wrote them unseen)
     """
 
     kv_cache: Node
     kr_cache: Node
+    kv_shape: tuple[Any, ...]
+    kr_shape: tuple[Any, ...]
     slots: Slots
     mode: str
     copies: bool = False

@@ -23,8 +23,9 @@ _SLOTS_ASSUMED = "slots are non-negative and distinct (the kernel skips negative
 class Planner:
     """Plans one candidate. Raises ``Refuse`` where no exact plan exists."""
 
-    def __init__(self, view: View, config: Config, candidate: Candidate) -> None:
-        self.view, self.config, self.candidate = view, config, candidate
+    def __init__(self, view: View, config: Config, candidate: Candidate, boundary: bool = False) -> None:
+        """``boundary``: a wrapper stands around the graph and can view a cache in the kernel's shape."""
+        self.view, self.config, self.candidate, self.boundary = view, config, candidate, boundary
         q, k = candidate.query, candidate.key
         self.trees = {
             "query": ValueTree(view, q.absorb.node, q.absorb.codes),
@@ -136,12 +137,14 @@ class Planner:
         reason = self._joint_reason(kv, kr)
         if reason:
             return Staged(reason), []
+        kv_shape, kr_shape = (cache_write.paged_shape(write.cache) for write in writes)
+        assert kv_shape is not None and kr_shape is not None
         found = [
             r
-            for name, write in (("kv_cache", kv), ("kr_cache", kr))
-            for r in whole_readers(write.result, name, write.cache.meta["val"].shape, same_shape)
+            for name, write, shape in (("kv_cache", kv, kv_shape), ("kr_cache", kr, kr_shape))
+            for r in whole_readers(write.result, name, shape, same_shape)
         ]
-        return InPlace(kv.cache, kr.cache, kv.slots, "PA_BSND"), found
+        return InPlace(kv.cache, kr.cache, kv_shape, kr_shape, kv.slots, "PA_BSND"), found
 
     def _single_write(self, name: str) -> WriteFact | str:
         """The one write that takes the new rows, whole and in token order."""
@@ -161,8 +164,13 @@ class Planner:
         """Why two writes are not the pair that the kernel does, or ""."""
         if kv.cache is kr.cache:
             return f"both writes go to {kv.cache.name}"
-        if not same_shape(kv.cache.meta["val"].shape[:3], kr.cache.meta["val"].shape[:3]):
+        shapes = [cache_write.paged_shape(write.cache) for write in (kv, kr)]
+        if not same_shape((shapes[0] or ())[:3], (shapes[1] or ())[:3]):
             return f"{kv.cache.name} and {kr.cache.name} differ in blocks"
+        for write, shape in zip((kv, kr), shapes, strict=True):
+            if not self.boundary and not same_shape(write.cache.meta["val"].shape, shape or ()):
+                found = list(write.cache.meta["val"].shape)
+                return f"{write.cache.name} has shape {found}, and no wrapper can view it as {list(shape or ())}"
         if not self._same_slots(kv.slots, kr.slots):
             return f"{kv.cache.name} and {kr.cache.name} are written at different slots"
         for write in (kv, kr):
@@ -202,8 +210,9 @@ class Planner:
             others = [user for user in live_users(cache) if user is not operator.node and op_name(user) != "aten::copy_"]
             if others:
                 raise Refuse("cache.view_of_input", f"{others[0].name} also reads {cache.name}", (others[0], cache))
-        slots = Slots(operator.index)
-        return InPlace(operator.kv_cache, operator.kr_cache, slots, operator.cache_mode, operator.hidden_write), found
+        kv_shape, kr_shape = (tuple(cache.meta["val"].shape) for cache in (operator.kv_cache, operator.kr_cache))
+        slots, mode, hidden = Slots(operator.index), operator.cache_mode, operator.hidden_write
+        return InPlace(operator.kv_cache, operator.kr_cache, kv_shape, kr_shape, slots, mode, hidden), found
 
     # -- what must be dead afterwards
 

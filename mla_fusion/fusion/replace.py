@@ -47,7 +47,8 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
     x = b.value(plan.token_x)
     lead = plan.token_x.meta["val"].shape[:-1]
     if isinstance(plan.caches, InPlace):
-        kv_cache, kr_cache = b.value(plan.caches.kv_cache), b.value(plan.caches.kr_cache)
+        kv_cache = b.cache(plan.caches.kv_cache, plan.caches.kv_shape)
+        kr_cache = b.cache(plan.caches.kr_cache, plan.caches.kr_shape)
         index = {"cache_index": _slots(b, plan, lead)}
     else:
         kv_cache, kr_cache = (_buffer(b, x, lead, width) for width in (len(k.columns), k.rope_dim))
@@ -270,7 +271,7 @@ def _run(b: Builder, run: TableRun) -> Any:
 def _slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
     assert isinstance(plan.caches, InPlace)
     slots: Slots = plan.caches.slots
-    block_size = plan.caches.kv_cache.meta["val"].shape[1]
+    block_size = plan.caches.kv_shape[1]
 
     def build(b: Builder) -> Any:
         if slots.index is not None:

@@ -106,7 +106,7 @@ def _repeat(pool: torch.Tensor, shape: Iterable[int], offset: int) -> torch.Tens
 
 
 def _draw_slots(view: View, caches: InPlace, generator: torch.Generator) -> dict[Node, torch.Tensor]:
-    blocks, size = view.binding.shape(caches.kv_cache.meta["val"].shape[:2])
+    blocks, size = view.binding.shape(caches.kv_shape[:2])
     slots = caches.slots
     node = slots.index if slots.index is not None else slots.block
     assert node is not None

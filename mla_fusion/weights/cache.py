@@ -10,10 +10,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from threading import Lock
-from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.fx.node import map_arg
 
 _Stamp = tuple[int, ...]
 
@@ -60,6 +60,18 @@ def bytes_held() -> int:
 
 
 def describe(program: GraphModule) -> str:
-    """Text that is equal for equal packing programs."""
-    constants: list[Any] = [(name, tensor.tolist()) for name, tensor in program.named_buffers()]
-    return f"{program.code}{constants}"
+    """Text that is equal for equal packing programs, whatever their nodes are called."""
+    number = {node: f"%{place}" for place, node in enumerate(program.graph.nodes)}
+    lines = []
+    for node in program.graph.nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda used: Named(number[used]))
+        held = getattr(program, node.target).tolist() if node.op == "get_attr" else ""
+        target = "" if node.op in ("placeholder", "get_attr") else node.target
+        lines.append(f"{number[node]} = {node.op} {target} {args} {kwargs} {held}")
+    return "\n".join(lines)
+
+
+class Named(str):
+    """Prints as the bare name inside a tuple."""
+
+    __repr__ = str.__str__

@@ -314,3 +314,13 @@ def dense_args(batch: int = 2, length: int = 3) -> tuple[Tensor, ...]:
 def layers_args(tokens: int = 8, count: int = 3) -> tuple[Tensor, ...]:
     x, cos, sin, _, _, slots = paged_args(tokens)
     return (x, cos, sin, slots, *(cache for _ in range(count) for cache in paged_caches()))
+
+
+class FlatCaches(PagedRotateHalf):
+    """Caches of another shape, written by flat slots: [BlockNum, BlockSize, width] or [rows, width]."""
+
+
+def flat_cache_args(rank: int, tokens: int = 8) -> tuple[Tensor, ...]:
+    x, cos, sin, kv_cache, kr_cache, slots = paged_args(tokens)
+    lead = (BLOCKS, BLOCK_SIZE) if rank == 3 else (BLOCKS * BLOCK_SIZE,)
+    return x, cos, sin, kv_cache.view(*lead, HCKV), kr_cache.view(*lead, DR), slots

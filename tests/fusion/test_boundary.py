@@ -1,0 +1,111 @@
+"""The boundary: weights packed once, caches viewed, the caller's tensors written."""
+
+from __future__ import annotations
+
+import gc
+
+import mla_fusion as mf
+import pytest
+import torch
+from mla_fusion.weights import cache
+
+from . import spellings as s
+from .harness import assert_as_exact, clones, compiled, fuse_only
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_cache_of_another_shape_is_viewed(rank: int) -> None:
+    torch.manual_seed(0)
+    model, args = s.PagedRotateHalf(), s.flat_cache_args(rank)
+    given = clones(args)
+    fused = compiled(model, given, mf.backend())
+    assert mf.reports()[-1].fused[0].placement == "in place"
+    assert_as_exact(model, args, fused)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_viewed_cache_is_written_in_place_by_npugraph_ex(rank: int) -> None:
+    lowered = mf.lower(s.PagedRotateHalf(), *s.flat_cache_args(rank), mode="npugraph_ex")
+    (call,) = [n for n in lowered.fx_after.graph.nodes if str(n.target) == "npu.npu_mla_prolog_v3.default"]
+    assert [node.op for node in call.args[9:11]] == ["placeholder", "placeholder"]
+    assert not any("copy_" in op or "clone" in op for op in lowered.fx_ops if "_to_copy" not in op)
+
+
+def test_without_a_boundary_such_a_cache_is_staged() -> None:
+    torch.manual_seed(0)
+    model, args = s.PagedRotateHalf(), s.flat_cache_args(3)
+    fused = compiled(model, clones(args), fuse_only())
+    assert "no wrapper can view it" in mf.reports()[-1].fused[0].placement
+    assert_as_exact(model, args, fused)
+
+
+def test_weights_are_packed_once_per_version() -> None:
+    torch.manual_seed(0)
+    model, args = s.Neox(), s.paged_args()
+    torch._dynamo.reset()
+    gc.collect()
+    held = cache.bytes_held()
+    run = torch.compile(model, backend="mla_fusion", fullgraph=True)
+    with torch.no_grad():
+        first = run(*clones(args))
+        packed = cache.bytes_held() - held
+        assert packed == mf.reports()[-1].bytes_added
+        run(*clones(args))
+        assert cache.bytes_held() - held == packed
+        model.kv_a_proj_with_mqa.weight.mul_(2.0)  # as a LoRA merge does
+        model.q_b_proj.weight.mul_(2.0)
+        changed = run(*clones(args))
+        assert not torch.equal(first, changed)
+    assert_as_exact(model, args, [changed, *args[:3], *compiled(model, clones(args), mf.backend())[4:]])
+
+
+def test_packed_weights_go_with_their_parameters() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    held = cache.bytes_held()
+    model = s.Neox()
+    compiled(model, clones(s.paged_args()), mf.backend())
+    assert cache.bytes_held() > held
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert cache.bytes_held() == held
+
+
+def test_layers_that_share_weights_share_the_packed_ones() -> None:
+    torch.manual_seed(0)
+    model = s.Layers(count=2)
+    model.layers[1] = model.layers[0]
+    compiled(model, clones(s.layers_args(count=2)), mf.backend())
+    shared = mf.reports()[-1].bytes_added
+    compiled(s.Layers(count=2), clones(s.layers_args(count=2)), mf.backend())
+    assert mf.reports()[-1].bytes_added == 2 * shared
+
+
+def test_hook_is_flat_and_keyed_by_its_options() -> None:
+    import dis
+    import io
+
+    def text(config: mf.Config | None = None) -> str:
+        out = io.StringIO()
+        dis.dis(mf.torchair_pass(config), file=out)
+        return out.getvalue()
+
+    assert text() == text(mf.Config())
+    assert text() != text(mf.Config(verify="off"))
+    assert mf.torchair_pass().__closure__ is None
+
+
+def test_hook_takes_a_graph_as_inductor_gives_it() -> None:
+    from mla_fusion.compile.device_graph import capture
+
+    gm, _ = capture(s.PagedRotateHalf(), *s.paged_args(), device="cpu")
+    mf.torchair_pass()(gm.graph)
+    assert any("npu_mla_prolog_v3_functional" in str(node.target) for node in gm.graph.nodes)
+
+
+def test_hook_in_torchair() -> None:
+    """The pass through torchair's own pre-pass hook: one kernel, weights packed in the graph."""
+    lowered = mf.lower(s.PagedRotateHalf(), *s.paged_args(), mode="npugraph_ex", hook=True)
+    assert lowered.fx_ops["npu.npu_mla_prolog_v3.default"] == 1
+    assert lowered.report is not None and len(lowered.report.fused) == 1
