@@ -1,9 +1,10 @@
 """FX to GE converters of the MLA prologue operators for TorchAir, registered only where it has none.
 
 ``register()`` may be called any number of times, before or after a compilation. It needs torchair, which
-needs CANN or ``mla_fusion.offline.activate()``; importing this package needs neither.
+needs CANN or ``mla_fusion.offline.activate()``; importing this package needs neither. ``register_unfused()``
+adds converters for the aten operators of unfused graphs that torchair refuses.
 """
 
-from mla_fusion.converters.registry import OPERATORS, provenance, register
+from mla_fusion.converters.registry import OPERATORS, UNFUSED, provenance, register, register_unfused
 
-__all__ = ["OPERATORS", "provenance", "register"]
+__all__ = ["OPERATORS", "UNFUSED", "provenance", "register", "register_unfused"]

@@ -7,13 +7,21 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from mla_fusion.converters import prolog_v1_v2, prolog_v3
+from mla_fusion.converters import format_cast, prolog_v1_v2, prolog_v3, unfused
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     "npu_mla_prolog": prolog_v1_v2.v1,
     "npu_mla_prolog_v2": prolog_v1_v2.v2,
     "npu_mla_prolog_v3": prolog_v3.v3,
     "npu_mla_prolog_v3_functional": prolog_v3.v3_functional,
+    "npu_format_cast": format_cast.format_cast,
+}
+
+# operators of unfused graphs, by overload: converters that are in use only where asked for
+UNFUSED: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.index_copy.default: unfused.index_copy,
+    torch.ops.aten.index_put.default: unfused.index_put,
+    torch.ops.aten.repeat_interleave.self_int: unfused.repeat_interleave,
 }
 
 
@@ -25,6 +33,21 @@ def register(force: bool = False) -> dict[str, str]:
         if overload is not None and (force or _registered(overload) is None):
             torchair.register_fx_node_ge_converter(overload)(converter)
     return provenance()
+
+
+def register_unfused() -> dict[str, str]:
+    """Let torchair convert unfused MLA graphs too: index_copy, index_put and repeat_interleave.
+
+    Not part of `register`: without them torchair refuses such a graph by name, which tells a user that a
+    prologue was not fused. A converter of torchair's own that does more than raise stays. Says whose converter
+    each operator has now, as `provenance` does.
+    """
+    torchair = import_module("torchair")
+    for overload, converter in UNFUSED.items():
+        registered = _registered(overload)
+        if registered is None or _only_raises(registered):
+            torchair.register_fx_node_ge_converter(overload)(converter)
+    return {str(overload): _owner(overload) for overload in UNFUSED}
 
 
 def provenance() -> dict[str, str]:
@@ -49,3 +72,9 @@ def _registered(overload: Any) -> Callable[..., Any] | None:
     import_module("torchair._ge_concrete_graph.ge_converter.custom")
     table = import_module("torchair._ge_concrete_graph.fx2ge_converter")._CONVERTERS
     return getattr(overload, "_ge_converter", None) or table.get(overload)
+
+
+def _only_raises(converter: Callable[..., Any]) -> bool:
+    """torchair declares a converter for most of ATen, and many do nothing but raise."""
+    code = getattr(converter, "__wrapped__", converter).__code__
+    return code.co_names in (("NotImplementedError",), ("RuntimeError",))
