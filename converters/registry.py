@@ -39,8 +39,8 @@ def register_unfused() -> dict[str, str]:
     """Let torchair convert unfused MLA graphs too: index_copy, index_put and repeat_interleave.
 
     Not part of `register`: without them torchair refuses such a graph by name, which tells a user that a
-    prologue was not fused. A converter of torchair's own that does more than raise stays. Says whose converter
-    each operator has now, as `provenance` does.
+    prologue was not fused. A converter of torchair's own that does more than raise stays. Says whose
+    converter each operator has now, as `provenance` does.
     """
     torchair = import_module("torchair")
     for overload, converter in UNFUSED.items():

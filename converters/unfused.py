@@ -18,7 +18,7 @@ _MAX_INDICES = 2
 
 
 def index_copy(self: Any, dim: int, index: Any, source: Any, meta_outputs: Any = None) -> Any:
-    """``index_copy(self, dim, index, source)``: ScatterNdUpdate along axis 0, ScatterElements along another."""
+    """``index_copy(self, dim, index, source)``: ScatterNdUpdate on axis 0, else ScatterElements."""
     ge = _ge()
     dim %= self.rank
     if dim == 0:
@@ -33,9 +33,9 @@ def index_put(
 ) -> Any:
     """``self[i] = values`` and ``self[i, j] = values``: ScatterNdUpdate over rows of stacked indices.
 
-    The indices are integer tensors of one shape over the leading axes; values broadcast. A negative index counts
-    from the end in torch and not in GE, so it is brought into range first. Raises NotImplementedError for
-    ``accumulate``, more than two indices, an index behind a full slice, boolean masks, and indices that
+    The indices are integer tensors of one shape over the leading axes; values broadcast. A negative index
+    counts from the end in torch and not in GE, so it is brought into range first. Raises NotImplementedError
+    for ``accumulate``, more than two indices, an index behind a full slice, boolean masks, and indices that
     broadcast against each other.
     """
     ge = _ge()
@@ -53,7 +53,7 @@ def index_put(
 def repeat_interleave(
     self: Any, repeats: Any, dim: int | None = None, *, output_size: Any = None, meta_outputs: Any = None
 ) -> Any:
-    """``repeat_interleave(self, repeats, dim)`` with one count for all: RepeatInterleave; no dim flattens first."""
+    """``repeat_interleave(self, repeats, dim)``, one count for all: RepeatInterleave; no dim flattens."""
     ge = _ge()
     if isinstance(repeats, int):
         repeats = ge.Const([repeats], dtype=ge.DataType.DT_INT64)

@@ -1,4 +1,4 @@
-"""The spellings of tests/fusion, loaded by path: pytest's importlib mode has no package to import them from."""
+"""The spellings of tests/fusion, loaded by path: under pytest's importlib mode tests are no package."""
 
 from __future__ import annotations
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import mla_fusion as mf
 import pytest
 import torch
+from torch import Tensor
+
+import mla_fusion as mf
 from mla_fusion import converters
 from mla_fusion.compile import torchair_bridge
 from mla_fusion.compile.lowering import LoweringError
-from torch import Tensor
 
 UNTOUCHED = mf.Config(enable=False)
 
