@@ -11,19 +11,22 @@ from torch.fx import Node
 from mla_fusion.facts.decode import Reading
 from mla_fusion.facts.projection import Projection
 from mla_fusion.graph.cone import Cone
+from mla_fusion.graph.kinds import is_cast, is_reshape, op_name
 
 
 @dataclass(frozen=True)
 class AbsorbFact:
     """``node[t, n, c] = sum_d q[t, columns[n][d]] * weight[n, d, c]``.
 
+    weight      the node that holds W_uk (the operand, or what was expanded into it)
     columns     [N][D] columns of the product below (W_uq_qr's output)
     factor      what q_nope is multiplied by on the way (LongCat's scale), 1.0 where nothing is
-    to_ndc      permutation of the weight operand after which a reshape gives [N, D, Hckv]
+    to_ndc      permutation of ``weight`` after which a reshape gives [N, D, Hckv]
     codes       of the node's shape: (token * N + n) * Hckv + c
     """
 
     projection: Projection
+    weight: Node
     columns: tuple[tuple[int, ...], ...]
     factor: float
     to_ndc: tuple[int, ...]
@@ -34,12 +37,14 @@ class AbsorbFact:
         return self.projection.node
 
     @property
-    def weight(self) -> Node:
-        return self.projection.weight
-
-    @property
     def heads(self) -> int:
         return len(self.columns)
+
+    @property
+    def latent_dim(self) -> int:
+        """Hckv, the columns of the product."""
+        label = self.projection.column_labels[0]
+        return int(self.projection.weight.meta["val"].shape[self.projection.weight_labels.index(label)])
 
     @property
     def nope_dim(self) -> int:
@@ -61,26 +66,58 @@ def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], project
     heads = math.prod(sizes[label] for label in batch)
     count = math.prod(sizes[label] for label in tokens)
     grid = reading.first.permute(order).reshape(heads, count, -1)  # [n, t, d] codes of q
-    if count != cone.tokens:
-        return None
     token, column = grid // cone.width, grid % cone.width
-    if not bool((token == torch.arange(count).reshape(1, -1, 1)).all()) or not bool((column == column[:, :1]).all()):
+    weight, weight_node = projection.weight_labels, projection.weight
+    broadcast = [label for label in weight if label not in (*batch, *summed, *columns)]  # axes of size 1
+    to_ndc = tuple(weight.index(label) for label in (*broadcast, *batch, *summed, *columns))
+    width = cone.view.binding.size(projection.weight.meta["val"].shape[weight.index(columns[0])])
+    if count != cone.tokens:
+        # The weight was expanded along sequences and merged with the heads: batch = sequence * N + n.
+        source = _before_expand(cone, projection, to_ndc, grid.shape[-1] * width)
+        if source is None or cone.tokens % count or heads % (cone.tokens // count):
+            return None
+        weight_node, repeats = source, cone.tokens // count
+        token, column = (x.reshape(repeats, heads // repeats, count, -1) for x in (token, column))
+        if not bool((column == column[:1]).all()):
+            return None
+        token = token.transpose(0, 1).reshape(heads // repeats, cone.tokens, -1)
+        column, heads = column[0], heads // repeats
+        to_ndc = tuple(range(len(source.meta["val"].shape)))
+    expected = torch.arange(cone.tokens).reshape(1, -1, 1)
+    if not bool((token == expected).all()) or not bool((column == column[:, :1]).all()):
         return None
     factor = uniform_factor(cone, probe, reading)
     if factor is None:
         return None
-    weight = projection.weight_labels
-    broadcast = [label for label in weight if label not in (*batch, *summed, *columns)]  # axes of size 1
-    to_ndc = tuple(weight.index(label) for label in (*broadcast, *batch, *summed, *columns))
-    weight_shape = projection.weight.meta["val"].shape
-    width = cone.view.binding.size(weight_shape[weight.index(columns[0])])
+    codes = torch.arange(cone.tokens * heads * width).reshape(cone.tokens, heads, width)
+    codes = codes.reshape(-1, count, heads, width).transpose(1, 2)  # [sequence, n, t, c]
     out = projection.product.out_labels
-    canonical = torch.arange(count * heads * width).reshape(
-        [sizes[label] for label in (*tokens, *batch)] + [width]
-    )
-    axes = (*tokens, *batch, *columns)
-    codes = canonical.permute([axes.index(label) for label in out])
-    return AbsorbFact(projection, tuple(map(tuple, column[:, 0].tolist())), factor, to_ndc, codes)
+    by_axis = codes.reshape([sizes[label] for label in batch] + [sizes[label] for label in tokens] + [width])
+    axes = (*batch, *tokens, *columns)
+    codes = by_axis.permute([axes.index(label) for label in out])
+    return AbsorbFact(projection, weight_node, tuple(map(tuple, column[:, 0].tolist())), factor, to_ndc, codes)
+
+
+def _before_expand(cone: Cone, projection: Projection, to_ndc: tuple[int, ...], head_size: int) -> Node | None:
+    """The weight before it was expanded along leading axes, [.., N, D, Hckv], or None."""
+    node, expands = projection.weight, 0
+    if to_ndc != tuple(range(len(to_ndc))):
+        return None
+    while is_reshape(node) or is_cast(node) or op_name(node) in ("aten::expand", "aten::expand_copy"):
+        source = node.args[0]
+        if not isinstance(source, Node):
+            return None
+        if op_name(node).startswith("aten::expand"):
+            before = cone.view.binding.shape(source.meta["val"].shape)
+            after = cone.view.binding.shape(node.meta["val"].shape)[-len(before) :]
+            changed = [axis for axis, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+            if any(math.prod(before[: axis + 1]) != 1 for axis in changed):
+                return None  # an axis inside the heads was repeated
+            expands += math.prod(after) != math.prod(before) or len(after) != len(node.meta["val"].shape)
+        node = source
+        if expands:
+            return node if math.prod(cone.view.binding.shape(node.meta["val"].shape)) % head_size == 0 else None
+    return None
 
 
 def uniform_factor(cone: Cone, probe: torch.Tensor, reading: Reading) -> float | None:

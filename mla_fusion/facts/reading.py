@@ -15,7 +15,7 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact, Table
 from mla_fusion.graph.cone import Cone
-from mla_fusion.graph.kinds import is_cast, is_view
+from mla_fusion.graph.kinds import is_cast, is_view, is_writer
 from mla_fusion.graph.view import View
 
 
@@ -64,11 +64,13 @@ class FactReader:
         decoder = Decoder(cone)
         degrees = decoder.degrees()
         rotated = _meets_a_table(cone)
+        rewritten = _after_own_write(cone)
 
         def wanted(node: Node) -> bool:
             if degrees[node] == 0:
                 return not is_view(node) and not is_cast(node)
-            return node in self._operands or (node in rotated and not is_view(node) and not is_cast(node))
+            plain = not is_view(node) and not is_cast(node)
+            return node in self._operands or node in rewritten or (node in rotated and plain)
 
         readings = decoder.read(degrees, wanted)
         return ConeFacts(
@@ -89,6 +91,15 @@ def _meets_a_table(cone: Cone) -> set[Node]:
         if any(arg in touched or (arg not in inside and tables) for arg in node.all_input_nodes):
             touched.add(node)
     return touched
+
+
+def _after_own_write(cone: Cone) -> set[Node]:
+    """Views of a value into which part of itself was written (``q[..., D:] = rope(q)``)."""
+    touched: set[Node] = set()
+    for node in cone.nodes:
+        if is_writer(node) or (is_view(node) and touched.intersection(node.all_input_nodes)):
+            touched.add(node)
+    return {node for node in touched if is_view(node)}
 
 
 def _relocate(known: ConeFacts, cone: Cone) -> ConeFacts:
@@ -113,5 +124,14 @@ def _relocate(known: ConeFacts, cone: Cone) -> ConeFacts:
         )
         for fact in known.norms
     ]
-    ropes = [replace(f, node=move[f.node], cos=table(f.cos), sin=table(f.sin)) for f in known.ropes]
+    ropes = [
+        replace(
+            fact,
+            node=move[fact.node],
+            cos=table(fact.cos),
+            sin=table(fact.sin),
+            twins=tuple((move[node], codes) for node, codes in fact.twins),
+        )
+        for fact in known.ropes
+    ]
     return ConeFacts(cone, known.probe, norms, ropes, {move[n]: r for n, r in known.readings.items()})

@@ -10,13 +10,14 @@ column, real or imaginary part, sign and factor each entry is, are all read off 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
 from mla_fusion.facts.decode import Decoder, Reading, small_scalars
 from mla_fusion.graph.cone import Cone
+from mla_fusion.graph.kinds import is_view
 
 _SAME_DIRECTION = 1e-10
 
@@ -50,6 +51,7 @@ class RopeFact:
     layout             of the output: "half" or "interleaved"
     cos, sin           full-width tables in the kernel's order, as runs of base columns
     codes              of the node's shape: (token * heads + head) * Dr + place
+    twins              nodes that hold the same values by way of a write into the product's own view
     """
 
     node: Node
@@ -61,6 +63,7 @@ class RopeFact:
     cos: Table
     sin: Table
     codes: torch.Tensor
+    twins: tuple[tuple[Node, torch.Tensor], ...] = ()
 
     @property
     def input_layout(self) -> str:
@@ -80,12 +83,21 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[Ro
             continue
         heads, width = shape
         columns = frozenset((reading.first % cone.width).reshape(-1).tolist())
-        if columns in found:
+        known = found.get(columns)
+        if known is not None and not is_view(node):
             continue
         fact = _check(cone, decoder, node, reading, heads, width)
-        if fact is not None:
+        if fact is None:
+            continue
+        if known is None:
             found[columns] = fact
+        elif _values(fact) == _values(known):
+            found[columns] = replace(known, twins=(*known.twins, (fact.node, fact.codes)))
     return list(found.values())
+
+
+def _values(fact: RopeFact) -> tuple[object, ...]:
+    return fact.heads, fact.first, fact.second, fact.layout, fact.cos, fact.sin
 
 
 def _rotation_shape(cone: Cone, reading: Reading) -> tuple[int, int] | None:

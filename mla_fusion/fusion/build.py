@@ -40,7 +40,8 @@ class Builder(ABC):
         """A shape of the original graph (ints and SymInts) as arguments."""
 
     @abstractmethod
-    def constant(self, tensor: torch.Tensor) -> Any: ...
+    def constant(self, tensor: torch.Tensor, like: Any) -> Any:
+        """``tensor`` on the device of ``like``."""
 
     #: does a wrapper stand around the graph, so that an input can be viewed before the call?
     has_boundary = False
@@ -98,7 +99,7 @@ class TensorBuilder(Builder):
     def reshape(self, value: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
         return value.reshape(self.sizes(shape))
 
-    def constant(self, tensor: torch.Tensor) -> torch.Tensor:
+    def constant(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return tensor
 
 
@@ -124,10 +125,11 @@ class GraphBuilder(Builder):
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         graph = self.gm.graph
         assert self._point is not None
+        value = self._propagate(op, args, kwargs)  # first, so that a failure leaves no node behind
         with graph.inserting_before(self._point):
             node = graph.call_function(op, args, kwargs)
         node.meta.update(self._meta)
-        node.meta["val"] = self._propagate(op, args, kwargs)
+        node.meta["val"] = value
         self.made.append(node)
         return node
 
@@ -165,14 +167,15 @@ class GraphBuilder(Builder):
         assert self._point is not None
         return node < self._point
 
-    def constant(self, tensor: torch.Tensor) -> Node:
+    def constant(self, tensor: torch.Tensor, like: Node) -> Node:
         name = f"_mla_fusion_constant{sum(n.startswith('_mla_fusion_constant') for n, _ in self.gm.named_buffers())}"
         self.gm.register_buffer(name, tensor)
         with self.gm.graph.inserting_before(self._point):
             node = self.gm.graph.get_attr(name)
         node.meta["val"] = self._fake_mode.from_tensor(tensor) if self._fake_mode is not None else tensor
         self.made.append(node)
-        return node
+        device = like.meta["val"].device
+        return node if device.type == "cpu" else self.call(aten._to_copy.default, node, device=device)
 
     def withdraw(self) -> None:
         """Take back every node made so far (nothing of the original graph may read them any more)."""

@@ -38,7 +38,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "token_x": x,
         "weight_dq": like(x.shape[-1], len(q.norm.columns)),
         "weight_uq_qr": like(len(q.norm.columns), heads * (nope + rope)),
-        "weight_uk": like(heads, nope, _width(plan)),
+        "weight_uk": like(heads, nope, q.absorb.latent_dim),
         "weight_dkv_kr": like(x.shape[-1], len(k.columns) + k.rope_dim),
         "rmsnorm_gamma_cq": like(len(q.norm.columns)),
         "rmsnorm_gamma_ckv": like(len(k.columns)),
@@ -54,12 +54,6 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         arguments["kv_cache"] = like(*lead, 1, len(k.columns))
         arguments["kr_cache"] = like(*lead, 1, k.rope_dim)
     return arguments
-
-
-def _width(plan: Plan) -> Any:
-    absorb = plan.candidate.query.absorb
-    label = absorb.projection.column_labels[0]
-    return absorb.weight.meta["val"].shape[absorb.projection.weight_labels.index(label)]
 
 
 def _culprits(plan: Plan, argument: str) -> tuple[Node, ...]:

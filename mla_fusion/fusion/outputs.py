@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fusion.rejection import Refuse
-from mla_fusion.graph.kinds import has_effect, is_cast, is_reshape, is_view
+from mla_fusion.graph.kinds import has_effect, is_cast, is_reshape, is_view, is_writer
 from mla_fusion.graph.program import Program
 from mla_fusion.graph.sizes import is_symbolic
 from mla_fusion.graph.view import View
@@ -41,19 +41,30 @@ def live_users(node: Node) -> list[Node]:
 class ValueTree:
     """The views and casts of one value, with the code of every element they hold."""
 
-    def __init__(self, view: View, root: Node, codes: torch.Tensor) -> None:
-        self.root = root
+    def __init__(
+        self, view: View, root: Node, codes: torch.Tensor, twins: Sequence[tuple[Node, torch.Tensor]] = ()
+    ) -> None:
+        """``twins``: other nodes that hold the value, with their codes."""
+        self.roots = [root]
         self.parent: dict[Node, Node] = {}
+        self.codes: dict[Node, object] = {}
+        self._grow(view, root, codes)
+        for node, of_node in twins:
+            if node not in self.codes:
+                self.roots.append(node)
+                self._grow(view, node, of_node)
+        self.nodes = list(self.codes)
+
+    def _grow(self, view: View, root: Node, codes: torch.Tensor) -> None:
         order = [root]
         for node in order:
             for user in node.users:
                 if (is_view(user) or is_cast(user)) and user.args[0] is node and user not in self.parent:
                     self.parent[user] = node
                     order.append(user)
-        self.nodes = order
         program = Program([root], order[1:], view.binding)
         values = program.run([codes])
-        self.codes = {node: values[program.slot(node)] for node in order}
+        self.codes |= {node: values[program.slot(node)] for node in order}
 
     def readers(self, ignored: Collection[Node] = ()) -> dict[Node, list[Node]]:
         """Nodes of the tree that something outside reads, with who reads them."""
@@ -61,9 +72,14 @@ class ValueTree:
         found = {}
         for node in self.nodes:
             users = [user for user in live_users(node) if user not in inside and user not in skip]
+            users = [user for user in users if not self._feeds_a_twin(user)]
             if users:
                 found[node] = users
         return found
+
+    def _feeds_a_twin(self, user: Node) -> bool:
+        """The write through which a twin came to be; it is dead once the twins are replaced."""
+        return len(self.roots) > 1 and is_writer(user)
 
     def replacements(self, output: str, shape: tuple[int, ...], ignored: Collection[Node] = ()) -> list[Replacement]:
         """How to make every node that is read outside from ``output`` of the given shape.
@@ -80,7 +96,7 @@ class ValueTree:
             order = _arrange(kernel, codes) if isinstance(codes, torch.Tensor) else None
             if order is not None:
                 made[node] = Replacement(node, output, None if order == () else order)
-            elif node is self.root:
+            elif node in self.roots:
                 raise Refuse("reader.latent", f"{node.name} is no arrangement of {output}", (node,))
             else:
                 wanted.append(self.parent[node])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch.fx import Node
 
@@ -29,12 +32,12 @@ class Planner:
         q, k = candidate.query, candidate.key
         self.trees = {
             "query": ValueTree(view, q.absorb.node, q.absorb.codes),
-            "query_rope": ValueTree(view, q.rope.node, q.rope.codes),
+            "query_rope": ValueTree(view, q.rope.node, q.rope.codes, q.rope.twins),
             "query_norm": ValueTree(view, q.norm.node, _row_codes(view, q.norm.node)),
         }
         if k.norm is not None and k.rope is not None:
             self.trees["c_kv"] = ValueTree(view, k.norm.node, _row_codes(view, k.norm.node))
-            self.trees["k_pe"] = ValueTree(view, k.rope.node, k.rope.codes)
+            self.trees["k_pe"] = ValueTree(view, k.rope.node, k.rope.codes, k.rope.twins)
 
     def plan(self) -> Plan:
         verdict.judge(self.view, self.candidate)
@@ -76,7 +79,7 @@ class Planner:
                 detail = f"{run.base.name} has shape {list(run.base.meta['val'].shape)} for tokens {list(lead)}"
                 raise Refuse("rope.table_shape", detail, (run.base,))
         shapes = {
-            "query": (*lead, q.absorb.heads, self.view.binding.size(self._latent_width())),
+            "query": (*lead, q.absorb.heads, q.absorb.latent_dim),
             "query_rope": (*lead, q.rope.heads, q.rope.rope_dim),
             "query_norm": (*lead, len(q.norm.columns)),
             "c_kv": (*lead, len(k.columns)),
@@ -93,6 +96,8 @@ class Planner:
             if self.config.staging == "never":
                 raise Refuse("cache.staging_forbidden", caches.reason, self.candidate.nodes[-2:])
             of_caches = [r for name in ("c_kv", "k_pe") for r in self.trees[name].replacements(name, shapes[name])]
+        if isinstance(caches, InPlace):
+            caches = replace(caches, slots=_shaped(caches.slots, token_x.meta["val"].shape[:-1]))
         slots_given = isinstance(caches, InPlace) and k.operator is None
         ratio = same_table(self.view, q.rope.cos, k.cos)
         assert ratio is not None  # judged
@@ -111,11 +116,6 @@ class Planner:
             frozenset({"query_rope", "k_pe"}) if interleaved else frozenset(),
             (_SLOTS_ASSUMED,) if slots_given else (),
         )
-
-    def _latent_width(self) -> object:
-        absorb = self.candidate.query.absorb
-        label = absorb.projection.column_labels[0]
-        return absorb.weight.meta["val"].shape[absorb.projection.weight_labels.index(label)]
 
     # -- caches
 
@@ -238,6 +238,15 @@ class Planner:
                         detail = f"{user.name} reads {path.name}, made from {product.name}"
                         raise Refuse("reader.latent", detail, (product, path, user))
                     stack.append(user)
+
+
+def _shaped(slots: Slots, lead: Sequence[object]) -> Slots:
+    """The slots as what they reshape, where that already has the wanted shape (saves a reshape)."""
+    node = slots.index
+    while node is not None and not same_shape(node.meta["val"].shape, lead):
+        source = node.args[0] if is_reshape(node) else None
+        node = source if isinstance(source, Node) else None
+    return slots if node is None else Slots(node)
 
 
 def _row_codes(view: View, node: Node) -> torch.Tensor:

@@ -19,8 +19,6 @@ from mla_fusion.facts.rope import Table, TableRun
 from mla_fusion.fusion.build import Builder
 from mla_fusion.fusion.outputs import Replacement
 from mla_fusion.fusion.plan import InPlace, Plan
-from mla_fusion.graph.kinds import is_reshape
-from mla_fusion.graph.sizes import same_shape
 from mla_fusion.weights.columns import describe
 
 aten = torch.ops.aten
@@ -141,17 +139,18 @@ def _take(b: Builder, matrix: Any, columns: tuple[int, ...], groups: int = 1) ->
     rows, width = b.shape(matrix)
     if columns == tuple(range(width)):
         return matrix
-    block = describe(columns, groups)
-    if block is None or (block.groups > 1 and block.groups * block.stride != width):
-        return b.call(aten.index_select.default, matrix, 1, b.constant(torch.tensor(columns)))
+    block = describe(columns, 1) or describe(columns, groups)
+    if block is None or block.groups * block.stride > width:
+        return b.call(aten.index_select.default, matrix, 1, b.constant(torch.tensor(columns), matrix))
+    span = block.groups * block.stride if block.groups > 1 else block.width
+    start = min(block.offset, width - span)
+    if span != width:
+        matrix = b.call(aten.slice.Tensor, matrix, 1, start, start + span)
     if block.groups > 1:
         matrix = b.reshape(matrix, (rows, block.groups, block.stride))
-        start, size = block.offset, block.stride
-    else:
-        start, size = block.offset, width
-    axis = 2 if block.groups > 1 else 1
-    if (start, block.width) != (0, size):
-        matrix = b.call(aten.slice.Tensor, matrix, axis, start, start + block.width)
+        inner = block.offset - start
+        if block.width != block.stride:
+            matrix = b.call(aten.slice.Tensor, matrix, 2, inner, inner + block.width)
     if block.paired:
         lead = list(b.shape(matrix))[:-1]
         matrix = b.reshape(matrix, (*lead, 2, block.width // 2))
@@ -208,7 +207,7 @@ def _weight_uk(b: Builder, plan: Plan) -> Any:
     weight = b.value(absorb.weight)
     if absorb.to_ndc != tuple(range(len(absorb.to_ndc))):
         weight = b.call(aten.permute.default, weight, list(absorb.to_ndc))
-    weight = b.reshape(weight, (absorb.heads, absorb.nope_dim, b.shape(weight)[-1]))
+    weight = b.reshape(weight, (absorb.heads, absorb.nope_dim, absorb.latent_dim))
     return _dense(b, weight, nz=False)
 
 
@@ -275,7 +274,7 @@ def _slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
 
     def build(b: Builder) -> Any:
         if slots.index is not None:
-            value = _shaped(b, slots.index, lead)
+            value = b.value(slots.index)
         else:
             assert slots.block is not None and slots.offset is not None
             value = b.call(aten.mul.Tensor, b.value(slots.block), b.sizes([block_size])[0])
@@ -283,14 +282,6 @@ def _slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
         return b.cast(b.reshape(value, lead), torch.int64)
 
     return b.once(("slots", slots, tuple(map(str, lead))), build)
-
-
-def _shaped(b: Builder, node: Node, lead: Sequence[Any]) -> Any:
-    """The node, or what it reshapes where that already has the wanted shape (saves a reshape per layer)."""
-    inner = node
-    while not same_shape(inner.meta["val"].shape, lead) and is_reshape(inner) and isinstance(inner.args[0], Node):
-        inner = inner.args[0]
-    return b.value(inner if same_shape(inner.meta["val"].shape, lead) else node)
 
 
 def _buffer(b: Builder, x: Any, lead: Sequence[Any], width: int) -> Any:
