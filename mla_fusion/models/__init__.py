@@ -1,0 +1,1 @@
+"""Drop-in adapters of public models to the form that the kernel computes."""

@@ -1,0 +1,143 @@
+"""Hugging Face's DeepSeek-V3 attention in the absorbed, paged form that serving stacks decode with.
+
+Hugging Face expands every cached latent back to keys and values of all heads. Decoding keeps the latent:
+``(q W_uk) . c_kv`` equals ``q . (W_uk c_kv)``, so W_uk moves to the query and W_uv to the output. The modules
+below hold Hugging Face's own layers, share their parameters, call their norms and rotary functions, and
+change only that. Tokens are rows, ``[T, hidden]``; each has a row of the block table and a length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Hugging Face's function that rotates query and key, called with heads on axis 1."""
+
+    rotate: Rotate
+
+    def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rotate(query, key, cos, sin)
+
+
+class AbsorbedAttention(nn.Module):
+    """``DeepseekV3Attention`` over latent caches ``[BlockNum, BlockSize, 1, 512]`` and ``[.., 1, 64]``.
+
+    Raises ValueError for an attention without a query LoRA, which has no such form.
+    """
+
+    def __init__(self, attention: nn.Module, rotate: Rotate) -> None:
+        super().__init__()
+        if attention.q_a_proj is None:
+            raise ValueError("this attention has no query LoRA (q_lora_rank is None)")
+        self.attention = attention
+        self.rotary = Rotary(rotate)
+
+    def prologue(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slot_mapping: Tensor,
+        kv_cache: Tensor,
+        kr_cache: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Write the new rows; returns query ``[T, N, 512]`` and query_rope ``[T, N, 64]``."""
+        hf = self.attention
+        widths = [hf.qk_nope_head_dim, hf.qk_rope_head_dim]
+        q = hf.q_b_proj(hf.q_a_layernorm(hf.q_a_proj(hidden)))
+        q_nope, q_pe = q.view(-1, hf.num_heads, hf.qk_head_dim).split(widths, dim=-1)
+        latent = hf.kv_a_proj_with_mqa(hidden)
+        c_kv, k_pe = latent.split([hf.kv_lora_rank, hf.qk_rope_head_dim], dim=-1)
+        c_kv = hf.kv_a_layernorm(c_kv)
+        query_rope, k_pe = self.rotary(q_pe, k_pe.unsqueeze(1), cos, sin)
+        w_uk, _ = self._up_projections()
+        query = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
+        kv_cache.view(-1, hf.kv_lora_rank)[slot_mapping] = c_kv
+        kr_cache.view(-1, hf.qk_rope_head_dim)[slot_mapping] = k_pe.squeeze(1)
+        return query, query_rope
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        kv_cache: Tensor,
+        kr_cache: Tensor,
+    ) -> Tensor:
+        """Attention of every token over the first ``seq_lens`` positions of its blocks."""
+        hf = self.attention
+        query, query_rope = self.prologue(hidden, cos, sin, slot_mapping, kv_cache, kr_cache)
+        tokens = block_tables.shape[0]
+        c_kv = kv_cache[block_tables].view(tokens, -1, hf.kv_lora_rank)
+        k_pe = kr_cache[block_tables].view(tokens, -1, hf.qk_rope_head_dim)
+        scores = torch.matmul(query, c_kv.transpose(1, 2)) + torch.matmul(query_rope, k_pe.transpose(1, 2))
+        absent = torch.arange(c_kv.shape[1], device=hidden.device) >= seq_lens.unsqueeze(1)
+        scores = (scores.float() * hf.scaling).masked_fill(absent.unsqueeze(1), float("-inf"))
+        context = torch.matmul(torch.softmax(scores, dim=-1).to(c_kv.dtype), c_kv)
+        _, w_uv = self._up_projections()
+        values = torch.bmm(context.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+        return hf.o_proj(values.reshape(tokens, -1))
+
+    def _up_projections(self) -> tuple[Tensor, Tensor]:
+        """W_uk ``[N, D, 512]`` and W_uv ``[N, Dv, 512]``, the two parts of ``kv_b_proj``."""
+        hf = self.attention
+        per_head = hf.kv_b_proj.weight.view(hf.num_heads, -1, hf.kv_lora_rank)
+        w_uk, w_uv = per_head.split([hf.qk_nope_head_dim, hf.v_head_dim], dim=1)
+        return w_uk, w_uv
+
+
+class AbsorbedLayer(nn.Module):
+    """``DeepseekV3DecoderLayer`` with its attention absorbed; norms and MLP are the layer's own."""
+
+    def __init__(self, layer: nn.Module, rotate: Rotate) -> None:
+        super().__init__()
+        self.input_layernorm = layer.input_layernorm
+        self.self_attn = AbsorbedAttention(layer.self_attn, rotate)
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.mlp = layer.mlp
+
+    def forward(self, hidden: Tensor, *where: Tensor) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), *where)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class AbsorbedDecoder(nn.Module):
+    """Layers that decode one token each of a batch of sequences, over one pair of caches a layer."""
+
+    def __init__(self, layers: Sequence[nn.Module], rotary_emb: nn.Module, rotate: Rotate) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(AbsorbedLayer(layer, rotate) for layer in layers)
+        self.rotary_emb = rotary_emb
+
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        kv_caches: Sequence[Tensor],
+        kr_caches: Sequence[Tensor],
+    ) -> Tensor:
+        """One decode step.
+
+        hidden        [T, hidden] of the new tokens
+        positions     [T] int64, their positions
+        slot_mapping  [T] int64, rows of the caches seen as ``[BlockNum * BlockSize, width]``
+        block_tables  [T, blocks] int64, seq_lens [T] int64 with the new token counted
+        """
+        cos, sin = (table.squeeze(0) for table in self.rotary_emb(hidden, positions.unsqueeze(0)))
+        for layer, kv_cache, kr_cache in zip(self.layers, kv_caches, kr_caches, strict=True):
+            hidden = layer(hidden, cos, sin, slot_mapping, block_tables, seq_lens, kv_cache, kr_cache)
+        return hidden
