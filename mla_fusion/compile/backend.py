@@ -49,19 +49,15 @@ def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Callabl
         _, _, wrap = fuse_with_boundary(graph, examples, config)
         return wrap(graph.forward)
 
-    return aot_module_simplified(  # type: ignore[no-any-return]
-        gm,
-        inputs,
-        fw_compiler=lambda graph, _: _declined(graph, config),
-        bw_compiler=lambda graph, _: graph.forward,
-        inference_compiler=infer,
-        keep_inference_input_mutations=True,
-    )
+    compilers: dict[str, Any] = {
+        "fw_compiler": lambda graph, _: _declined(graph, config),
+        "bw_compiler": lambda graph, _: graph.forward,
+        "inference_compiler": infer,
+    }
+    return aot_module_simplified(gm, inputs, **compilers, keep_inference_input_mutations=True)
 
 
-def _with_torchair(
-    gm: GraphModule, inputs: Sequence[Any], config: Config, compiler_config: Any
-) -> Callable[..., Any]:
+def _with_torchair(gm: GraphModule, inputs: Sequence[Any], config: Config, compiler_config: Any) -> Callable[..., Any]:
     from mla_fusion import converters
     from mla_fusion.compile import torchair_bridge
 
@@ -73,7 +69,7 @@ def _with_torchair(
         _, examples, wrap = fuse_with_boundary(graph, examples, config)
         return wrap(compile_further(graph, examples))
 
-    return torchair_bridge.backend("ge", chosen, infer)(gm, list(inputs))  # type: ignore[no-any-return]
+    return torchair_bridge.backend("ge", chosen, infer)(gm, list(inputs))
 
 
 def _declined(graph: GraphModule, config: Config) -> Callable[..., Any]:

@@ -53,7 +53,8 @@ class Viewed:
     shape: tuple[int, ...]
 
     def __call__(self, args: Sequence[Any]) -> torch.Tensor:
-        return args[self.position].view(self.shape)  # type: ignore[no-any-return]
+        cache: torch.Tensor = args[self.position]
+        return cache.view(self.shape)
 
 
 Adaptor = Same | Packed | Viewed
@@ -107,15 +108,14 @@ class BoundaryBuilder(GraphBuilder):
             for user in list(original.users):
                 if op_name(user) == "aten::copy_" and user.args[0] is original:
                     result = user.args[1]
-                    source = result.args[0] if is_reshape(result) else None
+                    source = result.args[0] if isinstance(result, Node) and is_reshape(result) else None
                     if isinstance(source, Node) and same_shape(source.meta["val"].shape, viewed.meta["val"].shape):
                         user.args = (viewed, source)
 
-    def _program(
-        self, recipe: Recipe, leaves: Sequence[Node]
-    ) -> tuple[GraphModule | None, tuple[int, ...], Node]:
+    def _program(self, recipe: Recipe, leaves: Sequence[Node]) -> tuple[GraphModule | None, tuple[int, ...], Node]:
         """The recipe as a graph over the caller's inputs; no graph where it is one of them as it is."""
-        graph, copies = Graph(), {}
+        graph = Graph()
+        copies: dict[Node, Node] = {}
         needed = dict.fromkeys(node for leaf in leaves for node in nodes_between((), leaf))
         inputs = [node for node in self._originals if node in needed]
         for node in [*inputs, *(node for node in needed if node.op != "placeholder")]:

@@ -42,12 +42,11 @@ def torchair_pass(config: Config | None = None) -> Callable[..., None]:
 
 @cache
 def _generate(config: Config) -> Callable[..., None]:
-    options = ", ".join(
-        f"{field.name}={_literal(field.name, getattr(config, field.name))}" for field in fields(config)
-    )
+    options = ", ".join(f"{field.name}={_literal(field.name, getattr(config, field.name))}" for field in fields(config))
     namespace: dict[str, Any] = {"__name__": __name__}
     exec(_SOURCE.format(version=mla_fusion.__version__, options=options), namespace)
-    return namespace["mla_fusion_pass"]  # type: ignore[no-any-return]
+    hook: Callable[..., None] = namespace["mla_fusion_pass"]
+    return hook
 
 
 def _literal(name: str, value: Any) -> str:
@@ -75,5 +74,7 @@ def apply(graph: GraphModule | Graph, version: str, **options: Any) -> None:
     if version != mla_fusion.__version__:
         raise RuntimeError(f"hook of mla_fusion {version} called with mla_fusion {mla_fusion.__version__}")
     gm = graph.owning_module if isinstance(graph, Graph) else graph
+    if gm is None:
+        raise ValueError("the graph belongs to no module")
     skip = tuple(_entry(text) for text in options.pop("skip", ()))
     mla_fusion.fuse(gm, Config(skip=skip, **options))

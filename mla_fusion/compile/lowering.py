@@ -169,9 +169,7 @@ def snapshot(gm: GraphModule) -> GraphModule:
 def fx_operators(gm: GraphModule) -> Counter[str]:
     """How often each call target occurs in a graph, by name."""
     return Counter(
-        str(node.target)
-        if hasattr(node.target, "_schema")
-        else getattr(node.target, "__name__", str(node.target))
+        str(node.target) if hasattr(node.target, "_schema") else getattr(node.target, "__name__", str(node.target))
         for node in gm.graph.nodes
         if node.op.startswith("call_")
     )

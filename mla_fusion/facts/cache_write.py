@@ -191,7 +191,13 @@ def _common_slot(view: View, block: Node, offset: Node, block_size: object) -> N
 def _may_be_negative(node: Node) -> bool:
     """Does the graph itself make negative slots? A plain input is taken at its word (see docs: assumptions)."""
     base = peel(node)
-    if op_name(base) in ("aten::where", "aten::masked_fill", "aten::full", "aten::full_like", "aten::scalar_tensor"):
+    if op_name(base) in (
+        "aten::where",
+        "aten::masked_fill",
+        "aten::full",
+        "aten::full_like",
+        "aten::scalar_tensor",
+    ):
         literals = [arg for n in (base, *base.all_input_nodes) for arg in n.args if isinstance(arg, (int, float))]
         return any(value < 0 for value in literals)
     return op_name(base) in ("aten::sub", "aten::neg", "aten::rsub", "aten::bitwise_not")

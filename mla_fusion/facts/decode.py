@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch.fx import Node
@@ -109,7 +110,9 @@ class Decoder:
     def read(self, degrees: dict[Node, int], wanted: Callable[[Node], bool]) -> dict[Node, Reading]:
         """Readings of the wanted nodes. A node whose elements read three or more elements has none."""
         linear = {n: _Part(self._value(n)) for n, degree in degrees.items() if degree == 1 and wanted(n)}
-        scaled = {n: torch.zeros(self._value(n).shape, dtype=torch.int64) for n, d in degrees.items() if d == 0 and wanted(n)}
+        scaled = {
+            n: torch.zeros(self._value(n).shape, dtype=torch.int64) for n, d in degrees.items() if d == 0 and wanted(n)
+        }
         highest = max(1, int(self.cone.codes.max()).bit_length())
         for bit in range(highest):
             mask = (self.cone.codes >> bit) & 1
@@ -121,7 +124,7 @@ class Decoder:
             for node in scaled:
                 value = values[self.cone.slot(node)]
                 if _is_real(value):
-                    scaled[node] |= (value != 0).long() << bit
+                    scaled[node] |= value.ne(0).long() << bit
         readings = {n: Reading(1, part.first, part.second, part.share, part.total) for n, part in linear.items()}
         readings |= {n: Reading(0, code, code, self._value(n), self._value(n)) for n, code in scaled.items()}
         return readings
@@ -137,5 +140,5 @@ def small_scalars(bases: list[torch.Tensor]) -> list[torch.Tensor]:
     return [1e-6 * (1 + b.abs()) if b.is_floating_point() and b.numel() == 1 else b for b in bases]
 
 
-def _is_real(value: object) -> bool:
+def _is_real(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -88,7 +88,13 @@ def _check(
             eps, scale = solved
             runtime = _runtime_eps(cone, decoder, eps)
             return NormFact(
-                node, tuple(columns.tolist()), base, _literal(cone, eps), runtime, scale, _low_precision(cone, node)
+                node,
+                tuple(columns.tolist()),
+                base,
+                _literal(cone, eps),
+                runtime,
+                scale,
+                _low_precision(cone, node),
             )
     return None
 

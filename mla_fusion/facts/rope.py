@@ -67,7 +67,7 @@ class RopeFact:
 
     @property
     def input_layout(self) -> str:
-        """"interleaved" or "half" where all pairs of a head are so laid out, else "other"."""
+        """ "interleaved" or "half" where all pairs of a head are so laid out, else "other"."""
         gaps = {s - f for fs, ss in zip(self.first, self.second, strict=True) for f, s in zip(fs, ss, strict=True)}
         if gaps == {1}:
             return "interleaved"
@@ -272,7 +272,12 @@ def _runs(entries: list[tuple[Node, str, int, float, str]]) -> Table:
     runs: list[TableRun] = []
     for base, field, column, factor, rows in entries:
         last = runs[-1] if runs else None
-        if last is not None and (last.base, last.field, last.factor, last.rows) == (base, field, factor, rows):
+        if last is not None and (last.base, last.field, last.factor, last.rows) == (
+            base,
+            field,
+            factor,
+            rows,
+        ):
             step = column - last.start if last.count == 1 else last.step
             if step > 0 and column == last.start + step * last.count:
                 runs[-1] = TableRun(base, field, last.start, step, last.count + 1, factor, rows)

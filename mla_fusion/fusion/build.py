@@ -50,7 +50,7 @@ class Builder(ABC):
         """A cache in the kernel's shape."""
         return self.reshape(self.value(node), shape)
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027  # nothing to do is a good default
         """All calls are in: last changes before dead code is dropped."""
 
     def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:

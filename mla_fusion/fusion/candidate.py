@@ -118,8 +118,8 @@ class Finder:
         if keys and queries:
             return Candidate(queries[0], keys[0])
         if queries:
-            nodes = (queries[0].norm.node, queries[0].absorb.node)
-            return NearMiss(Refuse("kv_latent.absent", f"x is {group[0].origin.name}"), nodes)
+            seen = (queries[0].norm.node, queries[0].absorb.node)
+            return NearMiss(Refuse("kv_latent.absent", f"x is {group[0].origin.name}"), seen)
         if keys and partial is not None:
             return partial
         if keys:

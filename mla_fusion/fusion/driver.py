@@ -66,8 +66,8 @@ def _check_graph(gm: object) -> None:
             if node.op == "placeholder" and not node.users:
                 continue
             raise ValueError(
-                f"node {node.name} carries no meta['val']; capture the graph with AOT autograd, torch.export or make_fx, "
-                "or run FakeTensorProp over it first"
+                f"node {node.name} carries no meta['val']; capture the graph with AOT autograd, torch.export "
+                "or make_fx, or run FakeTensorProp over it first"
             )
 
 

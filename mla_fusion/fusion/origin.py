@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
+from itertools import takewhile
 
 from torch.fx import Node
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
-_WRAPPING = re.compile(r"^L\['(self|fn|model)'\]\.?|^L__self___?|\['(?P<key>\w+)'\]")
 
 
 def layer(nodes: Iterable[Node]) -> str:
@@ -22,8 +21,8 @@ def layer(nodes: Iterable[Node]) -> str:
             paths.append(_plain(path).split("."))
     if not paths:
         return ""
-    shared = os.path.commonprefix(paths)
-    return ".".join(shared)
+    shared = takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+    return ".".join(names[0] for names in shared)
 
 
 def _plain(path: str) -> str:

@@ -58,7 +58,8 @@ class Planner:
     def _token_choices(self) -> list[Node]:
         """Forms of x that are rows of tokens, [T, He] or [B, S, He], innermost first, one of each rank."""
         down = self.candidate.query.down
-        node, found = down.activation, {}
+        node = down.activation
+        found: dict[int, Node] = {}
         if down.activation_labels[-1] != down.summed[0]:
             return []
         while True:
@@ -86,7 +87,9 @@ class Planner:
             "k_pe": (*lead, k.rope_dim),
         }
         ups = (q.up_nope.node, q.up_rope.node)
-        replacements = [r for name in ("query", "query_rope") for r in self.trees[name].replacements(name, shapes[name])]
+        replacements = [
+            r for name in ("query", "query_rope") for r in self.trees[name].replacements(name, shapes[name])
+        ]
         normed = self.trees["query_norm"].replacements("query_norm", shapes["query_norm"], ups)
         if normed and q.absorb.factor != 1.0:
             raise Refuse("reader.latent", f"{normed[0].node.name} reads c_q before it is scaled", (normed[0].node,))
@@ -156,7 +159,9 @@ class Planner:
         if len(users) != 1:
             return f"{value.name} is read by {', '.join(user.name for user in users)}"
         codes = tree.codes[value]
-        if not isinstance(codes, torch.Tensor) or not torch.equal(codes.reshape(-1).long(), torch.arange(codes.numel())):
+        if not isinstance(codes, torch.Tensor) or not torch.equal(
+            codes.reshape(-1).long(), torch.arange(codes.numel())
+        ):
             return f"{value.name} does not hold the rows in token order"
         return cache_write.find(self.view, users[0], value)
 
@@ -207,7 +212,9 @@ class Planner:
         for index, name, cache in ((kv, "kv_cache", operator.kv_cache), (kr, "kr_cache", operator.kr_cache)):
             if index in parts:
                 found += whole_readers(parts[index], name, cache.meta["val"].shape, same_shape)
-            others = [user for user in live_users(cache) if user is not operator.node and op_name(user) != "aten::copy_"]
+            others = [
+                user for user in live_users(cache) if user is not operator.node and op_name(user) != "aten::copy_"
+            ]
             if others:
                 raise Refuse("cache.view_of_input", f"{others[0].name} also reads {cache.name}", (others[0], cache))
         kv_shape, kr_shape = (tuple(cache.meta["val"].shape) for cache in (operator.kv_cache, operator.kr_cache))
@@ -225,7 +232,9 @@ class Planner:
         if key.operator is not None:
             stops.add(key.operator.node)
         if isinstance(plan.caches, InPlace) and key.operator is None:
-            stops |= {user for name in ("c_kv", "k_pe") for users in self.trees[name].readers().values() for user in users}
+            stops |= {
+                user for name in ("c_kv", "k_pe") for users in self.trees[name].readers().values() for user in users
+            }
         for product in region - cut:
             seen, stack = {product}, [product]
             while stack:

@@ -49,8 +49,14 @@ CODES: dict[str, tuple[str, str]] = {
         "The norm's epsilon is an input of the graph, so its value is unknown at compile time.",
         "Compile with dynamic=None and mark_dynamic, or set torch._dynamo.config.specialize_float = True.",
     ),
-    "linear.bias": ("A projection has a bias; the kernel adds none.", "Nothing: a biased projection stays unfused."),
-    "linear.scaled": ("A projection is an addmm with alpha or beta other than 1.", "Scale the weight instead."),
+    "linear.bias": (
+        "A projection has a bias; the kernel adds none.",
+        "Nothing: a biased projection stays unfused.",
+    ),
+    "linear.scaled": (
+        "A projection is an addmm with alpha or beta other than 1.",
+        "Scale the weight instead.",
+    ),
     "dtype.region": (
         "A value inside the prologue has a dtype other than bfloat16 or float32.",
         "Run the model in bfloat16.",
@@ -77,7 +83,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "cache.view_of_input": (
         "The cache handed to the fused cache operator is a view of a graph input; each step would copy the whole cache.",
-        "Compile through mla_fusion.backend(), which views the tensor before the graph, or pass the 4-D cache itself.",
+        "Compile through mla_fusion.backend(), which views the tensor outside, or pass the 4-D cache.",
     ),
     "contract": (
         "The operator's host check would refuse the call.",
@@ -95,7 +101,10 @@ CODES: dict[str, tuple[str, str]] = {
         "The region and its replacement gave different numbers on seeded inputs.",
         "This is a defect of the pass: please report the graph.",
     ),
-    "autograd": ("The graph records gradients; the kernel has no backward.", "Compile under torch.no_grad()."),
+    "autograd": (
+        "The graph records gradients; the kernel has no backward.",
+        "Compile under torch.no_grad().",
+    ),
     "skip": ("Config.skip asked to leave this prologue alone.", "Remove it from Config.skip."),
 }
 

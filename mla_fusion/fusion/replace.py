@@ -23,18 +23,35 @@ from mla_fusion.weights.columns import describe
 
 aten = torch.ops.aten
 FRACTAL_NZ = 29
-RESULTS = ("query", "query_rope", "dequant_scale_q_nope", "query_norm", "dequant_scale_q_norm", "kv_cache", "kr_cache")
+RESULTS = (
+    "query",
+    "query_rope",
+    "dequant_scale_q_nope",
+    "query_norm",
+    "dequant_scale_q_norm",
+    "kv_cache",
+    "kr_cache",
+)
 
 
 def inputs(plan: Plan) -> list[Node]:
     """Nodes of the graph that the replacement reads."""
     q, k = plan.candidate.query, plan.candidate.key
-    weights = [q.down.weight, q.up_nope.weight, q.up_rope.weight, q.absorb.weight, k.down.weight, k.down_rope.weight]
+    weights = [
+        q.down.weight,
+        q.up_nope.weight,
+        q.up_rope.weight,
+        q.absorb.weight,
+        k.down.weight,
+        k.down_rope.weight,
+    ]
     tables = [run.base for run in (*plan.cos, *plan.sin)]
     gammas = [node for node in (q.norm.gamma, k.gamma) if node is not None]
-    caches = [plan.caches.kv_cache, plan.caches.kr_cache, *plan.caches.slots.nodes] if isinstance(
-        plan.caches, InPlace
-    ) else []
+    caches = (
+        [plan.caches.kv_cache, plan.caches.kr_cache, *plan.caches.slots.nodes]
+        if isinstance(plan.caches, InPlace)
+        else []
+    )
     return list(dict.fromkeys([plan.token_x, *weights, *gammas, *tables, *caches]))
 
 
@@ -240,7 +257,9 @@ def _table(b: Builder, table: Table, lead: Sequence[Any]) -> Any:
 
 def _build_table(b: Builder, table: Table, lead: Sequence[Any]) -> Any:
     parts = {run: _run(b, run) for run in dict.fromkeys(table)}
-    value = next(iter(parts.values())) if len(table) == 1 else b.call(aten.cat.default, [parts[run] for run in table], -1)
+    value = (
+        next(iter(parts.values())) if len(table) == 1 else b.call(aten.cat.default, [parts[run] for run in table], -1)
+    )
     width = sum(run.count for run in table)
     rows = table[0].rows
     if rows == "token":

@@ -75,7 +75,9 @@ class Report:
             checked = f"relative error {worst:.1e}" if worst is not None else item.verified
             lines.append(f"  + {item.layer or item.nodes[0]}: {item.cache_mode}, {item.placement}; {checked}")
         for rejection in self.rejected:
-            lines.append(f"  - {rejection.layer or ', '.join(rejection.nodes[:2])}: [{rejection.code}] {rejection.message}")
+            lines.append(
+                f"  - {rejection.layer or ', '.join(rejection.nodes[:2])}: [{rejection.code}] {rejection.message}"
+            )
             lines.append(f"      to fuse: {rejection.remedy}")
             if rejection.source:
                 lines.append(f"      at {rejection.source}")

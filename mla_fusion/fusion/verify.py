@@ -143,7 +143,9 @@ def _run_region(view: View, values: dict[Node, torch.Tensor], targets: list[Node
         stack.extend((arg, False) for arg in node.all_input_nodes)
     inputs = list(values)
     outside = [node for node in order if node.op == "placeholder"]
-    program = Program([*inputs, *outside], [n for n in order if n.op != "placeholder"], view.binding, aliases, exact=True)
+    program = Program(
+        [*inputs, *outside], [n for n in order if n.op != "placeholder"], view.binding, aliases, exact=True
+    )
     extra = [torch.zeros(view.binding.shape(node.meta["val"].shape), dtype=node.meta["val"].dtype) for node in outside]
     memory = program.run([*[values[node].clone() for node in inputs], *extra])
     found = {}

@@ -1,9 +1,9 @@
 """Every matrix product, however it is spelled, as one einsum: operands, labels, no operator names.
 
-    mm(a, b)                 ik,kj->ij
-    bmm(a, b)                bik,bkj->bij
-    linear(x, w)             ..k,jk->..j
-    npu_transpose_batchmatmul(x, w, perm_x1=[1,0,2], perm_y=[1,0,2])     tnd,ndc->tnc
+mm(a, b)                 ik,kj->ij
+bmm(a, b)                bik,bkj->bij
+linear(x, w)             ..k,jk->..j
+npu_transpose_batchmatmul(x, w, perm_x1=[1,0,2], perm_y=[1,0,2])     tnd,ndc->tnc
 """
 
 from __future__ import annotations

@@ -179,9 +179,11 @@ class Program:
                 return self._binding.number(meaning) if is_symbolic(meaning) else meaning
             raise Unprobeable(f"{value.op} outside the probed nodes")
         if isinstance(value, (tuple, list)):
-            return tuple(self._template(item) for item in value) if isinstance(value, tuple) else [
-                self._template(item) for item in value
-            ]
+            return (
+                tuple(self._template(item) for item in value)
+                if isinstance(value, tuple)
+                else [self._template(item) for item in value]
+            )
         if isinstance(value, torch.device):
             return torch.device("cpu")
         if isinstance(value, torch.dtype) and not self._exact:

@@ -32,10 +32,10 @@ _MANY = 4  # a value that mixes more products than this (a residual stream) coun
 
 # npu operators that are element-wise, norms or rotations, so that a walk may go through them.
 _NPU_TRANSPARENT = frozenset(
-    f"npu::{name}"
-    for name in (
-        "npu_rms_norm npu_add_rms_norm npu_interleave_rope npu_rotary_mul npu_dtype_cast _npu_dtype_cast npu_format_cast"
-    ).split()
+    """
+    npu::npu_rms_norm npu::npu_add_rms_norm npu::npu_interleave_rope npu::npu_rotary_mul npu::npu_dtype_cast
+    npu::_npu_dtype_cast npu::npu_format_cast
+    """.split()
 )
 
 
@@ -216,12 +216,14 @@ def peel_table(node: Node) -> Node:
             if _last(node) != _last(source):
                 return node
             node = source
-        elif op_name(node) in ("aten::expand", "aten::expand_copy") or is_widening(node):
-            node = source
-        elif op_name(node) in ("aten::slice", "aten::select", "aten::narrow") and _on_last_axis(node):
+        elif op_name(node) in ("aten::expand", "aten::expand_copy") or is_widening(node) or _picks_columns(node):
             node = source
         else:
             return node
+
+
+def _picks_columns(node: Node) -> bool:
+    return op_name(node) in ("aten::slice", "aten::select", "aten::narrow") and _on_last_axis(node)
 
 
 def is_widening(node: Node) -> bool:

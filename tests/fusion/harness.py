@@ -6,9 +6,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import mla_fusion as mf
 import torch
 from torch import Tensor, nn
+
+import mla_fusion as mf
 
 
 def clones(args: tuple[Tensor, ...], wide: bool = False) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import spellings as s
-from .spellings import D, DR, HCKV, HCQ, HE, HfNorm, Prologue, hf_interleave, linear, rotate_half
+from .spellings import DR, HCKV, HCQ, HE, D, HfNorm, Prologue, hf_interleave, linear, rotate_half
 
 
 class Base(Prologue):

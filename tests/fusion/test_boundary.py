@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 
-import mla_fusion as mf
 import pytest
 import torch
+
+import mla_fusion as mf
 from mla_fusion.weights import cache
 
 from . import spellings as s

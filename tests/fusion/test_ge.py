@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import mla_fusion as mf
 import pytest
 import torch
 from torch import Tensor, nn
+
+import mla_fusion as mf
 
 from . import spellings as s
 from .ge_graphs import same_wiring

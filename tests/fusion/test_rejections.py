@@ -6,13 +6,14 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import mla_fusion as mf
 import pytest
 import torch
+from torch.fx import GraphModule
+
+import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.fusion import verify
 from mla_fusion.fusion.rejection import CODES
-from torch.fx import GraphModule
 
 from . import near_misses
 from . import spellings as s
@@ -132,7 +133,9 @@ def test_verification_catches_a_wrong_replacement(monkeypatch: pytest.MonkeyPatc
     from mla_fusion.fusion import replace
 
     right = replace._table
-    monkeypatch.setattr(replace, "_table", lambda b, table, lead: b.call(torch.ops.aten.neg.default, right(b, table, lead)))
+    monkeypatch.setattr(
+        replace, "_table", lambda b, table, lead: b.call(torch.ops.aten.neg.default, right(b, table, lead))
+    )
     rejection = refused(graph_of(s.PagedRotateHalf(), *s.paged_args()))
     assert rejection.code == "verify.mismatch"
     assert str(verify.TOLERANCE) in rejection.message
@@ -166,7 +169,9 @@ def test_gradients_are_declined() -> None:
     assert [r.code for r in mf.reports()[-1].rejected] == ["autograd"]
 
 
-@pytest.mark.parametrize("entry", ["layers.1", lambda candidate: "layers.1" in str(candidate.nodes[0].meta["nn_module_stack"])])
+@pytest.mark.parametrize(
+    "entry", ["layers.1", lambda candidate: "layers.1" in str(candidate.nodes[0].meta["nn_module_stack"])]
+)
 def test_skip_by_layer_and_predicate(entry: Any) -> None:
     gm = graph_of(s.Layers(), *s.layers_args())
     report = mf.fuse(gm, mf.Config(skip=(entry,)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import mla_fusion as mf
 import pytest
 import torch
-from mla_fusion.compile.device_graph import capture
 from torch import nn
+
+import mla_fusion as mf
+from mla_fusion.compile.device_graph import capture
 
 from . import spellings as s
 from .harness import assert_as_exact, clones, compiled, eager, fuse_only

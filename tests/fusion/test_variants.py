@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import mla_fusion as mf
 import pytest
 import torch
+
+import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 
 from .harness import assert_as_exact, clones, compiled, fuse_only

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import near_misses
 from . import spellings as s
 from .near_misses import Base
-from .spellings import D, DR, HCKV, HCQ, HE, HfNorm, linear, rotate_half
+from .spellings import DR, HCKV, HCQ, HE, D, HfNorm, linear, rotate_half
 
 npu = torch.ops.npu
 
@@ -295,7 +295,9 @@ class InPlaceQuery(Base):
 class GatheredTables(Base):
     """Tables of all positions, indexed in the graph; slots serve as positions."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
         positions = slots % 8
         return super().forward(x, cos[positions], sin.index_select(0, positions), kv_cache, kr_cache, slots)
 
@@ -303,7 +305,9 @@ class GatheredTables(Base):
 class ComputedTables(Base):
     """Hugging Face: frequencies times positions, in float32."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
         inverse = 1.0 / (10000 ** (torch.arange(0, DR, 2, device=x.device, dtype=torch.float32) / DR))
         angles = (inverse[:, None] @ slots[None, :].float()).transpose(0, 1)
         both = torch.cat((angles, angles), -1)
@@ -313,7 +317,9 @@ class ComputedTables(Base):
 class ChunkedTables(Base):
     """SGLang: one table [cos | sin], chunked and repeated."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
         joined = torch.cat([cos[:, : DR // 2], sin[:, : DR // 2]], -1)[slots % 8]
         c, s_ = joined.chunk(2, -1)
         return super().forward(x, c.repeat(1, 2), s_.repeat(1, 2), kv_cache, kr_cache, slots)
@@ -352,7 +358,9 @@ def shared_table_args() -> tuple[Tensor, ...]:
 class StaticCache(s.PagedRotateHalf):
     """Hugging Face StaticCache: [B, 1, S_max, width], index_copy_ on axis 2."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, position: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, position: Tensor
+    ) -> Tensor:
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
         c, sn = cos.unsqueeze(2), sin.unsqueeze(2)
@@ -367,7 +375,14 @@ class StaticCache(s.PagedRotateHalf):
 
 def static_cache_args() -> tuple[Tensor, ...]:
     x, cos, sin, *_ = sequence_args()
-    return x, cos, sin, torch.randn(2, 1, 32, HCKV).bfloat16(), torch.randn(2, 1, 32, DR).bfloat16(), torch.arange(4, 7)
+    return (
+        x,
+        cos,
+        sin,
+        torch.randn(2, 1, 32, HCKV).bfloat16(),
+        torch.randn(2, 1, 32, DR).bfloat16(),
+        torch.arange(4, 7),
+    )
 
 
 def one_token_args() -> tuple[Tensor, ...]:
