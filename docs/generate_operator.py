@@ -1,0 +1,194 @@
+"""Write docs/operator.md from the specification in `mla_fusion.meta`.
+
+python docs/generate_operator.py           # write the page
+python docs/generate_operator.py --check   # exit 1 when the page is not what the specification says
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from mla_fusion.meta import contradictions, spec
+from mla_fusion.meta.limits import RELEASES, SOCS
+
+from mla_fusion import meta
+from mla_fusion.reference.sample import sample_call
+
+PAGE = Path(__file__).with_name("operator.md")
+V3 = "npu_mla_prolog_v3"
+OPERATORS = ("npu_mla_prolog", "npu_mla_prolog_v2", V3)
+AXES = ("He", "Hcq", "Hckv", "D", "Dr", "N", "Nkv", "B", "S", "T", "BlockSize")
+RESULTS = ("query", "query_rope", "dequant_scale_q_nope", "query_norm", "dequant_scale_q_norm")
+CALL_DIMS = dict(He=1024, Hcq=1536, N=8, D=128, Dr=64, Hckv=512, BlockNum=2, BlockSize=16, Nkv=1)
+
+INTRODUCTION = """\
+# The operator contract
+
+`npu_mla_prolog_v3` in every scenario, and its older versions. Generated from `mla_fusion.meta.spec`,
+`mla_fusion.meta.limits` and `mla_fusion.meta.contradictions` by `docs/generate_operator.py`; do not edit.
+
+T tokens (B*S), He hidden size, Hcq query rank, Hckv KV rank, N heads, D nope head dim, Dr rope head dim. *lead* is
+`T` or `B, S`, as token_x has it; *tokens* is T or B*S. `mla_fusion.meta.check` applies these tables to a call,
+`mla_fusion.meta.infer` gives its results, `mla_fusion.meta.explain_call` explains it.
+"""
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    sections = (
+        INTRODUCTION,
+        "## Scenarios\n",
+        "`weight_quant_mode` / `kv_cache_quant_mode`. Scales that a row does not name are forbidden.\n",
+        table(("wq/kv", "weights", "cache", "required", "optional", "modes that follow", "from"), scenarios()),
+        "## Tensors\n",
+        table(("tensor", "shape", *(f"wq {wq}" for wq in spec.WEIGHT_MODES)), tensors()),
+        "FRACTAL_NZ weights may also be given as 4-D storage `[n/C0, k/16, 16, C0]`, C0 = 32 bytes.\n",
+        table(("scale", "shape", "dtype", "in"), scales()),
+        "## Results\n",
+        "Shapes and dtypes with `query_norm_flag=True`, by `wq/kv`; the functional form adds both caches.\n",
+        table(("wq/kv", *RESULTS), results()),
+        "Without `query_norm_flag` query_norm and dequant_scale_q_norm are absent: `[0]`, or `[1]` before CANN 8.5.\n",
+        "## Cache modes\n",
+        table(("mode", "kv_cache", "cache_index, 2-D / 3-D token_x", "actual_seq_len", "kv modes"), cache_modes()),
+        "## Sizes, cache modes and scenarios by release\n",
+        *(text for op in OPERATORS for text in releases(op)),
+        "## Where the official pages contradict the operator\n",
+        table(("page", "says", "holds", "read from"), disagreements()),
+    )
+    return "\n".join(sections)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    escaped = ([cell.replace("|", "\\|") for cell in cells] for cells in lines)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in escaped) + "\n"
+
+
+def pairs() -> list[tuple[int, int]]:
+    """Every (weight_quant_mode, kv_cache_quant_mode) that exists on some SoC."""
+    return sorted({pair for soc in SOCS for pair in meta.limits(V3, soc, "latest").quant_modes})
+
+
+def scenarios() -> Iterator[list[str]]:
+    for wq, kv in pairs():
+        weights, cache = spec.WEIGHT_MODES[wq], spec.CACHE_QUANTS[kv]
+        required = {**weights.required, **cache.required}
+        if wq not in spec.CLIP_WEIGHT_MODES:
+            required.pop("k_nope_clip_alpha", None)
+        follows = f"query_quant_mode {cache.query_quant_mode}, repo modes {cache.repo_mode}"
+        yield [
+            f"{wq}/{kv}",
+            weights.title,
+            cache.title,
+            names(required),
+            names(weights.optional),
+            follows,
+            "; ".join(f"{soc} {since(soc, (wq, kv))}" for soc in ("A3", "A5") if since(soc, (wq, kv))),
+        ]
+
+
+def since(soc: str, pair: tuple[int, int]) -> str:
+    """The first release in which a SoC takes a scenario, or ""."""
+    return next((r for r in RELEASES if pair in meta.limits(V3, soc, r).quant_modes), "")
+
+
+def names(shapes: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in shapes) or "-"
+
+
+def axes(shape: str) -> str:
+    words = (word if word != "lead" else "*lead*" for word in shape.split())
+    return "[" + ", ".join("any" if word == "*" else word for word in words) + "]"
+
+
+def dtype_name(dtype: spec.Dtype, element: spec.Dtype) -> str:
+    if dtype == spec.ELEMENT:
+        dtype = element
+    if dtype == spec.ACTIVATION:
+        return "bfloat16"
+    name = str(dtype).removeprefix("torch.")
+    return "hif8 (uint8)" if name == "uint8" else name
+
+
+def tensors() -> Iterator[list[str]]:
+    for tensor in spec.INPUTS:
+        cells = []
+        for weights in spec.WEIGHT_MODES.values():
+            role = weights.dtypes.get(str(tensor.dtype), tensor.dtype)
+            cells.append(dtype_name(role, weights.element))
+        yield [f"`{tensor.name}`", axes(tensor.shape) + (" NZ" if tensor.nz else ""), *cells]
+
+
+def scales() -> Iterator[list[str]]:
+    shapes: dict[tuple[str, str, str], list[str]] = {}
+    for wq, weights in spec.WEIGHT_MODES.items():
+        for name, shape in {**weights.required, **weights.optional}.items():
+            dtype = str(weights.scale_dtype).removeprefix("torch.") if name in weights.required else "float32"
+            shapes.setdefault((name, shape, dtype), []).append(f"wq {wq}")
+    for kv, cache in spec.CACHE_QUANTS.items():
+        for name, shape in cache.required.items():
+            note = " with wq 1, 2" if name == "k_nope_clip_alpha" else ""
+            shapes.setdefault((name, shape, "float32"), []).append(f"kv {kv}{note}")
+    for (name, shape, dtype), where in shapes.items():
+        yield [f"`{name}`", axes(shape), dtype, ", ".join(where)]
+
+
+def results() -> Iterator[list[str]]:
+    for wq, kv in pairs():
+        call = sample_call(weight_quant_mode=wq, kv_cache_quant_mode=kv, dims=CALL_DIMS, lead=(3,))
+        inferred = meta.infer(V3, **call | {"query_norm_flag": True})
+        yield [f"{wq}/{kv}", *(f"{symbolic(shape)} {dtype_name(kind, kind)}" for shape, kind in inferred)]
+
+
+def symbolic(shape: Sequence[int]) -> str:
+    """The sizes of the sample call back as axes; they are distinct."""
+    known = {3: "T", 8: "N", 512: "Hckv", 64: "Dr", 1536: "Hcq", 48: "Hcq/32"}
+    return "[" + ", ".join(known.get(size, str(size)) for size in shape) + "]"
+
+
+def cache_modes() -> Iterator[list[str]]:
+    for name, mode in spec.CACHE_MODES.items():
+        index = [mode.index.get(rank, "refused") for rank in (2, 3)]
+        shown = " / ".join("absent" if i is None else i if i == "refused" else axes(i) for i in index)
+        kinds = [str(kv) for kv, cache in spec.CACHE_QUANTS.items() if name in cache.cache_modes]
+        lengths = "[B] int32 with a 2-D token_x" if mode.actual_seq_len else "absent"
+        yield [f"`{name}`", axes(f"{mode.cache} row"), shown, lengths, ", ".join(kinds)]
+
+
+def releases(op: str) -> Iterator[str]:
+    yield f"### {op}\n"
+    for soc, title in (("A3", "A2, A3"), ("A5", "A5")):
+        columns = [meta.limits(op, soc, release) for release in RELEASES]
+        if not any(column.quant_modes for column in columns):
+            yield f"{title}: not taken.\n"
+            continue
+        rows = [[axis, *(str(c.dims[axis]) if c.quant_modes else "-" for c in columns)] for axis in AXES]
+        rows.append(["cache modes", *(", ".join(c.cache_modes) or "-" for c in columns)])
+        quant = (" ".join(f"{w}/{k}" for w, k in sorted(c.quant_modes)) or "-" for c in columns)
+        rows.append(["wq/kv", *quant])
+        yield table((title, *RELEASES), (merged(row) for row in rows))
+
+
+def merged(row: list[str]) -> list[str]:
+    """A cell equal to the one before it becomes an arrow: the eye goes to what changed."""
+    return [row[0], *("=" if i > 1 and row[i] == row[i - 1] else row[i] for i in range(1, len(row)))]
+
+
+def disagreements() -> Iterator[list[str]]:
+    for row in contradictions.CONTRADICTIONS:
+        yield [row.page, row.says, row.holds, f"`{row.source}`" if "." in row.source else row.source]
+
+
+def main(arguments: Sequence[str]) -> int:
+    wanted = page()
+    if "--check" in arguments:
+        return int(not PAGE.exists() or PAGE.read_text() != wanted)
+    PAGE.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,40 @@
+"""docs/operator.md says what the specification says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+_FILE = Path(__file__).parents[2] / "docs" / "generate_operator.py"
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_operator", _FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_current(generator: ModuleType) -> None:
+    assert generator.main(["--check"]) == 0, "run python docs/generate_operator.py"
+
+
+def test_a_page_behind_the_specification_is_noticed(
+    generator: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(generator, "PAGE", tmp_path / "operator.md")
+    assert generator.main(["--check"]) == 1
+    assert generator.main([]) == 0 and generator.main(["--check"]) == 0
+    generator.PAGE.write_text(generator.PAGE.read_text().replace("1536", "1535"))
+    assert generator.main(["--check"]) == 1
+
+
+def test_every_scenario_and_table_is_on_the_page(generator: ModuleType) -> None:
+    text = generator.page()
+    assert all(f"| {wq}/{kv} |" in text for wq, kv in generator.pairs()) and len(generator.pairs()) == 16
+    assert "weight_quant_mode 3 is mxfp8" in text
