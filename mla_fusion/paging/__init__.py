@@ -1,0 +1,1 @@
+"""Indices and caches of the MLA prologue from what other systems hold."""
