@@ -74,6 +74,7 @@ def _check_graph(gm: object) -> None:
 class _Pass:
     def __init__(self, gm: GraphModule, config: Config, report: Report) -> None:
         self.gm, self.config, self.report = gm, config, report
+        self._accepted: set[object] = set()
         self._verified: dict[object, str] = {}
 
     def run(self, builder_of: type[GraphBuilder] | None) -> None:
@@ -91,10 +92,13 @@ class _Pass:
                     raise item.reason
                 self._skip(item)
                 plan = Planner(view, self.config, item, boundary).plan()
-                contract.ask(plan, self.config)
+                structure = _structure(finder, plan)
+                if structure not in self._accepted:
+                    contract.ask(plan, self.config)
+                    self._accepted.add(structure)
                 rewrite.prove(plan)
                 clock.stop("plan")
-                verified, figures = self._verify(view, finder, plan)
+                verified, figures = self._verify(view, structure, plan)
                 clock.stop("verify")
                 ready.append((plan, self._fusion(plan, verified, figures)))
             except Refuse as reason:
@@ -122,10 +126,9 @@ class _Pass:
             if hit:
                 raise Refuse("skip", f"layer {where or 'unknown'} matches {entry!r}", candidate.nodes[:1])
 
-    def _verify(self, view: View, finder: Finder, plan: Plan) -> tuple[str, tuple[Figure, ...]]:
+    def _verify(self, view: View, key: object, plan: Plan) -> tuple[str, tuple[Figure, ...]]:
         if self.config.verify == "off":
             return "not verified (Config.verify is 'off')", ()
-        key = _structure(finder, plan)
         where = origin.layer(plan.candidate.nodes) or plan.candidate.query.down.node.name
         if self.config.verify == "first" and key in self._verified:
             return f"equal in structure to {self._verified[key]}", ()

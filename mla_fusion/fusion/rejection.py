@@ -82,7 +82,7 @@ CODES: dict[str, tuple[str, str]] = {
         "Use cache_mode PA, PA_BNSD or PA_NZ.",
     ),
     "cache.view_of_input": (
-        "The cache handed to the fused cache operator is a view of a graph input; each step would copy the whole cache.",
+        "The fused cache operator is handed a view of a graph input; each step would copy the whole cache.",
         "Compile through mla_fusion.backend(), which views the tensor outside, or pass the 4-D cache.",
     ),
     "contract": (

@@ -235,11 +235,11 @@ def is_widening(node: Node) -> bool:
 
 def _on_last_axis(node: Node) -> bool:
     source = node.args[0]
-    value = source.meta.get("val") if isinstance(source, Node) else None
+    value: Any = source.meta.get("val") if isinstance(source, Node) else None
     axis = argument(node, "dim", 0)
     return hasattr(value, "dim") and isinstance(axis, int) and axis % value.dim() == value.dim() - 1
 
 
 def _last(node: Node) -> Any:
-    value = node.meta.get("val")
+    value: Any = node.meta.get("val")
     return value.shape[-1] if hasattr(value, "shape") and len(value.shape) else None
