@@ -2,19 +2,26 @@
 
 from mla_fusion.meta.check import check, check_structure
 from mla_fusion.meta.errors import ContractError
+from mla_fusion.meta.explain import CallExplanation, explain_call
 from mla_fusion.meta.infer import implied_quant_modes, infer
 from mla_fusion.meta.limits import RELEASES, SOCS, Limits, limits
+from mla_fusion.meta.roofline import CHIPS, Chip, Cost
 from mla_fusion.meta.signature import bind, complete, signature
 
 __all__ = [
+    "CHIPS",
     "RELEASES",
     "SOCS",
+    "CallExplanation",
+    "Chip",
     "ContractError",
+    "Cost",
     "Limits",
     "bind",
     "check",
     "check_structure",
     "complete",
+    "explain_call",
     "implied_quant_modes",
     "infer",
     "limits",

@@ -33,13 +33,19 @@ def check(op: str, *, soc: str = "A3", cann: str = "latest", values: bool = Fals
     size is never specialised, only what is statically known to be wrong is refused. ``values=True`` also
     reads cache_index and actual_seq_len, which the device does not check (see `mla_fusion.meta.values`).
     """
+    call = checked(op, soc, cann, arguments)
+    if values:
+        check_values(op, call.full, call.dims)
+
+
+def checked(op: str, soc: str, cann: str, arguments: Mapping[str, Any]) -> _Call:
+    """A call that has passed `check`, with its modes and the sizes of its axes."""
     allowed = limits(op, soc, cann)
     call = _Call(op, complete(op, arguments))
     call.modes(allowed, f"{soc}, CANN {cann}")
     call.tensors(torch.bfloat16)
     call.sizes(allowed, f"{soc}, CANN {cann}")
-    if values:
-        check_values(op, call.full, call.dims)
+    return call
 
 
 def check_structure(op: str, arguments: Mapping[str, Any]) -> None:

@@ -1,0 +1,116 @@
+"""`explain_call`: what a call is, which kernel it selects, and what it costs at least."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from mla_fusion.meta import roofline
+from mla_fusion.meta.check import checked
+from mla_fusion.meta.errors import ContractError
+from mla_fusion.meta.infer import infer
+from mla_fusion.meta.roofline import Chip, Cost
+from mla_fusion.meta.spec import CACHE_QUANTS, WEIGHT_MODES
+from mla_fusion.meta.tiling_key import TilingKey, empty_tensor_mode, tiling_key
+
+_CACHE_RESULTS = {
+    "npu_mla_prolog": slice(2, 4),
+    "npu_mla_prolog_v2": slice(2, 4),
+    "npu_mla_prolog_v3_functional": slice(5, 7),
+}
+
+
+@dataclass(frozen=True)
+class CallExplanation:
+    """A legal call in words and numbers; ``str()`` of it is a report.
+
+    ``dims`` are the axes of `mla_fusion.meta.spec`; ``fused`` is the operator, ``unfused`` the sequence of
+    kernels that computes the same; their ``seconds`` are lower bounds on ``chip``, None without one.
+    """
+
+    op: str
+    soc: str
+    cann: str
+    weight_quant_mode: int
+    kv_cache_quant_mode: int
+    cache_mode: str
+    scenario: str
+    dims: Mapping[str, int]
+    tiling_key: TilingKey
+    empty_tensor_mode: int
+    fused: Cost
+    unfused: Cost
+    chip: Chip | None
+
+    def __str__(self) -> str:
+        modes = f"weight_quant_mode {self.weight_quant_mode}, kv_cache_quant_mode {self.kv_cache_quant_mode}"
+        lines = [
+            f"{self.op} on {self.soc}, CANN {self.cann}",
+            f"  scenario   {self.scenario} ({modes}), cache {self.cache_mode}",
+            "  sizes      " + ", ".join(f"{axis} {size}" for axis, size in self.dims.items()),
+            "  tiling key " + ("undocumented" if self.tiling_key.value is None else hex(self.tiling_key.value)),
+        ]
+        for field in self.tiling_key.fields:
+            bits = f"{field.low}-{field.high}" if field.low != field.high else str(field.low)
+            value = "?" if field.value is None else field.value
+            lines.append(f"    {bits:>5}  {field.name} = {value}: {field.meaning}")
+        where = "" if self.chip is None else f" on {self.chip.name} ({self.chip.source})"
+        lines.append(f"  at least{where}, matmuls and memory only")
+        lines += [_cost_line("fused", self.fused), _cost_line("unfused", self.unfused)]
+        return "\n".join(lines)
+
+
+def explain_call(
+    op: str,
+    *,
+    soc: str = "A3",
+    cann: str = "latest",
+    chip: str | Chip | None = None,
+    **arguments: Any,
+) -> CallExplanation:
+    """Explain one call: scenario, sizes, tiling key, empty-tensor mode and roofline.
+
+    Arguments as `mla_fusion.meta.check`, which refuses an illegal call first; tensors may be meta or fake, of
+    concrete sizes. ``chip`` is a name in `mla_fusion.meta.CHIPS` or a `Chip` with numbers of your own;
+    without it no times are given. Raises ContractError: those of `check`, ``chip``, and ``explain.symbolic``.
+    """
+    device = roofline.chip_named(chip)
+    call = checked(op, soc, cann, arguments)
+    dims = call.dims
+    for axis, size in dims.items():
+        if type(size) is not int:
+            expected = "concrete sizes: a cost is a number"
+            raise ContractError("explain.symbolic", axis, expected, str(size), dims, op=op)
+    full = call.full
+    empty = empty_tensor_mode(dims["tokens"], dims.get("BlockNum"))
+    sizes = roofline.Sizes.of(full, dims, call.wq, call.kv)
+    made = infer(op, cann=cann, **arguments)
+    del made[_CACHE_RESULTS.get(op, slice(0))]
+    results = sum(prod(shape) * dtype.itemsize for shape, dtype in made if len(shape) > 1)
+    return CallExplanation(
+        op,
+        soc,
+        cann,
+        call.wq,
+        call.kv,
+        full["cache_mode"],
+        f"weights: {WEIGHT_MODES[call.wq].title}; cache: {CACHE_QUANTS[call.kv].title}",
+        dict(dims),
+        tiling_key(call.wq, call.kv, full["cache_mode"], empty),
+        empty,
+        roofline.fused_cost(sizes, results, device),
+        roofline.unfused_cost(sizes, device),
+        device,
+    )
+
+
+def _cost_line(name: str, cost: Cost) -> str:
+    seconds = "" if cost.seconds is None else f", {cost.seconds * 1e6:.2f} us"
+    kernels = f"{cost.kernels} kernel" + ("s" if cost.kernels > 1 else "")
+    return (
+        f"    {name:8} {kernels}, {cost.flops / 1e9:.3f} GFLOP, {cost.bytes / 1e6:.2f} MB "
+        f"(weights {cost.weight_bytes / 1e6:.2f}, activations {cost.activation_bytes / 1e6:.2f}, "
+        f"cache {cost.cache_bytes / 1e6:.3f}), {cost.intensity:.1f} FLOP/byte{seconds}"
+    )

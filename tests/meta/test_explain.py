@@ -1,0 +1,108 @@
+"""`explain_call`: scenario, tiling key and costs against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mla_fusion.meta.roofline import Sizes, unfused_steps
+
+from mla_fusion import meta
+from mla_fusion.reference.sample import sample_call
+
+V3 = "npu_mla_prolog_v3"
+DIMS = {"He": 7168, "Hcq": 1536, "N": 16, "D": 128, "Dr": 64, "Hckv": 512}
+PAGES = {"BlockNum": 64, "BlockSize": 128, "Nkv": 1}
+
+
+def call(wq: int = 0, kv: int = 0, tokens: int = 8, blocks: int = 64, **options: Any) -> dict[str, Any]:
+    small = DIMS | PAGES | {"BlockNum": 1, "BlockSize": 16}
+    made = sample_call(weight_quant_mode=wq, kv_cache_quant_mode=kv, dims=small, lead=(tokens,))
+    for name in ("kv_cache", "kr_cache"):
+        cache = made[name]
+        if cache.dim() == 4:
+            made[name] = torch.empty(blocks, 128, 1, cache.shape[-1], dtype=cache.dtype, device="meta")
+    return made | options
+
+
+def test_the_unquantised_decode_step_of_deepseek_v3() -> None:
+    found = meta.explain_call(V3, chip="910C", **call())
+    # products: He*Hcq + Hcq*N*(D+Dr) + N*D*Hckv + He*(Hckv+Dr)
+    macs = 11_010_048 + 4_718_592 + 1_048_576 + 4_128_768
+    assert macs == 20_905_984 and found.fused.flops == 2 * 8 * macs == 334_495_744
+    assert found.fused.weight_bytes == 2 * macs + 2 * (1536 + 512) == 41_816_064
+    # x, sin and cos, cache_index; query, query_rope
+    assert found.fused.activation_bytes == 114_688 + 2_048 + 64 + 131_072 + 16_384
+    assert found.fused.cache_bytes == 8 * (1024 + 128)
+    assert found.fused.bytes == 42_089_536 and found.fused.intensity == pytest.approx(7.947, abs=1e-3)
+    assert found.fused.seconds == pytest.approx(42_089_536 / 1.6e12)  # memory: the products take 0.89 us
+    assert found.unfused.flops == found.fused.flops and found.unfused.kernels == 10
+    assert found.unfused.weight_bytes == found.fused.weight_bytes
+    # intermediates by step: 139264 49152 73728 163840 34816 123904 16384 4096, caches 16448 2112
+    assert found.unfused.activation_bytes == 605_184 and found.unfused.cache_bytes == 18_560
+    assert found.unfused.seconds is not None and found.unfused.seconds > found.fused.seconds
+
+
+def test_a_long_prefill_is_bound_by_products() -> None:
+    found = meta.explain_call(V3, chip="910C", **call(tokens=16))
+    long = meta.explain_call(V3, chip=meta.Chip("mine", 1e12, 1e12), **call(tokens=16))
+    assert found.fused.flops == 2 * 334_495_744
+    assert long.fused.seconds == pytest.approx(2 * 334_495_744 / 1e12)
+    assert meta.explain_call(V3, **call()).fused.seconds is None
+
+
+def test_quantised_weights_and_caches_are_counted_by_their_bytes() -> None:
+    found = meta.explain_call(V3, chip="910C", **call(2, 1, query_norm_flag=True))
+    int8 = 11_010_048 + 4_718_592 + 4_128_768
+    scales = 4 * (1536 + 3072 + 576)
+    assert found.fused.weight_bytes == int8 + 2 * 1_048_576 + scales + 4_096 + 4
+    assert found.fused.cache_bytes == 8 * (512 + 128)
+    # x and its scale, rope, index; query int8, query_rope, per-head scales, query_norm and its scale
+    given = 8 * 7168 + 8 * 4 + 2_048 + 64
+    assert found.fused.activation_bytes == given + 8 * 16 * 512 + 16_384 + 8 * 16 * 4 + 8 * 1536 + 8 * 4
+    names = [s.name for s in unfused_steps(Sizes.of(call(2, 1), found.dims, 2, 1))]
+    assert found.unfused.kernels == len(names) == 14
+    assert {"quantise c_q", "quantise query", "rescale query_rope", "quantise cache rows"} < set(names)
+    tiles = meta.explain_call(V3, **call(2, 3))
+    assert tiles.fused.cache_bytes == 8 * 656 and tiles.unfused.kernels == 11
+
+
+@pytest.mark.parametrize(
+    ("wq", "kv", "mode", "fields", "key"),
+    [
+        (0, 0, "PA_BSND", (1, 1, 0, 0, 0, 0), 0x11),
+        (0, 0, "PA_NZ", (2, 1, 0, 0, 0, 0), 0x12),
+        (1, 0, "PA_BSND", (1, 2, 0, None, None, 0), 0x21),
+        (1, 2, "PA_NZ", (2, 2, 1, None, None, 0), 0x62),
+        (2, 1, "PA_BSND", (1, 2, None, None, None, 0), None),
+    ],
+)
+def test_tiling_key_bits(wq: int, kv: int, mode: str, fields: tuple[int | None, ...], key: int | None) -> None:
+    found = meta.explain_call(V3, **call(wq, kv, cache_mode=mode)).tiling_key
+    assert tuple(field.value for field in found.fields) == fields and found.value == key
+    places = [(field.low, field.high) for field in found.fields]
+    assert places == [(0, 3), (4, 5), (6, 9), (10, 10), (11, 11), (12, 13)]
+
+
+def test_empty_tensors() -> None:
+    assert meta.explain_call(V3, **call(blocks=0)).tiling_key.value == 0x11 | 1 << 12
+    assert meta.explain_call(V3, **call(tokens=0, blocks=0)).empty_tensor_mode == 2
+    assert "nothing is computed" in str(meta.explain_call(V3, **call(tokens=0)))
+
+
+def test_the_report_names_everything() -> None:
+    text = str(meta.explain_call(V3, chip="910C", **call(1, 2)))
+    for part in ("per channel", "QUANT_MODE = 1", "He 7168", "0x61", "FLOP/byte", "us", "arXiv 2506.12708", "?"):
+        assert part in text, text
+
+
+def test_refusals() -> None:
+    with pytest.raises(meta.ContractError, match="A3") as refusal:
+        meta.explain_call(V3, **call(3, 0))
+    assert refusal.value.code == "quant.weight_quant_mode"
+    with pytest.raises(meta.ContractError) as refusal:
+        meta.explain_call(V3, chip="H100", **call())
+    assert refusal.value.code == "chip" and "910C" in str(refusal.value)
+    older = {k: v for k, v in call().items() if k in sum(map(tuple, meta.signature("npu_mla_prolog_v2")), ())}
+    assert meta.explain_call("npu_mla_prolog_v2", **older).fused.activation_bytes == 264_256
