@@ -1,0 +1,102 @@
+"""``cache_index`` from systems that name the row of every token: vLLM slot mappings and PPL cache starts."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mla_fusion.paging.ragged import (
+    ceil_div,
+    integers,
+    padded,
+    positions,
+    positive_size,
+    prefix_sums,
+    refuse,
+    require,
+    same_length,
+)
+from mla_fusion.paging.table import BlockIndex
+
+
+def slots_from_mapping(
+    slot_mapping: Tensor, *, rows: int | None = None, pad_to: int | None = None, check: bool = True
+) -> Tensor:
+    """vLLM's ``slot_mapping`` [T] as ``cache_index`` int64: the same numbers, -1 skipped by both.
+
+    ``rows`` is BlockNum*BlockSize: the device writes a slot past it out of bounds and unchecked. A slot other
+    than -1 may occur once.
+    """
+    slots = integers("slot_mapping", slot_mapping)
+    if check:
+        require("slot_mapping", slots >= -1, "slots of at least -1", slots)
+        written = slots[slots >= 0]
+        if rows is not None:
+            require("slot_mapping", written < rows, f"slots below {rows}", written)
+        ordered = written.sort().values
+        require("slot_mapping", ordered.diff() != 0, "every slot at most once", ordered[1:])
+    return padded(slots, pad_to)
+
+
+def slots_from_ppl(
+    cachestarts: Tensor,
+    start_pos: Tensor,
+    seqstarts: Tensor,
+    *,
+    cache_mode: int,
+    kvstarts: Tensor | None = None,
+    pad_to: int | None = None,
+    check: bool = True,
+) -> Tensor:
+    """PPL's MultiHeadCacheAttention indexing as ``cache_index`` [T] int64, T = seqstarts[B].
+
+    Token j of batch b stands at position ``start_pos[b] + j``. Offset mode (``cache_mode`` 0, cachestarts [B]):
+    row ``cachestarts[b] + position``. Table mode (1, cachestarts [kvstarts[B]]): row
+    ``cachestarts[kvstarts[b] + position]``. PPL's MaxT is the BlockNum*BlockSize of the Ascend cache.
+    """
+    base, past = integers("cachestarts", cachestarts), integers("start_pos", start_pos)
+    starts = integers("seqstarts", seqstarts)
+    if cache_mode not in (0, 1):
+        refuse("cache_mode", "0 (offset) or 1 (table)", repr(cache_mode))
+    same_length("seqstarts", starts, len(past) + 1, "one more than start_pos")
+    if check:
+        prefix_sums("seqstarts", starts, int(starts[-1]))
+        require("start_pos", past >= 0, "at least 0", past)
+    sequence, position = positions(starts.diff())
+    position = position + past[sequence]
+    if cache_mode == 0:
+        same_length("cachestarts", base, len(past), "one a batch in offset mode")
+        slots = base[sequence] + position
+    else:
+        if kvstarts is None:
+            refuse("kvstarts", "a tensor in table mode", "nothing")
+        kv = integers("kvstarts", kvstarts)
+        same_length("kvstarts", kv, len(past) + 1, "one more than start_pos")
+        if check:
+            prefix_sums("kvstarts", kv, len(base))
+            held = past + starts.diff() <= kv.diff()
+            require("start_pos", held, "positions inside kvstarts[b + 1] - kvstarts[b]", past)
+        slots = base[kv[sequence] + position]
+    if check:
+        require("cachestarts", slots >= 0, "rows of at least 0", slots)
+    return padded(slots, pad_to)
+
+
+def blocks_from_slots(slots: Tensor, new_tokens: Tensor, block_size: int) -> BlockIndex:
+    """The block-wise index that writes the same rows as token-wise ``slots`` [T] of B sequences.
+
+    Raises ContractError ``paging.slots`` where there is none: a sequence's tokens have to fill blocks in order
+    from offset 0.
+    """
+    positive_size("block_size", block_size)
+    slots, new = integers("slots", slots), integers("new_tokens", new_tokens)
+    if int(new.sum()) != len(slots):
+        refuse("new_tokens", f"lengths that sum to {len(slots)}, the number of slots", int(new.sum()))
+    require("new_tokens", new >= 0, "at least 0", new)
+    starts = new.cumsum(0) - new
+    sequence, position = positions(new)
+    first = slots[starts[sequence] + position - position.remainder(block_size)]
+    held = (slots == first + position.remainder(block_size)) & (first.remainder(block_size) == 0)
+    require("slots", held & (slots >= 0), f"blocks of {block_size} rows, filled from their start", slots)
+    sequence, block = positions(ceil_div(new, block_size))
+    pages = slots[starts[sequence] + block * block_size].div(block_size, rounding_mode="floor")
+    return BlockIndex(pages, new.cumsum(0).int())

@@ -1,0 +1,197 @@
+"""Which pages a batch of sequences occupies, and the ``cache_index`` of the tokens that are being added.
+
+A page of FlashInfer, a block of vLLM and a block of the Ascend cache are one thing: BlockSize rows; a slot is
+``block * BlockSize + offset``. The table covers a sequence including its new tokens, which are its last ones
+(FlashInfer's append and vLLM's scheduler allocate before they write).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_fusion.paging.ragged import (
+    ceil_div,
+    integers,
+    padded,
+    positions,
+    positive_size,
+    prefix_sums,
+    refuse,
+    require,
+    same_length,
+)
+
+
+@dataclass(frozen=True)
+class BlockIndex:
+    """Arguments of the PA_BLK_* cache modes: ``cache_index`` int64 [blocks], ``actual_seq_len`` int32 [B].
+
+    actual_seq_len holds inclusive prefix sums of the new tokens per sequence. For a 3-D token_x [B, S, He] with
+    equal lengths pass ``cache_index.view(B, -1)`` and no actual_seq_len.
+    """
+
+    cache_index: Tensor
+    actual_seq_len: Tensor
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Pages of B sequences: sequence b has ``pages[starts[b]:starts[b + 1]]`` and ``lengths[b]`` tokens.
+
+    ``starts`` int64 [B+1], ``pages`` int64 [P], ``lengths`` int64 [B]. Build it with ``from_flashinfer``,
+    ``from_block_table`` or ``from_token_table``; they check their arguments.
+    """
+
+    starts: Tensor
+    pages: Tensor
+    lengths: Tensor
+    block_size: int
+
+    # -- FlashInfer
+
+    @classmethod
+    def from_flashinfer(
+        cls, indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int, *, check: bool = True
+    ) -> PageTable:
+        """From ``kv_indptr`` [B+1], ``kv_indices`` [>= indptr[-1]] and ``kv_last_page_len`` [B].
+
+        Length of sequence i: ``page_size * (pages_i - 1) + last_page_len[i]``, with last_page_len in
+        1..page_size; a sequence without pages has length 0, whatever its last_page_len.
+        """
+        positive_size("page_size", page_size)
+        starts, pages = integers("indptr", indptr), integers("indices", indices)
+        last = integers("last_page_len", last_page_len)
+        if len(starts) < 1:
+            refuse("indptr", "at least one entry", 0)
+        same_length("last_page_len", last, len(starts) - 1, "one a sequence")
+        counts = starts.diff()
+        if check:
+            used = int(starts[-1])
+            prefix_sums("indptr", starts, used)
+            if used > len(pages):
+                refuse("indices", f"at least indptr[-1] = {used} entries", len(pages))
+            pages = pages[:used]  # a preallocated buffer may be longer
+            require("indices", pages >= 0, "pages of at least 0", pages)
+            within = ((last >= 1) & (last <= page_size)) | (counts == 0)
+            require("last_page_len", within, f"1..{page_size}", last)
+        lengths = torch.where(counts > 0, (counts - 1) * page_size + last, 0)
+        return cls(starts, pages, lengths, page_size)
+
+    def to_flashinfer(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``(indptr, indices, last_page_len)``, int32; pages behind a sequence's end are left out.
+
+        A sequence of length 0 has no page and last_page_len 0.
+        """
+        compact = self._compact()
+        last = compact.lengths - (compact.starts.diff() - 1).clamp(min=0) * self.block_size
+        return compact.starts.int(), compact.pages.int(), last.int()
+
+    # -- vLLM
+
+    @classmethod
+    def from_block_table(
+        cls, block_table: Tensor, seq_lens: Tensor, block_size: int, *, check: bool = True
+    ) -> PageTable:
+        """From ``block_table`` [B, max_blocks] and ``seq_lens`` [B], the new tokens included.
+
+        Entries behind a sequence's last block are not read: vLLM leaves anything there.
+        """
+        positive_size("block_size", block_size)
+        table, lengths = integers("block_table", block_table, 2), integers("seq_lens", seq_lens)
+        same_length("seq_lens", lengths, len(table), "one a row of block_table")
+        counts = ceil_div(lengths, block_size)
+        if check:
+            room = table.shape[1] * block_size
+            expected = f"0..{room}, what {table.shape[1]} blocks of {block_size} hold"
+            require("seq_lens", (lengths >= 0) & (lengths <= room), expected, lengths)
+        sequence, position = positions(counts)
+        pages = table[sequence, position]
+        if check:
+            require("block_table", pages >= 0, "blocks of at least 0", pages)
+        return cls(_starts(counts), pages, lengths, block_size)
+
+    def to_block_table(self, max_blocks: int | None = None, fill: int = 0) -> tuple[Tensor, Tensor]:
+        """``(block_table [B, max_blocks], seq_lens [B])``, int32; unused entries are ``fill``."""
+        compact = self._compact()
+        counts = compact.starts.diff()
+        widest = int(counts.max()) if len(counts) else 0
+        width = widest if max_blocks is None else max_blocks
+        if width < widest:
+            refuse("max_blocks", f"at least {widest}", width)
+        table = compact.pages.new_full((len(counts), width), fill)
+        table[positions(counts)] = compact.pages
+        return table.int(), self.lengths.int()
+
+    # -- slots of every token
+
+    @classmethod
+    def from_token_table(cls, slots: Tensor, kvstarts: Tensor, block_size: int) -> PageTable:
+        """From the slot of every token (PPL's table mode): ``slots[kvstarts[b]:kvstarts[b + 1]]``.
+
+        Raises ContractError ``paging.slots`` unless token p of each sequence lies at offset p % block_size of
+        one block per block_size tokens: other placements have no page table.
+        """
+        positive_size("block_size", block_size)
+        slots, starts = integers("slots", slots), integers("kvstarts", kvstarts)
+        prefix_sums("kvstarts", starts, len(slots))
+        lengths = starts.diff()
+        sequence, position = positions(lengths)
+        first = slots[starts[sequence] + position - position.remainder(block_size)]
+        held = (slots == first + position.remainder(block_size)) & (first.remainder(block_size) == 0)
+        require("slots", held & (slots >= 0), f"pages of {block_size} rows, filled from their start", slots)
+        counts = ceil_div(lengths, block_size)
+        sequence, block = positions(counts)
+        pages = slots[starts[sequence] + block * block_size].div(block_size, rounding_mode="floor")
+        return cls(_starts(counts), pages, lengths, block_size)
+
+    def token_table(self) -> tuple[Tensor, Tensor]:
+        """``(slots, kvstarts)`` of every token of every sequence, int64: PPL's cachestarts in table mode."""
+        return self._slots(*positions(self.lengths)), _starts(self.lengths)
+
+    # -- the new tokens
+
+    def slots(self, new_tokens: Tensor, *, pad_to: int | None = None, check: bool = True) -> Tensor:
+        """Token-wise ``cache_index`` [T] int64 of the last ``new_tokens[b]`` tokens of each sequence.
+
+        For PA_BSND and PA_NZ. T is the sum of new_tokens, or ``pad_to`` with -1 (skipped) behind it.
+        """
+        new, start = self._new(new_tokens, check)
+        sequence, position = positions(new)
+        return padded(self._slots(sequence, start[sequence] + position), pad_to)
+
+    def blocks(self, new_tokens: Tensor, *, check: bool = True) -> BlockIndex:
+        """Block-wise index of the new tokens, for PA_BLK_BSND and PA_BLK_NZ.
+
+        The kernel puts a sequence's first new token at offset 0 of its first listed block. Raises ContractError
+        ``paging.new_tokens`` where new tokens start inside a block (``slots`` takes any start).
+        """
+        new, start = self._new(new_tokens, check)
+        if check:
+            aligned = (start.remainder(self.block_size) == 0) | (new == 0)
+            require("new_tokens", aligned, f"new tokens that start at a multiple of {self.block_size}", start)
+        sequence, block = positions(ceil_div(new, self.block_size))
+        first = self.starts[:-1] + start.div(self.block_size, rounding_mode="floor")
+        return BlockIndex(self.pages[first[sequence] + block], new.cumsum(0).int())
+
+    def _new(self, new_tokens: Tensor, check: bool) -> tuple[Tensor, Tensor]:
+        new = integers("new_tokens", new_tokens)
+        same_length("new_tokens", new, len(self.lengths), "one a sequence")
+        if check:
+            require("new_tokens", (new >= 0) & (new <= self.lengths), "between 0 and the sequence length", new)
+        return new, self.lengths - new
+
+    def _slots(self, sequence: Tensor, position: Tensor) -> Tensor:
+        block = position.div(self.block_size, rounding_mode="floor")
+        return self.pages[self.starts[sequence] + block] * self.block_size + position.remainder(self.block_size)
+
+    def _compact(self) -> PageTable:
+        counts = ceil_div(self.lengths, self.block_size)
+        sequence, block = positions(counts)
+        return PageTable(_starts(counts), self.pages[self.starts[sequence] + block], self.lengths, self.block_size)
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
