@@ -134,12 +134,20 @@ class GraphBuilder(Builder):
         return node
 
     def _propagate(self, op: Any, args: Any, kwargs: Any) -> Any:
-        fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
+        fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), self._fake)
         with torch.no_grad():
             if self._fake_mode is None:
                 return op(*fake_args, **fake_kwargs)
             with self._fake_mode:
                 return op(*fake_args, **fake_kwargs)
+
+    def _fake(self, node: Node) -> Any:
+        """The node's meta value in this graph's fake mode (make_fx of real tensors uses one mode a node)."""
+        value = node.meta["val"]
+        if getattr(value, "fake_mode", self._fake_mode) is self._fake_mode:
+            return value
+        with self._fake_mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
     def shape(self, value: Node) -> Sequence[Any]:
         return tuple(value.meta["val"].shape)
@@ -190,6 +198,18 @@ class GraphBuilder(Builder):
         if shared is None or not self._defined(shared):
             shared = self._shared[key] = recipe(self)
         return shared
+
+
+def describe_attributes(gm: GraphModule) -> None:
+    """Give get_attr nodes a meta value where the tracer left none (make_fx of real tensors does)."""
+    mode = _fake_mode(gm)
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and "val" not in node.meta:
+            value: Any = gm
+            for part in str(node.target).split("."):
+                value = getattr(value, part)
+            is_tensor = isinstance(value, torch.Tensor)
+            node.meta["val"] = mode.from_tensor(value) if is_tensor and mode is not None else value
 
 
 def _fake_mode(gm: GraphModule) -> Any:

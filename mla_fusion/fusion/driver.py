@@ -11,14 +11,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mla_fusion.config import Config
 from mla_fusion.fusion import contract, origin, replace, rewrite, verify
-from mla_fusion.fusion.build import GraphBuilder
+from mla_fusion.fusion.build import GraphBuilder, describe_attributes
 from mla_fusion.fusion.candidate import Candidate, Finder, NearMiss
 from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.fusion.planner import Planner
 from mla_fusion.fusion.rejection import CODES, Refuse, Rejection
 from mla_fusion.fusion.report import Fusion, Report, keep
 from mla_fusion.fusion.verify import Figure
-from mla_fusion.graph.view import View
+from mla_fusion.graph.view import View, peel
 
 log = logging.getLogger("mla_fusion")
 
@@ -43,6 +43,7 @@ def explain(gm: GraphModule, config: Config | None = None) -> Report:
 def run(gm: GraphModule, config: Config, builder: type[GraphBuilder] | None) -> Report:
     """One pass over ``gm``; ``builder`` is the kind that makes the graph's changes, None for none."""
     _check_graph(gm)
+    describe_attributes(gm)
     report = Report(config, committed=builder is not None, nodes_before=len(gm.graph.nodes))
     started = perf_counter()
     if config.enable:
@@ -63,7 +64,7 @@ def _check_graph(gm: object) -> None:
         raise TypeError(f"expected a torch.fx.GraphModule, got {type(gm).__name__}")
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "call_function") and "val" not in node.meta:
-            if node.op == "placeholder" and not node.users:
+            if not node.users:  # an unused input, an assertion
                 continue
             raise ValueError(
                 f"node {node.name} carries no meta['val']; capture the graph with AOT autograd, torch.export "
@@ -90,6 +91,7 @@ class _Pass:
             try:
                 if isinstance(item, NearMiss):
                     raise item.reason
+                _functional(view)
                 self._skip(item)
                 plan = Planner(view, self.config, item, boundary).plan()
                 structure = _structure(finder, plan)
@@ -174,6 +176,14 @@ class _Pass:
             layer=origin.layer(item.nodes),
             source=next((text for node in nodes if (text := origin.source(node))), ""),
         )
+
+
+def _functional(view: View) -> None:
+    """Values must not change under their readers; only graph inputs may be written (the caches)."""
+    for node in view.effects:
+        target = node.args[0] if node.args else None
+        if isinstance(target, Node) and peel(target).op not in ("placeholder", "get_attr"):
+            raise Refuse("graph.not_functional", f"{node.name} changes {target.name}", (node, target))
 
 
 class _Clock:

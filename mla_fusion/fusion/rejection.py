@@ -89,6 +89,10 @@ CODES: dict[str, tuple[str, str]] = {
         "The operator's host check would refuse the call.",
         "See the message: it names the argument, what is expected and what was found.",
     ),
+    "graph.not_functional": (
+        "An operator changes a value of the graph in place, so what its readers see depends on order.",
+        "Functionalise first: AOT autograd, or ExportedProgram.run_decompositions().",
+    ),
     "stream.mixed": (
         "Nodes of the prologue carry different stream labels.",
         "Keep the prologue on one stream.",

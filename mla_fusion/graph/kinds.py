@@ -114,9 +114,11 @@ def is_writer(node: Node) -> bool:
 
 def has_effect(node: Node) -> bool:
     """Must the node stay where it is even if nobody reads it?"""
-    name = op_name(node)
-    if name in _EFFECTS:
-        return True
+    return op_name(node) in _EFFECTS or is_mutating(node)
+
+
+def is_mutating(node: Node) -> bool:
+    """Does the operator's schema say that it changes an argument?"""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 

@@ -20,6 +20,7 @@ from mla_fusion.graph.kinds import (
     has_effect,
     is_cast,
     is_getitem,
+    is_mutating,
     is_reshape,
     is_view,
     is_writer,
@@ -45,6 +46,7 @@ class View:
     contractions   every matrix product over more than one element, in graph order
     sources(n)     the products, effects and opaque operators whose result reaches ``n`` through plain nodes
     members(p)     the plain nodes that depend on product ``p``, in graph order
+    effects        nodes whose schema says that they change an argument
     same(a, b)     do two nodes compute the same value (equal operators on equal inputs)?
     """
 
@@ -57,6 +59,7 @@ class View:
         self._members: dict[Node, list[Node]] = {}
         self._constant: set[Node] = set()
         self._number: dict[Node, int] = {}
+        self.effects = [node for node in self.nodes if node.op == "call_function" and is_mutating(node)]
         self._read()
 
     def _read(self) -> None:

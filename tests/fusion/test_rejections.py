@@ -104,6 +104,25 @@ def test_operator_cache_mode() -> None:
     assert refused(gm).code == "cache.operator_mode"
 
 
+def test_graph_that_is_not_functional() -> None:
+    class InPlace(near_misses.Base):
+        def rotate_q(self, q_pe: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+            return self.rotate(q_pe, c, s).mul_(2.0)
+
+    gm = torch.export.export(InPlace(), s.paged_args()).module()
+    assert isinstance(gm, GraphModule)
+    assert refused(gm).code == "graph.not_functional"
+
+
+def test_exported_programs() -> None:
+    """torch.export's graph keeps its cache writes in place (staged); decomposed, it is functional."""
+    program = torch.export.export(s.PagedRotateHalf(), s.paged_args())
+    gm = program.module()
+    assert isinstance(gm, GraphModule)
+    assert [f.placement.partition(":")[0] for f in mf.fuse(gm).fused] == ["staged"]
+    assert [f.placement for f in mf.fuse(program.run_decompositions().graph_module).fused] == ["in place"]
+
+
 def test_mixed_streams() -> None:
     gm = graph_of(s.PagedRotateHalf(), *s.paged_args())
     mm = next(node for node in gm.graph.nodes if "mm" in node.name)

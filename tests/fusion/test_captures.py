@@ -1,0 +1,31 @@
+"""However the graph was captured: make_fx real, fake and symbolic; no decompositions and core ATen's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mla_fusion as mf
+import pytest
+import torch
+from torch._decomp import core_aten_decompositions
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from . import spellings as s
+from .harness import clones, distance
+
+
+@pytest.mark.parametrize("core", [False, True])
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(mode: str, core: bool) -> None:
+    torch.manual_seed(0)
+    model, args = s.PagedRotateHalf().requires_grad_(False), s.paged_args()
+    options: dict[str, Any] = {"decomposition_table": core_aten_decompositions() if core else None}
+    options["_allow_non_fake_inputs"] = mode != "real"
+    gm = make_fx(torch.func.functionalize(lambda *given: model(*given)), tracing_mode=mode, **options)(*args)
+    unfused = copy.deepcopy(gm)
+    assert [f.placement for f in mf.fuse(gm).fused] == ["in place"]
+    before, after = clones(args), clones(args)
+    assert distance(gm(*after), unfused(*before)) < 1e-2
+    for plain, fused in zip(before, after, strict=True):
+        assert distance(fused, plain) < 1e-2
