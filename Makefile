@@ -1,41 +1,55 @@
-# Two commands do all set-up: `make demo` and `make test`.
+# make demo   everything end to end, into out/
+# make test   lint, types and the whole test suite
+# make bench  pass times beside Inductor's, see benchmarks/README.md
+# make docs   the pages that are generated from the code
+#
+# The first call makes .venv; PYTHON says from which interpreter (3.10 or newer). Nothing here needs an NPU.
+
 PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
+BIN := $(CURDIR)/$(VENV)/bin
+READY := $(VENV)/.ready
+TORCH := 2.13.0
 
-# torch_npu is installed beside a torch without CANN; left to itself, `import torch` would try to load it.
-export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
+# torch would import torch_npu as a device backend while it is being imported itself, and that fails without CANN.
+export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 
-.PHONY: demo test lint types bench docs clean
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint types bench docs clean
 
-demo: $(VENV)/.ready
-	$(BIN)/mla-fusion demo --out out
+help:
+	@sed -n 's/^# make/make/p' Makefile
 
-test: $(VENV)/.ready lint types
-	$(BIN)/pytest -q
+venv: $(READY)
 
-lint: $(VENV)/.ready
-	$(BIN)/ruff check .
-
-# mypy sees the packages where an installation puts them: meta/ and converters/ under mla_fusion/.
-types: $(VENV)/.ready
-	rm -rf build/types && mkdir -p build/types
-	cp -r mla_fusion build/types/ && cp -r meta converters build/types/mla_fusion/
-	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p mla_fusion
-
-bench: $(VENV)/.ready
-	$(BIN)/python benchmarks/pass_time.py
-
-docs: $(VENV)/.ready
-	$(BIN)/python docs/generate.py
-	$(BIN)/python docs/generate_operator.py
-
-# The CPU build of torch first: resolved together with the rest, a CUDA build of several GB may be taken.
-$(VENV)/.ready: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet -e '.[offline,hf,report,test]'
+# torch comes first and alone: with the exact version settled, no other package's wishes choose its build.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=68" wheel
+	$(BIN)/python -m pip install --quiet torch==$(TORCH)
+	$(BIN)/python -m pip install --quiet --editable ".[offline,hf,report,test]"
 	touch $@
 
+demo: $(READY)
+	$(BIN)/mla-fusion demo
+
+lint: $(READY)
+	$(BIN)/ruff check .
+
+# meta/ and converters/ are mapped into the package when it is installed; links show mypy the same tree.
+types: $(READY)
+	rm -rf build/types && mkdir -p build/types/mla_fusion
+	ln -s $(CURDIR)/mla_fusion/* $(CURDIR)/meta $(CURDIR)/converters build/types/mla_fusion/
+	cd build/types && $(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p mla_fusion
+
+test: lint types
+	$(BIN)/python -m pytest
+
+bench: $(READY)
+	$(BIN)/python benchmarks/pass_time.py --json benchmarks/out/pass_time.json
+
+docs: $(READY)
+	$(BIN)/python docs/generate.py
+
 clean:
-	rm -rf $(VENV) build out
+	rm -rf build dist out $(VENV)

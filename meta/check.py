@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 import torch
-from mla_fusion.meta import spec
+from mla_fusion.meta import preprocess, spec
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.infer import implied_quant_modes
 from mla_fusion.meta.limits import VERSIONS, Limits, limits
@@ -33,6 +33,8 @@ def check(op: str, *, soc: str = "A3", cann: str = "latest", values: bool = Fals
     size is never specialised, only what is statically known to be wrong is refused. ``values=True`` also
     reads cache_index and actual_seq_len, which the device does not check (see `mla_fusion.meta.values`).
     """
+    if op == preprocess.OP:
+        return preprocess.check_preprocess(soc, cann, values, arguments)
     call = checked(op, soc, cann, arguments)
     if values:
         check_values(op, call.full, call.dims)

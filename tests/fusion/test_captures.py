@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import mla_fusion as mf
 import pytest
 import torch
 from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
+
+import mla_fusion as mf
 
 from . import spellings as s
 from .harness import clones, distance
