@@ -13,6 +13,7 @@ from mla_fusion.meta.infer import implied_quant_modes
 from mla_fusion.meta.limits import VERSIONS, Limits, limits
 from mla_fusion.meta.signature import complete
 from mla_fusion.meta.spec import ACTIVATION, CACHE_MODES, CACHE_QUANTS, ELEMENT, TILING, WEIGHT_MODES
+from mla_fusion.meta.symbolic import different as _different
 from mla_fusion.meta.values import check_values
 
 _VALIDATION = (torch.bfloat16, torch.float32, torch.float64)
@@ -276,15 +277,6 @@ _AXIS_OWNER = {
     "S": "token_x",
     "T": "token_x",
 }
-
-
-def _different(a: Any, b: Any) -> bool:
-    """Whether two sizes are known to differ; a symbolic one is neither guarded on nor specialised."""
-    if type(a) is int and type(b) is int:
-        return a != b
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(a != b)
 
 
 @cache

@@ -1,0 +1,164 @@
+"""ATB's MlaPreprocess on the CPU, with the roundings of `mla_preprocess_mix_bf16.cce`.
+
+What sets it apart from MlaProlog: its own input RMSNorm with a bias, one concatenated down-projection with columns
+``[ckv | k_rope | q]``, a rounding to the activation dtype right after every dequantisation, epsilon fixed at
+1e-6, RoPE that rotates halves (weights de-interleaved beforehand), an int32 slotmapping in which exactly -1 skips,
+and a static query scale per head that multiplies while the cache scale divides.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mla_fusion.meta import preprocess as contract
+from mla_fusion.reference import cache, quantize
+from mla_fusion.reference.numerics import matmul, rms_norm
+
+EPSILON = 1e-6  # whatever the caller passes: fixed in the kernel
+
+
+def mla_preprocess(
+    input: Tensor,
+    gamma0: Tensor,
+    beta0: Tensor,
+    wdqkv: Tensor,
+    descale0: Tensor,
+    gamma1: Tensor,
+    beta1: Tensor,
+    wuq: Tensor,
+    descale1: Tensor,
+    gamma2: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    wuk: Tensor,
+    kv_cache: Tensor,
+    kv_cache_rope: Tensor,
+    slotmapping: Tensor,
+    *,
+    quant_scale0: Tensor | None = None,
+    quant_offset0: Tensor | None = None,
+    bias0: Tensor | None = None,
+    quant_scale1: Tensor | None = None,
+    quant_offset1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    ctkv_scale: Tensor | None = None,
+    q_nope_scale: Tensor | None = None,
+    cache_mode: str | None = None,
+    quant_mode: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(q_out0, kv_cache, q_out1, kv_cache_rope)``; writes both caches and returns them, as the ``.out`` form.
+
+    Arguments as `torch_npu.atb.npu_mla_preprocess`: input [T, H], wdqkv [C+R+Q, H] and wuq [N*(D+R), Q]
+    transposed (or their FRACTAL_NZ storage), wuk [N, D, C]. q_out0 is [T, N, C] (int8 in int8_nzcache), q_out1
+    [T, N, R]; "kvcache" gives [T, N, C+R] and an empty q_out1. The torch form without ``out`` returns freshly
+    allocated caches of which only the written rows are defined. Weights of the input's dtype are multiplied
+    as they are, without quantisation or descale. Raises ContractError.
+    """
+    full = contract.arguments_of(dict(locals()))
+    dims = contract.check_preprocess_structure(full)
+    contract.check_slots(slotmapping, dims)
+    mode = contract.CACHE_MODES[full["cache_mode"]]
+    static = contract.QUANT_MODES[full["quant_mode"]] == 0
+    first = (quant_scale0, quant_offset0, bias0) if static else (None, None, None)
+    second = (quant_scale1, quant_offset1, bias1) if static else (None, None, None)
+    rank, rope, nope, heads = dims["C"], dims["R"], dims["D"], dims["N"]
+
+    hidden = rms_norm_bias(input, gamma0, beta0)
+    ckv, k_rope, q = linear(hidden, weight_to_nd(wdqkv), descale0, *first, input.dtype).split(
+        (rank, rope, dims["Q"]), -1
+    )
+    q_norm = rms_norm_bias(q, gamma1, beta1)
+    per_head = linear(q_norm, weight_to_nd(wuq), descale1, *second, input.dtype)
+    q_nope, q_rope = per_head.unflatten(-1, (heads, nope + rope)).split((nope, rope), -1)
+    query = matmul(q_nope.transpose(0, 1), absorb_to_nd(wuk)).transpose(0, 1)
+    query_rope = rope_neox(q_rope, cos.unsqueeze(1), sin.unsqueeze(1))
+    latent = rms_norm(ckv, gamma2, EPSILON)
+    key_rope = rope_neox(k_rope, cos, sin)
+
+    if mode == 0:
+        rows = torch.cat((latent.to(input.dtype), key_rope), -1)
+        scatter(kv_cache, rows, slotmapping, nz=False)
+        return torch.cat((query, query_rope), -1), kv_cache, input.new_empty(0), kv_cache_rope
+    if mode == 2:
+        assert ctkv_scale is not None and q_nope_scale is not None
+        query = to_int8(query.float() * q_nope_scale.float().unsqueeze(-1))
+        rows = to_int8(latent * (1.0 / ctkv_scale.float()))
+    else:
+        rows = latent.to(input.dtype)
+    scatter(kv_cache, rows, slotmapping, nz=mode > 1)
+    scatter(kv_cache_rope, key_rope, slotmapping, nz=mode > 1)
+    return query.contiguous(), kv_cache, query_rope, kv_cache_rope
+
+
+def rms_norm_bias(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    """``x * (1/sqrt(sum(x^2 * 1/n) + 1e-6)) * gamma + beta`` in float32, unrounded: times the reciprocal."""
+    wide = x.float()
+    mean_square = (wide.square() * (1.0 / x.shape[-1])).sum(-1, keepdim=True)
+    return wide * (1.0 / (mean_square + EPSILON).sqrt()) * gamma.float() + beta.float()
+
+
+def linear(
+    normed: Tensor,
+    weight: Tensor,
+    descale: Tensor,
+    quant_scale: Tensor | None,
+    quant_offset: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Quantise, multiply by ``weight`` [n, k] transposed, dequantise, and round to ``dtype``.
+
+    With ``quant_scale``: static per tensor, ``int8(x * (1/scale) + offset)``, int32 bias, descale per channel.
+    Without: dynamic per token, ``scale = max|x|/127``, descale per channel times scale. A weight of the
+    activation dtype is multiplied as it is.
+    """
+    if weight.dtype != torch.int8:
+        return matmul(normed.to(dtype), weight.t())
+    channel = channel_scale(descale)
+    if quant_scale is not None and quant_offset is not None and bias is not None:
+        quantised = to_int8(normed * (1.0 / quant_scale.float()) + quant_offset.float())
+        total = quantize.int8_matmul(quantised, weight.t()) + bias
+        return (total.float() * channel).to(dtype)
+    scale = normed.abs().amax(-1, keepdim=True) / 127.0
+    quantised = to_int8(normed * (1.0 / scale))
+    return (quantize.int8_matmul(quantised, weight.t()).float() * channel * scale).to(dtype)
+
+
+def channel_scale(descale: Tensor) -> Tensor:
+    """float32 scales; for float16 activations they arrive as int64 whose low 32 bits are the float32."""
+    if descale.dtype == torch.float32:
+        return descale
+    return descale.contiguous().view(torch.int32)[::2].contiguous().view(torch.float32)
+
+
+def to_int8(x: Tensor) -> Tensor:
+    """float32 -> half (nearest) -> clamp [-128, 127] -> int8 (half to even); NaN of an all-zero row: 0."""
+    return x.to(torch.float16).nan_to_num(nan=0.0).clamp(-128, 127).round().to(torch.int8)
+
+
+def rope_neox(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x*cos + cat(-x[h:], x[:h])*sin`` in float32, rounded once to x's dtype."""
+    wide = x.float()
+    low, high = wide.chunk(2, -1)
+    return (wide * cos.float() + torch.cat((-high, low), -1) * sin.float()).to(x.dtype)
+
+
+def weight_to_nd(weight: Tensor) -> Tensor:
+    """[n, k] from FRACTAL_NZ storage [1, k/C0, n, C0]; a 2-D weight is returned as it is."""
+    if weight.dim() == 2:
+        return weight
+    return weight[0].transpose(0, 1).flatten(1)
+
+
+def absorb_to_nd(weight: Tensor) -> Tensor:
+    """[N, D, C] from FRACTAL_NZ storage [N, C/16, D, 16]."""
+    return weight if weight.dim() == 3 else weight.transpose(1, 2).flatten(2)
+
+
+def scatter(target: Tensor, rows: Tensor, slots: Tensor, *, nz: bool) -> None:
+    """Row t to ``slots[t]`` of a cache; -1 skips. An NZ cache is [BlockNum, W/C0, 128, C0] in memory."""
+    if nz:
+        target = target.view(target.shape[0], target.shape[2], 1, -1)
+    block, offset = cache.token_slots(slots.to(torch.int64), target.shape[1])
+    cache.write_paged(target, block, offset, rows, nz=nz, argument="kv_cache")

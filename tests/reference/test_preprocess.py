@@ -1,0 +1,281 @@
+"""ATB mla_preprocess against a float64 formula of its own, its roundings, its cache modes and its refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mla_fusion import meta
+from mla_fusion.reference import mla_preprocess
+
+OP = "mla_preprocess"
+BF16, FP16 = torch.bfloat16, torch.float16
+SMALL = {"T": 5, "H": 128, "Q": 64, "C": 64, "R": 32, "D": 32, "N": 2, "BlockNum": 3}
+FULL = {"T": 4, "H": 2048, "Q": 1536, "C": 512, "R": 64, "D": 128, "N": 2, "BlockNum": 2}
+CACHES = {"kvcache": 16, "krope_ctkv": 16, "int8_nzcache": 128, "nzcache": 128}
+
+
+def sample(
+    cache_mode: str = "krope_ctkv",
+    quant_mode: str = "per_token_quant_symm",
+    dtype: torch.dtype = BF16,
+    weight: torch.dtype = torch.int8,
+    dims: dict[str, int] = SMALL,
+) -> dict[str, Any]:
+    make = torch.Generator().manual_seed(7)
+    d, block = dims, CACHES[cache_mode]
+    wide, up = d["C"] + d["R"] + d["Q"], d["N"] * (d["D"] + d["R"])
+
+    def noise(*sizes: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(sizes, generator=make) * scale).to(dtype)
+
+    def linear(n: int, k: int) -> torch.Tensor:
+        if weight == torch.int8:
+            return torch.randint(-127, 128, (n, k), generator=make, dtype=torch.int8)
+        return noise(n, k, scale=k**-0.5)
+
+    def descale(n: int, k: int) -> torch.Tensor:
+        scale = (0.5 + torch.rand(n, generator=make)) / (73 * 40 * k**0.5)
+        return scale if dtype == BF16 else scale.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+
+    call: dict[str, Any] = {
+        "input": noise(d["T"], d["H"]),
+        "gamma0": noise(d["H"]),
+        "beta0": noise(d["H"], scale=0.1),
+        "wdqkv": linear(wide, d["H"]),
+        "descale0": descale(wide, d["H"]),
+        "gamma1": noise(d["Q"]),
+        "beta1": noise(d["Q"], scale=0.1),
+        "wuq": linear(up, d["Q"]),
+        "descale1": descale(up, d["Q"]),
+        "gamma2": noise(d["C"]),
+        "cos": noise(d["T"], d["R"]),
+        "sin": noise(d["T"], d["R"]),
+        "wuk": noise(d["N"], d["D"], d["C"], scale=d["D"] ** -0.5),
+        "slotmapping": torch.randperm(d["BlockNum"] * block, generator=make)[: d["T"]].int(),
+        "cache_mode": cache_mode,
+        "quant_mode": quant_mode,
+    }
+    blocks, c, r = d["BlockNum"], d["C"], d["R"]
+    shapes = {
+        "kvcache": ((blocks, block, 1, c + r), (0,)),
+        "krope_ctkv": ((blocks, block, 1, c), (blocks, block, 1, r)),
+        "int8_nzcache": ((blocks, c // 32, block, 32), (blocks, r // 16, block, 16)),
+        "nzcache": ((blocks, c // 16, block, 16), (blocks, r // 16, block, 16)),
+    }[cache_mode]
+    kinds = (torch.int8 if cache_mode == "int8_nzcache" else dtype, dtype)
+    for name, shape, kind in zip(("kv_cache", "kv_cache_rope"), shapes, kinds, strict=True):
+        call[name] = torch.randint(-9, 9, shape, generator=make).to(kind)
+    if quant_mode == "per_tensor_quant_asymm":
+        for stage, n in (("0", wide), ("1", up)):
+            call["quant_scale" + stage] = torch.tensor([0.03]).to(dtype)
+            call["quant_offset" + stage] = torch.tensor([3], dtype=torch.int8)
+            call["bias" + stage] = torch.randint(-10, 10, (n,), generator=make, dtype=torch.int32)
+    if cache_mode == "int8_nzcache":
+        call["ctkv_scale"] = torch.tensor([0.02]).to(dtype)
+        call["q_nope_scale"] = torch.linspace(20, 40, d["N"]).to(dtype)
+    return call
+
+
+def formula(call: dict[str, Any], dims: dict[str, int] = SMALL) -> dict[str, torch.Tensor]:
+    """The operation in float64 with the quantisation errors left in: only integers are rounded."""
+    wide = {k: v.double() for k, v in call.items() if isinstance(v, torch.Tensor)}
+    for name in ("descale0", "descale1"):
+        if call[name].dtype == torch.int64:
+            wide[name] = call[name].to(torch.int32).view(torch.float32).double()
+    static = call["quant_mode"].startswith("per_tensor")
+
+    def norm(x: torch.Tensor, gamma: torch.Tensor, beta: float | torch.Tensor) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * gamma + beta
+
+    def project(x: torch.Tensor, weight: str, stage: str) -> torch.Tensor:
+        if call[weight].dtype != torch.int8:
+            return x @ wide[weight].T
+        if static:
+            x = (x / wide["quant_scale" + stage] + wide["quant_offset" + stage]).round().clamp(-128, 127)
+            return (x @ wide[weight].T + wide["bias" + stage]) * wide["descale" + stage]
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        return (x / scale).round() @ wide[weight].T * wide["descale" + stage] * scale
+
+    def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        out = torch.empty_like(x)
+        for i in range(half):
+            out[..., i] = x[..., i] * cos[..., i] - x[..., half + i] * sin[..., i]
+            out[..., half + i] = x[..., half + i] * cos[..., half + i] + x[..., i] * sin[..., half + i]
+        return out
+
+    c, r, d, n = dims["C"], dims["R"], dims["D"], dims["N"]
+    down = project(norm(wide["input"], wide["gamma0"], wide["beta0"]), "wdqkv", "0")
+    ckv, kr, q = down[:, :c], down[:, c : c + r], down[:, c + r :]
+    up = project(norm(q, wide["gamma1"], wide["beta1"]), "wuq", "1").view(-1, n, d + r)
+    query = torch.einsum("tnd,ndc->tnc", up[..., :d], wide["wuk"])
+    cos, sin = wide["cos"], wide["sin"]
+    return {
+        "query": query,
+        "query_rope": rope(up[..., d:], cos[:, None], sin[:, None]),
+        "latent": norm(ckv, wide["gamma2"], 0.0),
+        "key_rope": rope(kr, cos, sin),
+    }
+
+
+def rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Written rows of an ND cache [B, bs, 1, W] or an NZ one [B, W/C0, bs, C0]."""
+    nd = cache if cache.shape[2] == 1 else cache.permute(0, 2, 1, 3)
+    return nd.reshape(nd.shape[0] * nd.shape[1], -1)[slots.long()]
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    error = (found.double() - wanted).abs().max() / wanted.abs().max()
+    assert error < 0.02, error
+
+
+@pytest.mark.parametrize("cache_mode", CACHES)
+@pytest.mark.parametrize("quant_mode", ["per_token_quant_symm", "per_tensor_quant_asymm"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_every_cache_and_quant_mode(cache_mode: str, quant_mode: str, dtype: torch.dtype) -> None:
+    call = sample(cache_mode, quant_mode, dtype)
+    wanted, before = formula(call), {k: call[k].clone() for k in ("kv_cache", "kv_cache_rope")}
+    q0, kv, q1, kr = mla_preprocess(**call)
+    slots = call["slotmapping"]
+    assert kv is call["kv_cache"] and kr is call["kv_cache_rope"]
+    if cache_mode == "kvcache":
+        close(q0, torch.cat((wanted["query"], wanted["query_rope"]), -1))
+        close(rows(kv, slots), torch.cat((wanted["latent"], wanted["key_rope"]), -1))
+        assert q1.numel() == 0
+        return
+    close(q1, wanted["query_rope"])
+    close(rows(kr, slots), wanted["key_rope"])
+    if cache_mode == "int8_nzcache":
+        scaled = wanted["query"] * call["q_nope_scale"].double().unsqueeze(-1)
+        assert (q0.double() - scaled.round().clamp(-128, 127)).abs().max() <= 2
+        latent = (wanted["latent"] / call["ctkv_scale"].double()).round().clamp(-128, 127)
+        assert q0.dtype == torch.int8 and (rows(kv, slots).double() - latent).abs().max() <= 2
+    else:
+        close(q0, wanted["query"])
+        close(rows(kv, slots), wanted["latent"])
+    block = CACHES[cache_mode]
+    others = torch.tensor([s for s in range(SMALL["BlockNum"] * block) if s not in slots.tolist()])
+    assert torch.equal(rows(kv, others), rows(before["kv_cache"], others))
+    assert torch.equal(rows(kr, others), rows(before["kv_cache_rope"], others))
+
+
+def test_unquantised_weights_are_multiplied_as_they_are() -> None:
+    call = sample(weight=BF16)
+    wanted = formula(call)
+    q0, _, q1, _ = mla_preprocess(**call)
+    close(q0, wanted["query"])
+    close(q1, wanted["query_rope"])
+
+
+def test_minus_one_skips_and_other_slots_are_refused() -> None:
+    call = sample()
+    call["slotmapping"] = torch.tensor([3, -1, 5, -1, 0], dtype=torch.int32)
+    before = call["kv_cache"].clone()
+    _, kv, _, _ = mla_preprocess(**call)
+    changed = (kv != before).flatten(2).any(-1).flatten().nonzero().flatten()
+    assert changed.tolist() == [0, 3, 5]
+    for bad, code in ((-2, "range"), (48, "range"), (0, "duplicate")):
+        slots = torch.tensor([3, bad, 5, -1, 0], dtype=torch.int32)
+        with pytest.raises(meta.ContractError) as refusal:
+            mla_preprocess(**call | {"slotmapping": slots})
+        assert refusal.value.code == f"values.slotmapping.{code}"
+
+
+def test_fractal_nz_weights_are_the_same_weights() -> None:
+    call = sample()
+    plain = mla_preprocess(**call | {"kv_cache": call["kv_cache"].clone()})
+    stored = dict(call)
+    for name, c0 in (("wdqkv", 32), ("wuq", 32)):
+        n, k = call[name].shape
+        stored[name] = call[name].view(n, k // c0, c0).transpose(0, 1).contiguous()[None]
+    n, d, c = call["wuk"].shape
+    stored["wuk"] = call["wuk"].view(n, d, c // 16, 16).transpose(1, 2).contiguous()
+    for a, b in zip(mla_preprocess(**stored), plain, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_epsilon_and_the_order_of_columns() -> None:
+    """A projection of ones reaches one column at a time: ckv first, then k_rope, then q."""
+    call = sample(weight=BF16)
+    call["wdqkv"] = torch.zeros_like(call["wdqkv"])
+    call["wdqkv"][64:96] = 0.1  # the rope columns
+    _, kv, _, kr = mla_preprocess(**call)
+    slots = call["slotmapping"]
+    assert (rows(kv, slots) == 0).all() and (rows(kr, slots) != 0).any()
+    tiny = sample(weight=BF16) | {"input": torch.full((5, 128), 1e-4).to(BF16)}
+    close(mla_preprocess(**tiny)[0], formula(tiny)["query"])
+
+
+@pytest.mark.parametrize("cache_mode", CACHES)
+def test_inferred_results_are_the_reference_results(cache_mode: str) -> None:
+    call = sample(cache_mode)
+    inferred = meta.infer(OP, **call)
+    made = mla_preprocess(**call)
+    assert [(tuple(r.shape), r.dtype) for r in made] == inferred
+
+
+def legal(cache_mode: str = "krope_ctkv", quant_mode: str = "per_tensor_quant_asymm") -> dict[str, Any]:
+    call = sample(cache_mode, quant_mode, dims=FULL)
+    return {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+
+
+@pytest.mark.parametrize("cache_mode", ["krope_ctkv", "int8_nzcache", "nzcache"])
+@pytest.mark.parametrize("quant_mode", ["per_token_quant_symm", "per_tensor_quant_asymm"])
+def test_legal_calls_pass_the_check(cache_mode: str, quant_mode: str) -> None:
+    meta.check(OP, soc="A2", **legal(cache_mode, quant_mode))
+    defaults = legal("krope_ctkv", "per_token_quant_symm") | {"cache_mode": None, "quant_mode": None}
+    meta.check(OP, **defaults)
+
+
+def sized(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+REFUSALS: list[tuple[str, dict[str, Any]]] = [
+    ("required.input", {"input": None}),
+    ("argument.unknown", {"epsilon": 1e-6}),
+    ("type.input", {"input": [1.0]}),
+    ("dtype.input", {"input": sized(4, 2048, dtype=torch.float32)}),
+    ("shape.gamma0", {"gamma0": sized(2047)}),
+    ("shape.wdqkv", {"wdqkv": sized(2111, 2048, dtype=torch.int8)}),
+    ("shape.wdqkv", {"wdqkv": sized(1, 64, 2112, 16, dtype=torch.int8)}),
+    ("dtype.wuq", {"wuq": sized(384, 1536, dtype=torch.int32)}),
+    ("dtype.descale0", {"descale0": sized(2112, dtype=torch.int64)}),
+    ("required.quant_scale0", {"quant_scale0": None}),
+    ("required.bias1", {"bias1": sized(0, dtype=torch.int32)}),
+    ("dtype.slotmapping", {"slotmapping": sized(4, dtype=torch.int64)}),
+    ("shape.slotmapping", {"slotmapping": sized(5, dtype=torch.int32)}),
+    ("shape.cos", {"cos": sized(3, 64)}),
+    ("cache_mode.unknown", {"cache_mode": "PA_BSND"}),
+    ("quant_mode.unknown", {"quant_mode": 0}),
+    ("dtype.kv_cache", {"kv_cache": sized(2, 16, 1, 512, dtype=torch.int8)}),
+    ("rank.kv_cache_rope", {"kv_cache_rope": sized(0)}),
+    ("dims.blocksize", {"kv_cache": sized(2, 144, 1, 512), "kv_cache_rope": sized(2, 144, 1, 64)}),
+]
+
+
+@pytest.mark.parametrize(("code", "change"), REFUSALS)
+def test_refusals_have_stable_codes(code: str, change: dict[str, Any]) -> None:
+    with pytest.raises(meta.ContractError) as refusal:
+        meta.check(OP, **legal() | change)
+    assert refusal.value.code == code and OP in str(refusal.value)
+
+
+def test_limits_of_the_device() -> None:
+    small = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in sample().items()}
+    for where, call, code in (
+        ({"soc": "A5"}, legal(), "soc"),
+        ({"cann": "7.0"}, legal(), "cann"),
+        ({}, small, "dims.q"),
+        ({}, small | {"cache_mode": "int8_nzcache"}, "required.ctkv_scale"),
+        ({}, legal() | {"kv_cache": sized(2, 16, 1, 576), "cache_mode": "kvcache"}, "cache_mode.torch"),
+    ):
+        with pytest.raises(meta.ContractError) as refusal:
+            meta.check(OP, **where, **call)
+        assert refusal.value.code == code
+    many = sample(dims=FULL | {"T": 1025, "BlockNum": 70})
+    with pytest.raises(meta.ContractError, match=r"T 1\.\.1024"):
+        meta.check(OP, **many)
