@@ -1,0 +1,1 @@
+"""Readable forms of what the pass found: a page, a drawing, tables."""

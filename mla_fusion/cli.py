@@ -1,0 +1,249 @@
+"""The ``mla-fusion`` command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mla_fusion as mf
+
+EXAMPLES = """\
+examples:
+  mla-fusion demo                               DeepSeek-V3 layers of Hugging Face, fused and unfused
+  mla-fusion doctor                             what is installed and what can be lowered here
+  mla-fusion explain model.py:example           would the prologues of this function fuse, and if not, why?
+  mla-fusion lower model.py:example --out out   the graph that torchair would hand to an NPU
+
+model.py:example names a function without arguments that returns (module_or_function, arguments).
+"""
+
+
+class UserError(Exception):
+    """Something the caller can put right; printed without a stack trace."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand. Exit status: 0 done, 1 a check failed or nothing fused, 2 bad input."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+        return status
+    except UserError as error:
+        print(f"mla-fusion {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `mla-fusion ... | head` is no error
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mla-fusion",
+        description="Fuse DeepSeek MLA prologues into the single Ascend NPU kernel. Needs no NPU and no CANN.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    _add_demo(commands)
+    _add_doctor(commands)
+    _add_explain(commands)
+    _add_lower(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str) -> Any:
+    parser = commands.add_parser(name, help=summary, description=summary)
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout")
+    return parser
+
+
+# -- demo
+
+
+def _add_demo(commands: Any) -> None:
+    parser = _command(
+        commands, "demo", _demo, "Decode Hugging Face's DeepSeek-V3 fused and unfused, compare, and lower."
+    )
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the report and the graphs")
+    parser.add_argument("--layers", type=_positive, default=2)
+    parser.add_argument("--heads", type=_positive, default=16, help="heads of one rank (128 / TP)")
+    parser.add_argument("--batch", type=_positive, default=8, help="sequences decoded at once")
+    parser.add_argument("--quick", action="store_true", help="He 1024, a short history and a narrow MLP")
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from mla_fusion import demo
+    from mla_fusion.models.hf import TransformersMissing
+
+    options = demo.Options(arguments.out, arguments.layers, arguments.heads, arguments.batch)
+    try:
+        outcome = demo.run(options.quick() if arguments.quick else options)
+    except (TransformersMissing, FileExistsError, PermissionError) as error:
+        raise UserError(str(error)) from error
+    print(outcome.to_json() if arguments.json else outcome)
+    return 1 if outcome.problems else 0
+
+
+# -- doctor
+
+
+def _add_doctor(commands: Any) -> None:
+    _command(commands, "doctor", _doctor, "Say what is installed, and which operators can be lowered here.")
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from mla_fusion.compile import doctor
+    from mla_fusion.inspect import tables
+
+    found = doctor.survey()
+    if arguments.json:
+        print(json.dumps(found, indent=2, default=str))
+        return 0
+    for title, part in found.items():
+        if not isinstance(part, dict):
+            print(f"{title}: {_word(part)}\n")
+            continue
+        nested = [value for value in part.values() if isinstance(value, dict)]
+        header = ("", *nested[0]) if nested else ("", "")
+        rows = [
+            (name, *map(_word, value.values() if isinstance(value, dict) else (value,)))
+            for name, value in part.items()
+        ]
+        print(f"{title}\n{tables.render(header, rows)}\n")
+    return 0
+
+
+def _word(value: Any) -> str:
+    words = {None: "none", True: "yes", False: "no"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
+
+
+# -- explain
+
+
+def _add_explain(commands: Any) -> None:
+    parser = _command(commands, "explain", _explain, "Say for every MLA prologue why it would fuse or not.")
+    _add_target(parser)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report as a page")
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from mla_fusion.compile.device_graph import CaptureError, capture
+
+    target, example = load_target(arguments.target)
+    try:
+        gm, _ = capture(target, *example, device="cpu", dynamic=arguments.dynamic)
+    except CaptureError as error:
+        raise UserError(str(error)) from error
+    report = mf.explain(gm)
+    print(report.to_json() if arguments.json else report)
+    if arguments.html:
+        print(f"written: {report.to_html(arguments.html)}", file=sys.stderr)
+    return 0 if report.fused else 1
+
+
+# -- lower
+
+
+def _add_lower(commands: Any) -> None:
+    parser = _command(commands, "lower", _lower, "Fuse a function and lower it with the real torchair.")
+    _add_target(parser)
+    parser.add_argument("--mode", choices=("ge", "npugraph_ex"), default="ge")
+    parser.add_argument("--no-fuse", action="store_true", help="lower the graph as it is")
+    parser.add_argument("--out", type=Path, help="folder for the FX graphs, the pbtxt and the report")
+
+
+def _lower(arguments: argparse.Namespace) -> int:
+    from mla_fusion.compile.lowering import LoweringError
+    from mla_fusion.compile.offline import OfflineError
+    from mla_fusion.inspect import tables
+
+    target, example = load_target(arguments.target)
+    config = mf.Config(enable=not arguments.no_fuse)
+    try:
+        lowered = mf.lower(target, *example, mode=arguments.mode, dynamic=arguments.dynamic, config=config)
+    except (LoweringError, OfflineError, ImportError) as error:
+        raise UserError(str(error)) from error
+    operators = dict((lowered.ge_ops or lowered.fx_ops).most_common())
+    files = [str(path) for path in lowered.save(arguments.out)] if arguments.out else []
+    if arguments.json:
+        report = json.loads(lowered.report.to_json()) if lowered.report else None
+        print(json.dumps({"mode": lowered.mode, "operators": operators, "files": files, "report": report}, indent=2))
+        return 0
+    if lowered.report is not None:
+        print(f"{lowered.report}\n")
+    kind = "GE operator" if lowered.ge_ops else "FX operator"
+    print(tables.render((kind, "count"), [(tables.short_name(name), count) for name, count in operators.items()]))
+    if files:
+        print(f"\nwritten: {', '.join(files)}")
+    return 0
+
+
+# -- targets
+
+
+def _add_target(parser: Any) -> None:
+    parser.add_argument(
+        "target", metavar="FILE.py:FUNCTION", help="function that returns (module_or_function, arguments)"
+    )
+    parser.add_argument("--dynamic", action="store_true", help="symbolic sizes, as torch.compile(dynamic=True)")
+
+
+def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What ``FILE.py:FUNCTION`` returns. Raises UserError for everything that is wrong with it."""
+    file, separator, name = text.rpartition(":")
+    if not separator or not name.isidentifier():
+        raise UserError(f"{text!r} is not of the form FILE.py:FUNCTION")
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"no such file: {file}")
+    own_name = f"_mla_fusion_target_{path.stem}"  # a file named torch.py must not become torch
+    spec = importlib.util.spec_from_file_location(own_name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))  # as for a script: its neighbours can be imported
+    sys.modules[own_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"{file} cannot be imported: {_brief(error, path)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(f"{file} defines no function {name!r}")
+    try:
+        found = function()
+    except Exception as error:
+        raise UserError(f"{name}() failed: {_brief(error, path)}") from error
+    if not (isinstance(found, tuple) and len(found) == 2 and callable(found[0]) and isinstance(found[1], (tuple, list))):
+        raise UserError(f"{name}() returned {type(found).__name__}, expected (module_or_function, arguments)")
+    return found[0], tuple(found[1])
+
+
+def _brief(error: Exception, path: Path) -> str:
+    """The error with the last line of the caller's file that led to it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
+    frames = frames or [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
+    where = f" (line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

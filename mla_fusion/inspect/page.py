@@ -1,0 +1,163 @@
+"""A report as one self-contained HTML page: no network, light and dark, printable, usable without a mouse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mla_fusion.inspect import drawing, tables
+
+if TYPE_CHECKING:
+    from mla_fusion.fusion.rejection import Rejection
+    from mla_fusion.fusion.report import Fusion, Report
+
+STAGES = ("view", "match", "plan", "verify", "rewrite")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table that a caller adds to the page."""
+
+    title: str
+    text: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    @property
+    def right(self) -> list[bool]:
+        """Which columns hold numbers."""
+        return [all(tables.is_number(row[i]) for row in self.rows) for i in range(len(self.header))]
+
+
+@dataclass
+class Card:
+    """Prologues that differ only in their layer, shown once."""
+
+    item: Any
+    members: list[Any] = field(default_factory=list)
+    dims: str = ""
+    drawing: Any = ""
+
+    @property
+    def layers(self) -> list[str]:
+        return [one.layer or ", ".join(one.nodes[:2]) or "unnamed" for one in self.members]
+
+    @property
+    def title(self) -> str:
+        layers = self.layers
+        return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)} layers)"
+
+
+def write(report: Report, path: str | Path, sections: Sequence[Section] = ()) -> Path:
+    """Write the page of ``report``, with further tables where given; returns its path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render(report, sections), encoding="utf-8")
+    return path
+
+
+def render(report: Report, sections: Sequence[Section] = ()) -> str:
+    """The page as text. Everything that comes from a graph or a model is escaped."""
+    import mla_fusion
+
+    environment, safe = _template_engine()
+    operators = tables.operators(report.operators.get("before", {}), report.operators.get("after", {}))
+    verb = "fused" if report.committed else "to be fused"
+    template = environment.get_template("page.html")
+    return str(
+        template.render(
+            css=_resource("page.css"),
+            summary=f"{len(report.fused)} {verb}, {len(report.rejected)} left, {report.seconds * 1e3:.0f} ms",
+            numbers=_numbers(report),
+            stages=_stages(report),
+            committed=report.committed,
+            fused=fused_cards(report.fused, safe),
+            rejected=fold(report.rejected, _rejection_key),
+            sections=sections,
+            operators=operators,
+            config=[(key, value) for key, value in asdict(report.config).items()],
+            data=safe(embeddable(report.to_json())),
+            version=mla_fusion.__version__,
+        )
+    )
+
+
+def embeddable(text: str) -> str:
+    """JSON text that no HTML parser takes for markup; still the same JSON."""
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def fold(items: Iterable[Item], key: Callable[[Item], object]) -> list[Card]:
+    """One card per key, in order of first occurrence. Its item is the first."""
+    cards: dict[object, Card] = {}
+    for item in items:
+        cards.setdefault(key(item), Card(item)).members.append(item)
+    return list(cards.values())
+
+
+def fused_cards(fusions: Sequence[Fusion], safe: Callable[[str], Any] = str) -> list[Card]:
+    """Cards of prologues with equal dims, caches and attributes; figures are those of the verified one."""
+    cards = fold(fusions, _fusion_key)
+    for card in cards:
+        card.item = next((one for one in card.members if one.figures), card.item)
+        card.dims = "  ".join(f"{name} {value}" for name, value in card.item.dims.items())
+        card.drawing = safe(drawing.prologue(card.item.nodes, card.item.replaced, card.item.dims))
+    return cards
+
+
+def _fusion_key(item: Fusion) -> object:
+    where = item.source.partition(" in ")[2]  # the code; not the line, which unrolled loops may repeat
+    shared = (item.dims, item.cache_mode, item.placement, item.rope, item.attributes, item.assumptions, where)
+    return json.dumps(shared, default=str, sort_keys=True)
+
+
+def _rejection_key(item: Rejection) -> object:
+    return item.code, item.source, item.message if not item.source else ""
+
+
+def _numbers(report: Report) -> list[tuple[str, str]]:
+    figures = [figure.relative for fusion in report.fused for figure in fusion.figures]
+    found = [
+        ("fused" if report.committed else "would fuse", str(len(report.fused))),
+        ("left", str(len(report.rejected))),
+        ("nodes before", f"{report.nodes_before:,}"),
+        ("nodes after", f"{report.nodes_after:,}"),
+        ("pass time", f"{report.seconds * 1e3:,.0f} ms"),
+        ("bytes added", f"{report.bytes_added:,}"),
+    ]
+    return [*found, ("largest error", f"{max(figures):.1e}")] if figures else found
+
+
+def _stages(report: Report) -> list[dict[str, object]]:
+    """Bars one after the other, in percent of the total."""
+    total = sum(report.timings.get(stage, 0.0) for stage in STAGES)
+    if total <= 0:
+        return []
+    bars: list[dict[str, object]] = []
+    done = 0.0
+    for name in STAGES:
+        seconds = report.timings.get(name, 0.0)
+        left, width = (round(100 * value / total, 2) for value in (done, seconds))
+        bars.append({"name": name, "left": min(left, 99.7), "width": width, "text": f"{seconds * 1e3:,.1f} ms"})
+        done += seconds
+    return bars
+
+
+def _template_engine() -> tuple[Any, Callable[[str], Any]]:
+    try:
+        import jinja2
+        import markupsafe
+    except ImportError as error:
+        raise ImportError("HTML reports need jinja2: pip install 'mla-fusion[report]'") from error
+    loader = jinja2.FunctionLoader(_resource)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment, markupsafe.Markup
+
+
+def _resource(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

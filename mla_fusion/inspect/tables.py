@@ -1,0 +1,46 @@
+"""Plain-text tables for terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+def render(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
+    """Aligned columns: text to the left, numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    numeric = [
+        all(is_number(str(row[i])) for row in rows) for i in range(len(header))
+    ]
+
+    def line(row: Sequence[str]) -> str:
+        parts = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ]
+        return (indent + "  ".join(parts)).rstrip()
+
+    return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def operators(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """(operator, before, after), what changed first, then by count."""
+    names = {**before, **after}
+    rows = [(short_name(name), before.get(name, 0), after.get(name, 0)) for name in names]
+    return sorted(rows, key=lambda row: (row[1] == row[2], -max(row[1:]), row[0]))
+
+
+def short_name(target: str) -> str:
+    """``aten.mm`` for ``aten.mm.default``, ``getitem`` for Python's own."""
+    if target.startswith("<built-in function "):
+        return target.removeprefix("<built-in function ").rstrip(">")
+    return target.removesuffix(".default")
+
+
+def is_number(text: str) -> bool:
+    """Is the cell a number, or a stand-in for one?"""
+    try:
+        float(text)
+    except ValueError:
+        return text in ("", "-")
+    return True
