@@ -1,55 +1,52 @@
-# make demo   everything end to end, into out/
-# make test   lint, types and the whole test suite
-# make bench  pass times beside Inductor's, see benchmarks/README.md
-# make docs   the pages that are generated from the code
+# Two commands do all set-up: `make demo` and `make test`. Neither needs an NPU, or CANN.
 #
-# The first call makes .venv; PYTHON says from which interpreter (3.10 or newer). Nothing here needs an NPU.
+#   make demo    everything end to end, written to out/
+#   make test    lint, types and the whole test suite
+#   make bench   pass times beside Inductor's matcher
+#   make docs    the pages that are generated from the code
+#
+# PYTHON is the interpreter (3.10 or newer, with venv) that the first call makes .venv from.
 
 PYTHON ?= python3
 VENV := .venv
-BIN := $(CURDIR)/$(VENV)/bin
+BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-TORCH := 2.13.0
 
-# torch would import torch_npu as a device backend while it is being imported itself, and that fails without CANN.
-export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
+# torch_npu is installed beside a torch without CANN; left to itself, `import torch` would try to load it.
+export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 
-.DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types bench docs clean
-
-help:
-	@sed -n 's/^# make/make/p' Makefile
-
-venv: $(READY)
-
-# torch comes first and alone: with the exact version settled, no other package's wishes choose its build.
-$(READY): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=68" wheel
-	$(BIN)/python -m pip install --quiet torch==$(TORCH)
-	$(BIN)/python -m pip install --quiet --editable ".[offline,hf,report,test]"
-	touch $@
+.PHONY: demo test lint types bench docs clean
 
 demo: $(READY)
-	$(BIN)/mla-fusion demo
+	$(BIN)/mla-fusion demo --out out
+
+test: lint types
+	$(BIN)/pytest -q
 
 lint: $(READY)
 	$(BIN)/ruff check .
 
-# meta/ and converters/ are mapped into the package when it is installed; links show mypy the same tree.
+# mypy sees the packages where an installation puts them: meta/ and converters/ under mla_fusion/. They are links,
+# so that errors name files which can be opened and the cache stays warm.
 types: $(READY)
 	rm -rf build/types && mkdir -p build/types/mla_fusion
-	ln -s $(CURDIR)/mla_fusion/* $(CURDIR)/meta $(CURDIR)/converters build/types/mla_fusion/
-	cd build/types && $(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p mla_fusion
-
-test: lint types
-	$(BIN)/python -m pytest
+	cd build/types/mla_fusion && ln -s ../../../mla_fusion/* ../../../meta ../../../converters .
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p mla_fusion
 
 bench: $(READY)
 	$(BIN)/python benchmarks/pass_time.py --json benchmarks/out/pass_time.json
 
 docs: $(READY)
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/generate_operator.py
+
+# The CPU build of torch first: resolved together with the rest, a CUDA build of several GB may be taken. An
+# interrupted installation leaves no stamp, so the next call goes on with it.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet -e '.[offline,hf,report,test]'
+	touch $@
 
 clean:
-	rm -rf build dist out $(VENV)
+	rm -rf $(VENV) build out benchmarks/out
