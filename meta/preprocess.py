@@ -14,6 +14,7 @@ import torch
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.limits import known_releases
 from mla_fusion.meta.symbolic import different
+from mla_fusion.meta.values import holds_data
 
 OP = "mla_preprocess"
 KERNEL, HOST = "mla_preprocess_mix_bf16.cce", "MlaPreprocess operation"
@@ -153,6 +154,8 @@ def infer_preprocess(given: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], to
 
 def check_slots(slots: torch.Tensor, dims: Mapping[str, Any]) -> None:
     """slotmapping: -1 exactly skips a token, anything else is a row, each at most once."""
+    if not holds_data(slots):
+        _refuse("values.meta", "slotmapping", "a tensor with data, to check its values", slots.device, dims)
     rows = dims["BlockNum"] * dims["BlockSize"]
     bad = slots[(slots < -1) | (slots >= rows)]
     if len(bad):

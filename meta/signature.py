@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from mla_fusion.meta import preprocess
 from mla_fusion.meta.errors import ContractError
 
 _WEIGHTS = (
@@ -66,6 +67,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "npu_mla_prolog_v2": _V1,
     "npu_mla_prolog_v3": _V3,
     "npu_mla_prolog_v3_functional": _V3,
+    preprocess.OP: (preprocess.REQUIRED, {**dict.fromkeys(preprocess.OPTIONAL), **preprocess.DEFAULTS}),
 }
 
 

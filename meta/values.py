@@ -27,7 +27,7 @@ def check_values(op: str, arguments: Mapping[str, Any], dims: Mapping[str, Any])
 
     index, ends = arguments.get("cache_index"), arguments.get("actual_seq_len")
     for name, tensor in (("cache_index", index), ("actual_seq_len", ends)):
-        if tensor is not None and not _holds_data(tensor):
+        if tensor is not None and not holds_data(tensor):
             refuse(
                 "meta", name, "a tensor with data, to check its values", f"a {type(tensor).__name__} without"
             )
@@ -67,7 +67,8 @@ def _lengths(ends: Tensor) -> Tensor:
     return torch.diff(ends.to(torch.int64), prepend=ends.new_zeros(1, dtype=torch.int64))
 
 
-def _holds_data(tensor: Tensor) -> bool:
+def holds_data(tensor: Tensor) -> bool:
+    """Whether a tensor's elements can be read: it is neither meta nor fake."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
