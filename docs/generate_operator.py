@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from mla_fusion.meta import contradictions, spec
+from mla_fusion.meta import contradictions, preprocess, spec
 from mla_fusion.meta.limits import RELEASES, SOCS
 
 from mla_fusion import meta
@@ -34,6 +34,16 @@ T tokens (B*S), He hidden size, Hcq query rank, Hckv KV rank, N heads, D nope he
 `mla_fusion.meta.infer` gives its results, `mla_fusion.meta.explain_call` explains it.
 """
 
+ATB_INTRODUCTION = f"""\
+## mla_preprocess (ATB)
+
+`torch_npu.atb.npu_mla_preprocess`, A2 and A3: input RMSNorm with bias, one down-projection with the columns
+`[C | R | Q]`, RoPE that rotates halves, epsilon fixed at 1e-6. T tokens (1..{preprocess.MAX_TOKENS}), C = 512,
+R = 64, Q = 1536, D = 128. slotmapping is int32 [T]; -1 skips a token. `quant_mode` is one of
+{", ".join(f"`{name}`" for name in preprocess.QUANT_MODES)}; the first requires quant_scale, quant_offset and
+bias of both stages. `int8_nzcache` requires ctkv_scale [1], which divides, and q_nope_scale [N], which multiplies.
+"""
+
 
 def page() -> str:
     """The whole page as Markdown."""
@@ -54,6 +64,8 @@ def page() -> str:
         table(("mode", "kv_cache", "cache_index, 2-D / 3-D token_x", "actual_seq_len", "kv modes"), cache_modes()),
         "## Sizes, cache modes and scenarios by release\n",
         *(text for op in OPERATORS for text in releases(op)),
+        ATB_INTRODUCTION,
+        table(("cache_mode", "kv_cache", "kv_cache_rope", "q_out0", "q_out1"), atb_caches()),
         "## Where the official pages contradict the operator\n",
         table(("page", "says", "holds", "read from"), disagreements()),
     )
@@ -175,6 +187,14 @@ def releases(op: str) -> Iterator[str]:
 def merged(row: list[str]) -> list[str]:
     """A cell equal to the one before it becomes an arrow: the eye goes to what changed."""
     return [row[0], *("=" if i > 1 and row[i] == row[i - 1] else row[i] for i in range(1, len(row)))]
+
+
+def atb_caches() -> Iterator[list[str]]:
+    for name, form in preprocess.CACHE_FORMS.items():
+        int8 = " int8" if form.int8 else ""
+        rope = "unused" if form.kr is None else axes(form.kr)
+        q_rope = "absent" if form.kr is None else "[T, N, R]"
+        yield [f"`{name}` ({form.number})", axes(form.kv) + int8, rope, axes(form.q_out0) + int8, q_rope]
 
 
 def disagreements() -> Iterator[list[str]]:

@@ -8,6 +8,7 @@ head dim, N heads. wdqkv holds, transposed, the columns ``[C | R | Q]`` of the d
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -46,11 +47,30 @@ OPTIONAL = (
     "ctkv_scale",
     "q_nope_scale",
 )
+
+
+@dataclass(frozen=True)
+class CacheForm:
+    """One cacheMode: its number in ATB, shapes of both caches (None: not used), and of the query results."""
+
+    number: int
+    kv: str
+    kr: str | None
+    q_out0: str = "T N C"
+    int8: bool = False
+
+
+NZ_BLOCK = 128  # rows of a block of an NZ cache, fixed in the kernel
+CACHE_FORMS: Mapping[str, CacheForm] = {
+    "kvcache": CacheForm(0, "BlockNum BlockSize 1 C+R", None, "T N C+R"),
+    "krope_ctkv": CacheForm(1, "BlockNum BlockSize 1 C", "BlockNum BlockSize 1 R"),
+    "int8_nzcache": CacheForm(2, "BlockNum C/32 128 32", "BlockNum R/16 128 16", int8=True),
+    "nzcache": CacheForm(3, "BlockNum C/16 128 16", "BlockNum R/16 128 16"),
+}
 # value of the torch argument -> number of the ATB parameter
-CACHE_MODES = {"kvcache": 0, "krope_ctkv": 1, "int8_nzcache": 2, "nzcache": 3}
+CACHE_MODES = {name: form.number for name, form in CACHE_FORMS.items()}
 QUANT_MODES = {"per_tensor_quant_asymm": 0, "per_token_quant_symm": 1}
 DEFAULTS = {"cache_mode": "krope_ctkv", "quant_mode": "per_token_quant_symm"}
-NZ_BLOCK = 128  # rows of a block of an NZ cache, fixed in the kernel
 MAX_TOKENS = 1024
 _SIZES = {"Q": 1536, "C": 512, "R": 64, "D": 128}
 
@@ -134,7 +154,7 @@ def check_preprocess_structure(full: Mapping[str, Any]) -> dict[str, Any]:
     if mode == 2:
         bound.needed("ctkv_scale", "1", kind)
         bound.needed("q_nope_scale", "N", kind)
-    bound.caches(mode, kind)
+    bound.caches(CACHE_FORMS[full["cache_mode"]], kind)
     bound("slotmapping", "T", torch.int32)
     return dims
 
@@ -224,22 +244,16 @@ class _Binder:
             sizes = (sizes[0], sizes[2], sizes[1] * sizes[3])
         self.sizes(name, sizes, "N D C")
 
-    def caches(self, mode: int, kind: torch.dtype) -> None:
-        if mode == 0:
-            self.set("K", self.dims["C"] + self.dims["R"])
-            self("kv_cache", "BlockNum BlockSize 1 K", kind)
-            return
-        if mode == 1:
-            self("kv_cache", "BlockNum BlockSize 1 C", kind)
-            self("kv_cache_rope", "BlockNum BlockSize 1 R", kind)
-            return
-        element = torch.int8 if mode == 2 else kind
-        c0 = 32 if mode == 2 else 16
-        self.set("C/C0", self.dims["C"] // c0)
-        self.set("R/16", self.dims["R"] // 16)
-        self.set("BlockSize", NZ_BLOCK)
-        self("kv_cache", f"BlockNum C/C0 BlockSize {c0}", element)
-        self("kv_cache_rope", "BlockNum R/16 BlockSize 16", kind)
+    def caches(self, form: CacheForm, kind: torch.dtype) -> None:
+        c, r = self.dims["C"], self.dims["R"]
+        for axis, size in (("C+R", c + r), ("C/32", c // 32), ("C/16", c // 16), ("R/16", r // 16)):
+            if axis in f"{form.kv} {form.kr}":
+                self.set(axis, size)
+        if "BlockSize" not in form.kv:
+            self.set("BlockSize", NZ_BLOCK)
+        self("kv_cache", form.kv, torch.int8 if form.int8 else kind)
+        if form.kr is not None:
+            self("kv_cache_rope", form.kr, kind)
 
 
 def _refuse(code: str, argument: str, expected: object, found: object, dims: Mapping[str, Any]) -> NoReturn:
