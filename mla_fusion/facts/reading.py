@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -16,6 +18,7 @@ from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact, Table
 from mla_fusion.graph.cone import Cone
 from mla_fusion.graph.kinds import is_cast, is_view, is_writer
+from mla_fusion.graph.shrink import SMALL, WORTHWHILE, Shrink
 from mla_fusion.graph.view import View
 
 
@@ -40,6 +43,8 @@ class FactReader:
         """``operands``: nodes, beside the activations, whose reading somebody will ask for."""
         self.view = view
         self.probes = 0
+        projections = list(projections)
+        self.shrink = _shrink(view, projections)
         self._operands = {projection.activation for projection in projections} | set(operands)
         self._known: dict[object, ConeFacts] = {}
         self._facts: dict[Node, ConeFacts] = {}
@@ -47,7 +52,7 @@ class FactReader:
     def read(self, projection: Projection) -> ConeFacts:
         facts = self._facts.get(projection.node)
         if facts is None:
-            cone = Cone(self.view, projection.product, projection.weight_is_left)
+            cone = Cone(self.view, projection.product, projection.weight_is_left, self.shrink)
             key = (cone.signature, self._details(cone))
             known = self._known.get(key)
             facts = _relocate(known, cone) if known is not None else self._probe(cone)
@@ -80,6 +85,17 @@ class FactReader:
             rope.find(cone, decoder, {n: r for n, r in readings.items() if n in rotated}),
             {n: r for n, r in readings.items() if n in self._operands},
         )
+
+
+def _shrink(view: View, projections: list[Projection]) -> Shrink | None:
+    """The longest token axis of the graph's linear layers, where there are many tokens; static sizes only."""
+    leads = [item.origin.meta["val"].shape[:-1] for item in projections if item.is_flat]
+    static = [tuple(lead) for lead in leads if lead and all(isinstance(size, int) for size in lead)]
+    if not static:
+        return None
+    lead = max(Counter(static).items(), key=lambda entry: (len(entry[0]) > 1, entry[1]))[0]
+    longest = max(lead)
+    return Shrink(longest) if math.prod(lead) >= WORTHWHILE and longest > SMALL else None
 
 
 def _meets_a_table(cone: Cone) -> set[Node]:

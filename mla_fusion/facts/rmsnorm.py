@@ -30,6 +30,7 @@ class NormFact:
     gamma          the weight, [len(columns)]; None where the norm has none
     eps            solved from the values; ``runtime_eps`` instead where it is an input of the graph
     scale          1.0, or the factor of LongCat-like models
+    codes          of the node's shape: token * len(columns) + place
     low_precision  a statistic (mean of squares, its root) that is rounded to less than float32, or None
     """
 
@@ -40,6 +41,7 @@ class NormFact:
     runtime_eps: Node | None
     scale: float
     low_precision: Node | None
+    codes: torch.Tensor
 
 
 def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[NormFact]:
@@ -95,6 +97,7 @@ def _check(
                 runtime,
                 scale,
                 _low_precision(cone, node),
+                torch.arange(codes.numel()).reshape(codes.shape),
             )
     return None
 
@@ -167,7 +170,7 @@ def _low_precision(cone: Cone, norm: Node) -> Node | None:
     """The first node below float32 on the way to a per-token statistic (all-bf16 norms are not the kernel's)."""
     inside = set(cone.nodes)
     path = [n for n in nodes_between((cone.node,), norm) if n in inside and isinstance(n.meta.get("val"), torch.Tensor)]
-    statistics = [n for n in path if _numel(cone, n) == cone.tokens and not is_view(n) and not is_cast(n)]
+    statistics = [n for n in path if _numel(cone, n) == cone.all_tokens and not is_view(n) and not is_cast(n)]
     for statistic in statistics:
         for node in nodes_between((cone.node,), statistic):
             if node in inside and not (is_view(node) or is_cast(node) or is_getitem(node)):

@@ -21,6 +21,7 @@ from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact, Table, TableRun
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.kinds import is_cast
+from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.view import View, peel_table
 
 
@@ -66,6 +67,7 @@ class Candidate:
 
     query: QuerySide
     key: KeySide
+    shrink: Shrink | None  # on how many tokens the facts were read
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -116,7 +118,7 @@ class Finder:
         keys = self._keys(facts)
         queries, partial = self._queries(facts)
         if keys and queries:
-            return Candidate(queries[0], keys[0])
+            return Candidate(queries[0], keys[0], self.reader.shrink)
         if queries:
             seen = (queries[0].norm.node, queries[0].absorb.node)
             return NearMiss(Refuse("kv_latent.absent", f"x is {group[0].origin.name}"), seen)
@@ -200,7 +202,7 @@ class Finder:
 
     def _whole_table(self, node: Node, width: int, cone: ConeFacts) -> Table:
         base = peel_table(node)
-        shape = self.view.binding.shape(base.meta["val"].shape)
+        shape = cone.cone.shape(base)
         count = 1
         for size in shape[:-1]:
             count *= size

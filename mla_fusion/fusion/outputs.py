@@ -12,6 +12,7 @@ from torch.fx import Node
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.kinds import has_effect, is_cast, is_reshape, is_view, is_writer
 from mla_fusion.graph.program import Program
+from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.sizes import is_symbolic
 from mla_fusion.graph.view import View
 
@@ -42,9 +43,15 @@ class ValueTree:
     """The views and casts of one value, with the code of every element they hold."""
 
     def __init__(
-        self, view: View, root: Node, codes: torch.Tensor, twins: Sequence[tuple[Node, torch.Tensor]] = ()
+        self,
+        view: View,
+        root: Node,
+        codes: torch.Tensor,
+        twins: Sequence[tuple[Node, torch.Tensor]] = (),
+        shrink: Shrink | None = None,
     ) -> None:
-        """``twins``: other nodes that hold the value, with their codes."""
+        """``twins``: other nodes that hold the value, with their codes; ``shrink``: as the codes were made."""
+        self._shrink = shrink
         self.roots = [root]
         self.parent: dict[Node, Node] = {}
         self.codes: dict[Node, object] = {}
@@ -62,7 +69,7 @@ class ValueTree:
                 if (is_view(user) or is_cast(user)) and user.args[0] is node and user not in self.parent:
                     self.parent[user] = node
                     order.append(user)
-        program = Program([root], order[1:], view.binding)
+        program = Program([root], order[1:], view.binding, shrink=self._shrink)
         values = program.run([codes])
         self.codes |= {node: values[program.slot(node)] for node in order}
 

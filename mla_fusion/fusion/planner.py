@@ -29,15 +29,15 @@ class Planner:
     def __init__(self, view: View, config: Config, candidate: Candidate, boundary: bool = False) -> None:
         """``boundary``: a wrapper stands around the graph and can view a cache in the kernel's shape."""
         self.view, self.config, self.candidate, self.boundary = view, config, candidate, boundary
-        q, k = candidate.query, candidate.key
+        q, k, shrink = candidate.query, candidate.key, candidate.shrink
         self.trees = {
-            "query": ValueTree(view, q.absorb.node, q.absorb.codes),
-            "query_rope": ValueTree(view, q.rope.node, q.rope.codes, q.rope.twins),
-            "query_norm": ValueTree(view, q.norm.node, _row_codes(view, q.norm.node)),
+            "query": ValueTree(view, q.absorb.node, q.absorb.codes, shrink=shrink),
+            "query_rope": ValueTree(view, q.rope.node, q.rope.codes, q.rope.twins, shrink),
+            "query_norm": ValueTree(view, q.norm.node, q.norm.codes, shrink=shrink),
         }
         if k.norm is not None and k.rope is not None:
-            self.trees["c_kv"] = ValueTree(view, k.norm.node, _row_codes(view, k.norm.node))
-            self.trees["k_pe"] = ValueTree(view, k.rope.node, k.rope.codes, k.rope.twins)
+            self.trees["c_kv"] = ValueTree(view, k.norm.node, k.norm.codes, shrink=shrink)
+            self.trees["k_pe"] = ValueTree(view, k.rope.node, k.rope.codes, k.rope.twins, shrink)
 
     def plan(self) -> Plan:
         verdict.judge(self.view, self.candidate)
@@ -75,6 +75,8 @@ class Planner:
     def _plan(self, token_x: Node) -> Plan:
         q, k = self.candidate.query, self.candidate.key
         lead = self.view.binding.shape(token_x.meta["val"].shape[:-1])
+        if self.candidate.shrink is not None:
+            lead = self.candidate.shrink.lead(lead)
         for run in (*k.cos, *k.sin):
             if run.rows in ("position", "sequence") and len(lead) != 2:
                 detail = f"{run.base.name} has shape {list(run.base.meta['val'].shape)} for tokens {list(lead)}"
@@ -256,11 +258,6 @@ def _shaped(slots: Slots, lead: Sequence[object]) -> Slots:
         source = node.args[0] if is_reshape(node) else None
         node = source if isinstance(source, Node) else None
     return slots if node is None else Slots(node)
-
-
-def _row_codes(view: View, node: Node) -> torch.Tensor:
-    shape = view.binding.shape(node.meta["val"].shape)
-    return torch.arange(torch.Size(shape).numel()).reshape(shape)
 
 
 def _unshaped(node: Node) -> Node:

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from mla_fusion.graph.contraction import Contraction
 from mla_fusion.graph.program import Program, nodes_between
+from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.sizes import is_symbolic
 from mla_fusion.graph.view import View, peel_table
 
@@ -22,19 +23,25 @@ _LARGEST = 1 << 24  # elements of one probe value; beyond it lies attention, not
 class Cone:
     """Members of ``product``'s cone, ready to run.
 
+    shrink   fewer tokens than the graph's, or None where all of them are probed
     codes    int64, of the product's shape: token * width + column of every element
-    tokens   T, as bound for probing;  width: columns of the weight
+    tokens   T, as bound for probing (all_tokens: in the graph);  width: columns of the weight
     """
 
-    def __init__(self, view: View, product: Contraction, weight_is_left: bool) -> None:
+    def __init__(self, view: View, product: Contraction, weight_is_left: bool, shrink: Shrink | None = None) -> None:
         self.view = view
         self.product = product
+        self.shrink = shrink
         self.node = product.node
         self.nodes = [node for node in view.members(self.node) if self._is_probed(node)]
         shape = view.binding.shape(self.node.meta["val"].shape)
         weight = product.left_labels if weight_is_left else product.right_labels
         columns = [axis for axis, label in enumerate(product.out_labels) if label in weight]
         tokens = [axis for axis in range(len(shape)) if axis not in columns]
+        self.all_tokens = _product(shape[axis] for axis in tokens)
+        if shrink is not None:
+            small = iter(shrink.lead([shape[axis] for axis in tokens]))
+            shape = tuple(size if axis in columns else next(small) for axis, size in enumerate(shape))
         order = tokens + columns
         self.width = _product(shape[axis] for axis in columns)
         self.tokens = _product(shape[axis] for axis in tokens)
@@ -45,7 +52,8 @@ class Cone:
     def _is_probed(self, node: Node) -> bool:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            return _product(self.view.binding.shape(value.shape)) <= _LARGEST
+            size = _product(self.view.binding.shape(value.shape))
+            return (size if self.shrink is None else self.shrink.merged(size)) <= _LARGEST
         return not is_symbolic(value)
 
     def _join_bases(self) -> None:
@@ -76,19 +84,24 @@ class Cone:
                         placed.add(link)
                         ordered.append(link)
             ordered.append(node)
-        self.program = Program([self.node, *self.bases], ordered, self.view.binding, aliases)
+        self.program = Program([self.node, *self.bases], ordered, self.view.binding, aliases, shrink=self.shrink)
+
+    def shape(self, node: Node) -> tuple[int, ...]:
+        """The shape that a base has in a probe."""
+        shape = self.view.binding.shape(_shape(node))
+        return shape if self.shrink is None else self.shrink.rows(shape)
 
     @cached_property
     def signature(self) -> tuple[object, ...]:
         """Equal for cones that mean the same: same steps, same shapes of what comes in."""
-        shapes = tuple((self.view.binding.shape(_shape(base)), str(_dtype(base))) for base in self.bases)
+        shapes = tuple((self.shape(base), str(_dtype(base))) for base in self.bases)
         return tuple(self.codes.shape), self.codes.stride(), shapes, self.program.signature
 
     def draw(self, generator: torch.Generator) -> list[torch.Tensor]:
         """Random values for the bases: normal for floats, permutations for integers, coin tosses for masks."""
         values = []
         for base in self.bases:
-            shape, dtype = self.view.binding.shape(_shape(base)), _dtype(base)
+            shape, dtype = self.shape(base), _dtype(base)
             if dtype.is_complex:
                 values.append(torch.randn(shape, generator=generator, dtype=torch.complex128))
             elif dtype.is_floating_point:

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.graph.kinds import MODEL_FLOATS, filled_with, is_cast, op_name
+from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.sizes import Binding, is_symbolic
 
 
@@ -72,6 +73,12 @@ def _identity(value: Any, *_: Any, **__: Any) -> Any:
     return value
 
 
+_SIZED = frozenset(
+    """
+    aten::view aten::_unsafe_view aten::reshape aten::_reshape_alias aten::view_copy aten::expand aten::expand_copy
+    """.split()
+)
+
 _RENAMED: dict[str, Callable[..., Any]] = {
     # An erased cast keeps its input's strides, so a later view may need a copy.
     "aten::view": _keep_shape,
@@ -107,7 +114,7 @@ class Program:
     ``nodes`` must be in topological order; each argument is an input, an earlier node, a literal, or a
     symbolic size that ``binding`` makes a number. ``aliases`` names nodes that compute what an input holds.
     A node that cannot be probed becomes a step that fails, and so does whatever reads it.
-    ``exact`` keeps every dtype and cast as the graph has it.
+    ``exact`` keeps every dtype and cast as the graph has it; ``shrink`` runs on fewer tokens than the graph has.
     """
 
     def __init__(
@@ -117,9 +124,11 @@ class Program:
         binding: Binding,
         aliases: Mapping[Node, Node] | None = None,
         exact: bool = False,
+        shrink: Shrink | None = None,
     ) -> None:
         self._binding = binding
         self._exact = exact
+        self._shrink = shrink
         self._slots: dict[Node, Slot] = {node: Slot(i) for i, node in enumerate(inputs)}
         for alias, node in (aliases or {}).items():
             self._slots[alias] = self._slots[node]
@@ -150,6 +159,9 @@ class Program:
             value = _attribute(node, self._exact)
             return Step(_identity, (value,), {}, f"{name}:{id(value)}")
         filling = filled_with(node)
+        like = self._slots.get(node.args[0]) if filling is not None and name.endswith("_like") else None
+        if like is not None:
+            return Step(torch.full_like, (like, filling), {}, name)
         if filling is not None:
             value = node.meta["val"]
             dtype = value.dtype if self._exact else _widen(value.dtype)
@@ -160,9 +172,25 @@ class Program:
             call = _cast
         else:
             call = _RENAMED.get(name, node.target)  # type: ignore[arg-type]
+        if self._shrink is not None and name in _SIZED:
+            return self._resized(node, name, self._shrink)
         args = self._template(node.args)
         kwargs = {key: self._option(key, value) for key, value in node.kwargs.items()}
         return Step(call, args, kwargs, f"{name}.{getattr(node.target, '_overloadname', '')}")
+
+    def _resized(self, node: Node, name: str, shrink: Shrink) -> Step:
+        """A view or expand whose sizes follow the size of its input."""
+        source = node.args[0]
+        assert isinstance(source, Node)
+        full_in = self._binding.shape(source.meta["val"].shape)
+        full_out = self._binding.shape(node.meta["val"].shape)
+
+        def call(value: torch.Tensor) -> torch.Tensor:
+            if "expand" in name:
+                return value.expand(shrink.expanded(tuple(value.shape), full_in, full_out))
+            return value.reshape(shrink.viewed(tuple(value.shape), full_in, full_out))
+
+        return Step(call, (self._template(source),), {}, f"{name}{full_in}{full_out}{shrink}")
 
     def _option(self, key: str, value: Any) -> Any:
         if key == "device" and value is not None:

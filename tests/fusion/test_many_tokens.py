@@ -1,0 +1,78 @@
+"""Static graphs of many tokens: the facts are read on few, the verdict is the same, the numbers are checked on all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import mla_fusion as mf
+from mla_fusion.compile.device_graph import capture
+from mla_fusion.graph.shrink import Shrink
+
+from . import near_misses
+from . import spellings as s
+from . import variants as v
+from .harness import assert_as_exact, clones, compiled
+
+
+@pytest.fixture(autouse=True)
+def _room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s, "BLOCKS", 64)
+
+
+def prefill_args() -> tuple[Tensor, ...]:
+    freqs = torch.view_as_real(torch.polar(torch.ones(128, s.DR // 2), torch.rand(128, s.DR // 2) * 6.28))
+    x = torch.randn(2, 64, s.HE).bfloat16()
+    return x, freqs, torch.randn(4, 128, s.HCKV).bfloat16(), torch.randn(4, 128, s.DR).bfloat16()
+
+
+CASES = {
+    "64 tokens": (s.PagedRotateHalf, lambda: s.paged_args(64)),
+    "512 tokens, as many as the latent is wide": (s.PagedRotateHalf, lambda: s.paged_args(512)),
+    "128 tokens, as many as D": (s.FusedQkvA, lambda: s.paged_args(128)),
+    "4 sequences of 32": (v.Sequences, lambda: v.sequence_args(4, 32)),
+    "64 sequences of 2": (v.Sequences, lambda: v.sequence_args(64, 2)),
+    "16 sequences of 16": (v.Sequences, lambda: v.sequence_args(16, 16)),
+    "dense prefill": (s.ComplexDense, prefill_args),
+    "npu operators": (s.NpuOperators, lambda: s.paged_args(128)),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize("name", CASES)
+def test_fuses(name: str, device: str) -> None:
+    model, args = CASES[name]
+    gm, _ = capture(model(), *args(), device=device)
+    report = mf.fuse(gm)
+    assert len(report.fused) == 1, str(report)
+
+
+def test_as_exactly() -> None:
+    torch.manual_seed(0)
+    model, args = s.PagedRotateHalf(), s.paged_args(256)
+    assert_as_exact(model, args, compiled(model, clones(args), mf.backend()))
+
+
+@pytest.mark.parametrize("name", ["bias", "tables_swapped", "no_rotation", "low_precision", "raw_latent_read"])
+def test_near_misses_get_the_same_code(name: str) -> None:
+    code, model = near_misses.REFUSED[name]
+    gm, _ = capture(model(), *s.paged_args(128), device="cpu")
+    assert [r.code for r in mf.fuse(gm).rejected] == [code]
+
+
+@pytest.mark.parametrize(
+    ("small", "full", "wanted", "sizes"),
+    [
+        ((5, 384), (64, 384), (64, 2, 192), (5, 2, 192)),
+        ((2 * 5, 384), (2 * 64, 384), (2, 64, 2, 192), (2, 5, 2, 192)),
+        ((2, 5, 128), (2, 512, 128), (1, 2, 512, 128), (1, 2, 5, 128)),
+        ((5, 512), (512, 512), (512, 1, 512), (5, 1, 512)),
+        ((64, 192), (64, 192), (64, 3, 64), (64, 3, 64)),
+    ],
+)
+def test_sizes_of_a_view(
+    small: tuple[int, ...], full: tuple[int, ...], wanted: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    tokens = 512 if 512 in full else 64
+    assert Shrink(tokens).viewed(small, full, wanted) == sizes
