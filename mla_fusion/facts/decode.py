@@ -115,6 +115,8 @@ class Decoder:
         }
         highest = max(1, int(self.cone.codes.max()).bit_length())
         for bit in range(highest):
+            if not linear and not scaled:
+                break
             mask = (self.cone.codes >> bit) & 1
             values = self.cone.run(self.probe * _LARGE * mask, self.bases)
             for node in list(linear):

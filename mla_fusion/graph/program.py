@@ -159,7 +159,8 @@ class Program:
             value = _attribute(node, self._exact)
             return Step(_identity, (value,), {}, f"{name}:{id(value)}")
         filling = filled_with(node)
-        like = self._slots.get(node.args[0]) if filling is not None and name.endswith("_like") else None
+        lender = node.args[0] if filling is not None and name.endswith("_like") else None
+        like = self._slots.get(lender) if isinstance(lender, Node) else None
         if like is not None:
             return Step(torch.full_like, (like, filling), {}, name)
         if filling is not None:
