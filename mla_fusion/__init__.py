@@ -16,7 +16,7 @@ _autoload.keep_torch_importable()
 import mla_fusion.ops  # noqa: E402, F401  # defines the npu:: prologue schemas where torch_npu has not
 
 if TYPE_CHECKING:
-    from mla_fusion import inspect, meta, offline, reference
+    from mla_fusion import inspect, meta, offline, paging, reference
     from mla_fusion.compile.backend import backend
     from mla_fusion.compile.hook import torchair_pass
     from mla_fusion.compile.lowering import Lowering, lower
@@ -37,7 +37,7 @@ _HOME = {
     "reports": "mla_fusion.fusion.report",
     "torchair_pass": "mla_fusion.compile.hook",
 }
-_SUBPACKAGES = ("inspect", "meta", "offline", "reference")
+_SUBPACKAGES = ("inspect", "meta", "offline", "paging", "reference")
 
 __all__ = [
     "Config",
@@ -50,6 +50,7 @@ __all__ = [
     "lower",
     "meta",
     "offline",
+    "paging",
     "reference",
     "reports",
     "torchair_pass",

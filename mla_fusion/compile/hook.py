@@ -7,6 +7,7 @@ generated: a flat function whose code holds the configuration and the version as
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
@@ -76,5 +77,7 @@ def apply(graph: GraphModule | Graph, version: str, **options: Any) -> None:
     gm = graph.owning_module if isinstance(graph, Graph) else graph
     if gm is None:
         raise ValueError("the graph belongs to no module")
+    if "torchair" in sys.modules:
+        import_module("mla_fusion.converters").register()  # GE meets the pass's format casts without a wrapper
     skip = tuple(_entry(text) for text in options.pop("skip", ()))
     mla_fusion.fuse(gm, Config(skip=skip, **options))
