@@ -1,0 +1,50 @@
+"""What a wheel of the project holds: one package, and nothing generic beside it."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+SOURCES = {"mla_fusion": "mla_fusion", "meta": "mla_fusion/meta", "converters": "mla_fusion/converters"}
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The file names in a wheel built from a copy of the sources."""
+    source = tmp_path_factory.mktemp("source")
+    wheels = tmp_path_factory.mktemp("wheels")
+    for folder in SOURCES:
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    subprocess.run([sys.executable, "-c", BUILD, str(wheels)], cwd=source, check=True, capture_output=True)
+    (wheel,) = wheels.glob("*.whl")
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_only_mla_fusion_lands_at_the_top(names: set[str]) -> None:
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"mla_fusion"}
+
+
+def test_every_module_is_shipped(names: set[str]) -> None:
+    """A new package directory must be added to pyproject.toml."""
+    for folder, home in SOURCES.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            assert f"{home}/{path.relative_to(ROOT / folder).as_posix()}" in names
+
+
+def test_data_files_are_shipped(names: set[str]) -> None:
+    wanted = [
+        f"{home}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder, home in SOURCES.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    ]
+    assert "mla_fusion/py.typed" in wanted
+    assert not [name for name in wanted if name not in names]
