@@ -225,7 +225,8 @@ def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         found = function()
     except Exception as error:
         raise UserError(f"{name}() failed: {_brief(error, path)}") from error
-    if not (isinstance(found, tuple) and len(found) == 2 and callable(found[0]) and isinstance(found[1], (tuple, list))):
+    pair = isinstance(found, tuple) and len(found) == 2
+    if not (pair and callable(found[0]) and isinstance(found[1], (tuple, list))):
         raise UserError(f"{name}() returned {type(found).__name__}, expected (module_or_function, arguments)")
     return found[0], tuple(found[1])
 

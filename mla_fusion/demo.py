@@ -165,9 +165,9 @@ class Progress:
 
 def measurement_table(measurements: list[Measurement]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows of the errors."""
-    header = ("where", "output", "unfused", "fused", "ratio", "other rows identical", "")
+    header = ("where", "output", "unfused", "fused", "ratio", "other rows identical", "check")
     word = {None: "-", True: "yes", False: "NO"}
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             item.where,
             item.output,
@@ -188,7 +188,8 @@ def sections(outcome: Outcome) -> list[page.Section]:
     errors = page.Section(
         "Accuracy",
         "Relative L2 error against float64. A layer's rows are its prologue alone, from the same bfloat16 input; "
-        f"the model's rows carry the errors of earlier layers. Passed where fused is at most {LARGEST_RATIO} x unfused.",
+        "the model's rows carry the errors of earlier layers. "
+        f"Passed where fused is at most {LARGEST_RATIO} x unfused.",
         header,
         rows,
     )
@@ -207,7 +208,7 @@ def _compile(module: torch.nn.Module) -> Callable[..., Any]:
 
 def _lower(model: AbsorbedDecoder, batch: PagedBatch, out: Path) -> tuple[Lowered, list[Path]]:
     if find_spec("torch_npu") is None:
-        missing = "torch_npu is not installed, so nothing was lowered to a GE graph; the FX graphs are those of the CPU."
+        missing = "torch_npu is not installed, so nothing was lowered to GE; the FX graphs are those of the CPU."
         return Lowered(missing), _save_cpu_graphs(model, batch, out)
     from mla_fusion.compile.lowering import LoweringError
 
@@ -218,7 +219,8 @@ def _lower(model: AbsorbedDecoder, batch: PagedBatch, out: Path) -> tuple[Lowere
         mf.lower(model, *batch, config=mf.Config(enable=False))
     except LoweringError as error:
         refusal = str(error)
-    return Lowered("", dict(fused.ge_ops.most_common()), refusal), files
+    kernel_first = sorted(fused.ge_ops.items(), key=lambda pair: (pair[0] != KERNEL, -pair[1]))
+    return Lowered("", dict(kernel_first), refusal), files
 
 
 def _save_cpu_graphs(model: AbsorbedDecoder, batch: PagedBatch, out: Path) -> list[Path]:

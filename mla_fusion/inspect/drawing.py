@@ -17,7 +17,7 @@ class _Box:
     out: bool = False
 
 
-_WIDTH, _HEIGHT, _STEP, _ROW, _LEFT, _TOP = 112, 40, 146, 62, 20, 44
+_WIDTH, _HEIGHT, _STEP, _ROW, _LEFT, _TOP = 112, 40, 160, 62, 20, 44
 
 _BOXES = (
     _Box("x", "x", 0, 1.5, True),
@@ -111,6 +111,6 @@ def _wire(start: _Box, end: _Box, label: str) -> str:
     if label and y0 == y1:
         text = f'<text class="node" x="{(x0 + x1) / 2:g}" y="{y0 - 6:g}">{label}</text>'
     elif label:
-        away = -6 if y1 < y0 else 14
-        text = f'<text class="node" x="{max(bend - 18, x0 + 12):g}" y="{(y0 + y1) / 2 + away:g}">{label}</text>'
+        away = -2 if y1 < y0 else 10
+        text = f'<text class="node" x="{bend - 16:g}" y="{(y0 + y1) / 2 + away:g}">{label}</text>'
     return f'<path class="wire" d="{path}"/>{tip}{text}'

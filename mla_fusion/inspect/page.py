@@ -72,7 +72,7 @@ def render(report: Report, sections: Sequence[Section] = ()) -> str:
     return str(
         template.render(
             css=_resource("page.css"),
-            summary=f"{len(report.fused)} {verb}, {len(report.rejected)} left, {report.seconds * 1e3:.0f} ms",
+            summary=f"{len(report.fused)} {verb}, {len(report.rejected)} left, in {duration(report.seconds)}",
             numbers=_numbers(report),
             stages=_stages(report),
             committed=report.committed,
@@ -85,6 +85,19 @@ def render(report: Report, sections: Sequence[Section] = ()) -> str:
             version=mla_fusion.__version__,
         )
     )
+
+
+def duration(seconds: float) -> str:
+    """Three figures and a unit."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def size(count: int) -> str:
+    """Bytes in the unit that suits them."""
+    if count < 1024:
+        return f"{count} bytes"
+    power = min((count.bit_length() - 1) // 10, 3)
+    return f"{count / 1024**power:.1f} {('', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def embeddable(text: str) -> str:
@@ -105,7 +118,7 @@ def fused_cards(fusions: Sequence[Fusion], safe: Callable[[str], Any] = str) -> 
     cards = fold(fusions, _fusion_key)
     for card in cards:
         card.item = next((one for one in card.members if one.figures), card.item)
-        card.dims = "  ".join(f"{name} {value}" for name, value in card.item.dims.items())
+        card.dims = ", ".join(f"{name} {value}" for name, value in card.item.dims.items())
         card.drawing = safe(drawing.prologue(card.item.nodes, card.item.replaced, card.item.dims))
     return cards
 
@@ -127,8 +140,8 @@ def _numbers(report: Report) -> list[tuple[str, str]]:
         ("left", str(len(report.rejected))),
         ("nodes before", f"{report.nodes_before:,}"),
         ("nodes after", f"{report.nodes_after:,}"),
-        ("pass time", f"{report.seconds * 1e3:,.0f} ms"),
-        ("bytes added", f"{report.bytes_added:,}"),
+        ("pass time", duration(report.seconds)),
+        ("weights added", size(report.bytes_added)),
     ]
     return [*found, ("largest error", f"{max(figures):.1e}")] if figures else found
 
@@ -143,7 +156,7 @@ def _stages(report: Report) -> list[dict[str, object]]:
     for name in STAGES:
         seconds = report.timings.get(name, 0.0)
         left, width = (round(100 * value / total, 2) for value in (done, seconds))
-        bars.append({"name": name, "left": min(left, 99.7), "width": width, "text": f"{seconds * 1e3:,.1f} ms"})
+        bars.append({"name": name, "left": min(left, 99.7), "width": width, "text": duration(seconds)})
         done += seconds
     return bars
 

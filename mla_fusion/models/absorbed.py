@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,9 @@ class AbsorbedAttention(nn.Module):
     Raises ValueError for an attention without a query LoRA, which has no such form.
     """
 
-    def __init__(self, attention: nn.Module, rotate: Rotate) -> None:
+    attention: Any
+
+    def __init__(self, attention: Any, rotate: Rotate) -> None:
         super().__init__()
         if attention.q_a_proj is None:
             raise ValueError("this attention has no query LoRA (q_lora_rank is None)")
@@ -87,7 +90,8 @@ class AbsorbedAttention(nn.Module):
         context = torch.matmul(torch.softmax(scores, dim=-1).to(c_kv.dtype), c_kv)
         _, w_uv = self._up_projections()
         values = torch.bmm(context.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
-        return hf.o_proj(values.reshape(tokens, -1))
+        output: Tensor = hf.o_proj(values.reshape(tokens, -1))
+        return output
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
         """W_uk ``[N, D, 512]`` and W_uv ``[N, Dv, 512]``, the two parts of ``kv_b_proj``."""
@@ -100,7 +104,11 @@ class AbsorbedAttention(nn.Module):
 class AbsorbedLayer(nn.Module):
     """``DeepseekV3DecoderLayer`` with its attention absorbed; norms and MLP are the layer's own."""
 
-    def __init__(self, layer: nn.Module, rotate: Rotate) -> None:
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+    mlp: nn.Module
+
+    def __init__(self, layer: Any, rotate: Rotate) -> None:
         super().__init__()
         self.input_layernorm = layer.input_layernorm
         self.self_attn = AbsorbedAttention(layer.self_attn, rotate)
@@ -109,11 +117,14 @@ class AbsorbedLayer(nn.Module):
 
     def forward(self, hidden: Tensor, *where: Tensor) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), *where)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
 
 
 class AbsorbedDecoder(nn.Module):
     """Layers that decode one token each of a batch of sequences, over one pair of caches a layer."""
+
+    rotary_emb: Any
 
     def __init__(self, layers: Sequence[nn.Module], rotary_emb: nn.Module, rotate: Rotate) -> None:
         super().__init__()

@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from mla_fusion.models.absorbed import AbsorbedAttention, AbsorbedDecoder
+from mla_fusion.models.absorbed import AbsorbedAttention, AbsorbedDecoder, AbsorbedLayer
 from mla_fusion.models.paged import PagedBatch
 
 # The kernel rounds at fewer places than the usual eager code, so its error should not be the larger one;
@@ -59,6 +59,8 @@ class Prologue(nn.Module):
 class _RoundedTables(nn.Module):
     """The bfloat16 rotary tables, in the dtype of the caller."""
 
+    rotary_emb: Any
+
     def __init__(self, rotary_emb: nn.Module) -> None:
         super().__init__()
         self.rotary_emb = rotary_emb
@@ -68,12 +70,17 @@ class _RoundedTables(nn.Module):
         return cos.to(hidden.dtype), sin.to(hidden.dtype)
 
 
+def layers_of(model: AbsorbedDecoder) -> list[AbsorbedLayer]:
+    """The layers, as what they are."""
+    return [cast(AbsorbedLayer, layer) for layer in model.layers]
+
+
 def inputs_of_layers(model: AbsorbedDecoder, batch: PagedBatch) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(hidden, cos, sin) with which an eager run enters each layer's attention."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
     hooks = [
         layer.self_attn.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[:3]))
-        for layer in model.layers
+        for layer in layers_of(model)
     ]
     try:
         model(*batch.fresh())
@@ -87,7 +94,7 @@ def measure_prologues(model: AbsorbedDecoder, batch: PagedBatch, compile_fused: 
     """Every layer's prologue by itself, all runs from the same bfloat16 input."""
     found = []
     for index, inputs in enumerate(inputs_of_layers(model, batch)):
-        prologue = Prologue(model.layers[index].self_attn)
+        prologue = Prologue(layers_of(model)[index].self_attn)
         caches = (batch.kv_caches[index], batch.kr_caches[index])
 
         def run(
