@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
-    """Aligned columns: text to the left, numbers to the right."""
+    """Aligned columns: text to the left, numbers to the right. A header of empty words is left out."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     numeric = [
@@ -20,7 +20,8 @@ def render(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str 
         ]
         return (indent + "  ".join(parts)).rstrip()
 
-    return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, cells)])
+    head = [line(header), line(["-" * width for width in widths])] if any(header) else []
+    return "\n".join([*head, *map(line, cells)])
 
 
 def operators(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int, int]]:

@@ -9,23 +9,12 @@ change only that. Tokens are rows, ``[T, hidden]``; each has a row of the block 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """Hugging Face's function that rotates query and key, called with heads on axis 1."""
-
-    rotate: Rotate
-
-    def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rotate(query, key, cos, sin)
 
 
 class AbsorbedAttention(nn.Module):
@@ -41,7 +30,7 @@ class AbsorbedAttention(nn.Module):
         if attention.q_a_proj is None:
             raise ValueError("this attention has no query LoRA (q_lora_rank is None)")
         self.attention = attention
-        self.rotary = Rotary(rotate)
+        self.rotate = rotate  # Hugging Face's function; heads are axis 1
 
     def prologue(
         self,
@@ -60,7 +49,7 @@ class AbsorbedAttention(nn.Module):
         latent = hf.kv_a_proj_with_mqa(hidden)
         c_kv, k_pe = latent.split([hf.kv_lora_rank, hf.qk_rope_head_dim], dim=-1)
         c_kv = hf.kv_a_layernorm(c_kv)
-        query_rope, k_pe = self.rotary(q_pe, k_pe.unsqueeze(1), cos, sin)
+        query_rope, k_pe = self.rotate(q_pe, k_pe.unsqueeze(1), cos, sin)
         w_uk, _ = self._up_projections()
         query = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
         kv_cache.view(-1, hf.kv_lora_rank)[slot_mapping] = c_kv
