@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from math import prod
 from time import perf_counter
 
+import torch
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -21,6 +25,7 @@ from mla_fusion.fusion.verify import Figure
 from mla_fusion.graph.view import View, peel
 
 log = logging.getLogger("mla_fusion")
+_FEW = 1 << 20  # elements of token_x up to which one thread verifies
 
 
 def fuse(gm: GraphModule, config: Config | None = None) -> Report:
@@ -83,7 +88,8 @@ class _Pass:
         view = View(self.gm)
         clock.stop("view")
         finder = Finder(view)
-        found = finder.find()
+        with _one_thread():
+            found = finder.find()
         clock.stop("match")
         boundary = builder_of is not None and builder_of.has_boundary
         ready: list[tuple[Plan, Fusion]] = []
@@ -115,8 +121,7 @@ class _Pass:
         builder = builder_of(self.gm)
         rewrite.commit_all(builder, [plan for plan, _ in ready])
         builder.finish()
-        self.gm.graph.eliminate_dead_code()
-        self.gm.graph.lint()
+        self.gm.graph.eliminate_dead_code()  # checks the graph before it starts
         self.gm.recompile()
         self.report.operators["after"] = count_operators(self.gm)
         clock.stop("rewrite")
@@ -135,7 +140,9 @@ class _Pass:
         if self.config.verify == "first" and key in self._verified:
             return f"equal in structure to {self._verified[key]}", ()
         half_rows = self.config.kr_layout == "half" and plan.candidate.query.rope.layout == "interleaved"
-        figures = verify.compare(view, plan, half_rows)
+        few = prod(view.binding.shape(plan.token_x.meta["val"].shape)) <= _FEW
+        with _one_thread() if few else contextlib.nullcontext():
+            figures = verify.compare(view, plan, half_rows)
         self._verified[key] = where
         return "verified", figures
 
@@ -184,6 +191,17 @@ def _functional(view: View) -> None:
         target = node.args[0] if node.args else None
         if isinstance(target, Node) and peel(target).op not in ("placeholder", "get_attr"):
             raise Refuse("graph.not_functional", f"{node.name} changes {target.name}", (node, target))
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Probes are small: a second thread gains nothing, and on a busy machine each operator waits for it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Clock:

@@ -230,6 +230,8 @@ def _weight_uk(b: Builder, plan: Plan) -> Any:
 
 def _dense(b: Builder, weight: Any, nz: bool) -> Any:
     """Contiguous, and on a device in the format that the kernel reads (weight_uk stays ND)."""
+    if b.device_type(weight) == "cpu":
+        return weight  # the reference kernel reads any strides; copying weights at every call would be waste
     if not _is_input(weight):
         weight = b.call(aten.clone.default, weight, memory_format=torch.contiguous_format)
     if nz and b.device_type(weight) == "npu":

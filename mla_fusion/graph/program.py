@@ -254,14 +254,19 @@ def _fill(template: Template, memory: list[Any]) -> Any:
     return template
 
 
+_PLAIN = frozenset((int, float, str, bool, Slot, type(None)))
+
+
 def _freeze(template: Template) -> Any:
-    if isinstance(template, (tuple, list)):
-        return tuple(_freeze(item) for item in template)
-    if isinstance(template, dict):
-        return tuple((key, _freeze(item)) for key, item in sorted(template.items()))
-    if isinstance(template, torch.Tensor):
-        return id(template)
-    return template if isinstance(template, (int, float, str, bool, Slot, type(None))) else str(template)
+    """Hashable, and equal for equal templates. (Exact types first: an isinstance of Tensor is slow.)"""
+    kind = type(template)
+    if kind in _PLAIN:
+        return template
+    if kind is tuple or kind is list:
+        return tuple([_freeze(item) for item in template])
+    if kind is dict:
+        return tuple([(key, _freeze(item)) for key, item in sorted(template.items())])
+    return id(template) if isinstance(template, torch.Tensor) else str(template)
 
 
 def nodes_between(sources: Iterable[Node], sink: Node) -> list[Node]:
