@@ -19,14 +19,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import mla_fusion as mf
 import torch
-from mla_fusion.compile.device_graph import capture
+from model import Decoder, Sizes, functional_prologue, layer_arguments, model_arguments
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from model import Decoder, Sizes, functional_prologue, layer_arguments, model_arguments
+import mla_fusion as mf
+from mla_fusion.compile.device_graph import capture
 
 
 def main() -> int:

@@ -151,7 +151,16 @@ class BoundaryBuilder(GraphBuilder):
 
     @property
     def bytes_packed(self) -> int:
-        return sum(node.meta["val"].nbytes for node, made in self.made_outside.items() if isinstance(made, Packed))
+        """Of packed weights that are not views of their parameters."""
+        return sum(
+            node.meta["val"].nbytes
+            for node, made in self.made_outside.items()
+            if isinstance(made, Packed) and not self._is_view(node, made)
+        )
+
+    def _is_view(self, node: Node, made: Packed) -> bool:
+        storages = {self._originals[place].meta["val"].untyped_storage()._cdata for place in made.positions}
+        return node.meta["val"].untyped_storage()._cdata in storages
 
 
 def _key(adaptor: Packed | Viewed) -> object:

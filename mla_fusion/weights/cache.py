@@ -20,7 +20,10 @@ _Stamp = tuple[int, ...]
 
 class _Entry:
     def __init__(self, stamp: _Stamp, sources: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
-        self.stamp, self.packed = stamp, packed
+        self.stamp = stamp
+        self.packed = _without_base(packed)
+        own = {source.untyped_storage().data_ptr() for source in sources}
+        self.bytes = 0 if packed.untyped_storage().data_ptr() in own else packed.nbytes
         self.sources = [weakref.ref(source) for source in sources]
 
     def fits(self, stamp: _Stamp, sources: Sequence[torch.Tensor]) -> bool:
@@ -54,9 +57,15 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def bytes_held() -> int:
-    """Bytes of all packed weights alive."""
+    """Bytes of all packed weights alive, those apart that are views of their parameters."""
     with _LOCK:
-        return sum(entry.packed.nbytes for entry in _ENTRIES.values())
+        return sum(entry.bytes for entry in _ENTRIES.values())
+
+
+def _without_base(packed: torch.Tensor) -> torch.Tensor:
+    """The same memory, without the reference that a view keeps to its parameter: that would never die."""
+    place = (packed.untyped_storage(), packed.storage_offset(), packed.shape, packed.stride())
+    return packed.new_empty(0).set_(*place) if packed._is_view() else packed
 
 
 def describe(program: GraphModule) -> str:
