@@ -109,8 +109,8 @@ class _InductorPattern:
         def search(*args: Tensor) -> Any:
             return functional_prologue(sizes, *args)
 
-        def replace(x: Tensor, w_dq: Tensor, g_q: Tensor, w_uq: Tensor, w_dkv: Tensor, g_kv: Tensor, *rest: Tensor) -> Any:
-            cos, sin, kv_b = rest
+        def replace(x: Tensor, *weights_and_tables: Tensor) -> Any:
+            w_dq, g_q, w_uq, w_dkv, g_kv, cos, sin, kv_b = weights_and_tables
             w_uk = kv_b.view(sizes.heads, -1, sizes.latent)[:, : sizes.nope]
             caches = (x.new_empty(x.shape[0], 1, sizes.latent), x.new_empty(x.shape[0], 1, sizes.rope))
             weights = (w_dq.t(), w_uq.t(), w_uk, w_dkv.t(), g_q, g_kv)
@@ -144,14 +144,13 @@ def _subgraph_matches(sizes: Sizes, gm: GraphModule) -> int:
 
 def _print(row: dict[str, Any]) -> None:
     if row["layers"] == 1 or not hasattr(_print, "headed"):
-        print(f"{'layers':>6} {'nodes':>6} {'pass':>9} {'unverified':>10} {'explain':>9} {'Inductor':>9} {'fx':>9} {'ratio':>7}")
+        names = ("nodes", "pass", "unverified", "explain", "Inductor", "fx", "ratio")
+        print(f"{'layers':>6} " + " ".join(f"{name:>10}" for name in names))
         _print.headed = True  # type: ignore[attr-defined]
-    fx = f"{row['SubgraphMatcher']:8.3f}s" if "SubgraphMatcher" in row else "-"
-    print(
-        f"{row['layers']:>6} {row['nodes']:>6} {row['pass']:8.3f}s {row['pass, unverified']:9.3f}s {row['explain']:8.3f}s "
-        f"{row['Inductor']:8.3f}s {fx:>9} {row['Inductor'] / row['pass']:6.1f}x",
-        flush=True,
-    )
+    timed = ("pass", "pass, unverified", "explain", "Inductor", "SubgraphMatcher")
+    cells = [f"{row[name]:9.3f}s" if name in row else f"{'-':>10}" for name in timed]
+    ratio = f"{row['Inductor'] / row['pass']:9.1f}x"
+    print(f"{row['layers']:>6} {row['nodes']:>10} {' '.join(cells)} {ratio}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from mla_fusion.compile import offline
@@ -20,7 +21,7 @@ Backend = Callable[..., Callable[..., Any]]
 def backend(config: Config | None = None, compiler_config: Any = None) -> Backend:
     """A backend for ``torch.compile``.
 
-    With a device: AOT autograd, the pass, then torchair with ``compiler_config`` (a torchair
+    For tensors on a device: AOT autograd, the pass, then torchair with ``compiler_config`` (a torchair
     ``CompilerConfig``; by default torchair's own). Without: AOT autograd, the pass, then the graph itself,
     its kernel call run by the CPU reference, so that the same script runs anywhere.
 
@@ -30,7 +31,7 @@ def backend(config: Config | None = None, compiler_config: Any = None) -> Backen
 
     def compile_graph(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         given = Config(**options) if options else chosen
-        if _device_present():
+        if _device_present() and any(_on_npu(value) for value in inputs):
             return _with_torchair(gm, inputs, given, compiler_config)
         return _with_cpu(gm, inputs, given)
 
@@ -77,6 +78,10 @@ def _declined(graph: GraphModule, config: Config) -> Callable[..., Any]:
     meaning = CODES["autograd"][0]
     keep(Report(config, rejected=[Rejection("autograd", meaning)], nodes_before=len(graph.graph.nodes)))
     return graph.forward
+
+
+def _on_npu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "npu"
 
 
 def _device_present() -> bool:
