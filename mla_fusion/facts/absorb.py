@@ -11,7 +11,7 @@ from torch.fx import Node
 from mla_fusion.facts.decode import Reading
 from mla_fusion.facts.projection import Projection
 from mla_fusion.graph.cone import Cone
-from mla_fusion.graph.kinds import is_cast, is_reshape, op_name
+from mla_fusion.graph.kinds import is_faithful_cast, is_reshape, op_name
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _before_expand(cone: Cone, projection: Projection, to_ndc: tuple[int, ...], 
     node, expands = projection.weight, 0
     if to_ndc != tuple(range(len(to_ndc))):
         return None
-    while is_reshape(node) or is_cast(node) or op_name(node) in ("aten::expand", "aten::expand_copy"):
+    while is_reshape(node) or is_faithful_cast(node) or op_name(node) in ("aten::expand", "aten::expand_copy"):
         source = node.args[0]
         if not isinstance(source, Node):
             return None

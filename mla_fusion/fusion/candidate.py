@@ -20,7 +20,7 @@ from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact, Table, TableRun
 from mla_fusion.fusion.rejection import Refuse
-from mla_fusion.graph.kinds import is_cast
+from mla_fusion.graph.kinds import is_faithful_cast
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.view import View, peel_table
 
@@ -260,6 +260,6 @@ def same_table(view: View, a: Table, b: Table) -> float | None:
 
 
 def _without_casts(node: Node) -> Node:
-    while is_cast(node) and isinstance(node.args[0], Node):
+    while is_faithful_cast(node) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node

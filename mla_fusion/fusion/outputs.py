@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fusion.rejection import Refuse
-from mla_fusion.graph.kinds import has_effect, is_cast, is_reshape, is_view, is_writer
+from mla_fusion.graph.kinds import has_effect, is_faithful_cast, is_reshape, is_view, is_writer
 from mla_fusion.graph.program import Program
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.sizes import is_symbolic
@@ -66,7 +66,7 @@ class ValueTree:
         order = [root]
         for node in order:
             for user in node.users:
-                if (is_view(user) or is_cast(user)) and user.args[0] is node and user not in self.parent:
+                if (is_view(user) or is_faithful_cast(user)) and user.args[0] is node and user not in self.parent:
                     self.parent[user] = node
                     order.append(user)
         program = Program([root], order[1:], view.binding, shrink=self._shrink)

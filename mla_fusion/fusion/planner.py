@@ -16,7 +16,7 @@ from mla_fusion.fusion.candidate import Candidate, same_table
 from mla_fusion.fusion.outputs import Replacement, ValueTree, live_users, whole_readers
 from mla_fusion.fusion.plan import InPlace, Plan, Staged
 from mla_fusion.fusion.rejection import Refuse
-from mla_fusion.graph.kinds import has_effect, is_cast, is_getitem, is_reshape, op_name
+from mla_fusion.graph.kinds import has_effect, is_faithful_cast, is_getitem, is_reshape, op_name
 from mla_fusion.graph.sizes import is_symbolic, same_shape
 from mla_fusion.graph.view import View
 
@@ -66,7 +66,7 @@ class Planner:
             value = node.meta["val"]
             if value.dim() in (2, 3) and value.dtype == torch.bfloat16:
                 found.setdefault(value.dim(), node)
-            if not (is_reshape(node) or is_cast(node)) or not isinstance(node.args[0], Node):
+            if not (is_reshape(node) or is_faithful_cast(node)) or not isinstance(node.args[0], Node):
                 return list(found.values())
             if node.args[0].meta["val"].shape[-1] != value.shape[-1]:
                 return list(found.values())
@@ -261,7 +261,7 @@ def _shaped(slots: Slots, lead: Sequence[object]) -> Slots:
 
 
 def _unshaped(node: Node) -> Node:
-    while (is_reshape(node) or is_cast(node)) and isinstance(node.args[0], Node):
+    while (is_reshape(node) or is_faithful_cast(node)) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 

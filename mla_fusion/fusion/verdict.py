@@ -11,7 +11,7 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.fusion.candidate import Candidate, same_table
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.program import Program, nodes_between
-from mla_fusion.graph.view import View
+from mla_fusion.graph.view import View, ancestry
 
 _REGION_DTYPES = (torch.bfloat16, torch.float32, torch.complex64)
 
@@ -105,6 +105,8 @@ def _dtypes(view: View, candidate: Candidate) -> None:
 def _region(candidate: Candidate) -> Iterator[Node]:
     """Plain nodes between the projections and the norms and rotations."""
     q, k = candidate.query, candidate.key
+    for item in projections(candidate):
+        yield from ancestry(item.activation)
     yield from nodes_between((q.down.node,), q.norm.node)
     yield from nodes_between((q.up_rope.node,), q.rope.node)
     yield from nodes_between((q.up_nope.node,), q.absorb.projection.activation)

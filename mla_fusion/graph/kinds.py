@@ -108,6 +108,26 @@ def is_cast(node: Node) -> bool:
     return op_name(node) in _CASTS
 
 
+_FAITHFUL = (
+    frozenset((torch.bfloat16, torch.float32, torch.float64)),
+    frozenset((torch.int32, torch.int64)),
+)
+
+
+def cast_ends(node: Node) -> frozenset[torch.dtype]:
+    """The dtypes that a cast joins; empty for any other node."""
+    if not is_cast(node) or not node.args or not isinstance(node.args[0], Node):
+        return frozenset()
+    values = (node.args[0].meta.get("val"), node.meta.get("val"))
+    return frozenset(value.dtype for value in values if isinstance(value, torch.Tensor))
+
+
+def is_faithful_cast(node: Node) -> bool:
+    """A cast that keeps every bfloat16 number, or every index: no float8, float16 or small integer in between."""
+    ends = cast_ends(node)
+    return bool(ends) and any(ends <= kept for kept in _FAITHFUL)
+
+
 def is_writer(node: Node) -> bool:
     return op_name(node) in _WRITERS
 

@@ -15,7 +15,9 @@ from torch.fx import GraphModule, Node
 from mla_fusion.graph import contraction
 from mla_fusion.graph.contraction import Contraction
 from mla_fusion.graph.kinds import (
+    MODEL_FLOATS,
     argument,
+    cast_ends,
     filled_with,
     has_effect,
     is_cast,
@@ -179,10 +181,10 @@ def _is_outer(product: Contraction) -> bool:
 
 
 def ancestry(node: Node) -> Iterator[Node]:
-    """The node, then what it re-indexes or casts, up to the first node that computes something."""
+    """The node, then what it re-indexes or casts among a model's floats, up to what computes (or quantises)."""
     while True:
         yield node
-        if not (is_view(node) or is_cast(node)):
+        if not (is_view(node) or (is_cast(node) and cast_ends(node) <= set(MODEL_FLOATS))):
             return
         source = node.args[0]
         if is_getitem(node) and isinstance(source, Node):

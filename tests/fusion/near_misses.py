@@ -150,6 +150,33 @@ class ScaledRope(Base):
         return self.rotate(2.0 * q_pe, c, s)
 
 
+def through(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to a narrow dtype and back."""
+    return x.to(dtype).to(x.dtype)
+
+
+class KeyTableRounded(Base):
+    def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return self.rotate(k_pe, through(c, torch.float8_e4m3fn), through(s, torch.float8_e4m3fn))
+
+
+class QueryInputRounded(Base):
+    def down(self, x: Tensor) -> Tensor:
+        return self.q_a_proj(through(x, torch.float8_e4m3fn))
+
+
+class QueryInputHalf(Base):
+    def down(self, x: Tensor) -> Tensor:
+        return self.q_a_proj(through(x, torch.float16))
+
+
+class LatentRounded(Base):
+    norm = HfNorm
+
+    def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return super().split(through(q, torch.float8_e4m3fn))
+
+
 class RankFour(Base):
     """x is [.., .., .., He] and only the products are flattened."""
 
@@ -269,6 +296,10 @@ REFUSED: dict[str, tuple[str, type[nn.Module]]] = {
     "bias": ("linear.bias", Bias),
     "scaled_addmm": ("linear.scaled", ScaledAddmm),
     "scaled_rope": ("scale.unequal", ScaledRope),
+    "key_table_rounded": ("rope.tables_differ", KeyTableRounded),
+    "query_input_rounded": ("kv_latent.absent", QueryInputRounded),
+    "query_input_half": ("dtype.region", QueryInputHalf),
+    "query_rounded": ("q_lora.absent", LatentRounded),
     "raw_latent_read": ("reader.latent", RawLatentRead),
     "unrotated_key_read": ("reader.latent", UnrotatedKeyRead),
     "slots_from_query": ("order.cycle", SlotsFromQuery),

@@ -30,7 +30,7 @@ def refused(gm: GraphModule, config: mf.Config | None = None) -> mf.fusion.rejec
     report = mf.fuse(gm, config)
     assert report.fused == [], str(report)
     assert str(gm.graph) == before
-    (rejection,) = report.rejected
+    rejection, *_ = report.rejected
     assert rejection.message.startswith(CODES[rejection.code.partition(":")[0]][0])
     assert rejection.nodes and rejection.remedy
     return rejection

@@ -238,6 +238,13 @@ class NewRowsRead(Base):
         super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
 
 
+class QueryReadRounded(Base):
+    """Something reads the query through float8: the rounding must stay."""
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        return near_misses.through(super().absorb(q_nope), torch.float8_e4m3fn)
+
+
 class WeightsInOut(Base):
     """cann-recipes: weights [in, out], x @ W."""
 
@@ -415,6 +422,7 @@ VARIANTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ..
             ScatterRows,
             ScatterNd,
             Int32Slots,
+            QueryReadRounded,
             WeightsInOut,
             SlicedWeights,
             EinsumLinear,
