@@ -99,11 +99,7 @@ class _Pass:
                     raise item.reason
                 _functional(view)
                 self._skip(item)
-                plan = Planner(view, self.config, item, boundary).plan()
-                structure = _structure(finder, plan)
-                if structure not in self._accepted:
-                    contract.ask(plan, self.config)
-                    self._accepted.add(structure)
+                plan, structure = self._legal_plan(view, finder, item, boundary)
                 rewrite.prove(plan)
                 clock.stop("plan")
                 verified, figures = self._verify(view, structure, plan)
@@ -115,6 +111,27 @@ class _Pass:
         if ready and builder_of is not None:
             self._commit(builder_of, ready, clock)
         self.report.fused = [fusion for _, fusion in ready]
+
+    def _legal_plan(self, view: View, finder: Finder, item: Candidate, boundary: bool) -> tuple[Plan, object]:
+        """A plan that the operator's contract accepts: where it refuses the caches alone, the staged one."""
+        planner = Planner(view, self.config, item, boundary)
+        plan = planner.plan()
+        structure = _structure(finder, plan)
+        if structure in self._accepted:
+            return plan, structure
+        try:
+            contract.ask(plan, self.config)
+        except Refuse as reason:
+            if not isinstance(plan.caches, InPlace) or item.key.operator or self.config.staging == "never":
+                raise
+            plan = planner.plan(stage_because=f"the kernel refuses the caches ({reason.code.partition(':')[2]})")
+            structure = _structure(finder, plan)
+            try:
+                contract.ask(plan, self.config)
+            except Refuse:
+                raise reason from None  # it was not the caches
+        self._accepted.add(structure)
+        return plan, structure
 
     def _commit(self, builder_of: type[GraphBuilder], ready: list[tuple[Plan, Fusion]], clock: _Clock) -> None:
         self.report.operators["before"] = count_operators(self.gm)

@@ -29,6 +29,7 @@ class Planner:
     def __init__(self, view: View, config: Config, candidate: Candidate, boundary: bool = False) -> None:
         """``boundary``: a wrapper stands around the graph and can view a cache in the kernel's shape."""
         self.view, self.config, self.candidate, self.boundary = view, config, candidate, boundary
+        self._stage_because = "Config.staging is 'always'" if config.staging == "always" else ""
         q, k, shrink = candidate.query, candidate.key, candidate.shrink
         self.trees = {
             "query": ValueTree(view, q.absorb.node, q.absorb.codes, shrink=shrink),
@@ -39,7 +40,9 @@ class Planner:
             self.trees["c_kv"] = ValueTree(view, k.norm.node, k.norm.codes, shrink=shrink)
             self.trees["k_pe"] = ValueTree(view, k.rope.node, k.rope.codes, k.rope.twins, shrink)
 
-    def plan(self) -> Plan:
+    def plan(self, stage_because: str = "") -> Plan:
+        """The cheapest exact plan; with ``stage_because``, one that leaves the caches to the model's own writes."""
+        self._stage_because = stage_because or self._stage_because
         verdict.judge(self.view, self.candidate)
         origin = self.candidate.query.down.origin
         why = Refuse("token_x.layout", f"{origin.name} has shape {list(origin.meta['val'].shape)}", (origin,))
@@ -128,8 +131,8 @@ class Planner:
         """Write the model's caches in the kernel where that is exact, else say why not."""
         if self.candidate.key.operator is not None:
             return self._operator_caches()
-        if self.config.staging == "always":
-            return Staged("Config.staging is 'always'"), []
+        if self._stage_because:
+            return Staged(self._stage_because), []
         if interleaved:
             return Staged("RoPE leaves interleaved rows and the kernel writes half rows"), []
         writes = []

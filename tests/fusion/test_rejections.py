@@ -85,6 +85,15 @@ def test_other_model_dtype(dtype: torch.dtype) -> None:
     assert str(dtype).removeprefix("torch.") in rejection.message
 
 
+def test_block_size_that_the_kernel_refuses_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s, "BLOCK_SIZE", 8)
+    args = s.paged_args()
+    report = mf.fuse(graph_of(s.PagedRotateHalf(), *args))
+    assert "the kernel refuses the caches" in report.fused[0].placement
+    rejection = refused(graph_of(s.PagedRotateHalf(), *args), mf.Config(staging="never"))
+    assert rejection.code.startswith("contract:dims.") and "BlockSize" in rejection.message
+
+
 def test_runtime_epsilon() -> None:
     gm, _ = capture(s.PagedRotateHalf(), *s.paged_args(), device="cpu", dynamic=True)
     assert refused(gm).code == "norm.runtime_eps"
