@@ -53,7 +53,8 @@ def run(gm: GraphModule, config: Config, builder: type[GraphBuilder] | None) -> 
     started = perf_counter()
     if config.enable:
         with _disable_current_modes():  # a compiler calls with its fake mode on; probes are real tensors
-            _Pass(gm, config, report).run(builder)
+            with _threads(1) as usual:
+                _Pass(gm, config, report, usual).run(builder)
     report.timings["total"] = perf_counter() - started
     report.nodes_after = len(gm.graph.nodes)
     if report.committed:
@@ -78,8 +79,8 @@ def _check_graph(gm: object) -> None:
 
 
 class _Pass:
-    def __init__(self, gm: GraphModule, config: Config, report: Report) -> None:
-        self.gm, self.config, self.report = gm, config, report
+    def __init__(self, gm: GraphModule, config: Config, report: Report, threads: int) -> None:
+        self.gm, self.config, self.report, self.threads = gm, config, report, threads
         self._accepted: set[object] = set()
         self._verified: dict[object, str] = {}
 
@@ -88,8 +89,7 @@ class _Pass:
         view = View(self.gm)
         clock.stop("view")
         finder = Finder(view)
-        with _one_thread():
-            found = finder.find()
+        found = finder.find()
         clock.stop("match")
         boundary = builder_of is not None and builder_of.has_boundary
         ready: list[tuple[Plan, Fusion]] = []
@@ -158,7 +158,7 @@ class _Pass:
             return f"equal in structure to {self._verified[key]}", ()
         half_rows = self.config.kr_layout == "half" and plan.candidate.query.rope.layout == "interleaved"
         few = prod(view.binding.shape(plan.token_x.meta["val"].shape)) <= _FEW
-        with _one_thread() if few else contextlib.nullcontext():
+        with _threads(1 if few else self.threads):
             figures = verify.compare(view, plan, half_rows)
         self._verified[key] = where
         return "verified", figures
@@ -211,14 +211,21 @@ def _functional(view: View) -> None:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Probes are small: a second thread gains nothing, and on a busy machine each operator waits for it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _threads(wanted: int) -> Iterator[int]:
+    """Run with so many threads; yields the usual number.
+
+    Probes are small: a second thread gains nothing, and on a busy machine each operator waits for it. Changing
+    the number costs milliseconds, so it is done once for the whole pass.
+    """
+    usual = torch.get_num_threads()
+    if usual == wanted:
+        yield usual
+        return
+    torch.set_num_threads(wanted)
     try:
-        yield
+        yield usual
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(usual)
 
 
 class _Clock:
