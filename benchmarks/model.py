@@ -1,4 +1,4 @@
-"""An absorbed DeepSeek decode layer in plain PyTorch: the prologue, and attention and MLP small beside it."""
+"""An absorbed DeepSeek decode layer in plain PyTorch: the prologue, and a small attention beside it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class Sizes:
     blocks: int = 4
     block_size: int = 16
     tokens: int = 8
+    eps: float = 1e-6
 
 
-def rms_norm(x: Tensor, gamma: Tensor) -> Tensor:
+def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     wide = x.float()
-    return gamma * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    return gamma * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -47,14 +48,14 @@ def functional_prologue(
     kv_b: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """query, query_rope, and the new rows of both caches."""
-    q = F.linear(rms_norm(F.linear(x, w_dq), gamma_cq), w_uq_qr)
+    q = F.linear(rms_norm(F.linear(x, w_dq), gamma_cq, sizes.eps), w_uq_qr)
     q_nope, q_pe = q.view(-1, sizes.heads, sizes.nope + sizes.rope).split([sizes.nope, sizes.rope], -1)
     c_kv, k_pe = F.linear(x, w_dkv_kr).split([sizes.latent, sizes.rope], -1)
     c, s = cos.unsqueeze(1), sin.unsqueeze(1)
     w_uk = kv_b.view(sizes.heads, -1, sizes.latent)[:, : sizes.nope]
     query = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
     k_pe = rotate(k_pe.unsqueeze(1), c, s).squeeze(1)
-    return query, rotate(q_pe, c, s), rms_norm(c_kv, gamma_ckv), k_pe
+    return query, rotate(q_pe, c, s), rms_norm(c_kv, gamma_ckv, sizes.eps), k_pe
 
 
 class Layer(nn.Module):
@@ -75,7 +76,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv_cache: Tensor, kr_cache: Tensor) -> Tensor:
         sizes = self.sizes
         weights = (self.w_dq, self.gamma_cq, self.w_uq_qr, self.w_dkv_kr, self.gamma_ckv)
-        normed = rms_norm(x, self.gamma_in)
+        normed = rms_norm(x, self.gamma_in, sizes.eps)
         query, query_rope, c_kv, k_pe = functional_prologue(sizes, normed, *weights, cos, sin, self.kv_b)
         kv_cache.view(-1, sizes.latent)[slots] = c_kv
         kr_cache.view(-1, sizes.rope)[slots] = k_pe

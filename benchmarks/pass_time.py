@@ -1,71 +1,112 @@
 """Time of the pass on graphs of 1 to 61 layers, beside Inductor's and torch.fx's matchers on the same graphs.
 
-    python benchmarks/pass_time.py [--layers 1 8 32 61] [--hidden 1024] [--heads 2] [--repeat 3] [--json FILE]
+    python benchmarks/pass_time.py [--quick] [--layers 1 8 32 61] [--dims small v3] [--repeat 5] [--json FILE]
 
-Everything is timed in one run, in one process; a ratio is of medians. Inductor is given the functional part of the
-prologue as a pattern (its matcher cannot express the cache writes), traced like the graph, with the same epsilon.
-torch.fx's SubgraphMatcher gets the same pattern; it is quadratic, so it is left out above --subgraph-layers.
+Everything is timed in one process, on fresh copies of one graph; figures are medians of wall time, ratios are of
+medians. Inductor is given the functional part of the prologue as one pattern (its matcher cannot express the cache
+writes), traced like the graph, once with the model's epsilon and once with another, where nothing matches.
+torch.fx's SubgraphMatcher is given the same pattern; it is quadratic, so it is run once and not on graphs where
+more than --patience seconds are to be expected.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
+import os
+import platform
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-from model import Decoder, Sizes, functional_prologue, layer_arguments, model_arguments
-from torch import Tensor
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
+import mla_fusion as mf  # before torch, where torch_npu is installed without CANN
 
-import mla_fusion as mf
+# isort: split
+import torch
+from model import Decoder, Sizes, model_arguments
+from peers import InductorPattern, SubgraphPattern
+from torch.fx import GraphModule
+
 from mla_fusion.compile.device_graph import capture
+
+# Dims matter to the pass because it runs the cut-out region once to verify it.
+DIMS = {"small": Sizes(), "v3": Sizes(hidden=7168, heads=16)}
+COLUMNS = {  # name of a measurement: heading
+    "fuse": "fuse",
+    "fuse, unverified": "unverified",
+    "explain": "explain",
+    "Inductor": "Inductor",
+    "Inductor, no match": "no match",
+    "SubgraphMatcher": "fx",
+}
 
 
 def main() -> int:
     options = _options()
-    sizes = Sizes(hidden=options.hidden, heads=options.heads)
-    pattern = _InductorPattern(sizes)
-    rows = []
-    for layers in options.layers:
-        print(f"capturing {layers} layers", file=sys.stderr)
-        gm = _graph(sizes, layers)
-        row = {"layers": layers, "nodes": len(gm.graph.nodes)}
-        for name, verify in (("pass", "first"), ("pass, unverified", "off")):
-            config = mf.Config(verify=verify)
-            row[name], reports = _median(options.repeat, gm, lambda graph, config=config: mf.fuse(graph, config))
-            assert len(reports.fused) == layers, str(reports)
-            row[f"stages of {name}"] = {stage: round(value, 4) for stage, value in reports.timings.items()}
-        row["explain"], _ = _median(options.repeat, gm, lambda graph: mf.explain(graph, mf.Config(verify="off")))
-        row["Inductor"], matches = _median(1, gm, pattern.apply)
-        assert matches == layers, f"Inductor replaced {matches} of {layers}"
-        if layers <= options.subgraph_layers:
-            row["SubgraphMatcher"], found = _median(1, gm, lambda graph: _subgraph_matches(sizes, graph))
-            row["SubgraphMatcher found"] = found
-        rows.append(row)
-        _print(row)
+    results: dict[str, Any] = {"machine": _machine(), "dims": {}}
+    for name in options.dims:
+        sizes = DIMS[name]
+        print(f"\n{name}: hidden size {sizes.hidden}, {sizes.heads} heads, {sizes.tokens} tokens; seconds")
+        rows = _table(sizes, options)
+        results["dims"][name] = {"sizes": vars(sizes), "rows": rows}
+        print(_ratios(rows[-1]))
     if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps({"sizes": vars(options), "rows": rows}, indent=2))
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
     return 0
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 8, 32, 61])
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--subgraph-layers", type=int, default=32)
-    parser.add_argument("--json", default="")
-    return parser.parse_args()
+    parser.add_argument("--dims", nargs="+", choices=DIMS, default=list(DIMS))
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--patience", type=float, default=30.0, help="seconds granted to SubgraphMatcher")
+    parser.add_argument("--quick", action="store_true", help="1 and 8 layers, small dims, few repetitions")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.quick:
+        options.layers, options.dims, options.repeat = [1, 8], ["small"], 2
+    return options
+
+
+def _table(sizes: Sizes, options: argparse.Namespace) -> list[dict[str, Any]]:
+    inductor, other = InductorPattern(sizes), InductorPattern(replace(sizes, eps=1e-5))
+    subgraph = SubgraphPattern(sizes)
+    print(f"{'layers':>6} {'nodes':>6}" + "".join(f"{heading:>11}" for heading in COLUMNS.values()))
+    rows: list[dict[str, Any]] = []
+    for layers in options.layers:
+        gm = _graph(sizes, layers)
+        times: dict[str, float] = {}
+        row: dict[str, Any] = {"layers": layers, "nodes": len(gm.graph.nodes), "seconds": times}
+        for name, config in (("fuse", mf.Config()), ("fuse, unverified", mf.Config(verify="off"))):
+            run, report = _measure(options.repeat, gm, lambda graph, config=config: mf.fuse(graph, config))
+            assert len(report.fused) == layers, str(report)
+            times[name] = run
+            row[f"stages of {name}"] = {stage: round(seconds, 4) for stage, seconds in report.timings.items()}
+        times["explain"], _ = _measure(options.repeat, gm, mf.explain)
+        times["Inductor"], matches = _measure(min(options.repeat, 3), gm, inductor.apply)
+        assert matches == layers, f"Inductor replaced {matches} of {layers}"
+        times["Inductor, no match"], matches = _measure(min(options.repeat, 3), gm, other.apply)
+        assert matches == 0
+        if not rows or _expected(rows[-1], layers) < options.patience:
+            times["SubgraphMatcher"], matches = _measure(1, gm, subgraph.apply)
+            assert matches == layers, f"SubgraphMatcher found {matches} of {layers}"
+        rows.append(row)
+        cells = (f"{times[name]:>11.3f}" if name in times else f"{'-':>11}" for name in COLUMNS)
+        print(f"{layers:>6} {row['nodes']:>6}" + "".join(cells), flush=True)
+    return rows
+
+
+def _expected(row: dict[str, Any], layers: int) -> float:
+    """What SubgraphMatcher would take, from the row before: it is quadratic."""
+    return float(row["seconds"].get("SubgraphMatcher", float("inf"))) * (layers / row["layers"]) ** 2
 
 
 def _graph(sizes: Sizes, layers: int) -> GraphModule:
@@ -76,12 +117,13 @@ def _graph(sizes: Sizes, layers: int) -> GraphModule:
     return gm
 
 
-def _median(repeat: int, gm: GraphModule, run: Callable[[GraphModule], Any]) -> tuple[float, Any]:
+def _measure(repeat: int, gm: GraphModule, run: Callable[[GraphModule], Any]) -> tuple[float, Any]:
     """Median wall seconds of ``run`` on fresh copies of the graph, after one untimed run; its last result."""
     run(_copy(gm))
     times, result = [], None
     for _ in range(repeat):
         graph = _copy(gm)
+        gc.collect()
         started = perf_counter()
         result = run(graph)
         times.append(perf_counter() - started)
@@ -92,65 +134,25 @@ def _copy(gm: GraphModule) -> GraphModule:
     return GraphModule(gm, copy.deepcopy(gm.graph))
 
 
-def _traced(function: Callable[..., Any], args: Any, **_: Any) -> GraphModule:
-    gm = make_fx(function, tracing_mode="real")(*args)
-    gm.graph.eliminate_dead_code()
-    return gm
+def _ratios(row: dict[str, Any]) -> str:
+    times = row["seconds"]
+    parts = [
+        f"{name} {times[name] / times['fuse']:.1f}x the time of fuse"
+        for name in ("Inductor", "Inductor, no match", "SubgraphMatcher")
+        if name in times
+    ]
+    stages = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in row["stages of fuse"].items())
+    return f"at {row['layers']} layers: {'; '.join(parts)}\nstages of the last fuse: {stages}"
 
 
-class _InductorPattern:
-    """The prologue's functional part as one ``register_replacement``."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        from torch._inductor.pattern_matcher import PatternMatcherPass, register_replacement
-
-        self._pass = PatternMatcherPass()
-
-        def search(*args: Tensor) -> Any:
-            return functional_prologue(sizes, *args)
-
-        def replace(x: Tensor, *weights_and_tables: Tensor) -> Any:
-            w_dq, g_q, w_uq, w_dkv, g_kv, cos, sin, kv_b = weights_and_tables
-            w_uk = kv_b.view(sizes.heads, -1, sizes.latent)[:, : sizes.nope]
-            caches = (x.new_empty(x.shape[0], 1, sizes.latent), x.new_empty(x.shape[0], 1, sizes.rope))
-            weights = (w_dq.t(), w_uq.t(), w_uk, w_dkv.t(), g_q, g_kv)
-            out = torch.ops.npu.npu_mla_prolog_v3_functional(x, *weights, sin, cos, *caches, cache_mode="TND")
-            return out[0], out[1], out[5].view(-1, sizes.latent), out[6].view(-1, sizes.rope)
-
-        example = layer_arguments(sizes)
-        names = [f"input_{place}" for place in range(len(example))]
-        register_replacement(_named(search, names), _named(replace, names), example, _traced, self._pass)
-
-    def apply(self, gm: GraphModule) -> int:
-        matches = self._pass.apply(gm.graph)
-        gm.graph.eliminate_dead_code()
-        gm.recompile()
-        return int(matches)
-
-
-def _named(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
-    """The matcher reads the names of parameters, so a function of ``*args`` needs some."""
-    namespace: dict[str, Any] = {"function": function}
-    exec(f"def named({', '.join(names)}):\n    return function({', '.join(names)})", namespace)
-    return namespace["named"]  # type: ignore[no-any-return]
-
-
-def _subgraph_matches(sizes: Sizes, gm: GraphModule) -> int:
-    from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
-
-    pattern = _traced(lambda *args: functional_prologue(sizes, *args), layer_arguments(sizes))
-    return len(SubgraphMatcher(pattern.graph, match_output=False, match_placeholder=False).match(gm.graph))
-
-
-def _print(row: dict[str, Any]) -> None:
-    if row["layers"] == 1 or not hasattr(_print, "headed"):
-        names = ("nodes", "pass", "unverified", "explain", "Inductor", "fx", "ratio")
-        print(f"{'layers':>6} " + " ".join(f"{name:>10}" for name in names))
-        _print.headed = True  # type: ignore[attr-defined]
-    timed = ("pass", "pass, unverified", "explain", "Inductor", "SubgraphMatcher")
-    cells = [f"{row[name]:9.3f}s" if name in row else f"{'-':>10}" for name in timed]
-    ratio = f"{row['Inductor'] / row['pass']:9.1f}x"
-    print(f"{row['layers']:>6} {row['nodes']:>10} {' '.join(cells)} {ratio}", flush=True)
+def _machine() -> dict[str, Any]:
+    return {
+        "cores": os.cpu_count(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "mla_fusion": mf.__version__,
+    }
 
 
 if __name__ == "__main__":

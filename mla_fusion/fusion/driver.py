@@ -52,9 +52,9 @@ def run(gm: GraphModule, config: Config, builder: type[GraphBuilder] | None) -> 
     report = Report(config, committed=builder is not None, nodes_before=len(gm.graph.nodes))
     started = perf_counter()
     if config.enable:
-        with _disable_current_modes():  # a compiler calls with its fake mode on; probes are real tensors
-            with _threads(1) as usual:
-                _Pass(gm, config, report, usual).run(builder)
+        # A compiler calls with its fake mode on; probes are real tensors.
+        with _disable_current_modes(), _threads(1) as usual:
+            _Pass(gm, config, report, usual).run(builder)
     report.timings["total"] = perf_counter() - started
     report.nodes_after = len(gm.graph.nodes)
     if report.committed:
