@@ -19,6 +19,7 @@ examples:
   mla-fusion doctor                             what is installed and what can be lowered here
   mla-fusion explain model.py:example           would the prologues of this function fuse, and if not, why?
   mla-fusion lower model.py:example --out out   the graph that torchair would hand to an NPU
+  mla-fusion selftest --out selftest.json       on an NPU: every scenario of the operator against the reference
 
 model.py:example names a function without arguments that returns (module_or_function, arguments).
 """
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_explain(commands)
     _add_lower(commands)
+    _add_selftest(commands)
     return parser
 
 
@@ -187,6 +189,47 @@ def _lower(arguments: argparse.Namespace) -> int:
     if files:
         print(f"\nwritten: {', '.join(files)}")
     return 0
+
+
+# -- selftest
+
+
+def _add_selftest(commands: Any) -> None:
+    from mla_fusion.meta import RELEASES, SOCS
+
+    parser = _command(
+        commands, "selftest", _selftest, "Check the operators and the pass on this device against the references."
+    )
+    parser.add_argument("--device", choices=("npu", "cpu"), help="default: an NPU where there is one")
+    parser.add_argument("--soc", choices=SOCS, help="whose scenarios; found out on an NPU, A3 on a CPU")
+    parser.add_argument("--cann", choices=RELEASES, help="release whose limits hold; found out on an NPU")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="scenarios whose name matches, as 'w2 kv1'")
+    parser.add_argument("--hidden", type=_positive, help="He; 7168 on an NPU, the smallest legal one on a CPU")
+    parser.add_argument("--heads", type=_positive, help="N; 16 on an NPU, 4 on a CPU")
+    parser.add_argument("--repeats", type=_positive, help="timed calls per scenario")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON to a file, to send back")
+
+
+def _selftest(arguments: argparse.Namespace) -> int:
+    from mla_fusion import selftest
+
+    options = selftest.Options(arguments.only, arguments.hidden, arguments.heads, arguments.repeats)
+    try:
+        device = selftest.choose(arguments.device, arguments.soc, arguments.cann)
+        outcome = selftest.run(device, options, _tell_progress if sys.stderr.isatty() else None)
+    except (selftest.NoDevice, mf.meta.ContractError) as error:
+        raise UserError(str(error)) from error
+    if not outcome.results:
+        raise UserError(f"no scenario matches {arguments.only!r}")
+    if arguments.out:
+        arguments.out.write_text(outcome.to_json(), encoding="utf-8")
+    print(outcome.to_json() if arguments.json else outcome)
+    return 1 if outcome.failed else 0
+
+
+def _tell_progress(result: Any) -> None:
+    """The check that has just ended, on one line that the next one overwrites."""
+    print(f"\r\033[K{result.name} ({result.through})", end="\r", file=sys.stderr, flush=True)
 
 
 # -- targets

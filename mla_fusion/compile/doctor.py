@@ -39,7 +39,7 @@ def survey() -> dict[str, Any]:
     error = _activation_error()
     usable = error is None and torch_npu_installed()
     return {
-        "versions": _versions(),
+        "versions": versions(),
         "cann": cann_location(),
         "device": _device() if usable else None,
         "offline": _offline(error),
@@ -57,7 +57,7 @@ def _activation_error() -> str | None:
     return None
 
 
-def _versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
     packages = ("torch", "torch_npu", "transformers", "protobuf", "pyelftools", "numpy")
     found: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
     for package in packages:

@@ -1,0 +1,88 @@
+"""The calls of the self-test: every scenario that the specification allows on one SoC at one CANN release."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from mla_fusion import meta
+from mla_fusion.meta import spec
+from mla_fusion.meta.limits import VERSIONS
+from mla_fusion.reference.sample import DEEPSEEK_V3, sample_call
+
+# everything optional at once: smoothing, the normalised c_q as an output, factors that are not one
+_EXTRAS: dict[str, Any] = {"query_norm_flag": True, "qc_qr_scale": 1.25, "kc_scale": 0.75}
+_OLDER = ("npu_mla_prolog", "npu_mla_prolog_v2")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One call. ``lead`` is ``(T,)`` or ``(B, S)``; ``dims`` the other sizes by axis."""
+
+    op: str
+    weight_quant_mode: int
+    kv_cache_quant_mode: int
+    cache_mode: str
+    lead: tuple[int, ...]
+    dims: Mapping[str, int] = field(default_factory=lambda: DEEPSEEK_V3, hash=False)
+    extras: bool = False
+
+    @property
+    def name(self) -> str:
+        """As ``npu_mla_prolog_v3 w2 kv1 PA_BSND T8``; unique within `scenarios`."""
+        axes = ("T",) if len(self.lead) == 1 else ("B", "S")
+        lead = "".join(f"{axis}{size}" for axis, size in zip(axes, self.lead, strict=True))
+        quant = f"w{self.weight_quant_mode} kv{self.kv_cache_quant_mode}"
+        return f"{self.op} {quant} {self.cache_mode} {lead}" + (" extras" if self.extras else "")
+
+    def call(self) -> dict[str, Any]:
+        """Seeded arguments by name, on the CPU."""
+        call = sample_call(
+            weight_quant_mode=self.weight_quant_mode,
+            kv_cache_quant_mode=self.kv_cache_quant_mode,
+            cache_mode=self.cache_mode,
+            lead=self.lead,
+            dims=self.dims,
+            smooth=self.extras,
+        )
+        if self.op in _OLDER:
+            return _for_older(self.op, call)
+        return call | (_EXTRAS if self.extras else {})
+
+
+def scenarios(soc: str, cann: str = "latest", *, he: int | None = None, heads: int = 4) -> list[Scenario]:
+    """Every legal pair of quantisation modes with every cache mode and rank of token_x, for all four operators.
+
+    ``he`` is the hidden size, by default the smallest that the release takes; small pools, 8 tokens.
+    Raises ContractError ``soc`` or ``cann`` for a name that is not in the tables.
+    """
+    return [item for op in VERSIONS for item in _of_operator(op, soc, cann, he, heads)]
+
+
+def _of_operator(op: str, soc: str, cann: str, he: int | None, heads: int) -> Iterator[Scenario]:
+    limits = meta.limits(op, soc, cann)
+    if not limits.cache_modes:  # the operator is not there on this SoC
+        return
+    dims = dict(DEEPSEEK_V3, BlockNum=8, N=heads, He=he or min(limits.dims["He"].listed))
+    leads = ((8,), (4, 2) if 2 in limits.dims["S"] else (8, 1))
+    for weight, cache in sorted(limits.quant_modes):
+        legal = spec.CACHE_QUANTS[cache].cache_modes
+        for mode in (mode for mode in limits.cache_modes if mode in legal):
+            taken = [lead for lead in leads if len(lead) + 1 in spec.CACHE_MODES[mode].index]
+            for lead in taken if op != "npu_mla_prolog_v3_functional" else taken[:1]:
+                yield Scenario(op, weight, cache, mode, lead, dims)
+        if op not in _OLDER and "PA_BSND" in limits.cache_modes:
+            yield Scenario(op, weight, cache, "PA_BSND", leads[0], dims, extras=True)
+
+
+def _for_older(op: str, call: dict[str, Any]) -> dict[str, Any]:
+    """v3's arguments as v1 and v2 take them: the modes are read off the dtypes, the per-tensor scale is a row."""
+    required, optional = meta.signature(op)
+    kept = {name: value for name, value in call.items() if name in required or name in optional}
+    scale = kept.get("quant_scale_ckv")
+    if isinstance(scale, Tensor) and scale.numel() == 1:
+        kept["quant_scale_ckv"] = scale.reshape(1, 1).expand(1, call["kv_cache"].shape[-1]).contiguous()
+    return kept

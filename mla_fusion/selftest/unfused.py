@@ -1,0 +1,97 @@
+"""Plain prologues for the fused-against-unfused checks, from operators that torchair itself can lower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a prologue is written. ``rope``: layouts of its input and output columns, "half" or "pairs"."""
+
+    name: str
+    rope: tuple[str, str] = ("half", "half")
+    lead: tuple[int, ...] = (8,)
+    reads_c_q: bool = False
+    in_place: bool = True
+
+
+FORMS = (
+    Form("half RoPE"),
+    Form("half RoPE, [B, S]", lead=(4, 2)),
+    Form("RoPE from pairs to halves", rope=("pairs", "half")),
+    Form("RoPE in pairs", rope=("pairs", "pairs"), in_place=False),
+    Form("c_q read by an indexer", reads_c_q=True),
+)
+
+
+class Prologue(nn.Module):
+    """x to query and query_rope, and the new latents into paged caches; bfloat16 with float32 norms."""
+
+    def __init__(self, form: Form, dims: Mapping[str, int], seed: int = 0) -> None:
+        super().__init__()
+        make = torch.Generator().manual_seed(seed)
+        self.form, self.dims = form, dict(dims)
+        he, hcq, hckv, n, d, dr = (dims[axis] for axis in ("He", "Hcq", "Hckv", "N", "D", "Dr"))
+
+        def weight(*shape: int) -> nn.Parameter:
+            values = torch.randn(shape, generator=make) * shape[-1] ** -0.5
+            return nn.Parameter(values.bfloat16(), requires_grad=False)
+
+        self.q_a, self.q_b, self.kv_a = weight(hcq, he), weight(n * (d + dr), hcq), weight(hckv + dr, he)
+        self.w_uk = weight(n, d, hckv)
+        self.q_gamma, self.kv_gamma = (nn.Parameter(1 + weight(width), requires_grad=False) for width in (hcq, hckv))
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv_cache: Tensor, kr_cache: Tensor
+    ) -> tuple[Tensor, ...]:
+        """x [.., He]; cos, sin [.., Dr]; slots [T]; caches [BlockNum, BlockSize, 1, Hckv or Dr]."""
+        n, d, dr, hckv = (self.dims[axis] for axis in ("N", "D", "Dr", "Hckv"))
+        lead = x.shape[:-1]
+        c_q = rms_norm(x @ self.q_a.t(), self.q_gamma)
+        q_nope, q_pe = (c_q @ self.q_b.t()).view(-1, n, d + dr).split([d, dr], -1)
+        query = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
+        tables = [table.reshape(-1, 1, dr) for table in (cos, sin)]
+        query_rope = self.rotate(q_pe, *tables)
+        c_kv, k_pe = (x @ self.kv_a.t()).view(-1, hckv + dr).split([hckv, dr], -1)
+        rows = rms_norm(c_kv, self.kv_gamma), self.rotate(k_pe.unsqueeze(1), *tables).view(-1, dr)
+        for cache, row in zip((kv_cache, kr_cache), rows, strict=True):
+            torch.ops.npu.npu_scatter_nd_update_(cache.view(-1, row.shape[-1]), slots.view(-1, 1), row)
+        outputs = query.reshape(*lead, n, hckv), query_rope.reshape(*lead, n, dr)
+        return (*outputs, c_q) if self.form.reads_c_q else outputs
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """RoPE of the last axis; cos and sin hold each angle in both halves."""
+        before, after = self.form.rope
+        half = x.shape[-1] // 2
+        left, right = x.unflatten(-1, (half, 2)).unbind(-1) if before == "pairs" else x.split(half, -1)
+        cos, sin = cos[..., :half], sin[..., :half]
+        turned = left * cos - right * sin, right * cos + left * sin
+        return torch.stack(turned, -1).flatten(-2) if after == "pairs" else torch.cat(turned, -1)
+
+
+def rms_norm(x: Tensor, gamma: Tensor) -> Tensor:
+    """In float32 for bfloat16 inputs, in float64 for float64 ones."""
+    wide = x.float() if x.dtype != torch.float64 else x
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype) * gamma
+
+
+def arguments(form: Form, dims: Mapping[str, int], seed: int = 1) -> tuple[Tensor, ...]:
+    """Seeded inputs of `Prologue.forward`: tokens on scattered slots of caches full of noise."""
+    make = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=make).bfloat16()
+
+    tokens, half = torch.Size(form.lead).numel(), dims["Dr"] // 2
+    angles = torch.randint(0, 4096, (*form.lead, 1), generator=make) * 10000.0 ** -torch.linspace(0, 1, half)
+    cos, sin = (torch.cat((t, t), -1).bfloat16() for t in (angles.cos(), angles.sin()))
+    pool = (dims["BlockNum"], dims["BlockSize"], 1)
+    slots = torch.randperm(pool[0] * pool[1], generator=make)[:tokens]
+    return noise(*form.lead, dims["He"]), cos, sin, slots, noise(*pool, dims["Hckv"]), noise(*pool, dims["Dr"])
