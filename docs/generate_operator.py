@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from mla_fusion.meta import contradictions, preprocess, spec
+from mla_fusion.meta import contradictions, preprocess, preprocess_csrc, spec
 from mla_fusion.meta.limits import RELEASES, SOCS
 
 from mla_fusion import meta
@@ -35,13 +35,25 @@ T tokens (B*S), He hidden size, Hcq query rank, Hckv KV rank, N heads, D nope he
 """
 
 ATB_INTRODUCTION = f"""\
-## mla_preprocess (ATB)
+## npu_mla_preprocess (ATB)
 
 `torch_npu.atb.npu_mla_preprocess`, A2 and A3: input RMSNorm with bias, one down-projection with the columns
 `[C | R | Q]`, RoPE that rotates halves, epsilon fixed at 1e-6. T tokens (1..{preprocess.MAX_TOKENS}), C = 512,
 R = 64, Q = 1536, D = 128. slotmapping is int32 [T]; -1 skips a token. `quant_mode` is one of
 {", ".join(f"`{name}`" for name in preprocess.QUANT_MODES)}; the first requires quant_scale, quant_offset and
 bias of both stages. `int8_nzcache` requires ctkv_scale [1], which divides, and q_nope_scale [N], which multiplies.
+"""
+
+CSRC_INTRODUCTION = """\
+## mla_preprocess_csrc (the fork in vllm-ascend)
+
+`torch.ops._C_ascend.mla_preprocess`, A2 and A3; called `mla_preprocess_csrc` here, as ATB's operator has the same
+name. It is ATB's without gamma0 and beta0 (hiddenState arrives normed), with results as arguments, with cos and sin
+that may both be None, and with `enable_inner_out`, which fills inner_out [T, Q] with RMSNorm 1 and its beta before
+quantisation. A quantised mode requires beta1 and both descales, per_tensor_quant_asymm also quant_scale, quant_offset
+and bias of both stages; `no_quant` reads none of them and takes weights of the activation dtype. Caches are
+[BlockNum, BlockSize, width], with or without a head axis of 1, in NZ modes also [BlockNum, width/C0, BlockSize, C0];
+only their first axis may be strided. These are the kernels; other combinations write nothing and report nothing.
 """
 
 
@@ -66,6 +78,8 @@ def page() -> str:
         *(text for op in OPERATORS for text in releases(op)),
         ATB_INTRODUCTION,
         table(("cache_mode", "kv_cache", "kv_cache_rope", "q_out0", "q_out1"), atb_caches()),
+        CSRC_INTRODUCTION,
+        table(("quant_mode", "hiddenState", "cache_mode", "with enable_inner_out"), csrc_kernels()),
         "## Where the official pages contradict the operator\n",
         table(("page", "says", "holds", "read from"), disagreements()),
     )
@@ -195,6 +209,11 @@ def atb_caches() -> Iterator[list[str]]:
         rope = "unused" if form.kr is None else axes(form.kr)
         q_rope = "absent" if form.kr is None else "[T, N, R]"
         yield [f"`{name}` ({form.number})", axes(form.kv) + int8, rope, axes(form.q_out0) + int8, q_rope]
+
+
+def csrc_kernels() -> Iterator[list[str]]:
+    for (quant, kind), (modes, inner) in preprocess_csrc.KERNELS.items():
+        yield [f"`{quant}`", dtype_name(kind, kind), names(modes), names(inner)]
 
 
 def disagreements() -> Iterator[list[str]]:

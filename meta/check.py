@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any, NoReturn
 
 import torch
-from mla_fusion.meta import preprocess, spec
+from mla_fusion.meta import preprocess, preprocess_csrc, spec
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.infer import implied_quant_modes
 from mla_fusion.meta.limits import VERSIONS, Limits, limits
-from mla_fusion.meta.signature import complete
+from mla_fusion.meta.signature import complete, named
 from mla_fusion.meta.spec import ACTIVATION, CACHE_MODES, CACHE_QUANTS, ELEMENT, TILING, WEIGHT_MODES
 from mla_fusion.meta.symbolic import different as _different
 from mla_fusion.meta.values import check_values
@@ -33,9 +33,14 @@ def check(op: str, *, soc: str = "A3", cann: str = "latest", values: bool = Fals
     ``arguments`` are the operator's own, by name; tensors may be meta or fake, sizes symbolic: a symbolic
     size is never specialised, only what is statically known to be wrong is refused. ``values=True`` also
     reads cache_index and actual_seq_len, which the device does not check (see `mla_fusion.meta.values`).
+    ``op`` is an operator of torch_npu: ``npu_mla_prolog``, ``_v2``, ``_v3``, ``_v3_functional``,
+    ``npu_mla_preprocess`` (also ``mla_preprocess``), or ``mla_preprocess_csrc``, vllm-ascend's fork of the last.
     """
-    if op == preprocess.OP:
+    name = named(op)
+    if name == preprocess.OP:
         return preprocess.check_preprocess(soc, cann, values, arguments)
+    if name == preprocess_csrc.OP:
+        return preprocess_csrc.check_csrc(soc, cann, values, arguments)
     call = checked(op, soc, cann, arguments)
     if values:
         check_values(op, call.full, call.dims)
@@ -73,9 +78,7 @@ class _Call:
             if value is not None and not isinstance(value, torch.Tensor):
                 self.refuse(f"type.{name}", name, "a tensor", type(value).__name__)
 
-    def refuse(
-        self, code: str, argument: str, expected: str, found: object, source: str = TILING
-    ) -> NoReturn:
+    def refuse(self, code: str, argument: str, expected: str, found: object, source: str = TILING) -> NoReturn:
         raise ContractError(code, argument, expected, str(found), self.dims, source, self.op)
 
     # -- modes
@@ -295,6 +298,4 @@ def _tensor_names(op: str) -> tuple[str, ...]:
 
 @cache
 def _every_quant_pair() -> frozenset[tuple[int, int]]:
-    return frozenset(
-        pair for soc in ("A3", "A5") for pair in limits("npu_mla_prolog_v3", soc, "latest").quant_modes
-    )
+    return frozenset(pair for soc in ("A3", "A5") for pair in limits("npu_mla_prolog_v3", soc, "latest").quant_modes)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from mla_fusion.meta import preprocess
+from mla_fusion.meta import preprocess, preprocess_csrc
 from mla_fusion.meta.limits import known_releases
-from mla_fusion.meta.signature import complete
+from mla_fusion.meta.signature import complete, named
 
 Result = tuple[tuple[Any, ...], torch.dtype]
 
@@ -32,8 +32,11 @@ def infer(op: str, *, cann: str = "latest", **arguments: Any) -> list[Result]:
     Absent results are ``[0]`` from CANN 8.5 on, ``[1]`` before it and for dequant_scale_q_nope of v2
     (torch_npu's meta functions). Raises ContractError for a missing or unknown argument or CANN release.
     """
-    if op == preprocess.OP:
+    name = named(op)
+    if name == preprocess.OP:
         return preprocess.infer_preprocess(arguments)
+    if name == preprocess_csrc.OP:
+        return preprocess_csrc.infer_csrc(arguments)
     absent = (0,) if "8.5" in known_releases(cann) else (1,)
     full = complete(op, arguments)
     version_1_2 = op in ("npu_mla_prolog", "npu_mla_prolog_v2")

@@ -35,9 +35,7 @@ class Sizes:
 
     def __str__(self) -> str:
         if self.listed:
-            return (
-                "one of " + ", ".join(map(str, sorted(self.listed))) if len(self.listed) > 1 else self._only()
-            )
+            return "one of " + ", ".join(map(str, sorted(self.listed))) if len(self.listed) > 1 else self._only()
         upper = f"{self.low}..{self.high}" if self.high is not None else f"at least {self.low}"
         return upper + (f", a multiple of {self.step}" if self.step > 1 else "")
 

@@ -1,52 +1,27 @@
-"""The contract of ATB's MlaPreprocess (``torch_npu.atb.npu_mla_preprocess``): signature, checks, results.
+"""The contract of ATB's MlaPreprocess (``torch.ops.atb.npu_mla_preprocess``): signature, checks, results.
 
 Read from the operation's kernels (`mla_preprocess_mix_bf16.cce`, `mla_preprocess_mix.cce`), its host check and
 torch_npu's entry `MLAPreprocessAtb.cpp`. Axes: T tokens, H hidden, Q query rank, C KV rank, R rope head dim, D nope
-head dim, N heads. wdqkv holds, transposed, the columns ``[C | R | Q]`` of the down-projection.
+head dim, N heads, W = C+R+Q, U = N*(D+R). wdqkv holds, transposed, the columns ``[C | R | Q]`` of the
+down-projection. vllm-ascend's fork of the kernel has a contract of its own, `mla_fusion.meta.preprocess_csrc`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from mla_fusion.meta.binder import Binder
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.limits import known_releases
 from mla_fusion.meta.symbolic import different
 from mla_fusion.meta.values import holds_data
 
-OP = "mla_preprocess"
-KERNEL, HOST = "mla_preprocess_mix_bf16.cce", "MlaPreprocess operation"
-REQUIRED = (
-    "input",
-    "gamma0",
-    "beta0",
-    "wdqkv",
-    "descale0",
-    "gamma1",
-    "beta1",
-    "wuq",
-    "descale1",
-    "gamma2",
-    "cos",
-    "sin",
-    "wuk",
-    "kv_cache",
-    "kv_cache_rope",
-    "slotmapping",
-)
-OPTIONAL = (
-    "quant_scale0",
-    "quant_offset0",
-    "bias0",
-    "quant_scale1",
-    "quant_offset1",
-    "bias1",
-    "ctkv_scale",
-    "q_nope_scale",
-)
+OP = "npu_mla_preprocess"
+HOST = "MlaPreprocess operation"
+SOCS = ("A2", "A3")
 
 
 @dataclass(frozen=True)
@@ -58,110 +33,202 @@ class CacheForm:
     kr: str | None
     q_out0: str = "T N C"
     int8: bool = False
+    nz: bool = False
 
 
-NZ_BLOCK = 128  # rows of a block of an NZ cache, fixed in the kernel
+NZ_BLOCK = 128  # rows of a block of an NZ cache, fixed in ATB's kernel
 CACHE_FORMS: Mapping[str, CacheForm] = {
     "kvcache": CacheForm(0, "BlockNum BlockSize 1 C+R", None, "T N C+R"),
     "krope_ctkv": CacheForm(1, "BlockNum BlockSize 1 C", "BlockNum BlockSize 1 R"),
-    "int8_nzcache": CacheForm(2, "BlockNum C/32 128 32", "BlockNum R/16 128 16", int8=True),
-    "nzcache": CacheForm(3, "BlockNum C/16 128 16", "BlockNum R/16 128 16"),
+    "int8_nzcache": CacheForm(2, "BlockNum C/32 128 32", "BlockNum R/16 128 16", int8=True, nz=True),
+    "nzcache": CacheForm(3, "BlockNum C/16 128 16", "BlockNum R/16 128 16", nz=True),
 }
 # value of the torch argument -> number of the ATB parameter
 CACHE_MODES = {name: form.number for name, form in CACHE_FORMS.items()}
 QUANT_MODES = {"per_tensor_quant_asymm": 0, "per_token_quant_symm": 1}
 DEFAULTS = {"cache_mode": "krope_ctkv", "quant_mode": "per_token_quant_symm"}
 MAX_TOKENS = 1024
-_SIZES = {"Q": 1536, "C": 512, "R": 64, "D": 128}
 
 
-def arguments_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument by name; an empty optional tensor is absent, a mode of None the default."""
-    full: dict[str, Any] = {**dict.fromkeys(OPTIONAL), **DEFAULTS}
+@dataclass(frozen=True)
+class Operator:
+    """One spelling of the operator: its arguments in the schema's order, and the values of its modes.
+
+    ``positional`` are the arguments that a call may give by position. ``empty_is_absent``: an optional tensor of
+    shape [0] counts as not passed.
+    """
+
+    name: str
+    source: str
+    positional: tuple[str, ...]
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    modes: Mapping[str, tuple[str, ...]]
+    flags: Mapping[str, bool] = field(default_factory=dict)
+    empty_is_absent: bool = False
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Every argument that may be left out, with what stands for it."""
+        return {**dict.fromkeys(self.optional), **{name: DEFAULTS[name] for name in self.modes}, **self.flags}
+
+
+REQUIRED = tuple(
+    "input gamma0 beta0 wdqkv descale0 gamma1 beta1 wuq descale1 gamma2 cos sin wuk kv_cache kv_cache_rope slotmapping"
+    .split()
+)  # fmt: skip
+OPTIONAL = tuple("quant_scale0 quant_offset0 bias0 quant_scale1 quant_offset1 bias1 ctkv_scale q_nope_scale".split())
+ATB = Operator(
+    OP,
+    HOST,
+    REQUIRED,
+    REQUIRED,
+    OPTIONAL,
+    {"cache_mode": tuple(CACHE_MODES), "quant_mode": tuple(QUANT_MODES)},
+    empty_is_absent=True,
+)
+SIZES = {"Q": 1536, "C": 512, "R": 64, "D": 128}
+OWNERS = {"Q": "gamma1", "C": "gamma2", "R": "cos", "D": "wuk"}
+
+
+def arguments_of(operator: Operator, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every argument by name; a mode or flag of None is its default.
+
+    Raises ContractError ``argument.unknown``, ``type.<argument>``, ``required.<argument>``, ``<mode>.unknown``.
+    """
+
+    def refuse(code: str, name: str, expected: str, found: str) -> None:
+        raise ContractError(code, name, expected, found, {}, operator.source, operator.name)
+
+    full = operator.defaults
     for name, value in given.items():
-        if name not in full and name not in REQUIRED:
-            _refuse("argument.unknown", name, f"an argument of {OP}", name, {})
-        if name in DEFAULTS:
-            full[name] = DEFAULTS[name] if value is None else value
+        if name not in full and name not in operator.required:
+            refuse("argument.unknown", name, f"an argument of {operator.name}", name)
+        if name in operator.modes or name in operator.flags:
+            full[name] = full[name] if value is None else value
             continue
         if value is not None and not isinstance(value, torch.Tensor):
-            _refuse(f"type.{name}", name, "a tensor", type(value).__name__, {})
-        absent = name in OPTIONAL and value is not None and value.dim() == 1 and tuple(value.shape) == (0,)
-        full[name] = None if absent else value
-    for name in REQUIRED:
+            refuse(f"type.{name}", name, "a tensor", type(value).__name__)
+        optional = operator.empty_is_absent and name in operator.optional and value is not None
+        full[name] = None if optional and tuple(value.shape) == (0,) else value
+    for name in operator.required:
         if full.get(name) is None:
-            _refuse(f"required.{name}", name, "a tensor", "nothing", {})
-    for name, known in (("cache_mode", CACHE_MODES), ("quant_mode", QUANT_MODES)):
+            refuse(f"required.{name}", name, "a tensor", "nothing")
+    for name, known in operator.modes.items():
         if not isinstance(full[name], str) or full[name] not in known:
-            _refuse(f"{name}.unknown", name, "one of " + ", ".join(known), repr(full[name]), {})
+            refuse(f"{name}.unknown", name, "one of " + ", ".join(known), repr(full[name]))
+    for name in operator.flags:
+        if not isinstance(full[name], bool):
+            refuse(f"type.{name}", name, "True, False or None", repr(full[name]))
     return full
 
 
-def check_preprocess(soc: str, cann: str, values: bool, given: Mapping[str, Any]) -> None:
-    """`mla_fusion.meta.check` of ``mla_preprocess``: structure, then the sizes the device takes."""
+def check_where(operator: Operator, soc: str, cann: str) -> None:
+    """ContractError ``cann`` or ``soc`` for a release or chip that the operator does not run on."""
     known_releases(cann)
-    if soc not in ("A2", "A3"):
-        raise ContractError("soc", "soc", "A2 or A3", repr(soc), source=HOST, op=OP)
-    full = arguments_of(given)
-    dims = check_preprocess_structure(full)
+    if soc not in SOCS:
+        raise ContractError("soc", "soc", " or ".join(SOCS), repr(soc), source=operator.source, op=operator.name)
+
+
+def check_preprocess(soc: str, cann: str, values: bool, given: Mapping[str, Any]) -> None:
+    """`mla_fusion.meta.check` of ``npu_mla_preprocess``: structure, then the sizes the device takes."""
+    check_where(ATB, soc, cann)
+    full = arguments_of(ATB, given)
+    bound = bind_tensors(full)
     if full["cache_mode"] == "kvcache":
         expected = "krope_ctkv, int8_nzcache or nzcache: torch does not offer mode 0"
-        _refuse("cache_mode.torch", "cache_mode", expected, "kvcache", dims)
-    for axis, size in _SIZES.items():
-        if different(dims[axis], size):
-            _refuse(f"dims.{axis.lower()}", _OWNER[axis], f"{axis} {size}", f"{axis} {dims[axis]}", dims)
-    hidden, block = dims["H"], dims["BlockSize"]
-    if type(hidden) is int and not (2048 <= hidden <= 8192 and hidden % 32 == 0):
-        _refuse("dims.h", "input", "H 2048..8192, a multiple of 32", f"H {hidden}", dims)
-    if type(dims["T"]) is int and not 1 <= dims["T"] <= MAX_TOKENS:
-        _refuse("dims.t", "input", f"T 1..{MAX_TOKENS}", f"T {dims['T']}", dims)
+        bound.refuse("cache_mode.torch", "cache_mode", expected, "kvcache")
+    for axis, size in SIZES.items():
+        if different(bound.dims[axis], size):
+            bound.refuse(f"dims.{axis.lower()}", OWNERS[axis], f"{axis} {size}", f"{axis} {bound.dims[axis]}")
+    check_ranges(bound, "input")
+    block = bound.dims["BlockSize"]
     if type(block) is int and not (1 <= block <= 128 or block == 256):
-        _refuse("dims.blocksize", "kv_cache", "BlockSize at most 128, or 256", f"BlockSize {block}", dims)
+        bound.refuse("dims.blocksize", "kv_cache", "BlockSize at most 128, or 256", f"BlockSize {block}")
     if values:
-        check_slots(full["slotmapping"], dims)
+        check_slots(bound)
 
 
-def check_preprocess_structure(full: Mapping[str, Any]) -> dict[str, Any]:
-    """Dtypes, presence and agreement of all shapes; the sizes of the axes."""
-    kind = full["input"].dtype
+def check_ranges(bound: Binder, argument: str) -> None:
+    """The sizes of the hidden states, alike in both spellings."""
+    hidden, tokens = bound.dims["H"], bound.dims["T"]
+    if type(hidden) is int and not (2048 <= hidden <= 8192 and hidden % 32 == 0):
+        bound.refuse("dims.h", argument, "H 2048..8192, a multiple of 32", f"H {hidden}")
+    if type(tokens) is int and not 1 <= tokens <= MAX_TOKENS:
+        bound.refuse("dims.t", argument, f"T 1..{MAX_TOKENS}", f"T {tokens}")
+
+
+def activation_of(bound: Binder, name: str) -> torch.dtype:
+    """The dtype of the hidden states, which most other tensors share."""
+    kind = bound.full[name].dtype
     if kind not in (torch.bfloat16, torch.float16):
-        _refuse("dtype.input", "input", "torch.bfloat16 or torch.float16", kind, {})
-    dims: dict[str, Any] = {}
-    bound = _Binder(full, dims)
-    bound("input", "T H", kind)
-    bound("gamma0", "H", kind)
-    bound("beta0", "H", kind)
-    bound("gamma1", "Q", kind)
-    bound("beta1", "Q", kind)
-    bound("gamma2", "C", kind)
-    bound("cos", "T R", kind)
-    bound("sin", "T R", kind)
-    bound.set("W", dims["C"] + dims["R"] + dims["Q"])
-    bound.absorb("wuk", kind)
-    bound.set("U", dims["N"] * (dims["D"] + dims["R"]))
+        bound.refuse(f"dtype.{name}", name, "torch.bfloat16 or torch.float16", kind)
+    return kind
+
+
+def bind_tensors(full: Mapping[str, Any]) -> Binder:
+    """Dtypes, presence and agreement of all shapes; the binder holds the sizes of the axes."""
+    bound = Binder(OP, HOST, full)
+    kind = activation_of(bound, "input")
+    shapes = {"input": "T H", "gamma0": "H", "beta0": "H", "gamma1": "Q", "beta1": "Q", "gamma2": "C"}
+    for name, shape in {**shapes, "cos": "T R", "sin": "T R"}.items():
+        bound.tensor(name, shape, kind)
     quantised = full["wdqkv"].dtype == torch.int8
-    weight = torch.int8 if quantised else kind
+    bind_weights(bound, kind, torch.int8 if quantised else kind)
+    bind_descales(bound, kind)
+    if quantised and QUANT_MODES[full["quant_mode"]] == 0:
+        bind_static_scales(bound, kind)
+    form = CACHE_FORMS[full["cache_mode"]]
+    if form.int8:
+        bind_cache_scales(bound, kind)
+    _bind_caches(bound, form, kind)
+    bound.tensor("slotmapping", "T", torch.int32)
+    return bound
+
+
+def bind_weights(bound: Binder, kind: torch.dtype, weight: torch.dtype) -> None:
+    dims = bound.dims
+    bound.absorb("wuk", kind)
+    dims["W"] = dims["C"] + dims["R"] + dims["Q"]
+    dims["U"] = dims["N"] * (dims["D"] + dims["R"])
     bound.weight("wdqkv", "W", "H", weight)
     bound.weight("wuq", "U", "Q", weight)
-    bound("descale0", "W", torch.float32 if kind == torch.bfloat16 else torch.int64)
-    bound("descale1", "U", torch.float32 if kind == torch.bfloat16 else torch.int64)
-    if quantised and QUANT_MODES[full["quant_mode"]] == 0:
-        for stage, width in (("0", "W"), ("1", "U")):
-            bound.needed("quant_scale" + stage, "1", kind)
-            bound.needed("quant_offset" + stage, "1", torch.int8)
-            bound.needed("bias" + stage, width, torch.int32)
-    mode = CACHE_MODES[full["cache_mode"]]
-    if mode == 2:
-        bound.needed("ctkv_scale", "1", kind)
-        bound.needed("q_nope_scale", "N", kind)
-    bound.caches(CACHE_FORMS[full["cache_mode"]], kind)
-    bound("slotmapping", "T", torch.int32)
-    return dims
+
+
+def bind_descales(bound: Binder, kind: torch.dtype) -> None:
+    """float32 with bfloat16 activations; with float16 an int64 whose low 32 bits are the float32."""
+    scale = torch.float32 if kind == torch.bfloat16 else torch.int64
+    for name, shape in (("descale0", "W"), ("descale1", "U")):
+        bound.needed(name, shape, scale, bound.full["quant_mode"])
+
+
+def bind_static_scales(bound: Binder, kind: torch.dtype) -> None:
+    for stage, width in (("0", "W"), ("1", "U")):
+        rows = (("quant_scale", "1", kind), ("quant_offset", "1", torch.int8), ("bias", width, torch.int32))
+        for name, shape, dtype in rows:
+            bound.needed(name + stage, shape, dtype, bound.full["quant_mode"])
+
+
+def bind_cache_scales(bound: Binder, kind: torch.dtype) -> None:
+    bound.needed("ctkv_scale", "1", kind, bound.full["cache_mode"])
+    bound.needed("q_nope_scale", "N", kind, bound.full["cache_mode"])
+
+
+def _bind_caches(bound: Binder, form: CacheForm, kind: torch.dtype) -> None:
+    c, r = bound.dims["C"], bound.dims["R"]
+    for axis, size in (("C+R", c + r), ("C/32", c // 32), ("C/16", c // 16), ("R/16", r // 16)):
+        if axis in f"{form.kv} {form.kr}":
+            bound.dims[axis] = size
+    if form.nz:
+        bound.dims["BlockSize"] = NZ_BLOCK
+    bound.tensor("kv_cache", form.kv, torch.int8 if form.int8 else kind)
+    if form.kr is not None:
+        bound.tensor("kv_cache_rope", form.kr, kind)
 
 
 def infer_preprocess(given: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], torch.dtype]]:
-    """q_out0, kv_cache_out0, q_out1, kv_cache_out1; in mode 0 the last two are empty."""
-    full = arguments_of(given)
+    """q_out0, kv_cache_out0, q_out1, kv_cache_out1; in mode 0 the third is empty."""
+    full = arguments_of(ATB, given)
     tokens, heads, rank = full["input"].shape[0], full["wuk"].shape[0], full["gamma2"].shape[0]
     rope, kind = full["cos"].shape[-1], full["input"].dtype
     kv, kr = full["kv_cache"], full["kv_cache_rope"]
@@ -172,89 +239,17 @@ def infer_preprocess(given: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], to
     return [*results, ((tokens, heads, rope), kind), (tuple(kr.shape), kr.dtype)]
 
 
-def check_slots(slots: torch.Tensor, dims: Mapping[str, Any]) -> None:
+def check_slots(bound: Binder) -> None:
     """slotmapping: -1 exactly skips a token, anything else is a row, each at most once."""
+    slots = bound.full["slotmapping"]
     if not holds_data(slots):
-        _refuse("values.meta", "slotmapping", "a tensor with data, to check its values", slots.device, dims)
-    rows = dims["BlockNum"] * dims["BlockSize"]
+        bound.refuse("values.meta", "slotmapping", "a tensor with data, to check its values", slots.device)
+    rows = bound.dims["BlockNum"] * bound.dims["BlockSize"]
     bad = slots[(slots < -1) | (slots >= rows)]
     if len(bad):
         expected = f"-1 or rows below BlockNum*BlockSize = {rows}"
-        _refuse("values.slotmapping.range", "slotmapping", expected, int(bad[0]), dims)
+        bound.refuse("values.slotmapping.range", "slotmapping", expected, int(bad[0]))
     written = slots[slots >= 0].sort().values
     if bool((written.diff() == 0).any()):
         repeated = int(written[1:][written.diff() == 0][0])
-        _refuse("values.slotmapping.duplicate", "slotmapping", "every row at most once", repeated, dims)
-
-
-_OWNER = {"Q": "gamma1", "C": "gamma2", "R": "cos", "D": "wuk"}
-
-
-class _Binder:
-    """Checks tensors against axes, and binds axes that a tensor is the first to have."""
-
-    def __init__(self, full: Mapping[str, Any], dims: dict[str, Any]) -> None:
-        self.full, self.dims = full, dims
-
-    def set(self, axis: str, size: Any) -> None:
-        self.dims[axis] = size
-
-    def __call__(self, name: str, shape: str, dtype: torch.dtype) -> None:
-        tensor = self.full[name]
-        if tensor.dtype != dtype:
-            _refuse(f"dtype.{name}", name, dtype, tensor.dtype, self.dims)
-        self.sizes(name, tuple(tensor.shape), shape)
-
-    def sizes(self, name: str, found: tuple[Any, ...], shape: str) -> None:
-        axes = shape.split()
-        if len(found) != len(axes):
-            _refuse(f"rank.{name}", name, f"[{', '.join(axes)}]", f"{list(found)}", self.dims)
-        for axis, size in zip(axes, found, strict=True):
-            wanted = int(axis) if axis.isdigit() else self.dims.setdefault(axis, size)
-            if size is not wanted and different(size, wanted):
-                shown = ", ".join(a if a.isdigit() else f"{a} = {self.dims.get(a, 'any')}" for a in axes)
-                _refuse(f"shape.{name}", name, f"[{shown}]", list(found), self.dims)
-
-    def needed(self, name: str, shape: str, dtype: torch.dtype) -> None:
-        if self.full[name] is None:
-            why = f"{self.full['quant_mode']}, {self.full['cache_mode']}"
-            _refuse(f"required.{name}", name, f"a tensor with {why}", "nothing", self.dims)
-        self(name, shape, dtype)
-
-    def weight(self, name: str, n: str, k: str, dtype: torch.dtype) -> None:
-        """[n, k], or FRACTAL_NZ storage [1, k/C0, n, C0]."""
-        tensor = self.full[name]
-        if tensor.dtype != dtype:
-            _refuse(f"dtype.{name}", name, dtype, tensor.dtype, self.dims)
-        sizes = tuple(tensor.shape)
-        if len(sizes) == 4:
-            c0 = 32 // tensor.element_size()
-            if different(sizes[0], 1) or different(sizes[3], c0):
-                _refuse(f"shape.{name}", name, f"[1, {k}/{c0}, {n}, {c0}]", list(sizes), self.dims)
-            sizes = (sizes[2], sizes[1] * c0)
-        self.sizes(name, sizes, f"{n} {k}")
-
-    def absorb(self, name: str, dtype: torch.dtype) -> None:
-        """[N, D, C], or FRACTAL_NZ storage [N, C/16, D, 16]."""
-        tensor = self.full[name]
-        if tensor.dtype != dtype:
-            _refuse(f"dtype.{name}", name, dtype, tensor.dtype, self.dims)
-        sizes = tuple(tensor.shape)
-        if len(sizes) == 4:
-            sizes = (sizes[0], sizes[2], sizes[1] * sizes[3])
-        self.sizes(name, sizes, "N D C")
-
-    def caches(self, form: CacheForm, kind: torch.dtype) -> None:
-        c, r = self.dims["C"], self.dims["R"]
-        for axis, size in (("C+R", c + r), ("C/32", c // 32), ("C/16", c // 16), ("R/16", r // 16)):
-            if axis in f"{form.kv} {form.kr}":
-                self.set(axis, size)
-        if "BlockSize" not in form.kv:
-            self.set("BlockSize", NZ_BLOCK)
-        self("kv_cache", form.kv, torch.int8 if form.int8 else kind)
-        if form.kr is not None:
-            self("kv_cache_rope", form.kr, kind)
-
-
-def _refuse(code: str, argument: str, expected: object, found: object, dims: Mapping[str, Any]) -> NoReturn:
-    raise ContractError(code, argument, str(expected), str(found), dims, HOST, OP)
+        bound.refuse("values.slotmapping.duplicate", "slotmapping", "every row at most once", repeated)

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from mla_fusion.meta import preprocess
+from mla_fusion.meta import preprocess, preprocess_csrc
 from mla_fusion.meta.errors import ContractError
 
 _WEIGHTS = (
@@ -67,8 +67,18 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "npu_mla_prolog_v2": _V1,
     "npu_mla_prolog_v3": _V3,
     "npu_mla_prolog_v3_functional": _V3,
-    preprocess.OP: (preprocess.REQUIRED, {**dict.fromkeys(preprocess.OPTIONAL), **preprocess.DEFAULTS}),
+    preprocess.OP: (preprocess.ATB.required, preprocess.ATB.defaults),
+    preprocess_csrc.OP: (preprocess_csrc.CSRC.required, preprocess_csrc.CSRC.defaults),
 }
+# ATB's operator without torch's prefix; the fork, whose own name this is too, is mla_preprocess_csrc
+ALIASES = {"mla_preprocess": preprocess.OP}
+# arguments that may be given by position, where these are not just the required ones
+_POSITIONAL = {preprocess_csrc.OP: preprocess_csrc.CSRC.positional}
+
+
+def named(op: str) -> str:
+    """The operator's own name, of any name that it goes by; a name nobody knows is handed back."""
+    return ALIASES.get(op, op) if isinstance(op, str) else op
 
 
 def bind(op: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,11 +87,13 @@ def bind(op: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str
     Raises ContractError ``op`` for an unknown operator and ``argument.unknown`` for too many positional ones.
     """
     required, _ = signature(op)
-    if len(args) > len(required):
-        raise ContractError(
-            "argument.unknown", "*args", f"at most {len(required)} positional", str(len(args)), op=op
-        )
-    return dict(zip(required, args, strict=False)) | dict(options)
+    order = _POSITIONAL.get(named(op), required)
+    if len(args) > len(order):
+        raise ContractError("argument.unknown", "*args", f"at most {len(order)} positional", str(len(args)), op=op)
+    twice = next((name for name in order[: len(args)] if name in options), None)
+    if twice is not None:
+        raise ContractError("argument.unknown", twice, "one value", "one by position and one by name", op=op)
+    return dict(zip(order, args, strict=False)) | dict(options)
 
 
 def complete(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,6 +134,6 @@ def attribute_types(op: str) -> dict[str, tuple[Any, str]]:
 def signature(op: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     """(required arguments in order, keyword arguments with defaults); ContractError ``op`` when unknown."""
     try:
-        return SIGNATURES[op]
+        return SIGNATURES[named(op)]
     except (KeyError, TypeError):
         raise ContractError("op", "op", "one of " + ", ".join(SIGNATURES), repr(op)) from None

@@ -28,9 +28,7 @@ def check_values(op: str, arguments: Mapping[str, Any], dims: Mapping[str, Any])
     index, ends = arguments.get("cache_index"), arguments.get("actual_seq_len")
     for name, tensor in (("cache_index", index), ("actual_seq_len", ends)):
         if tensor is not None and not holds_data(tensor):
-            refuse(
-                "meta", name, "a tensor with data, to check its values", f"a {type(tensor).__name__} without"
-            )
+            refuse("meta", name, "a tensor with data, to check its values", f"a {type(tensor).__name__} without")
     if index is None:
         return
     blockwise = "BLK" in arguments["cache_mode"]
@@ -58,9 +56,7 @@ def check_values(op: str, arguments: Mapping[str, Any], dims: Mapping[str, Any])
     unique, counts = written.unique(return_counts=True)
     if len(unique) != len(written):
         repeated = unique[counts > 1]
-        refuse(
-            "cache_index.duplicate", "cache_index", "every entry at most once", f"{int(repeated[0])} repeated"
-        )
+        refuse("cache_index.duplicate", "cache_index", "every entry at most once", f"{int(repeated[0])} repeated")
 
 
 def _lengths(ends: Tensor) -> Tensor:

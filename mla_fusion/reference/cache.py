@@ -57,9 +57,7 @@ def _last_of_each_slot(slot: Tensor) -> Tensor:
     return position[keep]
 
 
-def write_paged(
-    cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, *, nz: bool, argument: str
-) -> None:
+def write_paged(cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, *, nz: bool, argument: str) -> None:
     """Put ``rows[t]`` at ``(block[t], offset[t])``; negative blocks are skipped, duplicates: the last wins.
 
     With ``nz`` the memory is ``[BlockNum, W/C0, BlockSize, C0]``, C0 being 32 bytes:

@@ -38,9 +38,7 @@ class Format:
 # -- int8, A2/A3
 
 
-def _int8_product(
-    x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None
-) -> Tensor:
+def _int8_product(x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None) -> Tensor:
     assert scale_token is not None and scale_channel is not None
     return quantize.dequant(quantize.int8_matmul(x, weight), scale_token, scale_channel)
 
@@ -104,9 +102,7 @@ def _spread(scale: Tensor) -> Tensor:
     return scale.float().repeat_interleave(_MX_BLOCK, -1)
 
 
-def _mx_product(
-    x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None
-) -> Tensor:
+def _mx_product(x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None) -> Tensor:
     """Blocks of 32 run along k in both operands; the weight's scales are stored ``[n, k/32]``."""
     assert scale_token is not None and scale_channel is not None
     return (x.float() * _spread(scale_token)) @ (weight.float() * _spread(scale_channel).t())

@@ -49,9 +49,7 @@ def npu_kv_rmsnorm_rope_cache_v2(
     Raises ValueError for an unknown cache_mode and for ``v`` (the A5-only three-tensor form).
     """
     if cache_mode not in _MODES:
-        raise ValueError(
-            f"npu_kv_rmsnorm_rope_cache: cache_mode is one of {', '.join(_MODES)}, not {cache_mode!r}"
-        )
+        raise ValueError(f"npu_kv_rmsnorm_rope_cache: cache_mode is one of {', '.join(_MODES)}, not {cache_mode!r}")
     if v is not None:
         raise ValueError("npu_kv_rmsnorm_rope_cache: the form with a separate v has no CPU kernel")
     work = working_dtype(kv.dtype)

@@ -74,8 +74,7 @@ def npu_dynamic_quant(
     """
     if group_index is not None or quant_mode != "pertoken" or dst_type not in (None, 1):
         raise ValueError(
-            "npu_dynamic_quant: the CPU kernel quantises per token to int8 (dst_type None or 1), "
-            "without group_index"
+            "npu_dynamic_quant: the CPU kernel quantises per token to int8 (dst_type None or 1), without group_index"
         )
     x = input.float() if smooth_scales is None else input.float() * smooth_scales.float()
     quantised, scale = dynamic_scale(x)
@@ -106,16 +105,8 @@ def npu_quant_matmul(
     ``output_dtype`` is a torch dtype number: 1 int8 (default), 3 int32, 5 float16, 15 bfloat16; int32
     returns the accumulator. Raises ValueError for packed 4-bit, group-wise or y_scale forms.
     """
-    if (
-        x1.dtype != torch.int8
-        or x2.dtype != torch.int8
-        or x2.dim() != 2
-        or group_sizes
-        or y_scale is not None
-    ):
-        raise ValueError(
-            "npu_quant_matmul: the CPU kernel multiplies int8 [..., k] by int8 [k, n], without groups"
-        )
+    if x1.dtype != torch.int8 or x2.dtype != torch.int8 or x2.dim() != 2 or group_sizes or y_scale is not None:
+        raise ValueError("npu_quant_matmul: the CPU kernel multiplies int8 [..., k] by int8 [k, n], without groups")
     if output_dtype not in OUTPUT_DTYPES:
         raise ValueError(f"npu_quant_matmul: output_dtype is 1, 3, 5 or 15, not {output_dtype}")
     dtype = OUTPUT_DTYPES[output_dtype]

@@ -19,9 +19,7 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[
     return (x * rstd * gamma.to(work)).to(input.dtype), rstd.float()
 
 
-def npu_add_rms_norm(
-    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06
-) -> tuple[Tensor, Tensor, Tensor]:
+def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor, Tensor]:
     """``(RMSNorm(x1 + x2), rstd, x1 + x2)``; the sum is rounded to the input dtype before it is normed."""
     total = x1 + x2
     y, rstd = npu_rms_norm(total, gamma, epsilon)

@@ -8,17 +8,22 @@ and a static query scale per head that multiplies while the cache scale divides.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mla_fusion.meta import preprocess as contract
+from mla_fusion.meta import preprocess_csrc as csrc
 from mla_fusion.reference import cache, quantize
 from mla_fusion.reference.numerics import matmul, rms_norm
 
 EPSILON = 1e-6  # whatever the caller passes: fixed in the kernel
 
 
-def mla_preprocess(
+def npu_mla_preprocess(
     input: Tensor,
     gamma0: Tensor,
     beta0: Tensor,
@@ -55,53 +60,79 @@ def mla_preprocess(
     allocated caches of which only the written rows are defined. Weights of the input's dtype are multiplied
     as they are, without quantisation or descale. Raises ContractError.
     """
-    full = contract.arguments_of(dict(locals()))
-    dims = contract.check_preprocess_structure(full)
-    contract.check_slots(slotmapping, dims)
-    mode = contract.CACHE_MODES[full["cache_mode"]]
-    static = contract.QUANT_MODES[full["quant_mode"]] == 0
-    first = (quant_scale0, quant_offset0, bias0) if static else (None, None, None)
-    second = (quant_scale1, quant_offset1, bias1) if static else (None, None, None)
-    rank, rope, nope, heads = dims["C"], dims["R"], dims["D"], dims["N"]
-
-    hidden = rms_norm_bias(input, gamma0, beta0)
-    ckv, k_rope, q = linear(hidden, weight_to_nd(wdqkv), descale0, *first, input.dtype).split(
-        (rank, rope, dims["Q"]), -1
-    )
-    q_norm = rms_norm_bias(q, gamma1, beta1)
-    per_head = linear(q_norm, weight_to_nd(wuq), descale1, *second, input.dtype)
-    q_nope, q_rope = per_head.unflatten(-1, (heads, nope + rope)).split((nope, rope), -1)
-    query = matmul(q_nope.transpose(0, 1), absorb_to_nd(wuk)).transpose(0, 1)
-    query_rope = rope_neox(q_rope, cos.unsqueeze(1), sin.unsqueeze(1))
-    latent = rms_norm(ckv, gamma2, EPSILON)
-    key_rope = rope_neox(k_rope, cos, sin)
-
-    if mode == 0:
-        rows = torch.cat((latent.to(input.dtype), key_rope), -1)
-        scatter(kv_cache, rows, slotmapping, nz=False)
-        return torch.cat((query, query_rope), -1), kv_cache, input.new_empty(0), kv_cache_rope
-    if mode == 2:
-        assert ctkv_scale is not None and q_nope_scale is not None
-        query = to_int8(query.float() * q_nope_scale.float().unsqueeze(-1))
-        rows = to_int8(latent * (1.0 / ctkv_scale.float()))
-    else:
-        rows = latent.to(input.dtype)
-    scatter(kv_cache, rows, slotmapping, nz=mode > 1)
-    scatter(kv_cache_rope, key_rope, slotmapping, nz=mode > 1)
-    return query.contiguous(), kv_cache, query_rope, kv_cache_rope
+    full = contract.arguments_of(contract.ATB, dict(locals()))
+    bound = contract.bind_tensors(full)
+    contract.check_slots(bound)
+    if full["quant_mode"] != "per_tensor_quant_asymm":  # scales that another mode would need are not read
+        full |= dict.fromkeys(STATIC_SCALES)
+    made = prologue(rms_norm_bias(input, gamma0, beta0), full, bound.dims, input.dtype)
+    form = contract.CACHE_FORMS[full["cache_mode"]]
+    q_out0, q_out1 = made.store(form, kv_cache, kv_cache_rope, full)
+    return q_out0, kv_cache, input.new_empty(0) if q_out1 is None else q_out1, kv_cache_rope
 
 
-def rms_norm_bias(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+STATIC_SCALES = ("quant_scale0", "quant_offset0", "bias0", "quant_scale1", "quant_offset1", "bias1")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one call computes, before it is stored: query [T, N, C], its rope part [T, N, R], RMSNorm 1 with beta
+    [T, Q] and RMSNorm 2 [T, C] in float32, the key's rope part [T, R].
+    """
+
+    query: Tensor
+    query_rope: Tensor
+    q_norm: Tensor
+    latent: Tensor
+    key_rope: Tensor
+
+    def store(
+        self, form: contract.CacheForm, kv_cache: Tensor, kr_cache: Tensor, full: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Write the new rows into the caches; q_out0 and q_out1 (None where q_out0 holds both)."""
+        kind, slots = self.query.dtype, full["slotmapping"]
+        latent, query = self.latent.to(kind), self.query
+        if form.kr is None:
+            scatter(kv_cache, torch.cat((latent, self.key_rope), -1), slots, nz=form.nz)
+            return torch.cat((query, self.query_rope), -1), None
+        if form.int8:
+            query = to_int8(query.float() * full["q_nope_scale"].float().unsqueeze(-1))
+            latent = to_int8(self.latent * (1.0 / full["ctkv_scale"].float()))
+        scatter(kv_cache, latent, slots, nz=form.nz)
+        scatter(kr_cache, self.key_rope, slots, nz=form.nz)
+        return query.contiguous(), self.query_rope
+
+
+def prologue(normed: Tensor, full: Mapping[str, Any], dims: Mapping[str, int], kind: torch.dtype) -> Rows:
+    """Everything between the normed hidden states, float32 [T, H], and the stores; ``kind`` is what a projection is
+    rounded to. Absent quantisation scales mean dynamic quantisation, an absent beta1 none, absent cos and sin no
+    rotation.
+    """
+    first, second = ([full[name + stage] for name in ("quant_scale", "quant_offset", "bias")] for stage in "01")
+    down = linear(normed, weight_to_nd(full["wdqkv"]), full["descale0"], *first, kind)
+    ckv, k_rope, q = down.split((dims["C"], dims["R"], dims["Q"]), -1)
+    q_norm = rms_norm_bias(q, full["gamma1"], full["beta1"])
+    up = linear(q_norm, weight_to_nd(full["wuq"]), full["descale1"], *second, kind)
+    q_nope, q_rope = up.unflatten(-1, (dims["N"], dims["D"] + dims["R"])).split((dims["D"], dims["R"]), -1)
+    query = matmul(q_nope.transpose(0, 1), absorb_to_nd(full["wuk"])).transpose(0, 1)
+    if full["cos"] is not None:
+        cos, sin = full["cos"], full["sin"]
+        q_rope, k_rope = rope_neox(q_rope, cos.unsqueeze(1), sin.unsqueeze(1)), rope_neox(k_rope, cos, sin)
+    return Rows(query, q_rope, q_norm, rms_norm(ckv, full["gamma2"], EPSILON), k_rope)
+
+
+def rms_norm_bias(x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
     """``x * (1/sqrt(sum(x^2 * 1/n) + 1e-6)) * gamma + beta`` in float32, unrounded: times the reciprocal."""
     wide = x.float()
     mean_square = (wide.square() * (1.0 / x.shape[-1])).sum(-1, keepdim=True)
-    return wide * (1.0 / (mean_square + EPSILON).sqrt()) * gamma.float() + beta.float()
+    normed = wide * (1.0 / (mean_square + EPSILON).sqrt()) * gamma.float()
+    return normed if beta is None else normed + beta.float()
 
 
 def linear(
     normed: Tensor,
     weight: Tensor,
-    descale: Tensor,
+    descale: Tensor | None,
     quant_scale: Tensor | None,
     quant_offset: Tensor | None,
     bias: Tensor | None,
@@ -113,7 +144,7 @@ def linear(
     Without: dynamic per token, ``scale = max|x|/127``, descale per channel times scale. A weight of the
     activation dtype is multiplied as it is.
     """
-    if weight.dtype != torch.int8:
+    if weight.dtype != torch.int8 or descale is None:
         return matmul(normed.to(dtype), weight.t())
     channel = channel_scale(descale)
     if quant_scale is not None and quant_offset is not None and bias is not None:
@@ -157,8 +188,15 @@ def absorb_to_nd(weight: Tensor) -> Tensor:
 
 
 def scatter(target: Tensor, rows: Tensor, slots: Tensor, *, nz: bool) -> None:
-    """Row t to ``slots[t]`` of a cache; -1 skips. An NZ cache is [BlockNum, W/C0, 128, C0] in memory."""
-    if nz:
-        target = target.view(target.shape[0], target.shape[2], 1, -1)
+    """Row t to ``slots[t]`` of a cache; -1 skips. An NZ cache is [BlockNum, W/C0, BlockSize, C0] in memory.
+
+    The cache may be declared as that, as [BlockNum, BlockSize, 1, W], or without the head axis.
+    """
+    sizes = tuple(target.shape)
+    declared = target.shape[2] if nz and csrc.is_physical(sizes) else target.shape[1]
+    target = target.view(target.shape[0], declared, 1, -1)
     block, offset = cache.token_slots(slots.to(torch.int64), target.shape[1])
     cache.write_paged(target, block, offset, rows, nz=nz, argument="kv_cache")
+
+
+mla_preprocess = npu_mla_preprocess  # the name without torch's prefix

@@ -99,9 +99,7 @@ def sample_call(
         typical = 0.9 if name == "k_nope_clip_alpha" else 30.0 if name.startswith("quant") else 1.0
         if name.startswith("dequant") and weights.element == torch.int8:
             # int8 operands have standard deviation 73: bring each product sum back to order one
-            typical = 1.0 / (
-                73.0 * (known["He"] ** 0.25 if name != "dequant_scale_w_uq_qr" else known["Hcq"] ** 0.5)
-            )
+            typical = 1.0 / (73.0 * (known["He"] ** 0.25 if name != "dequant_scale_w_uq_qr" else known["Hcq"] ** 0.5))
         noise = typical * (0.5 + torch.rand(shape(text), generator=make))
         call[name] = noise.to(weights.scale_dtype if name in weights.required else torch.float32)
     call |= _index(mode, lead, known, make)

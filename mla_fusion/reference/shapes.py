@@ -41,9 +41,7 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[
     return torch.empty_like(input), input.new_empty(kept, dtype=torch.float32)
 
 
-def npu_add_rms_norm(
-    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06
-) -> tuple[Tensor, Tensor, Tensor]:
+def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor, Tensor]:
     y, rstd = npu_rms_norm(x1, gamma)
     return y, rstd, torch.empty_like(x1)
 
@@ -89,9 +87,7 @@ def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> T
 
 
 def npu_dynamic_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return input.new_empty(input.shape, dtype=torch.int8), input.new_empty(
-        input.shape[:-1], dtype=torch.float32
-    )
+    return input.new_empty(input.shape, dtype=torch.int8), input.new_empty(input.shape[:-1], dtype=torch.float32)
 
 
 def npu_quant_matmul(x1: Tensor, x2: Tensor, scale: Tensor, **options: Any) -> Tensor:

@@ -24,9 +24,7 @@ DIMS = DEEPSEEK_V3 | {"He": 1024, "N": 1}  # the smallest sizes the operator tak
 
 
 def on_meta(call: dict[str, Any]) -> dict[str, Any]:
-    return {
-        k: torch.empty_like(v, device="meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()
-    }
+    return {k: torch.empty_like(v, device="meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()}
 
 
 def sized(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -163,9 +161,7 @@ def test_releases_and_socs(where: dict[str, Any], change: dict[str, Any], code: 
 
 
 def test_older_versions_of_the_operator() -> None:
-    call = {
-        k: v for k, v in legal().items() if k in meta.signature("npu_mla_prolog_v2")[1] or k in spec_names()
-    }
+    call = {k: v for k, v in legal().items() if k in meta.signature("npu_mla_prolog_v2")[1] or k in spec_names()}
     meta.check("npu_mla_prolog", **call)
     meta.check("npu_mla_prolog_v2", **call)
     assert refused(call, op="npu_mla_prolog", soc="A5").code == "quant.weight_quant_mode"
@@ -192,9 +188,7 @@ def test_symbolic_sizes_are_neither_guarded_nor_specialised() -> None:
         from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
         def fake(tensor: torch.Tensor, dynamic: int) -> torch.Tensor:
-            sizes = [
-                DimDynamic.DYNAMIC if axis == dynamic else DimDynamic.STATIC for axis in range(tensor.dim())
-            ]
+            sizes = [DimDynamic.DYNAMIC if axis == dynamic else DimDynamic.STATIC for axis in range(tensor.dim())]
             context = StatelessSymbolicContext(dynamic_sizes=sizes)
             return mode.from_tensor(tensor, symbolic_context=context, static_shapes=False)
 

@@ -36,10 +36,7 @@ def unreachable(case: dict[str, Any]) -> str | None:
     inputs = {tensor["name"].split()[0]: tensor for tensor in case["inputs"]}
     if inputs["rope_sin"]["storage_shape"] == [0]:
         return "RoPE switched off by empty sin/cos: aclnnMlaPrologV4WeightNz, which torch_npu does not call"
-    if (
-        "query_norm dtype must be" in case["comment"]
-        or "dequant_scale_q_norm dtype must be" in case["comment"]
-    ):
+    if "query_norm dtype must be" in case["comment"] or "dequant_scale_q_norm dtype must be" in case["comment"]:
         return "an output tensor of the wrong dtype: torch_npu allocates the outputs itself"
     return None
 

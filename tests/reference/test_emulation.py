@@ -42,9 +42,7 @@ def test_add_rms_norm_norms_the_rounded_sum() -> None:
     y, rstd, total = kernels.npu_add_rms_norm(a, b, gamma, 1e-6)
     assert torch.equal(total, a + b)
     assert torch.equal(y, kernels.npu_rms_norm(a + b, gamma, 1e-6)[0])
-    assert torch.equal(
-        kernels.npu_add_rms_norm(a, torch.zeros_like(a), gamma)[0], kernels.npu_rms_norm(a, gamma)[0]
-    )
+    assert torch.equal(kernels.npu_add_rms_norm(a, torch.zeros_like(a), gamma)[0], kernels.npu_rms_norm(a, gamma)[0])
     assert rstd.shape == (4, 1)
 
 
@@ -149,8 +147,7 @@ def test_kv_rmsnorm_rope_cache(mode: str) -> None:
         width = out.shape[-1]
         if mode.endswith("NZ"):
             out, before = (
-                t.view(6, width // 16, block, 16).permute(0, 2, 1, 3).reshape(6, block, 1, width)
-                for t in (out, before)
+                t.view(6, width // 16, block, 16).permute(0, 2, 1, 3).reshape(6, block, 1, width) for t in (out, before)
             )
         expected = before.clone().reshape(-1, width)
         expected[slots[slots >= 0]] = rows.reshape(-1, width)[slots >= 0]
@@ -193,7 +190,5 @@ def test_unfused_npu_spelling_agrees_with_the_fused_kernel() -> None:
         latent, call["rmsnorm_gamma_ckv"], cos, sin, index, *caches, cache_mode="PA_BNSD"
     )
     fused = kernels.npu_mla_prolog_v3_functional(**call)
-    for found, wanted in zip(
-        (query, query_rope, kv, kr), (fused[0], fused[1], fused[5], fused[6]), strict=True
-    ):
+    for found, wanted in zip((query, query_rope, kv, kr), (fused[0], fused[1], fused[5], fused[6]), strict=True):
         torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-6, atol=2**-6)

@@ -11,74 +11,18 @@ from hypothesis import strategies as st
 
 from mla_fusion import meta
 from mla_fusion.reference import mla_preprocess
+from mla_fusion.reference.sample_preprocess import LEGAL, SMALL, sample_preprocess
 
 OP = "mla_preprocess"
 BF16, FP16 = torch.bfloat16, torch.float16
-SMALL = {"T": 5, "H": 128, "Q": 64, "C": 64, "R": 32, "D": 32, "N": 2, "BlockNum": 3}
-FULL = {"T": 4, "H": 2048, "Q": 1536, "C": 512, "R": 64, "D": 128, "N": 2, "BlockNum": 2}
+FULL = LEGAL
 CACHES = {"kvcache": 16, "krope_ctkv": 16, "int8_nzcache": 128, "nzcache": 128}
 
 
 def sample(
-    cache_mode: str = "krope_ctkv",
-    quant_mode: str = "per_token_quant_symm",
-    dtype: torch.dtype = BF16,
-    weight: torch.dtype = torch.int8,
-    dims: dict[str, int] = SMALL,
+    cache_mode: str = "krope_ctkv", quant_mode: str = "per_token_quant_symm", dtype: torch.dtype = BF16, **options: Any
 ) -> dict[str, Any]:
-    make = torch.Generator().manual_seed(7)
-    d, block = dims, CACHES[cache_mode]
-    wide, up = d["C"] + d["R"] + d["Q"], d["N"] * (d["D"] + d["R"])
-
-    def noise(*sizes: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(sizes, generator=make) * scale).to(dtype)
-
-    def linear(n: int, k: int) -> torch.Tensor:
-        if weight == torch.int8:
-            return torch.randint(-127, 128, (n, k), generator=make, dtype=torch.int8)
-        return noise(n, k, scale=k**-0.5)
-
-    def descale(n: int, k: int) -> torch.Tensor:
-        scale = (0.5 + torch.rand(n, generator=make)) / (73 * 40 * k**0.5)
-        return scale if dtype == BF16 else scale.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-
-    call: dict[str, Any] = {
-        "input": noise(d["T"], d["H"]),
-        "gamma0": noise(d["H"]),
-        "beta0": noise(d["H"], scale=0.1),
-        "wdqkv": linear(wide, d["H"]),
-        "descale0": descale(wide, d["H"]),
-        "gamma1": noise(d["Q"]),
-        "beta1": noise(d["Q"], scale=0.1),
-        "wuq": linear(up, d["Q"]),
-        "descale1": descale(up, d["Q"]),
-        "gamma2": noise(d["C"]),
-        "cos": noise(d["T"], d["R"]),
-        "sin": noise(d["T"], d["R"]),
-        "wuk": noise(d["N"], d["D"], d["C"], scale=d["D"] ** -0.5),
-        "slotmapping": torch.randperm(d["BlockNum"] * block, generator=make)[: d["T"]].int(),
-        "cache_mode": cache_mode,
-        "quant_mode": quant_mode,
-    }
-    blocks, c, r = d["BlockNum"], d["C"], d["R"]
-    shapes = {
-        "kvcache": ((blocks, block, 1, c + r), (0,)),
-        "krope_ctkv": ((blocks, block, 1, c), (blocks, block, 1, r)),
-        "int8_nzcache": ((blocks, c // 32, block, 32), (blocks, r // 16, block, 16)),
-        "nzcache": ((blocks, c // 16, block, 16), (blocks, r // 16, block, 16)),
-    }[cache_mode]
-    kinds = (torch.int8 if cache_mode == "int8_nzcache" else dtype, dtype)
-    for name, shape, kind in zip(("kv_cache", "kv_cache_rope"), shapes, kinds, strict=True):
-        call[name] = torch.randint(-9, 9, shape, generator=make).to(kind)
-    if quant_mode == "per_tensor_quant_asymm":
-        for stage, n in (("0", wide), ("1", up)):
-            call["quant_scale" + stage] = torch.tensor([0.03]).to(dtype)
-            call["quant_offset" + stage] = torch.tensor([3], dtype=torch.int8)
-            call["bias" + stage] = torch.randint(-10, 10, (n,), generator=make, dtype=torch.int32)
-    if cache_mode == "int8_nzcache":
-        call["ctkv_scale"] = torch.tensor([0.02]).to(dtype)
-        call["q_nope_scale"] = torch.linspace(20, 40, d["N"]).to(dtype)
-    return call
+    return sample_preprocess(cache_mode=cache_mode, quant_mode=quant_mode, dtype=dtype, **options)
 
 
 def formula(call: dict[str, Any], dims: dict[str, int] = SMALL) -> dict[str, torch.Tensor]:
@@ -232,7 +176,7 @@ def test_legal_calls_pass_the_check(cache_mode: str, quant_mode: str) -> None:
     meta.check(OP, **defaults)
 
 
-LEGAL = legal()
+CALL = legal()
 
 
 def sized(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -252,7 +196,7 @@ NASTY = st.one_of(
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_an_illegal_call_raises_nothing_but_contract_error(data: st.DataObject) -> None:
-    call = dict(LEGAL)
+    call = dict(CALL)
     names = [*meta.signature(OP)[0], *meta.signature(OP)[1]]
     for name in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=4)):
         call[name] = data.draw(NASTY)
@@ -264,7 +208,7 @@ def test_an_illegal_call_raises_nothing_but_contract_error(data: st.DataObject) 
 
 def test_values_cannot_be_read_off_a_meta_tensor() -> None:
     with pytest.raises(meta.ContractError) as refusal:
-        meta.check(OP, values=True, **LEGAL)
+        meta.check(OP, values=True, **CALL)
     assert refusal.value.code == "values.meta"
 
 

@@ -94,9 +94,7 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_against_the_exact_prologue(wq: int, kv: int) -> None:
     call = sample_call(weight_quant_mode=wq, kv_cache_quant_mode=kv, lead=(16,)) | {"query_norm_flag": True}
     wanted = exact(call)
-    query, query_rope, query_scale, c_q, c_q_scale, kv_out, kr_out = reference.npu_mla_prolog_v3_functional(
-        **call
-    )
+    query, query_rope, query_scale, c_q, c_q_scale, kv_out, kr_out = reference.npu_mla_prolog_v3_functional(**call)
     step = 0.05 if wq != 5 else 0.15  # relative error of the 8-bit formats over a row
 
     def decode(x: torch.Tensor) -> torch.Tensor:

@@ -104,14 +104,8 @@ def close(found: torch.Tensor, wanted: np.ndarray, ulp: float = 2.0) -> bool:
 def test_against_a_second_implementation(wq: int, kv: int, smooth: bool) -> None:
     call = call_of(wq, kv, smooth=smooth)
     wanted = second_opinion(call)
-    query, query_rope, query_scale, c_q, c_q_scale, kv_out, kr_out = reference.npu_mla_prolog_v3_functional(
-        **call
-    )
-    assert (
-        c_q.dtype == torch.int8
-        and off_by(c_q, wanted["c_q"])[0] <= 1
-        and off_by(c_q, wanted["c_q"])[1] < 0.01
-    )
+    query, query_rope, query_scale, c_q, c_q_scale, kv_out, kr_out = reference.npu_mla_prolog_v3_functional(**call)
+    assert c_q.dtype == torch.int8 and off_by(c_q, wanted["c_q"])[0] <= 1 and off_by(c_q, wanted["c_q"])[1] < 0.01
     np.testing.assert_allclose(c_q_scale.numpy(), wanted["c_q_scale"], rtol=2e-2 if wq == 1 else 1e-5)
     assert close(query_rope, wanted["query_rope"], 4.0)
     if kv == 1:
@@ -161,9 +155,7 @@ def test_tiles_of_128_have_their_own_scale_and_the_row_is_656_bytes() -> None:
     torch.testing.assert_close(scale, limit / 127, rtol=1e-2, atol=0)
     restored = rows[:, :512].view(9, 4, 128).float() * scale[..., None]
     assert ((restored - ckv.clamp(-limit[..., None], limit[..., None])).abs() <= 1.2 * scale[..., None]).all()
-    assert torch.equal(
-        rows[:, 512:640].contiguous().view(torch.bfloat16), exact[6].flatten(0, 2)[call["cache_index"]]
-    )
+    assert torch.equal(rows[:, 512:640].contiguous().view(torch.bfloat16), exact[6].flatten(0, 2)[call["cache_index"]])
 
 
 def test_int8_matmul_is_exact() -> None:
@@ -174,11 +166,7 @@ def test_int8_matmul_is_exact() -> None:
 
 
 def versions_1_2(call: dict[str, Any]) -> dict[str, Any]:
-    return {
-        k: v
-        for k, v in call.items()
-        if k in meta.signature("npu_mla_prolog_v2")[1] or isinstance(v, torch.Tensor)
-    }
+    return {k: v for k, v in call.items() if k in meta.signature("npu_mla_prolog_v2")[1] or isinstance(v, torch.Tensor)}
 
 
 @pytest.mark.parametrize(("wq", "kv"), [(0, 0), (1, 0), (1, 2), (2, 0), (2, 1)])

@@ -31,10 +31,7 @@ def prologue(arguments: dict[str, Any], cast: Any) -> dict[str, torch.Tensor]:
     """The prologue as textbook formulas in the arguments' precision, ``cast`` applied at every rounding
     point.
     """
-    a = {
-        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-        for k, v in arguments.items()
-    }
+    a = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
     x = a["token_x"].flatten(0, -2)
     cos, sin = a["rope_cos"].flatten(0, -2), a["rope_sin"].flatten(0, -2)
     n, d, hckv = a["weight_uk"].shape
@@ -101,9 +98,7 @@ def test_bfloat16_rounds_where_the_kernel_rounds(seed: int) -> None:
 def test_scale_of_one_is_not_applied_and_scale_enters_query_norm() -> None:
     arguments = call() | {"query_norm_flag": True}
     one = reference.npu_mla_prolog_v3_functional(**arguments)
-    tiny = reference.npu_mla_prolog_v3_functional(
-        **arguments | {"qc_qr_scale": 1.0 + 1e-8, "kc_scale": 1.0 - 1e-8}
-    )
+    tiny = reference.npu_mla_prolog_v3_functional(**arguments | {"qc_qr_scale": 1.0 + 1e-8, "kc_scale": 1.0 - 1e-8})
     double = reference.npu_mla_prolog_v3_functional(**arguments | {"qc_qr_scale": 2.0})
     for a, b in zip(one, tiny, strict=True):
         assert torch.equal(a, b)
@@ -128,9 +123,7 @@ def test_of_duplicate_slots_the_last_wins() -> None:
     arguments = call(lead=(8,))
     index = torch.tensor([3, 9, 3, 9, 3, 1, 0, 2])
     kv = reference.npu_mla_prolog_v3_functional(**arguments | {"cache_index": index})[5]
-    rows = reference.npu_mla_prolog_v3_functional(**arguments | {"cache_index": torch.arange(8)})[5].flatten(
-        0, 2
-    )
+    rows = reference.npu_mla_prolog_v3_functional(**arguments | {"cache_index": torch.arange(8)})[5].flatten(0, 2)
     assert torch.equal(kv.flatten(0, 2)[torch.tensor([3, 9])], rows[torch.tensor([4, 3])])
 
 
@@ -211,9 +204,7 @@ def test_in_place_form_writes_the_inputs_and_the_functional_form_does_not() -> N
     functional = reference.npu_mla_prolog_v3_functional(**arguments)
     assert torch.equal(arguments["kv_cache"], before)
     in_place = reference.npu_mla_prolog_v3(**arguments)
-    assert torch.equal(arguments["kv_cache"], functional[5]) and torch.equal(
-        arguments["kr_cache"], functional[6]
-    )
+    assert torch.equal(arguments["kv_cache"], functional[5]) and torch.equal(arguments["kr_cache"], functional[6])
     for a, b in zip(in_place, functional[:5], strict=True):
         assert torch.equal(a, b)
 
