@@ -63,15 +63,10 @@ def npu_mla_preprocess(
     full = contract.arguments_of(contract.ATB, dict(locals()))
     bound = contract.bind_tensors(full)
     contract.check_slots(bound)
-    if full["quant_mode"] != "per_tensor_quant_asymm":  # scales that another mode would need are not read
-        full |= dict.fromkeys(STATIC_SCALES)
     made = prologue(rms_norm_bias(input, gamma0, beta0), full, bound.dims, input.dtype)
     form = contract.CACHE_FORMS[full["cache_mode"]]
     q_out0, q_out1 = made.store(form, kv_cache, kv_cache_rope, full)
     return q_out0, kv_cache, input.new_empty(0) if q_out1 is None else q_out1, kv_cache_rope
-
-
-STATIC_SCALES = ("quant_scale0", "quant_offset0", "bias0", "quant_scale1", "quant_offset1", "bias1")
 
 
 @dataclass(frozen=True)
@@ -105,14 +100,12 @@ class Rows:
 
 def prologue(normed: Tensor, full: Mapping[str, Any], dims: Mapping[str, int], kind: torch.dtype) -> Rows:
     """Everything between the normed hidden states, float32 [T, H], and the stores; ``kind`` is what a projection is
-    rounded to. Absent quantisation scales mean dynamic quantisation, an absent beta1 none, absent cos and sin no
-    rotation.
+    rounded to. An absent beta1 is not added, absent cos and sin do not rotate.
     """
-    first, second = ([full[name + stage] for name in ("quant_scale", "quant_offset", "bias")] for stage in "01")
-    down = linear(normed, weight_to_nd(full["wdqkv"]), full["descale0"], *first, kind)
+    down = linear(normed, weight_to_nd(full["wdqkv"]), full["descale0"], static_scales(full, "0"), kind)
     ckv, k_rope, q = down.split((dims["C"], dims["R"], dims["Q"]), -1)
     q_norm = rms_norm_bias(q, full["gamma1"], full["beta1"])
-    up = linear(q_norm, weight_to_nd(full["wuq"]), full["descale1"], *second, kind)
+    up = linear(q_norm, weight_to_nd(full["wuq"]), full["descale1"], static_scales(full, "1"), kind)
     q_nope, q_rope = up.unflatten(-1, (dims["N"], dims["D"] + dims["R"])).split((dims["D"], dims["R"]), -1)
     query = matmul(q_nope.transpose(0, 1), absorb_to_nd(full["wuk"])).transpose(0, 1)
     if full["cos"] is not None:
@@ -129,26 +122,32 @@ def rms_norm_bias(x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
     return normed if beta is None else normed + beta.float()
 
 
+def static_scales(full: Mapping[str, Any], stage: str) -> tuple[Tensor, Tensor, Tensor] | None:
+    """(scale, offset, bias) of a stage that quantises per tensor; None otherwise, whatever else was passed."""
+    if full["quant_mode"] != "per_tensor_quant_asymm":
+        return None
+    return full["quant_scale" + stage], full["quant_offset" + stage], full["bias" + stage]
+
+
 def linear(
     normed: Tensor,
     weight: Tensor,
     descale: Tensor | None,
-    quant_scale: Tensor | None,
-    quant_offset: Tensor | None,
-    bias: Tensor | None,
+    static: tuple[Tensor, Tensor, Tensor] | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """Quantise, multiply by ``weight`` [n, k] transposed, dequantise, and round to ``dtype``.
 
-    With ``quant_scale``: static per tensor, ``int8(x * (1/scale) + offset)``, int32 bias, descale per channel.
-    Without: dynamic per token, ``scale = max|x|/127``, descale per channel times scale. A weight of the
-    activation dtype is multiplied as it is.
+    ``static``, scale, offset and bias: ``int8(x * (1/scale) + offset)``, int32 bias, descale per channel. Without:
+    dynamic per token, ``scale = max|x|/127``, descale per channel times scale. A weight of the activation dtype is
+    multiplied as it is.
     """
     if weight.dtype != torch.int8 or descale is None:
         return matmul(normed.to(dtype), weight.t())
     channel = channel_scale(descale)
-    if quant_scale is not None and quant_offset is not None and bias is not None:
-        quantised = to_int8(normed * (1.0 / quant_scale.float()) + quant_offset.float())
+    if static is not None:
+        scale, offset, bias = static
+        quantised = to_int8(normed * (1.0 / scale.float()) + offset.float())
         total = quantize.int8_matmul(quantised, weight.t()) + bias
         return (total.float() * channel).to(dtype)
     scale = normed.abs().amax(-1, keepdim=True) / 127.0

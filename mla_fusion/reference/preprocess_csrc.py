@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mla_fusion.meta import bind, preprocess, preprocess_csrc
-from mla_fusion.reference.preprocess import STATIC_SCALES, prologue
+from mla_fusion.reference.preprocess import prologue
 
 
 def mla_preprocess_csrc(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -32,8 +32,6 @@ def mla_preprocess_csrc(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Ten
     preprocess.check_slots(bound)
     if full["quant_mode"] == preprocess_csrc.NO_QUANT:
         full["beta1"] = None  # read by the kernel and not added
-    if full["quant_mode"] != "per_tensor_quant_asymm":
-        full |= dict.fromkeys(STATIC_SCALES)
     hidden: Tensor = full["hiddenState"]
     made = prologue(hidden.float(), full, bound.dims, hidden.dtype)
     form = preprocess.CACHE_FORMS[full["cache_mode"]]
