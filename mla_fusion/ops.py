@@ -1,4 +1,4 @@
-"""The ``npu::`` operators of MLA graphs: schemas where torch_npu has not defined them, CPU and Meta kernels.
+"""The operators of MLA graphs, ``npu::`` and one ``atb::``: schemas where torch_npu has none, CPU and Meta kernels.
 
 ``provide()`` adds what is missing at that moment: schemas (the strings of torch_npu), CPU kernels
 (torch_npu has none), Meta kernels where absent, and for the two in-place operators a Functionalize kernel
@@ -113,21 +113,39 @@ _IN_PLACE: dict[str, tuple[str, tuple[int, ...]]] = {
     "npu_scatter_nd_update_": ("npu_scatter_nd_update", (0,)),
 }
 
+_PREPROCESS = (
+    "Tensor input, Tensor gamma0, Tensor beta0, Tensor wdqkv, Tensor descale0, Tensor gamma1, Tensor beta1, "
+    "Tensor wuq, Tensor descale1, Tensor gamma2, Tensor cos, Tensor sin, Tensor wuk, Tensor kv_cache, "
+    "Tensor kv_cache_rope, Tensor slotmapping, *, Tensor? quant_scale0=None, Tensor? quant_offset0=None, "
+    "Tensor? bias0=None, Tensor? quant_scale1=None, Tensor? quant_offset1=None, Tensor? bias1=None, "
+    "Tensor? ctkv_scale=None, Tensor? q_nope_scale=None, str? cache_mode=None, str? quant_mode=None"
+)
+_PREPROCESS_OUT = (
+    _PREPROCESS + ", Tensor(a!) q_out0, Tensor(b!) kv_cache_out0, Tensor(c!) q_out1, Tensor(d!) kv_cache_out1"
+)
+_ATB_SIGNATURES: dict[str, tuple[str, str]] = {
+    "npu_mla_preprocess": (_PREPROCESS, _tensors(4)),
+    "npu_mla_preprocess.out": (_PREPROCESS_OUT, "(Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!))"),
+}
+
 OPERATORS: tuple[str, ...] = tuple(_SIGNATURES)
+ATB_OPERATORS: tuple[str, ...] = tuple(_ATB_SIGNATURES)
+_BY_NAMESPACE = {"npu": _SIGNATURES, "atb": _ATB_SIGNATURES}
 
 _libraries: list[torch.library.Library] = []
 
 
-def schema(name: str) -> str:
-    """The schema of ``npu::<name>`` as text, ``name(arguments) -> results``."""
-    arguments, results = _SIGNATURES[name]
+def schema(name: str, namespace: str = "npu") -> str:
+    """The schema of ``<namespace>::<name>`` as text, ``name(arguments) -> results``."""
+    arguments, results = _BY_NAMESPACE[namespace][name]
     return f"{name}({arguments}) -> {results}"
 
 
-def defined(name: str) -> bool:
-    """Whether ``npu::<name>`` has a schema now, from whichever side."""
+def defined(name: str, namespace: str = "npu") -> bool:
+    """Whether ``<namespace>::<name>`` has a schema now, from whichever side; ``name`` may have an overload."""
+    base, _, overload = name.partition(".")
     try:
-        torch._C._dispatch_find_schema_or_throw(f"npu::{name}", "")
+        torch._C._dispatch_find_schema_or_throw(f"{namespace}::{base}", overload)
     except RuntimeError:
         return False
     return True
@@ -135,16 +153,18 @@ def defined(name: str) -> bool:
 
 def provide() -> None:
     """Add every schema and kernel that is missing now; calling it again changes nothing."""
-    missing = [name for name in OPERATORS if not defined(name)]
-    library = torch.library.Library("npu", "FRAGMENT")
-    _libraries.append(library)
-    for name in missing:
-        library.define(schema(name))
-    for name in OPERATORS:
-        _add(library, name, "CPU", _lazy("mla_fusion.reference.kernels", name))
-        _add(library, name, "Meta", _lazy("mla_fusion.reference.shapes", name))
-        if name in _IN_PLACE and name in missing:
-            _add(library, name, "Functionalize", _functionalize(name))
+    for namespace, signatures in _BY_NAMESPACE.items():
+        library = torch.library.Library(namespace, "FRAGMENT")
+        _libraries.append(library)
+        missing = [name for name in signatures if not defined(name, namespace)]
+        for name in missing:
+            library.define(schema(name, namespace))
+        for name in signatures:
+            kernel = name.replace(".", "_")
+            _add(library, name, "CPU", _lazy("mla_fusion.reference.kernels", kernel))
+            _add(library, name, "Meta", _lazy("mla_fusion.reference.shapes", kernel))
+            if name in _IN_PLACE and name in missing:
+                _add(library, name, "Functionalize", _functionalize(name))
 
 
 def withdraw() -> None:
@@ -154,7 +174,7 @@ def withdraw() -> None:
 
 
 def _add(library: torch.library.Library, name: str, key: str, kernel: Callable[..., Any]) -> None:
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{name}", key):
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{library.ns}::{name}", key):
         library.impl(name, kernel, key)
 
 

@@ -19,6 +19,7 @@ from mla_fusion.reference.norm_rope import (
     npu_rms_norm,
     npu_rotary_mul,
 )
+from mla_fusion.reference.preprocess_forms import npu_mla_preprocess, npu_mla_preprocess_out
 from mla_fusion.reference.prolog import npu_mla_prolog_v3, npu_mla_prolog_v3_functional
 from mla_fusion.reference.prolog_v1_v2 import npu_mla_prolog, npu_mla_prolog_v2
 
@@ -30,6 +31,8 @@ __all__ = [
     "npu_kv_rmsnorm_rope_cache",
     "npu_kv_rmsnorm_rope_cache_v2",
     "npu_kv_rmsnorm_rope_cache_v2_functional",
+    "npu_mla_preprocess",
+    "npu_mla_preprocess_out",
     "npu_mla_prolog",
     "npu_mla_prolog_v2",
     "npu_mla_prolog_v3",

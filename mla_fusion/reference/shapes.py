@@ -9,31 +9,46 @@ from torch import Tensor
 
 from mla_fusion import meta
 
-_LIKE_CACHE = {"npu_mla_prolog": (2, 3), "npu_mla_prolog_v2": (2, 3), "npu_mla_prolog_v3_functional": (5, 6)}
+# results that are caches, and the arguments whose strides they keep
+_KV_KR = ("kv_cache", "kr_cache")
+_LIKE_CACHE = {
+    "npu_mla_prolog": dict(zip((2, 3), _KV_KR, strict=True)),
+    "npu_mla_prolog_v2": dict(zip((2, 3), _KV_KR, strict=True)),
+    "npu_mla_prolog_v3_functional": dict(zip((5, 6), _KV_KR, strict=True)),
+    "npu_mla_preprocess": {1: "kv_cache", 3: "kv_cache_rope"},
+}
 
 
-def _prolog(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, ...]:
+def _inferred(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, ...]:
     arguments = meta.bind(op, args, options)
     results = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in meta.infer(op, **arguments)]
-    for position, cache in zip(_LIKE_CACHE.get(op, ()), ("kv_cache", "kr_cache"), strict=False):
-        results[position] = torch.empty_like(arguments[cache])  # keeps the strides of a strided cache
+    for position, cache in _LIKE_CACHE.get(op, {}).items():
+        results[position] = torch.empty_like(arguments[cache])
     return tuple(results)
 
 
 def npu_mla_prolog(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-    return _prolog("npu_mla_prolog", args, options)
+    return _inferred("npu_mla_prolog", args, options)
 
 
 def npu_mla_prolog_v2(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-    return _prolog("npu_mla_prolog_v2", args, options)
+    return _inferred("npu_mla_prolog_v2", args, options)
 
 
 def npu_mla_prolog_v3(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-    return _prolog("npu_mla_prolog_v3", args, options)
+    return _inferred("npu_mla_prolog_v3", args, options)
 
 
 def npu_mla_prolog_v3_functional(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-    return _prolog("npu_mla_prolog_v3_functional", args, options)
+    return _inferred("npu_mla_prolog_v3_functional", args, options)
+
+
+def npu_mla_preprocess(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+    return _inferred("npu_mla_preprocess", args, options)
+
+
+def npu_mla_preprocess_out(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+    return tuple(options[name] for name in ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1"))
 
 
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:

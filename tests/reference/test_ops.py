@@ -13,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from mla_fusion import meta
 from mla_fusion.reference.sample import sample_call
+from mla_fusion.reference.sample_preprocess import sample_preprocess
 
 npu = torch.ops.npu
 
@@ -74,6 +75,23 @@ def test_opcheck_passes_on_the_small_operators() -> None:
     ]
     for op, args, options in calls:
         torch.library.opcheck(op.default, args, options)
+
+
+@pytest.mark.parametrize("cache_mode", ["krope_ctkv", "int8_nzcache"])
+def test_atb_preprocess_returns_fresh_caches_and_writes_those_given_as_results(cache_mode: str) -> None:
+    op = torch.ops.atb.npu_mla_preprocess
+    call = sample_preprocess(cache_mode=cache_mode)
+    before = call["kv_cache"].clone()
+    torch.library.opcheck(op.default, (), call)
+    fresh = op(**call)
+    assert torch.equal(call["kv_cache"], before) and not torch.equal(fresh[1], before)
+    outs = {"q_out0": torch.empty_like(fresh[0]), "q_out1": torch.empty_like(fresh[2])}
+    outs |= {"kv_cache_out0": call["kv_cache"], "kv_cache_out1": call["kv_cache_rope"]}
+    written = op.out(**call, **outs)
+    assert all(torch.equal(a, b) for a, b in zip(written, fresh, strict=True))
+    assert written[1] is call["kv_cache"] and written[0] is outs["q_out0"]
+    on_meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+    assert [(r.shape, r.dtype) for r in op(**on_meta)] == [(r.shape, r.dtype) for r in fresh]
 
 
 def captured(fn: Any, *args: Any, dynamic: bool = False) -> torch.fx.GraphModule:
@@ -156,9 +174,10 @@ from mla_fusion.reference.sample import sample_call
 import mla_fusion, torch
 ops.provide()
 ops.withdraw()
-assert not any(map(ops.defined, ops.OPERATORS))
+names = [(name, "npu") for name in ops.OPERATORS] + [(name, "atb") for name in ops.ATB_OPERATORS]
+assert not any(ops.defined(*name) for name in names)
 ops.provide()
-assert all(map(ops.defined, ops.OPERATORS))
+assert all(ops.defined(*name) for name in names)
 call = sample_call(lead=(2,))
 required, defaults = mla_fusion.meta.signature("npu_mla_prolog_v3")
 options = {name: value for name, value in call.items() if name in defaults}
@@ -177,9 +196,22 @@ import mla_fusion
 import torch
 from mla_fusion import ops
 from mla_fusion.reference.sample import sample_call
+from mla_fusion.reference.sample_preprocess import sample_preprocess
 ours = {name: str(getattr(torch.ops.npu, name).default._schema) for name in ops.OPERATORS}
+preprocess = torch.ops.atb.npu_mla_preprocess
+ours |= {form: str(getattr(preprocess, form)._schema) for form in ("default", "out")}
 mla_fusion.offline.activate()
 import torch_npu
+for form in ("default", "out"):
+    assert str(getattr(torch.ops.atb.npu_mla_preprocess, form)._schema) == ours[form], form
+for name in ops.ATB_OPERATORS:
+    for key in ("CPU", "Meta"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key("atb::" + name, key), (name, key)
+call = sample_preprocess()
+fresh = torch.ops.atb.npu_mla_preprocess(**call)
+assert [(tuple(r.shape), r.dtype) for r in fresh] == mla_fusion.meta.infer("npu_mla_preprocess", **call)
+assert all(torch.equal(a, b) for a, b in zip(fresh, mla_fusion.reference.npu_mla_preprocess(**call)))
+assert torch_npu.atb.npu_mla_preprocess(**call)[0].shape == fresh[0].shape
 for name in ops.OPERATORS:
     theirs = str(getattr(torch.ops.npu, name).default._schema)
     assert theirs == ours[name], (theirs, ours[name])
