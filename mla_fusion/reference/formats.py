@@ -1,8 +1,14 @@
 """The number formats of weight_quant_mode, one `Format` each: product, dynamic quantisation, cache rows.
 
-int8 follows the A2/A3 kernel (`mla_prolog/op_kernel/arch22`); mxfp8, fp8 and hifloat8 exist on A5 only and
-follow `mla_prolog/op_kernel/arch35`, where products come out as float32 and a channel scale is applied
-before a token scale.
+int8 follows the kernel of the chip (`mla_fusion.reference.chips`): `mla_prolog/op_kernel/arch22` on A2 and A3,
+`arch35` on A5. mxfp8, fp8 and hifloat8 exist on A5 only, where products come out as float32 and a channel scale is
+applied before a token scale.
+
+What A5 does differently with int8 (`vf_dequant.h`, `vf_dynamic_quant.h`): the channel scale comes first;
+dynamic quantisation of c_q and of the query takes ``scale = max|x| * (1/127)`` and ``x / scale`` where A2 and A3 take
+``max|x| / 127`` and ``x * (127/max|x|)``; and it casts to half towards odd, then half to even, which together round
+once. A2 and A3 cast the query to half to nearest and then half away from zero, which rounds twice. Per tensor, per
+channel and per tile the arithmetic is the same on all.
 """
 
 from __future__ import annotations
@@ -69,29 +75,48 @@ def to_fp8(x: Tensor) -> Tensor:
     return x.float().clamp(-FP8_MAXIMUM, FP8_MAXIMUM).to(torch.float8_e4m3fn)
 
 
-def _scaled(encode: Callable[[Tensor], Tensor], decode: Callable[[Tensor], Tensor], maximum: float) -> Format:
-    """A format whose largest value is ``maximum``: ``scale = max|x| * (1/maximum)``, ``q = x / scale``."""
+def _dynamic(encode: Callable[[Tensor], Tensor], maximum: float) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """``scale = max|x| * (1/maximum)``, ``q = x / scale`` over the last axis; a row of zeros quantises to zeros."""
 
-    def product(x: Tensor, weight: Tensor, token: Tensor | None, channel: Tensor | None) -> Tensor:
-        assert token is not None and channel is not None
-        return (decode(x) @ decode(weight)) * channel * token
-
-    def dynamic(x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.float()
         peak = x.abs().amax(-1, keepdim=True) if x.numel() else x.new_zeros(*x.shape[:-1], 1)
         scale = peak * torch.tensor(1.0 / maximum)
         return encode((x / scale).nan_to_num(nan=0.0)), scale
+
+    return quantise
+
+
+def _scaled(encode: Callable[[Tensor], Tensor], decode: Callable[[Tensor], Tensor], maximum: float) -> Format:
+    """A format whose largest value is ``maximum``."""
+
+    def product(x: Tensor, weight: Tensor, token: Tensor | None, channel: Tensor | None) -> Tensor:
+        assert token is not None and channel is not None
+        return (decode(x) @ decode(weight)) * channel * token
 
     def per_tile(x: Tensor, alpha: Tensor | None, tile: int) -> tuple[Tensor, Tensor]:
         tiles = x.float().unflatten(-1, (x.shape[-1] // tile, tile))
         scale = tiles.abs().amax(-1, keepdim=True).clamp(min=_TILE_FLOOR) * torch.tensor(1.0 / maximum)
         return encode(tiles / scale).flatten(-2), scale.squeeze(-1)
 
+    dynamic = _dynamic(encode, maximum)
     return Format(product, dynamic, dynamic, encode, per_tile)
 
 
 FP8 = _scaled(to_fp8, lambda x: x.float(), FP8_MAXIMUM)
 HIFLOAT8 = _scaled(hifloat8.encode, hifloat8.decode, hifloat8.MAXIMUM)
+
+
+# -- int8, A5
+
+
+def _int8_product_a5(x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None) -> Tensor:
+    assert scale_token is not None and scale_channel is not None
+    return quantize.dequant(quantize.int8_matmul(x, weight), scale_channel, scale_token)
+
+
+_INT8_DYNAMIC_A5 = _dynamic(quantize.to_int8, 127.0)
+INT8_A5 = Format(_int8_product_a5, _INT8_DYNAMIC_A5, _INT8_DYNAMIC_A5, quantize.to_int8, _int8_tile)
 
 
 # -- mxfp8, A5
@@ -131,5 +156,11 @@ def mx_quant(x: Tensor) -> tuple[Tensor, Tensor]:
 
 MXFP8 = Format(_mx_product, mx_quant, FP8.dynamic_quant, to_fp8, FP8.per_tile)
 
-# weight_quant_mode -> format; 0 has none
-FORMATS = {1: INT8, 2: INT8, 3: MXFP8, 4: FP8, 5: HIFLOAT8}
+_ONLY_A5 = {3: MXFP8, 4: FP8, 5: HIFLOAT8}
+_BY_CHIP = {"A2": {1: INT8, 2: INT8} | _ONLY_A5, "A5": {1: INT8_A5, 2: INT8_A5} | _ONLY_A5}
+_BY_CHIP["A3"] = _BY_CHIP["A2"]
+
+
+def format_of(weight_quant_mode: int, soc: str) -> Format | None:
+    """The number format of a weight_quant_mode on a chip; mode 0 has none."""
+    return _BY_CHIP[soc].get(weight_quant_mode)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from mla_fusion import meta
 from mla_fusion.reference import cache, steps
-from mla_fusion.reference.formats import FORMATS
+from mla_fusion.reference.chips import current_chip
+from mla_fusion.reference.formats import format_of
 from mla_fusion.reference.numerics import nz_weight_to_nd
 
 
@@ -61,7 +62,7 @@ def npu_mla_prolog_v3(
 
     float32 and float64 tensors are taken too and computed without bfloat16 rounding (the NPU takes bfloat16).
     Sizes outside the operator's published tables are computed as well; shapes that disagree raise
-    ContractError.
+    ContractError. int8 rounds as on A2 and A3, inside ``reference.chip("A5")`` as on A5.
     """
     arguments = dict(locals())
     meta.check_structure("npu_mla_prolog_v3", arguments)
@@ -72,7 +73,7 @@ def npu_mla_prolog_v3(
     sin, cos = rope_sin.reshape(-1, dr), rope_cos.reshape(-1, dr)
     w_dq, w_uq_qr, w_dkv_kr = map(nz_weight_to_nd, (weight_dq, weight_uq_qr, weight_dkv_kr))
     absent = torch.empty(0)
-    form = FORMATS.get(weight_quant_mode)
+    form = format_of(weight_quant_mode, current_chip())
 
     cq = steps.matmul_cq(form, x, w_dq, dequant_scale_x, dequant_scale_w_dq)
     normed = steps.rms_norm_cq(cq, rmsnorm_gamma_cq, rmsnorm_epsilon_cq, qc_qr_scale)

@@ -1,4 +1,4 @@
-"""Integer quantisation as the A2/A3 vector unit does it: scales, casts and their rounding."""
+"""Integer quantisation as the vector units do it: scales, casts and their rounding."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def dequant(accumulated: Tensor, scale_token: Tensor, scale_channel: Tensor) -> Tensor:
-    """``fp32(int32) * s_token`` then ``* s_channel``; stays float32 (`mla_prolog_vector_comm_arch22.h`)."""
-    return accumulated.float() * scale_token * scale_channel
+def dequant(accumulated: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """``fp32(int32) * first`` then ``* second``; stays float32. The token scale is the first one on A2 and A3
+    (`mla_prolog_vector_comm_arch22.h`), the channel scale on A5 (`vf_dequant.h`).
+    """
+    return accumulated.float() * first * second
 
 
 def to_int8(x: Tensor) -> Tensor:
-    """fp32 -> int32 (half to even) -> half -> int8 with saturation; NaN (an all-zero row) becomes 0."""
+    """fp32 -> int32 (half to even) -> half -> int8 with saturation; NaN (an all-zero row) becomes 0.
+
+    A5 goes fp32 -> half (to odd) -> int8 (half to even) instead, which gives the same: half has four bits or more
+    below the unit up to 128, and rounding to odd keeps in the last of them whether anything was lost.
+    """
     return x.nan_to_num(nan=0.0).round().clamp(-128, 127).to(torch.int8)
 
 

@@ -26,7 +26,7 @@ def matmul_cq(
 ) -> Tensor:
     """``x W_dq -> [T, Hcq]``: rounded to the activation dtype, or dequantised and unrounded.
 
-    `service_matmul_arch22.h`; int8 products are exact int32 sums, scaled per token, then per channel.
+    `service_matmul_arch22.h`; int8 products are exact int32 sums, scaled per token, then per channel (not on A5).
     """
     return _projection(form, token_x, weight_dq, scale_token, scale_channel)
 
@@ -80,7 +80,7 @@ def rope_qr(q_pe: Tensor, rope_cos: Tensor, rope_sin: Tensor, activation: torch.
 def quant_query(form: Format, query: Tensor) -> tuple[Tensor, Tensor]:
     """Quantised query and its scale ``[T, N, 1]`` per token and head.
 
-    int8 is rounded twice, to half and then to int8 (`service_dynamic_quant_qn_mul_qr_arch22.h`).
+    int8 is rounded twice, to half and then to int8 (`service_dynamic_quant_qn_mul_qr_arch22.h`), on A5 once.
     """
     return form.quant_query(query.to(working_dtype(query.dtype)))
 
