@@ -22,7 +22,11 @@ _KERNEL_MODE = {"PA": "PA_BSND", "PA_BNSD": "PA_BSND", "PA_NZ": "PA_NZ"}
 
 @dataclass(frozen=True)
 class KvOperatorFact:
-    """One such node. ``hidden_write`` (v1): the caches change though the schema does not say so."""
+    """One such node. ``hidden_write`` (v1): the caches change though the schema does not say so.
+
+    kv_scale, kr_scale   multiplied onto the rows before they are rounded to int8; None: rows are cast
+    other                an argument that the kernel has no counterpart of (an offset, a separate v), or None
+    """
 
     node: Node
     latent: Node
@@ -36,7 +40,9 @@ class KvOperatorFact:
     cache_mode: str | None
     results: tuple[int, int, int, int]
     hidden_write: bool
-    quantised: bool
+    kv_scale: Node | None
+    kr_scale: Node | None
+    other: str | None
 
 
 def find(view: View) -> list[KvOperatorFact]:
@@ -49,7 +55,7 @@ def find(view: View) -> list[KvOperatorFact]:
         tensors = (latent, gamma, cos, sin, index, kr_cache, kv_cache)
         if not all(isinstance(tensor, Node) for tensor in tensors):
             continue
-        scales = ("k_rope_scale", "c_kv_scale", "k_rope_offset", "c_kv_offset", "v")
+        foreign = ("k_rope_offset", "c_kv_offset", "v")
         found.append(
             KvOperatorFact(
                 node,
@@ -58,7 +64,9 @@ def find(view: View) -> list[KvOperatorFact]:
                 cache_mode=_KERNEL_MODE.get(argument(node, "cache_mode", "Norm")),
                 results=_RESULTS[name],
                 hidden_write=name.endswith("cache"),
-                quantised=any(argument(node, scale) is not None for scale in scales),
+                kv_scale=argument(node, "c_kv_scale"),
+                kr_scale=argument(node, "k_rope_scale"),
+                other=next((name for name in foreign if argument(node, name) is not None), None),
             )
         )
     return found

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from mla_fusion.facts import quant
+from mla_fusion.facts.quant import Quantised
 from mla_fusion.graph.contraction import Contraction, Labels
 from mla_fusion.graph.sizes import is_symbolic
 from mla_fusion.graph.view import View, peel
@@ -16,7 +18,8 @@ class Projection:
     """``product.node = activation @ weight``, as one einsum.
 
     activation, weight   operands of the product
-    origin               what the activation re-indexes or casts: equal for projections of one x
+    origin               what the activation re-indexes, casts or quantises: equal for projections of one x
+    quantised            of an int8 product, None of any other
     """
 
     product: Contraction
@@ -25,6 +28,7 @@ class Projection:
     activation_labels: Labels
     weight_labels: Labels
     origin: Node
+    quantised: Quantised | None = None
 
     @property
     def node(self) -> Node:
@@ -85,7 +89,9 @@ def _orient(view: View, product: Contraction) -> Projection | None:
         a, w, la, lw = product.left, product.right, product.left_labels, product.right_labels
     else:
         a, w, la, lw = product.right, product.left, product.right_labels, product.left_labels
-    return Projection(product, a, w, la, lw, peel(a))
+    quantised = quant.read(view, a, product.scales) if product.scales is not None else None
+    dynamic = quantised.dynamic if quantised is not None else None
+    return Projection(product, a, w, la, lw, peel(dynamic.source if dynamic is not None else a), quantised)
 
 
 def _is_one(size: object) -> bool:

@@ -70,6 +70,13 @@ class Candidate:
     shrink: Shrink | None  # on how many tokens the facts were read
 
     @property
+    def weight_quant_mode(self) -> int:
+        """0 no int8 weight, 1 W_uq_qr alone, 2 all three projections (the verdict has seen that it is one of them)."""
+        if self.query.up_nope.quantised is None:
+            return 0
+        return 1 if self.query.down.quantised is None else 2
+
+    @property
     def nodes(self) -> tuple[Node, ...]:
         """The rare nodes of the prologue, for messages."""
         q, k = self.query, self.key

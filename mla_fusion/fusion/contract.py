@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -34,22 +35,34 @@ def _arguments(plan: Plan) -> dict[str, Any]:
     def like(*shape: Any, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return x.new_empty(shape, dtype=dtype)
 
+    of_down, of_up = q.down.weight.meta["val"].dtype, q.up_nope.weight.meta["val"].dtype
     arguments: dict[str, Any] = {
         "token_x": x,
-        "weight_dq": like(x.shape[-1], len(q.norm.columns)),
-        "weight_uq_qr": like(len(q.norm.columns), heads * (nope + rope)),
+        "weight_dq": like(x.shape[-1], len(q.norm.columns), dtype=of_down),
+        "weight_uq_qr": like(len(q.norm.columns), heads * (nope + rope), dtype=of_up),
         "weight_uk": like(heads, nope, q.absorb.latent_dim),
-        "weight_dkv_kr": like(x.shape[-1], len(k.columns) + k.rope_dim),
+        "weight_dkv_kr": like(x.shape[-1], len(k.columns) + k.rope_dim, dtype=of_down),
         "rmsnorm_gamma_cq": like(len(q.norm.columns)),
         "rmsnorm_gamma_ckv": like(len(k.columns)),
         "rope_sin": like(*lead, rope),
         "rope_cos": like(*lead, rope),
     }
+    if q.up_nope.quantised is not None and q.up_nope.quantised.dynamic is not None:
+        arguments["dequant_scale_w_uq_qr"] = like(1, heads * (nope + rope), dtype=torch.float32)
+        if (smooth := q.up_nope.quantised.dynamic.smooth) is not None:
+            arguments["smooth_scales_cq"] = like(1, smooth.meta["val"].numel(), dtype=torch.float32)
+    if q.down.quantised is not None:
+        arguments["dequant_scale_x"] = like(prod(lead), 1, dtype=torch.float32)
+        arguments["dequant_scale_w_dq"] = like(1, len(q.norm.columns), dtype=torch.float32)
+        arguments["dequant_scale_w_dkv_kr"] = like(1, len(k.columns) + k.rope_dim, dtype=torch.float32)
     if isinstance(plan.caches, InPlace):
         for name in ("kv_cache", "kr_cache"):
             dtype = getattr(plan.caches, name).meta["val"].dtype
             arguments[name] = like(*getattr(plan.caches, name.replace("cache", "shape")), dtype=dtype)
         arguments["cache_index"] = like(*lead, dtype=torch.int64)
+        if plan.kv_cache_quant_mode:
+            arguments["quant_scale_ckv"] = like(1, len(k.columns), dtype=torch.float32)
+            arguments["quant_scale_ckr"] = like(1, k.rope_dim, dtype=torch.float32)
     else:
         arguments["kv_cache"] = like(*lead, 1, len(k.columns))
         arguments["kr_cache"] = like(*lead, 1, k.rope_dim)

@@ -9,6 +9,7 @@ from itertools import permutations
 import torch
 from torch.fx import Node
 
+from mla_fusion.facts.projection import Projection
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.kinds import has_effect, is_faithful_cast, is_reshape, is_view, is_writer
 from mla_fusion.graph.program import Program
@@ -108,6 +109,25 @@ class ValueTree:
             else:
                 wanted.append(self.parent[node])
         return list(made.values())
+
+
+def quantised_norm(view: View, up: Projection, normed: ValueTree, shrink: Shrink | None) -> tuple[ValueTree, ValueTree]:
+    """The int8 values of c_q and their scales, over all equal quantisations of it (a projection and an indexer may
+    each have their own).
+    """
+    assert up.quantised is not None and up.quantised.dynamic is not None
+    values: list[tuple[Node, torch.Tensor]] = []
+    scales: list[tuple[Node, torch.Tensor]] = []
+    for node in normed.nodes:
+        codes = normed.codes[node]
+        for user in node.users:
+            if view.same(user, up.quantised.dynamic.node) and isinstance(codes, torch.Tensor):
+                rows = codes[..., 0] // codes.shape[-1]
+                for result in user.users:
+                    (values if result.args[1] == 0 else scales).append((result, codes if result.args[1] == 0 else rows))
+    first, *twins = values
+    first_scale, *scale_twins = scales
+    return ValueTree(view, *first, twins, shrink), ValueTree(view, *first_scale, scale_twins, shrink)
 
 
 def _arrange(kernel: torch.Tensor, codes: torch.Tensor) -> tuple[int, ...] | None:

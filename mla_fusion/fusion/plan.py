@@ -22,6 +22,7 @@ class InPlace:
                          compiled callable views it so before the call
     mode                 "PA_BSND" or "PA_NZ"
     copies               caches that need a ``copy_`` of their own (the model's operator wrote them unseen)
+    kv_scale, kr_scale   of int8 caches, per channel (kv_cache_quant_mode 2)
     """
 
     kv_cache: Node
@@ -31,6 +32,8 @@ class InPlace:
     slots: Slots
     mode: str
     copies: bool = False
+    kv_scale: Node | None = None
+    kr_scale: Node | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,11 @@ class Plan:
         if isinstance(self.caches, InPlace):
             return self.caches.mode
         return "BSND" if self.lead_rank == 2 else "TND"
+
+    @property
+    def kv_cache_quant_mode(self) -> int:
+        """0 or 2: of the others, 1 needs the query quantised in the graph and 3 packed rows."""
+        return 2 if isinstance(self.caches, InPlace) and self.caches.kv_scale is not None else 0
 
     @property
     def heads(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch.fx import Node
@@ -13,7 +14,7 @@ from mla_fusion.facts import cache_write
 from mla_fusion.facts.cache_write import Slots, WriteFact
 from mla_fusion.fusion import verdict
 from mla_fusion.fusion.candidate import Candidate, same_table
-from mla_fusion.fusion.outputs import Replacement, ValueTree, live_users, whole_readers
+from mla_fusion.fusion.outputs import Replacement, ValueTree, live_users, quantised_norm, whole_readers
 from mla_fusion.fusion.plan import InPlace, Plan, Staged
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.kinds import has_effect, is_faithful_cast, is_getitem, is_reshape, op_name
@@ -36,6 +37,7 @@ class Planner:
             "query_rope": ValueTree(view, q.rope.node, q.rope.codes, q.rope.twins, shrink),
             "query_norm": ValueTree(view, q.norm.node, q.norm.codes, shrink=shrink),
         }
+        self._normed: tuple[str, ...] = ("query_norm",)
         if k.norm is not None and k.rope is not None:
             self.trees["c_kv"] = ValueTree(view, k.norm.node, k.norm.codes, shrink=shrink)
             self.trees["k_pe"] = ValueTree(view, k.rope.node, k.rope.codes, k.rope.twins, shrink)
@@ -44,6 +46,8 @@ class Planner:
         """The cheapest exact plan; with ``stage_because``, one that leaves the caches to the model's own writes."""
         self._stage_because = stage_because or self._stage_because
         verdict.judge(self.view, self.candidate)
+        if self.candidate.weight_quant_mode:
+            self._follow_quantised_norm()
         origin = self.candidate.query.down.origin
         why = Refuse("token_x.layout", f"{origin.name} has shape {list(origin.meta['val'].shape)}", (origin,))
         plans = []
@@ -58,16 +62,25 @@ class Planner:
         self._no_other_reader(best)
         return best
 
+    def _follow_quantised_norm(self) -> None:
+        """The kernel gives c_q out as int8 and scales, so those are what its readers must read."""
+        candidate = self.candidate
+        if self._normed == ("query_norm",):
+            self._normed = ("query_norm", "dequant_scale_q_norm")
+            trees = quantised_norm(self.view, candidate.query.up_nope, self.trees["query_norm"], candidate.shrink)
+            self.trees |= dict(zip(self._normed, trees, strict=True))
+
     def _token_choices(self) -> list[Node]:
         """Forms of x that are rows of tokens, [T, He] or [B, S, He], innermost first, one of each rank."""
         down = self.candidate.query.down
         node = down.activation
+        wanted = torch.bfloat16 if down.quantised is None else torch.int8
         found: dict[int, Node] = {}
         if down.activation_labels[-1] != down.summed[0]:
             return []
         while True:
             value = node.meta["val"]
-            if value.dim() in (2, 3) and value.dtype == torch.bfloat16:
+            if value.dim() in (2, 3) and value.dtype == wanted:
                 found.setdefault(value.dim(), node)
             if not (is_reshape(node) or is_faithful_cast(node)) or not isinstance(node.args[0], Node):
                 return list(found.values())
@@ -88,6 +101,7 @@ class Planner:
             "query": (*lead, q.absorb.heads, q.absorb.latent_dim),
             "query_rope": (*lead, q.rope.heads, q.rope.rope_dim),
             "query_norm": (*lead, len(q.norm.columns)),
+            "dequant_scale_q_norm": (prod(lead), 1),
             "c_kv": (*lead, len(k.columns)),
             "k_pe": (*lead, k.rope_dim),
         }
@@ -95,7 +109,7 @@ class Planner:
         replacements = [
             r for name in ("query", "query_rope") for r in self.trees[name].replacements(name, shapes[name])
         ]
-        normed = self.trees["query_norm"].replacements("query_norm", shapes["query_norm"], ups)
+        normed = [r for name in self._normed for r in self.trees[name].replacements(name, shapes[name], ups)]
         if normed and q.absorb.factor != 1.0:
             raise Refuse("reader.latent", f"{normed[0].node.name} reads c_q before it is scaled", (normed[0].node,))
         interleaved = q.rope.layout == "interleaved" and self.config.kr_layout == "exact"
@@ -203,8 +217,14 @@ class Planner:
     def _operator_caches(self) -> tuple[InPlace, list[Replacement]]:
         operator = self.candidate.key.operator
         assert operator is not None
-        if operator.cache_mode is None or operator.quantised:
-            raise Refuse("cache.operator_mode", f"{operator.node.name}", (operator.node,))
+        if operator.cache_mode is None or operator.other is not None:
+            detail = f"{operator.node.name} has {operator.other or 'another cache_mode'}"
+            raise Refuse("cache.operator_mode", detail, (operator.node,))
+        scales = (operator.kv_scale, operator.kr_scale)
+        if any(scales) and not (all(scales) and self.candidate.weight_quant_mode == 1):
+            given = " and ".join(scale.name for scale in scales if scale is not None)
+            detail = f"{operator.node.name} scales by {given}, weight_quant_mode {self.candidate.weight_quant_mode}"
+            raise Refuse("quant.cache", detail, (operator.node,))
         for cache in (operator.kv_cache, operator.kr_cache):
             if cache.op not in ("placeholder", "get_attr"):
                 raise Refuse("cache.view_of_input", f"{cache.name} in {operator.node.name}", (operator.node, cache))
@@ -223,8 +243,18 @@ class Planner:
             if others:
                 raise Refuse("cache.view_of_input", f"{others[0].name} also reads {cache.name}", (others[0], cache))
         kv_shape, kr_shape = (tuple(cache.meta["val"].shape) for cache in (operator.kv_cache, operator.kr_cache))
-        slots, mode, hidden = Slots(operator.index), operator.cache_mode, operator.hidden_write
-        return InPlace(operator.kv_cache, operator.kr_cache, kv_shape, kr_shape, slots, mode, hidden), found
+        in_place = InPlace(
+            operator.kv_cache,
+            operator.kr_cache,
+            kv_shape,
+            kr_shape,
+            Slots(operator.index),
+            operator.cache_mode,
+            operator.hidden_write,
+            operator.kv_scale,
+            operator.kr_scale,
+        )
+        return in_place, found
 
     # -- what must be dead afterwards
 
@@ -234,6 +264,8 @@ class Planner:
         region = {item.node for item in verdict.projections(self.candidate)}
         key = self.candidate.key
         stops = cut | region
+        if self.candidate.weight_quant_mode:  # the quantisation of c_q: its results are the replaced ones
+            stops |= {node for root in self.trees["query_norm"].roots for node in root.all_input_nodes}
         if key.operator is not None:
             stops.add(key.operator.node)
         if isinstance(plan.caches, InPlace) and key.operator is None:

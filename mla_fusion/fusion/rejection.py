@@ -57,6 +57,26 @@ CODES: dict[str, tuple[str, str]] = {
         "A projection is an addmm with alpha or beta other than 1.",
         "Scale the weight instead.",
     ),
+    "quant.static": (
+        "A projection is quantised with a scale fixed ahead of time; the kernel quantises per token.",
+        "Use npu_dynamic_quant and pass its scale as pertoken_scale.",
+    ),
+    "quant.mixed": (
+        "Some of the projections are int8 and some are not, in a combination that is no weight_quant_mode.",
+        "Quantise W_uq_qr alone (mode 1), or W_dq, W_uq_qr and W_dkv_kr together (mode 2).",
+    ),
+    "quant.tokens_differ": (
+        "Two projections of one value read int8 forms of it that are not provably the same.",
+        "Quantise the value once, with one smooth_scales.",
+    ),
+    "quant.scale": (
+        "The scales of an int8 product are not what the kernel multiplies by: one float per column and one per token.",
+        "Use float32 or bfloat16 scales of that shape, and no offset.",
+    ),
+    "quant.cache": (
+        "The fused cache operator quantises the cache in a way that goes with no weight_quant_mode of the kernel.",
+        "Per-channel scales of both caches go with int8 W_uq_qr alone.",
+    ),
     "dtype.region": (
         "A value inside the prologue has a dtype other than bfloat16 or float32.",
         "Run the model in bfloat16.",

@@ -7,7 +7,7 @@ when the fusion is verified.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.weights.columns import describe
 
 aten = torch.ops.aten
+Matrix = Callable[[Builder, Projection], Any]  # a weight as [in, out], or its scales as [1, out]
+Arrange = Callable[[Builder, Plan, Matrix], Any]  # their columns as the kernel wants them
 FRACTAL_NZ = 29
 RESULTS = (
     "query",
@@ -45,6 +47,7 @@ def inputs(plan: Plan) -> list[Node]:
         k.down.weight,
         k.down_rope.weight,
     ]
+    weights += scales(plan)
     tables = [run.base for run in (*plan.cos, *plan.sin)]
     gammas = [node for node in (q.norm.gamma, k.gamma) if node is not None]
     caches = (
@@ -53,6 +56,22 @@ def inputs(plan: Plan) -> list[Node]:
         else []
     )
     return list(dict.fromkeys([plan.token_x, *weights, *gammas, *tables, *caches]))
+
+
+def scales(plan: Plan) -> list[Node]:
+    """Scales of the int8 products and caches, and what smooths c_q; empty where nothing is quantised."""
+    q, k = plan.candidate.query, plan.candidate.key
+    found: list[Node | None] = []
+    for item in (q.up_nope, q.up_rope, q.down, k.down, k.down_rope):
+        if item.quantised is not None:
+            found.append(item.quantised.weight_scale)
+    if q.up_nope.quantised is not None and q.up_nope.quantised.dynamic is not None:
+        found.append(q.up_nope.quantised.dynamic.smooth)
+    if q.down.quantised is not None:
+        found.append(q.down.quantised.token_scale)
+    if isinstance(plan.caches, InPlace):
+        found += [plan.caches.kv_scale, plan.caches.kr_scale]
+    return list(dict.fromkeys(node for node in found if node is not None))
 
 
 def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
@@ -71,10 +90,10 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
     fused = b.call(
         torch.ops.npu.npu_mla_prolog_v3_functional.default,
         x,
-        b.packed("weight_dq", lambda b: _weight_dq(b, plan), [q.down.weight]),
-        b.packed("weight_uq_qr", lambda b: _weight_uq_qr(b, plan), [q.up_nope.weight, q.up_rope.weight]),
+        _weight(b, plan, "weight_dq", _dq, q.down),
+        _weight(b, plan, "weight_uq_qr", _uq_qr, q.up_nope, q.up_rope),
         b.packed("weight_uk", lambda b: _weight_uk(b, plan), [q.absorb.weight]),
-        b.packed("weight_dkv_kr", lambda b: _weight_dkv_kr(b, plan), [k.down.weight, k.down_rope.weight]),
+        _weight(b, plan, "weight_dkv_kr", _dkv_kr, k.down, k.down_rope),
         _vector(b, q.norm.gamma),
         _vector(b, k.gamma),
         _table(b, plan.sin, lead),
@@ -82,6 +101,7 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
         kv_cache,
         kr_cache,
         **index,
+        **_quantisation(b, plan),
         **attributes(plan),
     )
     results = {name: _item(b, fused, place) for place, name in enumerate(RESULTS) if name in _used(plan)}
@@ -102,6 +122,10 @@ def attributes(plan: Plan) -> dict[str, Any]:
     }
     if plan.query_norm:
         given["query_norm_flag"] = True
+    if plan.candidate.weight_quant_mode:
+        given["weight_quant_mode"] = plan.candidate.weight_quant_mode
+    if plan.kv_cache_quant_mode:
+        given["kv_cache_quant_mode"] = plan.kv_cache_quant_mode
     if plan.qc_qr_scale != 1.0:
         given["qc_qr_scale"] = plan.qc_qr_scale
     if plan.kc_scale != 1.0:
@@ -135,7 +159,63 @@ def fit(b: Builder, replacement: Replacement, result: Any) -> Any:
     return b.cast(result, wanted.dtype)
 
 
-# -- weights
+# -- weights and their scales
+
+
+def _weight(b: Builder, plan: Plan, name: str, arrange: Arrange, *projections: Projection) -> Any:
+    def recipe(b: Builder) -> Any:
+        return _dense(b, arrange(b, plan, _matrix), nz=True)
+
+    return b.packed(name, recipe, [item.weight for item in projections])
+
+
+def _scale(b: Builder, plan: Plan, name: str, arrange: Arrange, *projections: Projection) -> Any:
+    def recipe(b: Builder) -> Any:
+        return _dense(b, b.cast(arrange(b, plan, _scale_matrix), torch.float32), nz=False)
+
+    return b.packed(name, recipe, [item.quantised.weight_scale for item in projections if item.quantised is not None])
+
+
+def _quantisation(b: Builder, plan: Plan) -> dict[str, Any]:
+    """The scales of weight_quant_mode 1 and 2, [1, columns] and [T, 1] in float32."""
+    q, k = plan.candidate.query, plan.candidate.key
+    if q.up_nope.quantised is None:
+        return {}
+    given = {"dequant_scale_w_uq_qr": _scale(b, plan, "dequant_scale_w_uq_qr", _uq_qr, q.up_nope, q.up_rope)}
+    smooth = q.up_nope.quantised.dynamic.smooth if q.up_nope.quantised.dynamic is not None else None
+    if smooth is not None:
+        given["smooth_scales_cq"] = b.cast(_row(b, b.value(smooth)), torch.float32)
+    if q.down.quantised is not None and q.down.quantised.token_scale is not None:
+        given["dequant_scale_x"] = _token_scale(b, b.value(q.down.quantised.token_scale))
+        given["dequant_scale_w_dq"] = _scale(b, plan, "dequant_scale_w_dq", _dq, q.down)
+        given["dequant_scale_w_dkv_kr"] = _scale(b, plan, "dequant_scale_w_dkv_kr", _dkv_kr, k.down, k.down_rope)
+    if plan.kv_cache_quant_mode:
+        assert isinstance(plan.caches, InPlace)
+        given["quant_scale_ckv"] = _channels(b, plan.caches.kv_scale, len(k.columns))
+        given["quant_scale_ckr"] = _channels(b, plan.caches.kr_scale, k.rope_dim)
+    return given
+
+
+def _channels(b: Builder, scale: Node | None, width: int) -> Any:
+    """A cache's scale as one row of channels, [1, width]; a single scale stands for all of them."""
+    assert scale is not None
+    row = b.cast(b.reshape(b.value(scale), (1, scale.meta["val"].numel())), torch.float32)
+    if b.shape(row)[1] == width:
+        return row
+    row = b.call(aten.expand.default, row, [1, width])
+    return b.call(aten.clone.default, row, memory_format=torch.contiguous_format)
+
+
+def _row(b: Builder, value: Any) -> Any:
+    shape = b.shape(value)
+    return value if len(shape) == 2 else b.reshape(value, (1, shape[-1]))
+
+
+def _token_scale(b: Builder, value: Any) -> Any:
+    """One scale a token, [T, 1] whatever the number of token axes."""
+    shape = b.shape(value)
+    column = value if len(shape) == 2 and shape[1] == 1 else b.call(aten.reshape.default, value, [-1, 1])
+    return b.cast(column, torch.float32)
 
 
 def _matrix(b: Builder, projection: Projection) -> Any:
@@ -149,6 +229,14 @@ def _matrix(b: Builder, projection: Projection) -> Any:
         weight = b.call(aten.permute.default, weight, order)
     shape = projection.weight.meta["val"].shape
     return b.reshape(weight, [shape[axis] for axis in order[-2:]])
+
+
+def _scale_matrix(b: Builder, projection: Projection) -> Any:
+    """The scales of an int8 weight's columns as [1, out], so that they are arranged as the weight is."""
+    assert projection.quantised is not None
+    scale = projection.quantised.weight_scale
+    columns = projection.weight.meta["val"].shape[projection.weight_labels.index(projection.column_labels[0])]
+    return b.reshape(b.value(scale), (1, columns))
 
 
 def _take(b: Builder, matrix: Any, columns: tuple[int, ...], groups: int = 1) -> Any:
@@ -179,12 +267,12 @@ def _pairs(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
     return tuple(column for pair in zip(first, second, strict=True) for column in pair)
 
 
-def _weight_dq(b: Builder, plan: Plan) -> Any:
+def _dq(b: Builder, plan: Plan, of: Matrix) -> Any:
     q = plan.candidate.query
-    return _dense(b, _take(b, _matrix(b, q.down), q.norm.columns), nz=True)
+    return _take(b, of(b, q.down), q.norm.columns)
 
 
-def _weight_uq_qr(b: Builder, plan: Plan) -> Any:
+def _uq_qr(b: Builder, plan: Plan, of: Matrix) -> Any:
     """Per head [D nope | Dr rope], the rope columns as interleaved pairs."""
     q = plan.candidate.query
     nope = q.absorb.columns
@@ -192,31 +280,31 @@ def _weight_uq_qr(b: Builder, plan: Plan) -> Any:
     heads = len(nope)
     if q.up_nope.node is q.up_rope.node:
         merged = tuple(column for n, r in zip(nope, rope, strict=True) for column in (*n, *r))
-        matrix = _matrix(b, q.up_nope)
+        matrix = of(b, q.up_nope)
         if merged == tuple(range(b.shape(matrix)[1])):
-            return _dense(b, matrix, nz=True)
+            return matrix
     parts = []
     for projection, columns in ((q.up_nope, nope), (q.up_rope, rope)):
         flat = tuple(column for head in columns for column in head)
-        taken = _take(b, _matrix(b, projection), flat, heads)
+        taken = _take(b, of(b, projection), flat, heads)
         parts.append(b.reshape(taken, (b.shape(taken)[0], heads, len(columns[0]))))
     joined = b.call(aten.cat.default, parts, -1)
     rows, _, width = b.shape(joined)
-    return _dense(b, b.reshape(joined, (rows, heads * width)), nz=True)
+    return b.reshape(joined, (rows, heads * width))
 
 
-def _weight_dkv_kr(b: Builder, plan: Plan) -> Any:
+def _dkv_kr(b: Builder, plan: Plan, of: Matrix) -> Any:
     k = plan.candidate.key
     rope = _pairs(k.first, k.second)
     if k.down.node is k.down_rope.node:
-        matrix = _matrix(b, k.down)
+        matrix = of(b, k.down)
         merged = (*k.columns, *rope)
         if describe(merged, 1) is not None:
-            return _dense(b, _take(b, matrix, merged), nz=True)
+            return _take(b, matrix, merged)
         parts = [_take(b, matrix, k.columns), _take(b, matrix, rope)]
     else:
-        parts = [_take(b, _matrix(b, k.down), k.columns), _take(b, _matrix(b, k.down_rope), rope)]
-    return _dense(b, b.call(aten.cat.default, parts, -1), nz=True)
+        parts = [_take(b, of(b, k.down), k.columns), _take(b, of(b, k.down_rope), rope)]
+    return b.call(aten.cat.default, parts, -1)
 
 
 def _weight_uk(b: Builder, plan: Plan) -> Any:
@@ -306,8 +394,9 @@ def _slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
 
 
 def _buffer(b: Builder, x: Any, lead: Sequence[Any], width: int) -> Any:
-    """Room for the new rows, [B, S, 1, width] or [T, 1, width]; every row is written."""
-    return b.call(aten.new_empty.default, x, b.sizes((*lead, 1, width)))
+    """Room for the new rows, [B, S, 1, width] or [T, 1, width] in bfloat16; every row is written."""
+    dtype = {} if b.dtype(x) == torch.bfloat16 else {"dtype": torch.bfloat16}
+    return b.call(aten.new_empty.default, x, b.sizes((*lead, 1, width)), **dtype)
 
 
 def _interleave(b: Builder, value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 import torch
 from torch.fx import Node
@@ -11,7 +12,7 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.fusion.candidate import Candidate, same_table
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.program import Program, nodes_between
-from mla_fusion.graph.view import View, ancestry
+from mla_fusion.graph.view import View, ancestry, peel
 
 _REGION_DTYPES = (torch.bfloat16, torch.float32, torch.complex64)
 
@@ -20,6 +21,7 @@ def judge(view: View, candidate: Candidate) -> None:
     """Apply every rule that the facts alone decide."""
     _norms(candidate)
     _projections(view, candidate)
+    _quantisation(view, candidate)
     _rotation(view, candidate)
     _dtypes(view, candidate)
     _streams(candidate)
@@ -69,6 +71,50 @@ def _is_zero(view: View, bias: Node) -> bool:
     return isinstance(value, torch.Tensor) and not bool(value.any())
 
 
+def _quantisation(view: View, candidate: Candidate) -> None:
+    """One of the weight_quant_modes 0, 1 and 2, each int8 value and its scales used by all that share it."""
+    q, k = candidate.query, candidate.key
+    down, up = (q.down, k.down, k.down_rope), (q.up_nope, q.up_rope)
+    quantised = [item for item in (*down, *up) if item.quantised is not None]
+    if not quantised:
+        return
+    for item in quantised:
+        _scales(view, item)
+    of_down, of_up = ({item.quantised is not None for item in items} for items in (down, up))
+    if len(of_down) > 1 or of_up != {True}:
+        plain = [item.node.name for item in (*down, *up) if item.quantised is None]
+        names = ", ".join(item.node.name for item in quantised)
+        raise Refuse("quant.mixed", f"{names} int8, {', '.join(plain)} not", (quantised[0].node,))
+    for items in (down, up) if of_down == {True} else (up,):
+        first, *others = (_int8_input(view, item) for item in items)
+        if any(other != first for other in others):
+            names = ", ".join(dict.fromkeys(item.activation.name for item in items))
+            raise Refuse("quant.tokens_differ", f"int8 activations {names}", tuple(item.node for item in items))
+
+
+def _int8_input(view: View, item: Projection) -> tuple[int, int]:
+    """What is equal for projections that read one int8 tensor with one scale a token."""
+    assert item.quantised is not None and item.quantised.token_scale is not None
+    return view.number(peel(item.activation)), view.number(peel(item.quantised.token_scale))
+
+
+def _scales(view: View, item: Projection) -> None:
+    quantised = item.quantised
+    assert quantised is not None
+    if quantised.token_scale is None:
+        raise Refuse("quant.static", f"{item.node.name} has no pertoken_scale", (item.node,))
+    if quantised.offset is not None:
+        raise Refuse("quant.scale", f"{item.node.name} adds {quantised.offset.name}", (item.node, quantised.offset))
+    columns = item.weight.meta["val"].shape[item.weight_labels.index(item.column_labels[0])]
+    tokens = view.binding.shape(item.node.meta["val"].shape[:-1])
+    for scale, wanted in ((quantised.weight_scale, columns), (quantised.token_scale, prod(tokens))):
+        value = scale.meta["val"]
+        count = prod(view.binding.shape(value.shape))
+        if value.dtype not in (torch.float32, torch.bfloat16) or count != view.binding.size(wanted):
+            found = f"{scale.name} of {item.node.name} is {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+            raise Refuse("quant.scale", f"{found}, {wanted} values are needed", (item.node, scale))
+
+
 def _rotation(view: View, candidate: Candidate) -> None:
     q, k = candidate.query, candidate.key
     nodes = tuple(node for node in (q.rope.node, k.rope.node if k.rope else None) if node is not None)
@@ -88,11 +134,13 @@ def _rotation(view: View, candidate: Candidate) -> None:
 
 def _dtypes(view: View, candidate: Candidate) -> None:
     for item in projections(candidate):
-        for role, node in (("activation", item.activation), ("weight", item.weight), ("product", item.node)):
+        operand = torch.int8 if item.quantised is not None else torch.bfloat16
+        roles = (("activation", item.activation, operand), ("weight", item.weight, operand))
+        for role, node, wanted in (*roles, ("product", item.node, torch.bfloat16)):
             dtype = node.meta["val"].dtype
-            if dtype != torch.bfloat16:
-                found = str(dtype).removeprefix("torch.")
-                raise Refuse("dtype.region", f"{role} {node.name} is {found}, the kernel takes bfloat16", (node,))
+            if dtype != wanted:
+                names = [str(kind).removeprefix("torch.") for kind in (dtype, wanted)]
+                raise Refuse("dtype.region", f"{role} {node.name} is {names[0]}, the kernel takes {names[1]}", (node,))
     for node in _region(candidate):
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype not in _REGION_DTYPES:
@@ -106,7 +154,10 @@ def _region(candidate: Candidate) -> Iterator[Node]:
     """Plain nodes between the projections and the norms and rotations."""
     q, k = candidate.query, candidate.key
     for item in projections(candidate):
-        yield from ancestry(item.activation)
+        yield from (node for node in ancestry(item.activation) if item.quantised is None)
+        dynamic = item.quantised.dynamic if item.quantised is not None else None
+        if dynamic is not None:
+            yield from ancestry(dynamic.source)
     yield from nodes_between((q.down.node,), q.norm.node)
     yield from nodes_between((q.up_rope.node,), q.rope.node)
     yield from nodes_between((q.up_nope.node,), q.absorb.projection.activation)

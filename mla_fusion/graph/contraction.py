@@ -8,14 +8,24 @@ npu_transpose_batchmatmul(x, w, perm_x1=[1,0,2], perm_y=[1,0,2])     tnd,ndc->tn
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
+import torch
 from torch.fx import Node
 
 from mla_fusion.graph.kinds import argument, op_name
 
 Labels = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What an int8 product is multiplied by: ``weight`` per column, ``token`` per row (None: static quantisation)."""
+
+    weight: Node
+    token: Node | None
+    offset: Node | None
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,7 @@ class Contraction:
     out_labels: Labels
     bias: Node | None = None
     factors: tuple[float, float] = field(default=(1.0, 1.0))  # (alpha on the product, beta on the bias)
+    scales: Scales | None = None
 
 
 def read(node: Node) -> Contraction | None:
@@ -134,6 +145,17 @@ def _transpose_batchmatmul(node: Node) -> Contraction | None:
     return _make(node, node.args[0], node.args[1], tuple(la), tuple(lb), out)
 
 
+def _quant_matmul(node: Node) -> Contraction | None:
+    """int8 by int8, scaled to a float; the packed, grouped and requantising forms are none of a prologue's."""
+    if any(argument(node, name) for name in ("group_sizes", "y_scale")):
+        return None
+    made = _matmul(node)
+    if made is None or any(side.meta["val"].dtype != torch.int8 for side in (made.left, made.right)):
+        return None
+    weight, token, offset, bias = (argument(node, name) for name in ("scale", "pertoken_scale", "offset", "bias"))
+    return replace(made, bias=bias, scales=Scales(weight, token, offset))
+
+
 _PERMS = (("perm_x1", (0, 1, 2)), ("perm_x2", (0, 1, 2)), ("perm_y", (1, 0, 2)))
 
 _READERS = {
@@ -145,4 +167,5 @@ _READERS = {
     "aten::einsum": _einsum,
     "npu::npu_transpose_batchmatmul": _transpose_batchmatmul,
     "npu::npu_linear": _linear,
+    "npu::npu_quant_matmul": _quant_matmul,
 }

@@ -15,7 +15,7 @@ from mla_fusion.compile.device_graph import capture
 from mla_fusion.fusion import verify
 from mla_fusion.fusion.rejection import CODES
 
-from . import near_misses
+from . import near_misses, quantised_misses
 from . import spellings as s
 from .harness import assert_as_exact, clones, compiled
 
@@ -41,6 +41,13 @@ def refused(gm: GraphModule, config: mf.Config | None = None) -> mf.fusion.rejec
 def test_near_miss(name: str, device: str) -> None:
     code, model = near_misses.REFUSED[name]
     assert refused(graph_of(model(), *s.paged_args(), device=device)).code == code
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize("name", quantised_misses.REFUSED)
+def test_quantised_near_miss(name: str, device: str) -> None:
+    code, model, args = quantised_misses.REFUSED[name]
+    assert refused(graph_of(model(), *args(), device=device)).code == code
 
 
 def test_explain_gives_the_reason_that_fuse_gives() -> None:
@@ -153,7 +160,7 @@ def test_table_shared_by_sequences_needs_a_sequence_axis() -> None:
 
 def test_every_code_is_provoked_here() -> None:
     """A code that no test provokes is a promise nobody keeps."""
-    source = Path(__file__).read_text() + Path(near_misses.__file__).read_text()
+    source = "".join(Path(module).read_text() for module in (__file__, near_misses.__file__, quantised_misses.__file__))
     assert [code for code in CODES if f'"{code}' not in source] == []
 
 

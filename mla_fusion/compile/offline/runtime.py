@@ -5,7 +5,7 @@ Four things in the packages assume a device, and each is replaced once, here:
 * ``torch_npu.npu._lazy_init`` opens the device. It now names what asked for one.
 * The kernels that make device tensors out of none. They now name the operator; every other kernel needs a
   tensor that only these could have made.
-* torchair's engine start-up, and the question which device is current.
+* torchair's engine start-up, and the questions which device is current and which operators its CANN has.
 * A compiled graph being called.
 
 Everything between - dispatcher registrations, meta functions, FX passes, converters, GE graph passes - is the
@@ -229,6 +229,7 @@ def _stop_torchair() -> None:
     backend.__dict__["_cached_device_id"] = 0
     for name in ("torchair.core._backend", "torchair._ge_concrete_graph.fx2ge_converter"):
         import_module(name).initialize_graph_engine = _no_engine  # type: ignore[attr-defined]
+    import_module("torchair._ge_concrete_graph.compat_ir").__dict__["is_cann_compat"] = _known_to_cann
     _refuse_execution(import_module("torchair.npu_fx_compiler"))
     with contextlib.suppress(ImportError, AttributeError):
         import_module("npugraph_ex").get_npu_backend  # noqa: B018  # a lazy module loads on first attribute
@@ -241,6 +242,11 @@ def _stop_torchair() -> None:
 
 def _no_engine(options: dict[str, str] | None = None) -> None:
     """Stands for ``initialize_graph_engine``: compilation needs no engine until a graph is loaded."""
+
+
+def _known_to_cann(optype: str, runtime_optional_inputs: Any = (), runtime_optional_attrs: Any = ()) -> str:
+    """Stands for ``is_cann_compat``: no CANN is installed that could lack an operator; "" is no complaint."""
+    return ""
 
 
 def _refuse_execution(module: ModuleType) -> None:

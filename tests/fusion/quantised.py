@@ -1,0 +1,225 @@
+"""Prologues with int8 weights, as the stacks write them: npu_dynamic_quant, then npu_quant_matmul."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from .near_misses import Base
+from .spellings import DR, HCKV, HCQ, HE, D, attend, paged_args, rotate_half
+
+npu = torch.ops.npu
+
+
+class QuantLinear(nn.Module):
+    """int8 weight [in, out] with a scale per column; quantises its input per token.
+
+    In float64 it is the same weight without any quantisation of the input: the maths that both runs approximate.
+    """
+
+    def __init__(self, width_in: int, width_out: int, smooth: bool = False) -> None:
+        super().__init__()
+        weight = torch.randint(-127, 128, (width_in, width_out), dtype=torch.int8)
+        scale = (0.5 + torch.rand(width_out)) / (73 * width_in**0.5)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.smooth = nn.Parameter(0.5 + torch.rand(width_in)) if smooth else None
+
+    def matrix(self) -> Tensor:
+        return self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            return (x if self.smooth is None else x * self.smooth) @ (self.matrix() * self.scale)
+        x, x_scale = npu.npu_dynamic_quant(x, smooth_scales=self.smooth)
+        return self.product(x, x_scale)
+
+    def product(self, x: Tensor, x_scale: Tensor) -> Tensor:
+        return npu.npu_quant_matmul(
+            x, self.matrix(), self.scale, pertoken_scale=x_scale, output_dtype=torch.bfloat16
+        )
+
+
+class TransposedLinear(QuantLinear):
+    """The weight held as [out, in]."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__(width_in, width_out)
+        self.weight = nn.Parameter(self.weight.t().contiguous(), requires_grad=False)
+
+    def matrix(self) -> Tensor:
+        return self.weight.t()
+
+
+class FlattenedLinear(QuantLinear):
+    """cann-recipes: rows and scales flattened between the two operators."""
+
+    def product(self, x: Tensor, x_scale: Tensor) -> Tensor:
+        rows = super().product(x.view(-1, x.shape[-1]), x_scale.view(-1))
+        return rows.view(*x.shape[:-1], -1)
+
+
+class Partial(Base):
+    """Only W_uq_qr is int8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_b_proj = QuantLinear(HCQ, self.heads * (D + DR))  # type: ignore[assignment]
+
+
+class PartialSmooth(Base):
+    """Smooth scales on c_q alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_b_proj = QuantLinear(HCQ, self.heads * (D + DR), smooth=True)  # type: ignore[assignment]
+
+
+class Full(Base):
+    """All three; each projection quantises x by itself, as AscendW8A8Dynamic and cann-recipes do."""
+
+    linear: type[QuantLinear] = QuantLinear
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a_proj = self.linear(HE, HCQ)  # type: ignore[assignment]
+        self.q_b_proj = self.linear(HCQ, self.heads * (D + DR))  # type: ignore[assignment]
+        self.kv_a_proj_with_mqa = self.linear(HE, HCKV + DR)  # type: ignore[assignment]
+
+
+class FullBfloat16Scales(Full):
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.q_a_proj, self.q_b_proj, self.kv_a_proj_with_mqa):
+            module.scale = nn.Parameter(module.scale.bfloat16(), requires_grad=False)  # type: ignore[union-attr]
+
+
+class FullSmooth(Full):
+    """One tensor of smooth scales for x, one for c_q."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.smooth_x, self.smooth_cq = (nn.Parameter(0.5 + torch.rand(width)) for width in (HE, HCQ))
+        self.q_a_proj.smooth = self.kv_a_proj_with_mqa.smooth = self.smooth_x  # type: ignore[assignment]
+        self.q_b_proj.smooth = self.smooth_cq  # type: ignore[assignment]
+
+
+class FullTransposed(Full):
+    linear = TransposedLinear
+
+
+class FullFlattened(Full):
+    linear = FlattenedLinear
+
+
+class MergedDown(Full):
+    """vLLM: one product for W_dq and W_dkv_kr, x quantised once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_a = QuantLinear(HE, HCQ + HCKV + DR)
+
+    def down(self, x: Tensor) -> Tensor:
+        return self.qkv_a(x)[..., :HCQ]
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        _, c_kv, k_pe = self.qkv_a(x).split([HCQ, HCKV, DR], -1)
+        return self.kv_a_layernorm(c_kv), k_pe
+
+
+class HalfRope(Full):
+    """Half-layout RoPE: columns of int8 weights and of their scales are permuted together."""
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return x * c + rotate_half(x) * s
+
+
+class InterleavedRope(Full):
+    """Pairs in, pairs out: staged."""
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        c, s = (t[..., : DR // 2].repeat_interleave(2, -1) for t in (c, s))
+        return x * c + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * s
+
+
+class IndexerReads(Full):
+    """The indexer projects c_q too, by a quantisation of its own that equals the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq_b = QuantLinear(HCQ, 128)
+
+    def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
+        return self.wq_b(c_q)
+
+
+class OperatorCache(Partial):
+    """int8 caches written by the fused cache operator, a scale per channel."""
+
+    scales = (HCKV, DR)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_scale, self.kr_scale = (nn.Parameter(20 + 10 * torch.rand(width)) for width in self.scales)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
+        query, query_rope = self.absorb(q_nope), self.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
+        tables = [table.view(-1, 1, 1, DR) for table in (cos, sin)]
+        latent = self.kv_a_proj_with_mqa(x).view(-1, 1, 1, HCKV + DR)
+        npu.npu_kv_rmsnorm_rope_cache_v2(
+            latent,
+            self.kv_a_layernorm.weight,
+            *tables,
+            slots,
+            kr_cache,
+            kv_cache,
+            k_rope_scale=self.kr_scale,
+            c_kv_scale=self.kv_scale,
+            epsilon=1e-6,
+            cache_mode="PA_BNSD",
+        )
+        return attend(query, query_rope, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+
+
+class OperatorCacheOneScale(OperatorCache):
+    scales = (1, 1)
+
+
+class PerChannelCache(Partial):
+    """int8 caches, quantised by plain operators: the kernel makes the rows, the model quantises and writes them."""
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        for cache, rows, scale in ((kv_cache, c_kv, 20.0), (kr_cache, k_pe, 24.0)):
+            quantised = torch.clamp(torch.round(rows.float() * scale), -128, 127)
+            cache.view(-1, rows.shape[-1])[slots] = quantised.to(cache.dtype)
+
+
+def int8_cache_args() -> tuple[Tensor, ...]:
+    x, cos, sin, kv_cache, kr_cache, slots = paged_args()
+    return x, cos, sin, (kv_cache * 20).to(torch.int8), (kr_cache * 20).to(torch.int8), slots
+
+
+# name: (model, arguments, weight_quant_mode, placement)
+QUANTISED: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]], int, str]] = {
+    "Partial": (Partial, paged_args, 1, "in place"),
+    "PartialSmooth": (PartialSmooth, paged_args, 1, "in place"),
+    "Full": (Full, paged_args, 2, "in place"),
+    "FullBfloat16Scales": (FullBfloat16Scales, paged_args, 2, "in place"),
+    "FullSmooth": (FullSmooth, paged_args, 2, "in place"),
+    "FullTransposed": (FullTransposed, paged_args, 2, "in place"),
+    "FullFlattened": (FullFlattened, paged_args, 2, "in place"),
+    "MergedDown": (MergedDown, paged_args, 2, "in place"),
+    "HalfRope": (HalfRope, paged_args, 2, "in place"),
+    "InterleavedRope": (InterleavedRope, paged_args, 2, "staged"),
+    "IndexerReads": (IndexerReads, paged_args, 2, "in place"),
+}
+
+# name: (model, kv_cache_quant_mode, placement): int8 caches
+INT8_CACHES: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "OperatorCache": (OperatorCache, 2, "in place"),
+    "OperatorCacheOneScale": (OperatorCacheOneScale, 2, "in place"),
+    "PerChannelCache": (PerChannelCache, 0, "staged"),
+}

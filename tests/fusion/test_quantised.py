@@ -1,0 +1,69 @@
+"""int8 prologues: every variant fuses with its weight_quant_mode, no further from exact maths than before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mla_fusion as mf
+from mla_fusion.compile.device_graph import capture
+
+from .harness import assert_as_exact, clones, compiled, distance, eager, fuse_only
+from .quantised import INT8_CACHES, QUANTISED, int8_cache_args
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_fuses_as_exactly(name: str) -> None:
+    torch.manual_seed(0)
+    model, args, mode, placement = QUANTISED[name]
+    module, given = model(), args()
+    for backend in (mf.backend(), fuse_only()):
+        fused = compiled(module, clones(given), backend)
+        report = mf.reports()[-1]
+        assert [f.placement.partition(":")[0] for f in report.fused] == [placement], str(report)
+        assert [f.attributes["weight_quant_mode"] for f in report.fused] == [mode]
+        assert_as_exact(module, given, fused, slack=1.1)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_device_form(name: str) -> None:
+    model, args, mode, placement = QUANTISED[name]
+    gm, _ = capture(model(), *args(), device="npu")
+    report = mf.fuse(gm)
+    assert [(f.attributes["weight_quant_mode"], f.placement.partition(":")[0]) for f in report.fused] == [
+        (mode, placement)
+    ], str(report)
+
+
+@pytest.mark.parametrize("name", INT8_CACHES)
+def test_int8_caches(name: str) -> None:
+    """New rows differ by at most one step, in few elements; all other rows keep their bits."""
+    torch.manual_seed(0)
+    model, mode, placement = INT8_CACHES[name]
+    module, given = model(), int8_cache_args()
+    unfused = eager(module, clones(given))
+    fused = compiled(module, clones(given), mf.backend())
+    report = mf.reports()[-1]
+    assert [f.placement.partition(":")[0] for f in report.fused] == [placement], str(report)
+    assert [f.attributes.get("kv_cache_quant_mode", 0) for f in report.fused] == [mode]
+    slots = given[5]
+    for before, plain, got in zip(given[3:5], unfused[-3:-1], fused[-3:-1], strict=True):
+        rows, width = plain.numel() // plain.shape[-1], plain.shape[-1]
+        others = torch.ones(rows, dtype=torch.bool)
+        others[slots] = False
+        assert torch.equal(got.view(rows, width)[others], before.view(rows, width)[others])
+        steps = (got.int() - plain.int()).abs()
+        assert steps.max() <= 1 and steps.float().mean() < 0.02
+    assert distance(fused[0], unfused[0]) < 2e-2
+
+
+@pytest.mark.parametrize("name", ["Partial", "FullSmooth", "IndexerReads"])
+def test_ge_graph_of_the_real_torchair(name: str) -> None:
+    """One kernel; of the quantisation only that of x is left (c_q's is inside), and the indexer's product."""
+    torch.manual_seed(0)
+    model, args, mode, _ = QUANTISED[name]
+    operators = mf.lower(model(), *args()).ge_ops
+    assert operators["MlaPrologV3"] == 1
+    assert operators["DynamicQuant"] == (0 if mode == 1 else 1)
+    assert operators["QuantBatchMatmulV3"] == (1 if name == "IndexerReads" else 0)
+    assert not {"TensorMove", "Assign", "RmsNorm"} & operators.keys()
