@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from mla_fusion.facts import kv_operator, projection
+from mla_fusion.facts import kv_operator, projection, unabsorbed
 from mla_fusion.facts.absorb import AbsorbFact, uniform_factor
 from mla_fusion.facts.kv_operator import KvOperatorFact
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact, Table, TableRun
+from mla_fusion.facts.unabsorbed import UnabsorbedFact
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.kinds import is_faithful_cast
 from mla_fusion.graph.shrink import Shrink
@@ -33,7 +34,7 @@ class QuerySide:
     norm: NormFact
     up_nope: Projection
     up_rope: Projection
-    absorb: AbsorbFact
+    absorb: AbsorbFact | UnabsorbedFact
     rope: RopeFact
 
 
@@ -96,8 +97,9 @@ class NearMiss:
 class Finder:
     """Finds candidates and near misses in one view, in graph order."""
 
-    def __init__(self, view: View) -> None:
-        self.view = view
+    def __init__(self, view: View, identity: bool = False) -> None:
+        """``identity``: a query that no W_uk product follows is one too (Config.unabsorbed)."""
+        self.view, self.identity = view, identity
         self.projections = projection.find(view)
         self.operators = kv_operator.find(view)
         self.reader = FactReader(view, self.projections, [operator.latent for operator in self.operators])
@@ -124,6 +126,8 @@ class Finder:
         facts = {item: self.reader.read(item) for item in group}
         keys = self._keys(facts)
         queries, partial = self._queries(facts)
+        if self.identity and keys and not queries:
+            queries = self._unabsorbed(facts, len(keys[0].columns))
         if keys and queries:
             return Candidate(queries[0], keys[0], self.reader.shrink)
         if queries:
@@ -154,6 +158,21 @@ class Finder:
                     detail = f"{absorbs[0][1].heads} heads absorbed at {absorbs[0][1].node.name}, none rotated"
                     partial = NearMiss(Refuse("rope.absent", detail), (norm.node, absorbs[0][1].node))
         return found, partial
+
+    def _unabsorbed(self, facts: dict[Projection, ConeFacts], latent_dim: int) -> list[QuerySide]:
+        """Normed latents whose projection is rotated in part; the rest, of it or of another projection, is q_nope."""
+        found = []
+        for down, cone in facts.items():
+            for norm in cone.norms:
+                ups = [up for up in self._above[norm.node] if up.is_flat]
+                for up_rope, rope in ((up, rope) for up in ups for rope in self.reader.read(up).ropes):
+                    rotated = {column for head in (*rope.first, *rope.second) for column in head}
+                    for up in ups:
+                        own = rotated if up is up_rope else ()
+                        nope = unabsorbed.find(self.view, self.reader.read(up).cone, up, own, rope.heads, latent_dim)
+                        if nope is not None:
+                            found.append(QuerySide(down, norm, up, up_rope, nope, rope))
+        return found
 
     def _absorbs(self, up: Projection) -> list[AbsorbFact]:
         cone = self.reader.read(up)

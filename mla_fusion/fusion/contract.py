@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.config import Config
+from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fusion import replace
 from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.fusion.rejection import Refuse
@@ -75,7 +76,7 @@ def _culprits(plan: Plan, argument: str) -> tuple[Node, ...]:
         "token_x": plan.token_x,
         "weight_dq": q.down.weight,
         "weight_uq_qr": q.up_rope.weight,
-        "weight_uk": q.absorb.weight,
+        "weight_uk": q.absorb.weight if isinstance(q.absorb, AbsorbFact) else q.up_nope.weight,
         "weight_dkv_kr": k.down.weight,
     }
     if isinstance(plan.caches, InPlace):

@@ -88,7 +88,7 @@ class _Pass:
         clock = _Clock(self.report.timings)
         view = View(self.gm)
         clock.stop("view")
-        finder = Finder(view)
+        finder = Finder(view, self.config.unabsorbed == "identity")
         found = finder.find()
         clock.stop("match")
         boundary = builder_of is not None and builder_of.has_boundary

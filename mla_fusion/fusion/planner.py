@@ -11,7 +11,9 @@ from torch.fx import Node
 
 from mla_fusion.config import Config
 from mla_fusion.facts import cache_write
+from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.cache_write import Slots, WriteFact
+from mla_fusion.facts.unabsorbed import UnabsorbedFact
 from mla_fusion.fusion import verdict
 from mla_fusion.fusion.candidate import Candidate, same_table
 from mla_fusion.fusion.outputs import Replacement, ValueTree, live_users, quantised_norm, whole_readers
@@ -23,6 +25,8 @@ from mla_fusion.graph.view import View
 
 _SLOTS_ASSUMED = "slots are non-negative and distinct (the kernel skips negative slots, index_put wraps them)"
 
+_IDENTITY = "q_nope is taken through weight_uk = [I | 0] (Config.unabsorbed is 'identity')"
+
 
 class Planner:
     """Plans one candidate. Raises ``Refuse`` where no exact plan exists."""
@@ -33,7 +37,7 @@ class Planner:
         self._stage_because = "Config.staging is 'always'" if config.staging == "always" else ""
         q, k, shrink = candidate.query, candidate.key, candidate.shrink
         self.trees = {
-            "query": ValueTree(view, q.absorb.node, q.absorb.codes, shrink=shrink),
+            "query": ValueTree(view, q.absorb.node, q.absorb.codes, _twins(q.absorb), shrink),
             "query_rope": ValueTree(view, q.rope.node, q.rope.codes, q.rope.twins, shrink),
             "query_norm": ValueTree(view, q.norm.node, q.norm.codes, shrink=shrink),
         }
@@ -99,6 +103,7 @@ class Planner:
                 raise Refuse("rope.table_shape", detail, (run.base,))
         shapes = {
             "query": (*lead, q.absorb.heads, q.absorb.latent_dim),
+            "q_nope": (*lead, q.absorb.heads, q.absorb.nope_dim),
             "query_rope": (*lead, q.rope.heads, q.rope.rope_dim),
             "query_norm": (*lead, len(q.norm.columns)),
             "dequant_scale_q_norm": (prod(lead), 1),
@@ -106,9 +111,9 @@ class Planner:
             "k_pe": (*lead, k.rope_dim),
         }
         ups = (q.up_nope.node, q.up_rope.node)
-        replacements = [
-            r for name in ("query", "query_rope") for r in self.trees[name].replacements(name, shapes[name])
-        ]
+        query = "query" if isinstance(q.absorb, AbsorbFact) else "q_nope"
+        replacements = self.trees["query"].replacements(query, shapes[query])
+        replacements += self.trees["query_rope"].replacements("query_rope", shapes["query_rope"])
         normed = [r for name in self._normed for r in self.trees[name].replacements(name, shapes[name], ups)]
         if normed and q.absorb.factor != 1.0:
             raise Refuse("reader.latent", f"{normed[0].node.name} reads c_q before it is scaled", (normed[0].node,))
@@ -136,7 +141,7 @@ class Planner:
             k.scale,
             (*replacements, *normed, *of_caches),
             frozenset({"query_rope", "k_pe"}) if interleaved else frozenset(),
-            (_SLOTS_ASSUMED,) if slots_given else (),
+            ((_SLOTS_ASSUMED,) if slots_given else ()) + ((_IDENTITY,) if query == "q_nope" else ()),
         )
 
     # -- caches
@@ -284,6 +289,10 @@ class Planner:
                         detail = f"{user.name} reads {path.name}, made from {product.name}"
                         raise Refuse("reader.latent", detail, (product, path, user))
                     stack.append(user)
+
+
+def _twins(absorb: AbsorbFact | UnabsorbedFact) -> tuple[tuple[Node, torch.Tensor], ...]:
+    return absorb.roots[1:] if isinstance(absorb, UnabsorbedFact) else ()
 
 
 def _shaped(slots: Slots, lead: Sequence[object]) -> Slots:

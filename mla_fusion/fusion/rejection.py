@@ -34,7 +34,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "absorb.absent": (
         "q_nope is not multiplied by W_uk in this graph, so the kernel's query output has no counterpart.",
-        "Absorb W_uk (mla_fusion.models), or set Config(unabsorbed='identity') where that form is supported.",
+        "Absorb W_uk (mla_fusion.models), or set Config(unabsorbed='identity').",
     ),
     "norm.gamma_absent": ("A latent is normalised without a weight.", "Give the norm a weight of ones."),
     "norm.gamma_dtype": (

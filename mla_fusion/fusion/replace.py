@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.cache_write import Slots
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.rope import Table, TableRun
@@ -43,10 +44,11 @@ def inputs(plan: Plan) -> list[Node]:
         q.down.weight,
         q.up_nope.weight,
         q.up_rope.weight,
-        q.absorb.weight,
         k.down.weight,
         k.down_rope.weight,
     ]
+    if isinstance(q.absorb, AbsorbFact):
+        weights.append(q.absorb.weight)
     weights += scales(plan)
     tables = [run.base for run in (*plan.cos, *plan.sin)]
     gammas = [node for node in (q.norm.gamma, k.gamma) if node is not None]
@@ -92,7 +94,7 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
         x,
         _weight(b, plan, "weight_dq", _dq, q.down),
         _weight(b, plan, "weight_uq_qr", _uq_qr, q.up_nope, q.up_rope),
-        b.packed("weight_uk", lambda b: _weight_uk(b, plan), [q.absorb.weight]),
+        _weight_uk(b, plan),
         _weight(b, plan, "weight_dkv_kr", _dkv_kr, k.down, k.down_rope),
         _vector(b, q.norm.gamma),
         _vector(b, k.gamma),
@@ -108,6 +110,8 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
     if not isinstance(plan.caches, InPlace):
         results["c_kv"] = b.reshape(results.pop("kv_cache"), (*lead, len(k.columns)))
         results["k_pe"] = b.reshape(results.pop("kr_cache"), (*lead, k.rope_dim))
+    if not isinstance(q.absorb, AbsorbFact):
+        results["q_nope"] = b.call(aten.slice.Tensor, results.pop("query"), -1, 0, q.absorb.nope_dim)
     for name in plan.interleave & results.keys():
         results[name] = _interleave(b, results[name])
     return results
@@ -309,11 +313,27 @@ def _dkv_kr(b: Builder, plan: Plan, of: Matrix) -> Any:
 
 def _weight_uk(b: Builder, plan: Plan) -> Any:
     absorb = plan.candidate.query.absorb
+    if isinstance(absorb, AbsorbFact):
+        return b.packed("weight_uk", lambda b: _absorbed(b, absorb), [absorb.weight])
+    shape = (absorb.heads, absorb.nope_dim, absorb.latent_dim)
+    device = plan.token_x.meta["val"].device
+    return b.once(("identity", shape), lambda b: b.packed("weight_uk", lambda b: _identity(b, shape, device), []))
+
+
+def _absorbed(b: Builder, absorb: AbsorbFact) -> Any:
     weight = b.value(absorb.weight)
     if absorb.to_ndc != tuple(range(len(absorb.to_ndc))):
         weight = b.call(aten.permute.default, weight, list(absorb.to_ndc))
     weight = b.reshape(weight, (absorb.heads, absorb.nope_dim, absorb.latent_dim))
     return _dense(b, weight, nz=False)
+
+
+def _identity(b: Builder, shape: tuple[int, int, int], device: torch.device) -> Any:
+    """[I | 0] for every head: the product with it is q_nope itself, then zeros."""
+    rows, columns = (b.call(aten.arange.default, size, device=device) for size in shape[1:])
+    eye = b.call(aten.eq.Tensor, b.reshape(rows, (shape[1], 1)), columns)  # torchair has no converter for eye
+    heads = b.call(aten.expand.default, b.cast(eye, torch.bfloat16), list(shape))
+    return b.call(aten.clone.default, heads, memory_format=torch.contiguous_format)
 
 
 def _dense(b: Builder, weight: Any, nz: bool) -> Any:

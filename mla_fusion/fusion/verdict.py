@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch.fx import Node
 
+from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.projection import Projection
 from mla_fusion.fusion.candidate import Candidate, same_table
 from mla_fusion.fusion.rejection import Refuse
@@ -160,7 +161,8 @@ def _region(candidate: Candidate) -> Iterator[Node]:
             yield from ancestry(dynamic.source)
     yield from nodes_between((q.down.node,), q.norm.node)
     yield from nodes_between((q.up_rope.node,), q.rope.node)
-    yield from nodes_between((q.up_nope.node,), q.absorb.projection.activation)
+    absorbed = isinstance(q.absorb, AbsorbFact)
+    yield from nodes_between((q.up_nope.node,), q.absorb.projection.activation if absorbed else q.absorb.node)
     if k.norm is not None:
         yield from nodes_between((k.down.node,), k.norm.node)
     if k.rope is not None:

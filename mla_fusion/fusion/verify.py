@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fusion import replace
 from mla_fusion.fusion.build import TensorBuilder
 from mla_fusion.fusion.plan import InPlace, Plan
@@ -84,8 +85,9 @@ def _draw(view: View, plan: Plan, seed: int) -> dict[Node, torch.Tensor]:
     smoothing = [dynamic.smooth for dynamic in dynamics if dynamic is not None and dynamic.smooth is not None]
     nodes = dict.fromkeys([q.down.origin, *smoothing, *replace.inputs(plan)])
     slots = plan.caches.slots.nodes if isinstance(plan.caches, InPlace) else ()
-    weights = {q.down.weight, q.up_nope.weight, q.up_rope.weight, q.absorb.weight}
-    weights |= {plan.candidate.key.down.weight, plan.candidate.key.down_rope.weight}
+    weights = {item.weight for item in projections(plan.candidate)}
+    if isinstance(q.absorb, AbsorbFact):
+        weights.add(q.absorb.weight)
     of_caches = (plan.caches.kv_scale, plan.caches.kr_scale) if isinstance(plan.caches, InPlace) else ()
     scales = {item.quantised.weight_scale for item in projections(plan.candidate) if item.quantised is not None}
     gammas = {q.norm.gamma, plan.candidate.key.gamma, *smoothing}
