@@ -34,11 +34,18 @@ T tokens (B*S), He hidden size, Hcq query rank, Hckv KV rank, N heads, D nope he
 `mla_fusion.meta.infer` gives its results, `mla_fusion.meta.explain_call` explains it.
 """
 
+LAYOUT = """\
+All tensors lie on one device and are contiguous. The caches of v3 may have a strided first axis in the newest
+operator; before it, and in v1 and v2, a cache that is not contiguous is copied and the rows go to the copy.
+"""
+
 ATB_INTRODUCTION = f"""\
 ## npu_mla_preprocess (ATB)
 
 `torch_npu.atb.npu_mla_preprocess`, A2 and A3: input RMSNorm with bias, one down-projection with the columns
-`[C | R | Q]`, RoPE that rotates halves, epsilon fixed at 1e-6. T tokens (1..{preprocess.MAX_TOKENS}), C = 512,
+`[C | R | Q]`, RoPE that rotates halves, epsilon fixed at 1e-6. Weights of the activation dtype switch both
+RmsNormQuants off (no input norm, no beta1); they, and H other than {preprocess.ATB_HIDDEN}, need
+`{preprocess.STATIC}`. T tokens (1..{preprocess.MAX_TOKENS}), C = 512,
 R = 64, Q = 1536, D = 128. slotmapping is int32 [T]; -1 skips a token. `quant_mode` is one of
 {", ".join(f"`{name}`" for name in preprocess.QUANT_MODES)}; the first requires quant_scale, quant_offset and
 bias of both stages. `int8_nzcache` requires ctkv_scale [1], which divides, and q_nope_scale [N], which multiplies.
@@ -67,6 +74,7 @@ def page() -> str:
         "## Tensors\n",
         table(("tensor", "shape", *(f"wq {wq}" for wq in spec.WEIGHT_MODES)), tensors()),
         "FRACTAL_NZ weights may also be given as 4-D storage `[n/C0, k/16, 16, C0]`, C0 = 32 bytes.\n",
+        LAYOUT,
         table(("scale", "shape", "dtype", "in"), scales()),
         "## Results\n",
         "Shapes and dtypes with `query_norm_flag=True`, by `wq/kv`; the functional form adds both caches.\n",

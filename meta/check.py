@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 import torch
-from mla_fusion.meta import preprocess, preprocess_csrc, spec
+from mla_fusion.meta import layout, preprocess, preprocess_csrc, spec
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.infer import implied_quant_modes
 from mla_fusion.meta.limits import VERSIONS, Limits, limits
@@ -53,11 +53,12 @@ def checked(op: str, soc: str, cann: str, arguments: Mapping[str, Any]) -> _Call
     call.modes(allowed, f"{soc}, CANN {cann}")
     call.tensors(torch.bfloat16)
     call.sizes(allowed, f"{soc}, CANN {cann}")
+    call.memory(allowed, f"{soc}, CANN {cann}")
     return call
 
 
 def check_structure(op: str, arguments: Mapping[str, Any]) -> None:
-    """`check` without the tables of sizes, and with float32 or float64 in place of bfloat16.
+    """`check` without the tables of sizes and the strides, and with float32 or float64 in place of bfloat16.
 
     What the CPU reference kernel asks of a call: modes that exist, tensors that fit together.
     """
@@ -75,8 +76,8 @@ class _Call:
         self.dims: dict[str, Any] = {}
         for name in _tensor_names(op):
             value = full[name]
-            if value is not None and not isinstance(value, torch.Tensor):
-                self.refuse(f"type.{name}", name, "a tensor", type(value).__name__)
+            if value is not None and layout.not_strided(value):
+                self.refuse(f"type.{name}", name, "a strided tensor", layout.kind_of(value))
 
     def refuse(self, code: str, argument: str, expected: str, found: object, source: str = TILING) -> NoReturn:
         raise ContractError(code, argument, expected, str(found), self.dims, source, self.op)
@@ -265,6 +266,34 @@ class _Call:
             if type(size) is int and size not in sizes:
                 argument = _AXIS_OWNER[axis]
                 self.refuse(f"dims.{axis.lower()}", argument, f"{axis} {sizes} on {where}", f"{axis} {size}")
+
+    # -- memory
+
+    def memory(self, allowed: Limits, where: str) -> None:
+        """Devices, storage formats and strides."""
+        names = _tensor_names(self.op)
+        elsewhere = layout.elsewhere(self.full, names)
+        if elsewhere is not None:
+            name, expected, found = elsewhere
+            self.refuse(f"device.{name}", name, f"a tensor on {expected}, as those before it", found)
+        for tensor in spec.INPUTS:
+            form = layout.npu_format(self.full[tensor.name]) if tensor.nz else None
+            if form not in (None, layout.FRACTAL_NZ):
+                expected = f"format FRACTAL_NZ: torch_npu.npu_format_cast({tensor.name}, {layout.FRACTAL_NZ})"
+                self.refuse(f"format.{tensor.name}", tensor.name, expected, f"format {form}")
+        for name in names:
+            given = self.full[name]
+            if given is not None and name not in spec.CACHES and not layout.contiguous(given):
+                self._refuse_strides(name, "a contiguous tensor")
+        free = allowed.strided_caches
+        for name in spec.CACHES:
+            if not layout.writable(self.full[name], first_axis_free=free, ones_free=not free):
+                axes = "contiguous axes, the first excepted," if free else "a contiguous tensor"
+                self._refuse_strides(name, f"{axes} on {where}")
+
+    def _refuse_strides(self, name: str, expected: str) -> NoReturn:
+        found = f"{list(self.full[name].shape)} with strides {list(self.full[name].stride())}"
+        self.refuse(f"contiguous.{name}", name, expected, found, spec.DEFINITION)
 
 
 _AXIS_OWNER = {

@@ -145,6 +145,13 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         EVERY_V3_PAGE,
+        "only contiguous tensors are supported",
+        "a cache that is not contiguous is copied without a word and its rows go to the copy; since 2026-08 its first "
+        "axis may be strided and other strides are refused",
+        "mla_prolog_v3_def.cpp",
+    ),
+    Contradiction(
+        EVERY_V3_PAGE,
         "cache_index lies in [0, BlockNum*BlockSize)",
         "a negative entry skips its token; an entry past the cache is written, out of bounds and unchecked",
         "service_scatter_cache_arch22.h",

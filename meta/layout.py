@@ -1,21 +1,79 @@
-"""What the operators ask of a tensor's strides."""
+"""What the operators ask of where and how a tensor lies in memory: layout, device, format, strides."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
 from mla_fusion.meta.symbolic import different
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+FRACTAL_NZ = 29
 
 
-def first_axis_free(tensor: Tensor) -> bool:
-    """Whether every axis but the first is contiguous; an axis of size 1 may have any stride.
+def not_strided(value: Any) -> bool:
+    """Whether something given as a tensor is none that has strides: a sparse one has not."""
+    return not isinstance(value, torch.Tensor) or value.layout is not torch.strided
 
-    Symbolic strides count as what they should be unless they are known to differ.
+
+def kind_of(value: Any) -> str:
+    """How to name, in a refusal, something that is `not_strided`."""
+    return f"a {value.layout} tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def elsewhere(full: Mapping[str, Any], names: Iterable[str]) -> tuple[str, str, str] | None:
+    """(argument, device expected, device found) of the first tensor that is not where those before it are.
+
+    Tensors on meta stand for tensors anywhere.
     """
-    expected = 1
-    for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
-        if type(size) is int and size == 1:
+    home = None
+    for name in names:
+        tensor = full.get(name)
+        if tensor is None or tensor.is_meta:
             continue
-        if different(stride, expected):
+        device = tensor.device
+        if home is None:
+            home = device
+        elif device != home:
+            return name, str(home), str(device)
+    return None
+
+
+def npu_format(tensor: Tensor) -> int | None:
+    """The storage format of a tensor on an NPU (29 is FRACTAL_NZ); None where there is no such thing to ask."""
+    if tensor.device.type != "npu" or isinstance(tensor, FakeTensor):
+        return None
+    torch_npu: Any = sys.modules.get("torch_npu")
+    return None if torch_npu is None else int(torch_npu.get_npu_format(tensor))
+
+
+def contiguous(tensor: Tensor) -> bool:
+    """Whether a tensor is contiguous; a fake one counts as what its compiler will make it.
+
+    Inside a compiled graph a tensor has the layout that the compiler gives it: GE lays every one out contiguously.
+    """
+    return isinstance(tensor, FakeTensor) or tensor.is_contiguous()
+
+
+def writable(tensor: Tensor, *, first_axis_free: bool, ones_free: bool) -> bool:
+    """Whether a tensor that is written in place is laid out contiguously.
+
+    ``first_axis_free``: its first stride may be larger than that. ``ones_free``: an axis of size 1 may have any
+    stride, as in torch. Without elements any strides do. Symbolic strides count as what they should be unless they are
+    known to differ. Fake tensors are looked at too: what is written in place belongs to the caller.
+    """
+    sizes, strides = tensor.shape, tensor.stride()
+    if any(type(size) is int and size == 0 for size in sizes):
+        return True
+    expected: Any = 1
+    for axis in range(len(sizes) - 1, -1, -1):
+        size, stride = sizes[axis], strides[axis]
+        one = type(size) is int and size == 1 and (ones_free or axis == 0)
+        larger = axis == 0 and first_axis_free and not (type(stride) is type(expected) is int and stride < expected)
+        if different(stride, expected) and not one and not larger:
             return False
         expected = expected * size
     return True

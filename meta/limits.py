@@ -114,10 +114,14 @@ QUANT_RELEASES = (
     (((4, 0), (4, 1), (4, 3), (5, 0), (5, 1), (5, 3)), "9.1", ("A5",), _V3),
 )
 
+# whose caches' first axis may be strided (`mla_prolog_v3_def.cpp`: IgnoreContiguous); elsewhere a cache that is not
+# contiguous is copied on the way in, and the rows are written to the copy
+STRIDED_CACHES = ("latest", _ANY_SOC, _V3)
+
 
 def known_releases(cann: str) -> tuple[str, ...]:
     """The releases up to and including ``cann``; ContractError ``cann`` when it is none of them."""
-    if cann not in RELEASES:
+    if not isinstance(cann, str) or cann not in RELEASES:
         raise ContractError("cann", "cann", "one of " + ", ".join(RELEASES), repr(cann))
     return RELEASES[: RELEASES.index(cann) + 1]
 
@@ -137,6 +141,7 @@ class Limits:
     dims: Mapping[str, Sizes]
     cache_modes: tuple[str, ...]
     quant_modes: frozenset[tuple[int, int]]
+    strided_caches: bool
 
 
 def limits(op: str, soc: str = "A3", cann: str = "latest") -> Limits:
@@ -145,7 +150,7 @@ def limits(op: str, soc: str = "A3", cann: str = "latest") -> Limits:
     Raises ContractError ``op``, ``soc`` or ``cann`` for a name that is not in the tables.
     """
     for name, value, known in (("op", op, tuple(VERSIONS)), ("soc", soc, SOCS), ("cann", cann, RELEASES)):
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise ContractError(name, name, "one of " + ", ".join(known), repr(value))
     return _limits(op, soc, cann)
 
@@ -160,4 +165,5 @@ def _limits(op: str, soc: str, cann: str) -> Limits:
     dims = {row.axis: row.sizes for row in LIMITS if holds(row.since, row.socs, row.versions)}
     modes = [row[0] for row in CACHE_MODE_RELEASES if holds(*row[1:])]
     quant = {pair for row in QUANT_RELEASES if holds(*row[1:]) for pair in row[0]}
-    return Limits(MappingProxyType(dims), modes[-1] if modes else (), frozenset(quant))
+    strided = holds(*STRIDED_CACHES)
+    return Limits(MappingProxyType(dims), modes[-1] if modes else (), frozenset(quant), strided)

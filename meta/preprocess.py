@@ -8,13 +8,14 @@ down-projection. vllm-ascend's fork of the kernel has a contract of its own, `ml
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from mla_fusion.meta.binder import Binder
 from mla_fusion.meta.errors import ContractError
+from mla_fusion.meta.layout import elsewhere, kind_of, not_strided, writable
 from mla_fusion.meta.limits import known_releases
 from mla_fusion.meta.symbolic import different
 from mla_fusion.meta.values import holds_data
@@ -48,6 +49,9 @@ CACHE_MODES = {name: form.number for name, form in CACHE_FORMS.items()}
 QUANT_MODES = {"per_tensor_quant_asymm": 0, "per_token_quant_symm": 1}
 DEFAULTS = {"cache_mode": "krope_ctkv", "quant_mode": "per_token_quant_symm"}
 MAX_TOKENS = 1024
+STATIC = "per_tensor_quant_asymm"
+ATB_HIDDEN = 7168  # the one hidden size of ATB's own kernel; others go to another one
+CACHES = ("kv_cache", "kv_cache_rope")
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,8 @@ def arguments_of(operator: Operator, given: Mapping[str, Any]) -> dict[str, Any]
         if name in operator.modes or name in operator.flags:
             full[name] = full[name] if value is None else value
             continue
-        if value is not None and not isinstance(value, torch.Tensor):
-            refuse(f"type.{name}", name, "a tensor", type(value).__name__)
+        if value is not None and not_strided(value):
+            refuse(f"type.{name}", name, "a strided tensor", kind_of(value))
         optional = operator.empty_is_absent and name in operator.optional and value is not None
         full[name] = None if optional and tuple(value.shape) == (0,) else value
     for name in operator.required:
@@ -126,7 +130,7 @@ def arguments_of(operator: Operator, given: Mapping[str, Any]) -> dict[str, Any]
 def check_where(operator: Operator, soc: str, cann: str) -> None:
     """ContractError ``cann`` or ``soc`` for a release or chip that the operator does not run on."""
     known_releases(cann)
-    if soc not in SOCS:
+    if not isinstance(soc, str) or soc not in SOCS:
         raise ContractError("soc", "soc", " or ".join(SOCS), repr(soc), source=operator.source, op=operator.name)
 
 
@@ -142,6 +146,12 @@ def check_preprocess(soc: str, cann: str, values: bool, given: Mapping[str, Any]
         if different(bound.dims[axis], size):
             bound.refuse(f"dims.{axis.lower()}", OWNERS[axis], f"{axis} {size}", f"{axis} {bound.dims[axis]}")
     check_ranges(bound, "input")
+    _check_aclnn(bound)
+    check_devices(bound, (*ATB.required, *ATB.optional))
+    for name in CACHES:
+        if not writable(full[name], first_axis_free=False, ones_free=True):
+            found = f"strides {list(full[name].stride())}"
+            bound.refuse(f"contiguous.{name}", name, "a contiguous tensor: of others a copy is written", found)
     block = bound.dims["BlockSize"]
     if type(block) is int and not (1 <= block <= 128 or block == 256):
         bound.refuse("dims.blocksize", "kv_cache", "BlockSize at most 128, or 256", f"BlockSize {block}")
@@ -149,9 +159,27 @@ def check_preprocess(soc: str, cann: str, values: bool, given: Mapping[str, Any]
         check_slots(bound)
 
 
+def _check_aclnn(bound: Binder) -> None:
+    """The kernel that takes other hidden sizes and unquantised weights knows one quantisation mode."""
+    hidden, full = bound.dims["H"], bound.full
+    other = type(hidden) is int and hidden != ATB_HIDDEN
+    if (other or full["wdqkv"].dtype != torch.int8) and full["quant_mode"] != STATIC:
+        expected = f"{STATIC} with H other than {ATB_HIDDEN} or weights that are not int8"
+        bound.refuse("quant_mode.kernel", "quant_mode", expected, full["quant_mode"])
+
+
+def check_devices(bound: Binder, names: Iterable[str]) -> None:
+    elsewhere_found = elsewhere(bound.full, names)
+    if elsewhere_found is not None:
+        name, expected, found = elsewhere_found
+        bound.refuse(f"device.{name}", name, f"a tensor on {expected}, as those before it", found)
+
+
 def check_ranges(bound: Binder, argument: str) -> None:
-    """The sizes of the hidden states, alike in both spellings."""
-    hidden, tokens = bound.dims["H"], bound.dims["T"]
+    """The sizes of the hidden states and the number of heads, alike in both spellings."""
+    hidden, tokens, heads = (bound.dims[axis] for axis in ("H", "T", "N"))
+    if type(heads) is int and heads < 1:
+        bound.refuse("dims.n", "wuk", "N at least 1", f"N {heads}")
     if type(hidden) is int and not (2048 <= hidden <= 8192 and hidden % 32 == 0):
         bound.refuse("dims.h", argument, "H 2048..8192, a multiple of 32", f"H {hidden}")
     if type(tokens) is int and not 1 <= tokens <= MAX_TOKENS:

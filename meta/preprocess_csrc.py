@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from mla_fusion.meta.binder import Binder
+from mla_fusion.meta.layout import contiguous, writable
 from mla_fusion.meta.preprocess import (
     CACHE_FORMS,
     CACHE_MODES,
@@ -37,11 +38,11 @@ from mla_fusion.meta.preprocess import (
     bind_descales,
     bind_static_scales,
     bind_weights,
+    check_devices,
     check_ranges,
     check_slots,
     check_where,
 )
-from mla_fusion.meta.strides import first_axis_free
 from mla_fusion.meta.symbolic import different
 
 OP = "mla_preprocess_csrc"
@@ -69,6 +70,8 @@ CSRC = Operator(
     {"cache_mode": tuple(CACHE_MODES), "quant_mode": (*QUANT_MODES, NO_QUANT)},
     {"enable_inner_out": False},
 )
+_TENSORS = (*CSRC.required, *CSRC.optional)
+_CACHES = ("kv_cache", "kv_cache_rope", "kv_cache_out0", "kv_cache_out1")
 _SIZES = {"C": ("wuk", 512), "R": ("kv_cache_rope", 64)}
 
 
@@ -82,6 +85,11 @@ def check_csrc(soc: str, cann: str, values: bool, given: Mapping[str, Any]) -> N
         if different(bound.dims[axis], size):
             bound.refuse(f"dims.{axis.lower()}", argument, f"{axis} {size}", f"{axis} {bound.dims[axis]}")
     check_ranges(bound, "hiddenState")
+    check_devices(bound, _TENSORS)
+    for name in _TENSORS:
+        if full[name] is not None and name not in _CACHES and not contiguous(full[name]):
+            found = f"strides {list(full[name].stride())}"
+            bound.refuse(f"contiguous.{name}", name, "a contiguous tensor: the kernel gets its address", found)
     if values:
         check_slots(bound)
 
@@ -154,7 +162,7 @@ def _cache(bound: Binder, name: str, width: str, dtype: torch.dtype, form: Cache
     if form.nz and is_physical(tuple(tensor.shape)) and different(tensor.shape[3], 32 // tensor.element_size()):
         c0 = 32 // tensor.element_size()
         bound.refuse(f"shape.{name}", name, f"[BlockNum, {width}/{c0}, BlockSize, {c0}]", list(tensor.shape))
-    if not first_axis_free(tensor):
+    if not writable(tensor, first_axis_free=True, ones_free=True):
         bound.refuse(
             f"contiguous.{name}", name, "contiguous axes, the first excepted", f"strides {list(tensor.stride())}"
         )
@@ -177,19 +185,13 @@ def block_row_width(sizes: tuple[Any, ...], nz: bool) -> tuple[Any, ...]:
 def _bind_results(bound: Binder, form: CacheForm, kind: torch.dtype) -> None:
     full = bound.full
     bound.tensor("q_out0", form.q_out0, torch.int8 if form.int8 else kind)
-    written = ["q_out0"]
     for cache, out in (("kv_cache", "kv_cache_out0"), ("kv_cache_rope", "kv_cache_out1")):
         if cache == "kv_cache" or form.kr is not None:
             _same_layout(bound, cache, out)
     if form.kr is not None:
         bound.tensor("q_out1", "T N R", kind)
-        written.append("q_out1")
     if full["enable_inner_out"]:
         bound.tensor("inner_out", "T Q", kind)
-        written.append("inner_out")
-    for name in written:
-        if not full[name].is_contiguous():
-            bound.refuse(f"contiguous.{name}", name, "a contiguous tensor", f"strides {list(full[name].stride())}")
 
 
 def _same_layout(bound: Binder, cache: str, out: str) -> None:

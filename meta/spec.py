@@ -24,6 +24,7 @@ Dtype = str | torch.dtype
 
 TILING = "mla_prolog_tiling_check.cpp"
 SCATTER = "service_scatter_cache"
+DEFINITION = "mla_prolog_v3_def.cpp"
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,9 @@ INPUTS = (
     Input("rmsnorm_gamma_cq", "Hcq", ACTIVATION),
     Input("rmsnorm_gamma_ckv", "Hckv", ACTIVATION),
 )
+
+# written in place
+CACHES = ("kv_cache", "kr_cache")
 
 _FULL = {name: ELEMENT for name in ("x", "weight_dq", "weight_uq_qr", "weight_dkv_kr")}
 _CHANNEL_SCALES = {

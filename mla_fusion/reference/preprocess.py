@@ -57,13 +57,17 @@ def npu_mla_preprocess(
     Arguments as `torch_npu.atb.npu_mla_preprocess`: input [T, H], wdqkv [C+R+Q, H] and wuq [N*(D+R), Q]
     transposed (or their FRACTAL_NZ storage), wuk [N, D, C]. q_out0 is [T, N, C] (int8 in int8_nzcache), q_out1
     [T, N, R]; "kvcache" gives [T, N, C+R] and an empty q_out1. The torch form without ``out`` returns freshly
-    allocated caches of which only the written rows are defined. Weights of the input's dtype are multiplied
-    as they are, without quantisation or descale. Raises ContractError.
+    allocated caches of which only the written rows are defined. Weights of the input's dtype switch RmsNormQuant off:
+    the input is multiplied as it is, without norm, quantisation or descale, and the second norm adds no beta1 (the
+    operation's own test, `test_mla_preprocess_aclnn.py`). Raises ContractError.
     """
     full = contract.arguments_of(contract.ATB, dict(locals()))
     bound = contract.bind_tensors(full)
     contract.check_slots(bound)
-    made = prologue(rms_norm_bias(input, gamma0, beta0), full, bound.dims, input.dtype)
+    hidden = rms_norm_bias(input, gamma0, beta0)
+    if wdqkv.dtype != torch.int8:  # what is not quantised is not normed either
+        hidden, full["beta1"] = input.float(), None
+    made = prologue(hidden, full, bound.dims, input.dtype)
     form = contract.CACHE_FORMS[full["cache_mode"]]
     q_out0, q_out1 = made.store(form, kv_cache, kv_cache_rope, full)
     return q_out0, kv_cache, input.new_empty(0) if q_out1 is None else q_out1, kv_cache_rope

@@ -12,7 +12,7 @@ from mla_fusion.meta import preprocess, preprocess_csrc
 
 # small sizes; those of the device are in mla_fusion.meta.preprocess
 SMALL = {"T": 5, "H": 128, "Q": 64, "C": 64, "R": 32, "D": 32, "N": 2, "BlockNum": 3, "BlockSize": 16}
-LEGAL = {"T": 4, "H": 2048, "Q": 1536, "C": 512, "R": 64, "D": 128, "N": 2, "BlockNum": 2, "BlockSize": 16}
+LEGAL = {"T": 4, "H": 7168, "Q": 1536, "C": 512, "R": 64, "D": 128, "N": 2, "BlockNum": 2, "BlockSize": 16}
 
 
 def sample_preprocess(

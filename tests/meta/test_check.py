@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mla_fusion.meta import spec
+from mla_fusion.meta import layout, spec
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -114,6 +116,7 @@ REFUSALS: list[tuple[str, tuple[int, int], Change, str]] = [
     ("rank.token_x", (0, 0), {"token_x": sized(2, 2, 2, 1024)}, "4-D"),
     ("argument.unknown", (0, 0), {"kv_caches": None}, "kv_caches"),
     ("type.token_x", (0, 0), {"token_x": [1.0]}, "list"),
+    ("type.rope_sin", (0, 0), {"rope_sin": torch.zeros(8, 64).to_sparse()}, "torch.sparse_coo"),
     ("type.cache_mode", (0, 0), {"cache_mode": 3}, "a str"),
     ("type.weight_quant_mode", (0, 0), {"weight_quant_mode": "2"}, "an int"),
     ("type.query_norm_flag", (0, 0), {"query_norm_flag": 1}, "True or False"),
@@ -150,6 +153,8 @@ def test_a_refusal_carries_its_parts() -> None:
         ({"cann": "7.0"}, {}, "cann"),
         ({"soc": "910B"}, {}, "soc"),
         ({"cann": ["8.5"]}, {}, "cann"),
+        ({"cann": torch.zeros(2)}, {}, "cann"),
+        ({"soc": torch.zeros(2)}, {}, "soc"),
     ],
 )
 def test_releases_and_socs(where: dict[str, Any], change: dict[str, Any], code: str | None) -> None:
@@ -202,6 +207,91 @@ def test_symbolic_sizes_are_neither_guarded_nor_specialised() -> None:
         assert shapes[0][0][0].node.expr == call["token_x"].shape[0].node.expr
         error = refused(call | {"weight_dq": sized(2048, 1536)})
         assert error.code == "shape.weight_dq"
+
+
+def strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+ROW = 16 * 512  # of a cache block
+BLOCKS_APART = {
+    "kv_cache": strided((64, 16, 1, 512), (2 * ROW, 512, 512, 1)),
+    "kr_cache": strided((64, 16, 1, 64), (2 * 16 * 64, 64, 64, 1)),
+}
+ROWS_APART = {"kv_cache": strided((64, 16, 1, 512), (2 * ROW, 1024, 1024, 1)), "kr_cache": sized(64, 16, 1, 64)}
+HEADS_FIRST = {"kv_cache": sized(64, 1, 16, 512).transpose(1, 2), "kr_cache": sized(64, 16, 1, 64)}
+OVERLAPPING = {"kv_cache": strided((64, 16, 1, 512), (512, 512, 512, 1)), "kr_cache": sized(64, 16, 1, 64)}
+
+
+@pytest.mark.parametrize(
+    ("change", "cann", "code"),
+    [
+        (BLOCKS_APART, "latest", None),
+        (BLOCKS_APART, "9.1", "contiguous.kv_cache"),
+        (ROWS_APART, "latest", "contiguous.kv_cache"),
+        (OVERLAPPING, "latest", "contiguous.kv_cache"),
+        (HEADS_FIRST, "latest", "contiguous.kv_cache"),  # the host compares the stride of an axis of size 1 too
+        (HEADS_FIRST, "9.1", None),
+        ({"kv_cache": sized(0, 16, 1, 512), "kr_cache": sized(0, 16, 1, 128)[..., ::2]}, "latest", None),
+        ({"kv_cache": sized(1, 16, 1, 512), "kr_cache": sized(2, 16, 1, 64)[::2]}, "9.1", None),
+        ({"weight_dq": sized(1536, 1024).t()}, "latest", "contiguous.weight_dq"),
+        ({"token_x": sized(8, 2048)[:, :1024]}, "latest", "contiguous.token_x"),
+        ({"rope_sin": sized(8, 128)[:, 64:]}, "latest", "contiguous.rope_sin"),
+        ({"cache_index": sized(8, 2, dtype=I64)[:, 0]}, "latest", "contiguous.cache_index"),
+    ],
+)
+def test_what_is_not_contiguous(change: dict[str, Any], cann: str, code: str | None) -> None:
+    call = legal() | change
+    if code is None:
+        meta.check(V3, cann=cann, **call)
+    else:
+        error = refused(call, cann=cann)
+        assert error.code == code and "strides" in error.found
+
+
+def test_older_versions_copy_a_cache_whose_blocks_lie_apart() -> None:
+    names = {*spec_names(), *meta.signature("npu_mla_prolog_v2")[1]}
+    call = {name: value for name, value in (legal() | BLOCKS_APART).items() if name in names}
+    assert refused(call, op="npu_mla_prolog_v2").code == "contiguous.kv_cache"
+
+
+def test_in_a_compiled_graph_only_what_is_written_must_be_contiguous() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        transposed = torch.empty(1536, 1024, dtype=torch.bfloat16).t()
+        apart = torch.empty(64, 128, 1, 1024, dtype=torch.bfloat16)[..., ::2]
+    meta.check(V3, **legal() | {"weight_dq": transposed})
+    assert refused(legal() | {"kv_cache": apart}).code == "contiguous.kv_cache"
+
+
+def test_tensors_on_different_devices() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        far = torch.empty(8, 64, dtype=torch.bfloat16, device="cuda")
+    here = torch.zeros(8, 64, dtype=torch.bfloat16)
+    error = refused(legal() | {"rope_sin": here, "rope_cos": far})
+    assert (error.code, error.found) == ("device.rope_cos", "cuda:0") and "cpu" in error.expected
+
+
+def test_weights_on_an_npu_must_be_fractal_nz(monkeypatch: pytest.MonkeyPatch) -> None:
+    formats = {(1024, 1536): 2, (1536, 192): 29, (1024, 576): 29}
+    monkeypatch.setattr(layout, "npu_format", lambda tensor: formats[tuple(tensor.shape)])
+    error = refused(legal())
+    assert error.code == "format.weight_dq" and "npu_format_cast(weight_dq, 29)" in error.expected
+    formats[1024, 1536] = 29
+    meta.check(V3, **legal())
+
+
+def test_the_format_of_a_tensor_is_asked_of_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module:
+        @staticmethod
+        def get_npu_format(tensor: object) -> int:
+            return 29
+
+    assert layout.npu_format(torch.zeros(2)) is None
+    tensor = SimpleNamespace(device=SimpleNamespace(type="npu"))
+    monkeypatch.setitem(sys.modules, "torch_npu", Module)
+    assert layout.npu_format(tensor) == 29  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, "torch_npu")
+    assert layout.npu_format(tensor) is None  # type: ignore[arg-type]
 
 
 def real(mode: str = "PA_BSND", lead: tuple[int, ...] = (8,)) -> dict[str, Any]:

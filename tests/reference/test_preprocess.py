@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_fusion import meta
-from mla_fusion.reference import mla_preprocess
+from mla_fusion.reference import mla_preprocess, mla_preprocess_csrc
 from mla_fusion.reference.sample_preprocess import LEGAL, SMALL, sample_preprocess
 
 OP = "mla_preprocess"
@@ -37,8 +38,6 @@ def formula(call: dict[str, Any], dims: dict[str, int] = SMALL) -> dict[str, tor
         return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * gamma + beta
 
     def project(x: torch.Tensor, weight: str, stage: str) -> torch.Tensor:
-        if call[weight].dtype != torch.int8:
-            return x @ wide[weight].T
         if static:
             x = (x / wide["quant_scale" + stage] + wide["quant_offset" + stage]).round().clamp(-128, 127)
             return (x @ wide[weight].T + wide["bias" + stage]) * wide["descale" + stage]
@@ -108,12 +107,19 @@ def test_every_cache_and_quant_mode(cache_mode: str, quant_mode: str, dtype: tor
     assert torch.equal(rows(kr, others), rows(before["kv_cache_rope"], others))
 
 
-def test_unquantised_weights_are_multiplied_as_they_are() -> None:
+def test_unquantised_weights_switch_both_rms_norm_quants_off() -> None:
+    """The input is multiplied as it is, and the second norm adds no beta1: what the operation's own test expects."""
     call = sample(weight=BF16)
-    wanted = formula(call)
     q0, _, q1, _ = mla_preprocess(**call)
-    close(q0, wanted["query"])
-    close(q1, wanted["query_rope"])
+    fork = sample_preprocess("mla_preprocess_csrc", quant_mode="no_quant") | {
+        name: call[name] for name in call if name not in ("input", "gamma0", "beta0", "quant_mode", "kv_cache_rope")
+    }
+    del fork["descale0"], fork["descale1"]
+    fork |= {"hiddenState": call["input"], "kv_cache_rope": fork["kv_cache_out1"], "kv_cache_out0": call["kv_cache"]}
+    wanted = mla_preprocess_csrc(**fork)
+    assert torch.equal(q0, wanted[0]) and torch.equal(q1, wanted[2])
+    other = call | {"gamma0": call["gamma0"] * 3, "beta0": call["beta0"] + 1, "beta1": call["beta1"] + 1}
+    assert torch.equal(mla_preprocess(**other)[0], q0)
 
 
 def test_minus_one_skips_and_other_slots_are_refused() -> None:
@@ -151,7 +157,7 @@ def test_epsilon_and_the_order_of_columns() -> None:
     _, kv, _, kr = mla_preprocess(**call)
     slots = call["slotmapping"]
     assert (rows(kv, slots) == 0).all() and (rows(kr, slots) != 0).any()
-    tiny = sample(weight=BF16) | {"input": torch.full((5, 128), 1e-4).to(BF16)}
+    tiny = sample() | {"input": torch.full((5, 128), 1e-4).to(BF16)}
     close(mla_preprocess(**tiny)[0], formula(tiny)["query"])
 
 
@@ -212,14 +218,38 @@ def test_values_cannot_be_read_off_a_meta_tensor() -> None:
     assert refusal.value.code == "values.meta"
 
 
+def on_cuda(*sizes: int) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(sizes, dtype=BF16, device="cuda")
+
+
+NO_HEADS = {"descale1": sized(0, dtype=torch.float32), "quant_mode": "per_token_quant_symm"}
+
+
+def other_hidden(quant_mode: str, h: int = 2048, weight: torch.dtype = torch.int8) -> dict[str, Any]:
+    """What differs in a call of another hidden size, or with weights of another dtype."""
+    shapes = {"input": sized(4, h), "gamma0": sized(h), "beta0": sized(h), "quant_mode": quant_mode}
+    return shapes | {"wdqkv": sized(2112, h, dtype=weight), "wuq": sized(384, 1536, dtype=weight)}
+
+
+def test_only_static_quantisation_takes_other_hidden_sizes_and_unquantised_weights() -> None:
+    static, dynamic = "per_tensor_quant_asymm", "per_token_quant_symm"
+    meta.check(OP, **legal() | other_hidden(static))
+    meta.check(OP, **legal() | other_hidden(static, 7168, BF16))
+    for change in (other_hidden(dynamic), other_hidden(dynamic, 7168, BF16)):
+        with pytest.raises(meta.ContractError) as refusal:
+            meta.check(OP, **legal() | change)
+        assert refusal.value.code == "quant_mode.kernel"
+
+
 REFUSALS: list[tuple[str, dict[str, Any]]] = [
     ("required.input", {"input": None}),
     ("argument.unknown", {"epsilon": 1e-6}),
     ("type.input", {"input": [1.0]}),
-    ("dtype.input", {"input": sized(4, 2048, dtype=torch.float32)}),
-    ("shape.gamma0", {"gamma0": sized(2047)}),
-    ("shape.wdqkv", {"wdqkv": sized(2111, 2048, dtype=torch.int8)}),
-    ("shape.wdqkv", {"wdqkv": sized(1, 64, 2112, 16, dtype=torch.int8)}),
+    ("dtype.input", {"input": sized(4, 7168, dtype=torch.float32)}),
+    ("shape.gamma0", {"gamma0": sized(7167)}),
+    ("shape.wdqkv", {"wdqkv": sized(2111, 7168, dtype=torch.int8)}),
+    ("shape.wdqkv", {"wdqkv": sized(1, 224, 2112, 16, dtype=torch.int8)}),
     ("dtype.wuq", {"wuq": sized(384, 1536, dtype=torch.int32)}),
     ("dtype.descale0", {"descale0": sized(2112, dtype=torch.int64)}),
     ("required.quant_scale0", {"quant_scale0": None}),
@@ -231,6 +261,10 @@ REFUSALS: list[tuple[str, dict[str, Any]]] = [
     ("quant_mode.unknown", {"quant_mode": 0}),
     ("dtype.kv_cache", {"kv_cache": sized(2, 16, 1, 512, dtype=torch.int8)}),
     ("rank.kv_cache_rope", {"kv_cache_rope": sized(0)}),
+    ("contiguous.kv_cache", {"kv_cache": sized(2, 16, 1, 1024)[..., ::2]}),
+    ("device.gamma0", {"input": torch.zeros(4, 7168, dtype=BF16), "gamma0": on_cuda(7168)}),
+    ("type.cos", {"cos": torch.zeros(4, 64, dtype=BF16).to_sparse()}),
+    ("dims.n", {"wuk": sized(0, 128, 512), "wuq": sized(0, 1536, dtype=torch.int8), **NO_HEADS}),
     ("dims.blocksize", {"kv_cache": sized(2, 144, 1, 512), "kv_cache_rope": sized(2, 144, 1, 64)}),
 ]
 

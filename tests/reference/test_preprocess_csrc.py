@@ -164,14 +164,14 @@ STRIDED = torch.empty(2, 16, 1, 1024, dtype=BF16, device="meta")[..., ::2]
 REFUSALS: list[tuple[str, dict[str, Any]]] = [
     ("required.hiddenState", {"hiddenState": None}),
     ("required.inner_out", {"inner_out": None}),
-    ("argument.unknown", {"gamma0": sized(2048)}),
+    ("argument.unknown", {"gamma0": sized(7168)}),
     ("type.enable_inner_out", {"enable_inner_out": 1}),
     ("type.cos", {"cos": "cos"}),
     ("quant_mode.unknown", {"quant_mode": "per_tensor"}),
     ("quant_mode.unknown", {"quant_mode": "per_token_quant_asymm"}),
     ("cache_mode.kernel", {"cache_mode": "int8_nzcache"}),
-    ("dtype.hiddenState", {"hiddenState": sized(4, 2048, dtype=torch.float32)}),
-    ("dtype.wdqkv", {"wdqkv": sized(2112, 2048)}),
+    ("dtype.hiddenState", {"hiddenState": sized(4, 7168, dtype=torch.float32)}),
+    ("dtype.wdqkv", {"wdqkv": sized(2112, 7168)}),
     ("shape.wuq", {"wuq": sized(385, 1536, dtype=torch.int8)}),
     ("rank.wuk", {"wuk": sized(2, 32, 128, 16)}),
     ("required.beta1", {"beta1": None}),
@@ -199,7 +199,7 @@ def test_refusals_have_stable_codes(code: str, change: dict[str, Any]) -> None:
     call = legal() | change
     if code == "dims.r":
         call |= {
-            "wdqkv": sized(2080, 2048, dtype=torch.int8),
+            "wdqkv": sized(2080, 7168, dtype=torch.int8),
             "wuq": sized(320, 1536, dtype=torch.int8),
             "descale0": sized(2080, dtype=torch.float32),
             "descale1": sized(320, dtype=torch.float32),
