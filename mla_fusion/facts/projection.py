@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
@@ -20,6 +20,8 @@ class Projection:
     activation, weight   operands of the product
     origin               what the activation re-indexes, casts or quantises: equal for projections of one x
     quantised            of an int8 product, None of any other
+    pieces               projections whose columns stand side by side in this one (a weight in chunks); weight,
+                         scales and labels are then the first one's
     """
 
     product: Contraction
@@ -29,10 +31,16 @@ class Projection:
     weight_labels: Labels
     origin: Node
     quantised: Quantised | None = None
+    pieces: tuple[Projection, ...] = ()
 
     @property
     def node(self) -> Node:
         return self.product.node
+
+    @property
+    def parts(self) -> tuple[Projection, ...]:
+        """The projections with a weight each: this one, or its pieces."""
+        return self.pieces or (self,)
 
     @property
     def weight_is_left(self) -> bool:
@@ -71,12 +79,19 @@ class Projection:
 
 def find(view: View) -> list[Projection]:
     """Every product of an activation with a weight, in graph order."""
-    found = []
+    found: dict[Node, Projection] = {}
     for product in view.contractions.values():
-        made = _orient(view, product)
+        made = _join(product, found) if product.parts else _orient(view, product)
         if made is not None:
-            found.append(made)
-    return found
+            found[product.node] = made
+    return list(found.values())
+
+
+def _join(product: Contraction, found: dict[Node, Projection]) -> Projection | None:
+    pieces = tuple(found[part.node] for part in product.parts if part.node in found)
+    if len(pieces) != len(product.parts) or any(piece.weight is not piece.product.right for piece in pieces):
+        return None
+    return replace(pieces[0], product=product, pieces=pieces)
 
 
 def _orient(view: View, product: Contraction) -> Projection | None:

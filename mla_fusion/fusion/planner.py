@@ -110,7 +110,7 @@ class Planner:
             "c_kv": (*lead, len(k.columns)),
             "k_pe": (*lead, k.rope_dim),
         }
-        ups = (q.up_nope.node, q.up_rope.node)
+        ups = [part.node for item in (q.up_nope, q.up_rope) for part in item.parts]
         query = "query" if isinstance(q.absorb, AbsorbFact) else "q_nope"
         replacements = self.trees["query"].replacements(query, shapes[query])
         replacements += self.trees["query_rope"].replacements("query_rope", shapes["query_rope"])
@@ -266,8 +266,9 @@ class Planner:
     def _no_other_reader(self, plan: Plan) -> None:
         """After the replacements nothing may keep a product of the region alive."""
         cut = {replacement.node for replacement in plan.replacements}
-        region = {item.node for item in verdict.projections(self.candidate)}
-        key = self.candidate.key
+        q, key = self.candidate.query, self.candidate.key
+        joined = {item.node for item in (q.down, q.up_nope, q.up_rope, key.down, key.down_rope)}
+        region = joined | {item.node for item in verdict.projections(self.candidate)}
         stops = cut | region
         if self.candidate.weight_quant_mode:  # the quantisation of c_q: its results are the replaced ones
             stops |= {node for root in self.trees["query_norm"].roots for node in root.all_input_nodes}

@@ -40,13 +40,8 @@ RESULTS = (
 def inputs(plan: Plan) -> list[Node]:
     """Nodes of the graph that the replacement reads."""
     q, k = plan.candidate.query, plan.candidate.key
-    weights = [
-        q.down.weight,
-        q.up_nope.weight,
-        q.up_rope.weight,
-        k.down.weight,
-        k.down_rope.weight,
-    ]
+    every = (q.down, q.up_nope, q.up_rope, k.down, k.down_rope)
+    weights = [part.weight for item in every for part in item.parts]
     if isinstance(q.absorb, AbsorbFact):
         weights.append(q.absorb.weight)
     weights += scales(plan)
@@ -65,8 +60,7 @@ def scales(plan: Plan) -> list[Node]:
     q, k = plan.candidate.query, plan.candidate.key
     found: list[Node | None] = []
     for item in (q.up_nope, q.up_rope, q.down, k.down, k.down_rope):
-        if item.quantised is not None:
-            found.append(item.quantised.weight_scale)
+        found += [part.quantised.weight_scale for part in item.parts if part.quantised is not None]
     if q.up_nope.quantised is not None and q.up_nope.quantised.dynamic is not None:
         found.append(q.up_nope.quantised.dynamic.smooth)
     if q.down.quantised is not None:
@@ -170,14 +164,15 @@ def _weight(b: Builder, plan: Plan, name: str, arrange: Arrange, *projections: P
     def recipe(b: Builder) -> Any:
         return _dense(b, arrange(b, plan, _matrix), nz=True)
 
-    return b.packed(name, recipe, [item.weight for item in projections])
+    return b.packed(name, recipe, [part.weight for item in projections for part in item.parts])
 
 
 def _scale(b: Builder, plan: Plan, name: str, arrange: Arrange, *projections: Projection) -> Any:
     def recipe(b: Builder) -> Any:
         return _dense(b, b.cast(arrange(b, plan, _scale_matrix), torch.float32), nz=False)
 
-    return b.packed(name, recipe, [item.quantised.weight_scale for item in projections if item.quantised is not None])
+    parts = [part for item in projections for part in item.parts]
+    return b.packed(name, recipe, [part.quantised.weight_scale for part in parts if part.quantised is not None])
 
 
 def _quantisation(b: Builder, plan: Plan) -> dict[str, Any]:
@@ -223,7 +218,9 @@ def _token_scale(b: Builder, value: Any) -> Any:
 
 
 def _matrix(b: Builder, projection: Projection) -> Any:
-    """The weight as [in, out]."""
+    """The weight as [in, out]; of several pieces, side by side."""
+    if projection.pieces:
+        return b.call(aten.cat.default, [_matrix(b, piece) for piece in projection.pieces], 1)
     weight, labels = b.value(projection.weight), projection.weight_labels
     order = [labels.index(label) for label in (*projection.batch, *projection.summed, *projection.column_labels)]
     order = [axis for axis in range(len(labels)) if axis not in order] + order
@@ -237,6 +234,8 @@ def _matrix(b: Builder, projection: Projection) -> Any:
 
 def _scale_matrix(b: Builder, projection: Projection) -> Any:
     """The scales of an int8 weight's columns as [1, out], so that they are arranged as the weight is."""
+    if projection.pieces:
+        return b.call(aten.cat.default, [_scale_matrix(b, piece) for piece in projection.pieces], 1)
     assert projection.quantised is not None
     scale = projection.quantised.weight_scale
     columns = projection.weight.meta["val"].shape[projection.weight_labels.index(projection.column_labels[0])]

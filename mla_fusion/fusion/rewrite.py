@@ -85,7 +85,7 @@ def commit(builder: GraphBuilder, plan: Plan, place: Place, rewired: list[tuple[
 def _rewired(plan: Plan, node: Node) -> list[Node]:
     """Users that get the kernel's result; the query's up-projections die with the region."""
     q = plan.candidate.query
-    region = {q.up_nope.node, q.up_rope.node}
+    region = {part.node for item in (q.up_nope, q.up_rope) for part in item.parts}
     return [user for user in node.users if user not in region]
 
 

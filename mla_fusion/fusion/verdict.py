@@ -29,10 +29,10 @@ def judge(view: View, candidate: Candidate) -> None:
 
 
 def projections(candidate: Candidate) -> list[Projection]:
-    """The distinct projections of the region, absorbed product included."""
+    """The distinct projections of the region, each with one weight, absorbed product included."""
     q, k = candidate.query, candidate.key
     every = [q.down, q.up_nope, q.up_rope, q.absorb.projection, k.down, k.down_rope]
-    return list({item.node: item for item in every}.values())
+    return list({part.node: part for item in every for part in item.parts}.values())
 
 
 def _norms(candidate: Candidate) -> None:
@@ -75,7 +75,8 @@ def _is_zero(view: View, bias: Node) -> bool:
 def _quantisation(view: View, candidate: Candidate) -> None:
     """One of the weight_quant_modes 0, 1 and 2, each int8 value and its scales used by all that share it."""
     q, k = candidate.query, candidate.key
-    down, up = (q.down, k.down, k.down_rope), (q.up_nope, q.up_rope)
+    down = [part for item in (q.down, k.down, k.down_rope) for part in item.parts]
+    up = [part for item in (q.up_nope, q.up_rope) for part in item.parts]
     quantised = [item for item in (*down, *up) if item.quantised is not None]
     if not quantised:
         return

@@ -8,13 +8,14 @@ npu_transpose_batchmatmul(x, w, perm_x1=[1,0,2], perm_y=[1,0,2])     tnd,ndc->tn
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import argument, op_name
+from mla_fusion.graph.kinds import argument, is_reshape, op_name
 
 Labels = tuple[int, ...]
 
@@ -30,7 +31,10 @@ class Scales:
 
 @dataclass(frozen=True)
 class Contraction:
-    """``node = einsum(left, right)``; a label is an int, equal labels are one axis."""
+    """``node = einsum(left, right)``; a label is an int, equal labels are one axis.
+
+    parts   products of one activation whose columns ``node`` puts side by side; left and right are the first one's
+    """
 
     node: Node
     left: Node
@@ -41,12 +45,46 @@ class Contraction:
     bias: Node | None = None
     factors: tuple[float, float] = field(default=(1.0, 1.0))  # (alpha on the product, beta on the bias)
     scales: Scales | None = None
+    parts: tuple[Contraction, ...] = ()
 
 
 def read(node: Node) -> Contraction | None:
     """The node as a contraction of two tensors, or None where it is not one."""
     reader = _READERS.get(op_name(node))
     return reader(node) if reader else None
+
+
+def join(node: Node, known: Mapping[Node, Contraction]) -> Contraction | None:
+    """``cat([x W0, x W1, ..], -1)`` as one product with more columns (a weight in chunks), or None.
+
+    Whether the products read one x is for the caller to say.
+    """
+    if op_name(node) != "aten::cat" or not isinstance(node.args[0], (list, tuple)) or len(node.args[0]) < 2:
+        return None
+    rank = _rank(node)
+    if rank < 2 or argument(node, "dim", 0) not in (-1, rank - 1):
+        return None
+    parts = []
+    for piece in node.args[0]:
+        part = known.get(_before_reshapes(piece)) if isinstance(piece, Node) else None
+        if part is None or part.parts or len(part.right_labels) != 2 or part.out_labels[-1] not in part.right_labels:
+            return None
+        parts.append(part)
+    tokens = tuple(range(_TOKENS, _TOKENS + rank - 1))
+    return replace(parts[0], node=node, out_labels=(*tokens, parts[0].out_labels[-1]), parts=tuple(parts))
+
+
+_TOKENS = 10_000  # labels that no operand has: the token axes may be other ones than the products'
+
+
+def _before_reshapes(node: Node) -> Node:
+    """What is the node before its token axes were reshaped."""
+    while is_reshape(node):
+        source = node.args[0]
+        if not isinstance(source, Node) or source.meta["val"].shape[-1] != node.meta["val"].shape[-1]:
+            return node
+        node = source
+    return node
 
 
 def _rank(node: object) -> int:

@@ -85,6 +85,10 @@ class View:
         if product is not None and not _is_outer(product):
             self.contractions[node] = product
             return frozenset((node,))
+        joined = contraction.join(node, self.contractions)
+        if joined is not None and self._one_activation(joined):
+            self.contractions[node] = joined
+            return frozenset((node,))
         if not _is_plain(node) or (is_writer(node) and not self._writes_into_own(node)):
             return frozenset((node,))
         if filled_with(node) is not None or all(
@@ -97,6 +101,11 @@ class View:
             theirs = self._sources[arg]
             sources = theirs if not sources else sources | theirs if theirs else sources
         return sources if len(sources) <= _MANY else frozenset((node,))
+
+    def _one_activation(self, joined: Contraction) -> bool:
+        """Do all parts multiply one value by weights?"""
+        first, *others = (self._number[peel(part.left)] for part in joined.parts)
+        return all(other == first for other in others) and not any(self._sources[part.right] for part in joined.parts)
 
     def _writes_into_own(self, node: Node) -> bool:
         """``q[..., D:] = rope(q)`` writes into a value of its own making; a cache write does not."""

@@ -129,6 +129,18 @@ class MergedDown(Full):
         return self.kv_a_layernorm(c_kv), k_pe
 
 
+class Chunked(Full):
+    """vllm-ascend's chunked W8A8: two products of one quantised c_q, side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(QuantLinear(HCQ, self.heads // 2 * (D + DR)) for _ in range(2))
+        self.q_b_proj = nn.Identity()  # type: ignore[assignment]
+
+    def split(self, c_q: Tensor) -> tuple[Tensor, Tensor]:
+        return super().split(torch.cat([half(c_q) for half in self.halves], -1))
+
+
 class HalfRope(Full):
     """Half-layout RoPE: columns of int8 weights and of their scales are permuted together."""
 
@@ -212,6 +224,7 @@ QUANTISED: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, .
     "FullTransposed": (FullTransposed, paged_args, 2, "in place"),
     "FullFlattened": (FullFlattened, paged_args, 2, "in place"),
     "MergedDown": (MergedDown, paged_args, 2, "in place"),
+    "Chunked": (Chunked, paged_args, 2, "in place"),
     "HalfRope": (HalfRope, paged_args, 2, "in place"),
     "InterleavedRope": (InterleavedRope, paged_args, 2, "staged"),
     "IndexerReads": (IndexerReads, paged_args, 2, "in place"),

@@ -64,6 +64,32 @@ class WideRope(Base):
         return super().rotate(x.float(), c.float(), s.float()).to(x.dtype)
 
 
+class ChunkedWeights(Base):
+    """A large weight multiplied chunk by chunk, the chunks cut in the graph."""
+
+    def down(self, x: Tensor) -> Tensor:
+        return torch.cat([x @ chunk.t() for chunk in self.q_a_proj.weight.chunk(3)], -1)
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c_kv, k_pe = torch.cat([F.linear(x, w) for w in self.kv_a_proj_with_mqa.weight.split(192)], -1).split(
+            [HCKV, DR], -1
+        )
+        return self.kv_a_layernorm(c_kv), k_pe
+
+
+class ChunkedHeads(Base):
+    """W_uq_qr held as several parameters, cut in the middle of a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        chunks = self.q_b_proj.weight.detach().split([100, 184, 100])
+        self.chunks = nn.ParameterList(nn.Parameter(chunk.clone()) for chunk in chunks)
+        self.q_b_proj = nn.Identity()  # type: ignore[assignment]
+
+    def split(self, c_q: Tensor) -> tuple[Tensor, Tensor]:
+        return super().split(torch.cat([F.linear(c_q, chunk) for chunk in self.chunks], -1))
+
+
 class SeparateUpProjections(Base):
     """W_uq and W_qr, W_dkv and W_kr as four linears."""
 
@@ -406,6 +432,8 @@ VARIANTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ..
             NpuRotaryMul,
             RollWithSigns,
             WideRope,
+            ChunkedWeights,
+            ChunkedHeads,
             SeparateUpProjections,
             AllNopeThenAllRope,
             RopeBeforeNope,
