@@ -20,6 +20,7 @@ from mla_fusion.graph.cone import Cone
 from mla_fusion.graph.kinds import is_view
 
 _SAME_DIRECTION = 1e-10
+_SAMPLES = 8  # rows by which a coefficient is compared with the columns of a base
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,10 @@ def _coefficients(
     rows: torch.Tensor,
     order: torch.Tensor,
 ) -> _Samples | None:
-    """Run the cone on the first column of every pair alone, then on the second, under two draws of the bases."""
+    """Run the cone on the first column of every pair alone, then on the second, under several draws of the bases.
+
+    Few tokens need more draws: in two dimensions, one of a thousand random columns may well point where a table does.
+    """
     x = torch.empty(cone.tokens * cone.width, dtype=torch.float64)
     x[cone.codes.reshape(-1)] = decoder.probe.reshape(-1)
     x = x.reshape(cone.tokens, cone.width)
@@ -205,7 +209,7 @@ def _coefficients(
     mask = is_first[cone.codes % cone.width]
     half = first.shape[1]
     cosines, sines, draws = [], [], []
-    for draw in range(2):
+    for draw in range(max(2, -(-_SAMPLES // cone.tokens))):
         bases = decoder.bases if draw == 0 else small_scalars(cone.draw(decoder.generator))
         parts = []
         for kept in (mask, ~mask):

@@ -14,24 +14,25 @@ from torch.fx import Node
 
 from mla_fusion.facts.projection import Projection
 from mla_fusion.graph.cone import Cone
-from mla_fusion.graph.kinds import is_faithful_cast, is_view
-from mla_fusion.graph.program import Program
+from mla_fusion.graph.kinds import is_faithful_cast, is_getitem, is_view
+from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.view import View
 
 
 @dataclass(frozen=True)
 class UnabsorbedFact:
-    """Every node of ``roots`` holds q_nope, ``codes`` of its shape: (token * N + n) * D + d.
+    """Every node of ``roots`` holds ``factor * q_nope``, ``codes`` of its shape: (token * N + n) * D + d.
 
     columns      [N][D] columns of the product, heads and dims in ascending order
+    factor       what q_nope is multiplied by after the product (LongCat's scale), 1.0 where nothing is
     latent_dim   Hckv, the width of the kernel's query output
     """
 
     projection: Projection
     columns: tuple[tuple[int, ...], ...]
+    factor: float
     roots: tuple[tuple[Node, torch.Tensor], ...]
     latent_dim: int
-    factor: float = 1.0
 
     @property
     def node(self) -> Node:
@@ -52,35 +53,69 @@ class UnabsorbedFact:
 
 def find(
     view: View, cone: Cone, up: Projection, rotated: Collection[int], heads: int, latent_dim: int
-) -> UnabsorbedFact | None:
-    """q_nope in the product ``up``: all columns that are not ``rotated``, where something reads them as one piece."""
+) -> list[UnabsorbedFact]:
+    """q_nope in the product ``up``: all columns that are not ``rotated``, where something reads them as one piece.
+    One fact for each factor by which it is read.
+    """
     nope = [column for column in range(cone.width) if column not in rotated]
     d = len(nope) // heads
     if not 0 < d <= latent_dim or len(nope) % heads:
-        return None
+        return []
     place = torch.full((cone.width,), -1)
     place[nope] = torch.arange(len(nope))
-    roots: list[tuple[Node, torch.Tensor]] = []
-    holding: set[object] = set()
-    for node, codes in _forms(view, cone):
-        places = place[codes % cone.width]
-        if codes.numel() != cone.tokens * len(nope) or not bool((places >= 0).all()):
+    forms = {form.node: form for form in _forms(view, cone)}
+    roots: dict[float, list[tuple[Node, torch.Tensor]]] = {}
+    holding: dict[Node, float] = {}
+    for node, form in forms.items():
+        places = place[form.codes % cone.width]
+        if form.codes.numel() != cone.tokens * len(nope) or not bool((places >= 0).all()):
             continue
-        holding.add(node)
-        if node is cone.node or node.args[0] not in holding:
-            roots.append((node, codes // cone.width * len(nope) + places))
+        holding[node] = form.factor
+        if form.of is None or holding.get(form.of) != form.factor:
+            roots.setdefault(form.factor, []).append((node, form.codes // cone.width * len(nope) + places))
     columns = tuple(tuple(nope[head * d : head * d + d]) for head in range(heads))
-    return UnabsorbedFact(up, columns, tuple(roots), latent_dim) if roots else None
+    return [UnabsorbedFact(up, columns, factor, tuple(held), latent_dim) for factor, held in roots.items()]
 
 
-def _forms(view: View, cone: Cone) -> list[tuple[Node, torch.Tensor]]:
-    """The product, then its views and casts, each with the codes of its elements."""
-    order, inside = [], {cone.node}
+@dataclass(frozen=True)
+class _Form:
+    """``node`` is ``factor`` times the product's elements ``codes``, made from ``of`` (None: the product itself)."""
+
+    node: Node
+    codes: torch.Tensor
+    factor: float
+    of: Node | None
+
+
+def _forms(view: View, cone: Cone) -> list[_Form]:
+    """The product, its views and casts, and their multiples by one number."""
+    values = cone.run(cone.codes.double() + 1, cone.draw(torch.Generator().manual_seed(0)))
+    forms = {cone.node: _Form(cone.node, cone.codes, 1.0, None)}
     for node in cone.nodes:
-        if (is_view(node) or is_faithful_cast(node)) and node.args[0] in inside:
-            inside.add(node)
-            order.append(node)
-    program = Program([cone.node], order, view.binding, shrink=cone.shrink)
-    values = program.run([cone.codes])
-    found = [(node, values[program.slot(node)]) for node in (cone.node, *order)]
-    return [(node, value.long()) for node, value in found if isinstance(value, torch.Tensor)]
+        inputs = node.args[0].all_input_nodes if _is_piece(node) else node.all_input_nodes  # type: ignore[union-attr]
+        source = next((arg for arg in inputs if arg in forms), None)
+        value = values[cone.slot(node)]
+        if source is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        of = forms[source]
+        if is_view(node) or is_faithful_cast(node):
+            codes = _recode(view, cone, source, of.codes, node)
+            if codes is not None:
+                forms[node] = _Form(node, codes, of.factor, source)
+        elif value.shape == of.codes.shape:
+            ratio = value / (of.codes + 1)
+            factor = float(ratio.reshape(-1)[0]) if ratio.numel() else 0.0
+            if factor and torch.allclose(ratio, torch.full_like(ratio, factor), rtol=1e-9, atol=0.0):
+                forms[node] = _Form(node, of.codes, float(f"{factor:.10g}"), source)
+    return list(forms.values())
+
+
+def _is_piece(node: Node) -> bool:
+    """One result of a split."""
+    return is_getitem(node) and isinstance(node.args[0], Node)
+
+
+def _recode(view: View, cone: Cone, source: Node, codes: torch.Tensor, node: Node) -> torch.Tensor | None:
+    program = Program([source], nodes_between((source,), node), view.binding, shrink=cone.shrink)
+    value = program.run([codes])[program.slot(node)]
+    return value.long() if isinstance(value, torch.Tensor) else None

@@ -129,7 +129,8 @@ class Finder:
         if self.identity and keys and not queries:
             queries = self._unabsorbed(facts, len(keys[0].columns))
         if keys and queries:
-            return Candidate(queries[0], keys[0], self.reader.shrink)
+            chosen = next((query for query in queries if _equally_scaled(self.view, query, keys[0])), queries[0])
+            return Candidate(chosen, keys[0], self.reader.shrink)
         if queries:
             seen = (queries[0].norm.node, queries[0].absorb.node)
             return NearMiss(Refuse("kv_latent.absent", f"x is {group[0].origin.name}"), seen)
@@ -169,8 +170,8 @@ class Finder:
                     rotated = {column for head in (*rope.first, *rope.second) for column in head}
                     for up in ups:
                         own = rotated if up is up_rope else ()
-                        nope = unabsorbed.find(self.view, self.reader.read(up).cone, up, own, rope.heads, latent_dim)
-                        if nope is not None:
+                        cone_of_up = self.reader.read(up).cone
+                        for nope in unabsorbed.find(self.view, cone_of_up, up, own, rope.heads, latent_dim):
                             found.append(QuerySide(down, norm, up, up_rope, nope, rope))
         return found
 
@@ -283,6 +284,12 @@ def same_table(view: View, a: Table, b: Table) -> float | None:
             return None
         ratios.add(round(run.factor / other.factor, 9))
     return ratios.pop() if len(ratios) == 1 else None
+
+
+def _equally_scaled(view: View, query: QuerySide, key: KeySide) -> bool:
+    """Is q_nope multiplied by what q_pe is, relative to k_pe? (A model may read it unscaled too.)"""
+    ratio = same_table(view, query.rope.cos, key.cos)
+    return ratio is not None and abs(ratio - query.absorb.factor) <= 1e-6 * abs(ratio)
 
 
 def _without_casts(node: Node) -> Node:
