@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from mla_fusion.meta import preprocess, preprocess_csrc
+from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.limits import known_releases
 from mla_fusion.meta.signature import complete, named
 
@@ -26,11 +27,32 @@ def implied_quant_modes(arguments: Mapping[str, Any]) -> tuple[int, int]:
     return 0, 0
 
 
+# the tensors that results are read off, and the ranks they may have
+_READ: Mapping[str, tuple[int, ...]] = {
+    "token_x": (2, 3),
+    "weight_uk": (3,),
+    "weight_uq_qr": (2, 4),
+    "rmsnorm_gamma_cq": (1,),
+    "rope_sin": (2, 3),
+    "kv_cache": (),
+    "kr_cache": (),
+}
+
+
+def _readable(op: str, argument: str, value: Any, ranks: tuple[int, ...]) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ContractError(f"type.{argument}", argument, "a tensor", type(value).__name__, op=op)
+    if ranks and value.dim() not in ranks:
+        expected = " or ".join(f"{rank}-D" for rank in ranks)
+        raise ContractError(f"rank.{argument}", argument, expected, f"{value.dim()}-D", op=op)
+
+
 def infer(op: str, *, cann: str = "latest", **arguments: Any) -> list[Result]:
     """``[(shape, dtype), ...]`` in the operator's result order; the caches of the functional form come last.
 
     Absent results are ``[0]`` from CANN 8.5 on, ``[1]`` before it and for dequant_scale_q_nope of v2
-    (torch_npu's meta functions). Raises ContractError for a missing or unknown argument or CANN release.
+    (torch_npu's meta functions). Raises ContractError for a missing or unknown argument, a CANN release that does not
+    exist, and a tensor without the axes that results are read off; the rest is `check`'s.
     """
     name = named(op)
     if name == preprocess.OP:
@@ -39,6 +61,8 @@ def infer(op: str, *, cann: str = "latest", **arguments: Any) -> list[Result]:
         return preprocess_csrc.infer_csrc(arguments)
     absent = (0,) if "8.5" in known_releases(cann) else (1,)
     full = complete(op, arguments)
+    for argument, ranks in _READ.items():
+        _readable(op, argument, full[argument], ranks)
     version_1_2 = op in ("npu_mla_prolog", "npu_mla_prolog_v2")
     if version_1_2:
         wq, kv = implied_quant_modes(full)

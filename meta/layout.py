@@ -58,6 +58,12 @@ def contiguous(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_contiguous()
 
 
+def shares_memory(tensor: Tensor) -> bool:
+    """Whether several elements of an expanded tensor are one, so that writing it means nothing."""
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(type(size) is type(stride) is int and size > 1 and stride == 0 for size, stride in axes)
+
+
 def writable(tensor: Tensor, *, first_axis_free: bool, ones_free: bool) -> bool:
     """Whether a tensor that is written in place is laid out contiguously.
 

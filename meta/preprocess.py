@@ -257,6 +257,10 @@ def _bind_caches(bound: Binder, form: CacheForm, kind: torch.dtype) -> None:
 def infer_preprocess(given: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], torch.dtype]]:
     """q_out0, kv_cache_out0, q_out1, kv_cache_out1; in mode 0 the third is empty."""
     full = arguments_of(ATB, given)
+    bound = Binder(OP, HOST, full)
+    for name, rank in (("input", 2), ("wuk", 3), ("gamma2", 1), ("cos", 2)):
+        if full[name].dim() not in (rank, rank + (name == "wuk")):
+            bound.refuse(f"rank.{name}", name, f"{rank}-D", f"{full[name].dim()}-D")
     tokens, heads, rank = full["input"].shape[0], full["wuk"].shape[0], full["gamma2"].shape[0]
     rope, kind = full["cos"].shape[-1], full["input"].dtype
     kv, kr = full["kv_cache"], full["kv_cache_rope"]

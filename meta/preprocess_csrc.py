@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from mla_fusion.meta.binder import Binder
-from mla_fusion.meta.layout import contiguous, writable
+from mla_fusion.meta.layout import contiguous, shares_memory, writable
 from mla_fusion.meta.preprocess import (
     CACHE_FORMS,
     CACHE_MODES,
@@ -184,14 +184,19 @@ def block_row_width(sizes: tuple[Any, ...], nz: bool) -> tuple[Any, ...]:
 
 def _bind_results(bound: Binder, form: CacheForm, kind: torch.dtype) -> None:
     full = bound.full
-    bound.tensor("q_out0", form.q_out0, torch.int8 if form.int8 else kind)
-    for cache, out in (("kv_cache", "kv_cache_out0"), ("kv_cache_rope", "kv_cache_out1")):
-        if cache == "kv_cache" or form.kr is not None:
-            _same_layout(bound, cache, out)
+    results = {"q_out0": (form.q_out0, torch.int8 if form.int8 else kind)}
     if form.kr is not None:
-        bound.tensor("q_out1", "T N R", kind)
+        results["q_out1"] = ("T N R", kind)
     if full["enable_inner_out"]:
-        bound.tensor("inner_out", "T Q", kind)
+        results["inner_out"] = ("T Q", kind)
+    for name, (shape, dtype) in results.items():
+        bound.tensor(name, shape, dtype)
+        if shares_memory(full[name]):
+            found = f"strides {list(full[name].stride())}"
+            bound.refuse(f"contiguous.{name}", name, "memory of its own for every element", found)
+    _same_layout(bound, "kv_cache", "kv_cache_out0")
+    if form.kr is not None:
+        _same_layout(bound, "kv_cache_rope", "kv_cache_out1")
 
 
 def _same_layout(bound: Binder, cache: str, out: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.meta import ContractError
+from mla_fusion.meta.layout import shares_memory, writable
 
 PAGED_BY_TOKEN = ("PA_BSND", "PA_NZ")
 PAGED_BY_BLOCK = ("PA_BLK_BSND", "PA_BLK_NZ")
@@ -69,6 +70,7 @@ def write_paged(cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, *, n
     block_num, block_size, _, width = cache.shape
     if block_num == 0 or block.numel() == 0:
         return
+    _check_layout(cache, nz, argument)
     highest = int(block.max())
     if highest >= block_num:
         raise ContractError(
@@ -96,6 +98,14 @@ def write_paged(cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, *, n
         cache[block, offset, 0] = rows
 
 
+def _check_layout(cache: Tensor, nz: bool, argument: str) -> None:
+    """ContractError for a cache that shares memory with itself, or whose blocks are no FRACTAL_NZ memory."""
+    if shares_memory(cache) or (nz and not writable(cache, first_axis_free=True, ones_free=True)):
+        expected = "contiguous axes, the first excepted" if nz else "memory of its own for every row"
+        found = f"{list(cache.shape)} with strides {list(cache.stride())}"
+        raise ContractError(f"contiguous.{argument}", argument, expected, found)
+
+
 def write(
     cache: Tensor,
     rows: Tensor,
@@ -111,6 +121,7 @@ def write(
     if cache.numel() == 0 or rows.numel() == 0:
         return
     if cache_mode in UNPAGED:
+        _check_layout(cache, False, argument)
         cache.copy_(rows.view(cache.shape))
         return
     assert cache_index is not None

@@ -76,7 +76,7 @@ def npu_mla_prolog_v3(
     form = format_of(weight_quant_mode, current_chip())
 
     cq = steps.matmul_cq(form, x, w_dq, dequant_scale_x, dequant_scale_w_dq)
-    normed = steps.rms_norm_cq(cq, rmsnorm_gamma_cq, rmsnorm_epsilon_cq, qc_qr_scale)
+    normed = steps.rms_norm_cq(cq, rmsnorm_gamma_cq, float(rmsnorm_epsilon_cq), float(qc_qr_scale))
     if form is None:
         c_q, scale_c_q = normed.to(activation), torch.empty(0)
     else:
@@ -91,7 +91,7 @@ def npu_mla_prolog_v3(
         query_rope = steps.mul_qr(query_rope, quant_scale_ckv, dequant_scale_q_nope)
 
     ckv, kr = steps.matmul_ckv_kr(form, x, w_dkv_kr, dequant_scale_x, dequant_scale_w_dkv_kr, dr)
-    ckv = steps.rms_norm_ckv(ckv, rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv, kc_scale)
+    ckv = steps.rms_norm_ckv(ckv, rmsnorm_gamma_ckv, float(rmsnorm_epsilon_ckv), float(kc_scale))
     kr = steps.rope_qr(kr.unsqueeze(1), cos, sin, activation).squeeze(1)
     if kv_cache_quant_mode == 0:
         ckv = ckv.to(activation)
@@ -133,7 +133,8 @@ def npu_mla_prolog_v3_functional(
     """`npu_mla_prolog_v3` on copies of the caches, which are the sixth and seventh result; inputs
     untouched.
     """
-    kv_cache_out, kr_cache_out = kv_cache.clone(), kr_cache.clone()
+    # what is no tensor is refused below
+    kv_cache_out, kr_cache_out = (c.clone() if isinstance(c, Tensor) else c for c in (kv_cache, kr_cache))
     results = npu_mla_prolog_v3(
         token_x,
         weight_dq,

@@ -48,12 +48,13 @@ def sample_call(
     dtype: torch.dtype = torch.bfloat16,
     smooth: bool = False,
     seed: int = 0,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Arguments by name of a legal ``npu_mla_prolog_v3`` call; ``lead`` is ``(T,)`` or ``(B, S)``.
 
     Values are scaled so that every intermediate is of order one; caches hold noise; slots are distinct,
     and -1 (skipped) where the cache is too small for the tokens. With
-    block-wise cache modes and a 2-D token_x the tokens are two sequences.
+    block-wise cache modes and a 2-D token_x the tokens are two sequences. On ``device="meta"`` nothing is allocated.
     """
     make = torch.Generator().manual_seed(seed)
     weights, cache = spec.WEIGHT_MODES[weight_quant_mode], spec.CACHE_QUANTS[kv_cache_quant_mode]
@@ -73,6 +74,8 @@ def sample_call(
 
     def filled(text: str, kind: torch.dtype, fan_in: float = 1.0) -> Tensor:
         sizes = shape(text)
+        if device == "meta":
+            return torch.empty(sizes, dtype=kind, device=device)
         if kind == torch.int8:
             return torch.randint(-127, 128, sizes, generator=make, dtype=torch.int8)
         noise = torch.randn(sizes, generator=make) / fan_in**0.5
@@ -90,7 +93,7 @@ def sample_call(
     call["kr_cache"] = (
         filled(f"{mode.cache} Dr", roles.get(cache.kr, cache.kr))
         if cache.kr is not None
-        else torch.empty(0, dtype=dtype)
+        else torch.empty(0, dtype=dtype, device=device)
     )
     scales = {**weights.required, **cache.required, **(weights.optional if smooth else {})}
     if weight_quant_mode not in spec.CLIP_WEIGHT_MODES:
@@ -100,9 +103,12 @@ def sample_call(
         if name.startswith("dequant") and weights.element == torch.int8:
             # int8 operands have standard deviation 73: bring each product sum back to order one
             typical = 1.0 / (73.0 * (known["He"] ** 0.25 if name != "dequant_scale_w_uq_qr" else known["Hcq"] ** 0.5))
-        noise = typical * (0.5 + torch.rand(shape(text), generator=make))
-        call[name] = noise.to(weights.scale_dtype if name in weights.required else torch.float32)
-    call |= _index(mode, lead, known, make)
+        kind = weights.scale_dtype if name in weights.required else torch.float32
+        if device == "meta":
+            call[name] = torch.empty(shape(text), dtype=kind, device=device)
+        else:
+            call[name] = (typical * (0.5 + torch.rand(shape(text), generator=make))).to(kind)
+    call |= {name: tensor.to(device) for name, tensor in _index(mode, lead, known, make).items()}
     options = {
         "cache_mode": cache_mode,
         "weight_quant_mode": weight_quant_mode,
@@ -135,7 +141,7 @@ def _index(
         chosen = torch.randperm(block_num * block_size, generator=make)[: dims["tokens"]]
         slots[: len(chosen)] = chosen
         return {"cache_index": slots.reshape(list(lead))}
-    blocks = torch.randperm(block_num, generator=make)
+    blocks = torch.cat((torch.randperm(block_num, generator=make), torch.full((dims["tokens"],), -1)))
     if len(lead) == 2:
         per_batch = -(-lead[1] // block_size)
         return {"cache_index": blocks[: lead[0] * per_batch].reshape(lead[0], per_batch)}

@@ -24,11 +24,13 @@ def sample_preprocess(
     weight: torch.dtype = torch.int8,
     dims: Mapping[str, int] = SMALL,
     seed: int = 7,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Arguments by name of ``npu_mla_preprocess`` or ``mla_preprocess_csrc``, its results included.
 
     Values are scaled so that every intermediate is of order one; caches hold noise; slots are distinct. NZ caches
-    have 128 rows a block. ``weight`` is the dtype of the two projections (the activation's with "no_quant").
+    have 128 rows a block. ``weight`` is the dtype of the two projections (the activation's with "no_quant"). On
+    ``device="meta"`` neither weights nor caches are allocated.
     """
     make = torch.Generator().manual_seed(seed)
     form = preprocess.CACHE_FORMS[cache_mode]
@@ -38,9 +40,13 @@ def sample_preprocess(
     wide, up = c + r + q, n * (d + r)
 
     def noise(*sizes: int, scale: float = 1.0) -> Tensor:
+        if device == "meta":
+            return torch.empty(sizes, dtype=dtype, device=device)
         return (torch.randn(sizes, generator=make) * scale).to(dtype)
 
     def linear(rows: int, k: int) -> Tensor:
+        if device == "meta":
+            return torch.empty(rows, k, dtype=weight, device=device)
         if weight == torch.int8:
             return torch.randint(-127, 128, (rows, k), generator=make, dtype=torch.int8)
         return noise(rows, k, scale=k**-0.5)
@@ -72,6 +78,8 @@ def sample_preprocess(
 
     def rows(shape: str, kind: torch.dtype) -> Tensor:
         sizes = [int(axis) if axis.isdigit() else known[axis] for axis in shape.split()]
+        if device == "meta":
+            return torch.empty(sizes, dtype=kind, device=device)
         return torch.randint(-9, 9, sizes, generator=make).to(kind)
 
     call["kv_cache"] = rows(form.kv, torch.int8 if form.int8 else dtype)
@@ -84,10 +92,16 @@ def sample_preprocess(
     if form.int8:
         call["ctkv_scale"] = torch.tensor([0.02]).to(dtype)
         call["q_nope_scale"] = torch.linspace(20, 40, n).to(dtype)
-    return call if op == preprocess.OP else _as_fork(call, form, (t, n, c, r, q))
+    if op == preprocess_csrc.OP:
+        call = _as_fork(call, form, (t, n, c, r, q), device)
+    moved: dict[int, Tensor] = {}  # a cache that is passed twice stays one tensor
+    for name, value in call.items():
+        if isinstance(value, Tensor):
+            call[name] = moved.setdefault(id(value), value.to(device))
+    return call
 
 
-def _as_fork(call: dict[str, Any], form: preprocess.CacheForm, sizes: tuple[int, ...]) -> dict[str, Any]:
+def _as_fork(call: dict[str, Any], form: preprocess.CacheForm, sizes: tuple[int, ...], device: str) -> dict[str, Any]:
     """The same call of the fork: no input norm, results as arguments, in mode kvcache a rope cache for its width."""
     t, n, c, r, q = sizes
     kind = call["input"].dtype
@@ -96,8 +110,9 @@ def _as_fork(call: dict[str, Any], form: preprocess.CacheForm, sizes: tuple[int,
     if call["quant_mode"] == preprocess_csrc.NO_QUANT:
         fork |= dict.fromkeys(("descale0", "descale1", "beta1"))
     if form.kr is None:
-        fork["kv_cache_rope"] = torch.zeros(1, 1, r).to(kind)
+        fork["kv_cache_rope"] = torch.zeros(1, 1, r, dtype=kind, device=device)
     width = c + r if form.kr is None else c
-    fork["q_out0"] = torch.zeros(t, n, width).to(torch.int8 if form.int8 else kind)
-    fork["q_out1"], fork["inner_out"] = torch.zeros(t, n, r).to(kind), torch.zeros(t, q).to(kind)
+    for name, shape in (("q_out0", (t, n, width)), ("q_out1", (t, n, r)), ("inner_out", (t, q))):
+        dtype = torch.int8 if form.int8 and name == "q_out0" else kind
+        fork[name] = torch.zeros(shape, dtype=dtype, device=device)
     return fork | {"kv_cache_out0": fork["kv_cache"], "kv_cache_out1": fork["kv_cache_rope"]}

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from mla_fusion.meta import layout, spec
+from mla_fusion.meta import layout
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -325,32 +323,6 @@ def test_contents_that_the_device_does_not_check(
         meta.check(V3, values=True, **call)
     else:
         assert refused(call, values=True).code == code
-
-
-SIZES = st.lists(st.integers(0, 5), max_size=5).map(tuple)
-DTYPE = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.int64, torch.uint8])
-NASTY = st.one_of(
-    st.none(),
-    st.builds(lambda sizes, dtype: sized(*sizes, dtype=dtype), SIZES, DTYPE),
-    st.integers(-3, 300),
-    st.text(max_size=3),
-    st.floats(),
-    st.booleans(),
-    st.just([]),
-)
-
-
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.data())
-def test_an_illegal_call_raises_nothing_but_contract_error(data: st.DataObject) -> None:
-    call = legal(*data.draw(st.sampled_from(A23 + A5)))
-    names = sorted(set(call) | set(spec.CACHE_MODES) | {"smooth_scales_cq", "actual_seq_len", "tile_size"})
-    for name in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=4)):
-        call[name] = data.draw(NASTY)
-    try:
-        meta.check(V3, soc=data.draw(st.sampled_from(["A3", "A5"])), values=data.draw(st.booleans()), **call)
-    except meta.ContractError as error:
-        assert error.code and error.argument
 
 
 def test_a_check_costs_less_than_100_microseconds() -> None:

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_fusion import meta
@@ -187,29 +185,6 @@ CALL = legal()
 
 def sized(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(sizes, dtype=dtype, device="meta")
-
-
-SIZES = st.lists(st.integers(0, 5), max_size=5).map(tuple)
-NASTY = st.one_of(
-    st.none(),
-    st.builds(lambda s, k: sized(*s, dtype=k), SIZES, st.sampled_from([BF16, FP16, torch.int8, torch.int32])),
-    st.integers(-3, 300),
-    st.text(max_size=3),
-    st.sampled_from(["nzcache", "int8_nzcache", "per_token_quant_symm"]),
-)
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.data())
-def test_an_illegal_call_raises_nothing_but_contract_error(data: st.DataObject) -> None:
-    call = dict(CALL)
-    names = [*meta.signature(OP)[0], *meta.signature(OP)[1]]
-    for name in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=4)):
-        call[name] = data.draw(NASTY)
-    try:
-        meta.check(OP, values=data.draw(st.booleans()), **call)
-    except meta.ContractError as error:
-        assert error.code and error.argument
 
 
 def test_values_cannot_be_read_off_a_meta_tensor() -> None:
