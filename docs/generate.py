@@ -1,4 +1,4 @@
-"""Write docs/rejections.md from the table of rejection codes.
+"""Write docs/rejections.md from the table of rejection codes, with the tests that provoke them as examples.
 
 python docs/generate.py           # write the page
 python docs/generate.py --check   # exit 1 when the page is not what the table says
@@ -6,14 +6,16 @@ python docs/generate.py --check   # exit 1 when the page is not what the table s
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from mla_fusion.fusion.rejection import CODES
 
 PAGE = Path(__file__).with_name("rejections.md")
+FUSION_TESTS = Path(__file__).parents[1] / "tests" / "fusion"
 
 INTRODUCTION = """\
 # Why a prologue was not fused
@@ -23,8 +25,15 @@ of these codes. Codes are stable: tests and `Config.skip` may name them. The mes
 the nodes concerned. A code may carry a part after a colon that says more: `contract:dims.he` is the check `dims.he`
 of the operator's contract ([operator.md](operator.md)).
 
+Each code has an example: the smallest change to a plain prologue that gets it, cut from the tests that run it. `Base`
+is that prologue ([tests/fusion/near_misses.py](../tests/fusion/near_misses.py)), with a method for every step; `Full`,
+`Partial` and `OperatorCache` are int8 ones ([tests/fusion/quantised.py](../tests/fusion/quantised.py)).
+
 Generated from `mla_fusion/fusion/rejection.py` by `docs/generate.py`; do not edit.
 """
+# where examples are looked for: first the models, by the code they are listed with, then tests that name the code
+MODELS = ("near_misses.py", "quantised_misses.py")
+TESTS = ("test_rejections.py",)
 
 
 def page() -> str:
@@ -32,15 +41,52 @@ def page() -> str:
     return "\n".join([INTRODUCTION, *sections()])
 
 
+def examples() -> dict[str, str]:
+    """Source text by code, the first one that is found."""
+    found: dict[str, str] = {}
+    for name in (*MODELS, *TESTS):
+        text = (FUSION_TESTS / name).read_text()
+        statements = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef))
+        definitions = {node.name: node for node in statements}
+        for code, definition in _listed(text) if name in MODELS else _named(text, definitions.values()):
+            source = ast.get_source_segment(text, definitions[definition])
+            assert source is not None
+            found.setdefault(code, source)
+    return found
+
+
+def _listed(text: str) -> Iterator[tuple[str, str]]:
+    """(code, class) of every entry of a module's ``REFUSED``."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "REFUSED":
+            assert isinstance(node.value, ast.Dict)
+            for entry in node.value.values:
+                assert isinstance(entry, ast.Tuple) and isinstance(entry.elts[0], ast.Constant)
+                yield entry.elts[0].value, ast.unparse(entry.elts[1])
+
+
+def _named(text: str, definitions: Iterable[ast.stmt]) -> Iterator[tuple[str, str]]:
+    """(code, function) of every test whose text holds a code."""
+    for node in definitions:
+        source = ast.get_source_segment(text, node) or ""
+        for code in CODES:
+            if isinstance(node, ast.FunctionDef) and (f'"{code}"' in source or f'"{code}:' in source):
+                yield code, node.name
+
+
 def sections() -> Iterator[str]:
-    """One table for each family of codes: what stands before the dot."""
-    for family, codes in groupby(CODES, key=lambda code: code.partition(".")[0]):
+    """One table for each family of codes: what stands before the dot; then their examples."""
+    sources = examples()
+    for family, group in groupby(CODES, key=lambda code: code.partition(".")[0]):
+        codes = list(group)
         yield f"## {family}\n"
         yield "| code | what it means | what would make it fuse |"
         yield "| --- | --- | --- |"
         for code in codes:
             yield "| " + " | ".join((f"`{code}`", *(text.replace("|", "\\|") for text in CODES[code]))) + " |"
         yield ""
+        for code in codes:
+            yield f"`{code}`:\n\n```python\n{sources[code]}\n```\n"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -30,7 +30,8 @@ class Config:
     kr_layout   "exact" never changes what a cache row holds. "half" is the caller's word that every
                 reader and writer of kr_cache uses the half layout that the kernel writes.
     unabsorbed  "identity" also fuses prologues without a W_uk product, by weight_uk = [I | 0].
-    skip        Layers or rejection codes to leave alone, or predicates over a candidate.
+    skip        What to leave alone without a warning: layers by module path, prologues that would be rejected with a
+                code ("absorb.absent", "contract", "contract:dims.he"), or candidates for which a predicate holds.
 
     Raises ValueError for a value outside these choices.
     """

@@ -59,8 +59,9 @@ def run(gm: GraphModule, config: Config, builder: type[GraphBuilder] | None) -> 
     report.nodes_after = len(gm.graph.nodes)
     if report.committed:
         keep(report)
-    if report.rejected and not report.fused:
-        worst = report.rejected[0]
+    unasked = [item for item in report.rejected if item.code != "skip"]
+    if unasked and not report.fused:
+        worst = unasked[0]
         log.warning("no MLA prologue was fused; nearest miss %s: [%s] %s", worst.layer, worst.code, worst.message)
     return report
 
@@ -192,6 +193,8 @@ class _Pass:
 
     def _rejection(self, item: Candidate | NearMiss, reason: Refuse) -> Rejection:
         nodes: tuple[Node, ...] = reason.nodes or item.nodes
+        if any(code in self.config.skip for code in (reason.code, reason.code.partition(":")[0])):
+            reason = Refuse("skip", f"{reason.code} is in Config.skip; {reason.detail}", nodes)
         meaning = CODES[reason.code.partition(":")[0]][0]
         return Rejection(
             code=reason.code,

@@ -214,6 +214,16 @@ def test_skip_by_layer_and_predicate(entry: Any) -> None:
     assert [(r.code, r.layer) for r in report.rejected] == [("skip", "layers.1")]
 
 
+@pytest.mark.parametrize("entry", ["contract", "contract:dims.he"])
+def test_skip_by_code_is_silent(entry: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(s, "HE", 1152)
+    gm = graph_of(s.PagedRotateHalf(), *s.paged_args())
+    rejection = refused(gm, mf.Config(skip=(entry,)))
+    assert rejection.code == "skip" and "contract:dims.he is in Config.skip" in rejection.message
+    assert not caplog.records
+    assert refused(gm).code == "contract:dims.he" and len(caplog.records) == 1
+
+
 def test_disabled_pass_leaves_the_graph() -> None:
     gm = graph_of(s.PagedRotateHalf(), *s.paged_args())
     before = str(gm.graph)

@@ -1,4 +1,4 @@
-"""Hugging Face's MLA models as they are, at sizes the kernel takes: what fuses under the identity form, and what must not.
+"""Hugging Face's MLA models as they are, at sizes the kernel takes: what fuses under the identity form, what must not.
 
 None of them is absorbed, so ``Config(unabsorbed="identity")`` is what lets the pass act at all.
 """

@@ -39,6 +39,15 @@ def test_each_code_has_one_row_with_its_remedy(generator: ModuleType) -> None:
         assert meaning.replace("|", "\\|") in row and remedy.replace("|", "\\|") in row
 
 
+def test_each_code_has_an_example_that_a_test_runs(generator: ModuleType) -> None:
+    """The examples are cut from the tests, so each is either a listed near miss or a test itself."""
+    examples = generator.examples()
+    assert examples.keys() == CODES.keys()
+    for code, source in examples.items():
+        assert source.startswith(("class ", "def test_")), code
+        assert f"`{code}`:\n\n```python\n{source}\n```" in generator.page()
+
+
 def test_codes_of_one_family_stand_together() -> None:
     """The page has one heading for each family."""
     families = [code.partition(".")[0] for code in CODES]
