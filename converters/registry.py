@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -48,6 +49,17 @@ def register_unfused() -> dict[str, str]:
         if registered is None or _only_raises(registered):
             torchair.register_fx_node_ge_converter(overload)(converter)
     return {str(overload): _owner(overload) for overload in UNFUSED}
+
+
+@contextmanager
+def unfused_registered() -> Iterator[dict[str, str]]:
+    """`register_unfused` for the length of a ``with`` block; afterwards torchair refuses again what it refused."""
+    kept = {overload: _registered(overload) for overload in UNFUSED}
+    try:
+        yield register_unfused()
+    finally:
+        for overload, converter in kept.items():
+            overload._ge_converter = converter
 
 
 def provenance() -> dict[str, str]:

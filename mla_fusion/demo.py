@@ -49,10 +49,14 @@ class Options:
 
 @dataclass
 class Lowered:
-    """What torchair makes of the model: GE operators of the fused one, and why it refuses the unfused one."""
+    """What torchair makes of the model: GE operators of the fused and of the unfused one.
+
+    refusal   what torchair alone says to the unfused one; its operators are then those with our converters added
+    """
 
     missing: str = ""
     operators: dict[str, int] = field(default_factory=dict)
+    unfused: dict[str, int] = field(default_factory=dict)
     refusal: str = ""
 
     def problems(self, layers: int) -> list[str]:
@@ -197,8 +201,8 @@ def sections(outcome: Outcome) -> list[page.Section]:
     if lowered.missing:
         ge = page.Section("GE graph", lowered.missing, (), [])
     else:
-        operators = [(name, str(count)) for name, count in lowered.operators.items()]
-        ge = page.Section("GE graph", _refusal(lowered), ("GE operator", "fused"), operators)
+        rows = [(name, str(before), str(after)) for name, before, after in _ge_rows(lowered)]
+        ge = page.Section("GE graph", _refusal(lowered), ("GE operator", "unfused", "fused"), rows)
     return [errors, ge]
 
 
@@ -210,17 +214,19 @@ def _lower(model: AbsorbedDecoder, batch: PagedBatch, out: Path) -> tuple[Lowere
     if find_spec("torch_npu") is None:
         missing = "torch_npu is not installed, so nothing was lowered to GE; the FX graphs are those of the CPU."
         return Lowered(missing), _save_cpu_graphs(model, batch, out)
+    from mla_fusion import converters
     from mla_fusion.compile.lowering import LoweringError
 
     fused = mf.lower(model, *batch)
     files = fused.save(out)
-    refusal = ""
+    refusal, off = "", mf.Config(enable=False)
     try:
-        mf.lower(model, *batch, config=mf.Config(enable=False))
+        unfused = mf.lower(model, *batch, config=off)
     except LoweringError as error:
         refusal = str(error)
-    kernel_first = sorted(fused.ge_ops.items(), key=lambda pair: (pair[0] != KERNEL, -pair[1]))
-    return Lowered("", dict(kernel_first), refusal), files
+        with converters.unfused_registered():
+            unfused = mf.lower(model, *batch, config=off)
+    return Lowered("", dict(fused.ge_ops), dict(unfused.ge_ops), refusal), files
 
 
 def _save_cpu_graphs(model: AbsorbedDecoder, batch: PagedBatch, out: Path) -> list[Path]:
@@ -238,17 +244,18 @@ def _changed(report: Report) -> list[tuple[str, int, int]]:
     return tables.operators(report.operators.get("before", {}), report.operators.get("after", {}))
 
 
+def _ge_rows(lowered: Lowered) -> list[tuple[str, int, int]]:
+    return tables.operators(lowered.unfused, lowered.operators)
+
+
 def _refusal(lowered: Lowered) -> str:
     if not lowered.refusal:
-        return "torchair lowers the unfused model too."
-    return (
-        f"The unfused model has no GE graph to compare with: {lowered.refusal}. "
-        "Its side is the FX table, column before."
-    )
+        return "Both sides as torchair lowers them."
+    return f"torchair alone refuses the unfused model ({lowered.refusal}); it is lowered with our converters added."
 
 
 def _ge_text(lowered: Lowered) -> str:
     if lowered.missing:
         return f"GE graph: {lowered.missing}"
-    table = tables.render(("GE operator", "fused"), list(lowered.operators.items()))
-    return f"GE operators of the fused model, by torchair\n{table}\n{_refusal(lowered)}"
+    table = tables.render(("GE operator", "unfused", "fused"), _ge_rows(lowered))
+    return f"GE operators, by torchair\n{table}\n{_refusal(lowered)}"

@@ -13,8 +13,9 @@ from fnmatch import fnmatch
 from time import perf_counter
 
 from mla_fusion.compile import doctor
+from mla_fusion.reference import chip
 from mla_fusion.reference.sample import DEEPSEEK_V3
-from mla_fusion.selftest import fused, operator
+from mla_fusion.selftest import fused, operator, preprocess
 from mla_fusion.selftest.device import Device, NoDevice, choose
 from mla_fusion.selftest.result import Outcome, Result
 from mla_fusion.selftest.scenarios import Scenario, scenarios
@@ -39,10 +40,11 @@ def run(device: Device, options: Options | None = None, progress: Callable[[Resu
     """Every check on ``device``, in order; nothing stops at a failure. ``progress`` sees each result."""
     started = perf_counter()
     results = []
-    for result in _results(device, options or Options()):
-        results.append(result)
-        if progress is not None:
-            progress(result)
+    with chip(device.soc):
+        for result in _results(device, options or Options()):
+            results.append(result)
+            if progress is not None:
+                progress(result)
     return Outcome(device, doctor.versions(), results, perf_counter() - started)
 
 
@@ -54,6 +56,9 @@ def _results(device: Device, options: Options) -> Iterator[Result]:
     for scenario in planned:
         if fnmatch(scenario.name, f"*{options.only}*"):
             yield operator.run(scenario, device, repeats=repeats)
+    for other in preprocess.scenarios(device.soc, heads):
+        if fnmatch(other.name, f"*{options.only}*"):
+            yield preprocess.run(other, device, repeats=repeats)
     for scenario in _one_per_quantisation(planned):
         if fnmatch(scenario.name, f"*{options.only}*"):
             yield operator.run(scenario, device, through="graph", repeats=repeats)

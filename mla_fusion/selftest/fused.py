@@ -58,7 +58,7 @@ class _Run:
 def _measure(model: Prologue, given: tuple[Tensor, ...], device: Device, enable: bool, repeats: int) -> _Run:
     """Compile with the pass on or off, and call once for the values, then for the time."""
     config = Config(enable=enable, soc=device.soc, cann=device.cann)
-    placed = [device.place("", tensor) for tensor in given]
+    placed = [device.place(tensor) for tensor in given]
     before = [cache.data_ptr() for cache in placed[-2:]]
     torch._dynamo.reset()
     compiled = torch.compile(

@@ -22,6 +22,7 @@ def test_all_checks_pass(outcome):
     assert outcome.problems == []
     assert outcome.lowered.operators["MlaPrologV3"] == 2
     assert "aten.index_put.default" in outcome.lowered.refusal
+    assert outcome.lowered.unfused["ScatterNdUpdate"] == 4 and "MlaPrologV3" not in outcome.lowered.unfused
 
 
 def test_files(outcome):

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import mla_fusion as mf
 from mla_fusion import converters
-from mla_fusion.compile import torchair_bridge
 from mla_fusion.compile.lowering import LoweringError
 
 UNTOUCHED = mf.Config(enable=False)
@@ -20,12 +19,9 @@ UNTOUCHED = mf.Config(enable=False)
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
     mf.offline.activate()
-    kept = {overload: torchair_bridge.converter_of(overload) for overload in converters.UNFUSED}
-    owners = converters.register_unfused()
-    assert set(owners.values()) == {"mla_fusion"}
-    yield
-    for overload, converter in kept.items():
-        overload._ge_converter = converter
+    with converters.unfused_registered() as owners:
+        assert set(owners.values()) == {"mla_fusion"}
+        yield
 
 
 def lowered(call: Callable[..., Any], *args: Tensor, dynamic: bool = False) -> mf.Lowering:
