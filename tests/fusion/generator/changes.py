@@ -1,0 +1,425 @@
+"""One change of a graph at the level of its nodes: each takes a graph and a source of chance, and says what it did.
+
+A change may make nonsense (shapes that do not fit, a dtype that an operator refuses); the caller finds out by
+propagating shapes again, and draws another. What it must never do is leave the graph as it was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+Change = Callable[[Graph, random.Random], str | None]
+
+
+def _calls(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes if n.op == "call_function" and n.target is not aten.copy_.default]
+
+
+def _tensors(graph: Graph) -> list[Node]:
+    """Nodes that compute one tensor."""
+    return [node for node in _calls(graph) if isinstance(node.meta.get("val"), torch.Tensor)]
+
+
+def _is_float(node: Node) -> bool:
+    return bool(node.meta["val"].is_floating_point())
+
+
+# -- constants
+
+
+def edit_constant(graph: Graph, rng: random.Random) -> str | None:
+    """A number among a node's arguments becomes another: eps, a slice's bound, an axis, an exponent, a size."""
+    node = rng.choice(_calls(graph))
+    places = list(_numbers(node.args))
+    if not places:
+        return None
+    place, value = rng.choice(places)
+    new = rng.choice(_other_numbers(value))
+    if new == value:
+        return None
+    node.args = _replaced(node.args, place, new)
+    return f"{node.name}: {value} becomes {new}"
+
+
+def _numbers(value: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    if isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _numbers(item, (*place, index))
+    elif isinstance(value, (int, float, bool)):
+        yield place, value
+
+
+def _replaced(value: Any, place: tuple[int, ...], new: Any) -> Any:
+    if not place:
+        return new
+    items = [_replaced(item, place[1:], new) if index == place[0] else item for index, item in enumerate(value)]
+    return type(value)(items)
+
+
+def _other_numbers(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, value - 1, -value, 2 * value, value // 2]
+    return [value * 10, value / 10, -value, value + 1.0, 0.0]
+
+
+def shift_slice(graph: Graph, rng: random.Random) -> str | None:
+    """Both bounds of a slice move by as much: the width stays."""
+    slices = [node for node in _calls(graph) if node.target is aten.slice.Tensor]
+    if not slices:
+        return None
+    node = rng.choice(slices)
+    source, axis, start, end, *step = (*node.args, 0, 0, None)[: max(4, len(node.args))]
+    if not isinstance(start, int) or not isinstance(end, int) or end > 1 << 40:
+        return None
+    by = rng.choice((-2, -1, 1, 2, 64))
+    if start + by < 0:
+        return None
+    node.args = (source, axis, start + by, end + by, *step)
+    return f"{node.name}: moved by {by}"
+
+
+def reorder_split(graph: Graph, rng: random.Random) -> str | None:
+    """The sizes of a split change places, or one column goes from a part to the next."""
+    splits = [node for node in _calls(graph) if node.target is aten.split_with_sizes.default]
+    if not splits:
+        return None
+    node = rng.choice(splits)
+    sizes = list(node.args[1])  # type: ignore[arg-type]
+    if rng.random() < 0.5:
+        sizes.reverse()
+    else:
+        sizes[0], sizes[1] = sizes[0] - 1, sizes[1] + 1
+    node.args = (node.args[0], sizes, *node.args[2:])
+    return f"{node.name}: sizes {sizes}"
+
+
+def other_item(graph: Graph, rng: random.Random) -> str | None:
+    """Another part of a split is taken."""
+    items = [node for node in _calls(graph) if "getitem" in str(node.target)]
+    if not items:
+        return None
+    node = rng.choice(items)
+    source, index = node.args
+    assert isinstance(source, Node) and isinstance(index, int)
+    others = [i for i in range(len(source.meta["val"])) if i != index]
+    if not others:
+        return None
+    node.args = (source, rng.choice(others))
+    return f"{node.name}: item {node.args[1]} instead of {index}"
+
+
+# -- wiring
+
+
+def redirect(graph: Graph, rng: random.Random) -> str | None:
+    """A node reads another value of the same shape and dtype."""
+    node = rng.choice([n for n in graph.nodes if n.op in ("call_function", "output") and n.all_input_nodes])
+    old = rng.choice(node.all_input_nodes)
+    value = old.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    before = itertools.takewhile(lambda other: other is not node, graph.nodes)
+    others = [other for other in before if other is not old and _can_stand_for(other, value)]
+    if not others:
+        return None
+    new = rng.choice(others)
+    node.replace_input_with(old, new)
+    return f"{node.name} reads {new.name} instead of {old.name}"
+
+
+def _can_stand_for(node: Node, value: torch.Tensor) -> bool:
+    found = node.meta.get("val")
+    if not isinstance(found, torch.Tensor) or node.target is aten.copy_.default:
+        return False
+    return (found.shape, found.dtype) == (value.shape, value.dtype)
+
+
+def swap_arguments(graph: Graph, rng: random.Random) -> str | None:
+    """Two tensors that a node reads change places."""
+    nodes = [node for node in _calls(graph) if len(list(_inputs(node.args))) > 1]
+    node = rng.choice(nodes)
+    (a, first), (b, second) = rng.sample(list(_inputs(node.args)), 2)
+    if first is second:
+        return None
+    node.args = _replaced(_replaced(node.args, a, second), b, first)
+    return f"{node.name}: {first.name} and {second.name} swapped"
+
+
+def _inputs(value: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Node]]:
+    if isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _inputs(item, (*place, index))
+    elif isinstance(value, Node):
+        yield place, value
+
+
+def skip_node(graph: Graph, rng: random.Random) -> str | None:
+    """A step is left out: its users read its input, of the same shape."""
+    nodes = [node for node in _tensors(graph) if _same_shape_input(node) is not None]
+    node = rng.choice(nodes)
+    source = _same_shape_input(node)
+    assert source is not None
+    node.replace_all_uses_with(source)
+    return f"{node.name} ({node.target}) left out"
+
+
+def _same_shape_input(node: Node) -> Node | None:
+    for source in node.all_input_nodes:
+        value = source.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.shape == node.meta["val"].shape:
+            return source
+    return None
+
+
+def drop_write_back(graph: Graph, rng: random.Random) -> str | None:
+    """A cache's new value is not stored."""
+    copies = [node for node in graph.nodes if node.target is aten.copy_.default]
+    if not copies:
+        return None
+    node = rng.choice(copies)
+    graph.erase_node(node)
+    return f"{node.name} dropped"
+
+
+def also_returned(graph: Graph, rng: random.Random) -> str | None:
+    """An inner value leaves the graph as one more output."""
+    (output,) = graph.find_nodes(op="output")
+    node = rng.choice(_tensors(graph))
+    output.args = ((*output.args[0], node),)  # type: ignore[misc]
+    return f"{node.name} is returned too"
+
+
+# -- operators
+
+_REPLACED: dict[Any, tuple[Any, ...]] = {
+    aten.add.Tensor: (aten.sub.Tensor, aten.mul.Tensor),
+    aten.sub.Tensor: (aten.add.Tensor, aten.mul.Tensor),
+    aten.mul.Tensor: (aten.add.Tensor, aten.div.Tensor, aten.maximum.default),
+    aten.div.Tensor: (aten.mul.Tensor, aten.sub.Tensor),
+    aten.rsqrt.default: (aten.sqrt.default, aten.reciprocal.default, aten.sigmoid.default),
+    aten.sqrt.default: (aten.rsqrt.default, aten.square.default),
+    aten.mean.dim: (aten.sum.dim_IntList, aten.amax.default),
+    aten.sum.dim_IntList: (aten.mean.dim, aten.amax.default),
+    aten.cos.default: (aten.sin.default, aten.tanh.default),
+    aten.sin.default: (aten.cos.default,),
+    aten.neg.default: (aten.abs.default, aten.clone.default, aten.relu.default),
+    aten.square.default: (aten.abs.default,),
+    aten.index_copy.default: (aten.index_add.default,),
+    aten.scatter.src: (aten.scatter_add.default,),
+    aten.floor_divide.default: (aten.remainder.Scalar, aten.mul.Scalar),
+    aten.remainder.Scalar: (aten.floor_divide.default,),
+    aten.clone.default: (aten.neg.default,),
+}
+
+
+def replace_operator(graph: Graph, rng: random.Random) -> str | None:
+    """An operator becomes a relative of it."""
+    nodes = [node for node in _calls(graph) if node.target in _REPLACED]
+    node = rng.choice(nodes)
+    old, new = node.target, rng.choice(_REPLACED[node.target])
+    node.target = new
+    if new is aten.neg.default or old is aten.clone.default:
+        node.args, node.kwargs = node.args[:1], {}
+    return f"{node.name}: {old} becomes {new}"
+
+
+def accumulate(graph: Graph, rng: random.Random) -> str | None:
+    """A cache write adds to what is there."""
+    writes = [node for node in _calls(graph) if node.target is aten.index_put.default]
+    if not writes:
+        return None
+    node = rng.choice(writes)
+    node.args = (*node.args[:3], True)
+    return f"{node.name}: accumulate=True"
+
+
+# -- insertions
+
+
+def _round_trip(dtype: torch.dtype) -> Callable[[Graph, Node], Node]:
+    def insert(graph: Graph, node: Node) -> Node:
+        narrow = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+        return graph.call_function(aten._to_copy.default, (narrow,), {"dtype": node.meta["val"].dtype})
+
+    return insert
+
+
+def _first_element(graph: Graph, node: Node) -> Node:
+    flat = graph.call_function(aten.reshape.default, (node, [-1]))
+    return graph.call_function(aten.select.int, (flat, 0, 0))
+
+
+def _unary(target: Any, *args: Any) -> Callable[[Graph, Node], Node]:
+    return lambda graph, node: graph.call_function(target, (node, *args))
+
+
+_FLOAT_INSERTS: dict[str, Callable[[Graph, Node], Node]] = {
+    "abs": _unary(aten.abs.default),
+    "relu": _unary(aten.relu.default),
+    "neg": _unary(aten.neg.default),
+    "clamp": _unary(aten.clamp.default, -0.5, 0.5),
+    "lower bound": _unary(aten.clamp_min.default, -0.25),
+    "upper bound": _unary(aten.clamp_max.default, 1.0),
+    "times 2": _unary(aten.mul.Tensor, 2.0),
+    "times 1.05": _unary(aten.mul.Tensor, 1.05),
+    "plus 0.1": _unary(aten.add.Tensor, 0.1),
+    "square": _unary(aten.square.default),
+    "tanh": _unary(aten.tanh.default),
+    "round": _unary(aten.round.default),
+    "through float8": _round_trip(torch.float8_e4m3fn),
+    "through float8_e5m2": _round_trip(torch.float8_e5m2),
+    "through float16": _round_trip(torch.float16),
+    "through bfloat16": _round_trip(torch.bfloat16),
+    "through int32": _round_trip(torch.int32),
+    "through int8": _round_trip(torch.int8),
+    "times one of its own": lambda graph, node: graph.call_function(
+        aten.mul.Tensor, (node, _first_element(graph, node))
+    ),
+}
+_INTEGER_INSERTS: dict[str, Callable[[Graph, Node], Node]] = {
+    "plus 1": _unary(aten.add.Tensor, 1),
+    "minus 1": _unary(aten.sub.Tensor, 1),
+    "plus -1": _unary(aten.add.Tensor, -1),
+    "times -1": _unary(aten.mul.Tensor, -1),
+    "neg": _unary(aten.neg.default),
+    "modulo 7": _unary(aten.remainder.Scalar, 7),
+    "clamped": _unary(aten.clamp.default, 0, 20),
+    "through int8": _round_trip(torch.int8),
+}
+
+
+def insert(graph: Graph, rng: random.Random) -> str | None:
+    """A value passes through one more operator, for all its readers or for one."""
+    node = rng.choice([n for n in graph.nodes if n.op != "output" and isinstance(n.meta.get("val"), torch.Tensor)])
+    if node.target is aten.copy_.default or not node.users:
+        return None
+    inserts = _FLOAT_INSERTS if _is_float(node) else _INTEGER_INSERTS
+    if not _is_float(node) and (node.meta["val"].is_complex() or node.meta["val"].dtype == torch.bool):
+        return None
+    name = rng.choice(list(inserts))
+    return _pass_through(graph, node, inserts[name], name, rng)
+
+
+def insert_along_axis(graph: Graph, rng: random.Random) -> str | None:
+    """Along one axis a value is flipped, rolled, or its first entry repeated."""
+    node = rng.choice([n for n in graph.nodes if n.op != "output" and isinstance(n.meta.get("val"), torch.Tensor)])
+    wide = [axis for axis, size in enumerate(node.meta["val"].shape) if isinstance(size, int) and size > 1]
+    if node.target is aten.copy_.default or not wide or not node.users:
+        return None
+    axis = rng.choice(wide)
+    name, change = rng.choice(
+        [
+            ("flipped", _unary(aten.flip.default, [axis])),
+            ("rolled", _unary(aten.roll.default, [1], [axis])),
+            ("half rolled", _unary(aten.roll.default, [node.meta["val"].shape[axis] // 2], [axis])),
+            ("spread", _repeat_first(axis)),
+        ]
+    )
+    return _pass_through(graph, node, change, f"{name} along {axis}", rng)
+
+
+def _repeat_first(axis: int) -> Callable[[Graph, Node], Node]:
+    def change(graph: Graph, node: Node) -> Node:
+        first = graph.call_function(aten.slice.Tensor, (node, axis, 0, 1))
+        return graph.call_function(aten.expand.default, (first, list(node.meta["val"].shape)))
+
+    return change
+
+
+def _pass_through(
+    graph: Graph, node: Node, change: Callable[[Graph, Node], Node], name: str, rng: random.Random
+) -> str | None:
+    readers = [user for user in node.users if user.target is not aten.copy_.default or user.args[0] is not node]
+    if not readers:
+        return None
+    chosen = readers if rng.random() < 0.5 else [rng.choice(readers)]
+    with graph.inserting_before(min(chosen)):
+        changed = change(graph, node)
+    for user in chosen:
+        if user.target is aten.copy_.default:
+            user.args = (user.args[0], changed)
+        else:
+            user.replace_input_with(node, changed)
+    return f"{node.name} {name} for {', '.join(user.name for user in chosen)}"
+
+
+def transposed_twins(graph: Graph, rng: random.Random) -> str | None:
+    """Two axes of equal rank change places and the shape is kept: [a, b] read as [b, a]."""
+    node = rng.choice([n for n in _tensors(graph) if n.meta["val"].dim() > 1 and n.users])
+    shape = list(node.meta["val"].shape)
+    axis = rng.randrange(len(shape) - 1)
+    if shape[axis] == 1 or shape[axis + 1] == 1:
+        return None
+
+    def change(graph: Graph, node: Node) -> Node:
+        turned = graph.call_function(aten.transpose.int, (node, axis, axis + 1))
+        return graph.call_function(aten.reshape.default, (turned, shape))
+
+    return _pass_through(graph, node, change, f"transposed in {axis}, {axis + 1}", rng)
+
+
+# -- caches
+
+
+def write_again(graph: Graph, rng: random.Random) -> str | None:
+    """A second write of the same rows follows, at other slots."""
+    writes = [node for node in _calls(graph) if node.target in (aten.index_put.default, aten.index_copy.default)]
+    if not writes:
+        return None
+    node = rng.choice(writes)
+    with graph.inserting_after(node):
+        again = graph.call_function(node.target, node.args, node.kwargs)
+    moved = next(arg for arg in again.all_input_nodes if not _is_float(arg))
+    with graph.inserting_before(again):
+        later = graph.call_function(aten.add.Tensor, (moved, rng.choice((1, 3))))
+    node.replace_all_uses_with(again)
+    again.replace_input_with(moved, later)
+    again.args = (node, *again.args[1:])
+    return f"{node.name} written again"
+
+
+def old_cache_read(graph: Graph, rng: random.Random) -> str | None:
+    """Somebody after the write reads the cache as it was before."""
+    (output,) = graph.find_nodes(op="output")
+    caches = [node for node in graph.find_nodes(op="placeholder") if "cache" in str(node.target) and node.users]
+    if not caches:
+        return None
+    node = rng.choice(caches)
+    with graph.inserting_before(output):
+        read = graph.call_function(aten.sum.dim_IntList, (node, [0]))
+    first = next((user for user in graph.nodes if user.target is aten.copy_.default), output)
+    first.prepend(read)
+    output.args = ((*output.args[0], read),)  # type: ignore[misc]
+    return f"{node.name} is read before it is written back"
+
+
+CHANGES: dict[str, Change] = {
+    f.__name__: f
+    for f in (
+        edit_constant,
+        shift_slice,
+        reorder_split,
+        other_item,
+        redirect,
+        swap_arguments,
+        skip_node,
+        drop_write_back,
+        also_returned,
+        replace_operator,
+        accumulate,
+        insert,
+        insert_along_axis,
+        transposed_twins,
+        write_again,
+        old_cache_read,
+    )
+}

@@ -1,0 +1,386 @@
+"""Cache writes: rows of c_kv and k_pe stored at their slots. Each returns what attention reads of both caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..spellings import BLOCK_SIZE, DR, HCKV
+from .inputs import Named
+
+npu = torch.ops.npu
+Rows = tuple[Tensor, Tensor]
+Write = Callable[[Named, Tensor, Tensor, Tensor], Rows]
+"""``write(inputs, slots, c_kv, k_pe)``; c_kv [.., Hckv] and k_pe [.., Dr] have the tokens' shape, as slots has."""
+
+
+def _flat(i: Named) -> Rows:
+    return i["kv_cache"].view(-1, HCKV), i["kr_cache"].view(-1, DR)
+
+
+def index_put(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv, kr = _flat(i)
+    kv[slots] = c_kv
+    kr[slots] = k_pe
+    return kv, kr
+
+
+def index_put_flat(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv, kr = _flat(i)
+    kv.index_put_((slots.reshape(-1),), c_kv.reshape(-1, HCKV))
+    kr.index_put_((slots.reshape(-1),), k_pe.reshape(-1, DR))
+    return kv, kr
+
+
+def index_copy(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv, kr = _flat(i)
+    kv.index_copy_(0, slots.flatten(), c_kv.flatten(0, -2))
+    kr.index_copy_(0, slots.flatten(), k_pe.flatten(0, -2))
+    return kv, kr
+
+
+def scatter(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    (kv, kr), rows = _flat(i), slots.reshape(-1, 1)
+    kv.scatter_(0, rows.expand(-1, HCKV), c_kv.reshape(-1, HCKV))
+    kr.scatter_(0, rows.expand(-1, DR), k_pe.reshape(-1, DR))
+    return kv, kr
+
+
+def scatter_nd(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv, kr = _flat(i)
+    npu.npu_scatter_nd_update_(kv, slots.view(-1, 1), c_kv.reshape(-1, HCKV))
+    npu.npu_scatter_nd_update_(kr, slots.view(-1, 1), k_pe.reshape(-1, DR))
+    return kv, kr
+
+
+def block_and_offset(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    i["kv_cache"][block, offset, 0] = c_kv
+    i["kr_cache"][block, offset, 0] = k_pe
+    return _flat(i)
+
+
+def block_and_offset_squeezed(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    block = torch.div(slots, BLOCK_SIZE, rounding_mode="floor")
+    offset = slots - block * BLOCK_SIZE
+    i["kv_cache"].squeeze(2)[block, offset] = c_kv
+    i["kr_cache"].squeeze(2)[block, offset] = k_pe
+    return _flat(i)
+
+
+def rows_with_head_axis(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    i["kv_cache"].view(-1, 1, HCKV)[slots] = c_kv.unsqueeze(-2)
+    i["kr_cache"].view(-1, 1, DR)[slots] = k_pe.unsqueeze(-2)
+    return _flat(i)
+
+
+def narrow_slots(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    return index_put(i, slots.int(), c_kv, k_pe)
+
+
+def caches_of_rows(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    i["kv_rows_cache"][slots] = c_kv
+    i["kr_rows_cache"][slots] = k_pe
+    return i["kv_rows_cache"], i["kr_rows_cache"]
+
+
+def combined_cache(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    rows = i["combined_cache"].view(-1, HCKV + DR)
+    rows[slots] = torch.cat([c_kv, k_pe], -1)
+    return rows[:, :HCKV], rows[:, HCKV:]
+
+
+def parts_of_combined(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    rows = i["combined_cache"].view(-1, HCKV + DR)
+    rows[slots, :HCKV] = c_kv
+    rows[slots, HCKV:] = k_pe
+    return rows[:, :HCKV], rows[:, HCKV:]
+
+
+def pool_of_layers(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    layer = i["pool"][1].view(-1, HCKV + DR)
+    kv, kr = layer[:, :HCKV], layer[:, HCKV:]
+    kv.index_put_((slots,), c_kv)
+    kr.index_put_((slots,), k_pe)
+    return kv, kr
+
+
+def dense_assignment(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv, kr = i["dense_kv_cache"], i["dense_kr_cache"]
+    batch, length = (1, c_kv.shape[0]) if c_kv.dim() == 2 else c_kv.shape[:2]
+    kv[:batch, 3 : 3 + length] = c_kv
+    kr[:batch, 3 : 3 + length] = k_pe
+    return kv.flatten(0, 1), kr.flatten(0, 1)
+
+
+def concatenated(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv = torch.cat([i["kv_rows_cache"], c_kv.reshape(-1, HCKV)])
+    kr = torch.cat([i["kr_rows_cache"], k_pe.reshape(-1, DR)])
+    return kv, kr
+
+
+def scatter_by_repeat(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    (kv, kr), rows = _flat(i), slots.reshape(-1, 1)
+    kv.scatter_(0, rows.repeat(1, HCKV), c_kv.reshape(-1, HCKV))
+    kr.scatter_(0, rows.repeat(1, DR), k_pe.reshape(-1, DR))
+    return kv, kr
+
+
+def by_mask(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    """Functional: a fresh cache where each row is the new one or the old."""
+    kv, kr = _flat(i)
+    kv.copy_(kv.index_put((slots,), c_kv))
+    kr.copy_(kr.index_put((slots,), k_pe))
+    return kv, kr
+
+
+def key_first(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv, kr = _flat(i)
+    kr.index_put_([slots], k_pe)
+    kv.index_put_([slots], c_kv)
+    return kv, kr
+
+
+WRITES: dict[str, Write] = {
+    f.__name__: f
+    for f in (
+        index_put,
+        index_put_flat,
+        index_copy,
+        scatter,
+        scatter_nd,
+        block_and_offset,
+        block_and_offset_squeezed,
+        rows_with_head_axis,
+        narrow_slots,
+        caches_of_rows,
+        combined_cache,
+        parts_of_combined,
+        pool_of_layers,
+        dense_assignment,
+        concatenated,
+        scatter_by_repeat,
+        by_mask,
+        key_first,
+    )
+}
+
+
+# -- slots
+
+
+def plain(slots: Tensor) -> Tensor:
+    return slots
+
+
+def wrapped(slots: Tensor) -> Tensor:
+    return slots % 64
+
+
+def from_blocks(slots: Tensor) -> Tensor:
+    return slots // 8 * 8 + slots % 8
+
+
+def widened(slots: Tensor) -> Tensor:
+    return slots.int().long()
+
+
+def one_later(slots: Tensor) -> Tensor:
+    return slots + 1
+
+
+def bounded_below(slots: Tensor) -> Tensor:
+    return torch.clamp(slots, min=0)
+
+
+SLOTS = {f.__name__: f for f in (plain, wrapped, from_blocks, widened, one_later, bounded_below)}
+
+
+# -- mistakes
+
+
+def key_one_slot_late(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv, kr = _flat(i)
+    kv[slots] = c_kv
+    kr[slots + 1] = k_pe
+    return kv, kr
+
+
+def key_rows_reversed(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    return index_put(i, slots, c_kv, k_pe.flip(0))
+
+
+def slots_reversed(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    return index_put(i, slots.flip(0), c_kv, k_pe)
+
+
+def key_slots_reversed(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv, kr = _flat(i)
+    kv[slots] = c_kv
+    kr[slots.flip(0)] = k_pe
+    return kv, kr
+
+
+def accumulated(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv, kr = _flat(i)
+    kv.index_put_((slots,), c_kv, accumulate=True)
+    kr.index_put_((slots,), k_pe, accumulate=True)
+    return kv, kr
+
+
+def scatter_added(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    (kv, kr), rows = _flat(i), slots.reshape(-1, 1)
+    kv.scatter_(0, rows.expand(-1, HCKV), c_kv.reshape(-1, HCKV), reduce="add")
+    kr.scatter_(0, rows.expand(-1, DR), k_pe.reshape(-1, DR), reduce="add")
+    return kv, kr
+
+
+def written_twice(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv, kr = index_put(i, slots, c_kv, k_pe)
+    kv[slots + 1] = c_kv * 2
+    return kv, kr
+
+
+def overwritten(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv, kr = index_put(i, slots, c_kv, k_pe)
+    kv[slots.flatten()[:1]] = 0.0
+    return kv, kr
+
+
+def written_before(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    i["kv_cache"].view(-1, HCKV)[slots + 1] = c_kv.flip(0)
+    return index_put(i, slots, c_kv, k_pe)
+
+
+def cleared_before(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    i["kv_cache"].zero_()
+    return index_put(i, slots, c_kv, k_pe)
+
+
+def halved_after(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv, kr = index_put(i, slots, c_kv, k_pe)
+    kr.mul_(0.5)
+    return kv, kr
+
+
+def blended(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv, kr = _flat(i)
+    return index_put(i, slots, c_kv + kv[slots], k_pe + kr[slots])
+
+
+def one_storage(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    """The rope cache is a part of the latent cache: the second write lands in rows of the first."""
+    kv = i["kv_cache"].view(-1, HCKV)
+    kr = i["kv_cache"].view(-1, DR)
+    kv[slots] = c_kv
+    kr[slots] = k_pe
+    return kv, kr[: kv.shape[0]]
+
+
+def key_not_stored(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv, kr = _flat(i)
+    kv[slots] = c_kv
+    return kv, kr.index_put((slots,), k_pe)
+
+
+def old_rows_read(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv, kr = _flat(i)
+    old = kv + 0
+    index_put(i, slots, c_kv, k_pe)
+    return old, kr
+
+
+def slots_before_zero(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    return index_put(i, slots - 1, c_kv, k_pe)
+
+
+def slots_plus_minus_one(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    return index_put(i, torch.add(slots, -1), c_kv, k_pe)
+
+
+def slots_before_zero_by_product(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    return index_put(i, slots * -1, c_kv, k_pe)
+
+
+def slots_padded(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    """The first token is marked as padding."""
+    first = torch.arange(slots.numel(), device=slots.device).view(slots.shape) == 0
+    return index_put(i, slots.masked_fill(first, -1), c_kv, k_pe)
+
+
+def offset_wrong(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    block, offset = slots // BLOCK_SIZE, (slots + 1) % BLOCK_SIZE
+    i["kv_cache"][block, offset, 0] = c_kv
+    i["kr_cache"][block, offset, 0] = k_pe
+    return _flat(i)
+
+
+def blocks_of_eight(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    block, offset = slots // 8 % 4, slots % 8
+    i["kv_cache"][block, offset, 0] = c_kv
+    i["kr_cache"][block, offset, 0] = k_pe
+    return _flat(i)
+
+
+def block_and_offset_swapped(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    block, offset = slots % 4, slots // 4
+    i["kv_cache"][block, offset, 0] = c_kv
+    i["kr_cache"][block, offset, 0] = k_pe
+    return _flat(i)
+
+
+def latent_clamped_on_the_way(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    return index_put(i, slots, c_kv.clamp(-0.5, 0.5), k_pe)
+
+
+def key_through_float8(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    return index_put(i, slots, c_kv, k_pe.to(torch.float8_e4m3fn).to(k_pe.dtype))
+
+
+def columns_rolled(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    return index_put(i, slots, c_kv.roll(1, -1), k_pe)
+
+
+def some_tokens_dropped(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    rows, c_kv, k_pe = slots.reshape(-1)[1:], c_kv.reshape(-1, HCKV)[1:], k_pe.reshape(-1, DR)[1:]
+    return index_put(i, rows, c_kv, k_pe)
+
+
+def slots_repeated(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    return index_put(i, slots // 2 * 2, c_kv, k_pe)
+
+
+WRONG_WRITES: dict[str, Write] = {
+    f.__name__: f
+    for f in (
+        key_one_slot_late,
+        key_rows_reversed,
+        slots_reversed,
+        key_slots_reversed,
+        accumulated,
+        scatter_added,
+        written_twice,
+        overwritten,
+        written_before,
+        cleared_before,
+        halved_after,
+        blended,
+        one_storage,
+        key_not_stored,
+        old_rows_read,
+        slots_before_zero,
+        slots_plus_minus_one,
+        slots_before_zero_by_product,
+        slots_padded,
+        offset_wrong,
+        blocks_of_eight,
+        block_and_offset_swapped,
+        latent_clamped_on_the_way,
+        key_through_float8,
+        columns_rolled,
+        some_tokens_dropped,
+        slots_repeated,
+    )
+}
