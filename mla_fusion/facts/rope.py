@@ -10,6 +10,7 @@ column, real or imaginary part, sign and factor each entry is, are all read off 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,7 @@ from mla_fusion.graph.kinds import is_view
 
 _SAME_DIRECTION = 1e-10
 _SAMPLES = 8  # rows by which a coefficient is compared with the columns of a base
+_FEWEST_DRAWS = 4  # one row for all tokens is one sample a draw
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,11 @@ class RopeFact:
 
 
 def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[RopeFact]:
-    """Complete rotations in the cone, the earliest node of each set of columns."""
+    """Complete rotations in the cone, of each set of columns the earliest node in half layout, or else the earliest.
+
+    Half layout is what the kernel gives: a complex product whose real and imaginary parts are joined as halves is a
+    rotation twice, and only the second can be had as it is.
+    """
     found: dict[frozenset[int], RopeFact] = {}
     for node, reading in readings.items():
         shape = _rotation_shape(cone, reading)
@@ -85,14 +91,14 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[Ro
         heads, width = shape
         columns = frozenset((reading.first % cone.width).reshape(-1).tolist())
         known = found.get(columns)
-        if known is not None and not is_view(node):
+        if known is not None and known.layout == "half" and not is_view(node):
             continue
         fact = _check(cone, decoder, node, reading, heads, width)
         if fact is None:
             continue
-        if known is None:
+        if known is None or (known.layout, fact.layout) == ("interleaved", "half"):
             found[columns] = fact
-        elif _values(fact) == _values(known):
+        elif is_view(node) and _values(fact) == _values(known):
             found[columns] = replace(known, twins=(*known.twins, (fact.node, fact.codes)))
     return list(found.values())
 
@@ -102,21 +108,27 @@ def _values(fact: RopeFact) -> tuple[object, ...]:
 
 
 def _rotation_shape(cone: Cone, reading: Reading) -> tuple[int, int] | None:
-    """(heads, Dr) where every element mixes exactly two columns and the columns are as many as the elements."""
-    if reading.degree != 1 or reading.first.dim() == 0 or reading.first.numel() % cone.tokens:
+    """(heads, Dr) where every element mixes exactly two columns and the columns are as many as the elements.
+
+    A row is the last axis, or the last two: [.., Dr/2, 2] of view_as_real, [.., 2, Dr/2] of two halves stacked.
+    """
+    shape = reading.first.shape
+    if reading.degree != 1 or not shape or reading.first.numel() % cone.tokens:
         return None
     if bool((reading.first == reading.second).any()):
         return None
-    width = reading.first.shape[-1]
-    if width == 2 and reading.first.dim() > 1:  # view_as_real: [.., Dr/2, 2]
-        width *= reading.first.shape[-2]
-    if width < 4 or width % 2 or reading.first.numel() % (cone.tokens * width):
-        return None
-    rows = reading.first.reshape(-1, width)
-    both = torch.cat([rows, reading.second.reshape(-1, width)], -1).sort(-1).values
-    if not bool((both[:, 0::2] == both[:, 1::2]).all()) or not bool((both[:, :-2:2] != both[:, 2::2]).all()):
-        return None  # not closed: as many outputs as inputs, each input met twice
-    return reading.first.numel() // (cone.tokens * width), width
+    for width in (shape[-1], math.prod(shape[-2:])):
+        if width < 4 or width % 2 or reading.first.numel() % (cone.tokens * width):
+            continue
+        if _is_closed(reading.first.reshape(-1, width), reading.second.reshape(-1, width)):
+            return reading.first.numel() // (cone.tokens * width), width
+    return None
+
+
+def _is_closed(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """In each row as many outputs as inputs, and each input met twice."""
+    both = torch.cat([first, second], -1).sort(-1).values
+    return bool((both[:, 0::2] == both[:, 1::2]).all()) and bool((both[:, :-2:2] != both[:, 2::2]).all())
 
 
 def _check(cone: Cone, decoder: Decoder, node: Node, reading: Reading, heads: int, width: int) -> RopeFact | None:
@@ -209,7 +221,7 @@ def _coefficients(
     mask = is_first[cone.codes % cone.width]
     half = first.shape[1]
     cosines, sines, draws = [], [], []
-    for draw in range(max(2, -(-_SAMPLES // cone.tokens))):
+    for draw in range(max(_FEWEST_DRAWS, -(-_SAMPLES // cone.tokens))):
         bases = decoder.bases if draw == 0 else small_scalars(cone.draw(decoder.generator))
         parts = []
         for kept in (mask, ~mask):

@@ -108,10 +108,12 @@ class View:
         return all(other == first for other in others) and not any(self._sources[part.right] for part in joined.parts)
 
     def _writes_into_own(self, node: Node) -> bool:
-        """``q[..., D:] = rope(q)`` writes into a value of its own making; a cache write does not."""
+        """``q[..., D:] = rope(q)`` writes into a value of its own making, or of literals; a cache write does not."""
         base = node.args[0]
         others = [arg for arg in node.all_input_nodes if arg is not base]
-        return isinstance(base, Node) and any(self._sources[base] & self._sources[arg] for arg in others)
+        if not isinstance(base, Node):
+            return False
+        return base in self._constant or any(self._sources[base] & self._sources[arg] for arg in others)
 
     def _value_key(self, node: Node) -> Any:
         if node.op != "call_function" or has_effect(node) or "rand" in op_name(node):
@@ -212,8 +214,8 @@ def peel(node: Node) -> Node:
 def peel_table(node: Node) -> Node:
     """Through views that keep rows, up to the tensor from which a table's columns are taken.
 
-    Reshapes, expands, exact casts and column selections are passed; a selection of rows (``freqs[start:end]``) is not,
-    because what lies above it may be the whole table of every position.
+    Reshapes, expands, exact casts, column selections and the parts of a complex table are passed; a selection of rows
+    (``freqs[start:end]``) is not, because what lies above it may be the whole table of every position.
     """
     while True:
         source = node.args[0] if node.args else None
@@ -232,12 +234,17 @@ def peel_table(node: Node) -> Node:
             node = source
         elif op_name(node) in ("aten::expand", "aten::expand_copy") or is_widening(node) or _picks_columns(node):
             node = source
+        elif op_name(node) in ("aten::select", "aten::select_copy") and op_name(source) == "aten::view_as_real":
+            complex_table = source.args[0]
+            if not isinstance(complex_table, Node) or not _on_last_axis(node):
+                return node
+            node = complex_table
         else:
             return node
 
 
 def _picks_columns(node: Node) -> bool:
-    return op_name(node) in ("aten::slice", "aten::select", "aten::narrow") and _on_last_axis(node)
+    return op_name(node) in ("aten::slice", "aten::narrow") and _on_last_axis(node)
 
 
 def is_widening(node: Node) -> bool:
