@@ -37,6 +37,8 @@ def describe(columns: tuple[int, ...], groups: int) -> Block | None:
     if inside not in (plain, paired):
         return None
     stride = min(rows[1]) - base if groups > 1 else width
+    if stride < width:  # heads in reverse, or overlapping
+        return None
     for group, row in enumerate(rows):
         if tuple(column - base - group * stride for column in row) != inside:
             return None
