@@ -121,7 +121,9 @@ def _before_expand(cone: Cone, projection: Projection, to_ndc: tuple[int, ...], 
 
 
 def uniform_factor(cone: Cone, probe: torch.Tensor, reading: Reading) -> float | None:
-    """What every element is multiplied by on its way from the product."""
+    """What every element is multiplied by on its way from the product: a literal, never the value of a tensor."""
+    if not reading.steady:
+        return None
     values = torch.empty(cone.tokens * cone.width, dtype=torch.float64)
     values[cone.codes.reshape(-1)] = probe.reshape(-1)
     ratio = reading.total / (values[reading.first] * 1e3)

@@ -33,6 +33,7 @@ class Reading:
     second   code of the other one; equal to ``first`` where there is only one
     share    the part of the node's value that comes from ``first`` (degree 1)
     total    the node's value
+    steady   does the value stay the same whatever the other tensors of the cone hold?
     """
 
     degree: int
@@ -40,6 +41,7 @@ class Reading:
     second: torch.Tensor
     share: torch.Tensor
     total: torch.Tensor
+    steady: bool
 
     @property
     def single(self) -> bool:
@@ -82,12 +84,15 @@ class Decoder:
     def __init__(self, cone: Cone, seed: int = 0) -> None:
         self.cone = cone
         self.generator = torch.Generator().manual_seed(seed)
-        shape = cone.codes.shape
-        size = 1 + torch.rand(shape, generator=self.generator, dtype=torch.float64)
-        sign = torch.where(torch.rand(shape, generator=self.generator) < 0.5, -1.0, 1.0)
-        self.probe = size * sign
+        self.probe = self.fresh_probe()
         self.bases = small_scalars(cone.draw(self.generator))
         self.values = cone.run(self.probe * _LARGE, self.bases)
+
+    def fresh_probe(self) -> torch.Tensor:
+        """A value for the product: magnitudes of 1 to 2 with any sign."""
+        shape = self.cone.codes.shape
+        size = 1 + torch.rand(shape, generator=self.generator, dtype=torch.float64)
+        return size * torch.where(torch.rand(shape, generator=self.generator) < 0.5, -1.0, 1.0)
 
     def degrees(self) -> dict[Node, int]:
         """Degree of homogeneity in the product, of every real node that has one of 0 or 1."""
@@ -127,9 +132,23 @@ class Decoder:
                 value = values[self.cone.slot(node)]
                 if _is_real(value):
                     scaled[node] |= value.ne(0).long() << bit
-        readings = {n: Reading(1, part.first, part.second, part.share, part.total) for n, part in linear.items()}
-        readings |= {n: Reading(0, code, code, self._value(n), self._value(n)) for n, code in scaled.items()}
+        steady = self._steady([*linear, *scaled])
+        readings = {
+            n: Reading(1, part.first, part.second, part.share, part.total, n in steady) for n, part in linear.items()
+        }
+        for node, code in scaled.items():
+            readings[node] = Reading(0, code, code, self._value(node), self._value(node), node in steady)
         return readings
+
+    def _steady(self, nodes: list[Node]) -> set[Node]:
+        """The nodes whose value no base has a part in, one that holds a single number included."""
+        again = self.cone.run(self.probe * _LARGE, small_scalars(self.cone.draw(self.generator)))
+        slots = {node: self.cone.slot(node) for node in nodes}
+        return {
+            node
+            for node, slot in slots.items()
+            if _is_real(again[slot]) and torch.equal(again[slot], self.values[slot])
+        }
 
     def _value(self, node: Node) -> torch.Tensor:
         value = self.values[self.cone.slot(node)]

@@ -2,7 +2,8 @@
 
 Whatever the spelling (pow or square or x*x, rsqrt or sqrt and division, npu_rms_norm, aten.rms_norm,
 npu_add_rms_norm with a zero residual), the node's values satisfy this at three magnitudes of u or they do not.
-``eps`` and ``scale`` are solved from the values, never assumed.
+``eps`` and ``scale`` are solved from the values, never assumed, and must hold for another u and other tensors too:
+of a single token, a mean over half of the columns is a mean over all of them times some constant.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from mla_fusion.facts.decode import Decoder, Reading
+from mla_fusion.facts.decode import Decoder, Reading, small_scalars
 from mla_fusion.graph.cone import Cone
 from mla_fusion.graph.kinds import is_cast, is_getitem, is_view
 from mla_fusion.graph.program import nodes_between
 
 _EXACT = 1e-9
+_CLOSE = 1e-7  # eps and scale are solved to nine digits
 
 
 @dataclass(frozen=True)
@@ -49,26 +51,33 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[No
     candidates = {n: r for n, r in readings.items() if r.degree == 0 and not is_view(n) and not is_cast(n)}
     if not candidates:
         return []
-    scales = (1e-4, 1.0, 1e3)
-    runs = [cone.run(decoder.probe * scale, decoder.bases) for scale in scales]
-    facts = []
-    for node, reading in candidates.items():
-        values = [run[cone.slot(node)] for run in runs]
-        fact = _check(cone, decoder, node, reading, scales, values)
-        if fact is not None:
-            facts.append(fact)
+    drawn = _Draw(decoder.probe, decoder.bases, cone)
+    other = _Draw(decoder.fresh_probe(), small_scalars(cone.draw(decoder.generator)), cone)
+    found = (_check(cone, node, reading, drawn, other) for node, reading in candidates.items())
+    facts = [fact for fact in found if fact is not None]
     weighted = {fact.columns for fact in facts if fact.gamma is not None}
     return [fact for fact in facts if fact.gamma is not None or fact.columns not in weighted]
 
 
-def _check(
-    cone: Cone,
-    decoder: Decoder,
-    node: Node,
-    reading: Reading,
-    scales: tuple[float, ...],
-    values: list[object],
-) -> NormFact | None:
+_SCALES = (1e-4, 1.0, 1e3)
+
+
+class _Draw:
+    """One probe and the values of the bases; the cone run on the probe at each scale."""
+
+    def __init__(self, probe: torch.Tensor, bases: list[torch.Tensor], cone: Cone) -> None:
+        self.bases = bases
+        self.runs = [cone.run(probe * scale, bases) for scale in _SCALES]
+        flat = torch.empty(cone.tokens * cone.width, dtype=torch.float64)
+        flat[cone.codes.reshape(-1)] = probe.reshape(-1)
+        self.rows = flat.reshape(cone.tokens, cone.width)
+
+    def outputs(self, slot: int, width: int) -> list[torch.Tensor]:
+        values = [run[slot] for run in self.runs]
+        return [value.reshape(-1, width) for value in values if isinstance(value, torch.Tensor)]
+
+
+def _check(cone: Cone, node: Node, reading: Reading, drawn: _Draw, other: _Draw) -> NormFact | None:
     codes = reading.first
     width = codes.shape[-1] if codes.dim() else 0
     if codes.numel() == 0 or codes.numel() != cone.tokens * width or width < 2:
@@ -80,44 +89,56 @@ def _check(
     columns = column[0]
     if len(set(columns.tolist())) != width:
         return None
-    flat = torch.empty(cone.tokens * cone.width, dtype=torch.float64)
-    flat[cone.codes.reshape(-1)] = decoder.probe.reshape(-1)
-    u = flat.reshape(cone.tokens, cone.width)[:, columns]
-    outputs = [value.reshape(-1, width) for value in values if isinstance(value, torch.Tensor)]
-    for base, gamma in [*_gammas(cone, decoder, width), (None, torch.ones(width, dtype=torch.float64))]:
-        solved = _solve(u, gamma, outputs, scales)
-        if solved is not None:
-            eps, scale = solved
-            runtime = _runtime_eps(cone, decoder, eps)
-            return NormFact(
-                node,
-                tuple(columns.tolist()),
-                base,
-                _literal(cone, eps),
-                runtime,
-                scale,
-                _low_precision(cone, node),
-                torch.arange(codes.numel()).reshape(codes.shape),
-            )
+    outputs, again = (draw.outputs(cone.slot(node), width) for draw in (drawn, other))
+    for index in (*_gammas(cone, width), None):
+        solved = _solve(drawn.rows[:, columns], _gamma(drawn, index, width), outputs)
+        if solved is None:
+            continue
+        eps, scale = solved
+        runtime = _runtime_eps(cone, drawn, eps)
+        expected = eps if runtime is None else float(other.bases[runtime])
+        if not _holds(other.rows[:, columns], _gamma(other, index, width), again, expected, scale):
+            continue
+        return NormFact(
+            node,
+            tuple(columns.tolist()),
+            None if index is None else cone.bases[index],
+            _literal(cone, eps),
+            None if runtime is None else cone.bases[runtime],
+            scale,
+            _low_precision(cone, node),
+            torch.arange(codes.numel()).reshape(codes.shape),
+        )
     return None
 
 
-def _gammas(cone: Cone, decoder: Decoder, width: int) -> list[tuple[Node, torch.Tensor]]:
-    pairs = zip(cone.bases, decoder.bases, strict=True)
-    return [(node, value.reshape(-1)) for node, value in pairs if value.numel() == width and value.is_floating_point()]
+def _gammas(cone: Cone, width: int) -> list[int]:
+    """Which bases may be the weight."""
+    sizes = [math.prod(cone.shape(base)) for base in cone.bases]
+    return [i for i, base in enumerate(cone.bases) if sizes[i] == width and base.meta["val"].is_floating_point()]
 
 
-def _solve(
-    u: torch.Tensor, gamma: torch.Tensor, outputs: list[torch.Tensor], scales: tuple[float, ...]
-) -> tuple[float, float] | None:
-    """Solve (mean + eps) / scale^2 = 1 / r^2 from the smallest and largest probe; check it on all."""
-    means, ratios = [], []
-    for scale, output in zip(scales, outputs, strict=True):
+def _gamma(draw: _Draw, index: int | None, width: int) -> torch.Tensor:
+    return torch.ones(width, dtype=torch.float64) if index is None else draw.bases[index].reshape(-1)
+
+
+def _ratios(u: torch.Tensor, gamma: torch.Tensor, outputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """What each row is multiplied by, at each scale; None where its columns do not agree."""
+    ratios = []
+    for scale, output in zip(_SCALES, outputs, strict=True):
         ratio = output / (u * scale * gamma)
         if not torch.allclose(ratio, ratio[:, :1].expand_as(ratio), rtol=_EXACT, atol=0.0):
             return None
         ratios.append(ratio[:, 0])
-        means.append((u * scale).square().mean(-1))
+    return ratios
+
+
+def _solve(u: torch.Tensor, gamma: torch.Tensor, outputs: list[torch.Tensor]) -> tuple[float, float] | None:
+    """Solve (mean + eps) / scale^2 = 1 / r^2 from the smallest and largest probe; check it on all."""
+    ratios = _ratios(u, gamma, outputs)
+    if ratios is None:
+        return None
+    means = [(u * scale).square().mean(-1) for scale in _SCALES]
     low, high = 1 / ratios[0].square(), 1 / ratios[-1].square()
     squared = ((means[-1] - means[0]) / (high - low))[0]
     factor = float(squared.sqrt()) * math.copysign(1.0, float(ratios[-1][0]))
@@ -125,16 +146,24 @@ def _solve(
     eps = 0.0 if abs(eps) < 1e-18 else eps
     if not math.isfinite(factor) or eps < 0:
         return None
-    for mean, ratio in zip(means, ratios, strict=True):
-        if not torch.allclose(factor / (mean + eps).sqrt(), ratio, rtol=_EXACT, atol=0.0):
-            return None
-    return eps, 1.0 if abs(factor - 1) < 1e-8 else float(f"{factor:.9g}")
+    factor = 1.0 if abs(factor - 1) < 1e-8 else float(f"{factor:.9g}")
+    return (eps, factor) if _holds(u, gamma, outputs, eps, factor) else None
 
 
-def _runtime_eps(cone: Cone, decoder: Decoder, eps: float) -> Node | None:
-    for node, value in zip(cone.bases, decoder.bases, strict=True):
+def _holds(u: torch.Tensor, gamma: torch.Tensor, outputs: list[torch.Tensor], eps: float, factor: float) -> bool:
+    ratios = _ratios(u, gamma, outputs)
+    if ratios is None:
+        return False
+    means = [(u * scale).square().mean(-1) for scale in _SCALES]
+    wanted = [factor / (mean + eps).sqrt() for mean in means]
+    return all(torch.allclose(a, b, rtol=_CLOSE, atol=0.0) for a, b in zip(wanted, ratios, strict=True))
+
+
+def _runtime_eps(cone: Cone, draw: _Draw, eps: float) -> int | None:
+    """Which base is the epsilon."""
+    for index, value in enumerate(draw.bases):
         if value.numel() == 1 and value.is_floating_point() and abs(float(value) - eps) < 1e-6 * eps:
-            return node
+            return index
     return None
 
 
