@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
+import torch
 from torch.fx import Node
 
 from mla_fusion.facts import quant
 from mla_fusion.facts.quant import Quantised
 from mla_fusion.graph.contraction import Contraction, Labels
+from mla_fusion.graph.kinds import is_cast, is_reshape
+from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.sizes import is_symbolic
-from mla_fusion.graph.view import View, peel
+from mla_fusion.graph.view import View, ancestry, peel
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,67 @@ class Projection:
         return tuple(x for x in self.activation_labels if x not in self.weight_labels and x in out)
 
     @property
+    def row_labels(self) -> Labels:
+        """Token labels in the order of the output, which is the order in which a cone counts tokens."""
+        return tuple(x for x in self.product.out_labels if x in self.token_labels)
+
+    @property
     def column_labels(self) -> Labels:
         out = self.product.out_labels
         return tuple(x for x in self.weight_labels if x not in self.activation_labels and x in out)
+
+
+def rows(view: View, item: Projection) -> torch.Tensor | None:
+    """Codes of the origin's elements, [token * He + k] as the product reads them; None where that is unknown.
+
+    An origin is looked for through slices and permutations too, so two projections of one origin need not read the
+    same rows of it.
+    """
+    if item.quantised is not None:
+        return None  # a code does not survive being rounded
+    shape = view.binding.shape(item.origin.meta["val"].shape)
+    codes = torch.arange(math.prod(shape)).reshape(shape)
+    program = Program([item.origin], nodes_between((item.origin,), item.activation), view.binding)
+    held = program.run([codes])[program.slot(item.activation)]
+    if not isinstance(held, torch.Tensor):
+        return None
+    labels = item.activation_labels
+    ordered = (*item.row_labels, *item.summed)
+    others = [label for label in labels if label not in ordered]
+    return held.permute([labels.index(label) for label in (*others, *ordered)]).reshape(-1)
+
+
+def reads_whole(view: View, item: Projection) -> bool:
+    """Does the projection read every element of its origin, rows and columns in the origin's order?"""
+    ordered = _order(item) == tuple(range(len(item.activation_labels)))
+    if ordered and all(is_reshape(node) or is_cast(node) for node in _between(item)):
+        return True
+    codes = rows(view, item)
+    return codes is not None and torch.equal(codes, torch.arange(_size(view, item.origin)))
+
+
+def _between(item: Projection) -> list[Node]:
+    """Views and casts from the activation up to its origin, on both sides of a dynamic quantisation."""
+    dynamic = item.quantised.dynamic if item.quantised is not None else None
+    chains = [item.activation] if dynamic is None else [item.activation, dynamic.source]
+    return [node for start in chains for node in list(ancestry(start))[:-1]]
+
+
+def _size(view: View, node: Node) -> int:
+    return math.prod(view.binding.shape(node.meta["val"].shape))
+
+
+def same_rows(view: View, a: Projection, b: Projection) -> bool:
+    """Do two projections of one origin read the same rows, in the same order?"""
+    if view.same(a.activation, b.activation) and _order(a) == _order(b):
+        return True
+    codes = [rows(view, item) for item in (a, b)]
+    return codes[0] is not None and codes[1] is not None and torch.equal(codes[0], codes[1])
+
+
+def _order(item: Projection) -> tuple[int, ...]:
+    """Axes of the activation: those of the rows, then the summed one."""
+    return tuple(item.activation_labels.index(label) for label in (*item.row_labels, *item.summed))
 
 
 def find(view: View) -> list[Projection]:

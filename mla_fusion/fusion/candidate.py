@@ -19,9 +19,9 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact, Table, TableRun
+from mla_fusion.facts.tables import same_values
 from mla_fusion.facts.unabsorbed import UnabsorbedFact
 from mla_fusion.fusion.rejection import Refuse
-from mla_fusion.graph.kinds import is_faithful_cast
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.view import View, peel_table
 
@@ -116,10 +116,22 @@ class Finder:
                 groups[self.view.number(item.origin)].append(item)
         found: list[Candidate | NearMiss] = []
         for group in groups.values():
-            joined = self._join(group)
-            if joined is not None:
-                found.append(joined)
+            for same in self._of_same_rows(group):
+                joined = self._join(same)
+                if joined is not None:
+                    found.append(joined)
         return found
+
+    def _of_same_rows(self, group: list[Projection]) -> list[list[Projection]]:
+        """The group, parted where projections read x sliced or permuted differently."""
+        parts: list[list[Projection]] = []
+        for item in group:
+            part = next((part for part in parts if projection.same_rows(self.view, part[0], item)), None)
+            if part is None:
+                parts.append([item])
+            else:
+                part.append(item)
+        return parts
 
     def _join(self, group: list[Projection]) -> Candidate | NearMiss | None:
         """Query sides and key sides of one x, joined; None where the group is not MLA at all."""
@@ -145,7 +157,7 @@ class Finder:
         found, partial = [], None
         for down, cone in facts.items():
             for norm in cone.norms:
-                ups = [up for up in self._above[norm.node] if up.is_flat]
+                ups = [up for up in self._above[norm.node] if up.is_flat and projection.reads_whole(self.view, up)]
                 rotations = [(up, rope) for up in ups for rope in self.reader.read(up).ropes]
                 absorbs = [(up, absorb) for up in ups for absorb in self._absorbs(up)]
                 for up_rope, rope in rotations:
@@ -280,7 +292,7 @@ def same_table(view: View, a: Table, b: Table) -> float | None:
         shape = (run.field, run.start, run.step, run.count, run.rows)
         if shape != (other.field, other.start, other.step, other.count, other.rows):
             return None
-        if not view.same(_without_casts(run.base), _without_casts(other.base)):
+        if not same_values(view, run.base, other.base):
             return None
         ratios.add(round(run.factor / other.factor, 9))
     return ratios.pop() if len(ratios) == 1 else None
@@ -290,9 +302,3 @@ def _equally_scaled(view: View, query: QuerySide, key: KeySide) -> bool:
     """Is q_nope multiplied by what q_pe is, relative to k_pe? (A model may read it unscaled too.)"""
     ratio = same_table(view, query.rope.cos, key.cos)
     return ratio is not None and abs(ratio - query.absorb.factor) <= 1e-6 * abs(ratio)
-
-
-def _without_casts(node: Node) -> Node:
-    while is_faithful_cast(node) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node

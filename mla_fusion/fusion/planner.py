@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import prod
 
 import torch
 from torch.fx import Node
 
 from mla_fusion.config import Config
-from mla_fusion.facts import cache_write
+from mla_fusion.facts import cache_write, projection
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.cache_write import Slots, WriteFact
+from mla_fusion.facts.rope import TableRun
 from mla_fusion.facts.unabsorbed import UnabsorbedFact
 from mla_fusion.fusion import verdict
 from mla_fusion.fusion.candidate import Candidate, same_table
@@ -55,11 +56,12 @@ class Planner:
         origin = self.candidate.query.down.origin
         why = Refuse("token_x.layout", f"{origin.name} has shape {list(origin.meta['val'].shape)}", (origin,))
         plans = []
-        for token_x in self._token_choices():
-            try:
-                plans.append(self._plan(token_x))
-            except Refuse as reason:
-                why = reason
+        for choices in (self._token_choices(), self._origin_of_rows()):
+            for token_x in choices if not plans else ():
+                try:
+                    plans.append(self._plan(token_x))
+                except Refuse as reason:
+                    why = reason
         if not plans:
             raise why
         best = min(plans, key=_cost)
@@ -75,22 +77,31 @@ class Planner:
             self.trees |= dict(zip(self._normed, trees, strict=True))
 
     def _token_choices(self) -> list[Node]:
-        """Forms of x that are rows of tokens, [T, He] or [B, S, He], innermost first, one of each rank."""
+        """Forms of x that are rows of tokens, [T, He] or [B, S, He], innermost first, one of each shape."""
         down = self.candidate.query.down
         node = down.activation
         wanted = torch.bfloat16 if down.quantised is None else torch.int8
-        found: dict[int, Node] = {}
-        if down.activation_labels[-1] != down.summed[0]:
+        found: dict[tuple[int, ...], Node] = {}
+        if down.activation_labels[-1] != down.summed[0] or down.row_labels != down.token_labels:
             return []
         while True:
             value = node.meta["val"]
             if value.dim() in (2, 3) and value.dtype == wanted:
-                found.setdefault(value.dim(), node)
+                found.setdefault(self.view.binding.shape(value.shape), node)
             if not (is_reshape(node) or is_faithful_cast(node)) or not isinstance(node.args[0], Node):
                 return list(found.values())
             if node.args[0].meta["val"].shape[-1] != value.shape[-1]:
                 return list(found.values())
             node = node.args[0]
+
+    def _origin_of_rows(self) -> Iterator[Node]:
+        """x itself, where the activation is its rows in token order by way of other views (permuted unit axes, x^T)."""
+        down = self.candidate.query.down
+        origin, value = down.origin, down.origin.meta["val"]
+        if value.dim() not in (2, 3) or value.dtype != torch.bfloat16:
+            return
+        if projection.reads_whole(self.view, down):
+            yield origin
 
     def _plan(self, token_x: Node) -> Plan:
         q, k = self.candidate.query, self.candidate.key
@@ -98,7 +109,7 @@ class Planner:
         if self.candidate.shrink is not None:
             lead = self.candidate.shrink.lead(lead)
         for run in (*k.cos, *k.sin):
-            if run.rows in ("position", "sequence") and len(lead) != 2:
+            if not self._has_rows(run, lead):
                 detail = f"{run.base.name} has shape {list(run.base.meta['val'].shape)} for tokens {list(lead)}"
                 raise Refuse("rope.table_shape", detail, (run.base,))
         shapes = {
@@ -106,7 +117,7 @@ class Planner:
             "q_nope": (*lead, q.absorb.heads, q.absorb.nope_dim),
             "query_rope": (*lead, q.rope.heads, q.rope.rope_dim),
             "query_norm": (*lead, len(q.norm.columns)),
-            "dequant_scale_q_norm": (prod(lead), 1),
+            "dequant_scale_q_norm": (math.prod(lead), 1),
             "c_kv": (*lead, len(k.columns)),
             "k_pe": (*lead, k.rope_dim),
         }
@@ -143,6 +154,15 @@ class Planner:
             frozenset({"query_rope", "k_pe"}) if interleaved else frozenset(),
             ((_SLOTS_ASSUMED,) if slots_given else ()) + ((_IDENTITY,) if query == "q_nope" else ()),
         )
+
+    def _has_rows(self, run: TableRun, lead: tuple[int, ...]) -> bool:
+        """Can the table, with a row a position or a row a sequence, be spread over tokens [B, S]?"""
+        if run.rows not in ("position", "sequence"):
+            return True
+        shape = self.view.binding.shape(run.base.meta["val"].shape)
+        if self.candidate.shrink is not None:
+            shape = self.candidate.shrink.rows(shape)
+        return len(lead) == 2 and math.prod(shape[:-1]) == lead[-1 if run.rows == "position" else 0]
 
     # -- caches
 

@@ -58,7 +58,7 @@ def _norms(candidate: Candidate) -> None:
 def _projections(view: View, candidate: Candidate) -> None:
     for item in projections(candidate):
         bias = item.product.bias
-        if bias is not None and not _is_zero(view, bias):
+        if bias is not None and item.product.factors[1] != 0.0 and not _is_zero(view, bias):
             raise Refuse("linear.bias", f"{item.node.name} adds {bias.name}", (item.node, bias))
         if item.product.factors[0] != 1.0:
             raise Refuse("linear.scaled", f"{item.node.name} has alpha {item.product.factors[0]}", (item.node,))

@@ -112,6 +112,10 @@ def _draw(view: View, plan: Plan, seed: int) -> dict[Node, torch.Tensor]:
         elif node in gammas:
             drawn = 1 + drawn / 8
         values[node] = drawn.to(value.dtype)
+    for run, other in zip((*q.rope.cos, *q.rope.sin), (*plan.cos, *plan.sin), strict=True):
+        if run.base not in values:  # the same rows, made apart for the query
+            table = run.base.meta["val"]
+            values[run.base] = values[other.base].reshape(view.binding.shape(table.shape)).to(table.dtype)
     if isinstance(plan.caches, InPlace):
         values |= _draw_slots(view, plan.caches, generator)
     if made:
