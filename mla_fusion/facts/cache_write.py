@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import argument, is_reshape, is_view, op_name
+from mla_fusion.graph.kinds import argument, is_faithful_cast, is_getitem, is_reshape, is_view, op_name
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.sizes import same
-from mla_fusion.graph.view import View, peel
+from mla_fusion.graph.view import View
 
 
 @dataclass(frozen=True)
@@ -188,19 +188,49 @@ def _common_slot(view: View, block: Node, offset: Node, block_size: object) -> N
     return None
 
 
+# Of non-negative operands (tensors and literals) these make non-negative results.
+_KEEPS_SIGN = frozenset(
+    """
+    aten::add aten::mul aten::floor_divide aten::div aten::remainder aten::fmod aten::maximum aten::minimum aten::cat
+    aten::stack aten::where aten::masked_fill aten::arange aten::full aten::full_like aten::scalar_tensor aten::cumsum
+    aten::sum aten::repeat aten::repeat_interleave aten::bitwise_or aten::bitwise_left_shift aten::bitwise_right_shift
+    aten::clamp_max
+    """.split()
+)
+# Of any operands these do.
+_NEVER_NEGATIVE = frozenset(
+    """
+    aten::abs aten::zeros aten::ones aten::zeros_like aten::ones_like aten::new_zeros aten::new_ones aten::nonzero
+    aten::argsort aten::argmax aten::argmin aten::searchsorted aten::bucketize
+    """.split()
+)
+_PICKS = frozenset("aten::index aten::index_select aten::gather aten::take aten::embedding aten::sort".split())
+
+
 def _may_be_negative(node: Node) -> bool:
-    """Does the graph itself make negative slots? A plain input is taken at its word (see docs: assumptions)."""
-    base = peel(node)
-    if op_name(base) in (
-        "aten::where",
-        "aten::masked_fill",
-        "aten::full",
-        "aten::full_like",
-        "aten::scalar_tensor",
-    ):
-        literals = [arg for n in (base, *base.all_input_nodes) for arg in n.args if isinstance(arg, (int, float))]
-        return any(value < 0 for value in literals)
-    return op_name(base) in ("aten::sub", "aten::neg", "aten::rsub", "aten::bitwise_not")
+    """Does the graph itself make negative slots? A plain input is taken at its word (see docs: assumptions).
+
+    What is not known to keep its operands' sign may make anything; staging, the answer then, is exact for any slots.
+    """
+    name, operands = op_name(node), [arg for arg in node.args if isinstance(arg, Node)]
+    if node.op in ("placeholder", "get_attr") or name in _NEVER_NEGATIVE or _is_bounded_below(node, name):
+        return False
+    if getattr(node.meta.get("val"), "dtype", None) == torch.bool:
+        return False
+    if is_view(node) or is_faithful_cast(node) or is_getitem(node) or name in _PICKS:
+        return _may_be_negative(operands[0])
+    if name not in _KEEPS_SIGN:
+        return True
+    literals = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, (int, float))]
+    return any(value < 0 for value in literals) or any(_may_be_negative(n) for n in node.all_input_nodes)
+
+
+def _is_bounded_below(node: Node, name: str) -> bool:
+    """A clamp from 0 or above, or a remainder (it has the sign of the divisor) by a positive literal."""
+    bound = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
+    if not isinstance(bound, (int, float)):
+        return False
+    return bound >= 0 if name in ("aten::clamp", "aten::clamp_min") else name == "aten::remainder" and bound > 0
 
 
 def _whole(writer: Node, cache: Node) -> Node:
