@@ -143,12 +143,8 @@ class Decoder:
     def _steady(self, nodes: list[Node]) -> set[Node]:
         """The nodes whose value no base has a part in, one that holds a single number included."""
         again = self.cone.run(self.probe * _LARGE, small_scalars(self.cone.draw(self.generator)))
-        slots = {node: self.cone.slot(node) for node in nodes}
-        return {
-            node
-            for node, slot in slots.items()
-            if _is_real(again[slot]) and torch.equal(again[slot], self.values[slot])
-        }
+        values = {node: again[self.cone.slot(node)] for node in nodes}
+        return {node for node, value in values.items() if _is_real(value) and torch.equal(value, self._value(node))}
 
     def _value(self, node: Node) -> torch.Tensor:
         value = self.values[self.cone.slot(node)]

@@ -92,14 +92,19 @@ def rows(view: View, item: Projection) -> torch.Tensor | None:
     An origin is looked for through slices and permutations too, so two projections of one origin need not read the
     same rows of it.
     """
-    if item.quantised is not None:
-        return None  # a code does not survive being rounded
+    item = item.parts[0]
+    dynamic = item.quantised.dynamic if item.quantised is not None else None
     shape = view.binding.shape(item.origin.meta["val"].shape)
-    codes = torch.arange(math.prod(shape)).reshape(shape)
-    program = Program([item.origin], nodes_between((item.origin,), item.activation), view.binding)
-    held = program.run([codes])[program.slot(item.activation)]
-    if not isinstance(held, torch.Tensor):
-        return None
+    held = torch.arange(math.prod(shape)).reshape(shape)
+    legs = [(item.origin, item.activation)]
+    if dynamic is not None:
+        legs = [(item.origin, dynamic.source), (peel(item.activation), item.activation)]
+    for start, end in legs:
+        program = Program([start], nodes_between((start,), end), view.binding)
+        value = program.run([held])[program.slot(end)]
+        if not isinstance(value, torch.Tensor):
+            return None
+        held = value
     labels = item.activation_labels
     ordered = (*item.row_labels, *item.summed)
     others = [label for label in labels if label not in ordered]
@@ -136,6 +141,7 @@ def same_rows(view: View, a: Projection, b: Projection) -> bool:
 
 def _order(item: Projection) -> tuple[int, ...]:
     """Axes of the activation: those of the rows, then the summed one."""
+    item = item.parts[0]
     return tuple(item.activation_labels.index(label) for label in (*item.row_labels, *item.summed))
 
 
@@ -143,15 +149,17 @@ def find(view: View) -> list[Projection]:
     """Every product of an activation with a weight, in graph order."""
     found: dict[Node, Projection] = {}
     for product in view.contractions.values():
-        made = _join(product, found) if product.parts else _orient(view, product)
+        made = _join(view, product, found) if product.parts else _orient(view, product)
         if made is not None:
             found[product.node] = made
     return list(found.values())
 
 
-def _join(product: Contraction, found: dict[Node, Projection]) -> Projection | None:
+def _join(view: View, product: Contraction, found: dict[Node, Projection]) -> Projection | None:
     pieces = tuple(found[part.node] for part in product.parts if part.node in found)
     if len(pieces) != len(product.parts) or any(piece.weight is not piece.product.right for piece in pieces):
+        return None
+    if not all(same_rows(view, pieces[0], piece) for piece in pieces[1:]):
         return None
     return replace(pieces[0], product=product, pieces=pieces)
 

@@ -55,7 +55,7 @@ class Planner:
             self._follow_quantised_norm()
         origin = self.candidate.query.down.origin
         why = Refuse("token_x.layout", f"{origin.name} has shape {list(origin.meta['val'].shape)}", (origin,))
-        plans = []
+        plans: list[Plan] = []
         for choices in (self._token_choices(), self._origin_of_rows()):
             for token_x in choices if not plans else ():
                 try:
