@@ -194,7 +194,7 @@ def also_returned(graph: Graph, rng: random.Random) -> str | None:
     """An inner value leaves the graph as one more output."""
     (output,) = graph.find_nodes(op="output")
     node = rng.choice(_tensors(graph))
-    output.args = ((*output.args[0], node),)  # type: ignore[misc]
+    output.args = ((*output.args[0], node),)
     return f"{node.name} is returned too"
 
 
@@ -377,7 +377,7 @@ def write_again(graph: Graph, rng: random.Random) -> str | None:
         return None
     node = rng.choice(writes)
     with graph.inserting_after(node):
-        again = graph.call_function(node.target, node.args, node.kwargs)
+        again = graph.node_copy(node)
     moved = next(arg for arg in again.all_input_nodes if not _is_float(arg))
     with graph.inserting_before(again):
         later = graph.call_function(aten.add.Tensor, (moved, rng.choice((1, 3))))
@@ -398,7 +398,7 @@ def old_cache_read(graph: Graph, rng: random.Random) -> str | None:
         read = graph.call_function(aten.sum.dim_IntList, (node, [0]))
     first = next((user for user in graph.nodes if user.target is aten.copy_.default), output)
     first.prepend(read)
-    output.args = ((*output.args[0], read),)  # type: ignore[misc]
+    output.args = ((*output.args[0], read),)
     return f"{node.name} is read before it is written back"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ class Case:
         drawn = draw(p.LEADS[self.choices["tokens"]], int(self.choices["heads"]))
         return {str(node.target): drawn[str(node.target)] for node in self.graph.graph.find_nodes(op="placeholder")}
 
+    @cached_property
+    def exact(self) -> Result:
+        """The float64 run."""
+        return run(self.graph, self.inputs(), wide=True)
+
     def copy(self) -> Case:
         """The same graph again, free to be changed."""
         graph = Graph()
@@ -42,14 +48,14 @@ class Case:
 def capture(choices: Choices) -> Case:
     """The inference graph, functionalised, each input mutation a ``copy_`` at the end, as AOT autograd makes it."""
     drawn = draw(p.LEADS[choices["tokens"]], int(choices["heads"]))
-    names = list(drawn)
+    names = sorted(_used(choices, drawn), key=list(drawn).index)
 
     class Model(torch.nn.Module):
         def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
             return p.prologue(choices, dict(zip(names, tensors, strict=True)))
 
     with torch.no_grad():
-        gm = _inference_graph(Model(), list(drawn.values()))
+        gm = _inference_graph(Model(), [drawn[name] for name in names])
     for node, name in zip(gm.graph.find_nodes(op="placeholder"), names, strict=True):
         node.target = name
     gm.graph.eliminate_dead_code()
@@ -58,6 +64,19 @@ def capture(choices: Choices) -> Case:
             gm.graph.erase_node(node)
     gm.recompile()
     return Case(gm, choices)
+
+
+def _used(choices: Choices, drawn: Named) -> set[str]:
+    """Names of the inputs that the spelling reads, and of those kept for changes to read instead."""
+
+    class Recorder(dict[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            names.add(name)
+            return super().__getitem__(name)
+
+    names = {name for name in drawn if name.endswith("_other")}
+    p.prologue(choices, Recorder({name: tensor.to("meta") for name, tensor in drawn.items()}))
+    return names
 
 
 def _inference_graph(model: torch.nn.Module, inputs: list[Tensor]) -> GraphModule:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,11 +10,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .changes import CHANGES
-from .graphs import Case, capture, run, structure
-from .judge import Judgement, Verdict, judge, rows
+from .graphs import Case, capture, structure
+from .judge import rows
 from .prologue import Choices
-from .spellings import MISTAKES, refused, sample
+from .spellings import MISTAKES, sample
 
+CHANGES_A_GRAPH, MISTAKES_A_GRAPH = 16, 6  # about as many valid mutants of either sort
 _VISIBLE = 1e-6  # relative difference of float64 results from which a change is one of meaning
 
 
@@ -28,11 +28,9 @@ class Mutant:
     kind: str
     change: str
 
-    def changes_meaning(self, judgement: Judgement) -> bool:
+    def changes_meaning(self) -> bool:
         """Do its float64 results differ from the origin's? (A mutant that means the same is a spelling.)"""
-        assert judgement.exact is not None
-        before = run(self.origin.graph, self.origin.inputs(), wide=True)
-        now = judgement.exact
+        before, now = self.origin.exact, self.case.exact
         if len(before.outputs) != len(now.outputs) or before.caches.keys() != now.caches.keys():
             return True
         pairs = [*zip(before.outputs, now.outputs, strict=True)]
@@ -49,26 +47,56 @@ def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((rows(a) - rows(b)).norm(dim=-1) / size > _VISIBLE).any())
 
 
-def of_nodes(seed: int) -> Iterator[Mutant]:
-    """Some changes of each generated graph; those that do not propagate are passed over."""
-    rng = random.Random(seed)
-    for choices in sample(seed):
-        origin = capture(choices)
-        for _ in range(8):
-            kind = rng.choice(list(CHANGES))
-            mutant = _changed(origin, kind, rng)
+@dataclass(frozen=True)
+class Recipe:
+    """How to make mutants of one spelling: so many changes drawn by ``seed``, and mistakes, each (axis, option)."""
+
+    choices: Choices
+    seed: int
+    mistakes: tuple[tuple[str, str], ...]
+
+    def make(self) -> Iterator[Mutant]:
+        rng, origin = random.Random(self.seed), capture(self.choices)
+        for _ in range(CHANGES_A_GRAPH):
+            mutant = _change(origin, rng.choice(list(CHANGES)), rng)
             if mutant is not None:
                 yield mutant
+        for axis, mistake in self.mistakes:
+            try:
+                yield Mutant(capture({**self.choices, axis: mistake}), origin, f"{axis} spelled wrongly", mistake)
+            except (RuntimeError, ValueError):  # the mistake does not fit these shapes
+                continue
 
 
-def _changed(origin: Case, kind: str, rng: random.Random) -> Mutant | None:
+def recipes(seed: int) -> Iterator[Recipe]:
+    """Without end; the mistakes come in shuffled rounds, so that none is rare."""
+    rng, deck = random.Random(seed), list[tuple[str, str]]()
+    every = [(axis, mistake) for axis, wrong in MISTAKES.items() for mistake in wrong]
+    for choices in sample(seed):
+        if len(deck) < MISTAKES_A_GRAPH:
+            deck += rng.sample(every, len(every))
+        drawn, deck = deck[:MISTAKES_A_GRAPH], deck[MISTAKES_A_GRAPH:]
+        fitting = tuple((axis, mistake) for axis, mistake in drawn if _has_a_part(axis, choices))
+        yield Recipe(choices, rng.randrange(1 << 30), fitting)
+
+
+def _has_a_part(axis: str, choices: Choices) -> bool:
+    """Does the axis matter in the spelling?"""
+    if axis == "kv_product":
+        return not choices["down"].startswith("merged")
+    if axis == "key_tables":
+        return choices["tables"] != "shared_by_sequences"
+    return axis != "up" or choices["query_scale"] != "before"
+
+
+def _change(origin: Case, kind: str, rng: random.Random) -> Mutant | None:
     case = origin.copy()
     try:
         change = CHANGES[kind](case.graph.graph, rng)
         if change is None:
             return None
         _propagate(case.graph)
-    except Exception:  # nonsense: an operator refuses it, or it has nothing to change
+    except Exception:  # nonsense: an operator refuses it, or there is nothing to change
         return None
     case.graph.graph.eliminate_dead_code()
     if structure(case.graph) == structure(origin.graph):
@@ -78,56 +106,15 @@ def _changed(origin: Case, kind: str, rng: random.Random) -> Mutant | None:
 
 def _propagate(gm: GraphModule) -> None:
     """Give every node the meta value that its operator makes of its arguments' (fake) values."""
-    mode = next(n.meta["val"].fake_mode for n in gm.graph.find_nodes(op="placeholder"))
+    mode = next(node.meta["val"].fake_mode for node in gm.graph.find_nodes(op="placeholder"))
     for node in gm.graph.nodes:
         if node.op == "call_function":
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _meaning)
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _value)
             with mode, torch.no_grad():
                 node.meta["val"] = node.target(*args, **kwargs)
     gm.graph.lint()
     gm.recompile()
 
 
-def _meaning(node: Node) -> object:
+def _value(node: Node) -> object:
     return node.meta["val"]
-
-
-def of_spellings(seed: int) -> Iterator[Mutant]:
-    """Each mistake in turn, in spellings of its own."""
-    rng = random.Random(seed)
-    spellings = sample(seed + 1)
-    mistakes = [(axis, mistake) for axis, wrong in MISTAKES.items() for mistake in wrong]
-    for axis, mistake in itertools.chain.from_iterable(rng.sample(mistakes, len(mistakes)) for _ in itertools.count()):
-        choices = _with_mistake(next(spellings), axis, mistake)
-        if choices is None:
-            continue
-        right, wrong = choices
-        try:
-            yield Mutant(capture(wrong), capture(right), f"{axis} spelled wrongly", mistake)
-        except RuntimeError:  # the mistake does not fit these shapes
-            continue
-
-
-def _with_mistake(choices: Choices, axis: str, mistake: str) -> tuple[Choices, Choices] | None:
-    if axis == "kv_product" and choices["down"].startswith("merged"):
-        choices = {**choices, "down": "two"}
-    if axis == "up" and choices["query_scale"] == "before":
-        choices = {**choices, "query_scale": "none"}
-    if axis == "key_tables" and choices["tables"] == "shared_by_sequences":
-        choices = {**choices, "tables": "given"}
-    return None if refused(choices) else (choices, {**choices, axis: mistake})
-
-
-def judged(mutants: Iterator[Mutant], verify: str = "first") -> Iterator[tuple[Mutant, Judgement]]:
-    """Mutants that are valid graphs, differ from each other in structure, and mean something else than their origin."""
-    seen: set[str] = set()
-    for mutant in mutants:
-        key = structure(mutant.case.graph)
-        if key in seen:
-            continue
-        seen.add(key)
-        judgement = judge(mutant.case, verify)
-        if judgement.verdict in (Verdict.WRONG, Verdict.CRASHED) or (
-            judgement.verdict is not Verdict.INVALID and mutant.changes_meaning(judgement)
-        ):
-            yield mutant, judgement

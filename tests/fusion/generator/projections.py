@@ -85,7 +85,11 @@ PRODUCTS = {
         bias_of_zeros,
     )
 }
-UP_PRODUCTS = {**PRODUCTS, "weight_left": weight_left}  # of x itself the pass cannot tell which operand is the weight
+UP_PRODUCTS = {
+    **PRODUCTS,
+    "weight_left": weight_left,  # of x itself the pass cannot tell which operand is the weight
+    "two_column_halves": two_column_halves,
+}
 
 
 # -- parts of the last axis
@@ -192,6 +196,19 @@ WRONG_PARTS = {
 }
 
 
+def halves_of_other_rows(x: Tensor, w: Tensor) -> Tensor:
+    """The second half of the columns is projected from the token before."""
+    first, second = w.chunk(2, 0)
+    return torch.cat([F.linear(x, first), F.linear(x.roll(1, 0), second)], -1)
+
+
+def halves_of_halves(x: Tensor, w: Tensor) -> Tensor:
+    """Each half of the columns is projected from a half of x."""
+    k = x.shape[-1] // 2
+    first, second = w.chunk(2, 0)
+    return torch.cat([F.linear(x[..., :k], first[:, :k]), F.linear(x[..., k:], second[:, :k])], -1)
+
+
 def biased(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, w, w[:, 0])
 
@@ -248,6 +265,8 @@ def sum_over_part(x: Tensor, w: Tensor) -> Tensor:
 WRONG_PRODUCTS = {
     f.__name__: f
     for f in (
+        halves_of_other_rows,
+        halves_of_halves,
         biased,
         scaled,
         of_absolute,

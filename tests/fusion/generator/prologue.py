@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -367,7 +368,7 @@ def _scores(query: Tensor, q_pe: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor
 
 OUTPUTS = {f.__name__.lstrip("_"): f for f in (_direct, _with_rows, _joined, _heads_in_front, _flat_heads, _scores)}
 
-ALL: dict[str, dict[str, Callable[..., object]]] = {  # type: ignore[assignment]
+ALL: dict[str, Mapping[str, Callable[..., Any]]] = {
     "product": projections.UP_PRODUCTS | projections.WRONG_PRODUCTS,
     "parts": projections.PARTS | projections.WRONG_PARTS,
     "norm": norms.NORMS | norms.WRONG_NORMS,

@@ -207,8 +207,8 @@ def _float8(table: Tensor) -> Tensor:
 
 
 def _both(t: Tables, change: Callable[[Tensor], Tensor]) -> Tables:
-    changed = (None if table is None else change(table) for table in (t.cos, t.sin, t.freqs))
-    return Tables(*changed)
+    cos, sin, freqs = (None if table is None else change(table) for table in (t.cos, t.sin, t.freqs))
+    return Tables(cos, sin, freqs)
 
 
 WRONG_TABLES = {
