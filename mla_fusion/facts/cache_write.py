@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import argument, is_faithful_cast, is_getitem, is_reshape, is_view, op_name
+from mla_fusion.graph.kinds import argument, is_cast, is_faithful_cast, is_getitem, is_reshape, is_view, op_name
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.sizes import same
 from mla_fusion.graph.view import View
@@ -84,7 +84,7 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | str:
     if isinstance(slots, str):
         return slots
     for node in slots.nodes:
-        if _may_be_negative(node):
+        if _may_be_negative(view, node):
             return f"{node.name} may be negative, which {name.partition('::')[2]} wraps and the kernel skips"
     return WriteFact(writer, cache, value, slots, _whole(writer, cache))
 
@@ -207,8 +207,9 @@ _NEVER_NEGATIVE = frozenset(
 _PICKS = frozenset("aten::index aten::index_select aten::gather aten::take aten::embedding aten::sort".split())
 
 
-def _may_be_negative(node: Node) -> bool:
-    """Does the graph itself make negative slots? A plain input is taken at its word (see docs: assumptions).
+def _may_be_negative(view: View, node: Node) -> bool:
+    """Does the graph itself make negative slots? A plain input is taken at its word (see docs: assumptions), and so are
+    integers that a model casts from what it projects.
 
     What is not known to keep its operands' sign may make anything; staging, the answer then, is exact for any slots.
     """
@@ -217,12 +218,14 @@ def _may_be_negative(node: Node) -> bool:
         return False
     if getattr(node.meta.get("val"), "dtype", None) == torch.bool:
         return False
+    if is_cast(node) and view.sources(node):
+        return False
     if is_view(node) or is_faithful_cast(node) or is_getitem(node) or name in _PICKS:
-        return _may_be_negative(operands[0])
+        return _may_be_negative(view, operands[0])
     if name not in _KEEPS_SIGN:
         return True
     literals = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, (int, float))]
-    return any(value < 0 for value in literals) or any(_may_be_negative(n) for n in node.all_input_nodes)
+    return any(value < 0 for value in literals) or any(_may_be_negative(view, n) for n in node.all_input_nodes)
 
 
 def _is_bounded_below(node: Node, name: str) -> bool:
