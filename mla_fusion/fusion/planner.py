@@ -22,7 +22,7 @@ from mla_fusion.fusion.plan import InPlace, Plan, Staged
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.kinds import has_effect, is_faithful_cast, is_getitem, is_reshape, op_name
 from mla_fusion.graph.sizes import is_symbolic, same_shape
-from mla_fusion.graph.view import View
+from mla_fusion.graph.view import View, ancestry
 
 _SLOTS_ASSUMED = "slots are non-negative and distinct (the kernel skips negative slots, index_put wraps them)"
 
@@ -56,7 +56,7 @@ class Planner:
         origin = self.candidate.query.down.origin
         why = Refuse("token_x.layout", f"{origin.name} has shape {list(origin.meta['val'].shape)}", (origin,))
         plans: list[Plan] = []
-        for choices in (self._token_choices(), self._origin_of_rows()):
+        for choices in (self._token_choices(), self._sources_of_rows()):
             for token_x in choices if not plans else ():
                 try:
                     plans.append(self._plan(token_x))
@@ -94,14 +94,14 @@ class Planner:
                 return list(found.values())
             node = node.args[0]
 
-    def _origin_of_rows(self) -> Iterator[Node]:
-        """x itself, where the activation is its rows in token order by way of other views (permuted unit axes, x^T)."""
+    def _sources_of_rows(self) -> Iterator[Node]:
+        """Further up, x where the activation is its rows in token order by other views (permuted unit axes, x^T)."""
         down = self.candidate.query.down
-        origin, value = down.origin, down.origin.meta["val"]
-        if value.dim() not in (2, 3) or value.dtype != torch.bfloat16:
-            return
-        if projection.reads_whole(self.view, down):
-            yield origin
+        for node in ancestry(down.activation):
+            value = node.meta["val"]
+            if value.dim() in (2, 3) and value.dtype == torch.bfloat16:
+                if projection.reads_whole(self.view, replace(down, origin=node)):
+                    yield node
 
     def _plan(self, token_x: Node) -> Plan:
         q, k = self.candidate.query, self.candidate.key

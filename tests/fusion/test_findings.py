@@ -35,6 +35,13 @@ SPELLINGS: dict[str, Choices] = {
         "q_product": "einsum_weight_first",
         "tables": "shared_by_sequences",
     },
+    "x cast and permuted by einsum": {
+        "tokens": "two_by_three",
+        "x": "from_wide",
+        "q_product": "einsum",
+        "kv_product": "einsum",
+        "tables": "shared_by_sequences",
+    },
 }
 
 MUTANTS: dict[str, Choices] = {
