@@ -139,7 +139,7 @@ class _Pass:
         builder = builder_of(self.gm)
         rewrite.commit_all(builder, [plan for plan, _ in ready])
         builder.finish()
-        self.gm.graph.eliminate_dead_code()  # checks the graph before it starts
+        rewrite.sweep(self.gm.graph, [plan for plan, _ in ready])
         self.gm.recompile()
         self.report.operators["after"] = count_operators(self.gm)
         clock.stop("rewrite")
@@ -255,5 +255,9 @@ def _structure(finder: Finder, plan: Plan) -> object:
 
 def count_operators(gm: GraphModule) -> dict[str, int]:
     """How often each operator is called, the commonest first."""
-    counts = Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+    targets = [node.target for node in gm.graph.nodes if node.op == "call_function"]
+    by_identity = {id(target): target for target in targets}  # their hashes and names cost more than the counting
+    counts = Counter[str]()
+    for identity, count in Counter(map(id, targets)).items():
+        counts[str(by_identity[identity])] += count
     return dict(counts.most_common())

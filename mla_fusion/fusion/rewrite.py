@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from mla_fusion.fusion import replace
 from mla_fusion.fusion.build import GraphBuilder
 from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.fusion.rejection import Refuse
+from mla_fusion.fusion.verdict import projections
 from mla_fusion.graph.kinds import has_effect
 
 _CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
@@ -50,13 +51,39 @@ def commit_all(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
     """Insert every call and rewire its readers; on any failure put everything back and raise."""
     rewired: list[tuple[Node, Node, Node]] = []
     try:
-        for plan in plans:
-            commit(builder, plan, prove(plan), rewired)
+        with builder.propagating():
+            for plan in plans:
+                commit(builder, plan, prove(plan), rewired)
     except Exception:
         for user, new, old in reversed(rewired):
             user.replace_input_with(new, old)
         builder.withdraw()
         raise
+
+
+def sweep(graph: Graph, plans: Sequence[Plan]) -> None:
+    """Erase what the fusions have left without readers, walking up from it: far fewer nodes than a graph has.
+
+    Where that leaves a product of a region alive (an unread sibling holds it), the whole graph is cleaned.
+    """
+    erased: set[Node] = set()
+    stack = [node for plan in plans for node in _left_over(plan)]
+    while stack:
+        node = stack.pop()
+        if node in erased or node.users or node.op != "call_function" or has_effect(node):
+            continue
+        stack.extend(node.all_input_nodes)
+        erased.add(node)
+        graph.erase_node(node)
+    if any(item.node not in erased for plan in plans for item in projections(plan.candidate)):
+        graph.eliminate_dead_code()
+    graph.lint()
+
+
+def _left_over(plan: Plan) -> list[Node]:
+    """What may have lost its last reader: replaced values, the products, the model's cache operator."""
+    operator = plan.candidate.key.operator
+    return [*(item.node for item in plan.replacements), *plan.candidate.nodes, *([operator.node] if operator else [])]
 
 
 def commit(builder: GraphBuilder, plan: Plan, place: Place, rewired: list[tuple[Node, Node, Node]]) -> None:
