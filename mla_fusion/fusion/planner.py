@@ -99,9 +99,9 @@ class Planner:
         down = self.candidate.query.down
         for node in ancestry(down.activation):
             value = node.meta["val"]
-            if value.dim() in (2, 3) and value.dtype == torch.bfloat16:
-                if projection.reads_whole(self.view, replace(down, origin=node)):
-                    yield node
+            is_rows = value.dim() in (2, 3) and value.dtype == torch.bfloat16
+            if is_rows and projection.reads_whole(self.view, replace(down, origin=node)):
+                yield node
 
     def _plan(self, token_x: Node) -> Plan:
         q, k = self.candidate.query, self.candidate.key
