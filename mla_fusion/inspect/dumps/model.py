@@ -1,0 +1,165 @@
+"""The one form that every dump is read into: operators, the values between them, and where they stand in the file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+Dim = int | str  # a symbol's name, an expression of symbols, or -1 where only "dynamic" is known
+
+_BITS = {"int4": 4, "uint1": 1, "bool": 8}
+
+
+class DumpError(ValueError):
+    """A file that is no dump, or a damaged one. ``line`` counts from 1, ``offset`` is in characters from the start."""
+
+    def __init__(self, message: str, line: int = 0, offset: int = 0, path: Path | None = None) -> None:
+        self.message, self.line, self.offset, self.path = message, line, offset, path
+        super().__init__(f"{path or 'dump'}:{line}: {message} (offset {offset})")
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor as far as the dump tells: torch's name of the dtype, "" for none; shape and strides may be None."""
+
+    dtype: str = ""
+    shape: tuple[Dim, ...] | None = None
+    format: str = ""
+    placement: str = ""
+    stride: tuple[Dim, ...] | None = None
+
+    @property
+    def bytes(self) -> int | None:
+        """Its size, or None where the dump does not say or a dimension is dynamic."""
+        bits = _bits(self.dtype)
+        if bits is None or self.shape is None:
+            return None
+        sizes = [dim for dim in self.shape if isinstance(dim, int) and dim >= 0]
+        return (prod(sizes) * bits + 7) // 8 if len(sizes) == len(self.shape) else None
+
+    @property
+    def dynamic(self) -> tuple[int, ...]:
+        """Places of the dynamic dimensions."""
+        shape = self.shape or ()
+        return tuple(place for place, dim in enumerate(shape) if not isinstance(dim, int) or dim < 0)
+
+    def __str__(self) -> str:
+        shape = "[?]" if self.shape is None else f"[{', '.join(str(dim) for dim in self.shape)}]"
+        layout = f" {self.format}" if self.format not in ("", "ND") else ""
+        return f"{self.dtype or '?'}{shape}{layout}"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The ``index``-th result of the operator named ``producer``; index -1 is an order without data."""
+
+    producer: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.producer if self.index == 0 else f"{self.producer}:{self.index}"
+
+
+@dataclass(eq=False, slots=True)
+class Operator:
+    """One operator. An input is None where an optional one is not given.
+
+    roles   names of the inputs and outputs, as far as known
+    call    (args, kwargs) with Edges in place of values, where the dump is a program
+    source  "file:line in function: code" of the model, where the dump holds it
+    """
+
+    name: str
+    type: str
+    inputs: list[Edge | None] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    roles: list[str] = field(default_factory=list)
+    results: list[str] = field(default_factory=list)
+    line: int = 0
+    call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    source: str = ""
+
+    def role(self, place: int) -> str:
+        """What the input at ``place`` is to the operator; its number where the dump has no name."""
+        return self.roles[place] if place < len(self.roles) else f"input {place}"
+
+
+FORMATS = {
+    "pbtxt": "GE graph, torchair pbtxt",
+    "text": "GE graph, protobuf text",
+    "python": "GE graph, torchair py",
+    "fx": "FX graph, readable text",
+}
+
+
+@dataclass(eq=False)
+class Dump:
+    """A graph read from a file. ``format`` is a key of :data:`FORMATS`."""
+
+    path: Path
+    format: str
+    operators: list[Operator]
+    graph: str = ""
+
+    @property
+    def is_fx(self) -> bool:
+        return self.format == "fx"
+
+    @cached_property
+    def by_name(self) -> dict[str, Operator]:
+        return {operator.name: operator for operator in self.operators}
+
+    @cached_property
+    def readers(self) -> dict[str, list[tuple[Operator, int]]]:
+        """For each operator those that read it, each with the place of that input."""
+        found: dict[str, list[tuple[Operator, int]]] = {operator.name: [] for operator in self.operators}
+        for operator in self.operators:
+            for place, edge in enumerate(operator.inputs):
+                if edge is not None:
+                    found[edge.producer].append((operator, place))
+        return found
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        return Counter(operator.type for operator in self.operators)
+
+    def producer(self, edge: Edge) -> Operator:
+        return self.by_name[edge.producer]
+
+    def value(self, edge: Edge | None) -> Value:
+        """What is known of the tensor on an edge."""
+        outputs = self.by_name[edge.producer].outputs if edge is not None else []
+        return outputs[edge.index] if edge is not None and 0 <= edge.index < len(outputs) else Value()
+
+    def of_type(self, *types: str) -> Iterator[Operator]:
+        return (operator for operator in self.operators if operator.type in types)
+
+    def checked(self) -> Dump:
+        """Itself, if its operators have names of their own and read only one another."""
+        if not self.operators:
+            raise DumpError("the graph holds no operator", 1)
+        seen: dict[str, int] = {}
+        for operator in self.operators:
+            if not operator.name or operator.name in seen:
+                raise DumpError(f"two operators, or none, have the name {operator.name!r}", operator.line)
+            seen[operator.name] = operator.line
+        for operator in self.operators:
+            for edge in operator.inputs:
+                if edge is not None and edge.producer not in seen:
+                    raise DumpError(f"{operator.name} reads {edge.producer!r}, which the dump lacks", operator.line)
+        return self
+
+
+def _bits(dtype: str) -> int | None:
+    if dtype in _BITS:
+        return _BITS[dtype]
+    if dtype.startswith(("float8", "hifloat8", "qint8", "quint8")):
+        return 8
+    digits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
+    return int(digits) if dtype.startswith(("float", "bfloat", "int", "uint", "complex")) and digits else None

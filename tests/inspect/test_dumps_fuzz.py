@@ -1,0 +1,44 @@
+"""Damaged dumps: 1,000 draws of truncation and flipped bits; each is a DumpError or a whole graph."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from mla_fusion.inspect.dumps import DumpError, read
+
+FIXTURES = Path(__file__).parent / "fixtures"
+DRAWS = 1000
+
+
+def damaged(content: bytes, draw: random.Random) -> bytes:
+    if draw.random() < 0.4:
+        content = content[: draw.randrange(len(content))]
+    changed = bytearray(content)
+    for _ in range(draw.choice((0, 1, 1, 2, 8)) if changed else 0):
+        place = draw.randrange(len(changed))
+        changed[place] ^= 1 << draw.randrange(8)
+    return bytes(changed)
+
+
+def test_damage_is_refused_or_harmless(tmp_path):
+    contents = {path.name: path.read_bytes() for path in sorted(FIXTURES.iterdir())}
+    small = [name for name, content in contents.items() if len(content) < 30_000]
+    draw = random.Random(20260101)
+    refused = 0
+    for number in range(DRAWS):
+        name = draw.choice(small if number % 20 else sorted(contents))
+        file = tmp_path / name
+        file.write_bytes(damaged(contents[name], draw))
+        try:
+            dump = read(file)
+        except DumpError as error:
+            assert error.path == file and error.line >= 0 and error.offset >= 0
+            refused += 1
+            continue
+        names = {operator.name for operator in dump.operators}
+        assert all(edge.producer in names for operator in dump.operators for edge in operator.inputs if edge)
+        for operator in dump.operators:
+            assert all(value.bytes is None or value.bytes >= 0 for value in operator.outputs)
+            str(operator)
+    assert refused > DRAWS // 3
