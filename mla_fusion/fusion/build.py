@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
 from mla_fusion.graph.sizes import Binding, SizeNodes, is_symbolic, same_shape
@@ -42,8 +43,8 @@ class Builder(ABC):
         """A shape of the original graph (ints and SymInts) as arguments."""
 
     @abstractmethod
-    def constant(self, tensor: torch.Tensor, like: Any) -> Any:
-        """``tensor`` on the device of ``like``."""
+    def constant(self, numbers: Sequence[int], like: Any) -> Any:
+        """The numbers as a tensor on the device of ``like``."""
 
     #: does a wrapper stand around the graph, so that an input can be viewed before the call?
     has_boundary = False
@@ -101,8 +102,8 @@ class TensorBuilder(Builder):
     def reshape(self, value: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
         return value.reshape(self.sizes(shape))
 
-    def constant(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return tensor
+    def constant(self, numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(numbers)
 
 
 class GraphBuilder(Builder):
@@ -193,7 +194,9 @@ class GraphBuilder(Builder):
         assert self._point is not None
         return node < self._point
 
-    def constant(self, tensor: torch.Tensor, like: Node) -> Node:
+    def constant(self, numbers: Sequence[int], like: Node) -> Node:
+        with unset_fake_temporarily():  # the graph will hold it, so it must be real
+            tensor = torch.tensor(numbers)
         name = f"_mla_fusion_constant{sum(n.startswith('_mla_fusion_constant') for n, _ in self.gm.named_buffers())}"
         self.gm.register_buffer(name, tensor)
         with self.gm.graph.inserting_before(self._point):

@@ -249,7 +249,7 @@ def _take(b: Builder, matrix: Any, columns: tuple[int, ...], groups: int = 1) ->
         return matrix
     block = describe(columns, 1) or describe(columns, groups)
     if block is None or block.groups * block.stride > width:
-        return b.call(aten.index_select.default, matrix, 1, b.constant(torch.tensor(columns), matrix))
+        return b.call(aten.index_select.default, matrix, 1, b.constant(columns, matrix))
     span = block.groups * block.stride if block.groups > 1 else block.width
     start = min(block.offset, width - span)
     if span != width:
