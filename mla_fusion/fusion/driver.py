@@ -6,7 +6,9 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from importlib import import_module
 from math import prod
+from os import PathLike
 from time import perf_counter
 
 import torch
@@ -40,8 +42,15 @@ def fuse(gm: GraphModule, config: Config | None = None) -> Report:
     return run(gm, config or Config(), GraphBuilder)
 
 
-def explain(gm: GraphModule, config: Config | None = None) -> Report:
-    """What :func:`fuse` would do, with the same reasons, changing nothing."""
+def explain(gm: GraphModule | str | PathLike[str], config: Config | None = None) -> Report:
+    """What :func:`fuse` would do, with the same reasons, changing nothing.
+
+    ``gm`` may be the path of a dump that torchair or torch wrote, from which the graph is rebuilt; a dump that
+    cannot be read, or does not hold enough, raises a ValueError that says why.
+    """
+    if isinstance(gm, (str, PathLike)):
+        report: Report = import_module("mla_fusion.inspect.explain").explain(gm, config)
+        return report
     return run(gm, config or Config(), None)
 
 

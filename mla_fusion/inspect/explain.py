@@ -1,0 +1,39 @@
+"""``mf.explain`` of a dump file: the graph is rebuilt and the pass reads it as it would read the live one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+
+from mla_fusion.config import Config
+from mla_fusion.fusion import driver
+from mla_fusion.fusion.report import Report
+from mla_fusion.inspect import rebuild_fx
+from mla_fusion.inspect.dumps import FORMATS, Dump, read
+from mla_fusion.inspect.rebuild_fx import NotRebuilt
+
+__all__ = ["DumpReport", "NotRebuilt", "explain"]
+
+
+@dataclass
+class DumpReport(Report):
+    """A Report on a dump. ``remarks`` say what the dump does not tell, and what the verdicts therefore leave out."""
+
+    dump: str = ""
+    remarks: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *(f"  note: {remark}" for remark in self.remarks)])
+
+
+def explain(path: str | PathLike[str] | Dump, config: Config | None = None) -> DumpReport:
+    """What the pass says of the graph in a dump. Layers are unnamed: dumps hold no module paths.
+
+    Raises DumpError for a file that is no dump, and NotRebuilt, with the reason, for one that does not hold enough.
+    """
+    dump = path if isinstance(path, Dump) else read(Path(fspath(path)))
+    gm, remarks = rebuild_fx.rebuild(dump)
+    report = driver.explain(gm, config)
+    fields = {name: getattr(report, name) for name in Report.__dataclass_fields__}
+    return DumpReport(**fields, dump=f"{dump.path} ({FORMATS[dump.format]})", remarks=tuple(remarks))

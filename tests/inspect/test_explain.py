@@ -1,0 +1,124 @@
+"""``mf.explain`` of a dump gives the report of the live graph that the dump came from."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mla_fusion as mf
+from mla_fusion.compile.device_graph import capture
+from mla_fusion.inspect.explain import DumpReport, NotRebuilt
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def of_fusion_tests(name: str) -> ModuleType:
+    """A module of tests/fusion, whose models are spelled as real ones are."""
+    package = "mla_fusion_tests_fusion"
+    folder = Path(__file__).parents[1] / "fusion"
+    if package not in sys.modules:
+        spec = importlib.util.spec_from_file_location(package, folder / "__init__.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[package] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(f"{package}.{name}")
+
+
+s, near_misses = of_fusion_tests("spellings"), of_fusion_tests("near_misses")
+CASES = {
+    "rotate_half": (s.PagedRotateHalf, s.paged_args),
+    "sqrt_norm": (s.PagedSqrtNorm, s.paged_args),
+    "even_odd": (s.EvenOdd, s.paged_args),
+    "block_offset": (s.BlockOffset, s.paged_args),
+    "complex_dense": (s.ComplexDense, s.dense_args),
+    "npu_v2": (lambda: s.NpuOperators(version=2), s.paged_args),
+    "fused_qkv_a": (s.FusedQkvA, s.paged_args),
+    "indexer": (s.WithIndexer, s.paged_args),
+}
+
+
+def facts(report: mf.Report) -> dict[str, Any]:
+    """The report without times, and without module paths, which dumps do not hold."""
+    data = json.loads(report.to_json())
+    for entry in (*data["fused"], *data["rejected"]):
+        entry["layer"] = ""
+    return {key: data[key] for key in ("fused", "rejected", "nodes_before", "nodes_after", "committed", "config")}
+
+
+def assert_round_trip(gm: torch.fx.GraphModule, file: Path, **options: bool) -> dict[str, Any]:
+    file.write_text(gm.print_readable(False, **options), encoding="utf-8")
+    live, dumped = facts(mf.explain(gm)), facts(mf.explain(str(file)))
+    assert dumped == live
+    assert live["fused"] or live["rejected"]
+    return live
+
+
+def graph_of(model: nn.Module, args: tuple[torch.Tensor, ...], dynamic: bool = False) -> torch.fx.GraphModule:
+    with torch._dynamo.config.patch(specialize_float=True):
+        return capture(model, *args, device="cpu", dynamic=dynamic)[0]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", CASES)
+def test_round_trip(name, dynamic, tmp_path):
+    torch.manual_seed(0)
+    model, args = CASES[name]
+    gm = graph_of(model(), args(), dynamic)
+    assert len(assert_round_trip(gm, tmp_path / "graph.txt")["fused"]) == 1
+    if not dynamic:
+        assert_round_trip(gm, tmp_path / "graph.txt", include_stride=True, include_device=True)
+
+
+@pytest.mark.parametrize("name", sorted(near_misses.REFUSED)[::3])
+def test_round_trip_of_reasons(name, tmp_path):
+    code, model = near_misses.REFUSED[name]
+    found = assert_round_trip(graph_of(model(), s.paged_args()), tmp_path / "graph.txt")
+    assert found["rejected"][0]["code"] == code
+
+
+def test_fixtures_of_the_real_torchair():
+    for name in ("fx_before.txt", "fx_strides.txt", "fx_dynamic.txt"):
+        report = mf.explain(FIXTURES / name)
+        assert isinstance(report, DumpReport) and not report.committed
+        assert [item.placement for item in report.fused] == ["in place"], str(report)
+        assert report.fused[0].source.startswith("examples/fuse_your_model.py:46 in forward: q = self.q_b")
+    assert report.fused[0].dims["T"] == "s77"
+    assert mf.explain(FIXTURES / "fx_after.txt").fused == []
+
+
+def test_config_counts():
+    assert mf.explain(str(FIXTURES / "fx_before.txt"), mf.Config(verify="off")).fused[0].figures == ()
+
+
+def listing(tmp_path: Path, *lines: str) -> Path:
+    file = tmp_path / "graph.txt"
+    head = ("class G(torch.nn.Module):", '    def forward(self, a: "f32[2, 2]"):')
+    file.write_text("\n".join([*head, *("        " + line for line in lines), ""]))
+    return file
+
+
+def test_graph_before_aot_is_refused(tmp_path):
+    with pytest.raises(NotRebuilt, match="the graph before AOT autograd"):
+        mf.explain(listing(tmp_path, "b = a.view(4)", "return (b,)"))
+
+
+def test_missing_shapes_are_named(tmp_path):
+    with pytest.raises(NotRebuilt, match="line 3: the dump does not tell the shape of b"):
+        mf.explain(listing(tmp_path, "b = torch.ops.absent.op(a)", "return (b,)"))
+
+
+def test_unknown_operators_are_remarked(tmp_path):
+    file = listing(tmp_path, 'b: "f32[2, 2]" = torch.ops.absent.op.default(a)', "return (b,)")
+    assert "absent.op.default is not known here; 1 calls stand as opaque" in str(mf.explain(file))
+
+
+def test_constants_without_values_are_remarked(tmp_path):
+    file = listing(tmp_path, 'b: "f32[2]" = self.sign', "return (b,)")
+    assert "no values of constants (sign)" in str(mf.explain(file))
