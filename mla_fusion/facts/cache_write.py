@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import argument, is_cast, is_faithful_cast, is_getitem, is_reshape, is_view, op_name
+from mla_fusion.graph.kinds import argument, is_cast, is_getitem, is_reshape, is_view, op_name
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.sizes import same
 from mla_fusion.graph.view import View
@@ -208,8 +208,7 @@ _PICKS = frozenset("aten::index aten::index_select aten::gather aten::take aten:
 
 
 def _may_be_negative(view: View, node: Node) -> bool:
-    """Does the graph itself make negative slots? A plain input is taken at its word (see docs: assumptions), and so are
-    integers that a model casts from what it projects.
+    """Does the graph itself make negative slots? A plain input is taken at its word (see docs: assumptions).
 
     What is not known to keep its operands' sign may make anything; staging, the answer then, is exact for any slots.
     """
@@ -218,9 +217,7 @@ def _may_be_negative(view: View, node: Node) -> bool:
         return False
     if getattr(node.meta.get("val"), "dtype", None) == torch.bool:
         return False
-    if is_cast(node) and view.sources(node):
-        return False
-    if is_view(node) or is_faithful_cast(node) or is_getitem(node) or name in _PICKS:
+    if is_view(node) or is_cast(node) or is_getitem(node) or name in _PICKS:
         return _may_be_negative(view, operands[0])
     if name not in _KEEPS_SIGN:
         return True

@@ -173,7 +173,7 @@ def _literal(cone: Cone, eps: float) -> float:
     F.rms_norm leaves float32(1e-6) = 9.999999974752427e-07 in the graph; the operator's attribute is a
     float32 too, so the short decimal of the same float32 is meant.
     """
-    for literal in _floats([step.args for step in cone.program.steps] + [step.kwargs for step in cone.program.steps]):
+    for literal in cone.program.literals:
         if literal > 0 and abs(literal - eps) <= 1e-7 * literal:
             eps = literal
             break
@@ -183,16 +183,6 @@ def _literal(cone: Cone, eps: float) -> float:
 
 def _float32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
-
-
-def _floats(template: object) -> list[float]:
-    if isinstance(template, float):
-        return [template]
-    if isinstance(template, dict):
-        template = list(template.values())
-    if isinstance(template, (list, tuple)):
-        return [value for item in template for value in _floats(item)]
-    return []
 
 
 def _low_precision(cone: Cone, norm: Node) -> Node | None:

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from mla_fusion.facts.cache_write import Slots
 from mla_fusion.facts.rope import Table
+from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fusion.candidate import Candidate
 from mla_fusion.fusion.outputs import Replacement
 
@@ -32,8 +33,8 @@ class InPlace:
     slots: Slots
     mode: str
     copies: bool = False
-    kv_scale: Node | None = None
-    kr_scale: Node | None = None
+    kv_scale: CacheScale | None = None
+    kr_scale: CacheScale | None = None
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.config import Config
-from mla_fusion.facts import cache_write, projection
+from mla_fusion.facts import cache_write, projection, row_quant
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.cache_write import Slots, WriteFact
 from mla_fusion.facts.rope import TableRun
+from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.facts.unabsorbed import UnabsorbedFact
 from mla_fusion.fusion import verdict
 from mla_fusion.fusion.candidate import Candidate, same_table
@@ -174,14 +175,15 @@ class Planner:
             return Staged(self._stage_because), []
         if interleaved:
             return Staged("RoPE leaves interleaved rows and the kernel writes half rows"), []
-        writes = []
+        writes, scales = [], []
         for name in ("c_kv", "k_pe"):
-            write = self._single_write(name)
+            write, scale = self._single_write(name)
             if isinstance(write, str):
                 return Staged(write), []
             writes.append(write)
+            scales.append(scale)
         kv, kr = writes
-        reason = self._joint_reason(kv, kr)
+        reason = self._joint_reason(kv, kr) or self._scales_reason(scales)
         if reason:
             return Staged(reason), []
         kv_shape, kr_shape = (cache_write.paged_shape(write.cache) for write in writes)
@@ -191,23 +193,37 @@ class Planner:
             for name, write, shape in (("kv_cache", kv, kv_shape), ("kr_cache", kr, kr_shape))
             for r in whole_readers(write.result, name, shape, same_shape)
         ]
-        return InPlace(kv.cache, kr.cache, kv_shape, kr_shape, kv.slots, "PA_BSND"), found
+        in_place = InPlace(kv.cache, kr.cache, kv_shape, kr_shape, kv.slots, "PA_BSND")
+        return replace(in_place, kv_scale=scales[0], kr_scale=scales[1]), found
 
-    def _single_write(self, name: str) -> WriteFact | str:
-        """The one write that takes the new rows, whole and in token order."""
+    def _single_write(self, name: str) -> tuple[WriteFact | str, CacheScale | None]:
+        """The one write that takes the new rows, whole and in token order, and what they are scaled by into int8."""
         tree = self.trees[name]
         readers = tree.readers()
         if len(readers) != 1:
-            return f"the new {name} rows are read at {len(readers)} places"
+            return f"the new {name} rows are read at {len(readers)} places", None
         ((value, users),) = readers.items()
         if len(users) != 1:
-            return f"{value.name} is read by {', '.join(user.name for user in users)}"
+            return f"{value.name} is read by {', '.join(user.name for user in users)}", None
         codes = tree.codes[value]
         if not isinstance(codes, torch.Tensor) or not torch.equal(
             codes.reshape(-1).long(), torch.arange(codes.numel())
         ):
-            return f"{value.name} does not hold the rows in token order"
-        return cache_write.find(self.view, users[0], value)
+            return f"{value.name} does not hold the rows in token order", None
+        quantised = row_quant.find(self.view, value)
+        if quantised is None:
+            return cache_write.find(self.view, users[0], value), None
+        writers = live_users(quantised.node)
+        if len(writers) != 1:
+            return f"{quantised.node.name} is read by {', '.join(user.name for user in writers)}", None
+        return cache_write.find(self.view, writers[0], quantised.node), quantised.scale
+
+    def _scales_reason(self, scales: list[CacheScale | None]) -> str:
+        """Why rows scaled so are in no kv_cache_quant_mode, or ""; mode 2 goes with int8 W_uq_qr alone."""
+        mode = self.candidate.weight_quant_mode
+        if not any(scales) or (all(scales) and mode == 1):
+            return ""
+        return f"int8 rows of {'both caches' if all(scales) else 'one cache'} do not go with weight_quant_mode {mode}"
 
     def _joint_reason(self, kv: WriteFact, kr: WriteFact) -> str:
         """Why two writes are not the pair that the kernel does, or ""."""
@@ -229,7 +245,7 @@ class Planner:
             width = self.view.binding.size(write.cache.meta["val"].shape[-1])
             if width not in (len(self.candidate.key.columns), self.candidate.key.rope_dim):
                 return f"{write.cache.name} is {width} wide"
-            if write.cache.meta["val"].dtype != torch.bfloat16:
+            if write.cache.meta["val"].dtype != write.value.meta["val"].dtype:
                 return f"{write.cache.name} is {write.cache.meta['val'].dtype}"
         return ""
 
@@ -276,8 +292,8 @@ class Planner:
             Slots(operator.index),
             operator.cache_mode,
             operator.hidden_write,
-            operator.kv_scale,
-            operator.kr_scale,
+            CacheScale(operator.kv_scale) if operator.kv_scale is not None else None,
+            CacheScale(operator.kr_scale) if operator.kr_scale is not None else None,
         )
         return in_place, found
 

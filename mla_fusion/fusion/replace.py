@@ -17,6 +17,7 @@ from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.cache_write import Slots
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.rope import Table, TableRun
+from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fusion.build import Builder
 from mla_fusion.fusion.outputs import Replacement
 from mla_fusion.fusion.plan import InPlace, Plan
@@ -66,7 +67,7 @@ def scales(plan: Plan) -> list[Node]:
     if q.down.quantised is not None:
         found.append(q.down.quantised.token_scale)
     if isinstance(plan.caches, InPlace):
-        found += [plan.caches.kv_scale, plan.caches.kr_scale]
+        found += [scale.node for scale in (plan.caches.kv_scale, plan.caches.kr_scale) if scale is not None]
     return list(dict.fromkeys(node for node in found if node is not None))
 
 
@@ -190,15 +191,24 @@ def _quantisation(b: Builder, plan: Plan) -> dict[str, Any]:
         given["dequant_scale_w_dkv_kr"] = _scale(b, plan, "dequant_scale_w_dkv_kr", _dkv_kr, k.down, k.down_rope)
     if plan.kv_cache_quant_mode:
         assert isinstance(plan.caches, InPlace)
-        given["quant_scale_ckv"] = _channels(b, plan.caches.kv_scale, len(k.columns))
-        given["quant_scale_ckr"] = _channels(b, plan.caches.kr_scale, k.rope_dim)
+        for name, scale, width in (
+            ("quant_scale_ckv", plan.caches.kv_scale, len(k.columns)),
+            ("quant_scale_ckr", plan.caches.kr_scale, k.rope_dim),
+        ):
+            given[name] = _channels(b, scale, width, plan.token_x.meta["val"].device)
     return given
 
 
-def _channels(b: Builder, scale: Node | None, width: int) -> Any:
-    """A cache's scale as one row of channels, [1, width]; a single scale stands for all of them."""
+def _channels(b: Builder, scale: CacheScale | None, width: int, device: torch.device) -> Any:
+    """What a cache's rows are multiplied by, as one row of channels, [1, width]."""
     assert scale is not None
-    row = b.cast(b.reshape(b.value(scale), (1, scale.meta["val"].numel())), torch.float32)
+    if scale.node is None:
+        return b.call(aten.full.default, [1, width], scale.factor, dtype=torch.float32, device=device)
+    row = b.cast(b.reshape(b.value(scale.node), (1, scale.node.meta["val"].numel())), torch.float32)
+    if scale.inverse:
+        row = b.call(aten.reciprocal.default, row)
+    if scale.factor != 1.0:
+        row = b.call(aten.mul.Tensor, row, scale.factor)
     if b.shape(row)[1] == width:
         return row
     row = b.call(aten.expand.default, row, [1, width])

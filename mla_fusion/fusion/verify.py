@@ -88,7 +88,8 @@ def _draw(view: View, plan: Plan, seed: int) -> dict[Node, torch.Tensor]:
     weights = {item.weight for item in projections(plan.candidate)}
     if isinstance(q.absorb, AbsorbFact):
         weights.add(q.absorb.weight)
-    of_caches = (plan.caches.kv_scale, plan.caches.kr_scale) if isinstance(plan.caches, InPlace) else ()
+    cache_scales = (plan.caches.kv_scale, plan.caches.kr_scale) if isinstance(plan.caches, InPlace) else ()
+    of_caches = {scale.node: scale.inverse for scale in cache_scales if scale is not None}
     scales = {item.quantised.weight_scale for item in projections(plan.candidate) if item.quantised is not None}
     gammas = {q.norm.gamma, plan.candidate.key.gamma, *smoothing}
     for node in nodes:
@@ -108,7 +109,7 @@ def _draw(view: View, plan: Plan, seed: int) -> dict[Node, torch.Tensor]:
         elif q.down.quantised is not None and node is q.down.quantised.token_scale:
             drawn = (1 + drawn / 8) / _INT8
         elif node in of_caches:
-            drawn = (1 + drawn / 8) * _INT8
+            drawn = (1 + drawn / 8) * (1 / _INT8 if of_caches[node] else _INT8)
         elif node in gammas:
             drawn = 1 + drawn / 8
         values[node] = drawn.to(value.dtype)

@@ -145,6 +145,11 @@ class Program:
     def slot(self, node: Node) -> int:
         return self._slots[node].index
 
+    @property
+    def literals(self) -> list[float]:
+        """The floats that the steps hold."""
+        return _floats([(step.args, step.kwargs) for step in self.steps])
+
     def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Values of inputs and steps, by slot; a :class:`Failed` for each step that could not run."""
         memory: list[Any] = list(inputs)
@@ -237,6 +242,16 @@ def _attribute(node: Node, exact: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", value.dtype if exact else _widen(value.dtype))
     return value
+
+
+def _floats(template: Template) -> list[float]:
+    if isinstance(template, float):
+        return [template]
+    if isinstance(template, dict):
+        template = list(template.values())
+    if isinstance(template, (list, tuple)):
+        return [value for item in template for value in _floats(item)]
+    return []
 
 
 def _fill(template: Template, memory: list[Any]) -> Any:

@@ -207,7 +207,7 @@ class UnrotatedKeyRead(Base):
 
 class SlotsFromQuery(Base):
     def slots(self, slots: Tensor, query: Tensor) -> Tensor:
-        return slots + (query[:, 0, 0] * 0).long()
+        return slots + (query[:, 0, 0] * 0).abs().long()
 
 
 class LayerNormInstead(Base):

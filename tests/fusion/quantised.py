@@ -200,13 +200,98 @@ class OperatorCacheOneScale(OperatorCache):
     scales = (1, 1)
 
 
-class PerChannelCache(Partial):
-    """int8 caches, quantised by plain operators: the kernel makes the rows, the model quantises and writes them."""
+class PlainCache(Partial):
+    """int8 caches, rows quantised by plain operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_scale, self.kr_scale = (nn.Parameter(20 + 10 * torch.rand(width)) for width in (HCKV, DR))
+
+    def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return torch.clamp(torch.round(rows.float() * scale), -128, 127).to(torch.int8)
 
     def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
-        for cache, rows, scale in ((kv_cache, c_kv, 20.0), (kr_cache, k_pe, 24.0)):
-            quantised = torch.clamp(torch.round(rows.float() * scale), -128, 127)
-            cache.view(-1, rows.shape[-1])[slots] = quantised.to(cache.dtype)
+        kv_cache.view(-1, HCKV)[slots] = self.quantise(c_kv, self.kv_scale)
+        kr_cache.view(-1, DR)[slots] = self.quantise(k_pe, self.kr_scale)
+
+
+class DividedRows(PlainCache):
+    """The scale is what a step is worth, and one for all channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_scale, self.kr_scale = (nn.Parameter(torch.tensor([0.04])) for _ in range(2))
+
+    def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return (rows.float() / scale).round().clamp(-128, 127).char()
+
+
+class LiteralScale(PlainCache):
+    def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return torch.clamp((rows.float() * 25.0).round(), -128, 127).to(torch.int8)
+
+
+class SymmetricClamp(PlainCache):
+    """-127 is the lowest code: not the kernel's saturation."""
+
+    def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return torch.clamp(torch.round(rows.float() * scale), -127, 127).to(torch.int8)
+
+
+class Truncated(PlainCache):
+    def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return torch.clamp(rows.float() * scale, -128, 127).to(torch.int8)
+
+
+class FullPlainCache(Full):
+    """Per-channel caches with all three projections int8: no mode of the kernel."""
+
+    write = PlainCache.write
+    quantise = PlainCache.quantise
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_scale, self.kr_scale = (nn.Parameter(20 + 10 * torch.rand(width)) for width in (HCKV, DR))
+
+
+class PackedRows(Full):
+    """One cache of 656-byte rows: int8 tiles of the latent, the bfloat16 key, a float32 scale per tile."""
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        tiles = c_kv.float().view(-1, 4, 128)
+        scale = tiles.abs().amax(-1, keepdim=True) / 127
+        values = torch.round(tiles / scale).clamp(-128, 127).to(torch.int8).flatten(1)
+        parts = [values, k_pe.contiguous().view(torch.int8), scale.squeeze(-1).contiguous().view(torch.int8)]
+        kv_cache.view(-1, 656)[slots] = torch.cat(parts, -1)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
+        c_kv, k_pe = self.latent(x)
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1))
+        return torch.cat([self.absorb(q_nope), self.rotate(q_pe, c, s)], -1)
+
+
+class PerTensorCache(Full):
+    """An int8 latent cache with one scale, a bfloat16 rope cache, and the query quantised per head."""
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        kv_cache.view(-1, HCKV)[slots] = torch.clamp(torch.round(c_kv.float() * 25.0), -128, 127).to(torch.int8)
+        kr_cache.view(-1, DR)[slots] = k_pe
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        values, scale = npu.npu_dynamic_quant(super().absorb(q_nope))
+        return (values.float() * scale.unsqueeze(-1)).bfloat16()
+
+
+def packed_args() -> tuple[Tensor, ...]:
+    x, cos, sin, kv_cache, kr_cache, slots = paged_args()
+    return x, cos, sin, torch.randint(-9, 9, (*kv_cache.shape[:3], 656), dtype=torch.int8), kr_cache, slots
+
+
+def int8_latent_args() -> tuple[Tensor, ...]:
+    x, cos, sin, kv_cache, kr_cache, slots = paged_args()
+    return x, cos, sin, (kv_cache * 20).to(torch.int8), kr_cache, slots
 
 
 def int8_cache_args() -> tuple[Tensor, ...]:
@@ -234,5 +319,10 @@ QUANTISED: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, .
 INT8_CACHES: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "OperatorCache": (OperatorCache, 2, "in place"),
     "OperatorCacheOneScale": (OperatorCacheOneScale, 2, "in place"),
-    "PerChannelCache": (PerChannelCache, 0, "staged"),
+    "PlainCache": (PlainCache, 2, "in place"),
+    "DividedRows": (DividedRows, 2, "in place"),
+    "LiteralScale": (LiteralScale, 2, "in place"),
+    "SymmetricClamp": (SymmetricClamp, 0, "staged"),
+    "Truncated": (Truncated, 0, "staged"),
+    "FullPlainCache": (FullPlainCache, 0, "staged"),
 }

@@ -90,6 +90,13 @@ class ChunkedHeads(Base):
         return super().split(torch.cat([F.linear(c_q, chunk) for chunk in self.chunks], -1))
 
 
+class SlotsFromQuery(Base):
+    """Slots cast from a product may be negative, so the model's own writes stay, which also come late enough."""
+
+    def slots(self, slots: Tensor, query: Tensor) -> Tensor:
+        return slots + (query[:, 0, 0] * 0).long()
+
+
 class SeparateUpProjections(Base):
     """W_uq and W_qr, W_dkv and W_kr as four linears."""
 
@@ -463,7 +470,15 @@ VARIANTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ..
     },
     **{
         model.__name__: (model, s.paged_args, STAGED)
-        for model in (GptjStack, GptjOneByOne, CombinedCache, MaskedWrite, ReadsOldCache, NewRowsRead)
+        for model in (
+            GptjStack,
+            GptjOneByOne,
+            CombinedCache,
+            MaskedWrite,
+            ReadsOldCache,
+            NewRowsRead,
+            SlotsFromQuery,
+        )
     },
     "Sequences": (Sequences, sequence_args, IN_PLACE),
     "SequencesShareRows": (Sequences, shared_table_args, IN_PLACE),

@@ -1,0 +1,109 @@
+"""Rows on their way into an int8 cache: ``sat(rint(rows * scale))``, whatever operators say it.
+
+Read off by running the plain nodes between the rows and the int8 tensor on float64 rows that reach both ends of the
+range. A clamp at -127, a zero point or a truncation is another function, and there is no fact then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.graph.program import Program, nodes_between
+from mla_fusion.graph.sizes import is_symbolic
+from mla_fusion.graph.view import View, peel
+
+_LONGEST = 12  # nodes from the rows to the int8 tensor
+_TYPICAL = 30.0
+
+
+@dataclass(frozen=True)
+class CacheScale:
+    """What rows are multiplied by before they are rounded: ``factor``, times ``node`` (over it with ``inverse``).
+
+    ``node`` holds one value, or one a channel.
+    """
+
+    node: Node | None
+    inverse: bool = False
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class RowQuant:
+    """``node`` holds ``rows`` as int8."""
+
+    node: Node
+    rows: Node
+    scale: CacheScale
+
+
+def find(view: View, rows: Node) -> RowQuant | None:
+    """The int8 tensor that ``rows`` become by being scaled, rounded and saturated, or None."""
+    chain = _to_int8(rows)
+    if chain is None:
+        return None
+    inside = {rows, *chain}
+    sides = [arg for node in chain for arg in node.all_input_nodes if arg not in inside]
+    bases = list(dict.fromkeys(peel(side) for side in sides if not view.is_constant(side)))
+    width = rows.meta["val"].shape[-1]
+    if len(bases) > 1 or any(not _is_scale(view, base, width) for base in bases):
+        return None
+    above = (nodes_between(bases if not view.is_constant(side) else (), side) for side in sides)
+    order = dict.fromkeys([node for nodes in above for node in nodes] + chain)
+    program = Program([rows, *bases], list(order), view.binding)
+    for scale in _candidates(program, bases):
+        if _holds(view, program, rows, chain[-1], bases, scale):
+            return RowQuant(chain[-1], rows, scale)
+    return None
+
+
+def _to_int8(rows: Node) -> list[Node] | None:
+    """The nodes from ``rows`` to the first int8 tensor, each read by the next alone."""
+    chain: list[Node] = []
+    node = rows
+    while len(chain) < _LONGEST:
+        readers = [user for user in node.users if not is_symbolic(user.meta.get("val"))]
+        if len(readers) != 1 or not isinstance(readers[0].meta.get("val"), torch.Tensor):
+            return None
+        node = readers[0]
+        chain.append(node)
+        if node.meta["val"].dtype == torch.int8:
+            return chain
+    return None
+
+
+def _is_scale(view: View, base: Node, width: object) -> bool:
+    value = base.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    return prod(view.binding.shape(value.shape)) in (1, width)
+
+
+def _candidates(program: Program, bases: list[Node]) -> Iterator[CacheScale]:
+    numbers = [value for value in program.literals if value not in (0.0, 1.0)]
+    factors = [1.0, *numbers, *(1 / value for value in numbers)]
+    if not bases:
+        yield from (CacheScale(None, False, factor) for factor in factors)
+    for base in bases:
+        yield from (CacheScale(base, inverse, factor) for inverse in (False, True) for factor in factors)
+
+
+def _holds(view: View, program: Program, rows: Node, result: Node, bases: list[Node], scale: CacheScale) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    shape = view.binding.shape(rows.meta["val"].shape)
+    drawn = [_TYPICAL * (1 + torch.rand(view.binding.shape(b.meta["val"].shape), generator=generator)) for b in bases]
+    values = [value.double() for value in drawn]
+    multiplier = torch.tensor(scale.factor, dtype=torch.float64)
+    for value in values:
+        row = value.reshape(-1) if value.numel() > 1 else value.reshape(())
+        multiplier = multiplier * (1 / row if scale.inverse else row)
+    probe = torch.randn(shape, generator=generator, dtype=torch.float64) * 80 / multiplier.abs().max()
+    probe = torch.where(torch.rand(shape, generator=generator) < 0.1, 4 * probe, probe)
+    found = program.run([probe, *values])[program.slot(result)]
+    wanted = (probe * multiplier).round().clamp(-128, 127).to(torch.int8)
+    return isinstance(found, torch.Tensor) and found.shape == wanted.shape and torch.equal(found, wanted)
