@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
 
 import mla_fusion as mf
+from mla_fusion.compile import torchair_bridge
 from mla_fusion.weights import cache
 
 from . import spellings as s
@@ -110,3 +113,32 @@ def test_hook_in_torchair() -> None:
     lowered = mf.lower(s.PagedRotateHalf(), *s.paged_args(), mode="npugraph_ex", hook=True)
     assert lowered.fx_ops["npu.npu_mla_prolog_v3.default"] == 1
     assert lowered.report is not None and len(lowered.report.fused) == 1
+
+
+def test_hook_packs_weights_from_nothing_but_frozen_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ``frozen_parameter`` torchair hands parameters to GE as constants, so packing inside the graph folds away."""
+    kept: list[Any] = []
+    compile_graph = torchair_bridge.compile_graph
+
+    def keep(*args: Any) -> Any:
+        kept.append(compile_graph(*args))
+        return kept[-1]
+
+    monkeypatch.setattr(torchair_bridge, "compile_graph", keep)
+    mf.lower(s.Neox(), *s.paged_args(), hook=True)  # half-layout RoPE: columns are permuted, so there is much to pack
+    (made,) = kept
+    frozen = import_module("torchair._ge_concrete_graph.graph_pass").get_frozen_flag(made.runner._input_info_list)
+    operators = {op.name: op for op in made.proto.op}
+
+    def data_above(name: str) -> set[int]:
+        op = operators[name.rpartition(":")[0]]
+        if op.type == "Data":
+            return {op.attr["index"].i}
+        return {index for source in op.input if source for index in data_above(source)}
+
+    (kernel,) = (op for op in made.proto.op if op.type == "MlaPrologV3")
+    token_x, *weights = (data_above(name) for name in kernel.input[:5])
+    for above in weights:
+        assert above and all(frozen[index] for index in above)
+    assert not any(frozen[index] for index in token_x)
+    assert any(operators[name.rpartition(":")[0]].type != "Data" for name in kernel.input[1:5])
