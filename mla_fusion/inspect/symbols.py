@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from mla_fusion.inspect.dumps import Value
 
@@ -89,6 +90,6 @@ class Tensors:
             symbol = sympy.Symbol(name, positive=True, integer=True)
             hints = getattr(self._env, "backed_var_to_val", None)
             (self._env.var_to_val if hints is None else hints)[symbol] = sympy.Integer(_HINT)
-            self._env.var_to_range[symbol] = torch.utils._sympy.value_ranges.ValueRanges(2, 1 << 40)
+            self._env.var_to_range[symbol] = ValueRanges(2, 1 << 40)
             self._symbols[name] = torch.SymInt(SymNode(symbol, self._env, int, _HINT))
         return self._symbols[name]

@@ -97,6 +97,68 @@ def test_config_counts():
     assert mf.explain(str(FIXTURES / "fx_before.txt"), mf.Config(verify="off")).fused[0].figures == ()
 
 
+@pytest.mark.parametrize("name", ["unfused.pbtxt", "unfused_py.txt"])
+def test_ge_fixtures(name):
+    report = mf.explain(FIXTURES / name)
+    live = mf.explain(FIXTURES / "fx_before.txt")
+    assert meaning(report) == meaning(live)
+    assert report.fused[0].nodes[0] == "MatMul"
+
+
+def test_fused_dumps_say_so():
+    for name in ("fused.txt", "fused_py.txt", "dynamic.txt", "fx_after.txt"):
+        assert "1 prologues of the graph are fused already" in str(mf.explain(FIXTURES / name))
+
+
+def meaning(report: mf.Report) -> list[object]:
+    """What was recognised, without the names of nodes."""
+    found = [
+        (item.dims, item.cache_mode, item.placement, item.rope, item.attributes, sorted(item.replaced.values()))
+        for item in report.fused
+    ]
+    return [*found, *(item.code for item in report.rejected)]
+
+
+GE_CASES = {
+    "functional_norm": (s.PagedFunctionalNorm, s.paged_args),
+    "even_odd": (s.EvenOdd, s.paged_args),
+    "neox": (s.Neox, s.paged_args),
+    "npu_v2": (lambda: s.NpuOperators(version=2), s.paged_args),
+    "fused_qkv_a": (s.FusedQkvA, s.paged_args),
+}
+
+
+@pytest.mark.parametrize("name", GE_CASES)
+def test_ge_dump_means_what_the_live_graph_means(name, tmp_path, monkeypatch):
+    from mla_fusion import converters
+    from mla_fusion.compile import torchair_bridge
+
+    runners = []
+    compile_graph = torchair_bridge.compile_graph
+
+    def keeping(*arguments):
+        runners.append(compile_graph(*arguments))
+        return runners[-1]
+
+    monkeypatch.setattr(torchair_bridge, "compile_graph", keeping)
+    torch.manual_seed(0)
+    model, args = GE_CASES[name]
+    mf.offline.activate()
+    with converters.unfused_registered():
+        lowered = mf.lower(model(), *args(), config=mf.Config(enable=False))
+    live = meaning(mf.explain(lowered.fx_before))
+    for kind in ("pbtxt", "py"):
+        runners[-1].runner.dump(str(tmp_path / f"graph.{kind}"))
+        assert meaning(mf.explain(tmp_path / f"graph.{kind}")) == live
+
+
+def test_ge_operator_without_counterpart_is_remarked(tmp_path):
+    file = tmp_path / "graph.pbtxt"
+    file.write_text((FIXTURES / "unfused.pbtxt").read_text().replace('op: "Rsqrt"', 'op: "Absent"'))
+    report = mf.explain(file)
+    assert report.fused == [] and "no ATen counterpart here for Absent x 2: opaque" in str(report)
+
+
 def listing(tmp_path: Path, *lines: str) -> Path:
     file = tmp_path / "graph.txt"
     head = ("class G(torch.nn.Module):", '    def forward(self, a: "f32[2, 2]"):')

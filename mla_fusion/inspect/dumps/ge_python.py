@@ -11,16 +11,17 @@ import ast
 import re
 from typing import Any
 
-from mla_fusion.inspect.dumps import dtypes, python_text
-from mla_fusion.inspect.dumps.model import DumpError, Edge, Operator, Value
+from mla_fusion.inspect.dumps import dtypes, ge_text, python_text
+from mla_fusion.inspect.dumps.model import Dim, DumpError, Edge, Operator, Value
 
 _FRAME = re.compile(r'# File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\s+(?P<code>.*?)\s*\^*\s*$')
+_ANNOTATED = re.compile(r"(\w+): torch\.\w+\[([^\]]*)\]")
 _LIST_INPUTS = {"Pack", "ConcatV2", "ConcatD", "NetOutput", "IndexByTensor", "AddN", "IdentityN", "Stack"}
 
 
 def read(text: str) -> tuple[list[Operator], str]:
     """The operators in the order of the lines. The form does not name the graph."""
-    reader = _Reader(_sources(text))
+    reader = _Reader(_sources(text), _shapes(text))
     for statement in python_text.parse(text).body:
         reader.take(statement)
     return reader.operators, ""
@@ -36,8 +37,17 @@ def _sources(text: str) -> list[tuple[int, str]]:
     return found
 
 
+def _shapes(text: str) -> dict[str, tuple[Dim, ...]]:
+    """torch's shapes of the values that the comments name, symbols among them."""
+    found: dict[str, tuple[Dim, ...]] = {}
+    for name, dims in _ANNOTATED.findall(text):
+        found.setdefault(name, ge_text.dims(dims))
+    return found
+
+
 class _Reader:
-    def __init__(self, sources: list[tuple[int, str]]) -> None:
+    def __init__(self, sources: list[tuple[int, str]], shapes: dict[str, tuple[Dim, ...]]) -> None:
+        self._shapes = shapes
         self.operators: list[Operator] = []
         self._sources, self._source = sources, ""
         self._names: dict[str, Edge] = {}
@@ -82,11 +92,12 @@ class _Reader:
             inputs.append(self._edge(given.pop(name), call.lineno))
         order = given.pop("dependencies", None)
         inputs += [Edge(edge.producer, -1) for edge in python_text.edges_in(order)]
+        name = self._name(stated, targets, kind)
         operator = Operator(
-            self._name(stated, targets, kind),
+            name,
             kind,
             inputs,
-            self._outputs(kind, given, len(targets)),
+            self._outputs(name, kind, given, len(targets)),
             given,
             line=call.lineno,
             source=self._source,
@@ -94,11 +105,15 @@ class _Reader:
         self.operators.append(operator)
         return operator
 
-    def _outputs(self, kind: str, given: dict[str, Any], count: int) -> list[Value]:
+    def _outputs(self, name: str, kind: str, given: dict[str, Any], count: int) -> list[Value]:
         if kind != "Data":
             return [Value() for _ in range(count)] if kind != "NetOutput" else []
         shape, number = given.get("shape"), given.get("dtype")
-        dims = tuple(dim for dim in shape if isinstance(dim, int)) if isinstance(shape, list) else None
+        dims: tuple[Dim, ...] | None = None
+        if isinstance(shape, list):
+            dims = tuple(dim for dim in shape if isinstance(dim, int))
+        if name in self._shapes:
+            dims = ge_text.agreed(dims, self._shapes[name])
         dtype = dtypes.from_number(number) if isinstance(number, int) else ""
         return [Value(dtype, dims, str(given.get("format", "ND")), str(given.get("placement", "")))]
 

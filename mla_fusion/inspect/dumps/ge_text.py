@@ -160,23 +160,24 @@ def _value(message: Message) -> Value:
     tensor stands for: of a product that is then viewed as heads, the heads. The number of elements is right.
     """
     shape = first(message, "shape")
-    dims: tuple[Dim, ...] | None = tuple(int(dim) for dim in every(shape, "dim")) if isinstance(shape, list) else None
+    sizes: tuple[Dim, ...] | None = tuple(int(dim) for dim in every(shape, "dim")) if isinstance(shape, list) else None
     dtype = dtypes.from_ge(str(first(message, "dtype", "")))
     meta = next((item for item in every(message, "attr") if first(item, "key") == "_meta"), None)
     found = _META.match(str(first(first(meta, "value", []), "s", ""))) if meta is not None else None
     if found is not None:
-        dims = _agreed(dims, _dims(found[2]))
-    return Value(dtype, dims, str(first(message, "layout", "")), str(first(message, "device_type", "")))
+        sizes = agreed(sizes, dims(found[2]))
+    return Value(dtype, sizes, str(first(message, "layout", "")), str(first(message, "device_type", "")))
 
 
-def _agreed(dims: tuple[Dim, ...] | None, meta: tuple[Dim, ...]) -> tuple[Dim, ...]:
+def agreed(sizes: tuple[Dim, ...] | None, meta: tuple[Dim, ...]) -> tuple[Dim, ...]:
     """GE's own shape, its -1 replaced by torch's symbols. A Data's ``_meta`` may be that of its transpose."""
-    if dims is None:
+    if sizes is None:
         return meta
-    fits = len(dims) == len(meta) and all(a in (b, -1) for a, b in zip(dims, meta, strict=True))
-    return meta if fits else dims
+    fits = len(sizes) == len(meta) and all(a in (b, -1) for a, b in zip(sizes, meta, strict=True))
+    return meta if fits else sizes
 
 
-def _dims(text: str) -> tuple[Dim, ...]:
+def dims(text: str) -> tuple[Dim, ...]:
+    """The sizes in ``[s0, 1024]`` as torch prints them."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     return tuple(int(part) if part.lstrip("-").isdigit() else part for part in parts)

@@ -134,8 +134,13 @@ class Dump:
 
     def value(self, edge: Edge | None) -> Value:
         """What is known of the tensor on an edge."""
-        outputs = self.by_name[edge.producer].outputs if edge is not None else []
-        return outputs[edge.index] if edge is not None and 0 <= edge.index < len(outputs) else Value()
+        while edge is not None:
+            operator = self.by_name[edge.producer]
+            found = operator.outputs[edge.index] if 0 <= edge.index < len(operator.outputs) else Value()
+            if found.dtype or operator.type not in ("TensorMove", "Identity") or operator.inputs[:1] == [edge]:
+                return found
+            edge = operator.inputs[0] if operator.inputs else None
+        return Value()
 
     def of_type(self, *types: str) -> Iterator[Operator]:
         return (operator for operator in self.operators if operator.type in types)
