@@ -20,8 +20,9 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 demo: $(READY)
 	$(BIN)/mla-fusion demo --out out
 
+# Two processes: torch is kept to one thread each, and most tests compile graphs in Python.
 test: lint types
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .

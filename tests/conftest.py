@@ -6,3 +6,6 @@ import os
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 # One thread of compilation: the suite runs on small machines, and nothing here is compiled by Inductor.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Of several test processes each keeps to one core.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
 from mla_fusion.graph.sizes import Binding, SizeNodes, is_symbolic, same_shape
@@ -151,14 +151,20 @@ class GraphBuilder(Builder):
     def _propagate(self, op: Any, args: Any, kwargs: Any) -> Any:
         fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), self._fake)
         with nullcontext() if self._inside else self.propagating():
-            key = _signature(fake_args, fake_kwargs) if _name(op) == KERNEL else None
+            key = _signature(fake_args, fake_kwargs) if self._fake_mode and _name(op) == KERNEL else None
             known = self._results.get(key) if key is not None else None
             if known is not None:  # equal layers: tensors like the first one's, at a tenth of the cost
-                return tuple(torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in known)
+                with unset_fake_temporarily():
+                    return tuple(map(self._another, known))
             results = op(*fake_args, **fake_kwargs)
             if key is not None:
                 self._results[key] = results
             return results
+
+    def _another(self, value: torch.Tensor) -> torch.Tensor:
+        """A fake tensor like ``value`` that shares no memory with it."""
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return FakeTensor(self._fake_mode, meta, value.device)
 
     def _fake(self, node: Node) -> Any:
         """The node's meta value in this graph's fake mode (make_fx of real tensors uses one mode a node)."""

@@ -52,7 +52,9 @@ class Cone:
     def _is_probed(self, node: Node) -> bool:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            size = _product(self.view.binding.shape(value.shape))
+            size = value.numel()
+            if is_symbolic(size):
+                size = _product(self.view.binding.shape(value.shape))
             return (size if self.shrink is None else self.shrink.merged(size)) <= _LARGEST
         return not is_symbolic(value)
 

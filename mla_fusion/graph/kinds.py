@@ -75,11 +75,25 @@ def filled_with(node: Node) -> float | None:
     return _FILLED.get(op_name(node))
 
 
+# id of a call target: (the target, its name, does it change an argument). Asked a dozen times for every node; targets
+# are kept, so that no id is used twice.
+_TARGETS: dict[int, tuple[Any, str, bool]] = {}
+
+
 def op_name(node: Node) -> str:
     """``namespace::name`` of the operator without its overload; "" for anything that is not one."""
-    if node.op != "call_function":
-        return ""
-    target: Any = node.target
+    return _known(node.target)[1] if node.op == "call_function" else ""
+
+
+def _known(target: Any) -> tuple[Any, str, bool]:
+    known = _TARGETS.get(id(target))
+    if known is None:
+        mutates = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+        known = _TARGETS[id(target)] = (target, _name_of(target), mutates)
+    return known
+
+
+def _name_of(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name
     if isinstance(target, torch._ops.OpOverloadPacket):
@@ -139,8 +153,7 @@ def has_effect(node: Node) -> bool:
 
 def is_mutating(node: Node) -> bool:
     """Does the operator's schema say that it changes an argument?"""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return node.op == "call_function" and _known(node.target)[2]
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:

@@ -6,6 +6,7 @@ A packing step is data: which columns of which matrix, in which order. ``runs`` 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Block:
     paired: bool = False
 
 
+@lru_cache(maxsize=256)  # equal layers ask the same
 def describe(columns: tuple[int, ...], groups: int) -> Block | None:
     """The columns as equal groups (one a head), or None where they are not."""
     width, rest = divmod(len(columns), groups)

@@ -116,7 +116,7 @@ def test_hook_in_torchair() -> None:
 
 
 def test_hook_packs_weights_from_nothing_but_frozen_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under ``frozen_parameter`` torchair hands parameters to GE as constants, so packing inside the graph folds away."""
+    """Under ``frozen_parameter`` torchair gives parameters to GE as constants, so packing in the graph folds away."""
     kept: list[Any] = []
     compile_graph = torchair_bridge.compile_graph
 
