@@ -18,7 +18,10 @@ examples:
   mla-fusion demo                               DeepSeek-V3 layers of Hugging Face, fused and unfused
   mla-fusion doctor                             what is installed and what can be lowered here
   mla-fusion explain model.py:example           would the prologues of this function fuse, and if not, why?
+  mla-fusion explain graph.txt                  the same of a graph that torchair or torch dumped
   mla-fusion lower model.py:example --out out   the graph that torchair would hand to an NPU
+  mla-fusion inspect graph.pbtxt                prologues, copies of caches and weights, dynamic inputs of a dump
+  mla-fusion diff before.pbtxt after.pbtxt      operators added and removed, whatever their names
   mla-fusion selftest --out selftest.json       on an NPU: every scenario of the operator against the reference
 
 model.py:example names a function without arguments that returns (module_or_function, arguments).
@@ -58,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_explain(commands)
     _add_lower(commands)
+    _add_inspect(commands)
+    _add_diff(commands)
     _add_selftest(commands)
     return parser
 
@@ -135,11 +140,19 @@ def _word(value: Any) -> str:
 
 def _add_explain(commands: Any) -> None:
     parser = _command(commands, "explain", _explain, "Say for every MLA prologue why it would fuse or not.")
-    _add_target(parser)
+    _add_target(parser, ", or a dump of a graph")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report as a page")
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    report = _explain_dump(arguments.target) if Path(arguments.target).is_file() else _explain_function(arguments)
+    print(report.to_json() if arguments.json else report)
+    if arguments.html:
+        print(f"written: {report.to_html(arguments.html)}", file=sys.stderr)
+    return 0 if report.fused else 1
+
+
+def _explain_function(arguments: argparse.Namespace) -> mf.Report:
     from mla_fusion.compile.device_graph import CaptureError, capture
 
     target, example = load_target(arguments.target)
@@ -147,11 +160,16 @@ def _explain(arguments: argparse.Namespace) -> int:
         gm, _ = capture(target, *example, device="cpu", dynamic=arguments.dynamic)
     except CaptureError as error:
         raise UserError(str(error)) from error
-    report = mf.explain(gm)
-    print(report.to_json() if arguments.json else report)
-    if arguments.html:
-        print(f"written: {report.to_html(arguments.html)}", file=sys.stderr)
-    return 0 if report.fused else 1
+    return mf.explain(gm)
+
+
+def _explain_dump(path: str) -> mf.Report:
+    from mla_fusion.inspect import DumpError, NotRebuilt
+
+    try:
+        return mf.explain(path)
+    except (DumpError, NotRebuilt, OSError) as error:
+        raise UserError(str(error)) from error
 
 
 # -- lower
@@ -189,6 +207,61 @@ def _lower(arguments: argparse.Namespace) -> int:
     if files:
         print(f"\nwritten: {', '.join(files)}")
     return 0
+
+
+# -- inspect, diff
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = _command(commands, "inspect", _inspect, "Say what stands in graphs that torchair or torch dumped.")
+    parser.add_argument("dumps", metavar="DUMP", type=Path, nargs="+", help="pbtxt, txt, py or FX listing")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="also write one dump: .dot, .svg, .json or .pbtxt")
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from mla_fusion.inspect import ExportError, export, summarise
+
+    dumps = [_read_dump(path) for path in arguments.dumps]
+    if arguments.export and len(dumps) > 1:
+        raise UserError("--export takes one dump")
+    if arguments.export:
+        try:
+            print(f"written: {export(dumps[0], arguments.export)}", file=sys.stderr)
+        except (ExportError, OSError) as error:
+            raise UserError(str(error)) from error
+    found = [summarise(dump) for dump in dumps]
+    if arguments.json:
+        print(json.dumps([json.loads(item.to_json()) for item in found], indent=2))
+    else:
+        print("\n\n\n".join(map(str, found)))
+    return 0
+
+
+def _add_diff(commands: Any) -> None:
+    summary = "Compare two dumps by operators and wiring, not by names. Exit status 0: equal, 1: different."
+    parser = _command(commands, "diff", _diff, summary)
+    parser.add_argument("first", metavar="A", type=Path)
+    parser.add_argument("second", metavar="B", type=Path)
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from mla_fusion.inspect import diff
+
+    try:
+        found = diff(_read_dump(arguments.first), _read_dump(arguments.second))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    print(found.to_json() if arguments.json else found)
+    return 0 if found.equal else 1
+
+
+def _read_dump(path: Path) -> Any:
+    from mla_fusion.inspect import DumpError, read
+
+    try:
+        return read(path)
+    except (DumpError, OSError) as error:
+        raise UserError(str(error)) from error
 
 
 # -- selftest
@@ -235,9 +308,9 @@ def _tell_progress(result: Any) -> None:
 # -- targets
 
 
-def _add_target(parser: Any) -> None:
+def _add_target(parser: Any, more: str = "") -> None:
     parser.add_argument(
-        "target", metavar="FILE.py:FUNCTION", help="function that returns (module_or_function, arguments)"
+        "target", metavar="FILE.py:FUNCTION", help=f"function that returns (module_or_function, arguments){more}"
     )
     parser.add_argument("--dynamic", action="store_true", help="symbolic sizes, as torch.compile(dynamic=True)")
 

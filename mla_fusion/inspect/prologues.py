@@ -55,7 +55,7 @@ def find(dump: Dump) -> list[Prologue]:
 
 
 def _prologue(dump: Dump, place: int, operator: Operator) -> Prologue:
-    roles = fx_roles(operator) if dump.is_fx else _ge_roles(operator)
+    roles = roles_of(dump, operator)
     inputs = tuple(
         Input(role, str(edge), dump.value(edge))
         for role, edge in zip(roles, operator.inputs, strict=False)
@@ -66,11 +66,14 @@ def _prologue(dump: Dump, place: int, operator: Operator) -> Prologue:
     return Prologue(place, operator.name, operator.type, inputs, ordered, operator.source)
 
 
-def _ge_roles(operator: Operator) -> list[str]:
+def roles_of(dump: Dump, operator: Operator) -> list[str]:
+    """What each input is to a prologue operator."""
+    if dump.is_fx:
+        return _fx_roles(operator)
     return operator.roles or list(_GE[operator.type].inputs)
 
 
-def fx_roles(operator: Operator) -> list[str]:
+def _fx_roles(operator: Operator) -> list[str]:
     """The schema's name of each input; its place where the operator is not known here."""
     target = resolve(operator.type)
     names = [argument.name for argument in target._schema.arguments] if hasattr(target, "_schema") else []

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from mla_fusion.inspect import ge_operators
 from mla_fusion.inspect.dumps import Dump, Edge, Operator, Value
 from mla_fusion.inspect.ge_values import Constant, Result, Rows, Unmapped
+from mla_fusion.inspect.prologues import is_prologue
 from mla_fusion.inspect.rebuild_fx import NotRebuilt
 from mla_fusion.inspect.symbols import Tensors
 
@@ -174,7 +175,8 @@ class Rebuilder:
         values = [self.tensors.of(value) for value in operator.outputs]
         if not nodes or all(value is None for value in values):
             raise KeyError(operator.name)
-        self.boxed[operator.type] += 1
+        if not is_prologue(operator.type):
+            self.boxed[operator.type] += 1
         box = self.graph.create_node("call_method", "unknown", nodes, name=self._name)
         box.meta["val"] = tuple(values)
         results: list[Result] = []

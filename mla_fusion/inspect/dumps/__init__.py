@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mla_fusion.inspect.dumps import fx_text, ge_python, ge_text
+from mla_fusion.inspect.dumps import dtypes, fx_text, ge_python, ge_text
 from mla_fusion.inspect.dumps.model import FORMATS, Dump, DumpError, Edge, Operator, Value
 
-__all__ = ["FORMATS", "Dump", "DumpError", "Edge", "Operator", "Value", "read", "recognise"]
+__all__ = ["FORMATS", "Dump", "DumpError", "Edge", "Operator", "Value", "dtypes", "fx_text", "read", "recognise"]
 
 _HEAD = 1 << 16  # characters looked at to tell the format
 
@@ -54,7 +54,7 @@ def _read(path: Path) -> Dump:
             operators, graph = ge_text.read(file)
         else:
             operators, graph = (fx_text if kind == "fx" else ge_python).read(file.read())
-    if kind != "fx" and not any(operator.type == "NetOutput" for operator in operators):
+    if kind != "fx" and not any(operator.type in ("NetOutput", "output") for operator in operators):
         last = operators[-1].line if operators else 1
         raise DumpError("the graph has no NetOutput: truncated", last, path.stat().st_size)
     return Dump(path, kind, operators, graph)

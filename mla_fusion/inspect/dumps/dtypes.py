@@ -35,3 +35,11 @@ def from_ge(name: str) -> str:
 def from_number(number: int) -> str:
     """torch's name of a GE dtype given as a number, as ``dst_type`` holds it; "" for an unknown one."""
     return from_ge(GE_NUMBERS[number]) if number in GE_NUMBERS else ""
+
+
+def to_ge(name: str) -> str:
+    """GE's name of a dtype."""
+    return _TO_GE.get(name, f"DT_{name.upper()}")
+
+
+_TO_GE = {name: ge for ge, name in GE.items()}
