@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,26 +16,33 @@ from mla_fusion.compile.boundary import fuse_with_boundary
 from mla_fusion.config import Config
 from mla_fusion.fusion.rejection import CODES, Rejection
 from mla_fusion.fusion.report import Report, keep
+from mla_fusion.inspect import live
 
 Backend = Callable[..., Callable[..., Any]]
 
 
-def backend(config: Config | None = None, compiler_config: Any = None) -> Backend:
+def backend(
+    config: Config | None = None, compiler_config: Any = None, report: str | PathLike[str] | None = None
+) -> Backend:
     """A backend for ``torch.compile``.
 
     For tensors on a device: AOT autograd, the pass, then torchair with ``compiler_config`` (a torchair
     ``CompilerConfig``; by default torchair's own). Without: AOT autograd, the pass, then the graph itself,
     its kernel call run by the CPU reference, so that the same script runs anywhere.
 
+    ``report`` names a folder to which the report of every graph is written as JSON and HTML; for all entry points
+    of a process, the environment variable ``MLA_FUSION_REPORT`` does the same.
+
     Graphs that record gradients are compiled unfused, with a report that says so.
     """
     chosen = config or Config()
+    folder = None if report is None else Path(report).absolute()
 
     def compile_graph(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         given = Config(**options) if options else chosen
         if _device_present() and any(_on_npu(value) for value in inputs):
-            return _with_torchair(gm, inputs, given, compiler_config)
-        return _with_cpu(gm, inputs, given)
+            return _with_torchair(gm, inputs, given, compiler_config, folder)
+        return _with_cpu(gm, inputs, given, folder)
 
     return compile_graph
 
@@ -43,22 +52,25 @@ def mla_fusion(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callab
     return backend()(gm, inputs, **(options.get("options") or {}))
 
 
-def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
+def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config, folder: Path | None) -> Callable[..., Any]:
     from torch._functorch.aot_autograd import aot_module_simplified
 
     def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        _, _, wrap = fuse_with_boundary(graph, examples, config)
+        with live.into(folder):
+            _, _, wrap = fuse_with_boundary(graph, examples, config)
         return wrap(graph.forward)
 
     compilers: dict[str, Any] = {
-        "fw_compiler": lambda graph, _: _declined(graph, config),
+        "fw_compiler": lambda graph, _: _declined(graph, config, folder),
         "bw_compiler": lambda graph, _: graph.forward,
         "inference_compiler": infer,
     }
     return aot_module_simplified(gm, inputs, **compilers, keep_inference_input_mutations=True)
 
 
-def _with_torchair(gm: GraphModule, inputs: Sequence[Any], config: Config, compiler_config: Any) -> Callable[..., Any]:
+def _with_torchair(
+    gm: GraphModule, inputs: Sequence[Any], config: Config, compiler_config: Any, folder: Path | None
+) -> Callable[..., Any]:
     from mla_fusion import converters
     from mla_fusion.compile import torchair_bridge
 
@@ -67,16 +79,18 @@ def _with_torchair(gm: GraphModule, inputs: Sequence[Any], config: Config, compi
     compile_further = torchair_bridge.package("ge").get_compiler(chosen)
 
     def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        _, examples, wrap = fuse_with_boundary(graph, examples, config)
+        with live.into(folder):
+            _, examples, wrap = fuse_with_boundary(graph, examples, config)
         return wrap(compile_further(graph, examples))
 
     return torchair_bridge.backend("ge", chosen, infer)(gm, list(inputs))
 
 
-def _declined(graph: GraphModule, config: Config) -> Callable[..., Any]:
+def _declined(graph: GraphModule, config: Config, folder: Path | None) -> Callable[..., Any]:
     """A graph with gradients stays as it is."""
     meaning = CODES["autograd"][0]
-    keep(Report(config, rejected=[Rejection("autograd", meaning)], nodes_before=len(graph.graph.nodes)))
+    with live.into(folder):
+        keep(Report(config, rejected=[Rejection("autograd", meaning)], nodes_before=len(graph.graph.nodes)))
     return graph.forward
 
 

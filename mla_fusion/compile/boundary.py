@@ -20,6 +20,7 @@ from mla_fusion.fusion.report import Report
 from mla_fusion.graph.kinds import is_reshape, op_name
 from mla_fusion.graph.program import nodes_between
 from mla_fusion.graph.sizes import same_shape
+from mla_fusion.inspect import live
 from mla_fusion.weights import cache
 
 
@@ -196,6 +197,7 @@ def fuse_with_boundary(
     if not made or not made[0].made_outside:
         return report, list(inputs), lambda compiled: compiled
     report.bytes_added = made[0].bytes_packed
+    live.save(report)
     adaptors = made[0].inputs()
     examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
     return report, examples, lambda compiled: _Adapted(compiled, adaptors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,9 @@ _KEPT: deque[Report] = deque(maxlen=256)
 
 
 def keep(report: Report) -> None:
+    """Remember the report of a compiled graph, and write it where the user asked for files."""
     _KEPT.append(report)
+    import_module("mla_fusion.inspect.live").save(report)
 
 
 def reports() -> list[Report]:

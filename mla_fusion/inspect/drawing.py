@@ -104,13 +104,12 @@ def _box(box: _Box, node: str) -> str:
 def _wire(start: _Box, end: _Box, label: str) -> str:
     (x0, y0), (x1, y1) = _place(start), _place(end)
     x0, y0, y1 = x0 + _WIDTH, y0 + _HEIGHT / 2, y1 + _HEIGHT / 2
-    bend = x1 - 16
+    bend = x1 - 34  # left of the kernel's frame, and far enough from the box for a label of four letters
     path = f"M{x0:g} {y0:g}H{bend:g}V{y1:g}H{x1 - 5:g}" if y0 != y1 else f"M{x0:g} {y0:g}H{x1 - 5:g}"
     tip = f'<path class="tip" d="M{x1:g} {y1:g}l-7 -3.5v7z"/>'
     text = ""
-    if label and y0 == y1:
-        text = f'<text class="node" x="{(x0 + x1) / 2:g}" y="{y0 - 6:g}">{label}</text>'
-    elif label:
-        away = -2 if y1 < y0 else 10
-        text = f'<text class="node" x="{bend - 16:g}" y="{(y0 + y1) / 2 + away:g}">{label}</text>'
+    if label:
+        middle = (x0 + x1) / 2 if y0 == y1 else (bend + x1) / 2 - 1
+        above = -6 if y1 <= y0 else 14  # outside the fork
+        text = f'<text class="node" x="{middle:g}" y="{y1 + above:g}">{label}</text>'
     return f'<path class="wire" d="{path}"/>{tip}{text}'
