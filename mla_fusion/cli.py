@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_diff(commands)
     _add_selftest(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -303,6 +304,39 @@ def _selftest(arguments: argparse.Namespace) -> int:
 def _tell_progress(result: Any) -> None:
     """The check that has just ended, on one line that the next one overwrites."""
     print(f"\r\033[K{result.name} ({result.through})", end="\r", file=sys.stderr, flush=True)
+
+
+# -- bench
+
+
+def _add_bench(commands: Any) -> None:
+    parser = _command(commands, "bench", _bench, "Time the pass on plain decoders of growing depth, or on your graph.")
+    parser.add_argument(
+        "target", nargs="?", metavar="FILE.py:FUNCTION", help="function that returns (module_or_function, arguments)"
+    )
+    parser.add_argument("--dynamic", action="store_true", help="symbolic sizes, as torch.compile(dynamic=True)")
+    parser.add_argument("--layers", type=_positive, nargs="+", default=[1, 8, 61])
+    parser.add_argument("--hidden", type=_positive, default=7168, help="He")
+    parser.add_argument("--heads", type=_positive, default=16, help="heads of one rank (128 / TP)")
+    parser.add_argument("--repeats", type=_positive, default=3)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from mla_fusion import bench
+    from mla_fusion.compile.device_graph import CaptureError, capture
+
+    try:
+        if arguments.target:
+            target, example = load_target(arguments.target)
+            graphs = {arguments.target: capture(target, *example, device="cpu", dynamic=arguments.dynamic)[0]}
+        else:
+            depths = [(f"{layers} layers", layers) for layers in arguments.layers]
+            graphs = {name: bench.decoder_graph(count, arguments.hidden, arguments.heads) for name, count in depths}
+    except CaptureError as error:
+        raise UserError(str(error)) from error
+    timings = [bench.measure(name, gm, mf.Config(), arguments.repeats) for name, gm in graphs.items()]
+    print(bench.to_json(timings) if arguments.json else bench.text(timings))
+    return 0
 
 
 # -- targets

@@ -106,3 +106,12 @@ def test_bad_options_are_status_2(arguments):
     with pytest.raises(SystemExit) as done:
         cli.main(arguments)
     assert done.value.code == 2
+
+
+def test_bench_on_decoders_and_on_a_target(capsys):
+    assert cli.main(["bench", "--layers", "1", "2", "--hidden", "1024", "--heads", "2", "--repeats", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "2 layers" in text and "stages of the last: view" in text
+    assert cli.main(["bench", TARGET, "--repeats", "1", "--json"]) == 0
+    (timing,) = json.loads(capsys.readouterr().out)
+    assert (timing["fused"], timing["rejected"]) == (1, 0) and timing["unverified"] > 0
