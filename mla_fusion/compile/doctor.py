@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mla_fusion._autoload import cann_location, torch_npu_installed
-from mla_fusion.compile import offline
+from mla_fusion.compile import offline, traps
 from mla_fusion.compile.offline import standins
 
 OPERATORS = (
@@ -31,7 +31,7 @@ OPERATORS = (
 
 
 def survey() -> dict[str, Any]:
-    """Versions, device, CANN, the offline runtime and the operators, as plain data.
+    """Versions, device, CANN, the offline runtime, the operators and known traps, as plain data.
 
     Activates the offline runtime where there is no CANN, since only then can torchair be asked; a failure
     to do so is an entry of the answer, not an exception.
@@ -44,6 +44,7 @@ def survey() -> dict[str, Any]:
         "device": _device() if usable else None,
         "offline": _offline(error),
         "operators": {name: _operator(name, usable) for name in OPERATORS},
+        "traps": traps.survey(usable),
     }
 
 

@@ -3,6 +3,9 @@
 import json
 import platform
 
+import pytest
+import torch
+
 from mla_fusion.compile import doctor
 
 
@@ -20,3 +23,17 @@ def test_survey_says_who_converts_what() -> None:
     # torchair converts only the functional form of this one.
     assert operators["npu_kv_rmsnorm_rope_cache_v2"] == {"schema": True, "converter": "none"}
     assert operators["npu_kv_rmsnorm_rope_cache_v2_functional"]["converter"] == "torchair"
+
+
+def test_traps_are_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = doctor.survey()["traps"]
+    assert "specialize_float = True" in found["torch.compile(dynamic=True)"]
+    assert found["pattern_fusion_pass"].startswith("on by default")
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set" in found["import torch"]
+    assert "vllm-ascend" not in found
+    monkeypatch.setattr(torch._dynamo.config, "specialize_float", True)
+    assert "stays a constant" in doctor.survey()["traps"]["torch.compile(dynamic=True)"]
+
+
+def test_the_raw_operators_converter_is_looked_at() -> None:
+    assert "npu_mla_prolog_v3 in GE mode" in doctor.survey()["traps"]
