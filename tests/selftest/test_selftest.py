@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -26,8 +28,11 @@ def test_every_check_passes_on_the_cpu_kernels():
 
 @pytest.mark.slow
 def test_the_formats_of_a5_pass():
-    outcome = selftest.run(selftest.choose("cpu", "A5"), selftest.Options(only="npu_mla_prolog_v3 w[345]"))
-    assert len(outcome.results) > 50 and not outcome.failed, str(outcome)
+    """In a process of its own: torch_npu's meta kernels, once loaded, refuse mode 3 on the chip of the stand-ins."""
+    command = [sys.executable, "-m", "mla_fusion.cli", "selftest", "--device", "cpu", "--soc", "A5", "--json"]
+    done = subprocess.run([*command, "--only", "npu_mla_prolog_v3 w[345]"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert json.loads(done.stdout)["passed"] > 50
 
 
 @pytest.mark.parametrize("soc", meta.SOCS)
