@@ -11,6 +11,7 @@ from mla_fusion.fusion import driver
 from mla_fusion.fusion.report import Report
 from mla_fusion.inspect import rebuild_fx, rebuild_ge
 from mla_fusion.inspect.dumps import FORMATS, Dump, read
+from mla_fusion.inspect.dumps.collector import paused
 from mla_fusion.inspect.prologues import is_prologue
 from mla_fusion.inspect.rebuild_fx import NotRebuilt
 
@@ -34,8 +35,9 @@ def explain(path: str | PathLike[str] | Dump, config: Config | None = None) -> D
     Raises DumpError for a file that is no dump, and NotRebuilt, with the reason, for one that does not hold enough.
     """
     dump = path if isinstance(path, Dump) else read(Path(fspath(path)))
-    gm, remarks = (rebuild_fx if dump.is_fx else rebuild_ge).rebuild(dump)
-    report = driver.explain(gm, config)
+    with paused():
+        gm, remarks = (rebuild_fx if dump.is_fx else rebuild_ge).rebuild(dump)
+        report = driver.explain(gm, config)
     kernels = sum(count for kind, count in dump.counts.items() if is_prologue(kind))
     if kernels:
         remarks.append(f"{kernels} prologues of the graph are fused already")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mla_fusion.inspect.dumps import dtypes, fx_text, ge_python, ge_text
+from mla_fusion.inspect.dumps.collector import paused
 from mla_fusion.inspect.dumps.model import FORMATS, Dump, DumpError, Edge, Operator, Value
 
 __all__ = ["FORMATS", "Dump", "DumpError", "Edge", "Operator", "Value", "dtypes", "fx_text", "read", "recognise"]
@@ -19,7 +20,8 @@ def read(path: str | Path) -> Dump:
     """The graph in a dump file. Raises DumpError for a foreign or damaged file, OSError for one that cannot be read."""
     path = Path(path)
     try:
-        return _read(path).checked()
+        with paused():
+            return _read(path).checked()
     except DumpError as error:
         offset = error.offset or _start_of(path, error.line)
         raise DumpError(error.message, error.line, offset, path) from None
