@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Node
@@ -24,16 +24,27 @@ from mla_fusion.graph.view import View
 
 @dataclass
 class ConeFacts:
-    """What was found in the cone of one projection."""
+    """What was found in the cone of one projection. ``absorbs`` is shared by cones of one structure."""
 
     cone: Cone
     probe: torch.Tensor
     norms: list[NormFact]
     ropes: list[RopeFact]
     readings: dict[Node, Reading]
+    absorbs: dict[object, AbsorbFact] = field(default_factory=dict)
 
     def absorb(self, projection: Projection) -> AbsorbFact | None:
-        return absorb.find(self.cone, self.probe, self.readings, projection)
+        """``projection`` as the absorbed product of columns of this cone's product, or None."""
+        labels = projection.activation_labels, projection.weight_labels, projection.product.out_labels
+        shape = str(projection.weight.meta["val"].shape)
+        key = self.cone.slot(projection.activation), *labels, shape
+        known = self.absorbs.get(key)
+        if known is not None:
+            return replace(known, projection=projection, weight=projection.weight)
+        found = absorb.find(self.cone, self.probe, self.readings, projection)
+        if found is not None and found.weight is projection.weight:
+            self.absorbs[key] = found
+        return found
 
 
 class FactReader:
@@ -150,4 +161,6 @@ def _relocate(known: ConeFacts, cone: Cone) -> ConeFacts:
         )
         for fact in known.ropes
     ]
-    return ConeFacts(cone, known.probe, norms, ropes, {move[n]: r for n, r in known.readings.items()})
+    return ConeFacts(
+        cone, known.probe, norms, ropes, {move[n]: r for n, r in known.readings.items()}, known.absorbs
+    )

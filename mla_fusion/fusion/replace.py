@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -285,22 +286,41 @@ def _dq(b: Builder, plan: Plan, of: Matrix) -> Any:
     return _take(b, of(b, q.down), q.norm.columns)
 
 
+class _HeadColumns(NamedTuple):
+    """Columns of W_uq_qr: nope and rope parts, all heads one after the other.
+
+    ``ordered``: head by head, [D | Dr], they are columns 0, 1, 2, ..; ``width`` is D + Dr.
+    """
+
+    nope: tuple[int, ...]
+    rope: tuple[int, ...]
+    ordered: bool
+    width: int
+
+
+@lru_cache(maxsize=64)  # equal layers ask the same
+def _head_columns(
+    nope: tuple[tuple[int, ...], ...], first: tuple[tuple[int, ...], ...], second: tuple[tuple[int, ...], ...]
+) -> _HeadColumns:
+    rope = tuple(_pairs(f, s) for f, s in zip(first, second, strict=True))
+    merged = [column for n, r in zip(nope, rope, strict=True) for column in (*n, *r)]
+    all_nope, all_rope = (tuple(column for head in part for column in head) for part in (nope, rope))
+    return _HeadColumns(all_nope, all_rope, merged == list(range(len(merged))), len(nope[0]) + len(rope[0]))
+
+
 def _uq_qr(b: Builder, plan: Plan, of: Matrix) -> Any:
     """Per head [D nope | Dr rope], the rope columns as interleaved pairs."""
     q = plan.candidate.query
-    nope = q.absorb.columns
-    rope = tuple(_pairs(f, s) for f, s in zip(q.rope.first, q.rope.second, strict=True))
-    heads = len(nope)
+    heads = len(q.absorb.columns)
+    columns = _head_columns(q.absorb.columns, q.rope.first, q.rope.second)
     if q.up_nope.node is q.up_rope.node:
-        merged = tuple(column for n, r in zip(nope, rope, strict=True) for column in (*n, *r))
         matrix = of(b, q.up_nope)
-        if merged == tuple(range(b.shape(matrix)[1])):
+        if columns.ordered and heads * columns.width == b.shape(matrix)[1]:
             return matrix
     parts = []
-    for projection, columns in ((q.up_nope, nope), (q.up_rope, rope)):
-        flat = tuple(column for head in columns for column in head)
+    for projection, flat in ((q.up_nope, columns.nope), (q.up_rope, columns.rope)):
         taken = _take(b, of(b, projection), flat, heads)
-        parts.append(b.reshape(taken, (b.shape(taken)[0], heads, len(columns[0]))))
+        parts.append(b.reshape(taken, (b.shape(taken)[0], heads, len(flat) // heads)))
     joined = b.call(aten.cat.default, parts, -1)
     rows, _, width = b.shape(joined)
     return b.reshape(joined, (rows, heads * width))
