@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
 
+from torch.fx import GraphModule
+
 from mla_fusion.config import Config
 from mla_fusion.fusion import driver
 from mla_fusion.fusion.report import Report
 from mla_fusion.inspect import rebuild_fx, rebuild_ge
 from mla_fusion.inspect.dumps import FORMATS, Dump, read
 from mla_fusion.inspect.dumps.collector import paused
+from mla_fusion.inspect.ge_values import Unmapped
 from mla_fusion.inspect.prologues import is_prologue
 from mla_fusion.inspect.rebuild_fx import NotRebuilt
 
@@ -36,10 +39,20 @@ def explain(path: str | PathLike[str] | Dump, config: Config | None = None) -> D
     """
     dump = path if isinstance(path, Dump) else read(Path(fspath(path)))
     with paused():
-        gm, remarks = (rebuild_fx if dump.is_fx else rebuild_ge).rebuild(dump)
+        gm, remarks = _rebuilt(dump)
         report = driver.explain(gm, config)
     kernels = sum(count for kind, count in dump.counts.items() if is_prologue(kind))
     if kernels:
         remarks.append(f"{kernels} prologues of the graph are fused already")
     fields = {name: getattr(report, name) for name in Report.__dataclass_fields__}
     return DumpReport(**fields, dump=f"{dump.path} ({FORMATS[dump.format]})", remarks=tuple(remarks))
+
+
+def _rebuilt(dump: Dump) -> tuple[GraphModule, list[str]]:
+    try:
+        return (rebuild_fx if dump.is_fx else rebuild_ge).rebuild(dump)
+    except NotRebuilt:
+        raise
+    except (LookupError, TypeError, ValueError, RuntimeError, SyntaxError, Unmapped) as error:
+        # A damaged dump can describe what no graph is: sizes below zero, names that are no names.
+        raise NotRebuilt(f"torch accepts no such graph: {type(error).__name__}: {error}") from error

@@ -250,6 +250,8 @@ def _gather(r: Rebuilder, op: Operator) -> Sequence[Any]:
 
 
 def _index(r: Rebuilder, op: Operator) -> Sequence[Any]:
+    if sum(map(bool, op.attributes["indices_mask"])) != len(op.inputs) - 1:
+        raise Unmapped
     used = iter(range(1, len(op.inputs)))
     indices = [r.node(op, next(used)) if mask else None for mask in op.attributes["indices_mask"]]
     return [r.call(aten.index.Tensor, r.node(op, 0), indices)]

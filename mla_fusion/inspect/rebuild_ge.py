@@ -7,12 +7,14 @@ with them all that is computed from those; both are told in the remarks, and not
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves, tree_structure
 
 from mla_fusion.inspect import ge_operators
 from mla_fusion.inspect.dumps import Dump, Edge, Operator, Value
@@ -46,6 +48,7 @@ class Rebuilder:
         self.lost = 0
         self.escaped: dict[Node, None] = {}  # read by something that is not in the graph
         self._name = self._source = ""
+        self._known: dict[object, Any] = {}
 
     def graph_module(self) -> tuple[GraphModule, list[str]]:
         for operator in self.dump.of_type("Data", "RefData"):
@@ -69,7 +72,7 @@ class Rebuilder:
         tensor = self.tensors.of(Value(value.dtype, None if value.shape is None else tuple(named)))
         if tensor is None:
             raise NotRebuilt(f"line {operator.line}: the dump does not tell dtype and shape of {operator.name}")
-        node = self.graph.placeholder(operator.name)
+        node = self.graph.placeholder(re.sub(r"\W|^(?=\d)", "_", operator.name))  # GE's names may be no identifiers
         node.meta["val"] = tensor
         self.rows[node] = Rows(node)
         self.results[operator.name, 0] = node
@@ -140,17 +143,25 @@ class Rebuilder:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call of the graph. Raises Unmapped where torch refuses it."""
-        values, options = torch.fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
-        try:
-            with self.tensors.mode:
-                value = target(*values, **options)
-        except Exception:  # an operator may refuse for any reason, all of them saying that the call means nothing
-            raise Unmapped from None
+        value = self._value(target, args, kwargs)
         node = self.graph.create_node("call_function", target, args, kwargs, name=self._name or None)
         node.meta["val"] = value
         if self._source:
             node.meta["stack_trace"] = _trace(self._source)
         return node
+
+    def _value(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What torch says of the result. Layers ask the same again and again."""
+        values, options = torch.fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
+        leaves = tree_leaves((values, options))
+        key = (target, tuple(_described(leaf) for leaf in leaves), str(tree_structure((values, options))))
+        if key not in self._known:
+            try:
+                with self.tensors.mode:
+                    self._known[key] = target(*values, **options)
+            except Exception:  # an operator may refuse for any reason, each saying that the call means nothing
+                raise Unmapped from None
+        return self._known[key]
 
     def view(self, target: Any, source: Node, *args: Any) -> Node:
         """A call that re-indexes ``source``; what is known of the source's rows holds of the result."""
@@ -216,6 +227,13 @@ class Rebuilder:
         if self.lost:
             remarks.append(f"{self.lost} operators read unknown results and are left out")
         return remarks
+
+
+def _described(leaf: Any) -> object:
+    """Equal for arguments that give equal results: shape, stride and dtype of a tensor, a literal with its type."""
+    if isinstance(leaf, torch.Tensor):
+        return str(tuple(leaf.shape)), str(leaf.stride()), leaf.dtype
+    return type(leaf), str(leaf)
 
 
 def _listed(counts: Counter[str]) -> str:

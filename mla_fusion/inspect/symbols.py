@@ -36,11 +36,17 @@ class Tensors:
         self.mode = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
         self._symbols: dict[str, Any] = {}
         self._made: dict[str, Any] = {}
+        self._tensors: dict[Value, Any] = {}
 
     def of(self, value: Value) -> Any:
         """The tensor or symbolic size that an annotation describes, or None where it does not say enough."""
         if value.dtype == "Sym":
             return self.size((value.shape or ("",))[0])
+        if value not in self._tensors:  # layers repeat their shapes, and a tensor without storage can stand for many
+            self._tensors[value] = self._make(value)
+        return self._tensors[value]
+
+    def _make(self, value: Value) -> Any:
         dtype = getattr(torch, value.dtype, None) if value.dtype else None
         if value.shape is None or not isinstance(dtype, torch.dtype):
             return None

@@ -159,6 +159,19 @@ def test_ge_operator_without_counterpart_is_remarked(tmp_path):
     assert report.fused == [] and "no ATen counterpart here for Absent x 2: opaque" in str(report)
 
 
+def test_names_that_python_does_not_take(tmp_path):
+    file = tmp_path / "graph.pbtxt"
+    file.write_text((FIXTURES / "unfused.pbtxt").read_text().replace('"arg9_1', '"layers.0/cache-1'))
+    assert len(mf.explain(file).fused) == 1
+
+
+def test_a_damaged_size_is_refused(tmp_path):
+    file = tmp_path / "graph.txt"
+    file.write_text((FIXTURES / "fx_before.txt").read_text().replace("bf16[4, 128, 1, 512]", "bf16[4, 0-128, 1, 512]"))
+    with pytest.raises(NotRebuilt, match="torch accepts no such graph"):
+        mf.explain(file)
+
+
 def listing(tmp_path: Path, *lines: str) -> Path:
     file = tmp_path / "graph.txt"
     head = ("class G(torch.nn.Module):", '    def forward(self, a: "f32[2, 2]"):')

@@ -52,23 +52,24 @@ def _operator(kind: str, message: Message, line: int) -> Operator:
 
 def _of_text(message: Message, line: int) -> Operator:
     attributes = {str(first(item, "key")): _attribute(first(item, "value", [])) for item in every(message, "attr")}
-    inputs, outputs = every(message, "input_desc"), every(message, "output_desc")
-    return _assemble(message, "type", line, attributes, inputs, outputs)
+    return _assemble(message, "type", line, attributes, every(message, "input_desc"), every(message, "output_desc"))
 
 
 def _of_pbtxt(message: Message, line: int) -> Operator:
     attributes: dict[str, Any] = {}
-    inputs: list[Message] = []
+    inputs: list[str] = []
     outputs: list[Message] = []
     for item in every(message, "attr"):
         key, text = str(first(item, "key")), first(first(item, "value", []), "s", "")
         if key.startswith("[i]"):
-            inputs.append(_parsed(text))
+            inputs.append(text)
         elif key.startswith("[o]"):
             outputs.append(_parsed(text))
         else:
             attributes[key] = _attribute(_parsed(text))
-    return _assemble(message, "op", line, attributes, inputs, outputs)
+    # The input side repeats what the producer's output side says; it is looked at where that is not so.
+    needed = first(message, "op") == "Data" or "_input_name_key" not in attributes
+    return _assemble(message, "op", line, attributes, [_parsed(text) for text in inputs if needed], outputs)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from typing import Any
 
 from mla_fusion.inspect.dumps.model import DumpError, Edge
@@ -11,7 +12,9 @@ from mla_fusion.inspect.dumps.model import DumpError, Edge
 def parse(text: str, first_line: int = 1) -> ast.Module:
     """The syntax tree. Raises DumpError where there is none; ``first_line`` is the text's place in its file."""
     try:
-        return ast.parse(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of literals that are legal and odd, as damage makes them
+            return ast.parse(text)
     except SyntaxError as error:
         line = (error.lineno or 1) - 1
         offset = sum(len(item) + 1 for item in text.split("\n")[:line]) + (error.offset or 1) - 1
