@@ -3,7 +3,6 @@
 import json
 import platform
 
-import pytest
 import torch
 
 from mla_fusion.compile import doctor
@@ -25,14 +24,14 @@ def test_survey_says_who_converts_what() -> None:
     assert operators["npu_kv_rmsnorm_rope_cache_v2_functional"]["converter"] == "torchair"
 
 
-def test_traps_are_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traps_are_told_with_what_to_do() -> None:
     found = doctor.survey()["traps"]
     assert "specialize_float = True" in found["torch.compile(dynamic=True)"]
     assert found["pattern_fusion_pass"].startswith("on by default")
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set" in found["import torch"]
     assert "vllm-ascend" not in found
-    monkeypatch.setattr(torch._dynamo.config, "specialize_float", True)
-    assert "stays a constant" in doctor.survey()["traps"]["torch.compile(dynamic=True)"]
+    with torch._dynamo.config.patch(specialize_float=True):
+        assert "stays a constant" in doctor.survey()["traps"]["torch.compile(dynamic=True)"]
 
 
 def test_the_raw_operators_converter_is_looked_at() -> None:
