@@ -113,6 +113,10 @@ CODES: dict[str, tuple[str, str]] = {
         "An operator changes a value of the graph in place, so what its readers see depends on order.",
         "Functionalise first: AOT autograd, or ExportedProgram.run_decompositions().",
     ),
+    "graph.unread": (
+        "Nothing reads what the prologue computes.",
+        "Nothing needs to: eliminate the dead code.",
+    ),
     "stream.mixed": (
         "Nodes of the prologue carry different stream labels.",
         "Keep the prologue on one stream.",

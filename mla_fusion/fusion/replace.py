@@ -104,8 +104,9 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
     )
     results = {name: _item(b, fused, place) for place, name in enumerate(RESULTS) if name in _used(plan)}
     if not isinstance(plan.caches, InPlace):
-        results["c_kv"] = b.reshape(results.pop("kv_cache"), (*lead, len(k.columns)))
-        results["k_pe"] = b.reshape(results.pop("kr_cache"), (*lead, k.rope_dim))
+        for name, made, width in (("c_kv", "kv_cache", len(k.columns)), ("k_pe", "kr_cache", k.rope_dim)):
+            if made in results:  # rows that nobody reads are not asked for
+                results[name] = b.reshape(results.pop(made), (*lead, width))
     if not isinstance(q.absorb, AbsorbFact):
         results["q_nope"] = b.call(aten.slice.Tensor, results.pop("query"), -1, 0, q.absorb.nope_dim)
     for name in plan.interleave & results.keys():

@@ -30,6 +30,8 @@ class Place:
 def prove(plan: Plan) -> Place:
     """Find a place where every input is defined and every reader still to come. Raises ``Refuse``."""
     readers = [user for replacement in plan.replacements for user in _rewired(plan, replacement.node)]
+    if not readers:
+        raise Refuse("graph.unread", f"{plan.candidate.query.down.node.name} and what follows it", plan.candidate.nodes)
     point = min(readers)
     replaced = {replacement.node for replacement in plan.replacements}
     late: list[Node] = []

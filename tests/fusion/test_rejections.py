@@ -139,6 +139,25 @@ def test_exported_programs() -> None:
     assert [f.placement for f in mf.fuse(program.run_decompositions().graph_module).fused] == ["in place"]
 
 
+def test_a_prologue_that_nobody_reads() -> None:
+    """Dead ends that no clean-up has taken away: the last values are there, and nothing after them."""
+    gm = graph_of(near_misses.Base(), *s.paged_args())
+    (fusion,) = mf.explain(gm).fused
+    *nodes, output = gm.graph.nodes
+    made = [node for node in nodes if node.name in fusion.replaced]
+    rows = [node for write in made for node in write.all_input_nodes if "index_put" in str(write.target)]
+    output.args = ((nodes[0],),)
+    after = {*made, *rows}
+    for node in nodes:
+        if after.intersection(node.all_input_nodes):
+            after.add(node)
+    kept = {node for node in made if "cache" not in fusion.replaced[node.name]}
+    for node in reversed(nodes):
+        if node in after and node not in kept and node.op == "call_function" and not node.users:
+            gm.graph.erase_node(node)
+    assert refused(gm).code == "graph.unread"
+
+
 def test_mixed_streams() -> None:
     gm = graph_of(s.PagedRotateHalf(), *s.paged_args())
     mm = next(node for node in gm.graph.nodes if "mm" in node.name)
