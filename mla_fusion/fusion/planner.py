@@ -238,6 +238,9 @@ class Planner:
                 return f"{write.cache.name} has shape {found}, and no wrapper can view it as {list(shape or ())}"
         if not self._same_slots(kv.slots, kr.slots):
             return f"{kv.cache.name} and {kr.cache.name} are written at different slots"
+        x, slots = self.candidate.query.down.origin.meta["val"], kv.slots.nodes[0].meta["val"]
+        if not same_shape((math.prod(x.shape[:-1]),), (math.prod(slots.shape),)):
+            return f"{kv.slots.nodes[0].name} has {list(slots.shape)} slots for tokens {list(x.shape[:-1])}"
         for write in (kv, kr):
             late = cache_write.readers(write.cache, write)
             if late:
