@@ -12,17 +12,12 @@ more than --patience seconds are to be expected.
 from __future__ import annotations
 
 import argparse
-import copy
-import gc
 import json
 import os
 import platform
-import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import mla_fusion as mf  # before torch, where torch_npu is installed without CANN
@@ -33,6 +28,7 @@ from model import Decoder, Sizes, model_arguments
 from peers import InductorPattern, SubgraphPattern
 from torch.fx import GraphModule
 
+from mla_fusion.bench import median_seconds
 from mla_fusion.compile.device_graph import capture
 
 # Dims matter to the pass because it runs the cut-out region once to verify it.
@@ -86,17 +82,17 @@ def _table(sizes: Sizes, options: argparse.Namespace) -> list[dict[str, Any]]:
         times: dict[str, float] = {}
         row: dict[str, Any] = {"layers": layers, "nodes": len(gm.graph.nodes), "seconds": times}
         for name, config in (("fuse", mf.Config()), ("fuse, unverified", mf.Config(verify="off"))):
-            run, report = _measure(options.repeat, gm, lambda graph, config=config: mf.fuse(graph, config))
+            run, report = median_seconds(gm, options.repeat, lambda graph, config=config: mf.fuse(graph, config))
             assert len(report.fused) == layers, str(report)
             times[name] = run
             row[f"stages of {name}"] = {stage: round(seconds, 4) for stage, seconds in report.timings.items()}
-        times["explain"], _ = _measure(options.repeat, gm, mf.explain)
-        times["Inductor"], matches = _measure(min(options.repeat, 3), gm, inductor.apply)
+        times["explain"], _ = median_seconds(gm, options.repeat, mf.explain)
+        times["Inductor"], matches = median_seconds(gm, min(options.repeat, 3), inductor.apply)
         assert matches == layers, f"Inductor replaced {matches} of {layers}"
-        times["Inductor, no match"], matches = _measure(min(options.repeat, 3), gm, other.apply)
+        times["Inductor, no match"], matches = median_seconds(gm, min(options.repeat, 3), other.apply)
         assert matches == 0
         if not rows or _expected(rows[-1], layers) < options.patience:
-            times["SubgraphMatcher"], matches = _measure(1, gm, subgraph.apply)
+            times["SubgraphMatcher"], matches = median_seconds(gm, 1, subgraph.apply)
             assert matches == layers, f"SubgraphMatcher found {matches} of {layers}"
         rows.append(row)
         cells = (f"{times[name]:>11.3f}" if name in times else f"{'-':>11}" for name in COLUMNS)
@@ -115,23 +111,6 @@ def _graph(sizes: Sizes, layers: int) -> GraphModule:
         model = Decoder(sizes, layers)
     gm, _ = capture(model, *model_arguments(sizes, layers), device="cpu")
     return gm
-
-
-def _measure(repeat: int, gm: GraphModule, run: Callable[[GraphModule], Any]) -> tuple[float, Any]:
-    """Median wall seconds of ``run`` on fresh copies of the graph, after one untimed run; its last result."""
-    run(_copy(gm))
-    times, result = [], None
-    for _ in range(repeat):
-        graph = _copy(gm)
-        gc.collect()
-        started = perf_counter()
-        result = run(graph)
-        times.append(perf_counter() - started)
-    return statistics.median(times), result
-
-
-def _copy(gm: GraphModule) -> GraphModule:
-    return GraphModule(gm, copy.deepcopy(gm.graph))
 
 
 def _ratios(row: dict[str, Any]) -> str:

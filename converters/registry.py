@@ -31,7 +31,7 @@ def register(force: bool = False) -> dict[str, str]:
     torchair = import_module("torchair")
     for name, converter in OPERATORS.items():
         overload = _overload(name)
-        if overload is not None and (force or _registered(overload) is None):
+        if overload is not None and (force or registered(overload) is None):
             torchair.register_fx_node_ge_converter(overload)(converter)
     return provenance()
 
@@ -45,8 +45,8 @@ def register_unfused() -> dict[str, str]:
     """
     torchair = import_module("torchair")
     for overload, converter in UNFUSED.items():
-        registered = _registered(overload)
-        if registered is None or _only_raises(registered):
+        existing = registered(overload)
+        if existing is None or only_raises(existing):
             torchair.register_fx_node_ge_converter(overload)(converter)
     return {str(overload): _owner(overload) for overload in UNFUSED}
 
@@ -54,7 +54,7 @@ def register_unfused() -> dict[str, str]:
 @contextmanager
 def unfused_registered() -> Iterator[dict[str, str]]:
     """`register_unfused` for the length of a ``with`` block; afterwards torchair refuses again what it refused."""
-    kept = {overload: _registered(overload) for overload in UNFUSED}
+    kept = {overload: registered(overload) for overload in UNFUSED}
     try:
         yield register_unfused()
     finally:
@@ -73,20 +73,20 @@ def _overload(name: str) -> Any:
 
 
 def _owner(overload: Any) -> str:
-    converter = None if overload is None else _registered(overload)
+    converter = None if overload is None else registered(overload)
     if converter is None:
         return "none"
     return "mla_fusion" if converter.__module__.startswith("mla_fusion.") else "torchair"
 
 
-def _registered(overload: Any) -> Callable[..., Any] | None:
+def registered(overload: Any) -> Callable[..., Any] | None:
     """torchair keeps a converter on the operator itself, and where that cannot be, in a table."""
     import_module("torchair._ge_concrete_graph.ge_converter.custom")
     table = import_module("torchair._ge_concrete_graph.fx2ge_converter")._CONVERTERS
     return getattr(overload, "_ge_converter", None) or table.get(overload)
 
 
-def _only_raises(converter: Callable[..., Any]) -> bool:
+def only_raises(converter: Callable[..., Any]) -> bool:
     """torchair declares a converter for most of ATen, and many do nothing but raise."""
     code = getattr(converter, "__wrapped__", converter).__code__
     return code.co_names in (("NotImplementedError",), ("RuntimeError",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -67,17 +68,19 @@ def decoder_graph(layers: int, he: int, heads: int) -> GraphModule:
 
 def measure(name: str, gm: GraphModule, config: Config, repeats: int) -> Timing:
     """Time the pass on ``gm``, which stays as it is."""
-    seconds, report = _median(gm, repeats, lambda graph: fuse(graph, config))
-    unverified, _ = _median(gm, repeats, lambda graph: fuse(graph, replace(config, verify="off")))
-    explained, _ = _median(gm, repeats, lambda graph: explain(graph, config))
+    seconds, report = median_seconds(gm, repeats, lambda graph: fuse(graph, config))
+    unverified, _ = median_seconds(gm, repeats, lambda graph: fuse(graph, replace(config, verify="off")))
+    explained, _ = median_seconds(gm, repeats, lambda graph: explain(graph, config))
     counts = len(gm.graph.nodes), len(report.fused), len(report.rejected)
     return Timing(name, *counts, seconds, unverified, explained, dict(report.timings))
 
 
-def _median(gm: GraphModule, repeats: int, run: Callable[[GraphModule], Any]) -> tuple[float, Any]:
+def median_seconds(gm: GraphModule, repeats: int, run: Callable[[GraphModule], Any]) -> tuple[float, Any]:
+    """Median wall seconds of ``run`` on fresh copies of the graph, after one untimed run; its last result."""
     times, result = [], run(_copy(gm))
     for _ in range(repeats):
         graph = _copy(gm)
+        gc.collect()
         started = perf_counter()
         result = run(graph)
         times.append(perf_counter() - started)

@@ -17,6 +17,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from mla_fusion.compile import offline
+from mla_fusion.converters import registry
 
 MODES = ("ge", "npugraph_ex")
 
@@ -106,17 +107,10 @@ def refused_operators(gm: GraphModule) -> list[str]:
 def has_converter(target: Any) -> bool:
     """Whether torchair can convert calls of ``target``."""
     converter = converter_of(target)
-    return converter is not None and not _only_raises(converter)
+    return converter is not None and not registry.only_raises(converter)
 
 
 def converter_of(target: Any) -> Callable[..., Any] | None:
     """The FX to GE converter registered for an operator overload, or None."""
     package("ge")
-    import_module("torchair._ge_concrete_graph.ge_converter.custom")
-    converters = import_module("torchair._ge_concrete_graph.fx2ge_converter")._CONVERTERS
-    return getattr(target, "_ge_converter", None) or converters.get(target)
-
-
-def _only_raises(converter: Callable[..., Any]) -> bool:
-    code = getattr(converter, "__wrapped__", converter).__code__
-    return code.co_names in (("NotImplementedError",), ("RuntimeError",))
+    return registry.registered(target)

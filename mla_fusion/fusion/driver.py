@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from mla_fusion.fusion.planner import Planner
 from mla_fusion.fusion.rejection import CODES, Refuse, Rejection
 from mla_fusion.fusion.report import Fusion, Report, keep
 from mla_fusion.fusion.verify import Figure
+from mla_fusion.graph.collector import paused
 from mla_fusion.graph.view import View, peel
 
 log = logging.getLogger("mla_fusion")
@@ -63,7 +63,7 @@ def run(gm: GraphModule, config: Config, builder: type[GraphBuilder] | None) -> 
     started = perf_counter()
     if config.enable:
         # A compiler calls with its fake mode on; probes are real tensors.
-        with _disable_current_modes(), _without_collector(), _threads(1) as usual:
+        with _disable_current_modes(), paused(), _threads(1) as usual:
             _Pass(gm, config, report, usual).run(builder)
     report.timings["total"] = perf_counter() - started
     report.nodes_after = len(gm.graph.nodes)
@@ -239,18 +239,6 @@ def _threads(wanted: int) -> Iterator[int]:
         yield usual
     finally:
         torch.set_num_threads(usual)
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """No garbage collection meanwhile: the pass makes no cycles to speak of, and a process that has torch is large."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class _Clock:

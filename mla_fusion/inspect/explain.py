@@ -11,9 +11,9 @@ from torch.fx import GraphModule
 from mla_fusion.config import Config
 from mla_fusion.fusion import driver
 from mla_fusion.fusion.report import Report
+from mla_fusion.graph.collector import paused
 from mla_fusion.inspect import rebuild_fx, rebuild_ge
 from mla_fusion.inspect.dumps import FORMATS, Dump, read
-from mla_fusion.inspect.dumps.collector import paused
 from mla_fusion.inspect.ge_values import Unmapped
 from mla_fusion.inspect.prologues import is_prologue
 from mla_fusion.inspect.rebuild_fx import NotRebuilt

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mla_fusion.graph.collector import paused
 from mla_fusion.inspect.dumps import dtypes, fx_text, ge_python, ge_text
-from mla_fusion.inspect.dumps.collector import paused
 from mla_fusion.inspect.dumps.model import FORMATS, Dump, DumpError, Edge, Operator, Value
 
 __all__ = ["FORMATS", "Dump", "DumpError", "Edge", "Operator", "Value", "dtypes", "fx_text", "read", "recognise"]

@@ -1,4 +1,4 @@
-"""Python's cycle collector, paused while a large graph is made: there is nothing to collect, and much to look at."""
+"""Python's cycle collector, paused while a large graph is made or changed: nothing to collect, much to look at."""
 
 from __future__ import annotations
 
