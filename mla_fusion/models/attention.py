@@ -10,6 +10,7 @@ function holds the one or the other and never a graph break.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NoReturn
 
 import torch
@@ -80,28 +81,29 @@ def _reference(
         return _attend_each(query, query_rope, kv_cache, kr_cache, block_tables, lengths, scale, mask)
     if isinstance(query_lens, Tensor) and torch.compiler.is_compiling():
         # lengths unknown while tracing: every token as a sequence of its own
-        sequence = torch.repeat_interleave(query_lens, output_size=query.shape[0])
-        behind = query_lens.cumsum(0)[sequence] - 1 - torch.arange(query.shape[0], device=query.device)
-        seen = lengths[sequence] - behind
-        return _attend_each(query, query_rope, kv_cache, kr_cache, block_tables[sequence], seen, scale, mask)
+        owner = torch.repeat_interleave(query_lens, output_size=query.shape[0])
+        behind = query_lens.cumsum(0)[owner] - 1 - torch.arange(query.shape[0], device=query.device)
+        seen = lengths[owner] - behind
+        return _attend_each(query, query_rope, kv_cache, kr_cache, block_tables[owner], seen, scale, mask)
     counts = query_lens.tolist() if isinstance(query_lens, Tensor) else list(query_lens)
     if sum(counts) != query.shape[0]:
         _refuse("query_lens", f"lengths that sum to the {query.shape[0]} tokens", sum(counts))
-    states = []
-    start = 0
-    for sequence, count in enumerate(counts):
-        tokens = slice(start, start + count)
-        start += count
-        one = slice(sequence, sequence + 1)
+    outs, lses = [query[:0]], [query.new_zeros(0, query.shape[1], dtype=_high(query))]
+    for index, tokens in enumerate(_slices(counts)):
+        one = slice(index, index + 1)
         c_kv, k_pe = (_rows(cache, block_tables[one], lengths[one]) for cache in (kv_cache, kr_cache))
-        behind = torch.arange(count - 1, -1, -1, device=query.device)
+        behind = torch.arange(counts[index] - 1, -1, -1, device=query.device)
         visible = _visible(c_kv, lengths[one] - behind, None if mask is None else mask[tokens])
-        out, lse = _attend(
-            query[tokens].unsqueeze(0), query_rope[tokens].unsqueeze(0), c_kv, k_pe, visible.unsqueeze(0), scale
-        )
-        states.append((out.squeeze(0), lse.squeeze(0)))
-    outs, lses = zip(*states, strict=True) if states else ((query,), (query.new_zeros(query.shape[:2]).float(),))
+        out, lse = _attend(query[None, tokens], query_rope[None, tokens], c_kv, k_pe, visible[None], scale)
+        outs.append(out[0])
+        lses.append(lse[0])
     return torch.cat(outs), torch.cat(lses)
+
+
+def _slices(counts: Sequence[int]) -> list[slice]:
+    """The tokens of each sequence."""
+    ends = list(accumulate(counts))
+    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 def _attend_each(
@@ -142,7 +144,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """out [B, Q, N, Hckv] and lse [B, Q, N] of query [B, Q, N, Hckv] over c_kv [B, S, Hckv], visible [B, Q, S]."""
     tokens, heads = query.shape[1:3]
-    high = torch.float64 if query.dtype == torch.float64 else torch.float32
+    high = _high(query)
     keys = c_kv.to(high)
     scores = torch.bmm(query.flatten(1, 2).to(high), keys.transpose(1, 2))
     scores = scores + torch.bmm(query_rope.flatten(1, 2).to(high), k_pe.to(high).transpose(1, 2))
@@ -151,6 +153,10 @@ def _attend(
     weights = torch.exp(scores - torch.where(lse == float("-inf"), 0, lse).unsqueeze(-1))
     out = torch.bmm(weights.flatten(1, 2), keys).unflatten(1, (tokens, heads))
     return out.to(query.dtype), lse
+
+
+def _high(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 def _check(

@@ -10,6 +10,7 @@ tensors; it is used where lengths are tensors and the function is being compiled
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -100,10 +101,7 @@ def _ends(query_lens: Tensor | Sequence[int]) -> Tensor | list[int]:
     """TND counts query tokens in prefix sums."""
     if isinstance(query_lens, Tensor):
         return query_lens.to(torch.int64).cumsum(0)
-    ends: list[int] = []
-    for count in query_lens:
-        ends.append(count + (ends[-1] if ends else 0))
-    return ends
+    return list(accumulate(query_lens))
 
 
 def _forbidden(device: torch.device) -> Tensor:
