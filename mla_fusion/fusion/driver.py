@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from math import prod
 from os import PathLike
@@ -16,9 +17,10 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mla_fusion.config import Config
-from mla_fusion.fusion import contract, origin, replace, rewrite, verify
+from mla_fusion.fusion import contract, draw, origin, replace, rewrite, verify
 from mla_fusion.fusion.build import GraphBuilder, describe_attributes
 from mla_fusion.fusion.candidate import Candidate, Finder, NearMiss
+from mla_fusion.fusion.picture import Picture
 from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.fusion.planner import Planner
 from mla_fusion.fusion.rejection import CODES, Refuse, Rejection
@@ -94,6 +96,7 @@ class _Pass:
         self.gm, self.config, self.report, self.threads = gm, config, report, threads
         self._accepted: set[object] = set()
         self._verified: dict[object, str] = {}
+        self._pictures: dict[object, int | None] = {}
 
     def run(self, builder_of: type[GraphBuilder] | None) -> None:
         clock = _Clock(self.report.timings)
@@ -115,9 +118,10 @@ class _Pass:
                 clock.stop("plan")
                 verified, figures = self._verify(view, structure, plan)
                 clock.stop("verify")
-                ready.append((plan, self._fusion(plan, verified, figures)))
+                drawn = self._picture(structure, partial(draw.fused, finder, plan))
+                ready.append((plan, self._fusion(plan, verified, figures, drawn)))
             except Refuse as reason:
-                self.report.rejected.append(self._rejection(item, reason))
+                self.report.rejected.append(self._rejection(finder, item, reason))
                 clock.stop("plan")
         if ready and builder_of is not None:
             self._commit(builder_of, ready, clock)
@@ -174,7 +178,7 @@ class _Pass:
         self._verified[key] = where
         return "verified", figures
 
-    def _fusion(self, plan: Plan, verified: str, figures: tuple[Figure, ...]) -> Fusion:
+    def _fusion(self, plan: Plan, verified: str, figures: tuple[Figure, ...], picture: int | None) -> Fusion:
         q, k = plan.candidate.query, plan.candidate.key
         x = plan.token_x.meta["val"]
         dims = {
@@ -199,19 +203,31 @@ class _Pass:
             verified=verified,
             figures=figures,
             source=origin.source(q.down.node),
+            picture=picture,
         )
 
-    def _rejection(self, item: Candidate | NearMiss, reason: Refuse) -> Rejection:
+    def _picture(self, key: object, draw_it: Callable[[], Picture | None]) -> int | None:
+        """The place in ``Report.pictures`` of the one that stands for ``key``; drawn when first asked for."""
+        if key not in self._pictures:
+            drawn = draw_it()
+            self._pictures[key] = None if drawn is None else len(self.report.pictures)
+            self.report.pictures += [drawn] if drawn is not None else []
+        return self._pictures[key]
+
+    def _rejection(self, finder: Finder, item: Candidate | NearMiss, reason: Refuse) -> Rejection:
         nodes: tuple[Node, ...] = reason.nodes or item.nodes
         if any(code in self.config.skip for code in (reason.code, reason.code.partition(":")[0])):
             reason = Refuse("skip", f"{reason.code} is in Config.skip; {reason.detail}", nodes)
         meaning = CODES[reason.code.partition(":")[0]][0]
+        source = next((text for node in nodes if (text := origin.source(node))), "")
+        alike = reason.code, source, *(str(node.target) for node in (*item.nodes, *nodes) if node.op == "call_function")
         return Rejection(
             code=reason.code,
             message=f"{meaning} ({reason.detail})",
             nodes=tuple(node.name for node in nodes),
             layer=origin.layer(item.nodes),
-            source=next((text for node in nodes if (text := origin.source(node))), ""),
+            source=source,
+            picture=self._picture(alike, partial(draw.rejected, finder, item, reason.code, nodes)),
         )
 
 

@@ -146,6 +146,7 @@ class Rejection:
     nodes     names of the nodes concerned
     layer     module path of the prologue, from node meta
     source    the line of the model that the first node came from, where the graph carries it
+    picture   its place in ``Report.pictures``
     """
 
     code: str
@@ -153,6 +154,7 @@ class Rejection:
     nodes: tuple[str, ...] = ()
     layer: str = ""
     source: str = ""
+    picture: int | None = None
 
     @property
     def remedy(self) -> str:

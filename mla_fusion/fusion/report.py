@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_fusion.config import Config
+from mla_fusion.fusion.picture import Picture
 from mla_fusion.fusion.rejection import Rejection
 from mla_fusion.fusion.verify import Figure
 
@@ -21,6 +22,7 @@ class Fusion:
     placement   "in place" (the kernel writes the model's caches) or "staged: <reason>"
     figures     per output, fused against unfused on seeded inputs; empty where ``verified`` says another
                 layer of equal structure stood for this one, or verification was off
+    picture     its place in ``Report.pictures``; layers of equal structure share one
     """
 
     layer: str
@@ -35,11 +37,15 @@ class Fusion:
     verified: str
     figures: tuple[Figure, ...]
     source: str = ""
+    picture: int | None = None
 
 
 @dataclass
 class Report:
-    """fused, rejected: one entry per prologue, in graph order. seconds: wall time by stage, "total" among them."""
+    """fused, rejected: one entry per prologue, in graph order. seconds: wall time by stage, "total" among them.
+
+    pictures: what the page draws, one for each structure.
+    """
 
     config: Config
     fused: list[Fusion] = field(default_factory=list)
@@ -50,6 +56,7 @@ class Report:
     committed: bool = True
     bytes_added: int = 0
     operators: dict[str, dict[str, int]] = field(default_factory=dict)
+    pictures: list[Picture] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
