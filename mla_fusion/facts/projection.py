@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -148,8 +149,9 @@ def _order(item: Projection) -> tuple[int, ...]:
 def find(view: View) -> list[Projection]:
     """Every product of an activation with a weight, in graph order."""
     found: dict[Node, Projection] = {}
+    on_the_left = {peel(product.left) for product in view.contractions.values()}
     for product in view.contractions.values():
-        made = _join(view, product, found) if product.parts else _orient(view, product)
+        made = _join(view, product, found) if product.parts else _orient(view, product, on_the_left)
         if made is not None:
             found[product.node] = made
     return list(found.values())
@@ -164,12 +166,17 @@ def _join(view: View, product: Contraction, found: dict[Node, Projection]) -> Pr
     return replace(pieces[0], product=product, pieces=pieces)
 
 
-def _orient(view: View, product: Contraction) -> Projection | None:
-    """Which operand is the weight: one that no product reaches; of two such, the right one, unless its size varies."""
+def _orient(view: View, product: Contraction, on_the_left: Collection[Node]) -> Projection | None:
+    """Which operand is the weight: one that no product reaches; of two such, the right one, unless its size varies
+    or it is what other products have on the left (``W @ x.T`` beside ``x @ V``).
+    """
     left, right = (not view.sources(operand) for operand in (product.left, product.right))
     if not left and not right:
         return None
-    right_is_weight = right and not (left and _varies(product.right) and not _varies(product.left))
+    turned = left and (
+        (_varies(product.right) and not _varies(product.left)) or peel(product.right) in on_the_left
+    )
+    right_is_weight = right and not turned
     if right_is_weight:
         a, w, la, lw = product.left, product.right, product.left_labels, product.right_labels
     else:

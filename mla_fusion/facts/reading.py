@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,7 +17,7 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact, Table
 from mla_fusion.graph.cone import Cone
-from mla_fusion.graph.kinds import is_cast, is_view, is_writer
+from mla_fusion.graph.kinds import is_cast, is_getitem, is_view, is_writer
 from mla_fusion.graph.shrink import SMALL, WORTHWHILE, Shrink
 from mla_fusion.graph.view import View
 
@@ -80,13 +80,13 @@ class FactReader:
         decoder = Decoder(cone)
         degrees = decoder.degrees()
         rotated = _meets_a_table(cone)
-        rewritten = _after_own_write(cone)
+        views = _after_own_write(cone) | _parts_of_mixtures(cone, degrees)
 
         def wanted(node: Node) -> bool:
             if degrees[node] == 0:
                 return not is_view(node) and not is_cast(node)
             plain = not is_view(node) and not is_cast(node)
-            return node in self._operands or node in rewritten or (node in rotated and plain)
+            return node in self._operands or node in views or (node in rotated and plain)
 
         readings = decoder.read(degrees, wanted)
         return ConeFacts(
@@ -127,6 +127,19 @@ def _after_own_write(cone: Cone) -> set[Node]:
         if is_writer(node) or (is_view(node) and touched.intersection(node.all_input_nodes)):
             touched.add(node)
     return {node for node in touched if is_view(node)}
+
+
+def _parts_of_mixtures(cone: Cone, degrees: Mapping[Node, int]) -> set[Node]:
+    """Views that take this product's own elements out of a value that mixes several (``rope(cat([q_pe, k_pe]))``)."""
+    found = set()
+    for node in cone.nodes:
+        if node in degrees and is_view(node):
+            source = node.args[0]
+            if isinstance(source, Node) and is_getitem(node):
+                source = source.args[0]
+            if isinstance(source, Node) and source is not cone.node and source not in degrees:
+                found.add(node)
+    return found
 
 
 def _relocate(known: ConeFacts, cone: Cone) -> ConeFacts:

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from mla_fusion.facts.projection import Projection
 from mla_fusion.fusion.rejection import Refuse
-from mla_fusion.graph.kinds import filled_with, has_effect, is_faithful_cast, is_reshape, is_view, is_writer
+from mla_fusion.graph.kinds import borrows_only, has_effect, is_faithful_cast, is_reshape, is_view, is_writer
 from mla_fusion.graph.program import Program
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.sizes import is_symbolic
@@ -75,12 +75,12 @@ class ValueTree:
         self.codes |= {node: values[program.slot(node)] for node in order}
 
     def readers(self, ignored: Collection[Node] = ()) -> dict[Node, list[Node]]:
-        """Nodes of the tree that something outside reads, with who reads them."""
+        """Nodes of the tree whose values something outside reads, with who reads them."""
         inside, skip = set(self.nodes), set(ignored)
         found = {}
         for node in self.nodes:
             users = [user for user in live_users(node) if user not in inside and user not in skip]
-            users = [user for user in users if not self._feeds_a_twin(user) and not _only_lends(user, skip)]
+            users = [user for user in users if not self._feeds_a_twin(user) and not borrows_only(user)]
             if users:
                 found[node] = users
         return found
@@ -128,11 +128,6 @@ def quantised_norm(view: View, up: Projection, normed: ValueTree, shrink: Shrink
     first, *twins = values
     first_scale, *scale_twins = scales
     return ValueTree(view, *first, twins, shrink), ValueTree(view, *first_scale, scale_twins, shrink)
-
-
-def _only_lends(user: Node, ignored: Collection[Node]) -> bool:
-    """A tensor of zeros like the value, for those who are ignored themselves (``addmm(c_q.new_zeros(n), c_q, w)``)."""
-    return filled_with(user) is not None and all(reader in ignored for reader in user.users)
 
 
 def _arrange(kernel: torch.Tensor, codes: torch.Tensor) -> tuple[int, ...] | None:

@@ -52,6 +52,7 @@ class Plan:
     interleave    outputs whose rows go from the kernel's half layout back to interleaved pairs
     eps_cq ...    attributes of the call
     assumptions   what the fusion takes for granted, for the report
+    borrowers     readers that want only the dtype and device of a value that goes away
     """
 
     candidate: Candidate
@@ -67,6 +68,7 @@ class Plan:
     replacements: tuple[Replacement, ...]
     interleave: frozenset[str]
     assumptions: tuple[str, ...] = ()
+    borrowers: tuple[Node, ...] = ()
 
     @property
     def lead_rank(self) -> int:

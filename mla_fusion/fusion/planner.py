@@ -21,7 +21,7 @@ from mla_fusion.fusion.candidate import Candidate, same_table
 from mla_fusion.fusion.outputs import Replacement, ValueTree, live_users, quantised_norm, whole_readers
 from mla_fusion.fusion.plan import InPlace, Plan, Staged
 from mla_fusion.fusion.rejection import Refuse
-from mla_fusion.graph.kinds import has_effect, is_faithful_cast, is_getitem, is_reshape, op_name
+from mla_fusion.graph.kinds import borrows_only, has_effect, is_faithful_cast, is_getitem, is_reshape, op_name
 from mla_fusion.graph.sizes import is_symbolic, same_shape
 from mla_fusion.graph.view import View, ancestry
 
@@ -66,8 +66,7 @@ class Planner:
         if not plans:
             raise why
         best = min(plans, key=_cost)
-        self._no_other_reader(best)
-        return best
+        return replace(best, borrowers=tuple(self._no_other_reader(best)))
 
     def _follow_quantised_norm(self) -> None:
         """The kernel gives c_q out as int8 and scales, so those are what its readers must read."""
@@ -130,7 +129,7 @@ class Planner:
         if normed and q.absorb.factor != 1.0:
             raise Refuse("reader.latent", f"{normed[0].node.name} reads c_q before it is scaled", (normed[0].node,))
         interleaved = q.rope.layout == "interleaved" and self.config.kr_layout == "exact"
-        caches, of_caches = self._caches(interleaved)
+        caches, of_caches = self._caches(token_x, interleaved)
         if isinstance(caches, Staged):
             if self.config.staging == "never":
                 raise Refuse("cache.staging_forbidden", caches.reason, self.candidate.nodes[-2:])
@@ -167,7 +166,7 @@ class Planner:
 
     # -- caches
 
-    def _caches(self, interleaved: bool) -> tuple[InPlace | Staged, list[Replacement]]:
+    def _caches(self, token_x: Node, interleaved: bool) -> tuple[InPlace | Staged, list[Replacement]]:
         """Write the model's caches in the kernel where that is exact, else say why not."""
         if self.candidate.key.operator is not None:
             return self._operator_caches()
@@ -183,7 +182,7 @@ class Planner:
             writes.append(write)
             scales.append(scale)
         kv, kr = writes
-        reason = self._joint_reason(kv, kr) or self._scales_reason(scales)
+        reason = self._joint_reason(token_x, kv, kr) or self._scales_reason(scales)
         if reason:
             return Staged(reason), []
         kv_shape, kr_shape = (cache_write.paged_shape(write.cache) for write in writes)
@@ -193,7 +192,7 @@ class Planner:
             for name, write, shape in (("kv_cache", kv, kv_shape), ("kr_cache", kr, kr_shape))
             for r in whole_readers(write.result, name, shape, same_shape)
         ]
-        in_place = InPlace(kv.cache, kr.cache, kv_shape, kr_shape, kv.slots, "PA_BSND")
+        in_place = InPlace(kv.cache, kr.cache, kv_shape, kr_shape, _source_of_both(kv.slots, kr.slots), "PA_BSND")
         return replace(in_place, kv_scale=scales[0], kr_scale=scales[1]), found
 
     def _single_write(self, name: str) -> tuple[WriteFact | str, CacheScale | None]:
@@ -225,7 +224,7 @@ class Planner:
             return ""
         return f"int8 rows of {'both caches' if all(scales) else 'one cache'} do not go with weight_quant_mode {mode}"
 
-    def _joint_reason(self, kv: WriteFact, kr: WriteFact) -> str:
+    def _joint_reason(self, token_x: Node, kv: WriteFact, kr: WriteFact) -> str:
         """Why two writes are not the pair that the kernel does, or ""."""
         if kv.cache is kr.cache:
             return f"both writes go to {kv.cache.name}"
@@ -238,9 +237,9 @@ class Planner:
                 return f"{write.cache.name} has shape {found}, and no wrapper can view it as {list(shape or ())}"
         if not self._same_slots(kv.slots, kr.slots):
             return f"{kv.cache.name} and {kr.cache.name} are written at different slots"
-        x, slots = self.candidate.query.down.origin.meta["val"], kv.slots.nodes[0].meta["val"]
-        if not same_shape((math.prod(x.shape[:-1]),), (math.prod(slots.shape),)):
-            return f"{kv.slots.nodes[0].name} has {list(slots.shape)} slots for tokens {list(x.shape[:-1])}"
+        tokens, slots = token_x.meta["val"].shape[:-1], kv.slots.nodes[0].meta["val"].shape
+        if not self.view.binding.same(math.prod(tokens), math.prod(slots)):
+            return f"{kv.slots.nodes[0].name} has {list(slots)} slots for tokens {list(tokens)}"
         for write in (kv, kr):
             late = cache_write.readers(write.cache, write)
             if late:
@@ -302,8 +301,8 @@ class Planner:
 
     # -- what must be dead afterwards
 
-    def _no_other_reader(self, plan: Plan) -> None:
-        """After the replacements nothing may keep a product of the region alive."""
+    def _no_other_reader(self, plan: Plan) -> list[Node]:
+        """After the replacements nothing may keep a product of the region alive; who only borrows is returned."""
         cut = {replacement.node for replacement in plan.replacements}
         q, key = self.candidate.query, self.candidate.key
         joined = {item.node for item in (q.down, q.up_nope, q.up_rope, key.down, key.down_rope)}
@@ -317,6 +316,7 @@ class Planner:
             stops |= {
                 user for name in ("c_kv", "k_pe") for users in self.trees[name].readers().values() for user in users
             }
+        borrowers: dict[Node, None] = {}
         for product in region - cut:
             seen, stack = {product}, [product]
             while stack:
@@ -324,11 +324,15 @@ class Planner:
                     if user in seen or user in stops:
                         continue
                     seen.add(user)
+                    if borrows_only(user):
+                        borrowers[user] = None
+                        continue
                     if user.op == "output" or has_effect(user) or user in self.view.sources(user):
                         path = next((n for n in user.all_input_nodes if n in seen), product)
                         detail = f"{user.name} reads {path.name}, made from {product.name}"
                         raise Refuse("reader.latent", detail, (product, path, user))
                     stack.append(user)
+        return list(borrowers)
 
 
 def _twins(absorb: AbsorbFact | UnabsorbedFact) -> tuple[tuple[Node, torch.Tensor], ...]:
@@ -342,6 +346,11 @@ def _shaped(slots: Slots, lead: Sequence[object]) -> Slots:
         source = node.args[0] if is_reshape(node) else None
         node = source if isinstance(source, Node) else None
     return slots if node is None else Slots(node)
+
+
+def _source_of_both(a: Slots, b: Slots) -> Slots:
+    """Of slots that are equal, what both are made from."""
+    return a if a == b or a.index is None else Slots(_unshaped(a.index))
 
 
 def _unshaped(node: Node) -> Node:

@@ -22,6 +22,7 @@ from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fusion.build import Builder
 from mla_fusion.fusion.outputs import Replacement
 from mla_fusion.fusion.plan import InPlace, Plan
+from mla_fusion.graph.kinds import argument, op_name
 from mla_fusion.weights.columns import describe
 
 aten = torch.ops.aten
@@ -158,6 +159,26 @@ def fit(b: Builder, replacement: Replacement, result: Any) -> Any:
     if order is not None:
         result = b.reshape(result, wanted.shape)
     return b.cast(result, wanted.dtype)
+
+
+_MADE_FROM = {  # of what a borrower is called with, the sizes and the number are given anew
+    "aten::new_zeros": aten.new_zeros,
+    "aten::zeros_like": aten.new_zeros,
+    "aten::new_ones": aten.new_ones,
+    "aten::ones_like": aten.new_ones,
+    "aten::new_full": aten.new_full,
+    "aten::full_like": aten.new_full,
+}
+
+
+def lend(b: Builder, plan: Plan, borrower: Node) -> Any:
+    """What the borrower makes, with the device taken from x instead of a value that goes away."""
+    value = borrower.meta["val"]
+    new = _MADE_FROM.get(op_name(borrower), aten.new_empty)
+    number = [argument(borrower, "fill_value")] if new is aten.new_full else []
+    x = b.value(plan.candidate.query.down.origin)
+    return b.call(new.default, x, b.sizes(value.shape), *number, dtype=value.dtype)
+
 
 
 # -- weights and their scales

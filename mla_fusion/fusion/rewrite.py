@@ -85,7 +85,8 @@ def sweep(graph: Graph, plans: Sequence[Plan]) -> None:
 def _left_over(plan: Plan) -> list[Node]:
     """What may have lost its last reader: replaced values, the products, the model's cache operator."""
     operator = plan.candidate.key.operator
-    return [*(item.node for item in plan.replacements), *plan.candidate.nodes, *([operator.node] if operator else [])]
+    replaced = [item.node for item in plan.replacements]
+    return [*replaced, *plan.borrowers, *plan.candidate.nodes, *([operator.node] if operator else [])]
 
 
 def commit(builder: GraphBuilder, plan: Plan, place: Place, rewired: list[tuple[Node, Node, Node]]) -> None:
@@ -99,6 +100,12 @@ def commit(builder: GraphBuilder, plan: Plan, place: Place, rewired: list[tuple[
             point = node.next
         else:
             point.prepend(node)
+    for borrower in plan.borrowers:
+        builder.at(borrower, borrower.meta)
+        value = replace.lend(builder, plan, borrower)
+        for user in list(borrower.users):
+            user.replace_input_with(borrower, value)
+            rewired.append((user, value, borrower))
     builder.at(point, _carried_meta(plan))
     results = replace.call_kernel(builder, plan)
     for replacement in plan.replacements:

@@ -7,6 +7,7 @@ say where a walk may pass through (views, casts) and where it must stop (contrac
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -67,12 +68,22 @@ _FILLED = {
     "aten::zeros_like": 0.0,
     "aten::new_ones": 1.0,
     "aten::ones_like": 1.0,
+    "aten::new_empty": math.nan,  # whatever reads an element that nothing was written to is no fact
+    "aten::empty_like": math.nan,
 }
 
 
 def filled_with(node: Node) -> float | None:
-    """The number that every element of the node is, where its operator says so."""
+    """The number that every element of the node is, where its operator says so; NaN for memory not yet written."""
     return _FILLED.get(op_name(node))
+
+
+_LENT = frozenset("aten::new_full aten::full_like aten::new_empty_strided".split()) | _FILLED.keys()
+
+
+def borrows_only(node: Node) -> bool:
+    """Does the node, contiguous, take no more than a shape, a dtype or a device from the tensor it is given?"""
+    return op_name(node) in _LENT and bool(node.meta["val"].is_contiguous())
 
 
 # id of a call target: (the target, its name, does it change an argument). Asked a dozen times for every node; targets

@@ -8,6 +8,7 @@ dtypes instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,16 @@ def _cast(value: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _keep_shape(value: torch.Tensor, shape: Sequence[int], *_: Any) -> torch.Tensor:
     return value.reshape(tuple(shape))
+
+
+def _full(shape: Sequence[int], filling: float, dtype: torch.dtype) -> torch.Tensor:
+    """Integers have no NaN: memory not yet written holds a code that no element has."""
+    unwritten = math.isnan(filling) and not (dtype.is_floating_point or dtype.is_complex)
+    return torch.full(shape, -1 if unwritten else filling, dtype=dtype)
+
+
+def _full_like(value: torch.Tensor, filling: float) -> torch.Tensor:
+    return _full(value.shape, filling, value.dtype)
 
 
 def _identity(value: Any, *_: Any, **__: Any) -> Any:
@@ -167,11 +178,11 @@ class Program:
         lender = node.args[0] if filling is not None and name.endswith("_like") else None
         like = self._slots.get(lender) if isinstance(lender, Node) else None
         if like is not None:
-            return Step(torch.full_like, (like, filling), {}, name)
+            return Step(_full_like, (like, filling), {}, name)
         if filling is not None:
             value = node.meta["val"]
             dtype = value.dtype if self._exact else _widen(value.dtype)
-            return Step(torch.full, (list(self._binding.shape(value.shape)), filling), {"dtype": dtype}, name)
+            return Step(_full, (self._binding.shape(value.shape), filling, dtype), {}, name)
         call: Callable[..., Any]
         if is_cast(node) and not self._exact:
             _refuse_narrow_cast(node)

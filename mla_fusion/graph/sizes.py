@@ -41,12 +41,28 @@ class Binding:
         taken = set(literals)
         self._free = [prime for prime in _PRIMES if prime not in taken] or list(_PRIMES)
         self._bound: dict[Any, int] = {}
+        self._first: dict[Any, Any] = {}  # of symbols that are equal, the one that stands for all
+
+    def equate(self, a: Any, b: Any) -> None:
+        """Take two sizes for one from here on, where each is a symbol of its own: the graph runs for no others."""
+        if is_symbolic(a) and is_symbolic(b):
+            one, other = self._expr(a), self._expr(b)
+            if one != other and one.is_symbol and other.is_symbol:
+                self._first = {symbol: one if first == other else first for symbol, first in self._first.items()}
+                self._first[other] = one
+
+    def same(self, a: Any, b: Any) -> bool:
+        """Are two sizes equal whenever the graph runs? Never adds a guard."""
+        return same(a, b) or (is_symbolic(a) and is_symbolic(b) and bool(self._expr(a) == self._expr(b)))
+
+    def _expr(self, size: Any) -> Any:
+        return size.node.expr.xreplace(self._first)
 
     def size(self, value: Any) -> int:
         """The concrete size that stands for ``value`` in a probe."""
         if not is_symbolic(value):
             return int(value)
-        expr = value.node.expr
+        expr = self._expr(value)
         for symbol in sorted(getattr(expr, "free_symbols", ()), key=str):
             if symbol not in self._bound:
                 self._bound[symbol] = self._free[len(self._bound) % len(self._free)]
@@ -54,13 +70,20 @@ class Binding:
 
     def number(self, value: Any) -> Any:
         if isinstance(value, torch.SymFloat):
-            return float(value.node.expr.subs(self._bound)) if value.node.expr.free_symbols else float(value)
+            return float(self._expr(value).subs(self._bound)) if value.node.expr.free_symbols else float(value)
         if isinstance(value, torch.SymBool):
-            return bool(value.node.expr.subs(self._bound))
+            return bool(self._expr(value).subs(self._bound))
         return self.size(value)
 
     def shape(self, shape: Iterable[Any]) -> tuple[int, ...]:
         return tuple(self.size(size) for size in shape)
+
+
+def exceeds_one(size: Any) -> bool:
+    """Is the size at least 2 whenever the graph runs? (dynamo compiles sizes 0 and 1 apart.)"""
+    if not is_symbolic(size):
+        return int(size) > 1
+    return bool(size.node.shape_env.bound_sympy(size.node.expr).lower > 1)
 
 
 class SizeNodes:

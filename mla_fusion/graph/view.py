@@ -28,7 +28,7 @@ from mla_fusion.graph.kinds import (
     is_writer,
     op_name,
 )
-from mla_fusion.graph.sizes import Binding, is_symbolic
+from mla_fusion.graph.sizes import Binding, exceeds_one, is_symbolic
 
 _NOTHING: frozenset[Node] = frozenset()
 _MANY = 4  # a value that mixes more products than this (a residual stream) counts as a source of its own
@@ -157,7 +157,11 @@ class View:
             for value in (arg if isinstance(arg, (list, tuple)) else (arg,))
             if isinstance(value, int)
         }
-        return Binding(literals)
+        binding = Binding(literals)
+        for node in self.nodes:
+            if op_name(node) in ("aten::index_put", "aten::_unsafe_index_put"):
+                _equate_rows(binding, node)
+        return binding
 
     def before(self, a: Node, b: Node) -> bool:
         return self.position[a] < self.position[b]
@@ -173,6 +177,18 @@ def is_sign_constant(node: Node) -> bool:
     if type(value) is not torch.Tensor or value.device.type == "meta":
         return False
     return bool(torch.isin(value, torch.tensor([-1, 0, 1], dtype=value.dtype)).all()) and bool((value != 1).any())
+
+
+def _equate_rows(binding: Binding, put: Node) -> None:
+    """``cache[slots] = rows`` runs only where there are as many slots as rows, unless there is one row for all."""
+    base, indices, values = put.args[:3]
+    assert isinstance(base, Node) and isinstance(indices, (list, tuple))
+    index = indices[0] if indices else None
+    if isinstance(index, Node) and isinstance(values, Node):
+        slots, rows = (node.meta["val"].shape for node in (index, values))
+        of_rows = len(rows) == base.meta["val"].dim() - len(indices) + 1
+        if len(slots) == 1 and of_rows and exceeds_one(rows[0]):
+            binding.equate(rows[0], slots[0])
 
 
 def _is_plain(node: Node) -> bool:

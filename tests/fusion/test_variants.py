@@ -8,25 +8,50 @@ import torch
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 
+from . import spellings as s
 from .harness import assert_as_exact, clones, compiled, fuse_only
-from .variants import VARIANTS
+from .mixtures import MIXTURES
+from .variants import IN_PLACE, STAGED, VARIANTS
+
+ALL = {name: (model, args, [placement]) for name, (model, args, placement) in VARIANTS.items()} | MIXTURES
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ALL)
 def test_fuses_as_exactly(name: str) -> None:
     torch.manual_seed(0)
-    model, args, placement = VARIANTS[name]
+    model, args, placements = ALL[name]
     module, given = model(), args()
     for backend in (mf.backend(), fuse_only()):
         fused = compiled(module, clones(given), backend)
         report = mf.reports()[-1]
-        assert [f.placement.partition(":")[0] for f in report.fused] == [placement], str(report)
+        assert [f.placement.partition(":")[0] for f in report.fused] == placements, str(report)
         assert_as_exact(module, given, fused, slack=1.2)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ALL)
 def test_device_form(name: str) -> None:
-    model, args, placement = VARIANTS[name]
+    model, args, placements = ALL[name]
     gm, _ = capture(model(), *args(), device="npu")
     report = mf.fuse(gm)
-    assert [f.placement.partition(":")[0] for f in report.fused] == [placement], str(report)
+    assert [f.placement.partition(":")[0] for f in report.fused] == placements, str(report)
+
+
+@pytest.mark.parametrize(("marked", "placement"), [((0, 1, 2, 5), IN_PLACE), ((0, 1, 2), STAGED)])
+def test_tokens_marked_dynamic(marked: tuple[int, ...], placement: str) -> None:
+    """``mark_dynamic`` gives every tensor a symbol of its own; the write itself says that slots are as many as rows."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, args = s.PagedRotateHalf(), s.paged_args(8)
+    for place in marked:
+        torch._dynamo.mark_dynamic(args[place], 0)
+    with torch.no_grad():
+        compiled_model = torch.compile(model, backend="mla_fusion", fullgraph=True)
+        compiled_model(*args)
+        report = mf.reports()[-1]
+        assert [f.placement.partition(":")[0] for f in report.fused] == [placement], str(report)
+        if placement == IN_PLACE:
+            graphs = len(mf.reports())
+            given = s.paged_args(13)
+            fused = [compiled_model(*(ours := clones(given))), *ours]
+            assert len(mf.reports()) == graphs, "another number of tokens needs no second graph"
+            assert_as_exact(model, given, fused)
