@@ -1,0 +1,98 @@
+"""The pass as an object for vLLM-Ascend's graph fusion manager.
+
+    CompilationConfig(inductor_passes={"graph_fusion_manager": vllm_ascend_pass()})
+
+vLLM wraps a plain function into a class that vLLM-Ascend's manager then refuses, so the pass has to be an instance of
+vLLM's own ``VllmInductorPass``. It is one where vLLM is imported; elsewhere it derives from torch's
+``CustomGraphPass``, with the same methods.
+
+The manager's graph is executed as it is: no compiler comes after it. So the pass also does what torchair would have
+done, and lets the kernel write its caches in place, and packs weights once instead of at every step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from torch.fx import Graph, GraphModule
+
+from mla_fusion.compile.hook import torchair_pass
+from mla_fusion.config import Config
+from mla_fusion.serving.inplace import write_in_place
+from mla_fusion.serving.opaque import hidden_prologues
+from mla_fusion.serving.prepack import pack_once
+
+log = logging.getLogger("mla_fusion")
+
+_BASES = (
+    ("vllm.compilation.passes.vllm_inductor_pass", "VllmInductorPass"),
+    ("vllm.compilation.vllm_inductor_pass", "VllmInductorPass"),
+    ("torch._inductor.custom_graph_pass", "CustomGraphPass"),
+)
+
+
+def vllm_ascend_pass(config: Config | None = None) -> Any:
+    """A pass object: callable on an ``fx.Graph`` or its module, which it edits in place; returns nothing.
+
+    It can be pickled and copied, as vLLM does with its configuration. Raises ValueError where ``Config.skip`` holds a
+    predicate that is not a module-level function.
+    """
+    return _pass_class(_base())(config or Config())
+
+
+class _GraphFusion:
+    """What the pass manager asks of a pass."""
+
+    pass_name = "mla_fusion"
+
+    def __init__(self, config: Config) -> None:
+        # not vLLM's own __init__: it reads a VllmConfig, which does not exist yet when passes are named
+        self.fusion_config = config
+        self.hook = torchair_pass(config)
+
+    def __call__(self, graph: Graph | GraphModule) -> None:
+        """Raises on a graph that cannot be read; a prologue that does not fuse is a line in the report."""
+        self.hook(graph)
+        gm = graph.owning_module if isinstance(graph, Graph) else graph
+        assert gm is not None  # the hook has refused it otherwise
+        if write_in_place(gm.graph) + pack_once(gm):
+            gm.graph.lint()
+            gm.recompile()
+        for line in hidden_prologues(gm):
+            log.warning("no pass sees into this graph's attention: %s", line)
+
+    def uuid(self) -> str:
+        """Of version and configuration, which the hook's code holds; compile caches are keyed on it."""
+        return hashlib.sha256(repr(self.hook.__code__.co_consts).encode()).hexdigest()
+
+    def is_applicable(self, shape: Any = None) -> bool:
+        return True
+
+    def is_applicable_for_range(self, compile_range: Any = None) -> bool:
+        return True
+
+    def __reduce__(self) -> tuple[Any, tuple[Config]]:
+        return vllm_ascend_pass, (self.fusion_config,)
+
+
+@cache
+def _pass_class(base: type) -> type:
+    return type("GraphFusion", (_GraphFusion, base), {"__doc__": _GraphFusion.__doc__})
+
+
+def _base() -> type:
+    """vLLM's base class where vLLM is imported, as it is where anybody can call its pass manager; else torch's."""
+    for module, name in _BASES:
+        if module.startswith("vllm.") and "vllm" not in sys.modules:
+            continue
+        try:
+            base: type = getattr(import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+        return base
+    return object

@@ -1,0 +1,84 @@
+"""The examples for serving stacks: the graphs they make, and what they print."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import mla_fusion as mf
+
+FOLDER = Path(__file__).parents[2] / "examples" / "serving"
+SAID = {
+    "cann_recipes.py": ["stopped before running the compiled graph", "fused 1, left 0", "1 MlaPrologV3"],
+    "npugraph_ex.py": [
+        "stopped before running the compiled graph",
+        "fused 1, left 0",
+        "1 npu.npu_mla_prolog_v3.default",
+    ],
+    "vllm_ascend.py": ["open: mla_fusion: fused 1, left 0", "opaque: mla_fusion: fused 0, left 0", "eager 0.0e+00"],
+}
+
+
+@pytest.fixture
+def layer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.delitem(sys.modules, "layer", raising=False)
+    return import_module("layer")
+
+
+def test_every_example_is_listed() -> None:
+    assert {path.name for path in FOLDER.glob("*.py")} == {*SAID, "layer.py"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SAID))
+def test_example_runs(name: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / name)], capture_output=True, text=True, cwd=tmp_path, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    for words in SAID[name]:
+        assert words in done.stdout
+    if name == "vllm_ascend.py":
+        assert "1 x vllm::mla_forward holds the whole attention" in done.stderr
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_ge_graph_of_the_layer_is_two_kernels(layer: ModuleType, hook: bool) -> None:
+    """cann-recipes' operators through the hook and through the backend: one graph, caches in place."""
+    model, arguments = layer.example()
+    lowered = mf.lower(model, *arguments, hook=hook)
+    assert lowered.ge_ops["MlaPrologV3"] == lowered.ge_ops["FusedInferAttentionScore"] == 1
+    gone = {"RmsNorm", "InterleaveRope", "KvRmsNormRopeCache", "TransposeBatchMatMul", "TensorMove", "Assign", "Cast"}
+    assert not gone & set(lowered.ge_ops)
+    assert [fusion.placement for fusion in lowered.report.fused] == ["in place"]
+
+
+def test_npugraph_ex_writes_in_place(layer: ModuleType) -> None:
+    model, arguments = layer.example()
+    lowered = mf.lower(model, *arguments[:5], arguments[5].tolist(), *arguments[6:], mode="npugraph_ex", hook=True)
+    assert lowered.fx_ops["npu.npu_mla_prolog_v3.default"] == 1
+    assert lowered.fx_ops["aten.copy_.default"] == 0
+    (call,) = [node for node in lowered.fx_after.graph.nodes if str(node.target) == "npu.npu_mla_prolog_v3.default"]
+    assert [call.args[position].op for position in (9, 10)] == ["placeholder", "placeholder"]
+
+
+def test_layer_computes_attention(layer: ModuleType) -> None:
+    """On CPU the example's operators are emulated; its output is that of attention written out in float64."""
+    model, (x, cos, sin, slots, tables, lens, kv_cache, kr_cache) = layer.example()
+    with torch.no_grad():
+        found = model(x, cos, sin, slots, tables, lens, kv_cache, kr_cache)
+        query, query_rope = (t.double() for t in model.prologue(x, cos, sin, slots, kv_cache, kr_cache))
+    for token, length in enumerate(lens.tolist()):
+        c_kv, k_pe = (cache[tables[token]].flatten(0, 2)[:length].double() for cache in (kv_cache, kr_cache))
+        scores = (query[token] @ c_kv.T + query_rope[token] @ k_pe.T) * (layer.D + layer.DR) ** -0.5
+        context = torch.softmax(scores, dim=-1) @ c_kv
+        values = torch.einsum("nc,ncv->nv", context, model.w_uv.double()).flatten()
+        wanted = values @ model.w_o.double()
+        assert (found[token] - wanted).norm() / wanted.norm() < 1e-2
