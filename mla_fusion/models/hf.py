@@ -1,4 +1,7 @@
-"""Hugging Face DeepSeek-V3 modules, taken from the installed ``transformers`` and made absorbed."""
+"""Hugging Face models: ``optimize`` and ``revert`` for those that are loaded, DeepSeek-V3 layers for demonstration.
+
+``MlaPagedCache`` is loaded when it is asked for, because ``transformers`` is.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,42 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from mla_fusion._autoload import cann_location
 from mla_fusion.models.absorbed import AbsorbedDecoder, Rotate
+from mla_fusion.models.optimize import optimize, revert
+from mla_fusion.models.refusal import OptimizeError
+from mla_fusion.models.summary import Converted, Skipped, Summary
+
+if TYPE_CHECKING:
+    from mla_fusion.models.paged_cache import MlaPagedCache
+
+__all__ = [
+    "Converted",
+    "MlaPagedCache",
+    "OptimizeError",
+    "Skipped",
+    "Summary",
+    "TransformersMissing",
+    "absorb",
+    "modeling",
+    "optimize",
+    "random_decoder",
+    "revert",
+    "rotate_of",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "MlaPagedCache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with _without_broken_torch_npu():
+        from mla_fusion.models.paged_cache import MlaPagedCache
+    return MlaPagedCache
 
 
 class TransformersMissing(ImportError):

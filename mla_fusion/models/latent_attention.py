@@ -1,0 +1,100 @@
+"""Attention over the latents themselves: ``(q W_uk) . c_kv`` in place of ``q . (W_uk c_kv)``.
+
+A cached token is its latent c_kv and its one rotated key k_pe. To expand the cache costs R * N * (D + Dv) products
+a cached token; to absorb W_uk into the query and W_uv into the output costs as much a query token, and makes each
+score longer. Few queries over many tokens are absorbed, many over few are expanded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_fusion.models.refusal import OptimizeError
+
+
+@dataclass(frozen=True)
+class LatentDims:
+    """Widths of one attention: R of the latent, Dr of the rotated key, D and Dv of a head's key and value."""
+
+    rank: int
+    rope: int
+    nope: int
+    value: int
+
+    @property
+    def cached(self) -> int:
+        """Elements a layer keeps for one token."""
+        return self.rank + self.rope
+
+    def expanded(self, heads: int) -> int:
+        """Elements a layer keeps for one token where keys and values of all heads are cached."""
+        return heads * (self.nope + self.rope + self.value)
+
+    def split_query(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """``[.., D]`` and ``[.., Dr]`` of ``[.., D + Dr]``."""
+        return query[..., : self.nope], query[..., self.nope :]
+
+    def absorbs(self, query_length: int, kv_length: int) -> bool:
+        """Is the absorbed form the cheaper one, by its products per head?"""
+        if query_length == 1:
+            return True
+        both = self.rank * (self.nope + self.value)
+        absorbed = query_length * both + query_length * kv_length * (2 * self.rank + self.rope)
+        expanded = kv_length * both + query_length * kv_length * (self.nope + self.rope + self.value)
+        return absorbed < expanded
+
+
+def absorbed_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    c_kv: Tensor,
+    k_pe: Tensor,
+    kv_up: Tensor,
+    dims: LatentDims,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries ``[B, N, S, D]`` and ``[B, N, S, Dr]`` over ``[B, 1, L, R]`` and ``[B, 1, L, Dr]``.
+
+    kv_up is ``[N * (D + Dv), R]``, head by head W_uk then W_uv. The mask is boolean (True: attend) or added to the
+    scores, ``[B or 1, N or 1, S, L]``. Returns the output ``[B, S, N, Dv]`` and the weights ``[B, N, S, L]``.
+    """
+    batch, heads, length, _ = q_nope.shape
+    c_kv, k_pe = c_kv.squeeze(1), k_pe.squeeze(1)
+    w_uk, w_uv = kv_up.view(heads, dims.nope + dims.value, dims.rank).split([dims.nope, dims.value], dim=1)
+
+    # All heads read the same latents, so heads and tokens of a sequence are rows of one product.
+    q_nope = q_nope.transpose(0, 1).reshape(heads, batch * length, dims.nope)
+    absorbed = torch.bmm(q_nope, w_uk).view(heads, batch, length, dims.rank).transpose(0, 1)
+    absorbed = absorbed.reshape(batch, heads * length, dims.rank)
+    q_pe = q_pe.reshape(batch, heads * length, dims.rope)
+
+    scores = torch.bmm(absorbed, c_kv.transpose(1, 2)) + torch.bmm(q_pe, k_pe.transpose(1, 2))
+    scores = scores.view(batch, heads, length, -1).float() * scaling
+    if mask is not None:
+        scores = masked(scores, mask)
+    weights = torch.softmax(scores, dim=-1).to(q_nope.dtype)
+    weights = torch.nn.functional.dropout(weights, p=dropout, training=dropout > 0.0)
+
+    context = torch.bmm(weights.view(batch, heads * length, -1), c_kv).view(batch, heads, length, dims.rank)
+    context = context.transpose(0, 1).reshape(heads, batch * length, dims.rank)
+    output = torch.bmm(context, w_uv.transpose(1, 2)).view(heads, batch, length, dims.value)
+    return output.permute(1, 2, 0, 3), weights
+
+
+def masked(scores: Tensor, mask: Tensor) -> Tensor:
+    """Scores under a four-dimensional mask; finite everywhere, so that a row of padding stays finite too."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        found = f"{list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise OptimizeError(
+            "attention.mask",
+            f"absorbed attention takes a mask [B, N or 1, S, L] as sdpa and eager attention do, found {found}",
+        )
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return scores + mask

@@ -1,0 +1,30 @@
+"""Why a model, or one attention of it, is not optimised: stable codes and what they mean."""
+
+from __future__ import annotations
+
+CODES = {
+    "attention.not_mla": "The attention has keys and values of its own: there is no latent to cache.",
+    "attention.implementation": "Only sdpa and eager attention hand over masks that absorbed attention can read.",
+    "forward.unknown": "The module's forward does not cache latents, expand them and call an attention function.",
+    "attention.mask": "The mask is none that absorbed attention can read.",
+    "kv_up.bias": "The projection from the latent to keys and values adds a bias, which cannot be absorbed.",
+    "kv_up.weight": "The weight of that projection is no plain floating-point matrix (quantised, or replaced).",
+    "kv_up.absent": "No projection from the latent to keys and values of all heads was found.",
+    "kv_up.differs": "On a random probe the module expands latents to other keys or values than that projection gives.",
+    "rope.absent": "The key has no part that is rotated, so there is nothing beside the latent to cache.",
+    "cache.expanded": "The module caches keys and values of all heads: its transformers release is older than 5.12.",
+    "cache.kind": "A layer of this cache is none that pages of latents can replace.",
+    "cache.full": "A cache of fixed size has no room for the tokens.",
+    "cache.state": "A saved state does not belong to this cache.",
+    "model.state": "The model was not optimised.",
+}
+
+
+class OptimizeError(ValueError):
+    """A coded error. Nothing was changed."""
+
+    def __init__(self, code: str, message: str) -> None:
+        if code not in CODES:
+            raise KeyError(code)
+        super().__init__(f"[{code}] {message}")
+        self.code = code
