@@ -13,7 +13,7 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.fusion import origin, replace
 from mla_fusion.fusion.candidate import Candidate, Finder, NearMiss
 from mla_fusion.fusion.outputs import Replacement
-from mla_fusion.fusion.picture import Arrow, Dot, Drawing, Picture
+from mla_fusion.fusion.picture import INPUTS, Arrow, Dot, Drawing, Picture
 from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.graph.kinds import is_view, op_name
 
@@ -129,9 +129,8 @@ class _Region:
                 if found.origin in inside or found.origin in by_node:
                     wanted.append(found.origin)
         self._stops = {item.origin for item in products.values()} - inside - products.keys()
-        for item in products.values():
+        for item in sorted(products.values(), key=lambda item: self.view.position[item.node]):
             self.claim(item.node, "product", item.node.name, f"{item.origin.name} times {item.weight.name}")
-        for item in products.values():
             facts = self.finder.reader.read(item)
             for norm in facts.norms:
                 if norm.node in inside:
@@ -145,7 +144,7 @@ class _Region:
     def fail(self, code: str, nodes: Sequence[Node]) -> None:
         """Mark the edges between the nodes at fault; where there are none, those into them, or to what is missing."""
         for node in nodes:
-            self.claim(node, "other", node.name)
+            self.steps.setdefault(node, ("other", node.name))
         if code in _ABSENT and nodes:
             self.missing.append((self._anchor(code, nodes), _ABSENT[code], code == "norm.gamma_absent"))
             return
@@ -180,7 +179,7 @@ class _Region:
 
     def drawing(self) -> Drawing:
         order = sorted(self.steps, key=self.view.position.__getitem__)
-        self._leave_views_with_products(order)
+        self._leave_views_with_their_source(order)
         place = {node: index for index, node in enumerate(order)}
         dots = [_dot(node, *self.steps[node]) for node in order]
         arrows = [
@@ -195,18 +194,20 @@ class _Region:
             dots.append(Dot(item.output, "", "output", item.output, _tensor(item.node)))
         for node, what, above in self.missing:
             pair = (len(dots), place[node]) if above else (place[node], len(dots))
-            arrows.append(Arrow(*pair, failing=True, label="absent"))
+            arrows.append(Arrow(*pair, failing=True))
             dots.append(Dot(f"no {what}", "", "missing", f"no {what}"))
             self.formulas[f"no {what}"] = "The kernel needs it; the graph has none."
         used = {dot.step for dot in dots}
         return Drawing(tuple(dots), tuple(arrows), {step: text for step, text in self.formulas.items() if step in used})
 
-    def _leave_views_with_products(self, order: list[Node]) -> None:
-        """A split of a product serves several steps, and is none of them."""
+    def _leave_views_with_their_source(self, order: list[Node]) -> None:
+        """A split of a product, or a view of a table, serves several steps and is none of them."""
         for node in order:
             source = node.args[0] if node.args and is_view(node) else None
-            if isinstance(source, Node) and self._is_open(node) and self.steps.get(source, ("",))[0] == "product":
-                self.steps[node] = self.steps[source]
+            if isinstance(source, Node) and self._is_open(node):
+                role, step = self.steps.get(source, ("", ""))
+                if role in ("product", *INPUTS):
+                    self.steps[node] = role, step
 
     def _is_open(self, node: Node) -> bool:
         return node not in self.boundary and node not in self._stops and node.op not in _HELD

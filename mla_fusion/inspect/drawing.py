@@ -1,115 +1,198 @@
-"""The prologue as an inline SVG, with the names of the graph's own nodes."""
+"""A picture of the report as inline SVG: a prologue step by step, node by node, or as the kernel's call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+
+from mla_fusion.fusion.picture import INPUTS, Arrow, Drawing
+from mla_fusion.inspect.layout import Point, place
+
+_TITLE, _TEXT = 7.5, 6.3  # a character of either line; sans-serif faces differ, so a little more than most need
+_HEIGHT, _MARGIN, _TIP = 40, 10, 5
+_NARROWEST, _WIDEST = 60, 224
+_ENDS = (*INPUTS, "output", "missing")
 
 
 @dataclass(frozen=True)
-class _Box:
-    key: str
+class Box:
+    """One or more dots drawn as one. ``dots`` are their places in the drawing."""
+
+    dots: tuple[int, ...]
+    role: str
+    title: str
     text: str
-    column: int
-    row: float
-    out: bool = False
+    hint: str
+
+    @property
+    def width(self) -> float:
+        return min(max(_TITLE * len(self.title), _TEXT * len(self.text), _NARROWEST) + 18, _WIDEST)
 
 
-_WIDTH, _HEIGHT, _STEP, _ROW, _LEFT, _TOP = 112, 40, 160, 62, 20, 44
-
-_BOXES = (
-    _Box("x", "x", 0, 1.5, True),
-    _Box("w_dq", "W_dq", 1, 0.5),
-    _Box("norm_q", "RMSNorm", 2, 0.5),
-    _Box("w_uq", "W_uq_qr", 3, 0.5),
-    _Box("w_uk", "W_uk", 4, 0),
-    _Box("rope_q", "RoPE", 4, 1),
-    _Box("query", "query", 5, 0, True),
-    _Box("query_rope", "query_rope", 5, 1, True),
-    _Box("w_dkv", "W_dkv_kr", 1, 2.5),
-    _Box("norm_k", "RMSNorm", 3, 2),
-    _Box("rope_k", "RoPE", 3, 3),
-    _Box("kv_cache", "kv_cache", 5, 2, True),
-    _Box("kr_cache", "kr_cache", 5, 3, True),
-)
-_WIRES = (
-    ("x", "w_dq", ""),
-    ("w_dq", "norm_q", ""),
-    ("norm_q", "w_uq", ""),
-    ("w_uq", "w_uk", "nope"),
-    ("w_uq", "rope_q", "rope"),
-    ("w_uk", "query", ""),
-    ("rope_q", "query_rope", ""),
-    ("x", "w_dkv", ""),
-    ("w_dkv", "norm_k", "c_kv"),
-    ("w_dkv", "rope_k", "k_pe"),
-    ("norm_k", "kv_cache", "rows"),
-    ("rope_k", "kr_cache", "rows"),
-)
+Line = tuple[int, int, bool, str]  # from and to which box, whether it fails, label
 
 
-def prologue(nodes: Sequence[str], replaced: Mapping[str, str], dims: Mapping[str, Any]) -> str:
-    """SVG text. ``nodes`` are a fusion's (q down, norm, up, [rope up], absorb, rope, kv down, ...)."""
-    names = _node_names(nodes, replaced)
-    boxes = {box.key: box for box in _BOXES}
-    width = _LEFT * 2 + _STEP * 5 + _WIDTH
-    height = _TOP + _ROW * 4 + 10
+def steps(drawing: Drawing) -> tuple[list[Box], list[Line]]:
+    """One box for each step, and for each tensor at the boundary with its views. Of a step in which an edge fails the
+    nodes are shown; of a product that node alone, beside its views.
+    """
+    failing = [arrow for arrow in drawing.arrows if arrow.failing]
+    at_fault = {place for arrow in failing for place in (arrow.start, arrow.end)}
+    hung = {drawing.dots[arrow.start].step for arrow in failing if _hangs(drawing, arrow)}
+    apart = {drawing.dots[place].step for place in at_fault if drawing.dots[place].role not in _ENDS} - hung
+    root = _roots(drawing)
+    keys: dict[object, list[int]] = {}
+    for index, dot in enumerate(drawing.dots):
+        if dot.role in _ENDS:
+            key: object = root.get(index, index)
+        elif dot.step not in apart or (dot.role == "product" and index not in at_fault):
+            key = dot.step
+        else:
+            key = index
+        keys.setdefault(key, []).append(index)
+    boxes = [_box(drawing, dots, apart) for dots in keys.values()]
+    return boxes, _lines(boxes, drawing.arrows)
+
+
+def _hangs(drawing: Drawing, arrow: Arrow) -> bool:
+    """Does the arrow lead to what is missing, or from it?"""
+    return "missing" in (drawing.dots[arrow.start].role, drawing.dots[arrow.end].role)
+
+
+def _roots(drawing: Drawing) -> dict[int, int]:
+    """Views of an input, by place, each with the input's."""
+    found: dict[int, int] = {}
+    for arrow in sorted(drawing.arrows, key=lambda arrow: arrow.end):
+        start, end = drawing.dots[arrow.start], drawing.dots[arrow.end]
+        if start.role in INPUTS and (start.role, start.step) == (end.role, end.step) and not arrow.failing:
+            found[arrow.end] = found.get(arrow.start, arrow.start)
+    return found
+
+
+def nodes(drawing: Drawing) -> tuple[list[Box], list[Line]]:
+    """One box for each node."""
+    boxes = [_box(drawing, [index]) for index in range(len(drawing.dots))]
+    return boxes, _lines(boxes, drawing.arrows)
+
+
+def svg(boxes: Sequence[Box], lines: Sequence[Line], picture: str, label: str, across: bool = True) -> str:
+    """The drawing. ``picture`` says where its dots stand in the report's JSON, for the page's script."""
+    gap = (14, 28) if across else (16, 26)
+    laid = place([(box.width, _HEIGHT) for box in boxes], [line[:2] for line in lines], across, gap)
+    width, height = laid.width + 2 * _MARGIN, laid.height + 2 * _MARGIN
     parts = [
-        f'<svg class="drawing" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{escape(_description(dims))}"><title>{escape(_description(dims))}</title>',
-        f'<rect class="kernel" x="{_LEFT + _STEP - 16}" y="22" width="{_STEP * 3 + _WIDTH + 32}" '
-        f'height="{height - 30}" rx="8"/>',
-        f'<text class="title" x="{_LEFT + _STEP - 10}" y="16">npu_mla_prolog_v3_functional</text>',
+        f'<svg class="drawing" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
+        f'role="group" aria-label="{escape(label)}" data-picture="{escape(picture)}">'
     ]
-    parts += [_wire(boxes[start], boxes[end], label) for start, end, label in _WIRES]
-    parts += [_box(box, names.get(box.key, "")) for box in _BOXES]
+    columns = _columns(boxes, laid.middles)
+    # What fails is drawn last, above the rest.
+    for line, points in sorted(zip(lines, laid.edges, strict=True), key=lambda pair: pair[0][2]):
+        start, end = boxes[line[0]], boxes[line[1]]
+        if across:
+            corners = _corners(points, (start.width / 2, end.width / 2), columns)
+        else:
+            halves = dict.fromkeys((round(y) for _, y in points), _HEIGHT / 2)
+            turned = _corners([(y, x) for x, y in points], (_HEIGHT / 2, _HEIGHT / 2), halves)
+            corners = [(x, y) for y, x in turned]
+        parts.append(_wire(line, [(x + _MARGIN, y + _MARGIN) for x, y in corners], across))
+    for index, (box, (x, y)) in enumerate(zip(boxes, laid.middles, strict=True)):
+        parts.append(_rectangle(box, x + _MARGIN, y + _MARGIN, first=index == 0))
     return "".join([*parts, "</svg>"])
 
 
-def _description(dims: Mapping[str, Any]) -> str:
-    sizes = ", ".join(f"{name} {value}" for name, value in dims.items())
-    return f"Dataflow of the MLA prologue: {sizes}"
+def _box(drawing: Drawing, places: Sequence[int], apart: Collection[str] | None = None) -> Box:
+    """``apart``: the steps that are shown node by node; None where all are."""
+    first = drawing.dots[places[0]]
+    hint = drawing.formulas.get(first.step, "") or first.tensor or first.op
+    alone = apart is None or first.step in apart
+    title, text = first.step, f"{len(places)} nodes" if len(places) > 1 else first.op
+    if first.role in _ENDS:
+        text = _brief(first.tensor)
+    elif first.role == "kernel":
+        title, text = first.name, ""
+    elif alone and len(places) > 1:
+        title = f"views of {first.step}"
+    elif alone and not (first.role == "product" and apart is not None):
+        title, text = first.op.rpartition(".")[2] or first.name, first.name
+    return Box(tuple(places), first.role, title, text, hint)
 
 
-def _node_names(nodes: Sequence[str], replaced: Mapping[str, str]) -> dict[str, str]:
-    """Which node stands at which box. The order of ``Candidate.nodes``; shared projections occur once there."""
-    names = {output: node for node, output in replaced.items()}
-    if "kv_cache" not in names and "c_kv" in names:
-        names["kv_cache"], names["kr_cache"] = names["c_kv"], names.get("k_pe", "")
-    if len(nodes) == 8:
-        keys = ("w_dq", "norm_q", "w_uq", "w_uk", "rope_q", "w_dkv", "norm_k", "rope_k")
-        names.update(zip(keys, nodes, strict=True))
-    return names
+def _brief(tensor: str) -> str:
+    """With dtypes as listings of graphs write them."""
+    for name, short in (("bfloat", "bf"), ("float", "f"), ("int", "i")):
+        tensor = re.sub(rf"\b(u?){name}(?=\d)", rf"\1{short}", tensor)
+    return tensor
 
 
-def _place(box: _Box) -> tuple[float, float]:
-    return _LEFT + box.column * _STEP, _TOP + box.row * _ROW
+def _lines(boxes: Sequence[Box], arrows: Iterable[Arrow]) -> list[Line]:
+    at = {place: index for index, box in enumerate(boxes) for place in box.dots}
+    found: dict[tuple[int, int], tuple[bool, str]] = {}
+    for arrow in arrows:
+        pair = at[arrow.start], at[arrow.end]
+        if pair[0] != pair[1]:
+            failing, label = found.get(pair, (False, ""))
+            found[pair] = (failing or arrow.failing, label or arrow.label)
+    return [(start, end, failing, label) for (start, end), (failing, label) in found.items()]
 
 
-def _box(box: _Box, node: str) -> str:
-    x, y = _place(box)
-    middle = x + _WIDTH / 2
-    shown = node if len(node) <= 16 else node[:15] + "…"
-    below = f'<text class="node" x="{middle:g}" y="{y + 33:g}">{escape(shown)}</text>' if node else ""
-    tooltip = f"<title>{escape(box.text)}{': node ' + escape(node) if node else ''}</title>"
+def _columns(boxes: Sequence[Box], middles: Sequence[Point]) -> dict[int, float]:
+    """Half the width of the widest box of each column, by the column's middle."""
+    found: dict[int, float] = {}
+    for box, (x, _) in zip(boxes, middles, strict=True):
+        found[round(x)] = max(found.get(round(x), 0.0), box.width / 2)
+    return found
+
+
+def _corners(points: Sequence[Point], ends: tuple[float, float], columns: Mapping[int, float]) -> list[Point]:
+    """Where a wire turns: it runs straight through columns, where boxes stand, and curves between them. ``ends``: half
+    the width of its own two boxes.
+    """
+    found: list[Point] = []
+    for number, (x, y) in enumerate(points):
+        half = columns.get(round(x), 0.0)
+        before = -half if number else ends[0]
+        after = half if number < len(points) - 1 else -ends[1] - _TIP
+        found += [(x + before, y), (x + after, y)]
+    return found
+
+
+def _wire(line: Line, points: Sequence[Point], across: bool) -> str:
+    start, end, failing, label = line
+    x, y = points[0]
+    path = [f"M{x:.1f} {y:.1f}"]
+    for number, (to_x, to_y) in enumerate(points[1:]):
+        if number % 2 == 0:
+            path.append(f"L{to_x:.1f} {to_y:.1f}")
+        else:
+            half = (to_x - x) / 2 if across else (to_y - y) / 2
+            first, second = ((x + half, y), (to_x - half, to_y)) if across else ((x, y + half), (to_x, to_y - half))
+            path.append(f"C{first[0]:.1f} {first[1]:.1f} {second[0]:.1f} {second[1]:.1f} {to_x:.1f} {to_y:.1f}")
+        x, y = to_x, to_y
+    tip = f"M{x + 5:.1f} {y:.1f}l-7 -3.5v7z" if across else f"M{x:.1f} {y + 5:.1f}l-3.5 -7h7z"
+    middle = points[len(points) // 2 - 1], points[len(points) // 2]
+    at = (sum(point[0] for point in middle) / 2, sum(point[1] for point in middle) / 2 - 5)
+    text = f'<text class="label" x="{at[0]:.1f}" y="{at[1]:.1f}">{escape(label)}</text>' if label else ""
+    kind = "edge failing" if failing else "edge"
     return (
-        f'<g>{tooltip}<rect class="{"out" if box.out else "box"}" x="{x:g}" y="{y:g}" width="{_WIDTH}" '
-        f'height="{_HEIGHT}" rx="5"/><text x="{middle:g}" y="{y + (18 if node else 25):g}">{escape(box.text)}</text>'
-        f"{below}</g>"
+        f'<g class="{kind}" data-ends="{start},{end}"><path class="wire" d="{"".join(path)}"/>'
+        f'<path class="tip" d="{tip}"/>{text}</g>'
     )
 
 
-def _wire(start: _Box, end: _Box, label: str) -> str:
-    (x0, y0), (x1, y1) = _place(start), _place(end)
-    x0, y0, y1 = x0 + _WIDTH, y0 + _HEIGHT / 2, y1 + _HEIGHT / 2
-    bend = x1 - 34  # left of the kernel's frame, and far enough from the box for a label of four letters
-    path = f"M{x0:g} {y0:g}H{bend:g}V{y1:g}H{x1 - 5:g}" if y0 != y1 else f"M{x0:g} {y0:g}H{x1 - 5:g}"
-    tip = f'<path class="tip" d="M{x1:g} {y1:g}l-7 -3.5v7z"/>'
-    text = ""
-    if label:
-        middle = (x0 + x1) / 2 if y0 == y1 else (bend + x1) / 2 - 1
-        above = -6 if y1 <= y0 else 14  # outside the fork
-        text = f'<text class="node" x="{middle:g}" y="{y1 + above:g}">{label}</text>'
-    return f'<path class="wire" d="{path}"/>{tip}{text}'
+def _rectangle(box: Box, x: float, y: float, first: bool) -> str:
+    width, left, top = box.width, x - box.width / 2, y - _HEIGHT / 2
+    below = f'<text class="soft" x="{x:.1f}" y="{y + 13:.1f}">{_fit(box.text, width, _TEXT)}</text>' if box.text else ""
+    name = ". ".join(filter(None, (f"{box.role} {box.title}", box.text, box.hint)))
+    return (
+        f'<g class="dot role-{box.role}" tabindex="{0 if first else -1}" role="button" aria-label="{escape(name)}" '
+        f'data-dots="{",".join(map(str, box.dots))}"><title>{escape(box.hint or box.title)}</title>'
+        f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{_HEIGHT}" rx="6"/>'
+        f'<text x="{x:.1f}" y="{y - 3 if box.text else y + 4:.1f}">{_fit(box.title, width, _TITLE)}</text>{below}</g>'
+    )
+
+
+def _fit(text: str, width: float, character: float) -> str:
+    most = int((width - 14) / character)
+    return escape(text if len(text) <= most else text[: most - 1] + "…")

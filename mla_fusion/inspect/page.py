@@ -9,12 +9,15 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mla_fusion.fusion.picture import INPUTS, ROLES
 from mla_fusion.inspect import drawing, tables
+from mla_fusion.inspect.cost import Roofline, roofline
 
 if TYPE_CHECKING:
     from mla_fusion.fusion.rejection import Rejection
     from mla_fusion.fusion.report import Fusion, Report
 
+_IN_FULL = 12  # cards with a drawing of every node; more would make a page that nobody can load
 STAGES = ("view", "match", "plan", "verify", "rewrite")
 Item = TypeVar("Item")
 
@@ -34,6 +37,16 @@ class Section:
         return [all(tables.is_number(row[i]) for row in self.rows) for i in range(len(self.header))]
 
 
+@dataclass(frozen=True)
+class Plate:
+    """One drawing with what stands around it; ``roles`` are those that occur, for the key."""
+
+    title: str
+    text: str
+    svg: Any
+    roles: list[str]
+
+
 @dataclass
 class Card:
     """Prologues that differ only in their layer, shown once."""
@@ -41,7 +54,8 @@ class Card:
     item: Any
     members: list[Any] = field(default_factory=list)
     dims: str = ""
-    drawing: Any = ""
+    plates: list[Plate] = field(default_factory=list)
+    roofline: Roofline | None = None
 
     @property
     def layers(self) -> list[str]:
@@ -72,12 +86,15 @@ def render(report: Report, sections: Sequence[Section] = ()) -> str:
     return str(
         template.render(
             css=_resource("page.css"),
+            js=_resource("page.js"),
             summary=f"{len(report.fused)} {verb}, {len(report.rejected)} left, in {duration(report.seconds)}",
             numbers=_numbers(report),
             stages=_stages(report),
             committed=report.committed,
-            fused=fused_cards(report.fused, safe),
-            rejected=fold(report.rejected, _rejection_key),
+            count=len(report.fused),
+            left=len(report.rejected),
+            fused=fused_cards(report, safe),
+            rejected=rejected_cards(report, safe),
             sections=sections,
             operators=operators,
             config=[(key, value) for key, value in asdict(report.config).items()],
@@ -113,20 +130,64 @@ def fold(items: Iterable[Item], key: Callable[[Item], object]) -> list[Card]:
     return list(cards.values())
 
 
-def fused_cards(fusions: Sequence[Fusion], safe: Callable[[str], Any] = str) -> list[Card]:
+def fused_cards(report: Report, safe: Callable[[str], Any] = str) -> list[Card]:
     """Cards of prologues with equal dims, caches and attributes; figures are those of the verified one."""
-    cards = fold(fusions, _fusion_key)
-    for card in cards:
+    cards = fold(report.fused, _fusion_key)
+    for index, card in enumerate(cards):
         card.item = next((one for one in card.members if one.figures), card.item)
         card.dims = ", ".join(f"{name} {value}" for name, value in card.item.dims.items())
-        card.drawing = safe(drawing.prologue(card.item.nodes, card.item.replaced, card.item.dims))
+        card.roofline = roofline(card.item, report.config.soc, report.config.cann)
+        if card.item.picture is not None:
+            card.plates = _before_and_after(report, card.item.picture, safe, every=index < _IN_FULL)
     return cards
+
+
+def rejected_cards(report: Report, safe: Callable[[str], Any] = str) -> list[Card]:
+    """Cards of prologues that were left for the same reason at the same line."""
+    cards = fold(report.rejected, _rejection_key)
+    for card in cards:
+        if card.item.picture is not None:
+            picture = report.pictures[card.item.picture]
+            failing = sum(arrow.failing for arrow in picture.before.arrows)
+            text = f"{picture.layer or 'this prologue'}; in red, why it is left" if failing else picture.layer
+            card.plates = [_plate("What was found", text, drawing.steps(picture.before), card.item.picture, safe)]
+    return cards
+
+
+def _before_and_after(report: Report, number: int, safe: Callable[[str], Any], every: bool) -> list[Plate]:
+    picture = report.pictures[number]
+    count = sum(bool(dot.op) and dot.role not in INPUTS for dot in picture.before.dots)
+    whose = f" of {picture.layer}" if picture.layer else ""
+    plates = [_plate("Before", f"{count} nodes{whose}, by step", drawing.steps(picture.before), number, safe)]
+    if picture.after is not None:
+        call = drawing.steps(picture.after)
+        plates.append(_plate("After", "one call", call, number, safe, side="after"))
+    if every:
+        nodes = drawing.nodes(picture.before)
+        plates.append(_plate("Before", f"every node{whose}", nodes, number, safe, across=False))
+    return plates
+
+
+def _plate(
+    title: str,
+    text: str,
+    drawn: tuple[list[drawing.Box], list[drawing.Line]],
+    number: int,
+    safe: Callable[[str], Any],
+    side: str = "before",
+    across: bool = True,
+) -> Plate:
+    boxes, lines = drawn
+    label = f"{title}: {text}. {len(boxes)} boxes; arrow keys move between them."
+    occurring = {box.role for box in boxes}
+    svg = drawing.svg(boxes, lines, f"{number}.{side}", label, across)
+    return Plate(title, text, safe(svg), [role for role in ROLES if role in occurring])
 
 
 def _fusion_key(item: Fusion) -> object:
     where = item.source.partition(" in ")[2]  # the code; not the line, which unrolled loops may repeat
-    shared = (item.dims, item.cache_mode, item.placement, item.rope, item.attributes, item.assumptions, where)
-    return json.dumps(shared, default=str, sort_keys=True)
+    call = (item.dims, item.cache_mode, item.placement, item.rope, item.attributes, item.assumptions)
+    return json.dumps((*call, item.picture, where), default=str, sort_keys=True)
 
 
 def _rejection_key(item: Rejection) -> object:

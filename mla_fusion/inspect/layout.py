@@ -1,0 +1,96 @@
+"""Places for the boxes of a drawing: layers from left to right, or from the top down, by Sugiyama's method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Middles of the boxes, the points of each edge (its ends included), and the size of it all."""
+
+    middles: list[Point]
+    edges: list[list[Point]]
+    width: float
+    height: float
+
+
+def place(sizes: Sequence[Point], edges: Sequence[tuple[int, int]], across: bool, gap: Point = (26, 44)) -> Layout:
+    """Lay out boxes of ``sizes`` joined by ``edges``. ``across``: from left to right.
+
+    ``gap`` is what stays free between neighbours of a layer, and between layers. Whatever feeds a box stands in the
+    layer before it, so an input is found beside its reader. Raises ImportError where grandalf is not installed.
+    """
+    try:
+        from grandalf.graphs import Edge, Graph, Vertex
+        from grandalf.layouts import SugiyamaLayout
+    except ImportError as error:
+        raise ImportError("the drawings of a report need grandalf: pip install 'mla-fusion[report]'") from error
+    vertices = [Vertex(index) for index in range(len(sizes))]
+    for vertex, (width, height) in zip(vertices, sizes, strict=True):
+        vertex.view = _View(height, width) if across else _View(width, height)
+    # Layers are counted from the ends, against the arrows.
+    turned = [Edge(vertices[end], vertices[start]) for start, end in edges]
+    for edge in turned:
+        edge.view = _Path()
+    graph = Graph(vertices, turned)
+    offset, extent = 0.0, 0.0
+    for part in graph.C:
+        layout = SugiyamaLayout(part)
+        layout.xspace, layout.yspace = gap
+        layout.route_edge = _keep_points
+        layout.init_all()
+        layout.draw(6)
+        offset, extent = _beside(part, offset, extent, gap[0])
+    middles = [_turn(vertex.view.xy, extent, across) for vertex in vertices]
+    paths = [[_turn(point, extent, across) for point in reversed(edge.view.points)] for edge in turned]
+    return Layout(middles, paths, *((extent, offset) if across else (offset, extent)))
+
+
+class _View:
+    """What grandalf asks of a box."""
+
+    def __init__(self, w: float, h: float) -> None:
+        self.w, self.h, self.xy = w, h, (0.0, 0.0)
+
+
+class _Path:
+    """What grandalf asks of an edge."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+
+    def setpath(self, points: list[Point]) -> None:
+        self.points = list(points)
+
+
+def _keep_points(edge: Any, points: list[Point]) -> None:
+    """The points as they are: where the edge passes each layer."""
+
+
+def _beside(part: Any, offset: float, extent: float, gap: float) -> tuple[float, float]:
+    """Move a connected part beside the last one; the width and the depth reached."""
+    left = min(vertex.view.xy[0] - vertex.view.w / 2 for vertex in part.V())
+    top = min(vertex.view.xy[1] - vertex.view.h / 2 for vertex in part.V())
+    shift = (offset - left + (gap if offset else 0), -top)
+
+    def moved(point: Point) -> Point:
+        return point[0] + shift[0], point[1] + shift[1]
+
+    for vertex in part.V():
+        vertex.view.xy = moved(vertex.view.xy)
+    for edge in part.E():
+        edge.view.points = [moved(point) for point in edge.view.points]
+    right = max(vertex.view.xy[0] + vertex.view.w / 2 for vertex in part.V())
+    bottom = max(vertex.view.xy[1] + vertex.view.h / 2 for vertex in part.V())
+    return right, max(extent, bottom)
+
+
+def _turn(point: Point, extent: float, across: bool) -> Point:
+    """grandalf's x runs along a layer and its y across; ends come first there and last here."""
+    along, depth = point[0], extent - point[1]
+    return (depth, along) if across else (along, depth)
