@@ -1,6 +1,9 @@
-"""Call the fused operator by hand, on CPU, and have its arguments checked first.
+"""Call the fused operator by hand: its arguments checked, one call, then the same call in a graph.
 
     python examples/call_the_operator.py
+
+On an NPU both run there. Without one the call runs on CPU, through a kernel that rounds where the NPU's rounds, and
+the graph is compiled by the real torchair and not run.
 """
 
 import mla_fusion as mf  # before torch, where torch_npu is installed without CANN
@@ -8,51 +11,87 @@ import mla_fusion as mf  # before torch, where torch_npu is installed without CA
 # isort: split
 import torch
 
-T, HE, HCQ, HCKV, N, D, DR = 3, 1024, 1536, 512, 2, 128, 64
-BLOCKS, BLOCK_SIZE = 2, 128
+T, HE, HCQ, HCKV, N, D, DR = 3, 1024, 1536, 512, 2, 128, 64  # named as in the operator's document
+BLOCKS, BLOCK_SIZE, NZ = 2, 128, 29
+SLOTS = [0, 5, 200]
 
 
-def arguments() -> dict[str, torch.Tensor | str | float]:
-    """bfloat16 tensors of legal shapes; sizes are named as in the operator's document."""
+def arguments() -> dict[str, torch.Tensor]:
+    """bfloat16 tensors of legal shapes. W_dq, W_uq_qr and W_dkv_kr are [in, out]; caches are written in place."""
 
-    def random(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape) * shape[-2] ** -0.5 if len(shape) > 1 else torch.ones(shape)).bfloat16()
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.empty(shape).normal_(0, shape[-2] ** -0.5).bfloat16()
 
     angles = torch.rand(T, DR // 2) * 6.28
-    cos, sin = (torch.cat((t, t), dim=-1).bfloat16() for t in (angles.cos(), angles.sin()))
+    sin, cos = (torch.cat((t, t), dim=-1).bfloat16() for t in (angles.sin(), angles.cos()))
     return {
         "token_x": torch.randn(T, HE).bfloat16(),
-        "weight_dq": random(HE, HCQ),
-        "weight_uq_qr": random(HCQ, N * (D + DR)),
-        "weight_uk": random(N, D, HCKV),
-        "weight_dkv_kr": random(HE, HCKV + DR),
-        "rmsnorm_gamma_cq": random(HCQ),
-        "rmsnorm_gamma_ckv": random(HCKV),
+        "weight_dq": weight(HE, HCQ),
+        "weight_uq_qr": weight(HCQ, N * (D + DR)),
+        "weight_uk": weight(N, D, HCKV),
+        "weight_dkv_kr": weight(HE, HCKV + DR),
+        "rmsnorm_gamma_cq": torch.ones(HCQ).bfloat16(),
+        "rmsnorm_gamma_ckv": torch.ones(HCKV).bfloat16(),
         "rope_sin": sin,
         "rope_cos": cos,
         "kv_cache": torch.zeros(BLOCKS, BLOCK_SIZE, 1, HCKV).bfloat16(),
         "kr_cache": torch.zeros(BLOCKS, BLOCK_SIZE, 1, DR).bfloat16(),
-        "cache_index": torch.tensor([0, 5, 200]),
-        "rmsnorm_epsilon_cq": 1e-6,
-        "rmsnorm_epsilon_ckv": 1e-6,
-        "cache_mode": "PA_BSND",
+        "cache_index": torch.tensor(SLOTS),
     }
+
+
+OPTIONS = {"rmsnorm_epsilon_cq": 1e-6, "rmsnorm_epsilon_ckv": 1e-6, "cache_mode": "PA_BSND"}
+
+
+def call(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    # In GE graphs torchair of torch_npu 2.13 returns the later results of this form in another order; these two are
+    # right in every mode. `npu_mla_prolog_v3_functional` returns all of them, and the caches.
+    query, query_rope, *_ = torch.ops.npu.npu_mla_prolog_v3(**tensors, **OPTIONS)
+    return query, query_rope
+
+
+def on_npu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    import torch_npu
+
+    moved = {name: tensor.npu() for name, tensor in tensors.items()}
+    for name in ("weight_dq", "weight_uq_qr", "weight_dkv_kr"):
+        moved[name] = torch_npu.npu_format_cast(moved[name], NZ)
+    return moved
+
+
+def check(tensors: dict[str, torch.Tensor]) -> None:
+    """What the device would refuse, said beforehand: by argument, with dims."""
+    mf.meta.check("npu_mla_prolog_v3", **tensors, **OPTIONS)
+    try:
+        mf.meta.check("npu_mla_prolog_v3", **{**tensors, "cache_index": tensors["cache_index"].float()}, **OPTIONS)
+    except mf.meta.ContractError as error:
+        print(f"refused: [{error.code}] {error}")
 
 
 def main() -> None:
     torch.manual_seed(0)
-    given = arguments()
-    mf.meta.check("npu_mla_prolog_v3", **given)
-    query, query_rope, _, _, _, kv_cache, kr_cache = torch.ops.npu.npu_mla_prolog_v3_functional(**given)
-    print(f"query {list(query.shape)}, query_rope {list(query_rope.shape)}")
-    written = kv_cache.view(-1, HCKV).abs().sum(-1).nonzero().flatten().tolist()
-    print(f"rows written: {written}; kr_cache {list(kr_cache.shape)}")
-    assert written == [0, 5, 200]
+    tensors = arguments()
+    check(tensors)
 
-    try:
-        mf.meta.check("npu_mla_prolog_v3", **{**given, "cache_index": torch.tensor([0.0, 5.0, 200.0])})
-    except mf.meta.ContractError as error:
-        print(f"refused: [{error.code}] {error}")
+    mf.offline.activate()  # does nothing where there is CANN
+    device_present = torch.npu.is_available()
+    if device_present:
+        tensors = on_npu(tensors)
+
+    query, query_rope = call(tensors)
+    print(f"single operator: query {list(query.shape)}, query_rope {list(query_rope.shape)}")
+    written = tensors["kv_cache"].flatten(0, 2).abs().sum(-1).nonzero().flatten().tolist()
+    print(f"rows written: {written}")
+    assert written == SLOTS
+
+    if device_present:
+        import torchair
+
+        compiled = torch.compile(call, backend=torchair.get_npu_backend(), dynamic=False, fullgraph=True)
+        assert torch.equal(compiled(tensors)[0], query)
+    graph = mf.lower(call, tensors, config=mf.Config(enable=False))
+    print("graph:", ", ".join(f"{count} {operator}" for operator, count in sorted(graph.ge_ops.items())))
+    assert graph.ge_ops["MlaPrologV3"] == 1
 
 
 if __name__ == "__main__":
