@@ -57,6 +57,11 @@ _KV_CACHE = (
     "float epsilon=1e-5, str cache_mode='Norm', bool is_output_kv=False"
 )
 _KV_CACHE_V2 = _KV_CACHE + ", int? k_cache_dtype=None, int? ckv_cache_dtype=None"
+_SCATTER_PA = (
+    "Tensor key, Tensor value, Tensor{a} key_cache, Tensor{b} value_cache, Tensor slot_mapping, *, "
+    "Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, Tensor? seq_lens=None, "
+    'str? cache_mode="PA_NZ"'
+)
 _MUTABLE, _PURE = {"a": "(a!)", "b": "(b!)"}, {"a": "", "b": ""}
 
 
@@ -87,6 +92,8 @@ _SIGNATURES: dict[str, tuple[str, str]] = {
     ),
     "npu_scatter_nd_update": ("Tensor input, Tensor indices, Tensor updates", "Tensor"),
     "npu_scatter_nd_update_": ("Tensor(a!) input, Tensor indices, Tensor updates", "Tensor(a!)"),
+    "npu_scatter_pa_kv_cache": (_SCATTER_PA.format(**_MUTABLE), _tensors(0)),
+    "npu_scatter_pa_kv_cache_functional": (_SCATTER_PA.format(**_PURE), _tensors(2)),
     "npu_dynamic_quant": (
         "Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, int? dst_type=None, "
         'str quant_mode="pertoken", float dst_type_max=0.0',
@@ -111,6 +118,7 @@ _IN_PLACE: dict[str, tuple[str, tuple[int, ...]]] = {
     "npu_mla_prolog_v3": ("npu_mla_prolog_v3_functional", (9, 10)),
     "npu_kv_rmsnorm_rope_cache_v2": ("npu_kv_rmsnorm_rope_cache_v2_functional", (5, 6)),
     "npu_scatter_nd_update_": ("npu_scatter_nd_update", (0,)),
+    "npu_scatter_pa_kv_cache": ("npu_scatter_pa_kv_cache_functional", (2, 3)),
 }
 
 _PREPROCESS = (
@@ -211,7 +219,7 @@ def _functionalize(name: str) -> Callable[..., Any]:
             torch._functionalize_sync(args[position])
         kept = values[: -len(positions)]
         if not kept:
-            return args[positions[0]]
+            return args[positions[0]] if getattr(torch.ops.npu, name).default._schema.returns else None
         return tuple(torch._to_functional_tensor(value) for value in kept)
 
     return kernel

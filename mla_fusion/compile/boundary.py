@@ -19,7 +19,7 @@ from mla_fusion.fusion.driver import run
 from mla_fusion.fusion.report import Report
 from mla_fusion.graph.kinds import is_reshape, op_name
 from mla_fusion.graph.program import nodes_between
-from mla_fusion.graph.sizes import same_shape
+from mla_fusion.graph.sizes import is_symbolic, same_shape
 from mla_fusion.inspect import live
 from mla_fusion.weights import cache
 
@@ -83,7 +83,8 @@ class BoundaryBuilder(GraphBuilder):
         if same_shape(node.meta["val"].shape, shape):
             return node
         if node not in self._caches:
-            viewed = Viewed(self._originals.index(node), tuple(shape))
+            # one size may be symbolic; the caller's tensor tells it
+            viewed = Viewed(self._originals.index(node), tuple(-1 if is_symbolic(size) else size for size in shape))
             with self._fake_mode:
                 value = node.meta["val"].view(viewed.shape)
             self._caches[node] = self._input(f"viewed_{node.name}", viewed, value)

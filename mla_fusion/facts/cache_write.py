@@ -65,10 +65,12 @@ def paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
 def find(view: View, writer: Node, value: Node) -> WriteFact | str:
     """The write of ``value`` by ``writer``, or why it is not one the kernel can do."""
     name = op_name(writer)
+    if name == _SCATTER_PA:
+        return _paged_pair(view, writer, value)
     base = writer.args[0]
     if name not in _INDEX_OF or not isinstance(base, Node):
         return f"{writer.name} ({name or writer.op}) is not a write of rows by index"
-    cache = _input_behind(base)
+    cache = input_behind(base)
     if cache is None:
         return f"{base.name} is not a graph input seen as rows"
     paged = paged_shape(cache)
@@ -87,6 +89,31 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | str:
         if _may_be_negative(view, node):
             return f"{node.name} may be negative, which {name.partition('::')[2]} wraps and the kernel skips"
     return WriteFact(writer, cache, value, slots, _whole(writer, cache))
+
+
+_SCATTER_PA = "npu::npu_scatter_pa_kv_cache_functional"
+
+
+def _paged_pair(view: View, writer: Node, value: Node) -> WriteFact | str:
+    """npu_scatter_pa_kv_cache writes two caches at once, key rows to the first and value rows to the second."""
+    mode = argument(writer, "cache_mode")
+    if mode != "Norm":
+        return f"{writer.name} has cache_mode {mode}, whose blocks are laid out otherwise"
+    extra = ("compress_lens", "compress_seq_offsets", "seq_lens")
+    given = next((name for name in extra if argument(writer, name) is not None), None)
+    if given is not None:
+        return f"{writer.name} has {given}"
+    rows, caches = writer.args[:2], writer.args[2:4]
+    place = rows.index(value)
+    cache, slots = caches[place], writer.args[4]
+    result = next((user for user in writer.users if is_getitem(user) and user.args[1] == place), None)
+    if not isinstance(cache, Node) or cache.op not in ("placeholder", "get_attr") or paged_shape(cache) is None:
+        return f"{cache} is not a graph input of shape [BlockNum, BlockSize, 1, width]"
+    if rows[0] is rows[1] or not isinstance(slots, Node) or result is None:
+        return f"{writer.name} does not write one row of each cache per slot"
+    if _may_be_negative(view, slots):
+        return f"{slots.name} may be negative"
+    return WriteFact(writer, cache, value, Slots(slots), result)
 
 
 def _index_put(node: Node) -> list[Node] | None:
@@ -131,7 +158,7 @@ _INDEX_OF = {
 }
 
 
-def _input_behind(node: Node) -> Node | None:
+def input_behind(node: Node) -> Node | None:
     """The graph input of which the node is a reshape (an axis of size 1 may be selected away)."""
     while node.op not in ("placeholder", "get_attr"):
         source = node.args[0] if node.args else None
@@ -238,18 +265,18 @@ def _whole(writer: Node, cache: Node) -> Node:
     for user in writer.users:
         if op_name(user) == "aten::select_scatter" and user.args[1] is writer:
             base = user.args[0]
-            if isinstance(base, Node) and _input_behind(base) is cache and len(writer.users) == 1:
+            if isinstance(base, Node) and input_behind(base) is cache and len(writer.users) == 1:
                 return user
     return writer
 
 
-def readers(cache: Node, write: WriteFact) -> list[Node]:
-    """Nodes that read the cache as it was before the write (shape readers and the epilogue apart)."""
+def readers(cache: Node, *writers: Node) -> list[Node]:
+    """Nodes that read the cache as it was before the writers wrote (shape readers and the epilogue apart)."""
     found, stack, seen = [], [cache], set()
     while stack:
         node = stack.pop()
         for user in node.users:
-            if user in seen or user is write.node or user is write.result or not _is_tensor(user):
+            if user in seen or user in writers or not _is_tensor(user):
                 continue
             seen.add(user)
             if op_name(user) == "aten::copy_" and user.args[0] is cache:

@@ -21,7 +21,7 @@ from mla_fusion.fusion.candidate import Candidate, same_table
 from mla_fusion.fusion.outputs import Replacement, ValueTree, live_users, quantised_norm, whole_readers
 from mla_fusion.fusion.plan import InPlace, Plan, Staged
 from mla_fusion.fusion.rejection import Refuse
-from mla_fusion.graph.kinds import borrows_only, has_effect, is_faithful_cast, is_getitem, is_reshape, op_name
+from mla_fusion.graph.kinds import borrows_only, has_effect, is_faithful_cast, is_getitem, is_reshape
 from mla_fusion.graph.sizes import is_symbolic, same_shape
 from mla_fusion.graph.view import View, ancestry
 
@@ -241,7 +241,7 @@ class Planner:
         if not self.view.binding.same(math.prod(tokens), math.prod(slots)):
             return f"{kv.slots.nodes[0].name} has {list(slots)} slots for tokens {list(tokens)}"
         for write in (kv, kr):
-            late = cache_write.readers(write.cache, write)
+            late = cache_write.readers(write.cache, write.node, write.result)
             if late:
                 return f"{late[0].name} reads {write.cache.name} as it was before the write"
             width = self.view.binding.size(write.cache.meta["val"].shape[-1])
@@ -268,9 +268,7 @@ class Planner:
             given = " and ".join(scale.name for scale in scales if scale is not None)
             detail = f"{operator.node.name} scales by {given}, weight_quant_mode {self.candidate.weight_quant_mode}"
             raise Refuse("quant.cache", detail, (operator.node,))
-        for cache in (operator.kv_cache, operator.kr_cache):
-            if cache.op not in ("placeholder", "get_attr"):
-                raise Refuse("cache.view_of_input", f"{cache.name} in {operator.node.name}", (operator.node, cache))
+        inputs = [self._input_of_operator(operator.node, cache) for cache in (operator.kv_cache, operator.kr_cache)]
         parts = {node.args[1]: node for node in operator.node.users if is_getitem(node) and live_users(node)}
         k_pe, c_kv, kr, kv = operator.results
         for index, name in ((k_pe, "k_pe"), (c_kv, "c_kv")):
@@ -280,15 +278,10 @@ class Planner:
         for index, name, cache in ((kv, "kv_cache", operator.kv_cache), (kr, "kr_cache", operator.kr_cache)):
             if index in parts:
                 found += whole_readers(parts[index], name, cache.meta["val"].shape, same_shape)
-            others = [
-                user for user in live_users(cache) if user is not operator.node and op_name(user) != "aten::copy_"
-            ]
-            if others:
-                raise Refuse("cache.view_of_input", f"{others[0].name} also reads {cache.name}", (others[0], cache))
         kv_shape, kr_shape = (tuple(cache.meta["val"].shape) for cache in (operator.kv_cache, operator.kr_cache))
         in_place = InPlace(
-            operator.kv_cache,
-            operator.kr_cache,
+            inputs[0],
+            inputs[1],
             kv_shape,
             kr_shape,
             Slots(operator.index),
@@ -298,6 +291,16 @@ class Planner:
             CacheScale(operator.kr_scale) if operator.kr_scale is not None else None,
         )
         return in_place, found
+
+    def _input_of_operator(self, operator: Node, cache: Node) -> Node:
+        """The graph input that the operator writes to: its operand itself, or what a wrapper can view so."""
+        found = cache_write.input_behind(cache)
+        if found is None or (found is not cache and not self.boundary):
+            raise Refuse("cache.view_of_input", f"{cache.name} in {operator.name}", (operator, cache))
+        others = cache_write.readers(found, operator)
+        if others:
+            raise Refuse("cache.view_of_input", f"{others[0].name} also reads {found.name}", (others[0], found))
+        return found
 
     # -- what must be dead afterwards
 

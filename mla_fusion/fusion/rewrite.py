@@ -129,7 +129,11 @@ def _write_back(builder: GraphBuilder, caches: InPlace, results: dict[str, Any])
     """The model's operator changed its caches unseen; say so in the graph, where torchair looks for it."""
     output = next(iter(reversed(builder.gm.graph.nodes)))
     with builder.gm.graph.inserting_before(output):
-        for cache, name in ((caches.kv_cache, "kv_cache"), (caches.kr_cache, "kr_cache")):
+        for given, shape, name in (
+            (caches.kv_cache, caches.kv_shape, "kv_cache"),
+            (caches.kr_cache, caches.kr_shape, "kr_cache"),
+        ):
+            cache = builder.cache(given, shape)
             copied = builder.gm.graph.call_function(torch.ops.aten.copy_.default, (cache, results[name]))
             copied.meta["val"] = cache.meta["val"]
             builder.made.append(copied)

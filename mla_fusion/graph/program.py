@@ -123,9 +123,10 @@ class Program:
     """Nodes compiled against inputs; ``run`` gives the value of every step.
 
     ``nodes`` must be in topological order; each argument is an input, an earlier node, a literal, or a
-    symbolic size that ``binding`` makes a number. ``aliases`` names nodes that compute what an input holds.
-    A node that cannot be probed becomes a step that fails, and so does whatever reads it.
-    ``exact`` keeps every dtype and cast as the graph has it; ``shrink`` runs on fewer tokens than the graph has.
+    symbolic size that ``binding`` makes a number (nodes that hold one are passed over). ``aliases`` names
+    nodes that compute what an input holds. A node that cannot be probed becomes a step that fails, and so
+    does whatever reads it. ``exact`` keeps every dtype and cast as the graph has it; ``shrink`` runs on fewer
+    tokens than the graph has.
     """
 
     def __init__(
@@ -145,6 +146,8 @@ class Program:
             self._slots[alias] = self._slots[node]
         self.steps: list[Step] = []
         for node in nodes:
+            if is_symbolic(node.meta.get("val")):
+                continue
             try:
                 step = self._compile(node)
             except Unprobeable as error:

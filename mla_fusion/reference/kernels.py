@@ -11,6 +11,8 @@ from mla_fusion.reference.matmul_scatter_quant import (
     npu_quant_matmul,
     npu_scatter_nd_update,
     npu_scatter_nd_update_,
+    npu_scatter_pa_kv_cache,
+    npu_scatter_pa_kv_cache_functional,
     npu_transpose_batchmatmul,
 )
 from mla_fusion.reference.norm_rope import (
@@ -42,5 +44,7 @@ __all__ = [
     "npu_rotary_mul",
     "npu_scatter_nd_update",
     "npu_scatter_nd_update_",
+    "npu_scatter_pa_kv_cache",
+    "npu_scatter_pa_kv_cache_functional",
     "npu_transpose_batchmatmul",
 ]

@@ -5,6 +5,7 @@ cast.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,32 @@ def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> T
 def npu_scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     """`npu_scatter_nd_update_` on a copy."""
     return npu_scatter_nd_update_(input.clone(), indices, updates)
+
+
+def npu_scatter_pa_kv_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, **options: Any
+) -> None:
+    """Rows ``[T, heads, width]`` to slots of ``[BlockNum, BlockSize, heads, width]``, in place, for key and value.
+
+    Raises ValueError for any other ``cache_mode`` than "Norm" and for compressed sequences.
+    """
+    mode = options.get("cache_mode", "PA_NZ")
+    if mode != "Norm":
+        raise ValueError(f"cache_mode {mode!r} is not emulated, only 'Norm'")
+    given = [name for name in ("compress_lens", "compress_seq_offsets", "seq_lens") if options.get(name) is not None]
+    if given:
+        raise ValueError(f"{', '.join(given)}: compressed sequences are not emulated")
+    for rows, cache in ((key, key_cache), (value, value_cache)):
+        cache.view(-1, *cache.shape[2:])[slot_mapping.to(torch.int64)] = rows
+
+
+def npu_scatter_pa_kv_cache_functional(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """`npu_scatter_pa_kv_cache` on copies."""
+    caches = key_cache.clone(), value_cache.clone()
+    npu_scatter_pa_kv_cache(key, value, *caches, slot_mapping, **options)
+    return caches
 
 
 def npu_dynamic_quant(

@@ -101,6 +101,14 @@ def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> T
     return input
 
 
+def npu_scatter_pa_kv_cache(*args: Tensor, **options: Any) -> None:
+    return None
+
+
+def npu_scatter_pa_kv_cache_functional(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(args[2]), torch.empty_like(args[3])
+
+
 def npu_dynamic_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     return input.new_empty(input.shape, dtype=torch.int8), input.new_empty(input.shape[:-1], dtype=torch.float32)
 

@@ -53,6 +53,16 @@ class SlotsInTwoWays(Base):
         kr_cache.squeeze(2).index_put_((slots // BLOCK_SIZE, slots % BLOCK_SIZE), k_pe)
 
 
+class BothByOneOperator(Base):
+    """vLLM-Ascend without rotation of its own: npu_scatter_pa_kv_cache takes the rows of both caches."""
+
+    mode = "Norm"
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        rows = c_kv.unsqueeze(1), k_pe.unsqueeze(1)
+        torch.ops.npu.npu_scatter_pa_kv_cache(*rows, kv_cache, kr_cache, slots, cache_mode=self.mode)
+
+
 class WeightOnTheLeft(Base):
     """Column-major habits: (W x^T)^T."""
 
@@ -129,6 +139,7 @@ MIXTURES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ..
             WeightOnTheLeft,
             WeightOfThreeAxes,
             IndexerBeside,
+            BothByOneOperator,
         )
     },
     "SlotsFromBlockTable": (SlotsFromBlockTable, block_table_args, [IN_PLACE]),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import mla_fusion as mf
 from mla_fusion.compile import torchair_bridge
@@ -33,6 +34,28 @@ def test_viewed_cache_is_written_in_place_by_npugraph_ex(rank: int) -> None:
     (call,) = [n for n in lowered.fx_after.graph.nodes if str(n.target) == "npu.npu_mla_prolog_v3.default"]
     assert [node.op for node in call.args[9:11]] == ["placeholder", "placeholder"]
     assert not any("copy_" in op or "clone" in op for op in lowered.fx_ops if "_to_copy" not in op)
+
+
+class PoolOfRows(s.NpuOperators):
+    """SGLang: the fused cache operator is handed views of pools that hold rows."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_pool: Tensor, kr_pool: Tensor, slots: Tensor) -> Tensor:
+        kv_cache, kr_cache = (pool.view(-1, s.BLOCK_SIZE, 1, pool.shape[-1]) for pool in (kv_pool, kr_pool))
+        return super().forward(x, cos, sin, kv_cache, kr_cache, slots)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_pools_are_viewed_for_the_fused_cache_operator(dynamic: bool) -> None:
+    torch.manual_seed(0)
+    x, cos, sin, *caches, slots = s.paged_args()
+    args = (x, cos, sin, *(cache.view(-1, 1, cache.shape[-1]) for cache in caches), slots)
+    model, given = PoolOfRows(), clones(args)
+    fused = compiled(model, given, mf.backend(), dynamic=dynamic)
+    assert [f.placement for f in mf.reports()[-1].fused] == ["in place"], str(mf.reports()[-1])
+    assert_as_exact(model, args, fused)
+    if not dynamic:
+        lowered = mf.lower(model, *args)
+        assert lowered.ge_ops["MlaPrologV3"] == 1 and not lowered.ge_ops["TensorMove"] + lowered.ge_ops["Assign"]
 
 
 def test_without_a_boundary_such_a_cache_is_staged() -> None:

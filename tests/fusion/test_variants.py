@@ -36,6 +36,22 @@ def test_device_form(name: str) -> None:
     assert [f.placement.partition(":")[0] for f in report.fused] == placements, str(report)
 
 
+# What symbolic sizes change most: products that einsum lowers by views, weights of three axes, writes of rows.
+SYMBOLIC = """
+    AbsorbByEinsum AllNopeThenAllRope ChunkedWeights CombinedCache ComputedTables EinsumLinear InPlaceQuery
+    NpuRopeHeadsFirst QueryAssembled RotatedTogether ScatterRows Sequences StaticCache WeightOfThreeAxes WeightOnTheLeft
+""".split()
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_symbolic_sizes(name: str) -> None:
+    torch.manual_seed(0)
+    model, args, placements = ALL[name]
+    compiled(model(), args(), "mla_fusion", dynamic=True)
+    report = mf.reports()[-1]
+    assert [f.placement.partition(":")[0] for f in report.fused] == placements, str(report)
+
+
 @pytest.mark.parametrize(("marked", "placement"), [((0, 1, 2, 5), IN_PLACE), ((0, 1, 2), STAGED)])
 def test_tokens_marked_dynamic(marked: tuple[int, ...], placement: str) -> None:
     """``mark_dynamic`` gives every tensor a symbol of its own; the write itself says that slots are as many as rows."""

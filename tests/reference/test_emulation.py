@@ -97,6 +97,20 @@ def test_scatter_nd_update() -> None:
     assert torch.equal(deep[4, 1], rows[0, 0]) and torch.equal(deep[1, 0], rows[1, 0])
 
 
+def test_scatter_pa_kv_cache() -> None:
+    key, value, caches = noise(2, 1, 8), noise(2, 1, 4, seed=1), (noise(3, 4, 1, 8, seed=2), noise(3, 4, 1, 4, seed=3))
+    out = kernels.npu_scatter_pa_kv_cache_functional(key, value, *caches, torch.tensor([9, 2]), cache_mode="Norm")
+    for rows, cache, written in zip((key, value), caches, out, strict=True):
+        assert torch.equal(written[2, 1], rows[0]) and torch.equal(written[0, 2], rows[1])
+        kept = [slot for slot in range(12) if slot not in (9, 2)]
+        assert torch.equal(written.flatten(0, 1)[kept], cache.flatten(0, 1)[kept])
+    with pytest.raises(ValueError, match="PA_NZ"):
+        kernels.npu_scatter_pa_kv_cache(key, value, *caches, torch.tensor([9, 2]))
+    with pytest.raises(ValueError, match="compress_lens"):
+        lens = torch.tensor([1])
+        kernels.npu_scatter_pa_kv_cache(key, value, *caches, lens, cache_mode="Norm", compress_lens=lens)
+
+
 def test_dynamic_quant_then_quant_matmul() -> None:
     x, smooth = noise(4, 64), noise(64, seed=1).abs() + 0.5
     quantised, scale = kernels.npu_dynamic_quant(x, smooth_scales=smooth)

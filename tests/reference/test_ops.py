@@ -50,6 +50,9 @@ def test_opcheck_passes_on_the_kv_cache_operators(name: str) -> None:
 
 
 def test_opcheck_passes_on_the_small_operators() -> None:
+    def noise(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes).to(torch.bfloat16)
+
     x = torch.randn(3, 4, 8).to(torch.bfloat16)
     gamma, rope = torch.randn(8).to(torch.bfloat16), torch.randn(3, 1, 8).to(torch.bfloat16)
     quantised, scale = npu.npu_dynamic_quant(x)
@@ -66,6 +69,10 @@ def test_opcheck_passes_on_the_small_operators() -> None:
         (npu.npu_transpose_batchmatmul, (x, torch.randn(4, 8, 6).to(x)), {"perm_x1": [1, 0, 2]}),
         (npu.npu_scatter_nd_update, (x, torch.tensor([[2], [0]]), x[:2].clone()), {}),
         (npu.npu_scatter_nd_update_, (x.clone(), torch.tensor([[2], [0]]), x[:2].clone()), {}),
+        *(
+            (op, (x, x[..., :4], noise(2, 4, 4, 8), noise(2, 4, 4, 4), torch.tensor([5, 0, 2])), {"cache_mode": "Norm"})
+            for op in (npu.npu_scatter_pa_kv_cache, npu.npu_scatter_pa_kv_cache_functional)
+        ),
         (npu.npu_dynamic_quant, (x,), {}),
         (
             npu.npu_quant_matmul,
