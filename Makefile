@@ -4,6 +4,7 @@
 #   make test    lint, types and the whole test suite
 #   make bench   pass times beside Inductor's matcher
 #   make docs    the pages that are generated from the code
+#   make site    the documentation as a site, in build/site
 #
 # PYTHON is the interpreter (3.10 or newer, with venv) that the first call makes .venv from.
 
@@ -15,7 +16,7 @@ READY := $(VENV)/.ready
 # torch_npu is installed beside a torch without CANN; left to itself, `import torch` would try to load it.
 export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 
-.PHONY: demo test lint types bench docs clean
+.PHONY: demo test lint types bench docs site clean
 
 demo: $(READY)
 	$(BIN)/mla-fusion demo --out out
@@ -40,6 +41,9 @@ bench: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/generate_operator.py
+
+site: docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The CPU build of torch first: resolved together with the rest, a CUDA build of several GB may be taken. An
 # interrupted installation leaves no stamp, so the next call goes on with it.

@@ -29,8 +29,8 @@ INTRODUCTION = """\
 `npu_mla_prolog_v3` in every scenario, and its older versions. Generated from `mla_fusion.meta.spec`,
 `mla_fusion.meta.limits` and `mla_fusion.meta.contradictions` by `docs/generate_operator.py`; do not edit.
 
-T tokens (B*S), He hidden size, Hcq query rank, Hckv KV rank, N heads, D nope head dim, Dr rope head dim. *lead* is
-`T` or `B, S`, as token_x has it; *tokens* is T or B*S. `mla_fusion.meta.check` applies these tables to a call,
+T tokens (`B*S`), He hidden size, Hcq query rank, Hckv KV rank, N heads, D nope head dim, Dr rope head dim. *lead* is
+`T` or `B, S`, as token_x has it; *tokens* is T or `B*S`. `mla_fusion.meta.check` applies these tables to a call,
 `mla_fusion.meta.infer` gives its results, `mla_fusion.meta.explain_call` explains it.
 """
 

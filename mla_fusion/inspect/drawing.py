@@ -73,7 +73,8 @@ def _roots(drawing: Drawing) -> dict[int, int]:
 
 def nodes(drawing: Drawing) -> tuple[list[Box], list[Line]]:
     """One box for each node."""
-    boxes = [_box(drawing, [index]) for index in range(len(drawing.dots))]
+    views = _roots(drawing)
+    boxes = [_box(drawing, [index], view=index in views) for index in range(len(drawing.dots))]
     return boxes, _lines(boxes, drawing.arrows)
 
 
@@ -102,13 +103,13 @@ def svg(boxes: Sequence[Box], lines: Sequence[Line], picture: str, label: str, a
     return "".join([*parts, "</svg>"])
 
 
-def _box(drawing: Drawing, places: Sequence[int], apart: Collection[str] | None = None) -> Box:
-    """``apart``: the steps that are shown node by node; None where all are."""
+def _box(drawing: Drawing, places: Sequence[int], apart: Collection[str] | None = None, view: bool = False) -> Box:
+    """``apart``: the steps that are shown node by node; None where all are. ``view``: of an input, drawn by itself."""
     first = drawing.dots[places[0]]
     hint = drawing.formulas.get(first.step, "") or first.tensor or first.op
     alone = apart is None or first.step in apart
     title, text = first.step, f"{len(places)} nodes" if len(places) > 1 else first.op
-    if first.role in _ENDS:
+    if first.role in _ENDS and not view:
         text = _brief(first.tensor)
     elif first.role == "kernel":
         title, text = first.name, ""
