@@ -54,8 +54,10 @@ def examine(module: nn.Module) -> LatentForm | Refusal:
     projections = dict(_projections(module))
     candidates = list(_latents(module, projections))
     expand = getattr(type(module), "expand_kv", None)
+    if expand is not None and getattr(module, "qk_rope_head_dim", None) == 0:
+        return Refusal("rope.absent", "qk_rope_head_dim is 0")
     if not candidates:
-        return _why_no_latent(module, projections, expand)
+        return _why_no_latent(projections, expand)
     if expand is None:
         return Refusal("cache.expanded", "the module has no expand_kv between its cache and its attention")
     called = inspect.unwrap(type(module).forward).__code__.co_names
@@ -105,11 +107,9 @@ def _width(projection: nn.Module, axis: int) -> int:
     return weight.shape[axis]
 
 
-def _why_no_latent(module: nn.Module, projections: dict[str, nn.Module], expand: Any) -> Refusal:
+def _why_no_latent(projections: dict[str, nn.Module], expand: Any) -> Refusal:
     if expand is None:
         return Refusal("attention.not_mla", f"its projections are {', '.join(projections)}")
-    if getattr(module, "qk_rope_head_dim", None) == 0:
-        return Refusal("rope.absent", "qk_rope_head_dim is 0")
     return Refusal("kv_up.absent", f"no down projection, norm and up projection that fit: {', '.join(projections)}")
 
 

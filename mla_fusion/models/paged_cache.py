@@ -127,9 +127,10 @@ class PagedLatentLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, index: int, table: PageTable, last: bool) -> None:
+    def __init__(self, index: int, table: PageTable, widths: tuple[int, int], last: bool) -> None:
         super().__init__()
         self.index = index
+        self.widths = widths
         self.table = table
         self.last = last
         self.length = 0  # of this layer alone; not kept where the size is fixed
@@ -173,9 +174,11 @@ class PagedLatentLayer(CacheLayerMixin):
             table.allot(key_states.shape[0], self.device)
         if key_states.shape[0] != table.batch:
             raise OptimizeError("cache.kind", f"the cache holds {table.batch} sequences, got {key_states.shape[0]}")
+        widths = key_states.shape[-1], value_states.shape[-1]
+        if key_states.shape[-2] == 0:  # initialised ahead, by states of one width for both
+            widths = self.widths
         self.keys, self.values = (
-            states.new_zeros(table.batch * table.blocks, table.block_size, 1, states.shape[-1])
-            for states in (key_states, value_states)
+            key_states.new_zeros(table.batch * table.blocks, table.block_size, 1, width) for width in widths
         )
         if table.static and not torch.compiler.is_compiling():
             torch._dynamo.mark_static_address(self.keys)
@@ -312,8 +315,9 @@ class MlaPagedCache(Cache):
         else:
             usual = StaticCache(config=text, max_cache_len=max_cache_len)
         paged = [index for index, layer in enumerate(usual.layers) if type(layer) in (DynamicLayer, StaticLayer)]
+        widths = text.kv_lora_rank, text.qk_rope_head_dim
         for index in paged:
-            usual.layers[index] = PagedLatentLayer(index, self.table, last=index == paged[-1])
+            usual.layers[index] = PagedLatentLayer(index, self.table, widths, last=index == paged[-1])
         super().__init__(layers=usual.layers)
 
     @property
@@ -339,6 +343,12 @@ class MlaPagedCache(Cache):
         """Of one sequence over all paged layers; 0 before the first token."""
         pools = [pool for layer in self.paged_layers for pool in (layer.keys, layer.values) if pool is not None]
         return sum(pool.shape[-1] * pool.element_size() for pool in pools)
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that a step reads or writes: table, slots, length and pools."""
+        table = [self.table.tables, self.table.slots, self.table.length]
+        pools = [pool for layer in self.paged_layers for pool in (layer.keys, layer.values)]
+        return [item for item in (*table, *pools) if isinstance(item, Tensor)]
 
     def reset(self) -> None:
         self.table.rewind()
