@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +18,7 @@ from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact, Table
 from mla_fusion.graph.cone import Cone
 from mla_fusion.graph.kinds import is_cast, is_getitem, is_view, is_writer
+from mla_fusion.graph.likeness import likeness, outline
 from mla_fusion.graph.shrink import SMALL, WORTHWHILE, Shrink
 from mla_fusion.graph.view import View
 
@@ -48,7 +49,7 @@ class ConeFacts:
 
 
 class FactReader:
-    """Reads cones of one view, and remembers by structure."""
+    """Reads cones of one view; what is like a cone read before is not probed again."""
 
     def __init__(self, view: View, projections: Iterable[Projection], operands: Iterable[Node] = ()) -> None:
         """``operands``: nodes, beside the activations, whose reading somebody will ask for."""
@@ -57,23 +58,33 @@ class FactReader:
         projections = list(projections)
         self.shrink = _shrink(view, projections)
         self._operands = {projection.activation for projection in projections} | set(operands)
-        self._known: dict[object, ConeFacts] = {}
+        self._alike: dict[object, list[ConeFacts]] = defaultdict(list)
         self._facts: dict[Node, ConeFacts] = {}
 
     def read(self, projection: Projection) -> ConeFacts:
         facts = self._facts.get(projection.node)
         if facts is None:
-            cone = Cone(self.view, projection.product, projection.weight_is_left, self.shrink)
-            key = (cone.signature, self._details(cone))
-            known = self._known.get(key)
-            facts = _relocate(known, cone) if known is not None else self._probe(cone)
-            self._known.setdefault(key, facts)
-            self._facts[projection.node] = facts
+            facts = self._facts[projection.node] = self._like_another(projection) or self._anew(projection)
         return facts
 
-    def _details(self, cone: Cone) -> tuple[object, ...]:
-        """What facts look at beyond the steps: dtypes, and which nodes are operands of another product."""
-        return tuple((str(getattr(n.meta.get("val"), "dtype", "")), n in self._operands) for n in cone.nodes)
+    def _like_another(self, projection: Projection) -> ConeFacts | None:
+        """The facts of a cone that was read before and is this one with other nodes."""
+        key = outline(self.view, projection.product, projection.weight_is_left)
+        for known in self._alike[key]:
+            move = likeness(known.cone, projection.product)
+            if move is not None and self._read_alike(known.cone.nodes, move):
+                return _relocate(known, known.cone.moved(projection.product, move), move)
+        return None
+
+    def _read_alike(self, nodes: list[Node], move: Mapping[Node, Node]) -> bool:
+        """Are the same ones operands of another product? Only those have readings."""
+        return all((node in self._operands) == (move[node] in self._operands) for node in nodes)
+
+    def _anew(self, projection: Projection) -> ConeFacts:
+        cone = Cone(self.view, projection.product, projection.weight_is_left, self.shrink)
+        facts = self._probe(cone)
+        self._alike[outline(self.view, projection.product, projection.weight_is_left)].append(facts)
+        return facts
 
     def _probe(self, cone: Cone) -> ConeFacts:
         self.probes += 1
@@ -142,11 +153,8 @@ def _parts_of_mixtures(cone: Cone, degrees: Mapping[Node, int]) -> set[Node]:
     return found
 
 
-def _relocate(known: ConeFacts, cone: Cone) -> ConeFacts:
+def _relocate(known: ConeFacts, cone: Cone, move: Mapping[Node, Node]) -> ConeFacts:
     """The facts of an equal cone, in terms of this one's nodes."""
-    there = [known.cone.node, *known.cone.nodes, *known.cone.bases]
-    here = [cone.node, *cone.nodes, *cone.bases]
-    move = dict(zip(there, here, strict=True))
 
     def table(runs: Table) -> Table:
         return tuple(replace(run, base=move[run.base]) for run in runs)

@@ -107,11 +107,13 @@ class _Pass:
         clock.stop("match")
         boundary = builder_of is not None and builder_of.has_boundary
         ready: list[tuple[Plan, Fusion]] = []
+        mutation = _mutation(view)
         for item in found:
             try:
                 if isinstance(item, NearMiss):
                     raise item.reason
-                _functional(view)
+                if mutation is not None:
+                    raise mutation
                 self._skip(item)
                 plan, structure = self._legal_plan(view, finder, item, boundary)
                 rewrite.prove(plan)
@@ -231,12 +233,13 @@ class _Pass:
         )
 
 
-def _functional(view: View) -> None:
+def _mutation(view: View) -> Refuse | None:
     """Values must not change under their readers; only graph inputs may be written (the caches)."""
     for node in view.effects:
         target = node.args[0] if node.args else None
         if isinstance(target, Node) and peel(target).op not in ("placeholder", "get_attr"):
-            raise Refuse("graph.not_functional", f"{node.name} changes {target.name}", (node, target))
+            return Refuse("graph.not_functional", f"{node.name} changes {target.name}", (node, target))
+    return None
 
 
 @contextlib.contextmanager

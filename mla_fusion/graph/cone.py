@@ -6,6 +6,8 @@ meet the product in the cone, taken as far up as they are merely re-indexed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
 from functools import cached_property
 
 import torch
@@ -87,6 +89,18 @@ class Cone:
                         ordered.append(link)
             ordered.append(node)
         self.program = Program([self.node, *self.bases], ordered, self.view.binding, aliases, shrink=self.shrink)
+        self.aliases = aliases
+        self._slots = {node: self.program.slot(node) for node in (self.node, *self.bases, *aliases, *ordered)}
+
+    def moved(self, product: Contraction, move: Mapping[Node, Node]) -> Cone:
+        """The cone of ``product``, which is this one with other nodes; the program is shared."""
+        other = copy(self)
+        other.product, other.node = product, product.node
+        other.nodes = [move[node] for node in self.nodes]
+        other.bases = [move[base] for base in self.bases]
+        other.aliases = {move[alias]: move[base] for alias, base in self.aliases.items()}
+        other._slots = {move[node]: slot for node, slot in self._slots.items()}
+        return other
 
     def shape(self, node: Node) -> tuple[int, ...]:
         """The shape that a base has in a probe."""
@@ -118,7 +132,7 @@ class Cone:
         return self.program.run([probe, *bases])
 
     def slot(self, node: Node) -> int:
-        return self.program.slot(node)
+        return self._slots[node]
 
 
 def _shape(node: Node) -> tuple[object, ...]:

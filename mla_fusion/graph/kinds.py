@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,35 +74,74 @@ _FILLED = {
 }
 
 
-def filled_with(node: Node) -> float | None:
-    """The number that every element of the node is, where its operator says so; NaN for memory not yet written."""
-    return _FILLED.get(op_name(node))
-
-
 _LENT = frozenset("aten::new_full aten::full_like aten::new_empty_strided".split()) | _FILLED.keys()
 
+# npu operators that are element-wise, norms or rotations, so that a walk may go through them.
+_NPU_TRANSPARENT = frozenset(
+    """
+    npu::npu_rms_norm npu::npu_add_rms_norm npu::npu_interleave_rope npu::npu_rotary_mul npu::npu_dtype_cast
+    npu::_npu_dtype_cast npu::npu_format_cast
+    """.split()
+)
 
-def borrows_only(node: Node) -> bool:
-    """Does the node, contiguous, take no more than a shape, a dtype or a device from the tensor it is given?"""
-    return op_name(node) in _LENT and bool(node.meta["val"].is_contiguous())
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operator:
+    """What is known of a call target. Made once for each: the pass asks for it a dozen times for every node.
+
+    name      ``namespace::name`` without the overload; "" for nodes that call nothing
+    mutates   does the schema say that it changes an argument?
+    effect    must a call stay where it is even if nobody reads it?
+    plain     may a walk go through it: pure, and runnable on probes?
+    """
+
+    target: Any
+    name: str = ""
+    mutates: bool = False
+    effect: bool = False
+    random: bool = False
+    plain: bool = False
+    view: bool = False
+    reshape: bool = False
+    cast: bool = False
+    writer: bool = False
+
+    @classmethod
+    def describe(cls, target: Any) -> Operator:
+        name = _name_of(target)
+        mutates = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+        effect, random = mutates or name in _EFFECTS, "rand" in name
+        pure = name.partition("::")[0] in ("aten", "prims", "_operator", "python") and not (effect or random)
+        return cls(
+            target,
+            name,
+            mutates,
+            effect,
+            random,
+            plain=(pure and "attention" not in name) or name in _NPU_TRANSPARENT,
+            view=name in _VIEWS,
+            reshape=name in _RESHAPES,
+            cast=name in _CASTS,
+            writer=name in _WRITERS,
+        )
 
 
-# id of a call target: (the target, its name, does it change an argument). Asked a dozen times for every node; targets
-# are kept, so that no id is used twice.
-_TARGETS: dict[int, tuple[Any, str, bool]] = {}
+_NO_OPERATOR = Operator(None)
+_OPERATORS: dict[int, Operator] = {}  # by id of the target, which its Operator keeps alive
+
+
+def operator_of(node: Node) -> Operator:
+    known = _OPERATORS.get(id(node.target))
+    if known is not None:
+        return known
+    if node.op != "call_function":
+        return _NO_OPERATOR
+    return _OPERATORS.setdefault(id(node.target), Operator.describe(node.target))
 
 
 def op_name(node: Node) -> str:
     """``namespace::name`` of the operator without its overload; "" for anything that is not one."""
-    return _known(node.target)[1] if node.op == "call_function" else ""
-
-
-def _known(target: Any) -> tuple[Any, str, bool]:
-    known = _TARGETS.get(id(target))
-    if known is None:
-        mutates = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-        known = _TARGETS[id(target)] = (target, _name_of(target), mutates)
-    return known
+    return operator_of(node).name
 
 
 def _name_of(target: Any) -> str:
@@ -112,25 +152,35 @@ def _name_of(target: Any) -> str:
     return f"python::{getattr(target, '__name__', target)}"
 
 
+def filled_with(node: Node) -> float | None:
+    """The number that every element of the node is, where its operator says so; NaN for memory not yet written."""
+    return _FILLED.get(operator_of(node).name)
+
+
+def borrows_only(node: Node) -> bool:
+    """Does the node, contiguous, take no more than a shape, a dtype or a device from the tensor it is given?"""
+    return op_name(node) in _LENT and bool(node.meta["val"].is_contiguous())
+
+
 def is_getitem(node: Node) -> bool:
-    return node.op == "call_function" and node.target is operator.getitem
+    return node.target is operator.getitem
 
 
 def is_view(node: Node) -> bool:
     """Does the node re-index one tensor, changing no element? (A getitem of a split counts.)"""
-    if is_getitem(node):
+    if node.target is operator.getitem:
         source = node.args[0]
-        return isinstance(source, Node) and op_name(source) in _VIEWS
-    return op_name(node) in _VIEWS
+        return isinstance(source, Node) and operator_of(source).view
+    return operator_of(node).view
 
 
 def is_reshape(node: Node) -> bool:
     """Does the node keep elements, their order and their number?"""
-    return op_name(node) in _RESHAPES
+    return operator_of(node).reshape
 
 
 def is_cast(node: Node) -> bool:
-    return op_name(node) in _CASTS
+    return operator_of(node).cast
 
 
 _FAITHFUL = (
@@ -154,17 +204,17 @@ def is_faithful_cast(node: Node) -> bool:
 
 
 def is_writer(node: Node) -> bool:
-    return op_name(node) in _WRITERS
+    return operator_of(node).writer
 
 
 def has_effect(node: Node) -> bool:
     """Must the node stay where it is even if nobody reads it?"""
-    return op_name(node) in _EFFECTS or is_mutating(node)
+    return operator_of(node).effect
 
 
 def is_mutating(node: Node) -> bool:
     """Does the operator's schema say that it changes an argument?"""
-    return node.op == "call_function" and _known(node.target)[2]
+    return operator_of(node).mutates
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:

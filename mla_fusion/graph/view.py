@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.immutable_collections import immutable_list
 
 from mla_fusion.graph import contraction
 from mla_fusion.graph.contraction import Contraction
@@ -19,27 +20,19 @@ from mla_fusion.graph.kinds import (
     argument,
     cast_ends,
     filled_with,
-    has_effect,
     is_cast,
     is_getitem,
     is_mutating,
     is_reshape,
     is_view,
-    is_writer,
     op_name,
+    operator_of,
 )
 from mla_fusion.graph.sizes import Binding, exceeds_one, is_symbolic
 
 _NOTHING: frozenset[Node] = frozenset()
+_SEQUENCES = (tuple, list, immutable_list)
 _MANY = 4  # a value that mixes more products than this (a residual stream) counts as a source of its own
-
-# npu operators that are element-wise, norms or rotations, so that a walk may go through them.
-_NPU_TRANSPARENT = frozenset(
-    """
-    npu::npu_rms_norm npu::npu_add_rms_norm npu::npu_interleave_rope npu::npu_rotary_mul npu::npu_dtype_cast
-    npu::_npu_dtype_cast npu::npu_format_cast
-    """.split()
-)
 
 
 class View:
@@ -80,7 +73,6 @@ class View:
             return frozenset((node,)) if node.op in ("call_module", "call_method") else _NOTHING
         if is_symbolic(node.meta.get("val")):
             return _NOTHING
-        inputs = node.all_input_nodes
         product = contraction.read(node)
         if product is not None and not _is_outer(product):
             self.contractions[node] = product
@@ -89,17 +81,17 @@ class View:
         if joined is not None and self._one_activation(joined):
             self.contractions[node] = joined
             return frozenset((node,))
-        if not _is_plain(node) or (is_writer(node) and not self._writes_into_own(node)):
+        operator = operator_of(node)
+        if not operator.plain or (operator.writer and not self._writes_into_own(node)):
             return frozenset((node,))
-        if filled_with(node) is not None or all(
-            arg in self._constant or is_symbolic(arg.meta.get("val")) for arg in inputs
-        ):
-            self._constant.add(node)
-            return _NOTHING
-        sources = _NOTHING
-        for arg in inputs:
+        sources, of_literals = _NOTHING, True
+        for arg in node.all_input_nodes:
             theirs = self._sources[arg]
             sources = theirs if not sources else sources | theirs if theirs else sources
+            of_literals = of_literals and (arg in self._constant or is_symbolic(arg.meta.get("val")))
+        if of_literals or filled_with(node) is not None:
+            self._constant.add(node)
+            return _NOTHING
         return sources if len(sources) <= _MANY else frozenset((node,))
 
     def _one_activation(self, joined: Contraction) -> bool:
@@ -116,20 +108,26 @@ class View:
         return base in self._constant or any(self._sources[base] & self._sources[arg] for arg in others)
 
     def _value_key(self, node: Node) -> Any:
-        if node.op != "call_function" or has_effect(node) or "rand" in op_name(node):
+        """Equal for nodes that compute the same value; a node in it is its number, a literal is (type, literal)."""
+        operator = operator_of(node)
+        if not operator.name or operator.effect or operator.random:
             return node.op, node.target if node.op == "get_attr" else node
         try:
-            return node.target, self._numbered(node.args), self._numbered(tuple(sorted(node.kwargs.items())))
+            key = [operator, *map(self._numbered, node.args)]
+            if node.kwargs:
+                key += [(name, self._numbered(node.kwargs[name])) for name in sorted(node.kwargs)]
+            return tuple(key)
         except TypeError:
             return node
 
     def _numbered(self, value: Any) -> Any:
-        if isinstance(value, Node):
-            return ("%", self._number[value])
-        if isinstance(value, (tuple, list)):
-            return tuple(self._numbered(item) for item in value)
+        kind = type(value)
+        if kind is Node:
+            return self._number[value]
+        if kind in _SEQUENCES:
+            return tuple(map(self._numbered, value))
         hash(value)
-        return (type(value), value)
+        return kind, value
 
     def same(self, a: Node, b: Node) -> bool:
         return self._number[a] == self._number[b]
@@ -189,15 +187,6 @@ def _equate_rows(binding: Binding, put: Node) -> None:
         of_rows = len(rows) == base.meta["val"].dim() - len(indices) + 1
         if len(slots) == 1 and of_rows and exceeds_one(rows[0]):
             binding.equate(rows[0], slots[0])
-
-
-def _is_plain(node: Node) -> bool:
-    """May a walk go through the node: pure, and runnable on probes?"""
-    name = op_name(node)
-    namespace = name.partition("::")[0]
-    if namespace in ("aten", "prims", "_operator", "python"):
-        return not has_effect(node) and "attention" not in name and "rand" not in name
-    return name in _NPU_TRANSPARENT
 
 
 def _is_outer(product: Contraction) -> bool:

@@ -1,0 +1,102 @@
+"""Is the cone of a product that of another one, node by node? Equal layers are then read once.
+
+A cone has a program, and programs could be compared; but walking two cones side by side costs a quarter of compiling
+the second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.graph.cone import Cone
+from mla_fusion.graph.contraction import Contraction
+from mla_fusion.graph.sizes import is_symbolic
+from mla_fusion.graph.view import View, peel_table
+
+_LISTS = (list, tuple)
+
+
+def outline(view: View, product: Contraction, weight_is_left: bool) -> object:
+    """Equal for products whose cones may be alike: found at once where :func:`likeness` must walk."""
+    members = tuple([id(node.target) for node in view.members(product.node)])
+    labels = product.left_labels, product.right_labels, product.out_labels, weight_is_left
+    return labels, str(product.node.meta["val"].shape), members
+
+
+def likeness(cone: Cone, product: Contraction) -> dict[Node, Node] | None:
+    """What stands in the cone of ``product`` for every node of ``cone``, or None where they differ."""
+    walk = _Walk(cone)
+    if not walk.alike(cone.node, product.node):
+        return None
+    walk.move[cone.node] = product.node
+    inside = set(cone.nodes)
+    for node, other in zip(cone.view.members(cone.node), cone.view.members(product.node), strict=True):
+        if node in inside and not walk.step(node, other):
+            return None
+    return walk.move
+
+
+class _Walk:
+    def __init__(self, cone: Cone) -> None:
+        self.view = cone.view
+        self.move: dict[Node, Node] = {}
+        self._bases = {*cone.bases, *cone.aliases}
+        self._numbers: dict[int, int] = {}  # bases that hold one value are one input: so must be their counterparts
+
+    def step(self, node: Node, other: Node) -> bool:
+        """Take in a node that does to its inputs what ``other`` does to the counterparts of these."""
+        if node.target is not other.target and not (node.op == other.op == "get_attr" and node.target == other.target):
+            return False
+        if len(node.args) != len(other.args) or node.kwargs.keys() != other.kwargs.keys():
+            return False
+        if not all(map(self.same, node.args, other.args)):
+            return False
+        if node.kwargs and not all(self.same(value, other.kwargs[name]) for name, value in node.kwargs.items()):
+            return False
+        self.move[node] = other
+        return True
+
+    def same(self, value: Any, other: Any) -> bool:
+        kind = type(value)
+        if kind is not type(other):
+            return False
+        if kind is Node:
+            known = self.move.get(value)
+            return known is other if known is not None else self._side(value, other)
+        if isinstance(value, _LISTS):
+            return len(value) == len(other) and all(map(self.same, value, other))
+        return bool(value == other)
+
+    def _side(self, node: Node, other: Node) -> bool:
+        """Inputs from outside: sizes, what is made of literals, or views up to a base."""
+        if is_symbolic(node.meta.get("val")):
+            return node is other
+        if node in self._bases:
+            return self._base(node, other)
+        return self.view.is_constant(node) == self.view.is_constant(other) and self.step(node, other)
+
+    def _base(self, base: Node, other: Node) -> bool:
+        if self.view.is_constant(other) or peel_table(other) is not other or not self.alike(base, other):
+            return False
+        number, theirs = self.view.number(base), self.view.number(other)
+        if self._numbers.setdefault(number, theirs) != theirs or list(self._numbers.values()).count(theirs) > 1:
+            return False
+        self.move[base] = other
+        return True
+
+    def alike(self, node: Node, other: Node) -> bool:
+        """Are they tensors of one shape and dtype?"""
+        a, b = node.meta.get("val"), other.meta.get("val")
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.dtype != b.dtype:
+            return False
+        return a.shape == b.shape if _is_static(a) and _is_static(b) else self._bound(a) == self._bound(b)
+
+    def _bound(self, value: torch.Tensor) -> tuple[int, ...]:
+        return self.view.binding.shape(value.shape)
+
+
+def _is_static(value: torch.Tensor) -> bool:
+    return not any(map(is_symbolic, value.shape))
