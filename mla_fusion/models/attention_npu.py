@@ -49,7 +49,8 @@ def attend(
         "block_size": kv_cache.shape[1],
         "return_softmax_lse": return_lse,
     }
-    key, key_rope = kv_cache.flatten(2), kr_cache.flatten(2)
+    # squeezed, not viewed: a view of dynamic sizes would read the cache's shape, and GE then keeps a copy of the cache
+    key, key_rope = kv_cache.squeeze(2), kr_cache.squeeze(2)
     if query_lens is None:
         function, (kv_lens,) = _form(seq_lens)
         out, lse = function(

@@ -60,6 +60,54 @@ def test_ge_graph_of_the_layer_is_two_kernels(layer: ModuleType, hook: bool) -> 
     assert [fusion.placement for fusion in lowered.report.fused] == ["in place"]
 
 
+def test_cann_recipes_own_attention_over_nz_caches(layer: ModuleType) -> None:
+    """Its decode layer as it stands there: RoPE in [1, N, T, Dr], PA_NZ caches, viewed in five axes by attention."""
+    mf.offline.activate()
+    import torchair
+    from layer import BLOCK_SIZE, BLOCKS, DR, EPSILON, HCKV, D, N
+
+    class Decode(layer.Attention):
+        def forward(self, x, cos, sin, slots, block_tables, seq_lens, kv_cache, kr_cache):
+            npu = torch.ops.npu
+            c_q, _ = npu.npu_rms_norm(x @ self.w_dq, self.gamma_cq, EPSILON)
+            q_nope, q_pe = (c_q @ self.w_uq_qr).view(-1, N, D + DR).split([D, DR], dim=-1)
+            perms = {"perm_x1": (1, 0, 2), "perm_x2": (0, 1, 2), "perm_y": (1, 0, 2)}
+            query = npu.npu_transpose_batchmatmul(q_nope, self.w_uk, **perms).view(-1, 1, N, HCKV)
+            tables = (cos.view(1, 1, -1, DR), sin.view(1, 1, -1, DR))
+            q_pe = npu.npu_interleave_rope(q_pe.unsqueeze(0).transpose(1, 2), *tables)
+            query_rope = q_pe.view(1, N, -1, DR).transpose(1, 2).view(-1, 1, N, DR)
+            latent = (x @ self.w_dkv_kr).view(-1, 1, 1, HCKV + DR)
+            tables = (cos.view(-1, 1, 1, DR), sin.view(-1, 1, 1, DR))
+            npu.npu_kv_rmsnorm_rope_cache_v2(
+                latent, self.gamma_ckv, *tables, slots, kr_cache, kv_cache, epsilon=EPSILON, cache_mode="PA_NZ"
+            )
+            key = kv_cache.view(BLOCKS, 1, HCKV // 16, BLOCK_SIZE, 16)
+            key_rope = kr_cache.view(BLOCKS, 1, DR // 16, BLOCK_SIZE, 16)
+            context, _ = torchair.ops.npu_fused_infer_attention_score_v2(
+                query,
+                key,
+                key,
+                query_rope=query_rope,
+                key_rope=key_rope,
+                num_query_heads=N,
+                num_key_value_heads=1,
+                softmax_scale=0.07,
+                input_layout="BSND",
+                block_table=block_tables,
+                block_size=BLOCK_SIZE,
+                actual_seq_kvlen=seq_lens,
+            )
+            values = torch.bmm(context.view(-1, N, HCKV).transpose(0, 1), self.w_uv).transpose(0, 1)
+            return values.reshape(x.shape[0], -1) @ self.w_o
+
+    _, arguments = layer.example()
+    lowered = mf.lower(Decode(), *arguments, hook=True)
+    (fusion,) = lowered.report.fused
+    assert (fusion.cache_mode, fusion.placement) == ("PA_NZ", "in place")
+    assert lowered.ge_ops["MlaPrologV3"] == lowered.ge_ops["FusedInferAttentionScore"] == 1
+    assert not {"TensorMove", "Assign", "KvRmsNormRopeCache", "InterleaveRope"} & set(lowered.ge_ops)
+
+
 def test_npugraph_ex_writes_in_place(layer: ModuleType) -> None:
     model, arguments = layer.example()
     lowered = mf.lower(model, *arguments[:5], arguments[5].tolist(), *arguments[6:], mode="npugraph_ex", hook=True)
