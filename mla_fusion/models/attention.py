@@ -50,7 +50,7 @@ def mla_paged_attention(
     are float32 (float64 inputs stay float64, lse too).
 
     Lengths may be tensors or host integers. On an NPU the kernel takes host integers when called eagerly or from
-    captured ACL graphs (a tensor costs a synchronisation) and tensors in torchair's GE graphs.
+    captured ACL graphs (eagerly a tensor costs a synchronisation) and tensors in torchair's GE graphs.
 
     Raises ContractError ``attention.<argument>`` for shapes that do not belong together and, on an NPU, for sizes
     that the kernel has no form for.

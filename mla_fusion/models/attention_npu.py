@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import lt
 from typing import Any
 
 import torch
@@ -39,49 +40,40 @@ def attend(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """out [T, N, 512] and lse [T, N], which is meaningless without ``return_lse``."""
-    _check(query, query_rope, kv_cache, query_lens, mask)
+    _check(query, query_rope, kv_cache, seq_lens, query_lens, mask)
     tokens, heads, latent = query.shape
-    shared: dict[str, Any] = {
-        "block_table": block_tables.to(torch.int32),
-        "num_query_heads": heads,
-        "num_key_value_heads": 1,
-        "softmax_scale": scale,
-        "block_size": kv_cache.shape[1],
-        "return_softmax_lse": return_lse,
-    }
-    # squeezed, not viewed: a view of dynamic sizes would read the cache's shape, and GE then keeps a copy of the cache
-    key, key_rope = kv_cache.squeeze(2), kr_cache.squeeze(2)
+    layout: dict[str, Any]
     if query_lens is None:
-        function, (kv_lens,) = _form(seq_lens)
-        out, lse = function(
-            query.unsqueeze(1).contiguous(),
-            key,
-            key,
-            query_rope=query_rope.unsqueeze(1).contiguous(),
-            key_rope=key_rope,
-            actual_seq_kvlen=kv_lens,
-            input_layout="BSND",
-            **shared,
-        )
+        operator, (kv_lens,) = _form(seq_lens)
+        query, query_rope = query.unsqueeze(1), query_rope.unsqueeze(1)
+        layout = {"input_layout": "BSND"}
     else:
-        function, (kv_lens, q_ends) = _form(seq_lens, _ends(query_lens))
-        out, lse = function(
-            query.contiguous(),
-            key,
-            key,
-            query_rope=query_rope.contiguous(),
-            key_rope=key_rope,
-            actual_seq_qlen=q_ends,
-            actual_seq_kvlen=kv_lens,
-            atten_mask=_forbidden(query.device),
-            sparse_mode=CAUSAL_AT_THE_END,
-            input_layout="TND",
-            **shared,
-        )
+        operator, (kv_lens, ends) = _form(seq_lens, _ends(query_lens))
+        causal = {"sparse_mode": CAUSAL_AT_THE_END, "atten_mask": _forbidden(query.device)}
+        layout = {"input_layout": "TND", "actual_seq_qlen": ends, **causal}
+    # squeezed, not viewed: a view of dynamic sizes would read the cache's shape, and GE then keeps a copy of the cache
+    key = kv_cache.squeeze(2)
+    out, lse = operator(
+        query.contiguous(),
+        key,
+        key,
+        query_rope=query_rope.contiguous(),
+        key_rope=kr_cache.squeeze(2),
+        block_table=block_tables.to(torch.int32),
+        block_size=kv_cache.shape[1],
+        actual_seq_kvlen=kv_lens,
+        num_query_heads=heads,
+        num_key_value_heads=1,
+        softmax_scale=scale,
+        return_softmax_lse=return_lse,
+        **layout,
+    )
     out = out.reshape(tokens, heads, latent)
     if not return_lse:
         return out, lse
-    return _without_empty(out, lse.reshape(tokens, heads), seq_lens, query_lens)
+    lse = lse.reshape(tokens, heads)
+    # of several tokens each sees at least itself
+    return _without_empty(out, lse, seq_lens) if query_lens is None else (out, lse)
 
 
 def _form(*lengths: Tensor | Sequence[int]) -> tuple[Any, list[Any]]:
@@ -109,20 +101,19 @@ def _forbidden(device: torch.device) -> Tensor:
     return torch.ones(CAUSAL_WIDTH, CAUSAL_WIDTH, dtype=torch.bool, device=device).triu(1)
 
 
-def _without_empty(
-    out: Tensor, lse: Tensor, seq_lens: Tensor | Sequence[int], query_lens: Tensor | Sequence[int] | None
-) -> tuple[Tensor, Tensor]:
+def _without_empty(out: Tensor, lse: Tensor, seq_lens: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
     """Sequences of no key as merging expects them: what the kernel leaves there is not documented."""
-    empty = torch.as_tensor(seq_lens, device=out.device) == 0
-    if query_lens is not None:
-        repeats = torch.as_tensor(query_lens, device=out.device)
-        empty = torch.repeat_interleave(empty, repeats, output_size=out.shape[0])
-    empty = empty.unsqueeze(1)
+    empty = (torch.as_tensor(seq_lens, device=out.device) == 0).unsqueeze(1)
     return out.masked_fill(empty.unsqueeze(2), 0), lse.masked_fill(empty, float("-inf"))
 
 
 def _check(
-    query: Tensor, query_rope: Tensor, kv_cache: Tensor, query_lens: Tensor | Sequence[int] | None, mask: Tensor | None
+    query: Tensor,
+    query_rope: Tensor,
+    kv_cache: Tensor,
+    seq_lens: Tensor | Sequence[int],
+    query_lens: Tensor | Sequence[int] | None,
+    mask: Tensor | None,
 ) -> None:
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise ContractError("attention.query", "query", "bfloat16 or float16 on an NPU", str(query.dtype))
@@ -140,10 +131,11 @@ def _check(
         raise ContractError("attention.query", "query", f"{LATENT} columns on an NPU", str(query.shape[2]))
     if mask is not None:
         raise ContractError("attention.mask", "mask", "None on an NPU: the kernel masks MLA by lengths", "a tensor")
-    if query_lens is not None and not isinstance(query_lens, Tensor) and max(query_lens, default=0) > MOST_QUERIES:
-        raise ContractError(
-            "attention.query_lens",
-            "query_lens",
-            f"at most {MOST_QUERIES} tokens a sequence on an NPU (longer prompts: expand the latents)",
-            str(max(query_lens)),
-        )
+    if query_lens is None or isinstance(query_lens, Tensor):
+        return
+    if max(query_lens, default=0) > MOST_QUERIES:
+        longest = f"at most {MOST_QUERIES} tokens a sequence on an NPU (longer prompts: expand the latents)"
+        raise ContractError("attention.query_lens", "query_lens", longest, str(max(query_lens)))
+    if not isinstance(seq_lens, Tensor) and any(map(lt, seq_lens, query_lens)):
+        enough = f"at least the new tokens {list(query_lens)} on an NPU"
+        raise ContractError("attention.seq_lens", "seq_lens", enough, str(list(seq_lens)))

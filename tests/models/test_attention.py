@@ -393,16 +393,18 @@ class TestOnNpu:
         assert (out.shape, out.dtype) == ((4, 16, 512), torch.bfloat16)
         assert (lse.shape, lse.dtype) == ((4, 16), torch.float32)
 
-    def test_several_tokens_a_sequence(self) -> None:
-        def ragged(*given: Tensor) -> tuple[Tensor, Tensor]:
+    @pytest.mark.parametrize("return_lse", [False, True])
+    def test_several_tokens_a_sequence(self, return_lse: bool) -> None:
+        def ragged(*given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
             *rest, query_lens = given
-            return mla_paged_attention(*rest, scale=SCALE, query_lens=query_lens, return_lse=False)
+            return mla_paged_attention(*rest, scale=SCALE, query_lens=query_lens, return_lse=return_lse)
 
         lowered = mf.lower(ragged, *on_npu(tokens=9), meta(4, dtype=torch.int64), meta(4, dtype=torch.int64))
         attributes = kernel(lowered).attr
         assert (attributes["input_layout"].s, attributes["sparse_mode"].i) == (b"TND", 3)
         assert lowered.ge_ops["Cumsum"] == 1
-        assert [node.meta["val"].shape for node in output_of(lowered.fx_before)] == [(9, 16, 512)]
+        shapes = [node.meta["val"].shape for node in output_of(lowered.fx_before)]
+        assert shapes == [(9, 16, 512), (9, 16)][: 1 + return_lse]
 
     def test_several_tokens_with_host_lengths_and_lse(self) -> None:
         def ragged(*given: Tensor) -> tuple[Tensor, Tensor]:
@@ -427,6 +429,7 @@ class TestOnNpu:
                 {"query_lens": [17, 1, 1, 1]},
                 "attention.query_lens",
             ),
+            ({}, {"query_lens": [1, 2, 0, 1]}, "attention.seq_lens"),
         ],
     )
     def test_what_the_kernel_has_no_form_for(self, changed: dict, options: dict, code: str) -> None:
