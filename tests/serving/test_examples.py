@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -26,10 +27,10 @@ SAID = {
 
 
 @pytest.fixture
-def layer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.delitem(sys.modules, "layer", raising=False)
-    return import_module("layer")
+    yield import_module("layer")
+    del sys.modules["layer"]
 
 
 def test_every_example_is_listed() -> None:
