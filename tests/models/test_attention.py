@@ -137,6 +137,16 @@ class TestReference:
         assert torch.equal(bits(out), bits(exact.to(dtype)))
         assert torch.equal(lse, exact_lse)
 
+    def test_tables_of_other_systems(self) -> None:
+        """FlashInfer's triple names the same pages, only those in use."""
+        paged = Paged()
+        query, query_rope = paged.queries(4)
+        ours = mf.paging.PageTable.from_block_table(paged.tables, torch.tensor(LENGTHS), BLOCK)
+        theirs = mf.paging.PageTable.from_flashinfer(*ours.to_flashinfer(), BLOCK)
+        tables, lengths = theirs.to_block_table()
+        found = paged.attend(query, query_rope, block_tables=tables, seq_lens=lengths)
+        assert torch.equal(found, paged.attend(query, query_rope))
+
     def test_host_lengths_are_the_same(self) -> None:
         paged = Paged()
         query, query_rope = paged.queries(4)
