@@ -83,8 +83,9 @@ def absorbed_attention(
 
     context = torch.bmm(weights.view(batch, heads * length, -1), c_kv).view(batch, heads, length, dims.rank)
     context = context.transpose(0, 1).reshape(heads, batch * length, dims.rank)
-    output = torch.bmm(context, w_uv.transpose(1, 2)).view(heads, batch, length, dims.value)
-    return output.permute(1, 2, 0, 3), weights
+    # W_uv on the left: as rows it is read as it lies, transposed it would be copied element by element.
+    output = torch.bmm(w_uv, context.transpose(1, 2)).view(heads, dims.value, batch, length)
+    return output.permute(2, 3, 0, 1), weights
 
 
 def masked(scores: Tensor, mask: Tensor) -> Tensor:

@@ -67,13 +67,10 @@ def examine(module: nn.Module) -> LatentForm | Refusal:
     implementation = getattr(module.config, "_attn_implementation", None)
     if implementation not in IMPLEMENTATIONS:
         return Refusal("attention.implementation", f"attn_implementation is {implementation!r}, sdpa or eager needed")
-    refusal = Refusal("kv_up.absent", "no projection gives what expand_kv gives")
-    for name, rank, rope in candidates:
-        found = _probe(module, expand, name, rank, rope)
-        if isinstance(found, LatentForm):
-            return found
-        refusal = found
-    return refusal
+    answers = [_probe(module, expand, name, rank, rope) for name, rank, rope in candidates]
+    forms = [answer for answer in answers if isinstance(answer, LatentForm)]
+    # A triple whose widths fit by chance says no more than that it is none.
+    return min(forms or answers, key=lambda answer: isinstance(answer, Refusal) and answer.code == "kv_up.differs")
 
 
 def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -97,7 +94,7 @@ def _latents(module: nn.Module, projections: dict[str, nn.Module]) -> Iterator[t
             continue
         for down in projections.values():
             rope = _width(down, 0) - rank
-            if down is not up and rope > 0 and _width(down, 1) != rank:
+            if down is not up and rope > 0:
                 yield name, rank, rope
 
 

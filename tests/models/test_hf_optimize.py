@@ -1,0 +1,367 @@
+"""optimize(): the same tokens from absorbed attention over paged latents, and back again."""
+
+from __future__ import annotations
+
+import copy
+import json
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mla_fusion.models import hf
+from mla_fusion.models.latent_attention import LatentDims, absorbed_attention
+
+from .hf_models import BASE, KERNEL, MODELS, build, prompt
+
+GREEDY: dict[str, Any] = dict(do_sample=False, return_dict_in_generate=True, output_logits=True)
+LATENT = 512 + 64
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+LONG = ("deepseek_v2", "deepseek_v3", "longcat_flash", "glm4_moe_lite", "minicpm3", "deepseek_v32")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_the_same(name: str) -> None:
+    """64 (others: 16) new tokens in float32 with left padding; logits within 1e-4 of the original's."""
+    model, inputs = build(name), prompt()
+    tokens = 64 if name in LONG else 16
+    before = model.generate(**inputs, max_new_tokens=tokens, **GREEDY)
+    summary = hf.optimize(model)
+    assert summary.converted and not summary.skipped, str(summary)
+    after = model.generate(**inputs, max_new_tokens=tokens, **GREEDY)
+    assert isinstance(after.past_key_values, hf.MlaPagedCache)
+    assert torch.equal(after.sequences, before.sequences)
+    assert max(error(a, b) for a, b in zip(after.logits, before.logits, strict=True)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "longcat_flash"])
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_caches_that_generate_is_asked_for(name: str, cache: str) -> None:
+    model, inputs = build(name), prompt()
+    before = model.generate(**inputs, max_new_tokens=16, cache_implementation=cache, **GREEDY)
+    hf.optimize(model, block_size=16)
+    after = model.generate(**inputs, max_new_tokens=16, cache_implementation=cache, **GREEDY)
+    assert torch.equal(after.sequences, before.sequences)
+    assert isinstance(after.past_key_values, hf.MlaPagedCache)
+    assert after.past_key_values.max_cache_len == (24 if cache == "static" else -1)
+
+
+@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
+def test_caches_of_transformers_go_on_working(kind: str) -> None:
+    import transformers
+
+    model, inputs = build("deepseek_v3"), prompt()
+    before = model.generate(**inputs, max_new_tokens=12, **GREEDY)
+    hf.optimize(model)
+    options = {"max_cache_len": 32} if kind == "StaticCache" else {}
+    cache = getattr(transformers, kind)(config=model.config, **options)
+    after = model.generate(**inputs, max_new_tokens=12, past_key_values=cache, **GREEDY)
+    assert after.past_key_values is cache
+    assert torch.equal(after.sequences, before.sequences)
+
+
+def test_the_paged_cache_serves_a_model_that_is_not_optimised() -> None:
+    model, inputs = build("deepseek_v3"), prompt()
+    before = model.generate(**inputs, max_new_tokens=12, **GREEDY)
+    cache = hf.MlaPagedCache(model, block_size=16)
+    after = model.generate(**inputs, max_new_tokens=12, past_key_values=cache, **GREEDY)
+    assert torch.equal(after.sequences, before.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(after.logits, before.logits, strict=True))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2_lite"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "temperature": 0.8, "top_k": 20},
+        {"num_beams": 3, "do_sample": False, "num_return_sequences": 2},
+        {"num_beams": 3, "do_sample": False, "cache_implementation": "static"},
+        {"do_sample": False, "use_cache": False},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"do_sample": False, "prompt_lookup_num_tokens": 3, "batch": 1},
+    ],
+    ids=["sampled", "beams", "beams_static", "no_cache", "several", "prompt_lookup"],
+)
+def test_every_way_to_generate(name: str, options: dict[str, Any]) -> None:
+    model = build(name)
+    options = dict(options)
+    inputs = prompt(batch=options.pop("batch", 2), padded=0 if "prompt_lookup_num_tokens" in options else 4)
+
+    def run() -> torch.Tensor:
+        torch.manual_seed(7)
+        return model.generate(**inputs, max_new_tokens=24, **options)
+
+    before = run()
+    hf.optimize(model, block_size=16)
+    assert torch.equal(run(), before)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["deepseek_v3_yarn", "longcat_flash", "deepseek_v32"])
+def test_chunked_prefill(name: str, attention: str) -> None:
+    """Several new tokens over a past, few (absorbed) and many (expanded), under sdpa and eager masks."""
+    from transformers import DynamicCache
+
+    model, inputs = build(name, attention=attention), prompt(length=40)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+
+    def chunks(cache: Any) -> torch.Tensor:
+        with torch.no_grad():
+            parts = [
+                model(input_ids=ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits
+                for a, b in [(0, 30), (30, 32), (32, 35), (35, 40)]
+            ]
+        return torch.cat(parts, 1)[mask == 1]
+
+    before = chunks(DynamicCache(config=model.config))
+    hf.optimize(model)
+    assert error(chunks(hf.MlaPagedCache(model, block_size=16)), before) < 1e-4
+
+
+def test_the_cheaper_form_is_chosen() -> None:
+    v3 = LatentDims(rank=512, rope=64, nope=128, value=128)
+    assert v3.absorbs(1, 1) and v3.absorbs(1, 10**6)
+    assert v3.absorbs(150, 10**6) and not v3.absorbs(200, 10**6)
+    assert not any(v3.absorbs(length, length) for length in (2, 64, 4096))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_rounded_models_stay_as_near_to_float32(dtype: torch.dtype, attention: str) -> None:
+    """Relative L2 error of 24 decode steps' logits against the float32 run, at most 1.1 of the original's."""
+    exact = build("deepseek_v3", KERNEL | {"num_attention_heads": 4, "num_key_value_heads": 4})
+    ids = prompt(batch=4, length=32, padded=0)["input_ids"]
+
+    def steps(model: Any) -> torch.Tensor:
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(input_ids=ids[:, :8], past_key_values=cache)
+            logits = [model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(8, 32)]
+        return torch.cat(logits, 1)
+
+    wanted = steps(exact)
+    model = build("deepseek_v3", KERNEL | {"num_attention_heads": 4, "num_key_value_heads": 4}, attention=attention)
+    model = model.to(dtype)
+    original = error(steps(model), wanted)
+    hf.optimize(model)
+    assert error(steps(model), wanted) <= 1.1 * original
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": 512},
+        {"kv_lora_rank": 48, "q_lora_rank": 48},
+        {"kv_lora_rank": 64, "q_lora_rank": 128, "hidden_size": 128, "qk_nope_head_dim": 64, "v_head_dim": 64},
+        {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "q_lora_rank": 48},
+    ],
+    ids=["hidden_is_rank", "equal_ranks", "powers_of_two", "q_rank_is_latent_and_rope"],
+)
+def test_roles_are_told_apart_where_widths_coincide(changes: dict[str, Any]) -> None:
+    model, inputs = build("deepseek_v3", changes), prompt()
+    before = model.generate(**inputs, max_new_tokens=8, **GREEDY)
+    assert len(hf.optimize(model).converted) == 2
+    assert torch.equal(model.generate(**inputs, max_new_tokens=8, **GREEDY).sequences, before.sequences)
+
+
+def test_revert_restores_everything() -> None:
+    model, inputs = build("longcat_flash"), prompt()
+    with torch.no_grad():
+        before = model(**inputs).logits
+        generated = model.generate(**inputs, max_new_tokens=8, **GREEDY)
+        held = [dict(vars(module)) for module in model.modules()]
+        parameters = dict(model.named_parameters())
+        hf.optimize(model)
+        assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+        model.generate(**inputs, max_new_tokens=8, cache_implementation="static")
+        hf.revert(model)
+        after = model(**inputs).logits
+        again = model.generate(**inputs, max_new_tokens=8, **GREEDY)
+    for module, attributes in zip(model.modules(), held, strict=True):
+        assert vars(module).keys() == attributes.keys()
+        assert all(vars(module)[name] is value for name, value in attributes.items() if name != "generation_config")
+    assert torch.equal(after, before)
+    assert all(torch.equal(a, b) for a, b in zip(again.logits, generated.logits, strict=True))
+    assert not isinstance(again.past_key_values, hf.MlaPagedCache)
+    with pytest.raises(hf.OptimizeError, match=r"\[model.state\]"):
+        hf.revert(model)
+
+
+def test_an_optimised_model_is_still_a_module() -> None:
+    """Copied, saved and trained: the same parameters under the same names, gradients through absorbed steps."""
+    model, inputs = build("deepseek_v3"), prompt()
+    names = list(model.state_dict())
+    hf.optimize(model)
+    assert list(model.state_dict()) == names
+    again = copy.deepcopy(model)
+    assert again.model.layers[0].self_attn.forward.__self__ is again.model.layers[0].self_attn
+    with torch.no_grad():
+        again.model.layers[0].self_attn.kv_b_proj.weight.zero_()
+        assert not torch.equal(again(**inputs).logits, model(**inputs).logits)
+    assert hf.optimize(model) is hf.optimize(model)
+
+    model.requires_grad_(True)
+    model(**inputs).logits.square().mean().backward()
+    gradient = model.model.layers[0].self_attn.kv_b_proj.weight.grad
+    assert gradient is not None and bool(gradient.abs().sum() > 0)
+
+
+def test_attentions_are_returned_where_eager_returns_them() -> None:
+    model = build("deepseek_v3", attention="eager")
+    ids = prompt(padded=0)["input_ids"]
+
+    def weights() -> torch.Tensor:
+        with torch.no_grad():
+            cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+            return model(input_ids=ids[:, -1:], past_key_values=cache, output_attentions=True).attentions[1]
+
+    before = weights()
+    hf.optimize(model)
+    torch.testing.assert_close(weights(), before, rtol=1e-4, atol=1e-5)
+
+
+# -- what is left alone, and why
+
+
+def kv_bias(model: Any) -> None:
+    up = model.model.layers[0].self_attn.kv_b_proj
+    up.bias = nn.Parameter(torch.zeros(up.out_features))
+
+
+def int8_weight(model: Any) -> None:
+    up = model.model.layers[0].self_attn.kv_b_proj
+    up.weight = nn.Parameter(up.weight.to(torch.int8), requires_grad=False)
+
+
+def other_keys(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    kind = type(attention)
+
+    def expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> Any:
+        keys, values = kind.expand_kv(self, kv_nope, k_rot)
+        return keys.roll(k_rot.shape[-1], -1), values
+
+    attention.__class__ = type("Other", (kind,), {"expand_kv": expand_kv})
+
+
+def no_latent_norm(model: Any) -> None:
+    model.model.layers[0].self_attn.kv_a_layernorm = nn.Identity()
+
+
+def replaced_forward(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.forward = MethodType(type(attention).forward, attention)
+
+
+def flash(model: Any) -> None:
+    model.config._attn_implementation = "flash_attention_2"
+
+
+def keys_and_values(model: Any) -> None:
+    kind = type(model.model.layers[0].self_attn)
+    body = {name: value for name, value in vars(nn.Module).items() if name == "__call__"}
+    other = type("Old", (nn.Module,), body | {"__init__": kind.__init__, "forward": kind.forward})
+    attention = model.model.layers[0].self_attn
+    attention.__class__ = other
+
+
+REFUSED = {
+    "kv_up.bias": (kv_bias, 1),
+    "kv_up.weight": (int8_weight, 1),
+    "kv_up.differs": (other_keys, 1),
+    "kv_up.absent": (no_latent_norm, 1),
+    "forward.unknown": (replaced_forward, 1),
+    "attention.implementation": (flash, 2),
+    "cache.expanded": (keys_and_values, 1),
+}
+
+
+@pytest.mark.parametrize("code", REFUSED)
+def test_what_does_not_fit_is_left_alone(code: str) -> None:
+    change, count = REFUSED[code]
+    model = build("deepseek_v2_lite" if change is no_latent_norm else "deepseek_v3")
+    change(model)
+    before = [dict(vars(module)) for module in model.modules()]
+    summary = hf.optimize(model)
+    assert [item.code for item in summary.skipped] == [code] * count
+    assert summary.skipped[0].name == "model.layers.0.self_attn" and summary.skipped[0].message
+    left = model.model.layers[0].self_attn
+    assert vars(left).keys() == next(
+        held.keys() for module, held in zip(model.modules(), before, strict=True) if module is left
+    )
+    assert len(summary.converted) == 2 - count
+
+
+def test_a_model_without_latents_is_left_alone() -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(**{key: BASE[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")})
+    model = transformers.LlamaForCausalLM(config)
+    summary = hf.optimize(model)
+    assert [item.code for item in summary.skipped] == ["attention.not_mla"] * 2 and not summary.converted
+    assert "_prepare_cache_for_generation" not in vars(model)
+    with pytest.raises(hf.OptimizeError, match=r"\[cache.kind\]"):
+        hf.MlaPagedCache(model)
+
+
+def test_no_rotated_key_is_a_reason() -> None:
+    model = build("deepseek_v3")
+    attention = model.model.layers[0].self_attn
+    attention.kv_a_proj_with_mqa = nn.Linear(64, 512, bias=False)
+    attention.qk_rope_head_dim = 0
+    assert hf.optimize(model).skipped[0].code == "rope.absent"
+
+
+def test_another_attention_chosen_afterwards_is_refused() -> None:
+    model = build("deepseek_v3")
+    hf.optimize(model)
+    attention = model.model.layers[0].self_attn
+    attention.config = copy.copy(attention.config)
+    attention.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(hf.OptimizeError, match=r"\[attention.implementation\]"):
+        model(**prompt())
+
+
+def test_a_mask_of_another_kind_is_refused() -> None:
+    dims = LatentDims(rank=8, rope=4, nope=4, value=4)
+    q_nope, q_pe = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4)
+    latents = torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 4)
+    with pytest.raises(hf.OptimizeError, match=r"\[attention.mask\]"):
+        absorbed_attention(q_nope, q_pe, *latents, torch.zeros(16, 8), dims, scaling=1.0, mask=torch.ones(1, 3))
+
+
+# -- the summary
+
+
+def test_summary_of_kernel_dims() -> None:
+    model = build("deepseek_v3", KERNEL, dtype=torch.bfloat16)
+    summary = hf.optimize(model)
+    assert summary.fusable == 3
+    assert summary.bytes_per_token == 3 * LATENT * 2
+    assert summary.expanded_bytes_per_token == 3 * 8 * (192 + 128) * 2
+    data = json.loads(summary.to_json())
+    assert data["bytes_per_token"] == summary.bytes_per_token and len(data["converted"]) == 3
+    assert "optimized 3 of 3 attentions" in str(summary) and "fusable in bfloat16" in str(summary)
+
+
+@pytest.mark.parametrize(
+    "name, changes, objection",
+    [
+        ("deepseek_v2_lite", {}, "q_lora.absent"),
+        ("deepseek_v3_bias", {}, "linear.bias"),
+        ("deepseek_v3", {"hidden_size": 1152}, "dims.he"),
+    ],
+)
+def test_absorbed_but_not_for_the_kernel(name: str, changes: dict[str, Any], objection: str) -> None:
+    summary = hf.optimize(build(name, changes))
+    assert summary.fusable == 0
+    assert {item.kernel.partition(":")[0] for item in summary.converted} == {objection}

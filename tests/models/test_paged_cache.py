@@ -1,0 +1,215 @@
+"""MlaPagedCache beside the dynamic cache of transformers: the same tokens after the same operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import mla_fusion as mf
+from mla_fusion.models import hf
+
+R, DR, LAYERS, BLOCK = 32, 8, 2, 16
+
+
+def config() -> Any:
+    mf.offline.activate()
+    from transformers import DeepseekV3Config
+
+    return DeepseekV3Config(
+        num_hidden_layers=LAYERS, hidden_size=32, kv_lora_rank=R, qk_rope_head_dim=DR, num_attention_heads=2
+    )
+
+
+class Pair:
+    """One sequence of operations on both caches; what they hold is compared after each."""
+
+    def __init__(self, max_cache_len: int | None, batch: int = 3) -> None:
+        from transformers import DynamicCache
+
+        self.generator = torch.Generator().manual_seed(0)
+        self.paged = hf.MlaPagedCache(config(), max_cache_len=max_cache_len, block_size=BLOCK)
+        self.plain = DynamicCache(config=config())
+        self.batch = batch
+
+    def update(self, tokens: int) -> None:
+        for layer in range(LAYERS):
+            states = [torch.randn(self.batch, 1, tokens, width, generator=self.generator) for width in (R, DR)]
+            found, wanted = (cache.update(*states, layer) for cache in (self.paged, self.plain))
+            for a, b in zip(found, wanted, strict=True):
+                assert torch.equal(a[:, :, : b.shape[2]], b)
+
+    def both(self, name: str, *arguments: Any) -> None:
+        for cache in (self.paged, self.plain):
+            getattr(cache, name)(*arguments)
+        self.check()
+
+    def check(self) -> None:
+        assert int(self.paged.get_seq_length()) == self.plain.get_seq_length()
+        for mine, other in zip(self.paged.paged_layers, self.plain.layers, strict=True):
+            for a, b in zip(mine.rows(), (other.keys, other.values), strict=True):
+                assert torch.equal(a, b)
+
+
+@pytest.fixture(params=[None, 200], ids=["growing", "static"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    return Pair(request.param)
+
+
+def test_prefill_and_steps(pair: Pair) -> None:
+    for tokens in (5, 1, 1, 30, 1, 70, 1):
+        pair.update(tokens)
+    pair.check()
+    cache = pair.paged
+    assert cache.bytes_per_token == LAYERS * (R + DR) * 4
+    assert [list(pool.shape[1:]) for pool in (cache.layers[0].kv_cache, cache.layers[0].kr_cache)] == [
+        [BLOCK, 1, R],
+        [BLOCK, 1, DR],
+    ]
+
+
+@pytest.mark.parametrize("held", [3, 16, 40])
+def test_beams_share_full_blocks(pair: Pair, held: int) -> None:
+    pair.update(held)
+    for beams in ([2, 2, 0], [1, 0, 0], [0, 1, 2]):
+        pair.both("reorder_cache", torch.tensor(beams))
+        pair.update(1)
+        pair.check()
+    homes = torch.arange(pair.paged.block_tables.numel()).view_as(pair.paged.block_tables)
+    full = held // BLOCK
+    assert torch.equal(pair.paged.block_tables[:, :full], homes[[2, 2, 2], :full] if full else homes[:, :0])
+
+
+def test_crop_after_beams(pair: Pair) -> None:
+    """A block that is shared, full and then cropped into belongs to each sequence again."""
+    pair.update(40)
+    pair.both("reorder_cache", torch.tensor([2, 2, 0]))
+    pair.both("crop", -13)
+    pair.update(3)
+    pair.check()
+    pair.both("crop", 0)
+    pair.both("crop", -1)
+    pair.update(30)
+    pair.check()
+
+
+def test_sequences_repeated_and_selected(pair: Pair) -> None:
+    pair.update(20)
+    pair.both("reorder_cache", torch.tensor([1, 1, 2]))
+    pair.both("batch_repeat_interleave", 2)
+    pair.batch = 6
+    pair.update(15)
+    pair.both("batch_select_indices", torch.tensor([4, 1]))
+    pair.batch = 2
+    pair.update(2)
+    pair.check()
+    for cache in (pair.paged, pair.plain):
+        cache.batch_select_indices(torch.tensor([False, True]) if cache is pair.paged else torch.tensor([1]))
+    pair.check()
+
+
+def test_random_operations(pair: Pair) -> None:
+    generator = torch.Generator().manual_seed(5)
+    pair.update(7)
+    for _ in range(40):
+        choice = int(torch.randint(0, 4, (), generator=generator))
+        held = pair.plain.get_seq_length()
+        if choice == 0:
+            pair.both("reorder_cache", torch.randint(0, 3, (3,), generator=generator))
+        elif choice == 1 and held > 20:
+            pair.both("crop", -int(torch.randint(1, 20, (), generator=generator)))
+        elif held < 180:
+            pair.update(int(torch.randint(1, 20, (), generator=generator)))
+    pair.check()
+
+
+def test_reset_and_again(pair: Pair) -> None:
+    pair.update(20)
+    pair.both("reorder_cache", torch.tensor([1, 1, 2]))
+    pools = [layer.kv_cache for layer in pair.paged.paged_layers]
+    pair.paged.reset()
+    pair.plain.reset()
+    assert int(pair.paged.get_seq_length()) == 0
+    pair.update(18)
+    pair.check()
+    same = [layer.kv_cache is pool for layer, pool in zip(pair.paged.paged_layers, pools, strict=True)]
+    assert all(same) if pair.paged.is_compileable else not any(same)
+
+
+def test_state_is_saved_and_restored(pair: Pair) -> None:
+    pair.update(37)
+    pair.both("reorder_cache", torch.tensor([2, 0, 0]))
+    state = pair.paged.state_dict()
+    assert state["layers"][0][0].shape == (3, 1, 37, R)
+    for limit in (None, 64):
+        again = hf.MlaPagedCache(config(), max_cache_len=limit, block_size=32)
+        again.load_state_dict(state)
+        pair.paged = again
+        pair.check()
+    with pytest.raises(hf.OptimizeError, match=r"\[cache.full\]"):
+        hf.MlaPagedCache(config(), max_cache_len=36).load_state_dict(state)
+    with pytest.raises(hf.OptimizeError, match=r"\[cache.state\]"):
+        hf.MlaPagedCache(config()).load_state_dict(state | {"layers": state["layers"][:1]})
+    mixed = [state["layers"][0], tuple(rows[:, :, :5] for rows in state["layers"][1])]
+    with pytest.raises(hf.OptimizeError, match=r"\[cache.state\]"):
+        hf.MlaPagedCache(config()).load_state_dict(state | {"layers": mixed})
+
+
+def test_a_full_cache_says_so() -> None:
+    pair = Pair(20)
+    pair.update(18)
+    with pytest.raises(hf.OptimizeError, match=r"\[cache.full\] the cache holds 18 of 20 tokens .* 3 more"):
+        pair.update(3)
+    pair.check()
+    pair.update(2)
+    pair.check()
+
+
+def test_limits_of_both_kinds() -> None:
+    growing, fixed = Pair(None), Pair(20)
+    assert (growing.paged.max_cache_len, fixed.paged.max_cache_len) == (-1, 20)
+    assert (growing.paged.get_max_length(), fixed.paged.get_max_length()) == (-1, 20)
+    assert (growing.paged.is_compileable, fixed.paged.is_compileable) == (False, True)
+    for pair, size in ((growing, 8), (fixed, 20)):
+        pair.update(5)
+        assert pair.paged.get_mask_sizes(3, 0) == (size, 0)
+        assert pair.paged.batch_size == 3 and pair.paged.is_initialized
+
+
+def test_reading_needs_no_copy_until_blocks_are_shared() -> None:
+    pair = Pair(64)
+    pair.update(20)
+    layer = pair.paged.paged_layers[0]
+    assert layer.read(layer.kv_cache).data_ptr() == layer.kv_cache.data_ptr()
+    pair.both("reorder_cache", torch.tensor([1, 1, 2]))
+    assert layer.read(layer.kv_cache).data_ptr() != layer.kv_cache.data_ptr()
+    pair.both("crop", -1)
+    assert layer.read(layer.kv_cache).data_ptr() == layer.kv_cache.data_ptr()
+
+
+def test_initialised_ahead() -> None:
+    cache = hf.MlaPagedCache(config(), max_cache_len=32, block_size=BLOCK)
+    cache.early_initialization(2, 1, R, torch.float32, torch.device("cpu"))
+    assert cache.is_initialized and cache.get_seq_length() == 0
+    for layer in cache.paged_layers:
+        assert layer.kv_cache.shape == (4, BLOCK, 1, R) and layer.kr_cache.shape == (4, BLOCK, 1, DR)
+
+
+@pytest.mark.parametrize("size", [0, 8, 24, 2048])
+def test_block_sizes_of_the_kernel(size: int) -> None:
+    with pytest.raises(ValueError, match="multiple of 16"):
+        hf.MlaPagedCache(config(), block_size=size)
+
+
+def test_what_is_no_latent_is_refused() -> None:
+    cache = hf.MlaPagedCache(config())
+    with pytest.raises(hf.OptimizeError, match=r"\[cache.kind\] layer 0 caches 4 heads"):
+        cache.update(torch.zeros(2, 4, 1, R), torch.zeros(2, 4, 1, DR), 0)
+    cache.update(torch.zeros(2, 1, 1, R), torch.zeros(2, 1, 1, DR), 0)
+    with pytest.raises(hf.OptimizeError, match=r"\[cache.kind\] the cache holds 2 sequences, got 3"):
+        cache.update(torch.zeros(3, 1, 1, R), torch.zeros(3, 1, 1, DR), 0)
+    with pytest.raises(ValueError, match="negative"):
+        cache.crop(3)
+    with pytest.raises(ValueError, match="positive"):
+        hf.MlaPagedCache(config(), max_cache_len=0)
