@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
+from mla_fusion.inspect import ge_fused_operators
 from mla_fusion.inspect.dumps import Operator, dtypes
 from mla_fusion.inspect.ge_values import Constant, Unmapped
 
@@ -59,6 +60,8 @@ def _extreme(target: Any) -> Convert:
 
 
 def _pow(r: Rebuilder, op: Operator) -> Sequence[Any]:
+    if isinstance(r.argument(op, 0), Constant):
+        return [r.call(aten.pow.Scalar, r.number(op, 0), r.node(op, 1))]
     exponent = r.number(op, 1)
     whole = int(exponent) if float(exponent).is_integer() else exponent
     return [r.call(aten.pow.Tensor_Scalar, r.node(op, 0), whole)]
@@ -78,6 +81,28 @@ def _cast(r: Rebuilder, op: Operator) -> Sequence[Any]:
     return [r.call(aten._to_copy.default, source, dtype=dtype)]
 
 
+def _clip(r: Rebuilder, op: Operator) -> Sequence[Any]:
+    return [r.call(aten.clamp.default, r.node(op, 0), r.number(op, 1), r.number(op, 2))]
+
+
+def _floor_divide(r: Rebuilder, op: Operator) -> Sequence[Any]:
+    return [r.call(aten.div.Tensor_mode, r.node(op, 0), r.number(op, 1), rounding_mode="floor")]
+
+
+def _by_number(r: Rebuilder, op: Operator) -> Sequence[Any]:
+    target = aten.mul.Tensor if op.type == "Muls" else aten.add.Tensor
+    return [r.call(target, r.node(op, 0), op.attributes["value"])]
+
+
+def _complex(r: Rebuilder, op: Operator) -> Sequence[Any]:
+    return [r.call(aten.complex.default, r.node(op, 0), r.node(op, 1))]
+
+
+def _part(index: int) -> Convert:
+    """Real or imaginary part."""
+    return lambda r, op: [r.call(aten.select.int, r.call(aten.view_as_real.default, r.node(op, 0)), -1, index)]
+
+
 # -- reductions and products
 
 
@@ -86,6 +111,13 @@ def _reduce(target: Any) -> Convert:
         return [r.call(target, r.node(op, 0), r.numbers(op, 1), bool(op.attributes.get("keep_dims", False)))]
 
     return converter
+
+
+def _norm(r: Rebuilder, op: Operator) -> Sequence[Any]:
+    axes, keep = list(op.attributes["axes"]), bool(op.attributes.get("keepdim", False))
+    if op.attributes.get("epsilon"):
+        raise Unmapped
+    return [r.call(aten.linalg_vector_norm.default, r.node(op, 0), op.attributes.get("p", 2.0), axes, keep)]
 
 
 def _matmul(first: str, second: str) -> Convert:
@@ -218,6 +250,32 @@ def _strided_slice(r: Rebuilder, op: Operator) -> Sequence[Any]:
     return [found]
 
 
+def _strided_slice_v1(r: Rebuilder, op: Operator) -> Sequence[Any]:
+    """TensorFlow's: bit i of a mask says that the i-th begin or end does not count, or that its axis is dropped."""
+    if op.attributes.get("ellipsis_mask") or op.attributes.get("new_axis_mask"):
+        raise Unmapped
+    begins, ends, steps = (r.numbers(op, place) for place in (1, 2, 3))
+    masks = {name: int(op.attributes.get(f"{name}_mask", 0)) for name in ("begin", "end", "shrink_axis")}
+    found = r.node(op, 0)
+    dropped = [axis for axis in range(len(begins)) if masks["shrink_axis"] >> axis & 1]
+    for axis, (begin, end, step) in enumerate(zip(begins, ends, steps, strict=True)):
+        begin = 0 if masks["begin"] >> axis & 1 else begin
+        end = 2**63 - 1 if masks["end"] >> axis & 1 or (isinstance(end, int) and end >= _END) else end
+        if axis not in dropped and (begin, end, step) != (0, 2**63 - 1, 1):
+            found = r.view(aten.slice.Tensor, found, axis, begin, end, step)
+    for axis in reversed(dropped):
+        found = r.view(aten.select.int, found, axis, begins[axis])
+    return [found]
+
+
+def _repeat_interleave(r: Rebuilder, op: Operator) -> Sequence[Any]:
+    return [r.call(aten.repeat_interleave.self_int, r.node(op, 0), r.number(op, 1), op.attributes["axis"])]
+
+
+def _tile(r: Rebuilder, op: Operator) -> Sequence[Any]:
+    return [r.call(aten.repeat.default, r.node(op, 0), r.numbers(op, 1))]
+
+
 def _broadcast(r: Rebuilder, op: Operator) -> Sequence[Any]:
     return [r.call(aten.expand.default, r.node(op, 0), r.numbers(op, 1))]
 
@@ -237,12 +295,29 @@ def _shape(r: Rebuilder, op: Operator) -> Sequence[Any]:
     return [Constant(sizes, (len(sizes),), "int64")]
 
 
+def _range(r: Rebuilder, op: Operator) -> Sequence[Any]:
+    start, stop, step = (r.number(op, place) for place in range(3))
+    first = r.argument(op, 0)
+    dtype = getattr(torch, first.dtype, None) if isinstance(first, Constant) else None
+    return [r.call(aten.arange.start_step, start, stop, step, dtype=dtype, device=torch.device("cpu"))]
+
+
+def _fill(r: Rebuilder, op: Operator) -> Sequence[Any]:
+    value = r.argument(op, 1)
+    dtype = getattr(torch, value.dtype, None) if isinstance(value, Constant) else None
+    if dtype is None:
+        raise Unmapped
+    return [r.call(aten.full.default, r.numbers(op, 0), r.number(op, 1), dtype=dtype, device=torch.device("cpu"))]
+
+
 def _gather(r: Rebuilder, op: Operator) -> Sequence[Any]:
     source, index = r.argument(op, 0), r.argument(op, 1)
     axis = r.number(op, 2) if r.has(op, 2) else 0
     if isinstance(source, Constant) and isinstance(index, Constant):
         picked = tuple(source.numbers[place] for place in index.numbers)
         return [Constant(picked, index.shape, source.dtype)]
+    if isinstance(index, Constant) and isinstance(source, Node) and isinstance(index.scalar, int):
+        return [r.view(aten.select.int, source, axis, index.scalar)]
     rows = r.as_node(index)
     if rows.meta["val"].dim() == 1:
         return [r.call(aten.index_select.default, r.as_node(source), axis, rows)]
@@ -261,6 +336,55 @@ def _scatter(r: Rebuilder, op: Operator) -> Sequence[Any]:
     var, updates = r.node(op, 0), r.node(op, 2)
     indices = _row_indices(r, op, var)
     return [r.write(var, r.call(aten.index_put.default, var, indices, updates))]
+
+
+def _scatter_elements(r: Rebuilder, op: Operator) -> Sequence[Any]:
+    if op.attributes.get("reduction", "none") != "none":
+        raise Unmapped
+    data, updates, axis = r.node(op, 0), r.node(op, 2), int(op.attributes.get("axis", 0))
+    place = _one_place(r, op)
+    if place is not None and updates.meta["val"].shape[axis] == 1:
+        rows = _before_unsqueeze(r, op, axis) or r.call(aten.select.int, updates, axis, 0)
+        return [r.write(data, r.call(aten.select_scatter.default, data, rows, axis, place))]
+    index = r.node(op, 1)
+    return [r.write(data, r.call(aten.scatter.src, data, axis, index, updates))]
+
+
+def _before_unsqueeze(r: Rebuilder, op: Operator, axis: int) -> Node | None:
+    """The updates without the axis of size 1 that was only put in for the operator."""
+    wanted = list(r.node(op, 2).meta["val"].shape)
+    del wanted[axis]
+    reader, place = op, 2
+    while (edge := reader.inputs[place]) is not None:
+        found = r.results.get((edge.producer, edge.index))
+        if isinstance(found, Node) and list(found.meta["val"].shape) == wanted:
+            return found
+        reader, place = r.dump.producer(edge), 0
+        if reader.type not in ("BroadcastTo", "Unsqueeze", "ExpandDims"):
+            break
+    return None
+
+
+def _one_place(r: Rebuilder, op: Operator) -> int | None:
+    """The index that all elements have, where a constant was spread to be their index."""
+    edge = op.inputs[1]
+    spread = r.dump.producer(edge) if edge is not None else op
+    found = r.argument(spread, 0) if spread.type == "BroadcastTo" else None
+    return found.numbers[0] if isinstance(found, Constant) and len(found.numbers) == 1 else None
+
+
+def _scatter_update(r: Rebuilder, op: Operator) -> Sequence[Any]:
+    """Whole rows of the first axis."""
+    var, index, updates = (r.node(op, place) for place in range(3))
+    if index.meta["val"].dim() != 1:
+        raise Unmapped
+    return [r.write(var, r.call(aten.index_copy.default, var, 0, index, updates))]
+
+
+def _index_add(r: Rebuilder, op: Operator) -> Sequence[Any]:
+    var, index, updates = (r.node(op, place) for place in range(3))
+    alpha = r.number(op, 3) if r.has(op, 3) else 1
+    return [r.write(var, r.call(aten.index_add.default, var, op.attributes["axis"], index, updates, alpha=alpha))]
 
 
 def _row_indices(r: Rebuilder, op: Operator, var: Node) -> list[Node]:
@@ -299,48 +423,6 @@ def _assign(r: Rebuilder, op: Operator) -> Sequence[Any]:
     return [value]
 
 
-# -- fused operators
-
-
-def _rms_norm(r: Rebuilder, op: Operator) -> Sequence[Any]:
-    both = r.call(npu.npu_rms_norm.default, r.node(op, 0), r.node(op, 1), float(op.attributes["epsilon"]))
-    return [r.call(getitem, both, index) for index in range(2)]
-
-
-def _add_rms_norm(r: Rebuilder, op: Operator) -> Sequence[Any]:
-    x1, x2, gamma = (r.node(op, place) for place in range(3))
-    found = r.call(npu.npu_add_rms_norm.default, x1, x2, gamma, float(op.attributes["epsilon"]))
-    return [r.call(getitem, found, index) for index in range(3)]
-
-
-def _interleave_rope(r: Rebuilder, op: Operator) -> Sequence[Any]:
-    return [r.call(npu.npu_interleave_rope.default, r.node(op, 0), r.node(op, 1), r.node(op, 2))]
-
-
-def _rotary(r: Rebuilder, op: Operator) -> Sequence[Any]:
-    mode = op.attributes.get("mode", 0)
-    if mode not in (0, 1) or r.has(op, 3):
-        raise Unmapped
-    name = "half" if mode == 0 else "interleave"
-    return [r.call(npu.npu_rotary_mul.default, r.node(op, 0), r.node(op, 1), r.node(op, 2), name)]
-
-
-_KV_OPTIONS = ("k_rope_scale", "c_kv_scale", "k_rope_offset", "c_kv_offset", "v")
-
-
-def _kv_rmsnorm_rope_cache(r: Rebuilder, op: Operator) -> Sequence[Any]:
-    """GE returns the caches first, the functional operator of torch_npu last."""
-    needed = [r.node(op, place) for place in range(7)]
-    options: dict[str, Any] = {
-        name: r.node(op, place) for place, name in enumerate(_KV_OPTIONS, 7) if r.has(op, place)
-    }
-    options |= {name: op.attributes[name] for name in ("cache_mode", "is_output_kv") if name in op.attributes}
-    options["epsilon"] = float(op.attributes["epsilon"])
-    found = r.call(npu.npu_kv_rmsnorm_rope_cache_v2_functional.default, *needed, **options)
-    parts = [r.call(getitem, found, index) for index in (2, 3, 0, 1)]
-    return [r.write(needed[5], parts[0]), r.write(needed[6], parts[1]), *parts[2:]]
-
-
 _TABLE: dict[str, Convert] = {
     "Abs": _unary(aten.abs.default), "Neg": _unary(aten.neg.default), "Exp": _unary(aten.exp.default),
     "Sqrt": _unary(aten.sqrt.default), "Rsqrt": _unary(aten.rsqrt.default), "Sin": _unary(aten.sin.default),
@@ -363,6 +445,9 @@ _TABLE: dict[str, Convert] = {
     "ConcatV2": _concat, "ConcatD": _concat, "Pack": _pack, "Unpack": _unpack, "StridedSliceV2": _strided_slice,
     "BroadcastTo": _broadcast, "Const": _const, "Constant": _const, "Shape": _shape, "Gather": _gather,
     "GatherV2": _gather, "IndexByTensor": _index, "ScatterNdUpdate": _scatter, "Assign": _assign,
-    "RmsNorm": _rms_norm, "AddRmsNorm": _add_rms_norm, "InterleaveRope": _interleave_rope, "RotaryMul": _rotary,
-    "RotaryPositionEmbedding": _rotary, "KvRmsNormRopeCache": _kv_rmsnorm_rope_cache,
+    "Round": _unary(aten.round.default), "ClipByValueV2": _clip, "FloorDiv": _floor_divide, "Muls": _by_number,
+    "Adds": _by_number, "LpNormV2": _norm, "RepeatInterleave": _repeat_interleave, "Tile": _tile,
+    "StridedSlice": _strided_slice_v1, "Range": _range, "Fill": _fill, "ScatterElements": _scatter_elements,
+    "ScatterUpdate": _scatter_update, "InplaceIndexAdd": _index_add, "Complex": _complex, "Real": _part(0),
+    "Imag": _part(1), **ge_fused_operators.TABLE,
 }  # fmt: skip

@@ -16,6 +16,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_structure
 
+from mla_fusion.graph.kinds import is_view
 from mla_fusion.inspect import ge_operators
 from mla_fusion.inspect.dumps import Dump, Edge, Operator, Value
 from mla_fusion.inspect.ge_values import Constant, Result, Rows, Unmapped
@@ -214,6 +215,13 @@ class Rebuilder:
             whole = result if result.meta["val"].shape == shape else self.call(aten.reshape.default, result, [*shape])
             self.call(aten.copy_.default, placeholder, whole)
         self.graph.output(tuple(dict.fromkeys([*returned, *self.escaped])))
+        self._drop_unread_views()
+
+    def _drop_unread_views(self) -> None:
+        """GE spreads operands that ATen takes as they are; what was spread is then read by nobody."""
+        for node in reversed(self.graph.nodes):
+            if is_view(node) and not node.users:
+                self.graph.erase_node(node)
 
     def _fills(self, rows: Rows, result: Node) -> bool:
         return bool(rows.placeholder.meta["val"].shape == result.meta["val"].shape)

@@ -35,6 +35,10 @@ def shape_of_graph(dump: Dump) -> list[object]:
         ("unfused.pbtxt", "pbtxt", 109),
         ("unfused_py.txt", "python", 111),
         ("dynamic.txt", "text", 18),
+        ("ge_proto_fused.txt", "text", 14),
+        ("ge_proto_unfused.txt", "text", 109),
+        ("ge_onnx_fused.pbtxt", "onnx", 14),
+        ("ge_onnx_unfused.pbtxt", "onnx", 109),
         ("fx_before.txt", "fx", 71),
         ("fx_strides.txt", "fx", 71),
         ("fx_after.txt", "fx", 20),
@@ -49,6 +53,55 @@ def test_format_and_size(name, kind, count):
 
 def test_both_forms_of_a_graph_read_the_same():
     assert shape_of_graph(fixture("fused.pbtxt")) == shape_of_graph(fixture("fused.txt"))
+
+
+def test_ges_own_forms_read_the_same():
+    text = fixture("unfused.pbtxt")
+    assert shape_of_graph(fixture("ge_proto_unfused.txt")) == shape_of_graph(text)
+    onnx = fixture("ge_onnx_unfused.pbtxt")
+    for ours, theirs in zip(onnx.operators, text.operators, strict=True):
+        assert (ours.name, ours.type, ours.inputs) == (theirs.name, theirs.type, theirs.inputs)
+        assert ours.roles == (theirs.roles if theirs.inputs else [])
+        assert [value.dtype for value in ours.outputs] == [value.dtype for value in theirs.outputs]
+    constants = [[op.attributes["value"]["numbers"] for op in dump.of_type("Const")] for dump in (onnx, text)]
+    assert constants[0] == constants[1]
+    inputs = [[op.outputs for op in dump.of_type("Data")] for dump in (onnx, text)]
+    assert inputs[0] == inputs[1]
+
+
+def test_an_onnx_dump_without_strings_still_has_roles_and_shapes():
+    (kernel,) = fixture("ge_onnx_fused.pbtxt").of_type("MlaPrologV3")
+    assert kernel.roles[:5] == ["token_x", "weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr"]
+    assert "cache_mode" not in kernel.attributes and kernel.attributes["rmsnorm_epsilon_cq"] == pytest.approx(1e-6)
+
+
+def test_subgraphs_keep_their_names_apart(tmp_path):
+    op = 'op { name: "x" type: "Data" } op { name: "out" type: "NetOutput" input: "x:0" }'
+    file = tmp_path / "ge_proto.txt"
+    file.write_text(f'name: "model"\ngraph {{ name: "root" {op} }}\ngraph {{ name: "branch" {op} }}\n')
+    dump = read(file)
+    assert dump.graph == "root" and list(dump.by_name) == ["x", "out", "branch/x", "branch/out"]
+    node = 'node { name: "x" op_type: "ge:Data" } node { input: "x:0" name: "out" op_type: "ge:NetOutput" }'
+    branch = f'node {{ name: "branch" op_type: "subgraph" attribute {{ name: "graph" g {{ {node} }} type: GRAPH }} }}'
+    file.write_text(f'ir_version: 6\ngraph {{ {node} {branch} name: "root" }}\n')
+    dump = read(file)
+    assert dump.graph == "root" and list(dump.by_name) == ["x", "out", "branch/x", "branch/out"]
+    assert dump.by_name["branch/out"].inputs == [Edge("branch/x")]
+
+
+def test_an_onnx_model_of_no_ge_graph_is_refused(tmp_path):
+    file = tmp_path / "model.pbtxt"
+    file.write_text('ir_version: 8\ngraph {\n  node { name: "a" op_type: "Relu" }\n}\n')
+    with pytest.raises(DumpError, match="an ONNX model, not a GE graph: op_type 'Relu'"):
+        read(file)
+
+
+def test_a_truncated_onnx_dump_is_told(tmp_path):
+    text = (FIXTURES / "ge_onnx_fused.pbtxt").read_text()
+    file = tmp_path / "cut.pbtxt"
+    file.write_text(text[: text.rindex("name: ")])
+    with pytest.raises(DumpError, match="the file ends inside 'graph' of line 4: truncated"):
+        read(file)
 
 
 def test_the_kernel_with_roles_and_shapes():

@@ -1,4 +1,4 @@
-"""Readers of the graph dumps that torchair, Inductor and torch write. Need neither torchair nor protobuf.
+"""Readers of the graph dumps that torchair, GE, Inductor and torch write. Need neither torchair nor protobuf.
 
 A dump's format is told by its content: torchair gives the ending ``.txt`` to three different ones.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mla_fusion.graph.collector import paused
-from mla_fusion.inspect.dumps import dtypes, fx_text, ge_python, ge_text
+from mla_fusion.inspect.dumps import dtypes, fx_text, ge_onnx, ge_python, ge_text
 from mla_fusion.inspect.dumps.model import FORMATS, Dump, DumpError, Edge, Operator, Value
 
 __all__ = ["FORMATS", "Dump", "DumpError", "Edge", "Operator", "Value", "dtypes", "fx_text", "read", "recognise"]
@@ -33,7 +33,7 @@ def recognise(head: str) -> str:
         return "fx"
     if "import ge_apis as ge" in head or "\nfrom torchair.ge" in head:
         return "python"
-    for number, line in enumerate(head.splitlines(), 1):
+    for line in head.splitlines():
         word = line.strip()
         if not word or word.startswith("#"):
             continue
@@ -41,8 +41,8 @@ def recognise(head: str) -> str:
             return "pbtxt"
         if word.startswith(("op {", "name:", "graph {")):
             return "text"
-        if word.startswith(("ir_version", "producer_name")):
-            raise DumpError("an ONNX model; torchair writes no such dump", number)
+        if word.startswith(("ir_version", "producer_name", "model_version")):
+            return "onnx"
         break
     raise DumpError("not a graph dump that is known: " + ", ".join(FORMATS.values()), 1)
 
@@ -54,6 +54,8 @@ def _read(path: Path) -> Dump:
         file.seek(0)
         if kind in ("pbtxt", "text"):
             operators, graph = ge_text.read(file)
+        elif kind == "onnx":
+            operators, graph = ge_onnx.read(file)
         else:
             operators, graph = (fx_text if kind == "fx" else ge_python).read(file.read())
     if kind != "fx" and not any(operator.type in ("NetOutput", "output") for operator in operators):

@@ -18,6 +18,7 @@ from mla_fusion.inspect.dumps.model import Dim, DumpError, Edge, Operator, Value
 from mla_fusion.inspect.dumps.prototext import Message, every, first
 
 _META = re.compile(r"Tensor\(dtype=torch\.(\w+), shape=torch\.Size\(\[([^\]]*)\]")
+_MODEL = ("attr", "input", "output", "versions", "library", "version", "custom_version", "attr_groups")
 _STRUCT = {
     "float32": "f", "float64": "d", "int8": "b", "uint8": "B", "int16": "h", "int32": "i", "int64": "q", "bool": "?",
     "uint16": "H", "uint32": "I", "uint64": "Q",
@@ -25,20 +26,31 @@ _STRUCT = {
 
 
 def read(lines: Iterable[str]) -> tuple[list[Operator], str]:
-    """The operators of a graph in either form, and the graph's name."""
+    """The operators of a graph in either form, and the graph's name.
+
+    GE's own ``ge_proto_*.txt`` is the same text once more wrapped, a model with graphs: the first is the graph, and
+    operators of the others, its subgraphs, get their graph's name in front.
+    """
     operators: list[Operator] = []
-    graph = ""
-    for name, value, line in prototext.top_messages(lines):
+    names, graphs = [""], 0
+    for name, value, line in prototext.top_messages(lines, inside="graph"):
         if name in ("op", "node") and isinstance(value, list):
-            operators.append(_operator(name, value, line))
-        elif name == "graph" and isinstance(value, list):  # GE's own dumps wrap the graph once more
-            graph = str(first(value, "name", ""))
-            operators += [_operator(key, item, at) for key, item, at in value if key == "op" and isinstance(item, list)]
+            operator = _operator(name, value, line)
+            operators.append(_under(names[-1], operator) if graphs > 1 else operator)
+        elif name == "graph" and isinstance(value, list):
+            graphs += 1
+            names.append("")
         elif name == "name":
-            graph = str(value)
-        elif name not in ("attr", "input", "output", "versions", "library"):
+            names[-1] = str(value)
+        elif name not in _MODEL:
             raise DumpError(f"not a GE graph: unknown field {name!r}", line)
-    return operators, graph
+    return operators, (names[1] if graphs else "") or names[0]
+
+
+def _under(graph: str, operator: Operator) -> Operator:
+    operator.name = f"{graph}/{operator.name}"
+    operator.inputs = [found and Edge(f"{graph}/{found.producer}", found.index) for found in operator.inputs]
+    return operator
 
 
 def _operator(kind: str, message: Message, line: int) -> Operator:
@@ -83,20 +95,20 @@ def _assemble(
     name, type_ = first(message, "name"), first(message, kind)
     if not isinstance(name, str) or not isinstance(type_, str) or not type_:
         raise DumpError("an operator without a name or a type", line)
-    edges = [_edge(str(text)) for text in every(message, "input")]
+    edges = [edge(str(text)) for text in every(message, "input")]
     roles = _names(attributes.pop("_input_name_key", None)) or [str(first(item, "name", "")) for item in inputs]
     results = _names(attributes.pop("_output_name_key", None)) or [str(first(item, "name", "")) for item in outputs]
     for key in ("_input_name_value", "_output_name_value"):
         attributes.pop(key, None)
     if type_ == "Const":
-        _prefer_readable(attributes)
+        prefer_readable(attributes)
     operator = Operator(name, type_, edges, [_value(item) for item in outputs], attributes, roles, results, line)
     if type_ == "Data" and inputs and not operator.outputs:
         operator.outputs = [_value(inputs[0])]
     return operator
 
 
-def _prefer_readable(attributes: dict[str, Any]) -> None:
+def prefer_readable(attributes: dict[str, Any]) -> None:
     """torchair notes a constant as the model had it: 1e-06 rather than the float32 nearest to it."""
     text, held = attributes.pop("_readable_value", ""), attributes.get("value")
     if not isinstance(held, dict) or len(str(text)) > 200:
@@ -114,7 +126,8 @@ def _names(value: Any) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else []
 
 
-def _edge(text: str) -> Edge | None:
+def edge(text: str) -> Edge | None:
+    """``name:index``, ``name:-1`` or ``^name`` for an order without data, "" for no input."""
     if not text:
         return None
     if text.startswith("^"):
@@ -141,10 +154,12 @@ def constant(message: Message) -> dict[str, Any]:
     """A ``TensorDef``: its Value and, where the type has a plain binary form, its numbers."""
     value = _value(first(message, "desc", []))
     data = str(first(message, "data", "")).encode("latin-1", errors="replace")
-    return {"value": value, "numbers": _numbers(value.dtype, data)}
+    absent = not data and value.shape is not None and 0 not in value.shape  # GE can leave the data out
+    return {"value": value, "numbers": None if absent else numbers(value.dtype, data)}
 
 
-def _numbers(dtype: str, data: bytes) -> list[Any] | None:
+def numbers(dtype: str, data: bytes) -> list[Any] | None:
+    """What the bytes of a tensor are; None for a dtype without a plain binary form."""
     if dtype == "bfloat16":
         return [struct.unpack("<f", b"\0\0" + data[at : at + 2])[0] for at in range(0, len(data) - 1, 2)]
     code = _STRUCT.get(dtype)

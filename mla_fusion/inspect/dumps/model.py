@@ -93,6 +93,7 @@ class Operator:
 FORMATS = {
     "pbtxt": "GE graph, torchair pbtxt",
     "text": "GE graph, protobuf text",
+    "onnx": "GE graph, ONNX text",
     "python": "GE graph, torchair py",
     "fx": "FX graph, readable text",
 }

@@ -31,18 +31,28 @@ class Word(str):
     __slots__ = ()
 
 
-def top_messages(lines: Iterable[str]) -> Iterator[Field]:
-    """The fields at the top of the text. Raises DumpError, without a path, for anything but protobuf text."""
+def top_messages(lines: Iterable[str], inside: str = "") -> Iterator[Field]:
+    """The fields at the top of the text. A message ``inside`` there is given empty, then its fields, as they are read.
+
+    Raises DumpError, without a path, for anything but protobuf text.
+    """
     stack: list[tuple[str, Message, int]] = []
-    number = offset = 0
+    number = offset = entered = 0
     for number, line in enumerate(lines, 1):
         for name, value, at in _tokens(line, number, offset):
             if value is _OPEN:
                 if len(stack) >= _DEPTH:
                     raise DumpError("messages nest too deeply", number, offset + at)
-                stack.append((name, [], number))
+                if name == inside and not stack and not entered:
+                    entered = number
+                    yield name, [], number
+                else:
+                    stack.append((name, [], number))
                 continue
             if value is _CLOSE:
+                if not stack and entered:
+                    entered = 0
+                    continue
                 if not stack:
                     raise DumpError("a '}' without its '{'", number, offset + at)
                 name, value, opened = stack.pop()
@@ -53,6 +63,8 @@ def top_messages(lines: Iterable[str]) -> Iterator[Field]:
             else:
                 yield name, value, opened
         offset += len(line)
+    if entered and not stack:
+        raise DumpError(f"the file ends inside {inside!r} of line {entered}: truncated", number, offset)
     if stack:
         raise DumpError(f"the file ends inside {stack[-1][0]!r} of line {stack[-1][2]}: truncated", number, offset)
 
