@@ -21,6 +21,7 @@ _MARKS = (
     "_dynamo_dynamic_indices",
     "_dynamo_dynamic_range",
     "_dynamo_hint_overrides",
+    "_dynamo_static_indices",
     "_dynamo_static_input_type",
 )
 

@@ -14,6 +14,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import torch
+from torch._C import DispatchKey
 from torch.fx import GraphModule
 
 from mla_fusion.compile import offline
@@ -35,9 +37,9 @@ class Compiled:
 def package(mode: str = "ge") -> Any:
     """The compiler module of a mode: torchair's, or npugraph_ex's where torch_npu has that package."""
     offline.activate()
+    _patch_once()
     if mode == "npugraph_ex":
         try:
-            _patch_once()
             import_module("npugraph_ex")
             return import_module("npugraph_ex.npu_fx_compiler")
         except ImportError:
@@ -48,8 +50,13 @@ def package(mode: str = "ge") -> Any:
 
 @cache
 def _patch_once() -> None:
-    """Let torchair patch torch's dispatch before npugraph_ex does: the same patch, and only the latter asks first."""
+    """Let torchair patch torch's dispatch before npugraph_ex does: the same patch, and only the latter asks first.
+
+    Where npugraph_ex was used before, torchair's attempt would raise; it is spared what is done already.
+    """
     import_module("torchair")
+    if DispatchKey.AutogradPrivateUse1 in torch.ops.aten.to.other.py_kernels:
+        import_module("torchair._utils").register_matmul_backward_decomp = lambda: None
     module = import_module("torchair.npu_fx_compiler")
     module._get_merged_decompositions(module.CompilerConfig(), {})
 

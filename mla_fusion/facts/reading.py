@@ -110,12 +110,11 @@ class FactReader:
 
 
 def _shrink(view: View, projections: list[Projection]) -> Shrink | None:
-    """The longest token axis of the graph's linear layers, where there are many tokens; static sizes only."""
-    leads = [item.origin.meta["val"].shape[:-1] for item in projections if item.is_flat]
-    static = [tuple(lead) for lead in leads if lead and all(isinstance(size, int) for size in lead)]
-    if not static:
+    """The longest token axis of the graph's linear layers, where there are many tokens."""
+    leads = [view.binding.shape(item.origin.meta["val"].shape[:-1]) for item in projections if item.is_flat]
+    if not any(leads):
         return None
-    lead = max(Counter(static).items(), key=lambda entry: (len(entry[0]) > 1, entry[1]))[0]
+    lead = max(Counter(filter(None, leads)).items(), key=lambda entry: (len(entry[0]) > 1, entry[1]))[0]
     longest = max(lead)
     return Shrink(longest) if math.prod(lead) >= WORTHWHILE and longest > SMALL else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -169,7 +170,7 @@ class Planner:
     def _caches(self, token_x: Node, interleaved: bool) -> tuple[InPlace | Staged, list[Replacement]]:
         """Write the model's caches in the kernel where that is exact, else say why not."""
         if self.candidate.key.operator is not None:
-            return self._operator_caches()
+            return self._operator_caches(token_x)
         if self._stage_because:
             return Staged(self._stage_because), []
         if interleaved:
@@ -237,9 +238,10 @@ class Planner:
                 return f"{write.cache.name} has shape {found}, and no wrapper can view it as {list(shape or ())}"
         if not self._same_slots(kv.slots, kr.slots):
             return f"{kv.cache.name} and {kr.cache.name} are written at different slots"
-        tokens, slots = token_x.meta["val"].shape[:-1], kv.slots.nodes[0].meta["val"].shape
-        if not self.view.binding.same(math.prod(tokens), math.prod(slots)):
-            return f"{kv.slots.nodes[0].name} has {list(slots)} slots for tokens {list(tokens)}"
+        slots = kv.slots.nodes[0].meta["val"].shape
+        if not self._as_many(slots, token_x):
+            tokens = list(token_x.meta["val"].shape[:-1])
+            return f"{kv.slots.nodes[0].name} has {list(slots)} slots for tokens {tokens}"
         for write in (kv, kr):
             late = cache_write.readers(write.cache, write.node, write.result)
             if late:
@@ -251,15 +253,24 @@ class Planner:
                 return f"{write.cache.name} is {write.cache.meta['val'].dtype}"
         return ""
 
+    def _as_many(self, slots: Sequence[Any], token_x: Node) -> bool:
+        """Is there, whenever the graph runs, a slot for each token?"""
+        return self.view.binding.same(math.prod(token_x.meta["val"].shape[:-1]), math.prod(slots))
+
     def _same_slots(self, a: Slots, b: Slots) -> bool:
         pairs = zip((a.index, a.block, a.offset), (b.index, b.block, b.offset), strict=True)
         return all(
             x is y or (x is not None and y is not None and self.view.same(_unshaped(x), _unshaped(y))) for x, y in pairs
         )
 
-    def _operator_caches(self) -> tuple[InPlace, list[Replacement]]:
+    def _operator_caches(self, token_x: Node) -> tuple[InPlace, list[Replacement]]:
         operator = self.candidate.key.operator
         assert operator is not None
+        slots = operator.index.meta["val"].shape
+        if not self._as_many(slots, token_x):
+            tokens = list(token_x.meta["val"].shape[:-1])
+            detail = f"{operator.index.name} has {list(slots)} slots for tokens {tokens}"
+            raise Refuse("cache.slots", detail, (operator.node, operator.index))
         if operator.cache_mode is None or operator.other is not None:
             detail = f"{operator.node.name} has {operator.other or 'another cache_mode'}"
             raise Refuse("cache.operator_mode", detail, (operator.node,))

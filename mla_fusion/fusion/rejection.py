@@ -101,6 +101,10 @@ CODES: dict[str, tuple[str, str]] = {
         "The fused cache operator writes in a mode the kernel does not have.",
         "Use cache_mode PA, PA_BNSD or PA_NZ.",
     ),
+    "cache.slots": (
+        "The fused cache operator is not known to be given one slot for each token.",
+        "Give index as many elements as there are tokens; under mark_dynamic, mark x, cos, sin and index alike.",
+    ),
     "cache.view_of_input": (
         "The fused cache operator is handed a view of a graph input; each step would copy the whole cache.",
         "Compile through mla_fusion.backend(), which views the tensor outside, or pass the 4-D cache.",

@@ -43,6 +43,7 @@ def compare(view: View, plan: Plan, half_rows: bool = False, seed: int = 0) -> t
 
     ``half_rows``: the caller chose ``kr_layout="half"``, so rotated values differ in element order by intent.
     """
+    view = _with_room(view, plan)
     values = _draw(view, plan, seed)
     targets = [
         item
@@ -52,7 +53,10 @@ def compare(view: View, plan: Plan, half_rows: bool = False, seed: int = 0) -> t
     ]
     unfused = _run_region(view, values, [item.node for item in targets])
     builder = TensorBuilder(values, view.binding)
-    results = replace.call_kernel(builder, plan)
+    try:
+        results = replace.call_kernel(builder, plan)
+    except (RuntimeError, ValueError) as error:
+        raise Refuse("verify.mismatch", f"the call does not run on CPU: {error}", plan.candidate.nodes) from error
     figures = []
     tolerance = TOLERANCE_QUANTISED if plan.candidate.weight_quant_mode else TOLERANCE
     for item in targets:
@@ -63,6 +67,15 @@ def compare(view: View, plan: Plan, half_rows: bool = False, seed: int = 0) -> t
             raise Refuse("verify.mismatch", detail, (item.node,))
         figures.append(figure)
     return tuple(figures)
+
+
+def _with_room(view: View, plan: Plan) -> View:
+    """The view with sizes at which every token finds a slot of its own in a cache of symbolic size."""
+    if not isinstance(plan.caches, InPlace):
+        return view
+    blocks, block_size = plan.caches.kv_shape[:2]
+    tokens = math.prod(view.binding.shape(plan.token_x.meta["val"].shape[:-1]))
+    return view.bound(view.binding.roomier(blocks, -(-tokens // view.binding.size(block_size))))
 
 
 def _figure(output: str, want: torch.Tensor, got: torch.Tensor) -> Figure:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
+from itertools import count
 from typing import Any
 
 import torch
@@ -57,6 +59,14 @@ class Binding:
 
     def _expr(self, size: Any) -> Any:
         return size.node.expr.xreplace(self._first)
+
+    def roomier(self, size: Any, least: int) -> Binding:
+        """This binding, or one in which ``size``, a symbol that stands for less, stands for ``least`` or more."""
+        if not is_symbolic(size) or not self._expr(size).is_symbol or self.size(size) >= least:
+            return self
+        other = copy(self)
+        other._bound = self._bound | {self._expr(size): next(n for n in count(least) if n not in self._bound.values())}
+        return other
 
     def size(self, value: Any) -> int:
         """The concrete size that stands for ``value`` in a probe."""

@@ -6,6 +6,7 @@ Built once, in one pass over the nodes. Nothing here knows about MLA.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +30,7 @@ from mla_fusion.graph.kinds import (
     operator_of,
 )
 from mla_fusion.graph.sizes import Binding, exceeds_one, is_symbolic
+from mla_fusion.graph.steps import rows_in_step
 
 _NOTHING: frozenset[Node] = frozenset()
 _SEQUENCES = (tuple, list, immutable_list)
@@ -157,12 +159,16 @@ class View:
         }
         binding = Binding(literals)
         for node in self.nodes:
-            if op_name(node) in ("aten::index_put", "aten::_unsafe_index_put"):
-                _equate_rows(binding, node)
+            for a, b in rows_in_step(node):
+                if exceeds_one(a) and exceeds_one(b):
+                    binding.equate(a, b)
         return binding
 
-    def before(self, a: Node, b: Node) -> bool:
-        return self.position[a] < self.position[b]
+    def bound(self, binding: Binding) -> View:
+        """The same view with other numbers for its symbolic sizes."""
+        other = copy(self)
+        other.__dict__["binding"] = binding
+        return other
 
 
 def is_sign_constant(node: Node) -> bool:
@@ -175,18 +181,6 @@ def is_sign_constant(node: Node) -> bool:
     if type(value) is not torch.Tensor or value.device.type == "meta":
         return False
     return bool(torch.isin(value, torch.tensor([-1, 0, 1], dtype=value.dtype)).all()) and bool((value != 1).any())
-
-
-def _equate_rows(binding: Binding, put: Node) -> None:
-    """``cache[slots] = rows`` runs only where there are as many slots as rows, unless there is one row for all."""
-    base, indices, values = put.args[:3]
-    assert isinstance(base, Node) and isinstance(indices, (list, tuple))
-    index = indices[0] if indices else None
-    if isinstance(index, Node) and isinstance(values, Node):
-        slots, rows = (node.meta["val"].shape for node in (index, values))
-        of_rows = len(rows) == base.meta["val"].dim() - len(indices) + 1
-        if len(slots) == 1 and of_rows and exceeds_one(rows[0]):
-            binding.equate(rows[0], slots[0])
 
 
 def _is_outer(product: Contraction) -> bool:

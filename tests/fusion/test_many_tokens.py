@@ -54,6 +54,22 @@ def test_as_exactly() -> None:
     assert_as_exact(model, args, compiled(model, clones(args), mf.backend()))
 
 
+def test_batches_of_any_number_of_long_sequences() -> None:
+    """Only the length is static: it is shrunk, and every token of the verified call has a slot of its own."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    args = v.sequence_args(3, 96)
+    for given in args[:3] + args[5:]:
+        torch._dynamo.mark_dynamic(given, 0)
+    for cache in args[3:5]:
+        torch._dynamo.mark_dynamic(cache, 0)
+    with torch.no_grad():
+        torch.compile(v.Sequences(), backend="mla_fusion", fullgraph=True)(*args)
+    (fusion,) = mf.reports()[-1].fused
+    assert fusion.placement == "in place" and fusion.verified == "verified"
+    assert {figure.output for figure in fusion.figures} == {"query", "query_rope", "kv_cache", "kr_cache"}
+
+
 @pytest.mark.parametrize("name", ["bias", "tables_swapped", "no_rotation", "low_precision", "raw_latent_read"])
 def test_near_misses_get_the_same_code(name: str) -> None:
     code, model = near_misses.REFUSED[name]

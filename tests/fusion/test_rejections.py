@@ -120,6 +120,21 @@ def test_operator_cache_mode() -> None:
     assert refused(gm).code == "cache.operator_mode"
 
 
+def test_operator_with_fewer_slots_than_tokens() -> None:
+    *args, slots = s.paged_args(8)
+    rejection = refused(graph_of(s.NpuOperators(), *args, slots[:4]))
+    assert rejection.code == "cache.slots" and "[4] slots" in rejection.message
+
+
+def test_call_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(verify.replace, "call_kernel", fail)
+    rejection = refused(graph_of(s.PagedRotateHalf(), *s.paged_args()))
+    assert rejection.code == "verify.mismatch" and "no such kernel" in rejection.message
+
+
 def test_graph_that_is_not_functional() -> None:
     class InPlace(near_misses.Base):
         def rotate_q(self, q_pe: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:

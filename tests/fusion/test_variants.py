@@ -52,12 +52,19 @@ def test_symbolic_sizes(name: str) -> None:
     assert [f.placement.partition(":")[0] for f in report.fused] == placements, str(report)
 
 
-@pytest.mark.parametrize(("marked", "placement"), [((0, 1, 2, 5), IN_PLACE), ((0, 1, 2), STAGED)])
-def test_tokens_marked_dynamic(marked: tuple[int, ...], placement: str) -> None:
-    """``mark_dynamic`` gives every tensor a symbol of its own; the write itself says that slots are as many as rows."""
+@pytest.mark.parametrize(
+    ("model", "marked", "placement"),
+    [
+        (s.PagedRotateHalf(), (0, 1, 2, 5), IN_PLACE),
+        (s.PagedRotateHalf(), (0, 1, 2), STAGED),
+        (s.NpuOperators(), (0, 1, 2, 5), IN_PLACE),
+    ],
+)
+def test_tokens_marked_dynamic(model: torch.nn.Module, marked: tuple[int, ...], placement: str) -> None:
+    """``mark_dynamic`` gives every tensor a symbol of its own; the operators themselves say what must be as many."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, args = s.PagedRotateHalf(), s.paged_args(8)
+    args = s.paged_args(8)
     for place in marked:
         torch._dynamo.mark_dynamic(args[place], 0)
     with torch.no_grad():
