@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = dict(
     vocab_size=1024,
     intermediate_size=512,
     moe_intermediate_size=64,
-    first_k_dense_replace=1,
+    first_k_dense_replace=2,  # an expert chosen otherwise after rounding would outweigh all rounding
     n_routed_experts=4,
     num_experts_per_tok=2,
     n_group=1,
@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {},
     "deepseek_v3": {},
     "longcat_flash": LONGCAT,
-    "glm4_moe_lite": {},
+    "glm4_moe_lite": dict(mlp_layer_types=["dense", "dense"]),
     "youtu": {},
     "axk1": {},
     "minicpm3": {},

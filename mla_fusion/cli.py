@@ -22,6 +22,7 @@ examples:
   mla-fusion lower model.py:example --out out   the graph that torchair would hand to an NPU
   mla-fusion inspect graph.pbtxt                prologues, copies of caches and weights, dynamic inputs of a dump
   mla-fusion diff before.pbtxt after.pbtxt      operators added and removed, whatever their names
+  mla-fusion optimize folder                    what of a Hugging Face checkpoint decodes absorbed, and what fuses
   mla-fusion selftest --out selftest.json       on an NPU: every scenario of the operator against the reference
 
 model.py:example names a function without arguments that returns (module_or_function, arguments).
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_diff(commands)
     _add_selftest(commands)
     _add_bench(commands)
+    _add_optimize(commands)
     return parser
 
 
@@ -100,6 +102,25 @@ def _demo(arguments: argparse.Namespace) -> int:
         raise UserError(str(error)) from error
     print(outcome.to_json() if arguments.json else outcome)
     return 1 if outcome.problems else 0
+
+
+# -- optimize
+
+
+def _add_optimize(commands: Any) -> None:
+    from mla_fusion.models import optimize_cli
+
+    summary = "Say what of a Hugging Face checkpoint can decode absorbed and be fused; with --tokens, try it."
+    optimize_cli.add_arguments(_command(commands, "optimize", _optimize, summary))
+
+
+def _optimize(arguments: argparse.Namespace) -> int:
+    from mla_fusion.models import hf, optimize_cli
+
+    try:
+        return optimize_cli.run(arguments)
+    except (optimize_cli.CheckpointError, hf.TransformersMissing) as error:
+        raise UserError(str(error)) from error
 
 
 # -- doctor

@@ -74,8 +74,8 @@ def absorbed_attention(
     absorbed = absorbed.reshape(batch, heads * length, dims.rank)
     q_pe = q_pe.reshape(batch, heads * length, dims.rope)
 
-    scores = torch.bmm(absorbed, c_kv.transpose(1, 2)) + torch.bmm(q_pe, k_pe.transpose(1, 2))
-    scores = scores.view(batch, heads, length, -1).float() * scaling
+    scores = torch.bmm(absorbed, c_kv.transpose(1, 2)).float() + torch.bmm(q_pe, k_pe.transpose(1, 2)).float()
+    scores = scores.view(batch, heads, length, -1) * scaling
     if mask is not None:
         scores = masked(scores, mask)
     weights = torch.softmax(scores, dim=-1).to(q_nope.dtype)

@@ -1,0 +1,139 @@
+"""``mla-fusion optimize``: what ``optimize`` makes of a checkpoint folder, and whether its tokens stay the same."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from mla_fusion.models import hf
+
+PROMPT_TOKENS = 8
+
+
+class CheckpointError(ValueError):
+    """The folder holds nothing that ``transformers`` can load as a language model."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Greedy generation before and after; the tokens are equal up to ``equal``."""
+
+    tokens: int
+    equal: int
+    seconds_before: float
+    seconds_after: float
+    cache_bytes_before: int
+    cache_bytes_after: int
+
+    def __str__(self) -> str:
+        return (
+            f"generated {self.tokens} tokens: the first {self.equal} are equal;"
+            f" {self.seconds_before:.2f} s before, {self.seconds_after:.2f} s after;"
+            f" cache {self.cache_bytes_before:,} and {self.cache_bytes_after:,} bytes"
+        )
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="checkpoint folder: config.json, and weights for --tokens")
+    parser.add_argument("--tokens", type=int, default=0, help="load the weights, generate so many tokens and compare")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of the weights for --tokens (in the narrow ones, tokens may differ by rounding)",
+    )
+
+
+def run(arguments: Namespace) -> int:
+    """Status 0; 1 where nothing was converted or float32 tokens differ. Raises CheckpointError."""
+    config = _config(arguments.folder)
+    model = _skeleton(config)
+    summary = hf.optimize(model)
+    quantised = getattr(config, "quantization_config", None)
+    compared = _compare(arguments) if arguments.tokens and summary.converted else None
+    if arguments.json:
+        data = {"model_type": config.model_type, "quantized": bool(quantised), **summary.to_dict()}
+        print(json.dumps(data | {"generated": vars(compared) if compared else None}, indent=2))
+    else:
+        print(f"{config.model_type}: {summary}")
+        if quantised:
+            print("  the checkpoint is quantised: load it dequantised, or its projections will be left alone")
+        if compared:
+            print(f"  {compared}")
+    differs = compared is not None and arguments.dtype == "float32" and compared.equal < compared.tokens
+    return 1 if differs or not summary.converted else 0
+
+
+def _config(folder: Path) -> Any:
+    hf.modeling()
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} holds no config.json")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"transformers cannot read {folder / 'config.json'}: {_first_line(error)}") from error
+
+
+def _skeleton(config: Any) -> Any:
+    """The model without weights: enough to tell what fits, whatever its size."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ValueError as error:
+        kind = config.model_type
+        raise CheckpointError(f"{kind} is no language model of transformers: {_first_line(error)}") from error
+
+
+def _compare(arguments: Namespace) -> Comparison:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            arguments.folder, dtype=getattr(torch, arguments.dtype), local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"transformers cannot load {arguments.folder}: {_first_line(error)}") from error
+    model.eval()
+    size = model.config.get_text_config().vocab_size
+    ids = torch.randint(0, size, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    before, seconds_before, cache_before = _generate(model, ids, arguments.tokens)
+    hf.optimize(model)
+    after, seconds_after, cache_after = _generate(model, ids, arguments.tokens)
+    equal = int((before == after).cumprod(0).sum())
+    return Comparison(arguments.tokens, equal, seconds_before, seconds_after, cache_before, cache_after)
+
+
+def _generate(model: Any, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, float, int]:
+    """New tokens, seconds, bytes of cache that they and the prompt take."""
+    started = perf_counter()
+    with torch.no_grad():
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+    seconds = perf_counter() - started
+    cache = found.past_key_values
+    if isinstance(cache, hf.MlaPagedCache):
+        held = cache.bytes_per_token * int(cache.get_seq_length())
+    else:
+        held = sum(item.nbytes for layer in cache.layers for item in (layer.keys, layer.values) if item is not None)
+    return found.sequences[0, ids.shape[1] :], seconds, held
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,90 @@
+"""``mla-fusion optimize`` on checkpoint folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mla_fusion import cli
+from mla_fusion.models import hf
+
+from .hf_models import KERNEL, build
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    build("deepseek_v3").save_pretrained(folder)
+    return folder
+
+
+def test_a_config_is_enough(tmp_path, capsys):
+    build("deepseek_v3", KERNEL).config.save_pretrained(tmp_path)
+    assert cli.main(["optimize", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "deepseek_v3: optimized 3 of 3 attentions" in printed
+    assert "fusable in bfloat16" in printed and "bytes a token" in printed
+
+
+def test_tokens_are_compared(checkpoint, capsys):
+    assert cli.main(["optimize", str(checkpoint), "--tokens", "12", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["converted"]) == 2 and found["fusable"] == 0
+    assert found["generated"]["tokens"] == found["generated"]["equal"] == 12
+    assert found["generated"]["cache_bytes_before"] == found["generated"]["cache_bytes_after"] == 19 * 2 * 576 * 4
+
+
+def test_other_tokens_are_status_1(checkpoint, capsys, monkeypatch):
+    from mla_fusion.models import latent_forward
+
+    right = latent_forward.absorbed_attention
+    monkeypatch.setattr(
+        latent_forward,
+        "absorbed_attention",
+        lambda *tensors, scaling, **options: right(*tensors, scaling=-scaling, **options),
+    )
+    assert cli.main(["optimize", str(checkpoint), "--tokens", "12"]) == 1
+    assert "the first 12 are equal" not in capsys.readouterr().out
+
+
+def test_nothing_to_convert_is_status_1(tmp_path, capsys):
+    hf.modeling()
+    from transformers import LlamaConfig
+
+    LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2).save_pretrained(tmp_path)
+    assert cli.main(["optimize", str(tmp_path)]) == 1
+    assert "[attention.not_mla]" in capsys.readouterr().out
+
+
+def test_a_quantised_checkpoint_is_named(tmp_path, capsys):
+    config = build("deepseek_v3").config
+    config.save_pretrained(tmp_path)
+    data = json.loads((tmp_path / "config.json").read_text())
+    data["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    assert cli.main(["optimize", str(tmp_path)]) == 0
+    assert "is quantised" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "holds no config.json"),
+        ("{", "cannot read"),
+        ('{"model_type": "no_such_model"}', "cannot read"),
+        ('{"model_type": "t5"}', "is no language model"),
+    ],
+)
+def test_bad_folders_are_status_2(tmp_path, capsys, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert cli.main(["optimize", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_weights_says_so(tmp_path, capsys):
+    build("deepseek_v3").config.save_pretrained(tmp_path)
+    assert cli.main(["optimize", str(tmp_path), "--tokens", "4"]) == 2
+    assert "cannot load" in capsys.readouterr().err
