@@ -12,6 +12,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 EXPECTED = {
     "call_the_operator.py": ["rows written: [0, 5, 200]", "refused: [dtype.cache_index]", "1 MlaPrologV3"],
     "fuse_your_model.py": ["fused 1, left 0"],
+    "hf_generate.py": ["optimized 2 of 2", "float32 tokens equal: True", "fused 2, left 0", "tokens in the cache: 13"],
     "inspect_a_dump.py": ["MlaPrologV3: layer 0", "No copies of caches or weights.", "would fuse 1, left 0"],
 }
 ELSEWHERE = {"tensor_parallel.py"}  # tests/models/test_tensor_parallel.py
