@@ -47,6 +47,8 @@ _CASTS = frozenset(
     """.split()
 )
 
+_COPYING_CASTS = frozenset(["aten::_to_copy", "prims::convert_element_type"])  # the others may give their input back
+
 _EFFECTS = frozenset(["aten::copy_", "npu::npu_kv_rmsnorm_rope_cache", "npu::npu_mla_prolog", "npu::npu_mla_prolog_v2"])
 
 # Writers of a tensor given as their first argument; a cache write where that tensor comes from outside.
@@ -93,6 +95,7 @@ class Operator:
     mutates   does the schema say that it changes an argument?
     effect    must a call stay where it is even if nobody reads it?
     plain     may a walk go through it: pure, and runnable on probes?
+    twin      of ``add_`` and the like, the operator that makes a new tensor instead
     """
 
     target: Any
@@ -105,6 +108,7 @@ class Operator:
     reshape: bool = False
     cast: bool = False
     writer: bool = False
+    twin: Operator | None = None
 
     @classmethod
     def describe(cls, target: Any) -> Operator:
@@ -123,6 +127,7 @@ class Operator:
             reshape=name in _RESHAPES,
             cast=name in _CASTS,
             writer=name in _WRITERS,
+            twin=_functional_twin(target, name) if mutates else None,
         )
 
 
@@ -130,13 +135,34 @@ _NO_OPERATOR = Operator(None)
 _OPERATORS: dict[int, Operator] = {}  # by id of the target, which its Operator keeps alive
 
 
+def _functional_twin(target: Any, name: str) -> Operator | None:
+    """``aten::add`` of ``aten::add_``: decompositions update values of their own making in place."""
+    namespace, _, base = name.partition("::")
+    arguments = target._schema.arguments
+    changed = [arg.alias_info is not None and arg.alias_info.is_write for arg in arguments]
+    if namespace != "aten" or not base.endswith("_") or changed != [True] + [False] * (len(arguments) - 1):
+        return None
+    twin = getattr(getattr(torch.ops.aten, base[:-1], None), target._overloadname, None)
+    return Operator.describe(twin) if twin is not None else None
+
+
 def operator_of(node: Node) -> Operator:
+    """What the node calls; where nobody but the node sees what it changes in place, the operator's functional twin."""
     known = _OPERATORS.get(id(node.target))
-    if known is not None:
-        return known
-    if node.op != "call_function":
-        return _NO_OPERATOR
-    return _OPERATORS.setdefault(id(node.target), Operator.describe(node.target))
+    if known is None:
+        if node.op != "call_function":
+            return _NO_OPERATOR
+        known = _OPERATORS.setdefault(id(node.target), Operator.describe(node.target))
+    return known.twin if known.twin is not None and _owns_its_target(node) else known
+
+
+def _owns_its_target(node: Node) -> bool:
+    base = node.args[0]
+    if not isinstance(base, Node) or base.op != "call_function" or len(base.users) > 1:
+        return False
+    made_by = operator_of(base)
+    aliases = made_by.view or made_by.effect or base.target is operator.getitem
+    return not aliases and (not made_by.cast or made_by.name in _COPYING_CASTS)
 
 
 def op_name(node: Node) -> str:

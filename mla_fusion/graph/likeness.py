@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from mla_fusion.graph.cone import Cone
 from mla_fusion.graph.contraction import Contraction
+from mla_fusion.graph.kinds import operator_of
 from mla_fusion.graph.sizes import is_symbolic
 from mla_fusion.graph.view import View, peel_table
 
@@ -48,7 +49,7 @@ class _Walk:
 
     def step(self, node: Node, other: Node) -> bool:
         """Take in a node that does to its inputs what ``other`` does to the counterparts of these."""
-        if node.target is not other.target and not (node.op == other.op == "get_attr" and node.target == other.target):
+        if operator_of(node) is not operator_of(other) or (node.op == "get_attr" and node.target != other.target):
             return False
         if len(node.args) != len(other.args) or node.kwargs.keys() != other.kwargs.keys():
             return False

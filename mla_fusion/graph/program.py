@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import MODEL_FLOATS, filled_with, is_cast, op_name
+from mla_fusion.graph.kinds import MODEL_FLOATS, filled_with, is_cast, op_name, operator_of
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.sizes import Binding, is_symbolic
 
@@ -191,7 +191,7 @@ class Program:
             _refuse_narrow_cast(node)
             call = _cast
         else:
-            call = _RENAMED.get(name, node.target)  # type: ignore[arg-type]
+            call = _RENAMED.get(name, operator_of(node).target)
         if self._shrink is not None and name in _SIZED:
             return self._resized(node, name, self._shrink)
         args = self._template(node.args)

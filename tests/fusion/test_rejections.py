@@ -138,7 +138,9 @@ def test_call_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_graph_that_is_not_functional() -> None:
     class InPlace(near_misses.Base):
         def rotate_q(self, q_pe: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-            return self.rotate(q_pe, c, s).mul_(2.0)
+            rotated = self.rotate(q_pe, c, s)
+            seen = rotated.sum()  # before the change, and it must stay so
+            return rotated.mul_(seen / seen)
 
     gm = torch.export.export(InPlace(), s.paged_args()).module()
     assert isinstance(gm, GraphModule)
