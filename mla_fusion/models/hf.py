@@ -17,6 +17,7 @@ from torch import nn
 
 from mla_fusion._autoload import cann_location
 from mla_fusion.models.absorbed import AbsorbedDecoder, Rotate
+from mla_fusion.models.decode_step import DecodeStep
 from mla_fusion.models.optimize import optimize, revert
 from mla_fusion.models.refusal import OptimizeError
 from mla_fusion.models.summary import Converted, Skipped, Summary
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Converted",
+    "DecodeStep",
     "MlaPagedCache",
     "OptimizeError",
     "Skipped",

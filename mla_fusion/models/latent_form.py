@@ -45,8 +45,14 @@ class LatentForm:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Attentions of ``transformers`` know their place in the cache and the scale of their scores."""
-    return hasattr(module, "layer_idx") and hasattr(module, "scaling") and len(list(_projections(module))) >= 3
+    """Attentions of ``transformers`` know their place in the cache and the scale of their scores; or hold latents.
+
+    Latents alone are told by four projections at least (query, down, up, output): an indexer has three.
+    """
+    projections = dict(_projections(module))
+    if not hasattr(module, "layer_idx") or len(projections) < 3:
+        return False
+    return hasattr(module, "scaling") or (len(projections) >= 4 and any(_latents(module, projections)))
 
 
 def examine(module: nn.Module) -> LatentForm | Refusal:

@@ -9,7 +9,6 @@ import torch
 
 import mla_fusion as mf
 from mla_fusion.models import hf
-from mla_fusion.models.decode_step import DecodeStep
 
 from .hf_models import KERNEL, build
 
@@ -88,7 +87,7 @@ def test_every_prologue_is_one_operator_in_the_ge_graph(name: str, layers: int) 
     assert len(hf.optimize(model).converted) == layers
     cache, ids = started(model)
     held = cache.state_dict()
-    lowered = mf.lower(DecodeStep(model, cache), ids)
+    lowered = mf.lower(hf.DecodeStep(model, cache), ids)
     assert lowered.ge_ops["MlaPrologV3"] == layers
     assert not {"TensorMove", "Assign", "Scatter", "ScatterUpdate", "ScatterNdUpdate"} & lowered.ge_ops.keys()
     assert lowered.report is not None and len(lowered.report.fused) == layers

@@ -301,6 +301,23 @@ def test_what_does_not_fit_is_left_alone(code: str) -> None:
     assert len(summary.converted) == 2 - count
 
 
+def test_code_of_a_checkpoint_that_expands_before_it_caches_is_named() -> None:
+    """As the remote code of DeepSeek-V2 and V3: softmax_scale, no expand_kv."""
+
+    class Remote(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer_idx, self.softmax_scale = 0, 0.1
+            self.q_proj = nn.Linear(64, 4 * 48)
+            self.kv_a_proj_with_mqa = nn.Linear(64, 32 + 16, bias=False)
+            self.kv_a_layernorm = nn.RMSNorm(32)
+            self.kv_b_proj = nn.Linear(32, 4 * 64, bias=False)
+            self.o_proj = nn.Linear(4 * 32, 64, bias=False)
+
+    summary = hf.optimize(nn.ModuleDict({"self_attn": Remote()}))
+    assert [(item.name, item.code) for item in summary.skipped] == [("self_attn", "cache.expanded")]
+
+
 def test_a_model_without_latents_is_left_alone() -> None:
     import transformers
 
