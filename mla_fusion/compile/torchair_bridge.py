@@ -56,7 +56,7 @@ def _patch_once() -> None:
     """
     import_module("torchair")
     if DispatchKey.AutogradPrivateUse1 in torch.ops.aten.to.other.py_kernels:
-        import_module("torchair._utils").register_matmul_backward_decomp = lambda: None
+        vars(import_module("torchair._utils"))["register_matmul_backward_decomp"] = lambda: None
     module = import_module("torchair.npu_fx_compiler")
     module._get_merged_decompositions(module.CompilerConfig(), {})
 

@@ -201,12 +201,10 @@ def test_every_code_is_provoked_here() -> None:
 
 
 def test_verification_catches_a_wrong_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_fusion.fusion import replace
+    from mla_fusion.fusion import rows
 
-    right = replace._table
-    monkeypatch.setattr(
-        replace, "_table", lambda b, table, lead: b.call(torch.ops.aten.neg.default, right(b, table, lead))
-    )
+    right = rows.table
+    monkeypatch.setattr(rows, "table", lambda b, table, lead: b.call(torch.ops.aten.neg.default, right(b, table, lead)))
     rejection = refused(graph_of(s.PagedRotateHalf(), *s.paged_args()))
     assert rejection.code == "verify.mismatch"
     assert str(verify.TOLERANCE) in rejection.message
