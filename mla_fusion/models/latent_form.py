@@ -73,10 +73,14 @@ def examine(module: nn.Module) -> LatentForm | Refusal:
     implementation = getattr(module.config, "_attn_implementation", None)
     if implementation not in IMPLEMENTATIONS:
         return Refusal("attention.implementation", f"attn_implementation is {implementation!r}, sdpa or eager needed")
-    answers = [_probe(module, expand, name, rank, rope) for name, rank, rope in candidates]
-    forms = [answer for answer in answers if isinstance(answer, LatentForm)]
+    refusals = []
+    for name, rank, rope in candidates:
+        answer = _probe(module, expand, name, rank, rope)
+        if isinstance(answer, LatentForm):
+            return answer
+        refusals.append(answer)
     # A triple whose widths fit by chance says no more than that it is none.
-    return min(forms or answers, key=lambda answer: isinstance(answer, Refusal) and answer.code == "kv_up.differs")
+    return min(refusals, key=lambda refusal: refusal.code == "kv_up.differs")
 
 
 def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -132,10 +136,11 @@ def _probe(module: nn.Module, expand: Any, name: str, rank: int, rope: int) -> L
     with torch.no_grad():
         try:
             keys, values = expand(module, c_kv, k_pe)
+            heads, nope, value = keys.shape[1], keys.shape[-1] - rope, values.shape[-1]
+            flat = up(c_kv).view(1, PROBE_TOKENS, heads, -1).transpose(1, 2)
         except RuntimeError as error:
-            return Refusal("kv_up.differs", f"expand_kv takes no latents of {rank} and {rope}: {error}")
-        heads, nope, value = keys.shape[1], keys.shape[-1] - rope, values.shape[-1]
-        flat = up(c_kv).view(1, PROBE_TOKENS, heads, -1).transpose(1, 2)
+            reason = str(error).split("\n", 1)[0]
+            return Refusal("kv_up.differs", f"{name} expands no latents of {rank} and {rope}: {reason}")
     if nope <= 0 or flat.shape[-1] != nope + value or keys.shape[:3] != flat.shape[:3]:
         return Refusal("kv_up.differs", f"keys {list(keys.shape)} and values {list(values.shape)} are not of {name}")
     wanted = torch.cat([flat[..., :nope], k_pe.expand(-1, heads, -1, -1)], -1), flat[..., nope:]
