@@ -103,14 +103,16 @@ def _paged_pair(view: View, writer: Node, value: Node) -> WriteFact | str:
     given = next((name for name in extra if argument(writer, name) is not None), None)
     if given is not None:
         return f"{writer.name} has {given}"
-    rows, caches = writer.args[:2], writer.args[2:4]
+    rows, caches, slots = writer.args[:2], writer.args[2:4], writer.args[4]
+    if rows.count(value) != 1 or not isinstance(slots, Node):
+        return f"{writer.name} does not write {value.name} to one cache"
     place = rows.index(value)
-    cache, slots = caches[place], writer.args[4]
-    result = next((user for user in writer.users if is_getitem(user) and user.args[1] == place), None)
+    cache = caches[place]
     if not isinstance(cache, Node) or cache.op not in ("placeholder", "get_attr") or paged_shape(cache) is None:
         return f"{cache} is not a graph input of shape [BlockNum, BlockSize, 1, width]"
-    if rows[0] is rows[1] or not isinstance(slots, Node) or result is None:
-        return f"{writer.name} does not write one row of each cache per slot"
+    result = next((user for user in writer.users if is_getitem(user) and user.args[1] == place), None)
+    if result is None:
+        return f"{writer.name} writes {cache.name}, and nobody reads what it wrote"
     if _may_be_negative(view, slots):
         return f"{slots.name} may be negative"
     return WriteFact(writer, cache, value, Slots(slots), result)
