@@ -2,8 +2,9 @@
 
     python benchmarks/dumps.py [--layers 61] [--json FILE]
 
-The dumps come from the real torchair: an absorbed decoder with small dims, lowered unfused and fused once. Reading
-needs neither torchair nor a device, and is what is timed.
+The dumps come from the real torchair: an absorbed decoder with small dims, lowered unfused and fused once. GE's own
+forms (``ge_proto``, ``ge_onnx``) are the same graphs written as its encoder is documented. Reading needs neither
+torchair nor a device, and is what is timed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 import mla_fusion as mf  # before torch, where torch_npu is installed without CANN
 
 # isort: split
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "inspect"))
+import ge_files
 from model import Decoder, Sizes, model_arguments
 
 from mla_fusion import converters
@@ -80,6 +83,9 @@ def make(folder: Path, layers: int) -> list[Path]:
         for kind in ("pbtxt", "txt", "py"):
             paths.append(folder / f"{name}.{kind}")
             compiled.runner.dump(str(paths[-1]))
+        for form in (ge_files.proto, ge_files.onnx):
+            paths.append(folder / f"{name}_ge_{form.__name__}.txt")
+            paths[-1].write_text(form(compiled.runner.graph._proto))
     for name, gm in (("unfused_fx", unfused.fx_before), ("fused_fx", fused.fx_after)):
         paths.append(folder / f"{name}.txt")
         paths[-1].write_text(gm.print_readable(False))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 import shutil
 import sys
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +16,9 @@ import torch
 from mla_fusion._autoload import cann_location, torch_npu_installed
 from mla_fusion.compile import offline, traps
 from mla_fusion.compile.offline import standins
+from mla_fusion.inspect import live
 
+_VERSION = re.compile(r"version\w*\s*=\s*\[?(?:[\d.]+:)?([\d.]+(?:RC\w*|alpha\w*)?)", re.IGNORECASE)
 OPERATORS = (
     "npu_mla_prolog",
     "npu_mla_prolog_v2",
@@ -25,13 +30,17 @@ OPERATORS = (
     "npu_kv_rmsnorm_rope_cache",
     "npu_kv_rmsnorm_rope_cache_v2",
     "npu_kv_rmsnorm_rope_cache_v2_functional",
+    "npu_scatter_nd_update",
+    "npu_scatter_pa_kv_cache_functional",
+    "npu_dynamic_quant",
+    "npu_quant_matmul",
     "npu_transpose_batchmatmul",
     "npu_format_cast",
 )
 
 
 def survey() -> dict[str, Any]:
-    """Versions, device, CANN, the offline runtime, the operators and known traps, as plain data.
+    """Versions, device, CANN, the offline runtime, the operators, hooks and known traps, as plain data.
 
     Activates the offline runtime where there is no CANN, since only then can torchair be asked; a failure
     to do so is an entry of the answer, not an exception.
@@ -41,9 +50,11 @@ def survey() -> dict[str, Any]:
     return {
         "versions": versions(),
         "cann": cann_location(),
+        "cann_version": _cann_version(),
         "device": _device() if usable else None,
         "offline": _offline(error),
         "operators": {name: _operator(name, usable) for name in OPERATORS},
+        "hooks": hooks(usable),
         "traps": traps.survey(usable),
     }
 
@@ -90,13 +101,63 @@ def _offline(error: str | None) -> dict[str, Any]:
 
 
 def _operator(name: str, usable: bool) -> dict[str, Any]:
+    """Whose its schema, CPU kernel and GE converter are, where there are any."""
+    entry: dict[str, Any] = {"schema": None, "cpu_kernel": None, "converter": None}
     packet = getattr(torch.ops.npu, name, None)
-    entry: dict[str, Any] = {"schema": packet is not None, "converter": None}
-    if packet is None or not usable:
+    if packet is None:
         return entry
-    bridge = import_module("mla_fusion.compile.torchair_bridge")
-    converters = import_module("mla_fusion.converters")
-    owner = converters.register().get(name)
-    overload = packet.default
-    entry["converter"] = owner or ("torchair" if bridge.has_converter(overload) else "none")
+    entry["schema"] = _registrar(name, "debug")
+    entry["cpu_kernel"] = _registrar(name, "CPU")
+    if usable:
+        bridge = import_module("mla_fusion.compile.torchair_bridge")
+        owner = import_module("mla_fusion.converters").register().get(name)
+        entry["converter"] = owner or ("torchair" if bridge.has_converter(packet.default) else "none")
     return entry
+
+
+def _registrar(name: str, key: str) -> str | None:
+    """The package of the source file that the dispatcher says a definition or a kernel is from."""
+    lines = torch._C._dispatch_dump(f"npu::{name}").splitlines()
+    found = next((line for line in lines if line.startswith(f"{key}: registered at ")), None)
+    if found is None:
+        return None
+    return next((package for package in ("torch_npu", "mla_fusion") if f"{package}/" in found), "another package")
+
+
+def hooks(usable: bool) -> dict[str, str]:
+    """What of this process calls the pass, and who else stands where it could. torchair's are fields of each config."""
+    inductor = import_module("torch._inductor.config")
+    names = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass")
+    found = {f"Inductor {name}": _named(getattr(inductor, name, None)) for name in names}
+    known = "mla_fusion" in torch._dynamo.list_backends(exclude_tags=())
+    found['torch.compile(backend="mla_fusion")'] = "known" if known else "unknown: pip install the package"
+    if usable:
+        config = import_module("mla_fusion.compile.torchair_bridge").compiler_config("ge")
+        hook = getattr(config, "post_grad_custom_pre_pass", None)
+        found["a fresh torchair CompilerConfig"] = _named(getattr(hook, "value", hook))
+    found[live.VARIABLE] = os.environ.get(live.VARIABLE, "not set: reports stay in memory")
+    return found
+
+
+def _named(hook: Any) -> str:
+    if hook is None:
+        return "none"
+    return f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
+
+
+def _cann_version() -> str | None:
+    """As the toolkit's own file states it, beside or above the runtime library."""
+    location = cann_location()
+    for folder in Path(location).resolve().parents[:5] if location else ():
+        for name in ("version.cfg", "ascend_toolkit_install.info"):
+            found = _VERSION.search(_text(folder / name))
+            if found is not None:
+                return found[1]
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

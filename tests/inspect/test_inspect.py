@@ -141,6 +141,49 @@ def test_model_explorer(tmp_path):
     assert kernel["inputsMetadata"][9]["attrs"] == [{"key": "__tensor_tag", "value": "kv_cache"}]
 
 
+# Model Explorer's GraphCollection as its graph builder defines it: required fields, optional ones.
+MODEL_EXPLORER = {
+    "collection": ({"label", "graphs"}, set()),
+    "graph": ({"id", "nodes"}, {"groupNodeAttributes", "groupNodeConfigs", "nodeLabelsToHide", "layoutConfigs"}),
+    "node": (
+        {"id", "label"},
+        {"namespace", "subgraphIds", "attrs", "incomingEdges", "outputsMetadata", "inputsMetadata", "style", "config"},
+    ),
+    "edge": ({"sourceNodeId"}, {"sourceNodeOutputId", "targetNodeInputId", "metadata"}),
+    "metadata": ({"id", "attrs"}, set()),
+    "attribute": ({"key", "value"}, set()),
+}
+
+
+def assert_is(kind, data):
+    required, optional = MODEL_EXPLORER[kind]
+    assert required <= data.keys() <= required | optional
+    strings = [value for key, value in data.items() if key in ("id", "label", "namespace", "key", "value")]
+    assert all(isinstance(value, str) for value in (*strings, *(data.values() if kind == "edge" else ())))
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
+def test_model_explorer_schema(name, tmp_path):
+    data = json.loads(export(fixture(name), tmp_path / "graph.json").read_text())
+    assert_is("collection", data)
+    for graph in data["graphs"]:
+        assert_is("graph", graph)
+        nodes = {node["id"]: node for node in graph["nodes"]}
+        assert len(nodes) == len(graph["nodes"]) > 1
+        for node in graph["nodes"]:
+            assert_is("node", node)
+            ports = [edge["targetNodeInputId"] for edge in node["incomingEdges"]]
+            assert len(set(ports)) == len(ports)
+            for edge in node["incomingEdges"]:
+                assert_is("edge", edge)
+                outputs = {item["id"] for item in nodes[edge["sourceNodeId"]]["outputsMetadata"]}
+                assert edge["sourceNodeOutputId"] in outputs
+            for item in (*node["inputsMetadata"], *node["outputsMetadata"]):
+                assert_is("metadata", item)
+            for attribute in (*node["attrs"], *(a for i in node["outputsMetadata"] for a in i["attrs"])):
+                assert_is("attribute", attribute)
+
+
 def test_dot(tmp_path):
     text = export(fixture("fused.pbtxt"), tmp_path / "graph.dot").read_text()
     assert '"arg9_1" -> "MlaPrologV3" [label="kv_cache"];' in text

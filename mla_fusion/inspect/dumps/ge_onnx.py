@@ -18,13 +18,13 @@ from mla_fusion.inspect.dumps.prototext import Message, every, first
 
 PREFIX = "ge:"
 _SUBGRAPH = "subgraph"
-_DESCRIPTION = re.compile(r"(input|output)_desc_(.+?):(\d+)$")
+_DESCRIPTION = re.compile(r"output_desc_(.+?):(\d+)$")
+_DESCRIBED = ("dtype", "shape", "layout", "device_type")
 # Bookkeeping that says nothing which the edges and descriptions do not.
 _LEFT_OUT = frozenset(
     """
     id stream_id input_name src_name src_index dst_name dst_index input_i output_i workspace workspace_bytes
     is_input_const input_desc_nums output_desc_nums send_event_id_list recv_event_id_list
-    _input_name_key _input_name_value
     """.split()
 )
 _FIELD = {"FLOAT": "f", "INT": "i", "STRING": "s", "FLOATS": "floats", "INTS": "ints", "STRINGS": "strings"}
@@ -64,21 +64,24 @@ def _node(message: Any, line: int, under: str) -> Iterator[Operator]:
 
 
 def _operator(message: Message, line: int, kind: str, under: str) -> Operator:
-    given = {str(first(item, "name", "")): _value_of(item) for item in every(message, "attribute")}
-    described: dict[str, dict[int, dict[str, Any]]] = {"input": {}, "output": {}}
+    described: dict[int, dict[str, Any]] = {}
     attributes: dict[str, Any] = {}
-    for name, value in given.items():
+    for item in every(message, "attribute"):
+        name = str(first(item, "name", ""))
+        if name.startswith("input_desc_") or name in _LEFT_OUT:  # inputs are what their producers' outputs are
+            continue
         found = _DESCRIPTION.match(name)
-        if found is not None:
-            described[found[1]].setdefault(int(found[3]), {})[found[2]] = value
-        elif name not in _LEFT_OUT:
-            attributes[name] = value
-    outputs = [_value(described["output"].get(index, {}), kind) for index in _upto(described["output"])]
+        if found is None:
+            attributes[name] = _value_of(item)
+        elif found[1] in _DESCRIBED:
+            described.setdefault(int(found[2]), {})[found[1]] = _value_of(item)
+    outputs = [_value(described.get(index, {}), kind) for index in _upto(described)]
+    names, places = attributes.pop("_input_name_key", []), attributes.pop("_input_name_value", [])
     if kind in ("Const", "Constant"):
         attributes["value"] = _constant(attributes)
         prefer_readable(attributes)
     edges = [edge(under + text if text else "") for text in map(str, every(message, "input"))]
-    roles = _roles(given, len(edges))
+    roles = _roles(names, places, len(edges))
     return Operator(under + str(first(message, "name")), kind, edges, outputs, attributes, roles, [], line)
 
 
@@ -117,8 +120,7 @@ def _constant(attributes: dict[str, Any]) -> dict[str, Any]:
     return {"value": Value(dtype, shape), "numbers": known}
 
 
-def _roles(given: dict[str, Any], count: int) -> list[str]:
+def _roles(names: list[Any], places: list[Any], count: int) -> list[str]:
     """GE lists the names in alphabetical order, each with its place."""
-    names, places = given.get("_input_name_key") or [], given.get("_input_name_value") or []
     by_place = {int(place): str(name) for name, place in zip(names, places, strict=False)}
     return [by_place.get(place, f"input {place}") for place in range(count)] if by_place else []
