@@ -45,14 +45,9 @@ class LatentForm:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Attentions of ``transformers`` know their place in the cache and the scale of their scores; or hold latents.
-
-    Latents alone are told by four projections at least (query, down, up, output): an indexer has three.
-    """
-    projections = dict(_projections(module))
-    if not hasattr(module, "layer_idx") or len(projections) < 3:
-        return False
-    return hasattr(module, "scaling") or (len(projections) >= 4 and any(_latents(module, projections)))
+    """Attentions know their place in the cache, and the scale of their scores or the rank of their latents."""
+    known = hasattr(module, "layer_idx") and (hasattr(module, "scaling") or hasattr(module, "kv_lora_rank"))
+    return known and len(list(_projections(module))) >= 3
 
 
 def examine(module: nn.Module) -> LatentForm | Refusal:

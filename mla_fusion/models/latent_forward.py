@@ -107,7 +107,7 @@ def _interface(functions: Any, form: LatentForm) -> Callable[[str, Attention], A
                     k_pe,
                     local(getattr(module, form.kv_up).weight),
                     form.dims,
-                    scaling=options["scaling"],
+                    scaling=options.get("scaling") or (form.dims.nope + form.dims.rope) ** -0.5,
                     mask=attention_mask,
                     dropout=options.get("dropout", 0.0),
                 )

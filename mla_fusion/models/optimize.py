@@ -6,6 +6,7 @@ latents becomes the identity, and the attention function then gets the latents (
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -41,9 +42,14 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
         objection = kernel_objection(module, verdict)
         converted.append(Converted(name, int(module.layer_idx), verdict.heads, verdict.dims, size, objection))
     summary = Summary(tuple(converted), tuple(skipped))
-    for _, module, verdict in verdicts:
-        if isinstance(verdict, LatentForm):
-            _convert(module, verdict)
+    # All made before any is set, so that an error leaves the model as it was.
+    forwards = [
+        (module, verdict, latent_forward(type(module).forward, verdict))
+        for _, module, verdict in verdicts
+        if isinstance(verdict, LatentForm)
+    ]
+    for module, form, forward in forwards:
+        _convert(module, form, forward)
     if converted:
         if cache and hasattr(model, "_prepare_cache_for_generation"):
             from mla_fusion.models.generation import use_paged_cache
@@ -64,10 +70,10 @@ def revert(model: nn.Module) -> None:
         model.__dict__.pop(name, None)
 
 
-def _convert(module: Any, form: LatentForm) -> None:
+def _convert(module: Any, form: LatentForm, forward: Callable[..., Any]) -> None:
     module._mla_fusion_form = form
     module.expand_kv = MethodType(_latents, module)
-    module.forward = MethodType(latent_forward(type(module).forward, form), module)
+    module.forward = MethodType(forward, module)
 
 
 def _latents(module: nn.Module, c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -52,6 +53,10 @@ YARN = dict(
         original_max_position_embeddings=128, beta_fast=32, beta_slow=1,
     )
 )  # fmt: skip
+KIMI = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+LLAMA4 = {
+    "rope_parameters": YARN["rope_parameters"] | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}
+}
 
 # name: (model type, changes of BASE)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,9 +72,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "axk1": ("axk1", {}),
     "axk2": ("axk2", {}),
     "minicpm3": ("minicpm3", {}),
+    "mistral4": ("mistral4", LLAMA4),  # scales its query by position
     "deepseek_v32": ("deepseek_v32", INDEXER),
     "glm_moe_dsa": ("glm_moe_dsa", INDEXER),
+    # Layers of linear attention beside the latents; kimi_linear does not rotate.
     "bailing_hybrid": ("bailing_hybrid", {"num_hidden_layers": 6, "q_lora_rank": None}),
+    "kimi_linear": ("kimi_linear", {"num_hidden_layers": 4, "q_lora_rank": None, "layer_types": KIMI}),
 }
 
 
@@ -83,11 +91,13 @@ def build(
 ) -> Any:
     """A model of MODELS; weights of unit gain, so that greedy choices are no ties."""
     mf.offline.activate()  # transformers imports torch_npu where it is installed
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     model_type, own = MODELS[name]
     config = AutoConfig.for_model(model_type, **{**BASE, **own, **(changes or {})})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+    source = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    kind = next(value for key, value in vars(source).items() if key.endswith("ForCausalLM"))
+    model = kind._from_config(config, dtype=dtype, attn_implementation=attention).eval()
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -307,7 +307,7 @@ def test_code_of_a_checkpoint_that_expands_before_it_caches_is_named() -> None:
     class Remote(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer_idx, self.softmax_scale = 0, 0.1
+            self.layer_idx, self.softmax_scale, self.kv_lora_rank = 0, 0.1, 32
             self.q_proj = nn.Linear(64, 4 * 48)
             self.kv_a_proj_with_mqa = nn.Linear(64, 32 + 16, bias=False)
             self.kv_a_layernorm = nn.RMSNorm(32)
