@@ -284,7 +284,9 @@ def _after(plan: Plan) -> Drawing:
         if (item.output, _tensor(item.node)) in made:
             continue
         made.add((item.output, _tensor(item.node)))
-        arrows.append(Arrow(kernel, len(dots), label="" if item.is_free else "rearranged"))
+        arrows.append(Arrow(kernel, len(dots)))
+        if not item.is_free:
+            formulas[item.output] = "Its axes reordered, or reshaped, as the model has them."
         if item.output in ("c_kv", "k_pe"):
             formulas[item.output] = "The new rows, for the model's own cache write, which stays."
         dots.append(Dot(item.output, "", "output", item.output, _tensor(item.node)))

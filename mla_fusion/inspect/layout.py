@@ -45,6 +45,7 @@ def place(sizes: Sequence[Point], edges: Sequence[tuple[int, int]], across: bool
         layout.route_edge = _keep_points
         layout.init_all()
         layout.draw(6)
+        _part_overlaps(part, gap[0])
         offset, extent = _beside(part, offset, extent, gap[0])
     middles = [_turn(vertex.view.xy, extent, across) for vertex in vertices]
     paths = [[_turn(point, extent, across) for point in reversed(edge.view.points)] for edge in turned]
@@ -70,6 +71,30 @@ class _Path:
 
 def _keep_points(edge: Any, points: list[Point]) -> None:
     """The points as they are: where the edge passes each layer."""
+
+
+def _part_overlaps(part: Any, gap: float) -> None:
+    """Neighbours of a layer that grandalf has let overlap are moved apart, with the edges that pass between them."""
+    layers: dict[int, list[tuple[float, float, Any, int]]] = {}
+    for vertex in part.V():
+        x, y = vertex.view.xy
+        layers.setdefault(round(y), []).append((x, vertex.view.w, vertex.view, -1))
+    for edge in part.E():
+        for index in range(1, len(edge.view.points) - 1):
+            x, y = edge.view.points[index]
+            layers.setdefault(round(y), []).append((x, 0.0, edge.view, index))
+    for layer in layers.values():
+        layer.sort(key=lambda item: item[0])
+        free = float("-inf")
+        for x, width, view, index in layer:
+            x = max(x, free + width / 2)
+            free = x + width / 2 + gap
+            if index < 0:
+                view.xy = (x, view.xy[1])
+            else:
+                view.points[index] = (x, view.points[index][1])
+    for edge in part.E():
+        edge.view.points[0], edge.view.points[-1] = (vertex.view.xy for vertex in edge.v)
 
 
 def _beside(part: Any, offset: float, extent: float, gap: float) -> tuple[float, float]:

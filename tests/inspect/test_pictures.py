@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from pathlib import Path
 from types import ModuleType
 
@@ -106,6 +107,21 @@ def test_boxes_do_not_overlap(across):
         assert left > -1e-6 and top > -1e-6 and right < laid.width + 1e-6 and bottom < laid.height + 1e-6
         for other in corners[:index]:
             assert right <= other[0] or other[2] <= left or bottom <= other[1] or other[3] <= top
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_boxes_of_any_graph_do_not_overlap(seed):
+    draw = random.Random(seed)
+    count = draw.randrange(5, 40)
+    edges = {tuple(sorted(draw.sample(range(count), 2))) for _ in range(2 * count)}
+    widths = [draw.choice((60, 110, 224)) for _ in range(count)]
+    laid = place([(width, 40) for width in widths], sorted(edges), across=True)
+    sides = [(x - width / 2, y - 20, x + width / 2, y + 20) for width, (x, y) in zip(widths, laid.middles, strict=True)]
+    for index, one in enumerate(sides):
+        for two in sides[:index]:
+            assert one[2] <= two[0] or two[2] <= one[0] or one[3] <= two[1] or two[3] <= one[1]
+    ends = [(points[0], points[-1]) for points in laid.edges]
+    assert ends == [(laid.middles[start], laid.middles[end]) for start, end in sorted(edges)]
 
 
 def test_arrows_point_forward():
