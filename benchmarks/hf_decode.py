@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+# Threads that spin at the end of a short kernel keep a busy machine's other threads, and the kernel's own, from it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import hf_layer
 import torch
