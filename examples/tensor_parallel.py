@@ -11,10 +11,8 @@ import mla_fusion as mf  # before torch, where torch_npu is installed without CA
 # isort: split
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from mla_fusion.models import hf
 
@@ -36,21 +34,10 @@ def model():
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
 
 
-class OwnRows(ParallelStyle):
-    """This rank's rows as a plain tensor: absorbed attention reads this weight itself, W_uk and W_uv by head."""
-
-    def _apply(self, module, device_mesh):
-        module.weight = nn.Parameter(
-            distribute_tensor(module.weight, device_mesh, [Shard(0)]).to_local(), requires_grad=False
-        )
-        return module
-
-
 def shard(whole, mesh):
     """The model's plan, in torch's styles; what it does not name stays whole on every rank."""
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     plan = {f"model.{path}": styles[how]() for path, how in whole.config.base_model_tp_plan.items() if how in styles}
-    plan["model.layers.*.self_attn.kv_b_proj"] = OwnRows()
     return parallelize_module(whole, mesh, {path: how for path, how in plan.items() if "experts" not in path})
 
 

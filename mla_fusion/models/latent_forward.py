@@ -122,5 +122,17 @@ def _interface(functions: Any, form: LatentForm) -> Callable[[str, Attention], A
 
 def local(weight: Any) -> Tensor:
     """This rank's share of a weight that is sharded by heads."""
-    share: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+    share: Tensor = weight.to_local() if isinstance(weight, _SHARDED) else weight
     return share
+
+
+def _sharded() -> tuple[type, ...]:
+    """DTensor, where torch has it (dynamo cannot tell by attributes: it traces a parameter as a plain one)."""
+    if not torch.distributed.is_available():
+        return ()
+    from torch.distributed.tensor import DTensor
+
+    return (DTensor,)
+
+
+_SHARDED = _sharded()
