@@ -126,7 +126,7 @@ def local(weight: Any) -> Tensor:
     return share
 
 
-def _sharded() -> tuple[type, ...]:
+def _sharded() -> tuple[type[Any], ...]:
     """DTensor, where torch has it (dynamo cannot tell by attributes: it traces a parameter as a plain one)."""
     if not torch.distributed.is_available():
         return ()

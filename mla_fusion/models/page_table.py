@@ -1,0 +1,113 @@
+"""Which pages of the pools hold which tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fusion.models.refusal import OptimizeError
+
+BLOCK_SIZE = 128
+
+
+class PageTable:
+    """Which block holds which tokens of which sequence; shared by the layers of a cache.
+
+    ``tables`` is ``[B, blocks]`` int64. ``slots`` ``[B, max_len]`` are the rows of the home blocks. The length is a
+    number where the cache grows and a tensor where its size is fixed, so that a compiled step can advance it.
+    """
+
+    def __init__(self, block_size: int, max_len: int | None) -> None:
+        if block_size < 16 or block_size > 1024 or block_size % 16:
+            raise ValueError(f"block_size must be a multiple of 16 from 16 to 1024, got {block_size}")
+        if max_len is not None and max_len < 1:
+            raise ValueError(f"max_cache_len must be positive, got {max_len}")
+        self.block_size = block_size
+        self.max_len = max_len
+        self.forget()
+
+    def forget(self) -> None:
+        """As if no token had ever come."""
+        self.batch = 0
+        self.blocks = 0
+        self.shared = False
+        self.tables: Tensor | None = None
+        self.slots: Tensor | None = None
+        self.length: Any = 0
+        self.leader = -1
+        self.step_slots: Tensor | None = None
+
+    def rewind(self) -> None:
+        """Length zero; where the size is fixed, the tensors that a compiled graph knows stay."""
+        if not self.static or self.tables is None:
+            self.forget()
+            return
+        self.length.zero_()
+        self.tables.copy_(self._home_tables(self.tables.device))
+        self.shared = False
+
+    @property
+    def static(self) -> bool:
+        return self.max_len is not None
+
+    def allot(self, batch: int, device: torch.device) -> None:
+        """Give ``batch`` sequences their home; a fixed size is taken at once, otherwise a first block."""
+        self.batch = batch
+        self.blocks = -(-self.max_len // self.block_size) if self.max_len is not None else 1
+        if self.static:
+            self.length = torch.zeros((), dtype=torch.int64, device=device)
+        self._lay_out(device)
+
+    def needs(self, tokens: int) -> int:
+        """How many blocks a sequence should have for ``tokens`` tokens; grows by halves."""
+        wanted = -(-tokens // self.block_size)
+        return self.blocks if wanted <= self.blocks else max(wanted, self.blocks + self.blocks // 2)
+
+    def widen(self, blocks: int) -> None:
+        """Give every sequence ``blocks`` blocks; pools must follow."""
+        assert self.tables is not None
+        old, device = self.tables, self.tables.device
+        moved = old // self.blocks * blocks + old % self.blocks
+        kept, self.blocks = self.blocks, blocks
+        self._lay_out(device)
+        assert self.tables is not None
+        self.tables[:, :kept] = moved
+
+    def _home_tables(self, device: torch.device) -> Tensor:
+        return torch.arange(self.batch * self.blocks, device=device).view(self.batch, self.blocks)
+
+    def _lay_out(self, device: torch.device) -> None:
+        self.tables = self._home_tables(device)
+        row = self.blocks * self.block_size
+        slots = torch.arange(self.batch * row, device=device).view(self.batch, row)
+        # One column a token and no more: a compiled step that runs over the end fails on the index.
+        self.slots = slots[:, : self.max_len].contiguous() if self.max_len is not None else slots
+        if self.static and not torch.compiler.is_compiling():
+            for tensor in (self.tables, self.slots, self.length):
+                torch._dynamo.mark_static_address(tensor)
+
+    def advance(self, layer: int, tokens: int, start: int) -> Tensor:
+        """Slots ``[B * tokens]`` of the new tokens of one layer, sequence by sequence."""
+        assert self.slots is not None
+        if not self.static:
+            return self.slots[:, start : start + tokens].reshape(-1)
+        if self.leader < 0:
+            self.leader = layer
+        # A step's slots are computed once, by the layer that came first in the first step.
+        if layer == self.leader or self.step_slots is None:
+            self._check_room(tokens)
+            positions = torch.arange(tokens, device=self.slots.device) + self.length
+            self.step_slots = self.slots.index_select(1, positions).reshape(-1)
+            self.length.add_(tokens)
+        return self.step_slots
+
+    def _check_room(self, tokens: int) -> None:
+        if torch.compiler.is_compiling() or self.max_len is None:
+            return
+        held = int(self.length)
+        if held + tokens > self.max_len:
+            raise OptimizeError(
+                "cache.full", f"the cache holds {held} of {self.max_len} tokens a sequence; {tokens} more do not fit"
+            )
