@@ -17,7 +17,7 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact, Table
 from mla_fusion.graph.cone import Cone
-from mla_fusion.graph.kinds import is_cast, is_getitem, is_view, is_writer
+from mla_fusion.graph.kinds import is_cast, is_getitem, is_view, is_writer, op_name
 from mla_fusion.graph.likeness import likeness, outline
 from mla_fusion.graph.shrink import SMALL, WORTHWHILE, Shrink
 from mla_fusion.graph.view import View
@@ -140,14 +140,18 @@ def _after_own_write(cone: Cone) -> set[Node]:
 
 
 def _parts_of_mixtures(cone: Cone, degrees: Mapping[Node, int]) -> set[Node]:
-    """Views that take this product's own elements out of a value that mixes several (``rope(cat([q_pe, k_pe]))``)."""
+    """Views that take a part out of values joined before: of several products (``rope(cat([q_pe, k_pe]))``), or of
+    what was rotated and what was not (``cat([q_nope, rope(q_pe)])``).
+    """
     found = set()
     for node in cone.nodes:
         if node in degrees and is_view(node):
             source = node.args[0]
             if isinstance(source, Node) and is_getitem(node):
                 source = source.args[0]
-            if isinstance(source, Node) and source is not cone.node and source not in degrees:
+            if not isinstance(source, Node) or source is cone.node:
+                continue
+            if source not in degrees or op_name(source) == "aten::cat":
                 found.add(node)
     return found
 

@@ -45,6 +45,22 @@ class QueryAssembled(Base):
         return query.float().flatten(0, 1) @ rows.float().T, torch.full_like(c_kv, 0.5).sum()
 
 
+class JoinedAndSplitAgain(Base):
+    """Hugging Face's habit, absorbed: q is put together again after RoPE, and taken apart for the two products."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
+        c_kv, k_pe = self.latent(x)
+        c, sn = cos.unsqueeze(1), sin.unsqueeze(1)
+        q = torch.cat([q_nope, self.rotate(q_pe, c, sn)], -1)
+        q_nope, q_pe = q.split([D, DR], -1)
+        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, sn).squeeze(1))
+        scores = s.attend(self.absorb(q_nope), q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+        return scores, torch.zeros(1)
+
+
 class SlotsInTwoWays(Base):
     """One cache is written by slot, the other by (block, offset)."""
 
@@ -135,6 +151,7 @@ MIXTURES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ..
         for model in (
             RotatedTogether,
             QueryAssembled,
+            JoinedAndSplitAgain,
             SlotsInTwoWays,
             WeightOnTheLeft,
             WeightOfThreeAxes,
