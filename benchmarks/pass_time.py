@@ -52,6 +52,8 @@ def main() -> int:
         rows = _table(sizes, options)
         results["dims"][name] = {"sizes": vars(sizes), "rows": rows}
         print(_ratios(rows[-1]))
+        if len(rows) > 1:
+            print(_further_layer(rows[-2], rows[-1]))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=2) + "\n")
@@ -122,6 +124,14 @@ def _ratios(row: dict[str, Any]) -> str:
     ]
     stages = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in row["stages of fuse"].items())
     return f"at {row['layers']} layers: {'; '.join(parts)}\nstages of the last fuse: {stages}"
+
+
+def _further_layer(row: dict[str, Any], larger: dict[str, Any]) -> str:
+    """What one more layer costs, without verification and without what is done once for each structure."""
+    stages, more = (entry["stages of fuse, unverified"] for entry in (row, larger))
+    layers = larger["layers"] - row["layers"]
+    costs = (f"{stage} {(more[stage] - stages[stage]) / layers * 1e3:.1f}" for stage in more if stage != "verify")
+    return f"a further layer, in milliseconds: {', '.join(costs)}"
 
 
 def _machine() -> dict[str, Any]:

@@ -142,6 +142,8 @@ class Decoder:
 
     def _steady(self, nodes: list[Node]) -> set[Node]:
         """The nodes whose value no base has a part in, one that holds a single number included."""
+        if not nodes:
+            return set()
         again = self.cone.run(self.probe * _LARGE, small_scalars(self.cone.draw(self.generator)))
         values = {node: again[self.cone.slot(node)] for node in nodes}
         return {node for node, value in values.items() if _is_real(value) and torch.equal(value, self._value(node))}
