@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from mla_fusion.compile import offline
 from mla_fusion.compile.boundary import fuse_with_boundary
+from mla_fusion.compile.floats import specialise
 from mla_fusion.config import Config
 from mla_fusion.fusion.rejection import CODES, Rejection
 from mla_fusion.fusion.report import Report, keep
@@ -40,6 +41,7 @@ def backend(
 
     def compile_graph(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         given = Config(**options) if options else chosen
+        specialise(gm)
         if _device_present() and any(_on_npu(value) for value in inputs):
             return _with_torchair(gm, inputs, given, compiler_config, folder)
         return _with_cpu(gm, inputs, given, folder)

@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from mla_fusion.compile import torchair_bridge
 from mla_fusion.compile.boundary import fuse_with_boundary
 from mla_fusion.compile.device_graph import CaptureError, stop, trace
+from mla_fusion.compile.floats import specialise
 from mla_fusion.compile.hook import torchair_pass
 from mla_fusion.config import Config
 from mla_fusion.fusion.report import Report, reports
@@ -118,7 +119,15 @@ class _Session:
 
     def backend(self) -> Callable[..., Any]:
         import_module("mla_fusion.converters").register()
-        return torchair_bridge.backend(self.mode, self.compiler_config, self._on_graph)
+        compile_graph = torchair_bridge.backend(self.mode, self.compiler_config, self._on_graph)
+        if not self.at_boundary:
+            return compile_graph
+
+        def compile_as_our_backend(gm: GraphModule, inputs: list[Any]) -> Any:
+            specialise(gm)
+            return compile_graph(gm, inputs)
+
+        return compile_as_our_backend
 
     def _on_graph(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.before = snapshot(gm)

@@ -47,7 +47,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "norm.runtime_eps": (
         "The norm's epsilon is an input of the graph, so its value is unknown at compile time.",
-        "Compile with dynamic=None and mark_dynamic, or set torch._dynamo.config.specialize_float = True.",
+        "Use the mla_fusion backend or mark_dynamic, or set torch._dynamo.config.specialize_float = True.",
     ),
     "linear.bias": (
         "A projection has a bias; the kernel adds none.",
