@@ -13,52 +13,55 @@ from .spellings import BLOCK_SIZE, DR, HCKV, HCQ, HE, D, linear
 from .variants import IN_PLACE, STAGED
 
 
-class RotatedTogether(Base):
+class Parts(Base):
+    """The prologue with seams where its values meet."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
+        c_kv, k_pe = self.latent(x)
+        q_nope, q_pe, k_pe = self.rotated(q_nope, q_pe, k_pe.unsqueeze(1), cos.unsqueeze(1), sin.unsqueeze(1))
+        self.write(kv_cache, kr_cache, slots, c_kv, k_pe.squeeze(1))
+        return self.scores(q_nope, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)), torch.full_like(c_kv, 0.5)
+
+    def rotated(
+        self, q_nope: Tensor, q_pe: Tensor, k_pe: Tensor, c: Tensor, sn: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return q_nope, self.rotate(q_pe, c, sn), self.rotate(k_pe, c, sn)
+
+    def scores(self, q_nope: Tensor, q_pe: Tensor, kv_rows: Tensor, kr_rows: Tensor) -> Tensor:
+        return s.attend(self.absorb(q_nope), q_pe, kv_rows, kr_rows)
+
+
+class RotatedTogether(Parts):
     """The one key head is rotated as one more query head."""
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
-        c_kv, k_pe = self.latent(x)
-        both = self.rotate(torch.cat([q_pe, k_pe.unsqueeze(1)], 1), cos.unsqueeze(1), sin.unsqueeze(1))
-        q_pe, k_pe = both.split([self.heads, 1], 1)
-        self.write(kv_cache, kr_cache, slots, c_kv, k_pe.squeeze(1))
-        scores = s.attend(self.absorb(q_nope), q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
-        return scores, torch.zeros(1)
+    def rotated(
+        self, q_nope: Tensor, q_pe: Tensor, k_pe: Tensor, c: Tensor, sn: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q_pe, k_pe = self.rotate(torch.cat([q_pe, k_pe], 1), c, sn).split([self.heads, 1], 1)
+        return q_nope, q_pe, k_pe
 
 
-class QueryAssembled(Base):
-    """query and query_rope are written into one buffer, made like q_nope, which the kernel never gives out."""
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
-        c_kv, k_pe = self.latent(x)
-        c, sn = cos.unsqueeze(1), sin.unsqueeze(1)
-        query = q_nope.new_empty(*q_nope.shape[:-1], HCKV + DR)
-        query[..., :HCKV] = self.absorb(q_nope)
-        query[..., HCKV:] = self.rotate(q_pe, c, sn)
-        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, sn).squeeze(1))
-        rows = torch.cat([kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)], -1)
-        return query.float().flatten(0, 1) @ rows.float().T, torch.full_like(c_kv, 0.5).sum()
-
-
-class JoinedAndSplitAgain(Base):
+class JoinedAndSplitAgain(Parts):
     """Hugging Face's habit, absorbed: q is put together again after RoPE, and taken apart for the two products."""
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
-        c_kv, k_pe = self.latent(x)
-        c, sn = cos.unsqueeze(1), sin.unsqueeze(1)
-        q = torch.cat([q_nope, self.rotate(q_pe, c, sn)], -1)
-        q_nope, q_pe = q.split([D, DR], -1)
-        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, sn).squeeze(1))
-        scores = s.attend(self.absorb(q_nope), q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
-        return scores, torch.zeros(1)
+    def rotated(
+        self, q_nope: Tensor, q_pe: Tensor, k_pe: Tensor, c: Tensor, sn: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q_nope, q_pe = torch.cat([q_nope, self.rotate(q_pe, c, sn)], -1).split([D, DR], -1)
+        return q_nope, q_pe, self.rotate(k_pe, c, sn)
+
+
+class QueryAssembled(Parts):
+    """query and query_rope are written into one buffer, made like q_nope, which the kernel never gives out."""
+
+    def scores(self, q_nope: Tensor, q_pe: Tensor, kv_rows: Tensor, kr_rows: Tensor) -> Tensor:
+        query = q_nope.new_empty(*q_nope.shape[:-1], HCKV + DR)
+        query[..., :HCKV] = self.absorb(q_nope)
+        query[..., HCKV:] = q_pe
+        return query.float().flatten(0, 1) @ torch.cat([kv_rows, kr_rows], -1).float().T
 
 
 class SlotsInTwoWays(Base):

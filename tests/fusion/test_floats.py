@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.floats import specialise
+
 from . import spellings as s
 from .harness import assert_as_exact, clones
 

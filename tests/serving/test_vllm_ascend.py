@@ -7,6 +7,8 @@ import pickle
 import sys
 from collections import Counter
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,46 +24,30 @@ import mla_fusion as mf
 from mla_fusion.serving import hidden_prologues, opaque_operators, vllm_ascend_pass
 from mla_fusion.serving.prepack import PackOnce
 
-HE, HCQ, HCKV, N, D, DR = 1024, 1536, 512, 2, 128, 64
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fuse_your_model.py"
+
+
+def example() -> ModuleType:
+    """The example as a module: dynamo looks names up in it."""
+    spec = spec_from_file_location("fuse_your_model", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.setdefault(spec.name, module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+own = example()
+HE, HCKV, DR = own.HE, own.HCKV, own.DR
 BLOCKS, BLOCK = 6, 128
 WHERE_VLLM_HAS_IT = ("vllm.compilation.passes.vllm_inductor_pass", "vllm.compilation.vllm_inductor_pass")
 
 
-class Norm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(width) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        high = x.float()
-        return (high * torch.rsqrt(high.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * self.weight
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
-
-
-class Attention(nn.Module):
-    """A prologue with nn.Linear weights, so that every one of them has to be packed."""
+class Attention(own.Attention):  # type: ignore[misc]
+    """The example's prologue: nn.Linear weights, so that every one of them has to be packed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.q_a = nn.Linear(HE, HCQ, bias=False)
-        self.q_norm = Norm(HCQ)
-        self.q_b = nn.Linear(HCQ, N * (D + DR), bias=False)
-        self.kv_a = nn.Linear(HE, HCKV + DR, bias=False)
-        self.kv_norm = Norm(HCKV)
-        self.w_uk = nn.Parameter(torch.randn(N, D, HCKV) * D**-0.5)
         self.to(torch.bfloat16).requires_grad_(False)
-
-    def forward(self, x, cos, sin, slots, kv_cache, kr_cache):
-        q_nope, q_pe = self.q_b(self.q_norm(self.q_a(x))).view(-1, N, D + DR).split([D, DR], -1)
-        query = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
-        c_kv, k_pe = self.kv_a(x).split([HCKV, DR], -1)
-        kv_cache.view(-1, HCKV)[slots] = self.kv_norm(c_kv)
-        kr_cache.view(-1, DR)[slots] = rotate(k_pe, cos, sin)
-        return query, rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
 
 
 class Reading(Attention):
