@@ -120,6 +120,31 @@ def test_operator_cache_mode() -> None:
     assert refused(gm).code == "cache.operator_mode"
 
 
+def _table(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = positions[:, None] * 10000 ** -torch.linspace(0, 1, s.DR // 2)
+    both = torch.cat([angles, angles], -1)
+    return both.cos().bfloat16(), both.sin().bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "change"), [(1, torch.neg), (1, lambda at: at * 2), (8, lambda at: at % 8), (8, lambda at: at.clamp(1))]
+)
+def test_key_at_other_positions(tokens: int, change: Any) -> None:
+    """Positions that agree where they are drawn as 0, or below the number of tokens."""
+
+    class Elsewhere(near_misses.Base):
+        def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: torch.Tensor) -> Any:
+            *_, self.positions = rest
+            return super().forward(x, *_table(self.positions), *rest)
+
+        def rotate_k(self, k_pe: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+            c, s = (table.unsqueeze(1) for table in _table(change(self.positions)))
+            return super().rotate_k(k_pe, c, s)
+
+    gm = graph_of(Elsewhere(), *s.paged_args(tokens))
+    assert refused(gm, mf.Config(verify="off")).code == "rope.tables_differ"
+
+
 def test_operator_with_fewer_slots_than_tokens() -> None:
     *args, slots = s.paged_args(8)
     rejection = refused(graph_of(s.NpuOperators(), *args, slots[:4]))

@@ -143,6 +143,19 @@ def key_first(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
     return kv, kr
 
 
+def by_slot_and_by_block(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    kv, kr = _flat(i)
+    kv[slots] = c_kv
+    i["kr_cache"].squeeze(2)[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = k_pe
+    return kv, kr
+
+
+def both_by_one_operator(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
+    rows = (value.reshape(-1, 1, value.shape[-1]) for value in (c_kv, k_pe))
+    npu.npu_scatter_pa_kv_cache(*rows, i["kv_cache"], i["kr_cache"], slots.reshape(-1), cache_mode="Norm")
+    return _flat(i)
+
+
 WRITES: dict[str, Write] = {
     f.__name__: f
     for f in (
@@ -164,6 +177,8 @@ WRITES: dict[str, Write] = {
         scatter_by_repeat,
         by_mask,
         key_first,
+        by_slot_and_by_block,
+        both_by_one_operator,
     )
 }
 
