@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mla_fusion.models.latent_attention import LatentDims
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 CALLED = ("update", "expand_kv", "ALL_ATTENTION_FUNCTIONS", "get_interface", "torch")
+BEYOND_SOFTMAX = ("s_aux", "sinks", "softcap", "logits_soft_cap")  # what forwards call it when attention does more
 PROBE_TOKENS = 3
 
 
@@ -65,6 +67,9 @@ def examine(module: nn.Module) -> LatentForm | Refusal:
     missing = [name for name in CALLED if name not in called]
     if missing or "forward" in vars(module):
         return Refusal("forward.unknown", f"forward does not call {missing}" if missing else "forward is replaced")
+    beyond = sorted(set(BEYOND_SOFTMAX) & _words(inspect.unwrap(type(module).forward).__code__))
+    if beyond:
+        return Refusal("attention.differs", f"forward hands {', '.join(beyond)} to its attention")
     implementation = getattr(module.config, "_attn_implementation", None)
     if implementation not in IMPLEMENTATIONS:
         return Refusal("attention.implementation", f"attn_implementation is {implementation!r}, sdpa or eager needed")
@@ -76,6 +81,12 @@ def examine(module: nn.Module) -> LatentForm | Refusal:
         refusals.append(answer)
     # A triple whose widths fit by chance says no more than that it is none.
     return min(refusals, key=lambda refusal: refusal.code == "kv_up.differs")
+
+
+def _words(code: CodeType) -> set[str]:
+    """Names that the code uses, those of keyword arguments included."""
+    keywords = (constant for constant in code.co_consts if isinstance(constant, tuple))
+    return {*code.co_names, *(name for names in keywords for name in names if isinstance(name, str))}
 
 
 def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 CODES = {
     "attention.not_mla": "The attention has keys and values of its own: there is no latent to cache.",
     "attention.implementation": "Only sdpa and eager attention hand over masks that absorbed attention can read.",
+    "attention.differs": "The module's attention does more than softmax over scores and mask (sinks, a cap on scores).",
     "forward.unknown": "The module's forward does not cache latents, expand them and call an attention function.",
     "attention.mask": "The mask is none that absorbed attention can read.",
     "kv_up.bias": "The projection from the latent to keys and values adds a bias, which cannot be absorbed.",

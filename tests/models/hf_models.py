@@ -45,6 +45,7 @@ KERNEL: dict[str, Any] = dict(
 )
 """Dims that the kernel takes."""
 
+INDEXED_WITH_SINKS = dict(layer_types=["indexed_attention"] * 2, indexer_types=["full"] * 2)
 INDEXER = dict(index_n_heads=4, index_head_dim=64, index_topk=8)
 LONGCAT = dict(num_layers=1, ffn_hidden_size=64, expert_ffn_hidden_size=32, zero_expert_num=1)
 YARN = dict(
@@ -80,6 +81,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": ("kimi_linear", {"num_hidden_layers": 4, "q_lora_rank": None, "layer_types": KIMI}),
 }
 
+WITH_SINKS: tuple[str, dict[str, Any]] = ("hy_v4", INDEXED_WITH_SINKS)
+"""HY-V4 adds a learnt sink to every softmax, which latents know nothing of."""
+
 
 def build(
     name: str,
@@ -93,7 +97,7 @@ def build(
     mf.offline.activate()  # transformers imports torch_npu where it is installed
     from transformers import AutoConfig
 
-    model_type, own = MODELS[name]
+    model_type, own = WITH_SINKS if name == "hy_v4" else MODELS[name]
     config = AutoConfig.for_model(model_type, **{**BASE, **own, **(changes or {})})
     source = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     kind = next(value for key, value in vars(source).items() if key.endswith("ForCausalLM"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from importlib.util import find_spec
 from types import MethodType
 from typing import Any
 
@@ -299,6 +300,13 @@ def test_what_does_not_fit_is_left_alone(code: str) -> None:
         held.keys() for module, held in zip(model.modules(), before, strict=True) if module is left
     )
     assert len(summary.converted) == 2 - count
+
+
+def test_attention_with_sinks_is_left_alone() -> None:
+    if find_spec("transformers.models.hy_v4") is None:
+        pytest.skip("this transformers has no hy_v4")
+    summary = hf.optimize(build("hy_v4", attention="eager"))
+    assert not summary.converted and [item.code for item in summary.skipped] == ["attention.differs"] * 2
 
 
 def test_code_of_a_checkpoint_that_expands_before_it_caches_is_named() -> None:
