@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -154,7 +155,11 @@ class Program:
                 step = Step(Failed, (str(error),), {}, f"unprobeable:{error}")
             self._slots[node] = Slot(len(inputs) + len(self.steps))
             self.steps.append(step)
-        self.signature = tuple((step.name, _freeze(step.args), _freeze(step.kwargs)) for step in self.steps)
+
+    @cached_property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for programs of equal steps."""
+        return tuple((step.name, _freeze(step.args), _freeze(step.kwargs)) for step in self.steps)
 
     def slot(self, node: Node) -> int:
         return self._slots[node].index
