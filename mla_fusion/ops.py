@@ -99,6 +99,15 @@ _SIGNATURES: dict[str, tuple[str, str]] = {
         'str quant_mode="pertoken", float dst_type_max=0.0',
         _tensors(2),
     ),
+    "npu_dynamic_block_quant": (
+        'Tensor x, *, float min_scale=0.0, str round_mode="rint", int dst_type=1, int row_block_size=1, '
+        "int col_block_size=128, float dst_type_max=0.0",
+        "(Tensor y, Tensor scale)",
+    ),
+    "npu_quantize": (
+        "Tensor input, Tensor scales, Tensor? zero_points, int dtype, int axis=1, bool div_mode=True",
+        "Tensor",
+    ),
     "npu_quant_matmul": (
         "Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, Tensor? pertoken_scale=None, "
         "Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, int? x2_dtype=None, "

@@ -116,6 +116,7 @@ class Operator:
         mutates = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
         effect, random = mutates or name in _EFFECTS, "rand" in name
         pure = name.partition("::")[0] in ("aten", "prims", "_operator", "python") and not (effect or random)
+        bits = getattr(target, "_overloadname", "") == "dtype"  # view.dtype reads memory as another type
         return cls(
             target,
             name,
@@ -123,8 +124,8 @@ class Operator:
             effect,
             random,
             plain=(pure and "attention" not in name) or name in _NPU_TRANSPARENT,
-            view=name in _VIEWS,
-            reshape=name in _RESHAPES,
+            view=name in _VIEWS and not bits,
+            reshape=name in _RESHAPES and not bits,
             cast=name in _CASTS,
             writer=name in _WRITERS,
             twin=_functional_twin(target, name) if mutates else None,

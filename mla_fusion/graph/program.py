@@ -196,7 +196,8 @@ class Program:
             _refuse_narrow_cast(node)
             call = _cast
         else:
-            call = _RENAMED.get(name, operator_of(node).target)
+            target = operator_of(node).target
+            call = target if target is torch.ops.aten.view.dtype else _RENAMED.get(name, target)
         if self._shrink is not None and name in _SIZED:
             return self._resized(node, name, self._shrink)
         args = self._template(node.args)

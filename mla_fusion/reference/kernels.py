@@ -6,7 +6,6 @@ from mla_fusion.reference.kv_rmsnorm_rope_cache import (
     npu_kv_rmsnorm_rope_cache_v2_functional,
 )
 from mla_fusion.reference.matmul_scatter_quant import (
-    npu_dynamic_quant,
     npu_format_cast,
     npu_quant_matmul,
     npu_scatter_nd_update,
@@ -24,9 +23,11 @@ from mla_fusion.reference.norm_rope import (
 from mla_fusion.reference.preprocess_forms import npu_mla_preprocess, npu_mla_preprocess_out
 from mla_fusion.reference.prolog import npu_mla_prolog_v3, npu_mla_prolog_v3_functional
 from mla_fusion.reference.prolog_v1_v2 import npu_mla_prolog, npu_mla_prolog_v2
+from mla_fusion.reference.quant_operators import npu_dynamic_block_quant, npu_dynamic_quant, npu_quantize
 
 __all__ = [
     "npu_add_rms_norm",
+    "npu_dynamic_block_quant",
     "npu_dynamic_quant",
     "npu_format_cast",
     "npu_interleave_rope",
@@ -40,6 +41,7 @@ __all__ = [
     "npu_mla_prolog_v3",
     "npu_mla_prolog_v3_functional",
     "npu_quant_matmul",
+    "npu_quantize",
     "npu_rms_norm",
     "npu_rotary_mul",
     "npu_scatter_nd_update",

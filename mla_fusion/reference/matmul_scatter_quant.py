@@ -1,4 +1,4 @@
-"""CPU kernels of the remaining NPU operators of MLA graphs: batched matmul, scatter, quantisation, format
+"""CPU kernels of the remaining NPU operators of MLA graphs: batched matmul, scatter, int8 product, format
 cast.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fusion.reference.quantize import dynamic_scale, int8_matmul, to_int8
+from mla_fusion.reference.quantize import int8_matmul, to_int8
 
 
 def npu_transpose_batchmatmul(
@@ -83,29 +83,6 @@ def npu_scatter_pa_kv_cache_functional(
     caches = key_cache.clone(), value_cache.clone()
     npu_scatter_pa_kv_cache(key, value, *caches, slot_mapping, **options)
     return caches
-
-
-def npu_dynamic_quant(
-    input: Tensor,
-    *,
-    smooth_scales: Tensor | None = None,
-    group_index: Tensor | None = None,
-    dst_type: int | None = None,
-    quant_mode: str = "pertoken",
-    dst_type_max: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """``(int8, float32 scale)`` per token: ``scale = max|x*smooth|/127``, ``y = round(x*smooth/scale)``.
-
-    Raises ValueError for group_index, for a dst_type other than int8 and for a quant_mode other than
-    "pertoken".
-    """
-    if group_index is not None or quant_mode != "pertoken" or dst_type not in (None, 1):
-        raise ValueError(
-            "npu_dynamic_quant: the CPU kernel quantises per token to int8 (dst_type None or 1), without group_index"
-        )
-    x = input.float() if smooth_scales is None else input.float() * smooth_scales.float()
-    quantised, scale = dynamic_scale(x)
-    return to_int8(quantised), scale.squeeze(-1)
 
 
 OUTPUT_DTYPES = {None: torch.int8, 1: torch.int8, 3: torch.int32, 5: torch.float16, 15: torch.bfloat16}

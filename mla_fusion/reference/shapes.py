@@ -113,6 +113,15 @@ def npu_dynamic_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     return input.new_empty(input.shape, dtype=torch.int8), input.new_empty(input.shape[:-1], dtype=torch.float32)
 
 
+def npu_dynamic_block_quant(x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    blocks = (x.shape[-1] + 127) // 128
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((*x.shape[:-1], blocks), dtype=torch.float32)
+
+
+def npu_quantize(input: Tensor, *args: Any, **options: Any) -> Tensor:
+    return input.new_empty(input.shape, dtype=torch.int8)
+
+
 def npu_quant_matmul(x1: Tensor, x2: Tensor, scale: Tensor, **options: Any) -> Tensor:
     from mla_fusion.reference.matmul_scatter_quant import OUTPUT_DTYPES
 

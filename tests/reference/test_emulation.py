@@ -126,6 +126,31 @@ def test_dynamic_quant_then_quant_matmul() -> None:
     assert kernels.npu_quant_matmul(quantised, weight, channel).dtype == torch.int8
 
 
+def test_dynamic_block_quant() -> None:
+    """Each 128 neighbours by their own scale; the last block may be shorter."""
+    x = noise(3, 300)
+    quantised, scale = kernels.npu_dynamic_block_quant(x)
+    assert quantised.shape == (3, 300) and scale.shape == (3, 3)
+    for block in range(3):
+        part = slice(128 * block, min(128 * block + 128, 300))
+        assert torch.equal(scale[:, block], x[:, part].float().abs().amax(-1) / 127)
+        wide = quantised[:, part].double() * scale[:, block : block + 1].double()
+        assert (wide - x[:, part].double()).abs().max() <= 0.5001 * scale[:, block].max()
+    assert torch.equal(kernels.npu_dynamic_block_quant(x, min_scale=1.0)[1], torch.ones(3, 3))
+    with pytest.raises(ValueError, match="1 x 128"):
+        kernels.npu_dynamic_block_quant(x, col_block_size=64)
+
+
+def test_quantize() -> None:
+    x, scales = 30 * noise(4, 64).float(), noise(64, seed=1).float().abs() + 0.5
+    divided = kernels.npu_quantize(x, scales, None, 1, -1)
+    assert torch.equal(divided, (x / scales).round().clamp(-128, 127).to(torch.int8))
+    shifted = kernels.npu_quantize(x, scales[:1], torch.tensor([3]), 12, -1, False)
+    assert torch.equal(shifted, (x * scales[0] + 3).round().clamp(-128, 127).to(torch.int8))
+    with pytest.raises(ValueError, match="int8"):
+        kernels.npu_quantize(x, scales, None, 5)
+
+
 @pytest.mark.parametrize("mode", ["Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ"])
 def test_kv_rmsnorm_rope_cache(mode: str) -> None:
     batch, length, dv, dk, block = 2, 20, 64, 16, 16
