@@ -13,6 +13,7 @@ _CHOICES = {
     "staging": ("auto", "always", "never"),
     "kr_layout": ("exact", "half"),
     "unabsorbed": ("skip", "identity"),
+    "weights": ("copy", "shared"),
 }
 
 
@@ -32,6 +33,9 @@ class Config:
     unabsorbed  "identity" also fuses prologues without a W_uk product, by weight_uk = [I | 0].
     skip        What to leave alone without a warning: layers by module path, prologues that would be rejected with a
                 code ("absorb.absent", "contract", "contract:dims.he"), or candidates for which a predicate holds.
+    weights     Where packed weights live, when a wrapper stands around the graph (``mf.backend``): "copy" beside the
+                parameters, or "shared": a parameter whose packing only changes its layout becomes a view of the
+                packed weight, so that memory does not grow. It keeps its shape and values, and gets other strides.
 
     Raises ValueError for a value outside these choices.
     """
@@ -44,6 +48,7 @@ class Config:
     kr_layout: str = "exact"
     unabsorbed: str = "skip"
     skip: tuple[Skip, ...] = ()
+    weights: str = "copy"
 
     def __post_init__(self) -> None:
         for field, choices in _CHOICES.items():

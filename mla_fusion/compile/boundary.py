@@ -7,7 +7,7 @@ kernel. The compiled callable keeps the signature that the caller knows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from mla_fusion.graph.program import nodes_between
 from mla_fusion.graph.sizes import is_symbolic, same_shape
 from mla_fusion.inspect import live
 from mla_fusion.weights import cache
+from mla_fusion.weights.share import Inverse, inverse
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,25 @@ class Same:
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight made of some of the caller's arguments."""
+    """A weight made of some of the caller's arguments.
+
+    inverse     how the one argument is read out of the packed weight, where it may become a view of it
+    """
 
     program: GraphModule
     signature: str
     positions: tuple[int, ...]
+    inverse: Inverse | None = None
 
     def __call__(self, args: Sequence[Any]) -> torch.Tensor:
-        return cache.packed(self.program, self.signature, [args[position] for position in self.positions])
+        return cache.packed(self.program, self.signature, self._sources(args), self.inverse)
+
+    def bytes(self, args: Sequence[Any]) -> int:
+        """What it takes beside these arguments, once it has been made of them."""
+        return cache.bytes_of(self.signature, self._sources(args))
+
+    def _sources(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        return [args[position] for position in self.positions]
 
 
 @dataclass(frozen=True)
@@ -66,8 +78,9 @@ class BoundaryBuilder(GraphBuilder):
 
     has_boundary = True
 
-    def __init__(self, gm: GraphModule) -> None:
+    def __init__(self, gm: GraphModule, config: Config) -> None:
         super().__init__(gm)
+        self._share_weights = config.weights == "shared"
         self._originals = [node for node in gm.graph.nodes if node.op == "placeholder"]
         self._last_input = self._originals[-1] if self._originals else None
         self.made_outside: dict[Node, Packed | Viewed] = {}
@@ -77,7 +90,14 @@ class BoundaryBuilder(GraphBuilder):
         program, positions, result = self._program(recipe, leaves)
         if program is None:
             return result
-        return self._input(f"packed_{name}", Packed(program, cache.describe(program), positions), result.meta["val"])
+        made = Packed(program, cache.describe(program), positions, self._inverse(program, positions))
+        return self._input(f"packed_{name}", made, result.meta["val"])
+
+    def _inverse(self, program: GraphModule, positions: tuple[int, ...]) -> Inverse | None:
+        if not self._share_weights or len(positions) != 1:
+            return None
+        parameter = self._originals[positions[0]].meta["val"]
+        return None if any(map(is_symbolic, parameter.shape)) else inverse(program, parameter)
 
     def cache(self, node: Node, shape: Sequence[Any]) -> Node:
         if same_shape(node.meta["val"].shape, shape):
@@ -123,7 +143,7 @@ class BoundaryBuilder(GraphBuilder):
         for node in [*inputs, *(node for node in needed if node.op != "placeholder")]:
             copies[node] = graph.node_copy(node, lambda old: copies[old])
         end = graph.output(None)
-        inner = _PackingBuilder(GraphModule(self.gm, graph), copies, self._fake_mode)
+        inner = _PackingBuilder(GraphModule(self.gm, graph), copies, self._fake_mode, self._share_weights)
         inner.at(end, {})
         result = recipe(inner)
         original = next(
@@ -138,6 +158,7 @@ class BoundaryBuilder(GraphBuilder):
 
     def inputs(self) -> list[Adaptor]:
         """Drop inputs that nobody reads any more; how to make each of the rest."""
+        self._leave_read_parameters()
         adaptors: list[Adaptor] = []
         for node in list(self.gm.graph.nodes):
             if node.op != "placeholder":
@@ -151,13 +172,19 @@ class BoundaryBuilder(GraphBuilder):
         self.gm.recompile()
         return adaptors
 
+    def _leave_read_parameters(self) -> None:
+        """A parameter that the graph reads itself keeps its strides: the graph is compiled for them."""
+        for node, made in self.made_outside.items():
+            if isinstance(made, Packed) and any(self._originals[position].users for position in made.positions):
+                self.made_outside[node] = replace(made, inverse=None)
+
     @property
     def bytes_packed(self) -> int:
-        """Of packed weights that are not views of their parameters."""
+        """Of packed weights that are not views of their parameters, nor these (as far as can be told) views of them."""
         return sum(
             node.meta["val"].nbytes
             for node, made in self.made_outside.items()
-            if isinstance(made, Packed) and not self._is_view(node, made)
+            if isinstance(made, Packed) and made.inverse is None and not self._is_view(node, made)
         )
 
     def _is_view(self, node: Node, made: Packed) -> bool:
@@ -173,14 +200,20 @@ def _key(adaptor: Packed | Viewed) -> object:
 class _PackingBuilder(GraphBuilder):
     """Builds a packing program: nodes of the main graph stand for their copies in it."""
 
-    def __init__(self, gm: GraphModule, copies: dict[Node, Node], fake_mode: Any) -> None:
+    def __init__(self, gm: GraphModule, copies: dict[Node, Node], fake_mode: Any, as_on_npu: bool) -> None:
         super().__init__(gm)
+        self._as_on_npu = as_on_npu
         self._copies = {copy.name: copy for copy in gm.graph.nodes}
         self._names = {node: copy.name for node, copy in copies.items()}
         self._fake_mode = fake_mode
 
     def value(self, node: Node) -> Node:
         return self._copies[self._names[node]]
+
+    def device_type(self, value: Node) -> str:
+        """Shared weights are laid out on a CPU as on an NPU: what that does to a model can be tried without one."""
+        kind = super().device_type(value)
+        return "npu" if kind == "cpu" and self._as_on_npu else kind
 
 
 def fuse_with_boundary(
@@ -191,24 +224,36 @@ def fuse_with_boundary(
 
     class Builder(BoundaryBuilder):
         def __init__(self, gm: GraphModule) -> None:
-            super().__init__(gm)
+            super().__init__(gm, config)
             made.append(self)
 
     report = run(gm, config, Builder)
     if not made or not made[0].made_outside:
         return report, list(inputs), lambda compiled: compiled
+    adaptors = made[0].inputs()
     report.bytes_added = made[0].bytes_packed
     live.save(report)
-    adaptors = made[0].inputs()
     examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
-    return report, examples, lambda compiled: _Adapted(compiled, adaptors)
+    return report, examples, lambda compiled: _Adapted(compiled, adaptors, report)
 
 
 class _Adapted:
     """The compiled graph behind its boundary."""
 
-    def __init__(self, compiled: Callable[..., Any], adaptors: Sequence[Adaptor]) -> None:
+    def __init__(self, compiled: Callable[..., Any], adaptors: Sequence[Adaptor], report: Report) -> None:
         self.compiled, self.adaptors = compiled, tuple(adaptors)
+        self._unsettled: Report | None = report if report.config.weights == "shared" else None
 
     def __call__(self, *args: Any) -> Any:
-        return self.compiled(*[adaptor(args) for adaptor in self.adaptors])
+        inputs = [adaptor(args) for adaptor in self.adaptors]
+        if self._unsettled is not None:
+            self._settle(self._unsettled, args)
+        return self.compiled(*inputs)
+
+    def _settle(self, report: Report, args: Sequence[Any]) -> None:
+        """Which parameters could be shared shows in the first call (tied ones look like any other while compiling)."""
+        self._unsettled = None
+        added = sum(adaptor.bytes(args) for adaptor in self.adaptors if isinstance(adaptor, Packed))
+        if added != report.bytes_added:
+            report.bytes_added = added
+            live.save(report)

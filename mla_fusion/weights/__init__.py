@@ -1,0 +1,5 @@
+"""Weights as the kernel wants them: columns taken, packed copies kept, memory shared."""
+
+from mla_fusion.weights.cache import release
+
+__all__ = ["release"]

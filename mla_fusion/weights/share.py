@@ -1,0 +1,104 @@
+"""Parameters that live in their packed weight: one memory, read by the kernel and, as a view, by everybody else.
+
+Most packings only lay a weight out anew (transposed, heads merged, in FRACTAL_NZ). The parameter is then a view of
+the packed tensor, so that it may give up its own memory: same shape and values, other strides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter
+
+from mla_fusion.graph.kinds import op_name
+
+# Each gives the very elements of its argument, whose place in the result follows from shapes alone.
+_VIEWS = frozenset(
+    """
+    aten::t aten::transpose aten::permute aten::view aten::_unsafe_view aten::reshape aten::unsqueeze aten::squeeze
+    aten::alias aten::detach
+    """.split()
+)
+_COPIES = frozenset(["aten::clone", "npu::npu_format_cast"])  # other memory, the same elements in the same places
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """How a parameter is read out of its packed weight."""
+
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __call__(self, packed: Tensor) -> Tensor:
+        return packed.permute(self.order).view(self.shape)
+
+
+def inverse(program: GraphModule, parameter: Tensor) -> Inverse | None:
+    """The inverse of a packing program for a parameter like this (it may be fake); None where it is no view.
+
+    The program's views are taken on a contiguous stand-in. Their strides tell which axis of the result holds which
+    stretch of the parameter: in descending order they are the parameter, if nothing was left out or repeated.
+    """
+    leaves = [node for node in program.graph.nodes if node.op == "placeholder"]
+    steps = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+    if len(leaves) != 1 or any(op_name(step) not in _VIEWS | _COPIES for step in steps):
+        return None
+    leaf = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    viewed: Tensor = _Views(program).run(leaf)
+    order = tuple(sorted(range(viewed.dim()), key=viewed.stride, reverse=True))
+    whole = _same_memory(viewed, leaf) and viewed.permute(order).is_contiguous()
+    if not whole or (viewed.dtype, viewed.numel()) != (leaf.dtype, leaf.numel()):
+        return None
+    found = Inverse(order, tuple(parameter.shape))
+    try:
+        found(torch.empty(viewed.shape, device="meta"))
+    except RuntimeError:  # axes of the parameter are spread over the packed weight
+        return None
+    return found
+
+
+class _Views(Interpreter):
+    """Runs a packing program without its copies."""
+
+    def run_node(self, n: Any) -> Any:
+        if op_name(n) in _COPIES:
+            return self.env[n.args[0]]
+        return super().run_node(n)
+
+
+def re_express(parameter: Tensor, packed: Tensor, view: Inverse) -> bool:
+    """Let the parameter hold its values in ``packed`` and free its own memory; False where that is not its alone."""
+    if _same_memory(parameter, packed) or not _owns_its_memory(parameter):
+        return False
+    values = view(packed)
+    parameter.data = values  # the last step: if anything fails, the parameter is as it was
+    return True
+
+
+def _owns_its_memory(tensor: Tensor) -> bool:
+    """Whether it is a parameter at rest whose memory nobody else reads.
+
+    Tied weights, slices of a merged weight and a state dict that somebody holds share the storage, so it has more
+    holders than that of a fresh tensor. A gradient tells of a training in progress, where optimisers keep state
+    in the parameter's layout.
+    """
+    storage = tensor.untyped_storage()
+    return (
+        isinstance(tensor, torch.nn.Parameter)
+        and not tensor.is_inference()
+        and tensor.grad is None
+        and not tensor._is_view()
+        and storage.nbytes() == tensor.nbytes
+        and _holders(tensor) == _holders(tensor.new_empty(0))
+    )
+
+
+def _holders(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def _same_memory(first: Tensor, second: Tensor) -> bool:
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
