@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
 
 import torch
 from torch.fx import Node
 
-from mla_fusion.facts.decode import Reading
+from mla_fusion.facts.decode import LARGE, Reading
 from mla_fusion.facts.projection import Projection
 from mla_fusion.graph.cone import Cone
-from mla_fusion.graph.kinds import is_faithful_cast, is_reshape, op_name
+from mla_fusion.graph.kinds import is_faithful_cast, is_getitem, is_reshape, is_view, is_writer, op_name
+from mla_fusion.graph.program import Program, nodes_between
+from mla_fusion.graph.shrink import Shrink
+from mla_fusion.graph.view import View
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], project
     labels = projection.activation_labels
     summed, tokens, columns = projection.summed, projection.token_labels, projection.column_labels
     batch = projection.batch
-    if len(summed) != 1 or len(columns) != 1 or not batch:
+    if len(summed) != 1 or len(columns) != 1:
         return None
     sizes = dict(zip(labels, reading.first.shape, strict=True))
     order = [labels.index(label) for label in (*batch, *tokens, *summed)]
@@ -98,6 +103,97 @@ def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], project
     return AbsorbFact(projection, weight_node, tuple(map(tuple, column[:, 0].tolist())), factor, to_ndc, codes)
 
 
+def join_heads(view: View, pieces: Sequence[AbsorbFact], shrink: Shrink | None) -> AbsorbFact | None:
+    """Products of some heads each (a loop over heads, or over groups of them), put side by side, as one product.
+
+    W_uk must stand in the graph as one node of which the pieces' weights are parts.
+    """
+    if len(pieces) < 2 or len({(fact.factor, fact.latent_dim, fact.nope_dim) for fact in pieces}) > 1:
+        return None
+    found = _whole_weight(view, pieces)
+    if found is None:
+        return None
+    weight, to_ndc, pieces = found
+    heads = sum(fact.heads for fact in pieces)
+    codes, start = [], 0
+    for fact in pieces:
+        row = fact.heads * fact.latent_dim
+        token, place = fact.codes // row, fact.codes % row
+        codes.append(((token * heads + start) * fact.latent_dim + place).double())
+        start += fact.heads
+    roots = [fact.node for fact in pieces]
+    side_by_side = _side_by_side(view, roots, codes, shrink)
+    if side_by_side is None:
+        return None
+    node, held = side_by_side
+    first = pieces[0].projection
+    whole = replace(first, product=replace(first.product, node=node), pieces=tuple(f.projection for f in pieces))
+    columns = tuple(head for fact in pieces for head in fact.columns)
+    return AbsorbFact(whole, weight, columns, pieces[0].factor, to_ndc, held)
+
+
+def _whole_weight(view: View, pieces: Sequence[AbsorbFact]) -> tuple[Node, tuple[int, ...], list[AbsorbFact]] | None:
+    """The nearest node that holds the pieces' weights and nothing else, how it is [N, D, Hckv], pieces in its order."""
+    size = sum(math.prod(view.binding.shape(fact.weight.meta["val"].shape)) for fact in pieces)
+    lines = [{view.number(node): node for node in _views_above(fact.weight)} for fact in pieces]
+    for number, weight in lines[0].items():
+        shape = view.binding.shape(weight.meta["val"].shape)
+        if math.prod(shape) != size or not all(number in line for line in lines):
+            continue
+        held = torch.arange(size).reshape(shape)
+        parts = []
+        for fact, line in zip(pieces, lines, strict=True):
+            program = Program([line[number]], nodes_between((line[number],), fact.weight), view.binding)
+            value = program.run([held])[program.slot(fact.weight)]
+            if not isinstance(value, torch.Tensor):
+                return None
+            parts.append(value.permute(fact.to_ndc).reshape(fact.heads, fact.nope_dim, fact.latent_dim))
+        order = sorted(range(len(parts)), key=lambda i: int(parts[i].reshape(-1)[0]))
+        whole = torch.cat([parts[i] for i in order])
+        for axes in permutations(range(len(shape))):
+            if torch.equal(held.permute(axes).reshape(whole.shape), whole):
+                return weight, axes, [pieces[i] for i in order]
+    return None
+
+
+def _views_above(node: Node) -> Iterator[Node]:
+    yield node
+    while is_view(node) or is_faithful_cast(node):
+        source = node.args[0]
+        if isinstance(source, Node) and is_getitem(node):
+            source = source.args[0]
+        if not isinstance(source, Node):
+            return
+        node = source
+        yield node
+
+
+_FARTHEST = 64  # nodes walked from the last piece to where all stand side by side
+
+
+def _side_by_side(
+    view: View, roots: list[Node], codes: list[torch.Tensor], shrink: Shrink | None
+) -> tuple[Node, torch.Tensor] | None:
+    """The first node that holds every element of all the roots once, and which."""
+    total = sum(part.numel() for part in codes)
+    stack = [max(roots, key=view.position.__getitem__)]
+    for node in stack:
+        if len(stack) > _FARTHEST:
+            return None
+        moved = [u for u in node.users if is_view(u) or is_writer(u) or op_name(u) in ("aten::cat", "aten::stack")]
+        stack.extend(user for user in moved if user not in stack)
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or node in roots:
+            continue
+        program = Program(roots, nodes_between(roots, node), view.binding, shrink=shrink)
+        held = program.run(codes)[program.slot(node)]
+        if isinstance(held, torch.Tensor) and held.numel() == total:
+            flat = held.reshape(-1).sort().values
+            if torch.equal(flat, torch.arange(total, dtype=flat.dtype)):
+                return node, held.long()
+    return None
+
+
 def _before_expand(cone: Cone, projection: Projection, to_ndc: tuple[int, ...], head_size: int) -> Node | None:
     """The weight before it was expanded along leading axes, [.., N, D, Hckv], or None."""
     node, expands = projection.weight, 0
@@ -126,7 +222,7 @@ def uniform_factor(cone: Cone, probe: torch.Tensor, reading: Reading) -> float |
         return None
     values = torch.empty(cone.tokens * cone.width, dtype=torch.float64)
     values[cone.codes.reshape(-1)] = probe.reshape(-1)
-    ratio = reading.total / (values[reading.first] * 1e3)
+    ratio = reading.total / (values[reading.first] * LARGE)
     factor = float(ratio.reshape(-1)[0])
     if not torch.allclose(ratio, torch.full_like(ratio, factor), rtol=1e-9, atol=0.0):
         return None

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from mla_fusion.graph.cone import Cone
 
-_LARGE = 1.0e3  # scale at which the epsilon of a norm is lost in rounding
+LARGE = 1.0e6  # scale at which the epsilon of a norm is lost in rounding, one of 1 too
 _CLOSE = 1.0e-9
 
 
@@ -86,7 +86,7 @@ class Decoder:
         self.generator = torch.Generator().manual_seed(seed)
         self.probe = self.fresh_probe()
         self.bases = small_scalars(cone.draw(self.generator))
-        self.values = cone.run(self.probe * _LARGE, self.bases)
+        self.values = cone.run(self.probe * LARGE, self.bases)
 
     def fresh_probe(self) -> torch.Tensor:
         """A value for the product: magnitudes of 1 to 2 with any sign."""
@@ -96,7 +96,7 @@ class Decoder:
 
     def degrees(self) -> dict[Node, int]:
         """Degree of homogeneity in the product, of every real node that has one of 0 or 1."""
-        doubled = self.cone.run(self.probe * (2 * _LARGE), self.bases)
+        doubled = self.cone.run(self.probe * (2 * LARGE), self.bases)
         found = {}
         for node in self.cone.nodes:
             slot = self.cone.slot(node)
@@ -123,7 +123,7 @@ class Decoder:
             if not linear and not scaled:
                 break
             mask = (self.cone.codes >> bit) & 1
-            values = self.cone.run(self.probe * _LARGE * mask, self.bases)
+            values = self.cone.run(self.probe * LARGE * mask, self.bases)
             for node in list(linear):
                 value = values[self.cone.slot(node)]
                 if not _is_real(value) or not linear[node].read(value, bit):
@@ -144,7 +144,7 @@ class Decoder:
         """The nodes whose value no base has a part in, one that holds a single number included."""
         if not nodes:
             return set()
-        again = self.cone.run(self.probe * _LARGE, small_scalars(self.cone.draw(self.generator)))
+        again = self.cone.run(self.probe * LARGE, small_scalars(self.cone.draw(self.generator)))
         values = {node: again[self.cone.slot(node)] for node in nodes}
         return {node for node, value in values.items() if _is_real(value) and torch.equal(value, self._value(node))}
 

@@ -59,7 +59,8 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[No
     return [fact for fact in facts if fact.gamma is not None or fact.columns not in weighted]
 
 
-_SCALES = (1e-4, 1.0, 1e3)
+_SCALES = (1e-10, 1e-4, 1.0, 1e3)  # at the first, what is clamped away from zero shows
+_NOTHING = 1e-30  # a scale at which a norm is a line: as good as zero, where 0 / 0 would say nothing
 
 
 class _Draw:
@@ -67,6 +68,7 @@ class _Draw:
 
     def __init__(self, probe: torch.Tensor, bases: list[torch.Tensor], cone: Cone) -> None:
         self.bases = bases
+        self.cone, self.probe = cone, probe
         self.runs = [cone.run(probe * scale, bases) for scale in _SCALES]
         flat = torch.empty(cone.tokens * cone.width, dtype=torch.float64)
         flat[cone.codes.reshape(-1)] = probe.reshape(-1)
@@ -95,6 +97,8 @@ def _check(cone: Cone, node: Node, reading: Reading, drawn: _Draw, other: _Draw)
         if solved is None:
             continue
         eps, scale = solved
+        if eps == 0.0:
+            eps = _at_zero(drawn, node, columns, _gamma(drawn, index, width), scale)
         runtime = _runtime_eps(cone, drawn, eps)
         expected = eps if runtime is None else float(other.bases[runtime])
         if not _holds(other.rows[:, columns], _gamma(other, index, width), again, expected, scale):
@@ -143,11 +147,25 @@ def _solve(u: torch.Tensor, gamma: torch.Tensor, outputs: list[torch.Tensor]) ->
     squared = ((means[-1] - means[0]) / (high - low))[0]
     factor = float(squared.sqrt()) * math.copysign(1.0, float(ratios[-1][0]))
     eps = float((squared * low - means[0])[0])
-    eps = 0.0 if abs(eps) < 1e-18 else eps
+    eps = 0.0 if abs(eps) < 1e-26 else eps
     if not math.isfinite(factor) or eps < 0:
         return None
     factor = 1.0 if abs(factor - 1) < 1e-8 else float(f"{factor:.9g}")
     return (eps, factor) if _holds(u, gamma, outputs, eps, factor) else None
+
+
+def _at_zero(draw: _Draw, node: Node, columns: torch.Tensor, gamma: torch.Tensor, scale: float) -> float:
+    """The epsilon that a norm without one (F.normalize) has next to zero, where it is clamped; 0.0 where it is not.
+
+    A row of padding is zero, and stays so in a model that clamps; with no epsilon at all the kernel would divide by 0.
+    """
+    output = draw.cone.run(draw.probe * _NOTHING, draw.bases)[draw.cone.slot(node)]
+    u = draw.rows[:, columns] * _NOTHING
+    if not isinstance(output, torch.Tensor) or not bool(output.isfinite().all()):
+        return 0.0
+    squared = float((u * gamma * scale / output.reshape(u.shape)).square()[0, 0])
+    mean = float(u[0].square().mean())
+    return squared if math.isfinite(squared) and squared > 2 * mean else 0.0
 
 
 def _holds(u: torch.Tensor, gamma: torch.Tensor, outputs: list[torch.Tensor], eps: float, factor: float) -> bool:

@@ -10,15 +10,18 @@ column, real or imaginary part, sign and factor each entry is, are all read off 
 
 from __future__ import annotations
 
-import math
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch.fx import Node
 
 from mla_fusion.facts.decode import Decoder, Reading, small_scalars
 from mla_fusion.graph.cone import Cone
-from mla_fusion.graph.kinds import is_view
+from mla_fusion.graph.kinds import is_faithful_cast, is_getitem, is_view
+from mla_fusion.graph.program import Program
 
 _SAME_DIRECTION = 1e-10
 _SAMPLES = 8  # rows by which a coefficient is compared with the columns of a base
@@ -84,23 +87,52 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[Ro
     rotation twice, and only the second can be had as it is.
     """
     found: dict[frozenset[int], RopeFact] = {}
-    for node, reading in readings.items():
+    onward = (form for item in readings.items() for form in (item, *_onward(cone, *item)))
+    for node, reading in onward:
         shape = _rotation_shape(cone, reading)
         if shape is None:
             continue
         heads, width = shape
         columns = frozenset((reading.first % cone.width).reshape(-1).tolist())
         known = found.get(columns)
-        if known is not None and known.layout == "half" and not is_view(node):
+        if known is not None and known.layout == "half" and not (is_view(node) and node in readings):
             continue
         fact = _check(cone, decoder, node, reading, heads, width)
         if fact is None:
             continue
         if known is None or (known.layout, fact.layout) == ("interleaved", "half"):
             found[columns] = fact
-        elif is_view(node) and _values(fact) == _values(known):
+        elif is_view(node) and node in readings and _values(fact) == _values(known):
             found[columns] = replace(known, twins=(*known.twins, (fact.node, fact.codes)))
     return list(found.values())
+
+
+def _onward(cone: Cone, node: Node, reading: Reading) -> list[tuple[Node, Reading]]:
+    """A rotation in the forms that it takes before anybody reads it: products of 2x2 matrices leave pairs apart."""
+    if is_view(node) or not _mixes_pairs(reading):
+        return []
+    chain = list(_only_views_of(cone, node))
+    program = Program([node], chain, cone.view.binding, shrink=cone.shrink)
+    first, second = (program.run([codes.double()]) for codes in (reading.first, reading.second))
+    found = []
+    for form in chain:
+        ends = first[program.slot(form)], second[program.slot(form)]
+        if isinstance(ends[0], torch.Tensor) and isinstance(ends[1], torch.Tensor):
+            found.append((form, replace(reading, first=ends[0].long(), second=ends[1].long())))
+    return found
+
+
+def _only_views_of(cone: Cone, node: Node) -> Iterator[Node]:
+    inside = set(cone.nodes)
+    while len(node.users) == 1:
+        (node,) = node.users
+        if node not in inside or is_getitem(node) or not (is_view(node) or is_faithful_cast(node)):
+            return
+        yield node
+
+
+def _mixes_pairs(reading: Reading) -> bool:
+    return reading.degree == 1 and reading.first.dim() > 0 and not bool((reading.first == reading.second).any())
 
 
 def _values(fact: RopeFact) -> tuple[object, ...]:
@@ -110,14 +142,11 @@ def _values(fact: RopeFact) -> tuple[object, ...]:
 def _rotation_shape(cone: Cone, reading: Reading) -> tuple[int, int] | None:
     """(heads, Dr) where every element mixes exactly two columns and the columns are as many as the elements.
 
-    A row is the last axis, or the last two: [.., Dr/2, 2] of view_as_real, [.., 2, Dr/2] of two halves stacked.
+    A row is the last axis, or the last few: [.., Dr/2, 2] of view_as_real, [.., 2, Dr/2] of two halves stacked.
     """
-    shape = reading.first.shape
-    if reading.degree != 1 or not shape or reading.first.numel() % cone.tokens:
+    if not _mixes_pairs(reading) or reading.first.numel() % cone.tokens:
         return None
-    if bool((reading.first == reading.second).any()):
-        return None
-    for width in (shape[-1], math.prod(shape[-2:])):
+    for width in accumulate(reversed(reading.first.shape), operator.mul):
         if width < 4 or width % 2 or reading.first.numel() % (cone.tokens * width):
             continue
         if _is_closed(reading.first.reshape(-1, width), reading.second.reshape(-1, width)):

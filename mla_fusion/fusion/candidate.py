@@ -7,13 +7,14 @@ up, rotated and absorbed; and a normed kv latent beside a rotated key of one hea
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from mla_fusion.facts import kv_operator, projection, unabsorbed
-from mla_fusion.facts.absorb import AbsorbFact, uniform_factor
+from mla_fusion.facts.absorb import AbsorbFact, join_heads, uniform_factor
 from mla_fusion.facts.kv_operator import KvOperatorFact
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
@@ -159,7 +160,8 @@ class Finder:
             for norm in cone.norms:
                 ups = [up for up in self._above[norm.node] if up.is_flat and projection.reads_whole(self.view, up)]
                 rotations = [(up, rope) for up in ups for rope in self.reader.read(up).ropes]
-                absorbs = [(up, absorb) for up in ups for absorb in self._absorbs(up)]
+                heads = {rope.heads for _, rope in rotations}
+                absorbs = [(up, absorb) for up in ups for absorb in self._absorbs(up, heads)]
                 for up_rope, rope in rotations:
                     for up_nope, absorb in absorbs:
                         if rope.heads == absorb.heads:
@@ -187,10 +189,16 @@ class Finder:
                             found.append(QuerySide(down, norm, up, up_rope, nope, rope))
         return found
 
-    def _absorbs(self, up: Projection) -> list[AbsorbFact]:
+    def _absorbs(self, up: Projection, heads: Collection[int] = ()) -> list[AbsorbFact]:
+        """Absorbed products of the projection; those of fewer ``heads`` than are rotated are pieces of one."""
         cone = self.reader.read(up)
-        found = [cone.absorb(item) for operand in cone.readings for item in self._on_operand[operand]]
-        return [fact for fact in found if fact is not None]
+        every = [cone.absorb(item) for operand in cone.readings for item in self._on_operand[operand]]
+        found = [fact for fact in every if fact is not None]
+        whole = [fact for fact in found if (fact.heads in heads if heads else fact.projection.batch)]
+        if whole or not found:
+            return whole
+        joined = join_heads(self.view, found, self.reader.shrink)
+        return [joined] if joined is not None else []
 
     def _keys(self, facts: dict[Projection, ConeFacts]) -> list[KeySide]:
         found = []

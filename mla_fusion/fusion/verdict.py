@@ -163,7 +163,8 @@ def _region(candidate: Candidate) -> Iterator[Node]:
     yield from nodes_between((q.down.node,), q.norm.node)
     yield from nodes_between((q.up_rope.node,), q.rope.node)
     absorbed = isinstance(q.absorb, AbsorbFact)
-    yield from nodes_between((q.up_nope.node,), q.absorb.projection.activation if absorbed else q.absorb.node)
+    for end in [p.activation for p in q.absorb.projection.parts] if absorbed else [q.absorb.node]:
+        yield from nodes_between((q.up_nope.node,), end)
     if k.norm is not None:
         yield from nodes_between((k.down.node,), k.norm.node)
     if k.rope is not None:

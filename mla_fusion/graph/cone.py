@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.graph.contraction import Contraction
+from mla_fusion.graph.kinds import is_reshape, op_name
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.sizes import is_symbolic
@@ -72,11 +73,9 @@ class Cone:
             for side in node.all_input_nodes:
                 if side in placed or is_symbolic(side.meta.get("val")):
                     continue
-                if self.view.is_constant(side):
-                    chain = nodes_between((), side)
-                else:
-                    base = peel_table(side)
-                    chain = nodes_between((base,), side)
+                bases = [] if self.view.is_constant(side) else self._bases_of(side)
+                chain = nodes_between(bases, side)
+                for base in bases:
                     first = canonical.setdefault(self.view.number(base), base)
                     if first is base and base not in aliases and base not in self.bases:
                         self.bases.append(base)
@@ -91,6 +90,30 @@ class Cone:
         self.program = Program([self.node, *self.bases], ordered, self.view.binding, aliases, shrink=self.shrink)
         self.aliases = aliases
         self._slots = {node: self.program.slot(node) for node in (self.node, *self.bases, *aliases, *ordered)}
+
+    def _bases_of(self, side: Node) -> list[Node]:
+        """What ``side`` is put together from, as tables whose rows can be tokens'."""
+        base = peel_table(side)
+        if self._has_token_rows(base):
+            return [base]
+        parts = list(dict.fromkeys(map(peel_table, self._parts(base))))
+        return parts if parts and all(map(self._has_token_rows, parts)) else [base]
+
+    def _has_token_rows(self, base: Node) -> bool:
+        shape = self.shape(base)
+        rows = _product(shape[:-1])
+        return rows > 0 and self.tokens % rows == 0
+
+    def _parts(self, base: Node) -> list[Node]:
+        """Through rearrangements of whole tensors: tables stacked as [[cos, -sin], [sin, cos]], or transposed."""
+        found, stack = [], [base]
+        while stack:
+            node = stack.pop()
+            if _rearranges(node):
+                stack.extend(arg for arg in reversed(node.all_input_nodes) if not is_symbolic(arg.meta.get("val")))
+            elif not self.view.is_constant(node):
+                found.append(node)
+        return found
 
     def moved(self, product: Contraction, move: Mapping[Node, Node]) -> Cone:
         """The cone of ``product``, which is this one with other nodes; the program is shared."""
@@ -133,6 +156,18 @@ class Cone:
 
     def slot(self, node: Node) -> int:
         return self._slots[node]
+
+
+_REARRANGING = frozenset(
+    """
+    aten::stack aten::cat aten::neg aten::permute aten::transpose aten::t aten::expand aten::movedim aten::numpy_T
+    aten::mT aten::swapaxes aten::swapdims
+    """.split()
+)
+
+
+def _rearranges(node: Node) -> bool:
+    return is_reshape(node) or op_name(node) in _REARRANGING
 
 
 def _shape(node: Node) -> tuple[object, ...]:

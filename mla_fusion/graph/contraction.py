@@ -106,12 +106,20 @@ def _bmm(node: Node) -> Contraction | None:
 
 
 def _addmm(node: Node) -> Contraction | None:
-    bias, a, b = node.args[:3]
-    made = _make(node, a, b, (0, 1), (1, 2), (0, 2))
+    return _onto(node, _make(node, node.args[1], node.args[2], (0, 1), (1, 2), (0, 2)))
+
+
+def _baddbmm(node: Node) -> Contraction | None:
+    return _onto(node, _make(node, node.args[1], node.args[2], (0, 1, 2), (0, 2, 3), (0, 1, 3)))
+
+
+def _onto(node: Node, made: Contraction | None) -> Contraction | None:
+    """``beta * bias + alpha * product``."""
+    bias = node.args[0]
     if made is None or not isinstance(bias, Node):
         return None
-    alpha, beta = float(argument(node, "alpha", 1)), float(argument(node, "beta", 1))
-    return Contraction(node, made.left, made.right, (0, 1), (1, 2), (0, 2), bias, (alpha, beta))
+    factors = float(argument(node, "alpha", 1)), float(argument(node, "beta", 1))
+    return replace(made, bias=bias, factors=factors)
 
 
 def _linear(node: Node) -> Contraction | None:
@@ -200,6 +208,7 @@ _READERS = {
     "aten::mm": _mm,
     "aten::bmm": _bmm,
     "aten::addmm": _addmm,
+    "aten::baddbmm": _baddbmm,
     "aten::linear": _linear,
     "aten::matmul": _matmul,
     "aten::einsum": _einsum,

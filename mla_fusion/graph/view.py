@@ -5,6 +5,7 @@ Built once, in one pass over the nodes. Nothing here knows about MLA.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from copy import copy
 from functools import cached_property
@@ -70,13 +71,13 @@ class View:
 
     def _sources_of(self, node: Node) -> frozenset[Node]:
         if node.op != "call_function":
-            if node.op == "get_attr" and is_sign_constant(node):
+            if node.op == "get_attr" and (is_sign_constant(node) or is_number(node)):
                 self._constant.add(node)
             return frozenset((node,)) if node.op in ("call_module", "call_method") else _NOTHING
         if is_symbolic(node.meta.get("val")):
             return _NOTHING
         product = contraction.read(node)
-        if product is not None and not _is_outer(product):
+        if product is not None and not self._is_arithmetic(product):
             self.contractions[node] = product
             return frozenset((node,))
         joined = contraction.join(node, self.contractions)
@@ -96,9 +97,22 @@ class View:
             return _NOTHING
         return sources if len(sources) <= _MANY else frozenset((node,))
 
+    def _is_arithmetic(self, product: Contraction) -> bool:
+        """A product that no weight takes part in: of very few terms (frequencies times positions, 2x2 rotations), by a
+        matrix of literals (signs, a mean), or of a value with itself (the squares of a norm).
+        """
+        left, right = product.left, product.right
+        if _sums_few(product):
+            return True
+        if product.scales is not None:
+            return False
+        if left in self._constant or right in self._constant:
+            return True
+        return bool(self._sources[left]) and self._number[peel(left)] == self._number[peel(right)]
+
     def _one_activation(self, joined: Contraction) -> bool:
-        """Do all parts multiply one value by weights?"""
-        first, *others = (self._number[peel(part.left)] for part in joined.parts)
+        """Do all parts multiply one value, none of them a slice of it, by weights?"""
+        first, *others = (self._number[_unreshaped(part.left)] for part in joined.parts)
         return all(other == first for other in others) and not any(self._sources[part.right] for part in joined.parts)
 
     def _writes_into_own(self, node: Node) -> bool:
@@ -107,6 +121,8 @@ class View:
         others = [arg for arg in node.all_input_nodes if arg is not base]
         if not isinstance(base, Node):
             return False
+        if op_name(node) == "aten::copy":  # takes no more than a shape from what it overwrites
+            return True
         return base in self._constant or any(self._sources[base] & self._sources[arg] for arg in others)
 
     def _value_key(self, node: Node) -> Any:
@@ -183,11 +199,24 @@ def is_sign_constant(node: Node) -> bool:
     return bool(torch.isin(value, torch.tensor([-1, 0, 1], dtype=value.dtype)).all()) and bool((value != 1).any())
 
 
-def _is_outer(product: Contraction) -> bool:
-    """A product over an axis of size 1 (frequencies times positions) is element-wise in disguise."""
+def is_number(node: Node) -> bool:
+    """A lifted ``torch.tensor(1e-6)``: what tracing wrote down, which a buffer of the model is not."""
+    value = node.meta.get("val")
+    copied = all(op_name(user) in ("aten::lift_fresh_copy", "aten::lift_fresh") for user in node.users)
+    return copied and isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _unreshaped(node: Node) -> Node:
+    """Through what keeps every element, up to the tensor that one name is given to."""
+    return next(above for above in ancestry(node) if not is_reshape(above) and not is_cast(above))
+
+
+def _sums_few(product: Contraction) -> bool:
+    """Are there no more than two terms in each sum? Such a product is element-wise in disguise."""
     summed = set(product.left_labels) & set(product.right_labels) - set(product.out_labels)
     shape = product.left.meta["val"].shape
-    return all(shape[product.left_labels.index(label)] == 1 for label in summed)
+    sizes = [shape[product.left_labels.index(label)] for label in summed]
+    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= 2
 
 
 def ancestry(node: Node) -> Iterator[Node]:
