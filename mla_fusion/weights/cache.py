@@ -124,8 +124,8 @@ def release(parameters: Iterable[torch.Tensor]) -> int:
     """Drop the packed weights made of these parameters; how many. The next call of a compiled graph packs anew.
 
     Parameters that are views of packed weights (``Config(weights="shared")``) get contiguous memory of their own
-    again. To be called before weights are loaded into a model that has run on a device, and after updates that leave no
-    trace on the parameter, as ``parameter.data.copy_(..)`` does.
+    again. To be called before weights are loaded into a model that has run on an NPU, and after updates that leave no
+    trace on the parameter, such as ``parameter.data.copy_(..)``.
     """
     wanted = {id(parameter) for parameter in parameters}
     dropped = 0
