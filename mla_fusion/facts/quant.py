@@ -50,10 +50,15 @@ def read(view: View, activation: Node, scales: Scales) -> Quantised:
 def dynamic_quant(node: Node) -> DynamicQuant | None:
     """The per-token int8 quantisation of which ``node`` is the first result, or None."""
     operator = node.args[0] if is_getitem(node) and node.args[1] == 0 else None
-    if not isinstance(operator, Node) or op_name(operator) != "npu::npu_dynamic_quant":
+    return dynamic_quant_by(operator) if isinstance(operator, Node) else None
+
+
+def dynamic_quant_by(operator: Node) -> DynamicQuant | None:
+    """What ``operator`` does, where it is a per-token quantisation to int8."""
+    if op_name(operator) != "npu::npu_dynamic_quant" or operator.meta["val"][0].dtype != torch.int8:
         return None
     source, smooth = operator.args[0], argument(operator, "smooth_scales")
     plain = argument(operator, "group_index") is None and argument(operator, "quant_mode") == "pertoken"
-    if not plain or argument(operator, "dst_type_max", 0.0) or node.meta["val"].dtype != torch.int8:
+    if not plain or argument(operator, "dst_type_max", 0.0):
         return None
     return DynamicQuant(operator, source, smooth) if isinstance(source, Node) else None

@@ -11,6 +11,7 @@ from torch.fx import Node
 from mla_fusion.config import Config
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fusion import replace
+from mla_fusion.fusion.cache_modes import scale_shapes
 from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.meta import ContractError, check
@@ -57,13 +58,12 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         arguments["dequant_scale_w_dq"] = like(1, len(q.norm.columns), dtype=torch.float32)
         arguments["dequant_scale_w_dkv_kr"] = like(1, len(k.columns) + k.rope_dim, dtype=torch.float32)
     if isinstance(plan.caches, InPlace):
-        for name in ("kv_cache", "kr_cache"):
-            dtype = getattr(plan.caches, name).meta["val"].dtype
-            arguments[name] = like(*getattr(plan.caches, name.replace("cache", "shape")), dtype=dtype)
+        arguments["kr_cache"] = like(0)
+        for name, cache, shape in plan.caches.held:
+            arguments[name] = like(*shape, dtype=cache.meta["val"].dtype)
         arguments["cache_index"] = like(*lead, dtype=torch.int64)
-        if plan.kv_cache_quant_mode:
-            arguments["quant_scale_ckv"] = like(1, len(k.columns), dtype=torch.float32)
-            arguments["quant_scale_ckr"] = like(1, k.rope_dim, dtype=torch.float32)
+        for name, shape in scale_shapes(plan.kv_cache_quant_mode, len(k.columns), k.rope_dim).items():
+            arguments[name] = like(*shape, dtype=torch.float32)
     else:
         arguments["kv_cache"] = like(*lead, 1, len(k.columns))
         arguments["kr_cache"] = like(*lead, 1, k.rope_dim)
@@ -80,5 +80,5 @@ def _culprits(plan: Plan, argument: str) -> tuple[Node, ...]:
         "weight_dkv_kr": k.down.weight,
     }
     if isinstance(plan.caches, InPlace):
-        by_name |= {"kv_cache": plan.caches.kv_cache, "kr_cache": plan.caches.kr_cache}
+        by_name |= {name: cache for name, cache, _ in plan.caches.held}
     return (by_name.get(argument, q.down.node),)

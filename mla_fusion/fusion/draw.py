@@ -251,8 +251,8 @@ def _arguments(plan: Plan) -> Labels:
     """Every node that the kernel reads, with the names of its arguments."""
     found: Labels = {plan.token_x: ("input", "token_x")}
     if isinstance(plan.caches, InPlace):
-        _add(found, plan.caches.kv_cache, "cache", "kv_cache")
-        _add(found, plan.caches.kr_cache, "cache", "kr_cache")
+        for name, cache, _ in plan.caches.held:
+            _add(found, cache, "cache", name)
         for node in plan.caches.slots.nodes:
             _add(found, node, "input", "cache_index")
     for node, (role, label) in _operands(plan.candidate).items():

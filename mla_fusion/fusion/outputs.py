@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
 import torch
 from torch.fx import Node
 
-from mla_fusion.facts.projection import Projection
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.kinds import borrows_only, has_effect, is_faithful_cast, is_reshape, is_view, is_writer
 from mla_fusion.graph.program import Program
@@ -38,6 +37,17 @@ def live_users(node: Node) -> list[Node]:
         for user in node.users
         if not is_symbolic(user.meta.get("val")) and (user.users or user.op == "output" or has_effect(user))
     ]
+
+
+def leads_only_to(starts: Iterable[Node], targets: Iterable[Node]) -> Node | None:
+    """The first node that keeps something of ``starts`` alive beside ``targets``; None where there is none."""
+    stops = set(targets)
+    nodes = [node for node in dict.fromkeys(starts) if node not in stops]
+    for node in nodes:  # grows as it is walked
+        if node.op == "output" or has_effect(node):
+            return node
+        nodes += [user for user in live_users(node) if user not in stops and user not in nodes]
+    return None
 
 
 class ValueTree:
@@ -111,23 +121,35 @@ class ValueTree:
         return list(made.values())
 
 
-def quantised_norm(view: View, up: Projection, normed: ValueTree, shrink: Shrink | None) -> tuple[ValueTree, ValueTree]:
-    """The int8 values of c_q and their scales, over all equal quantisations of it (a projection and an indexer may
-    each have their own).
+def quantised_rows(
+    view: View, rows: ValueTree, width: int, dynamic: Node, shrink: Shrink | None
+) -> tuple[ValueTree, ValueTree] | None:
+    """The int8 values of ``rows`` and their scales, over all quantisations that equal ``dynamic`` (a projection and an
+    indexer may each have their own); None where one is not of whole rows, each ``width`` wide.
     """
-    assert up.quantised is not None and up.quantised.dynamic is not None
     values: list[tuple[Node, torch.Tensor]] = []
     scales: list[tuple[Node, torch.Tensor]] = []
-    for node in normed.nodes:
-        codes = normed.codes[node]
-        for user in node.users:
-            if view.same(user, up.quantised.dynamic.node) and isinstance(codes, torch.Tensor):
-                rows = codes[..., 0] // codes.shape[-1]
-                for result in user.users:
-                    (values if result.args[1] == 0 else scales).append((result, codes if result.args[1] == 0 else rows))
+    for node in rows.nodes:
+        codes = rows.codes[node]
+        for user in (user for user in node.users if view.same(user, dynamic)):
+            if not isinstance(codes, torch.Tensor) or not _are_rows(codes, width):
+                return None
+            number = codes[..., 0] // width
+            for result in user.users:
+                (values if result.args[1] == 0 else scales).append((result, codes if result.args[1] == 0 else number))
+    if not values or not scales:
+        return None
     first, *twins = values
     first_scale, *scale_twins = scales
     return ValueTree(view, *first, twins, shrink), ValueTree(view, *first_scale, scale_twins, shrink)
+
+
+def _are_rows(codes: torch.Tensor, width: int) -> bool:
+    """Is every line of the last axis one row from its first element to its last?"""
+    first = codes[..., :1]
+    if codes.shape[-1] != width or bool((first % width).any()):
+        return False
+    return bool((codes == first + torch.arange(width)).all())
 
 
 def _arrange(kernel: torch.Tensor, codes: torch.Tensor) -> tuple[int, ...] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fusion.build import Builder
+from mla_fusion.fusion.cache_modes import scale_shapes
 from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.weights.columns import describe
 
@@ -50,30 +51,38 @@ def quantisation(b: Builder, plan: Plan) -> dict[str, Any]:
         given["dequant_scale_x"] = _token_scale(b, b.value(q.down.quantised.token_scale))
         given["dequant_scale_w_dq"] = _scale(b, plan, "dequant_scale_w_dq", dq, q.down)
         given["dequant_scale_w_dkv_kr"] = _scale(b, plan, "dequant_scale_w_dkv_kr", dkv_kr, k.down, k.down_rope)
-    if plan.kv_cache_quant_mode:
-        assert isinstance(plan.caches, InPlace)
-        for name, scale, width in (
-            ("quant_scale_ckv", plan.caches.kv_scale, len(k.columns)),
-            ("quant_scale_ckr", plan.caches.kr_scale, k.rope_dim),
-        ):
-            given[name] = _channels(b, scale, width, plan.token_x.meta["val"].device)
+    if isinstance(plan.caches, InPlace):
+        scales = {
+            "quant_scale_ckv": plan.caches.kv_scale,
+            "quant_scale_ckr": plan.caches.kr_scale,
+            "k_nope_clip_alpha": CacheScale(None, factor=plan.caches.clip_alpha or 1.0),
+        }
+        device = plan.token_x.meta["val"].device
+        for name, shape in scale_shapes(plan.kv_cache_quant_mode, len(k.columns), k.rope_dim).items():
+            given[name] = _of_cache(b, scales[name], shape, device)
     return given
 
 
-def _channels(b: Builder, scale: CacheScale | None, width: int, device: torch.device) -> Any:
-    """What a cache's rows are multiplied by, as one row of channels, [1, width]."""
+def _of_cache(b: Builder, scale: CacheScale | None, shape: tuple[int, ...], device: torch.device) -> Any:
+    """What a cache's rows are multiplied by (or clipped at), [1] or one row of channels, [1, width]."""
     assert scale is not None
     if scale.node is None:
-        return b.call(aten.full.default, [1, width], scale.factor, dtype=torch.float32, device=device)
-    row = b.cast(b.reshape(b.value(scale.node), (1, scale.node.meta["val"].numel())), torch.float32)
+        fill = partial(_full, shape=shape, number=scale.factor, device=device)
+        return b.once((shape, scale.factor), fill)
+    count = scale.node.meta["val"].numel()
+    row = b.cast(b.reshape(b.value(scale.node), (*shape[:-1], count)), torch.float32)
     if scale.inverse:
         row = b.call(aten.reciprocal.default, row)
     if scale.factor != 1.0:
         row = b.call(aten.mul.Tensor, row, scale.factor)
-    if b.shape(row)[1] == width:
+    if count == shape[-1]:
         return row
-    row = b.call(aten.expand.default, row, [1, width])
+    row = b.call(aten.expand.default, row, list(shape))
     return b.call(aten.clone.default, row, memory_format=torch.contiguous_format)
+
+
+def _full(b: Builder, shape: tuple[int, ...], number: float, device: torch.device) -> Any:
+    return b.call(aten.full.default, list(shape), number, dtype=torch.float32, device=device)
 
 
 def _row(b: Builder, value: Any) -> Any:

@@ -18,16 +18,18 @@ from mla_fusion.fusion.outputs import Replacement
 class InPlace:
     """The kernel writes the model's own caches.
 
-    kv_cache, kr_cache   inputs of the graph that hold the caches
+    kv_cache, kr_cache   inputs of the graph that hold the caches; no kr_cache where rows are packed
     kv_shape, kr_shape   [BlockNum, BlockSize, 1, width] of each; where an input has another shape, the
                          compiled callable views it so before the call
     mode                 "PA_BSND" or "PA_NZ"
     copies               caches that need a ``copy_`` of their own (the model's operator wrote them unseen)
-    kv_scale, kr_scale   of int8 caches, per channel (kv_cache_quant_mode 2)
+    kv_scale, kr_scale   of int8 caches: both, per channel (kv_cache_quant_mode 2), or kv_scale, one value, where the
+                         query is int8 too (mode 1)
+    clip_alpha           of rows packed per tile (mode 3)
     """
 
     kv_cache: Node
-    kr_cache: Node
+    kr_cache: Node | None
     kv_shape: tuple[Any, ...]
     kr_shape: tuple[Any, ...]
     slots: Slots
@@ -35,6 +37,20 @@ class InPlace:
     copies: bool = False
     kv_scale: CacheScale | None = None
     kr_scale: CacheScale | None = None
+    clip_alpha: float | None = None
+
+    @property
+    def quant_mode(self) -> int:
+        """kv_cache_quant_mode."""
+        if self.clip_alpha is not None:
+            return 3
+        return 0 if self.kv_scale is None else 1 if self.kr_scale is None else 2
+
+    @property
+    def held(self) -> tuple[tuple[str, Node, tuple[Any, ...]], ...]:
+        """The caches there are: name, graph input, and the shape in which the kernel takes it."""
+        kv = ("kv_cache", self.kv_cache, self.kv_shape)
+        return (kv,) if self.kr_cache is None else (kv, ("kr_cache", self.kr_cache, self.kr_shape))
 
 
 @dataclass(frozen=True)
@@ -82,8 +98,7 @@ class Plan:
 
     @property
     def kv_cache_quant_mode(self) -> int:
-        """0 or 2: of the others, 1 needs the query quantised in the graph and 3 packed rows."""
-        return 2 if isinstance(self.caches, InPlace) and self.caches.kv_scale is not None else 0
+        return self.caches.quant_mode if isinstance(self.caches, InPlace) else 0
 
     @property
     def heads(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.absorb import AbsorbFact
-from mla_fusion.fusion import pack, rows
+from mla_fusion.fusion import cache_modes, pack, rows
 from mla_fusion.fusion.build import Builder
 from mla_fusion.fusion.outputs import Replacement
 from mla_fusion.fusion.plan import InPlace, Plan
@@ -41,11 +41,9 @@ def inputs(plan: Plan) -> list[Node]:
     weights += scales(plan)
     tables = [run.base for run in (*plan.cos, *plan.sin)]
     gammas = [node for node in (q.norm.gamma, k.gamma) if node is not None]
-    caches = (
-        [plan.caches.kv_cache, plan.caches.kr_cache, *plan.caches.slots.nodes]
-        if isinstance(plan.caches, InPlace)
-        else []
-    )
+    caches: list[Node] = []
+    if isinstance(plan.caches, InPlace):
+        caches = [*(cache for _, cache, _ in plan.caches.held), *plan.caches.slots.nodes]
     return list(dict.fromkeys([plan.token_x, *weights, *gammas, *tables, *caches]))
 
 
@@ -71,8 +69,8 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
     x = b.value(plan.token_x)
     lead = plan.token_x.meta["val"].shape[:-1]
     if isinstance(plan.caches, InPlace):
-        kv_cache = b.cache(plan.caches.kv_cache, plan.caches.kv_shape)
-        kr_cache = b.cache(plan.caches.kr_cache, plan.caches.kr_shape)
+        held = {name: b.cache(cache, shape) for name, cache, shape in plan.caches.held}
+        kv_cache, kr_cache = held["kv_cache"], held["kr_cache"] if "kr_cache" in held else rows.nothing(b, x)
         index = {"cache_index": rows.slots(b, plan, lead)}
     else:
         kv_cache, kr_cache = (rows.buffer(b, x, lead, width) for width in (len(k.columns), k.rope_dim))
@@ -117,8 +115,7 @@ def attributes(plan: Plan) -> dict[str, Any]:
         given["query_norm_flag"] = True
     if plan.candidate.weight_quant_mode:
         given["weight_quant_mode"] = plan.candidate.weight_quant_mode
-    if plan.kv_cache_quant_mode:
-        given["kv_cache_quant_mode"] = plan.kv_cache_quant_mode
+    given |= cache_modes.attributes(plan.kv_cache_quant_mode)
     if plan.qc_qr_scale != 1.0:
         given["qc_qr_scale"] = plan.qc_qr_scale
     if plan.kc_scale != 1.0:
@@ -130,7 +127,7 @@ def _used(plan: Plan) -> set[str]:
     names = {replacement.output for replacement in plan.replacements} | {"query", "query_rope"}
     names |= {"kv_cache"} if "c_kv" in names else set()
     names |= {"kr_cache"} if "k_pe" in names else set()
-    return names | ({"kv_cache", "kr_cache"} if isinstance(plan.caches, InPlace) else set())
+    return names | ({name for name, _, _ in plan.caches.held} if isinstance(plan.caches, InPlace) else set())
 
 
 def _item(b: Builder, results: Any, place: int) -> Any:

@@ -129,10 +129,7 @@ def _write_back(builder: GraphBuilder, caches: InPlace, results: dict[str, Any])
     """The model's operator changed its caches unseen; say so in the graph, where torchair looks for it."""
     output = next(iter(reversed(builder.gm.graph.nodes)))
     with builder.gm.graph.inserting_before(output):
-        for given, shape, name in (
-            (caches.kv_cache, caches.kv_shape, "kv_cache"),
-            (caches.kr_cache, caches.kr_shape, "kr_cache"),
-        ):
+        for name, given, shape in caches.held:
             cache = builder.cache(given, shape)
             copied = builder.gm.graph.call_function(torch.ops.aten.copy_.default, (cache, results[name]))
             copied.meta["val"] = cache.meta["val"]

@@ -74,6 +74,11 @@ def buffer(b: Builder, x: Any, lead: Sequence[Any], width: int) -> Any:
     return b.call(aten.new_empty.default, x, b.sizes((*lead, 1, width)), **dtype)
 
 
+def nothing(b: Builder, x: Any) -> Any:
+    """The kr_cache of packed rows: no elements."""
+    return b.once("no kr_cache", lambda b: b.call(aten.new_empty.default, x, [0], dtype=torch.bfloat16))
+
+
 def interleave(b: Builder, value: Any) -> Any:
     """Half layout to interleaved pairs: [a0..a31 | b0..b31] -> [a0, b0, a1, b1, ..]. Exact."""
     shape = list(b.shape(value))

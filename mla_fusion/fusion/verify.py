@@ -18,6 +18,8 @@ from mla_fusion.fusion.verdict import projections
 from mla_fusion.graph.program import Failed, Program
 from mla_fusion.graph.sizes import is_symbolic
 from mla_fusion.graph.view import View
+from mla_fusion.meta.spec import TILE_SIZE
+from mla_fusion.paging.tiles import dequantise_rows
 
 # Two bfloat16 evaluations of one prologue differ by 3e-3 to 6e-3 in relative L2 norm (one rounding more or less
 # per step); a swapped pair, a wrong column or a wrong row differs by more than 1e-1.
@@ -61,6 +63,8 @@ def compare(view: View, plan: Plan, half_rows: bool = False, seed: int = 0) -> t
     tolerance = TOLERANCE_QUANTISED if plan.candidate.weight_quant_mode else TOLERANCE
     for item in targets:
         want, got = unfused[item.node], replace.fit(builder, item, results[item.output])
+        if item.output == "kv_cache" and plan.kv_cache_quant_mode == 3:
+            want, got = (_unpacked(plan, rows) for rows in (want, got))
         figure = _figure(item.output, want, got)
         if not figure.relative <= tolerance:
             detail = f"{item.output} at {item.node.name}: relative error {figure.relative:.3g} > {tolerance:g}"
@@ -76,6 +80,13 @@ def _with_room(view: View, plan: Plan) -> View:
     blocks, block_size = plan.caches.kv_shape[:2]
     tokens = math.prod(view.binding.shape(plan.token_x.meta["val"].shape[:-1]))
     return view.bound(view.binding.roomier(blocks, -(-tokens // view.binding.size(block_size))))
+
+
+def _unpacked(plan: Plan, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of int8 tiles as the numbers that they stand for."""
+    key = plan.candidate.key
+    latent, rope = dequantise_rows(rows.contiguous(), hckv=len(key.columns), dr=key.rope_dim, tile=TILE_SIZE)
+    return torch.cat([latent, rope.float()], -1)
 
 
 def _figure(output: str, want: torch.Tensor, got: torch.Tensor) -> Figure:
@@ -102,6 +113,7 @@ def _draw(view: View, plan: Plan, seed: int) -> dict[Node, torch.Tensor]:
     if isinstance(q.absorb, AbsorbFact):
         weights.add(q.absorb.weight)
     cache_scales = (plan.caches.kv_scale, plan.caches.kr_scale) if isinstance(plan.caches, InPlace) else ()
+    packed = plan.caches if isinstance(plan.caches, InPlace) and plan.kv_cache_quant_mode == 3 else None
     of_caches = {scale.node: scale.inverse for scale in cache_scales if scale is not None}
     scales = {item.quantised.weight_scale for item in projections(plan.candidate) if item.quantised is not None}
     gammas = {q.norm.gamma, plan.candidate.key.gamma, *smoothing}
@@ -113,7 +125,9 @@ def _draw(view: View, plan: Plan, seed: int) -> dict[Node, torch.Tensor]:
         drawn = _repeat(pool, shape, offset=len(values) * 4099)
         if value.dtype.is_complex:
             drawn = torch.complex(drawn, _repeat(pool, shape, offset=len(values) * 4099 + 17))
-        if value.dtype == torch.int8:
+        if packed is not None and node is packed.kv_cache:
+            drawn = torch.zeros(shape)  # rows that are not written are compared as numbers too
+        elif value.dtype == torch.int8:
             drawn = (_INT8 * drawn).clamp(-127, 127)
         elif node in weights:
             drawn = drawn / 32

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_fusion.fusion.cache_modes import attributes, scale_shapes
 from mla_fusion.meta import ContractError, explain_call
 from mla_fusion.meta.explain import CallExplanation
 from mla_fusion.meta.roofline import Cost
+from mla_fusion.meta.spec import DERIVED, TILE_SIZE
 
 if TYPE_CHECKING:
     from mla_fusion.fusion.report import Fusion
@@ -93,7 +95,8 @@ def _call(fusion: Fusion, tokens: int) -> dict[str, Any]:
 
     outer = torch.int8 if quant == 2 else torch.bfloat16
     inner = torch.int8 if quant else torch.bfloat16
-    row = torch.int8 if kv_quant else torch.bfloat16
+    of_kv, of_kr = (torch.int8 if kv_quant in modes else torch.bfloat16 for modes in ((1, 2, 3), (2,)))
+    packed = DERIVED["Dtile"]({"Hckv": hckv, "Dr": rope, "tile": TILE_SIZE})
     paged = fusion.cache_mode.startswith("PA")
     lead = (-(-tokens // _BLOCK), _BLOCK) if paged else (tokens,)
     call: dict[str, Any] = {
@@ -106,21 +109,20 @@ def _call(fusion: Fusion, tokens: int) -> dict[str, Any]:
         "rmsnorm_gamma_ckv": empty(hckv),
         "rope_sin": empty(tokens, rope),
         "rope_cos": empty(tokens, rope),
-        "kv_cache": empty(*lead, 1, hckv, dtype=row),
-        "kr_cache": empty(*lead, 1, rope, dtype=row),
+        "kv_cache": empty(*lead, 1, packed if kv_quant == 3 else hckv, dtype=of_kv),
+        "kr_cache": empty(0) if kv_quant == 3 else empty(*lead, 1, rope, dtype=of_kr),
         "cache_mode": fusion.cache_mode if paged else "TND",
         "weight_quant_mode": quant,
-        "kv_cache_quant_mode": kv_quant,
+        **attributes(kv_quant),
     }
     scales = {
         "dequant_scale_w_uq_qr": (quant, (1, heads * (nope + rope))),
         "dequant_scale_x": (quant == 2, (tokens, 1)),
         "dequant_scale_w_dq": (quant == 2, (1, hcq)),
         "dequant_scale_w_dkv_kr": (quant == 2, (1, hckv + rope)),
-        "quant_scale_ckv": (kv_quant, (1, hckv)),
-        "quant_scale_ckr": (kv_quant, (1, rope)),
     }
-    call |= {name: empty(*shape, dtype=torch.float32) for name, (given, shape) in scales.items() if given}
+    shapes = {name: shape for name, (given, shape) in scales.items() if given} | scale_shapes(kv_quant, hckv, rope)
+    call |= {name: empty(*shape, dtype=torch.float32) for name, shape in shapes.items()}
     return call | ({"cache_index": empty(tokens, dtype=torch.int64)} if paged else {})
 
 

@@ -29,7 +29,7 @@ def npu_dynamic_quant(
         )
     x = input.float() if smooth_scales is None else input.float() * smooth_scales.float()
     quantised, scale = dynamic_scale(x)
-    return to_int8(quantised), scale.squeeze(-1)
+    return to_int8(quantised), scale.squeeze(-1).contiguous()
 
 
 def npu_dynamic_block_quant(
@@ -54,7 +54,7 @@ def npu_dynamic_block_quant(
     width = x.shape[-1]
     blocks = torch.nn.functional.pad(x.float(), (0, -width % col_block_size)).unflatten(-1, (-1, col_block_size))
     scale = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=min_scale)
-    return to_int8(blocks / scale).flatten(-2)[..., :width], scale.squeeze(-1)
+    return to_int8(blocks / scale).flatten(-2)[..., :width].contiguous(), scale.squeeze(-1).contiguous()
 
 
 _QINT8 = (1, 12)  # torch.int8 and torch.qint8 among the numbers of scalar types

@@ -110,7 +110,7 @@ def npu_scatter_pa_kv_cache_functional(*args: Tensor, **options: Any) -> tuple[T
 
 
 def npu_dynamic_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return input.new_empty(input.shape, dtype=torch.int8), input.new_empty(input.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(input, dtype=torch.int8), input.new_empty(input.shape[:-1], dtype=torch.float32)
 
 
 def npu_dynamic_block_quant(x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -119,7 +119,7 @@ def npu_dynamic_block_quant(x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def npu_quantize(input: Tensor, *args: Any, **options: Any) -> Tensor:
-    return input.new_empty(input.shape, dtype=torch.int8)
+    return torch.empty_like(input, dtype=torch.int8)
 
 
 def npu_quant_matmul(x1: Tensor, x2: Tensor, scale: Tensor, **options: Any) -> Tensor:

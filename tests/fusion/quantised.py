@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .near_misses import Base
-from .spellings import DR, HCKV, HCQ, HE, D, attend, paged_args, rotate_half
+from .spellings import DR, HCKV, HCQ, HE, D, attend, linear, paged_args, rotate_half
 
 npu = torch.ops.npu
 
@@ -272,16 +272,165 @@ class PackedRows(Full):
         return torch.cat([self.absorb(q_nope), self.rotate(q_pe, c, s)], -1)
 
 
-class PerTensorCache(Full):
-    """An int8 latent cache with one scale, a bfloat16 rope cache, and the query quantised per head."""
+class PackedByOperators(PackedRows):
+    """vllm-ascend's sparse C8: npu_dynamic_block_quant, cat, npu_scatter_nd_update_."""
 
     def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
-        kv_cache.view(-1, HCKV)[slots] = torch.clamp(torch.round(c_kv.float() * 25.0), -128, 127).to(torch.int8)
+        values, scale = npu.npu_dynamic_block_quant(c_kv, row_block_size=1, col_block_size=128)
+        packed = torch.cat([values, k_pe.contiguous().view(torch.int8), scale.view(torch.int8)], -1)
+        npu.npu_scatter_nd_update_(kv_cache.view(-1, 656), slots.view(-1, 1), packed)
+
+
+class PackedClipped(PackedRows):
+    """Every tile clipped to 0.9 of its largest magnitude; only W_uq_qr is int8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a_proj, self.kv_a_proj_with_mqa = linear(HE, HCQ), linear(HE, HCKV + DR)
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        tiles = c_kv.float().unflatten(-1, (4, 128))
+        limit = 0.9 * tiles.abs().amax(-1, keepdim=True)
+        scale = (limit / 127).clamp(min=1e-8)
+        values = torch.maximum(torch.minimum(tiles, limit), -limit).div(scale).round().to(torch.int8)
+        as_bytes = [part.contiguous().view(torch.int8) for part in (k_pe, scale.squeeze(-1))]
+        index = torch.stack([slots // 16, slots % 16])
+        kv_cache.view(-1, 16, 656)[index[0], index[1]] = torch.cat([values.flatten(-2), *as_bytes], -1)
+
+
+class PackedOtherwise(PackedRows):
+    """The scales before the key: no row of the kernel's."""
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        values, scale = npu.npu_dynamic_block_quant(c_kv)
+        packed = torch.cat([values, scale.view(torch.int8), k_pe.contiguous().view(torch.int8)], -1)
+        kv_cache.view(-1, 656)[slots] = packed
+
+
+class PackedAndRead(PackedRows):
+    """The new rows are read as they are, too."""
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
+        self.last = c_kv
+
+    def forward(self, *args: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.cat([super().forward(*args).flatten(1), self.last], -1)
+
+
+class PackedUnquantised(PackedRows):
+    """bfloat16 weights: packed rows do not go with them."""
+
+    def __init__(self) -> None:
+        Base.__init__(self)
+
+
+class Int8Attention(Full):
+    """int8 query and latent cache, the key and its query in bfloat16; scores are brought back by both scales at once.
+
+    ``Tq`` of the cache is ``1 / 25``: rows are multiplied by 25.
+    """
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        kv_cache.view(-1, HCKV)[slots] = self.quantise(c_kv)
         kr_cache.view(-1, DR)[slots] = k_pe
 
-    def absorb(self, q_nope: Tensor) -> Tensor:
-        values, scale = npu.npu_dynamic_quant(super().absorb(q_nope))
-        return (values.float() * scale.unsqueeze(-1)).bfloat16()
+    def quantise(self, rows: Tensor) -> Tensor:
+        return torch.clamp(torch.round(rows.float() * 25.0), -128, 127).to(torch.int8)
+
+    def in_int8(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        return npu.npu_dynamic_quant(query)
+
+    def to_scale(self, query_rope: Tensor, scale: Tensor) -> Tensor:
+        return (query_rope.float() * (25.0 / scale.unsqueeze(-1))).to(query_rope.dtype)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        query, scale = self.in_int8(self.absorb(q_nope))
+        query_rope = self.to_scale(self.rotate(q_pe, c, s), scale)
+        self.write_rows(x, c, s, kv_cache, kr_cache, slots)
+        scores = torch.einsum("tnc,sc->tns", query.float(), kv_cache.view(-1, HCKV).float())
+        scores = scores + torch.einsum("tnc,sc->tns", query_rope.float(), kr_cache.view(-1, DR).float())
+        return scores * scale.unsqueeze(-1) / 25.0
+
+    def write_rows(self, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> None:
+        c_kv, k_pe = self.latent(x)
+        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1))
+
+
+class Int8AttentionOperator(Int8Attention):
+    """vllm-ascend's C8 decode: the fused cache operator with one scale, which divides query_rope as its inverse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_scale = nn.Parameter(torch.tensor([25.0]))
+
+    def to_scale(self, query_rope: Tensor, scale: Tensor) -> Tensor:
+        return (query_rope / scale.view(-1, self.heads, 1) * self.kv_scale).to(query_rope.dtype)
+
+    def write_rows(self, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> None:
+        npu.npu_kv_rmsnorm_rope_cache_v2(
+            self.kv_a_proj_with_mqa(x).view(-1, 1, 1, HCKV + DR),
+            self.kv_a_layernorm.weight,
+            c.unsqueeze(1),
+            s.unsqueeze(1),
+            slots,
+            kr_cache,
+            kv_cache,
+            c_kv_scale=self.kv_scale,
+            epsilon=1e-6,
+            cache_mode="PA_BNSD",
+        )
+
+
+class Int8AttentionByQuantize(Int8Attention):
+    """Rows by npu_quantize, which divides by a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Parameter(torch.tensor([0.04]))
+
+    def quantise(self, rows: Tensor) -> Tensor:
+        return npu.npu_quantize(rows, self.step, None, torch.int8, -1, True)
+
+    def to_scale(self, query_rope: Tensor, scale: Tensor) -> Tensor:
+        return (query_rope.float() / (scale.unsqueeze(-1) * self.step)).to(query_rope.dtype)
+
+
+class RopeNotToScale(Int8Attention):
+    """query_rope as it is: the kernel gives it out scaled, so it writes no int8 cache here."""
+
+    def to_scale(self, query_rope: Tensor, scale: Tensor) -> Tensor:
+        return query_rope
+
+
+class RopeToOtherScale(Int8Attention):
+    """quant_scale_ckv is 24, and kc_scale takes the rest of 25."""
+
+    def to_scale(self, query_rope: Tensor, scale: Tensor) -> Tensor:
+        return (query_rope.float() * (24.0 / scale.unsqueeze(-1))).to(query_rope.dtype)
+
+
+class QueryReadTwice(Int8Attention):
+    """Somebody reads the query in bfloat16 beside its int8 form."""
+
+    def in_int8(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        values, scale = npu.npu_dynamic_quant(query)
+        return values, scale * (1 + 0 * query.float().amax(-1))
+
+
+class SmoothedQuery(Int8Attention):
+    def in_int8(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        return npu.npu_dynamic_quant(query, smooth_scales=torch.full((HCKV,), 2.0, dtype=query.dtype))
+
+
+class PerTokenQuery(Int8Attention):
+    """One scale for all heads of a token."""
+
+    def in_int8(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        values, scale = npu.npu_dynamic_quant(query.flatten(1))
+        return values.view(query.shape), scale.unsqueeze(-1).expand(-1, self.heads)
 
 
 def packed_args() -> tuple[Tensor, ...]:
@@ -325,4 +474,26 @@ INT8_CACHES: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "SymmetricClamp": (SymmetricClamp, 0, "staged"),
     "Truncated": (Truncated, 0, "staged"),
     "FullPlainCache": (FullPlainCache, 0, "staged"),
+}
+
+# name: (model, kv_cache_quant_mode, placement): one cache of packed rows
+PACKED: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "PackedRows": (PackedRows, 3, "in place"),
+    "PackedByOperators": (PackedByOperators, 3, "in place"),
+    "PackedClipped": (PackedClipped, 3, "in place"),
+    "PackedOtherwise": (PackedOtherwise, 0, "staged"),
+    "PackedAndRead": (PackedAndRead, 0, "staged"),
+    "PackedUnquantised": (PackedUnquantised, 0, "staged"),
+}
+
+# name: (model, kv_cache_quant_mode, placement): an int8 latent cache and an int8 query
+INT8_ATTENTION: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "Int8Attention": (Int8Attention, 1, "in place"),
+    "Int8AttentionOperator": (Int8AttentionOperator, 1, "in place"),
+    "Int8AttentionByQuantize": (Int8AttentionByQuantize, 1, "in place"),
+    "RopeNotToScale": (RopeNotToScale, 0, "staged"),
+    "RopeToOtherScale": (RopeToOtherScale, 1, "in place"),
+    "QueryReadTwice": (QueryReadTwice, 0, "staged"),
+    "SmoothedQuery": (SmoothedQuery, 0, "staged"),
+    "PerTokenQuery": (PerTokenQuery, 0, "staged"),
 }

@@ -74,7 +74,9 @@ def test_opcheck_passes_on_the_small_operators() -> None:
             for op in (npu.npu_scatter_pa_kv_cache, npu.npu_scatter_pa_kv_cache_functional)
         ),
         (npu.npu_dynamic_quant, (x,), {}),
+        (npu.npu_dynamic_quant, (x.transpose(0, 1),), {}),
         (npu.npu_dynamic_block_quant, (noise(3, 256),), {}),
+        (npu.npu_dynamic_block_quant, (noise(3, 2, 200).transpose(0, 1),), {}),
         (npu.npu_quantize, (x, torch.rand(8) + 1, None, 1), {"axis": -1}),
         (
             npu.npu_quant_matmul,

@@ -1,0 +1,99 @@
+"""Rows of a per-tile quantised cache (kv_cache_quant_mode 3): ``int8 c_kv | bfloat16 k_pe | float32 scales``.
+
+Read off by running the nodes between the latent, the key and the int8 rows as they are, dtypes and all, on numbers
+that bfloat16 holds: then the key's bytes must come out bit for bit, every scale be ``alpha * max|tile| / 127`` and
+every int8 the nearest number of steps. Another order of the parts, another tile or a truncation is another function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.graph.kinds import is_reshape
+from mla_fusion.graph.program import Program, nodes_between
+from mla_fusion.graph.shrink import Shrink
+from mla_fusion.graph.sizes import is_symbolic, same
+from mla_fusion.graph.view import View
+from mla_fusion.meta.spec import DERIVED, TILE_SIZE
+from mla_fusion.paging.tiles import unpack_rows
+
+_FARTHEST = 48  # nodes looked at on the way from the latent to the rows
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A value with a row for each token, and which element (token * width + column) each of its elements is."""
+
+    node: Node
+    codes: torch.Tensor
+    width: int
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """``node`` holds the rows that the kernel writes with ``k_nope_clip_alpha`` ``alpha``."""
+
+    node: Node
+    alpha: float
+
+
+def find(view: View, latent: Rows, key: Rows, shrink: Shrink | None = None) -> PackedRows | None:
+    """The packed rows made of ``latent`` (c_kv) and ``key`` (k_pe), or None."""
+    width = DERIVED["Dtile"]({"Hckv": latent.width, "Dr": key.width, "tile": TILE_SIZE})
+    packed = _rows_of_bytes(latent.node, width)
+    if packed is None or latent.width % TILE_SIZE:
+        return None
+    program = Program(
+        [latent.node, key.node],
+        nodes_between((latent.node, key.node), packed),
+        view.binding,
+        exact=True,
+        shrink=shrink,
+    )
+    generator = torch.Generator().manual_seed(0)
+    tokens = latent.codes.numel() // latent.width
+    c_kv, k_pe = (torch.randn(tokens, part.width, generator=generator).bfloat16() for part in (latent, key))
+    found = program.run([_arranged(c_kv, latent), _arranged(k_pe, key)])[program.slot(packed)]
+    if not isinstance(found, torch.Tensor) or found.numel() != tokens * width:
+        return None
+    alpha = _clip(found.reshape(tokens, width).contiguous(), c_kv, k_pe)
+    return PackedRows(packed, alpha) if alpha is not None else None
+
+
+def _rows_of_bytes(source: Node, width: int) -> Node | None:
+    """The first int8 tensor of rows that wide which is made of ``source``, through the reshapes behind it."""
+    nodes = [source]
+    for node in nodes:  # grows as it is walked
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype == torch.int8 and same(value.shape[-1], width):
+            readers = list(node.users)
+            while len(readers) == 1 and is_reshape(readers[0]):
+                node, readers = readers[0], list(readers[0].users)
+            return node
+        if len(nodes) < _FARTHEST:
+            nodes += [user for user in node.users if user not in nodes and not is_symbolic(user.meta.get("val"))]
+    return None
+
+
+def _arranged(rows: torch.Tensor, as_in: Rows) -> torch.Tensor:
+    value = as_in.node.meta["val"]
+    return rows.flatten()[as_in.codes.flatten().long()].reshape(as_in.codes.shape).to(value.dtype)
+
+
+def _clip(rows: torch.Tensor, c_kv: torch.Tensor, k_pe: torch.Tensor) -> float | None:
+    """The alpha of rows that are ``c_kv`` and ``k_pe`` packed as the kernel packs them, or None."""
+    values, bits, scale = unpack_rows(rows, hckv=c_kv.shape[-1], dr=k_pe.shape[-1], tile=TILE_SIZE)
+    tiles = c_kv.double().unflatten(-1, (-1, TILE_SIZE))
+    largest = tiles.abs().amax(-1)
+    alpha = float((scale.double() * 127 / largest).median())
+    if not 0 < alpha < 1 + 1e-6 or not torch.equal(bits.view(torch.int16), k_pe.view(torch.int16)):
+        return None
+    alpha = 1.0 if abs(alpha - 1) < 1e-6 else round(alpha, 6)
+    limit = (alpha * largest).unsqueeze(-1)
+    steps = tiles.clamp(-limit, limit) / (limit / 127)
+    nearest = (values.double().unflatten(-1, (-1, TILE_SIZE)) - steps).abs() <= 0.5 + 1e-4
+    exact = (scale.double() * 127 - alpha * largest).abs() <= 1e-5 * largest
+    return alpha if bool(nearest.all()) and bool(exact.all()) else None
