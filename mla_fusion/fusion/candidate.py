@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch.fx import Node
@@ -118,10 +119,33 @@ class Finder:
         found: list[Candidate | NearMiss] = []
         for group in groups.values():
             for same in self._of_same_rows(group):
-                joined = self._join(same)
+                joined = self._join(same) if self._may_be_down(same) else None
                 if joined is not None:
                     found.append(joined)
         return found
+
+    def _may_be_down(self, group: list[Projection]) -> bool:
+        """Could these be W_dq and W_dkv_kr? Spares reading what most layers hold besides: an output projection.
+
+        A projection alone on its x is one of a prologue if its columns are taken apart (both weights in one), or if
+        what is made of it is projected up and then head by head (a query whose key is missing).
+        """
+        if len(group) > 1 or self._comes_apart(group[0]):
+            return True
+        ups = (up for member in self.view.members(group[0].node) for up in self._above.get(member, ()))
+        readers = (item for up in ups for node in self.view.members(up.node) for item in self._on_operand.get(node, ()))
+        return any(not item.is_flat for item in readers)
+
+    def _comes_apart(self, item: Projection) -> bool:
+        """Is there a value with more than one element, and not all, of each row?"""
+        size = self._size(item.node)
+        columns = item.weight.meta["val"].shape[item.weight_labels.index(item.column_labels[0])]
+        rows = size // self.view.binding.size(columns)
+        return any(rows < self._size(member) < size for member in self.view.members(item.node))
+
+    def _size(self, node: Node) -> int:
+        value = node.meta.get("val")
+        return prod(self.view.binding.shape(value.shape)) if isinstance(value, torch.Tensor) else 0
 
     def _of_same_rows(self, group: list[Projection]) -> list[list[Projection]]:
         """The group, parted where projections read x sliced or permuted differently."""
