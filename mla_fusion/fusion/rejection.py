@@ -75,7 +75,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "quant.cache": (
         "The fused cache operator quantises the cache in a way that goes with no weight_quant_mode of the kernel.",
-        "Per-channel scales of both caches go with int8 W_uq_qr alone.",
+        "Per-channel scales of both caches go with int8 W_uq_qr alone, one scale of the latent cache with full int8 "
+        "and an int8 query.",
     ),
     "dtype.region": (
         "A value inside the prologue has a dtype other than bfloat16 or float32.",
