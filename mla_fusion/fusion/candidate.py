@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -26,6 +26,8 @@ from mla_fusion.facts.unabsorbed import UnabsorbedFact
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.view import View, peel_table
+
+_OTHER_READINGS = 7  # of one prologue that are tried where the first has no plan
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,16 @@ class KeySide:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Everything a fused call needs to know of the graph, and nothing yet about whether it is legal."""
+    """Everything a fused call needs to know of the graph, and nothing yet about whether it is legal.
+
+    shrink   on how many tokens the facts were read
+    others   the same prologue read otherwise: a latent may be normed, and be normed and doubled, at two nodes
+    """
 
     query: QuerySide
     key: KeySide
-    shrink: Shrink | None  # on how many tokens the facts were read
+    shrink: Shrink | None
+    others: tuple[Candidate, ...] = ()
 
     @property
     def weight_quant_mode(self) -> int:
@@ -166,8 +173,9 @@ class Finder:
         if self.identity and keys and not queries:
             queries = self._unabsorbed(facts, len(keys[0].columns))
         if keys and queries:
-            chosen = next((query for query in queries if _equally_scaled(self.view, query, keys[0])), queries[0])
-            return Candidate(chosen, keys[0], self.reader.shrink)
+            queries.sort(key=lambda query: not _equally_scaled(self.view, query, keys[0]))
+            first, *others = (Candidate(query, key, self.reader.shrink) for query in queries for key in keys)
+            return replace(first, others=tuple(others[:_OTHER_READINGS]))
         if queries:
             seen = (queries[0].norm.node, queries[0].absorb.node)
             return NearMiss(Refuse("kv_latent.absent", f"x is {group[0].origin.name}"), seen)

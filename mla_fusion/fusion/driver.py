@@ -115,8 +115,7 @@ class _Pass:
                 if mutation is not None:
                     raise mutation
                 self._skip(item)
-                plan, structure = self._legal_plan(view, finder, item, boundary)
-                rewrite.prove(plan)
+                plan, structure = self._first_plan(view, finder, item, boundary)
                 clock.stop("plan")
                 verified, figures = self._verify(view, structure, plan)
                 clock.stop("verify")
@@ -128,6 +127,19 @@ class _Pass:
         if ready and builder_of is not None:
             self._commit(builder_of, ready, clock)
         self.report.fused = [fusion for _, fusion in ready]
+
+    def _first_plan(self, view: View, finder: Finder, item: Candidate, boundary: bool) -> tuple[Plan, object]:
+        """A plan of the candidate, or of the next reading of it that has one; the reason is the first one's."""
+        first: Refuse | None = None
+        for reading in (item, *item.others):
+            try:
+                plan, structure = self._legal_plan(view, finder, reading, boundary)
+                rewrite.prove(plan)
+                return plan, structure
+            except Refuse as reason:
+                first = first or reason
+        assert first is not None
+        raise first
 
     def _legal_plan(self, view: View, finder: Finder, item: Candidate, boundary: bool) -> tuple[Plan, object]:
         """A plan that the operator's contract accepts: where it refuses the caches alone, the staged one."""
