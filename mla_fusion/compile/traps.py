@@ -53,8 +53,8 @@ def _runtime_epsilon() -> str:
     if getattr(torch._dynamo.config, "specialize_float", False):
         return "specialize_float is set: the norm's epsilon stays a constant"
     return (
-        "turns the norm's epsilon into a graph input (norm.runtime_eps); use mark_dynamic, or set "
-        "torch._dynamo.config.specialize_float = True"
+        "turns the norm's epsilon into a graph input: backend='mla_fusion' makes it a number again, a pass in another "
+        "backend cannot (norm.runtime_eps); there use mark_dynamic, or set torch._dynamo.config.specialize_float = True"
     )
 
 
