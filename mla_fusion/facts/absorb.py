@@ -140,7 +140,7 @@ def _whole_weight(view: View, pieces: Sequence[AbsorbFact]) -> tuple[Node, tuple
         shape = view.binding.shape(weight.meta["val"].shape)
         if math.prod(shape) != size or not all(number in line for line in lines):
             continue
-        held = torch.arange(size).reshape(shape)
+        held = torch.arange(size, dtype=torch.float64).reshape(shape)
         parts = []
         for fact, line in zip(pieces, lines, strict=True):
             program = Program([line[number]], nodes_between((line[number],), fact.weight), view.binding)
@@ -168,6 +168,10 @@ def _views_above(node: Node) -> Iterator[Node]:
         yield node
 
 
+def _moves(node: Node) -> bool:
+    return is_view(node) or is_faithful_cast(node) or is_writer(node) or op_name(node) in ("aten::cat", "aten::stack")
+
+
 _FARTHEST = 64  # nodes walked from the last piece to where all stand side by side
 
 
@@ -180,8 +184,7 @@ def _side_by_side(
     for node in stack:
         if len(stack) > _FARTHEST:
             return None
-        moved = [u for u in node.users if is_view(u) or is_writer(u) or op_name(u) in ("aten::cat", "aten::stack")]
-        stack.extend(user for user in moved if user not in stack)
+        stack.extend(user for user in node.users if _moves(user) and user not in stack)
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or node in roots:
             continue

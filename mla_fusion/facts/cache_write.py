@@ -185,6 +185,8 @@ def _slots(view: View, paged: tuple[Any, Any, int, object], base: Node, indices:
         if not same(rows[0], block_num * block_size):
             return f"{base.name} is not seen as BlockNum * BlockSize rows"
         return Slots(indices[0])
+    if len(indices) == 3 and len(rows) > 2 and same(rows[2], 1):
+        indices = indices[:2]  # of one head the index says nothing
     if len(indices) != 2 or not (same(rows[0], block_num) and same(rows[1], block_size)):
         return f"{base.name} is indexed by {len(indices)} tensors, which do not spell (block, offset)"
     block, offset = indices

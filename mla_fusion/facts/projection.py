@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch.fx import Node
@@ -149,9 +150,9 @@ def _order(item: Projection) -> tuple[int, ...]:
 def find(view: View) -> list[Projection]:
     """Every product of an activation with a weight, in graph order."""
     found: dict[Node, Projection] = {}
-    on_the_left = {peel(product.left) for product in view.contractions.values()}
+    sides = _Sides(view)
     for product in view.contractions.values():
-        made = _join(view, product, found) if product.parts else _orient(view, product, on_the_left)
+        made = _join(view, product, found) if product.parts else _orient(view, product, sides)
         if made is not None:
             found[product.node] = made
     return list(found.values())
@@ -166,16 +167,36 @@ def _join(view: View, product: Contraction, found: dict[Node, Projection]) -> Pr
     return replace(pieces[0], product=product, pieces=pieces)
 
 
-def _orient(view: View, product: Contraction, on_the_left: Collection[Node]) -> Projection | None:
+class _Sides:
+    """On which side of how many products a value stands."""
+
+    def __init__(self, view: View) -> None:
+        self._products = view.contractions.values()
+
+    @cached_property
+    def _left(self) -> Counter[Node]:
+        return Counter(peel(product.left) for product in self._products)
+
+    @cached_property
+    def _right(self) -> Counter[Node]:
+        return Counter(peel(product.right) for product in self._products)
+
+    def turned(self, product: Contraction) -> bool:
+        """Is the right operand the activation: on the left of other products (``W @ x.T`` beside ``x @ V``), or alone
+        shared by several (``W @ x.T`` beside ``V @ x.T``)?
+        """
+        left, right = peel(product.left), peel(product.right)
+        return right in self._left or (self._right[right] > 1 and self._left[left] < 2)
+
+
+def _orient(view: View, product: Contraction, sides: _Sides) -> Projection | None:
     """Which operand is the weight: one that no product reaches; of two such, the right one, unless its size varies
-    or it is what other products have on the left (``W @ x.T`` beside ``x @ V``).
+    or other products show that it is not.
     """
     left, right = (not view.sources(operand) for operand in (product.left, product.right))
     if not left and not right:
         return None
-    turned = left and (
-        (_varies(product.right) and not _varies(product.left)) or peel(product.right) in on_the_left
-    )
+    turned = left and right and ((_varies(product.right) and not _varies(product.left)) or sides.turned(product))
     right_is_weight = right and not turned
     if right_is_weight:
         a, w, la, lw = product.left, product.right, product.left_labels, product.right_labels

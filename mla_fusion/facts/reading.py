@@ -141,7 +141,7 @@ def _after_own_write(cone: Cone) -> set[Node]:
 
 def _parts_of_mixtures(cone: Cone, degrees: Mapping[Node, int]) -> set[Node]:
     """Views that take a part out of values joined before: of several products (``rope(cat([q_pe, k_pe]))``), or of
-    what was rotated and what was not (``cat([q_nope, rope(q_pe)])``).
+    what was rotated and what was not (``cat([q_nope, rope(q_pe)])``, whole heads by tables padded with ones).
     """
     found = set()
     for node in cone.nodes:
@@ -151,9 +151,15 @@ def _parts_of_mixtures(cone: Cone, degrees: Mapping[Node, int]) -> set[Node]:
                 source = source.args[0]
             if not isinstance(source, Node) or source is cone.node:
                 continue
-            if source not in degrees or op_name(source) == "aten::cat":
+            if source not in degrees or op_name(source) == "aten::cat" or _takes_columns(source, node):
                 found.add(node)
     return found
+
+
+def _takes_columns(source: Node, node: Node) -> bool:
+    """Are the node's rows shorter than those of a value that was computed?"""
+    rows = [n.meta["val"].shape[-1:] for n in (source, node) if isinstance(n.meta.get("val"), torch.Tensor)]
+    return not is_view(source) and len(rows) == 2 and rows[0] != rows[1]
 
 
 def _relocate(known: ConeFacts, cone: Cone, move: Mapping[Node, Node]) -> ConeFacts:
@@ -185,6 +191,4 @@ def _relocate(known: ConeFacts, cone: Cone, move: Mapping[Node, Node]) -> ConeFa
         )
         for fact in known.ropes
     ]
-    return ConeFacts(
-        cone, known.probe, norms, ropes, {move[n]: r for n, r in known.readings.items()}, known.absorbs
-    )
+    return ConeFacts(cone, known.probe, norms, ropes, {move[n]: r for n, r in known.readings.items()}, known.absorbs)

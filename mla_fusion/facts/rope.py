@@ -146,12 +146,21 @@ def _rotation_shape(cone: Cone, reading: Reading) -> tuple[int, int] | None:
     """
     if not _mixes_pairs(reading) or reading.first.numel() % cone.tokens:
         return None
-    for width in accumulate(reversed(reading.first.shape), operator.mul):
-        if width < 4 or width % 2 or reading.first.numel() % (cone.tokens * width):
+    axes = _tokens_first(cone, reading.first)
+    first, second = reading.first.permute(axes), reading.second.permute(axes)
+    for width in accumulate(reversed(first.shape), operator.mul):
+        if width < 4 or width % 2 or first.numel() % (cone.tokens * width):
             continue
-        if _is_closed(reading.first.reshape(-1, width), reading.second.reshape(-1, width)):
+        if _is_closed(first.reshape(-1, width), second.reshape(-1, width)):
             return reading.first.numel() // (cone.tokens * width), width
     return None
+
+
+def _tokens_first(cone: Cone, codes: torch.Tensor) -> list[int]:
+    """The axes, those along which the token changes before the others, which hold a row."""
+    token = codes // cone.width
+    along = [bool((token != token.narrow(axis, 0, 1)).any()) for axis in range(codes.dim())]
+    return sorted(range(codes.dim()), key=lambda axis: not along[axis])
 
 
 def _is_closed(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -161,8 +170,10 @@ def _is_closed(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _check(cone: Cone, decoder: Decoder, node: Node, reading: Reading, heads: int, width: int) -> RopeFact | None:
-    low = torch.minimum(reading.first, reading.second).reshape(-1, width)
-    high = torch.maximum(reading.first, reading.second).reshape(-1, width)
+    axes = _tokens_first(cone, reading.first)
+    shape = reading.first.permute(axes).shape
+    low = torch.minimum(reading.first, reading.second).permute(axes).reshape(-1, width)
+    high = torch.maximum(reading.first, reading.second).permute(axes).reshape(-1, width)
     token = low // cone.width
     if not bool((token == token[:, :1]).all()) or not bool((high // cone.width == token).all()):
         return None
@@ -178,7 +189,7 @@ def _check(cone: Cone, decoder: Decoder, node: Node, reading: Reading, heads: in
     layout, order = _output_layout(low[0], high[0], width)
     if layout is None:
         return None
-    samples = _coefficients(cone, decoder, node, low[0][:, order[:half]], high[0][:, order[:half]], rows, order)
+    samples = _coefficients(cone, decoder, node, low[0][:, order[:half]], high[0][:, order[:half]], rows, order, axes)
     if samples is None:
         return None
     cos = _match(cone, samples.cos, samples.draws)
@@ -195,7 +206,7 @@ def _check(cone: Cone, decoder: Decoder, node: Node, reading: Reading, heads: in
         layout,
         cos,
         sin,
-        codes.reshape(reading.first.shape),
+        codes.reshape(shape).permute([axes.index(axis) for axis in range(len(axes))]),
     )
 
 
@@ -237,6 +248,7 @@ def _coefficients(
     second: torch.Tensor,
     rows: torch.Tensor,
     order: torch.Tensor,
+    axes: list[int],
 ) -> _Samples | None:
     """Run the cone on the first column of every pair alone, then on the second, under several draws of the bases.
 
@@ -257,7 +269,9 @@ def _coefficients(
             value = cone.run(decoder.probe * kept, bases)[cone.slot(node)]
             if not isinstance(value, torch.Tensor):
                 return None
-            parts.append(value.reshape(-1, 2 * half)[rows][..., order])  # [tokens, heads, Dr] in kernel order
+            parts.append(
+                value.permute(axes).reshape(-1, 2 * half)[rows][..., order]
+            )  # [tokens, heads, Dr] in kernel order
         of_first, of_second = parts[0].unflatten(-1, (2, half)), parts[1].unflatten(-1, (2, half))
         x_first, x_second = x[:, first], x[:, second]
         cos = torch.cat([of_first[..., 0, :] / x_first, of_second[..., 1, :] / x_second], -1)

@@ -207,7 +207,9 @@ class GraphBuilder(Builder):
         self.gm.register_buffer(name, tensor)
         with self.gm.graph.inserting_before(self._point):
             node = self.gm.graph.get_attr(name)
-        node.meta["val"] = self._fake_mode.from_tensor(tensor) if self._fake_mode is not None else tensor
+        node.meta["val"] = (
+            tensor if self._fake_mode is None else self._fake_mode.from_tensor(tensor, static_shapes=True)
+        )
         self.made.append(node)
         device = like.meta["val"].device
         return node if device.type == "cpu" else self.call(aten._to_copy.default, node, device=device)

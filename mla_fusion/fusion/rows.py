@@ -22,20 +22,24 @@ def table(b: Builder, table: Table, lead: Sequence[Any]) -> Any:
 
 def _build_table(b: Builder, table: Table, lead: Sequence[Any]) -> Any:
     parts = {run: _run(b, run) for run in dict.fromkeys(table)}
+    if len({(run.rows, tuple(map(str, b.shape(part)[:-1]))) for run, part in parts.items()}) > 1:
+        spread = {run: _spread(b, part, run.rows, run.count, lead) for run, part in parts.items()}
+        return b.cast(b.call(aten.cat.default, [spread[run] for run in table], -1), torch.bfloat16)
     value = (
         next(iter(parts.values())) if len(table) == 1 else b.call(aten.cat.default, [parts[run] for run in table], -1)
     )
-    width = sum(run.count for run in table)
-    rows = table[0].rows
+    return b.cast(_spread(b, value, table[0].rows, sum(run.count for run in table), lead), torch.bfloat16)
+
+
+def _spread(b: Builder, value: Any, rows: str, width: int, lead: Sequence[Any]) -> Any:
+    """A row for every token: lead + [width]."""
     if rows == "token":
-        value = b.reshape(value, (*lead, width))
-    else:
-        first, last = lead[0], lead[-1]  # [B, S]: the planner lets no other tokens share rows
-        shared = {"position": (1, last), "sequence": (first, 1), "one": (1,) * len(lead)}[rows]
-        value = b.reshape(value, (*shared, width))
-        value = b.call(aten.expand.default, value, b.sizes((*lead, width)))
-        value = b.call(aten.clone.default, value, memory_format=torch.contiguous_format)
-    return b.cast(value, torch.bfloat16)
+        return b.reshape(value, (*lead, width))
+    first, last = lead[0], lead[-1]  # [B, S]: the planner lets no other tokens share rows
+    shared = {"position": (1, last), "sequence": (first, 1), "one": (1,) * len(lead)}[rows]
+    value = b.reshape(value, (*shared, width))
+    value = b.call(aten.expand.default, value, b.sizes((*lead, width)))
+    return b.call(aten.clone.default, value, memory_format=torch.contiguous_format)
 
 
 def _run(b: Builder, run: TableRun) -> Any:

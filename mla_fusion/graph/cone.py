@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.graph.contraction import Contraction
-from mla_fusion.graph.kinds import is_reshape, op_name
+from mla_fusion.graph.kinds import is_view, op_name
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.sizes import is_symbolic
@@ -94,7 +94,7 @@ class Cone:
     def _bases_of(self, side: Node) -> list[Node]:
         """What ``side`` is put together from, as tables whose rows can be tokens'."""
         base = peel_table(side)
-        if self._has_token_rows(base):
+        if self._has_token_rows(base) and not self._is_padded(base):
             return [base]
         parts = list(dict.fromkeys(map(peel_table, self._parts(base))))
         return parts if parts and all(map(self._has_token_rows, parts)) else [base]
@@ -104,8 +104,12 @@ class Cone:
         rows = _product(shape[:-1])
         return rows > 0 and self.tokens % rows == 0
 
+    def _is_padded(self, base: Node) -> bool:
+        """Ones and zeros beside a table: heads are rotated whole, and what is q_nope stays as it is."""
+        return op_name(base) == "aten::cat" and any(self.view.is_constant(arg) for arg in base.all_input_nodes)
+
     def _parts(self, base: Node) -> list[Node]:
-        """Through rearrangements of whole tensors: tables stacked as [[cos, -sin], [sin, cos]], or transposed."""
+        """Through rearrangements: tables stacked as [[cos, -sin], [sin, cos]], transposed, padded."""
         found, stack = [], [base]
         while stack:
             node = stack.pop()
@@ -158,16 +162,11 @@ class Cone:
         return self._slots[node]
 
 
-_REARRANGING = frozenset(
-    """
-    aten::stack aten::cat aten::neg aten::permute aten::transpose aten::t aten::expand aten::movedim aten::numpy_T
-    aten::mT aten::swapaxes aten::swapdims
-    """.split()
-)
+_REARRANGING = frozenset("aten::stack aten::cat aten::neg".split())
 
 
 def _rearranges(node: Node) -> bool:
-    return is_reshape(node) or op_name(node) in _REARRANGING
+    return is_view(node) or op_name(node) in _REARRANGING
 
 
 def _shape(node: Node) -> tuple[object, ...]:

@@ -76,7 +76,8 @@ _FILLED = {
 }
 
 
-_LENT = frozenset("aten::new_full aten::full_like aten::new_empty_strided".split()) | _FILLED.keys()
+_FILLED_WITH = frozenset(("aten::new_full", "aten::full_like"))
+_LENT = _FILLED_WITH | {"aten::new_empty_strided"} | _FILLED.keys()
 
 # npu operators that are element-wise, norms or rotations, so that a walk may go through them.
 _NPU_TRANSPARENT = frozenset(
@@ -181,7 +182,11 @@ def _name_of(target: Any) -> str:
 
 def filled_with(node: Node) -> float | None:
     """The number that every element of the node is, where its operator says so; NaN for memory not yet written."""
-    return _FILLED.get(operator_of(node).name)
+    name = operator_of(node).name
+    if name in _FILLED_WITH:
+        value = argument(node, "fill_value")
+        return float(value) if isinstance(value, (int, float)) else None
+    return _FILLED.get(name)
 
 
 def borrows_only(node: Node) -> bool:

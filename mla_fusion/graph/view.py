@@ -36,6 +36,7 @@ from mla_fusion.graph.steps import rows_in_step
 _NOTHING: frozenset[Node] = frozenset()
 _SEQUENCES = (tuple, list, immutable_list)
 _MANY = 4  # a value that mixes more products than this (a residual stream) counts as a source of its own
+_JOINERS = frozenset(("aten::cat", "aten::stack"))  # what stands side by side is not mixed
 
 
 class View:
@@ -95,7 +96,8 @@ class View:
         if of_literals or filled_with(node) is not None:
             self._constant.add(node)
             return _NOTHING
-        return sources if len(sources) <= _MANY else frozenset((node,))
+        few = len(sources) <= _MANY or is_view(node) or operator.cast or operator.name in _JOINERS
+        return sources if few else frozenset((node,))
 
     def _is_arithmetic(self, product: Contraction) -> bool:
         """A product that no weight takes part in: of very few terms (frequencies times positions, 2x2 rotations), by a
