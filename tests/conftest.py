@@ -1,6 +1,9 @@
 """Settings that must stand before torch is imported."""
 
 import os
+from collections.abc import Iterator
+
+import pytest
 
 # torch_npu is installed beside a torch that has no CANN; activate() imports it where a test asks for it.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -9,3 +12,12 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Of several test processes each keeps to one core.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def no_reports_yet() -> Iterator[None]:
+    """Tests count the reports of their own graphs, of which a process keeps only the newest 256."""
+    from mla_fusion.fusion import report  # here: importing it imports torch
+
+    report._KEPT.clear()
+    yield
