@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
 
 import mla_fusion as mf
+from mla_fusion.compile.boundary import fuse_with_boundary
 
 
 def clones(args: tuple[Tensor, ...], wide: bool = False) -> tuple[Tensor, ...]:
@@ -36,8 +38,8 @@ def fuse_only(config: mf.Config | None = None) -> Callable[..., Any]:
     """A backend that is ``mf.fuse`` alone, with no boundary around the graph."""
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    def compile_graph(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        def infer(graph: torch.fx.GraphModule, _: Any) -> Any:
+    def compile_graph(gm: GraphModule, inputs: list[Any]) -> Any:
+        def infer(graph: GraphModule, _: Any) -> Any:
             mf.fuse(graph, config)
             return graph.forward
 
@@ -46,6 +48,36 @@ def fuse_only(config: mf.Config | None = None) -> Callable[..., Any]:
         )
 
     return compile_graph
+
+
+def both_ways(
+    model: nn.Module, args: tuple[Tensor, ...], config: mf.Config | None = None
+) -> list[tuple[mf.Report, list[Tensor]]]:
+    """The reports and results of one graph, fused as the backend does it, with a boundary, and by ``mf.fuse`` alone."""
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    fused: list[tuple[mf.Report, Callable[..., Any]]] = []
+
+    def infer(graph: GraphModule, inputs: list[Any]) -> Any:
+        copied = Graph()
+        copied.output(copied.graph_copy(graph.graph, {}))
+        alone = GraphModule(graph, copied)
+        report, _, wrap = fuse_with_boundary(graph, inputs, config or mf.Config())
+        fused.extend([(report, wrap(graph.forward)), (mf.fuse(alone, config), alone.forward)])
+        turns = iter(fused)
+        return lambda *given: next(turns)[1](*given)
+
+    def backend(gm: GraphModule, inputs: list[Any]) -> Any:
+        kept = {"keep_inference_input_mutations": True}
+        return aot_module_simplified(gm, inputs, fw_compiler=infer, inference_compiler=infer, **kept)
+
+    torch._dynamo.reset()
+    results, run = [], torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
+        for _ in range(2):
+            given = clones(args)
+            results.append([*flat(run(*given)), *given])
+    return [(report, values) for (report, _), values in zip(fused, results, strict=True)]
 
 
 def distance(a: Tensor, b: Tensor) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 
-from .harness import assert_as_exact, clones, compiled, fuse_only
+from .harness import assert_as_exact, both_ways, clones, compiled
 from .near_misses import Base
 from .spellings import BLOCK_SIZE, BLOCKS, DR, HCKV, attend, paged_args, paged_caches
 
@@ -148,9 +148,7 @@ def test_fused_run_is_the_models(name: str) -> None:
     torch.manual_seed(0)
     model, args, placements = LEGAL[name]
     module, given = model(), args()
-    for backend in (mf.backend(mf.Config(verify="all")), fuse_only(mf.Config(verify="all"))):
-        fused = compiled(module, clones(given), backend)
-        report = mf.reports()[-1]
+    for report, fused in both_ways(module, given, mf.Config(verify="all")):
         assert [f.placement.partition(":")[0] for f in report.fused] == placements, str(report)
         assert_as_exact(module, given, fused, slack=1.2)
 

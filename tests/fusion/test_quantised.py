@@ -13,7 +13,7 @@ import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.paging import dequantise_rows
 
-from .harness import assert_as_exact, clones, compiled, distance, eager, fuse_only
+from .harness import assert_as_exact, both_ways, clones, compiled, distance, eager
 from .quantised import (
     HCKV,
     INT8_ATTENTION,
@@ -32,9 +32,7 @@ def test_fuses_as_exactly(name: str) -> None:
     torch.manual_seed(0)
     model, args, mode, placement = QUANTISED[name]
     module, given = model(), args()
-    for backend in (mf.backend(), fuse_only()):
-        fused = compiled(module, clones(given), backend)
-        report = mf.reports()[-1]
+    for report, fused in both_ways(module, given):
         assert [f.placement.partition(":")[0] for f in report.fused] == [placement], str(report)
         assert [f.attributes["weight_quant_mode"] for f in report.fused] == [mode]
         assert_as_exact(module, given, fused, slack=1.1)

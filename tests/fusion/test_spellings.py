@@ -10,7 +10,7 @@ import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 
 from . import spellings as s
-from .harness import assert_as_exact, clones, compiled, eager, fuse_only
+from .harness import assert_as_exact, both_ways, clones, compiled, eager
 
 # The kernel takes bfloat16 tables; DeepSeek's complex table is float32, and rounding it is part of the kernel's
 # contract. Everything else errs no more than 1.1 times what the unfused model does.
@@ -40,20 +40,10 @@ def _case(request: pytest.FixtureRequest) -> tuple[nn.Module, tuple[torch.Tensor
 
 def test_fuses_as_exactly(case: tuple[nn.Module, tuple[torch.Tensor, ...], str]) -> None:
     model, args, placement = case
-    fused = compiled(model, clones(args), mf.backend(mf.Config(verify="all")))
-    report = mf.reports()[-1]
-    assert not report.rejected, str(report)
-    assert len(report.fused) == 1
-    assert report.fused[0].placement.startswith(placement)
-    assert_as_exact(model, args, fused, SLACK.get(type(model), 1.1))
-
-
-def test_pass_alone_fuses_as_exactly(case: tuple[nn.Module, tuple[torch.Tensor, ...], str]) -> None:
-    model, args, placement = case
-    fused = compiled(model, clones(args), fuse_only())
-    report = mf.reports()[-1]
-    assert [f.placement.startswith(placement) for f in report.fused] == [True], str(report)
-    assert_as_exact(model, args, fused, SLACK.get(type(model), 1.1))
+    for report, fused in both_ways(model, args, mf.Config(verify="all")):
+        assert not report.rejected, str(report)
+        assert [f.placement.startswith(placement) for f in report.fused] == [True], str(report)
+        assert_as_exact(model, args, fused, SLACK.get(type(model), 1.1))
 
 
 def test_dynamic_token_count(case: tuple[nn.Module, tuple[torch.Tensor, ...], str]) -> None:

@@ -9,7 +9,7 @@ import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 
 from . import spellings as s
-from .harness import assert_as_exact, clones, compiled, fuse_only
+from .harness import assert_as_exact, both_ways, clones, compiled
 from .mixtures import MIXTURES
 from .variants import IN_PLACE, STAGED, VARIANTS
 
@@ -21,9 +21,7 @@ def test_fuses_as_exactly(name: str) -> None:
     torch.manual_seed(0)
     model, args, placements = ALL[name]
     module, given = model(), args()
-    for backend in (mf.backend(), fuse_only()):
-        fused = compiled(module, clones(given), backend)
-        report = mf.reports()[-1]
+    for report, fused in both_ways(module, given):
         assert [f.placement.partition(":")[0] for f in report.fused] == placements, str(report)
         assert_as_exact(module, given, fused, slack=1.2)
 
