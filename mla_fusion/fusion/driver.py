@@ -26,6 +26,7 @@ from mla_fusion.fusion.planner import Planner
 from mla_fusion.fusion.rejection import CODES, Refuse, Rejection
 from mla_fusion.fusion.report import Fusion, Report, keep
 from mla_fusion.fusion.verify import Figure
+from mla_fusion.graph import regions
 from mla_fusion.graph.collector import paused
 from mla_fusion.graph.view import View, peel
 
@@ -65,7 +66,7 @@ def run(gm: GraphModule, config: Config, builder: type[GraphBuilder] | None) -> 
     started = perf_counter()
     if config.enable:
         # A compiler calls with its fake mode on; probes are real tensors.
-        with _disable_current_modes(), paused(), _threads(1) as usual:
+        with _disable_current_modes(), paused(), _regions_open(gm, report), _threads(1) as usual:
             _Pass(gm, config, report, usual).run(builder)
     report.timings["total"] = perf_counter() - started
     report.nodes_after = len(gm.graph.nodes)
@@ -89,6 +90,22 @@ def _check_graph(gm: object) -> None:
                 f"node {node.name} carries no meta['val']; capture the graph with AOT autograd, torch.export "
                 "or make_fx, or run FakeTensorProp over it first"
             )
+
+
+@contextlib.contextmanager
+def _regions_open(gm: GraphModule, report: Report) -> Iterator[None]:
+    """The pass sees into regions; the graph keeps them where nothing was fused."""
+    closed, opened = gm.graph, regions.laid_open(gm)
+    if opened is None:
+        yield
+        return
+    gm.graph = opened
+    describe_attributes(gm)
+    try:
+        yield
+    finally:
+        if not (report.committed and report.fused):
+            gm.graph = closed
 
 
 class _Pass:

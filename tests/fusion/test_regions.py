@@ -1,0 +1,151 @@
+"""Layers traced once and called, and bodies under a switched-off mode: their prologues fuse as any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mla_fusion as mf
+from mla_fusion.compile.device_graph import capture
+from mla_fusion.graph import regions
+
+from . import spellings as s
+from .harness import assert_as_exact, both_ways, clones, eager
+from .near_misses import Base
+
+
+class Region(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads = layer.heads
+
+    @torch.compiler.nested_compile_region
+    def forward(self, *args: Any) -> Any:
+        return self.layer(*args)
+
+
+class Regions(s.Layers):
+    """Layers of one body: the second is a call of what was traced for the first."""
+
+    def __init__(self, layer: type[nn.Module] = s.PagedRotateHalf, count: int = 2) -> None:
+        super().__init__(layer, count)
+        self.layers = nn.ModuleList(Region(layer) for layer in self.layers)
+
+
+class Computed(Base):
+    """The region writes nothing, and holds a number of its own; the caches are its caller's business."""
+
+    @torch.compiler.nested_compile_region
+    def values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)) * torch.tensor(1.0)))
+        c_kv, k_pe = self.latent(x)
+        return self.absorb(q_nope), self.rotate(q_pe, cos, sin), c_kv, self.rotate(k_pe.unsqueeze(1), cos, sin)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        q_nope, q_pe, c_kv, k_pe = self.values(x, cos.unsqueeze(1), sin.unsqueeze(1))
+        self.write(kv_cache, kr_cache, slots, c_kv, k_pe.squeeze(1))
+        return q_nope, q_pe
+
+
+class Nested(Computed):
+    """A region in a region. (torch 2.13 loses what an inner one writes, with any backend.)"""
+
+    @torch.compiler.nested_compile_region
+    def values(self, *args: Tensor) -> tuple[Tensor, ...]:
+        return super().values(*args)
+
+
+class Pools(Regions):
+    """What the regions write is a part of an argument: a call names the whole, and which part of it."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *pools: Tensor) -> Tensor:
+        return super().forward(x, cos, sin, slots, *(layer for pair in zip(*pools, strict=True) for layer in pair))
+
+
+class WithBias(s.PagedRotateHalf):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a_proj = nn.Linear(s.HE, s.HCQ, bias=True, dtype=torch.bfloat16)
+
+
+MODELS = {
+    "layers": (Regions, lambda: s.layers_args(count=2), ["layers.0", "layers.1"]),
+    "computed": (Computed, s.paged_args, [""]),
+    "nested": (Nested, s.paged_args, [""]),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fuses_as_exactly(name: str) -> None:
+    torch.manual_seed(0)
+    model, args, layers = MODELS[name]
+    module, given = model(), args()
+    for report, fused in both_ways(module, given):
+        assert [f.placement for f in report.fused] == ["in place"] * len(layers), str(report)
+        assert [f.layer for f in report.fused] == layers
+        assert_as_exact(module, given, fused, slack=1.2)
+
+
+def test_regions_that_write_into_parts_stay_closed() -> None:
+    torch.manual_seed(0)
+    model, args = Pools(), s.layers_args(count=2)
+    args = *args[:4], torch.stack(args[4::2]), torch.stack(args[5::2])
+    for report, run in both_ways(model, args):
+        assert not report.fused
+        for plain, value in zip(eager(model, clones(args)), run, strict=True):
+            assert torch.equal(plain, value)
+
+
+def test_a_near_miss_is_named_and_the_graph_keeps_its_regions() -> None:
+    gm, _ = capture(Regions(WithBias), *s.layers_args(count=2), device="cpu")
+    kept, before = gm.graph, str(gm.graph)
+    for judge in (mf.explain, mf.fuse):
+        report = judge(gm)
+        assert [(item.code, item.layer) for item in report.rejected] == [("linear.bias", f"layers.{i}") for i in (0, 1)]
+        assert gm.graph is kept and str(gm.graph) == before
+
+
+def test_explaining_opens_nothing() -> None:
+    gm, _ = capture(Regions(), *s.layers_args(count=2), device="cpu")
+    kept = gm.graph
+    assert len(mf.explain(gm).fused) == 2 and gm.graph is kept
+    assert len(mf.fuse(gm).fused) == 2 and gm.graph is not kept
+    assert regions.laid_open(gm) is None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad(), torch.autocast("cpu", enabled=False)], ids=["grad", "autocast"])
+def test_exported_under_a_mode_that_is_off(mode: Any) -> None:
+    class Within(s.PagedRotateHalf):
+        def forward(self, *args: Tensor) -> Tensor:
+            with mode:
+                return super().forward(*args)
+
+    torch.manual_seed(0)
+    model, args = Within(), s.paged_args()
+    module = torch.export.export(model, args).graph_module
+    assert any("wrap_with" in str(node.target) for node in module.graph.nodes)
+    assert len(mf.fuse(module).fused) == 1
+
+
+@pytest.mark.parametrize("why", ["writes_early", "other_shape", "returned_whole"])
+def test_calls_that_stay_closed(why: str) -> None:
+    gm, _ = capture(Regions(), *s.layers_args(count=2), device="cpu")
+    calls = [node for node in gm.graph.nodes if "_all_bases" in node.kwargs]
+    body = gm.get_submodule(calls[0].kwargs["subgraph"].target).graph
+    first, output = body.find_nodes(op="placeholder")[0], body.find_nodes(op="output")[0]
+    assert regions.laid_open(gm) is not None
+    if why == "writes_early":
+        with body.inserting_before(output):
+            body.call_function(torch.ops.aten.neg.default, (first,))
+    elif why == "other_shape":
+        first.meta["val"] = first.meta["val"].new_empty(9, s.HE)
+    else:
+        result = gm.graph.find_nodes(op="output")[0]
+        result.args = ((*result.args[0], *calls),)
+    assert regions.laid_open(gm) is None
