@@ -10,7 +10,8 @@ from functools import cached_property
 import torch
 from torch.fx import Node
 
-from mla_fusion.facts import quant
+from mla_fusion.facts import dynamic_quant, quant
+from mla_fusion.facts.dynamic_quant import DynamicQuantReader
 from mla_fusion.facts.quant import Quantised
 from mla_fusion.graph.contraction import Contraction, Labels
 from mla_fusion.graph.kinds import is_cast, is_reshape
@@ -150,9 +151,9 @@ def _order(item: Projection) -> tuple[int, ...]:
 def find(view: View) -> list[Projection]:
     """Every product of an activation with a weight, in graph order."""
     found: dict[Node, Projection] = {}
-    sides = _Sides(view)
+    sides, reader = _Sides(view), DynamicQuantReader(view)
     for product in view.contractions.values():
-        made = _join(view, product, found) if product.parts else _orient(view, product, sides)
+        made = _join(view, product, found) if product.parts else _orient(view, product, sides, reader)
         if made is not None:
             found[product.node] = made
     return list(found.values())
@@ -189,22 +190,33 @@ class _Sides:
         return right in self._left or (self._right[right] > 1 and self._left[left] < 2)
 
 
-def _orient(view: View, product: Contraction, sides: _Sides) -> Projection | None:
+def _orient(view: View, product: Contraction, sides: _Sides, reader: DynamicQuantReader) -> Projection | None:
     """Which operand is the weight: one that no product reaches; of two such, the right one, unless its size varies
     or other products show that it is not.
     """
     left, right = (not view.sources(operand) for operand in (product.left, product.right))
     if not left and not right:
         return None
-    turned = left and right and ((_varies(product.right) and not _varies(product.left)) or sides.turned(product))
+    open_question = left and right and product.scales is None  # of an int8 product, the columns have the scales
+    turned = open_question and ((_varies(product.right) and not _varies(product.left)) or sides.turned(product))
     right_is_weight = right and not turned
     if right_is_weight:
         a, w, la, lw = product.left, product.right, product.left_labels, product.right_labels
     else:
         a, w, la, lw = product.right, product.left, product.right_labels, product.left_labels
-    quantised = quant.read(view, a, product.scales) if product.scales is not None else None
+    quantised = quant.read(reader, a, product.scales) if product.scales is not None else None
     dynamic = quantised.dynamic if quantised is not None else None
     return Projection(product, a, w, la, lw, peel(dynamic.source if dynamic is not None else a), quantised)
+
+
+def unsmoothed(view: View, item: Projection) -> Projection | None:
+    """The projection read as one of what was smoothed before plain nodes quantised it; None where nothing was."""
+    quantised = item.quantised
+    dynamic = quantised.dynamic if quantised is not None else None
+    other = dynamic_quant.unsmoothed(view, dynamic) if dynamic is not None else None
+    if quantised is None or other is None:
+        return None
+    return replace(item, origin=peel(other.source), quantised=replace(quantised, dynamic=other))
 
 
 def _is_one(size: object) -> bool:

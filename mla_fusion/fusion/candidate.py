@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from mla_fusion.facts import kv_operator, projection, unabsorbed
 from mla_fusion.facts.absorb import AbsorbFact, join_heads, uniform_factor
+from mla_fusion.facts.dynamic_quant import int8_behind
 from mla_fusion.facts.kv_operator import KvOperatorFact
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
@@ -115,7 +116,9 @@ class Finder:
         self._above: dict[Node, list[Projection]] = defaultdict(list)
         self._on_operand: dict[Node, list[Projection]] = defaultdict(list)
         for item in self.projections:
-            self._above[item.origin].append(item)
+            for reading in (item, projection.unsmoothed(view, item)):
+                if reading is not None:
+                    self._above[reading.origin].append(reading)
             self._on_operand[item.activation].append(item)
 
     def find(self) -> list[Candidate | NearMiss]:
@@ -179,6 +182,8 @@ class Finder:
         if queries:
             seen = (queries[0].norm.node, queries[0].absorb.node)
             return NearMiss(Refuse("kv_latent.absent", f"x is {group[0].origin.name}"), seen)
+        if keys and partial is None:
+            partial = self._quantised_otherwise(facts)
         if keys and partial is not None:
             return partial
         if keys:
@@ -205,6 +210,22 @@ class Finder:
                     detail = f"{absorbs[0][1].heads} heads absorbed at {absorbs[0][1].node.name}, none rotated"
                     partial = NearMiss(Refuse("rope.absent", detail), (norm.node, absorbs[0][1].node))
         return found, partial
+
+    def _quantised_otherwise(self, facts: dict[Projection, ConeFacts]) -> NearMiss | None:
+        """A normed latent that reaches a linear layer as int8, but not by the kernel's quantisation."""
+        for item in self.projections:
+            values = int8_behind(item.activation) if item.is_flat else None
+            if values is None:
+                continue
+            for down, cone in facts.items():
+                norm = next((norm for norm in cone.norms if self._size_of_rows(values) == len(norm.columns)), None)
+                if norm is not None and down.node in self.view.sources(values):
+                    detail = f"{item.node.name} multiplies {values.name}, made from {norm.node.name}"
+                    return NearMiss(Refuse("quant.dynamic", detail), (norm.node, values, item.node))
+        return None
+
+    def _size_of_rows(self, node: Node) -> int:
+        return self.view.binding.size(node.meta["val"].shape[-1])
 
     def _unabsorbed(self, facts: dict[Projection, ConeFacts], latent_dim: int) -> list[QuerySide]:
         """Normed latents whose projection is rotated in part; the rest, of it or of another projection, is q_nope."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from mla_fusion.facts import quant
+from mla_fusion.facts import dynamic_quant
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fusion.outputs import ValueTree, leads_only_to, live_users, quantised_rows
 from mla_fusion.graph.kinds import op_name
@@ -38,14 +38,14 @@ def find(
 ) -> Int8Query | str:
     """The int8 query, or why the graph does not use the query so."""
     readers = [user for users in query.readers().values() for user in users]
-    dynamic = quant.dynamic_quant_by(readers[0]) if readers else None
+    dynamic = dynamic_quant.by_operator(readers[0]) if readers else None
     others = [user for user in readers if dynamic is None or not view.same(user, dynamic.node)]
     if dynamic is None or dynamic.smooth is not None or others:
         return f"{(others or readers or query.roots)[0].name} reads the query in bfloat16"
-    trees = quantised_rows(view, query, latent_dim, dynamic.node, shrink)
-    if trees is None:
+    trees = quantised_rows(view, query, latent_dim, dynamic, shrink)
+    if trees is None or trees[1] is None:
         return f"{dynamic.node.name} does not quantise the query of each token and head by itself"
-    values, scales = trees
+    values, scales = trees[0], trees[1]
     scaled = _brought_to_scale(view, rope, scales, cache_scale, shrink)
     if isinstance(scaled, str):
         return scaled

@@ -9,6 +9,8 @@ from itertools import permutations
 import torch
 from torch.fx import Node
 
+from mla_fusion.facts import dynamic_quant
+from mla_fusion.facts.dynamic_quant import DynamicQuant
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.kinds import borrows_only, has_effect, is_faithful_cast, is_reshape, is_view, is_writer
 from mla_fusion.graph.program import Program
@@ -122,26 +124,31 @@ class ValueTree:
 
 
 def quantised_rows(
-    view: View, rows: ValueTree, width: int, dynamic: Node, shrink: Shrink | None
-) -> tuple[ValueTree, ValueTree] | None:
+    view: View, rows: ValueTree, width: int, dynamic: DynamicQuant, shrink: Shrink | None
+) -> tuple[ValueTree, ValueTree | None] | None:
     """The int8 values of ``rows`` and their scales, over all quantisations that equal ``dynamic`` (a projection and an
     indexer may each have their own); None where one is not of whole rows, each ``width`` wide.
     """
-    values: list[tuple[Node, torch.Tensor]] = []
-    scales: list[tuple[Node, torch.Tensor]] = []
+    values: dict[Node, torch.Tensor] = {}
+    scales: dict[Node, torch.Tensor] = {}
     for node in rows.nodes:
         codes = rows.codes[node]
-        for user in (user for user in node.users if view.same(user, dynamic)):
+        for result, holds_values in dynamic_quant.results(view, dynamic, node):
             if not isinstance(codes, torch.Tensor) or not _are_rows(codes, width):
                 return None
             number = codes[..., 0] // width
-            for result in user.users:
-                (values if result.args[1] == 0 else scales).append((result, codes if result.args[1] == 0 else number))
-    if not values or not scales:
+            if dynamic.plain and len(result.meta["val"].shape) == codes.dim():
+                number = number.unsqueeze(-1)
+            (values if holds_values else scales)[result] = codes if holds_values else number
+    if not values or not (scales or dynamic.plain):
         return None
-    first, *twins = values
-    first_scale, *scale_twins = scales
-    return ValueTree(view, *first, twins, shrink), ValueTree(view, *first_scale, scale_twins, shrink)
+    of_scales = _tree(view, scales, shrink) if scales else None
+    return _tree(view, values, shrink), of_scales
+
+
+def _tree(view: View, codes: dict[Node, torch.Tensor], shrink: Shrink | None) -> ValueTree:
+    first, *twins = codes.items()
+    return ValueTree(view, *first, twins, shrink)
 
 
 def _are_rows(codes: torch.Tensor, width: int) -> bool:

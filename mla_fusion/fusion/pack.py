@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.projection import Projection
+from mla_fusion.facts.quant import Quantised
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fusion.build import Builder
 from mla_fusion.fusion.cache_modes import scale_shapes
@@ -48,7 +49,7 @@ def quantisation(b: Builder, plan: Plan) -> dict[str, Any]:
     if smooth is not None:
         given["smooth_scales_cq"] = b.cast(_row(b, b.value(smooth)), torch.float32)
     if q.down.quantised is not None and q.down.quantised.token_scale is not None:
-        given["dequant_scale_x"] = _token_scale(b, b.value(q.down.quantised.token_scale))
+        given["dequant_scale_x"] = _token_scale(b, q.down.quantised)
         given["dequant_scale_w_dq"] = _scale(b, plan, "dequant_scale_w_dq", dq, q.down)
         given["dequant_scale_w_dkv_kr"] = _scale(b, plan, "dequant_scale_w_dkv_kr", dkv_kr, k.down, k.down_rope)
     if isinstance(plan.caches, InPlace):
@@ -90,11 +91,16 @@ def _row(b: Builder, value: Any) -> Any:
     return value if len(shape) == 2 else b.reshape(value, (1, shape[-1]))
 
 
-def _token_scale(b: Builder, value: Any) -> Any:
+def _token_scale(b: Builder, quantised: Quantised) -> Any:
     """One scale a token, [T, 1] whatever the number of token axes."""
+    assert quantised.token_scale is not None
+    value = b.value(quantised.token_scale)
     shape = b.shape(value)
     column = value if len(shape) == 2 and shape[1] == 1 else b.call(aten.reshape.default, value, [-1, 1])
-    return b.cast(column, torch.float32)
+    column = b.cast(column, torch.float32)
+    if quantised.token_inverse:
+        column = b.call(aten.reciprocal.default, column)
+    return column if quantised.token_factor == 1.0 else b.call(aten.mul.Tensor, column, quantised.token_factor)
 
 
 def _matrix(b: Builder, projection: Projection) -> Any:

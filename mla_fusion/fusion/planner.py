@@ -17,7 +17,7 @@ from mla_fusion.facts.unabsorbed import UnabsorbedFact
 from mla_fusion.fusion import verdict
 from mla_fusion.fusion.caches import CachePlanner
 from mla_fusion.fusion.candidate import Candidate, same_table
-from mla_fusion.fusion.outputs import ValueTree, live_users, quantised_rows
+from mla_fusion.fusion.outputs import Replacement, ValueTree, leads_only_to, live_users, quantised_rows
 from mla_fusion.fusion.plan import InPlace, Plan, Staged
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.kinds import borrows_only, has_effect, is_faithful_cast, is_getitem, is_reshape
@@ -75,12 +75,13 @@ class Planner:
             self._normed = ("query_norm", "dequant_scale_q_norm")
             quantised = candidate.query.up_nope.quantised
             assert quantised is not None and quantised.dynamic is not None
-            operator, c_q = quantised.dynamic.node, self.trees["query_norm"]
-            trees = quantised_rows(self.view, c_q, len(candidate.query.norm.columns), operator, candidate.shrink)
+            dynamic, c_q = quantised.dynamic, self.trees["query_norm"]
+            trees = quantised_rows(self.view, c_q, len(candidate.query.norm.columns), dynamic, candidate.shrink)
             if trees is None:
-                detail = f"{operator.name} does not quantise c_q token by token"
-                raise Refuse("quant.tokens_differ", detail, (operator,))
-            self.trees |= dict(zip(self._normed, trees, strict=True))
+                detail = f"{dynamic.node.name} does not quantise c_q token by token"
+                raise Refuse("quant.tokens_differ", detail, (dynamic.node,))
+            self._normed = self._normed if trees[1] is not None else ("query_norm",)
+            self.trees |= {name: tree for name, tree in zip(self._normed, trees, strict=False) if tree is not None}
 
     def _token_choices(self) -> list[Node]:
         """Forms of x that are rows of tokens, [T, He] or [B, S, He], innermost first, one of each shape."""
@@ -135,7 +136,7 @@ class Planner:
         trees = {query: self.trees["query"], "query_rope": self.trees["query_rope"]}
         trees |= placement.query.trees if placement.query is not None else {}
         replacements = [r for name, tree in trees.items() for r in tree.replacements(name, shapes[name])]
-        normed = [r for name in self._normed for r in self.trees[name].replacements(name, shapes[name], ups)]
+        normed = [r for name in self._normed for r in self._of_normed(name, shapes[name], ups)]
         if normed and q.absorb.factor != 1.0:
             raise Refuse("reader.latent", f"{normed[0].node.name} reads c_q before it is scaled", (normed[0].node,))
         caches, of_caches = placement.caches, list(placement.found)
@@ -161,6 +162,12 @@ class Planner:
             frozenset({"query_rope", "k_pe"}) if interleaved else frozenset(),
             ((_SLOTS_ASSUMED,) if slots_given else ()) + ((_IDENTITY,) if query == "q_nope" else ()),
         )
+
+    def _of_normed(self, name: str, shape: tuple[int, ...], ups: list[Node]) -> list[Replacement]:
+        """What reads c_q beside the products ``ups`` (and the nodes inside them)."""
+        tree = self.trees[name]
+        readers = {user for users in tree.readers().values() for user in users}
+        return tree.replacements(name, shape, {user for user in readers if leads_only_to([user], ups) is None})
 
     def _has_rows(self, run: TableRun, lead: tuple[int, ...]) -> bool:
         """Can the table, with a row a position or a row a sequence, be spread over tokens [B, S]?"""

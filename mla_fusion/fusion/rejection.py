@@ -61,6 +61,12 @@ CODES: dict[str, tuple[str, str]] = {
         "A projection is quantised with a scale fixed ahead of time; the kernel quantises per token.",
         "Use npu_dynamic_quant and pass its scale as pertoken_scale.",
     ),
+    "quant.dynamic": (
+        "c_q is taken to int8 and multiplied, but not as the kernel does it: round(c_q * 127 / max|c_q|) of each "
+        "token, and the product times max|c_q| / 127 and one scale per column.",
+        "Quantise c_q per token and symmetrically, round to the nearest, and let nothing but its scales follow the "
+        "product.",
+    ),
     "quant.mixed": (
         "Some of the projections are int8 and some are not, in a combination that is no weight_quant_mode.",
         "Quantise W_uq_qr alone (mode 1), or W_dq, W_uq_qr and W_dkv_kr together (mode 2).",

@@ -94,10 +94,12 @@ def _quantisation(view: View, candidate: Candidate) -> None:
             raise Refuse("quant.tokens_differ", f"int8 activations {names}", tuple(item.node for item in items))
 
 
-def _int8_input(view: View, item: Projection) -> tuple[int, int]:
+def _int8_input(view: View, item: Projection) -> tuple[object, ...]:
     """What is equal for projections that read one int8 tensor with one scale a token."""
-    assert item.quantised is not None and item.quantised.token_scale is not None
-    return view.number(peel(item.activation)), view.number(peel(item.quantised.token_scale))
+    quantised = item.quantised
+    assert quantised is not None and quantised.token_scale is not None
+    numbers = view.number(peel(item.activation)), view.number(peel(quantised.token_scale))
+    return *numbers, quantised.token_factor, quantised.token_inverse
 
 
 def _scales(view: View, item: Projection) -> None:
@@ -140,6 +142,8 @@ def _dtypes(view: View, candidate: Candidate) -> None:
         roles = (("activation", item.activation, operand), ("weight", item.weight, operand))
         for role, node, wanted in (*roles, ("product", item.node, torch.bfloat16)):
             dtype = node.meta["val"].dtype
+            if role == "product" and item.quantised is not None and dtype == torch.float32:
+                continue  # as the kernel has it
             if dtype != wanted:
                 names = [str(kind).removeprefix("torch.") for kind in (dtype, wanted)]
                 raise Refuse("dtype.region", f"{role} {node.name} is {names[0]}, the kernel takes {names[1]}", (node,))
@@ -160,6 +164,9 @@ def _region(candidate: Candidate) -> Iterator[Node]:
         dynamic = item.quantised.dynamic if item.quantised is not None else None
         if dynamic is not None:
             yield from ancestry(dynamic.source)
+            if dynamic.plain:
+                yield from nodes_between((dynamic.source,), dynamic.node)
+        yield from item.product.inside
     yield from nodes_between((q.down.node,), q.norm.node)
     yield from nodes_between((q.up_rope.node,), q.rope.node)
     absorbed = isinstance(q.absorb, AbsorbFact)

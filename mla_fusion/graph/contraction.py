@@ -22,11 +22,16 @@ Labels = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Scales:
-    """What an int8 product is multiplied by: ``weight`` per column, ``token`` per row (None: static quantisation)."""
+    """What an int8 product is multiplied by: ``weight`` per column, ``token`` per row (None: static quantisation).
+
+    Rows are multiplied by ``factor * token``, with ``inverse`` by ``factor / token``.
+    """
 
     weight: Node
     token: Node | None
-    offset: Node | None
+    offset: Node | None = None
+    factor: float = 1.0
+    inverse: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Contraction:
     """``node = einsum(left, right)``; a label is an int, equal labels are one axis.
 
     parts   products of one activation whose columns ``node`` puts side by side; left and right are the first one's
+    inside  nodes from the bare product of integers until ``node``, where that is written in steps
     """
 
     node: Node
@@ -46,6 +52,7 @@ class Contraction:
     factors: tuple[float, float] = field(default=(1.0, 1.0))  # (alpha on the product, beta on the bias)
     scales: Scales | None = None
     parts: tuple[Contraction, ...] = ()
+    inside: tuple[Node, ...] = ()
 
 
 def read(node: Node) -> Contraction | None:
@@ -206,6 +213,7 @@ _PERMS = (("perm_x1", (0, 1, 2)), ("perm_x2", (0, 1, 2)), ("perm_y", (1, 0, 2)))
 
 _READERS = {
     "aten::mm": _mm,
+    "aten::_int_mm": _mm,
     "aten::bmm": _bmm,
     "aten::addmm": _addmm,
     "aten::baddbmm": _baddbmm,

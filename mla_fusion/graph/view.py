@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.immutable_collections import immutable_list
 
-from mla_fusion.graph import contraction
+from mla_fusion.graph import contraction, scaled_product
 from mla_fusion.graph.contraction import Contraction
 from mla_fusion.graph.kinds import (
     MODEL_FLOATS,
@@ -58,6 +58,8 @@ class View:
         self._members: dict[Node, list[Node]] = {}
         self._constant: set[Node] = set()
         self._number: dict[Node, int] = {}
+        self._in_steps: dict[Node, Contraction] = {}  # int8 products that plain nodes scale, by their last node
+        self._inside_products: set[Node] = set()
         self.effects = [node for node in self.nodes if node.op == "call_function" and is_mutating(node)]
         self._read()
 
@@ -77,8 +79,15 @@ class View:
             return frozenset((node,)) if node.op in ("call_module", "call_method") else _NOTHING
         if is_symbolic(node.meta.get("val")):
             return _NOTHING
-        product = contraction.read(node)
+        if node in self._inside_products:
+            return _NOTHING
+        product = self._in_steps.get(node) or contraction.read(node)
         if product is not None and not self._is_arithmetic(product):
+            in_steps = scaled_product.read(product) if not product.inside else None
+            if in_steps is not None:
+                self._inside_products.update(in_steps.inside)
+                self._in_steps[in_steps.node] = in_steps
+                return _NOTHING
             self.contractions[node] = product
             return frozenset((node,))
         joined = contraction.join(node, self.contractions)
@@ -210,7 +219,8 @@ def is_number(node: Node) -> bool:
 
 def _unreshaped(node: Node) -> Node:
     """Through what keeps every element, up to the tensor that one name is given to."""
-    return next(above for above in ancestry(node) if not is_reshape(above) and not is_cast(above))
+    *_, last = through = list(ancestry(node))
+    return next((above for above in through if not is_reshape(above) and not is_cast(above)), last)
 
 
 def _sums_few(product: Contraction) -> bool:

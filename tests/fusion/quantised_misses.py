@@ -84,6 +84,21 @@ class LatentReadInBfloat16(Full):
         return self.wq_b(c_q)
 
 
+class Truncated(Partial):
+    """c_q is quantised by plain operators, and truncated where the kernel rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Plain(QuantLinear):
+            def forward(self, x: Tensor) -> Tensor:
+                scale = x.float().abs().amax(-1, keepdim=True) / 127
+                sums = torch._int_mm((x.float() / scale).to(torch.int8), self.matrix())
+                return (sums.float() * scale * self.scale).to(torch.bfloat16)
+
+        self.q_b_proj = Plain(HCQ, self.heads * (D + DR))  # type: ignore[assignment]
+
+
 class OtherTokenScale(Partial):
     """c_q is scaled back by the scale of another tensor."""
 
@@ -130,6 +145,7 @@ REFUSED: dict[str, tuple[str, Callable[[], nn.Module], Callable[[], tuple[Tensor
     "down_alone": ("quant.mixed", DownAlone, paged_args),
     "smoothed_once": ("quant.tokens_differ", SmoothedOnce, paged_args),
     "latent_read_in_bfloat16": ("reader.latent", LatentReadInBfloat16, paged_args),
+    "truncated": ("quant.dynamic", Truncated, paged_args),
     "other_token_scale": ("q_lora.absent", OtherTokenScale, paged_args),
     "full_with_channel_caches": ("quant.cache", FullWithChannelCaches, int8_cache_args),
     "one_scaled_cache": ("quant.cache", OneScaledCache, one_int8_cache_args),

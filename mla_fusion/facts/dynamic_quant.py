@@ -1,0 +1,203 @@
+"""Per-token quantisation to int8: by npu_dynamic_quant, or by whatever plain nodes compute the same.
+
+``values = round(rows * 127 / max|rows|)``, ``scale = max|rows| / 127``. Plain nodes are run on rows of many magnitudes,
+with the largest element of either sign first, last and elsewhere: a floor under the maximum that no normed row comes
+near does not show, any other number of steps, a truncation, a maximum over less or more than a row does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.graph.contraction import Scales
+from mla_fusion.graph.kinds import argument, is_cast, is_getitem, is_reshape, is_view, op_name, operator_of
+from mla_fusion.graph.program import Program, nodes_between
+from mla_fusion.graph.shrink import WORTHWHILE, Shrink
+from mla_fusion.graph.sizes import is_symbolic, same, same_shape
+from mla_fusion.graph.view import View, peel
+
+_FARTHEST = 24  # plain nodes from int8 values up to the rows
+# Of a probe: the size of a tenth to ten times which its rows are, and what is added to the largest element of each, in
+# standard deviations, so that clipped outliers show.
+_SIZES = ((0.1, 0.0), (1.0, 3.0), (10.0, 30.0))
+_CLOSE = 1e-3  # of a step, and of a scale: 128 steps instead of 127 differ by eight times that
+
+
+@dataclass(frozen=True)
+class DynamicQuant:
+    """``node`` quantises every row of ``source`` to int8, ``smooth`` (per column) multiplied onto it before.
+
+    node    the operator, or the int8 values where plain nodes compute them
+    scale   with plain nodes, what holds a scale for each row; None where none does (they use its inverse, say)
+    """
+
+    node: Node
+    source: Node
+    smooth: Node | None
+    plain: bool = False
+    scale: Node | None = None
+
+
+def by_operator(operator: Node) -> DynamicQuant | None:
+    """What ``operator`` does, where it is a per-token quantisation to int8."""
+    if op_name(operator) != "npu::npu_dynamic_quant" or operator.meta["val"][0].dtype != torch.int8:
+        return None
+    source, smooth = operator.args[0], argument(operator, "smooth_scales")
+    plain = argument(operator, "group_index") is None and argument(operator, "quant_mode") == "pertoken"
+    if not plain or argument(operator, "dst_type_max", 0.0):
+        return None
+    return DynamicQuant(operator, source, smooth) if isinstance(source, Node) else None
+
+
+def int8_behind(activation: Node) -> Node | None:
+    """The int8 tensor that an operand re-indexes or casts, or None."""
+    node = activation
+    while node.meta["val"].dtype != torch.int8:
+        source = node.args[0] if node.args and (is_cast(node) or is_view(node)) else None
+        if not isinstance(source, Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+            return None
+        node = source
+    return node
+
+
+def unsmoothed(view: View, dynamic: DynamicQuant) -> DynamicQuant | None:
+    """The same, read as rows times a vector that no product reaches; a norm's weight is one as much as smooth scales.
+
+    Of an operator's, which is given its smooth scales, there is no second reading.
+    """
+    base = peel(dynamic.source)
+    sides = [arg for arg in base.args if isinstance(arg, Node)]
+    if not dynamic.plain or op_name(base) != "aten::mul" or len(sides) != 2 or base.kwargs:
+        return None
+    for rows, smooth in (sides, sides[::-1]):
+        shape = smooth.meta["val"].shape
+        columns = same_shape(shape[-1:], base.meta["val"].shape[-1:]) and all(same(size, 1) for size in shape[:-1])
+        if columns and not view.sources(smooth) and same_shape(rows.meta["val"].shape, base.meta["val"].shape):
+            return replace(dynamic, source=rows, smooth=smooth)
+    return None
+
+
+def results(view: View, dynamic: DynamicQuant, rows: Node) -> Iterator[tuple[Node, bool]]:
+    """What holds int8 values (True) or scales (False) of ``rows``, quantised as ``dynamic`` does."""
+    if not dynamic.plain:
+        for user in rows.users:
+            if view.same(user, dynamic.node):
+                yield from ((result, bool(result.args[1] == 0)) for result in user.users)
+    elif view.same(rows, dynamic.source):
+        for node in _below(rows):
+            if view.same(node, dynamic.node):
+                yield node, True
+            elif dynamic.scale is not None and view.same(node, dynamic.scale):
+                yield node, False
+
+
+def _below(rows: Node) -> list[Node]:
+    nodes = [rows]
+    for node in nodes:  # grows as it is walked
+        if len(nodes) < _FARTHEST:
+            nodes += [user for user in node.users if operator_of(user).plain and user not in nodes]
+    return nodes[1:]
+
+
+class DynamicQuantReader:
+    """Reads the quantisations of one view; equal ones are run once."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self._holds: dict[object, bool] = {}
+
+    def of_product(self, values: Node, scales: Scales) -> DynamicQuant | None:
+        """The quantisation of which ``values`` (an operand) and the token scale of its product are the results."""
+        base, token = peel(values), scales.token
+        operator = base.args[0] if is_getitem(base) and base.args[1] == 0 else None
+        if not isinstance(operator, Node):
+            return self._plain(base, token, scales.factor, scales.inverse) if token is not None else None
+        dynamic = by_operator(operator)
+        if dynamic is None or token is None:
+            return dynamic  # without a token scale for the verdict to refuse
+        of_scale = peel(token)
+        if scales.factor != 1.0 or scales.inverse or not is_getitem(of_scale):
+            return None
+        maker = of_scale.args[0]
+        theirs = of_scale.args[1] == 1 and isinstance(maker, Node) and self.view.same(maker, operator)
+        return dynamic if theirs else None  # else it is scaled by something else than what it was divided by
+
+    def _plain(self, values: Node, token: Node, factor: float, inverse: bool) -> DynamicQuant | None:
+        while is_reshape(token) and isinstance(token.args[0], Node):
+            token = token.args[0]
+        for source, inside in self._cuts(values, token):
+            if self._is_source(source, inside, values, token, factor, inverse):
+                scale = token if factor == 1.0 and not inverse else None
+                return DynamicQuant(values, source, None, True, scale)
+        return None
+
+    def _cuts(self, values: Node, token: Node) -> Iterator[tuple[Node, list[Node]]]:
+        """Nodes from which alone (and from literals) both are computed, nearest first; and the nodes in between."""
+        position = self.view.position
+        frontier, passed = {values, token}, 0
+        while frontier and passed < _FARTHEST:
+            last = max(frontier, key=position.__getitem__)
+            if len(frontier) == 1 and passed:
+                between = {*nodes_between((last,), values), *nodes_between((last,), token)}
+                yield last, [node for node in sorted(between) if not is_symbolic(node.meta.get("val"))]
+            if not operator_of(last).plain:
+                return
+            frontier.remove(last)
+            passed += 1
+            inputs = (node for node in last.all_input_nodes if not is_symbolic(node.meta.get("val")))
+            frontier.update(node for node in inputs if not self.view.is_constant(node))
+
+    def _is_source(
+        self, source: Node, inside: list[Node], values: Node, token: Node, factor: float, inverse: bool
+    ) -> bool:
+        value = source.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or token is source:
+            return False
+        if values.meta["val"].dtype != torch.int8 or not same_shape(value.shape, values.meta["val"].shape):
+            return False
+        if any(getattr(node.meta.get("val"), "dtype", None) == torch.float16 for node in inside):
+            return False
+        shape = self.view.binding.shape(value.shape)
+        longest = max(shape[:-1], default=1)
+        shrink = Shrink(longest) if prod(shape[:-1]) >= WORTHWHILE else None
+        program = Program([source], inside, self.view.binding, shrink=shrink)
+        places = program.slot(values), program.slot(token)
+        key = shape, places, factor, inverse, program.signature
+        if key not in self._holds:
+            probes = _probes(shape if shrink is None else shrink.rows(shape))
+            self._holds[key] = all(_holds(program, rows, places, factor, inverse) for rows in probes)
+        return self._holds[key]
+
+
+def _probes(shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
+    """Rows whose sizes differ a hundredfold, in each the largest element at another place; both signs of it."""
+    generator = torch.Generator().manual_seed(0)
+    lead, width = shape[:-1], shape[-1]
+    for size, peak in _SIZES:
+        for sign, place in ((1.0, 0), (-1.0, width - 1), (1.0, None), (-1.0, None)):
+            exponents = 2 * torch.rand((*lead, 1), generator=generator, dtype=torch.float64) - 1
+            exponents.view(-1)[:1] = -sign  # of a single row the smallest and the largest are tried too
+            rows = torch.randn(shape, generator=generator, dtype=torch.float64)
+            places = torch.randint(width, (*lead, 1), generator=generator)
+            if place is not None:
+                places.fill_(place)
+            rows.scatter_(-1, places, sign * (rows.abs().amax(-1, keepdim=True) + 0.5 + peak))
+            yield size * 10**exponents * rows
+
+
+def _holds(program: Program, rows: torch.Tensor, places: tuple[int, int], factor: float, inverse: bool) -> bool:
+    memory = program.run([rows])
+    values, scale = (memory[place] for place in places)
+    if not isinstance(values, torch.Tensor) or not isinstance(scale, torch.Tensor):
+        return False
+    largest = rows.abs().amax(-1, keepdim=True)
+    if values.shape != rows.shape or scale.numel() != largest.numel() or not scale.is_floating_point():
+        return False
+    held = factor * (1 / scale if inverse else scale).flatten()
+    nearest = (values.double() - rows * (127 / largest)).abs().max() <= 0.5 + _CLOSE
+    return bool(nearest) and torch.allclose(held, (largest / 127).flatten(), rtol=_CLOSE, atol=0.0)

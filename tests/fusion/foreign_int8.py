@@ -1,0 +1,349 @@
+"""W8A8 dynamic quantisation written with plain operators, as hands without the npu ones write it.
+
+One linear layer in three steps: ``quantise`` the rows, ``multiply`` int8 by int8, ``bring_back`` to floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .near_misses import Base
+from .quantised import Full, Int8Attention, PackedRows, QuantLinear, int8_latent_args, npu, packed_args
+from .spellings import DR, HCKV, HCQ, HE, D, paged_args, rotate_half
+
+Args = Callable[[], tuple[Tensor, ...]]
+
+
+def largest(rows: Tensor) -> Tensor:
+    return rows.abs().amax(-1, keepdim=True)
+
+
+def to_int8(steps: Tensor) -> Tensor:
+    return steps.round().clamp(-128, 127).to(torch.int8)
+
+
+class PlainLinear(QuantLinear):
+    """The most usual spelling; in float64 the maths without quantisation, as of any QuantLinear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            return super().forward(x)
+        values, scale = self.quantise(x)
+        return self.bring_back(self.multiply(values, self.matrix()), scale)
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = largest(x.float()) / 127
+        return to_int8(x.float() / scale), scale
+
+    def multiply(self, values: Tensor, matrix: Tensor) -> Tensor:
+        return torch._int_mm(values, matrix)
+
+    def bring_back(self, sums: Tensor, scale: Tensor) -> Tensor:
+        return (sums.float() * scale * self.scale).to(torch.bfloat16)
+
+
+# -- quantise
+
+
+def clamped(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """max, a floor under it, no -128."""
+    scale = x.float().abs().max(-1, keepdim=True).values.clamp(min=1e-8) / 127.0
+    return torch.clamp(torch.round(x.float() / scale), -127, 127).to(torch.int8), scale
+
+
+def by_both_ends(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    ends = torch.maximum(x.float().amax(-1), -x.float().amin(-1))
+    return torch.round(x.float() * (127.0 / ends)[:, None]).to(torch.int8), (ends * (1 / 127)).unsqueeze(-1)
+
+
+def by_norm(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    ends = torch.linalg.vector_norm(x.float(), ord=float("inf"), dim=-1, keepdim=True)
+    return torch.round(x.float() * 127 / ends).to(torch.int8), ends / 127
+
+
+def in_bfloat16(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest(x) / 127
+    return to_int8(x / scale), scale
+
+
+def half_away(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest(x.float()) / 127
+    steps = x.float() / scale
+    return (steps.sign() * (steps.abs() + 0.5).floor()).to(torch.int8), scale
+
+
+def by_reciprocal(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest(x.float()).clamp(min=1e-5) / 127
+    return to_int8(x.float() * scale.reciprocal()), scale
+
+
+def undivided(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The token scale is max|x|; somebody divides by 127 later."""
+    return torch.round(x.float() * 127 / largest(x.float())).to(torch.int8), largest(x.float())
+
+
+def inverse(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    steps = 127 / largest(x.float())
+    return torch.round(x.float() * steps).to(torch.int8), steps
+
+
+def by_operator(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    values, scale = npu.npu_dynamic_quant(x)
+    return values, scale.unsqueeze(-1)
+
+
+# -- multiply
+
+
+def in_int32(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
+    return values.to(torch.int32) @ matrix.to(torch.int32)
+
+
+def in_float32(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
+    return values.float() @ matrix.float()
+
+
+def as_linear(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
+    return F.linear(values.float(), matrix.t().float())
+
+
+def product_in_bfloat16(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
+    return values.bfloat16() @ matrix.bfloat16()
+
+
+def to_sums(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
+    """The operator's int32 output is the sum before any scale."""
+    return npu.npu_quant_matmul(values, matrix, torch.ones_like(self.scale), output_dtype=torch.int32)
+
+
+def to_scaled_columns(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
+    return npu.npu_quant_matmul(values, matrix, self.scale, output_dtype=torch.bfloat16)
+
+
+def whole_operator(self: Any, values: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    return values, matrix
+
+
+# -- bring back
+
+
+def by_outer_product(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
+    return (sums * (scale * self.scale)).to(torch.bfloat16)
+
+
+def columns_first(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
+    return ((sums * self.scale.view(1, -1)).float() * scale).bfloat16()
+
+
+def divided_last(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
+    return (sums.float() * scale * self.scale / 127).bfloat16()
+
+
+def by_inverse(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
+    return (sums.float() / scale * self.scale).bfloat16()
+
+
+def all_in_bfloat16(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
+    return sums.to(torch.bfloat16) * scale.to(torch.bfloat16) * self.scale.to(torch.bfloat16)
+
+
+def rows_alone(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
+    return (sums * scale).bfloat16()
+
+
+def by_quant_matmul(self: Any, operands: tuple[Tensor, Tensor], scale: Tensor) -> Tensor:
+    return npu.npu_quant_matmul(*operands, self.scale, pertoken_scale=scale.view(-1), output_dtype=torch.bfloat16)
+
+
+# -- whole layers
+
+
+class HeldTransposed(PlainLinear):
+    """The weight held as [out, in]."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__(width_in, width_out)
+        self.weight = nn.Parameter(self.weight.t().contiguous(), requires_grad=False)
+
+    def matrix(self) -> Tensor:
+        return self.weight.t()
+
+
+class Batched(PlainLinear):
+    """Rows [B, S], flattened for the product alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            return super().forward(x)
+        values, scale = self.quantise(x.view(2, -1, x.shape[-1]))
+        sums = torch._int_mm(values.flatten(0, 1), self.matrix())
+        return self.bring_back(sums.view(*values.shape[:-1], -1), scale).flatten(0, 1)
+
+
+class Smoothed(PlainLinear):
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__(width_in, width_out, smooth=True)
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.smooth is not None
+        return super().quantise(x * self.smooth.to(x.dtype))
+
+
+def linear_of(name: str, **methods: Any) -> type[PlainLinear]:
+    return type(name, (PlainLinear,), methods)
+
+
+LINEARS: dict[str, type[PlainLinear]] = {
+    "plain": PlainLinear,
+    "clamped": linear_of("l", quantise=clamped, multiply=in_int32),
+    "by_both_ends": linear_of("l", quantise=by_both_ends, multiply=in_float32),
+    "by_norm": linear_of("l", quantise=by_norm, bring_back=by_outer_product),
+    "in_bfloat16": linear_of("l", quantise=in_bfloat16, multiply=as_linear),
+    "half_away": linear_of("l", quantise=half_away, bring_back=columns_first),
+    "by_reciprocal": linear_of("l", quantise=by_reciprocal, multiply=product_in_bfloat16),
+    "undivided": linear_of("l", quantise=undivided, bring_back=divided_last),
+    "inverse": linear_of("l", quantise=inverse, bring_back=by_inverse),
+    "by_operator": linear_of("l", quantise=by_operator),
+    "to_sums": linear_of("l", multiply=to_sums),
+    "to_scaled_columns": linear_of("l", multiply=to_scaled_columns, bring_back=rows_alone),
+    "by_quant_matmul": linear_of("l", multiply=whole_operator, bring_back=by_quant_matmul),
+    "all_in_bfloat16": linear_of("l", bring_back=all_in_bfloat16),
+    "held_transposed": HeldTransposed,
+    "batched": Batched,
+}
+
+
+class PlainFull(Full):
+    linear = PlainLinear
+
+
+class PlainPartial(Base):
+    """Only W_uq_qr is int8."""
+
+    linear: type[QuantLinear] = PlainLinear
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_b_proj = self.linear(HCQ, self.heads * (D + DR))  # type: ignore[assignment]
+
+
+def model_of(base: type[nn.Module], linear: type[QuantLinear]) -> nn.Module:
+    return type(base.__name__, (base,), {"linear": linear})()
+
+
+class Joined(PlainFull):
+    """One product for W_dq and W_dkv_kr."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_a = PlainLinear(HE, HCQ + HCKV + DR)
+
+    def down(self, x: Tensor) -> Tensor:
+        return self.qkv_a(x)[..., :HCQ]
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        _, c_kv, k_pe = self.qkv_a(x).split([HCQ, HCKV, DR], -1)
+        return self.kv_a_layernorm(c_kv), k_pe
+
+
+class InHalves(PlainFull):
+    """W_uq_qr as two weights side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(PlainLinear(HCQ, self.heads // 2 * (D + DR)) for _ in range(2))
+        self.q_b_proj = nn.Identity()  # type: ignore[assignment]
+
+    def split(self, c_q: Tensor) -> tuple[Tensor, Tensor]:
+        return super().split(torch.cat([half(c_q) for half in self.halves], -1))
+
+
+class OnInFloat32(PlainFull):
+    """Norms and rotations read the float32 results."""
+
+    linear = linear_of("l", bring_back=lambda self, sums, scale: sums.float() * scale * self.scale)
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        return super().absorb(q_nope.to(self.kv_b_proj.weight.dtype))
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return super().rotate(x, c, s).to(c.dtype)
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c_kv, k_pe = super().latent(x)
+        return c_kv.to(x.dtype), k_pe
+
+
+class IndexerReads(PlainFull):
+    """The indexer quantises c_q by itself; its int8 values and scales are the kernel's outputs then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq_b = PlainLinear(HCQ, 128)
+
+    def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
+        return self.wq_b(c_q)
+
+
+class SmoothedPartial(PlainPartial):
+    linear = Smoothed
+
+
+class HalfRope(PlainFull):
+    """Columns of int8 weights and of their scales are permuted together."""
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return x * c + rotate_half(x) * s
+
+
+class Scaled(PlainFull):
+    """A softmax scale on the whole query is no scale of the product."""
+
+    def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return super().split(q * 0.07)
+
+
+# name: (model, weight_quant_mode)
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "partial": (PlainPartial, 1),
+    "partial_clamped": (lambda: model_of(PlainPartial, LINEARS["clamped"]), 1),
+    "partial_columns_first": (lambda: model_of(PlainPartial, LINEARS["half_away"]), 1),
+    "smoothed": (SmoothedPartial, 1),
+    "joined": (Joined, 2),
+    "in_halves": (InHalves, 2),
+    "on_in_float32": (OnInFloat32, 2),
+    "indexer_reads": (IndexerReads, 2),
+    "half_rope": (HalfRope, 2),
+    "scaled": (Scaled, 2),
+}
+
+
+class PlainInt8Attention(Int8Attention):
+    linear = PlainLinear
+
+
+class PlainPackedRows(PackedRows):
+    linear = PlainLinear
+
+
+# name: (model, arguments, kv_cache_quant_mode)
+WITH_INT8_CACHES: dict[str, tuple[Callable[[], nn.Module], Args, int]] = {
+    "int8_attention": (PlainInt8Attention, int8_latent_args, 1),
+    "packed_rows": (PlainPackedRows, packed_args, 3),
+}
+
+
+def one_token() -> tuple[Tensor, ...]:
+    x, cos, sin, kv_cache, kr_cache, slots = paged_args()
+    return x[:1], cos[:1], sin[:1], kv_cache, kr_cache, slots[:1]
+
+
+def many_tokens(count: int = 100) -> tuple[Tensor, ...]:
+    rows = [torch.randn(count, width).bfloat16() for width in (HE, DR, DR)]
+    caches = [torch.randn(count, 16, 1, width).bfloat16() for width in (HCKV, DR)]
+    return *rows, *caches, torch.randperm(16 * count)[:count]
