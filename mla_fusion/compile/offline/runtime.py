@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import ctypes
 import io
+import os
 import platform
 import signal
 import sys
@@ -61,6 +62,8 @@ def activate() -> None:
     wheel = find_wheel()
     check_versions(wheel, torch.__version__)
     _check_requirements()
+    # Nothing will ever be queued for a device, and the thread that clears the queue polls: a tenth of a core, for good.
+    os.environ["TASK_QUEUE_ENABLE"] = "0"
     with _explained():
         home = standins(wheel)
         _state["libraries"] = [_load(home / SYMBOLS), *map(_load, sorted(home.glob("lib*.so")))]
