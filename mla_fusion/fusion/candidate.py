@@ -186,6 +186,9 @@ class Finder:
             partial = self._quantised_otherwise(facts)
         if keys and partial is not None:
             return partial
+        unnormed = self._unnormed(facts)
+        if unnormed is not None:
+            return unnormed
         if keys:
             nodes = tuple(fact.node for fact in (keys[0].norm, keys[0].rope, keys[0].operator) if fact is not None)
             return NearMiss(Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}"), nodes)
@@ -308,6 +311,36 @@ class Finder:
             count *= size
         rows = "token" if count == cone.cone.tokens else "one" if count == 1 else "position"
         return (TableRun(base, "", 0, 1, width, 1.0, rows),)
+
+    def _unnormed(self, facts: dict[Projection, ConeFacts]) -> NearMiss | None:
+        """A key of one head beside a latent that is projected up and rotated, but is not its projection's RMSNorm."""
+        if not any(rope.heads == 1 for cone in facts.values() for rope in cone.ropes):
+            return None
+        for down, cone in facts.items():
+            for norm in cone.norms:
+                up = self._rotated_after(norm.node, facts)
+                if up is not None:
+                    code = "q_lora.interrupted" if up.quantised is None else "quant.scale"
+                    detail = f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
+                    return NearMiss(Refuse(code, detail), (norm.node, up.node))
+            up = self._rotated_after(down.node, facts)
+            if up is not None:
+                detail = f"{up.origin.name}, projected by {up.node.name}, is made of {down.node.name}"
+                return NearMiss(Refuse("norm.absent", detail), (down.node, up.node))
+        return None
+
+    def _rotated_after(self, start: Node, group: Collection[Projection]) -> Projection | None:
+        """The projection of what is made of ``start``, by any operators but products, whose result is rotated."""
+        seen, stack = {start}, [start]
+        while stack:
+            node = stack.pop()
+            for up in self._above.get(node, ()):
+                if up.is_flat and up not in group and self.reader.read(up).ropes:
+                    return up
+            following = [user for user in node.users if user not in seen and user not in self.view.contractions]
+            seen.update(following)
+            stack.extend(following)
+        return None
 
     def _unrotated(self, facts: dict[Projection, ConeFacts]) -> NearMiss | None:
         """Two weighted norms on one x, one of them projected up and absorbed, and nothing rotated (NoPE)."""

@@ -12,6 +12,10 @@ CODES: dict[str, tuple[str, str]] = {
         "The query is projected from the hidden state directly; the kernel needs W_dq, RMSNorm and W_uq_qr.",
         "Nothing in the graph: the kernel has no form without a query LoRA.",
     ),
+    "q_lora.interrupted": (
+        "Between the query latent's norm and W_uq_qr stands what the kernel has no place for, such as a collective.",
+        "Gather x, or the query; leave c_q to the kernel.",
+    ),
     "kv_latent.absent": (
         "A normed query latent was found, but no kv latent (RMSNorm of W_dkv x beside a rotated W_kr x) on the same x.",
         "Keep kv_a_proj, its norm, RoPE and the query projections in one graph.",
@@ -35,6 +39,10 @@ CODES: dict[str, tuple[str, str]] = {
     "absorb.absent": (
         "q_nope is not multiplied by W_uk in this graph, so the kernel's query output has no counterpart.",
         "Absorb W_uk (mla_fusion.models), or set Config(unabsorbed='identity').",
+    ),
+    "norm.absent": (
+        "The query's latent is no RMSNorm: another norm, none at all, or an operator that nothing is known of.",
+        "Write RMSNorm with plain operators, F.rms_norm or npu_rms_norm; the kernel has no other norm.",
     ),
     "norm.gamma_absent": ("A latent is normalised without a weight.", "Give the norm a weight of ones."),
     "norm.gamma_dtype": (

@@ -216,6 +216,57 @@ class LayerNormInstead(Base):
         self.q_a_layernorm = nn.LayerNorm(HCQ, dtype=torch.bfloat16)  # type: ignore[assignment]
 
 
+class ClampedNorm(HfNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-4, 4)
+
+
+class LatentClamped(Base):
+    """Between the norm and W_uq_qr."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a_layernorm = ClampedNorm(HCQ)
+
+
+class CenteredNorm(HfNorm):
+    """LayerNorm without a bias, on both latents."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, (x.shape[-1],), self.weight)
+
+
+class LayerNorms(Base):
+    norm = CenteredNorm
+
+
+@torch.library.custom_op("mla_fusion_test::norm", mutates_args=())
+def own_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+@own_norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+class OpaqueNorm(HfNorm):
+    """An operator of the model's own, on both latents."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return own_norm(x, self.weight, self.eps)
+
+
+class OpaqueNorms(Base):
+    norm = OpaqueNorm
+
+
+class NoNorms(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a_layernorm = self.kv_a_layernorm = nn.Identity()  # type: ignore[assignment]
+
+
 class NormOverHalf(HfNorm):
     """The mean is taken over the first half of the row."""
 
@@ -303,7 +354,11 @@ REFUSED: dict[str, tuple[str, type[nn.Module]]] = {
     "raw_latent_read": ("reader.latent", RawLatentRead),
     "unrotated_key_read": ("reader.latent", UnrotatedKeyRead),
     "slots_from_query": ("order.cycle", SlotsFromQuery),
-    "layer_norm": ("q_lora.absent", LayerNormInstead),
+    "layer_norm": ("norm.absent", LayerNormInstead),
+    "latent_clamped": ("q_lora.interrupted", LatentClamped),
+    "layer_norms": ("norm.absent", LayerNorms),
+    "opaque_norms": ("norm.absent", OpaqueNorms),
+    "no_norms": ("norm.absent", NoNorms),
     "rope_on_half": ("reader.latent", RopeOnHalfTheColumns),
     "rope_mixes_heads": ("rope.absent", RopeMixesHeads),
     "normed_key": ("kv_latent.absent", NormedKey),

@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[str, Callable[[], nn.Module], Callable[[], tuple[Tensor
     "smoothed_once": ("quant.tokens_differ", SmoothedOnce, paged_args),
     "latent_read_in_bfloat16": ("reader.latent", LatentReadInBfloat16, paged_args),
     "truncated": ("quant.dynamic", Truncated, paged_args),
-    "other_token_scale": ("q_lora.absent", OtherTokenScale, paged_args),
+    "other_token_scale": ("quant.scale", OtherTokenScale, paged_args),
     "full_with_channel_caches": ("quant.cache", FullWithChannelCaches, int8_cache_args),
     "one_scaled_cache": ("quant.cache", OneScaledCache, one_int8_cache_args),
 }

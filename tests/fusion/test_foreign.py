@@ -191,24 +191,27 @@ MISSES: dict[str, tuple[Make, str]] = {
     "q_of_twice_the_angle": (based("m", rotate_q=doubled_tables, rotate_k=by_einsum), "rope.tables_differ"),
     "q_of_other_heads": (based("m", rotate_q=of_other_heads), "rope.absent"),
     # the norms
-    "clamped_at_rms": (based("m", norm=by_scale(lambda n, x: x.pow(2).mean(-1, True).clamp_min(1e-9).rsqrt())), ""),
-    "eps_outside": (based("m", norm=by_scale(lambda n, x: 1 / (x.pow(2).mean(-1, True).sqrt() + 1e-2))), ""),
+    "clamped_at_rms": (
+        based("m", norm=by_scale(lambda n, x: x.pow(2).mean(-1, True).clamp_min(1e-9).rsqrt())),
+        "norm.absent",
+    ),
+    "eps_outside": (based("m", norm=by_scale(lambda n, x: 1 / (x.pow(2).mean(-1, True).sqrt() + 1e-2))), "norm.absent"),
     "eps_a_row": (
         based("m", norm=by_scale(lambda n, x: (x.pow(2).mean(-1, True) + torch.arange(1, 9)[:, None]).rsqrt())),
-        "",
+        "norm.absent",
     ),
     "dots_of_another_token": (
         based("m", norm=by_scale(lambda n, x: (torch.einsum("td,td->t", x, x).roll(1)[:, None] + 1e-6).rsqrt())),
-        "",
+        "norm.absent",
     ),
     "gram_summed": (
         based("m", norm=by_scale(lambda n, x: ((x @ x.T).abs().sum(-1, True) / x.shape[1] + 1e-6).rsqrt())),
-        "",
+        "norm.absent",
     ),
-    "centred": (based("m", norm=by_scale(lambda n, x: (x.var(-1, keepdim=True) + 1e-6).rsqrt())), ""),
+    "centred": (based("m", norm=by_scale(lambda n, x: (x.var(-1, keepdim=True) + 1e-6).rsqrt())), "norm.absent"),
     "shifted": (
         based("m", norm=norm(lambda n, x: F.rms_norm(x, (x.shape[-1],), n.weight, 1e-6) + 0.01 * n.weight)),
-        "q_lora.absent",
+        "q_lora.interrupted",
     ),
     "stat_of_576": (based("m", latent=stat_of_576), "kv_latent.absent"),
     # the products

@@ -217,4 +217,4 @@ def test_a_collective_between_the_norm_and_the_projection_keeps_them_apart() -> 
         report = mf.explain(gm)
     finally:
         dist.destroy_process_group()
-    assert not report.fused and [item.code for item in report.rejected] == ["q_lora.absent"], str(report)
+    assert not report.fused and [item.code for item in report.rejected] == ["q_lora.interrupted"], str(report)
