@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from copy import copy
 from itertools import count
 from typing import Any
@@ -39,11 +39,16 @@ class Binding:
     A slice ``[:8]`` of a token axis whose example size was 8 is then told apart from the whole axis.
     """
 
-    def __init__(self, literals: Iterable[int] = ()) -> None:
-        taken = set(literals)
-        self._free = [prime for prime in _PRIMES if prime not in taken] or list(_PRIMES)
+    def __init__(self, prepare: Callable[[Binding], None] | None = None) -> None:
+        """``prepare`` is called with the first symbolic size that is asked for: most graphs have none."""
+        self._prepare = prepare
+        self._free = list(_PRIMES)
         self._bound: dict[Any, int] = {}
         self._first: dict[Any, Any] = {}  # of symbols that are equal, the one that stands for all
+
+    def avoid(self, literals: Collection[int]) -> None:
+        """Bind no symbol to these."""
+        self._free = [prime for prime in _PRIMES if prime not in literals] or list(_PRIMES)
 
     def equate(self, a: Any, b: Any) -> None:
         """Take two sizes for one from here on, where each is a symbol of its own: the graph runs for no others."""
@@ -58,6 +63,9 @@ class Binding:
         return same(a, b) or (is_symbolic(a) and is_symbolic(b) and bool(self._expr(a) == self._expr(b)))
 
     def _expr(self, size: Any) -> Any:
+        if self._prepare is not None:
+            prepare, self._prepare = self._prepare, None
+            prepare(self)
         return size.node.expr.xreplace(self._first)
 
     def roomier(self, size: Any, least: int) -> Binding:

@@ -177,6 +177,9 @@ class View:
 
     @cached_property
     def binding(self) -> Binding:
+        return Binding(self._relate_sizes)
+
+    def _relate_sizes(self, binding: Binding) -> None:
         literals = {
             value
             for node in self.nodes
@@ -184,12 +187,11 @@ class View:
             for value in (arg if isinstance(arg, (list, tuple)) else (arg,))
             if isinstance(value, int)
         }
-        binding = Binding(literals)
+        binding.avoid(literals)
         for node in self.nodes:
             for a, b in rows_in_step(node):
                 if exceeds_one(a) and exceeds_one(b):
                     binding.equate(a, b)
-        return binding
 
     def bound(self, binding: Binding) -> View:
         """The same view with other numbers for its symbolic sizes."""
