@@ -28,6 +28,8 @@ class AbsorbFact:
     factor      what q_nope is multiplied by on the way (LongCat's scale), 1.0 where nothing is
     to_ndc      permutation of ``weight`` after which a reshape gives [N, D, Hckv]
     codes       of the node's shape: (token * N + n) * Hckv + c
+    pieces      products of some heads each, in the order of the heads, where W_uk is held in as many pieces;
+                weight and to_ndc are then the first one's
     """
 
     projection: Projection
@@ -36,6 +38,16 @@ class AbsorbFact:
     factor: float
     to_ndc: tuple[int, ...]
     codes: torch.Tensor
+    pieces: tuple[AbsorbFact, ...] = ()
+
+    @property
+    def parts(self) -> tuple[AbsorbFact, ...]:
+        """The products with a weight each: this one, or its pieces."""
+        return self.pieces or (self,)
+
+    @property
+    def weights(self) -> list[Node]:
+        return [part.weight for part in self.parts]
 
     @property
     def node(self) -> Node:
@@ -106,14 +118,12 @@ def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], project
 def join_heads(view: View, pieces: Sequence[AbsorbFact], shrink: Shrink | None) -> AbsorbFact | None:
     """Products of some heads each (a loop over heads, or over groups of them), put side by side, as one product.
 
-    W_uk must stand in the graph as one node of which the pieces' weights are parts.
+    W_uk is one node of the graph of which the pieces' weights are parts, or is held in pieces.
     """
     if len(pieces) < 2 or len({(fact.factor, fact.latent_dim, fact.nope_dim) for fact in pieces}) > 1:
         return None
-    found = _whole_weight(view, pieces)
-    if found is None:
-        return None
-    weight, to_ndc, pieces = found
+    pieces = sorted(pieces, key=lambda fact: fact.columns)  # heads as the rotation has them
+    weight, to_ndc = _whole_weight(view, pieces) or (pieces[0].weight, None)
     heads = sum(fact.heads for fact in pieces)
     codes, start = [], 0
     for fact in pieces:
@@ -129,11 +139,13 @@ def join_heads(view: View, pieces: Sequence[AbsorbFact], shrink: Shrink | None) 
     first = pieces[0].projection
     whole = replace(first, product=replace(first.product, node=node), pieces=tuple(f.projection for f in pieces))
     columns = tuple(head for fact in pieces for head in fact.columns)
+    if to_ndc is None:
+        return AbsorbFact(whole, weight, columns, pieces[0].factor, pieces[0].to_ndc, held, tuple(pieces))
     return AbsorbFact(whole, weight, columns, pieces[0].factor, to_ndc, held)
 
 
-def _whole_weight(view: View, pieces: Sequence[AbsorbFact]) -> tuple[Node, tuple[int, ...], list[AbsorbFact]] | None:
-    """The nearest node that holds the pieces' weights and nothing else, how it is [N, D, Hckv], pieces in its order."""
+def _whole_weight(view: View, pieces: Sequence[AbsorbFact]) -> tuple[Node, tuple[int, ...]] | None:
+    """The nearest node that holds the pieces' weights in their order and nothing else, and how it is [N, D, Hckv]."""
     size = sum(math.prod(view.binding.shape(fact.weight.meta["val"].shape)) for fact in pieces)
     lines = [{view.number(node): node for node in _views_above(fact.weight)} for fact in pieces]
     for number, weight in lines[0].items():
@@ -148,11 +160,10 @@ def _whole_weight(view: View, pieces: Sequence[AbsorbFact]) -> tuple[Node, tuple
             if not isinstance(value, torch.Tensor):
                 return None
             parts.append(value.permute(fact.to_ndc).reshape(fact.heads, fact.nope_dim, fact.latent_dim))
-        order = sorted(range(len(parts)), key=lambda i: int(parts[i].reshape(-1)[0]))
-        whole = torch.cat([parts[i] for i in order])
+        whole = torch.cat(parts)
         for axes in permutations(range(len(shape))):
             if torch.equal(held.permute(axes).reshape(whole.shape), whole):
-                return weight, axes, [pieces[i] for i in order]
+                return weight, axes
     return None
 
 

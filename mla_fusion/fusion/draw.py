@@ -237,7 +237,8 @@ def _operands(item: Candidate) -> Labels:
         for part in projection.parts:
             _add(found, part.weight, "weight", argument)
     if isinstance(q.absorb, AbsorbFact):
-        _add(found, q.absorb.weight, "weight", "weight_uk")
+        for weight in q.absorb.weights:
+            _add(found, weight, "weight", "weight_uk")
     for gamma, argument in ((q.norm.gamma, "rmsnorm_gamma_cq"), (k.gamma, "rmsnorm_gamma_ckv")):
         if gamma is not None:
             _add(found, gamma, "weight", argument)

@@ -218,18 +218,23 @@ def dkv_kr(b: Builder, plan: Plan, of: Matrix) -> Any:
 def weight_uk(b: Builder, plan: Plan) -> Any:
     absorb = plan.candidate.query.absorb
     if isinstance(absorb, AbsorbFact):
-        return b.packed("weight_uk", lambda b: _absorbed(b, absorb), [absorb.weight])
+        return b.packed("weight_uk", lambda b: _absorbed(b, absorb), absorb.weights)
     shape = (absorb.heads, absorb.nope_dim, absorb.latent_dim)
     device = plan.token_x.meta["val"].device
     return b.once(("identity", shape), lambda b: b.packed("weight_uk", lambda b: _identity(b, shape, device), []))
 
 
 def _absorbed(b: Builder, absorb: AbsorbFact) -> Any:
+    parts = [_heads(b, part) for part in absorb.parts]
+    return _dense(b, parts[0] if len(parts) == 1 else b.call(aten.cat.default, parts), nz=False)
+
+
+def _heads(b: Builder, absorb: AbsorbFact) -> Any:
+    """[heads, D, Hckv]"""
     weight = b.value(absorb.weight)
     if absorb.to_ndc != tuple(range(len(absorb.to_ndc))):
         weight = b.call(aten.permute.default, weight, list(absorb.to_ndc))
-    weight = b.reshape(weight, (absorb.heads, absorb.nope_dim, absorb.latent_dim))
-    return _dense(b, weight, nz=False)
+    return b.reshape(weight, (absorb.heads, absorb.nope_dim, absorb.latent_dim))
 
 
 def _identity(b: Builder, shape: tuple[int, int, int], device: torch.device) -> Any:

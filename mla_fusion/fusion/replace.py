@@ -37,7 +37,7 @@ def inputs(plan: Plan) -> list[Node]:
     every = (q.down, q.up_nope, q.up_rope, k.down, k.down_rope)
     weights = [part.weight for item in every for part in item.parts]
     if isinstance(q.absorb, AbsorbFact):
-        weights.append(q.absorb.weight)
+        weights += q.absorb.weights
     weights += scales(plan)
     tables = [run.base for run in (*plan.cos, *plan.sin)]
     gammas = [node for node in (q.norm.gamma, k.gamma) if node is not None]

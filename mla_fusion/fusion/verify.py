@@ -111,7 +111,7 @@ def _draw(view: View, plan: Plan, seed: int) -> dict[Node, torch.Tensor]:
     slots = plan.caches.slots.nodes if isinstance(plan.caches, InPlace) else ()
     weights = {item.weight for item in projections(plan.candidate)}
     if isinstance(q.absorb, AbsorbFact):
-        weights.add(q.absorb.weight)
+        weights.update(q.absorb.weights)
     cache_scales = (plan.caches.kv_scale, plan.caches.kr_scale) if isinstance(plan.caches, InPlace) else ()
     packed = plan.caches if isinstance(plan.caches, InPlace) and plan.kv_cache_quant_mode == 3 else None
     of_caches = {scale.node: scale.inverse for scale in cache_scales if scale is not None}

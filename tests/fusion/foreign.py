@@ -265,6 +265,46 @@ class TokensLast(Base):
         return torch.matmul(kv_cache.view(-1, HCKV), query) + torch.matmul(kr_cache.view(-1, DR), rotate(q_pe))
 
 
+class MatrixPerHead(Base):
+    """W_uk is a parameter for every head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.kv_b_proj
+        self.w_uks = nn.ParameterList((torch.randn(D, HCKV) / D**0.5).bfloat16() for _ in range(self.heads))
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        return torch.stack([q_nope[:, head] @ weight for head, weight in enumerate(self.w_uks)], 1)
+
+
+class LinearPerHead(Base):
+    """W_uk is a layer for every head, the last one first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.kv_b_proj
+        self.ups = nn.ModuleList(s.linear(D, HCKV) for _ in range(self.heads))
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        out = q_nope.new_empty(*q_nope.shape[:2], HCKV)
+        for head, up in reversed(list(enumerate(self.ups))):
+            out[:, head] = up(q_nope[:, head])
+        return out
+
+
+class GroupsApart(Base):
+    """W_uk is held for two groups of two heads."""
+
+    def __init__(self) -> None:
+        s.Prologue.__init__(self, 4)
+        del self.kv_b_proj
+        self.groups = nn.ParameterList((torch.randn(2, D, HCKV) / D**0.5).bfloat16() for _ in range(2))
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        parts = zip(q_nope.chunk(2, 1), self.groups, strict=True)
+        return torch.cat([torch.einsum("tnd,ndc->tnc", q, weight) for q, weight in parts], 1)
+
+
 class WholeHeads(Parts):
     """Heads of 192 columns meet tables that begin with ones and zeros."""
 
@@ -360,7 +400,10 @@ FOREIGN: dict[str, tuple[Make, Args, str]] = {
         )
     },
     "three_indices": (based("three_indices", write=three_indices), s.paged_args, IN_PLACE),
-    **{model.__name__: (model, s.paged_args, IN_PLACE) for model in (TokensLast, WholeHeads)},
+    **{
+        model.__name__: (model, s.paged_args, IN_PLACE)
+        for model in (TokensLast, WholeHeads, MatrixPerHead, LinearPerHead, GroupsApart)
+    },
     "Megatron": (Megatron, sequence_first, IN_PLACE),
     "Functional": (Functional, batches, IN_PLACE),
     "SglangBuffers": (SglangBuffers, buffer_args, IN_PLACE),

@@ -39,9 +39,9 @@ def test_fuses_as_exactly(name: str) -> None:
 
 
 # What a device or symbolic sizes change most: products that einsum lowers by views, loops, tables taken apart.
-ELSEWHERE = (
-    "by_einsum by_row_vectors by_matmul dot_of_two by_literal_matrix NormByDots loop two_groups onto_zeros".split()
-)
+ELSEWHERE = """
+    by_einsum by_row_vectors by_matmul dot_of_two by_literal_matrix NormByDots loop two_groups onto_zeros LinearPerHead
+""".split()
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
@@ -51,7 +51,7 @@ def test_device_form(name: str) -> None:
     assert outcome(mf.fuse(gm)) == placement
 
 
-@pytest.mark.parametrize("name", ["by_einsum", "NormByDots", "loop", "Functional"])
+@pytest.mark.parametrize("name", ["by_einsum", "NormByDots", "loop", "Functional", "MatrixPerHead"])
 def test_symbolic_sizes(name: str) -> None:
     torch.manual_seed(0)
     model, args, placement = FOREIGN[name]
@@ -215,23 +215,10 @@ MISSES: dict[str, tuple[Make, str]] = {
     ),
     "stat_of_576": (based("m", latent=stat_of_576), "kv_latent.absent"),
     # the products
-    "one_weight_for_both": (based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[0])), "absorb.absent"),
-    "weights_swapped": (
-        based("m", absorb=per_head(lambda q, w: q[:, 0] @ w[1], lambda q, w: q[:, 1] @ w[0])),
-        "reader.latent",
-    ),
-    "weight_turned": (
-        based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].flip(0))),
-        "absorb.absent",
-    ),
     "one_head_scaled": (based("m", absorb=per_head(first, lambda q, w: (2 * q[:, 1]) @ w[1])), "absorb.absent"),
     "one_head_added_to": (based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1] + 1)), "absorb.absent"),
     "one_head_of_other_tokens": (
         based("m", absorb=per_head(first, lambda q, w: q[:, 1].flip(0) @ w[1])),
-        "absorb.absent",
-    ),
-    "one_head_rounded": (
-        based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].to(torch.float8_e5m2).to(w.dtype))),
         "absorb.absent",
     ),
     "onto_a_bias": (
@@ -242,6 +229,20 @@ MISSES: dict[str, tuple[Make, str]] = {
     "nope_halved": (
         based("m", split=lambda m, q: (lambda nope, pe: (nope * 0.5, pe))(*split_of(slice(D), slice(D, None))(m, q))),
         "scale.unequal",
+    ),
+    # weights that are not W_uk, head by head, but are packed as what they are
+    "one_weight_for_both": (based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[0])), IN_PLACE),
+    "weights_swapped": (
+        based("m", absorb=per_head(lambda q, w: q[:, 0] @ w[1], lambda q, w: q[:, 1] @ w[0])),
+        IN_PLACE,
+    ),
+    "weight_turned": (
+        based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].flip(0))),
+        IN_PLACE,
+    ),
+    "one_head_rounded": (
+        based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].to(torch.float8_e5m2).to(w.dtype))),
+        IN_PLACE,
     ),
     # columns that the weights can be cut for, whatever they mean
     "columns_overlap": (based("m", split=split_of(slice(D), slice(D - 32, D + 32))), IN_PLACE),
