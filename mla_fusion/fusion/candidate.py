@@ -322,11 +322,12 @@ class Finder:
                 if up is not None:
                     code = "q_lora.interrupted" if up.quantised is None else "quant.scale"
                     detail = f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
-                    return NearMiss(Refuse(code, detail), (norm.node, up.node))
+                    return NearMiss(Refuse(code, detail), (up.origin, norm.node, up.node))
             up = self._rotated_after(down.node, facts)
             if up is not None:
                 detail = f"{up.origin.name}, projected by {up.node.name}, is made of {down.node.name}"
-                return NearMiss(Refuse("norm.absent", detail), (down.node, up.node))
+                nodes = tuple(dict.fromkeys((up.origin, down.node, up.node)))
+                return NearMiss(Refuse("norm.absent", detail), nodes)
         return None
 
     def _rotated_after(self, start: Node, group: Collection[Projection]) -> Projection | None:

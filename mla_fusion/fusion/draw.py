@@ -129,7 +129,11 @@ class _Region:
                 if found.origin in inside or found.origin in by_node:
                     wanted.append(found.origin)
         self._stops = {item.origin for item in products.values()} - inside - products.keys()
-        for item in sorted(products.values(), key=lambda item: self.view.position[item.node]):
+        for node in sorted({*products, *nodes}, key=self.view.position.__getitem__):
+            if node not in products:
+                self.claim(node, "other", node.name)
+                continue
+            item = products[node]
             self.claim(item.node, "product", item.node.name, f"{item.origin.name} times {item.weight.name}")
             facts = self.finder.reader.read(item)
             for norm in facts.norms:
@@ -138,8 +142,6 @@ class _Region:
             for rope in facts.ropes:
                 if rope.node in inside:
                     self.claim(rope.node, "rope", f"RoPE {rope.node.name}", f"RoPE, heads {rope.heads}")
-        for node in nodes:
-            self.claim(node, "other", node.name)
 
     def fail(self, code: str, nodes: Sequence[Node]) -> None:
         """Mark the edges between the nodes at fault; where there are none, those into them, or to what is missing."""
