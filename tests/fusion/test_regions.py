@@ -92,6 +92,11 @@ def test_fuses_as_exactly(name: str) -> None:
         assert_as_exact(module, given, fused, slack=1.2)
 
 
+def test_ge_graph_of_the_real_torchair() -> None:
+    lowered = mf.lower(Regions(), *s.layers_args(count=2))
+    assert lowered.ge_ops["MlaPrologV3"] == 2 and not lowered.ge_ops["TensorMove"] + lowered.ge_ops["Assign"]
+
+
 def test_regions_that_write_into_parts_stay_closed() -> None:
     torch.manual_seed(0)
     model, args = Pools(), s.layers_args(count=2)
