@@ -51,7 +51,11 @@ def laid_open(gm: GraphModule) -> Graph | None:
     if not _regions(gm, gm.graph, ""):
         return None
     graph = Graph(owning_module=gm)
+    graph.set_codegen(gm.graph._codegen)  # how arguments and results are nested
     _lay(gm, graph, gm.graph, {}, "", {})
+    for node in graph.find_nodes(op="get_attr"):
+        if not node.users:  # a body, which nothing calls any more
+            graph.erase_node(node)
     return graph
 
 
@@ -67,7 +71,7 @@ def _lay(
             values[node] = _results(gm, into, regions[node], values, origin)
         elif is_getitem(node) and node.args[0] in regions:
             values[node] = values[node.args[0]][node.args[1]]
-        elif node.op != "get_attr" or not node.users or any(user not in regions for user in node.users):
+        else:
             values[node] = made = into.node_copy(node, values.__getitem__)
             made.meta |= origin
             if node.op == "get_attr":
