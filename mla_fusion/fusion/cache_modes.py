@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from mla_fusion.meta.spec import CACHE_QUANTS, CLIP_WEIGHT_MODES
-
-# the weight_quant_modes with which int8 rows of a mode go on A2 and A3
-WEIGHT_MODES: dict[int, tuple[int, ...]] = {1: (2,), 2: (1,), 3: CLIP_WEIGHT_MODES}
+from mla_fusion.meta.spec import CACHE_QUANTS
 
 
 def attributes(mode: int) -> dict[str, int]:

@@ -179,7 +179,7 @@ class CachePlanner:
 
     def _packed(self, token_x: Node) -> Placement | None:
         """Rows of int8 tiles, key and scales in one cache; None where the graph packs no such rows."""
-        if not self._takes(3):
+        if torch.int8 not in self.view.held_dtypes:
             return None
         latent, key = self.trees["c_kv"], self.trees["k_pe"]
         columns, rope, shrink = len(self.candidate.key.columns), self.candidate.key.rope_dim, self.candidate.shrink
@@ -187,6 +187,8 @@ class CachePlanner:
         rows = packed_rows.find(self.view, of_latent, of_key, shrink) if of_latent and of_key else None
         if rows is None:
             return None
+        if not self._takes(3):
+            return Placement(Staged(f"packed rows do not go with weight_quant_mode {self.candidate.weight_quant_mode}"))
         readers = [user for tree in (latent, key) for users in tree.readers().values() for user in users]
         other = leads_only_to(readers, [rows.node])
         writers = live_users(rows.node)

@@ -176,6 +176,12 @@ class View:
         return node in self._constant
 
     @cached_property
+    def held_dtypes(self) -> frozenset[torch.dtype]:
+        """Of what comes in from outside: arguments, parameters and caches."""
+        held = (node.meta.get("val") for node in self.nodes if node.op in ("placeholder", "get_attr"))
+        return frozenset(value.dtype for value in held if isinstance(value, torch.Tensor))
+
+    @cached_property
     def binding(self) -> Binding:
         return Binding(self._relate_sizes)
 

@@ -483,7 +483,7 @@ PACKED: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "PackedClipped": (PackedClipped, 3, "in place"),
     "PackedOtherwise": (PackedOtherwise, 0, "staged"),
     "PackedAndRead": (PackedAndRead, 0, "staged"),
-    "PackedUnquantised": (PackedUnquantised, 0, "staged"),
+    "PackedUnquantised": (PackedUnquantised, 0, "staged: packed rows do not go with weight_quant_mode 0"),
 }
 
 # name: (model, kv_cache_quant_mode, placement): an int8 latent cache and an int8 query
