@@ -100,6 +100,9 @@ def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], project
         token = token.transpose(0, 1).reshape(heads // repeats, cone.tokens, -1)
         column, heads = column[0], heads // repeats
         to_ndc = tuple(range(len(source.meta["val"].shape)))
+    held = math.prod(cone.view.binding.shape(weight_node.meta["val"].shape))
+    if held != heads * grid.shape[-1] * width:
+        return None  # one matrix for several heads
     expected = torch.arange(cone.tokens).reshape(1, -1, 1)
     if not bool((token == expected).all()) or not bool((column == column[:, :1]).all()):
         return None

@@ -215,6 +215,10 @@ MISSES: dict[str, tuple[Make, str]] = {
     ),
     "stat_of_576": (based("m", latent=stat_of_576), "kv_latent.absent"),
     # the products
+    "one_matrix_for_both": (
+        based("m", absorb=lambda m, q: torch.matmul(q.unsqueeze(2), m.w_uk()[:1]).squeeze(2)),
+        "absorb.absent",
+    ),
     "one_head_scaled": (based("m", absorb=per_head(first, lambda q, w: (2 * q[:, 1]) @ w[1])), "absorb.absent"),
     "one_head_added_to": (based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1] + 1)), "absorb.absent"),
     "one_head_of_other_tokens": (
