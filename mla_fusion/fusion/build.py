@@ -130,7 +130,7 @@ class GraphBuilder(Builder):
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         graph = self.gm.graph
         assert self._point is not None
-        value = self._propagate(op, args, kwargs)  # first, so that a failure leaves no node behind
+        value = self.propagate(op, args, kwargs)  # first, so that a failure leaves no node behind
         with graph.inserting_before(self._point):
             node = graph.call_function(op, args, kwargs)
         node.meta.update(self._meta)
@@ -148,7 +148,8 @@ class GraphBuilder(Builder):
             finally:
                 self._inside = False
 
-    def _propagate(self, op: Any, args: Any, kwargs: Any) -> Any:
+    def propagate(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """The meta value of a call, nodes among its arguments standing for theirs."""
         fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), self._fake)
         with nullcontext() if self._inside else self.propagating():
             key = _signature(fake_args, fake_kwargs) if self._fake_mode and _name(op) == KERNEL else None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from mla_fusion.fusion import replace
+from mla_fusion.fusion import replace, strides
 from mla_fusion.fusion.build import GraphBuilder
 from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.fusion.rejection import Refuse
@@ -61,6 +61,7 @@ def commit_all(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
             user.replace_input_with(new, old)
         builder.withdraw()
         raise
+    strides.follow(builder, dict.fromkeys((new, old) for _, new, old in rewired))
 
 
 def sweep(graph: Graph, plans: Sequence[Plan]) -> None:
