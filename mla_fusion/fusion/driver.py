@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mla_fusion.config import Config
-from mla_fusion.fusion import contract, draw, origin, replace, rewrite, verify
+from mla_fusion.fusion import contract, draw, origin, replace, rewrite, verify, writes
 from mla_fusion.fusion.build import GraphBuilder, describe_attributes
 from mla_fusion.fusion.candidate import Candidate, Finder, NearMiss
 from mla_fusion.fusion.picture import Picture
@@ -66,7 +66,7 @@ def run(gm: GraphModule, config: Config, builder: type[GraphBuilder] | None) -> 
     started = perf_counter()
     if config.enable:
         # A compiler calls with its fake mode on; probes are real tensors.
-        with _disable_current_modes(), paused(), _regions_open(gm, report), _threads(1) as usual:
+        with _disable_current_modes(), paused(), _laid_open(gm, report), _threads(1) as usual:
             _Pass(gm, config, report, usual).run(builder)
     report.timings["total"] = perf_counter() - started
     report.nodes_after = len(gm.graph.nodes)
@@ -93,14 +93,17 @@ def _check_graph(gm: object) -> None:
 
 
 @contextlib.contextmanager
-def _regions_open(gm: GraphModule, report: Report) -> Iterator[None]:
-    """The pass sees into regions; the graph keeps them where nothing was fused."""
+def _laid_open(gm: GraphModule, report: Report) -> Iterator[None]:
+    """The pass sees into regions, and what was assembled in place as its parts; where nothing is fused, both stay."""
     closed, opened = gm.graph, regions.laid_open(gm)
-    if opened is None:
+    assembled = writes.found(opened or closed)
+    if opened is None and not assembled:
         yield
         return
-    gm.graph = opened
+    gm.graph = opened or writes.copied(gm)
     describe_attributes(gm)
+    if assembled:
+        writes.take_apart(gm)
     try:
         yield
     finally:
