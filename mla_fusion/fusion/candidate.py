@@ -192,7 +192,7 @@ class Finder:
         if keys:
             nodes = tuple(fact.node for fact in (keys[0].norm, keys[0].rope, keys[0].operator) if fact is not None)
             return NearMiss(Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}"), nodes)
-        return self._unrotated(facts)
+        return self._unrotated(facts) or self._direct(facts)
 
     def _queries(self, facts: dict[Projection, ConeFacts]) -> tuple[list[QuerySide], NearMiss | None]:
         found, partial = [], None
@@ -206,13 +206,34 @@ class Finder:
                     for up_nope, absorb in absorbs:
                         if rope.heads == absorb.heads:
                             found.append(QuerySide(down, norm, up_nope, up_rope, absorb, rope))
-                if rotations and not absorbs:
+                scaled = None if absorbs else self._scaled_before(ups, heads)
+                if rotations and scaled is not None:
+                    partial = scaled
+                elif rotations and not absorbs:
                     detail = f"{rotations[0][1].heads} heads rotated at {rotations[0][1].node.name}, none absorbed"
                     partial = NearMiss(Refuse("absorb.absent", detail), (norm.node, rotations[0][1].node))
                 elif absorbs and not rotations:
                     detail = f"{absorbs[0][1].heads} heads absorbed at {absorbs[0][1].node.name}, none rotated"
                     partial = NearMiss(Refuse("rope.absent", detail), (norm.node, absorbs[0][1].node))
         return found, partial
+
+    def _scaled_before(self, ups: Collection[Projection], heads: Collection[int]) -> NearMiss | None:
+        """A product head by head of what would be q_nope, had a value of the graph not been multiplied onto it."""
+        for up in ups:
+            cone = self.reader.read(up)
+            for operand, reading in cone.readings.items():
+                if not reading.single or reading.degree != 1:
+                    continue
+                for item in self._on_operand[operand]:
+                    by_head = item.batch and not item.is_flat and self._heads(item) in heads
+                    if by_head and uniform_factor(cone.cone, cone.probe, reading) is None:
+                        detail = f"{item.node.name} multiplies {operand.name}, {up.node.name} not scaled by one number"
+                        return NearMiss(Refuse("scale.unequal", detail), (up.node, item.node))
+        return None
+
+    def _heads(self, item: Projection) -> int:
+        shape = self.view.binding.shape(item.weight.meta["val"].shape)
+        return prod(shape[item.weight_labels.index(label)] for label in item.batch)
 
     def _quantised_otherwise(self, facts: dict[Projection, ConeFacts]) -> NearMiss | None:
         """A normed latent that reaches a linear layer as int8, but not by the kernel's quantisation."""
@@ -352,6 +373,17 @@ class Finder:
                 if absorbed and others:
                     detail = f"{len(absorbed[0].columns)} heads absorbed at {absorbed[0].node.name}, nothing rotated"
                     return NearMiss(Refuse("rope.absent", detail), (norm.node, absorbed[0].node))
+        return None
+
+    def _direct(self, facts: dict[Projection, ConeFacts]) -> NearMiss | None:
+        """A query that is absorbed as it comes from x, beside a normed latent, and nothing rotated (NoPE)."""
+        for query in facts:
+            for absorb in self._absorbs(query):
+                latent = (n for cone in facts.values() for n in cone.norms if len(n.columns) == absorb.latent_dim)
+                norm = next(latent, None)
+                if norm is not None:
+                    detail = f"{query.node.name}, absorbed at {absorb.node.name}, is projected from {query.origin.name}"
+                    return NearMiss(Refuse("q_lora.absent", detail), (norm.node, absorb.node))
         return None
 
 

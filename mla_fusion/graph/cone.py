@@ -73,7 +73,7 @@ class Cone:
             for side in node.all_input_nodes:
                 if side in placed or is_symbolic(side.meta.get("val")):
                     continue
-                bases = [] if self.view.is_constant(side) else self._bases_of(side)
+                bases = [] if self._is_literal(side) else self._bases_of(side)
                 chain = nodes_between(bases, side)
                 for base in bases:
                     first = canonical.setdefault(self.view.number(base), base)
@@ -90,6 +90,13 @@ class Cone:
         self.program = Program([self.node, *self.bases], ordered, self.view.binding, aliases, shrink=self.shrink)
         self.aliases = aliases
         self._slots = {node: self.program.slot(node) for node in (self.node, *self.bases, *aliases, *ordered)}
+
+    def _is_literal(self, side: Node) -> bool:
+        """Signs, masks, one number: what no table can be. Angles of positions that the graph counts itself can."""
+        if not self.view.is_constant(side):
+            return False
+        base = peel_table(side)
+        return not self._has_token_rows(base) or self.view.is_plain_constant(base)
 
     def _bases_of(self, side: Node) -> list[Node]:
         """What ``side`` is put together from, as tables whose rows can be tokens'."""

@@ -30,6 +30,7 @@ from mla_fusion.graph.kinds import (
     op_name,
     operator_of,
 )
+from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.sizes import Binding, exceeds_one, is_symbolic
 from mla_fusion.graph.steps import rows_in_step
 
@@ -57,6 +58,7 @@ class View:
         self._sources: dict[Node, frozenset[Node]] = {}
         self._members: dict[Node, list[Node]] = {}
         self._constant: set[Node] = set()
+        self._plain: dict[Node, bool] = {}
         self._number: dict[Node, int] = {}
         self._in_steps: dict[Node, Contraction] = {}  # int8 products that plain nodes scale, by their last node
         self._inside_products: set[Node] = set()
@@ -175,6 +177,15 @@ class View:
         """Is the node computed from literals alone?"""
         return node in self._constant
 
+    def is_plain_constant(self, node: Node) -> bool:
+        """Of a node computed from literals alone: is every element -1, 0 or 1, or all the same number?"""
+        known = self._plain.get(node)
+        if known is None:
+            program = Program([], nodes_between((), node), self.binding)
+            value = program.run([])[program.slot(node)]
+            known = self._plain[node] = not isinstance(value, torch.Tensor) or _says_little(value)
+        return known
+
     @cached_property
     def held_dtypes(self) -> frozenset[torch.dtype]:
         """Of what comes in from outside: arguments, parameters and caches."""
@@ -223,6 +234,13 @@ def is_number(node: Node) -> bool:
     value = node.meta.get("val")
     copied = all(op_name(user) in ("aten::lift_fresh_copy", "aten::lift_fresh") for user in node.users)
     return copied and isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _says_little(value: torch.Tensor) -> bool:
+    if value.numel() == 0 or not (value.is_floating_point() or value.is_complex()) or bool(value.isnan().any()):
+        return True
+    one = torch.ones((), dtype=value.dtype)
+    return bool((value == value.reshape(-1)[0]).all() | torch.isin(value, torch.stack([-one, 0 * one, one])).all())
 
 
 def _unreshaped(node: Node) -> Node:
