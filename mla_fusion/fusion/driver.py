@@ -62,12 +62,13 @@ def run(gm: GraphModule, config: Config, builder: type[GraphBuilder] | None) -> 
     """One pass over ``gm``; ``builder`` is the kind that makes the graph's changes, None for none."""
     _check_graph(gm)
     describe_attributes(gm)
-    report = Report(config, committed=builder is not None, nodes_before=len(gm.graph.nodes))
-    started = perf_counter()
+    started, nodes = perf_counter(), len(gm.graph.nodes)
+    report = Report(config, committed=builder is not None)
     if config.enable:
         # A compiler calls with its fake mode on; probes are real tensors.
-        with _disable_current_modes(), paused(), _laid_open(gm, report), _threads(1) as usual:
-            _Pass(gm, config, report, usual).run(builder)
+        with _disable_current_modes(), paused(), _threads(1) as usual:
+            report = _of_best_reading(gm, config, builder, usual)
+    report.nodes_before = nodes
     report.timings["total"] = perf_counter() - started
     report.nodes_after = len(gm.graph.nodes)
     if report.committed:
@@ -92,23 +93,40 @@ def _check_graph(gm: object) -> None:
             )
 
 
-@contextlib.contextmanager
-def _laid_open(gm: GraphModule, report: Report) -> Iterator[None]:
-    """The pass sees into regions, and what was assembled in place as its parts; where nothing is fused, both stay."""
-    closed, opened = gm.graph, regions.laid_open(gm)
-    assembled = writes.found(opened or closed)
-    if opened is None and not assembled:
-        yield
-        return
-    gm.graph = opened or writes.copied(gm)
-    describe_attributes(gm)
-    if assembled:
-        writes.take_apart(gm)
+def _of_best_reading(
+    gm: GraphModule, config: Config, builder: type[GraphBuilder] | None, threads: int
+) -> Report:
+    """The report on the first reading of the graph in which something fuses, else on the first of all.
+
+    The graph stays as that reading has it if something was fused, else as it was.
+    """
+    graph, changed = gm.graph, False
+    reports: list[Report] = []
     try:
-        yield
+        for _ in _readings(gm):
+            report = Report(config, committed=builder is not None)
+            _Pass(gm, config, report, threads).run(builder)
+            reports.append(report)
+            if report.fused:
+                changed = report.committed
+                return report
+        return reports[0]
     finally:
-        if not (report.committed and report.fused):
-            gm.graph = closed
+        if not changed and gm.graph is not graph:
+            gm.graph = graph
+
+
+def _readings(gm: GraphModule) -> Iterator[None]:
+    """The graph with its regions laid open; then with what was assembled in place as its parts, too."""
+    opened = regions.laid_open(gm)
+    if opened is not None:
+        gm.graph = opened
+        describe_attributes(gm)
+    yield
+    if writes.found(gm.graph):
+        gm.graph = writes.copied(gm)
+        writes.take_apart(gm)
+        yield
 
 
 class _Pass:
