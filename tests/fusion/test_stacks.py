@@ -8,7 +8,7 @@ import torch
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 
-from .harness import assert_as_exact, both_ways, clones, compiled
+from .harness import assert_as_exact, both_ways, clones, compiled, flat
 from .stacks import MISSES, STACKS, WrittenBack, row_args
 from .variants import STAGED
 
@@ -72,6 +72,16 @@ def test_an_unfused_graph_keeps_its_writes() -> None:
     assert str(gm.graph) == before
     mf.explain(gm)
     assert str(gm.graph) == before
+
+
+def test_an_exported_module_is_called_as_before() -> None:
+    torch.manual_seed(0)
+    model, args, placement = STACKS["RowsInPlace"]
+    module, given = model(), args()
+    exported = torch.export.export(module, given).run_decompositions({}).module()
+    assert outcome(mf.fuse(exported)) == placement
+    with torch.no_grad():
+        assert_as_exact(module, given, [*flat(exported(*(ours := clones(given)))), *ours], slack=1.2)
 
 
 def test_explaining_changes_nothing() -> None:
