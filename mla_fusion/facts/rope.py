@@ -144,7 +144,7 @@ def _rotation_shape(cone: Cone, reading: Reading) -> tuple[int, int] | None:
 
     A row is the last axis, or the last few: [.., Dr/2, 2] of view_as_real, [.., 2, Dr/2] of two halves stacked.
     """
-    if not _mixes_pairs(reading) or reading.first.numel() % cone.tokens:
+    if not _mixes_pairs(reading) or not reading.first.numel() or reading.first.numel() % cone.tokens:
         return None
     axes = _tokens_first(cone, reading.first)
     first, second = reading.first.permute(axes), reading.second.permute(axes)

@@ -150,6 +150,10 @@ def put_some(rows: Tensor, slots: Tensor, new: Tensor) -> None:
     rows.index_put_((slots[:4],), new[:4])
 
 
+def put_none(rows: Tensor, slots: Tensor, new: Tensor) -> None:
+    rows.index_put_((slots[1:],), new[1:])
+
+
 def put_negative(rows: Tensor, slots: Tensor, new: Tensor) -> None:
     rows.index_put_((slots - rows.shape[0],), new)
 
@@ -270,6 +274,15 @@ def test_a_miss_is_never_wrong(name: str) -> None:
     module, given = model(), s.paged_args(8)
     got = compiled(module, clones(given), mf.backend(mf.Config(verify="off")))
     assert outcome(mf.reports()[-1]) == expected, str(mf.reports()[-1])
+    assert_as_exact(module, given, got, slack=1.2)
+
+
+def test_rows_of_no_token() -> None:
+    """All rows but those of the only token: values without elements are read, and mean nothing."""
+    torch.manual_seed(0)
+    module, given = based("m", 1, write=written(put_none, put_none))(), s.paged_args(1)
+    got = compiled(module, clones(given), mf.backend(mf.Config(verify="off")))
+    assert outcome(mf.reports()[-1]) == STAGED, str(mf.reports()[-1])
     assert_as_exact(module, given, got, slack=1.2)
 
 
