@@ -124,7 +124,7 @@ def _readings(gm: GraphModule) -> Iterator[None]:
         describe_attributes(gm)
     yield
     if writes.found(gm.graph):
-        gm.graph = writes.copied(gm)
+        gm.graph = regions.copied(gm)
         writes.take_apart(gm)
         yield
 

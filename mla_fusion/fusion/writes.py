@@ -45,15 +45,6 @@ def _made_here(value: Any) -> bool:
     return False
 
 
-def copied(gm: GraphModule) -> Graph:
-    """A graph like the module's own, to be changed."""
-    graph, values = Graph(owning_module=gm), dict[Node, Node]()
-    graph.set_codegen(gm.graph._codegen)  # how arguments and results are nested
-    for node in gm.graph.nodes:
-        values[node] = graph.node_copy(node, values.__getitem__)
-    return graph
-
-
 def take_apart(gm: GraphModule) -> None:
     """Rewrite the module's graph so that assembled values are joined from their parts, or not made at all."""
     _Parts(GraphBuilder(gm)).rewrite(gm.graph)

@@ -48,8 +48,11 @@ def laid_open(gm: GraphModule) -> Graph | None:
 
     Calls stay closed where the body was traced for other shapes, or writes into its operands before it ends.
     """
-    if not _regions(gm, gm.graph, ""):
-        return None
+    return copied(gm) if _regions(gm, gm.graph, "") else None
+
+
+def copied(gm: GraphModule) -> Graph:
+    """A copy of ``gm.graph``, to be changed: the same nodes, with those of regions in place of their calls."""
     graph = Graph(owning_module=gm)
     graph.set_codegen(gm.graph._codegen)  # how arguments and results are nested
     _lay(gm, graph, gm.graph, {}, "", {})

@@ -80,6 +80,14 @@ def both_ways(
     return [(report, values) for (report, _), values in zip(fused, results, strict=True)]
 
 
+def outcome(report: mf.Report) -> str:
+    """Where it was fused, or the code of the first rejection; "" where nothing looked like a prologue."""
+    if report.fused:
+        (fusion,) = report.fused
+        return fusion.placement.partition(":")[0]
+    return report.rejected[0].code if report.rejected else ""
+
+
 def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / max(float(b.double().norm()), 1e-30))
 

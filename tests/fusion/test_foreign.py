@@ -14,17 +14,9 @@ from mla_fusion.compile.device_graph import capture
 
 from . import spellings as s
 from .foreign import FOREIGN, H, Make, based, by_einsum, by_scale, half, matrices, norm, rotated, wide, zero_rows
-from .harness import assert_as_exact, clones, compiled
+from .harness import assert_as_exact, clones, compiled, outcome
 from .spellings import BLOCK_SIZE, DR, HCKV, D
 from .variants import IN_PLACE, STAGED
-
-
-def outcome(report: mf.Report) -> str:
-    """Where it was fused, or the code of the first rejection; "" where nothing looked like a prologue."""
-    if report.fused:
-        (fusion,) = report.fused
-        return fusion.placement.partition(":")[0]
-    return report.rejected[0].code if report.rejected else ""
 
 
 @pytest.mark.parametrize("name", FOREIGN)

@@ -8,15 +8,9 @@ import torch
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 
-from .harness import assert_as_exact, both_ways, clones, compiled, flat
+from .harness import assert_as_exact, both_ways, clones, compiled, flat, outcome
 from .stacks import MISSES, STACKS, WrittenBack, row_args
 from .variants import STAGED
-
-
-def outcome(report: mf.Report) -> str:
-    if report.fused:
-        return report.fused[0].placement.partition(":")[0]
-    return report.rejected[0].code if report.rejected else ""
 
 
 @pytest.mark.parametrize("name", STACKS)
