@@ -206,12 +206,10 @@ class Finder:
                     for up_nope, absorb in absorbs:
                         if rope.heads == absorb.heads:
                             found.append(QuerySide(down, norm, up_nope, up_rope, absorb, rope))
-                scaled = None if absorbs else self._scaled_before(ups, heads)
-                if rotations and scaled is not None:
-                    partial = scaled
-                elif rotations and not absorbs:
+                if rotations and not absorbs:
                     detail = f"{rotations[0][1].heads} heads rotated at {rotations[0][1].node.name}, none absorbed"
-                    partial = NearMiss(Refuse("absorb.absent", detail), (norm.node, rotations[0][1].node))
+                    absent = NearMiss(Refuse("absorb.absent", detail), (norm.node, rotations[0][1].node))
+                    partial = self._scaled_before(ups, heads) or absent
                 elif absorbs and not rotations:
                     detail = f"{absorbs[0][1].heads} heads absorbed at {absorbs[0][1].node.name}, none rotated"
                     partial = NearMiss(Refuse("rope.absent", detail), (norm.node, absorbs[0][1].node))
