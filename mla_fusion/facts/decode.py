@@ -11,6 +11,7 @@ Nothing here depends on how the nodes are written; the answer is exact or there 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -48,34 +49,31 @@ class Reading:
         return bool((self.first == self.second).all())
 
 
-class _Part:
-    """The reading of one linear node as it grows bit by bit."""
+def _spell(total: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """``first``, ``second`` and ``share`` of a linear node, from its value under each bit's mask ([bits, ..]).
 
-    def __init__(self, total: torch.Tensor) -> None:
-        self.total = total
-        self.tolerance = _CLOSE * total.abs() + 1e-30
-        self.first = torch.zeros(total.shape, dtype=torch.int64)
-        self.second = torch.zeros(total.shape, dtype=torch.int64)
-        self.share = total.clone()
-        self.split = torch.zeros(total.shape, dtype=torch.bool)
+    None where one of them is not zero, whole, or one of two parts.
+    """
+    tolerance = _CLOSE * total.abs() + 1e-30
+    whole = (values - total).abs() <= tolerance
+    part = (values.abs() > tolerance).logical_and_(~whole)
+    if not bool(part.any()):
+        code = _codes(whole)
+        return code, code, total
+    share = torch.where(part, values, math.inf).amin(0)
+    share = torch.where(share.isinf(), total, share)
+    scale = tolerance + _CLOSE * share.abs()
+    is_first = ((values - share).abs() <= scale).logical_and_(part)
+    is_second = ((values - (total - share)).abs() <= scale).logical_and_(part).logical_and_(~is_first)
+    if not torch.equal(part, is_first | is_second):
+        return None
+    return _codes(whole | is_first), _codes(whole | is_second), share
 
-    def read(self, value: torch.Tensor, bit: int) -> bool:
-        """Take in the value under one bit's mask; False where it is not zero, whole, or a known part."""
-        none = value.abs() <= self.tolerance
-        whole = (value - self.total).abs() <= self.tolerance
-        part = ~(none | whole)
-        fresh = part & ~self.split
-        if fresh.any():
-            self.share = torch.where(fresh, value, self.share)
-            self.split |= fresh
-        scale = self.tolerance + _CLOSE * self.share.abs()
-        is_first = part & ((value - self.share).abs() <= scale)
-        is_second = part & ((value - (self.total - self.share)).abs() <= scale) & ~is_first
-        if bool((part & ~is_first & ~is_second).any()):
-            return False
-        self.first |= (whole | is_first).long() << bit
-        self.second |= (whole | is_second).long() << bit
-        return True
+
+def _codes(bits: torch.Tensor) -> torch.Tensor:
+    """The numbers whose binary digits, lowest first, lie along the first axis."""
+    digit = torch.arange(bits.shape[0]).reshape(-1, *[1] * (bits.dim() - 1))
+    return (bits.long() << digit).sum(0)
 
 
 class Decoder:
@@ -103,48 +101,51 @@ class Decoder:
             once, twice = self.values[slot], doubled[slot]
             if not _is_real(once) or not _is_real(twice):
                 continue
-            size = once.abs().max() if once.numel() else torch.tensor(0.0)
-            if not torch.isfinite(size) or size == 0:
+            size = _largest(once)
+            if not math.isfinite(size) or size == 0:
                 continue
-            if bool((twice - 2 * once).abs().max() <= size * 1e-11):
+            change = twice - once
+            if _largest(change - once) <= size * 1e-11:
                 found[node] = 1
-            elif bool((twice - once).abs().max() <= size * 1e-10):
+            elif _largest(change) <= size * 1e-10:
                 found[node] = 0
         return found
 
     def read(self, degrees: dict[Node, int], wanted: Callable[[Node], bool]) -> dict[Node, Reading]:
         """Readings of the wanted nodes. A node whose elements read three or more elements has none."""
-        linear = {n: _Part(self._value(n)) for n, degree in degrees.items() if degree == 1 and wanted(n)}
-        scaled = {
-            n: torch.zeros(self._value(n).shape, dtype=torch.int64) for n, d in degrees.items() if d == 0 and wanted(n)
-        }
-        highest = max(1, int(self.cone.codes.max()).bit_length())
-        for bit in range(highest):
-            if not linear and not scaled:
-                break
-            mask = (self.cone.codes >> bit) & 1
-            values = self.cone.run(self.probe * LARGE * mask, self.bases)
-            for node in list(linear):
-                value = values[self.cone.slot(node)]
-                if not _is_real(value) or not linear[node].read(value, bit):
-                    del linear[node]
-            for node in scaled:
-                value = values[self.cone.slot(node)]
-                if _is_real(value):
-                    scaled[node] |= value.ne(0).long() << bit
-        steady = self._steady([*linear, *scaled])
-        readings = {
-            n: Reading(1, part.first, part.second, part.share, part.total, n in steady) for n, part in linear.items()
-        }
-        for node, code in scaled.items():
-            readings[node] = Reading(0, code, code, self._value(node), self._value(node), node in steady)
+        nodes = [node for node in degrees if wanted(node)]
+        if not nodes:
+            return {}
+        under = self._under_masks(nodes)
+        steady = self._steady(nodes)
+        readings = {}
+        for node in nodes:
+            total, values = self._value(node), under[node]
+            if degrees[node] == 0:
+                code = _codes(values.ne(0))
+                readings[node] = Reading(0, code, code, total, total, node in steady)
+                continue
+            spelt = _spell(total, values)
+            if spelt is not None:
+                first, second, share = spelt
+                readings[node] = Reading(1, first, second, share, total, node in steady)
         return readings
+
+    def _under_masks(self, nodes: list[Node]) -> dict[Node, torch.Tensor]:
+        """[bits, ..]: the nodes' values where the elements whose bit is 0 are taken out of the product."""
+        values: dict[Node, list[torch.Tensor]] = {node: [] for node in nodes}
+        large, codes = self.probe * LARGE, self.cone.codes.int()
+        for bit in range(max(1, int(codes.max()).bit_length())):
+            run = self.cone.run(large * codes.bitwise_and(1 << bit).bool(), self.bases, nodes)
+            for node in nodes:
+                value, total = run[self.cone.slot(node)], self._value(node)
+                fits = _is_real(value) and value.shape == total.shape
+                values[node].append(value if fits else torch.full_like(total, math.nan))
+        return {node: torch.stack(each) for node, each in values.items()}
 
     def _steady(self, nodes: list[Node]) -> set[Node]:
         """The nodes whose value no base has a part in, one that holds a single number included."""
-        if not nodes:
-            return set()
-        again = self.cone.run(self.probe * LARGE, small_scalars(self.cone.draw(self.generator)))
+        again = self.cone.run(self.probe * LARGE, small_scalars(self.cone.draw(self.generator)), nodes)
         values = {node: again[self.cone.slot(node)] for node in nodes}
         return {node for node, value in values.items() if _is_real(value) and torch.equal(value, self._value(node))}
 
@@ -157,6 +158,10 @@ class Decoder:
 def small_scalars(bases: list[torch.Tensor]) -> list[torch.Tensor]:
     """Draw 0-d floats (an epsilon handed in at run time) near 1e-6, so that they act as an epsilon would."""
     return [1e-6 * (1 + b.abs()) if b.is_floating_point() and b.numel() == 1 else b for b in bases]
+
+
+def _largest(value: torch.Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0
 
 
 def _is_real(value: object) -> TypeGuard[torch.Tensor]:

@@ -90,7 +90,7 @@ class FactReader:
         self.probes += 1
         decoder = Decoder(cone)
         degrees = decoder.degrees()
-        rotated = _meets_a_table(cone)
+        rotated = _mixes_by_a_table(cone)
         views = _after_own_write(cone) | _parts_of_mixtures(cone, degrees)
 
         def wanted(node: Node) -> bool:
@@ -119,15 +119,32 @@ def _shrink(view: View, projections: list[Projection]) -> Shrink | None:
     return Shrink(longest) if math.prod(lead) >= WORTHWHILE and longest > SMALL else None
 
 
-def _meets_a_table(cone: Cone) -> set[Node]:
-    """Members that depend on a base with columns (a rotation needs one)."""
+def _mixes_by_a_table(cone: Cone) -> set[Node]:
+    """Members that depend on a base with columns (a rotation needs one) and may hold sums of two elements.
+
+    What only multiplies real elements of the product, one by one, is on the way to a rotation and none.
+    """
     tables = {base for base in cone.bases if len(getattr(base.meta.get("val"), "shape", ())) > 0}
     inside = {cone.node, *cone.nodes}
     touched: set[Node] = set()
+    mixing: set[Node] = set()
     for node in cone.nodes:
-        if any(arg in touched or (arg not in inside and tables) for arg in node.all_input_nodes):
+        members = inside.intersection(node.all_input_nodes)
+        if touched.intersection(members) or (tables and len(members) < len(node.all_input_nodes)):
             touched.add(node)
-    return touched
+        if mixing.intersection(members) or len(members) > 1 or not _is_elementwise(node):
+            mixing.add(node)
+    return touched & mixing
+
+
+def _is_elementwise(node: Node) -> bool:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and value.is_complex():
+        return False
+    return is_view(node) or is_cast(node) or op_name(node) in _ELEMENTWISE
+
+
+_ELEMENTWISE = frozenset("aten::mul aten::div aten::neg".split())
 
 
 def _after_own_write(cone: Cone) -> set[Node]:

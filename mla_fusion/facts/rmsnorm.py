@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -51,32 +52,36 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[No
     candidates = {n: r for n, r in readings.items() if r.degree == 0 and not is_view(n) and not is_cast(n)}
     if not candidates:
         return []
-    drawn = _Draw(decoder.probe, decoder.bases, cone)
-    other = _Draw(decoder.fresh_probe(), small_scalars(cone.draw(decoder.generator)), cone)
+    drawn = _Draw(decoder.probe, decoder.bases, cone, candidates)
+    other = _Draw(decoder.fresh_probe(), small_scalars(cone.draw(decoder.generator)), cone, candidates)
     found = (_check(cone, node, reading, drawn, other) for node, reading in candidates.items())
     facts = [fact for fact in found if fact is not None]
     weighted = {fact.columns for fact in facts if fact.gamma is not None}
     return [fact for fact in facts if fact.gamma is not None or fact.columns not in weighted]
 
 
-_SCALES = (1e-10, 1e-4, 1.0, 1e3)  # at the first, what is clamped away from zero shows
+_SCALES = torch.tensor([1e-10, 1e-4, 1.0, 1e3], dtype=torch.float64)  # at the first, what is clamped from zero shows
 _NOTHING = 1e-30  # a scale at which a norm is a line: as good as zero, where 0 / 0 would say nothing
 
 
 class _Draw:
     """One probe and the values of the bases; the cone run on the probe at each scale."""
 
-    def __init__(self, probe: torch.Tensor, bases: list[torch.Tensor], cone: Cone) -> None:
+    def __init__(self, probe: torch.Tensor, bases: list[torch.Tensor], cone: Cone, wanted: Iterable[Node]) -> None:
         self.bases = bases
         self.cone, self.probe = cone, probe
-        self.runs = [cone.run(probe * scale, bases) for scale in _SCALES]
-        flat = torch.empty(cone.tokens * cone.width, dtype=torch.float64)
-        flat[cone.codes.reshape(-1)] = probe.reshape(-1)
-        self.rows = flat.reshape(cone.tokens, cone.width)
+        self.runs = [cone.run(probe * scale, bases, wanted) for scale in _SCALES]
+        self.rows = cone.rows(probe)
 
-    def outputs(self, slot: int, width: int) -> list[torch.Tensor]:
+    def scaled(self, columns: torch.Tensor) -> torch.Tensor:
+        """[scales, tokens, columns]: those columns of the product."""
+        return self.rows[:, columns] * _SCALES.reshape(-1, 1, 1)
+
+    def outputs(self, slot: int, width: int) -> torch.Tensor | None:
+        """[scales, tokens, columns]: a node's value, where it has one at every scale."""
         values = [run[slot] for run in self.runs]
-        return [value.reshape(-1, width) for value in values if isinstance(value, torch.Tensor)]
+        whole = [value.reshape(-1, width) for value in values if isinstance(value, torch.Tensor)]
+        return torch.stack(whole) if len(whole) == len(values) else None
 
 
 def _check(cone: Cone, node: Node, reading: Reading, drawn: _Draw, other: _Draw) -> NormFact | None:
@@ -85,15 +90,18 @@ def _check(cone: Cone, node: Node, reading: Reading, drawn: _Draw, other: _Draw)
     if codes.numel() == 0 or codes.numel() != cone.tokens * width or width < 2:
         return None
     rows = codes.reshape(-1, width)
-    token, column = rows // cone.width, rows % cone.width
-    if not bool((token == torch.arange(cone.tokens).unsqueeze(1)).all()) or not bool((column == column[0]).all()):
+    columns = rows[0]
+    each_token = torch.arange(cone.tokens).unsqueeze(1) * cone.width
+    if int(columns.max()) >= cone.width or not torch.equal(rows, columns + each_token):
         return None
-    columns = column[0]
     if len(set(columns.tolist())) != width:
         return None
     outputs, again = (draw.outputs(cone.slot(node), width) for draw in (drawn, other))
+    if outputs is None or again is None:
+        return None
+    u, v = drawn.scaled(columns), other.scaled(columns)
     for index in (*_gammas(cone, width), None):
-        solved = _solve(drawn.rows[:, columns], _gamma(drawn, index, width), outputs)
+        solved = _solve(u, _gamma(drawn, index, width), outputs)
         if solved is None:
             continue
         eps, scale = solved
@@ -101,7 +109,7 @@ def _check(cone: Cone, node: Node, reading: Reading, drawn: _Draw, other: _Draw)
             eps = _at_zero(drawn, node, columns, _gamma(drawn, index, width), scale)
         runtime = _runtime_eps(cone, drawn, eps)
         expected = eps if runtime is None else float(other.bases[runtime])
-        if not _holds(other.rows[:, columns], _gamma(other, index, width), again, expected, scale):
+        if not _holds(v, _ratios(v, _gamma(other, index, width), again), expected, scale):
             continue
         return NormFact(
             node,
@@ -126,32 +134,28 @@ def _gamma(draw: _Draw, index: int | None, width: int) -> torch.Tensor:
     return torch.ones(width, dtype=torch.float64) if index is None else draw.bases[index].reshape(-1)
 
 
-def _ratios(u: torch.Tensor, gamma: torch.Tensor, outputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
-    """What each row is multiplied by, at each scale; None where its columns do not agree."""
-    ratios = []
-    for scale, output in zip(_SCALES, outputs, strict=True):
-        ratio = output / (u * scale * gamma)
-        if not torch.allclose(ratio, ratio[:, :1].expand_as(ratio), rtol=_EXACT, atol=0.0):
-            return None
-        ratios.append(ratio[:, 0])
-    return ratios
+def _ratios(u: torch.Tensor, gamma: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor | None:
+    """[scales, tokens]: what each row is multiplied by; None where its columns do not agree."""
+    ratio = outputs / (u * gamma)
+    first = ratio[..., :1]
+    return first[..., 0] if bool(((ratio - first).abs() <= _EXACT * first.abs()).all()) else None
 
 
-def _solve(u: torch.Tensor, gamma: torch.Tensor, outputs: list[torch.Tensor]) -> tuple[float, float] | None:
+def _solve(u: torch.Tensor, gamma: torch.Tensor, outputs: torch.Tensor) -> tuple[float, float] | None:
     """Solve (mean + eps) / scale^2 = 1 / r^2 from the smallest and largest probe; check it on all."""
     ratios = _ratios(u, gamma, outputs)
     if ratios is None:
         return None
-    means = [(u * scale).square().mean(-1) for scale in _SCALES]
-    low, high = 1 / ratios[0].square(), 1 / ratios[-1].square()
-    squared = ((means[-1] - means[0]) / (high - low))[0]
-    factor = float(squared.sqrt()) * math.copysign(1.0, float(ratios[-1][0]))
-    eps = float((squared * low - means[0])[0])
+    low_mean, high_mean = u[[0, -1], 0].square().mean(-1).tolist()
+    low, high = ratios[[0, -1], 0].square().reciprocal().tolist()
+    squared = (high_mean - low_mean) / (high - low) if high != low else math.nan
+    factor = math.copysign(math.sqrt(squared), float(ratios[-1, 0])) if squared > 0 else math.nan
+    eps = squared * low - low_mean
     eps = 0.0 if abs(eps) < 1e-26 else eps
     if not math.isfinite(factor) or eps < 0:
         return None
     factor = 1.0 if abs(factor - 1) < 1e-8 else float(f"{factor:.9g}")
-    return (eps, factor) if _holds(u, gamma, outputs, eps, factor) else None
+    return (eps, factor) if _holds(u, ratios, eps, factor) else None
 
 
 def _at_zero(draw: _Draw, node: Node, columns: torch.Tensor, gamma: torch.Tensor, scale: float) -> float:
@@ -159,7 +163,7 @@ def _at_zero(draw: _Draw, node: Node, columns: torch.Tensor, gamma: torch.Tensor
 
     A row of padding is zero, and stays so in a model that clamps; with no epsilon at all the kernel would divide by 0.
     """
-    output = draw.cone.run(draw.probe * _NOTHING, draw.bases)[draw.cone.slot(node)]
+    output = draw.cone.run(draw.probe * _NOTHING, draw.bases, [node])[draw.cone.slot(node)]
     u = draw.rows[:, columns] * _NOTHING
     if not isinstance(output, torch.Tensor) or not bool(output.isfinite().all()):
         return 0.0
@@ -168,13 +172,11 @@ def _at_zero(draw: _Draw, node: Node, columns: torch.Tensor, gamma: torch.Tensor
     return squared if math.isfinite(squared) and squared > 2 * mean else 0.0
 
 
-def _holds(u: torch.Tensor, gamma: torch.Tensor, outputs: list[torch.Tensor], eps: float, factor: float) -> bool:
-    ratios = _ratios(u, gamma, outputs)
+def _holds(u: torch.Tensor, ratios: torch.Tensor | None, eps: float, factor: float) -> bool:
     if ratios is None:
         return False
-    means = [(u * scale).square().mean(-1) for scale in _SCALES]
-    wanted = [factor / (mean + eps).sqrt() for mean in means]
-    return all(torch.allclose(a, b, rtol=_CLOSE, atol=0.0) for a, b in zip(wanted, ratios, strict=True))
+    wanted = factor / (u.square().mean(-1) + eps).sqrt()
+    return bool(((wanted - ratios).abs() <= _CLOSE * ratios.abs()).all())
 
 
 def _runtime_eps(cone: Cone, draw: _Draw, eps: float) -> int | None:

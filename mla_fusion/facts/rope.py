@@ -10,6 +10,7 @@ column, real or imaginary part, sign and factor each entry is, are all read off 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from mla_fusion.graph.program import Program
 
 _SAME_DIRECTION = 1e-10
 _SAMPLES = 8  # rows by which a coefficient is compared with the columns of a base
-_FEWEST_DRAWS = 4  # one row for all tokens is one sample a draw
+_FEWEST_ROWS = 4  # of one table: where one row serves all tokens, a draw is one sample
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,11 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[Ro
         shape = _rotation_shape(cone, reading)
         if shape is None:
             continue
-        heads, width = shape
-        columns = frozenset((reading.first % cone.width).reshape(-1).tolist())
+        columns = _columns(cone, reading.first)
         known = found.get(columns)
         if known is not None and known.layout == "half" and not (is_view(node) and node in readings):
             continue
-        fact = _check(cone, decoder, node, reading, heads, width)
+        fact = _check(cone, decoder, node, reading, shape)
         if fact is None:
             continue
         if known is None or (known.layout, fact.layout) == ("interleaved", "half"):
@@ -139,8 +139,23 @@ def _values(fact: RopeFact) -> tuple[object, ...]:
     return fact.heads, fact.first, fact.second, fact.layout, fact.cos, fact.sin
 
 
-def _rotation_shape(cone: Cone, reading: Reading) -> tuple[int, int] | None:
-    """(heads, Dr) where every element mixes exactly two columns and the columns are as many as the elements.
+def _columns(cone: Cone, codes: torch.Tensor) -> frozenset[int]:
+    met = torch.zeros(cone.width, dtype=torch.bool)
+    met[codes % cone.width] = True
+    return frozenset(met.nonzero().flatten().tolist())
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Rows of ``width`` elements, ``heads`` of them a token; with ``axes`` in this order a row is contiguous."""
+
+    heads: int
+    width: int
+    axes: list[int]
+
+
+def _rotation_shape(cone: Cone, reading: Reading) -> _Shape | None:
+    """Where every element mixes exactly two columns and the columns are as many as the elements.
 
     A row is the last axis, or the last few: [.., Dr/2, 2] of view_as_real, [.., 2, Dr/2] of two halves stacked.
     """
@@ -152,7 +167,7 @@ def _rotation_shape(cone: Cone, reading: Reading) -> tuple[int, int] | None:
         if width < 4 or width % 2 or first.numel() % (cone.tokens * width):
             continue
         if _is_closed(first.reshape(-1, width), second.reshape(-1, width)):
-            return reading.first.numel() // (cone.tokens * width), width
+            return _Shape(reading.first.numel() // (cone.tokens * width), width, axes)
     return None
 
 
@@ -169,8 +184,8 @@ def _is_closed(first: torch.Tensor, second: torch.Tensor) -> bool:
     return bool((both[:, 0::2] == both[:, 1::2]).all()) and bool((both[:, :-2:2] != both[:, 2::2]).all())
 
 
-def _check(cone: Cone, decoder: Decoder, node: Node, reading: Reading, heads: int, width: int) -> RopeFact | None:
-    axes = _tokens_first(cone, reading.first)
+def _check(cone: Cone, decoder: Decoder, node: Node, reading: Reading, found: _Shape) -> RopeFact | None:
+    heads, width, axes = found.heads, found.width, found.axes
     shape = reading.first.permute(axes).shape
     low = torch.minimum(reading.first, reading.second).permute(axes).reshape(-1, width)
     high = torch.maximum(reading.first, reading.second).permute(axes).reshape(-1, width)
@@ -189,14 +204,11 @@ def _check(cone: Cone, decoder: Decoder, node: Node, reading: Reading, heads: in
     layout, order = _output_layout(low[0], high[0], width)
     if layout is None:
         return None
-    samples = _coefficients(cone, decoder, node, low[0][:, order[:half]], high[0][:, order[:half]], rows, order, axes)
-    if samples is None:
-        return None
-    cos = _match(cone, samples.cos, samples.draws)
-    sin = _match(cone, samples.sin, samples.draws)
-    if cos is None or sin is None:
-        return None
     first, second = low[0][:, order[:half]], high[0][:, order[:half]]
+    samples = _coefficients(cone, decoder, node, first, second, rows, order, axes)
+    tables = None if samples is None else _match(cone, samples)
+    if tables is None:
+        return None
     return RopeFact(
         node,
         heads,
@@ -204,8 +216,7 @@ def _check(cone: Cone, decoder: Decoder, node: Node, reading: Reading, heads: in
         tuple(map(tuple, first.tolist())),
         tuple(map(tuple, second.tolist())),
         layout,
-        cos,
-        sin,
+        *tables,
         codes.reshape(shape).permute([axes.index(axis) for axis in range(len(axes))]),
     )
 
@@ -233,11 +244,11 @@ def _output_layout(low: torch.Tensor, high: torch.Tensor, width: int) -> tuple[s
 
 @dataclass
 class _Samples:
-    """Coefficients of every pair, and the bases they may come from, over tokens and draws."""
+    """Coefficients of every pair, and the bases they may come from, over draws and tokens."""
 
-    cos: torch.Tensor  # [samples, width]
+    cos: torch.Tensor  # [samples, Dr]
     sin: torch.Tensor
-    draws: list[list[torch.Tensor]]  # values of the bases
+    bases: dict[Node, list[torch.Tensor]]  # their values in each draw
 
 
 def _coefficients(
@@ -254,53 +265,57 @@ def _coefficients(
 
     Few tokens need more draws: in two dimensions, one of a thousand random columns may well point where a table does.
     """
-    x = torch.empty(cone.tokens * cone.width, dtype=torch.float64)
-    x[cone.codes.reshape(-1)] = decoder.probe.reshape(-1)
-    x = x.reshape(cone.tokens, cone.width)
     is_first = torch.zeros(cone.width, dtype=torch.bool)
     is_first[first.reshape(-1)] = True
     mask = is_first[cone.codes % cone.width]
-    half = first.shape[1]
-    cosines, sines, draws = [], [], []
-    for draw in range(max(_FEWEST_DRAWS, -(-_SAMPLES // cone.tokens))):
-        bases = decoder.bases if draw == 0 else small_scalars(cone.draw(decoder.generator))
-        parts = []
-        for kept in (mask, ~mask):
-            value = cone.run(decoder.probe * kept, bases)[cone.slot(node)]
+    probes = decoder.probe * mask, decoder.probe * ~mask
+    bases = cone.bases_of(node)
+    draws, parts = [], []
+    for draw in range(_draws_needed(cone, bases)):
+        draws.append(decoder.bases if draw == 0 else small_scalars(cone.draw(decoder.generator)))
+        for probe in probes:
+            value = cone.run(probe, draws[-1], [node])[cone.slot(node)]
             if not isinstance(value, torch.Tensor):
                 return None
-            parts.append(
-                value.permute(axes).reshape(-1, 2 * half)[rows][..., order]
-            )  # [tokens, heads, Dr] in kernel order
-        of_first, of_second = parts[0].unflatten(-1, (2, half)), parts[1].unflatten(-1, (2, half))
-        x_first, x_second = x[:, first], x[:, second]
-        cos = torch.cat([of_first[..., 0, :] / x_first, of_second[..., 1, :] / x_second], -1)
-        sin = torch.cat([-of_second[..., 0, :] / x_second, of_first[..., 1, :] / x_first], -1)
-        for table in (cos, sin):
-            if not torch.allclose(table, table[:, :1].expand_as(table), rtol=1e-9, atol=1e-12):
-                return None  # all heads must share one table
-        cosines.append(cos[:, 0])
-        sines.append(sin[:, 0])
-        draws.append(bases)
-    return _Samples(torch.cat(cosines), torch.cat(sines), draws)
+            parts.append(value.permute(axes).reshape(-1, len(order))[rows])
+    out = torch.stack(parts)[..., order].unflatten(0, (-1, 2)).unflatten(-1, (2, -1))
+    of_first, of_second = out.unbind(1)  # [draws, tokens, heads, 2, Dr/2], halves of the row as the kernel has them
+    x = cone.rows(decoder.probe)
+    x_first, x_second = x[:, first], x[:, second]
+    cos = torch.cat([of_first[..., 0, :] / x_first, of_second[..., 1, :] / x_second], -1)
+    sin = torch.cat([-of_second[..., 0, :] / x_second, of_first[..., 1, :] / x_first], -1)
+    for table in (cos, sin):
+        if not torch.allclose(table, table[:, :, :1].expand_as(table), rtol=1e-9, atol=1e-12):
+            return None  # all heads must share one table
+    drawn = {base: [draw[index] for draw in draws] for index, base in enumerate(cone.bases) if base in bases}
+    return _Samples(cos[:, :, 0].flatten(0, 1), sin[:, :, 0].flatten(0, 1), drawn)
 
 
-def _match(cone: Cone, wanted: torch.Tensor, draws: list[list[torch.Tensor]]) -> Table | None:
+def _draws_needed(cone: Cone, bases: list[Node]) -> int:
+    """So many that there are samples enough, of each table too whose rows serve several tokens."""
+    shapes = [cone.shape(base) for base in bases]
+    rows = [max(1, math.prod(shape[:-1])) for shape in shapes if shape and shape[-1] > 1]
+    return max(-(-_SAMPLES // cone.tokens), *(-(-_FEWEST_ROWS // count) for count in rows), 1)
+
+
+def _match(cone: Cone, samples: _Samples) -> tuple[Table, Table] | None:
     """Name each coefficient column as a base column times a factor; columns in a row become runs."""
+    wanted = torch.cat([samples.cos, samples.sin], -1)
     unit = wanted / wanted.norm(dim=0, keepdim=True)
     best: list[tuple[Node, str, int, float, str] | None] = [None] * wanted.shape[1]
-    for index, base in enumerate(cone.bases):
-        for field, rows, stacked in _candidates([draw[index] for draw in draws], cone.tokens):
+    for base, draws in samples.bases.items():
+        for field, rows, stacked in _candidates(draws, cone.tokens):
             cosine = unit.T @ (stacked / stacked.norm(dim=0, keepdim=True))
             hit, column = cosine.abs().max(dim=1)
-            for place in (1 - hit < _SAME_DIRECTION).nonzero().flatten().tolist():
-                if best[place] is None:
-                    at = int(column[place])
-                    factor = float((wanted[:, place] @ stacked[:, at]) / stacked[:, at].square().sum())
-                    best[place] = (base, field, at, _round_factor(factor), rows)
-    if any(entry is None for entry in best):
-        return None
-    return _runs([entry for entry in best if entry is not None])
+            nearest = stacked[:, column]
+            factor = (wanted * nearest).sum(0) / nearest.square().sum(0)
+            fits = zip((1 - hit < _SAME_DIRECTION).tolist(), column.tolist(), factor.tolist(), strict=True)
+            for place, (same, at, times) in enumerate(fits):
+                if same and best[place] is None:
+                    best[place] = (base, field, at, _round_factor(times), rows)
+    entries = [entry for entry in best if entry is not None]
+    half = samples.cos.shape[1]
+    return (_runs(entries[:half]), _runs(entries[half:])) if len(entries) == len(best) else None
 
 
 def _candidates(draws: list[torch.Tensor], tokens: int) -> list[tuple[str, str, torch.Tensor]]:

@@ -6,7 +6,7 @@ meet the product in the cone, taken as far up as they are merely re-indexed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from functools import cached_property
 
@@ -162,8 +162,22 @@ class Cone:
                 values.append(torch.randperm(_product(shape), generator=generator).reshape(shape).to(dtype))
         return values
 
-    def run(self, probe: torch.Tensor, bases: list[torch.Tensor]) -> list[object]:
-        return self.program.run([probe, *bases])
+    def rows(self, probe: torch.Tensor) -> torch.Tensor:
+        """[tokens, width]: a value of the product, whatever its layout in the graph."""
+        flat = torch.empty(self.tokens * self.width, dtype=probe.dtype)
+        flat[self.codes.reshape(-1)] = probe.reshape(-1)
+        return flat.reshape(self.tokens, self.width)
+
+    def run(
+        self, probe: torch.Tensor, bases: list[torch.Tensor], wanted: Iterable[Node] | None = None
+    ) -> list[object]:
+        """Values by slot; of nothing but what is ``wanted`` and what that is made of, where anything is."""
+        return self.program.run([probe, *bases], None if wanted is None else map(self.slot, wanted))
+
+    def bases_of(self, node: Node) -> list[Node]:
+        """The bases that have a part in the node."""
+        above = self.program.above([self.slot(node)])
+        return [base for base in self.bases if self.slot(base) in above]
 
     def slot(self, node: Node) -> int:
         return self._slots[node]

@@ -51,11 +51,10 @@ class _Walk:
         """Take in a node that does to its inputs what ``other`` does to the counterparts of these."""
         if operator_of(node) is not operator_of(other) or (node.op == "get_attr" and node.target != other.target):
             return False
-        if len(node.args) != len(other.args) or node.kwargs.keys() != other.kwargs.keys():
+        kwargs, others = node.kwargs, other.kwargs
+        if not self.same(node.args, other.args) or kwargs.keys() != others.keys():
             return False
-        if not all(map(self.same, node.args, other.args)):
-            return False
-        if node.kwargs and not all(self.same(value, other.kwargs[name]) for name, value in node.kwargs.items()):
+        if kwargs and not all(self.same(value, others[name]) for name, value in kwargs.items()):
             return False
         self.move[node] = other
         return True
@@ -67,9 +66,14 @@ class _Walk:
         if kind is Node:
             known = self.move.get(value)
             return known is other if known is not None else self._side(value, other)
-        if isinstance(value, _LISTS):
-            return len(value) == len(other) and all(map(self.same, value, other))
-        return bool(value == other)
+        if not isinstance(value, _LISTS):
+            return bool(value == other)
+        if len(value) != len(other):
+            return False
+        for item, theirs in zip(value, other, strict=True):  # a loop: this is the pass's innermost, and all() costs more
+            if not self.same(item, theirs):
+                return False
+        return True
 
     def _side(self, node: Node, other: Node) -> bool:
         """Inputs from outside: sizes, what is made of literals, or views up to a base."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import MODEL_FLOATS, filled_with, is_cast, op_name, operator_of
+from mla_fusion.graph.kinds import MODEL_FLOATS, filled_with, is_cast, is_mutating, op_name, operator_of
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.sizes import Binding, is_symbolic
 
@@ -104,17 +104,23 @@ _RENAMED: dict[str, Callable[..., Any]] = {
 }
 
 
-@dataclass(frozen=True)
 class Step:
-    call: Callable[..., Any]
-    args: Template
-    kwargs: Template
-    name: str
+    """One call; ``args`` and ``kwargs`` are templates, ``reads`` the slots in them."""
+
+    def __init__(self, call: Callable[..., Any], args: Template, kwargs: Template, name: str) -> None:
+        self.call, self.args, self.kwargs, self.name = call, args, kwargs, name
+        of_args = [_slots_in(arg) for arg in args]
+        of_kwargs = _slots_in(kwargs)
+        self.reads = [slot for slots in (*of_args, of_kwargs) for slot in slots]
+        self._open = [place for place, slots in enumerate(of_args) if slots]
+        self._is_keyed = bool(of_kwargs)
 
     def run(self, memory: list[Any]) -> Any:
+        args = list(self.args)
         try:
-            args = _fill(self.args, memory)
-            kwargs = _fill(self.kwargs, memory) if self.kwargs else {}
+            for place in self._open:
+                args[place] = _fill(args[place], memory)
+            kwargs = _fill(self.kwargs, memory) if self._is_keyed else self.kwargs
             return self.call(*args, **kwargs)
         except Exception as error:  # any operator may refuse a probe; that is an answer, not a crash
             return Failed(f"{self.name}: {error}")
@@ -142,6 +148,9 @@ class Program:
         self._binding = binding
         self._exact = exact
         self._shrink = shrink
+        self._inputs = len(inputs)
+        self._above: dict[frozenset[int], list[int]] = {}
+        self._in_place = any(is_mutating(node) for node in nodes)
         self._slots: dict[Node, Slot] = {node: Slot(i) for i, node in enumerate(inputs)}
         for alias, node in (aliases or {}).items():
             self._slots[alias] = self._slots[node]
@@ -169,13 +178,31 @@ class Program:
         """The floats that the steps hold."""
         return _floats([(step.args, step.kwargs) for step in self.steps])
 
-    def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        """Values of inputs and steps, by slot; a :class:`Failed` for each step that could not run."""
-        memory: list[Any] = list(inputs)
+    def run(self, inputs: Sequence[torch.Tensor], wanted: Iterable[int] | None = None) -> list[Any]:
+        """Values of inputs and steps, by slot; a :class:`Failed` for each step that could not run.
+
+        Where only some slots are ``wanted``, steps that have no part in them are left out (None).
+        """
+        memory: list[Any] = [*inputs, *[None] * len(self.steps)]
         with torch.no_grad():
-            for step in self.steps:
-                memory.append(step.run(memory))
+            for slot in range(len(memory)) if wanted is None or self._in_place else self.above(wanted):
+                if slot >= self._inputs:
+                    memory[slot] = self.steps[slot - self._inputs].run(memory)
         return memory
+
+    def above(self, slots: Iterable[int]) -> list[int]:
+        """The slots from which the values in ``slots`` are made, and these, in order."""
+        key = frozenset(slots)
+        known = self._above.get(key)
+        if known is not None:
+            return known
+        found, stack = set(), list(key)
+        while stack:
+            slot = stack.pop()
+            if slot not in found:
+                found.add(slot)
+                stack.extend(self.steps[slot - self._inputs].reads if slot >= self._inputs else ())
+        return self._above.setdefault(key, sorted(found))
 
     def _compile(self, node: Node) -> Step:
         name = op_name(node) or node.op
@@ -272,6 +299,14 @@ def _floats(template: Template) -> list[float]:
     if isinstance(template, (list, tuple)):
         return [value for item in template for value in _floats(item)]
     return []
+
+
+def _slots_in(template: Template) -> list[int]:
+    if isinstance(template, dict):
+        template = list(template.values())
+    if isinstance(template, (list, tuple)):
+        return [slot for item in template for slot in _slots_in(item)]
+    return [template.index] if isinstance(template, Slot) else []
 
 
 def _fill(template: Template, memory: list[Any]) -> Any:
