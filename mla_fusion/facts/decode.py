@@ -55,7 +55,7 @@ def _spell(total: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, tor
     None where one of them is not zero, whole, or one of two parts.
     """
     tolerance = _CLOSE * total.abs() + 1e-30
-    whole = (values - total).abs() <= tolerance
+    whole = (values - total).abs_() <= tolerance
     part = (values.abs() > tolerance).logical_and_(~whole)
     if not bool(part.any()):
         code = _codes(whole)
@@ -63,8 +63,8 @@ def _spell(total: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, tor
     share = torch.where(part, values, math.inf).amin(0)
     share = torch.where(share.isinf(), total, share)
     scale = tolerance + _CLOSE * share.abs()
-    is_first = ((values - share).abs() <= scale).logical_and_(part)
-    is_second = ((values - (total - share)).abs() <= scale).logical_and_(part).logical_and_(~is_first)
+    is_first = ((values - share).abs_() <= scale).logical_and_(part)
+    is_second = ((values - (total - share)).abs_() <= scale).logical_and_(part).logical_and_(~is_first)
     if not torch.equal(part, is_first | is_second):
         return None
     return _codes(whole | is_first), _codes(whole | is_second), share

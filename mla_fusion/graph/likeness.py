@@ -6,19 +6,13 @@ the second.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import Node
 
 from mla_fusion.graph.cone import Cone
 from mla_fusion.graph.contraction import Contraction
-from mla_fusion.graph.kinds import operator_of
 from mla_fusion.graph.sizes import is_symbolic
 from mla_fusion.graph.view import View, peel_table
-
-_LISTS = (list, tuple)
-
 
 def outline(view: View, product: Contraction, weight_is_left: bool) -> object:
     """Equal for products whose cones may be alike: found at once where :func:`likeness` must walk."""
@@ -49,30 +43,16 @@ class _Walk:
 
     def step(self, node: Node, other: Node) -> bool:
         """Take in a node that does to its inputs what ``other`` does to the counterparts of these."""
-        if operator_of(node) is not operator_of(other) or (node.op == "get_attr" and node.target != other.target):
+        call, inputs = self.view.call(node)
+        its, theirs = self.view.call(other)
+        if call != its:
             return False
-        kwargs, others = node.kwargs, other.kwargs
-        if not self.same(node.args, other.args) or kwargs.keys() != others.keys():
-            return False
-        if kwargs and not all(self.same(value, others[name]) for name, value in kwargs.items()):
-            return False
-        self.move[node] = other
-        return True
-
-    def same(self, value: Any, other: Any) -> bool:
-        kind = type(value)
-        if kind is not type(other):
-            return False
-        if kind is Node:
-            known = self.move.get(value)
-            return known is other if known is not None else self._side(value, other)
-        if not isinstance(value, _LISTS):
-            return bool(value == other)
-        if len(value) != len(other):
-            return False
-        for item, theirs in zip(value, other, strict=True):  # a loop: this is the pass's innermost, and all() costs more
-            if not self.same(item, theirs):
+        move = self.move
+        for one, another in zip(inputs, theirs, strict=True):
+            known = move.get(one)
+            if known is not another and (known is not None or not self._side(one, another)):
                 return False
+        move[node] = other
         return True
 
     def _side(self, node: Node, other: Node) -> bool:

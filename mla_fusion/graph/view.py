@@ -59,6 +59,7 @@ class View:
         self._members: dict[Node, list[Node]] = {}
         self._constant: set[Node] = set()
         self._plain: dict[Node, bool] = {}
+        self._calls: dict[Node, tuple[int, list[Node]]] = {}
         self._number: dict[Node, int] = {}
         self._in_steps: dict[Node, Contraction] = {}  # int8 products that plain nodes scale, by their last node
         self._inside_products: set[Node] = set()
@@ -66,9 +67,13 @@ class View:
         self._read()
 
     def _read(self) -> None:
+        calls: dict[Any, int] = {}
         numbers: dict[Any, int] = {}
         for node in self.nodes:
-            self._number[node] = numbers.setdefault(self._value_key(node), len(numbers))
+            inputs: list[Node] = []
+            call = calls.setdefault(self._call_key(node, inputs), len(calls))
+            self._calls[node] = call, inputs
+            self._number[node] = numbers.setdefault((call, *[self._number[each] for each in inputs]), len(numbers))
             self._sources[node] = sources = self._sources_of(node)
             if node not in sources:
                 for source in sources:
@@ -138,27 +143,26 @@ class View:
             return True
         return base in self._constant or any(self._sources[base] & self._sources[arg] for arg in others)
 
-    def _value_key(self, node: Node) -> Any:
-        """Equal for nodes that compute the same value; a node in it is its number, a literal is (type, literal)."""
+    def _call_key(self, node: Node, inputs: list[Node]) -> Any:
+        """Equal for nodes that do the same to their inputs, which are added to ``inputs``; a literal is (type, literal).
+
+        What has an effect, or is random, is like nothing else.
+        """
         operator = operator_of(node)
         if not operator.name or operator.effect or operator.random:
             return node.op, node.target if node.op == "get_attr" else node
         try:
-            key = [operator, *map(self._numbered, node.args)]
+            key = [operator, *[_literal(arg, inputs) for arg in node.args]]
             if node.kwargs:
-                key += [(name, self._numbered(node.kwargs[name])) for name in sorted(node.kwargs)]
+                key += [(name, _literal(node.kwargs[name], inputs)) for name in sorted(node.kwargs)]
             return tuple(key)
         except TypeError:
+            inputs.clear()
             return node
 
-    def _numbered(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is Node:
-            return self._number[value]
-        if kind in _SEQUENCES:
-            return tuple(map(self._numbered, value))
-        hash(value)
-        return kind, value
+    def call(self, node: Node) -> tuple[int, list[Node]]:
+        """A number, equal for nodes that do the same to their inputs, and these in order."""
+        return self._calls[node]
 
     def same(self, a: Node, b: Node) -> bool:
         return self._number[a] == self._number[b]
@@ -215,6 +219,18 @@ class View:
         other = copy(self)
         other.__dict__["binding"] = binding
         return other
+
+
+def _literal(value: Any, inputs: list[Node]) -> Any:
+    """What an argument holds beside nodes; hashable, or TypeError."""
+    kind = type(value)
+    if kind is Node:
+        inputs.append(value)
+        return Node
+    if kind in _SEQUENCES:
+        return tuple([_literal(item, inputs) for item in value])
+    hash(value)
+    return kind, value
 
 
 def is_sign_constant(node: Node) -> bool:
