@@ -139,8 +139,9 @@ class Decoder:
             run = self.cone.run(large * codes.bitwise_and(1 << bit).bool(), self.bases, nodes)
             for node in nodes:
                 value, total = run[self.cone.slot(node)], self._value(node)
-                fits = _is_real(value) and value.shape == total.shape
-                values[node].append(value if fits else torch.full_like(total, math.nan))
+                if not _is_real(value) or value.shape != total.shape:
+                    value = torch.full_like(total, math.nan)
+                values[node].append(value)
         return {node: torch.stack(each) for node, each in values.items()}
 
     def _steady(self, nodes: list[Node]) -> set[Node]:

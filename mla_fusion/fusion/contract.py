@@ -37,7 +37,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
     def like(*shape: Any, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return x.new_empty(shape, dtype=dtype)
 
-    of_down, of_up = q.down.weight.meta["val"].dtype, q.up_nope.weight.meta["val"].dtype
+    of_down, of_up = (torch.bfloat16 if side.quantised is None else torch.int8 for side in (q.down, q.up_nope))
     arguments: dict[str, Any] = {
         "token_x": x,
         "weight_dq": like(x.shape[-1], len(q.norm.columns), dtype=of_down),

@@ -107,7 +107,7 @@ def _matrix(b: Builder, projection: Projection) -> Any:
     """The weight as [in, out]; of several pieces, side by side."""
     if projection.pieces:
         return b.call(aten.cat.default, [_matrix(b, piece) for piece in projection.pieces], 1)
-    weight, labels = b.value(projection.weight), projection.weight_labels
+    weight, labels = _operand(b, projection.weight), projection.weight_labels
     order = [labels.index(label) for label in (*projection.batch, *projection.summed, *projection.column_labels)]
     order = [axis for axis in range(len(labels)) if axis not in order] + order
     if len(order) == 2:
@@ -116,6 +116,12 @@ def _matrix(b: Builder, projection: Projection) -> Any:
         weight = b.call(aten.permute.default, weight, order)
     shape = projection.weight.meta["val"].shape
     return b.reshape(weight, [shape[axis] for axis in order[-2:]])
+
+
+def _operand(b: Builder, weight: Node) -> Any:
+    """As the kernel multiplies it: a model that adds up in float32 widens its bfloat16 weights."""
+    value = b.value(weight)
+    return value if b.dtype(value) == torch.int8 else b.cast(value, torch.bfloat16)
 
 
 def _scale_matrix(b: Builder, projection: Projection) -> Any:
@@ -231,7 +237,7 @@ def _absorbed(b: Builder, absorb: AbsorbFact) -> Any:
 
 def _heads(b: Builder, absorb: AbsorbFact) -> Any:
     """[heads, D, Hckv]"""
-    weight = b.value(absorb.weight)
+    weight = _operand(b, absorb.weight)
     if absorb.to_ndc != tuple(range(len(absorb.to_ndc))):
         weight = b.call(aten.permute.default, weight, list(absorb.to_ndc))
     return b.reshape(weight, (absorb.heads, absorb.nope_dim, absorb.latent_dim))

@@ -93,7 +93,7 @@ CODES: dict[str, tuple[str, str]] = {
         "and an int8 query.",
     ),
     "dtype.region": (
-        "A product is not of bfloat16, or a value between products is of neither bfloat16 nor float32.",
+        "A product is not of bfloat16 numbers, or a value between products is of neither bfloat16 nor float32.",
         "Run the model in bfloat16.",
     ),
     "scale.unequal": (

@@ -142,8 +142,8 @@ def _dtypes(view: View, candidate: Candidate) -> None:
         roles = (("activation", item.activation, operand), ("weight", item.weight, operand))
         for role, node, wanted in (*roles, ("product", item.node, torch.bfloat16)):
             dtype = node.meta["val"].dtype
-            if role == "product" and item.quantised is not None and dtype == torch.float32:
-                continue  # as the kernel has it
+            if dtype == torch.float32 and (role == "product" or _holds_bfloat16(node)):
+                continue  # the kernel adds up in float32 too; a product of float32 operands has those refused
             if dtype != wanted:
                 names = [str(kind).removeprefix("torch.") for kind in (dtype, wanted)]
                 raise Refuse("dtype.region", f"{role} {node.name} is {names[0]}, the kernel takes {names[1]}", (node,))
@@ -154,6 +154,12 @@ def _dtypes(view: View, candidate: Candidate) -> None:
                 continue  # wider than the kernel's float32
             found = str(value.dtype).removeprefix("torch.")
             raise Refuse("dtype.region", f"{node.name} is {found}", (node,))
+
+
+def _holds_bfloat16(node: Node) -> bool:
+    """Are the numbers, though in a wider dtype, bfloat16's?"""
+    dtypes = (above.meta["val"].dtype for above in ancestry(node))
+    return next((dtype for dtype in dtypes if dtype not in (torch.float32, torch.float64)), None) == torch.bfloat16
 
 
 def _region(candidate: Candidate) -> Iterator[Node]:

@@ -130,7 +130,7 @@ def _draw(view: View, plan: Plan, seed: int) -> dict[Node, torch.Tensor]:
         elif value.dtype == torch.int8:
             drawn = (_INT8 * drawn).clamp(-127, 127)
         elif node in weights:
-            drawn = drawn / 32
+            drawn = (drawn / 32).bfloat16()  # what a wider weight holds too
         elif node in scales:
             drawn = (1 + drawn / 8) / (32 * _INT8)
         elif q.down.quantised is not None and node is q.down.quantised.token_scale:

@@ -14,6 +14,7 @@ from mla_fusion.graph.contraction import Contraction
 from mla_fusion.graph.sizes import is_symbolic
 from mla_fusion.graph.view import View, peel_table
 
+
 def outline(view: View, product: Contraction, weight_is_left: bool) -> object:
     """Equal for products whose cones may be alike: found at once where :func:`likeness` must walk."""
     members = tuple([id(node.target) for node in view.members(product.node)])

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73)
+_FEW = (3, 4, 2)
 
 
 _SYMBOLIC = frozenset((torch.SymInt, torch.SymFloat, torch.SymBool))
@@ -34,7 +35,7 @@ def same_shape(a: Iterable[Any], b: Iterable[Any]) -> bool:
 
 
 class Binding:
-    """Binds each symbol to a small prime that no literal of the graph equals.
+    """Binds each symbol to a small prime that no literal of the graph equals, where it can be as large.
 
     A slice ``[:8]`` of a token axis whose example size was 8 is then told apart from the whole axis.
     """
@@ -83,8 +84,13 @@ class Binding:
         expr = self._expr(value)
         for symbol in sorted(getattr(expr, "free_symbols", ()), key=str):
             if symbol not in self._bound:
-                self._bound[symbol] = self._free[len(self._bound) % len(self._free)]
+                self._bound[symbol] = self._pick(value.node.shape_env.bound_sympy(symbol).upper)
         return int(expr.subs(self._bound)) if hasattr(expr, "subs") else int(expr)
+
+    def _pick(self, largest: Any) -> int:
+        """A prime that stands for no other symbol; less where the graph runs for no more (``cache[:batch]``)."""
+        fit = [number for number in (*self._free, *_FEW) if number <= largest] or [int(largest)]
+        return next((number for number in fit if number not in self._bound.values()), fit[0])
 
     def number(self, value: Any) -> Any:
         if isinstance(value, torch.SymFloat):

@@ -144,7 +144,7 @@ class View:
         return base in self._constant or any(self._sources[base] & self._sources[arg] for arg in others)
 
     def _call_key(self, node: Node, inputs: list[Node]) -> Any:
-        """Equal for nodes that do the same to their inputs, which are added to ``inputs``; a literal is (type, literal).
+        """Equal for nodes that do the same to their inputs, which go to ``inputs``; a literal is (type, literal).
 
         What has an effect, or is random, is like nothing else.
         """

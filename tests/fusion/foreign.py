@@ -371,6 +371,23 @@ def three_indices(self: Any, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, 
     kr_cache.index_put_(place, k_pe)
 
 
+class WideLinear(nn.Linear):
+    """Weights held in bfloat16, sums in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.float(), self.weight.float()).to(x.dtype)
+
+
+class WideProducts(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in (self.q_a_proj, self.q_b_proj, self.kv_a_proj_with_mqa):
+            layer.__class__ = WideLinear
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        return torch.einsum("tnd,ndc->tnc", q_nope.float(), self.w_uk().float()).bfloat16()
+
+
 FOREIGN: dict[str, tuple[Make, Args, str]] = {
     **{
         body.__name__: (based(body.__name__, rotate=body), s.paged_args, IN_PLACE)
@@ -402,7 +419,7 @@ FOREIGN: dict[str, tuple[Make, Args, str]] = {
     "three_indices": (based("three_indices", write=three_indices), s.paged_args, IN_PLACE),
     **{
         model.__name__: (model, s.paged_args, IN_PLACE)
-        for model in (TokensLast, WholeHeads, MatrixPerHead, LinearPerHead, GroupsApart)
+        for model in (TokensLast, WholeHeads, MatrixPerHead, LinearPerHead, GroupsApart, WideProducts)
     },
     "Megatron": (Megatron, sequence_first, IN_PLACE),
     "Functional": (Functional, batches, IN_PLACE),

@@ -161,6 +161,30 @@ def sequences() -> tuple[Tensor, ...]:
     return x.view(2, 3, HE), cos[:3], sin[:3], *past
 
 
+class FourSequences(Base):
+    """Buffers for so many at most, of which a batch takes the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kv_cache", torch.zeros(4, 16, HCKV, dtype=torch.bfloat16))
+        self.register_buffer("kr_cache", torch.zeros(4, 16, DR, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        batch, c, sn = len(x), cos.view(1, 1, 1, DR), sin.view(1, 1, 1, DR)
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        q_pe, k_pe = rotated(q_pe, c, sn), rotated(k_pe.unsqueeze(2), c, sn)
+        self.kv_cache[:batch, 5:6], self.kr_cache[:batch, 5:6] = c_kv, k_pe.squeeze(2)
+        query = torch.einsum("bsnd,ndc->bsnc", q_nope, self.w_uk())
+        of_latent = torch.einsum("bsnc,btc->bsnt", query, self.kv_cache[:batch, :6])
+        return of_latent + torch.einsum("bsnr,btr->bsnt", q_pe, self.kr_cache[:batch, :6])
+
+
+def two_of_four() -> tuple[Tensor, ...]:
+    x, cos, sin, *_ = s.paged_args(2)
+    return x.view(2, 1, HE), cos[0], sin[0]
+
+
 class ScaledByPosition(RowsInPlace):
     """The whole query, by a factor that grows with the position, before W_uk."""
 
@@ -246,6 +270,7 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], Args, str]] = {
     **{model.__name__: (model, row_args, STAGED) for model in (RowsInPlace, PairsInPlace, KeyFirst, NormsInPlace)},
     **{model.__name__: (model, sequences, STAGED) for model in (HeadsFirst, CountedPositions, CountedPairs)},
     "CutAgain": (CutAgain, s.paged_args, IN_PLACE),
+    "FourSequences": (FourSequences, two_of_four, STAGED),
     "exchanged": (assembling(exchanged), row_args, STAGED),
 }
 

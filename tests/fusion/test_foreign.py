@@ -13,7 +13,21 @@ import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 
 from . import spellings as s
-from .foreign import FOREIGN, H, Make, based, by_einsum, by_scale, half, matrices, norm, rotated, wide, zero_rows
+from .foreign import (
+    FOREIGN,
+    H,
+    Make,
+    WideProducts,
+    based,
+    by_einsum,
+    by_scale,
+    half,
+    matrices,
+    norm,
+    rotated,
+    wide,
+    zero_rows,
+)
 from .harness import assert_as_exact, clones, compiled, outcome
 from .spellings import BLOCK_SIZE, DR, HCKV, D
 from .variants import IN_PLACE, STAGED
@@ -176,7 +190,25 @@ def stat_of_576(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return c_kv * scale * self.kv_a_layernorm.weight, k_pe
 
 
+class WideNorm(s.HfNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class LatentKeptWide(WideProducts):
+    """The normed latent is float32 when it meets W_uq_qr; the kernel rounds it first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a_layernorm.__class__ = WideNorm
+
+    def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return super().split(q.bfloat16())
+
+
 MISSES: dict[str, tuple[Make, str]] = {
+    "latent_kept_wide": (LatentKeptWide, "dtype.region"),
     # the rotation
     "k_turned_back": (based("m", rotate_q=by_einsum, rotate_k=turned("csnc")), "rope.tables_differ"),
     "k_swapped": (based("m", rotate_q=by_einsum, rotate_k=turned("nccs")), "rope.tables_differ"),

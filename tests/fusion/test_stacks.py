@@ -30,7 +30,7 @@ def test_device_form(name: str) -> None:
     assert outcome(mf.fuse(gm)) == placement
 
 
-@pytest.mark.parametrize("name", ["RowsInPlace", "HeadsFirst"])
+@pytest.mark.parametrize("name", ["RowsInPlace", "HeadsFirst", "FourSequences"])
 def test_symbolic_sizes(name: str) -> None:
     torch.manual_seed(0)
     model, args, placement = STACKS[name]
