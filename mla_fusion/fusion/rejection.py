@@ -69,6 +69,10 @@ CODES: dict[str, tuple[str, str]] = {
         "A projection is quantised with a scale fixed ahead of time; the kernel quantises per token.",
         "Use npu_dynamic_quant and pass its scale as pertoken_scale.",
     ),
+    "quant.weights_only": (
+        "A weight is int8 and what it multiplies is not (W8A16); the kernel has no such mode.",
+        "Quantise the activation too (npu_dynamic_quant), or hold the weight in bfloat16.",
+    ),
     "quant.dynamic": (
         "c_q is taken to int8 and multiplied, but not as the kernel does it: round(c_q * 127 / max|c_q|) of each "
         "token, and the product times max|c_q| / 127 and one scale per column.",

@@ -105,6 +105,9 @@ def _int8_input(view: View, item: Projection) -> tuple[object, ...]:
 def _scales(view: View, item: Projection) -> None:
     quantised = item.quantised
     assert quantised is not None
+    if item.activation.meta["val"].dtype != torch.int8:
+        detail = f"{item.node.name} multiplies {item.activation.name} by {item.weight.name}"
+        raise Refuse("quant.weights_only", detail, (item.node, item.weight))
     if quantised.token_scale is None:
         raise Refuse("quant.static", f"{item.node.name} has no pertoken_scale", (item.node,))
     if quantised.offset is not None:

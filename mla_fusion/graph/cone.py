@@ -168,9 +168,7 @@ class Cone:
         flat[self.codes.reshape(-1)] = probe.reshape(-1)
         return flat.reshape(self.tokens, self.width)
 
-    def run(
-        self, probe: torch.Tensor, bases: list[torch.Tensor], wanted: Iterable[Node] | None = None
-    ) -> list[object]:
+    def run(self, probe: torch.Tensor, bases: list[torch.Tensor], wanted: Iterable[Node] | None = None) -> list[object]:
         """Values by slot; of nothing but what is ``wanted`` and what that is made of, where anything is."""
         return self.program.run([probe, *bases], None if wanted is None else map(self.slot, wanted))
 

@@ -209,6 +209,15 @@ def _quant_matmul(node: Node) -> Contraction | None:
     return replace(made, bias=bias, scales=Scales(weight, token, offset))
 
 
+def _weight_quant_batchmatmul(node: Node) -> Contraction | None:
+    """A float activation by an int8 weight."""
+    made = _matmul(node)
+    if made is None or made.right.meta["val"].dtype != torch.int8:
+        return None
+    weight, offset = argument(node, "antiquant_scale"), argument(node, "antiquant_offset")
+    return replace(made, bias=argument(node, "bias"), scales=Scales(weight, None, offset))
+
+
 _PERMS = (("perm_x1", (0, 1, 2)), ("perm_x2", (0, 1, 2)), ("perm_y", (1, 0, 2)))
 
 _READERS = {
@@ -223,4 +232,5 @@ _READERS = {
     "npu::npu_transpose_batchmatmul": _transpose_batchmatmul,
     "npu::npu_linear": _linear,
     "npu::npu_quant_matmul": _quant_matmul,
+    "npu::npu_weight_quant_batchmatmul": _weight_quant_batchmatmul,
 }

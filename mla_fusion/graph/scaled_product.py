@@ -1,15 +1,16 @@
-"""An int8 product written in steps: integers multiplied, then brought to scale by multiplications.
+"""A product with an int8 weight, written in steps: numbers multiplied, then brought to scale by multiplications.
 
 ``(x_int8 @ w_int8).float() * token_scale * weight_scale``, the product in int32 or in floats, the scales in any order,
 one by one or multiplied beforehand; npu_quant_matmul without a token scale, which comes after. Only where each step is
-read by the next alone is it one product. What the token scale is worth is not decided here.
+read by the next alone is it one product. What the token scale is worth is not decided here, nor whether the activation
+must be int8 too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Node
@@ -33,9 +34,10 @@ def read(product: Contraction) -> Contraction | None:
     if product.bias is not None or product.factors[0] != 1.0 or node.meta["val"].dtype not in _SUMS:
         return None
     weight = _int8_weight(product.right, product.right_labels)
-    if weight is None or not _is_linear(product) or not _int8_activations(product.left):
+    rows = _int8_activations(product.left) or _float_activations(product.left)
+    if weight is None or not _is_linear(product) or not rows:
         return None
-    steps = _Steps(node, width=node.meta["val"].shape[-1])
+    steps = _Steps(node, node.meta["val"].shape[-1], is_int8=rows[0].meta["val"].dtype == torch.int8)
     if given is not None:
         if given.token is not None or given.offset is not None:
             return None
@@ -44,15 +46,16 @@ def read(product: Contraction) -> Contraction | None:
     steps.walk()
     if steps.weight is None or (steps.token is None and given is not None) or len(steps.nodes) < 2:
         return None
-    return _whole(product, weight, steps)
+    return _whole(product, rows, weight, steps)
 
 
 @dataclass
 class _Steps:
-    """nodes: the bare product and what it becomes, as far as it was followed."""
+    """nodes: the bare product and what it becomes, as far as it was followed; ``is_int8``: is the activation?"""
 
     first: Node
     width: Any
+    is_int8: bool
     nodes: list[Node] = field(default_factory=list)
     weight: Node | None = None
     token: Node | None = None
@@ -66,7 +69,7 @@ class _Steps:
             if user is None or not self._takes(user):
                 break
             self.nodes.append(user)
-        while len(self.nodes) > 1 and is_reshape(self.nodes[-1]):
+        while len(self.nodes) > 1 and _keeps_order(self.nodes[-1]):
             self.nodes.pop()
 
     @property
@@ -76,7 +79,7 @@ class _Steps:
 
     @property
     def _complete(self) -> bool:
-        return self.weight is not None and self.token is not None
+        return self.weight is not None and (self.token is not None or not self.is_int8)
 
     def _takes(self, user: Node) -> bool:
         """Is the reader one more step?"""
@@ -85,8 +88,8 @@ class _Steps:
             return False
         if is_cast(user):
             return value.dtype in _WIDE and not (self._complete and self.dtype == torch.bfloat16)
-        if is_reshape(user):
-            return not self._complete and same(value.shape[-1] if value.dim() else 0, self.width)
+        if _keeps_order(user):
+            return not self._complete and same(_row(value), self.width)
         return value.dtype in _WIDE and self._scales(user)
 
     def _scales(self, user: Node) -> bool:
@@ -154,30 +157,65 @@ def _ones(shape: Sequence[Any]) -> bool:
 
 def _is_linear(product: Contraction) -> bool:
     """Rows by a matrix, the columns last."""
-    left, right, out = product.left_labels, product.right_labels, product.out_labels
+    left, out = product.left_labels, product.out_labels
+    right = _longer(product.right_labels, product.right.meta["val"].shape)
     return len(right) == 2 and len(left) > 1 and left[-1] in right and out[:-1] == left[:-1] and out[-1] in right
 
 
 def _int8_weight(node: Node, labels: Labels) -> tuple[Node, Labels] | None:
     """The int8 matrix that the operand is a cast of, and its labels."""
-    while node.meta["val"].dtype != torch.int8:
+    labels = _longer(labels, node.meta["val"].shape)
+    if len(labels) != 2:
+        return None
+    while node.meta["val"].dtype != torch.int8 or node.meta["val"].dim() != 2:
         source = node.args[0] if node.args else None
         if not isinstance(source, Node) or node.meta["val"].dtype not in _HOLD_INT8:
             return None
-        if _swaps(node):
-            labels = labels[::-1]
+        moved = _moved(node)
+        if moved is not None:
+            labels = labels if moved == tuple(sorted(moved)) else labels[::-1]
+        elif is_reshape(node):
+            value, above = node.meta["val"], source.meta["val"]
+            if not same_shape(_longer(value.shape, value.shape), _longer(above.shape, above.shape)):
+                return None
         elif not is_cast(node):
             return None
         node = source
     return node, labels
 
 
-def _swaps(node: Node) -> bool:
-    """Does the node transpose a matrix?"""
-    name = op_name(node)
+_Item = TypeVar("_Item")
+
+
+def _longer(items: Sequence[_Item], shape: Sequence[Any]) -> tuple[_Item, ...]:
+    """Those that belong to axes longer than one: einsum puts in others and moves them about."""
+    return tuple(item for item, size in zip(items, shape, strict=True) if not same(size, 1))
+
+
+def _moved(node: Node) -> tuple[int, ...] | None:
+    """Of a permutation, where its axes longer than one come from."""
+    name, source = op_name(node), node.args[0] if node.args else None
+    if not isinstance(source, Node) or name not in ("aten::permute", "aten::transpose", "aten::t"):
+        return None
+    shape = source.meta["val"].shape
+    order = list(range(len(shape)))
+    arguments: list[Any] = [*node.args[1:], 0, 1]
     if name == "aten::permute":
-        return list(node.args[1]) in ([1, 0], [-1, -2])  # type: ignore[arg-type]
-    return name in ("aten::t", "aten::transpose") and len(node.meta["val"].shape) == 2
+        order = [axis % len(shape) for axis in arguments[0]]
+    elif len(order) > 1:
+        a, b = arguments[:2]
+        order[a], order[b] = order[b], order[a]
+    return _longer(order, [shape[axis] for axis in order])
+
+
+def _keeps_order(node: Node) -> bool:
+    moved = _moved(node)
+    return is_reshape(node) if moved is None else moved == tuple(sorted(moved))
+
+
+def _row(value: torch.Tensor) -> Any:
+    """The length of the last axis, of those longer than one."""
+    return (1, *_longer(value.shape, value.shape))[-1]
 
 
 def _int8_activations(node: Node) -> list[Node]:
@@ -190,21 +228,30 @@ def _int8_activations(node: Node) -> list[Node]:
         source = node.args[0] if node.args else None
         if not isinstance(source, Node) or value.dtype not in _HOLD_INT8:
             return found
-        if not (is_reshape(node) or (is_cast(node) and not found)):
+        if not (_keeps_order(node) or (is_cast(node) and not found)):
             return found
-        if not same(source.meta["val"].shape[-1], value.shape[-1]):
+        if not same(_row(source.meta["val"]), _row(value)):
             return found
         node = source
 
 
-def _whole(product: Contraction, weight: tuple[Node, Labels], steps: _Steps) -> Contraction | None:
-    """The product whose rows are arranged as the scaled result's are; None where no int8 tensor is."""
+def _float_activations(node: Node) -> list[Node]:
+    """Of a product whose weight alone is int8: the rows as they are before and after being reshaped."""
+    found = [node] if node.meta["val"].is_floating_point() else []
+    while found and _keeps_order(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+        found.append(node)
+    return found
+
+
+def _whole(product: Contraction, rows: list[Node], weight: tuple[Node, Labels], steps: _Steps) -> Contraction | None:
+    """The product whose rows are arranged as the scaled result's are; None where none of ``rows`` is."""
     *inside, last = steps.nodes
     lead = last.meta["val"].shape[:-1]
     summed = product.left_labels[-1]
     names = {summed: _ROW, product.out_labels[-1]: _COLUMN}
     node, labels = weight
-    for left in _int8_activations(product.left):
+    for left in rows:
         if same_shape(left.meta["val"].shape[:-1], lead):
             tokens = tuple(range(len(lead)))
             assert steps.weight is not None

@@ -112,6 +112,14 @@ def as_linear(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
     return F.linear(values.float(), matrix.t().float())
 
 
+def by_einsum(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
+    return torch.einsum("ti,io->to", values.int(), matrix.int())
+
+
+def by_einsum_turned(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
+    return torch.einsum("...i,oi->...o", values.float(), matrix.t().float())
+
+
 def product_in_bfloat16(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
     return values.bfloat16() @ matrix.bfloat16()
 
@@ -203,6 +211,8 @@ LINEARS: dict[str, type[PlainLinear]] = {
     "clamped": linear_of("l", quantise=clamped, multiply=in_int32),
     "by_both_ends": linear_of("l", quantise=by_both_ends, multiply=in_float32),
     "by_norm": linear_of("l", quantise=by_norm, bring_back=by_outer_product),
+    "by_einsum": linear_of("l", multiply=by_einsum),
+    "by_einsum_turned": linear_of("l", multiply=by_einsum_turned),
     "in_bfloat16": linear_of("l", quantise=in_bfloat16, multiply=as_linear),
     "half_away": linear_of("l", quantise=half_away, bring_back=columns_first),
     "by_reciprocal": linear_of("l", quantise=by_reciprocal, multiply=product_in_bfloat16),

@@ -45,6 +45,26 @@ class Biased(Full):
     linear = BiasedLinear
 
 
+class WeightOnlyLinear(QuantLinear):
+    """W8A16, as gpt-fast writes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.to(x.dtype)) * self.scale.to(x.dtype)
+
+
+class WeightOnlyOperator(QuantLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return npu.npu_weight_quant_batchmatmul(x, self.weight, self.scale.to(x.dtype))
+
+
+class WeightsOnly(Full):
+    linear = WeightOnlyLinear
+
+
+class WeightsOnlyByOperator(Full):
+    linear = WeightOnlyOperator
+
+
 class OneScale(Full):
     linear = OneScaleLinear
 
@@ -139,6 +159,8 @@ def one_int8_cache_args() -> tuple[Tensor, ...]:
 # name: (code, model, arguments)
 REFUSED: dict[str, tuple[str, Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
     "static": ("quant.static", Static, paged_args),
+    "weights_only": ("quant.weights_only", WeightsOnly, paged_args),
+    "weights_only_by_operator": ("quant.weights_only", WeightsOnlyByOperator, paged_args),
     "biased": ("linear.bias", Biased, paged_args),
     "one_scale": ("quant.scale", OneScale, paged_args),
     "query_latent_alone": ("quant.mixed", QueryLatentAlone, paged_args),
