@@ -24,6 +24,7 @@ _KERNEL_MODE = {"PA": "PA_BSND", "PA_BNSD": "PA_BSND", "PA_NZ": "PA_NZ"}
 class KvOperatorFact:
     """One such node. ``hidden_write`` (v1): the caches change though the schema does not say so.
 
+    gives_rows           are the new rows among its results (``is_output_kv``)?
     kv_scale, kr_scale   multiplied onto the rows before they are rounded to int8; None: rows are cast
     other                an argument that the kernel has no counterpart of (an offset, a separate v), or None
     """
@@ -40,6 +41,7 @@ class KvOperatorFact:
     cache_mode: str | None
     results: tuple[int, int, int, int]
     hidden_write: bool
+    gives_rows: bool
     kv_scale: Node | None
     kr_scale: Node | None
     other: str | None
@@ -64,6 +66,7 @@ def find(view: View) -> list[KvOperatorFact]:
                 cache_mode=_KERNEL_MODE.get(argument(node, "cache_mode", "Norm")),
                 results=_RESULTS[name],
                 hidden_write=name.endswith("cache"),
+                gives_rows=bool(argument(node, "is_output_kv", False)),
                 kv_scale=argument(node, "c_kv_scale"),
                 kr_scale=argument(node, "k_rope_scale"),
                 other=next((name for name in foreign if argument(node, name) is not None), None),

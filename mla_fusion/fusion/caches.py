@@ -227,10 +227,13 @@ class CachePlanner:
         inputs = [self._input_of_operator(operator.node, cache) for cache in (operator.kv_cache, operator.kr_cache)]
         parts = {node.args[1]: node for node in operator.node.users if is_getitem(node) and live_users(node)}
         k_pe, c_kv, kr, kv = operator.results
-        for index, name in ((k_pe, "k_pe"), (c_kv, "c_kv")):
-            if index in parts:
-                raise Refuse("reader.latent", f"{parts[index].name} reads the new {name} rows", (parts[index],))
         found: list[Replacement] = []
+        for index, name, width in ((k_pe, "k_pe", self.candidate.key.rope_dim), (c_kv, "c_kv", self._latent_dim)):
+            if index in parts:
+                if not operator.gives_rows or operator.cache_mode != "PA_BSND" or operator.kv_scale is not None:
+                    raise Refuse("reader.latent", f"{parts[index].name} reads the new {name} rows", (parts[index],))
+                shape = (*token_x.meta["val"].shape[:-1], width)
+                found += whole_readers(parts[index], name, shape, same_shape)
         for index, name, cache in ((kv, "kv_cache", operator.kv_cache), (kr, "kr_cache", operator.kr_cache)):
             if index in parts:
                 found += whole_readers(parts[index], name, cache.meta["val"].shape, same_shape)
@@ -247,6 +250,10 @@ class CachePlanner:
             scales[1],
         )
         return Placement(in_place, tuple(found), query)
+
+    @property
+    def _latent_dim(self) -> int:
+        return len(self.candidate.key.columns)
 
     def _input_of_operator(self, operator: Node, cache: Node) -> Node:
         """The graph input that the operator writes to: its operand itself, or what a wrapper can view so."""

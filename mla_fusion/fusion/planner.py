@@ -26,6 +26,8 @@ from mla_fusion.graph.view import View, ancestry, peel
 
 _SLOTS_ASSUMED = "slots are non-negative and distinct (the kernel skips negative slots, index_put wraps them)"
 
+_ROWS_READ_BACK = "the new rows are read back from the caches: of a token without a slot nobody reads them"
+
 _IDENTITY = "q_nope is taken through weight_uk = [I | 0] (Config.unabsorbed is 'identity')"
 
 
@@ -145,6 +147,7 @@ class Planner:
                 raise Refuse("cache.staging_forbidden", caches.reason, self.candidate.nodes[-2:])
             of_caches = [r for name in ("c_kv", "k_pe") for r in self.trees[name].replacements(name, shapes[name])]
         slots_given = isinstance(caches, InPlace) and k.operator is None
+        read_back = isinstance(caches, InPlace) and any(item.output in ("c_kv", "k_pe") for item in of_caches)
         ratio = same_table(self.view, q.rope.cos, k.cos)
         assert ratio is not None  # judged
         return Plan(
@@ -160,7 +163,15 @@ class Planner:
             k.scale / placement.query.ratio if placement.query is not None else k.scale,
             (*replacements, *normed, *of_caches),
             frozenset({"query_rope", "k_pe"}) if interleaved else frozenset(),
-            ((_SLOTS_ASSUMED,) if slots_given else ()) + ((_IDENTITY,) if query == "q_nope" else ()),
+            tuple(
+                text
+                for text, taken in (
+                    (_SLOTS_ASSUMED, slots_given),
+                    (_ROWS_READ_BACK, read_back),
+                    (_IDENTITY, query == "q_nope"),
+                )
+                if taken
+            ),
         )
 
     def _of_normed(self, name: str, shape: tuple[int, ...], ups: list[Node]) -> list[Replacement]:

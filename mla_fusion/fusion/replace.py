@@ -93,10 +93,12 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
         **attributes(plan),
     )
     results = {name: _item(b, fused, place) for place, name in enumerate(RESULTS) if name in _used(plan)}
-    if not isinstance(plan.caches, InPlace):
-        for name, made, width in (("c_kv", "kv_cache", len(k.columns)), ("k_pe", "kr_cache", k.rope_dim)):
-            if made in results:  # rows that nobody reads are not asked for
-                results[name] = b.reshape(results.pop(made), (*lead, width))
+    asked = {replacement.output for replacement in plan.replacements}
+    for name, made, width in (("c_kv", "kv_cache", len(k.columns)), ("k_pe", "kr_cache", k.rope_dim)):
+        if name in asked and index:
+            results[name] = rows.written(b, results[made], index["cache_index"], (*lead, width))
+        elif name in asked:
+            results[name] = b.reshape(results.pop(made), (*lead, width))
     if not isinstance(q.absorb, AbsorbFact):
         results["q_nope"] = b.call(aten.slice.Tensor, results.pop("query"), -1, 0, q.absorb.nope_dim)
     for name in plan.interleave & results.keys():

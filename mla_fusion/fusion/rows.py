@@ -72,6 +72,17 @@ def slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
     return b.once(("slots", slots, tuple(map(str, lead))), build)
 
 
+def written(b: Builder, cache: Any, slots: Any, shape: Sequence[Any]) -> Any:
+    """The new rows, read back from where the kernel wrote them; of a skipped token (slot below 0) some other row."""
+    flat = b.call(aten.reshape.default, cache, [-1, shape[-1]])
+
+    def places(b: Builder) -> Any:
+        return b.call(aten.clamp_min.default, b.call(aten.reshape.default, slots, [-1]), 0)
+
+    index = b.once(("places", slots), places)
+    return b.reshape(b.call(aten.index_select.default, flat, 0, index), shape)
+
+
 def buffer(b: Builder, x: Any, lead: Sequence[Any], width: int) -> Any:
     """Room for the new rows, [B, S, 1, width] or [T, 1, width] in bfloat16; every row is written."""
     dtype = {} if b.dtype(x) == torch.bfloat16 else {"dtype": torch.bfloat16}

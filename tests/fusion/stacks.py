@@ -161,6 +161,51 @@ def sequences() -> tuple[Tensor, ...]:
     return x.view(2, 3, HE), cos[:3], sin[:3], *past
 
 
+class RowsOfOperator(s.NpuOperators):
+    """The cache operator gives the new rows out as well (``is_output_kv``), and the model reads them."""
+
+    def rows(self, x: Tensor, c: Tensor, sn: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Any:
+        latent, norm = self.kv_a_proj_with_mqa(x).view(-1, 1, 1, ROW), self.kv_a_layernorm
+        given = latent, norm.weight, c, sn, slots, kr_cache, kv_cache
+        if self.version == 2:
+            mode = {"cache_mode": "PA_BNSD", "is_output_kv": True}
+            return torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2(*given, epsilon=norm.eps, **mode)
+        return torch.ops.npu.npu_kv_rmsnorm_rope_cache(
+            *given, epsilon=norm.eps, cache_mode="PA", is_output_kv=self.is_output_kv
+        )[2:]
+
+    is_output_kv = True
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Any:
+        c, sn = cos.view(-1, 1, 1, DR), sin.view(-1, 1, 1, DR)
+        q_nope, q_pe = self.query(x)
+        q_pe = torch.ops.npu.npu_interleave_rope(q_pe.unsqueeze(2), c, sn).squeeze(2)
+        k_pe, c_kv = self.rows(x, c, sn, kv_cache, kr_cache, slots)
+        return s.attend(self.absorb(q_nope), q_pe, c_kv.view(-1, HCKV), k_pe.view(-1, DR))
+
+
+class PrefillOfOperator(RowsOfOperator):
+    """Keys and values are made of the rows (vllm-ascend's prefill)."""
+
+    def __init__(self) -> None:
+        super().__init__(version=1)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Any:
+        c, sn = cos.view(-1, 1, 1, DR), sin.view(-1, 1, 1, DR)
+        q_nope, q_pe = self.query(x)
+        q_pe = torch.ops.npu.npu_interleave_rope(q_pe.unsqueeze(2), c, sn).squeeze(2)
+        k_pe, c_kv = self.rows(x, c, sn, kv_cache, kr_cache, slots)
+        k_nope, value = self.kv_b_proj(c_kv.view(-1, HCKV)).view(-1, self.heads, D + s.DV).split([D, s.DV], -1)
+        by_head = torch.einsum("tnd,snd->nts", q_nope, k_nope) + torch.einsum("tnd,sd->nts", q_pe, k_pe.view(-1, DR))
+        return by_head, value
+
+
+class RowsNotGiven(PrefillOfOperator):
+    """Without ``is_output_kv`` the operator leaves them unset."""
+
+    is_output_kv = False
+
+
 class FourSequences(Base):
     """Buffers for so many at most, of which a batch takes the first."""
 
@@ -270,6 +315,7 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], Args, str]] = {
     **{model.__name__: (model, row_args, STAGED) for model in (RowsInPlace, PairsInPlace, KeyFirst, NormsInPlace)},
     **{model.__name__: (model, sequences, STAGED) for model in (HeadsFirst, CountedPositions, CountedPairs)},
     "CutAgain": (CutAgain, s.paged_args, IN_PLACE),
+    "RowsOfOperator": (RowsOfOperator, s.paged_args, IN_PLACE),
     "FourSequences": (FourSequences, two_of_four, STAGED),
     "exchanged": (assembling(exchanged), row_args, STAGED),
 }

@@ -8,9 +8,10 @@ import torch
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 
+from . import spellings as s
 from .harness import assert_as_exact, both_ways, clones, compiled, flat, outcome
-from .stacks import MISSES, STACKS, WrittenBack, row_args
-from .variants import STAGED
+from .stacks import MISSES, STACKS, Args, PrefillOfOperator, RowsNotGiven, RowsOfOperator, WrittenBack, row_args
+from .variants import IN_PLACE, STAGED
 
 
 @pytest.mark.parametrize("name", STACKS)
@@ -23,7 +24,7 @@ def test_fuses_as_exactly(name: str) -> None:
         assert_as_exact(module, given, fused, slack=1.2)
 
 
-@pytest.mark.parametrize("name", ["RowsInPlace", "CountedPairs"])
+@pytest.mark.parametrize("name", ["RowsInPlace", "CountedPairs", "RowsOfOperator"])
 def test_device_form(name: str) -> None:
     model, args, placement = STACKS[name]
     gm, _ = capture(model(), *args(), device="npu")
@@ -40,12 +41,35 @@ def test_symbolic_sizes(name: str) -> None:
     assert_as_exact(module, given, fused, slack=1.2)
 
 
-def test_unabsorbed_and_written_back() -> None:
+@pytest.mark.parametrize(
+    ("model", "args", "expected"),
+    [
+        (WrittenBack, row_args, STAGED),
+        (PrefillOfOperator, s.paged_args, IN_PLACE),
+        (RowsNotGiven, s.paged_args, "reader.latent"),
+    ],
+)
+def test_unabsorbed(model: type[torch.nn.Module], args: Args, expected: str) -> None:
     torch.manual_seed(0)
-    module, given = WrittenBack(), row_args()
+    module, given = model(), args()
     for report, fused in both_ways(module, given, mf.Config(unabsorbed="identity")):
-        assert outcome(report) == STAGED, str(report)
+        assert outcome(report) == expected, str(report)
         assert_as_exact(module, given, fused, slack=1.2)
+
+
+def test_rows_of_a_skipped_token_are_not_read_outside_the_cache() -> None:
+    torch.manual_seed(0)
+    module, (*given, slots) = RowsOfOperator(), s.paged_args()
+    slots[3] = -1
+    kept = torch.arange(8) != 3
+
+    def scores(backend: object) -> torch.Tensor:
+        out = compiled(module, clones((*given, slots)), backend)[0]
+        return out[kept][..., kept]
+
+    with_rows, plain = scores(mf.backend()), scores(mf.backend(mf.Config(enable=False)))
+    assert mf.reports()[-2].fused[0].assumptions[-1].startswith("the new rows are read back")
+    assert torch.allclose(with_rows, plain, rtol=2e-2, atol=2e-2 * float(plain.abs().max()))
 
 
 @pytest.mark.parametrize("name", MISSES)
