@@ -23,7 +23,7 @@ from mla_fusion.fusion.candidate import Candidate, Finder, NearMiss
 from mla_fusion.fusion.picture import Picture
 from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.fusion.planner import Planner
-from mla_fusion.fusion.rejection import CODES, Refuse, Rejection
+from mla_fusion.fusion.rejection import Refuse, Rejection
 from mla_fusion.fusion.report import Fusion, Report, keep
 from mla_fusion.fusion.verify import Figure
 from mla_fusion.graph import regions
@@ -105,7 +105,16 @@ def _of_best_reading(
     try:
         for _ in _readings(gm):
             report = Report(config, committed=builder is not None)
-            _Pass(gm, config, report, threads).run(builder)
+            work = _Pass(gm, config, report, threads)
+            try:
+                ready = work.plans(builder)
+            except SkipError:
+                raise
+            except Exception as error:
+                defect = _defect(error)
+                report.rejected.append(Rejection(defect.code, defect.message))
+            else:
+                work.commit(builder, ready)
             reports.append(report)
             if report.fused:
                 changed = report.committed
@@ -129,6 +138,10 @@ def _readings(gm: GraphModule) -> Iterator[None]:
         yield
 
 
+class SkipError(RuntimeError):
+    """A predicate of ``Config.skip`` raised."""
+
+
 class _Pass:
     def __init__(self, gm: GraphModule, config: Config, report: Report, threads: int) -> None:
         self.gm, self.config, self.report, self.threads = gm, config, report, threads
@@ -136,7 +149,8 @@ class _Pass:
         self._verified: dict[object, str] = {}
         self._pictures: dict[object, int | None] = {}
 
-    def run(self, builder_of: type[GraphBuilder] | None) -> None:
+    def plans(self, builder_of: type[GraphBuilder] | None) -> list[tuple[Plan, Fusion]]:
+        """What can be fused; what cannot goes to the report. Changes nothing."""
         clock = _Clock(self.report.timings)
         view = View(self.gm)
         clock.stop("view")
@@ -159,12 +173,16 @@ class _Pass:
                 clock.stop("verify")
                 drawn = self._picture(structure, partial(draw.fused, finder, plan))
                 ready.append((plan, self._fusion(plan, verified, figures, drawn)))
+                continue
             except Refuse as reason:
-                self.report.rejected.append(self._rejection(finder, item, reason))
-                clock.stop("plan")
-        if ready and builder_of is not None:
-            self._commit(builder_of, ready, clock)
-        self.report.fused = [fusion for _, fusion in ready]
+                refused = reason
+            except SkipError:
+                raise
+            except Exception as error:
+                refused = _defect(error)
+            self.report.rejected.append(self._rejection(finder, item, refused))
+            clock.stop("plan")
+        return ready
 
     def _first_plan(self, view: View, finder: Finder, item: Candidate, boundary: bool) -> tuple[Plan, object]:
         """A plan of the candidate, or of the next reading of it that has one; the reason is the first one's."""
@@ -200,7 +218,12 @@ class _Pass:
         self._accepted.add(structure)
         return plan, structure
 
-    def _commit(self, builder_of: type[GraphBuilder], ready: list[tuple[Plan, Fusion]], clock: _Clock) -> None:
+    def commit(self, builder_of: type[GraphBuilder] | None, ready: list[tuple[Plan, Fusion]]) -> None:
+        """Rewrite the graph as planned."""
+        self.report.fused = [fusion for _, fusion in ready]
+        if builder_of is None or not ready:
+            return
+        clock = _Clock(self.report.timings)
         self.report.operators["before"] = count_operators(self.gm)
         builder = builder_of(self.gm)
         rewrite.commit_all(builder, [plan for plan, _ in ready])
@@ -213,7 +236,10 @@ class _Pass:
     def _skip(self, candidate: Candidate) -> None:
         where = origin.layer(candidate.nodes)
         for entry in self.config.skip:
-            hit = entry(candidate) if callable(entry) else entry == where or where.endswith("." + entry)
+            try:
+                hit = entry(candidate) if callable(entry) else entry == where or where.endswith("." + entry)
+            except Exception as error:
+                raise SkipError(f"{entry!r} in Config.skip raised {type(error).__name__}: {error}") from error
             if hit:
                 raise Refuse("skip", f"layer {where or 'unknown'} matches {entry!r}", candidate.nodes[:1])
 
@@ -270,17 +296,22 @@ class _Pass:
         nodes: tuple[Node, ...] = reason.nodes or item.nodes
         if any(code in self.config.skip for code in (reason.code, reason.code.partition(":")[0])):
             reason = Refuse("skip", f"{reason.code} is in Config.skip; {reason.detail}", nodes)
-        meaning = CODES[reason.code.partition(":")[0]][0]
         source = next((text for node in nodes if (text := origin.source(node))), "")
         alike = reason.code, source, *(str(node.target) for node in (*item.nodes, *nodes) if node.op == "call_function")
         return Rejection(
             code=reason.code,
-            message=f"{meaning} ({reason.detail})",
+            message=reason.message,
             nodes=tuple(node.name for node in nodes),
             layer=origin.layer(item.nodes),
             source=source,
             picture=self._picture(alike, partial(draw.rejected, finder, item, reason.code, nodes)),
         )
+
+
+def _defect(error: Exception) -> Refuse:
+    """A serving job does not stop because the pass met a graph it cannot read; the log has the traceback."""
+    log.error("the pass failed on this graph, which stays as it is", exc_info=error)
+    return Refuse("pass.failed", f"{type(error).__name__}: {error}")
 
 
 def _mutation(view: View) -> Refuse | None:

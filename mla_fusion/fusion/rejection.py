@@ -152,6 +152,10 @@ CODES: dict[str, tuple[str, str]] = {
         "The region and its replacement gave different numbers on seeded inputs.",
         "This is a defect of the pass: please report the graph.",
     ),
+    "pass.failed": (
+        "The pass met something it cannot read, and leaves the prologue as it is.",
+        "This is a defect of the pass: please report the graph and the traceback in the log.",
+    ),
     "autograd": (
         "The graph records gradients; the kernel has no backward.",
         "Compile under torch.no_grad().",
@@ -196,3 +200,7 @@ class Refuse(Exception):
         if self.code.partition(":")[0] not in CODES:
             raise KeyError(f"unknown rejection code {self.code!r}")
         super().__init__(self.code, self.detail)
+
+    @property
+    def message(self) -> str:
+        return f"{CODES[self.code.partition(':')[0]][0]} ({self.detail})"

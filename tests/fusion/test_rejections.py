@@ -12,8 +12,10 @@ from torch.fx import GraphModule
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.fusion import verify
+from mla_fusion.fusion import verdict, verify
+from mla_fusion.fusion.candidate import Candidate, Finder
 from mla_fusion.fusion.rejection import CODES
+from mla_fusion.graph.view import View
 
 from . import near_misses, quantised_misses
 from . import spellings as s
@@ -60,6 +62,40 @@ def test_explain_changes_nothing() -> None:
     before = str(gm.graph)
     assert len(mf.explain(gm).fused) == 1
     assert str(gm.graph) == before
+
+
+def test_a_defect_costs_one_layer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    judged = []
+
+    def judge(view: View, candidate: Candidate) -> None:
+        judged.append(candidate)
+        if len(judged) == 2:
+            raise KeyError("of the second layer")
+
+    monkeypatch.setattr(verdict, "judge", judge)
+    report = mf.fuse(graph_of(s.Layers(), *s.layers_args()))
+    assert len(report.fused) == 2
+    (rejection,) = report.rejected
+    assert rejection.code == "pass.failed" and "KeyError: 'of the second layer'" in rejection.message
+    assert rejection.nodes == tuple(node.name for node in judged[1].nodes)
+    assert "raise KeyError" in caplog.text
+
+
+def test_a_graph_that_the_pass_cannot_read_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(self: Finder) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Finder, "find", find)
+    model, args = s.PagedRotateHalf(), s.paged_args()
+    got, want = (compiled(model, clones(args), backend) for backend in (mf.backend(), "aot_eager"))
+    assert [rejection.code for rejection in mf.reports()[-1].rejected] == ["pass.failed"]
+    assert all(map(torch.equal, got, want))
+
+
+def test_a_predicate_that_raises_is_the_callers_error() -> None:
+    gm = graph_of(s.PagedRotateHalf(), *s.paged_args())
+    with pytest.raises(RuntimeError, match=r"in Config.skip raised AttributeError"):
+        mf.fuse(gm, mf.Config(skip=(lambda candidate: candidate.no_such_fact,)))
 
 
 def test_source_line_is_the_models() -> None:

@@ -56,6 +56,8 @@ def judge(case: Case, verify: str = "first") -> Judgement:
         report = mf.fuse(copy.graph, mf.Config(verify=verify))
     except Exception as error:  # the pass must never break a compilation
         return Judgement(Verdict.CRASHED, f"{type(error).__name__}: {error}")
+    if any(rejection.code == "pass.failed" for rejection in report.rejected):
+        return Judgement(Verdict.CRASHED, _reason(report))
     if not report.fused:
         if any(rejection.code == "verify.mismatch" for rejection in report.rejected):
             return Judgement(Verdict.MISREAD, _reason(report))
