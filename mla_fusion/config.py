@@ -6,9 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mla_fusion.meta.limits import RELEASES, SOCS
+
 Skip = str | Callable[[Any], bool]
 
 _CHOICES = {
+    "cann": RELEASES,
+    "soc": SOCS,
     "verify": ("off", "first", "all"),
     "staging": ("auto", "always", "never"),
     "kr_layout": ("exact", "half"),

@@ -60,7 +60,7 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[No
     return [fact for fact in facts if fact.gamma is not None or fact.columns not in weighted]
 
 
-_SCALES = torch.tensor([1e-10, 1e-4, 1.0, 1e3], dtype=torch.float64)  # at the first, what is clamped from zero shows
+_SCALES = (1e-10, 1e-4, 1.0, 1e3)  # at the first, what is clamped away from zero shows
 _NOTHING = 1e-30  # a scale at which a norm is a line: as good as zero, where 0 / 0 would say nothing
 
 
@@ -75,7 +75,7 @@ class _Draw:
 
     def scaled(self, columns: torch.Tensor) -> torch.Tensor:
         """[scales, tokens, columns]: those columns of the product."""
-        return self.rows[:, columns] * _SCALES.reshape(-1, 1, 1)
+        return self.rows[:, columns] * torch.tensor(_SCALES, dtype=torch.float64).reshape(-1, 1, 1)
 
     def outputs(self, slot: int, width: int) -> torch.Tensor | None:
         """[scales, tokens, columns]: a node's value, where it has one at every scale."""
