@@ -16,7 +16,6 @@ from torch.fx import Node
 
 from mla_fusion.facts import kv_operator, projection, unabsorbed
 from mla_fusion.facts.absorb import AbsorbFact, join_heads, uniform_factor
-from mla_fusion.facts.dynamic_quant import int8_behind
 from mla_fusion.facts.kv_operator import KvOperatorFact
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
@@ -24,6 +23,7 @@ from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact, Table, TableRun
 from mla_fusion.facts.tables import same_values
 from mla_fusion.facts.unabsorbed import UnabsorbedFact
+from mla_fusion.fusion.near_miss import Diagnosis, NearMiss
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.view import View, peel_table
@@ -96,14 +96,6 @@ class Candidate:
         return tuple(dict.fromkeys([*named, k.down.node, k.down_rope.node, *key_nodes]))
 
 
-@dataclass(frozen=True)
-class NearMiss:
-    """Most of a prologue, and what keeps it from being one."""
-
-    reason: Refuse
-    nodes: tuple[Node, ...]
-
-
 class Finder:
     """Finds candidates and near misses in one view, in graph order."""
 
@@ -113,13 +105,14 @@ class Finder:
         self.projections = projection.find(view)
         self.operators = kv_operator.find(view)
         self.reader = FactReader(view, self.projections, [operator.latent for operator in self.operators])
-        self._above: dict[Node, list[Projection]] = defaultdict(list)
-        self._on_operand: dict[Node, list[Projection]] = defaultdict(list)
+        self.above: dict[Node, list[Projection]] = defaultdict(list)
+        self.on_operand: dict[Node, list[Projection]] = defaultdict(list)
         for item in self.projections:
             for reading in (item, projection.unsmoothed(view, item)):
                 if reading is not None:
-                    self._above[reading.origin].append(reading)
-            self._on_operand[item.activation].append(item)
+                    self.above[reading.origin].append(reading)
+            self.on_operand[item.activation].append(item)
+        self.why = Diagnosis(view, self.reader, self.projections, self.above, self.on_operand, self.absorbs)
 
     def find(self) -> list[Candidate | NearMiss]:
         groups: dict[int, list[Projection]] = defaultdict(list)
@@ -132,7 +125,7 @@ class Finder:
                 joined = self._join(same) if self._may_be_down(same) else None
                 if joined is not None:
                     found.append(joined)
-        return found
+        return found or [*self.why.hidden_queries()]
 
     def _may_be_down(self, group: list[Projection]) -> bool:
         """Could these be W_dq and W_dkv_kr? Spares reading what most layers hold besides: an output projection.
@@ -142,8 +135,8 @@ class Finder:
         """
         if len(group) > 1 or self._comes_apart(group[0]):
             return True
-        ups = (up for member in self.view.members(group[0].node) for up in self._above.get(member, ()))
-        readers = (item for up in ups for node in self.view.members(up.node) for item in self._on_operand.get(node, ()))
+        ups = (up for member in self.view.members(group[0].node) for up in self.above.get(member, ()))
+        readers = (item for up in ups for node in self.view.members(up.node) for item in self.on_operand.get(node, ()))
         return any(not item.is_flat for item in readers)
 
     def _comes_apart(self, item: Projection) -> bool:
@@ -181,27 +174,28 @@ class Finder:
             return replace(first, others=tuple(others[:_OTHER_READINGS]))
         if queries:
             seen = (queries[0].norm.node, queries[0].absorb.node)
-            return NearMiss(Refuse("kv_latent.absent", f"x is {group[0].origin.name}"), seen)
+            absent = NearMiss(Refuse("kv_latent.absent", f"x is {group[0].origin.name}"), seen)
+            return self.why.hidden_latent(group[0].origin, queries[0].down) or absent
         if keys and partial is None:
-            partial = self._quantised_otherwise(facts)
+            partial = self.why.quantised_otherwise(facts)
         if keys and partial is not None:
             return partial
-        unnormed = self._unnormed(facts)
+        unnormed = (self.why.hidden_query(group[0].origin) if keys else None) or self.why.unnormed(facts)
         if unnormed is not None:
             return unnormed
         if keys:
             nodes = tuple(fact.node for fact in (keys[0].norm, keys[0].rope, keys[0].operator) if fact is not None)
             return NearMiss(Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}"), nodes)
-        return self._unrotated(facts) or self._direct(facts)
+        return self.why.unrotated(facts) or self.why.direct(facts)
 
     def _queries(self, facts: dict[Projection, ConeFacts]) -> tuple[list[QuerySide], NearMiss | None]:
         found, partial = [], None
         for down, cone in facts.items():
             for norm in cone.norms:
-                ups = [up for up in self._above[norm.node] if up.is_flat and projection.reads_whole(self.view, up)]
+                ups = [up for up in self.above[norm.node] if up.is_flat and projection.reads_whole(self.view, up)]
                 rotations = [(up, rope) for up in ups for rope in self.reader.read(up).ropes]
                 heads = {rope.heads for _, rope in rotations}
-                absorbs = [(up, absorb) for up in ups for absorb in self._absorbs(up, heads)]
+                absorbs = [(up, absorb) for up in ups for absorb in self.absorbs(up, heads)]
                 for up_rope, rope in rotations:
                     for up_nope, absorb in absorbs:
                         if rope.heads == absorb.heads:
@@ -209,52 +203,18 @@ class Finder:
                 if rotations and not absorbs:
                     detail = f"{rotations[0][1].heads} heads rotated at {rotations[0][1].node.name}, none absorbed"
                     absent = NearMiss(Refuse("absorb.absent", detail), (norm.node, rotations[0][1].node))
-                    partial = self._scaled_before(ups, heads) or absent
+                    partial = self.why.scaled_before(ups, heads) or absent
                 elif absorbs and not rotations:
                     detail = f"{absorbs[0][1].heads} heads absorbed at {absorbs[0][1].node.name}, none rotated"
                     partial = NearMiss(Refuse("rope.absent", detail), (norm.node, absorbs[0][1].node))
         return found, partial
-
-    def _scaled_before(self, ups: Collection[Projection], heads: Collection[int]) -> NearMiss | None:
-        """A product head by head of what would be q_nope, had a value of the graph not been multiplied onto it."""
-        for up in ups:
-            cone = self.reader.read(up)
-            for operand, reading in cone.readings.items():
-                if not reading.single or reading.degree != 1:
-                    continue
-                for item in self._on_operand[operand]:
-                    by_head = item.batch and not item.is_flat and self._heads(item) in heads
-                    if by_head and uniform_factor(cone.cone, cone.probe, reading) is None:
-                        detail = f"{item.node.name} multiplies {operand.name}, {up.node.name} not scaled by one number"
-                        return NearMiss(Refuse("scale.unequal", detail), (up.node, item.node))
-        return None
-
-    def _heads(self, item: Projection) -> int:
-        shape = self.view.binding.shape(item.weight.meta["val"].shape)
-        return prod(shape[item.weight_labels.index(label)] for label in item.batch)
-
-    def _quantised_otherwise(self, facts: dict[Projection, ConeFacts]) -> NearMiss | None:
-        """A normed latent that reaches a linear layer as int8, but not by the kernel's quantisation."""
-        for item in self.projections:
-            values = int8_behind(item.activation) if item.is_flat else None
-            if values is None:
-                continue
-            for down, cone in facts.items():
-                norm = next((norm for norm in cone.norms if self._size_of_rows(values) == len(norm.columns)), None)
-                if norm is not None and down.node in self.view.sources(values):
-                    detail = f"{item.node.name} multiplies {values.name}, made from {norm.node.name}"
-                    return NearMiss(Refuse("quant.dynamic", detail), (norm.node, values, item.node))
-        return None
-
-    def _size_of_rows(self, node: Node) -> int:
-        return self.view.binding.size(node.meta["val"].shape[-1])
 
     def _unabsorbed(self, facts: dict[Projection, ConeFacts], latent_dim: int) -> list[QuerySide]:
         """Normed latents whose projection is rotated in part; the rest, of it or of another projection, is q_nope."""
         found = []
         for down, cone in facts.items():
             for norm in cone.norms:
-                ups = [up for up in self._above[norm.node] if up.is_flat]
+                ups = [up for up in self.above[norm.node] if up.is_flat]
                 for up_rope, rope in ((up, rope) for up in ups for rope in self.reader.read(up).ropes):
                     rotated = {column for head in (*rope.first, *rope.second) for column in head}
                     for up in ups:
@@ -264,10 +224,10 @@ class Finder:
                             found.append(QuerySide(down, norm, up, up_rope, nope, rope))
         return found
 
-    def _absorbs(self, up: Projection, heads: Collection[int] = ()) -> list[AbsorbFact]:
+    def absorbs(self, up: Projection, heads: Collection[int] = ()) -> list[AbsorbFact]:
         """Absorbed products of the projection; those of fewer ``heads`` than are rotated are pieces of one."""
         cone = self.reader.read(up)
-        every = [cone.absorb(item) for operand in cone.readings for item in self._on_operand[operand]]
+        every = [cone.absorb(item) for operand in cone.readings for item in self.on_operand[operand]]
         found = [fact for fact in every if fact is not None]
         whole = [fact for fact in found if (fact.heads in heads if heads else fact.projection.batch)]
         if whole or not found:
@@ -284,7 +244,7 @@ class Finder:
                     found.append(side)
         for down, cone in facts.items():
             for norm in reversed(cone.norms):
-                if any(up.is_flat and self.reader.read(up).ropes for up in self._above[norm.node]):
+                if any(up.is_flat and self.reader.read(up).ropes for up in self.above[norm.node]):
                     continue  # that is the query's latent
                 for down_rope, other in facts.items():
                     for rope in other.ropes:
@@ -330,60 +290,6 @@ class Finder:
             count *= size
         rows = "token" if count == cone.cone.tokens else "one" if count == 1 else "position"
         return (TableRun(base, "", 0, 1, width, 1.0, rows),)
-
-    def _unnormed(self, facts: dict[Projection, ConeFacts]) -> NearMiss | None:
-        """A key of one head beside a latent that is projected up and rotated, but is not its projection's RMSNorm."""
-        if not any(rope.heads == 1 for cone in facts.values() for rope in cone.ropes):
-            return None
-        for down, cone in facts.items():
-            for norm in cone.norms:
-                up = self._rotated_after(norm.node, facts)
-                if up is not None:
-                    code = "q_lora.interrupted" if up.quantised is None else "quant.scale"
-                    detail = f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
-                    return NearMiss(Refuse(code, detail), (up.origin, norm.node, up.node))
-            up = self._rotated_after(down.node, facts)
-            if up is not None:
-                detail = f"{up.origin.name}, projected by {up.node.name}, is made of {down.node.name}"
-                nodes = tuple(dict.fromkeys((up.origin, down.node, up.node)))
-                return NearMiss(Refuse("norm.absent", detail), nodes)
-        return None
-
-    def _rotated_after(self, start: Node, group: Collection[Projection]) -> Projection | None:
-        """The projection of what is made of ``start``, by any operators but products, whose result is rotated."""
-        seen, stack = {start}, [start]
-        while stack:
-            node = stack.pop()
-            for up in self._above.get(node, ()):
-                if up.is_flat and up not in group and self.reader.read(up).ropes:
-                    return up
-            following = [user for user in node.users if user not in seen and user not in self.view.contractions]
-            seen.update(following)
-            stack.extend(following)
-        return None
-
-    def _unrotated(self, facts: dict[Projection, ConeFacts]) -> NearMiss | None:
-        """Two weighted norms on one x, one of them projected up and absorbed, and nothing rotated (NoPE)."""
-        for cone in facts.values():
-            for norm in cone.norms:
-                absorbed = [fact for up in self._above[norm.node] if up.is_flat for fact in self._absorbs(up)]
-                others = [n for c in facts.values() for n in c.norms if n.columns != norm.columns or c is not cone]
-                if absorbed and others:
-                    detail = f"{len(absorbed[0].columns)} heads absorbed at {absorbed[0].node.name}, nothing rotated"
-                    return NearMiss(Refuse("rope.absent", detail), (norm.node, absorbed[0].node))
-        return None
-
-    def _direct(self, facts: dict[Projection, ConeFacts]) -> NearMiss | None:
-        """A query that is absorbed as it comes from x, beside a normed latent, and nothing rotated (NoPE)."""
-        for query in facts:
-            for absorb in self._absorbs(query):
-                latent = (n for cone in facts.values() for n in cone.norms if len(n.columns) == absorb.latent_dim)
-                norm = next(latent, None)
-                if norm is not None:
-                    detail = f"{query.node.name}, absorbed at {absorb.node.name}, is projected from {query.origin.name}"
-                    return NearMiss(Refuse("q_lora.absent", detail), (norm.node, absorb.node))
-        return None
-
 
 def _plain_side(down: Projection, down_rope: Projection, norm: NormFact, rope: RopeFact) -> KeySide:
     return KeySide(

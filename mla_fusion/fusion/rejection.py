@@ -65,6 +65,10 @@ CODES: dict[str, tuple[str, str]] = {
         "A projection is an addmm with alpha or beta other than 1.",
         "Scale the weight instead.",
     ),
+    "linear.hidden": (
+        "A layer of the prologue is an operator that nothing is known of, or a sum of products (an adapter, say).",
+        "Use mm, linear or npu_quant_matmul, and merge adapters into the weights.",
+    ),
     "quant.static": (
         "A projection is quantised with a scale fixed ahead of time; the kernel quantises per token.",
         "Use npu_dynamic_quant and pass its scale as pertoken_scale.",

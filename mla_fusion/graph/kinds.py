@@ -88,6 +88,15 @@ _NPU_TRANSPARENT = frozenset(
 )
 
 
+# Layers by themselves, whose weights are packed, scaled or convolved with: no walk takes them for element-wise.
+_LAYERS = frozenset(
+    """
+    aten::_scaled_mm aten::_grouped_mm aten::_scaled_grouped_mm aten::_weight_int8pack_mm aten::_weight_int4pack_mm
+    aten::_weight_int4pack_mm_for_cpu aten::convolution aten::conv1d aten::conv2d
+    """.split()
+)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Operator:
     """What is known of a call target. Made once for each: the pass asks for it a dozen times for every node.
@@ -124,7 +133,7 @@ class Operator:
             mutates,
             effect,
             random,
-            plain=(pure and "attention" not in name) or name in _NPU_TRANSPARENT,
+            plain=(pure and "attention" not in name and name not in _LAYERS) or name in _NPU_TRANSPARENT,
             view=name in _VIEWS and not bits,
             reshape=name in _RESHAPES and not bits,
             cast=name in _CASTS,

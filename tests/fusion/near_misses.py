@@ -308,6 +308,86 @@ class GatedLatent(Base):
         return c_kv * torch.sigmoid(self.gate(x)), k_pe
 
 
+class Adapted(nn.Module):
+    """A low-rank adapter beside the weight."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.down, self.up = layer, linear(layer.in_features, 8), linear(8, layer.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + 2 * self.up(self.down(x))
+
+
+class Packed(nn.Module):
+    """int4 weights, eight to an int32."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        packed = torch.randint(-9, 9, (layer.in_features, layer.out_features // 8), dtype=torch.int32)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(1, layer.out_features).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.npu.npu_weight_quant_batchmatmul(x, self.weight, self.scale)
+
+
+class Scaled8(nn.Module):
+    """float8 weights and activations."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        step, one = x.float().abs().max() / 448, torch.ones((), device=x.device)
+        rows = (x.float() / step).to(torch.float8_e4m3fn)
+        return torch._scaled_mm(rows, self.weight.t(), scale_a=step, scale_b=one, out_dtype=x.dtype)
+
+
+class AdaptedQuery(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_b_proj = Adapted(self.q_b_proj)  # type: ignore[assignment]
+
+
+class AdaptedQueryLatent(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a_proj = Adapted(self.q_a_proj)  # type: ignore[assignment]
+
+
+class AdaptedLatent(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_a_proj_with_mqa = Adapted(self.kv_a_proj_with_mqa)  # type: ignore[assignment]
+
+
+class PackedLatent(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_a_proj_with_mqa = Packed(self.kv_a_proj_with_mqa)  # type: ignore[assignment]
+
+
+class AllHidden(Base):
+    """None of the three layers is a plain product."""
+
+    layer: type[nn.Module] = Adapted
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"):
+            setattr(self, name, self.layer(getattr(self, name)))
+
+
+class AllPacked(AllHidden):
+    layer = Packed
+
+
+class AllScaled8(AllHidden):
+    layer = Scaled8
+
+
 class PreMerged(Base):
     """W_uq and W_uk multiplied beforehand: the kernel cannot be given the product."""
 
@@ -362,6 +442,13 @@ REFUSED: dict[str, tuple[str, type[nn.Module]]] = {
     "rope_on_half": ("reader.latent", RopeOnHalfTheColumns),
     "rope_mixes_heads": ("rope.absent", RopeMixesHeads),
     "normed_key": ("kv_latent.absent", NormedKey),
+    "adapted_query": ("linear.hidden", AdaptedQuery),
+    "adapted_query_latent": ("linear.hidden", AdaptedQueryLatent),
+    "adapted_latent": ("linear.hidden", AdaptedLatent),
+    "packed_latent": ("linear.hidden", PackedLatent),
+    "all_adapted": ("linear.hidden", AllHidden),
+    "all_packed": ("linear.hidden", AllPacked),
+    "all_scaled": ("linear.hidden", AllScaled8),
     "pre_merged": ("absorb.absent", PreMerged),
     "pool_view": ("cache.view_of_input", OperatorNormMode),
 }

@@ -64,6 +64,26 @@ def test_explain_changes_nothing() -> None:
     assert str(gm.graph) == before
 
 
+class GroupedQuery(torch.nn.Module):
+    """Two layers of ordinary attention over keys that come from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = s.linear(256, 384), s.linear(256, 256)
+
+    def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            q = self.qkv(x)[..., :256].view(-1, 4, 64).transpose(0, 1)
+            rows = torch.bmm(torch.bmm(q, keys).softmax(-1), values)
+            x = x + self.out(rows.transpose(0, 1).reshape(-1, 256))
+        return x
+
+
+def test_other_attention_is_no_near_miss() -> None:
+    args = (torch.randn(shape).bfloat16() for shape in ((8, 256), (4, 64, 32), (4, 32, 64)))
+    assert mf.explain(graph_of(GroupedQuery(), *args)).rejected == []
+
+
 def test_a_defect_costs_one_layer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     judged = []
 
