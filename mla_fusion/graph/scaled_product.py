@@ -34,8 +34,10 @@ def read(product: Contraction) -> Contraction | None:
     if product.bias is not None or product.factors[0] != 1.0 or node.meta["val"].dtype not in _SUMS:
         return None
     weight = _int8_weight(product.right, product.right_labels)
+    if weight is None or not _is_linear(product):
+        return None
     rows = _int8_activations(product.left) or _float_activations(product.left)
-    if weight is None or not _is_linear(product) or not rows:
+    if not rows:
         return None
     steps = _Steps(node, node.meta["val"].shape[-1], is_int8=rows[0].meta["val"].dtype == torch.int8)
     if given is not None:

@@ -69,11 +69,12 @@ class View:
     def _read(self) -> None:
         calls: dict[Any, int] = {}
         numbers: dict[Any, int] = {}
+        number_of = self._number.__getitem__
         for node in self.nodes:
             inputs: list[Node] = []
             call = calls.setdefault(self._call_key(node, inputs), len(calls))
             self._calls[node] = call, inputs
-            self._number[node] = numbers.setdefault((call, *[self._number[each] for each in inputs]), len(numbers))
+            self._number[node] = numbers.setdefault((call, *map(number_of, inputs)), len(numbers))
             self._sources[node] = sources = self._sources_of(node)
             if node not in sources:
                 for source in sources:
@@ -90,7 +91,8 @@ class View:
             return _NOTHING
         product = self._in_steps.get(node) or contraction.read(node)
         if product is not None and not self._is_arithmetic(product):
-            in_steps = scaled_product.read(product) if not product.inside else None
+            held_in_int8 = torch.int8 in self.held_dtypes
+            in_steps = scaled_product.read(product) if held_in_int8 and not product.inside else None
             if in_steps is not None:
                 self._inside_products.update(in_steps.inside)
                 self._in_steps[in_steps.node] = in_steps
@@ -152,9 +154,16 @@ class View:
         if not operator.name or operator.effect or operator.random:
             return node.op, node.target if node.op == "get_attr" else node
         try:
-            key = [operator, *[_literal(arg, inputs) for arg in node.args]]
-            if node.kwargs:
-                key += [(name, _literal(node.kwargs[name], inputs)) for name in sorted(node.kwargs)]
+            key: list[Any] = [operator]
+            for arg in node.args:  # most are nodes, and a call for each would be a tenth of the view's time
+                if type(arg) is Node:
+                    inputs.append(arg)
+                    key.append(Node)
+                else:
+                    key.append(_literal(arg, inputs))
+            kwargs = node.kwargs
+            if kwargs:
+                key += [(name, _literal(kwargs[name], inputs)) for name in sorted(kwargs)]
             return tuple(key)
         except TypeError:
             inputs.clear()
