@@ -79,6 +79,10 @@ def transpose_batchmatmul(q: Tensor, w: Tensor) -> Tensor:
     return out.view(*q.shape[:-1], HCKV)
 
 
+def summed_in_float32(q: Tensor, w: Tensor) -> Tensor:
+    return torch.einsum("...nd,ndc->...nc", q.float(), w.float()).to(q.dtype)
+
+
 def baddbmm_like(q: Tensor, w: Tensor) -> Tensor:
     flat = q.reshape(-1, *q.shape[-2:]).transpose(0, 1)
     return torch.stack([torch.mm(flat[n], w[n]) for n in range(w.shape[0])], 1).view(*q.shape[:-1], HCKV)
@@ -95,6 +99,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         einsum_weight_first,
         einsum_heads_first,
         transpose_batchmatmul,
+        summed_in_float32,
     )
 }
 

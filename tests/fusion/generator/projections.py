@@ -68,6 +68,10 @@ def bias_of_zeros(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, w, torch.zeros(w.shape[0], dtype=x.dtype, device=x.device))
 
 
+def summed_in_float32(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x.float(), w.float()).to(x.dtype)
+
+
 PRODUCTS = {
     f.__name__: f
     for f in (
@@ -83,6 +87,7 @@ PRODUCTS = {
         inner,
         one_row_matmul,
         bias_of_zeros,
+        summed_in_float32,
     )
 }
 UP_PRODUCTS = {
