@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -54,10 +54,14 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[No
         return []
     drawn = _Draw(decoder.probe, decoder.bases, cone, candidates)
     other = _Draw(decoder.fresh_probe(), small_scalars(cone.draw(decoder.generator)), cone, candidates)
-    found = (_check(cone, node, reading, drawn, other) for node, reading in candidates.items())
-    facts = [fact for fact in found if fact is not None]
-    weighted = {fact.columns for fact in facts if fact.gamma is not None}
-    return [fact for fact in facts if fact.gamma is not None or fact.columns not in weighted]
+    found: list[NormFact] = []
+    weighted: set[tuple[int, ...]] = set()
+    for node, reading in reversed(candidates.items()):  # the weight comes last; without it is no question then
+        fact = _check(cone, node, reading, drawn, other, weighted)
+        if fact is not None:
+            found.append(fact)
+            weighted |= {fact.columns} if fact.gamma is not None else set()
+    return [fact for fact in reversed(found) if fact.gamma is not None or fact.columns not in weighted]
 
 
 _SCALES = (1e-10, 1e-4, 1.0, 1e3)  # at the first, what is clamped away from zero shows
@@ -84,7 +88,10 @@ class _Draw:
         return torch.stack(whole) if len(whole) == len(values) else None
 
 
-def _check(cone: Cone, node: Node, reading: Reading, drawn: _Draw, other: _Draw) -> NormFact | None:
+def _check(
+    cone: Cone, node: Node, reading: Reading, drawn: _Draw, other: _Draw, weighted: Collection[tuple[int, ...]]
+) -> NormFact | None:
+    """The node as a norm; of columns that are ``weighted`` elsewhere only as one with a weight."""
     codes = reading.first
     width = codes.shape[-1] if codes.dim() else 0
     if codes.numel() == 0 or codes.numel() != cone.tokens * width or width < 2:
@@ -94,13 +101,14 @@ def _check(cone: Cone, node: Node, reading: Reading, drawn: _Draw, other: _Draw)
     each_token = torch.arange(cone.tokens).unsqueeze(1) * cone.width
     if int(columns.max()) >= cone.width or not torch.equal(rows, columns + each_token):
         return None
-    if len(set(columns.tolist())) != width:
+    listed = tuple(columns.tolist())
+    if len(set(listed)) != width:
         return None
     outputs, again = (draw.outputs(cone.slot(node), width) for draw in (drawn, other))
     if outputs is None or again is None:
         return None
     u, v = drawn.scaled(columns), other.scaled(columns)
-    for index in (*_gammas(cone, width), None):
+    for index in (*_gammas(cone, width), *([None] if listed not in weighted else [])):
         solved = _solve(u, _gamma(drawn, index, width), outputs)
         if solved is None:
             continue
@@ -113,7 +121,7 @@ def _check(cone: Cone, node: Node, reading: Reading, drawn: _Draw, other: _Draw)
             continue
         return NormFact(
             node,
-            tuple(columns.tolist()),
+            listed,
             None if index is None else cone.bases[index],
             _literal(cone, eps),
             None if runtime is None else cone.bases[runtime],
