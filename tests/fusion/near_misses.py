@@ -345,46 +345,39 @@ class Scaled8(nn.Module):
         return torch._scaled_mm(rows, self.weight.t(), scale_a=step, scale_b=one, out_dtype=x.dtype)
 
 
-class AdaptedQuery(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_b_proj = Adapted(self.q_b_proj)  # type: ignore[assignment]
-
-
-class AdaptedQueryLatent(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_a_proj = Adapted(self.q_a_proj)  # type: ignore[assignment]
-
-
-class AdaptedLatent(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kv_a_proj_with_mqa = Adapted(self.kv_a_proj_with_mqa)  # type: ignore[assignment]
-
-
-class PackedLatent(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kv_a_proj_with_mqa = Packed(self.kv_a_proj_with_mqa)  # type: ignore[assignment]
-
-
-class AllHidden(Base):
+class Hidden(Base):
     """None of the three layers is a plain product."""
 
     layer: type[nn.Module] = Adapted
+    names: tuple[str, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"):
+        for name in self.names:
             setattr(self, name, self.layer(getattr(self, name)))
 
 
-class AllPacked(AllHidden):
+class AdaptedQuery(Hidden):
+    names = ("q_b_proj",)
+
+
+class AdaptedQueryLatent(Hidden):
+    names = ("q_a_proj",)
+
+
+class AdaptedLatent(Hidden):
+    names = ("kv_a_proj_with_mqa",)
+
+
+class PackedLatent(AdaptedLatent):
     layer = Packed
 
 
-class AllScaled8(AllHidden):
+class AllPacked(Hidden):
+    layer = Packed
+
+
+class AllScaled8(Hidden):
     layer = Scaled8
 
 
@@ -442,11 +435,11 @@ REFUSED: dict[str, tuple[str, type[nn.Module]]] = {
     "rope_on_half": ("reader.latent", RopeOnHalfTheColumns),
     "rope_mixes_heads": ("rope.absent", RopeMixesHeads),
     "normed_key": ("kv_latent.absent", NormedKey),
+    "all_adapted": ("linear.hidden", Hidden),
     "adapted_query": ("linear.hidden", AdaptedQuery),
     "adapted_query_latent": ("linear.hidden", AdaptedQueryLatent),
     "adapted_latent": ("linear.hidden", AdaptedLatent),
     "packed_latent": ("linear.hidden", PackedLatent),
-    "all_adapted": ("linear.hidden", AllHidden),
     "all_packed": ("linear.hidden", AllPacked),
     "all_scaled": ("linear.hidden", AllScaled8),
     "pre_merged": ("absorb.absent", PreMerged),
