@@ -197,7 +197,7 @@ def _slots(view: View, paged: tuple[Any, Any, int, object], base: Node, indices:
 def _common_slot(view: View, block: Node, offset: Node, block_size: object) -> Node | None:
     """The node of which ``block`` is the quotient and ``offset`` the remainder, tried on numbers."""
     size = view.binding.size(block_size)
-    for candidate in {arg for node in nodes_between((), block) for arg in node.all_input_nodes}:
+    for candidate in dict.fromkeys(arg for node in nodes_between((), block) for arg in node.all_input_nodes):
         value = candidate.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int64, torch.int32):
             continue

@@ -208,7 +208,7 @@ class Planner:
                 user for name in ("c_kv", "k_pe") for users in self.trees[name].readers().values() for user in users
             }
         borrowers: dict[Node, None] = {}
-        for product in region - cut:
+        for product in sorted(region - cut, key=self.view.position.__getitem__):
             seen, stack = {product}, [product]
             while stack:
                 for user in live_users(stack.pop()):
