@@ -237,9 +237,7 @@ def uniform_factor(cone: Cone, probe: torch.Tensor, reading: Reading) -> float |
     """What every element is multiplied by on its way from the product: a literal, never the value of a tensor."""
     if not reading.steady:
         return None
-    values = torch.empty(cone.tokens * cone.width, dtype=torch.float64)
-    values[cone.codes.reshape(-1)] = probe.reshape(-1)
-    ratio = reading.total / (values[reading.first] * LARGE)
+    ratio = reading.total / (cone.rows(probe).reshape(-1)[reading.first] * LARGE)
     factor = float(ratio.reshape(-1)[0])
     if not torch.allclose(ratio, torch.full_like(ratio, factor), rtol=1e-9, atol=0.0):
         return None

@@ -178,7 +178,7 @@ class Diagnosis:
     def _hide(self, layers: list[Node]) -> NearMiss:
         names = " and ".join(f"{layer.name} ({layer.target})" for layer in layers)
         detail = f"{names} {'is not known' if len(layers) == 1 else 'are added up'}"
-        return NearMiss(Refuse("linear.hidden", detail, tuple(layers)), tuple(layers))
+        return NearMiss(Refuse("linear.hidden", detail), tuple(layers))
 
     def _is_hidden(self, layers: list[Node]) -> bool:
         """More than one product, or one operator that is none; what keeps the width is no layer but a norm, say."""
@@ -232,14 +232,15 @@ _QUANTISING = frozenset("aten::div aten::mul aten::round aten::clamp".split())
 
 def _before_quantisation(node: Node) -> Node:
     """What is scaled and cast to a narrow type, or the node itself; through views and casts."""
+    if node.meta["val"].dtype in MODEL_FLOATS:
+        return peel(node)
     source = node
     while is_view(source) or is_cast(source) or (source is not node and op_name(source) in _QUANTISING):
         above = _first_rows(source)
         if above is None:
             break
         source = above
-    narrow = node.meta["val"].dtype not in MODEL_FLOATS
-    return peel(source if narrow else node)
+    return peel(source)
 
 
 def _first_rows(node: Node) -> Node | None:
