@@ -18,6 +18,8 @@ _CHOICES = {
     "kr_layout": ("exact", "half"),
     "unabsorbed": ("skip", "identity"),
     "weights": ("copy", "shared"),
+    "slots": ("trusted", "checked"),
+    "strict": (False, True),
 }
 
 
@@ -40,6 +42,10 @@ class Config:
     weights     Where packed weights live, when a wrapper stands around the graph (``mf.backend``): "copy" beside the
                 parameters, or "shared": a parameter whose packing only changes its layout becomes a view of the
                 packed weight, so that memory does not grow. It keeps its shape and values, and gets other strides.
+    slots       What an input that holds cache slots is taken at: "trusted" at its word (non-negative, in range and
+                distinct, listed under the report's assumptions), "checked" before each call where a wrapper stands
+                around the graph.
+    strict      True raises a defect of the pass. False leaves the graph as it was, with ``pass.failed`` in the report.
 
     Raises ValueError for a value outside these choices.
     """
@@ -53,12 +59,14 @@ class Config:
     unabsorbed: str = "skip"
     skip: tuple[Skip, ...] = ()
     weights: str = "copy"
+    slots: str = "trusted"
+    strict: bool = False
 
     def __post_init__(self) -> None:
         for field, choices in _CHOICES.items():
             value = getattr(self, field)
             if value not in choices:
-                raise ValueError(f"Config.{field} must be one of {', '.join(choices)}, got {value!r}")
+                raise ValueError(f"Config.{field} must be one of {', '.join(map(str, choices))}, got {value!r}")
         if isinstance(self.skip, str):
             raise ValueError(f"Config.skip takes a sequence, got the string {self.skip!r}; write ({self.skip!r},)")
         object.__setattr__(self, "skip", tuple(self.skip))
