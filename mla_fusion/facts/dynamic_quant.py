@@ -100,7 +100,7 @@ def _below(rows: Node) -> list[Node]:
     nodes = [rows]
     for node in nodes:  # grows as it is walked
         if len(nodes) < _FARTHEST:
-            nodes += [user for user in node.users if operator_of(user).plain and user not in nodes]
+            nodes += [user for user in node.users if operator_of(user).runs and user not in nodes]
     return nodes[1:]
 
 
@@ -145,7 +145,7 @@ class DynamicQuantReader:
             if len(frontier) == 1 and passed:
                 between = {*nodes_between((last,), values), *nodes_between((last,), token)}
                 yield last, [node for node in sorted(between) if not is_symbolic(node.meta.get("val"))]
-            if not operator_of(last).plain:
+            if not operator_of(last).runs:
                 return
             frontier.remove(last)
             passed += 1

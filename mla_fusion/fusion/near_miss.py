@@ -73,7 +73,7 @@ class Diagnosis:
                 continue
             for down, cone in facts.items():
                 norm = next((norm for norm in cone.norms if self._size_of_rows(values) == len(norm.columns)), None)
-                if norm is not None and down.node in self.view.sources(values):
+                if norm is not None and self.view.reaches(down.node, values):
                     detail = f"{item.node.name} multiplies {values.name}, made from {norm.node.name}"
                     return NearMiss(Refuse("quant.dynamic", detail), (norm.node, values, item.node))
         return None
@@ -192,7 +192,8 @@ class Diagnosis:
         """What each operator reads, of those that nothing is known of."""
         found = {}
         for node in self.view.nodes:
-            if node in self.view.sources(node) and node not in self.view.contractions and not is_cast(node):
+            barrier = self.view.barriers.get(node)
+            if barrier is not None and barrier.code != "step.choice" and not is_cast(node):
                 read = _first_rows(node) if _is_rows(node) else None
                 if read is not None:
                     found[node] = _before_quantisation(read)

@@ -218,7 +218,7 @@ class Planner:
                     if borrows_only(user):
                         borrowers[user] = None
                         continue
-                    if user.op == "output" or has_effect(user) or user in self.view.sources(user):
+                    if user.op == "output" or has_effect(user) or self.view.ends_walk(user):
                         path = next((n for n in user.all_input_nodes if n in seen), product)
                         detail = f"{user.name} reads {path.name}, made from {product.name}"
                         raise Refuse("reader.latent", detail, (product, path, user))

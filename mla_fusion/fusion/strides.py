@@ -27,7 +27,7 @@ def follow(builder: GraphBuilder, replaced: Iterable[tuple[Node, Node]]) -> None
         return
     with builder.propagating():
         for node in builder.gm.graph.nodes:
-            if node not in moved and not moved.isdisjoint(node.all_input_nodes) and operator_of(node).plain:
+            if node not in moved and not moved.isdisjoint(node.all_input_nodes) and operator_of(node).runs:
                 _carry(builder, node, moved)
 
 

@@ -1,170 +1,43 @@
-"""What an operator does to indices and dtypes, as far as the pass needs to know.
-
-This is the only place where operators are listed by name. Everything that decides what a group of
-nodes *means* works on values (see :mod:`mla_fusion.graph.program`), not on these lists; the lists only
-say where a walk may pass through (views, casts) and where it must stop (contractions, effects).
-"""
+"""Questions about a node, answered from the operator table and the node's arguments."""
 
 from __future__ import annotations
 
-import math
-import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-# Each of these re-indexes its first argument and changes no element.
-_VIEWS = frozenset(
-    """
-    aten::view aten::_unsafe_view aten::reshape aten::permute aten::transpose aten::t aten::unsqueeze
-    aten::squeeze aten::expand aten::slice aten::select aten::clone aten::contiguous aten::alias
-    aten::detach aten::flatten aten::unflatten aten::narrow aten::movedim aten::swapaxes aten::swapdims
-    aten::numpy_T aten::mT aten::matrix_H aten::view_as aten::expand_as aten::lift_fresh aten::lift_fresh_copy
-    aten::_reshape_alias aten::unsafe_split aten::split aten::split_with_sizes aten::chunk aten::unbind
-    aten::tensor_split aten::unsafe_chunk aten::_reshape_copy aten::view_copy aten::permute_copy
-    aten::transpose_copy aten::t_copy aten::unsqueeze_copy aten::squeeze_copy aten::expand_copy
-    aten::slice_copy aten::select_copy aten::alias_copy aten::split_copy aten::split_with_sizes_copy
-    aten::unbind_copy aten::detach_copy npu::npu_format_cast npu::npu_format_cast_
-    """.split()
+from mla_fusion.graph.operators import (
+    COPYING_CASTS,
+    FILLED,
+    FILLED_WITH,
+    LENT,
+    NO_OPERATOR,
+    Kind,
+    Operator,
+    is_getitem,
+    kind_by_arguments,
+    known,
 )
 
-# Views that keep every row and every column where it is, so that a producer may stand in for them.
-_RESHAPES = frozenset(
-    """
-    aten::view aten::_unsafe_view aten::reshape aten::unsqueeze aten::squeeze aten::clone aten::contiguous
-    aten::alias aten::detach aten::flatten aten::unflatten aten::lift_fresh aten::lift_fresh_copy
-    aten::_reshape_alias aten::view_as aten::_reshape_copy aten::view_copy aten::unsqueeze_copy
-    aten::squeeze_copy aten::alias_copy aten::detach_copy npu::npu_format_cast
-    """.split()
-)
-
-_CASTS = frozenset(
-    """
-    aten::_to_copy aten::to prims::convert_element_type npu::npu_dtype_cast npu::_npu_dtype_cast
-    aten::type_as aten::float aten::bfloat16 aten::half
-    """.split()
-)
-
-_COPYING_CASTS = frozenset(["aten::_to_copy", "prims::convert_element_type"])  # the others may give their input back
-
-_EFFECTS = frozenset(["aten::copy_", "npu::npu_kv_rmsnorm_rope_cache", "npu::npu_mla_prolog", "npu::npu_mla_prolog_v2"])
-
-# Writers of a tensor given as their first argument; a cache write where that tensor comes from outside.
-_WRITERS = frozenset(
-    """
-    aten::index_put aten::_unsafe_index_put aten::index_copy aten::scatter aten::slice_scatter
-    aten::select_scatter aten::copy aten::masked_scatter aten::index_fill aten::scatter_add aten::index_add
-    npu::npu_scatter_nd_update
-    """.split()
-)
+__all__ = ["Kind", "is_getitem"]
 
 # Casts among these are looked through when a group of nodes is asked what it means. float16 is among them so
 # that a float16 model is recognised, and then refused by name; float8 and integers are quantisation.
 MODEL_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-# Tensors of a given shape whose elements do not depend on the argument that lends it.
-_FILLED = {
-    "aten::new_zeros": 0.0,
-    "aten::zeros_like": 0.0,
-    "aten::new_ones": 1.0,
-    "aten::ones_like": 1.0,
-    "aten::new_empty": math.nan,  # whatever reads an element that nothing was written to is no fact
-    "aten::empty_like": math.nan,
-}
-
-
-_FILLED_WITH = frozenset(("aten::new_full", "aten::full_like"))
-_LENT = _FILLED_WITH | {"aten::new_empty_strided"} | _FILLED.keys()
-
-# npu operators that are element-wise, norms or rotations, so that a walk may go through them.
-_NPU_TRANSPARENT = frozenset(
-    """
-    npu::npu_rms_norm npu::npu_add_rms_norm npu::npu_interleave_rope npu::npu_rotary_mul npu::npu_dtype_cast
-    npu::_npu_dtype_cast npu::npu_format_cast
-    """.split()
-)
-
-
-# Layers by themselves, whose weights are packed, scaled or convolved with: no walk takes them for element-wise.
-_LAYERS = frozenset(
-    """
-    aten::_scaled_mm aten::_grouped_mm aten::_scaled_grouped_mm aten::_weight_int8pack_mm aten::_weight_int4pack_mm
-    aten::_weight_int4pack_mm_for_cpu aten::convolution aten::conv1d aten::conv2d
-    """.split()
-)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Operator:
-    """What is known of a call target. Made once for each: the pass asks for it a dozen times for every node.
-
-    name      ``namespace::name`` without the overload; "" for nodes that call nothing
-    mutates   does the schema say that it changes an argument?
-    effect    must a call stay where it is even if nobody reads it?
-    plain     may a walk go through it: pure, and runnable on probes?
-    twin      of ``add_`` and the like, the operator that makes a new tensor instead
-    """
-
-    target: Any
-    name: str = ""
-    mutates: bool = False
-    effect: bool = False
-    random: bool = False
-    plain: bool = False
-    view: bool = False
-    reshape: bool = False
-    cast: bool = False
-    writer: bool = False
-    twin: Operator | None = None
-
-    @classmethod
-    def describe(cls, target: Any) -> Operator:
-        name = _name_of(target)
-        mutates = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-        effect, random = mutates or name in _EFFECTS, "rand" in name
-        pure = name.partition("::")[0] in ("aten", "prims", "_operator", "python") and not (effect or random)
-        bits = getattr(target, "_overloadname", "") == "dtype"  # view.dtype reads memory as another type
-        return cls(
-            target,
-            name,
-            mutates,
-            effect,
-            random,
-            plain=(pure and "attention" not in name and name not in _LAYERS) or name in _NPU_TRANSPARENT,
-            view=name in _VIEWS and not bits,
-            reshape=name in _RESHAPES and not bits,
-            cast=name in _CASTS,
-            writer=name in _WRITERS,
-            twin=_functional_twin(target, name) if mutates else None,
-        )
-
-
-_NO_OPERATOR = Operator(None)
-_OPERATORS: dict[int, Operator] = {}  # by id of the target, which its Operator keeps alive
-
-
-def _functional_twin(target: Any, name: str) -> Operator | None:
-    """``aten::add`` of ``aten::add_``: decompositions update values of their own making in place."""
-    namespace, _, base = name.partition("::")
-    arguments = target._schema.arguments
-    changed = [arg.alias_info is not None and arg.alias_info.is_write for arg in arguments]
-    if namespace != "aten" or not base.endswith("_") or changed != [True] + [False] * (len(arguments) - 1):
-        return None
-    twin = getattr(getattr(torch.ops.aten, base[:-1], None), target._overloadname, None)
-    return Operator.describe(twin) if twin is not None else None
-
-
 def operator_of(node: Node) -> Operator:
-    """What the node calls; where nobody but the node sees what it changes in place, the operator's functional twin."""
-    known = _OPERATORS.get(id(node.target))
-    if known is None:
-        if node.op != "call_function":
-            return _NO_OPERATOR
-        known = _OPERATORS.setdefault(id(node.target), Operator.describe(node.target))
-    return known.twin if known.twin is not None and _owns_its_target(node) else known
+    """What the node calls; of a step in place that nobody else can see, the operator that makes a new tensor."""
+    if node.op != "call_function":
+        return NO_OPERATOR
+    entry = known(node.target)
+    return entry.functional if entry.functional is not None and _owns_its_target(node) else entry
+
+
+def kind_of(node: Node) -> Kind:
+    """The class of the call, its arguments looked at. (Whether a mask or an index is a literal, the view knows.)"""
+    return kind_by_arguments(node, operator_of(node), argument)
 
 
 def _owns_its_target(node: Node) -> bool:
@@ -172,8 +45,8 @@ def _owns_its_target(node: Node) -> bool:
     if not isinstance(base, Node) or base.op != "call_function" or len(base.users) > 1:
         return False
     made_by = operator_of(base)
-    aliases = made_by.view or made_by.effect or base.target is operator.getitem
-    return not aliases and (not made_by.cast or made_by.name in _COPYING_CASTS)
+    aliases = made_by.view or made_by.effect or is_getitem(base)
+    return not aliases and (not made_by.cast or made_by.name in COPYING_CASTS)
 
 
 def op_name(node: Node) -> str:
@@ -181,35 +54,23 @@ def op_name(node: Node) -> str:
     return operator_of(node).name
 
 
-def _name_of(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return str(target._qualified_op_name)
-    return f"python::{getattr(target, '__name__', target)}"
-
-
 def filled_with(node: Node) -> float | None:
     """The number that every element of the node is, where its operator says so; NaN for memory not yet written."""
     name = operator_of(node).name
-    if name in _FILLED_WITH:
+    if name in FILLED_WITH:
         value = argument(node, "fill_value")
         return float(value) if isinstance(value, (int, float)) else None
-    return _FILLED.get(name)
+    return FILLED.get(name)
 
 
 def borrows_only(node: Node) -> bool:
     """Does the node, contiguous, take no more than a shape, a dtype or a device from the tensor it is given?"""
-    return op_name(node) in _LENT and bool(node.meta["val"].is_contiguous())
-
-
-def is_getitem(node: Node) -> bool:
-    return node.target is operator.getitem
+    return op_name(node) in LENT and bool(node.meta["val"].is_contiguous())
 
 
 def is_view(node: Node) -> bool:
     """Does the node re-index one tensor, changing no element? (A getitem of a split counts.)"""
-    if node.target is operator.getitem:
+    if is_getitem(node):
         source = node.args[0]
         return isinstance(source, Node) and operator_of(source).view
     return operator_of(node).view

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.immutable_collections import immutable_list
 
 from mla_fusion.graph import contraction, scaled_product
+from mla_fusion.graph.analytic import Barrier, Steps
 from mla_fusion.graph.contraction import Contraction
 from mla_fusion.graph.kinds import (
     MODEL_FLOATS,
@@ -30,22 +31,24 @@ from mla_fusion.graph.kinds import (
     op_name,
     operator_of,
 )
+from mla_fusion.graph.operators import JOINERS
 from mla_fusion.graph.program import Program, nodes_between
+from mla_fusion.graph.ranges import Ranges
 from mla_fusion.graph.sizes import Binding, exceeds_one, is_symbolic
 from mla_fusion.graph.steps import rows_in_step
 
 _NOTHING: frozenset[Node] = frozenset()
 _SEQUENCES = (tuple, list, immutable_list)
 _MANY = 4  # a value that mixes more products than this (a residual stream) counts as a source of its own
-_JOINERS = frozenset(("aten::cat", "aten::stack"))  # what stands side by side is not mixed
 
 
 class View:
     """``gm.graph``, indexed.
 
     contractions   every matrix product over more than one element, in graph order
-    sources(n)     the products, effects and opaque operators whose result reaches ``n`` through plain nodes
-    members(p)     the plain nodes that depend on product ``p``, in graph order
+    sources(n)     the products and barriers whose result reaches ``n`` through movement and analytic steps alone
+    members(p)     the nodes that such steps alone make of product ``p``, in graph order: what probes can prove
+    barriers       why nothing is known behind a node: it picks by values, draws random numbers, or is unknown
     effects        nodes whose schema says that they change an argument
     same(a, b)     do two nodes compute the same value (equal operators on equal inputs)?
     """
@@ -59,6 +62,9 @@ class View:
         self._members: dict[Node, list[Node]] = {}
         self._constant: set[Node] = set()
         self._plain: dict[Node, bool] = {}
+        self.barriers: dict[Node, Barrier] = {}
+        self.ranges = Ranges(self)
+        self._steps = Steps(self, self.ranges)
         self._calls: dict[Node, tuple[int, list[Node]]] = {}
         self._number: dict[Node, int] = {}
         self._in_steps: dict[Node, Contraction] = {}  # int8 products that plain nodes scale, by their last node
@@ -104,7 +110,8 @@ class View:
             self.contractions[node] = joined
             return frozenset((node,))
         operator = operator_of(node)
-        if not operator.plain or (operator.writer and not self._writes_into_own(node)):
+        if not operator.runs or (operator.writer and not self._writes_into_own(node)):
+            self.barriers[node] = self._steps.barrier(node) or Barrier("step.unknown", f"{node.name} writes")
             return frozenset((node,))
         sources, of_literals = _NOTHING, True
         for arg in node.all_input_nodes:
@@ -114,7 +121,11 @@ class View:
         if of_literals or filled_with(node) is not None:
             self._constant.add(node)
             return _NOTHING
-        few = len(sources) <= _MANY or is_view(node) or operator.cast or operator.name in _JOINERS
+        barrier = self._steps.barrier(node) if sources else None
+        if barrier is not None:
+            self.barriers[node] = barrier
+            return frozenset((node,))
+        few = len(sources) <= _MANY or is_view(node) or operator.cast or operator.name in JOINERS
         return sources if few else frozenset((node,))
 
     def _is_arithmetic(self, product: Contraction) -> bool:
@@ -182,6 +193,33 @@ class View:
 
     def sources(self, node: Node) -> frozenset[Node]:
         return self._sources[node]
+
+    def depends_on_products(self, node: Node) -> bool:
+        return bool(self._sources[node])
+
+    def ends_walk(self, node: Node) -> bool:
+        """Is the node a product, or a step of which nothing is known? (A choice is known, and reads no more.)"""
+        barrier = self.barriers.get(node)
+        return node in self._sources[node] and (barrier is None or barrier.code != "step.choice")
+
+    def reaches(self, source: Node, node: Node) -> bool:
+        """Is the node made of ``source``, by choices too?"""
+        seen, stack = set[Node](), [node]
+        while stack:
+            for found in self._sources[stack.pop()]:
+                if found is source:
+                    return True
+                if found not in seen and found in self.barriers:
+                    seen.add(found)
+                    stack.extend(found.all_input_nodes)
+        return False
+
+    def squares_of(self, node: Node) -> Node | None:
+        """The value of whose products with itself the node is the sums (``einsum("tc,tc->t", u, u)``), or None."""
+        product = contraction.read(node)
+        if product is None or product.left_labels != product.right_labels or product.bias is not None:
+            return None
+        return product.left if self.same(product.left, product.right) else None
 
     def members(self, source: Node) -> list[Node]:
         return self._members.get(source, [])
