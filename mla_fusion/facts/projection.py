@@ -16,7 +16,8 @@ from mla_fusion.facts.quant import Quantised
 from mla_fusion.graph.contraction import Contraction, Labels
 from mla_fusion.graph.kinds import is_cast, is_reshape
 from mla_fusion.graph.program import Program, nodes_between
-from mla_fusion.graph.sizes import is_symbolic
+from mla_fusion.graph.sizes import is_symbolic, same
+from mla_fusion.graph.tokens import Tokens
 from mla_fusion.graph.view import View, ancestry, peel
 
 
@@ -103,6 +104,8 @@ def rows(view: View, item: Projection) -> torch.Tensor | None:
     if dynamic is not None:
         legs = [(item.origin, dynamic.source), (peel(item.activation), item.activation)]
     for start, end in legs:
+        if not _keeps_tokens(start, end):
+            return None
         program = Program([start], nodes_between((start,), end), view.binding)
         value = program.run([held])[program.slot(end)]
         if not isinstance(value, torch.Tensor):
@@ -112,6 +115,36 @@ def rows(view: View, item: Projection) -> torch.Tensor | None:
     ordered = (*item.row_labels, *item.summed)
     others = [label for label in labels if label not in ordered]
     return held.permute([labels.index(label) for label in (*others, *ordered)]).reshape(-1)
+
+
+def _keeps_tokens(start: Node, end: Node) -> bool:
+    """Is the way from one to the other the same for each token, where their number is symbolic?"""
+    shape = start.meta["val"].shape
+    tokens = Tokens(None)
+    tokens.start(start, shape, range(len(shape)))
+    if not tokens or start is end:
+        return True
+    tokens.follow(nodes_between((start,), end))
+    return tokens.broken(end) is None
+
+
+def token_sizes(item: Projection) -> list[object] | None:
+    """The sizes of the token axes before any were merged, in the order in which the product's rows count them.
+
+    ``[B, S]`` where the activation ``[B * S, He]`` is a view of ``[B, S, He]``; None where nothing above has more axes.
+    """
+    rows = item.activation_labels[:-1]
+    if item.row_labels != item.token_labels or item.token_labels != rows:
+        return None
+    best = list(item.activation.meta["val"].shape[:-1])
+    for above in ancestry(item.activation):
+        if not (is_reshape(above) or is_cast(above)) or not isinstance(above.args[0], Node):
+            break
+        shape = above.args[0].meta["val"].shape
+        if not same(shape[-1], item.activation.meta["val"].shape[-1]):
+            break
+        best = list(shape[:-1]) if len(shape) - 1 > len(best) else best
+    return best
 
 
 def reads_whole(view: View, item: Projection) -> bool:

@@ -13,13 +13,15 @@ from torch.fx import Node
 from mla_fusion.facts import absorb, rmsnorm, rope
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.decode import Decoder, Reading
-from mla_fusion.facts.projection import Projection
+from mla_fusion.facts.projection import Projection, token_sizes
 from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact, Table
 from mla_fusion.graph.cone import Cone
 from mla_fusion.graph.kinds import is_cast, is_getitem, is_view, is_writer, op_name
 from mla_fusion.graph.likeness import likeness, outline
+from mla_fusion.graph.program import nodes_between
 from mla_fusion.graph.shrink import SMALL, WORTHWHILE, Shrink
+from mla_fusion.graph.tokens import Tokens
 from mla_fusion.graph.view import View
 
 
@@ -36,6 +38,12 @@ class ConeFacts:
 
     def absorb(self, projection: Projection) -> AbsorbFact | None:
         """``projection`` as the absorbed product of columns of this cone's product, or None."""
+        tokens = self.cone.tokens_kept
+        if tokens:
+            tokens.follow(nodes_between((), projection.weight))
+            tokens.follow([projection.node])
+            if tokens.broken(projection.node) is not None:
+                return None
         labels = projection.activation_labels, projection.weight_labels, projection.product.out_labels
         shape = str(projection.weight.meta["val"].shape)
         key = self.cone.slot(projection.activation), *labels, shape
@@ -51,12 +59,17 @@ class ConeFacts:
 class FactReader:
     """Reads cones of one view; what is like a cone read before is not probed again."""
 
-    def __init__(self, view: View, projections: Iterable[Projection], operands: Iterable[Node] = ()) -> None:
-        """``operands``: nodes, beside the activations, whose reading somebody will ask for."""
+    def __init__(
+        self, view: View, projections: Iterable[Projection], operands: Iterable[Node] = (), shrinks: bool = True
+    ) -> None:
+        """``operands``: nodes, beside the activations, whose reading somebody will ask for; ``shrinks``: may many
+        tokens be probed as few?
+        """
         self.view = view
         self.probes = 0
         projections = list(projections)
-        self.shrink = _shrink(view, projections)
+        self.shrink = _shrink(view, projections) if shrinks else None
+        self.tokens = Tokens(self.shrink)
         self._operands = {projection.activation for projection in projections} | set(operands)
         self._alike: dict[object, list[ConeFacts]] = defaultdict(list)
         self._facts: dict[Node, ConeFacts] = {}
@@ -81,7 +94,8 @@ class FactReader:
         return all((node in self._operands) == (move[node] in self._operands) for node in nodes)
 
     def _anew(self, projection: Projection) -> ConeFacts:
-        cone = Cone(self.view, projection.product, projection.weight_is_left, self.shrink)
+        lead = token_sizes(projection)
+        cone = Cone(self.view, projection.product, projection.weight_is_left, self.shrink, self.tokens, lead)
         facts = self._probe(cone)
         self._alike[outline(self.view, projection.product, projection.weight_is_left)].append(facts)
         return facts

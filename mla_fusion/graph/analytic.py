@@ -1,8 +1,8 @@
 """What a step does to a proof: nothing where it moves elements or is analytic, or it ends what probes can show.
 
-An operator's class is in the table; here the operands are looked at. A root, a logarithm or a quotient is analytic where
-its argument keeps its sign: ``sqrt((v - 100) ** 2)`` is ``abs(v - 100)``, a choice. A choice whose outcome is the same
-for every input is none: ``clamp_min(0)`` of a sum of squares, ``where`` with a mask of literals.
+An operator's class is in the table; here the operands are looked at. A root, a logarithm or a quotient is analytic
+where its argument keeps its sign: ``sqrt((v - 100) ** 2)`` is ``abs(v - 100)``, a choice. A choice whose outcome is the
+same for every input is none: ``clamp_min(0)`` of a sum of squares, ``where`` with a mask of literals.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Steps:
         for one, other in (node.args[:2], node.args[1::-1]):
             value = other.meta.get("val") if isinstance(other, Node) else None
             single = isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
-            if single and other.op == "placeholder" and self._ranges.of(one)[0] >= 0:  # type: ignore[union-attr]
+            if single and _without_views(other).op == "placeholder" and self._ranges.of(one)[0] >= 0:
                 return True
         return False
 
@@ -162,7 +162,7 @@ class Steps:
         if least is None:
             return True
         floor = self._ranges.of(least)
-        return low >= floor[1] or (low >= 0 and 0 < floor[0] and floor[1] <= FLOOR)
+        return low >= floor[1] or (low >= 0 and floor[0] > 0 and floor[1] <= FLOOR)
 
     def _greater(self, node: Node) -> bool:
         a, b = (self._ranges.of(side) for side in node.args[:2])
@@ -191,7 +191,8 @@ def _is_mask(node: Node) -> bool:
 
 def _is_scaled(node: Node) -> bool:
     by = node.args[1] if len(node.args) > 1 else None
-    return op_name(node) in ("aten::mul", "aten::div") and isinstance(by, (int, float)) and math.isfinite(by) and by != 0
+    scales = isinstance(by, (int, float)) and math.isfinite(by) and by != 0
+    return op_name(node) in ("aten::mul", "aten::div") and scales
 
 
 def _without_views(node: Any) -> Node:

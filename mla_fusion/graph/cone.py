@@ -6,7 +6,7 @@ meet the product in the cone, taken as far up as they are merely re-indexed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 
@@ -18,6 +18,7 @@ from mla_fusion.graph.kinds import is_view, op_name
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.sizes import is_symbolic
+from mla_fusion.graph.tokens import Broken, Tokens
 from mla_fusion.graph.view import View, peel_table
 
 _LARGEST = 1 << 24  # elements of one probe value; beyond it lies attention, not the prologue
@@ -29,19 +30,33 @@ class Cone:
     shrink   fewer tokens than the graph's, or None where all of them are probed
     codes    int64, of the product's shape: token * width + column of every element
     tokens   T, as bound for probing (all_tokens: in the graph);  width: columns of the weight
+    mixed    the first step that does not keep the tokens apart, where they are probed fewer than they are
     """
 
-    def __init__(self, view: View, product: Contraction, weight_is_left: bool, shrink: Shrink | None = None) -> None:
+    def __init__(
+        self,
+        view: View,
+        product: Contraction,
+        weight_is_left: bool,
+        shrink: Shrink | None = None,
+        tokens: Tokens | None = None,
+        lead: Sequence[object] | None = None,
+    ) -> None:
+        """``lead``: the sizes of the token axes before any were merged, where they are not the product's own."""
         self.view = view
+        self.tokens_kept = tokens if tokens is not None else Tokens(shrink)
+        self.mixed: Broken | None = None
         self.product = product
         self.shrink = shrink
         self.node = product.node
         self.nodes = [node for node in view.members(self.node) if self._is_probed(node)]
-        shape = view.binding.shape(self.node.meta["val"].shape)
+        symbolic = tuple(self.node.meta["val"].shape)
+        shape = view.binding.shape(symbolic)
         weight = product.left_labels if weight_is_left else product.right_labels
         columns = [axis for axis, label in enumerate(product.out_labels) if label in weight]
         tokens = [axis for axis in range(len(shape)) if axis not in columns]
         self.all_tokens = _product(shape[axis] for axis in tokens)
+        self.tokens_kept.start(self.node, lead or [symbolic[axis] for axis in tokens], tokens)
         if shrink is not None:
             small = iter(shrink.lead([shape[axis] for axis in tokens]))
             shape = tuple(size if axis in columns else next(small) for axis, size in enumerate(shape))
@@ -87,9 +102,21 @@ class Cone:
                         placed.add(link)
                         ordered.append(link)
             ordered.append(node)
+        self._prove_tokens(aliases, ordered)
         self.program = Program([self.node, *self.bases], ordered, self.view.binding, aliases, shrink=self.shrink)
         self.aliases = aliases
         self._slots = {node: self.program.slot(node) for node in (self.node, *self.bases, *aliases, *ordered)}
+
+    def _prove_tokens(self, aliases: Mapping[Node, Node], ordered: list[Node]) -> None:
+        """Leave out the nodes in which tokens are mixed: what fewer tokens show of them does not hold of all."""
+        if not self.tokens_kept:
+            return
+        self.tokens_kept.start_outside((*self.bases, *aliases))
+        self.tokens_kept.follow(ordered)
+        broken = {node: state for node in ordered if (state := self.tokens_kept.broken(node)) is not None}
+        self.mixed = next((broken[node] for node in self.nodes if node in broken), None)
+        self.nodes = [node for node in self.nodes if node not in broken]
+        ordered[:] = [node for node in ordered if node not in broken]
 
     def _is_literal(self, side: Node) -> bool:
         """Signs, masks, one number: what no table can be. Angles of positions that the graph counts itself can."""
@@ -128,6 +155,7 @@ class Cone:
 
     def moved(self, product: Contraction, move: Mapping[Node, Node]) -> Cone:
         """The cone of ``product``, which is this one with other nodes; the program is shared."""
+        self.tokens_kept.copy(move)
         other = copy(self)
         other.product, other.node = product, product.node
         other.nodes = [move[node] for node in self.nodes]

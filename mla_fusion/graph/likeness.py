@@ -78,10 +78,9 @@ class _Walk:
         a, b = node.meta.get("val"), other.meta.get("val")
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.dtype != b.dtype:
             return False
-        return a.shape == b.shape if _is_static(a) and _is_static(b) else self._bound(a) == self._bound(b)
-
-    def _bound(self, value: torch.Tensor) -> tuple[int, ...]:
-        return self.view.binding.shape(value.shape)
+        if _is_static(a) and _is_static(b):
+            return a.shape == b.shape
+        return a.dim() == b.dim() and all(map(self.view.binding.same, a.shape, b.shape))
 
 
 def _is_static(value: torch.Tensor) -> bool:

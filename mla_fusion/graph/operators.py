@@ -203,6 +203,19 @@ _LAYERS = _names(
     """
 )
 
+# Element by element; operands are broadcast from their last axes.
+ELEMENTWISE = (
+    _ANALYTIC_ELEMENTWISE
+    | _ROTATIONS
+    | CASTS
+    | _names(
+        """
+        clamp clamp_min clamp_max clip where masked_fill maximum minimum abs relu round conj _conj conj_physical
+        _conj_physical resolve_conj resolve_neg real imag complex fill
+        """
+    )
+)
+
 ANALYTIC = _ANALYTIC_ELEMENTWISE | _ANALYTIC_REDUCTIONS | _ANALYTIC_PRODUCTS | _ROTATIONS
 MOVEMENT = _OTHER_MOVEMENT
 CHOICE = _CHOICE

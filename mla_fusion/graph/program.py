@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import MODEL_FLOATS, filled_with, is_cast, is_mutating, op_name, operator_of
+from mla_fusion.graph.kinds import MODEL_FLOATS, argument, filled_with, is_cast, is_mutating, op_name, operator_of
+from mla_fusion.graph.operators import SELECTIONS, SIZED
 from mla_fusion.graph.shrink import Shrink
-from mla_fusion.graph.sizes import Binding, is_symbolic
+from mla_fusion.graph.sizes import Binding, is_symbolic, same
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,6 @@ def _full_like(value: torch.Tensor, filling: float) -> torch.Tensor:
 def _identity(value: Any, *_: Any, **__: Any) -> Any:
     return value
 
-
-_SIZED = frozenset(
-    """
-    aten::view aten::_unsafe_view aten::reshape aten::_reshape_alias aten::view_copy aten::expand aten::expand_copy
-    """.split()
-)
 
 _RENAMED: dict[str, Callable[..., Any]] = {
     # An erased cast keeps its input's strides, so a later view may need a copy.
@@ -225,8 +220,10 @@ class Program:
         else:
             target = operator_of(node).target
             call = target if target is torch.ops.aten.view.dtype else _RENAMED.get(name, target)
-        if self._shrink is not None and name in _SIZED:
+        if self._shrink is not None and name in SIZED:
             return self._resized(node, name, self._shrink)
+        if not self._exact and name in SELECTIONS:
+            _refuse_symbolic_ends(node, name)
         args = self._template(node.args)
         kwargs = {key: self._option(key, value) for key, value in node.kwargs.items()}
         return Step(call, args, kwargs, f"{name}.{getattr(node.target, '_overloadname', '')}")
@@ -270,6 +267,18 @@ class Program:
         if isinstance(value, torch.dtype) and not self._exact:
             return _widen(value)
         return value
+
+
+def _refuse_symbolic_ends(node: Node, name: str) -> None:
+    """How much of a probe a slice with symbolic ends takes says nothing of what it takes of other sizes."""
+    ends = [arg for arg in (*node.args[1:], *node.kwargs.values()) if isinstance(arg, Node)]
+    value, source = node.meta.get("val"), node.args[0]
+    if not ends or not isinstance(source, Node):
+        return
+    axis = int(argument(node, "dim", 0))
+    whole = isinstance(value, torch.Tensor) and value.dim() == source.meta["val"].dim()
+    if not whole or not same(value.shape[axis], source.meta["val"].shape[axis]):
+        raise Unprobeable(f"{node.name} ({name}) takes a symbolic part")
 
 
 def _refuse_narrow_cast(node: Node) -> None:

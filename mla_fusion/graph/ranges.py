@@ -25,7 +25,7 @@ Range = tuple[float, float]
 
 UNBOUNDED: Range = (-math.inf, math.inf)
 _ABOVE_ZERO = 5e-324  # the least positive float64
-_DEEPEST = 64  # operands above a node that are asked; a range is asked of a norm's statistic, a few steps below a square
+_DEEPEST = 64  # operands above a node that are asked: a norm's statistic is a few steps below a square
 
 
 class Ranges:
@@ -72,14 +72,17 @@ class Ranges:
             if is_getitem(node) and isinstance(source, Node):
                 source = source.args[0]
             inner = self.of(source, depth)
-            return inner if _keeps_floats(node) else (math.floor(inner[0]), math.ceil(inner[1]))
+            return inner if _keeps_floats(node) else _whole(inner)
         rule = _RULES.get(op_name(node))
         if rule is not None:
             return rule(lambda value: self.of(value, depth), node)
+        if self._view.squares_of(node) is not None:
+            return 0.0, math.inf
         product = contraction.read(node)
-        if product is not None and product.left_labels == product.right_labels and product.bias is None:
-            return (0.0, math.inf) if self._view.same(product.left, product.right) else UNBOUNDED
-        return UNBOUNDED
+        if product is None or product.bias is not None or product.scales is not None:
+            return UNBOUNDED
+        signs = [self.of(side, depth)[0] >= 0 for side in (product.left, product.right)]
+        return (0.0, math.inf) if all(signs) and product.factors[0] >= 0 else UNBOUNDED
 
     def _of_size(self, size: Any) -> Range:
         if isinstance(size, (int, float)):
@@ -113,6 +116,12 @@ def _held(found: Range, node: Node) -> Range:
 def _keeps_floats(node: Node) -> bool:
     value = node.meta.get("val")
     return not isinstance(value, torch.Tensor) or value.is_floating_point()
+
+
+def _whole(inner: Range) -> Range:
+    """Of a number cut to an integer; not known of an infinite one."""
+    low, high = inner
+    return math.floor(low) if math.isfinite(low) else low, math.ceil(high) if math.isfinite(high) else high
 
 
 Of = Callable[[Any], Range]
@@ -160,14 +169,12 @@ def _square(inner: Range) -> Range:
 
 def _quotient(of: Of, node: Node) -> Range:
     if argument(node, "rounding_mode") is not None:
-        low, high = multiplied(of(node.args[0]), _inverse(of(node.args[1])))
-        return math.floor(low) if math.isfinite(low) else low, high
+        return _floor_quotient(of, node)
     return multiplied(of(node.args[0]), _inverse(of(node.args[1])))
 
 
 def _floor_quotient(of: Of, node: Node) -> Range:
-    low, high = multiplied(of(node.args[0]), _inverse(of(node.args[1])))
-    return math.floor(low) if math.isfinite(low) else low, high
+    return _whole(multiplied(of(node.args[0]), _inverse(of(node.args[1]))))
 
 
 def _inverse(inner: Range) -> Range:

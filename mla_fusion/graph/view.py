@@ -34,7 +34,7 @@ from mla_fusion.graph.kinds import (
 from mla_fusion.graph.operators import JOINERS
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.ranges import Ranges
-from mla_fusion.graph.sizes import Binding, exceeds_one, is_symbolic
+from mla_fusion.graph.sizes import Binding, exceeds_one, is_symbolic, same
 from mla_fusion.graph.steps import rows_in_step
 
 _NOTHING: frozenset[Node] = frozenset()
@@ -203,23 +203,45 @@ class View:
         return node in self._sources[node] and (barrier is None or barrier.code != "step.choice")
 
     def reaches(self, source: Node, node: Node) -> bool:
-        """Is the node made of ``source``, by choices too?"""
+        """Is the node made of ``source`` by operators that can be run on probes, choices among them?"""
         seen, stack = set[Node](), [node]
         while stack:
             for found in self._sources[stack.pop()]:
                 if found is source:
                     return True
-                if found not in seen and found in self.barriers:
+                if found not in seen and found in self.barriers and operator_of(found).runs:
                     seen.add(found)
                     stack.extend(found.all_input_nodes)
         return False
 
     def squares_of(self, node: Node) -> Node | None:
-        """The value of whose products with itself the node is the sums (``einsum("tc,tc->t", u, u)``), or None."""
-        product = contraction.read(node)
-        if product is None or product.left_labels != product.right_labels or product.bias is not None:
+        """The value of whose products with itself the node is the sums: ``einsum("tc,tc->t", u, u)``, rows by their own
+        columns, or the diagonal of ``u @ u.T``. None for any other node.
+        """
+        on_diagonal = op_name(node) == "aten::diagonal" and argument(node, "offset", 0) == 0
+        product = contraction.read(node.args[0] if on_diagonal and isinstance(node.args[0], Node) else node)
+        if product is None or product.bias is not None or product.scales is not None:
             return None
-        return product.left if self.same(product.left, product.right) else None
+        left, right = (_long_axes(labels, side) for labels, side in _sides(product))
+        if on_diagonal:
+            first, second = (argument(node, name, at) % 2 for name, at in (("dim1", 0), ("dim2", 1)))
+            if len(product.out_labels) != 2 or first == second:
+                return None
+            right = tuple(product.out_labels[0] if label == product.out_labels[1] else label for label in right)
+        if sorted(left) != sorted(right) or self._number[peel(product.left)] != self._number[peel(product.right)]:
+            return None
+        codes = [self._codes_of(peel(side), side) for _, side in _sides(product)]
+        if codes[0] is None or codes[1] is None:
+            return None
+        turned = codes[1].squeeze().permute([right.index(label) for label in left])
+        return product.left if torch.equal(codes[0].squeeze(), turned) else None
+
+    def _codes_of(self, base: Node, node: Node) -> torch.Tensor | None:
+        """Which element of ``base`` each element of a view of it is."""
+        shape = self.binding.shape(base.meta["val"].shape)
+        program = Program([base], nodes_between((base,), node), self.binding)
+        value = program.run([torch.arange(math.prod(shape)).reshape(shape)])[program.slot(node)]
+        return value if isinstance(value, torch.Tensor) else None
 
     def members(self, source: Node) -> list[Node]:
         return self._members.get(source, [])
@@ -278,6 +300,15 @@ def _literal(value: Any, inputs: list[Node]) -> Any:
         return tuple([_literal(item, inputs) for item in value])
     hash(value)
     return kind, value
+
+
+def _sides(product: Contraction) -> tuple[tuple[contraction.Labels, Node], ...]:
+    return (product.left_labels, product.left), (product.right_labels, product.right)
+
+
+def _long_axes(labels: contraction.Labels, side: Node) -> contraction.Labels:
+    """The labels of axes longer than one."""
+    return tuple(label for label, size in zip(labels, side.meta["val"].shape, strict=True) if not same(size, 1))
 
 
 def is_sign_constant(node: Node) -> bool:
