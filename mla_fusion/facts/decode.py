@@ -118,6 +118,8 @@ class Decoder:
             return {}
         under = self._under_masks(nodes)
         steady = self._steady(nodes)
+        self.other = self.fresh_probe()
+        other = self.cone.run(self.other * LARGE, self.bases, [node for node in nodes if degrees[node]])
         readings = {}
         for node in nodes:
             total, values = self._value(node), under[node]
@@ -128,8 +130,24 @@ class Decoder:
             spelt = _spell(total, values)
             if spelt is not None:
                 first, second, share = spelt
-                readings[node] = Reading(1, first, second, share, total, node in steady)
+                reading = Reading(1, first, second, share, total, node in steady)
+                if self._holds_elsewhere(reading, other[self.cone.slot(node)]):
+                    readings[node] = reading
         return readings
+
+    def _holds_elsewhere(self, reading: Reading, value: object) -> bool:
+        """Is the node the same sum of the same elements on another probe? Then it is for every product."""
+        if not _is_real(value) or value.shape != reading.total.shape:
+            return False
+        here, there = (self.cone.rows(probe).reshape(-1) * LARGE for probe in (self.probe, self.other))
+        parts = []
+        single = reading.first == reading.second
+        rest = torch.where(single, 0.0, reading.total - reading.share)
+        for code, part in ((reading.first, torch.where(single, reading.total, reading.share)), (reading.second, rest)):
+            code = code.clamp(max=len(here) - 1)  # of an element that is zero for every probe there is no code
+            parts.append(part / here[code] * there[code])
+        size = parts[0].abs() + parts[1].abs() + value.abs()
+        return bool(((parts[0] + parts[1] - value).abs() <= _CLOSE * size + 1e-30).all())
 
     def _under_masks(self, nodes: list[Node]) -> dict[Node, torch.Tensor]:
         """[bits, ..]: the nodes' values where the elements whose bit is 0 are taken out of the product."""

@@ -125,7 +125,8 @@ class CachePlanner:
             return "the kernel would quantise the absorbed query, and this one is not absorbed"
         if kv not in self._int8_queries:
             query, rope, width = self.trees["query"], self.trees["query_rope"], self.candidate.query.absorb.latent_dim
-            self._int8_queries[kv] = int8_query.find(self.view, query, rope, width, kv, self.candidate.shrink)
+            how = self.candidate.shrink, self.candidate.tokens
+            self._int8_queries[kv] = int8_query.find(self.view, query, rope, width, kv, *how)
         return self._int8_queries[kv]
 
     def _takes(self, mode: int) -> bool:

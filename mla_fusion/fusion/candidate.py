@@ -26,6 +26,7 @@ from mla_fusion.facts.unabsorbed import UnabsorbedFact
 from mla_fusion.fusion.near_miss import Diagnosis, NearMiss
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.shrink import Shrink
+from mla_fusion.graph.tokens import Tokens
 from mla_fusion.graph.view import View, peel_table
 
 _OTHER_READINGS = 7  # of one prologue that are tried where the first has no plan
@@ -72,12 +73,14 @@ class Candidate:
     """Everything a fused call needs to know of the graph, and nothing yet about whether it is legal.
 
     shrink   on how many tokens the facts were read
+    tokens   where these stand in the nodes
     others   the same prologue read otherwise: a latent may be normed, and be normed and doubled, at two nodes
     """
 
     query: QuerySide
     key: KeySide
     shrink: Shrink | None
+    tokens: Tokens
     others: tuple[Candidate, ...] = ()
 
     @property
@@ -99,12 +102,15 @@ class Candidate:
 class Finder:
     """Finds candidates and near misses in one view, in graph order."""
 
-    def __init__(self, view: View, identity: bool = False) -> None:
-        """``identity``: a query that no W_uk product follows is one too (Config.unabsorbed)."""
+    def __init__(self, view: View, identity: bool = False, shrinks: bool = True) -> None:
+        """``identity``: a query that no W_uk product follows is one too (Config.unabsorbed); ``shrinks``: may many
+        tokens be probed as few?
+        """
         self.view, self.identity = view, identity
         self.projections = projection.find(view)
         self.operators = kv_operator.find(view)
-        self.reader = FactReader(view, self.projections, [operator.latent for operator in self.operators])
+        latents = [operator.latent for operator in self.operators]
+        self.reader = FactReader(view, self.projections, latents, shrinks)
         self.above: dict[Node, list[Projection]] = defaultdict(list)
         self.on_operand: dict[Node, list[Projection]] = defaultdict(list)
         for item in self.projections:
@@ -170,7 +176,8 @@ class Finder:
             queries = self._unabsorbed(facts, len(keys[0].columns))
         if keys and queries:
             queries.sort(key=lambda query: not _equally_scaled(self.view, query, keys[0]))
-            first, *others = (Candidate(query, key, self.reader.shrink) for query in queries for key in keys)
+            read = self.reader.shrink, self.reader.tokens
+            first, *others = (Candidate(query, key, *read) for query in queries for key in keys)
             return replace(first, others=tuple(others[:_OTHER_READINGS]))
         if queries:
             seen = (queries[0].norm.node, queries[0].absorb.node)

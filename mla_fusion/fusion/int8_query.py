@@ -20,6 +20,7 @@ from mla_fusion.fusion.outputs import ValueTree, leads_only_to, live_users, quan
 from mla_fusion.graph.kinds import op_name
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.shrink import Shrink
+from mla_fusion.graph.tokens import Tokens
 from mla_fusion.graph.view import View, peel
 
 _FARTHEST = 24  # plain nodes from query_rope to what is brought to scale
@@ -34,7 +35,8 @@ class Int8Query:
 
 
 def find(
-    view: View, query: ValueTree, rope: ValueTree, latent_dim: int, cache_scale: CacheScale, shrink: Shrink | None
+    view: View, query: ValueTree, rope: ValueTree, latent_dim: int, cache_scale: CacheScale, shrink: Shrink | None,
+    tokens: Tokens | None = None,
 ) -> Int8Query | str:
     """The int8 query, or why the graph does not use the query so."""
     readers = [user for users in query.readers().values() for user in users]
@@ -42,11 +44,11 @@ def find(
     others = [user for user in readers if dynamic is None or not view.same(user, dynamic.node)]
     if dynamic is None or dynamic.smooth is not None or others:
         return f"{(others or readers or query.roots)[0].name} reads the query in bfloat16"
-    trees = quantised_rows(view, query, latent_dim, dynamic, shrink)
+    trees = quantised_rows(view, query, latent_dim, dynamic, shrink, tokens)
     if trees is None or trees[1] is None:
         return f"{dynamic.node.name} does not quantise the query of each token and head by itself"
     values, scales = trees[0], trees[1]
-    scaled = _brought_to_scale(view, rope, scales, cache_scale, shrink)
+    scaled = _brought_to_scale(view, rope, scales, cache_scale, shrink, tokens)
     if isinstance(scaled, str):
         return scaled
     in_scale, ratio = scaled
@@ -54,7 +56,12 @@ def find(
 
 
 def _brought_to_scale(
-    view: View, rope: ValueTree, scales: ValueTree, cache_scale: CacheScale, shrink: Shrink | None
+    view: View,
+    rope: ValueTree,
+    scales: ValueTree,
+    cache_scale: CacheScale,
+    shrink: Shrink | None,
+    tokens: Tokens | None,
 ) -> tuple[ValueTree, float] | str:
     """query_rope times the cache's scale over the query's, which must be all that is read of query_rope; and times what
     number besides.
@@ -65,7 +72,11 @@ def _brought_to_scale(
         if scaled is not None:
             other = leads_only_to(readers, [node])
             codes, ratio = scaled
-            return (ValueTree(view, node, codes, shrink=shrink), ratio) if other is None else _unscaled(other)
+            if tokens:
+                tokens.follow(nodes_between((rope.roots[0], *scales.roots), node))
+                if not tokens.knows(node):
+                    return _unscaled(node)
+            return (ValueTree(view, node, codes, (), shrink, tokens), ratio) if other is None else _unscaled(other)
     return _unscaled(readers[0]) if readers else "nobody reads query_rope"
 
 

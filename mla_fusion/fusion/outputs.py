@@ -13,9 +13,10 @@ from mla_fusion.facts import dynamic_quant
 from mla_fusion.facts.dynamic_quant import DynamicQuant
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.kinds import borrows_only, has_effect, is_faithful_cast, is_reshape, is_view, is_writer
-from mla_fusion.graph.program import Program
+from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.sizes import is_symbolic
+from mla_fusion.graph.tokens import Tokens
 from mla_fusion.graph.view import View
 
 
@@ -62,9 +63,13 @@ class ValueTree:
         codes: torch.Tensor,
         twins: Sequence[tuple[Node, torch.Tensor]] = (),
         shrink: Shrink | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
-        """``twins``: other nodes that hold the value, with their codes; ``shrink``: as the codes were made."""
-        self._shrink = shrink
+        """``twins``: other nodes that hold the value, with their codes; ``shrink``, ``tokens``: as these were made.
+
+        A node that takes some of many tokens has no codes: it reads the node above it, and stays in the graph.
+        """
+        self._shrink, self._tokens = shrink, tokens
         self.roots = [root]
         self.parent: dict[Node, Node] = {}
         self.codes: dict[Node, object] = {}
@@ -85,6 +90,11 @@ class ValueTree:
         program = Program([root], order[1:], view.binding, shrink=self._shrink)
         values = program.run([codes])
         self.codes |= {node: values[program.slot(node)] for node in order}
+        if self._tokens:
+            self._tokens.follow(order[1:])
+            for node in order[1:]:
+                if not self._tokens.knows(node):
+                    self.codes[node] = None
 
     def readers(self, ignored: Collection[Node] = ()) -> dict[Node, list[Node]]:
         """Nodes of the tree whose values something outside reads, with who reads them."""
@@ -124,7 +134,7 @@ class ValueTree:
 
 
 def quantised_rows(
-    view: View, rows: ValueTree, width: int, dynamic: DynamicQuant, shrink: Shrink | None
+    view: View, rows: ValueTree, width: int, dynamic: DynamicQuant, shrink: Shrink | None, tokens: Tokens | None = None
 ) -> tuple[ValueTree, ValueTree | None] | None:
     """The int8 values of ``rows`` and their scales, over all quantisations that equal ``dynamic`` (a projection and an
     indexer may each have their own); None where one is not of whole rows, each ``width`` wide.
@@ -136,19 +146,25 @@ def quantised_rows(
         for result, holds_values in dynamic_quant.results(view, dynamic, node):
             if not isinstance(codes, torch.Tensor) or not _are_rows(codes, width):
                 return None
+            if tokens:
+                tokens.follow(nodes_between((node,), result))
+                if not tokens.knows(result):
+                    return None
             number = codes[..., 0] // width
             if dynamic.plain and len(result.meta["val"].shape) == codes.dim():
                 number = number.unsqueeze(-1)
             (values if holds_values else scales)[result] = codes if holds_values else number
     if not values or not (scales or dynamic.plain):
         return None
-    of_scales = _tree(view, scales, shrink) if scales else None
-    return _tree(view, values, shrink), of_scales
+    of_scales = _tree(view, scales, shrink, tokens) if scales else None
+    return _tree(view, values, shrink, tokens), of_scales
 
 
-def _tree(view: View, codes: dict[Node, torch.Tensor], shrink: Shrink | None) -> ValueTree:
+def _tree(
+    view: View, codes: dict[Node, torch.Tensor], shrink: Shrink | None, tokens: Tokens | None
+) -> ValueTree:
     first, *twins = codes.items()
-    return ValueTree(view, *first, twins, shrink)
+    return ValueTree(view, *first, twins, shrink, tokens)
 
 
 def _are_rows(codes: torch.Tensor, width: int) -> bool:

@@ -38,16 +38,16 @@ class Planner:
         """``boundary``: a wrapper stands around the graph and can view a cache in the kernel's shape."""
         self.view, self.config, self.candidate, self.boundary = view, config, candidate, boundary
         self._stage_because = "Config.staging is 'always'" if config.staging == "always" else ""
-        q, k, shrink = candidate.query, candidate.key, candidate.shrink
+        q, k, how = candidate.query, candidate.key, (candidate.shrink, candidate.tokens)
         self.trees = {
-            "query": ValueTree(view, q.absorb.node, q.absorb.codes, _twins(q.absorb), shrink),
-            "query_rope": ValueTree(view, q.rope.node, q.rope.codes, q.rope.twins, shrink),
-            "query_norm": ValueTree(view, q.norm.node, q.norm.codes, shrink=shrink),
+            "query": ValueTree(view, q.absorb.node, q.absorb.codes, _twins(q.absorb), *how),
+            "query_rope": ValueTree(view, q.rope.node, q.rope.codes, q.rope.twins, *how),
+            "query_norm": ValueTree(view, q.norm.node, q.norm.codes, (), *how),
         }
         self._normed: tuple[str, ...] = ("query_norm",)
         if k.norm is not None and k.rope is not None:
-            self.trees["c_kv"] = ValueTree(view, k.norm.node, k.norm.codes, shrink=shrink)
-            self.trees["k_pe"] = ValueTree(view, k.rope.node, k.rope.codes, k.rope.twins, shrink)
+            self.trees["c_kv"] = ValueTree(view, k.norm.node, k.norm.codes, (), *how)
+            self.trees["k_pe"] = ValueTree(view, k.rope.node, k.rope.codes, k.rope.twins, *how)
         self.caches = CachePlanner(view, config, candidate, self.trees, boundary)
 
     def plan(self, stage_because: str = "") -> Plan:
@@ -78,7 +78,8 @@ class Planner:
             quantised = candidate.query.up_nope.quantised
             assert quantised is not None and quantised.dynamic is not None
             dynamic, c_q = quantised.dynamic, self.trees["query_norm"]
-            trees = quantised_rows(self.view, c_q, len(candidate.query.norm.columns), dynamic, candidate.shrink)
+            width, how = len(candidate.query.norm.columns), (candidate.shrink, candidate.tokens)
+            trees = quantised_rows(self.view, c_q, width, dynamic, *how)
             if trees is None:
                 detail = f"{dynamic.node.name} does not quantise c_q token by token"
                 raise Refuse("quant.tokens_differ", detail, (dynamic.node,))

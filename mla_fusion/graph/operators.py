@@ -86,7 +86,6 @@ _OTHER_MOVEMENT = (
         zeros ones full empty eye arange linspace scalar_tensor tensor zeros_like ones_like full_like empty_like
         new_zeros new_ones new_full new_empty new_empty_strided fill fill_ zero broadcast_tensors
         prims::iota prims::broadcast_in_dim prims::transpose prims::squeeze _operator::getitem python::getitem
-       
         """
     )
     | VIEWS

@@ -2,7 +2,8 @@
 
 A graph of 4,096 tokens, or of a symbolic number, is probed with five. What five show holds for all where the token
 axis is a batch axis of every step: no step reduces, slices, joins or rolls along it, and no literal has a value of its
-own for each token. Where it stands is carried from step to step; a step for which no rule says where it goes breaks the proof.
+own for each token. Where it stands is carried from step to step; a step for which no rule says where it goes breaks
+the proof.
 """
 
 from __future__ import annotations
