@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import argument, is_cast, is_getitem, is_reshape, is_view, op_name
-from mla_fusion.graph.program import Program, nodes_between
-from mla_fusion.graph.sizes import same
+from mla_fusion.facts.slots import judge
+from mla_fusion.graph.kinds import argument, is_getitem, is_reshape, is_view, op_name
+from mla_fusion.graph.program import nodes_between
+from mla_fusion.graph.sizes import same, same_shape
 from mla_fusion.graph.view import View
 
 
@@ -35,13 +36,17 @@ class Slots:
 
 @dataclass(frozen=True)
 class WriteFact:
-    """``cache`` (a graph input), with rows of ``value`` at ``slots``, is ``result``."""
+    """``cache`` (a graph input), with rows of ``value`` at ``slots``, is ``result``.
+
+    trusted   inputs of the graph that are taken at their word: no slot that they hold is negative
+    """
 
     node: Node
     cache: Node
     value: Node
     slots: Slots
     result: Node
+    trusted: tuple[Node, ...] = ()
 
 
 def paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
@@ -85,10 +90,10 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | str:
     slots = _slots(view, paged, base, indices)
     if isinstance(slots, str):
         return slots
-    for node in slots.nodes:
-        if _may_be_negative(view, node):
-            return f"{node.name} may be negative, which {name.partition('::')[2]} wraps and the kernel skips"
-    return WriteFact(writer, cache, value, slots, _whole(writer, cache))
+    trust = judge(view, slots.nodes, math.prod(paged[:2]))
+    if isinstance(trust, str):
+        return f"{trust}; {name.partition('::')[2]} wraps a negative slot and the kernel skips it"
+    return WriteFact(writer, cache, value, slots, _whole(writer, cache), trust.inputs)
 
 
 _SCATTER_PA = "npu::npu_scatter_pa_kv_cache_functional"
@@ -113,9 +118,8 @@ def _paged_pair(view: View, writer: Node, value: Node) -> WriteFact | str:
     result = next((user for user in writer.users if is_getitem(user) and user.args[1] == place), None)
     if result is None:
         return f"{writer.name} writes {cache.name}, and nobody reads what it wrote"
-    if _may_be_negative(view, slots):
-        return f"{slots.name} may be negative"
-    return WriteFact(writer, cache, value, Slots(slots), result)
+    trust = judge(view, [slots], math.prod(cache.meta["val"].shape[:2]))
+    return trust if isinstance(trust, str) else WriteFact(writer, cache, value, Slots(slots), result, trust.inputs)
 
 
 def _index_put(node: Node) -> list[Node] | None:
@@ -138,7 +142,7 @@ def _scatter(node: Node) -> list[Node] | None:
     if op_name(index) not in ("aten::expand", "aten::repeat") or len(node.args) > 4 or "reduce" in node.kwargs:
         return None
     column = index.args[0]
-    if not isinstance(column, Node):
+    if not isinstance(column, Node) or not same_shape(index.meta["val"].shape, node.args[3].meta["val"].shape):
         return None
     shape = column.meta["val"].shape
     return [column] if len(shape) == 2 and same(shape[1], 1) else None
@@ -195,73 +199,22 @@ def _slots(view: View, paged: tuple[Any, Any, int, object], base: Node, indices:
 
 
 def _common_slot(view: View, block: Node, offset: Node, block_size: object) -> Node | None:
-    """The node of which ``block`` is the quotient and ``offset`` the remainder, tried on numbers."""
-    size = view.binding.size(block_size)
-    for candidate in dict.fromkeys(arg for node in nodes_between((), block) for arg in node.all_input_nodes):
+    """The node of which ``block`` is the quotient and ``offset`` the remainder by the block size."""
+    if not isinstance(block_size, int):
+        return None
+    number = view.terms.quotient_and_remainder(block, offset, block_size)
+    if number is None:
+        return None
+    shape = block.meta["val"].shape
+    for candidate in nodes_between((), block):
         value = candidate.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int64, torch.int32):
-            continue
-        chain = nodes_between((candidate,), block)
-        chain += [node for node in nodes_between((candidate,), offset) if node not in chain]
-        shape = view.binding.shape(value.shape)
-        probe = torch.arange(torch.Size(shape).numel()).reshape(shape) * 7 + 3
-        program = Program([candidate], [n for n in chain if isinstance(n.meta.get("val"), torch.Tensor)], view.binding)
-        values = program.run([probe])
-        try:
-            got_block, got_offset = values[program.slot(block)], values[program.slot(offset)]
-        except KeyError:
-            continue
-        if not isinstance(got_block, torch.Tensor) or not isinstance(got_offset, torch.Tensor):
-            continue
-        flat = probe.reshape(-1)
-        if torch.equal(got_block.reshape(-1), flat // size) and torch.equal(got_offset.reshape(-1), flat % size):
+        whole = isinstance(value, torch.Tensor) and same(math.prod(value.shape), math.prod(shape))
+        if whole and value.dtype in _INDICES and view.terms.number(candidate) == number:
             return candidate
     return None
 
 
-# Of non-negative operands (tensors and literals) these make non-negative results.
-_KEEPS_SIGN = frozenset(
-    """
-    aten::add aten::mul aten::floor_divide aten::div aten::remainder aten::fmod aten::maximum aten::minimum aten::cat
-    aten::stack aten::where aten::masked_fill aten::arange aten::full aten::full_like aten::scalar_tensor aten::cumsum
-    aten::sum aten::repeat aten::repeat_interleave aten::bitwise_or aten::bitwise_left_shift aten::bitwise_right_shift
-    aten::clamp_max
-    """.split()
-)
-# Of any operands these do.
-_NEVER_NEGATIVE = frozenset(
-    """
-    aten::abs aten::zeros aten::ones aten::zeros_like aten::ones_like aten::new_zeros aten::new_ones aten::nonzero
-    aten::argsort aten::argmax aten::argmin aten::searchsorted aten::bucketize
-    """.split()
-)
-_PICKS = frozenset("aten::index aten::index_select aten::gather aten::take aten::embedding aten::sort".split())
-
-
-def _may_be_negative(view: View, node: Node) -> bool:
-    """Does the graph itself make negative slots? A plain input is taken at its word (see docs: assumptions).
-
-    What is not known to keep its operands' sign may make anything; staging, the answer then, is exact for any slots.
-    """
-    name, operands = op_name(node), [arg for arg in node.args if isinstance(arg, Node)]
-    if node.op in ("placeholder", "get_attr") or name in _NEVER_NEGATIVE or _is_bounded_below(node, name):
-        return False
-    if getattr(node.meta.get("val"), "dtype", None) == torch.bool:
-        return False
-    if is_view(node) or is_cast(node) or is_getitem(node) or name in _PICKS:
-        return _may_be_negative(view, operands[0])
-    if name not in _KEEPS_SIGN:
-        return True
-    literals = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, (int, float))]
-    return any(value < 0 for value in literals) or any(_may_be_negative(view, n) for n in node.all_input_nodes)
-
-
-def _is_bounded_below(node: Node, name: str) -> bool:
-    """A clamp from 0 or above, or a remainder (it has the sign of the divisor) by a positive literal."""
-    bound = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
-    if not isinstance(bound, (int, float)):
-        return False
-    return bound >= 0 if name in ("aten::clamp", "aten::clamp_min") else name == "aten::remainder" and bound > 0
+_INDICES = (torch.int64, torch.int32)
 
 
 def _whole(writer: Node, cache: Node) -> Node:

@@ -1,45 +1,49 @@
-"""Are two tables the same numbers, however each was lifted, joined or repeated for its side of the attention?"""
+"""Are two tables the same numbers, however each was lifted, joined or repeated for its side of the attention?
+
+Integers are compared as terms. What movement and analytic steps alone make of floats is run on random values of what both
+tables are made of, which proves the tables equal or shows that they are not. A step that picks by values, a cast that
+loses some, or tokens that are mixed on the way prove nothing, and count as different.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import is_faithful_cast
+from mla_fusion.graph.kinds import is_cast, is_faithful_cast
 from mla_fusion.graph.program import Program, nodes_between
-from mla_fusion.graph.sizes import is_symbolic
+from mla_fusion.graph.sizes import is_symbolic, same
+from mla_fusion.graph.tokens import Tokens
 from mla_fusion.graph.view import View
+
+_DRAWS = 2
 
 
 def same_values(view: View, a: Node, b: Node) -> bool:
-    """Do ``a`` and ``b`` hold the same rows? Equal computations do; others are run from what both are made of.
-
-    Two tables made of one tensor, by whatever views, joins and casts, agree on random values of it or they do not.
-    """
+    """Do ``a`` and ``b`` hold the same rows, whatever the graph's inputs hold?"""
     a, b = _without_casts(a), _without_casts(b)
     if view.same(a, b):
         return True
-    shapes = [view.binding.shape(node.meta["val"].shape) for node in (a, b)]
-    if math.prod(shapes[0]) != math.prod(shapes[1]) or shapes[0][-1:] != shapes[1][-1:]:
+    if not _as_many(a, b):
         return False
-    common = _numbers(view, a) & _numbers(view, b)
-    agreed = False
-    for step, start in _POSITIONS:
-        first, second = (_run(view, node, common, step, start) for node in (a, b))
-        if first is None and second is None:
-            continue  # positions beyond a table that is indexed by them
+    if view.terms.same(a, b):
+        return True
+    common = {view.terms.number(node) for node in nodes_between((), a)}
+    common &= {view.terms.number(node) for node in nodes_between((), b)}
+    between = [_between(view, node, common) for node in (a, b)]
+    if between[0] is None or between[1] is None:
+        return False
+    (atoms_a, steps_a), (atoms_b, steps_b) = between
+    if not (_keeps_tokens(atoms_a, steps_a, a) and _keeps_tokens(atoms_b, steps_b, b)):
+        return False
+    sides = ((a, atoms_a, steps_a), (b, atoms_b, steps_b))
+    for seed in range(_DRAWS):
+        first, second = (_run(view, node, atoms, steps, seed) for node, atoms, steps in sides)
         if first is None or second is None or not torch.equal(first.reshape(-1), second.reshape(-1)):
             return False
-        agreed = True
-    return agreed
-
-
-# Integers (positions) are drawn as a permutation of 0, 1, .. times a step, plus a start: of a single token, the first
-# draw is 0, which many functions leave alone, and in every first draw a remainder by the number of tokens is nothing.
-_POSITIONS = ((1, 0), (1, 1), (7, 3))
+    return True
 
 
 def _without_casts(node: Node) -> Node:
@@ -48,40 +52,68 @@ def _without_casts(node: Node) -> Node:
     return node
 
 
-def _numbers(view: View, node: Node) -> set[int]:
-    """Of the node and of everything that it is computed from."""
-    return {view.number(ancestor) for ancestor in nodes_between((), node)}
+def _as_many(a: Node, b: Node) -> bool:
+    """As many elements, in rows of one width?"""
+    shapes = [node.meta["val"].shape for node in (a, b)]
+    if not shapes[0] or not shapes[1] or not same(shapes[0][-1], shapes[1][-1]):
+        return bool(shapes[0] == shapes[1])
+    return same(math.prod(shapes[0]), math.prod(shapes[1]))
 
 
-def _run(view: View, node: Node, common: set[int], step: int, start: int) -> torch.Tensor | None:
-    """The node's value where every nearest ancestor numbered in ``common`` is drawn at random; None if it fails."""
-    drawn = list(_nearest(view, node, common))
-    program = Program(drawn, nodes_between(drawn, node), view.binding)
-    value = program.run([_draw(view, ancestor, step, start) for ancestor in drawn])[program.slot(node)]
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _nearest(view: View, node: Node, common: set[int]) -> Iterable[Node]:
+def _between(view: View, node: Node, common: set[int]) -> tuple[list[Node], list[Node]] | None:
+    """The nearest floats above the node that are common, and the steps from these; None where a step proves nothing."""
+    atoms: dict[Node, None] = {}
     seen, stack = {node}, [node]
     while stack:
         current = stack.pop()
-        if view.number(current) in common and isinstance(current.meta.get("val"), torch.Tensor):
-            if not view.is_constant(current):
-                yield current
+        if is_symbolic(current.meta.get("val")):
             continue
-        new = [arg for arg in current.all_input_nodes if arg not in seen and not is_symbolic(arg.meta.get("val"))]
+        if view.terms.number(current) in common and not view.is_constant(current):
+            if not _is_float(current):
+                return None  # what is made of integers is compared as terms; these differ further down
+            atoms[current] = None
+            continue
+        if view.step_ends_proof(current) or not (_is_float(current) or view.is_constant(current)):
+            return None
+        if is_cast(current) and not (is_faithful_cast(current) or view.is_constant(current)):
+            return None
+        new = [arg for arg in current.all_input_nodes if arg not in seen]
         seen.update(new)
         stack.extend(new)
+    found = list(atoms)
+    return found, nodes_between(found, node)
 
 
-def _draw(view: View, node: Node, step: int, start: int) -> torch.Tensor:
-    """Random values that depend only on the node's number: the same for both tables."""
-    generator = torch.Generator().manual_seed(view.number(node))
+def _is_float(node: Node) -> bool:
+    value = node.meta.get("val")
+    value = value[0] if isinstance(value, (tuple, list)) and value else value
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _keeps_tokens(atoms: list[Node], steps: list[Node], end: Node) -> bool:
+    """Is each row of the end made of the same row of every atom, where the number of rows is symbolic?"""
+    tokens = Tokens(None)
+    for atom in atoms:
+        shape = atom.meta["val"].shape
+        tokens.start(atom, shape, range(len(shape)))
+    if not tokens:
+        return not any(is_symbolic(size) for size in end.meta["val"].shape)
+    tokens.start_outside(atoms)
+    tokens.follow(steps)
+    return end in atoms or (tokens.broken(end) is None and tokens.knows(end))
+
+
+def _run(view: View, node: Node, atoms: list[Node], steps: list[Node], seed: int) -> torch.Tensor | None:
+    """The node's value on random values of the atoms, equal for atoms of one term; None if it fails."""
+    program = Program(atoms, steps, view.binding)
+    value = program.run([_draw(view, atom, seed) for atom in atoms])[program.slot(node)]
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _draw(view: View, node: Node, seed: int) -> torch.Tensor:
+    """Random values that depend only on the node's term: the same for both tables."""
+    generator = torch.Generator().manual_seed(view.terms.number(node) * _DRAWS + seed)
     value = node.meta["val"]
     shape = view.binding.shape(value.shape)
-    if value.dtype.is_complex:
-        return torch.randn(shape, generator=generator, dtype=torch.complex128)
-    if value.dtype.is_floating_point:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-    order = torch.randperm(math.prod(shape), generator=generator).reshape(shape)
-    return (order * step + start).to(value.dtype)
+    dtype = torch.complex128 if value.dtype.is_complex else torch.float64
+    return torch.randn(math.prod(shape), generator=generator, dtype=dtype).reshape(shape)

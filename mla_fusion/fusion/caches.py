@@ -79,7 +79,8 @@ class CachePlanner:
             for r in whole_readers(write.result, name, shape, same_shape)
         ]
         slots = _shaped(_source_of_both(kv.slots, kr.slots), token_x.meta["val"].shape[:-1])
-        in_place = InPlace(kv.cache, kr.cache, kv_shape, kr_shape, slots, "PA_BSND")
+        trusted = tuple(dict.fromkeys((*kv.trusted, *kr.trusted)))
+        in_place = InPlace(kv.cache, kr.cache, kv_shape, kr_shape, slots, "PA_BSND", trusted=trusted)
         in_place = replace(in_place, kv_scale=_in_ratio(scales[0], query), kr_scale=scales[1])
         return Placement(in_place, tuple(found), query)
 
@@ -173,7 +174,7 @@ class CachePlanner:
     def _same_slots(self, a: Slots, b: Slots) -> bool:
         pairs = zip((a.index, a.block, a.offset), (b.index, b.block, b.offset), strict=True)
         return all(
-            x is y or (x is not None and y is not None and self.view.same(_unshaped(x), _unshaped(y))) for x, y in pairs
+            x is y or (x is not None and y is not None and self.view.terms.same(x, y)) for x, y in pairs
         )
 
     # -- one cache of packed rows
@@ -205,7 +206,8 @@ class CachePlanner:
         shape = cache_write.paged_shape(write.cache)
         assert shape is not None
         slots = _shaped(write.slots, token_x.meta["val"].shape[:-1])
-        in_place = InPlace(write.cache, None, shape, (0,), slots, "PA_BSND", clip_alpha=rows.alpha)
+        in_place = InPlace(write.cache, None, shape, (0,), slots, "PA_BSND", trusted=write.trusted)
+        in_place = replace(in_place, clip_alpha=rows.alpha)
         return Placement(in_place, tuple(whole_readers(write.result, "kv_cache", shape, same_shape)))
 
     # -- the model's own fused operator

@@ -26,6 +26,7 @@ class InPlace:
     kv_scale, kr_scale   of int8 caches: both, per channel (kv_cache_quant_mode 2), or kv_scale, one value, where the
                          query is int8 too (mode 1)
     clip_alpha           of rows packed per tile (mode 3)
+    trusted              inputs of the graph whose word it is that no slot is negative
     """
 
     kv_cache: Node
@@ -38,6 +39,7 @@ class InPlace:
     kv_scale: CacheScale | None = None
     kr_scale: CacheScale | None = None
     clip_alpha: float | None = None
+    trusted: tuple[Node, ...] = ()
 
     @property
     def quant_mode(self) -> int:

@@ -44,8 +44,11 @@ class Steps:
     def __init__(self, view: View, ranges: Ranges) -> None:
         self._view, self._ranges = view, ranges
 
-    def barrier(self, node: Node) -> Barrier | None:
-        """Why facts end at the node, or None where they do not."""
+    def barrier(self, node: Node, everywhere: bool = False) -> Barrier | None:
+        """Why facts end at the node, or None where they do not.
+
+        ``everywhere``: must roots and quotients keep to their domain of tables too, not of products alone?
+        """
         kind, name = kind_of(node), op_name(node)
         if kind is Kind.RANDOM:
             return Barrier("step.random", f"{node.name} ({node.target}) draws random numbers")
@@ -54,7 +57,7 @@ class Steps:
         if kind is Kind.MOVEMENT:
             return self._cast(node) if is_cast(node) else None
         if kind is Kind.ANALYTIC:
-            reason = self._singular(node, name)
+            reason = self._singular(node, name, everywhere)
             return Barrier("step.choice", f"{node.name} ({node.target}): {reason}") if reason else None
         if kind is Kind.GATHER or kind is Kind.WRITER:
             return self._moved_by_index(node, name)
@@ -73,11 +76,11 @@ class Steps:
 
     # -- analytic where it is defined
 
-    def _singular(self, node: Node, name: str) -> str:
+    def _singular(self, node: Node, name: str, everywhere: bool) -> str:
         """Why an analytic operator may leave the domain in which it is one function, or ""."""
         argued = _ARGUMENT_OF.get(name)
         by = argued(node) if argued is not None else None
-        if by is None or not isinstance(by, Node) or not self._view.depends_on_products(by):
+        if not isinstance(by, Node) or not (everywhere or self._view.depends_on_products(by)):
             return ""  # a rational function of a table's entries, or no division at all
         low, high = self._ranges.of(by)
         if low > 0 or high < 0 or self._is_sum_of_squares(by, name) or self._adds_an_input(by):

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from copy import copy
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -36,6 +36,9 @@ from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.ranges import Ranges
 from mla_fusion.graph.sizes import Binding, exceeds_one, is_symbolic, same
 from mla_fusion.graph.steps import rows_in_step
+
+if TYPE_CHECKING:
+    from mla_fusion.graph.terms import Terms
 
 _NOTHING: frozenset[Node] = frozenset()
 _SEQUENCES = (tuple, list, immutable_list)
@@ -202,6 +205,10 @@ class View:
         barrier = self.barriers.get(node)
         return node in self._sources[node] and (barrier is None or barrier.code != "step.choice")
 
+    def step_ends_proof(self, node: Node) -> bool:
+        """Would facts end at the node, if it were made of a product? (Inputs are no steps.)"""
+        return node.op == "call_function" and self._steps.barrier(node, everywhere=True) is not None
+
     def reaches(self, source: Node, node: Node) -> bool:
         """Is the node made of ``source`` by operators that can be run on probes, choices among them?"""
         seen, stack = set[Node](), [node]
@@ -264,6 +271,13 @@ class View:
         """Of what comes in from outside: arguments, parameters and caches."""
         held = (node.meta.get("val") for node in self.nodes if node.op in ("placeholder", "get_attr"))
         return frozenset(value.dtype for value in held if isinstance(value, torch.Tensor))
+
+    @cached_property
+    def terms(self) -> Terms:
+        """Integers by what they are computed from."""
+        from mla_fusion.graph.terms import Terms
+
+        return Terms(self)
 
     @cached_property
     def binding(self) -> Binding:

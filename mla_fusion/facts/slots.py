@@ -1,0 +1,89 @@
+"""Can slots be negative? The writers of a model wrap a negative slot to the end of the cache; the kernel skips it.
+
+Shown by ranges (a remainder by 16 is 0 to 15), or trusted: the word of one input of the graph, which the report lists.
+A choice between inputs, or a sum of them, is trusted with nothing: a buffer of -1 that pads a batch is an input too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.graph.kinds import is_cast, is_getitem, is_view, op_name
+from mla_fusion.graph.operators import GATHER
+from mla_fusion.graph.ranges import Range, Ranges
+from mla_fusion.graph.sizes import is_symbolic
+from mla_fusion.graph.view import View
+
+_MANY_ROWS = 1 << 24  # of a cache whose size is symbolic
+_ARITHMETIC = frozenset(
+    """
+    aten::add aten::sub aten::mul aten::div aten::floor_divide aten::remainder aten::fmod aten::bitwise_and
+    aten::__and__ aten::bitwise_right_shift aten::__rshift__ aten::bitwise_left_shift aten::__lshift__ aten::clamp
+    aten::clamp_min aten::clamp_max aten::repeat aten::repeat_interleave aten::flip aten::roll aten::cumsum aten::sum
+    aten::maximum aten::minimum aten::where aten::masked_fill aten::cat aten::stack aten::abs aten::relu
+    """.split()
+)
+
+
+@dataclass(frozen=True)
+class Trust:
+    """``inputs`` of the graph are taken at their word: every slot that they hold is non-negative."""
+
+    inputs: tuple[Node, ...]
+
+
+def judge(view: View, slots: Iterable[Node], rows: Any) -> Trust | str:
+    """What non-negative ``slots`` of a cache of so many rows rest on, or why they may be negative."""
+    most = float(rows) - 1 if isinstance(rows, int) else float(_MANY_ROWS)
+    trusting = Ranges(view, (0.0, most))
+    trusted: list[Node] = []
+    for node in slots:
+        if view.ranges.of(node)[0] >= 0:
+            continue
+        low, _ = trusting.of(node)
+        if low < 0:
+            return f"{node.name} may be negative"
+        inputs = _inputs(view, node, (0.0, most))
+        if inputs is None:
+            return f"{node.name} is made by operators of which no range is known"
+        if len(inputs) > 1:
+            names = " and ".join(sorted(found.name for found in inputs))
+            return f"{node.name} is made of {names}, and a choice or a sum of inputs is trusted with nothing"
+        trusted += inputs
+    return Trust(tuple(dict.fromkeys(trusted)))
+
+
+def _inputs(view: View, node: Node, trusted: Range) -> set[Node] | None:
+    """The integer inputs whose sign decides the node's; None where something else does."""
+    found: set[Node] = set()
+    stack, seen = [node], {node}
+    while stack:
+        current = stack.pop()
+        if view.ranges.of(current)[0] >= 0 or not _is_integers(current):
+            continue
+        if current.op in ("placeholder", "get_attr"):
+            found.add(current)
+            continue
+        name = op_name(current)
+        if is_view(current) or is_cast(current) or name in GATHER or is_getitem(current):
+            operands = current.all_input_nodes[:1]
+        elif name in _ARITHMETIC:
+            operands = [arg for arg in current.all_input_nodes if not is_symbolic(arg.meta.get("val"))]
+        else:
+            return None
+        stack += [arg for arg in operands if arg not in seen]
+        seen.update(operands)
+    return found
+
+
+def _is_integers(node: Node) -> bool:
+    """A split, too; the masks that choose have no sign."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return True
+    return isinstance(value, torch.Tensor) and value.dtype != torch.bool
