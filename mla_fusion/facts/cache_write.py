@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.facts.slots import judge
+from mla_fusion.facts.slots import Unproven, judge
 from mla_fusion.graph.kinds import argument, is_getitem, is_reshape, is_view, op_name
 from mla_fusion.graph.program import nodes_between
 from mla_fusion.graph.sizes import same, same_shape
@@ -91,8 +91,8 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | str:
     if isinstance(slots, str):
         return slots
     trust = judge(view, slots.nodes, math.prod(paged[:2]))
-    if isinstance(trust, str):
-        return f"{trust}; {name.partition('::')[2]} wraps a negative slot and the kernel skips it"
+    if isinstance(trust, Unproven):
+        return Unproven(f"{trust}; {name.partition('::')[2]} wraps a negative slot and the kernel skips it")
     return WriteFact(writer, cache, value, slots, _whole(writer, cache), trust.inputs)
 
 
@@ -119,7 +119,7 @@ def _paged_pair(view: View, writer: Node, value: Node) -> WriteFact | str:
     if result is None:
         return f"{writer.name} writes {cache.name}, and nobody reads what it wrote"
     trust = judge(view, [slots], math.prod(cache.meta["val"].shape[:2]))
-    return trust if isinstance(trust, str) else WriteFact(writer, cache, value, Slots(slots), result, trust.inputs)
+    return trust if isinstance(trust, Unproven) else WriteFact(writer, cache, value, Slots(slots), result, trust.inputs)
 
 
 def _index_put(node: Node) -> list[Node] | None:

@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch.fx import Node
 
+from mla_fusion.facts.quantising import only_quantises
 from mla_fusion.graph.contraction import Scales
 from mla_fusion.graph.kinds import argument, is_cast, is_getitem, is_reshape, is_view, op_name, operator_of
 from mla_fusion.graph.program import Program, nodes_between
@@ -121,6 +122,8 @@ class DynamicQuantReader:
         if dynamic is None or token is None:
             return dynamic  # without a token scale for the verdict to refuse
         of_scale = peel(token)
+        if not self.view.in_order(of_scale, token):
+            return None  # the scales of other tokens than the rows'
         if scales.factor != 1.0 or scales.inverse or not is_getitem(of_scale):
             return None
         maker = of_scale.args[0]
@@ -161,6 +164,8 @@ class DynamicQuantReader:
         if values.meta["val"].dtype != torch.int8 or not same_shape(value.shape, values.meta["val"].shape):
             return False
         if any(getattr(node.meta.get("val"), "dtype", None) == torch.float16 for node in inside):
+            return False
+        if not only_quantises(self.view, inside):
             return False
         shape = self.view.binding.shape(value.shape)
         longest = max(shape[:-1], default=1)

@@ -13,6 +13,7 @@ from math import prod
 import torch
 from torch.fx import Node
 
+from mla_fusion.facts.quantising import only_quantises
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.sizes import is_symbolic
 from mla_fusion.graph.view import View, peel
@@ -55,6 +56,8 @@ def find(view: View, rows: Node) -> RowQuant | None:
         return None
     above = (nodes_between(bases if not view.is_constant(side) else (), side) for side in sides)
     order = dict.fromkeys([node for nodes in above for node in nodes] + chain)
+    if not only_quantises(view, (node for node in order if node is not rows)):
+        return None
     program = Program([rows, *bases], list(order), view.binding)
     for scale in _candidates(program, bases):
         if _holds(view, program, rows, chain[-1], bases, scale):

@@ -37,7 +37,11 @@ class Trust:
     inputs: tuple[Node, ...]
 
 
-def judge(view: View, slots: Iterable[Node], rows: Any) -> Trust | str:
+class Unproven(str):
+    """Why slots may be negative."""
+
+
+def judge(view: View, slots: Iterable[Node], rows: Any) -> Trust | Unproven:
     """What non-negative ``slots`` of a cache of so many rows rest on, or why they may be negative."""
     most = float(rows) - 1 if isinstance(rows, int) else float(_MANY_ROWS)
     trusting = Ranges(view, (0.0, most))
@@ -47,13 +51,14 @@ def judge(view: View, slots: Iterable[Node], rows: Any) -> Trust | str:
             continue
         low, _ = trusting.of(node)
         if low < 0:
-            return f"{node.name} may be negative"
+            return Unproven(f"{node.name} may be negative")
         inputs = _inputs(view, node, (0.0, most))
         if inputs is None:
-            return f"{node.name} is made by operators of which no range is known"
+            return Unproven(f"{node.name} is made by operators of which no range is known")
         if len(inputs) > 1:
             names = " and ".join(sorted(found.name for found in inputs))
-            return f"{node.name} is made of {names}, and a choice or a sum of inputs is trusted with nothing"
+            detail = f"{node.name} is made of {names}, and a choice or a sum of inputs is trusted with nothing"
+            return Unproven(detail)
         trusted += inputs
     return Trust(tuple(dict.fromkeys(trusted)))
 

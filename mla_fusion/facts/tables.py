@@ -1,8 +1,8 @@
 """Are two tables the same numbers, however each was lifted, joined or repeated for its side of the attention?
 
-Integers are compared as terms. What movement and analytic steps alone make of floats is run on random values of what both
-tables are made of, which proves the tables equal or shows that they are not. A step that picks by values, a cast that
-loses some, or tokens that are mixed on the way prove nothing, and count as different.
+Integers are compared as terms. What movement and analytic steps alone make of floats is run on random values of what
+both tables are made of, which proves the tables equal or shows that they are not. A step that picks by values, a cast
+that loses some, or tokens that are mixed on the way prove nothing, and count as different.
 """
 
 from __future__ import annotations

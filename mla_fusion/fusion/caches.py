@@ -15,6 +15,7 @@ from mla_fusion.facts import cache_write, packed_rows, row_quant
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.cache_write import Slots, WriteFact
 from mla_fusion.facts.row_quant import CacheScale
+from mla_fusion.facts.slots import Unproven
 from mla_fusion.fusion import int8_query
 from mla_fusion.fusion.candidate import Candidate
 from mla_fusion.fusion.int8_query import Int8Query
@@ -63,7 +64,7 @@ class CachePlanner:
         for name in ("c_kv", "k_pe"):
             write, scale = self._single_write(name)
             if isinstance(write, str):
-                return Placement(Staged(write))
+                return Placement(_staged(write))
             writes.append(write)
             scales.append(scale)
         kv, kr = writes
@@ -199,7 +200,7 @@ class CachePlanner:
             return Placement(Staged(f"{culprit.name} reads the new rows beside their cache"))
         write = cache_write.find(self.view, writers[0], rows.node)
         if isinstance(write, str):
-            return Placement(Staged(write))
+            return Placement(_staged(write))
         reason = self._reason(token_x, write, self.view.binding.size(rows.node.meta["val"].shape[-1]))
         if reason:
             return Placement(Staged(reason))
@@ -267,6 +268,10 @@ class CachePlanner:
         if others:
             raise Refuse("cache.view_of_input", f"{others[0].name} also reads {found.name}", (others[0], found))
         return found
+
+
+def _staged(reason: str) -> Staged:
+    return Staged(reason, "slots.unproven" if isinstance(reason, Unproven) else "")
 
 
 def _in_ratio(scale: CacheScale | None, query: Int8Query | None) -> CacheScale | None:

@@ -23,7 +23,8 @@ from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact, Table, TableRun
 from mla_fusion.facts.tables import same_values
 from mla_fusion.facts.unabsorbed import UnabsorbedFact
-from mla_fusion.fusion.near_miss import Diagnosis, NearMiss
+from mla_fusion.fusion import ended
+from mla_fusion.fusion.near_miss import Diagnosis, Facts, NearMiss
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.tokens import Tokens
@@ -66,6 +67,11 @@ class KeySide:
     @property
     def rope_dim(self) -> int:
         return 2 * len(self.first)
+
+    @property
+    def latent(self) -> Node:
+        """The product of which the latent is made: one for each prologue."""
+        return self.down.node
 
 
 @dataclass(frozen=True)
@@ -128,9 +134,7 @@ class Finder:
         found: list[Candidate | NearMiss] = []
         for group in groups.values():
             for same in self._of_same_rows(group):
-                joined = self._join(same) if self._may_be_down(same) else None
-                if joined is not None:
-                    found.append(joined)
+                found += self._join(same) if self._may_be_down(same) else []
         return found or [*self.why.hidden_queries()]
 
     def _may_be_down(self, group: list[Projection]) -> bool:
@@ -167,18 +171,34 @@ class Finder:
                 part.append(item)
         return parts
 
-    def _join(self, group: list[Projection]) -> Candidate | NearMiss | None:
-        """Query sides and key sides of one x, joined; None where the group is not MLA at all."""
+    def _join(self, group: list[Projection]) -> list[Candidate | NearMiss]:
+        """Query sides and key sides of one x, joined; nothing where the group is not MLA at all."""
         facts = {item: self.reader.read(item) for item in group}
+        joined = self._candidates(facts)
+        if isinstance(joined, NearMiss):
+            ups = [up for cone in facts.values() for norm in cone.norms for up in self.above[norm.node]]
+            joined = ended.because_of_a_step(self.view, facts, ups, joined)
+            return [replace(joined, score=self._score(facts, ups))]
+        return joined
+
+    def _score(self, facts: Facts, ups: list[Projection]) -> float:
+        """How much of a prologue there is: the norms, the rotations of query and key, an absorbed product."""
+        norms = [norm for cone in facts.values() for norm in cone.norms]
+        of_key = [rope for cone in facts.values() for rope in cone.ropes]
+        read = [self.reader.read(up) for up in ups if up.is_flat]
+        of_query = [rope for cone in read for rope in cone.ropes]
+        absorbed = [up for up in ups if up.is_flat and self.absorbs(up)]
+        return sum(map(bool, (norms, norms[1:], of_key, of_query, absorbed))) / 5
+
+    def _candidates(self, facts: Facts) -> list[Candidate | NearMiss] | NearMiss:
+        group = list(facts)
         keys = self._keys(facts)
         queries, partial = self._queries(facts)
         if self.identity and keys and not queries:
             queries = self._unabsorbed(facts, len(keys[0].columns))
         if keys and queries:
             queries.sort(key=lambda query: not _equally_scaled(self.view, query, keys[0]))
-            read = self.reader.shrink, self.reader.tokens
-            first, *others = (Candidate(query, key, *read) for query in queries for key in keys)
-            return replace(first, others=tuple(others[:_OTHER_READINGS]))
+            return self._paired(queries, keys)
         if queries:
             seen = (queries[0].norm.node, queries[0].absorb.node)
             absent = NearMiss(Refuse("kv_latent.absent", f"x is {group[0].origin.name}"), seen)
@@ -193,7 +213,23 @@ class Finder:
         if keys:
             nodes = tuple(fact.node for fact in (keys[0].norm, keys[0].rope, keys[0].operator) if fact is not None)
             return NearMiss(Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}"), nodes)
-        return self.why.unrotated(facts) or self.why.direct(facts)
+        return self.why.unrotated(facts) or self.why.direct(facts) or []
+
+    def _paired(self, queries: list[QuerySide], keys: list[KeySide]) -> list[Candidate | NearMiss]:
+        """Each query with a key of its own; what is left of either is a near miss (two attentions may read one x)."""
+        found: list[Candidate | NearMiss] = []
+        read = self.reader.shrink, self.reader.tokens
+        while queries and keys:
+            of_query = [query for query in queries if query.absorb.node is queries[0].absorb.node]
+            of_key = [key for key in keys if key.latent is keys[0].latent]
+            first, *others = (Candidate(query, key, *read) for query in of_query for key in of_key)
+            found.append(replace(first, others=tuple(others[:_OTHER_READINGS])))
+            queries = [query for query in queries if query not in of_query and query.up_rope is not first.query.up_rope]
+            keys = [key for key in keys if key not in of_key]
+        for query in {query.absorb.node: query for query in queries}.values():
+            reason = Refuse("kv_latent.absent", f"another query on {query.down.origin.name} goes with its kv latent")
+            found.append(NearMiss(reason, (query.norm.node, query.absorb.node), 0.6))
+        return found
 
     def _queries(self, facts: dict[Projection, ConeFacts]) -> tuple[list[QuerySide], NearMiss | None]:
         found, partial = [], None
@@ -221,7 +257,7 @@ class Finder:
         found = []
         for down, cone in facts.items():
             for norm in cone.norms:
-                ups = [up for up in self.above[norm.node] if up.is_flat]
+                ups = [up for up in self.above[norm.node] if up.is_flat and projection.reads_whole(self.view, up)]
                 for up_rope, rope in ((up, rope) for up in ups for rope in self.reader.read(up).ropes):
                     rotated = {column for head in (*rope.first, *rope.second) for column in head}
                     for up in ups:
@@ -297,6 +333,25 @@ class Finder:
             count *= size
         rows = "token" if count == cone.cone.tokens else "one" if count == 1 else "position"
         return (TableRun(base, "", 0, 1, width, 1.0, rows),)
+
+_LARGEST = 1 << 24  # elements of a product that is probed with all of its tokens
+
+
+def search(view: View, identity: bool = False) -> tuple[Finder, list[Candidate | NearMiss]]:
+    """What a view holds. Where many tokens were probed as few and a step does not treat all alike, with all of them."""
+    finder = Finder(view, identity)
+    found = finder.find()
+    if finder.reader.shrink is not None and any(_is_mixed(item) for item in found):
+        sizes = [prod(view.binding.shape(item.node.meta["val"].shape)) for item in finder.projections]
+        if max(sizes) <= _LARGEST:
+            whole = Finder(view, identity, shrinks=False)
+            return whole, whole.find()
+    return finder, found
+
+
+def _is_mixed(item: Candidate | NearMiss) -> bool:
+    return isinstance(item, NearMiss) and item.reason.code == "tokens.mixed"
+
 
 def _plain_side(down: Projection, down_rope: Projection, norm: NormFact, rope: RopeFact) -> KeySide:
     return KeySide(

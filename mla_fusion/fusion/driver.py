@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mla_fusion.config import Config
 from mla_fusion.fusion import contract, draw, origin, replace, rewrite, verify, writes
 from mla_fusion.fusion.build import GraphBuilder, describe_attributes
-from mla_fusion.fusion.candidate import Candidate, Finder, NearMiss
+from mla_fusion.fusion.candidate import Candidate, Finder, NearMiss, search
 from mla_fusion.fusion.picture import Picture
 from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.fusion.planner import Planner
@@ -75,7 +75,7 @@ def run(gm: GraphModule, config: Config, builder: type[GraphBuilder] | None) -> 
         keep(report)
     unasked = [item for item in report.rejected if item.code != "skip"]
     if unasked and not report.fused:
-        worst = unasked[0]
+        worst = max(unasked, key=lambda item: item.score)
         log.warning("no MLA prologue was fused; nearest miss %s: [%s] %s", worst.layer, worst.code, worst.message)
     return report
 
@@ -154,8 +154,7 @@ class _Pass:
         clock = _Clock(self.report.timings)
         view = View(self.gm)
         clock.stop("view")
-        finder = Finder(view, self.config.unabsorbed == "identity")
-        found = finder.find()
+        finder, found = search(view, self.config.unabsorbed == "identity")
         clock.stop("match")
         boundary = builder_of is not None and builder_of.has_boundary
         ready: list[tuple[Plan, Fusion]] = []
@@ -305,6 +304,7 @@ class _Pass:
             layer=origin.layer(item.nodes),
             source=source,
             picture=self._picture(alike, partial(draw.rejected, finder, item, reason.code, nodes)),
+            score=item.score if isinstance(item, NearMiss) else 1.0,
         )
 
 

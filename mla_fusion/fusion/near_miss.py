@@ -25,10 +25,14 @@ Facts = Mapping[Projection, ConeFacts]  # of the projections of one x
 
 @dataclass(frozen=True)
 class NearMiss:
-    """Most of a prologue, and what keeps it from being one."""
+    """Most of a prologue, and what keeps it from being one.
+
+    score   how much of a prologue was found, from 0 to 1
+    """
 
     reason: Refuse
     nodes: tuple[Node, ...]
+    score: float = 0.0
 
 
 class Diagnosis:
@@ -91,6 +95,8 @@ class Diagnosis:
                 if up is not None:
                     code = "q_lora.interrupted" if up.quantised is None else "quant.scale"
                     detail = f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
+                    barrier = self.view.barriers.get(up.origin)
+                    detail += f"; {barrier.detail}" if barrier is not None else ""
                     return NearMiss(Refuse(code, detail), (up.origin, norm.node, up.node))
             up = self._rotated_after(down.node, facts)
             if up is not None:

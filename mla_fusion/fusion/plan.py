@@ -57,9 +57,13 @@ class InPlace:
 
 @dataclass(frozen=True)
 class Staged:
-    """The kernel writes small buffers of new rows; the model's own cache writes stay. ``reason`` says why."""
+    """The kernel writes small buffers of new rows; the model's own cache writes stay. ``reason`` says why.
+
+    code   where the reason has a code of its own ("slots.unproven")
+    """
 
     reason: str
+    code: str = ""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from mla_fusion.graph.kinds import borrows_only, has_effect, is_faithful_cast, i
 from mla_fusion.graph.sizes import is_symbolic, same_shape
 from mla_fusion.graph.view import View, ancestry, peel
 
-_SLOTS_ASSUMED = "slots are non-negative and distinct (the kernel skips negative slots, index_put wraps them)"
+_SLOTS_ASSUMED = "slots are non-negative{whose} and distinct (the kernel skips negative slots, index_put wraps them)"
 
 _ROWS_READ_BACK = "the new rows are read back from the caches: of a token without a slot nobody reads them"
 
@@ -57,16 +57,18 @@ class Planner:
         if self.candidate.weight_quant_mode:
             self._follow_quantised_norm()
         origin = self.candidate.query.down.origin
-        why = Refuse("token_x.layout", f"{origin.name} has shape {list(origin.meta['val'].shape)}", (origin,))
+        why: Refuse | None = None
         plans: list[Plan] = []
         for choices in (self._token_choices(), self._sources_of_rows()):
             for token_x in choices if not plans else ():
                 try:
                     plans.append(self._plan(token_x))
                 except Refuse as reason:
-                    why = reason
+                    first = why is None or why.code == "rope.table_shape"  # of a form that the tables do not go with
+                    why = reason if first else why
         if not plans:
-            raise why
+            layout = f"{origin.name} has shape {list(origin.meta['val'].shape)}"
+            raise why or Refuse("token_x.layout", layout, (origin,))
         best = min(plans, key=_cost)
         return replace(best, borrowers=tuple(self._no_other_reader(best)))
 
@@ -145,7 +147,7 @@ class Planner:
         caches, of_caches = placement.caches, list(placement.found)
         if isinstance(caches, Staged):
             if self.config.staging == "never":
-                raise Refuse("cache.staging_forbidden", caches.reason, self.candidate.nodes[-2:])
+                raise Refuse(caches.code or "cache.staging_forbidden", caches.reason, self.candidate.nodes[-2:])
             of_caches = [r for name in ("c_kv", "k_pe") for r in self.trees[name].replacements(name, shapes[name])]
         slots_given = isinstance(caches, InPlace) and k.operator is None
         read_back = isinstance(caches, InPlace) and any(item.output in ("c_kv", "k_pe") for item in of_caches)
@@ -167,7 +169,7 @@ class Planner:
             tuple(
                 text
                 for text, taken in (
-                    (_SLOTS_ASSUMED, slots_given),
+                    (_SLOTS_ASSUMED.format(whose=_trust(caches)), slots_given),
                     (_ROWS_READ_BACK, read_back),
                     (_IDENTITY, query == "q_nope"),
                 )
@@ -229,6 +231,12 @@ class Planner:
 
 def _twins(absorb: AbsorbFact | UnabsorbedFact) -> tuple[tuple[Node, torch.Tensor], ...]:
     return absorb.roots[1:] if isinstance(absorb, UnabsorbedFact) else ()
+
+
+def _trust(caches: InPlace | Staged) -> str:
+    inputs = caches.trusted if isinstance(caches, InPlace) else ()
+    names = ", ".join(node.name for node in inputs)
+    return f" (input {names}, trusted)" if names else ""
 
 
 def _cost(plan: Plan) -> int:

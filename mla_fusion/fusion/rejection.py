@@ -144,6 +144,26 @@ CODES: dict[str, tuple[str, str]] = {
         "Nothing reads what the prologue computes.",
         "Nothing needs to: eliminate the dead code.",
     ),
+    "step.choice": (
+        "A step of the prologue picks by the values it reads, so the kernel computes something else for some inputs.",
+        "Leave the step out, or show that it never picks: a clamp from 0 of squares, a mask of literals.",
+    ),
+    "step.random": (
+        "A step of the prologue draws random numbers, which the kernel does not.",
+        "Compile in evaluation mode (model.eval()), without dropout and noise.",
+    ),
+    "step.unknown": (
+        "A step of the prologue is an operator of which nothing is known.",
+        "Write it with operators of torch, or add it to the operator table (docs/extending.md).",
+    ),
+    "tokens.mixed": (
+        "A step of the prologue does not treat every token alike, or is not known to, and their number is symbolic.",
+        "Keep slices, joins and masks along the tokens out of the prologue, or compile for a fixed number of tokens.",
+    ),
+    "slots.unproven": (
+        "The cache slots may be negative, and the new rows may not be staged (Config.staging is 'never').",
+        "Give the slots as one input of the graph, clamp them from 0, or allow staging.",
+    ),
     "stream.mixed": (
         "Nodes of the prologue carry different stream labels.",
         "Keep the prologue on one stream.",
@@ -178,6 +198,7 @@ class Rejection:
     layer     module path of the prologue, from node meta
     source    the line of the model that the first node came from, where the graph carries it
     picture   its place in ``Report.pictures``
+    score     how much of a prologue was found, from 0 to 1: the nearest miss has the highest
     """
 
     code: str
@@ -186,6 +207,7 @@ class Rejection:
     layer: str = ""
     source: str = ""
     picture: int | None = None
+    score: float = 0.0
 
     @property
     def remedy(self) -> str:

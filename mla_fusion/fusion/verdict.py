@@ -13,7 +13,7 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.fusion.candidate import Candidate, same_table
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.program import Program, nodes_between
-from mla_fusion.graph.view import View, ancestry, peel
+from mla_fusion.graph.view import View, ancestry
 
 _REGION_DTYPES = (torch.bfloat16, torch.float32, torch.complex64)
 
@@ -98,7 +98,7 @@ def _int8_input(view: View, item: Projection) -> tuple[object, ...]:
     """What is equal for projections that read one int8 tensor with one scale a token."""
     quantised = item.quantised
     assert quantised is not None and quantised.token_scale is not None
-    numbers = view.number(peel(item.activation)), view.number(peel(quantised.token_scale))
+    numbers = view.terms.number(item.activation), view.terms.number(quantised.token_scale)
     return *numbers, quantised.token_factor, quantised.token_inverse
 
 

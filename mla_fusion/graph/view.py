@@ -34,8 +34,9 @@ from mla_fusion.graph.kinds import (
 from mla_fusion.graph.operators import JOINERS
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.ranges import Ranges
-from mla_fusion.graph.sizes import Binding, exceeds_one, is_symbolic, same
+from mla_fusion.graph.sizes import Binding, exceeds_one, is_symbolic, same, same_shape
 from mla_fusion.graph.steps import rows_in_step
+from mla_fusion.graph.tokens import Tokens
 
 if TYPE_CHECKING:
     from mla_fusion.graph.terms import Terms
@@ -242,6 +243,20 @@ class View:
             return None
         turned = codes[1].squeeze().permute([right.index(label) for label in left])
         return product.left if torch.equal(codes[0].squeeze(), turned) else None
+
+    def in_order(self, base: Node, node: Node) -> bool:
+        """Does a view of ``base`` hold its elements, each once and in their order?"""
+        between = nodes_between((base,), node)
+        if all(is_reshape(step) or is_cast(step) or is_getitem(step) for step in between):
+            return node is base or not any(is_getitem(step) for step in between)
+        shape = tuple(base.meta["val"].shape)
+        tokens = Tokens(None)
+        tokens.start(base, shape, range(len(shape)))
+        tokens.follow(between)
+        codes = self._codes_of(base, node)
+        in_order = codes is not None and torch.equal(codes.reshape(-1), torch.arange(codes.numel()))
+        whole = same_shape((math.prod(shape),), (math.prod(node.meta["val"].shape),))
+        return in_order and whole and tokens.broken(node) is None
 
     def _codes_of(self, base: Node, node: Node) -> torch.Tensor | None:
         """Which element of ``base`` each element of a view of it is."""
