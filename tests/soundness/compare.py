@@ -1,0 +1,80 @@
+"""Are two runs the same? By output and by token row, with what bfloat16 may err by measured against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+# Two bfloat16 runs of one prologue differ by 3e-3 to 8e-3. Beyond these limits a float64 run decides.
+WHOLE, ROW = 2e-2, 3e-2
+SLACK, ROUNDING = 2.0, 8e-3
+FLOOR = 1e-3  # of a tensor's typical row: what a row of next to nothing is measured by
+
+
+def differs(got: Sequence[Tensor], want: Sequence[Tensor], oracle: Callable[[], Sequence[Tensor]] | None = None) -> str:
+    """What is different, or "". ``oracle``: the same values in float64, asked only where the two differ."""
+    if len(got) != len(want):
+        return f"{len(got)} values instead of {len(want)}"
+    for index, (new, old) in enumerate(zip(got, want, strict=True)):
+        wrong = _different(new, old)
+        if wrong and not _excused(index, new, old, oracle):
+            return f"value {index}: {wrong}"
+    return ""
+
+
+def _different(got: Tensor, want: Tensor) -> str:
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return f"{got.dtype} {list(got.shape)} instead of {want.dtype} {list(want.shape)}"
+    if not want.numel() or torch.equal(got, want):
+        return ""
+    if not (want.is_floating_point() or want.is_complex()):
+        return "integers differ"
+    error, whole = errors(got, want)
+    if not whole <= WHOLE:
+        return f"relative error {whole:.2e}"
+    worst = int(error.argmax())
+    return "" if float(error[worst]) <= ROW else f"row {worst} of {len(error)}: relative error {float(error[worst]):.2e}"
+
+
+def errors(got: Tensor, want: Tensor) -> tuple[Tensor, float]:
+    """Relative L2 error of each row (of a row of next to nothing, relative to the typical row), and of the whole."""
+    new, old = _rows(got), _rows(want)
+    touched = (new != old).any(-1).nonzero().squeeze(-1)
+    norms = _finite(old, old).float().norm(dim=-1).double()
+    floor = max(FLOOR * float(norms.square().mean().sqrt()), 1e-30)
+    difference = torch.zeros(len(old), dtype=torch.double)
+    if len(touched):
+        some = _finite(new[touched], old[touched]).double() - _finite(old[touched], old[touched]).double()
+        difference[touched] = some.norm(dim=-1)
+    error = (difference / norms.clamp(min=floor)).nan_to_num(nan=torch.inf)
+    whole = float(difference.norm()) / max(float(norms.norm()), 1e-30)
+    return error, whole
+
+
+def _finite(rows: Tensor, like: Tensor) -> Tensor:
+    """Where ``like`` is not finite: 0 for the same, NaN for another number."""
+    if bool(torch.isfinite(like.sum())):
+        return rows
+    odd = ~torch.isfinite(like)
+    same = (rows == like) | (rows.isnan() & like.isnan())
+    return torch.where(odd, torch.where(same, 0.0, torch.nan).to(rows.dtype), rows)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    wide = torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
+    return (wide.reshape(-1, wide.shape[-1]) if wide.dim() else wide.reshape(1, 1))
+
+
+def _excused(index: int, got: Tensor, want: Tensor, oracle: Callable[[], Sequence[Tensor]] | None) -> bool:
+    """Is the fused value as near to float64 as the unfused one, row by row?"""
+    if oracle is None or got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    try:
+        exact = oracle()[index]
+    except Exception:  # not everything runs in float64
+        return False
+    if exact.shape != got.shape or not bool(torch.isfinite(exact).all() and torch.isfinite(got).all()):
+        return False
+    return bool((errors(got, exact)[0] <= SLACK * errors(want, exact)[0] + ROUNDING).all())
