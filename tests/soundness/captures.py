@@ -33,6 +33,7 @@ class Captured:
     inputs: list[Any]
     names: list[str]
     plain: GraphModule
+    serves: Callable[[Named], bool] = lambda _: True  # do the guards of the capture hold for an input?
 
     def args(self, named: Named) -> list[Any]:
         return [len(named["x"]) if name == "tokens" else named[name] for name in self.names]
@@ -53,7 +54,25 @@ def symbolic(program: Program, example: Named) -> Captured:
     first = next(place for place, name in enumerate(names) if name in PER_TOKEN)
     size = given[first].shape[0]
     graph = _aot(_Model(program, ["tokens", *names], example), [size, *given])
-    return _captured(graph, ["tokens", *names])
+    captured = _captured(graph, ["tokens", *names])
+    captured.serves = _guard(shapes, {"tokens": size, **{n: v for n, v in zip(names, given, strict=True) if n in "nm"}})
+    return captured
+
+
+def _guard(shapes: ShapeEnv, sizes: dict[str, Any]) -> Callable[[Named], bool]:
+    """Would torch use the graph for these sizes?"""
+    symbols = {name: size.node.expr for name, size in sizes.items()}
+
+    def serves(named: Named) -> bool:
+        values = {"tokens": len(named["x"]), "n": named["n"], "m": named["m"]}
+        given = {symbol: values[name] for name, symbol in symbols.items()}
+        for symbol, value in given.items():
+            known = shapes.replacements.get(symbol, symbol).subs(given)
+            if known.is_number and int(known) != value:
+                return False
+        return all(bool(guard.expr.subs(given)) for guard in shapes.guards)
+
+    return serves
 
 
 def copied(gm: GraphModule) -> GraphModule:

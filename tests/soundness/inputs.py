@@ -55,7 +55,7 @@ def _all_tables() -> Named:
     return {"all_cos": both.cos().bfloat16(), "all_sin": both.sin().bfloat16()}
 
 
-def ordinary(tokens: int, seed: int = 0, n: int = 3) -> Named:
+def ordinary(tokens: int, seed: int = 0, n: int = 3, m: int | None = None) -> Named:
     """What a probe, or a first call, looks like: normal numbers, early positions, no padding."""
     generator = torch.Generator().manual_seed(seed)
     positions = torch.randint(FEW, (tokens,), generator=generator)
@@ -79,6 +79,8 @@ def ordinary(tokens: int, seed: int = 0, n: int = 3) -> Named:
         "table_of_blocks": torch.randperm(BLOCKS, generator=generator)[:PAGES],
         "inv_freq": 1.0 / 10000.0 ** (torch.arange(0, DR, 2) / DR),
         "n": min(n, tokens),
+        "m": tokens if m is None else m,
+        "seed": seed,
     }
 
 
@@ -91,7 +93,7 @@ def exposing(tokens: tuple[int, ...], seed: int = 1) -> Iterator[tuple[str, Name
     yield "zeros and edges", _edges(ordinary(tokens[0], seed + 3))
     yield "mixed masks", _flagged(_late(_loud(ordinary(longest, seed + 4), generator), generator), None)
     for count in tokens[1:]:
-        yield f"{count} tokens", ordinary(count, seed + count, n=max(1, count - 2))
+        yield f"{count} tokens", ordinary(count, seed + count, n=max(1, count - 2), m=max(1, count - 7))
 
 
 def fresh(named: Named) -> Named:
@@ -128,8 +130,9 @@ def _flagged(named: Named, all_of: bool | None) -> Named:
 
 def _edges(named: Named) -> Named:
     x, slots = named["x"].clone(), named["slots"].clone()
-    x[::2] = 0
     x[:, ::2] = 0
+    x[::2] *= 0 if len(x) > 1 else 1e-3
+    x[1::4] *= 1e-3
     slots[0] = 0
     if len(slots) > 1:
         slots[1:][slots[1:] == 0] = 1

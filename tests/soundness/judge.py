@@ -59,7 +59,7 @@ def _judge(family: Family, member: Member) -> Outcome:
         raise Invalid(f"it is not captured: {type(error).__name__}: {error}") from error
     if member.regime == "sym" or family.random:
         for label, named in draws:
-            plain = attempt(on(captured, captured.plain), named)
+            plain = attempt(on(captured, captured.plain), named) if captured.serves(named) else None
             known = wanted[label]
             if plain is None or family.random:  # the graph draws its random numbers in an order of its own
                 wanted[label] = plain

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..fusion.spellings import BLOCK_SIZE, DR, HCKV, HCQ, D, hf_interleave, rotate_half
+from ..fusion.spellings import BLOCK_SIZE, DR, HCKV, D, hf_interleave, rotate_half
 
 Named = dict[str, Any]  # tensors, and the odd int
 Step = Callable[..., Any]  # (value, inputs) -> value; at "write" and "outputs" as those functions below
@@ -49,15 +49,16 @@ class Style:
 
     norm: str = "hf"
     rotation: str = "interleaved"
-    gathered: bool = True  # tables by position, or one row per token given
+    tables: str = "gathered"  # by position; "given", one row per token; "angles", computed of positions
     write: str = "index_put"
 
 
 STYLES = {
     "paged": Style(),
-    "neox": Style(norm="functional", rotation="half", gathered=False),
+    "neox": Style(norm="functional", rotation="half", tables="given"),
     "blocks": Style(norm="sqrt", write="block_and_offset"),
-    "copied": Style(norm="functional", gathered=True, write="index_copy"),
+    "copied": Style(norm="functional", write="index_copy"),
+    "angles": Style(rotation="half", tables="angles"),
 }
 
 
@@ -68,7 +69,6 @@ def prologue(i: Named, style: Style, change: Change | None = None) -> tuple[Tens
         return change.step(value, i) if change is not None and place in change.places else value
 
     x = at("x", i["x"])
-    tokens = x.shape[0]
     q_raw = at("q_raw", F.linear(at("x_q", x), at("w_dq", i["w_dq"])))
     c_q = at("c_q", _norm(style, q_raw, at("gamma_q", i["gamma_q"]), "q", at))
     q = F.linear(c_q, at("w_uq", i["w_uq"])).view(c_q.shape[0], HEADS, D + DR)
@@ -80,7 +80,6 @@ def prologue(i: Named, style: Style, change: Change | None = None) -> tuple[Tens
     q_pe = at("q_pe", _rotate(style, q_pe, q_cos, q_sin))
     k_pe = at("k_pe", _rotate(style, k_raw.unsqueeze(1), k_cos, k_sin).squeeze(1))
     query = torch.bmm(q_nope.transpose(0, 1), at("w_uk", i["w_uk"])).transpose(0, 1)
-    del tokens
     slots = at("slots", i["slots"])
     if change is not None and "write" in change.places:
         change.step(i, slots, c_kv, k_pe)
@@ -107,14 +106,19 @@ def _tables(i: Named, style: Style, at: Callable[[str, Any], Any]) -> list[tuple
     def of(side: str) -> tuple[Tensor, Tensor]:
         return at(f"{side}_cos", cos).unsqueeze(1), at(f"{side}_sin", sin).unsqueeze(1)
 
-    if not style.gathered:
+    if style.tables == "given":
         cos, sin = at("cos", i["cos"]), at("sin", i["sin"])
         return [of("q"), of("k")]
     positions = at("positions", i["positions"])
     found = []
     for side in ("q", "k"):
         own = at(f"{side}_positions", positions)
-        cos, sin = at("cos", i["all_cos"][own]), at("sin", i["all_sin"][own])
+        if style.tables == "angles":
+            angles = own.float()[:, None] * i["inv_freq"]
+            both = torch.cat([angles, angles], -1)
+            cos, sin = at("cos", both.cos().to(i["x"].dtype)), at("sin", both.sin().to(i["x"].dtype))
+        else:
+            cos, sin = at("cos", i["all_cos"][own]), at("sin", i["all_sin"][own])
         found.append(of(side))
     return found
 
@@ -138,5 +142,3 @@ def write(style: Style, i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> 
         kv.view(-1, HCKV)[slots] = c_kv
         kr.view(-1, DR)[slots] = k_pe
 
-
-assert HCQ == 1536

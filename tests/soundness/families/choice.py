@@ -76,7 +76,7 @@ _EVERYWHERE: dict[str, Step] = {
 }
 
 _GROWTH: dict[str, Step] = {
-    "through_float16": lambda v, i: v.to(torch.float16).to(v.dtype),
+    "through_float16": lambda v, i: (v * 2048).to(torch.float16).to(v.dtype) / 2048,
     "exp_of_log": lambda v, i: torch.log(torch.exp(v.float())).to(v.dtype),
     "scaled_up_and_down": lambda v, i: (v.float() * 1e36 * 1e-36).to(v.dtype),
     "square_and_root": lambda v, i: ((v.float() * 1e17) ** 2).mul(1e-34).sqrt().copysign(v.float()).to(v.dtype),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..member import ALL, Family, attacks
+from ..member import ALL, Attack, Family, attacks
 from ..program import FLOATS, OUTPUTS, Named, Step
 
 
@@ -72,17 +72,28 @@ def _shift_from_input(v: Tensor, i: Named) -> Tensor:
     return v[i["slots"].argsort().argsort() * 0 + torch.arange(v.shape[0]).flip(0)]
 
 
+# A row times a number is the same row after a norm.
+_SCALES = ("number_in_scale", "power_of_number", "over_the_count")
+_NORMED = tuple(place for place in (*FLOATS, *OUTPUTS) if place not in ("q_raw", "kv_raw"))
+
+
+def _everywhere(steps: dict[str, Step], regimes: tuple[str, ...]) -> tuple[Attack, ...]:
+    scales = {name: step for name, step in steps.items() if name.startswith(_SCALES)}
+    others = {name: step for name, step in steps.items() if name not in scales}
+    return attacks(scales, _NORMED, regimes) + attacks(others, (*FLOATS, *OUTPUTS), regimes)
+
+
 FAMILIES = [
     Family(
         "tokens.late",
         "the first tokens stay, later ones are changed",
-        attacks(_late(16), (*FLOATS, *OUTPUTS), ("T64", "T128", "sym", "dynamo"))
-        + attacks(_late(100), (*FLOATS, *OUTPUTS), ("T128", "sym", "dynamo"))
-        + attacks(_late(6), (*FLOATS, *OUTPUTS), ("T8", "T64", "sym", "dynamo")),
+        _everywhere(_late(16), ("T64", "T128", "sym", "dynamo"))
+        + _everywhere(_late(100), ("T128", "sym", "dynamo"))
+        + _everywhere(_late(6), ("T8", "T64", "sym", "dynamo")),
         attacks(_WHOLE, ("c_q", "q_nope", "k_pe"), ("T8", "T64"), ("paged",))
         + attacks(_COLUMNS, ("x", "c_q", "q_nope", "c_kv"), ("T1", "T8", "sym"), ("paged", "neox")),
     ),
-    Family("tokens.mixed", "tokens are mixed, or moved", attacks(_MIXED, (*FLOATS, *OUTPUTS), _ALL_BUT_ONE)),
+    Family("tokens.mixed", "tokens are mixed, or moved", _everywhere(_MIXED, _ALL_BUT_ONE)),
     Family(
         "tokens.moved_by_index",
         "tokens are moved by computed integers",

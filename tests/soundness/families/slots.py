@@ -1,0 +1,70 @@
+"""Slots that the graph itself makes negative: the model's write wraps them to the end, the kernel skips them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..inputs import ROWS
+from ..member import ALL, Family, attacks
+from ..program import Named, Step
+
+_WRITERS = ("paged", "neox", "blocks")  # index_copy refuses a negative index
+
+
+def _marked(s: Tensor, at: int, value: int) -> Tensor:
+    """One token is padding, told by its number."""
+    return torch.where(torch.arange(s.shape[0]) == (at if at >= 0 else s.shape[0] + at), value, s)
+
+
+def _pad_buffer(s: Tensor, i: Named) -> Tensor:
+    buffer = torch.full((4096,), -1)
+    return torch.where(i["mask"], s, buffer[: s.shape[0]])
+
+
+_NEGATIVE: dict[str, Step] = {
+    "where_mask": lambda s, i: torch.where(i["mask"], s, torch.tensor(-1)),
+    "where_mask_number": lambda s, i: torch.where(i["mask"], s, -1),
+    "masked_fill": lambda s, i: s.masked_fill(~i["mask"], -1),
+    "pad_buffer": _pad_buffer,
+    "last_is_pad": lambda s, i: _marked(s, -1, -1),
+    "first_is_pad": lambda s, i: _marked(s, 0, -1),
+    "constant_added": lambda s, i: s + _marked(torch.zeros_like(s), -1, -128),
+    "one_less": lambda s, i: s - 1,
+    "rsub": lambda s, i: 300 - s,
+    "padded": lambda s, i: F.pad(s[:-1], (0, 1), value=-1),
+    "joined_with_pad": lambda s, i: torch.cat([s[:-1], torch.full((1,), -1)]),
+    "pad_by_new_full": lambda s, i: torch.cat([s[:-1], s.new_full((1,), -1)]),
+    "complement": lambda s, i: ~s,
+    "negated": lambda s, i: -1 - s,
+    "bit_xor": lambda s, i: s ^ -1,
+    "from_the_end": lambda s, i: s - ROWS,
+    "by_kinds": lambda s, i: s - i["kinds"],
+    "through_int8": lambda s, i: s.to(torch.int8).long(),
+    "int32_overflow": lambda s, i: ((s.to(torch.int32) << 23) >> 23).long(),
+    "flag_decides": lambda s, i: torch.where(i["flag"], s, -1 - s),
+    "times_mask": lambda s, i: (s + 1) * i["mask"].long() - 1,
+    "minimum": lambda s, i: torch.minimum(s, torch.where(i["mask"], 1 << 20, -1)),
+    "float_floor": lambda s, i: torch.floor(s.float() - 0.5).long(),
+    "remainder_trunc": lambda s, i: torch.fmod(s - 8, ROWS),
+    "difference": lambda s, i: s - i["positions"] % 2,
+    "sign": lambda s, i: s - (i["kinds"] > 1).long() * 600,
+}
+
+_AGAIN: dict[str, Step] = {
+    "halved": lambda s, i: s // 2,
+    "all_the_same": lambda s, i: s * 0 + 5,
+    "first_for_all": lambda s, i: s[:1].expand_as(s),
+    "by_mask_to_zero": lambda s, i: torch.where(i["mask"], s, 0),
+    "clamped": lambda s, i: s.clamp(64, 128),
+}
+
+FAMILIES = [
+    Family("slots.negative", "negative slots", attacks(_NEGATIVE, ("slots",), ALL, _WRITERS)),
+    Family(
+        "slots.repeated",
+        "two tokens at one slot: the last one's row stays",
+        attacks(_AGAIN, ("slots",), ("T8", "T64", "sym"), _WRITERS),
+    ),
+]
