@@ -1,7 +1,7 @@
 """A program as a functional ATen graph, at one token count or at any.
 
-``static`` and ``symbolic`` go through AOT autograd as torch.compile does, without dynamo in front, which would be most of
-the time: sizes that are symbolic are inputs of the graph, as dynamo passes them. Guards that a symbolic capture
+``static`` and ``symbolic`` go through AOT autograd as torch.compile does, without dynamo in front, which would be most
+of the time: sizes that are symbolic are inputs of the graph, as dynamo passes them. Guards that a symbolic capture
 makes are not checked afterwards; ``Captured.plain`` tells whether the graph still means the program.
 """
 
@@ -61,7 +61,7 @@ def symbolic(program: Program, example: Named) -> Captured:
 
 def _guard(shapes: ShapeEnv, sizes: dict[str, Any]) -> Callable[[Named], bool]:
     """Would torch use the graph for these sizes?"""
-    symbols = {name: size.node.expr for name, size in sizes.items()}
+    symbols = {name: size.node._expr for name, size in sizes.items()}
 
     def serves(named: Named) -> bool:
         values = {"tokens": len(named["x"]), "n": named["n"], "m": named["m"]}

@@ -35,7 +35,8 @@ def _different(got: Tensor, want: Tensor) -> str:
     if not whole <= WHOLE:
         return f"relative error {whole:.2e}"
     worst = int(error.argmax())
-    return "" if float(error[worst]) <= ROW else f"row {worst} of {len(error)}: relative error {float(error[worst]):.2e}"
+    largest = float(error[worst])
+    return "" if largest <= ROW else f"row {worst} of {len(error)}: relative error {largest:.2e}"
 
 
 def errors(got: Tensor, want: Tensor) -> tuple[Tensor, float]:

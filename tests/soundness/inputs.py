@@ -89,7 +89,7 @@ def exposing(tokens: tuple[int, ...], seed: int = 1) -> Iterator[tuple[str, Name
     longest, generator = max(tokens), torch.Generator().manual_seed(seed)
     yield "outlier channels", _loud(ordinary(tokens[0], seed), generator)
     yield "large integers", _late(ordinary(longest, seed + 1), generator)
-    yield "flags and masks", _flagged(_loud(ordinary(tokens[-1], seed + 2), generator), False)
+    yield "flags and masks", _flagged(ordinary(tokens[-1], seed + 2), False)
     yield "zeros and edges", _edges(ordinary(tokens[0], seed + 3))
     yield "mixed masks", _flagged(_late(_loud(ordinary(longest, seed + 4), generator), generator), None)
     for count in tokens[1:]:
@@ -114,6 +114,8 @@ def _late(named: Named, generator: torch.Generator) -> Named:
     positions[-1] = 20011 if tokens > 1 or int(positions[0]) % 2 else POSITIONS - 1
     tables = {"cos": named["all_cos"][positions], "sin": named["all_sin"][positions]}
     slots = ROWS - 1 - torch.randperm(ROWS // 2, generator=generator)[:tokens]
+    if not bool((slots == ROWS - 1).any()):
+        slots[-1] = ROWS - 1
     return {**named, "positions": positions, **tables, "slots": slots, "kind": torch.tensor(7)}
 
 
@@ -123,7 +125,7 @@ def _flagged(named: Named, all_of: bool | None) -> Named:
     mask = torch.arange(tokens) % 3 != 1 if all_of is None else torch.full((tokens,), all_of)
     if all_of is None and tokens == 1:
         mask = torch.zeros(1, dtype=torch.bool)
-    kinds = torch.arange(tokens) % 5 + 2 * (tokens == 1)
+    kinds = (2 * torch.arange(tokens) + 4) % 5
     down = {"flag": torch.tensor(False), "kind": torch.tensor(4), "count": torch.tensor(tokens // 2)}
     return {**named, "mask": mask, "kinds": kinds, **down}
 

@@ -1,7 +1,7 @@
 """Compile a member at the default configuration, and hold it against eager on inputs that expose what it does.
 
-A member is WRONG where the pass fused it and any input, the compile-time one or an exposing one, gives other numbers than
-the model; RAISED where the pass, or the fused graph, raises where the model does not.
+A member is WRONG where the pass fused it and any input, the compile-time one or an exposing one, gives other numbers
+than the model; RAISED where the pass, or the fused graph, raises where the model does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mla_fusion.compile.boundary import fuse_with_boundary
 from . import captures, dynamo
 from .compare import differs
 from .families import FAMILIES
-from .member import Family, Member, Outcome, Verdict
+from .member import Family, Member, Outcome, Verdict, tokens_of
 from .program import STYLES, Change, Named, prologue
 from .running import Invalid, against_eager, all_inputs, attempt, on, random_steps, require_another_meaning
 
@@ -37,8 +37,12 @@ def _judge(family: Family, member: Member) -> Outcome:
     attack, style = family.attack(member), STYLES[member.style]
     change = Change(tuple(member.place.split("+")), attack.step)
     draws = all_inputs(member.regime)
+    if family.extra is not None:
+        draws = draws + family.extra(tokens_of(member.regime))
 
     def program(i: Named) -> tuple[Tensor, ...]:
+        if member.place == "program":
+            return tuple(attack.step(i, style))
         return prologue(i, style, change)
 
     def unchanged(i: Named) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from .program import STYLES, Step
 
-# Static token counts; "sym": one graph for any count (AOT autograd on symbols); "dynamo": torch.compile, marked dynamic.
+# Static token counts; "sym": one graph for any count, by AOT autograd; "dynamo": the same by torch.compile.
 STATIC = ("T1", "T2", "T8", "T64", "T128")
 DYNAMIC = ("sym", "dynamo")
 ALL = (*STATIC, "sym", "dynamo")
@@ -83,13 +83,19 @@ Judge = Callable[[Member], Outcome]
 
 @dataclass(frozen=True)
 class Family:
-    """``judge``: how its members are judged, where not by ``judge.judge``; ``random``: results depend on the seed."""
+    """Attacks of one kind, and the controls that they are told from.
+
+    random      results depend on the seed
+    extra       more inputs to expose the attacks by, for the token counts that a graph serves
+    judge       how its members are judged, where not by ``judge.judge``
+    """
 
     name: str
     why: str
     attacks: tuple[Attack, ...]
     controls: tuple[Attack, ...] = ()
     random: bool = False
+    extra: Callable[[tuple[int, ...]], list[tuple[str, Any]]] | None = field(default=None, compare=False)
     judge: Judge | None = field(default=None, compare=False)
 
     def members(self) -> Iterator[Member]:

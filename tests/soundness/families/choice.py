@@ -1,7 +1,7 @@
 """Choice by value: operators that leave every number of magnitude 1 as it is and change an outlier.
 
-A probe of normal numbers never reaches the bound, a trained model's outlier channel does. None of these may be fused away
-with the value's meaning unchanged: the step is what the model computes.
+A probe of normal numbers never reaches the bound, a trained model's outlier channel does. The step is part of what the
+model computes: a fusion that drops it is wrong.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _GROWTH: dict[str, Step] = {
     "exp_of_log": lambda v, i: torch.log(torch.exp(v.float())).to(v.dtype),
     "scaled_up_and_down": lambda v, i: (v.float() * 1e36 * 1e-36).to(v.dtype),
     "square_and_root": lambda v, i: ((v.float() * 1e17) ** 2).mul(1e-34).sqrt().copysign(v.float()).to(v.dtype),
-    "logaddexp": lambda v, i: v - torch.log1p(torch.exp((v.float() - 60.0))).to(v.dtype),
+    "logaddexp": lambda v, i: v - torch.log1p(torch.exp(v.float() - 60.0)).to(v.dtype),
 }
 
 

@@ -25,7 +25,7 @@ _FLAGS: dict[str, Step] = {
     "where_kind": lambda v, i: torch.where(i["kind"] > 2, v * v, v),
     "kind_is_seven": lambda v, i: v + (i["kind"] == 7).to(v.dtype),
     "kind_shifted": lambda v, i: v * (1 + v.abs() * (i["kind"] >> 2).to(v.dtype)),
-    "kind_selects": lambda v, i: torch.stack([v, v.sin()])[(i["kind"] > 2).long()],
+    "kind_selects": lambda v, i: torch.stack([v, v.sin()])[(i["kind"] > 2).long().view(1)][0],
     "kind_gathers": lambda v, i: torch.stack([v, v.sin()]).index_select(0, (i["kind"] // 4).clamp(max=1).view(1))[0],
     "flag_and_kind": lambda v, i: torch.where(i["flag"] | (i["kind"] < 3), v, v.tanh()),
 }

@@ -40,7 +40,7 @@ _COLUMNS: dict[str, Step] = {
     "last_token_overwritten": _last_token_overwritten,
     "rolled": lambda v, i: v.roll(1, -1),
     "half_of_the_columns": lambda v, i: torch.cat([v[..., :32], v[..., 32:] * 1.5], -1),
-    "strided": lambda v, i: v.contiguous().as_strided(v.shape, v.contiguous().stride()[:-1] + (0,)),
+    "strided": lambda v, i: v.contiguous().as_strided(v.shape, (*v.contiguous().stride()[:-1], 0)),
     "unfolded": lambda v, i: v.unfold(-1, 2, 2).flip(-1).flatten(-2),
     "flat_rolled": lambda v, i: v.reshape(-1).roll(1).view(v.shape),
     "viewed_as_int": lambda v, i: (v.contiguous().view(torch.int16) & -16).view(v.dtype) * 1.25,
