@@ -26,8 +26,8 @@ WEIGHTS = ("w_dq", "w_uq", "w_uk", "w_dkv_kr", "gamma_q", "gamma_kv")
 OUTPUTS = ("query", "query_rope")
 INSIDE = ("q_square", "kv_square", "q_var", "kv_var")  # of the norms: squares, and their means
 INTEGERS = ("positions", "slots")
-# The two reads of x, the tables of the two rotations; and whole functions: how caches are written, what is given
-# out, and "program", all of it: (inputs, style) -> outputs.
+# The two reads of x, the tables of the two rotations; and whole functions: how caches are written, what is
+# given out, and "program", all of it: (inputs, style) -> outputs.
 OTHERS = ("x_q", "x_kv", "q_cos", "q_sin", "k_cos", "k_sin", "q_positions", "k_positions", "write", "outputs", "program")
 PLACES = (*FLOATS, *TABLES, *WEIGHTS, *OUTPUTS, *INSIDE, *INTEGERS, *OTHERS)
 

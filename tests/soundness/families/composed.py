@@ -26,7 +26,7 @@ class _All(dict):  # type: ignore[type-arg]
     """Names that the prologue reads, read through the recorder that tells which inputs a program has."""
 
     def __init__(self, i: Named) -> None:
-        names = "x w_dq w_uq w_uk w_dkv_kr gamma_q gamma_kv positions all_cos all_sin cos sin slots kv_cache kr_cache"
+        names = "x w_dq w_uq w_uk w_dkv_kr gamma_q gamma_kv positions all_cos all_sin inv_freq cos sin slots kv_cache kr_cache"
         super().__init__({name: i[name] for name in names.split() if name in i})
 
 
@@ -108,7 +108,7 @@ _ROLES: dict[str, Step] = {
     "slots_of_x": _with(slots=lambda i: (i["slots"] + (i["x"][:, 0].float() * 4).long()) % ROWS),
     "slots_of_cache": _with(slots=lambda i: (i["slots"] + i["kr_cache"].view(-1)[:1].long().abs()) % ROWS),
     "positions_of_cache": _with(
-        positions=lambda i: i["positions"] // 2 + (i["kr_cache"].view(-1, DR)[: i["x"].shape[0], 0].float() * 9).long().abs()
+        positions=lambda i: i["positions"] // 2 + i["kr_cache"].view(-1, DR)[: i["x"].shape[0], 0].mul(9).long().abs()
     ),
     "two_prologues_on_one_x": _two_on_one_x,
     "second_reads_first": _second_reads_first,
@@ -148,9 +148,13 @@ _FINITE: dict[str, Step] = {
     "where_finite": lambda v, i: torch.where(torch.isfinite(v), v, 0.0),
     "where_nan": lambda v, i: v.masked_fill(torch.isnan(v), 1.0),
     "equals_itself": lambda v, i: torch.where(v == v, v, 0.5),
-    "bounded_by_largest": lambda v, i: v.clamp(torch.finfo(v.dtype).min, torch.finfo(v.dtype).max),
     "nansum_pair": lambda v, i: torch.stack([v, v * 0]).nansum(0),
     "fmax": lambda v, i: torch.fmax(v, torch.full_like(v, -1e38)),
+}
+
+_RAW = ("x", "q_raw", "k_raw")
+_LARGEST: dict[str, Step] = {
+    "bounded_by_largest": lambda v, i: v.clamp(torch.finfo(torch.bfloat16).min, torch.finfo(torch.bfloat16).max),
 }
 
 
@@ -170,7 +174,7 @@ FAMILIES = [
         "positions that went through floats",
         attacks({"nudged": _positions_by_float}, ("k_positions", "q_positions"), ALL, ("paged", "blocks")),
     ),
-    Family("composed.non_finite", "NaN and inf are handled", attacks(_FINITE, FLOATS, ALL), extra=_non_finite),
+    Family("composed.non_finite", "NaN and inf are handled", attacks(_FINITE, FLOATS, ALL) + attacks(_LARGEST, _RAW, ALL), extra=_non_finite),
     Family(
         "composed.no_tokens",
         "a graph for any number of tokens is run with none",

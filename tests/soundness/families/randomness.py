@@ -1,7 +1,7 @@
 """Random steps: two reads of one noise are one, two noises are two, and a noisy weight is made anew at every call.
 
-A random step may stay outside of what is replaced. Inside, it would be drawn once where the model draws twice, or packed
-once and kept. Runs are compared from equal seeds, other ones at every call.
+A random step may stay outside of what is replaced. Inside, it would be drawn once where the model draws twice, or
+packed once and kept. Runs are compared from equal seeds, other ones at every call.
 """
 
 from __future__ import annotations

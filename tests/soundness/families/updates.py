@@ -1,8 +1,8 @@
 """Weights that change between calls: packed copies must follow, however the change was made.
 
-Each member runs a compiled prologue, changes one weight, and runs again. Parameters whose changes leave no trace in a version
-counter (made under inference_mode, views of one flat buffer, written through ``.data``, numpy or DLPack) are the attack;
-ordinary updates are the controls.
+Each member runs a compiled prologue, changes one weight, and runs again. Parameters whose changes leave no trace in
+a version counter (made under inference_mode, views of one flat buffer, written through ``.data``, numpy or DLPack)
+are the attack; ordinary updates are the controls.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _base_data(weight: Tensor, base: Any) -> None:
 
 
 def _numpy(weight: Tensor, _: Any) -> None:
-    weight.detach().view(torch.int16).numpy()[...] ^= 1 << 15
+    weight.detach().view(torch.int16).numpy()[...] ^= -(1 << 15)
 
 
 def _dlpack(weight: Tensor, _: Any) -> None:

@@ -1,0 +1,195 @@
+"""The path of a per-token int8 scale: permuted, sliced or expanded on its way, it belongs to other tokens.
+
+Full and partial W8A8 by npu_dynamic_quant and npu_quant_matmul, or by plain operators. The scale of one projection takes
+a detour. A detour that comes back is a control; every other is another model, however much alike the values of two scales are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import mla_fusion as mf
+from mla_fusion.compile.boundary import fuse_with_boundary
+
+from ...fusion import foreign_int8 as f
+from ...fusion import quantised as q
+from .. import captures, compare, inputs
+from ..member import Attack, Family, Member, Outcome, Verdict, tokens_of
+from ..program import Named
+from ..running import Invalid, attempt, on, verdict
+
+Detour = Callable[[Tensor], Tensor]
+REGIMES = ("T2", "T8", "T64", "sym")
+
+ATTACKS: dict[str, Detour] = {
+    "turned_in_two": lambda s: s.view(2, -1).t().reshape(s.shape),
+    "first_for_all": lambda s: s[:1].expand(s.shape),
+    "last_for_all": lambda s: s[-1:].expand_as(s),
+    "flipped": lambda s: s.flip(0),
+    "rolled": lambda s: s.roll(1, 0),
+    "largest_for_all": lambda s: s.max().expand(s.shape),
+    "mean_for_all": lambda s: s.mean(0, keepdim=True).expand(s.shape),
+    "sorted": lambda s: s.sort(0).values,
+    "halves_swapped": lambda s: torch.cat([s[s.shape[0] // 2 :], s[: s.shape[0] // 2]]),
+    "running_largest": lambda s: s.cummax(0).values,
+    "bounded": lambda s: s.clamp(max=0.05),
+    "bounded_below": lambda s: s.clamp(min=0.02),
+    "in_bfloat16_steps": lambda s: (s * 64).round() / 64,
+    "doubled_late": lambda s: torch.where(s > 0.1, s * 2, s),
+    "by_number": lambda s: s * (1 + torch.arange(s.shape[0]).view(-1, *[1] * (s.dim() - 1))),
+    "one_before": lambda s: torch.cat([s[:1], s[:-1]]),
+    "indexed": lambda s: s[torch.arange(s.shape[0] - 1, -1, -1)],
+    "tail_halved": lambda s: torch.cat([s[:1], s[1:] / 2]),
+    "doubled": lambda s: s * 2,
+    "squared": lambda s: s * s * 50,
+    "through_half": lambda s: (s * 1e-5).half().float() * 1e5,
+}
+CONTROLS: dict[str, Detour] = {
+    "as_it_is": lambda s: s,
+    "viewed_and_back": lambda s: s.reshape(-1, 1).view(s.shape),
+    "unsqueezed": lambda s: s.unsqueeze(0).squeeze(0),
+    "float": lambda s: s.float(),
+    "turned_and_back": lambda s: s.reshape(1, -1).t().reshape(s.shape),
+}
+SIDES = {"q_a": ("q_a_proj",), "q_b": ("q_b_proj",), "kv_a": ("kv_a_proj_with_mqa",)}
+SIDES["all"] = tuple(name for side in ("q_a", "q_b", "kv_a") for name in SIDES[side])
+
+
+class _Operators(q.QuantLinear):
+    """npu_dynamic_quant, the detour, npu_quant_matmul."""
+
+    detour: Detour | None = None
+
+    def product(self, x: Tensor, x_scale: Tensor) -> Tensor:
+        return super().product(x, x_scale if self.detour is None else self.detour(x_scale))
+
+
+class _Plain(f.PlainLinear):
+    detour: Detour | None = None
+
+    def bring_back(self, sums: Tensor, scale: Tensor) -> Tensor:
+        return super().bring_back(sums, scale if self.detour is None else self.detour(scale))
+
+
+class _FullOperators(q.Full):
+    linear = _Operators
+
+
+class _FullPlain(q.Full):
+    linear = _Plain
+
+
+class _Partial(q.Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_b_proj = _Operators(q.HCQ, self.heads * (q.D + q.DR))  # type: ignore[assignment]
+
+
+MODELS: dict[str, type[nn.Module]] = {"operators": _FullOperators, "plain": _FullPlain, "partial": _Partial}
+
+
+@lru_cache(maxsize=3)
+def _model(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    return MODELS[name]().requires_grad_(False)
+
+
+def _program(style: str, place: str, detour: Detour | None) -> Callable[[Named], tuple[Tensor, ...]]:
+    model = _model(style)
+    names = [name for name, _ in model.named_parameters()]
+
+    def program(i: Named) -> tuple[Tensor, ...]:
+        for side in SIDES["all"]:
+            module = getattr(model, side)
+            if isinstance(module, (_Operators, _Plain)):
+                module.detour = detour if side in SIDES[place] else None
+        args = (i["x"], i["cos"], i["sin"], i["kv_cache"], i["kr_cache"], i["slots"])
+        scores, _ = functional_call(model, {name: i["w." + name] for name in names}, args)
+        return (scores,)
+
+    return program
+
+
+def _draws(style: str, regime: str) -> Iterator[tuple[str, Named]]:
+    parameters = {"w." + name: value for name, value in _model(style).named_parameters()}
+    tokens = tokens_of(regime)
+    for label, count, seed in (("as compiled", tokens[0], 0), ("uneven", tokens[0], 21), ("longest", tokens[-1], 22)):
+        named = {**inputs.ordinary(count, seed), **parameters}
+        if seed:
+            step = torch.arange(count) % 4
+            named["x"] = (named["x"].float() * (0.2 * 3.0**step)[:, None]).bfloat16()
+            named["x"][:, ::97] *= 7
+        yield label, named
+
+
+def _judge(member: Member) -> Outcome:
+    detour = {**ATTACKS, **CONTROLS}[member.attack]
+    program, usual = (_program(member.style, member.place, step) for step in (detour, None))
+    draws = list(_draws(member.style, member.regime))
+    wanted = {label: attempt(program, named) for label, named in draws}
+    if wanted["as compiled"] is None:
+        raise Invalid("it does not run at all")
+    if not member.control and not any(
+        want is not None and _differs(want, attempt(usual, named) or ())
+        for (_, named), want in zip(draws, wanted.values(), strict=True)
+    ):
+        raise Invalid("it means what its control means on every input")
+    try:
+        captured = (captures.symbolic if member.regime == "sym" else captures.static)(program, draws[0][1])
+    except Exception as error:
+        raise Invalid(f"it is not captured: {type(error).__name__}: {error}") from error
+    try:
+        report, _, wrap = fuse_with_boundary(captured.graph, captured.inputs, mf.Config())
+    except Exception as error:
+        return Outcome(member, Verdict.RAISED, f"the pass: {type(error).__name__}: {error}")
+    run, wrong, compared = on(captured, wrap(captured.graph.forward)), None, 0
+    for label, named in draws:
+        want = wanted[label]
+        if want is None or not captured.serves(named):
+            continue
+        compared += 1
+        got = attempt(run, named)
+        if got is None:
+            wrong = wrong or (Verdict.RAISED, f"on {label}")
+        elif _differs(got, want):
+            wrong = wrong or (Verdict.WRONG, f"on {label}: {_differs(got, want)}")
+    return verdict(member, [report], wrong, compared)
+
+
+def _differs(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> str:
+    """A few int8 values differ by one step between two roundings of c_q: three times the usual allowance."""
+    for new, old in zip(got, want, strict=True):
+        if new.shape != old.shape:
+            return f"{list(new.shape)} instead of {list(old.shape)}"
+        error, whole = compare.errors(new, old)
+        if not whole <= 2 * compare.WHOLE or not float(error.max()) <= 3 * compare.ROW:
+            return f"relative error {whole:.2e}, of the worst row {float(error.max()):.2e}"
+    return ""
+
+
+def _nothing(*_: Any) -> None:
+    """Members are told by their names alone."""
+
+
+def _cases(steps: dict[str, Detour], regimes: tuple[str, ...]) -> tuple[Attack, ...]:
+    found = [Attack(name, _nothing, tuple(SIDES), regimes, ("operators", "plain")) for name in steps]
+    return tuple(found)
+
+
+_HALF = tuple(Attack(f"{name}", _nothing, ("q_b",), REGIMES, ("partial",)) for name in ATTACKS)
+FAMILIES = [
+    Family(
+        "quantised.scales",
+        "the per-token scale of an int8 product takes a detour",
+        _cases(ATTACKS, REGIMES),
+        _cases(CONTROLS, ("T8",)),
+        judge=_judge,
+    ),
+    Family("quantised.partial", "the same where only W_uq_qr is int8", _HALF, judge=_judge),
+]

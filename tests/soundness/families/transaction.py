@@ -1,0 +1,149 @@
+"""A defect while committing: the graph stays as it was, to the letter, and the report says that the pass failed.
+
+The defect is injected into one function of the commit at its k-th call. Nothing half-done may stay: no node, no buffer,
+no code, no fusion in the report; ``Config(strict=True)`` raises the defect instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from torch.fx import GraphModule
+
+import mla_fusion as mf
+from mla_fusion.compile.boundary import fuse_with_boundary
+
+from .. import captures, inputs
+from ..compare import differs
+from ..member import Attack, Family, Member, Outcome, Verdict
+from ..program import STYLES, prologue
+from ..running import Invalid, on, run_seeded
+
+_PLACES = (
+    "mla_fusion.fusion.build:GraphBuilder.call",
+    "mla_fusion.fusion.build:GraphBuilder.propagate",
+    "mla_fusion.fusion.build:GraphBuilder.constant",
+    "mla_fusion.fusion.build:GraphBuilder.once",
+    "mla_fusion.fusion.build:GraphBuilder.reshape",
+    "mla_fusion.fusion.build:GraphBuilder.at",
+    "mla_fusion.fusion.build:GraphBuilder.finish",
+    "mla_fusion.compile.boundary:BoundaryBuilder.packed",
+    "mla_fusion.compile.boundary:BoundaryBuilder.cache",
+    "mla_fusion.compile.boundary:BoundaryBuilder._input",
+    "mla_fusion.compile.boundary:BoundaryBuilder._program",
+    "mla_fusion.compile.boundary:BoundaryBuilder.finish",
+    "mla_fusion.compile.boundary:BoundaryBuilder.inputs",
+    "mla_fusion.fusion.replace:call_kernel",
+    "mla_fusion.fusion.replace:fit",
+    "mla_fusion.fusion.strides:follow",
+    "mla_fusion.fusion.rewrite:sweep",
+    "mla_fusion.fusion.rewrite:commit",
+    "torch.fx:Graph.lint",
+    "torch.fx:GraphModule.recompile",
+    "torch.fx:Graph.erase_node",
+)
+
+
+class Injected(RuntimeError):
+    """The defect."""
+
+
+def _holder(path: str) -> tuple[Any, str] | None:
+    module, _, names = path.partition(":")
+    try:
+        owner: Any = import_module(module)
+        *parents, last = names.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        return (owner, last) if hasattr(owner, last) else None
+    except (ImportError, AttributeError):  # the pass may be built otherwise by now
+        return None
+
+
+PLACES = tuple(path for path in _PLACES if _holder(path) is not None)
+
+
+@contextmanager
+def _broken(path: str, at: int) -> Iterator[list[int]]:
+    """The function raises at its ``at``-th call; yields the calls made."""
+    found = _holder(path)
+    assert found is not None
+    owner, name = found
+    original: Callable[..., Any] = getattr(owner, name)
+    own = name in vars(owner)
+    calls = [0]
+
+    def raising(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at:
+            raise Injected(f"injected into {path}, call {at}")
+        return original(*args, **kwargs)
+
+    setattr(owner, name, raising)
+    try:
+        yield calls
+    finally:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def _seen(gm: GraphModule) -> tuple[str, str, tuple[str, ...], tuple[str, ...]]:
+    attributes = tuple(sorted(name for name, _ in gm.named_buffers()))
+    return str(gm.graph), gm.code, attributes, tuple(sorted(vars(gm)))
+
+
+def _judge(member: Member) -> Outcome:
+    path, at = member.attack.rsplit("#", 1)
+    style, alone = STYLES[member.style], member.regime == "fuse"
+    example = inputs.ordinary(8)
+    captured = captures.static(lambda i: prologue(i, style), example)
+    gm = captured.graph
+    before, want = _seen(gm), run_seeded(on(captured, captured.plain), example)
+    reached, strict = _fused(captured, path, int(at), alone, mf.Config(strict=True), captures.copied(gm))
+    if not reached:
+        return Outcome(member, Verdict.REFUSED, "the call is not made")
+    broken, report = _fused(captured, path, int(at), alone, mf.Config(), gm)
+    if isinstance(report, Exception):
+        return Outcome(member, Verdict.RAISED, f"without strict: {type(report).__name__}: {report}")
+    if report.fused or not any(rejection.code == "pass.failed" for rejection in report.rejected):
+        return Outcome(member, Verdict.WRONG, f"the report does not say pass.failed: {report}")
+    kinds = ("graph", "code", "buffers", "attributes")
+    changed = [kind for kind, old, new in zip(kinds, before, _seen(gm), strict=True) if old != new]
+    if changed:
+        return Outcome(member, Verdict.WRONG, f"changed: {', '.join(changed)}")
+    if differs(run_seeded(on(captured, gm), example), want):
+        return Outcome(member, Verdict.WRONG, "the graph gives other numbers")
+    if not isinstance(strict, Injected):
+        return Outcome(member, Verdict.WRONG, f"strict does not raise the defect, but gives {strict!r:.80}")
+    if not broken:
+        raise Invalid("the call is not made a second time")
+    return Outcome(member, Verdict.REFUSED, "left as it was")
+
+
+def _fused(
+    captured: captures.Captured, path: str, at: int, alone: bool, config: mf.Config, gm: GraphModule
+) -> tuple[bool, Any]:
+    """Was the defect reached; and the report, or what was raised."""
+    with _broken(path, at) as calls:
+        try:
+            report: Any = mf.fuse(gm, config) if alone else fuse_with_boundary(gm, captured.inputs, config)[0]
+        except Exception as error:
+            report = error
+    return calls[0] >= at, report
+
+
+def _nothing(*_: Any) -> None:
+    """Members are told by their names alone."""
+
+
+_CASES = tuple(
+    Attack(f"{path}#{at}", _nothing, ("commit",), ("boundary", "fuse"), ("paged", "neox", "angles"))
+    for path in PLACES
+    for at in (1, 2, 5, 17)
+)
+FAMILIES = [Family("transaction.defect", "an exception while committing", _CASES, judge=_judge)]
