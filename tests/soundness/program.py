@@ -28,8 +28,9 @@ INSIDE = ("q_square", "kv_square", "q_var", "kv_var")  # of the norms: squares, 
 INTEGERS = ("positions", "slots")
 # The two reads of x, the tables of the two rotations; and whole functions: how caches are written, what is
 # given out, and "program", all of it: (inputs, style) -> outputs.
-OTHERS = ("x_q", "x_kv", "q_cos", "q_sin", "k_cos", "k_sin", "q_positions", "k_positions", "write", "outputs", "program")
-PLACES = (*FLOATS, *TABLES, *WEIGHTS, *OUTPUTS, *INSIDE, *INTEGERS, *OTHERS)
+SIDES = ("x_q", "x_kv", "q_cos", "q_sin", "k_cos", "k_sin", "q_positions", "k_positions")
+WHOLE = ("write", "outputs", "program")
+PLACES = (*FLOATS, *TABLES, *WEIGHTS, *OUTPUTS, *INSIDE, *INTEGERS, *SIDES, *WHOLE)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ STYLES = {
     "blocks": Style(norm="sqrt", write="block_and_offset"),
     "copied": Style(norm="functional", write="index_copy"),
     "angles": Style(rotation="half", tables="angles"),
+    "complex": Style(norm="functional", rotation="complex", tables="given"),
 }
 
 
@@ -125,6 +127,11 @@ def _tables(i: Named, style: Style, at: Callable[[str, Any], Any]) -> list[tuple
 
 
 def _rotate(style: Style, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if style.rotation == "complex":
+        width = value.shape[-1] // 2
+        turns = torch.complex(cos[..., :width].float(), sin[..., :width].float())
+        pairs = torch.view_as_complex(value.float().reshape(*value.shape[:-1], width, 2))
+        return torch.view_as_real(pairs * turns).flatten(-2).to(value.dtype)
     if style.rotation == "interleaved":
         value = hf_interleave(value)
     return value * cos + rotate_half(value) * sin

@@ -93,7 +93,7 @@ FAMILIES = [
         "choice.bounds",
         "a bound that ordinary numbers never reach",
         attacks(_bounded(12.0), FLOATS, ALL) + attacks(_bounded(40.0), FLOATS, ALL),
-        attacks({"all_true_mask": _inert}, ("c_q", "q_nope", "k_pe"), ("T8", "sym")),
+        attacks({"all_true_mask": _inert}, ("c_q", "q_nope", "k_pe"), ("T8", "sym"), ("paged", "neox")),
     ),
     Family(
         "choice.everywhere",
@@ -127,7 +127,7 @@ FAMILIES = [
                 "where_all_true": _inert,
             },
             INSIDE,
-            ("T1", "T8", "sym"),
+            ("T8", "sym"),
             ("paged", "blocks"),
         ),
     ),

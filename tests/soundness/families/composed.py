@@ -25,9 +25,12 @@ def _with(**others: object) -> Step:
 class _All(dict):  # type: ignore[type-arg]
     """Names that the prologue reads, read through the recorder that tells which inputs a program has."""
 
+    _WEIGHTS = "w_dq w_uq w_uk w_dkv_kr gamma_q gamma_kv"
+    _OTHERS = "x positions all_cos all_sin inv_freq cos sin slots kv_cache kr_cache"
+
     def __init__(self, i: Named) -> None:
-        names = "x w_dq w_uq w_uk w_dkv_kr gamma_q gamma_kv positions all_cos all_sin inv_freq cos sin slots kv_cache kr_cache"
-        super().__init__({name: i[name] for name in names.split() if name in i})
+        names = f"{self._WEIGHTS} {self._OTHERS}".split()
+        super().__init__({name: i[name] for name in names if name in i})
 
 
 def _two_on_one_x(i: Named, style: Style) -> Outputs:
@@ -174,7 +177,12 @@ FAMILIES = [
         "positions that went through floats",
         attacks({"nudged": _positions_by_float}, ("k_positions", "q_positions"), ALL, ("paged", "blocks")),
     ),
-    Family("composed.non_finite", "NaN and inf are handled", attacks(_FINITE, FLOATS, ALL) + attacks(_LARGEST, _RAW, ALL), extra=_non_finite),
+    Family(
+        "composed.non_finite",
+        "NaN and inf are handled",
+        attacks(_FINITE, FLOATS, ALL) + attacks(_LARGEST, _RAW, ALL),
+        extra=_non_finite,
+    ),
     Family(
         "composed.no_tokens",
         "a graph for any number of tokens is run with none",

@@ -1,8 +1,8 @@
 """Inputs written between the reads of the prologue, in graphs that are functional and in graphs that are not.
 
-An in-place step on an input that is no cache is not a cache write: whoever reads that input later reads other numbers, and the
-caller sees it changed. ``aot`` graphs hold the write as a ``copy_`` at the end; ``make_fx`` and ``export`` graphs hold it
-where it was written, which is where a fusion that moves reads goes wrong.
+An in-place step on an input that is no cache is not a cache write: whoever reads that input later reads other numbers,
+and the caller sees it changed. ``aot`` graphs hold the write as a ``copy_`` at the end; ``make_fx`` and ``export``
+graphs hold it where it was written, which is where a fusion that moves reads goes wrong.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ FAMILIES = [
         "readers.columns",
         "columns that are overwritten, moved or reinterpreted",
         attacks(_COLUMNS, (*FLOATS, *OUTPUTS), ALL),
-        attacks(_NOTHING, ("c_q", "q_nope", "q_pe_raw", "k_pe", "c_kv"), ("T8", "sym"), ("paged",))
-        + attacks(_NOTHING, ("q_pe", "x"), ("T1",), ("neox",)),
+        attacks(_NOTHING, ("c_q", "q_pe_raw", "k_pe"), ("T8", "sym"), ("paged",))
+        + attacks(_NOTHING, ("q_nope",), ("T1",), ("neox",)),
     ),
     Family("readers.outputs", "others read what the prologue makes", attacks(_GIVEN, ("outputs",), ALL)),
 ]

@@ -90,8 +90,8 @@ FAMILIES = [
         _everywhere(_late(16), ("T64", "T128", "sym", "dynamo"))
         + _everywhere(_late(100), ("T128", "sym", "dynamo"))
         + _everywhere(_late(6), ("T8", "T64", "sym", "dynamo")),
-        attacks(_WHOLE, ("c_q", "q_nope", "k_pe"), ("T8", "T64"), ("paged",))
-        + attacks(_COLUMNS, ("x", "c_q", "q_nope", "c_kv"), ("T1", "T8", "sym"), ("paged", "neox")),
+        attacks(_WHOLE, ("c_q", "k_pe"), ("T8", "T64"), ("paged",))
+        + attacks(_COLUMNS, ("x", "c_q", "q_nope", "c_kv"), ("T1", "sym"), ("paged", "neox")),
     ),
     Family("tokens.mixed", "tokens are mixed, or moved", _everywhere(_MIXED, _ALL_BUT_ONE)),
     Family(

@@ -1,0 +1,86 @@
+"""A sample of what benchmarks/families.py runs in full: no attack is fused wrongly, and every control fuses.
+
+A failure is named by its family, the attack, the place it stands at, the regime of the compilation and the spelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from . import campaign
+from .families import FAMILIES, transaction
+from .judge import judge
+from .member import Member, Verdict
+
+SEED = 2026
+EACH = 2  # members of each family in every test run
+
+
+def _sample(count: int, skip: int = 0) -> list[Member]:
+    """Members of every family, those through torch.compile aside: each of these takes seconds."""
+    found: list[Member] = []
+    for family in FAMILIES.values():
+        quick = (member for member in family.sample(SEED) if member.regime != "dynamo")
+        found += list(_first(quick, count + skip))[skip:]
+    return found
+
+
+def _first(members: Iterator[Member], count: int) -> Iterator[Member]:
+    for _ in range(count):
+        member = next(members, None)
+        if member is not None:
+            yield member
+
+
+def _one_control_each() -> list[Member]:
+    """Every control of every family, at one of its places, regimes and spellings."""
+    chosen: dict[tuple[str, str], Member] = {}
+    for member in campaign.controls():
+        chosen.setdefault((member.family, member.attack), member)
+    return list(chosen.values())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> None:
+    campaign.quiet()
+
+
+@pytest.mark.parametrize("member", _sample(EACH), ids=str)
+def test_no_attack_is_fused_wrongly(member: Member) -> None:
+    _must_be_harmless(member)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("member", _sample(4, skip=EACH), ids=str)
+def test_no_attack_is_fused_wrongly_at_length(member: Member) -> None:
+    _must_be_harmless(member)
+
+
+def _must_be_harmless(member: Member) -> None:
+    outcome = judge(member)
+    assert outcome.verdict not in (Verdict.WRONG, Verdict.RAISED), outcome.detail
+    assert outcome.verdict is not Verdict.INVALID, f"a fault of the generator: {outcome.detail}"
+
+
+@pytest.mark.parametrize("member", [m for m in _one_control_each() if m.regime != "dynamo"], ids=str)
+def test_a_control_fuses(member: Member) -> None:
+    outcome = judge(member)
+    assert outcome.verdict in (Verdict.FUSED, Verdict.STAGED), f"{outcome.verdict.value}: {outcome.detail}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("member", campaign.controls(), ids=str)
+def test_every_control_fuses(member: Member) -> None:
+    outcome = judge(member)
+    assert outcome.verdict in (Verdict.FUSED, Verdict.STAGED), f"{outcome.verdict.value}: {outcome.detail}"
+
+
+def test_members_are_many_distinct_and_the_same_each_time() -> None:
+    members = campaign.members(1500, SEED)
+    assert len(set(members)) == 1500
+    assert members == campaign.members(1500, SEED)
+    assert len(FAMILIES) >= 30
+    assert {member.family for member in members} >= {name for name, family in FAMILIES.items() if family.attacks}
+    assert len(transaction.PLACES) >= 5, "the names of what is made to fail are out of date"
