@@ -19,7 +19,7 @@ from .program import HEADS, Named
 BLOCKS, POSITIONS, PAGES = 32, 32768, 16
 ROWS = BLOCKS * BLOCK_SIZE
 FEW = 64  # positions that an ordinary draw knows
-CACHES = ("kv_cache", "kr_cache")
+CACHES = ("kv_cache", "kr_cache", "kv_cache_2", "kr_cache_2")
 
 
 @lru_cache(maxsize=2)
@@ -70,6 +70,8 @@ def ordinary(tokens: int, seed: int = 0, n: int = 3, m: int | None = None) -> Na
         "slots": torch.randperm(ROWS, generator=generator)[:tokens],
         "kv_cache": torch.randn(BLOCKS, BLOCK_SIZE, 1, HCKV, generator=generator).bfloat16(),
         "kr_cache": torch.randn(BLOCKS, BLOCK_SIZE, 1, DR, generator=generator).bfloat16(),
+        "kv_cache_2": torch.randn(BLOCKS, BLOCK_SIZE, 1, HCKV, generator=generator).bfloat16(),
+        "kr_cache_2": torch.randn(BLOCKS, BLOCK_SIZE, 1, DR, generator=generator).bfloat16(),
         "mask": torch.ones(tokens, dtype=torch.bool),
         "flag": torch.tensor(True),
         "kind": torch.tensor(1),

@@ -75,6 +75,8 @@ def _judge(family: Family, member: Member) -> Outcome:
         return Outcome(member, Verdict.RAISED, f"the pass: {type(error).__name__}: {error}")
     run = on(captured, wrap(captured.graph.forward))
     outcome = against_eager(member, lambda: [report], run, program, draws, wanted, family.random)
+    if family.staged and outcome.verdict is Verdict.FUSED:
+        return Outcome(member, Verdict.WRONG, "in place, though the slots are not shown to be distinct")
     if family.random and outcome.verdict in (Verdict.FUSED, Verdict.STAGED):
         lost = random_steps(captured.plain) - random_steps(captured.graph)
         if lost:

@@ -86,6 +86,7 @@ class Family:
     """Attacks of one kind, and the controls that they are told from.
 
     random      results depend on the seed
+    staged      in place is wrong whatever the numbers say: what was asked of the slots is not shown
     extra       more inputs to expose the attacks by, for the token counts that a graph serves
     judge       how its members are judged, where not by ``judge.judge``
     """
@@ -95,6 +96,7 @@ class Family:
     attacks: tuple[Attack, ...]
     controls: tuple[Attack, ...] = ()
     random: bool = False
+    staged: bool = False
     extra: Callable[[tuple[int, ...]], list[tuple[str, Any]]] | None = field(default=None, compare=False)
     judge: Judge | None = field(default=None, compare=False)
 

@@ -92,10 +92,12 @@ class _Partial(q.Base):
         self.q_b_proj = _Operators(q.HCQ, self.heads * (q.D + q.DR))  # type: ignore[assignment]
 
 
+# "twice": two layers, of which the second alone takes the detour; the first may stand for it where both look alike.
 MODELS: dict[str, type[nn.Module]] = {"operators": _FullOperators, "plain": _FullPlain, "partial": _Partial}
+MODELS |= {f"{name} twice": model for name, model in list(MODELS.items())[:2]}
 
 
-@lru_cache(maxsize=3)
+@lru_cache(maxsize=5)
 def _model(name: str) -> nn.Module:
     torch.manual_seed(3)
     return MODELS[name]().requires_grad_(False)
@@ -105,14 +107,24 @@ def _program(style: str, place: str, detour: Detour | None) -> Callable[[Named],
     model = _model(style)
     names = [name for name, _ in model.named_parameters()]
 
-    def program(i: Named) -> tuple[Tensor, ...]:
+    def set_out(detour: Detour | None) -> None:
         for side in SIDES["all"]:
             module = getattr(model, side)
             if isinstance(module, (_Operators, _Plain)):
                 module.detour = detour if side in SIDES[place] else None
-        args = (i["x"], i["cos"], i["sin"], i["kv_cache"], i["kr_cache"], i["slots"])
-        scores, _ = functional_call(model, {name: i["w." + name] for name in names}, args)
-        return (scores,)
+
+    def scores(i: Named, number: str) -> Tensor:
+        args = (i["x"], i["cos"], i["sin"], i[f"kv_cache{number}"], i[f"kr_cache{number}"], i["slots"])
+        found, _ = functional_call(model, {name: i["w." + name] for name in names}, args)
+        return found
+
+    def program(i: Named) -> tuple[Tensor, ...]:
+        set_out(None if style.endswith("twice") else detour)
+        first = scores(i, "")
+        if not style.endswith("twice"):
+            return (first,)
+        set_out(detour)
+        return first, scores(i, "_2")
 
     return program
 
@@ -179,7 +191,7 @@ def _nothing(*_: Any) -> None:
 
 
 def _cases(steps: dict[str, Detour], regimes: tuple[str, ...]) -> tuple[Attack, ...]:
-    found = [Attack(name, _nothing, ("q_b", "kv_a", "all"), regimes, ("operators", "plain")) for name in steps]
+    found = [Attack(name, _nothing, ("q_b", "kv_a", "all"), regimes, ("operators", "plain", "operators twice", "plain twice")) for name in steps]
     return tuple(found)
 
 

@@ -66,5 +66,6 @@ FAMILIES = [
         "slots.repeated",
         "two tokens at one slot: the last one's row stays",
         attacks(_AGAIN, ("slots",), ("T8", "T64", "sym"), _WRITERS),
+        staged=True,
     ),
 ]
