@@ -15,7 +15,7 @@ from .judge import judge
 from .member import Member, Verdict
 
 SEED = 2026
-EACH = 2  # members of each family in every test run
+EACH = 1  # members of each family in every test run
 
 
 def _sample(count: int, skip: int = 0) -> list[Member]:
@@ -53,7 +53,7 @@ def test_no_attack_is_fused_wrongly(member: Member) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("member", _sample(4, skip=EACH), ids=str)
+@pytest.mark.parametrize("member", _sample(5, skip=EACH), ids=str)
 def test_no_attack_is_fused_wrongly_at_length(member: Member) -> None:
     _must_be_harmless(member)
 

@@ -45,7 +45,7 @@ def _second(place: str, step: Step) -> Step:
 
 
 class _Second(dict[str, Tensor]):
-    """The inputs of the second layer: the same ones, and its own caches."""
+    """The inputs of the second layer: the same ones, another x and its own caches."""
 
     def __init__(self, i: Named) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Second(dict[str, Tensor]):
 
     def __missing__(self, name: str) -> Tensor:
         found: Tensor = self._all[f"{name}_2" if name in ("kv_cache", "kr_cache") else name]
-        return found
+        return found.flip(-1) if name == "x" else found
 
 
 def _at(steps: dict[str, Step], places: tuple[str, ...]) -> dict[str, Step]:

@@ -114,7 +114,8 @@ def _program(style: str, place: str, detour: Detour | None) -> Callable[[Named],
                 module.detour = detour if side in SIDES[place] else None
 
     def scores(i: Named, number: str) -> Tensor:
-        args = (i["x"], i["cos"], i["sin"], i[f"kv_cache{number}"], i[f"kr_cache{number}"], i["slots"])
+        x = i["x"].flip(-1) if number else i["x"]
+        args = (x, i["cos"], i["sin"], i[f"kv_cache{number}"], i[f"kr_cache{number}"], i["slots"])
         found, _ = functional_call(model, {name: i["w." + name] for name in names}, args)
         return found
 
@@ -191,8 +192,8 @@ def _nothing(*_: Any) -> None:
 
 
 def _cases(steps: dict[str, Detour], regimes: tuple[str, ...]) -> tuple[Attack, ...]:
-    found = [Attack(name, _nothing, ("q_b", "kv_a", "all"), regimes, ("operators", "plain", "operators twice", "plain twice")) for name in steps]
-    return tuple(found)
+    styles = tuple(name for name in MODELS if name != "partial")
+    return tuple(Attack(name, _nothing, ("q_b", "kv_a", "all"), regimes, styles) for name in steps)
 
 
 _HALF = tuple(Attack(f"{name}", _nothing, ("q_b",), REGIMES, ("partial",)) for name in ATTACKS)
