@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from . import campaign
-from .families import FAMILIES, transaction
-from .judge import judge
-from .member import Member, Verdict
+from tests.soundness import campaign
+from tests.soundness.families import FAMILIES, transaction
+from tests.soundness.judge import judge
+from tests.soundness.member import Member, Verdict
 
 SEED = 2026
 EACH = 1  # members of each family in every test run
