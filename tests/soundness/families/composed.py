@@ -110,9 +110,6 @@ _ROLES: dict[str, Step] = {
     ),
     "slots_of_x": _with(slots=lambda i: (i["slots"] + (i["x"][:, 0].float() * 4).long()) % ROWS),
     "slots_of_cache": _with(slots=lambda i: (i["slots"] + i["kr_cache"].view(-1)[:1].long().abs()) % ROWS),
-    "positions_of_cache": _with(
-        positions=lambda i: i["positions"] // 2 + i["kr_cache"].view(-1, DR)[: i["x"].shape[0], 0].mul(9).long().abs()
-    ),
     "two_prologues_on_one_x": _two_on_one_x,
     "second_reads_first": _second_reads_first,
     "again_on_moved_slots": _again_on_moved_slots,
@@ -121,6 +118,12 @@ _ROLES: dict[str, Step] = {
     "rows_written_again": _rows_written_again,
     "cache_negated_before": _flipped_before,
     "write_undone": _restored,
+}
+
+_BY_POSITION: dict[str, Step] = {
+    "positions_of_cache": _with(
+        positions=lambda i: i["positions"] // 2 + i["kr_cache"].view(-1, DR)[: i["x"].shape[0], 0].mul(9).long().abs()
+    ),
 }
 
 
@@ -166,7 +169,11 @@ def _no_tokens(tokens: tuple[int, ...]) -> list[tuple[str, Named]]:
 
 
 FAMILIES = [
-    Family("composed.roles", "one memory, weight or table in two roles", attacks(_ROLES, ("program",), ALL)),
+    Family(
+        "composed.roles",
+        "one memory, weight or table in two roles",
+        attacks(_ROLES, ("program",), ALL) + attacks(_BY_POSITION, ("program",), ALL, ("paged", "blocks", "angles")),
+    ),
     Family(
         "composed.tables",
         "tables with one row for all tokens, or rows of other tokens, for one of the rotations or both",

@@ -85,12 +85,15 @@ _HALVES: dict[str, Step] = {
     "times_the_count": lambda v, i: (v * (v.shape[0] / 5) + 0.1 * (v.shape[0] - 5)).to(v.dtype),
 }
 
+# A norm takes the factor of a row out again.
+_NOT_NORMED = tuple(place for place in FLOATS if place not in ("q_raw", "kv_raw"))
+
 
 FAMILIES = [
     Family(
         "sizes.steps",
         "a step that begins at a dynamic int",
-        attacks(_of("n"), FLOATS, DYNAMIC) + attacks(_of("m"), FLOATS, DYNAMIC),
+        attacks(_of("n"), _NOT_NORMED, DYNAMIC) + attacks(_of("m"), _NOT_NORMED, DYNAMIC),
     ),
     Family(
         "sizes.outputs",
