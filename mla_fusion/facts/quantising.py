@@ -39,8 +39,8 @@ def _is_known(view: View, node: Node) -> bool:
     if name.startswith("aten::cl"):
         return _saturates(argument(node, "min"), argument(node, "max"))
     if name == "aten::maximum":
-        bounds = [view.ranges.of(side) for side in node.args[:2]]
-        return any(low > 0 and high <= _FLOOR for low, high in bounds)
+        literal = [view.ranges.of(side) for side in node.args[:2] if isinstance(side, Node) and view.is_constant(side)]
+        return all(low > 0 and high <= _FLOOR for low, high in literal)
     return name != "aten::round" or not argument(node, "decimals", 0)
 
 

@@ -221,11 +221,11 @@ class Finder:
         read = self.reader.shrink, self.reader.tokens
         while queries and keys:
             of_query = [query for query in queries if query.absorb.node is queries[0].absorb.node]
-            of_key = [key for key in keys if key.latent is keys[0].latent]
-            first, *others = (Candidate(query, key, *read) for query in of_query for key in of_key)
+            apart = [key for key in keys if not any(_is_latent_of(query, key) for query in queries)] or keys
+            first, *others = (Candidate(query, key, *read) for query in of_query for key in apart)
             found.append(replace(first, others=tuple(others[:_OTHER_READINGS])))
             queries = [query for query in queries if query not in of_query and query.up_rope is not first.query.up_rope]
-            keys = [key for key in keys if key not in of_key]
+            keys = [key for key in apart if key.latent is not first.key.latent]
         for query in {query.absorb.node: query for query in queries}.values():
             reason = Refuse("kv_latent.absent", f"another query on {query.down.origin.name} goes with its kv latent")
             found.append(NearMiss(reason, (query.norm.node, query.absorb.node), 0.6))
@@ -370,6 +370,11 @@ def _plain_side(down: Projection, down_rope: Projection, norm: NormFact, rope: R
         rope,
         None,
     )
+
+
+def _is_latent_of(query: QuerySide, key: KeySide) -> bool:
+    """Is what looks like a kv latent the query's own latent?"""
+    return query.down.node is key.down.node and bool(set(query.norm.columns) & set(key.columns))
 
 
 def _overlap(norm: NormFact, rope: RopeFact) -> bool:

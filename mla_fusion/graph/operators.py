@@ -159,7 +159,7 @@ _CHOICE = _names(
     log_sigmoid_forward logsigmoid gcd lcm cumprod digamma lgamma asin acos atan2 acosh atanh xlogy special_xlog1py
     quantize_per_tensor quantize_per_channel dequantize tanhshrink softsign isreal isin
     python::lt python::le python::gt python::ge python::eq python::ne python::mod python::floordiv
-    npu::npu_dynamic_quant
+    npu::npu_dynamic_quant npu::npu_quantize
     """
 )
 
@@ -169,8 +169,13 @@ _GATHER = _names(
     """
 )
 
-# The choices that per-row quantisation to int8 is made of (see facts/quantising.py for where each may stand).
-QUANTISING = _names("abs amax max round clamp clamp_min clamp_max clip maximum _to_copy")
+# The choices that quantisation to int8 is made of (facts/quantising.py says with which bounds).
+QUANTISING = _names(
+    """
+    abs amax amin max min maximum sign sgn round floor ceil trunc clamp clamp_min clamp_max clip linalg_vector_norm
+    _to_copy npu::npu_quantize
+    """
+)
 
 # -- writers, effects, and what is never looked into
 
