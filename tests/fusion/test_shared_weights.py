@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import io
 import weakref
@@ -22,7 +21,7 @@ from mla_fusion.weights import cache, release
 from mla_fusion.weights.share import Inverse, inverse
 
 from . import spellings as s
-from .harness import assert_as_exact, clones, eager
+from .harness import assert_as_exact, assert_no_worse, clones, eager, exact
 
 SHARED = mf.Config(weights="shared")
 
@@ -110,8 +109,7 @@ def test_memory_of_a_device_graph_does_not_grow() -> None:
 
 def test_compiled_and_eager_results_stay() -> None:
     model, args = layers()
-    unfused, wanted = eager(model, clones(args)), values(model)
-    fused = compiled(copy.deepcopy(model), mf.Config())(*clones(args))
+    unfused, wanted, accurate = eager(model, clones(args)), values(model), exact(model, args)
     before = storage_bytes(model.parameters())
     old = [torch.multiprocessing.reductions.StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
     torch._dynamo.reset()
@@ -123,11 +121,10 @@ def test_compiled_and_eager_results_stay() -> None:
     gone = [ref.expired() for ref in old]
     assert sum(gone) == 3 * 4 and sum(not parameter.is_contiguous() for parameter in model.parameters()) == 3 * 3
     assert_values(model, wanted)
-    for result in results:
-        torch.testing.assert_close(result, fused, rtol=0, atol=0)
-    for again, first in zip(eager(model, clones(args)), unfused, strict=True):
-        assert torch.equal(again, first)  # so does a prefill that is not compiled
-    assert_as_exact(model, args, [results[-1], *unfused[1:]])
+    assert all(torch.equal(result, results[0]) for result in results)  # each reads the same packed weights
+    assert_no_worse(accurate, unfused, [results[0], *unfused[1:]])
+    # So does a prefill that is not compiled. Other strides may mean another order of the terms of a product.
+    assert_no_worse(accurate, unfused, eager(model, clones(args)))
 
 
 def test_updates_in_place_reach_the_packed_weight() -> None:
