@@ -18,6 +18,7 @@ _CHOICES = {
     "kr_layout": ("exact", "half"),
     "unabsorbed": ("skip", "identity"),
     "weights": ("copy", "shared"),
+    "updates": ("checked", "trusted"),
     "slots": ("trusted", "checked"),
     "strict": (False, True),
 }
@@ -42,6 +43,9 @@ class Config:
     weights     Where packed weights live, when a wrapper stands around the graph (``mf.backend``): "copy" beside the
                 parameters, or "shared": a parameter whose packing only changes its layout becomes a view of the
                 packed weight, so that memory does not grow. It keeps its shape and values, and gets other strides.
+    updates     How a wrapper notices that a parameter of which a packed copy exists has changed: "checked" also by its
+                content, read at every call; "trusted" by torch's version counter where it has one and memory of its
+                own, which ``parameter.data.add_(..)`` passes by (``mla_fusion.weights.release`` tells of such updates).
     slots       What an input that holds cache slots is taken at: "trusted" at its word (non-negative, in range and
                 distinct, listed under the report's assumptions), "checked" before each call where a wrapper stands
                 around the graph.
@@ -59,6 +63,7 @@ class Config:
     unabsorbed: str = "skip"
     skip: tuple[Skip, ...] = ()
     weights: str = "copy"
+    updates: str = "checked"
     slots: str = "trusted"
     strict: bool = False
 

@@ -7,70 +7,31 @@ kernel. The compiled callable keeps the signature that the caller knows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import isnan
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from mla_fusion.compile.adapted import Adapted, Adaptor, Packed, Same, Viewed
 from mla_fusion.config import Config
 from mla_fusion.fusion.build import GraphBuilder, Recipe
 from mla_fusion.fusion.driver import run
 from mla_fusion.fusion.report import Report
-from mla_fusion.graph.kinds import is_reshape, op_name
+from mla_fusion.graph.kinds import filled_with, is_reshape, op_name
 from mla_fusion.graph.program import nodes_between
 from mla_fusion.graph.sizes import is_symbolic, same_shape
 from mla_fusion.inspect import live
 from mla_fusion.weights import cache
 from mla_fusion.weights.share import Inverse, inverse
 
-
-@dataclass(frozen=True)
-class Same:
-    """The caller's argument as it is."""
-
-    position: int
-
-    def __call__(self, args: Sequence[Any]) -> Any:
-        return args[self.position]
+aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A weight made of some of the caller's arguments.
-
-    inverse     how the one argument is read out of the packed weight, where it may become a view of it
-    """
-
-    program: GraphModule
-    signature: str
-    positions: tuple[int, ...]
-    inverse: Inverse | None = None
-
-    def __call__(self, args: Sequence[Any]) -> torch.Tensor:
-        return cache.packed(self.program, self.signature, self._sources(args), self.inverse)
-
-    def bytes(self, args: Sequence[Any]) -> int:
-        """What it takes beside these arguments, once it has been made of them."""
-        return cache.bytes_of(self.signature, self._sources(args))
-
-    def _sources(self, args: Sequence[Any]) -> list[torch.Tensor]:
-        return [args[position] for position in self.positions]
-
-
-@dataclass(frozen=True)
-class Viewed:
-    """A cache seen in the kernel's shape: the caller's memory, no copy. Raises where it is not contiguous."""
-
-    position: int
-    shape: tuple[int, ...]
-
-    def __call__(self, args: Sequence[Any]) -> torch.Tensor:
-        cache: torch.Tensor = args[self.position]
-        return cache.view(self.shape)
-
-
-Adaptor = Same | Packed | Viewed
+class _Unpackable(Exception):
+    """A weight that depends on more than inputs of the graph."""
 
 
 class BoundaryBuilder(GraphBuilder):
@@ -81,20 +42,27 @@ class BoundaryBuilder(GraphBuilder):
     def __init__(self, gm: GraphModule, config: Config) -> None:
         super().__init__(gm)
         self._share_weights = config.weights == "shared"
+        self._trusted = config.updates == "trusted"
         self._originals = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self._position = {node: place for place, node in enumerate(self._originals)}
         self._last_input = self._originals[-1] if self._originals else None
         self.made_outside: dict[Node, Packed | Viewed] = {}
         self._caches: dict[Node, Node] = {}
+        self._made: dict[object, Node] = {}
 
     def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:
-        program, positions, result = self._program(recipe, leaves)
+        try:
+            program, positions, result = self._program(recipe, leaves)
+        except (_Unpackable, LookupError):  # the sizes of the weight are not known before the graph runs
+            return recipe(self)
         if program is None:
             return result
-        made = Packed(program, cache.describe(program), positions, self._inverse(program, positions))
+        inverse = self._inverse(program, positions)
+        made = Packed(program, cache.describe(program), positions, inverse, self._trusted)
         return self._input(f"packed_{name}", made, result.meta["val"])
 
     def _inverse(self, program: GraphModule, positions: tuple[int, ...]) -> Inverse | None:
-        if not self._share_weights or len(positions) != 1:
+        if not self._share_weights or len(positions) != 1 or is_symbolic(self._originals[positions[0]].meta["val"]):
             return None
         parameter = self._originals[positions[0]].meta["val"]
         return None if any(map(is_symbolic, parameter.shape)) else inverse(program, parameter)
@@ -104,7 +72,7 @@ class BoundaryBuilder(GraphBuilder):
             return node
         if node not in self._caches:
             # one size may be symbolic; the caller's tensor tells it
-            viewed = Viewed(self._originals.index(node), tuple(-1 if is_symbolic(size) else size for size in shape))
+            viewed = Viewed(self._position[node], tuple(-1 if is_symbolic(size) else size for size in shape))
             with self._fake_mode:
                 value = node.meta["val"].view(viewed.shape)
             self._caches[node] = self._input(f"viewed_{node.name}", viewed, value)
@@ -112,15 +80,16 @@ class BoundaryBuilder(GraphBuilder):
 
     def _input(self, name: str, adaptor: Packed | Viewed, value: Any) -> Node:
         """A new input of the graph; layers that share parameters share the packed weight."""
-        for node, known in self.made_outside.items():
-            if _key(known) == _key(adaptor):
-                return node
+        key = _key(adaptor)
+        if key in self._made:
+            return self._made[key]
         assert self._last_input is not None
         with self.gm.graph.inserting_after(self._last_input):
             node = self.gm.graph.placeholder(f"{name}_{len(self.made_outside)}")
         node.meta["val"] = value
         self.made.append(node)
         self.made_outside[node] = adaptor
+        self._made[key] = node
         self._last_input = node
         return node
 
@@ -134,27 +103,56 @@ class BoundaryBuilder(GraphBuilder):
                     if isinstance(source, Node) and same_shape(source.meta["val"].shape, viewed.meta["val"].shape):
                         user.args = (viewed, source)
 
-    def _program(self, recipe: Recipe, leaves: Sequence[Node]) -> tuple[GraphModule | None, tuple[int, ...], Node]:
+    def _program(
+        self, recipe: Recipe, leaves: Sequence[Node]
+    ) -> tuple[GraphModule | None, tuple[int, ...], Node]:
         """The recipe as a graph over the caller's inputs; no graph where it is one of them as it is."""
-        graph = Graph()
-        copies: dict[Node, Node] = {}
-        needed = dict.fromkeys(node for leaf in leaves for node in nodes_between((), leaf))
-        inputs = [node for node in self._originals if node in needed]
-        for node in [*inputs, *(node for node in needed if node.op != "placeholder")]:
-            copies[node] = graph.node_copy(node, lambda old: copies[old])
+        graph, copies = self._copied(leaves)
         end = graph.output(None)
         inner = _PackingBuilder(GraphModule(self.gm, graph), copies, self._fake_mode, self._share_weights)
         inner.at(end, {})
         result = recipe(inner)
-        original = next(
-            (node for node, copied in copies.items() if copied is result and node.op == "placeholder"), None
-        )
-        if original is not None:
-            return None, (), original
+        given = {copied: node for node, copied in copies.items() if node.op == "placeholder"}
+        if result in given:
+            return None, (), given[result]
         end.args = (result,)
         inner.gm.graph.eliminate_dead_code()
-        positions = tuple(self._originals.index(node) for node in inputs)
+        read = {copied: node for copied, node in given.items() if copied.users}
+        for copied in given.keys() - read.keys():
+            inner.gm.graph.erase_node(copied)
+        positions = tuple(self._position[read[node]] for node in inner.gm.graph.nodes if node in read)
         return GraphModule(inner.gm, inner.gm.graph, "PackWeight"), positions, result
+
+    def _copied(self, leaves: Sequence[Node]) -> tuple[Graph, dict[Node, Node]]:
+        """What the leaves are made of, copied into a graph of its own, and which node became which.
+
+        The numbers among the caller's inputs come first, whether they are read or not: sizes may depend on them. A
+        value that is one number everywhere is made anew, without the tensor that lent it a dtype.
+
+        Raises ``_Unpackable`` for a size that is read off a tensor: it may be that of the tokens.
+        """
+        graph = Graph()
+        numbers = [node for node in self._originals if is_symbolic(node.meta.get("val"))]
+        copies = {node: graph.node_copy(node) for node in numbers}
+        by_value = {node.meta["val"].node.expr: copies[node] for node in numbers}
+        fills = {node for leaf in leaves for node in nodes_between(numbers, leaf) if _fill(node) is not None}
+        steps = dict.fromkeys(node for leaf in leaves for node in nodes_between((*numbers, *fills), leaf))
+        inputs = [node for node in self._originals if node in steps]
+        for node in inputs:
+            copies[node] = graph.node_copy(node)
+        for node in sorted({*fills, *steps} - {*inputs}):
+            value = node.meta.get("val")
+            if is_symbolic(value) and value.node.expr in by_value:
+                copies[node] = by_value[value.node.expr]
+            elif op_name(node) in ("aten::sym_size", "aten::sym_numel"):
+                raise _Unpackable
+            elif node in fills:
+                filled = {"dtype": value.dtype, "device": value.device}
+                copies[node] = graph.call_function(aten.full.default, (list(value.shape), _fill(node)), filled)
+                copies[node].meta["val"] = value
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        return graph, copies
 
     def inputs(self) -> list[Adaptor]:
         """Drop inputs that nobody reads any more; how to make each of the rest."""
@@ -166,7 +164,7 @@ class BoundaryBuilder(GraphBuilder):
             if node in self.made_outside:
                 adaptors.append(self.made_outside[node])
             elif node.users:
-                adaptors.append(Same(self._originals.index(node)))
+                adaptors.append(Same(self._position[node]))
             else:
                 self.gm.graph.erase_node(node)
         self.gm.recompile()
@@ -185,11 +183,28 @@ class BoundaryBuilder(GraphBuilder):
             node.meta["val"].nbytes
             for node, made in self.made_outside.items()
             if isinstance(made, Packed) and made.inverse is None and not self._is_view(node, made)
+            if not is_symbolic(node.meta["val"].nbytes)
         )
 
+    @property
+    def has_symbolic_weights(self) -> bool:
+        """Whether the size of a packed weight is known at the first call alone."""
+        made = (node for node, adaptor in self.made_outside.items() if isinstance(adaptor, Packed))
+        return any(is_symbolic(node.meta["val"].nbytes) for node in made)
+
     def _is_view(self, node: Node, made: Packed) -> bool:
-        storages = {self._originals[place].meta["val"].untyped_storage()._cdata for place in made.positions}
+        sources = (self._originals[place].meta["val"] for place in made.positions)
+        storages = {value.untyped_storage()._cdata for value in sources if not is_symbolic(value)}
         return node.meta["val"].untyped_storage()._cdata in storages
+
+
+def _fill(node: Node) -> float | None:
+    """The number that fills a value of static shape, where the operator says so."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, Tensor) or any(map(is_symbolic, value.shape)):
+        return None
+    number = filled_with(node)
+    return None if number is None or isnan(number) else number
 
 
 def _key(adaptor: Packed | Viewed) -> object:
@@ -234,26 +249,5 @@ def fuse_with_boundary(
     report.bytes_added = made[0].bytes_packed
     live.save(report)
     examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
-    return report, examples, lambda compiled: _Adapted(compiled, adaptors, report)
-
-
-class _Adapted:
-    """The compiled graph behind its boundary."""
-
-    def __init__(self, compiled: Callable[..., Any], adaptors: Sequence[Adaptor], report: Report) -> None:
-        self.compiled, self.adaptors = compiled, tuple(adaptors)
-        self._unsettled: Report | None = report if report.config.weights == "shared" else None
-
-    def __call__(self, *args: Any) -> Any:
-        inputs = [adaptor(args) for adaptor in self.adaptors]
-        if self._unsettled is not None:
-            self._settle(self._unsettled, args)
-        return self.compiled(*inputs)
-
-    def _settle(self, report: Report, args: Sequence[Any]) -> None:
-        """Which parameters could be shared shows in the first call (tied ones look like any other while compiling)."""
-        self._unsettled = None
-        added = sum(adaptor.bytes(args) for adaptor in self.adaptors if isinstance(adaptor, Packed))
-        if added != report.bytes_added:
-            report.bytes_added = added
-            live.save(report)
+    unsettled = report if config.weights == "shared" or made[0].has_symbolic_weights else None
+    return report, examples, lambda compiled: Adapted(compiled, adaptors, unsettled)

@@ -26,10 +26,12 @@ class PackOnce(torch.nn.Module):
     def __init__(self, program: GraphModule) -> None:
         super().__init__()
         self.program = program
-        self.signature = cache.describe(program)
+        self.packing = cache.Packing(program, cache.describe(program))
 
     def forward(self, *sources: Tensor) -> Tensor:
-        return cache.packed(self.program, self.signature, sources)
+        packed = self.packing.of(sources).packed
+        assert packed is not None
+        return packed
 
 
 def pack_once(gm: GraphModule) -> int:

@@ -1,116 +1,129 @@
 """Packed weights, made once per parameter and shared by every graph that needs the same packing.
 
-Keyed by what is done (the packing program) and by whom it is done to (the parameters' identity). A parameter that is
-updated in place (a reload, a merged LoRA) or given other memory is packed again, and a dropped parameter takes its
-packed copy with it. Where the parameter is a view of the packed weight, an update reaches the latter by itself.
+Keyed by what is done (the packing program) and by what it is done to (memory and layout of the parameters). A
+parameter that has changed is packed again (:mod:`mla_fusion.weights.source` says what shows that). A packed weight
+lives as long as a compiled graph holds it and its parameters live. Where the parameter is a view of the packed weight,
+or the other way round, an update reaches the latter by itself.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from threading import Lock
+from threading import RLock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.fx import GraphModule
 from torch.fx.node import map_arg
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from mla_fusion.weights.share import Inverse, re_express
+from mla_fusion.weights.share import Inverse, holders, re_express
+from mla_fusion.weights.source import Source, place, storage_id
 
-_Key = tuple[str, tuple[int, ...]]
+_Key = tuple[str, bool, tuple[object, ...]]
 _ND = 2  # the storage format of plain memory, as npu_format_cast numbers them
 
 
-class _Source:
-    """A parameter as it was when it was packed, or as packing left it."""
+class Entry:
+    """A packed weight, None once it is void. ``inverse`` is set where the parameter has become a view of it.
 
-    def __init__(self, tensor: torch.Tensor, packed: torch.Tensor, when_dropped: Callable[[Any], Any]) -> None:
-        self.tensor = weakref.ref(tensor, when_dropped)
-        self.storage = StorageWeakRef(tensor.untyped_storage())  # while it stands, no other storage has this address
-        self.place = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        self.holds_packed = self.storage.cdata == packed.untyped_storage()._cdata
-        self.version = version(tensor)
+    Its content never changes hands: a parameter that has changed gets another entry.
+    """
 
-    def is_still(self, tensor: torch.Tensor) -> bool:
-        return (
-            self.tensor() is tensor
-            and self.storage.cdata == tensor.untyped_storage()._cdata
-            and self.place == (tensor.storage_offset(), tensor.shape, tensor.stride())
-            and (self.holds_packed or self.version == version(tensor))
-        )
-
-
-class _Entry:
-    """A packed weight. ``inverse`` is set once the parameter it was made of has become a view of it."""
-
-    def __init__(self, key: _Key, sources: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
-        self.key = key
-        self.packed = _without_base(packed)
+    def __init__(self, sources: Sequence[Any], packed: torch.Tensor, trusted: bool) -> None:
+        self.packed: torch.Tensor | None = _without_base(packed)
+        self.trusted = trusted
         self.inverse: Inverse | None = None
         self.asked_to_share = False
         self._remember(sources)
 
-    def _remember(self, sources: Sequence[torch.Tensor]) -> None:
-        self.sources = [_Source(source, self.packed, partial(_drop, self.key)) for source in sources]
+    def _remember(self, sources: Sequence[Any]) -> None:
+        assert self.packed is not None
+        tensors = [source for source in sources if isinstance(source, torch.Tensor)]
+        self.sources = [Source(tensor, self.packed, self.trusted) for tensor in tensors]
 
-    def fits(self, sources: Sequence[torch.Tensor]) -> bool:
-        return all(known.is_still(source) for known, source in zip(self.sources, sources, strict=True))
+    def fits(self, sources: Sequence[Any]) -> bool:
+        """Whether sources at the same places hold what they held."""
+        tensors = (source for source in sources if isinstance(source, torch.Tensor))
+        return self.packed is not None and all(
+            known.is_still(source) for known, source in zip(self.sources, tensors, strict=True)
+        )
 
-    def share(self, parameter: torch.Tensor, inverse: Inverse) -> None:
+    def share(self, parameter: torch.Tensor, inverse: Inverse) -> bool:
         """Make the parameter a view of the packed weight, if it may be; asked once, the answer stands."""
         self.asked_to_share = True
-        if re_express(parameter, self.packed, inverse):
-            self.inverse = inverse
-            self._remember([parameter])
+        assert self.packed is not None
+        if not re_express(parameter, self.packed, inverse):
+            return False
+        self.inverse = inverse
+        self._remember([parameter])
+        return True
 
-    def release(self) -> None:
+    def release(self, parameters: Iterable[torch.Tensor]) -> None:
         """Give a parameter that lies in the packed weight contiguous memory of its own; the entry is void then."""
-        parameter = self.sources[0].tensor() if self.inverse is not None else None
-        if self.inverse is not None and parameter is not None and self.fits([parameter]):
-            plain = torch.ops.npu.npu_format_cast(self.packed, _ND)
-            parameter.data = self.inverse(plain).contiguous()
+        if self.inverse is not None and self.packed is not None:
+            for parameter in parameters:
+                if storage_id(parameter) == storage_id(self.packed):
+                    plain = torch.ops.npu.npu_format_cast(self.packed, _ND)
+                    parameter.data = self.inverse(plain).contiguous()
+        self.packed = None
 
     @property
     def bytes(self) -> int:
         """Held beside the parameters: none where one of them lies in the packed memory."""
-        tensors = [tensor for source in self.sources if (tensor := source.tensor()) is not None]
-        own = {tensor.untyped_storage()._cdata for tensor in tensors}
-        return 0 if self.packed.untyped_storage()._cdata in own else self.packed.nbytes
+        if self.packed is None or any(source.storage == storage_id(self.packed) for source in self.sources):
+            return 0
+        return self.packed.nbytes
 
 
-_ENTRIES: dict[_Key, _Entry] = {}
-_LOCK = Lock()
+_ENTRIES: WeakValueDictionary[_Key, Entry] = WeakValueDictionary()
+_LOCK = RLock()
 
 
-def _drop(key: _Key, _: object) -> None:
-    _ENTRIES.pop(key, None)  # without the lock: the collector may run this while it is held
+class Packing:
+    """One packing program; holds what it has packed.
 
-
-def packed(
-    program: GraphModule, signature: str, sources: Sequence[torch.Tensor], inverse: Inverse | None = None
-) -> torch.Tensor:
-    """``program(*sources)``, from the cache where the same tensors have been packed so before.
-
-    With ``inverse`` the one source becomes a view of the packed weight, if its memory is its own.
+    program     takes the sources: tensors, and numbers where sizes are symbolic
+    inverse     how the one source may become a view of the packed weight, if it is to
+    trusted     whether version counters are taken at their word (``Config(updates="trusted")``)
     """
-    key = _key(signature, sources)
-    with _LOCK:
-        entry = _ENTRIES.get(key)
-        if entry is None or not entry.fits(sources):
-            with _writing():
-                entry = _ENTRIES[key] = _Entry(key, sources, program(*sources))
-        if inverse is not None and not entry.asked_to_share:
-            with _writing():
-                entry.share(sources[0], inverse)
-    return entry.packed
 
+    def __init__(
+        self, program: GraphModule, signature: str, inverse: Inverse | None = None, trusted: bool = False
+    ) -> None:
+        self.program, self.signature, self.inverse, self.trusted = program, signature, inverse, trusted
+        self._held: dict[_Key, Entry] = {}
 
-def _key(signature: str, sources: Sequence[torch.Tensor]) -> _Key:
-    return signature, tuple(id(source) for source in sources)
+    def of(self, sources: Sequence[Any]) -> Entry:
+        """The weight packed of these sources, made anew where there is none or they have changed."""
+        with _LOCK, _writing():
+            key = self._key(sources)
+            entry = _ENTRIES.get(key)
+            if entry is None or not entry.fits(sources):
+                if entry is not None:
+                    entry.packed = None  # whoever holds it asks again
+                entry = Entry(sources, self.program(*sources), self.trusted)
+            if self.inverse is not None and not entry.asked_to_share and entry.share(sources[0], self.inverse):
+                _ENTRIES.pop(key, None)
+                self._held.pop(key, None)
+                key = self._key(sources)  # the parameter has moved
+            _ENTRIES[key] = self._held[key] = entry
+            return entry
+
+    def bytes(self, sources: Sequence[Any]) -> int:
+        """What the weight packed of these sources takes beside them, once it has been made."""
+        entry = _ENTRIES.get(self._key(sources))
+        return entry.bytes if entry is not None else 0
+
+    def sweep(self) -> None:
+        """Let go of void entries."""
+        with _LOCK:
+            self._held = {key: entry for key, entry in self._held.items() if entry.packed is not None}
+
+    def _key(self, sources: Sequence[Any]) -> _Key:
+        return self.signature, self.trusted, tuple(map(place, sources))
 
 
 @contextmanager
@@ -124,45 +137,57 @@ def release(parameters: Iterable[torch.Tensor]) -> int:
     """Drop the packed weights made of these parameters; how many. The next call of a compiled graph packs anew.
 
     Parameters that are views of packed weights (``Config(weights="shared")``) get contiguous memory of their own
-    again. To be called before weights are loaded into a model that has run on an NPU, and after updates that leave no
-    trace on the parameter, such as ``parameter.data.copy_(..)``.
+    again. To be called before weights are loaded into a model that has run on an NPU, and, under
+    ``Config(updates="trusted")``, after updates that leave no trace, such as ``parameter.data.copy_(..)``.
     """
-    wanted = {id(parameter) for parameter in parameters}
+    given = list(parameters)
+    wanted = {storage_id(parameter) for parameter in given}
     dropped = 0
     with _LOCK, _writing():
         for key, entry in list(_ENTRIES.items()):
-            if not wanted.isdisjoint(key[1]):
-                entry.release()
+            if entry.packed is not None and any(source.storage in wanted for source in entry.sources):
+                entry.release(given)
                 _ENTRIES.pop(key, None)
                 dropped += 1
     return dropped
 
 
-def version(tensor: torch.Tensor) -> int:
-    """The in-place version; tensors made under inference_mode have none and count as never changed."""
-    return 0 if tensor.is_inference() else tensor._version
+def sweep() -> None:
+    """Void the packed weights whose parameters are gone."""
+    with _LOCK:
+        entries = list(_ENTRIES.items())
+        ours = Counter(storage_id(entry.packed) for _, entry in entries if entry.packed is not None)
+        for key, entry in entries:
+            gone = entry.packed is None or any(source.weak.expired() for source in entry.sources)
+            if gone or _is_alone(entry, ours):
+                entry.packed = None
+                _ENTRIES.pop(key, None)
+
+
+def _is_alone(entry: Entry, ours: Counter[int]) -> bool:
+    """Whether the memory of a packed weight in which its parameter lies has no holder but packed weights."""
+    assert entry.packed is not None
+    storage = storage_id(entry.packed)
+    if not any(source.storage == storage for source in entry.sources):
+        return False
+    return holders(entry.packed) < holders(entry.packed.new_empty(0)) + ours[storage]
 
 
 def bytes_held() -> int:
     """Bytes of all packed weights alive, those apart in which a parameter lies (or which are views of one)."""
+    sweep()
     return sum(entry.bytes for entry in list(_ENTRIES.values()))
-
-
-def bytes_of(signature: str, sources: Sequence[torch.Tensor]) -> int:
-    """Of them, those of one packed weight."""
-    entry = _ENTRIES.get(_key(signature, sources))
-    return entry.bytes if entry is not None else 0
 
 
 def _without_base(packed: torch.Tensor) -> torch.Tensor:
     """The same memory, without the reference that a view keeps to its parameter: that would never die."""
-    place = (packed.untyped_storage(), packed.storage_offset(), packed.shape, packed.stride())
-    return packed.new_empty(0).set_(*place) if packed._is_view() else packed
+    memory = (packed.untyped_storage(), packed.storage_offset(), packed.shape, packed.stride())
+    return packed.new_empty(0).set_(*memory) if packed._is_view() else packed
 
 
 def describe(program: GraphModule) -> str:
     """Text that is equal for equal packing programs, whatever their nodes are called."""
-    number = {node: f"%{place}" for place, node in enumerate(program.graph.nodes)}
+    number = {node: f"%{position}" for position, node in enumerate(program.graph.nodes)}
     lines = []
     for node in program.graph.nodes:
         args, kwargs = map_arg((node.args, node.kwargs), lambda used: Named(number[used]))

@@ -92,11 +92,12 @@ def _owns_its_memory(tensor: Tensor) -> bool:
         and tensor.grad is None
         and not tensor._is_view()
         and storage.nbytes() == tensor.nbytes
-        and _holders(tensor) == _holders(tensor.new_empty(0))
+        and holders(tensor) == holders(tensor.new_empty(0))
     )
 
 
-def _holders(tensor: Tensor) -> int:
+def holders(tensor: Tensor) -> int:
+    """Tensors (and others) that hold its storage."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 

@@ -24,6 +24,7 @@ from . import spellings as s
 from .harness import assert_as_exact, assert_no_worse, clones, eager, exact
 
 SHARED = mf.Config(weights="shared")
+PACKINGS: list[cache.Packing] = []
 
 
 class OwnAbsorb(s.PagedRotateHalf):
@@ -45,6 +46,7 @@ def fresh() -> Iterator[None]:
     gc.collect()
     yield
     torch._dynamo.reset()
+    PACKINGS.clear()
 
 
 def compiled(model: nn.Module, config: mf.Config = SHARED) -> Callable[..., Any]:
@@ -72,8 +74,11 @@ def assert_values(model: nn.Module, wanted: dict[str, Tensor]) -> None:
 
 def entries_of(model: nn.Module | list[Tensor]) -> list[Any]:
     """The packed weights of a model or of tensors (those of earlier tests may be collected at any time)."""
-    own = {id(tensor) for tensor in (model.parameters() if isinstance(model, nn.Module) else model)}
-    return [entry for (_, ids), entry in cache._ENTRIES.items() if own & set(ids)]
+    cache.sweep()
+    tensors = list(model.parameters() if isinstance(model, nn.Module) else model)
+    own = {tensor.untyped_storage()._cdata for tensor in tensors}
+    entries = [entry for entry in cache._ENTRIES.values() if entry.packed is not None]
+    return [entry for entry in entries if any(source.storage in own for source in entry.sources)]
 
 
 def bytes_of(model: nn.Module | list[Tensor]) -> int:
@@ -259,8 +264,12 @@ def doubly_transposed(weight: Tensor) -> Tensor:
 
 
 def pack(tensor: Tensor, packing: Callable[[Tensor], Tensor] = transposed) -> Tensor:
+    """Packed as a compiled graph does it that lives to the end of the test."""
     program = make_fx(packing)(tensor.detach().clone())
-    return cache.packed(program, cache.describe(program), [tensor], inverse(program, tensor))
+    PACKINGS.append(cache.Packing(program, cache.describe(program), inverse(program, tensor)))
+    packed = PACKINGS[-1].of([tensor]).packed
+    assert packed is not None
+    return packed
 
 
 def in_training() -> Tensor:
@@ -330,9 +339,10 @@ def test_other_memory_is_packed_again(shared: bool) -> None:
 def test_entries_go_with_their_parameters() -> None:
     parameter = nn.Parameter(torch.randn(3, 4))
     storage = torch.multiprocessing.reductions.StorageWeakRef(pack(parameter).untyped_storage())
-    (key,) = (key for key in cache._ENTRIES if id(parameter) in key[1])
+    (entry,) = entries_of([parameter])
     del parameter
-    assert key not in cache._ENTRIES and storage.expired()
+    cache.sweep()
+    assert entry.packed is None and storage.expired()
 
 
 def test_entries_of_a_model_go_with_it() -> None:
@@ -351,7 +361,7 @@ def test_a_failure_leaves_the_parameter_as_it_was() -> None:
     wanted, address = parameter.detach().clone(), parameter.data_ptr()
     program = make_fx(transposed)(parameter.detach())
     with pytest.raises(RuntimeError):
-        cache.packed(program, cache.describe(program), [parameter], Inverse((0, 1), (12,)[:0]))
+        cache.Packing(program, cache.describe(program), Inverse((0, 1), (12,)[:0])).of([parameter])
     assert parameter.data_ptr() == address and torch.equal(parameter, wanted)
 
 
