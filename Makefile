@@ -2,6 +2,7 @@
 #
 #   make demo    everything end to end, written to out/
 #   make test    lint, types and the whole test suite
+#   make test-portable    tests of numbers as other processors compute them
 #   make bench   pass times beside Inductor's matcher
 #   make docs    the pages that are generated from the code
 #   make site    the documentation as a site, in build/site
@@ -16,7 +17,7 @@ READY := $(VENV)/.ready
 # torch_npu is installed beside a torch without CANN; left to itself, `import torch` would try to load it.
 export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 
-.PHONY: demo test lint types bench docs site clean
+.PHONY: demo test test-portable lint types bench docs site clean
 
 demo: $(READY)
 	$(BIN)/mla-fusion demo --out out
@@ -24,6 +25,14 @@ demo: $(READY)
 # Two processes: torch is kept to one thread each, and most tests compile graphs in Python.
 test: lint types
 	$(BIN)/pytest -q -n 2 --dist worksteal
+
+# The order in which a product's terms are added depends on the processor. These settings choose the code that a
+# processor without AVX2, and one without AVX-512, would run.
+PORTABLE := $(BIN)/pytest -q -n 2 --dist worksteal -m portable tests/cli tests/fusion tests/selftest
+
+test-portable: $(READY)
+	ATEN_CPU_CAPABILITY=default $(PORTABLE)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PORTABLE)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -116,14 +116,17 @@ class _Known:
 
     def holds(self, args: Sequence[Any]) -> bool:
         """Whether the arguments are those that the weights were packed of, as they were."""
-        for position, storage, pointer, version in self._checks:
-            value = args[position]
-            if (
-                storage_id(value) != storage
-                or value.data_ptr() != pointer
-                or (version is not None and (value.is_inference() or value._version != version))
-            ):
-                return False
+        try:
+            for position, storage, pointer, version in self._checks:
+                value = args[position]
+                if (
+                    storage_id(value) != storage
+                    or value.data_ptr() != pointer
+                    or (version is not None and value._version != version)
+                ):
+                    return False
+        except (RuntimeError, TypeError):  # no version counter; no tensor
+            return False
         for position, number in self._counts:
             if args[position] != number:
                 return False

@@ -183,19 +183,23 @@ class BoundaryBuilder(GraphBuilder):
             node.meta["val"].nbytes
             for node, made in self.made_outside.items()
             if isinstance(made, Packed) and made.inverse is None and not self._is_view(node, made)
-            if not is_symbolic(node.meta["val"].nbytes)
+            if not _has_symbolic_sizes(node)
         )
 
     @property
     def has_symbolic_weights(self) -> bool:
         """Whether the size of a packed weight is known at the first call alone."""
         made = (node for node, adaptor in self.made_outside.items() if isinstance(adaptor, Packed))
-        return any(is_symbolic(node.meta["val"].nbytes) for node in made)
+        return any(map(_has_symbolic_sizes, made))
 
     def _is_view(self, node: Node, made: Packed) -> bool:
         sources = (self._originals[place].meta["val"] for place in made.positions)
         storages = {value.untyped_storage()._cdata for value in sources if not is_symbolic(value)}
         return node.meta["val"].untyped_storage()._cdata in storages
+
+
+def _has_symbolic_sizes(node: Node) -> bool:
+    return any(map(is_symbolic, node.meta["val"].shape))
 
 
 def _fill(node: Node) -> float | None:

@@ -18,6 +18,7 @@ def outcome(tmp_path_factory):
     return demo.run(options.quick(), progress=lambda message: None)
 
 
+@pytest.mark.portable
 def test_all_checks_pass(outcome):
     assert outcome.problems == []
     assert outcome.lowered.operators["MlaPrologV3"] == 2

@@ -231,6 +231,7 @@ def test_what_is_not_given_out_may_not_be_read(name: str) -> None:
     assert outcome(Model(), paged_args()) == ["reader.latent"]
 
 
+@pytest.mark.portable
 def test_scales_and_weights_may_be_computed() -> None:
     """By whatever: the kernel is handed the results."""
     torch.manual_seed(0)

@@ -27,6 +27,7 @@ from .quantised import (
 )
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("name", QUANTISED)
 def test_fuses_as_exactly(name: str) -> None:
     torch.manual_seed(0)

@@ -112,6 +112,7 @@ def test_memory_of_a_device_graph_does_not_grow() -> None:
     assert_values(model, wanted)
 
 
+@pytest.mark.portable
 def test_compiled_and_eager_results_stay() -> None:
     model, args = layers()
     unfused, wanted, accurate = eager(model, clones(args)), values(model), exact(model, args)

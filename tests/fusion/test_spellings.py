@@ -38,6 +38,7 @@ def _case(request: pytest.FixtureRequest) -> tuple[nn.Module, tuple[torch.Tensor
     return model(), args(), placement
 
 
+@pytest.mark.portable
 def test_fuses_as_exactly(case: tuple[nn.Module, tuple[torch.Tensor, ...], str]) -> None:
     model, args, placement = case
     for report, fused in both_ways(model, args, mf.Config(verify="all")):

@@ -103,6 +103,7 @@ def follow(model: nn.Module, update: Update, config: mf.Config | None = None) ->
     assert_current(model, run, args)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("update", UPDATES)
 def test_ordinary_parameters(update: Update) -> None:
     follow(s.Neox(), update)
@@ -253,6 +254,7 @@ def test_fingerprints_tell_signs_and_places() -> None:
     assert not torch.equal(before, fingerprint(tensor.flip(-1)))
 
 
+@pytest.mark.portable
 def test_fingerprints_do_not_depend_on_threads() -> None:
     tensor, threads = torch.randn(300, 512), torch.get_num_threads()
     found = []

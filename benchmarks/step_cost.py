@@ -1,0 +1,122 @@
+"""What the boundary of a compiled graph costs at a step where no weight has changed.
+
+    python benchmarks/step_cost.py [--layers 1 8 61] [--repeat 300] [--json FILE]
+
+The pass fuses a decoder of small dims, and the graph inside is replaced by a function that returns at once, so that
+what remains is the work on the inputs: weights looked up and checked, caches viewed. Four weights a layer; microseconds
+are medians. Three settings:
+
+* views: on a CPU most packed weights are views of their parameters, which are current by themselves
+* trusted: packed copies, of which version counter and memory are compared (``Config(updates="trusted")``)
+* checked: packed copies, of which the content is compared, the default; this one grows with the bytes of the weights
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import mla_fusion as mf  # before torch, where torch_npu is installed without CANN
+
+# isort: split
+import torch
+from model import Decoder, Sizes, model_arguments
+from torch import nn
+
+from mla_fusion.compile.adapted import Adapted, Packed
+from mla_fusion.compile.boundary import fuse_with_boundary
+from mla_fusion.compile.device_graph import capture
+
+SETTINGS = {  # name: configuration, device whose layouts are asked for
+    "views": (mf.Config(), "cpu"),
+    "trusted": (mf.Config(updates="trusted"), "npu"),
+    "checked": (mf.Config(), "npu"),
+}
+
+
+def main() -> int:
+    options = _options()
+    print(f"{'layers':>6} {'weights':>8} {'setting':>8} {'MiB':>8} {'call':>10} {'boundary':>10} {'a weight':>9}  us")
+    rows = [
+        _measure(layers, name, options.repeat) for layers in options.layers for name in options.settings
+    ]
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[1, 8, 61])
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--repeat", type=int, default=300)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def _measure(layers: int, name: str, repeat: int) -> dict[str, Any]:
+    config, device = SETTINGS[name]
+    adapted, args = _adapted(layers, config, device)
+    inner = adapted.inputs(args)
+    gc.collect()
+    gc.disable()
+    try:
+        whole = _microseconds(lambda: adapted(*args), repeat)
+        direct = _microseconds(lambda: adapted.compiled(*inner), repeat)
+    finally:
+        gc.enable()
+    entries = {adaptor.entry(args) for adaptor in adapted.adaptors if isinstance(adaptor, Packed)}
+    row = {
+        "layers": layers,
+        "setting": name,
+        "weights": len(entries),
+        "copied_bytes": sum(entry.bytes for entry in entries),
+        "call_us": round(direct, 1),
+        "boundary_us": round(whole - direct, 1),
+    }
+    each = row["boundary_us"] / row["weights"]
+    print(
+        f"{layers:>6} {row['weights']:>8} {name:>8} {row['copied_bytes'] / 2**20:>8.1f} {direct:>10.1f}"
+        f" {row['boundary_us']:>10.1f} {each:>9.2f}",
+        flush=True,
+    )
+    return row
+
+
+def _adapted(layers: int, config: mf.Config, device: str) -> tuple[Adapted, list[Any]]:
+    """The fused graph's boundary around nothing, and arguments for it with real weights."""
+    sizes = Sizes()
+    with torch.device("meta"):
+        model = Decoder(sizes, layers)
+    gm, inputs = capture(model, *model_arguments(sizes, layers), device=device)
+    report, _, wrap = fuse_with_boundary(gm, inputs, config)
+    assert len(report.fused) == layers, str(report)
+    args: list[Any] = []
+    for value in inputs:
+        tensor = torch.zeros(value.shape, dtype=value.dtype)
+        args.append(nn.Parameter(tensor, requires_grad=False) if tensor.is_floating_point() else tensor)
+    adapted: Any = wrap(lambda *inputs: None)
+    return adapted, args
+
+
+def _microseconds(function: Any, repeat: int) -> float:
+    times = []
+    budget = perf_counter() + 20.0
+    for _ in range(repeat):
+        started = perf_counter()
+        function()
+        times.append(perf_counter() - started)
+        if perf_counter() > budget:
+            break
+    return median(times) * 1e6
+
+
+if __name__ == "__main__":
+    sys.exit(main())
