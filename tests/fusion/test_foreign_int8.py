@@ -233,10 +233,15 @@ def test_what_is_not_given_out_may_not_be_read(name: str) -> None:
 
 @pytest.mark.portable
 def test_scales_and_weights_may_be_computed() -> None:
-    """By whatever: the kernel is handed the results."""
-    torch.manual_seed(0)
-    methods = product(lambda x, w: torch._int_mm(x, w.flip(0)))
-    methods["bring_back"] = lambda self, sums, scale: (sums.float() * scale * self.scale.roll(1)).bfloat16()
-    model, given = model_of(PlainFull, type("Computed", (PlainLinear,), methods)), paged_args()
-    unfused = eager(model, clones(given))
+    """By whatever: the kernel is handed the results. (Without VNNI, torch._int_mm itself saturates its sums.)"""
+
+    def computed(multiply: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        torch.manual_seed(0)
+        methods = product(lambda x, w: multiply(x, w.flip(0)))
+        methods["bring_back"] = lambda self, sums, scale: (sums.float() * scale * self.scale.roll(1)).bfloat16()
+        return model_of(PlainFull, type("Computed", (PlainLinear,), methods))
+
+    model, exactly = computed(torch._int_mm), computed(lambda x, w: (x.long() @ w.long()).int())
+    given = paged_args()
+    unfused = eager(exactly, clones(given))
     assert distance(fused(model, given, 2)[0], unfused[0]) < 2e-2
