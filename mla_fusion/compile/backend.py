@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from mla_fusion.compile import offline
+from mla_fusion.compile import offline, words
 from mla_fusion.compile.boundary import fuse_with_boundary
 from mla_fusion.compile.floats import specialise
 from mla_fusion.config import Config
@@ -34,24 +34,34 @@ def backend(
     ``report`` names a folder to which the report of every graph is written as JSON and HTML; for all entry points
     of a process, the environment variable ``MLA_FUSION_REPORT`` does the same.
 
+    Of torch.compile's own words, ``options={"verify": "all"}`` sets fields of ``config`` for that model, and ``mode``
+    picks torchair's compiler (:mod:`mla_fusion.compile.words`). Raises ValueError for an option that there is not;
+    dynamo wraps it in its BackendCompilerFailed.
+
     Graphs that record gradients are compiled unfused, with a report that says so.
     """
     chosen = config or Config()
     folder = None if report is None else Path(report).absolute()
 
-    def compile_graph(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        given = Config(**options) if options else chosen
+    def compile_graph(
+        gm: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+    ) -> Callable[..., Any]:
+        given = words.configured(chosen, options or {})
         specialise(gm)
         if _device_present() and any(_on_npu(value) for value in inputs):
-            return _with_torchair(gm, inputs, given, compiler_config, folder)
+            compiler = words.torchair_mode(mode, has_config=compiler_config is not None)
+            return _with_torchair(gm, inputs, given, compiler_config, folder, compiler)
+        words.without_device(mode)
         return _with_cpu(gm, inputs, given, folder)
 
     return compile_graph
 
 
-def mla_fusion(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """The registered backend; ``torch.compile(..., options={"verify": "all"})`` sets fields of ``Config``."""
-    return backend()(gm, inputs, **(options.get("options") or {}))
+def mla_fusion(
+    gm: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The registered backend: ``torch.compile(model, backend="mla_fusion")``."""
+    return backend()(gm, inputs, mode=mode, options=options)
 
 
 def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config, folder: Path | None) -> Callable[..., Any]:
@@ -71,21 +81,21 @@ def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config, folder: Pa
 
 
 def _with_torchair(
-    gm: GraphModule, inputs: Sequence[Any], config: Config, compiler_config: Any, folder: Path | None
+    gm: GraphModule, inputs: Sequence[Any], config: Config, compiler_config: Any, folder: Path | None, mode: str
 ) -> Callable[..., Any]:
     from mla_fusion import converters
     from mla_fusion.compile import torchair_bridge
 
     converters.register()
-    chosen = compiler_config or torchair_bridge.compiler_config("ge")
-    compile_further = torchair_bridge.package("ge").get_compiler(chosen)
+    chosen = compiler_config or torchair_bridge.compiler_config(mode)
+    compile_further = torchair_bridge.package(mode).get_compiler(chosen)
 
     def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         with live.into(folder):
             _, examples, wrap = fuse_with_boundary(graph, examples, config)
         return wrap(compile_further(graph, examples))
 
-    return torchair_bridge.backend("ge", chosen, infer)(gm, list(inputs))
+    return torchair_bridge.backend(mode, chosen, infer)(gm, list(inputs))
 
 
 def _declined(graph: GraphModule, config: Config, folder: Path | None) -> Callable[..., Any]:

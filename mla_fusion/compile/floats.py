@@ -1,9 +1,9 @@
 """Epsilons and scales that ``dynamic=True`` has made inputs of the graph, made numbers again.
 
 Under ``torch.compile(dynamic=True)`` dynamo hands every float to the graph as a tensor of one element, a module's
-``variance_epsilon`` included; the kernel wants a number. A float that is an attribute of a module hardly ever
-changes: it is taken at its value, with a guard, so that the graph is compiled again if it does. Floats that are
-arguments (a temperature) stay what they are.
+``variance_epsilon`` included; the kernel wants a number. A float that is an attribute of a module, or a global,
+hardly ever changes: it is taken at its value, with a guard, so that the graph is compiled again if it does. Floats that
+are arguments (a temperature) stay what they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 
 def specialise(gm: GraphModule) -> list[str]:
-    """Replace module attributes among dynamo's float inputs by their values; the sources, as dynamo names them."""
+    """Replace attributes of modules, and globals, among dynamo's float inputs by their values; their dynamo names."""
     found = []
     for node in list(gm.graph.nodes):
         source = _attribute(node.args[0]) if node.op == "call_method" and node.target == "item" else ""
@@ -30,10 +30,10 @@ def specialise(gm: GraphModule) -> list[str]:
 
 
 def _attribute(node: Any) -> str:
-    """The source of an input that is a module's attribute, "" for anything else."""
+    """The source of an input that is a module's attribute or a global, "" for anything else."""
     if not isinstance(node, Node) or node.op != "placeholder" or "grapharg" not in node.meta:
         return ""
     source = node.meta["grapharg"].source
     name = source.name if isinstance(source.name, str) else source.name()
     of_module = name.startswith("L['self'].") or "._modules[" in name
-    return name if of_module and not name.endswith("]") else ""
+    return name if name.startswith("G[") or (of_module and not name.endswith("]")) else ""

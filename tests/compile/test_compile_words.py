@@ -1,0 +1,154 @@
+"""torch.compile's own words, for the backend by its name and as a function."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mla_fusion as mf
+from mla_fusion.compile import words
+from mla_fusion.selftest.unfused import Form, Prologue, arguments
+
+DIMS = {"He": 1024, "Hcq": 1536, "N": 2, "D": 128, "Dr": 64, "Hckv": 512, "BlockNum": 4, "BlockSize": 16}
+FORM = Form("half RoPE", lead=(4,))
+BACKENDS = ["by name", "as a function"]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    words._say.cache_clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Any:
+    return "mla_fusion" if request.param == "by name" else mf.backend()
+
+
+def model() -> Prologue:
+    return Prologue(FORM, DIMS)
+
+
+def given(tokens: int = 4) -> tuple[Tensor, ...]:
+    return arguments(Form("any", lead=(tokens,)), DIMS)
+
+
+@torch.no_grad()
+def call(run: Any, tokens: int = 4) -> mf.Report:
+    """One call, beside an eager one of the same model; the newest report."""
+    args, other = given(tokens), given(tokens)
+    for found, wanted in zip(run(*args), model()(*other), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=2**-5, atol=2**-4)
+    for found, wanted in zip(args[-2:], other[-2:], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=2**-5, atol=2**-4)
+    return mf.reports()[-1] if mf.reports() else mf.Report(mf.Config())
+
+
+@pytest.mark.parametrize("dynamic", [None, False, True])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_dynamic_and_fullgraph(backend: Any, dynamic: bool | None, fullgraph: bool) -> None:
+    report = call(torch.compile(model(), backend=backend, dynamic=dynamic, fullgraph=fullgraph))
+    assert len(report.fused) == 1, str(report)
+
+
+def test_options_are_fields_of_the_configuration(backend: Any) -> None:
+    report = call(torch.compile(model(), backend=backend, options={"staging": "always", "verify": "off"}))
+    assert report.config == mf.Config(staging="always", verify="off")
+    assert report.fused[0].placement.startswith("staged")
+
+
+def test_options_are_merged_over_the_given_configuration() -> None:
+    chosen = mf.backend(mf.Config(staging="always"))
+    assert call(torch.compile(model(), backend=chosen, options={"verify": "off"})).config == mf.Config(
+        staging="always", verify="off"
+    )
+    torch._dynamo.reset()
+    assert call(torch.compile(model(), backend=chosen)).config == mf.Config(staging="always")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"stagging": "always"}, r"no option 'stagging'; there are enable, verify, .*slots"),
+        ({"staging": "sometimes"}, r"Config.staging must be one of auto, always, never, got 'sometimes'"),
+    ],
+)
+def test_wrong_options_are_named(backend: Any, options: dict[str, Any], message: str) -> None:
+    run = torch.compile(model(), backend=backend, options=options)
+    with pytest.raises(Exception, match=message) as caught, torch.no_grad():
+        run(*given())
+    assert isinstance(caught.value.__cause__ or caught.value, (ValueError, torch._dynamo.exc.BackendCompilerFailed))
+    with pytest.raises(ValueError, match=message):
+        words.configured(mf.Config(), options)
+
+
+def test_the_default_mode_is_silent(backend: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert call(torch.compile(model(), backend=backend, mode="default")).fused
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "fastest"])
+def test_what_a_mode_cannot_do_is_said_once(backend: Any, mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "mla_fusion"):
+        for _ in range(2):
+            torch._dynamo.reset()
+            assert call(torch.compile(model(), backend=backend, mode=mode)).fused
+    (record,) = [record for record in caplog.records if "torch.compile(mode=" in record.getMessage()]
+    assert mode in record.getMessage() and "has no effect" in record.getMessage()
+
+
+def test_modes_on_a_device(caplog: pytest.LogCaptureFixture) -> None:
+    wanted = {
+        None: "ge",
+        "default": "ge",
+        "max-autotune": "ge",
+        "max-autotune-no-cudagraphs": "ge",
+        "reduce-overhead": "npugraph_ex",
+    }
+    with caplog.at_level(logging.WARNING, "mla_fusion"):
+        for mode, package in wanted.items():
+            assert words.torchair_mode(mode, has_config=False) == package
+        assert not caplog.records
+        assert words.torchair_mode("reduce-overhead", has_config=True) == "ge"
+        assert words.torchair_mode("fastest", has_config=False) == "ge"
+    assert ["compiler_config" in record.getMessage() for record in caplog.records] == [True, False]
+
+
+# -- stances
+
+
+def test_forced_eager_compiles_nothing(backend: Any) -> None:
+    run = torch.compile(model(), backend=backend)
+    with torch.compiler.set_stance("force_eager"):
+        call(run)
+    assert not mf.reports()
+    assert call(run).fused
+
+
+def test_eager_on_recompile(backend: Any) -> None:
+    run = torch.compile(model(), backend=backend, dynamic=False)
+    call(run)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        call(run)
+        call(run, tokens=7)
+    assert len(mf.reports()) == 1
+    call(run, tokens=7)
+    assert len(mf.reports()) == 2
+
+
+def test_fail_on_recompile(backend: Any) -> None:
+    run = torch.compile(model(), backend=backend, dynamic=False)
+    call(run)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for _ in range(3):
+            call(run)
+        with pytest.raises(RuntimeError, match="recompile"):
+            call(run, tokens=7)
+    assert len(mf.reports()) == 1
