@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fusion.facts.distinct import repeats
 from mla_fusion.graph.kinds import is_cast, is_getitem, is_view, op_name
 from mla_fusion.graph.operators import GATHER
 from mla_fusion.graph.ranges import Range, Ranges
@@ -60,7 +61,9 @@ def judge(view: View, slots: Iterable[Node], rows: Any) -> Trust | Unproven:
             detail = f"{node.name} is made of {names}, and a choice or a sum of inputs is trusted with nothing"
             return Unproven(detail)
         trusted += inputs
-    return Trust(tuple(dict.fromkeys(trusted)))
+    nodes = list(slots)
+    alike = repeats(view, nodes, trusting)
+    return Unproven(alike) if alike else Trust(tuple(dict.fromkeys(trusted)))
 
 
 def _inputs(view: View, node: Node, trusted: Range) -> set[Node] | None:

@@ -7,7 +7,7 @@ up, rotated and absorbed; and a normed kv latent beside a rotated key of one hea
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -224,12 +224,17 @@ class Finder:
             apart = [key for key in keys if not any(_is_latent_of(query, key) for query in queries)] or keys
             first, *others = (Candidate(query, key, *read) for query in of_query for key in apart)
             found.append(replace(first, others=tuple(others[:_OTHER_READINGS])))
-            queries = [query for query in queries if query not in of_query and query.up_rope is not first.query.up_rope]
-            keys = [key for key in apart if key.latent is not first.key.latent]
+            done = first.query.absorb.node, first.query.up_rope.node, first.key.latent
+            queries = [query for query in queries if not self._same(done[:2], (query.absorb.node, query.up_rope.node))]
+            keys = [key for key in apart if not self._same(done[2:], (key.latent,))]
         for query in {query.absorb.node: query for query in queries}.values():
             reason = Refuse("kv_latent.absent", f"another query on {query.down.origin.name} goes with its kv latent")
             found.append(NearMiss(reason, (query.norm.node, query.absorb.node), 0.6))
         return found
+
+    def _same(self, some: Sequence[Node], others: Sequence[Node]) -> bool:
+        """Is any of these the value of its counterpart? (A layer may compute its query twice.)"""
+        return any(map(self.view.same, some, others))
 
     def _queries(self, facts: dict[Projection, ConeFacts]) -> tuple[list[QuerySide], NearMiss | None]:
         found, partial = [], None

@@ -57,7 +57,7 @@ class Steps:
         if kind is Kind.MOVEMENT:
             return self._cast(node) if is_cast(node) else None
         if kind is Kind.ANALYTIC:
-            reason = self._singular(node, name, everywhere)
+            reason = self._singular(node, name, everywhere) or _swamps(node, name)
             return Barrier("step.choice", f"{node.name} ({node.target}): {reason}") if reason else None
         if kind is Kind.GATHER or kind is Kind.WRITER:
             return self._moved_by_index(node, name)
@@ -213,6 +213,18 @@ def _what_it_picks(node: Node) -> str:
 def quantises(node: Node) -> bool:
     """May the step be one of a quantisation to int8? (Which bounds it may have, facts/quantising.py says.)"""
     return op_name(node) in QUANTISING
+
+
+def _swamps(node: Node, name: str) -> str:
+    """A literal beside which values of 16 bits vanish or overflow, which float64 probes do not show; or ""."""
+    by = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(by, (int, float)) or by == 0 or name not in _SCALED_BY:
+        return ""
+    return f"{by:g} takes values out of the range of their dtype" if not 1 / _HUGE < abs(by) < _HUGE else ""
+
+
+_SCALED_BY = frozenset("aten::mul aten::div".split())
+_HUGE = 2.0**64
 
 
 def _divisor(node: Node) -> Any:

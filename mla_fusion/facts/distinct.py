@@ -1,0 +1,129 @@
+"""Can two tokens have one slot? Which of two rows stays is a matter of order, and the kernel's is its own.
+
+No two elements of an input are the same: that is its word, as that none is negative. Here is followed which steps keep
+different numbers different: sums with literals, products with them, (s // b) * b + s % b, entries of a table beside
+places in a block. A remainder or a quotient alone makes two numbers one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.graph.kinds import is_cast, is_getitem, is_view, op_name
+from mla_fusion.graph.operators import GATHER
+from mla_fusion.graph.program import Program, nodes_between
+from mla_fusion.graph.ranges import Ranges
+from mla_fusion.graph.sizes import is_symbolic, same
+from mla_fusion.graph.view import View
+
+_LONGEST = 24  # steps from the slots to the input
+_KEEP_APART = GATHER | {"aten::neg", "aten::flip", "aten::roll"}
+_BOUNDS = frozenset("aten::clamp aten::clamp_min aten::clamp_max aten::maximum aten::abs aten::relu".split())
+_SHIFTS = frozenset(("aten::bitwise_left_shift", "aten::__lshift__"))
+_SUMS = _SHIFTS | {"aten::add", "aten::sub", "aten::mul"}
+
+
+def repeats(view: View, slots: list[Node], trusting: Ranges) -> str:
+    """Why two tokens may have one slot, given that no two elements of an input are the same; "" where they may not.
+
+    ``slots``: the slots, or (block, place in it); ``trusting``: ranges that take inputs at their word.
+    """
+    if all(same(math.prod(node.meta["val"].shape), 1) for node in slots):
+        return ""
+    if len(slots) == 1:
+        step = _merging_step(view, slots[0], trusting)
+        return f"{step.name} may give two tokens one slot" if step is not None else ""
+    block, place = slots
+    quotient, remainder = view.terms.term(block), view.terms.term(place)
+    if quotient[:1] == ("floordiv",) and remainder[:1] == ("mod",) and quotient[1:] == remainder[1:]:
+        return ""
+    step = _merging_step(view, _looked_up(block), trusting)
+    return f"{step.name} may give two tokens one block" if step is not None else ""
+
+
+def _merging_step(view: View, node: Node, trusting: Ranges) -> Node | None:
+    """The first step above the node that may make two different numbers one; None where there is none."""
+    for _ in range(_LONGEST):
+        if node.op in ("placeholder", "get_attr"):
+            return None
+        if view.is_constant(node):
+            return None if _are_distinct(view, node) else node
+        following = _following(view, node, trusting)
+        if following is None:
+            return node
+        node = following
+    return node
+
+
+def _following(view: View, node: Node, trusting: Ranges) -> Node | None:
+    """The operand whose different numbers the step keeps different."""
+    name, operands = op_name(node), [arg for arg in node.all_input_nodes if not is_symbolic(arg.meta.get("val"))]
+    if not operands:
+        return None
+    if is_view(node) or is_cast(node) or name in _KEEP_APART:
+        return None if name.startswith("aten::expand") and not _keeps_count(node, operands[0]) else operands[0]
+    if name in _BOUNDS:
+        inert = trusting.of(node) == trusting.of(node.args[0])
+        return operands[0] if inert else None
+    return _of_sum(view, node, name, operands) if name in _SUMS else None
+
+
+def _keeps_count(node: Node, source: Node) -> bool:
+    return same(math.prod(node.meta["val"].shape), math.prod(source.meta["val"].shape))
+
+
+def _of_sum(view: View, node: Node, name: str, operands: list[Node]) -> Node | None:
+    """Of a sum or product, the operand that decides whether two results differ."""
+    varying = [arg for arg in operands if not view.is_constant(arg)]
+    if len(varying) == 1:
+        by = next((arg for arg in node.args if arg is not varying[0]), 0)
+        low, high = view.ranges.of(by)
+        return None if name == "aten::mul" and low <= 0 <= high else varying[0]
+    if name != "aten::add" or len(varying) != 2:
+        return None
+    number = view.terms.number(node)
+    for above in nodes_between((), node):  # (s // 16) * 16 + s % 16 is s
+        if above is not node and view.terms.number(above) == number:
+            return above
+    for whole, place in (varying, varying[::-1]):  # an entry of a table times the size of a block, and a place in it
+        size = _literal_factor(view, whole)
+        low, high = view.ranges.of(place)
+        if size is not None and low >= 0 and high < size:
+            return _looked_up(_unviewed(whole).all_input_nodes[0])
+    return None
+
+
+def _looked_up(node: Node) -> Node:
+    """Of an entry of a table, the table: which one is read, the position says."""
+    while (is_view(node) or is_cast(node) or op_name(node) in GATHER) and not is_getitem(node):
+        source = node.args[0]
+        if not isinstance(source, Node):
+            return node
+        node = source
+    return node
+
+
+def _unviewed(node: Node) -> Node:
+    while is_view(node) or is_cast(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _literal_factor(view: View, node: Node) -> float | None:
+    """The number by which the node is multiplied."""
+    node = _unviewed(node)
+    low, high = view.ranges.of(node.args[1]) if len(node.args) > 1 else (0.0, 1.0)
+    if low != high or low < 0:
+        return None
+    if op_name(node) == "aten::mul":
+        return low or None
+    return 2.0**low if op_name(node) in _SHIFTS else None
+
+
+def _are_distinct(view: View, node: Node) -> bool:
+    program = Program([], nodes_between((), node), view.binding)
+    value = program.run([])[program.slot(node)]
+    return isinstance(value, torch.Tensor) and value.unique().numel() == value.numel()
