@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mla_fusion.compile.backend import backend
     from mla_fusion.compile.hook import torchair_pass
     from mla_fusion.compile.lowering import Lowering, lower
+    from mla_fusion.compile.slots import SlotError
     from mla_fusion.config import Config
     from mla_fusion.fusion import explain, fuse
     from mla_fusion.fusion.report import Report, reports
@@ -30,6 +31,7 @@ _HOME = {
     "Config": "mla_fusion.config",
     "Lowering": "mla_fusion.compile.lowering",
     "Report": "mla_fusion.fusion.report",
+    "SlotError": "mla_fusion.compile.slots",
     "backend": "mla_fusion.compile.backend",
     "explain": "mla_fusion.fusion",
     "fuse": "mla_fusion.fusion",
@@ -43,6 +45,7 @@ __all__ = [
     "Config",
     "Lowering",
     "Report",
+    "SlotError",
     "backend",
     "explain",
     "fuse",

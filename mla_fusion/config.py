@@ -48,7 +48,7 @@ class Config:
                 own, which ``parameter.data.add_(..)`` passes by (``mla_fusion.weights.release`` tells of such updates).
     slots       What an input that holds cache slots is taken at: "trusted" at its word (non-negative, in range and
                 distinct, listed under the report's assumptions), "checked" before each call where a wrapper stands
-                around the graph.
+                around the graph (``mla_fusion.SlotError``); where none does, the assumptions say that nothing checks.
     strict      True raises a defect of the pass. False leaves the graph as it was, with ``pass.failed`` in the report.
 
     Raises ValueError for a value outside these choices.

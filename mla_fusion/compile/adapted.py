@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.fusion.report import Report
 from mla_fusion.inspect import live
 from mla_fusion.weights import cache
@@ -140,9 +141,13 @@ class Adapted:
     """The compiled graph with the signature that the caller knows."""
 
     def __init__(
-        self, compiled: Callable[..., Any], adaptors: Sequence[Adaptor], unsettled: Report | None = None
+        self,
+        compiled: Callable[..., Any],
+        adaptors: Sequence[Adaptor],
+        unsettled: Report | None = None,
+        checks: Sequence[SlotCheck] = (),
     ) -> None:
-        self.compiled, self.adaptors = compiled, tuple(adaptors)
+        self.compiled, self.adaptors, self.checks = compiled, tuple(adaptors), tuple(checks)
         self._unsettled = unsettled  # the report whose bytes are known once weights have been packed
         self._packed = [(place, item) for place, item in enumerate(self.adaptors) if isinstance(item, Packed)]
         self._viewed = [(place, item) for place, item in enumerate(self.adaptors) if isinstance(item, Viewed)]
@@ -152,6 +157,8 @@ class Adapted:
         self._known: dict[object, _Known] = {}  # of each set of parameters that the graph is called with
 
     def __call__(self, *args: Any) -> Any:
+        for check in self.checks:
+            check(args)
         return self.compiled(*self.inputs(args))
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:

@@ -6,6 +6,7 @@ kernel. The compiled callable keeps the signature that the caller knows.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isnan
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compile.adapted import Adapted, Adaptor, Packed, Same, Viewed
+from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.config import Config
 from mla_fusion.fusion.build import GraphBuilder, Recipe
 from mla_fusion.fusion.driver import run
@@ -28,6 +30,7 @@ from mla_fusion.weights import cache
 from mla_fusion.weights.share import Inverse, inverse
 
 aten = torch.ops.aten
+log = logging.getLogger("mla_fusion")
 
 
 class _Unpackable(Exception):
@@ -49,6 +52,8 @@ class BoundaryBuilder(GraphBuilder):
         self.made_outside: dict[Node, Packed | Viewed] = {}
         self._caches: dict[Node, Node] = {}
         self._made: dict[object, Node] = {}
+        self._checks_slots = config.slots == "checked"
+        self.slot_checks: dict[object, SlotCheck] = {}
 
     def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:
         try:
@@ -60,6 +65,23 @@ class BoundaryBuilder(GraphBuilder):
         inverse = self._inverse(program, positions)
         made = Packed(program, cache.describe(program), positions, inverse, self._trusted)
         return self._input(f"packed_{name}", made, result.meta["val"])
+
+    def check_slots(
+        self, recipe: Recipe, leaves: Sequence[Node], caches: Sequence[tuple[str, Node, Sequence[Any]]], skips: bool
+    ) -> None:
+        if not self._checks_slots:
+            return
+        places = tuple((f"{name} ({node.name})", self._position[node], int(shape[-1])) for name, node, shape in caches)
+        try:
+            program, positions, given = self._program(recipe, leaves)
+        except (_Unpackable, LookupError) as error:
+            log.warning("the slots of %s are not checked: they are not made of inputs (%s)", places[0][0], error)
+            return
+        if program is None:
+            check = SlotCheck(None, "", (self._position[given],), places, skips)
+        else:
+            check = SlotCheck(program, cache.describe(program), positions, places, skips)
+        self.slot_checks.setdefault((check.signature, check.positions, check.caches), check)
 
     def _inverse(self, program: GraphModule, positions: tuple[int, ...]) -> Inverse | None:
         if not self._share_weights or len(positions) != 1 or is_symbolic(self._originals[positions[0]].meta["val"]):
@@ -247,11 +269,12 @@ def fuse_with_boundary(
             made.append(self)
 
     report = run(gm, config, Builder)
-    if not made or not made[0].made_outside:
+    if not made or not (made[0].made_outside or made[0].slot_checks):
         return report, list(inputs), lambda compiled: compiled
     adaptors = made[0].inputs()
     report.bytes_added = made[0].bytes_packed
     live.save(report)
     examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
     unsettled = report if config.weights == "shared" or made[0].has_symbolic_weights else None
-    return report, examples, lambda compiled: Adapted(compiled, adaptors, unsettled)
+    checks = tuple(made[0].slot_checks.values())
+    return report, examples, lambda compiled: Adapted(compiled, adaptors, unsettled, checks)

@@ -60,6 +60,14 @@ class Builder(ABC):
         """A weight made by ``recipe`` from ``leaves``: here, where it is used."""
         return recipe(self)
 
+    def check_slots(  # noqa: B027  # trusted, unless somebody stands before the graph
+        self, recipe: Recipe, leaves: Sequence[Node], caches: Sequence[tuple[str, Node, Sequence[Any]]], skips: bool
+    ) -> None:
+        """The kernel will write rows at ``recipe``'s slots, made of ``leaves``, into caches (name, input, shape).
+
+        ``skips``: the model, like the kernel, leaves out a token whose slot is negative.
+        """
+
     def once(self, key: object, recipe: Recipe) -> Any:
         """A value that several layers share (tables, slots)."""
         return recipe(self)

@@ -26,6 +26,7 @@ from mla_fusion.graph.view import View, ancestry, peel
 
 _SLOTS_ASSUMED = "slots are non-negative{whose} and distinct (the kernel skips negative slots, index_put wraps them)"
 
+_UNCHECKED = "nothing checks the slots (Config.slots is 'checked'): no wrapper stands around the graph"
 _ROWS_READ_BACK = "the new rows are read back from the caches: of a token without a slot nobody reads them"
 
 _IDENTITY = "q_nope is taken through weight_uk = [I | 0] (Config.unabsorbed is 'identity')"
@@ -150,6 +151,7 @@ class Planner:
                 raise Refuse(caches.code or "cache.staging_forbidden", caches.reason, self.candidate.nodes[-2:])
             of_caches = [r for name in ("c_kv", "k_pe") for r in self.trees[name].replacements(name, shapes[name])]
         slots_given = isinstance(caches, InPlace) and k.operator is None
+        checked = self.boundary and self.config.slots == "checked"
         read_back = isinstance(caches, InPlace) and any(item.output in ("c_kv", "k_pe") for item in of_caches)
         ratio = same_table(self.view, q.rope.cos, k.cos)
         assert ratio is not None  # judged
@@ -169,7 +171,8 @@ class Planner:
             tuple(
                 text
                 for text, taken in (
-                    (_SLOTS_ASSUMED.format(whose=_trust(caches)), slots_given),
+                    (_SLOTS_ASSUMED.format(whose=_trust(caches)), slots_given and not checked),
+                    (_UNCHECKED, slots_given and not checked and self.config.slots == "checked"),
                     (_ROWS_READ_BACK, read_back),
                     (_IDENTITY, query == "q_nope"),
                 )
