@@ -163,7 +163,7 @@ class BoundaryBuilder(GraphBuilder):
         for node in inputs:
             copies[node] = graph.node_copy(node)
         for node in sorted({*fills, *steps} - {*inputs}):
-            value = node.meta.get("val")
+            value: Any = node.meta.get("val")
             if is_symbolic(value) and value.node.expr in by_value:
                 copies[node] = by_value[value.node.expr]
             elif op_name(node) in ("aten::sym_size", "aten::sym_numel"):

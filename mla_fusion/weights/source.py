@@ -12,6 +12,7 @@ Nothing here refers to the tensor itself: ``torch.utils.swap_tensors`` refuses t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mla_fusion.weights.fingerprint import fingerprint
 
-storage_id = torch._C._storage_id
+storage_id: Callable[[Tensor], int] = getattr(torch._C, "_storage_id")  # noqa: B009  # its stubs leave it out
 
 
 def place(value: Any) -> object:
