@@ -78,18 +78,21 @@ class BoundaryBuilder(GraphBuilder):
 
     has_boundary = True
 
-    def __init__(self, gm: GraphModule, config: Config) -> None:
-        super().__init__(gm)
+    def __init__(self, gm: GraphModule, source: Graph, config: Config) -> None:
+        super().__init__(gm, source)
         self._share_weights = config.weights == "shared"
-        self._originals = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        self._last_input = self._originals[-1] if self._originals else None
+        self._originals = source.find_nodes(op="placeholder")
+        self._last_input: Node | None = None
         self.made_outside: dict[Node, Packed | Viewed] = {}
         self._caches: dict[Node, Node] = {}
+        self.adaptors: list[Adaptor] = []
+        self.examples: list[Any] = []
+        self.bytes_packed = 0
 
     def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:
         program, positions, result = self._program(recipe, leaves)
         if program is None:
-            return result
+            return self.value(result)
         made = Packed(program, cache.describe(program), positions, self._inverse(program, positions))
         return self._input(f"packed_{name}", made, result.meta["val"])
 
@@ -101,7 +104,7 @@ class BoundaryBuilder(GraphBuilder):
 
     def cache(self, node: Node, shape: Sequence[Any]) -> Node:
         if same_shape(node.meta["val"].shape, shape):
-            return node
+            return self.value(node)
         if node not in self._caches:
             # one size may be symbolic; the caller's tensor tells it
             viewed = Viewed(self._originals.index(node), tuple(-1 if is_symbolic(size) else size for size in shape))
@@ -115,11 +118,10 @@ class BoundaryBuilder(GraphBuilder):
         for node, known in self.made_outside.items():
             if _key(known) == _key(adaptor):
                 return node
-        assert self._last_input is not None
-        with self.gm.graph.inserting_after(self._last_input):
-            node = self.gm.graph.placeholder(f"{name}_{len(self.made_outside)}")
+        name = f"{name}_{len(self.made_outside)}"
+        with self.gm.graph.inserting_after(self._last_input or self.copies[self._originals[-1]]):
+            node = self.gm.graph.create_node("placeholder", name, name=self.free_name(name))
         node.meta["val"] = value
-        self.made.append(node)
         self.made_outside[node] = adaptor
         self._last_input = node
         return node
@@ -127,8 +129,9 @@ class BoundaryBuilder(GraphBuilder):
     def finish(self) -> None:
         """Let the epilogue write the viewed cache, so that the call is in place on an input."""
         for original, viewed in self._caches.items():
-            for user in list(original.users):
-                if op_name(user) == "aten::copy_" and user.args[0] is original:
+            cache = self.copies[original]
+            for user in list(cache.users):
+                if op_name(user) == "aten::copy_" and user.args[0] is cache:
                     result = user.args[1]
                     source = result.args[0] if isinstance(result, Node) and is_reshape(result) else None
                     if isinstance(source, Node) and same_shape(source.meta["val"].shape, viewed.meta["val"].shape):
@@ -156,30 +159,36 @@ class BoundaryBuilder(GraphBuilder):
         positions = tuple(self._originals.index(node) for node in inputs)
         return GraphModule(inner.gm, inner.gm.graph, "PackWeight"), positions, result
 
-    def inputs(self) -> list[Adaptor]:
+    def close(self) -> None:
+        """Settle what the callable around the graph needs."""
+        if self.made_outside:
+            self.adaptors = self._inputs()
+            self.examples = [node.meta["val"] for node in self.gm.graph.find_nodes(op="placeholder")]
+            self.bytes_packed = self._bytes_packed()
+
+    def _inputs(self) -> list[Adaptor]:
         """Drop inputs that nobody reads any more; how to make each of the rest."""
         self._leave_read_parameters()
+        position = {self.copies[node]: place for place, node in enumerate(self._originals)}
         adaptors: list[Adaptor] = []
-        for node in list(self.gm.graph.nodes):
-            if node.op != "placeholder":
-                continue
+        for node in self.gm.graph.find_nodes(op="placeholder"):
             if node in self.made_outside:
                 adaptors.append(self.made_outside[node])
             elif node.users:
-                adaptors.append(Same(self._originals.index(node)))
+                adaptors.append(Same(position[node]))
             else:
                 self.gm.graph.erase_node(node)
-        self.gm.recompile()
         return adaptors
 
     def _leave_read_parameters(self) -> None:
         """A parameter that the graph reads itself keeps its strides: the graph is compiled for them."""
         for node, made in self.made_outside.items():
-            if isinstance(made, Packed) and any(self._originals[position].users for position in made.positions):
-                self.made_outside[node] = replace(made, inverse=None)
+            if isinstance(made, Packed):
+                sources = (self.copies[self._originals[position]] for position in made.positions)
+                if any(source.users for source in sources):
+                    self.made_outside[node] = replace(made, inverse=None)
 
-    @property
-    def bytes_packed(self) -> int:
+    def _bytes_packed(self) -> int:
         """Of packed weights that are not views of their parameters, nor these (as far as can be told) views of them."""
         return sum(
             node.meta["val"].nbytes
@@ -223,18 +232,17 @@ def fuse_with_boundary(
     made: list[BoundaryBuilder] = []
 
     class Builder(BoundaryBuilder):
-        def __init__(self, gm: GraphModule) -> None:
-            super().__init__(gm, config)
+        def __init__(self, gm: GraphModule, source: Graph) -> None:
+            super().__init__(gm, source, config)
             made.append(self)
 
     report = run(gm, config, Builder)
-    if not made or not made[0].made_outside:
+    if not report.fused or not made[-1].made_outside:
         return report, list(inputs), lambda compiled: compiled
-    adaptors = made[0].inputs()
-    report.bytes_added = made[0].bytes_packed
+    builder = made[-1]
+    report.bytes_added = builder.bytes_packed
     live.save(report)
-    examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
-    return report, examples, lambda compiled: _Adapted(compiled, adaptors, report)
+    return report, builder.examples, lambda compiled: _Adapted(compiled, builder.adaptors, report)
 
 
 class _Adapted:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mla_fusion.config import Config
-from mla_fusion.fusion import contract, draw, origin, replace, rewrite, verify, writes
+from mla_fusion.fusion import contract, draw, origin, replace, rewrite, transaction, verify, writes
 from mla_fusion.fusion.build import GraphBuilder, describe_attributes
 from mla_fusion.fusion.candidate import Candidate, Finder, NearMiss
 from mla_fusion.fusion.picture import Picture
@@ -31,6 +31,7 @@ from mla_fusion.graph.collector import paused
 from mla_fusion.graph.view import View, peel
 
 log = logging.getLogger("mla_fusion")
+BuilderOf = type[GraphBuilder]  # made of the module whose graph is written, and of the graph that it is written after
 _FEW = 1 << 20  # elements of token_x up to which one thread verifies
 
 
@@ -58,16 +59,19 @@ def explain(gm: GraphModule | str | PathLike[str], config: Config | None = None)
     return run(gm, config or Config(), None)
 
 
-def run(gm: GraphModule, config: Config, builder: type[GraphBuilder] | None) -> Report:
-    """One pass over ``gm``; ``builder`` is the kind that makes the graph's changes, None for none."""
+def run(gm: GraphModule, config: Config, builder: BuilderOf | None) -> Report:
+    """One pass over ``gm``; ``builder`` is the kind that makes the graph's changes, None for none.
+
+    Either all of it succeeds, or ``gm`` stays as it is: a defect of the pass is reported as ``pass.failed``, and raised
+    under ``Config(strict=True)``. Raises what a predicate of ``Config.skip`` raises, as SkipError.
+    """
     _check_graph(gm)
-    describe_attributes(gm)
     started, nodes = perf_counter(), len(gm.graph.nodes)
     report = Report(config, committed=builder is not None)
     if config.enable:
         # A compiler calls with its fake mode on; probes are real tensors.
         with _disable_current_modes(), paused(), _threads(1) as usual:
-            report = _of_best_reading(gm, config, builder, usual)
+            report = _all_or_nothing(gm, config, builder, usual)
     report.nodes_before = nodes
     report.timings["total"] = perf_counter() - started
     report.nodes_after = len(gm.graph.nodes)
@@ -93,49 +97,55 @@ def _check_graph(gm: object) -> None:
             )
 
 
-def _of_best_reading(
-    gm: GraphModule, config: Config, builder: type[GraphBuilder] | None, threads: int
-) -> Report:
-    """The report on the first reading of the graph in which something fuses, else on the first of all.
-
-    The graph stays as that reading has it if something was fused, else as it was.
-    """
-    graph, changed = gm.graph, False
-    reports: list[Report] = []
+def _all_or_nothing(gm: GraphModule, config: Config, builder: BuilderOf | None, threads: int) -> Report:
+    """The report; a defect leaves one rejection that names it, and the graph as it was."""
+    described: list[Node] = []
     try:
-        for _ in _readings(gm):
-            report = Report(config, committed=builder is not None)
-            work = _Pass(gm, config, report, threads)
-            try:
-                ready = work.plans(builder)
-            except SkipError:
-                raise
-            except Exception as error:
-                defect = _defect(error)
-                report.rejected.append(Rejection(defect.code, defect.message))
-            else:
-                work.commit(builder, ready)
-            reports.append(report)
-            if report.fused:
-                changed = report.committed
-                return report
-        return reports[0]
+        described = describe_attributes(gm)
+        return _of_best_reading(gm, config, builder, threads)
+    except SkipError:
+        raise
+    except Exception as error:
+        reason = _defect(error, config)
+        failed = [Rejection(reason.code, reason.message)]
+        return Report(config, rejected=failed, committed=builder is not None)
     finally:
-        if not changed and gm.graph is not graph:
-            gm.graph = graph
+        for node in described:
+            del node.meta["val"]
 
 
-def _readings(gm: GraphModule) -> Iterator[None]:
-    """The graph with its regions laid open; then with what was assembled in place as its parts, too."""
-    opened = regions.laid_open(gm)
-    if opened is not None:
-        gm.graph = opened
-        describe_attributes(gm)
-    yield
+def _of_best_reading(gm: GraphModule, config: Config, builder: BuilderOf | None, threads: int) -> Report:
+    """The report on the first reading of the graph in which something fuses, else on the first of all."""
+    reports: list[Report] = []
+    for reading in _readings(gm):
+        report = Report(config, committed=builder is not None)
+        work = _Pass(reading, config, report, threads)
+        ready = work.plans(builder)
+        reports.append(report)
+        if ready:
+            report.fused = [fusion for _, fusion in ready]
+            if builder is not None:
+                work.commit(gm, builder, [plan for plan, _ in ready])
+            return report
+    return reports[0]
+
+
+def _readings(gm: GraphModule) -> Iterator[GraphModule]:
+    """The graph, its regions laid open; then with what was assembled in place as its parts, too."""
+    if regions.found(gm):
+        gm = _laid_open(gm)
+    yield gm
     if writes.found(gm.graph):
-        gm.graph = regions.copied(gm)
-        writes.take_apart(gm)
-        yield
+        apart = _laid_open(gm)
+        writes.take_apart(apart)
+        yield apart
+
+
+def _laid_open(gm: GraphModule) -> GraphModule:
+    opened = transaction.workplace(gm)
+    regions.copied(gm, opened.graph)
+    describe_attributes(opened)
+    return opened
 
 
 class SkipError(RuntimeError):
@@ -149,7 +159,7 @@ class _Pass:
         self._verified: dict[object, str] = {}
         self._pictures: dict[object, int | None] = {}
 
-    def plans(self, builder_of: type[GraphBuilder] | None) -> list[tuple[Plan, Fusion]]:
+    def plans(self, builder_of: BuilderOf | None) -> list[tuple[Plan, Fusion]]:
         """What can be fused; what cannot goes to the report. Changes nothing."""
         clock = _Clock(self.report.timings)
         view = View(self.gm)
@@ -178,8 +188,8 @@ class _Pass:
                 refused = reason
             except SkipError:
                 raise
-            except Exception as error:
-                refused = _defect(error)
+            except Exception as error:  # costs this prologue alone: nothing has been changed yet
+                refused = _defect(error, self.config)
             self.report.rejected.append(self._rejection(finder, item, refused))
             clock.stop("plan")
         return ready
@@ -218,19 +228,18 @@ class _Pass:
         self._accepted.add(structure)
         return plan, structure
 
-    def commit(self, builder_of: type[GraphBuilder] | None, ready: list[tuple[Plan, Fusion]]) -> None:
-        """Rewrite the graph as planned."""
-        self.report.fused = [fusion for _, fusion in ready]
-        if builder_of is None or not ready:
-            return
+    def commit(self, gm: GraphModule, builder_of: BuilderOf, plans: list[Plan]) -> None:
+        """Write the graph as planned, and give it to ``gm`` when that is done."""
         clock = _Clock(self.report.timings)
         self.report.operators["before"] = count_operators(self.gm)
-        builder = builder_of(self.gm)
-        rewrite.commit_all(builder, [plan for plan, _ in ready])
+        work = transaction.workplace(self.gm)
+        builder = builder_of(work, self.gm.graph)
+        rewrite.write(builder, plans)
         builder.finish()
-        rewrite.sweep(self.gm.graph, [plan for plan, _ in ready])
-        self.gm.recompile()
-        self.report.operators["after"] = count_operators(self.gm)
+        rewrite.clean(builder, plans)
+        self.report.operators["after"] = count_operators(work)
+        builder.close()
+        transaction.install(gm, work.graph, builder.constants)
         clock.stop("rewrite")
 
     def _skip(self, candidate: Candidate) -> None:
@@ -308,8 +317,13 @@ class _Pass:
         )
 
 
-def _defect(error: Exception) -> Refuse:
-    """A serving job does not stop because the pass met a graph it cannot read; the log has the traceback."""
+def _defect(error: Exception, config: Config) -> Refuse:
+    """A serving job does not stop because the pass met a graph it cannot read; the log has the traceback.
+
+    Raises the error under ``Config(strict=True)``.
+    """
+    if config.strict:
+        raise error
     log.error("the pass failed on this graph, which stays as it is", exc_info=error)
     return Refuse("pass.failed", f"{type(error).__name__}: {error}")
 
