@@ -32,7 +32,7 @@ def no_reports_yet() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def defects_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def defects_are_raised() -> Iterator[None]:
     """A defect of the pass, which a serving job survives, fails the test: ``Config.strict`` is on unless given."""
     from mla_fusion.config import Config
 
@@ -41,4 +41,6 @@ def defects_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def strict(self: Config, *args: object, **given: object) -> None:
         made(self, *args, **{"strict": True, **given})
 
-    monkeypatch.setattr(Config, "__init__", strict)
+    with pytest.MonkeyPatch.context() as patch:  # of its own: tests may undo theirs
+        patch.setattr(Config, "__init__", strict)
+        yield
