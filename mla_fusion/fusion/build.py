@@ -89,6 +89,10 @@ class TensorBuilder(Builder):
     def value(self, node: Node) -> torch.Tensor:
         return self._values[node]
 
+    def cache(self, node: Node, shape: Sequence[Any]) -> torch.Tensor:
+        """A cache of however many blocks its value has."""
+        return self.value(node).reshape(-1, *self.sizes(shape[1:]))
+
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")

@@ -25,7 +25,7 @@ from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.fusion.planner import Planner
 from mla_fusion.fusion.rejection import Refuse, Rejection
 from mla_fusion.fusion.report import Fusion, Report, keep
-from mla_fusion.fusion.verify import Figure
+from mla_fusion.fusion.verify import Outcome
 from mla_fusion.graph import regions
 from mla_fusion.graph.collector import paused
 from mla_fusion.graph.view import View, peel
@@ -179,10 +179,10 @@ class _Pass:
                 self._skip(item)
                 plan, structure = self._first_plan(view, finder, item, boundary)
                 clock.stop("plan")
-                verified, figures = self._verify(view, structure, plan)
+                verified = self._verify(view, structure, plan)
                 clock.stop("verify")
                 drawn = self._picture(structure, partial(draw.fused, finder, plan))
-                ready.append((plan, self._fusion(plan, verified, figures, drawn)))
+                ready.append((plan, self._fusion(plan, verified, drawn)))
                 continue
             except Refuse as reason:
                 refused = reason
@@ -252,20 +252,21 @@ class _Pass:
             if hit:
                 raise Refuse("skip", f"layer {where or 'unknown'} matches {entry!r}", candidate.nodes[:1])
 
-    def _verify(self, view: View, key: object, plan: Plan) -> tuple[str, tuple[Figure, ...]]:
+    def _verify(self, view: View, key: object, plan: Plan) -> Outcome | str:
+        """What verification found, or why it was not done."""
         if self.config.verify == "off":
-            return "not verified (Config.verify is 'off')", ()
+            return "not verified (Config.verify is 'off')"
         where = origin.layer(plan.candidate.nodes) or plan.candidate.query.down.node.name
         if self.config.verify == "first" and key in self._verified:
-            return f"equal in structure to {self._verified[key]}", ()
+            return f"equal in structure to {self._verified[key]}"
         half_rows = self.config.kr_layout == "half" and plan.candidate.query.rope.layout == "interleaved"
         few = prod(view.binding.shape(plan.token_x.meta["val"].shape)) <= _FEW
         with _threads(1 if few else self.threads):
-            figures = verify.compare(view, plan, half_rows)
+            outcome = verify.compare(view, plan, half_rows)
         self._verified[key] = where
-        return "verified", figures
+        return outcome
 
-    def _fusion(self, plan: Plan, verified: str, figures: tuple[Figure, ...], picture: int | None) -> Fusion:
+    def _fusion(self, plan: Plan, verified: Outcome | str, picture: int | None) -> Fusion:
         q, k = plan.candidate.query, plan.candidate.key
         x = plan.token_x.meta["val"]
         dims = {
@@ -287,8 +288,9 @@ class _Pass:
             attributes=replace.attributes(plan),
             replaced={item.node.name: item.output for item in plan.replacements},
             assumptions=plan.assumptions,
-            verified=verified,
-            figures=figures,
+            verified=verified if isinstance(verified, str) else verified.verified,
+            figures=() if isinstance(verified, str) else verified.figures,
+            compared="" if isinstance(verified, str) else verified.compared,
             source=origin.source(q.down.node),
             picture=picture,
         )
