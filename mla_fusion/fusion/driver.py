@@ -17,18 +17,20 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mla_fusion.config import Config
-from mla_fusion.fusion import contract, draw, origin, replace, rewrite, transaction, verify, writes
+from mla_fusion.fusion import contract, draw, origin, replace, rewrite, structure, transaction, verify, writes
 from mla_fusion.fusion.build import GraphBuilder, describe_attributes
 from mla_fusion.fusion.candidate import Candidate, Finder, NearMiss
+from mla_fusion.fusion.in_place import InPlaceSteps
 from mla_fusion.fusion.picture import Picture
 from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.fusion.planner import Planner
+from mla_fusion.fusion.region import Region, cut_out
 from mla_fusion.fusion.rejection import Refuse, Rejection
 from mla_fusion.fusion.report import Fusion, Report, keep
 from mla_fusion.fusion.verify import Outcome
 from mla_fusion.graph import regions
 from mla_fusion.graph.collector import paused
-from mla_fusion.graph.view import View, peel
+from mla_fusion.graph.view import View
 
 log = logging.getLogger("mla_fusion")
 BuilderOf = type[GraphBuilder]  # made of the module whose graph is written, and of the graph that it is written after
@@ -169,19 +171,17 @@ class _Pass:
         clock.stop("match")
         boundary = builder_of is not None and builder_of.has_boundary
         ready: list[tuple[Plan, Fusion]] = []
-        mutation = _mutation(view)
+        self._steps = InPlaceSteps(view)
         for item in found:
             try:
                 if isinstance(item, NearMiss):
                     raise item.reason
-                if mutation is not None:
-                    raise mutation
                 self._skip(item)
-                plan, structure = self._first_plan(view, finder, item, boundary)
+                plan, region, key = self._first_plan(view, item, boundary)
                 clock.stop("plan")
-                verified = self._verify(view, structure, plan)
+                verified = self._verify(view, key, plan, region)
                 clock.stop("verify")
-                drawn = self._picture(structure, partial(draw.fused, finder, plan))
+                drawn = self._picture(key, partial(draw.fused, finder, plan))
                 ready.append((plan, self._fusion(plan, verified, drawn)))
                 continue
             except Refuse as reason:
@@ -194,39 +194,42 @@ class _Pass:
             clock.stop("plan")
         return ready
 
-    def _first_plan(self, view: View, finder: Finder, item: Candidate, boundary: bool) -> tuple[Plan, object]:
+    def _first_plan(self, view: View, item: Candidate, boundary: bool) -> tuple[Plan, Region, object]:
         """A plan of the candidate, or of the next reading of it that has one; the reason is the first one's."""
         first: Refuse | None = None
         for reading in (item, *item.others):
             try:
-                plan, structure = self._legal_plan(view, finder, reading, boundary)
+                plan, region, key = self._legal_plan(view, reading, boundary)
                 rewrite.prove(plan)
-                return plan, structure
+                self._steps.judge(plan, region)
+                return plan, region, key
             except Refuse as reason:
                 first = first or reason
         assert first is not None
         raise first
 
-    def _legal_plan(self, view: View, finder: Finder, item: Candidate, boundary: bool) -> tuple[Plan, object]:
+    def _legal_plan(self, view: View, item: Candidate, boundary: bool) -> tuple[Plan, Region, object]:
         """A plan that the operator's contract accepts: where it refuses the caches alone, the staged one."""
         planner = Planner(view, self.config, item, boundary)
         plan = planner.plan()
-        structure = _structure(finder, plan)
-        if structure in self._accepted:
-            return plan, structure
+        region = cut_out(view, plan)
+        key = structure.key(region, plan)
+        if key in self._accepted:
+            return plan, region, key
         try:
             contract.ask(plan, self.config)
         except Refuse as reason:
             if not isinstance(plan.caches, InPlace) or item.key.operator or self.config.staging == "never":
                 raise
             plan = planner.plan(stage_because=f"the kernel refuses the caches ({reason.code.partition(':')[2]})")
-            structure = _structure(finder, plan)
+            region = cut_out(view, plan)
+            key = structure.key(region, plan)
             try:
                 contract.ask(plan, self.config)
             except Refuse:
                 raise reason from None  # it was not the caches
-        self._accepted.add(structure)
-        return plan, structure
+        self._accepted.add(key)
+        return plan, region, key
 
     def commit(self, gm: GraphModule, builder_of: BuilderOf, plans: list[Plan]) -> None:
         """Write the graph as planned, and give it to ``gm`` when that is done."""
@@ -252,7 +255,7 @@ class _Pass:
             if hit:
                 raise Refuse("skip", f"layer {where or 'unknown'} matches {entry!r}", candidate.nodes[:1])
 
-    def _verify(self, view: View, key: object, plan: Plan) -> Outcome | str:
+    def _verify(self, view: View, key: object, plan: Plan, region: Region) -> Outcome | str:
         """What verification found, or why it was not done."""
         if self.config.verify == "off":
             return "not verified (Config.verify is 'off')"
@@ -262,7 +265,7 @@ class _Pass:
         half_rows = self.config.kr_layout == "half" and plan.candidate.query.rope.layout == "interleaved"
         few = prod(view.binding.shape(plan.token_x.meta["val"].shape)) <= _FEW
         with _threads(1 if few else self.threads):
-            outcome = verify.compare(view, plan, half_rows)
+            outcome = verify.compare(view, plan, half_rows, region=region)
         self._verified[key] = where
         return outcome
 
@@ -330,15 +333,6 @@ def _defect(error: Exception, config: Config) -> Refuse:
     return Refuse("pass.failed", f"{type(error).__name__}: {error}")
 
 
-def _mutation(view: View) -> Refuse | None:
-    """Values must not change under their readers; only graph inputs may be written (the caches)."""
-    for node in view.effects:
-        target = node.args[0] if node.args else None
-        if isinstance(target, Node) and peel(target).op not in ("placeholder", "get_attr"):
-            return Refuse("graph.not_functional", f"{node.name} changes {target.name}", (node, target))
-    return None
-
-
 @contextlib.contextmanager
 def _threads(wanted: int) -> Iterator[int]:
     """Run with so many threads; yields the usual number.
@@ -367,16 +361,6 @@ class _Clock:
         now = perf_counter()
         self.timings[stage] = self.timings.get(stage, 0.0) + now - self._last
         self._last = now
-
-
-def _structure(finder: Finder, plan: Plan) -> object:
-    """Equal for plans that differ only in which layer they are."""
-    q, k = plan.candidate.query, plan.candidate.key
-    cones = {item.node: item for item in (q.down, q.up_nope, q.up_rope, k.down, k.down_rope)}
-    signatures = tuple(finder.reader.read(item).cone.signature for item in cones.values())
-    shapes = tuple(str(node.meta["val"].shape) for node in replace.inputs(plan))
-    outputs = tuple((item.output, item.order, str(item.node.meta["val"].shape)) for item in plan.replacements)
-    return signatures, shapes, outputs, plan.cache_mode, str(replace.attributes(plan))
 
 
 def count_operators(gm: GraphModule) -> dict[str, int]:
