@@ -30,7 +30,7 @@ _COUNTS = frozenset(
 
 def counts(view: View, plan: Plan, region: Region) -> Iterator[View]:
     """The view at the sizes that it is bound to; where the number of tokens is symbolic, at a larger one too."""
-    yield _with_room(view, plan)
+    yield _with_room(view, plan, region)
     lead = plan.token_x.meta["val"].shape[:-1]
     symbolic = [size for size in lead if is_symbolic(size)]
     if symbolic:
@@ -38,7 +38,7 @@ def counts(view: View, plan: Plan, region: Region) -> Iterator[View]:
         least = max(MANY, most + 2 if most < _MOST else 0)
         binding = view.binding.raised(symbolic[-1], least)
         if binding is not view.binding:
-            yield _with_room(view.bound(binding), plan)
+            yield _with_room(view.bound(binding), plan, region)
 
 
 def kinds_at(view: View, plan: Plan, region: Region) -> tuple[str, ...]:
@@ -50,13 +50,19 @@ def kinds_at(view: View, plan: Plan, region: Region) -> tuple[str, ...]:
     return ("outliers", "edges") if any(map(_is_integer, region.leaves)) else ("outliers",)
 
 
-def _with_room(view: View, plan: Plan) -> View:
-    """The view with sizes at which every token finds a slot of its own in a cache of symbolic size."""
-    if not isinstance(plan.caches, InPlace):
-        return view
-    blocks, block_size = plan.caches.kv_shape[:2]
-    tokens = math.prod(view.binding.shape(plan.token_x.meta["val"].shape[:-1]))
-    return view.bound(view.binding.roomier(blocks, -(-tokens // view.binding.size(block_size))))
+def _with_room(view: View, plan: Plan, region: Region) -> View:
+    """The view with sizes at which every token finds a slot in a cache of symbolic size, and every slice its rows."""
+    binding = view.binding
+    if isinstance(plan.caches, InPlace):
+        blocks, block_size = plan.caches.kv_shape[:2]
+        tokens = math.prod(binding.shape(plan.token_x.meta["val"].shape[:-1]))
+        binding = binding.roomier(blocks, -(-tokens // binding.size(block_size)))
+    for node in region.nodes:
+        source, end = node.args[0] if node.args else None, argument(node, "end")
+        if op_name(node) == "aten::slice" and isinstance(source, Node) and isinstance(end, Node):
+            rows = source.meta["val"].shape[argument(node, "dim", 0)]
+            binding = binding.roomier(rows, binding.number(end.meta["val"]))
+    return view.bound(binding)
 
 
 def _literals(node: Node) -> Iterator[int]:
