@@ -29,3 +29,18 @@ def no_reports_yet() -> Iterator[None]:
 
     report._KEPT.clear()
     yield
+
+
+@pytest.fixture(autouse=True)
+def defects_are_raised() -> Iterator[None]:
+    """A defect of the pass, which a serving job survives, fails the test: ``Config.strict`` is on unless given."""
+    from mla_fusion.config import Config
+
+    made = Config.__init__
+
+    def strict(self: Config, *args: object, **given: object) -> None:
+        made(self, *args, **{"strict": True, **given})
+
+    with pytest.MonkeyPatch.context() as patch:  # of its own: tests may undo theirs
+        patch.setattr(Config, "__init__", strict)
+        yield

@@ -42,18 +42,21 @@ class BoundaryBuilder(GraphBuilder):
 
     has_boundary = True
 
-    def __init__(self, gm: GraphModule, config: Config) -> None:
-        super().__init__(gm)
+    def __init__(self, gm: GraphModule, source: Graph, config: Config) -> None:
+        super().__init__(gm, source)
         self._share_weights = config.weights == "shared"
         self._trusted = config.updates == "trusted"
-        self._originals = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self._originals = source.find_nodes(op="placeholder")
         self._position = {node: place for place, node in enumerate(self._originals)}
-        self._last_input = self._originals[-1] if self._originals else None
+        self._last_input: Node | None = None
         self.made_outside: dict[Node, Packed | Viewed] = {}
         self._caches: dict[Node, Node] = {}
         self._made: dict[object, Node] = {}
         self._checks_slots = config.slots == "checked"
         self.slot_checks: dict[object, SlotCheck] = {}
+        self.adaptors: list[Adaptor] = []
+        self.examples: list[Any] = []
+        self.bytes_packed = 0
 
     def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:
         try:
@@ -61,7 +64,7 @@ class BoundaryBuilder(GraphBuilder):
         except (_Unpackable, LookupError):  # the sizes of the weight are not known before the graph runs
             return recipe(self)
         if program is None:
-            return result
+            return self.value(result)
         inverse = self._inverse(program, positions)
         made = Packed(program, cache.describe(program), positions, inverse, self._trusted)
         return self._input(f"packed_{name}", made, result.meta["val"])
@@ -91,7 +94,7 @@ class BoundaryBuilder(GraphBuilder):
 
     def cache(self, node: Node, shape: Sequence[Any]) -> Node:
         if same_shape(node.meta["val"].shape, shape):
-            return node
+            return self.value(node)
         if node not in self._caches:
             # one size may be symbolic; the caller's tensor tells it
             viewed = Viewed(self._position[node], tuple(-1 if is_symbolic(size) else size for size in shape))
@@ -105,11 +108,10 @@ class BoundaryBuilder(GraphBuilder):
         key = _key(adaptor)
         if key in self._made:
             return self._made[key]
-        assert self._last_input is not None
-        with self.gm.graph.inserting_after(self._last_input):
-            node = self.gm.graph.placeholder(f"{name}_{len(self.made_outside)}")
+        name = f"{name}_{len(self.made_outside)}"
+        with self.gm.graph.inserting_after(self._last_input or self.copies[self._originals[-1]]):
+            node = self.gm.graph.create_node("placeholder", name, name=self.free_name(name))
         node.meta["val"] = value
-        self.made.append(node)
         self.made_outside[node] = adaptor
         self._made[key] = node
         self._last_input = node
@@ -118,8 +120,9 @@ class BoundaryBuilder(GraphBuilder):
     def finish(self) -> None:
         """Let the epilogue write the viewed cache, so that the call is in place on an input."""
         for original, viewed in self._caches.items():
-            for user in list(original.users):
-                if op_name(user) == "aten::copy_" and user.args[0] is original:
+            cache = self.copies[original]
+            for user in list(cache.users):
+                if op_name(user) == "aten::copy_" and user.args[0] is cache:
                     result = user.args[1]
                     source = result.args[0] if isinstance(result, Node) and is_reshape(result) else None
                     if isinstance(source, Node) and same_shape(source.meta["val"].shape, viewed.meta["val"].shape):
@@ -176,30 +179,36 @@ class BoundaryBuilder(GraphBuilder):
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         return graph, copies
 
-    def inputs(self) -> list[Adaptor]:
+    def close(self) -> None:
+        """Settle what the callable around the graph needs."""
+        if self.made_outside or self.slot_checks:
+            self.adaptors = self._inputs()
+            self.examples = [node.meta["val"] for node in self.gm.graph.find_nodes(op="placeholder")]
+            self.bytes_packed = self._bytes_packed()
+
+    def _inputs(self) -> list[Adaptor]:
         """Drop inputs that nobody reads any more; how to make each of the rest."""
         self._leave_read_parameters()
+        position = {self.copies[node]: place for place, node in enumerate(self._originals)}
         adaptors: list[Adaptor] = []
-        for node in list(self.gm.graph.nodes):
-            if node.op != "placeholder":
-                continue
+        for node in self.gm.graph.find_nodes(op="placeholder"):
             if node in self.made_outside:
                 adaptors.append(self.made_outside[node])
             elif node.users:
-                adaptors.append(Same(self._position[node]))
+                adaptors.append(Same(position[node]))
             else:
                 self.gm.graph.erase_node(node)
-        self.gm.recompile()
         return adaptors
 
     def _leave_read_parameters(self) -> None:
         """A parameter that the graph reads itself keeps its strides: the graph is compiled for them."""
         for node, made in self.made_outside.items():
-            if isinstance(made, Packed) and any(self._originals[position].users for position in made.positions):
-                self.made_outside[node] = replace(made, inverse=None)
+            if isinstance(made, Packed):
+                sources = (self.copies[self._originals[position]] for position in made.positions)
+                if any(source.users for source in sources):
+                    self.made_outside[node] = replace(made, inverse=None)
 
-    @property
-    def bytes_packed(self) -> int:
+    def _bytes_packed(self) -> int:
         """Of packed weights that are not views of their parameters, nor these (as far as can be told) views of them."""
         return sum(
             node.meta["val"].nbytes
@@ -264,17 +273,16 @@ def fuse_with_boundary(
     made: list[BoundaryBuilder] = []
 
     class Builder(BoundaryBuilder):
-        def __init__(self, gm: GraphModule) -> None:
-            super().__init__(gm, config)
+        def __init__(self, gm: GraphModule, source: Graph) -> None:
+            super().__init__(gm, source, config)
             made.append(self)
 
     report = run(gm, config, Builder)
-    if not made or not (made[0].made_outside or made[0].slot_checks):
+    builder = made[-1] if report.fused else None
+    if builder is None or not (builder.made_outside or builder.slot_checks):
         return report, list(inputs), lambda compiled: compiled
-    adaptors = made[0].inputs()
-    report.bytes_added = made[0].bytes_packed
+    report.bytes_added = builder.bytes_packed
     live.save(report)
-    examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
-    unsettled = report if config.weights == "shared" or made[0].has_symbolic_weights else None
-    checks = tuple(made[0].slot_checks.values())
-    return report, examples, lambda compiled: Adapted(compiled, adaptors, unsettled, checks)
+    unsettled = report if config.weights == "shared" or builder.has_symbolic_weights else None
+    checks = tuple(builder.slot_checks.values())
+    return report, builder.examples, lambda compiled: Adapted(compiled, builder.adaptors, unsettled, checks)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.graph.sizes import Binding, SizeNodes, is_symbolic, same_shape
 
@@ -56,6 +57,9 @@ class Builder(ABC):
     def finish(self) -> None:  # noqa: B027  # nothing to do is a good default
         """All calls are in: last changes before dead code is dropped."""
 
+    def close(self) -> None:  # noqa: B027  # nothing to do is a good default
+        """Nobody changes the graph any more: last chance to fail before it is put in place."""
+
     def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:
         """A weight made by ``recipe`` from ``leaves``: here, where it is used."""
         return recipe(self)
@@ -93,6 +97,10 @@ class TensorBuilder(Builder):
     def value(self, node: Node) -> torch.Tensor:
         return self._values[node]
 
+    def cache(self, node: Node, shape: Sequence[Any]) -> torch.Tensor:
+        """A cache of however many blocks its value has."""
+        return self.value(node).reshape(-1, *self.sizes(shape[1:]))
+
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
@@ -115,36 +123,71 @@ class TensorBuilder(Builder):
 
 
 class GraphBuilder(Builder):
-    """Inserts nodes into the graph, with meta values, before the node given to :meth:`at`."""
+    """Adds nodes, with meta values, to ``gm.graph``.
 
-    def __init__(self, gm: GraphModule) -> None:
+    Either that graph is changed where it stands, and nodes are inserted before the one given to :meth:`at`. Or it is
+    being written from beginning to end after the model of another one, ``source``, and nodes are added at its end.
+
+    copies      nodes of the source, by those of ``gm.graph`` that stand for them so far
+    copy        makes the copy of a node of the source that has none yet
+    constants   tensors that nodes made here read as attributes of ``gm``
+    """
+
+    def __init__(self, gm: GraphModule, source: Graph | None = None) -> None:
         self.gm = gm
-        self._size_nodes = SizeNodes(gm.graph)
+        self.source = gm.graph if source is None else source
+        self.copies: dict[Node, Node] = {}
+        self.copy: Callable[[Node], Node] = _same
+        self.constants: dict[str, torch.Tensor] = {}
+        self.made: list[Node] = []
+        self._is_written = source is not None
+        self._names = {node.name for node in source.nodes} if source is not None else set()
+        self._numbers: dict[str, int] = {}
+        self._size_nodes = SizeNodes(self.source)
         self._shared: dict[object, Node] = {}
         self._meta: dict[str, Any] = {}
-        self._fake_mode = _fake_mode(gm)
+        self._fake_mode = _fake_mode(self.source)
         self._point: Node | None = None
         self._inside = False
         self._results: dict[object, tuple[torch.Tensor, ...]] = {}
-        self.made: list[Node] = []
 
-    def at(self, point: Node, meta: dict[str, Any]) -> None:
-        """Insert before ``point`` from now on; new nodes take ``meta`` (stack trace, module, stream)."""
+    def at(self, point: Node | None, meta: dict[str, Any]) -> None:
+        """Insert before ``point`` from now on, None for the end; new nodes take ``meta`` (stack trace, module, stream)."""
         self._point, self._meta = point, meta
 
     def value(self, node: Node) -> Node:
-        return node
+        return self.copies.get(node) or self.copy(node)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
-        graph = self.gm.graph
-        assert self._point is not None
-        value = self.propagate(op, args, kwargs)  # first, so that a failure leaves no node behind
-        with graph.inserting_before(self._point):
-            node = graph.call_function(op, args, kwargs)
+        return self.insert(op, args, kwargs, self.propagate(op, args, kwargs))
+
+    def insert(self, op: Any, args: Any, kwargs: Any, value: Any) -> Node:
+        """A call whose meta value is known."""
+        with self._place():
+            node = self.gm.graph.call_function(op, args, kwargs, name=self.free_name(_title(op)))
+        return self.take(node, value)
+
+    def take(self, node: Node, value: Any) -> Node:
+        """Give a new node its meta value."""
         node.meta.update(self._meta)
         node.meta["val"] = value
         self.made.append(node)
         return node
+
+    def _place(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._point is None else self.gm.graph.inserting_before(self._point)
+
+    def free_name(self, wanted: str) -> str | None:
+        """A name that no node of the source has, copied already or not; None where the graph itself sees to that."""
+        if not self._is_written:
+            return None
+        name, number = wanted, self._numbers.get(wanted, 0)
+        while name in self._names:
+            number += 1
+            name = f"{wanted}_{number}"
+        self._numbers[wanted] = number
+        self._names.add(name)
+        return name
 
     @contextmanager
     def propagating(self) -> Iterator[None]:
@@ -200,42 +243,43 @@ class GraphBuilder(Builder):
                 out.append(int(size))
                 continue
             node = self._size_nodes.find(size)
+            if node is not None and self._is_written:
+                node = self.copies.get(node)
             out.append(node if node is not None and self._defined(node) else -1)
         if out.count(-1) > 1:
             raise LookupError(f"the graph holds no node for the sizes of {list(shape)}")
         return out
 
     def _defined(self, node: Node) -> bool:
-        assert self._point is not None
-        return node < self._point
+        return self._point is None or node < self._point
 
     def constant(self, numbers: Sequence[int], like: Node) -> Node:
         with unset_fake_temporarily():  # the graph will hold it, so it must be real
             tensor = torch.tensor(numbers)
-        name = f"_mla_fusion_constant{sum(n.startswith('_mla_fusion_constant') for n, _ in self.gm.named_buffers())}"
+        name = next(name for number in count() if not hasattr(self.gm, name := f"_mla_fusion_constant{number}"))
         self.gm.register_buffer(name, tensor)
-        with self.gm.graph.inserting_before(self._point):
-            node = self.gm.graph.get_attr(name)
-        node.meta["val"] = (
-            tensor if self._fake_mode is None else self._fake_mode.from_tensor(tensor, static_shapes=True)
-        )
-        self.made.append(node)
+        self.constants[name] = tensor
+        with self._place():
+            node = self.gm.graph.create_node("get_attr", name, name=self.free_name(name))
+        in_mode = self._fake_mode is not None
+        self.take(node, self._fake_mode.from_tensor(tensor, static_shapes=True) if in_mode else tensor)
         device = like.meta["val"].device
         return node if device.type == "cpu" else self.call(aten._to_copy.default, node, device=device)
-
-    def withdraw(self) -> None:
-        """Take back every node made so far (nothing of the original graph may read them any more)."""
-        for node in reversed(self.made):
-            self.gm.graph.erase_node(node)
-            if node.op == "get_attr":
-                delattr(self.gm, str(node.target))
-        self.made.clear()
 
     def once(self, key: object, recipe: Recipe) -> Node:
         shared = self._shared.get(key)
         if shared is None or not self._defined(shared):
             shared = self._shared[key] = recipe(self)
         return shared
+
+
+def _same(node: Node) -> Node:
+    return node
+
+
+def _title(op: Any) -> str:
+    """What torch.fx would name a call of it."""
+    return str(getattr(op, "__name__", op)).replace(".", "_")
 
 
 def _name(op: Any) -> str:
@@ -255,20 +299,21 @@ def _signature(args: Any, kwargs: Any) -> object | None:
     return tuple(parts)
 
 
-def describe_attributes(gm: GraphModule) -> None:
-    """Give get_attr nodes a meta value where the tracer left none (make_fx of real tensors does)."""
-    mode = _fake_mode(gm)
-    for node in gm.graph.nodes:
-        if node.op == "get_attr" and "val" not in node.meta:
-            value: Any = gm
-            for part in str(node.target).split("."):
-                value = getattr(value, part)
-            is_tensor = isinstance(value, torch.Tensor)
-            node.meta["val"] = mode.from_tensor(value) if is_tensor and mode is not None else value
+def describe_attributes(gm: GraphModule) -> list[Node]:
+    """Give get_attr nodes a meta value where the tracer left none (make_fx of real tensors does); these nodes."""
+    nodes = [node for node in gm.graph.find_nodes(op="get_attr") if "val" not in node.meta]
+    mode = _fake_mode(gm.graph) if nodes else None
+    for node in nodes:
+        value: Any = gm
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        is_tensor = isinstance(value, torch.Tensor)
+        node.meta["val"] = mode.from_tensor(value) if is_tensor and mode is not None else value
+    return nodes
 
 
-def _fake_mode(gm: GraphModule) -> Any:
-    for node in gm.graph.nodes:
+def _fake_mode(graph: Graph) -> Any:
+    for node in graph.nodes:
         mode = getattr(node.meta.get("val"), "fake_mode", None)
         if mode is not None:
             return mode

@@ -17,20 +17,23 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mla_fusion.config import Config
-from mla_fusion.fusion import contract, draw, origin, replace, rewrite, verify, writes
+from mla_fusion.fusion import contract, draw, origin, replace, rewrite, structure, transaction, verify, writes
 from mla_fusion.fusion.build import GraphBuilder, describe_attributes
 from mla_fusion.fusion.candidate import Candidate, Finder, NearMiss, search
+from mla_fusion.fusion.in_place import InPlaceSteps
 from mla_fusion.fusion.picture import Picture
 from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.fusion.planner import Planner
+from mla_fusion.fusion.region import Region, cut_out
 from mla_fusion.fusion.rejection import Refuse, Rejection
 from mla_fusion.fusion.report import Fusion, Report, keep
-from mla_fusion.fusion.verify import Figure
+from mla_fusion.fusion.verify import Outcome
 from mla_fusion.graph import regions
 from mla_fusion.graph.collector import paused
-from mla_fusion.graph.view import View, peel
+from mla_fusion.graph.view import View
 
 log = logging.getLogger("mla_fusion")
+BuilderOf = type[GraphBuilder]  # made of the module whose graph is written, and of the graph that it is written after
 _FEW = 1 << 20  # elements of token_x up to which one thread verifies
 
 
@@ -58,16 +61,19 @@ def explain(gm: GraphModule | str | PathLike[str], config: Config | None = None)
     return run(gm, config or Config(), None)
 
 
-def run(gm: GraphModule, config: Config, builder: type[GraphBuilder] | None) -> Report:
-    """One pass over ``gm``; ``builder`` is the kind that makes the graph's changes, None for none."""
+def run(gm: GraphModule, config: Config, builder: BuilderOf | None) -> Report:
+    """One pass over ``gm``; ``builder`` is the kind that makes the graph's changes, None for none.
+
+    Either all of it succeeds, or ``gm`` stays as it is: a defect of the pass is reported as ``pass.failed``, and raised
+    under ``Config(strict=True)``. Raises what a predicate of ``Config.skip`` raises, as SkipError.
+    """
     _check_graph(gm)
-    describe_attributes(gm)
     started, nodes = perf_counter(), len(gm.graph.nodes)
     report = Report(config, committed=builder is not None)
     if config.enable:
         # A compiler calls with its fake mode on; probes are real tensors.
         with _disable_current_modes(), paused(), _threads(1) as usual:
-            report = _of_best_reading(gm, config, builder, usual)
+            report = _all_or_nothing(gm, config, builder, usual)
     report.nodes_before = nodes
     report.timings["total"] = perf_counter() - started
     report.nodes_after = len(gm.graph.nodes)
@@ -93,49 +99,55 @@ def _check_graph(gm: object) -> None:
             )
 
 
-def _of_best_reading(
-    gm: GraphModule, config: Config, builder: type[GraphBuilder] | None, threads: int
-) -> Report:
-    """The report on the first reading of the graph in which something fuses, else on the first of all.
-
-    The graph stays as that reading has it if something was fused, else as it was.
-    """
-    graph, changed = gm.graph, False
-    reports: list[Report] = []
+def _all_or_nothing(gm: GraphModule, config: Config, builder: BuilderOf | None, threads: int) -> Report:
+    """The report; a defect leaves one rejection that names it, and the graph as it was."""
+    described: list[Node] = []
     try:
-        for _ in _readings(gm):
-            report = Report(config, committed=builder is not None)
-            work = _Pass(gm, config, report, threads)
-            try:
-                ready = work.plans(builder)
-            except SkipError:
-                raise
-            except Exception as error:
-                defect = _defect(error)
-                report.rejected.append(Rejection(defect.code, defect.message))
-            else:
-                work.commit(builder, ready)
-            reports.append(report)
-            if report.fused:
-                changed = report.committed
-                return report
-        return reports[0]
+        described = describe_attributes(gm)
+        return _of_best_reading(gm, config, builder, threads)
+    except SkipError:
+        raise
+    except Exception as error:
+        reason = _defect(error, config)
+        failed = [Rejection(reason.code, reason.message)]
+        return Report(config, rejected=failed, committed=builder is not None)
     finally:
-        if not changed and gm.graph is not graph:
-            gm.graph = graph
+        for node in described:
+            del node.meta["val"]
 
 
-def _readings(gm: GraphModule) -> Iterator[None]:
-    """The graph with its regions laid open; then with what was assembled in place as its parts, too."""
-    opened = regions.laid_open(gm)
-    if opened is not None:
-        gm.graph = opened
-        describe_attributes(gm)
-    yield
+def _of_best_reading(gm: GraphModule, config: Config, builder: BuilderOf | None, threads: int) -> Report:
+    """The report on the first reading of the graph in which something fuses, else on the first of all."""
+    reports: list[Report] = []
+    for reading in _readings(gm):
+        report = Report(config, committed=builder is not None)
+        work = _Pass(reading, config, report, threads)
+        ready = work.plans(builder)
+        reports.append(report)
+        if ready:
+            report.fused = [fusion for _, fusion in ready]
+            if builder is not None:
+                work.commit(gm, builder, [plan for plan, _ in ready])
+            return report
+    return reports[0]
+
+
+def _readings(gm: GraphModule) -> Iterator[GraphModule]:
+    """The graph, its regions laid open; then with what was assembled in place as its parts, too."""
+    if regions.found(gm):
+        gm = _laid_open(gm)
+    yield gm
     if writes.found(gm.graph):
-        gm.graph = regions.copied(gm)
-        writes.take_apart(gm)
-        yield
+        apart = _laid_open(gm)
+        writes.take_apart(apart)
+        yield apart
+
+
+def _laid_open(gm: GraphModule) -> GraphModule:
+    opened = transaction.workplace(gm)
+    regions.copied(gm, opened.graph)
+    describe_attributes(opened)
+    return opened
 
 
 class SkipError(RuntimeError):
@@ -149,7 +161,7 @@ class _Pass:
         self._verified: dict[object, str] = {}
         self._pictures: dict[object, int | None] = {}
 
-    def plans(self, builder_of: type[GraphBuilder] | None) -> list[tuple[Plan, Fusion]]:
+    def plans(self, builder_of: BuilderOf | None) -> list[tuple[Plan, Fusion]]:
         """What can be fused; what cannot goes to the report. Changes nothing."""
         clock = _Clock(self.report.timings)
         view = View(self.gm)
@@ -158,78 +170,78 @@ class _Pass:
         clock.stop("match")
         boundary = builder_of is not None and builder_of.has_boundary
         ready: list[tuple[Plan, Fusion]] = []
-        mutation = _mutation(view)
+        self._steps = InPlaceSteps(view)
         for item in found:
             try:
                 if isinstance(item, NearMiss):
                     raise item.reason
-                if mutation is not None:
-                    raise mutation
                 self._skip(item)
-                plan, structure = self._first_plan(view, finder, item, boundary)
+                plan, region, key = self._first_plan(view, item, boundary)
                 clock.stop("plan")
-                verified, figures = self._verify(view, structure, plan)
+                verified = self._verify(view, key, plan, region)
                 clock.stop("verify")
-                drawn = self._picture(structure, partial(draw.fused, finder, plan))
-                ready.append((plan, self._fusion(plan, verified, figures, drawn)))
+                drawn = self._picture(key, partial(draw.fused, finder, plan))
+                ready.append((plan, self._fusion(plan, verified, drawn)))
                 continue
             except Refuse as reason:
                 refused = reason
             except SkipError:
                 raise
-            except Exception as error:
-                refused = _defect(error)
+            except Exception as error:  # costs this prologue alone: nothing has been changed yet
+                refused = _defect(error, self.config)
             self.report.rejected.append(self._rejection(finder, item, refused))
             clock.stop("plan")
         return ready
 
-    def _first_plan(self, view: View, finder: Finder, item: Candidate, boundary: bool) -> tuple[Plan, object]:
+    def _first_plan(self, view: View, item: Candidate, boundary: bool) -> tuple[Plan, Region, object]:
         """A plan of the candidate, or of the next reading of it that has one; the reason is the first one's."""
         first: Refuse | None = None
         for reading in (item, *item.others):
             try:
-                plan, structure = self._legal_plan(view, finder, reading, boundary)
+                plan, region, key = self._legal_plan(view, reading, boundary)
                 rewrite.prove(plan)
-                return plan, structure
+                self._steps.judge(plan, region)
+                return plan, region, key
             except Refuse as reason:
                 first = first or reason
         assert first is not None
         raise first
 
-    def _legal_plan(self, view: View, finder: Finder, item: Candidate, boundary: bool) -> tuple[Plan, object]:
+    def _legal_plan(self, view: View, item: Candidate, boundary: bool) -> tuple[Plan, Region, object]:
         """A plan that the operator's contract accepts: where it refuses the caches alone, the staged one."""
         planner = Planner(view, self.config, item, boundary)
         plan = planner.plan()
-        structure = _structure(finder, plan)
-        if structure in self._accepted:
-            return plan, structure
+        region = cut_out(view, plan)
+        key = structure.key(region, plan)
+        if key in self._accepted:
+            return plan, region, key
         try:
             contract.ask(plan, self.config)
         except Refuse as reason:
             if not isinstance(plan.caches, InPlace) or item.key.operator or self.config.staging == "never":
                 raise
             plan = planner.plan(stage_because=f"the kernel refuses the caches ({reason.code.partition(':')[2]})")
-            structure = _structure(finder, plan)
+            region = cut_out(view, plan)
+            key = structure.key(region, plan)
             try:
                 contract.ask(plan, self.config)
             except Refuse:
                 raise reason from None  # it was not the caches
-        self._accepted.add(structure)
-        return plan, structure
+        self._accepted.add(key)
+        return plan, region, key
 
-    def commit(self, builder_of: type[GraphBuilder] | None, ready: list[tuple[Plan, Fusion]]) -> None:
-        """Rewrite the graph as planned."""
-        self.report.fused = [fusion for _, fusion in ready]
-        if builder_of is None or not ready:
-            return
+    def commit(self, gm: GraphModule, builder_of: BuilderOf, plans: list[Plan]) -> None:
+        """Write the graph as planned, and give it to ``gm`` when that is done."""
         clock = _Clock(self.report.timings)
         self.report.operators["before"] = count_operators(self.gm)
-        builder = builder_of(self.gm)
-        rewrite.commit_all(builder, [plan for plan, _ in ready])
+        work = transaction.workplace(self.gm)
+        builder = builder_of(work, self.gm.graph)
+        rewrite.write(builder, plans)
         builder.finish()
-        rewrite.sweep(self.gm.graph, [plan for plan, _ in ready])
-        self.gm.recompile()
-        self.report.operators["after"] = count_operators(self.gm)
+        rewrite.clean(builder, plans)
+        self.report.operators["after"] = count_operators(work)
+        builder.close()
+        transaction.install(gm, work.graph, builder.constants)
         clock.stop("rewrite")
 
     def _skip(self, candidate: Candidate) -> None:
@@ -242,20 +254,21 @@ class _Pass:
             if hit:
                 raise Refuse("skip", f"layer {where or 'unknown'} matches {entry!r}", candidate.nodes[:1])
 
-    def _verify(self, view: View, key: object, plan: Plan) -> tuple[str, tuple[Figure, ...]]:
+    def _verify(self, view: View, key: object, plan: Plan, region: Region) -> Outcome | str:
+        """What verification found, or why it was not done."""
         if self.config.verify == "off":
-            return "not verified (Config.verify is 'off')", ()
+            return "not verified (Config.verify is 'off')"
         where = origin.layer(plan.candidate.nodes) or plan.candidate.query.down.node.name
         if self.config.verify == "first" and key in self._verified:
-            return f"equal in structure to {self._verified[key]}", ()
+            return f"equal in structure to {self._verified[key]}"
         half_rows = self.config.kr_layout == "half" and plan.candidate.query.rope.layout == "interleaved"
         few = prod(view.binding.shape(plan.token_x.meta["val"].shape)) <= _FEW
         with _threads(1 if few else self.threads):
-            figures = verify.compare(view, plan, half_rows)
+            outcome = verify.compare(view, plan, half_rows, region=region)
         self._verified[key] = where
-        return "verified", figures
+        return outcome
 
-    def _fusion(self, plan: Plan, verified: str, figures: tuple[Figure, ...], picture: int | None) -> Fusion:
+    def _fusion(self, plan: Plan, verified: Outcome | str, picture: int | None) -> Fusion:
         q, k = plan.candidate.query, plan.candidate.key
         x = plan.token_x.meta["val"]
         dims = {
@@ -277,8 +290,9 @@ class _Pass:
             attributes=replace.attributes(plan),
             replaced={item.node.name: item.output for item in plan.replacements},
             assumptions=plan.assumptions,
-            verified=verified,
-            figures=figures,
+            verified=verified if isinstance(verified, str) else verified.verified,
+            figures=() if isinstance(verified, str) else verified.figures,
+            compared="" if isinstance(verified, str) else verified.compared,
             source=origin.source(q.down.node),
             picture=picture,
         )
@@ -308,19 +322,15 @@ class _Pass:
         )
 
 
-def _defect(error: Exception) -> Refuse:
-    """A serving job does not stop because the pass met a graph it cannot read; the log has the traceback."""
+def _defect(error: Exception, config: Config) -> Refuse:
+    """A serving job does not stop because the pass met a graph it cannot read; the log has the traceback.
+
+    Raises the error under ``Config(strict=True)``.
+    """
+    if config.strict:
+        raise error
     log.error("the pass failed on this graph, which stays as it is", exc_info=error)
     return Refuse("pass.failed", f"{type(error).__name__}: {error}")
-
-
-def _mutation(view: View) -> Refuse | None:
-    """Values must not change under their readers; only graph inputs may be written (the caches)."""
-    for node in view.effects:
-        target = node.args[0] if node.args else None
-        if isinstance(target, Node) and peel(target).op not in ("placeholder", "get_attr"):
-            return Refuse("graph.not_functional", f"{node.name} changes {target.name}", (node, target))
-    return None
 
 
 @contextlib.contextmanager
@@ -351,16 +361,6 @@ class _Clock:
         now = perf_counter()
         self.timings[stage] = self.timings.get(stage, 0.0) + now - self._last
         self._last = now
-
-
-def _structure(finder: Finder, plan: Plan) -> object:
-    """Equal for plans that differ only in which layer they are."""
-    q, k = plan.candidate.query, plan.candidate.key
-    cones = {item.node: item for item in (q.down, q.up_nope, q.up_rope, k.down, k.down_rope)}
-    signatures = tuple(finder.reader.read(item).cone.signature for item in cones.values())
-    shapes = tuple(str(node.meta["val"].shape) for node in replace.inputs(plan))
-    outputs = tuple((item.output, item.order, str(item.node.meta["val"].shape)) for item in plan.replacements)
-    return signatures, shapes, outputs, plan.cache_mode, str(replace.attributes(plan))
 
 
 def count_operators(gm: GraphModule) -> dict[str, int]:

@@ -140,6 +140,11 @@ def _item(b: Builder, results: Any, place: int) -> Any:
 
 def fit(b: Builder, replacement: Replacement, result: Any) -> Any:
     """The kernel's result in the shape, order and dtype of the node that it replaces."""
+    return b.cast(arrange(b, replacement, result), replacement.node.meta["val"].dtype)
+
+
+def arrange(b: Builder, replacement: Replacement, result: Any) -> Any:
+    """The kernel's result in the shape and order of the node that it replaces."""
     wanted = replacement.node.meta["val"]
     order = replacement.order
     if order is not None and order != tuple(range(len(order))):
@@ -150,7 +155,7 @@ def fit(b: Builder, replacement: Replacement, result: Any) -> Any:
             result = b.call(aten.permute.default, result, list(order))
     if order is not None:
         result = b.reshape(result, wanted.shape)
-    return b.cast(result, wanted.dtype)
+    return result
 
 
 _MADE_FROM = {  # of what a borrower is called with, the sizes and the number are given anew

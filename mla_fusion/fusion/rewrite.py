@@ -1,40 +1,35 @@
-"""Commit a plan as a transaction: prove that the call can stand somewhere, then change the graph."""
+"""Prove that a call can stand somewhere; write the graph anew with the calls in place of what they replace."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from mla_fusion.fusion import replace, strides
 from mla_fusion.fusion.build import GraphBuilder
 from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.fusion.rejection import Refuse
+from mla_fusion.fusion.transaction import copied
 from mla_fusion.fusion.verdict import projections
 from mla_fusion.graph.kinds import has_effect
 
 _CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the call goes: before ``point``, after ``hoisted`` (its late inputs) have moved there."""
+def prove(plan: Plan) -> Node:
+    """The node before which the call goes: every reader is still to come, and every input is defined or can be by then.
 
-    point: Node
-    hoisted: tuple[Node, ...]
-
-
-def prove(plan: Plan) -> Place:
-    """Find a place where every input is defined and every reader still to come. Raises ``Refuse``."""
-    readers = [user for replacement in plan.replacements for user in _rewired(plan, replacement.node)]
+    Raises ``Refuse`` where there is none.
+    """
+    products = _products_of_query(plan)
+    readers = [user for item in plan.replacements for user in item.node.users if user not in products]
     if not readers:
         raise Refuse("graph.unread", f"{plan.candidate.query.down.node.name} and what follows it", plan.candidate.nodes)
     point = min(readers)
     replaced = {replacement.node for replacement in plan.replacements}
-    late: list[Node] = []
     seen: set[Node] = set()
     stack = [node for node in replace.inputs(plan) if not node < point]
     while stack:
@@ -44,43 +39,141 @@ def prove(plan: Plan) -> Place:
         if node in seen or node < point:
             continue
         seen.add(node)
-        late.append(node)
         stack.extend(node.all_input_nodes)
-    return Place(point, tuple(sorted(late)))
+    return point
 
 
-def commit_all(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
-    """Insert every call and rewire its readers; on any failure put everything back and raise."""
-    rewired: list[tuple[Node, Node, Node]] = []
-    try:
-        with builder.propagating():
-            for plan in plans:
-                commit(builder, plan, prove(plan), rewired)
-    except Exception:
-        for user, new, old in reversed(rewired):
-            user.replace_input_with(new, old)
-        builder.withdraw()
-        raise
-    strides.follow(builder, dict.fromkeys((new, old) for _, new, old in rewired))
+def write(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
+    """Write the builder's graph: its source, with the calls of the plans and without what these leave unread."""
+    writer = _Writer(builder, plans)
+    with builder.propagating():
+        writer.write()
+    strides.follow(builder, writer.handed_on)
 
 
-def sweep(graph: Graph, plans: Sequence[Plan]) -> None:
-    """Erase what the fusions have left without readers, walking up from it: far fewer nodes than a graph has.
-
-    Where that leaves a product of a region alive (an unread sibling holds it), the whole graph is cleaned.
-    """
-    erased: set[Node] = set()
-    stack = [node for plan in plans for node in _left_over(plan)]
-    while stack:
-        node = stack.pop()
-        if node in erased or node.users or node.op != "call_function" or has_effect(node):
-            continue
-        stack.extend(node.all_input_nodes)
-        erased.add(node)
-        graph.erase_node(node)
-    if any(item.node not in erased for plan in plans for item in projections(plan.candidate)):
+def clean(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
+    """Drop what is dead in the whole graph where an unread sibling has kept a product of a region; then lint."""
+    graph = builder.gm.graph
+    if any(item.node in builder.copies for plan in plans for item in projections(plan.candidate)):
         graph.eliminate_dead_code()
     graph.lint()
+
+
+class _Writer:
+    """Copies the source node by node.
+
+    handed_on   each new value that is read, with the one of the source that it is read in place of
+    """
+
+    def __init__(self, builder: GraphBuilder, plans: Sequence[Plan]) -> None:
+        self.b = builder
+        self.handed_on: dict[tuple[Node, Node], None] = {}
+        self._copies = builder.copies
+        self._values: dict[Node, Node] = {}
+        self._results: dict[int, dict[str, Any]] = {}  # of the calls made so far, by the plan's place in the list
+        self._begun: set[int] = set()
+        self._plans = plans
+        self._calls: dict[Node, list[int]] = {}
+        self._plan_of: dict[Node, int] = {}
+        self._keeps: dict[Node, frozenset[Node]] = {}  # readers of a replaced value that go on reading it
+        self._borrowers: dict[Node, Plan] = {}
+        for number, plan in enumerate(plans):
+            self._calls.setdefault(prove(plan), []).append(number)
+            self._plan_of |= {item.node: number for item in plan.replacements}
+            self._keeps |= dict.fromkeys((item.node for item in plan.replacements), _products_of_query(plan))
+            self._borrowers |= dict.fromkeys(plan.borrowers, plan)
+        self._unread = self._find_unread()
+        builder.copy = self._copy_with_inputs
+
+    def write(self) -> None:
+        source = self.b.source
+        for node in source.find_nodes(op="placeholder"):
+            self._copy(node)
+        for node in source.nodes:
+            for number in self._calls.get(node, ()):
+                self._call(number)
+            if node.op == "output":
+                self._write_caches_back()
+            if node in self._borrowers:
+                self._lend(node)
+            elif node not in self._copies and node not in self._unread:
+                self._copy(node)
+
+    def _copy(self, node: Node) -> Node:
+        made = self._copies[node] = copied(node, self.b.gm.graph, lambda read: self._input(node, read))
+        return made
+
+    def _input(self, reader: Node, read: Node) -> Node:
+        if not self._is_handed_on(reader, read):
+            return self._copies.get(read) or self._copy_with_inputs(read)
+        if read not in self._values:
+            self._call(self._plan_of[read])
+        value = self._values[read]
+        self.handed_on[value, read] = None
+        return value
+
+    def _is_handed_on(self, reader: Node, read: Node) -> bool:
+        return read in self._borrowers or (read in self._keeps and reader not in self._keeps[read])
+
+    def _copy_with_inputs(self, node: Node) -> Node:
+        """A node that is read ahead of its turn, or that only new nodes read."""
+        missing: set[Node] = set()
+        stack = [node]
+        while stack:
+            reader = stack.pop()
+            if reader in self._copies or reader in missing:
+                continue
+            missing.add(reader)
+            stack += [read for read in reader.all_input_nodes if not self._is_handed_on(reader, read)]
+        for reader in sorted(missing):
+            if reader not in self._copies:
+                self._copy(reader)
+        return self._copies[node]
+
+    def _call(self, number: int) -> None:
+        """Make the call of a plan and what its readers read; of calls that wait for each other this raises."""
+        if number in self._results:
+            return
+        plan = self._plans[number]
+        if number in self._begun:
+            raise RuntimeError(f"the call for {plan.candidate.query.down.node.name} waits for itself")
+        self._begun.add(number)
+        self.b.at(None, _carried_meta(plan))
+        results = self._results[number] = replace.call_kernel(self.b, plan)
+        for item in plan.replacements:
+            self._values[item.node] = replace.fit(self.b, item, results[item.output])
+
+    def _lend(self, borrower: Node) -> None:
+        self.b.at(None, borrower.meta)
+        self._values[borrower] = replace.lend(self.b, self._borrowers[borrower], borrower)
+
+    def _write_caches_back(self) -> None:
+        """The model's operator changed its caches unseen; say so in the graph, where torchair looks for it."""
+        self.b.at(None, {})
+        for number, plan in enumerate(self._plans):
+            if not isinstance(plan.caches, InPlace) or not plan.caches.copies:
+                continue
+            for name, given, shape in plan.caches.held:
+                cache = self.b.cache(given, shape)
+                args = cache, self._results[number][name]
+                self.b.insert(torch.ops.aten.copy_.default, args, {}, cache.meta["val"])
+
+    def _find_unread(self) -> set[Node]:
+        """What nobody reads once the new values are handed on, walking up from the regions: far fewer than all nodes.
+
+        What only the calls read is among it, and copied when they do.
+        """
+        unread: set[Node] = set()
+        stack = [node for plan in self._plans for node in _left_over(plan)]
+        while stack:
+            node = stack.pop()
+            if node in unread or node.op != "call_function" or has_effect(node):
+                continue
+            if any(user not in unread and not self._is_handed_on(user, node) for user in node.users):
+                continue
+            unread.add(node)
+            stack.extend(node.all_input_nodes)
+        return unread
 
 
 def _left_over(plan: Plan) -> list[Node]:
@@ -90,51 +183,10 @@ def _left_over(plan: Plan) -> list[Node]:
     return [*replaced, *plan.borrowers, *plan.candidate.nodes, *([operator.node] if operator else [])]
 
 
-def commit(builder: GraphBuilder, plan: Plan, place: Place, rewired: list[tuple[Node, Node, Node]]) -> None:
-    """Insert the call, hand its results to the readers, drop nothing (one clean-up follows for all layers).
-
-    Each change of a reader's input is appended to ``rewired`` as (reader, new input, old input).
-    """
-    point = place.point
-    for node in place.hoisted:
-        if node is point:
-            point = node.next
-        else:
-            point.prepend(node)
-    for borrower in plan.borrowers:
-        builder.at(borrower, borrower.meta)
-        value = replace.lend(builder, plan, borrower)
-        for user in list(borrower.users):
-            user.replace_input_with(borrower, value)
-            rewired.append((user, value, borrower))
-    builder.at(point, _carried_meta(plan))
-    results = replace.call_kernel(builder, plan)
-    for replacement in plan.replacements:
-        readers = _rewired(plan, replacement.node)
-        value = replace.fit(builder, replacement, results[replacement.output])
-        for user in readers:
-            user.replace_input_with(replacement.node, value)
-            rewired.append((user, value, replacement.node))
-    if isinstance(plan.caches, InPlace) and plan.caches.copies:
-        _write_back(builder, plan.caches, results)
-
-
-def _rewired(plan: Plan, node: Node) -> list[Node]:
-    """Users that get the kernel's result; the query's up-projections die with the region."""
+def _products_of_query(plan: Plan) -> frozenset[Node]:
+    """The query's up-projections: they die with the region, whatever they read."""
     q = plan.candidate.query
-    region = {part.node for item in (q.up_nope, q.up_rope) for part in item.parts}
-    return [user for user in node.users if user not in region]
-
-
-def _write_back(builder: GraphBuilder, caches: InPlace, results: dict[str, Any]) -> None:
-    """The model's operator changed its caches unseen; say so in the graph, where torchair looks for it."""
-    output = next(iter(reversed(builder.gm.graph.nodes)))
-    with builder.gm.graph.inserting_before(output):
-        for name, given, shape in caches.held:
-            cache = builder.cache(given, shape)
-            copied = builder.gm.graph.call_function(torch.ops.aten.copy_.default, (cache, results[name]))
-            copied.meta["val"] = cache.meta["val"]
-            builder.made.append(copied)
+    return frozenset(part.node for item in (q.up_nope, q.up_rope) for part in item.parts)
 
 
 def _carried_meta(plan: Plan) -> dict[str, Any]:

@@ -1,22 +1,31 @@
-"""Run the cut-out region and its replacement on the same seeded inputs, on CPU, and compare per output."""
+"""The second witness: the region and its replacement run on the same values, on CPU, and are compared row by row.
+
+It shares no notion of equality with recognition. The nodes of the graph are run as they are, dtypes and casts
+included, from leaves whose values are drawn (:mod:`~mla_fusion.fusion.region` says which, :mod:`~mla_fusion.fusion.draws`
+how); the call is given what the graph's own nodes have computed for it, tables and slots among it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from mla_fusion.facts.absorb import AbsorbFact
-from mla_fusion.fusion import replace
-from mla_fusion.fusion.build import TensorBuilder
+from mla_fusion.fusion import replace, rows
+from mla_fusion.fusion.build import Recipe, TensorBuilder
+from mla_fusion.fusion.draws import CEILINGS, KINDS, Draws
+from mla_fusion.fusion.outputs import Replacement
 from mla_fusion.fusion.plan import InPlace, Plan
+from mla_fusion.fusion.region import Region, cut_out, same_elements
 from mla_fusion.fusion.rejection import Refuse
-from mla_fusion.fusion.verdict import projections
+from mla_fusion.fusion.tokens import counts, kinds_at
+from mla_fusion.graph.kinds import is_mutating
 from mla_fusion.graph.program import Failed, Program
-from mla_fusion.graph.sizes import is_symbolic
+from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.view import View
 from mla_fusion.meta.spec import TILE_SIZE
 from mla_fusion.paging.tiles import dequantise_rows
@@ -26,193 +35,277 @@ from mla_fusion.paging.tiles import dequantise_rows
 TOLERANCE = 2e-2
 # c_q rounded to bfloat16 or not before it is quantised: a few hundredths of the int8 values differ by one step.
 TOLERANCE_QUANTISED = 4e-2
-_LARGEST_CACHE = 1 << 25
-_INT8 = 40  # standard deviation of drawn int8 values
+# One row has as few as 64 elements, and a rounding of a large one weighs more in it.
+OF_A_ROW = 2.5
+_CACHES = ("kv_cache", "kr_cache")
+_ROTATED = ("query_rope", "k_pe", "kr_cache")
+_SMALL_CACHE = 1 << 20  # elements up to which a cache is taken as it is
+_LARGEST_CACHE = 1 << 28
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One output compared: relative L2 error and largest difference, fused against unfused."""
+    """One output compared: relative L2 error and largest difference, fused against unfused, over all draws.
+
+    row   the relative L2 error of the worst row (of a token, or of a cache)
+    """
 
     output: str
     relative: float
     largest: float
     elements: int
+    row: float = 0.0
 
 
-def compare(view: View, plan: Plan, half_rows: bool = False, seed: int = 0) -> tuple[Figure, ...]:
-    """Figures of every replaced value. Raises ``Refuse("verify.mismatch")`` where one is out of tolerance.
+@dataclass(frozen=True)
+class Outcome:
+    """figures: of each replaced value. compared: what was run, as text. left_out: outputs that were not compared."""
 
-    ``half_rows``: the caller chose ``kr_layout="half"``, so rotated values differ in element order by intent.
+    figures: tuple[Figure, ...]
+    compared: str
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def verified(self) -> str:
+        """ "verified", and what was not, if anything."""
+        return "verified" + (f" except {', '.join(self.left_out)}" if self.left_out else "")
+
+
+class _Unrunnable(Exception):
+    """A step of the region does not run on these values."""
+
+    def __init__(self, node: Node, reason: str) -> None:
+        super().__init__(f"{node.name} does not run on CPU: {reason}")
+        self.node = node
+
+
+def compare(view: View, plan: Plan, half_rows: bool = False, seed: int = 0, region: Region | None = None) -> Outcome:
+    """Compare every replaced value. Raises ``Refuse("verify.mismatch")`` where one is out of tolerance.
+
+    ``half_rows``: the caller chose ``kr_layout="half"``, so rotated values are brought to the model's order first.
     """
-    view = _with_room(view, plan)
-    values = _draw(view, plan, seed)
-    targets = [
-        item
-        for item in plan.replacements
-        if not (half_rows and item.output in ("query_rope", "k_pe", "kr_cache"))
-        and math.prod(view.binding.shape(item.node.meta["val"].shape)) <= _LARGEST_CACHE
-    ]
-    unfused = _run_region(view, values, [item.node for item in targets])
-    builder = TensorBuilder(values, view.binding)
-    try:
-        results = replace.call_kernel(builder, plan)
-    except (RuntimeError, ValueError) as error:
-        raise Refuse("verify.mismatch", f"the call does not run on CPU: {error}", plan.candidate.nodes) from error
-    figures = []
-    tolerance = TOLERANCE_QUANTISED if plan.candidate.weight_quant_mode else TOLERANCE
-    for item in targets:
-        want, got = unfused[item.node], replace.fit(builder, item, results[item.output])
-        if item.output == "kv_cache" and plan.kv_cache_quant_mode == 3:
-            want, got = (_unpacked(plan, rows) for rows in (want, got))
-        figure = _figure(item.output, want, got)
-        if not figure.relative <= tolerance:
-            detail = f"{item.output} at {item.node.name}: relative error {figure.relative:.3g} > {tolerance:g}"
+    region = region or cut_out(view, plan)
+    worst: dict[Replacement, Figure] = {}
+    left_out: dict[str, None] = {}
+    tokens, draws = [], 0
+    for sized in counts(view, plan, region):
+        witness = _Witness(sized, plan, region, half_rows, seed)
+        for kind in kinds_at(sized, plan, region):
+            for item, figure in witness.figures(kind):
+                known = worst.setdefault(item, figure)
+                worst[item] = figure if figure.relative > known.relative else known
+            draws += 1
+        left_out |= dict.fromkeys(item.output for item in witness.left_out)
+        tokens.append(str(math.prod(sized.binding.shape(plan.token_x.meta["val"].shape[:-1]))))
+    said = f"compared at T = {' and '.join(tokens)}, {_plural(draws, 'draw')}, {_plural(len(worst), 'output')}"
+    return Outcome(tuple(worst.values()), said, tuple(left_out))
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
+
+
+class _Witness:
+    """One region at one binding of its sizes."""
+
+    def __init__(self, view: View, plan: Plan, region: Region, half_rows: bool, seed: int) -> None:
+        self.view, self.plan, self.region, self.half_rows = view, plan, region, half_rows
+        self.left_out: list[Replacement] = []
+        self._seed = seed
+        self._cut(_fewer_blocks(view, plan))
+        self._ceiling = 0
+        tolerance = TOLERANCE_QUANTISED if plan.candidate.weight_quant_mode else TOLERANCE
+        self._limits = tolerance, OF_A_ROW * tolerance
+
+    def _cut(self, blocks: int | None) -> None:
+        """Take caches of so many blocks, None: as they are."""
+        plan, region = self.plan, self.region
+        self.blocks = blocks
+        self.draws = Draws(self.view, plan, region, blocks, self.half_rows, self._seed)
+        inputs = [*region.leaves, *region.twins]
+        shrink = _shrink(self.view, plan, blocks) if blocks is not None else None
+        self.program = Program(inputs, region.nodes, self.view.binding, exact=True, shrink=shrink)
+        self._packed: dict[object, Any] = {}
+        self._changing = _changing(region, self.draws)
+
+    def figures(self, kind: str) -> Iterator[tuple[Replacement, Figure]]:
+        values, unfused = self._run(kind)
+        builder = _Builder(values, self.view.binding, self._packed, self._changing)
+        try:
+            results = replace.call_kernel(builder, self.plan)
+        except (RuntimeError, ValueError) as error:
+            nodes = self.plan.candidate.nodes
+            raise Refuse("verify.mismatch", f"the call does not run on CPU: {error}", nodes) from error
+        for item in self.plan.replacements:
+            if item not in self.left_out:
+                yield item, self._figure(item, unfused[item.node], results[item.output], builder, kind)
+
+    # -- the region
+
+    def _run(self, kind: str) -> tuple[dict[Node, Any], dict[Node, Any]]:
+        """What the call reads, and what it replaces, for one draw of the leaves."""
+        try:
+            return self._run_at_some_ceiling(kind)
+        except _Unrunnable as error:
+            if self.blocks is None:
+                raise Refuse("verify.mismatch", str(error), (error.node,)) from error
+        assert isinstance(self.plan.caches, InPlace)
+        if any(_elements(self.view, cache) > _LARGEST_CACHE for _, cache, _ in self.plan.caches.held):
+            self.left_out = [item for item in self.plan.replacements if item.output in _CACHES]
+        else:
+            self._cut(None)
+        try:
+            return self._run_at_some_ceiling(kind)
+        except _Unrunnable as error:
+            raise Refuse("verify.mismatch", str(error), (error.node,)) from error
+
+    def _run_at_some_ceiling(self, kind: str) -> tuple[dict[Node, Any], dict[Node, Any]]:
+        first: _Unrunnable | None = None
+        for place in range(self._ceiling, len(CEILINGS)):
+            try:
+                found = self._run_once(kind, CEILINGS[place])
+                self._ceiling = place
+                return found
+            except _Unrunnable as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _run_once(self, kind: str, ceiling: int) -> tuple[dict[Node, Any], dict[Node, Any]]:
+        region, binding = self.region, self.view.binding
+        drawn = self.draws.values(kind, ceiling)
+        given = [drawn[leaf] for leaf in region.leaves]
+        for node, slots in region.twins.items():
+            value = node.meta["val"]
+            given.append(drawn[same_elements(slots)].reshape(binding.shape(value.shape)).to(value.dtype))
+        if any(map(is_mutating, region.nodes)):
+            given = [value.clone() if isinstance(value, torch.Tensor) else value for value in given]
+        targets = [item.node for item in self.plan.replacements if item not in self.left_out]
+        wanted = [*targets, *region.reads]
+        memory = self.program.run(given, [self.program.slot(node) for node in wanted])
+        found = {node: memory[self.program.slot(node)] for node in wanted}
+        for node, value in found.items():
+            if isinstance(value, Failed):
+                raise _Unrunnable(node, value.reason)
+        return {node: drawn.get(node, found[node]) for node in region.reads}, {node: found[node] for node in targets}
+
+    # -- the comparison
+
+    def _figure(self, item: Replacement, want: Any, result: Any, builder: TensorBuilder, kind: str) -> Figure:
+        name = item.output
+        if self.half_rows and name in _ROTATED:
+            result = rows.interleave(builder, result)
+        if name in _CACHES:
+            got = result.reshape(want.shape) if result.numel() == want.numel() else result
+            if name == "kv_cache" and self.plan.kv_cache_quant_mode == 3:
+                want, got = (_unpacked(self.plan, value) for value in (want, got))
+            owner = torch.arange(math.prod(want.shape[:-1])).unsqueeze(-1).expand(-1, want.shape[-1])
+        else:
+            got = replace.arrange(builder, item, result)
+            owner = replace.arrange(builder, item, _owners(result, 1 if "scale" in name else self.plan.lead_rank))
+        got = got.to(want.dtype)
+        figure = _measure(name, want, got, owner)
+        where = f"{name} at {item.node.name}, {kind}"
+        if not figure.relative <= self._limits[0]:
+            detail = f"{where}: relative error {figure.relative:.3g} > {self._limits[0]:g}"
             raise Refuse("verify.mismatch", detail, (item.node,))
-        figures.append(figure)
-    return tuple(figures)
+        if not figure.row <= self._limits[1]:
+            detail = f"{where}: relative error {figure.row:.3g} > {self._limits[1]:g} in one row"
+            raise Refuse("verify.mismatch", detail, (item.node,))
+        return figure
 
 
-def _with_room(view: View, plan: Plan) -> View:
-    """The view with sizes at which every token finds a slot of its own in a cache of symbolic size."""
-    if not isinstance(plan.caches, InPlace):
-        return view
-    blocks, block_size = plan.caches.kv_shape[:2]
-    tokens = math.prod(view.binding.shape(plan.token_x.meta["val"].shape[:-1]))
-    return view.bound(view.binding.roomier(blocks, -(-tokens // view.binding.size(block_size))))
+class _Builder(TensorBuilder):
+    """Packs a weight once for all draws, where it is made of what does not change."""
+
+    def __init__(self, values: Any, binding: Any, packed: dict[object, Any], changing: set[Node]) -> None:
+        super().__init__(values, binding)
+        self._packed, self._changing = packed, changing
+
+    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:
+        if not self._changing.isdisjoint(leaves):
+            return recipe(self)
+        if name not in self._packed:
+            self._packed[name] = recipe(self)
+        return self._packed[name]
 
 
-def _unpacked(plan: Plan, rows: torch.Tensor) -> torch.Tensor:
+def _changing(region: Region, draws: Draws) -> set[Node]:
+    """What differs from draw to draw."""
+    found = {leaf for leaf in region.leaves if draws.changes(leaf)} | set(region.twins)
+    for node in region.nodes:
+        if any(read in found for read in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _owners(result: torch.Tensor, lead: int) -> torch.Tensor:
+    """For each element of an output, the number of the token that it belongs to."""
+    tokens = torch.arange(math.prod(result.shape[:lead])).reshape(result.shape[:lead])
+    return tokens.reshape(*tokens.shape, *(1,) * (result.dim() - lead)).expand(result.shape)
+
+
+def _measure(output: str, want: torch.Tensor, got: torch.Tensor, owner: torch.Tensor) -> Figure:
+    if want.shape != got.shape:
+        return Figure(output, math.inf, math.inf, want.numel(), math.inf)
+    if not want.numel():
+        return Figure(output, 0.0, 0.0, 0)
+    wide = torch.float64 if want.numel() < 1 << 24 else torch.float32
+    flat = want.to(wide).reshape(-1)
+    difference = flat - got.to(wide).reshape(-1)
+    rows_of = owner.reshape(-1)
+    squares = torch.zeros(2, int(rows_of.max()) + 1, dtype=torch.float64)
+    for place, values in enumerate((difference, flat)):
+        squares[place].index_add_(0, rows_of, values.square().double())
+    wrong, size = squares
+    of_rows = torch.where(wrong == 0, 0.0, (wrong / size).sqrt())  # a row of zeros must be one; NaN stays NaN
+    relative = math.sqrt(float(wrong.sum()) / (float(size.sum()) or 1.0))
+    return Figure(output, relative, float(difference.abs().max()), want.numel(), float(of_rows.max()))
+
+
+def _unpacked(plan: Plan, value: torch.Tensor) -> torch.Tensor:
     """Rows of int8 tiles as the numbers that they stand for."""
     key = plan.candidate.key
-    latent, rope = dequantise_rows(rows.contiguous(), hckv=len(key.columns), dr=key.rope_dim, tile=TILE_SIZE)
+    latent, rope = dequantise_rows(value.contiguous(), hckv=len(key.columns), dr=key.rope_dim, tile=TILE_SIZE)
     return torch.cat([latent, rope.float()], -1)
 
 
-def _figure(output: str, want: torch.Tensor, got: torch.Tensor) -> Figure:
-    if want.shape != got.shape:
-        return Figure(output, math.inf, math.inf, want.numel())
-    difference = (want.double() - got.double()).reshape(-1)
-    norm = float(want.double().norm()) or 1.0
-    largest = float(difference.abs().max()) if difference.numel() else 0.0
-    return Figure(output, float(difference.norm()) / norm, largest, want.numel())
+# -- large caches
 
 
-def _draw(view: View, plan: Plan, seed: int) -> dict[Node, torch.Tensor]:
-    """Seeded values of the replacement's inputs, of x as the region reads it, and of nothing else."""
-    q = plan.candidate.query
-    generator = torch.Generator().manual_seed(seed)
-    pool = torch.randn(65537, generator=generator)  # prime length: no period lines up with a row
-    values: dict[Node, torch.Tensor] = {}
-    made = _made_from_x(plan)
-    dynamics = [item.quantised.dynamic for item in projections(plan.candidate) if item.quantised is not None]
-    smoothing = [dynamic.smooth for dynamic in dynamics if dynamic is not None and dynamic.smooth is not None]
-    nodes = dict.fromkeys([q.down.origin, *smoothing, *replace.inputs(plan)])
-    slots = plan.caches.slots.nodes if isinstance(plan.caches, InPlace) else ()
-    weights = {item.weight for item in projections(plan.candidate)}
-    if isinstance(q.absorb, AbsorbFact):
-        weights.update(q.absorb.weights)
-    cache_scales = (plan.caches.kv_scale, plan.caches.kr_scale) if isinstance(plan.caches, InPlace) else ()
-    packed = plan.caches if isinstance(plan.caches, InPlace) and plan.kv_cache_quant_mode == 3 else None
-    of_caches = {scale.node: scale.inverse for scale in cache_scales if scale is not None}
-    scales = {item.quantised.weight_scale for item in projections(plan.candidate) if item.quantised is not None}
-    gammas = {q.norm.gamma, plan.candidate.key.gamma, *smoothing}
-    for node in nodes:
-        if node in slots or node in made:
-            continue
-        value = node.meta["val"]
-        shape = view.binding.shape(value.shape)
-        drawn = _repeat(pool, shape, offset=len(values) * 4099)
-        if value.dtype.is_complex:
-            drawn = torch.complex(drawn, _repeat(pool, shape, offset=len(values) * 4099 + 17))
-        if packed is not None and node is packed.kv_cache:
-            drawn = torch.zeros(shape)  # rows that are not written are compared as numbers too
-        elif value.dtype == torch.int8:
-            drawn = (_INT8 * drawn).clamp(-127, 127)
-        elif node in weights:
-            drawn = (drawn / 32).bfloat16()  # what a wider weight holds too
-        elif node in scales:
-            drawn = (1 + drawn / 8) / (32 * _INT8)
-        elif q.down.quantised is not None and node is q.down.quantised.token_scale:
-            drawn = (1 + drawn / 8) / _INT8
-        elif node in of_caches:
-            drawn = (1 + drawn / 8) * (1 / _INT8 if of_caches[node] else _INT8)
-        elif node in gammas:
-            drawn = 1 + drawn / 8
-        values[node] = drawn.to(value.dtype)
-    for run, other in zip((*q.rope.cos, *q.rope.sin), (*plan.cos, *plan.sin), strict=True):
-        if run.base not in values:  # the same rows, made apart for the query
-            table = run.base.meta["val"]
-            values[run.base] = values[other.base].reshape(view.binding.shape(table.shape)).to(table.dtype)
-    if isinstance(plan.caches, InPlace):
-        values |= _draw_slots(view, plan.caches, generator)
-    if made:
-        values |= _run_region(view, {node: values[node] for node in (q.down.origin, *smoothing)}, made)
-    return values
+def _elements(view: View, cache: Node) -> int:
+    return math.prod(view.binding.shape(cache.meta["val"].shape))
 
 
-def _made_from_x(plan: Plan) -> list[Node]:
-    """Inputs of the kernel that the graph makes of x: x in another shape, or quantised, with its scale."""
-    down = plan.candidate.query.down
-    made = [plan.token_x]
-    if down.quantised is not None and down.quantised.dynamic is not None and down.quantised.token_scale is not None:
-        made.append(down.quantised.token_scale)
-    return [node for node in made if node is not down.origin]
+def _fewer_blocks(view: View, plan: Plan) -> int | None:
+    """How many blocks of a large cache are enough for the test; None where it is taken as it is."""
+    if not isinstance(plan.caches, InPlace):
+        return None
+    held = [cache for _, cache, _ in plan.caches.held]
+    blocks, size = view.binding.shape(plan.caches.kv_shape[:2])
+    if all(_elements(view, cache) <= _SMALL_CACHE for cache in held):
+        return None
+    unit = _unit(view, plan)
+    tokens = math.prod(view.binding.shape(plan.token_x.meta["val"].shape[:-1]))
+    step = blocks // unit if unit else 0
+    if not step:
+        return None
+    wanted = -(-tokens // size) + 2
+    fewer = -(-wanted // step) * step
+    return fewer if fewer < blocks else None
 
 
-def _repeat(pool: torch.Tensor, shape: Iterable[int], offset: int) -> torch.Tensor:
-    size = math.prod(shape)
-    start = offset % len(pool)
-    return pool.repeat((size + start) // len(pool) + 1)[start : start + size].reshape(tuple(shape))
+def _unit(view: View, plan: Plan) -> int:
+    """The number of equal parts, each of whole blocks, in which every cache can be cut along its first axis; or 0."""
+    assert isinstance(plan.caches, InPlace)
+    blocks = view.binding.size(plan.caches.kv_shape[0])
+    firsts = [view.binding.size(cache.meta["val"].shape[0]) for _, cache, _ in plan.caches.held]
+    if all(first % blocks == 0 for first in firsts):
+        return blocks
+    return firsts[0] if len(set(firsts)) == 1 and blocks % firsts[0] == 0 else 0
 
 
-def _draw_slots(view: View, caches: InPlace, generator: torch.Generator) -> dict[Node, torch.Tensor]:
-    blocks, size = view.binding.shape(caches.kv_shape[:2])
-    slots = caches.slots
-    node = slots.index if slots.index is not None else slots.block
-    assert node is not None
-    shape = view.binding.shape(node.meta["val"].shape)
-    count = math.prod(shape)
-    rows = torch.randperm(blocks * size, generator=generator)
-    rows = rows[torch.arange(count) % len(rows)].reshape(shape) if len(rows) else torch.full(shape, -1)
-    if slots.index is not None:
-        return {slots.index: rows.to(slots.index.meta["val"].dtype)}
-    assert slots.block is not None and slots.offset is not None
-    return {slots.block: rows // size, slots.offset: rows % size}
-
-
-def _run_region(view: View, values: dict[Node, torch.Tensor], targets: list[Node]) -> dict[Node, torch.Tensor]:
-    """The original nodes, dtypes and casts as they are, from the drawn values to the targets."""
-    by_number = {view.number(node): node for node in values}
-    aliases: dict[Node, Node] = {}
-    order: list[Node] = []
-    seen: set[Node] = set(values)
-    stack = [(node, False) for node in targets]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            order.append(node)
-            continue
-        if node in seen or is_symbolic(node.meta.get("val")):
-            continue
-        seen.add(node)
-        twin = by_number.get(view.number(node))
-        if twin is not None:
-            aliases[node] = twin
-            continue
-        stack.append((node, True))
-        stack.extend((arg, False) for arg in node.all_input_nodes)
-    inputs = list(values)
-    outside = [node for node in order if node.op == "placeholder"]
-    program = Program(
-        [*inputs, *outside], [n for n in order if n.op != "placeholder"], view.binding, aliases, exact=True
-    )
-    extra = [torch.zeros(view.binding.shape(node.meta["val"].shape), dtype=node.meta["val"].dtype) for node in outside]
-    memory = program.run([*[values[node].clone() for node in inputs], *extra])
-    found = {}
-    for node in targets:
-        value = memory[program.slot(node)]
-        if isinstance(value, Failed):
-            raise Refuse("verify.mismatch", f"{node.name} does not run on CPU: {value.reason}", (node,))
-        found[node] = value
-    return found
+def _shrink(view: View, plan: Plan, blocks: int) -> Shrink:
+    assert isinstance(plan.caches, InPlace)
+    unit = _unit(view, plan)
+    return Shrink(unit, unit * blocks // view.binding.size(plan.caches.kv_shape[0]))

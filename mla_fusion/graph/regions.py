@@ -43,17 +43,25 @@ class _Region:
     origin: Mapping[str, Any]
 
 
+def found(gm: GraphModule) -> bool:
+    """Does ``gm.graph`` call regions that can be laid open?"""
+    return bool(_regions(gm, gm.graph, ""))
+
+
 def laid_open(gm: GraphModule) -> Graph | None:
     """A copy of ``gm.graph`` with the nodes of every region in place of its call; None where there is no region.
 
     Calls stay closed where the body was traced for other shapes, or writes into its operands before it ends.
     """
-    return copied(gm) if _regions(gm, gm.graph, "") else None
+    return copied(gm) if found(gm) else None
 
 
-def copied(gm: GraphModule) -> Graph:
-    """A copy of ``gm.graph``, to be changed: the same nodes, with those of regions in place of their calls."""
-    graph = Graph(owning_module=gm)
+def copied(gm: GraphModule, into: Graph | None = None) -> Graph:
+    """A copy of ``gm.graph``, to be changed: the same nodes, with those of regions in place of their calls.
+
+    ``into``: an empty graph to be filled, instead of a new one.
+    """
+    graph = Graph(owning_module=gm) if into is None else into
     graph.set_codegen(gm.graph._codegen)  # how arguments and results are nested
     _lay(gm, graph, gm.graph, {}, "", {})
     for node in graph.find_nodes(op="get_attr"):

@@ -77,6 +77,23 @@ class Binding:
         other._bound = self._bound | {self._expr(size): next(n for n in count(least) if n not in self._bound.values())}
         return other
 
+    def raised(self, size: Any, least: int) -> Binding:
+        """This binding, or one in which ``size`` is ``least`` or near it: one of its symbols stands for more.
+
+        Where the graph runs for no more than so many, it stands for that.
+        """
+        symbols = sorted(getattr(self._expr(size), "free_symbols", ()), key=str) if is_symbolic(size) else []
+        for symbol in reversed(symbols):  # of [B, S], the length
+            largest = size.node.shape_env.bound_sympy(symbol).upper
+            now = self.size(size)
+            wanted = -(-least * self._bound[symbol] // now)
+            number = wanted if largest >= wanted else int(largest)
+            if number > self._bound[symbol]:
+                other = copy(self)
+                other._bound = self._bound | {symbol: number}
+                return other
+        return self
+
     def size(self, value: Any) -> int:
         """The concrete size that stands for ``value`` in a probe."""
         if not is_symbolic(value):

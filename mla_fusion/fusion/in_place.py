@@ -1,0 +1,101 @@
+"""Steps that change memory in place, judged for each prologue: do they change what its call would read?
+
+A functional graph has such steps at its end alone, where each input that was written gets its new value. Graphs that
+were never made functional (``torch.export(m).module()``, make_fx) may hold them anywhere, and then what a reader sees
+depends on the order in which nodes stand, which moving a computation into one call would change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.fusion.plan import InPlace, Plan
+from mla_fusion.fusion.region import Region
+from mla_fusion.fusion.rejection import Refuse
+from mla_fusion.graph.kinds import is_cast, is_getitem, is_view, op_name, operator_of
+from mla_fusion.graph.view import View
+
+_MAY_ALIAS = frozenset(("aten::contiguous", "aten::reshape", "aten::to", "aten::_to_copy"))  # or copy
+
+
+class InPlaceSteps:
+    """Those of one graph."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._on: dict[Node, list[tuple[Node, Node]]] = {}  # by what the memory belongs to: step, its target
+        for step in view.effects:
+            if operator_of(step).effect:
+                for target in _written(step):
+                    self._on.setdefault(_root(target), []).append((step, target))
+
+    def judge(self, plan: Plan, region: Region) -> None:
+        """Raise ``Refuse("graph.not_functional")`` where a step changes memory that the region or the call reads.
+
+        Two kinds of steps do no harm: those after which nobody reads that memory but other such steps and the output,
+        and the writes by which the model itself puts the new rows into the caches of the plan.
+        """
+        if not self._on:
+            return
+        own = _own_writes(plan)
+        for root in dict.fromkeys(map(_root, (*region.leaves, *region.nodes))):
+            for step, target in self._on.get(root, ()):
+                if step not in own and not _is_epilogue(self._view, step, root):
+                    raise Refuse("graph.not_functional", f"{step.name} changes {target.name}", (step, target))
+
+
+def _written(step: Node) -> Iterator[Node]:
+    """The arguments that a step changes, by its schema."""
+    if not isinstance(step.target, torch._ops.OpOverload):
+        return
+    for place, argument in enumerate(step.target._schema.arguments):
+        given = step.args[place] if place < len(step.args) else step.kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from (item for item in _flat(given) if isinstance(item, Node))
+
+
+def _flat(given: object) -> Iterable[object]:
+    return given if isinstance(given, (tuple, list)) else (given,)
+
+
+def _root(node: Node) -> Node:
+    """What the memory of a node may belong to: up through views, casts that may copy nothing, and in-place results."""
+    while node.op == "call_function" and node.args:
+        source = node.args[0]
+        if is_getitem(node) and isinstance(source, Node):
+            source = source.args[0] if is_view(node) and source.args else None
+        shares = is_view(node) or is_cast(node) or op_name(node) in _MAY_ALIAS or operator_of(node).mutates
+        if not isinstance(source, Node) or not shares:
+            return node
+        node = source
+    return node
+
+
+def _own_writes(plan: Plan) -> set[Node]:
+    """The model's writes into the plan's caches: what the call's results take the place of."""
+    if not isinstance(plan.caches, InPlace):
+        return set()
+    found = set()
+    caches = {cache for _, cache, _ in plan.caches.held}
+    for item in plan.replacements:
+        node = item.node
+        while node.op == "call_function" and node.args:
+            if operator_of(node).mutates and isinstance(node.args[0], Node) and _root(node.args[0]) in caches:
+                found.add(node)
+            source = node.args[0]
+            if not isinstance(source, Node) or not (is_view(node) or operator_of(node).mutates):
+                break
+            node = source
+    return found
+
+
+def _is_epilogue(view: View, step: Node, root: Node) -> bool:
+    """Is it a ``copy_`` into an input, after which nothing but such copies and the output stands to read it?"""
+    if op_name(step) != "aten::copy_" or root.op not in ("placeholder", "get_attr"):
+        return False
+    after = view.nodes[view.position[step] + 1 :]
+    later = (node for node in after if op_name(node) != "aten::copy_" and node.op != "output")
+    return not any(_root(node) is root or any(_root(read) is root for read in node.all_input_nodes) for node in later)
