@@ -121,7 +121,7 @@ class _Walk:
         for node in self.order:
             if any(read in depends for read in node.all_input_nodes):
                 depends.add(node)
-            elif not operator_of(node).plain or node in self.view.contractions:
+            elif not operator_of(node).runs or node in self.view.contractions:
                 outside.append(node)
         return outside
 
