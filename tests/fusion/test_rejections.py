@@ -107,7 +107,9 @@ def test_a_graph_that_the_pass_cannot_read_runs_as_it_is(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Finder, "find", find)
     model, args = s.PagedRotateHalf(), s.paged_args()
-    got, want = (compiled(model, clones(args), backend) for backend in (mf.backend(mf.Config(strict=False)), "aot_eager"))
+    got, want = (
+        compiled(model, clones(args), backend) for backend in (mf.backend(mf.Config(strict=False)), "aot_eager")
+    )
     assert [rejection.code for rejection in mf.reports()[-1].rejected] == ["pass.failed"]
     assert all(map(torch.equal, got, want))
 
