@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 from mla_fusion.compile import torchair_bridge
 from mla_fusion.compile.boundary import fuse_with_boundary
+from mla_fusion.compile.copies import correct
 from mla_fusion.compile.device_graph import CaptureError, stop, trace
 from mla_fusion.compile.floats import specialise
 from mla_fusion.compile.hook import torchair_pass
@@ -158,6 +159,8 @@ class _Session:
         if self.compiled is None or self.before is None:
             raise LoweringError("torchair was given no graph")
         compiled = self.compiled
+        if self.report is not None and self.mode == "npugraph_ex":
+            correct(self.report, compiled.fx.graph)
         return Lowering(
             mode=self.mode,
             fx_before=self.before,

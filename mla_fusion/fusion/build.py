@@ -141,7 +141,7 @@ class GraphBuilder(Builder):
         self.constants: dict[str, torch.Tensor] = {}
         self.made: list[Node] = []
         self._is_written = source is not None
-        self._names = {node.name for node in source.nodes} if source is not None else set()
+        self._taken = {node.name for node in source.nodes} if source is not None else set()
         self._numbers: dict[str, int] = {}
         self._size_nodes = SizeNodes(self.source)
         self._shared: dict[object, Node] = {}
@@ -152,7 +152,7 @@ class GraphBuilder(Builder):
         self._results: dict[object, tuple[torch.Tensor, ...]] = {}
 
     def at(self, point: Node | None, meta: dict[str, Any]) -> None:
-        """Insert before ``point`` from now on, None for the end; new nodes take ``meta`` (stack trace, module, stream)."""
+        """Insert before ``point`` (None: at the end) from now on; new nodes take ``meta``: stack trace, module, stream."""
         self._point, self._meta = point, meta
 
     def value(self, node: Node) -> Node:
@@ -182,11 +182,11 @@ class GraphBuilder(Builder):
         if not self._is_written:
             return None
         name, number = wanted, self._numbers.get(wanted, 0)
-        while name in self._names:
+        while name in self._taken:
             number += 1
             name = f"{wanted}_{number}"
         self._numbers[wanted] = number
-        self._names.add(name)
+        self._taken.add(name)
         return name
 
     @contextmanager

@@ -339,6 +339,7 @@ class Finder:
         rows = "token" if count == cone.cone.tokens else "one" if count == 1 else "position"
         return (TableRun(base, "", 0, 1, width, 1.0, rows),)
 
+
 _LARGEST = 1 << 24  # elements of a product that is probed with all of its tokens
 
 

@@ -1,8 +1,13 @@
 """Values of a region's leaves: seeded, and chosen to tell apart what ordinary numbers do not.
 
-Three kinds of draw. "normal": of x the standard normal distribution, rows of different size. "outliers": of every
-other row of x some channels are a hundred to ten thousand times as large, some elements and one row are exactly zero. "edges": of x again
-normal rows, and integers and flags at the ends of what they may be. Weights, tables and scales are drawn once.
+Three kinds of draw:
+
+* "normal": x from the standard normal distribution, its rows of different size.
+* "outliers": in every other row of x some channels are a hundred to ten thousand times as large; some elements and one
+  row are exactly zero. Weights have channels far larger than the rest, so that latents have them, normed ones too.
+* "edges": normal rows of x; integers and flags at the ends of what they may be.
+
+Tables and scales are drawn once, weights twice.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fusion.plan import InPlace, Plan
-from mla_fusion.fusion.region import Region, constant_behind, same_elements
+from mla_fusion.fusion.region import Region, constant_behind, same_attribute, same_elements
 from mla_fusion.graph.kinds import argument, is_cast, is_view, op_name
 from mla_fusion.graph.view import View
 
@@ -23,6 +28,7 @@ KINDS = ("normal", "outliers", "edges")
 # Largest integer of a leaf of which no reader says how large it may be. Each is tried where a step fails at the one
 # before: far beyond what bfloat16 and int16 count exactly, then lengths of tables and sequences.
 CEILINGS = (100_000, 2_048, 64, 8, 2, 1)
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
 _INT8 = 40  # standard deviation of drawn int8 values
 _CHANGING = frozenset(("x", "slots", "token_scale", ""))  # drawn anew each time; "" where they are integers or flags
 
@@ -30,14 +36,16 @@ _CHANGING = frozenset(("x", "slots", "token_scale", ""))  # drawn anew each time
 class Draws:
     """Draws the leaves of one region at one binding of its sizes."""
 
-    def __init__(self, view: View, plan: Plan, region: Region, blocks: int | None, row_constant: bool, seed: int) -> None:
+    def __init__(
+        self, view: View, plan: Plan, region: Region, blocks: int | None, row_constant: bool, seed: int
+    ) -> None:
         """``blocks``: of a cache cut to fewer of them; ``row_constant``: kr_cache holds one number a row."""
         self.view, self.plan, self.region, self.blocks = view, plan, region, blocks
         self._generator = torch.Generator().manual_seed(seed)
         self._pool = torch.randn(65537, generator=self._generator)  # prime length: no period lines up with a row
         self._row_constant = row_constant
         self._bounds = _bounds(view, region)
-        self._fixed: dict[Node, Any] = {}
+        self._fixed: dict[object, Any] = {}
         self._place = {node: number for number, node in enumerate(region.leaves)}
 
     def values(self, kind: str, ceiling: int) -> dict[Node, Any]:
@@ -59,9 +67,10 @@ class Draws:
     def _value(self, node: Node, role: str, kind: str, ceiling: int) -> Any:
         if self.changes(node):
             return self._drawn(node, node.meta["val"], role, kind, ceiling)
-        if node not in self._fixed:
-            self._fixed[node] = self._drawn(node, node.meta["val"], role, kind, ceiling)
-        return self._fixed[node]
+        known = same_attribute(node), role == "weight" and has_large_channels(kind)
+        if known not in self._fixed:  # an attribute has one value, however often the graph reads it
+            self._fixed[known] = self._drawn(node, node.meta["val"], role, kind, ceiling)
+        return self._fixed[known]
 
     def _drawn(self, node: Node, value: Any, role: str, kind: str, ceiling: int) -> Any:
         if isinstance(value, (tuple, list)):  # the results of an operator that nothing is known of
@@ -75,10 +84,14 @@ class Draws:
         shape = self._shape(node, value, role)
         if role == "x":
             return self._tokens(shape, value.dtype, kind)
-        if value.dtype == torch.bool or (not value.dtype.is_complex and not value.is_floating_point() and role == ""):
-            if value.dtype not in (torch.int8, torch.uint8):
-                return self._integers(node, shape, value.dtype, kind, ceiling)
-        return self._numbers(node, shape, value.dtype, role)
+        if value.dtype == torch.bool or (role == "" and value.dtype in _INTEGERS):
+            return self._integers(node, shape, value.dtype, kind, ceiling)
+        drawn = self._numbers(node, shape, value.dtype, role)
+        if role == "weight" and has_large_channels(kind) and value.is_floating_point():
+            for axis in {0, len(shape) - 1}:
+                for place, factor in zip((shape[axis] // 3, shape[axis] // 2), (60, 15), strict=True):
+                    drawn.select(axis, place).mul_(factor)
+        return drawn
 
     def _shape(self, node: Node, value: torch.Tensor, role: str) -> tuple[int, ...]:
         shape = self.view.binding.shape(value.shape)
@@ -129,7 +142,9 @@ class Draws:
                 x[tokens // 2] = 0
         return x.to(dtype).reshape(shape)
 
-    def _integers(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype, kind: str, ceiling: int) -> torch.Tensor:
+    def _integers(
+        self, node: Node, shape: tuple[int, ...], dtype: torch.dtype, kind: str, ceiling: int
+    ) -> torch.Tensor:
         if dtype == torch.bool:
             flags = torch.rand(shape, generator=self._generator) < 0.5
             return flags if kind == "normal" and shape else torch.full(shape, kind == "outliers")
@@ -171,6 +186,11 @@ class Draws:
             block: (slots // size).to(value.dtype),
             offset: (slots % size).reshape(shape).to(offset.meta["val"].dtype),
         }
+
+
+def has_large_channels(kind: str) -> bool:
+    """Are weights drawn otherwise than in ordinary draws?"""
+    return kind == "outliers"
 
 
 def _is_float(dtype: torch.dtype) -> bool:

@@ -18,6 +18,7 @@ from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.kinds import is_cast, is_getitem, is_view, op_name, operator_of
 from mla_fusion.graph.view import View
 
+_INPUTS = ("placeholder", "get_attr")
 _MAY_ALIAS = frozenset(("aten::contiguous", "aten::reshape", "aten::to", "aten::_to_copy"))  # or copy
 
 
@@ -26,11 +27,11 @@ class InPlaceSteps:
 
     def __init__(self, view: View) -> None:
         self._view = view
-        self._on: dict[Node, list[tuple[Node, Node]]] = {}  # by what the memory belongs to: step, its target
+        self._on: dict[object, list[tuple[Node, Node]]] = {}  # by the memory: step, its target
         for step in view.effects:
             if operator_of(step).effect:
                 for target in _written(step):
-                    self._on.setdefault(_root(target), []).append((step, target))
+                    self._on.setdefault(_memory(target), []).append((step, target))
 
     def judge(self, plan: Plan, region: Region) -> None:
         """Raise ``Refuse("graph.not_functional")`` where a step changes memory that the region or the call reads.
@@ -41,9 +42,9 @@ class InPlaceSteps:
         if not self._on:
             return
         own = _own_writes(plan)
-        for root in dict.fromkeys(map(_root, (*region.leaves, *region.nodes))):
-            for step, target in self._on.get(root, ()):
-                if step not in own and not _is_epilogue(self._view, step, root):
+        for memory in dict.fromkeys(map(_memory, (*region.leaves, *region.nodes))):
+            for step, target in self._on.get(memory, ()):
+                if step not in own and not _is_epilogue(self._view, step, memory):
                     raise Refuse("graph.not_functional", f"{step.name} changes {target.name}", (step, target))
 
 
@@ -74,6 +75,12 @@ def _root(node: Node) -> Node:
     return node
 
 
+def _memory(node: Node) -> object:
+    """Equal for nodes that may share memory: the root, of an attribute (each reading of which is a node) its name."""
+    root = _root(node)
+    return (root.op, root.target) if root.op == "get_attr" else root
+
+
 def _own_writes(plan: Plan) -> set[Node]:
     """The model's writes into the plan's caches: what the call's results take the place of."""
     if not isinstance(plan.caches, InPlace):
@@ -92,10 +99,10 @@ def _own_writes(plan: Plan) -> set[Node]:
     return found
 
 
-def _is_epilogue(view: View, step: Node, root: Node) -> bool:
+def _is_epilogue(view: View, step: Node, memory: object) -> bool:
     """Is it a ``copy_`` into an input, after which nothing but such copies and the output stands to read it?"""
-    if op_name(step) != "aten::copy_" or root.op not in ("placeholder", "get_attr"):
+    if op_name(step) != "aten::copy_" or not all(_root(target).op in _INPUTS for target in _written(step)):
         return False
     after = view.nodes[view.position[step] + 1 :]
     later = (node for node in after if op_name(node) != "aten::copy_" and node.op != "output")
-    return not any(_root(node) is root or any(_root(read) is root for read in node.all_input_nodes) for node in later)
+    return not any(_memory(node) == memory or memory in map(_memory, node.all_input_nodes) for node in later)

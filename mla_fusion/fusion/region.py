@@ -1,4 +1,4 @@
-"""The part of a graph that verification runs: from leaves, whose values are drawn, to all that a plan replaces or reads.
+"""The part of a graph that verification runs: from leaves, which are drawn, to all that a plan replaces or reads.
 
 Each node of the graph stands for itself. Nothing that recognition believes to be equal is taken for one value here,
 with one exception: integers that the graph computes twice, where :func:`same_integers` proves it.
@@ -114,7 +114,7 @@ class _Walk:
         return next(alike, None)
 
     def not_runnable(self) -> list[Node]:
-        """What does not depend on x and is no plain computation: a product of another layer, a collective, an effect."""
+        """What depends on no x and is no plain computation: a product of another layer, a collective, an effect."""
         xs = {node for node, role in self.leaves.items() if role == "x"}
         depends: set[Node] = set(xs)
         outside = []
@@ -133,6 +133,11 @@ def constant_behind(node: Node) -> torch.Tensor | None:
         value = getattr(value, part, None)
     is_plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
     return value if is_plain and value.device.type != "meta" and type(value) is torch.Tensor else None  # type: ignore
+
+
+def same_attribute(node: Node) -> object:
+    """Equal for nodes that read one attribute of the module (tracers make a node of each reading); else the node."""
+    return str(node.target) if node.op == "get_attr" else node
 
 
 def _roles(plan: Plan) -> dict[Node, str]:
@@ -203,8 +208,9 @@ def _above_x(origin: Node) -> set[Node]:
     while stack and len(found) < _FARTHEST:
         for read in stack.pop(0).all_input_nodes:
             value = read.meta.get("val")
-            is_like_x = isinstance(value, torch.Tensor) and value.is_floating_point()
-            if is_like_x and read not in found and read.op not in _INPUTS and same_shape((value.numel(),), (size,)):
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or read.op in _INPUTS:
+                continue
+            if read not in found and same_shape((value.numel(),), (size,)):
                 found.add(read)
                 stack.append(read)
     return found

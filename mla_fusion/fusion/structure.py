@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from mla_fusion.fusion import replace
 from mla_fusion.fusion.plan import InPlace, Plan
-from mla_fusion.fusion.region import Region, constant_behind
+from mla_fusion.fusion.region import Region, constant_behind, same_attribute
 from mla_fusion.graph.sizes import is_symbolic
 
 _FEW = 4096  # elements of a constant up to which its values are compared; a larger one is like itself alone
@@ -24,11 +24,12 @@ _FEW = 4096  # elements of a constant up to which its values are compared; a lar
 def key(region: Region, plan: Plan) -> object:
     """Equal for plans that differ only in which layer they are."""
     numbers: dict[Node, int] = {}
+    attributes: dict[object, int] = {}
     for leaf in region.leaves:
-        numbers[leaf] = len(numbers)
+        numbers[leaf] = attributes.setdefault(same_attribute(leaf), len(numbers))
     for twin in region.twins:
         numbers[twin] = len(numbers)
-    parts: list[object] = [(role, _described(leaf, role)) for leaf, role in region.leaves.items()]
+    parts: list[object] = [(numbers[leaf], role, _described(leaf, role)) for leaf, role in region.leaves.items()]
     for node in region.nodes:
         numbers[node] = len(numbers)
         parts.append((node.target, _frozen(node.args, numbers), _frozen(node.kwargs, numbers)))
@@ -41,7 +42,10 @@ def _of_plan(plan: Plan, numbers: dict[Node, int]) -> object:
     """What the call does with the nodes that it reads."""
     q, k = plan.candidate.query, plan.candidate.key
     tables = tuple(
-        tuple((numbers.get(run.base, -1), run.field, run.start, run.step, run.count, run.factor, run.rows) for run in table)
+        tuple(
+            (numbers.get(run.base, -1), run.field, run.start, run.step, run.count, run.factor, run.rows)
+            for run in table
+        )
         for table in (plan.cos, plan.sin)
     )
     columns = q.norm.columns, q.absorb.columns, q.rope.first, q.rope.second, k.columns, k.first, k.second
@@ -86,7 +90,7 @@ def _sizes(shape: Sequence[Any]) -> tuple[object, ...]:
 
 
 def _frozen(value: Any, numbers: dict[Node, int]) -> Any:
-    """Hashable: nodes by number, a size by its expression, a literal with its type (1, 1.0 and True are three things)."""
+    """Hashable: nodes by number, a size by its expression, a literal with its type (1, 1.0 and True are not one)."""
     kind = type(value)
     if kind is Node:
         number = numbers.get(value)

@@ -40,9 +40,9 @@ def copied(node: Node, into: Graph, transform: Callable[[Node], Any]) -> Node:
     """
     made = into.create_node(node.op, node.target, None, None, node.name, node.type)
     if node.args:
-        made.args = map_arg(node.args, transform)  # type: ignore[assignment]
+        made.args = map_arg(node.args, transform)
     if node.kwargs:
-        made.kwargs = map_arg(node.kwargs, transform)  # type: ignore[assignment]
+        made.kwargs = map_arg(node.kwargs, transform)
     made.meta = copy.copy(node.meta)
     return made
 

@@ -257,6 +257,39 @@ class OpaqueNorm(HfNorm):
         return own_norm(x, self.weight, self.eps)
 
 
+class LatentOutliersCut(Base):
+    """Values that a probe of magnitude 1 never has are cut off before the norm."""
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([HCKV, DR], -1)
+        return self.kv_a_layernorm(c_kv.clamp(-50, 50)), k_pe
+
+
+class LatentDropout(Base):
+    """In training."""
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([HCKV, DR], -1)
+        return self.kv_a_layernorm(F.dropout(c_kv, 0.1)), k_pe
+
+
+@torch.library.custom_op("mla_fusion_test::own_scale", mutates_args=())
+def own_scale(x: Tensor) -> Tensor:
+    return x * 1.0
+
+
+@own_scale.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class OpaqueScale(Base):
+    """An operator of the model's own before RoPE of the query."""
+
+    def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return self.rotate(own_scale(q_pe), c, s)
+
+
 class OpaqueNorms(Base):
     norm = OpaqueNorm
 
@@ -430,6 +463,9 @@ REFUSED: dict[str, tuple[str, type[nn.Module]]] = {
     "layer_norm": ("norm.absent", LayerNormInstead),
     "latent_clamped": ("q_lora.interrupted", LatentClamped),
     "layer_norms": ("norm.absent", LayerNorms),
+    "latent_outliers_cut": ("step.choice", LatentOutliersCut),
+    "latent_dropout": ("step.random", LatentDropout),
+    "opaque_scale": ("step.unknown", OpaqueScale),
     "opaque_norms": ("norm.absent", OpaqueNorms),
     "no_norms": ("norm.absent", NoNorms),
     "rope_on_half": ("reader.latent", RopeOnHalfTheColumns),

@@ -107,7 +107,9 @@ def test_a_graph_that_the_pass_cannot_read_runs_as_it_is(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Finder, "find", find)
     model, args = s.PagedRotateHalf(), s.paged_args()
-    got, want = (compiled(model, clones(args), backend) for backend in (mf.backend(mf.Config(strict=False)), "aot_eager"))
+    got, want = (
+        compiled(model, clones(args), backend) for backend in (mf.backend(mf.Config(strict=False)), "aot_eager")
+    )
     assert [rejection.code for rejection in mf.reports()[-1].rejected] == ["pass.failed"]
     assert all(map(torch.equal, got, want))
 
@@ -166,6 +168,32 @@ def test_staging_forbidden() -> None:
     gm = graph_of(s.ComplexDense(), *s.dense_args())
     rejection = refused(gm, mf.Config(staging="never"))
     assert rejection.code == "cache.staging_forbidden"
+
+
+class FirstTokensHalved(near_misses.Base):
+    def latent(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        c_kv, k_pe = super().latent(x)
+        return c_kv, torch.cat([k_pe[:16] / 2, k_pe[16:]])
+
+
+def test_tokens_are_treated_differently() -> None:
+    args = s.paged_args(40)
+    for index in (0, 1, 2, 5):
+        torch._dynamo.mark_dynamic(args[index], 0)
+    rejection = refused(graph_of(FirstTokensHalved(), *args))
+    assert rejection.code == "tokens.mixed" and "one after the other" in rejection.message
+
+
+class SlotsLowered(near_misses.Base):
+    def slots(self, slots: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return slots - 1
+
+
+def test_slots_may_be_negative() -> None:
+    gm = graph_of(SlotsLowered(), *s.paged_args())
+    assert refused(gm, mf.Config(staging="never")).code == "slots.unproven"
+    (fusion,) = mf.explain(gm).fused
+    assert fusion.placement.startswith("staged: sub may be negative")
 
 
 def test_operator_cache_mode() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Graph, GraphModule
 
 import mla_fusion as mf
@@ -105,7 +105,9 @@ def test_code_that_cannot_be_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state(gm) == before
 
 
-@pytest.mark.parametrize("stage", [*(stage for stage in STAGES if stage != "lint"), *(f"boundary {stage}" for stage in OF_BOUNDARY)])
+@pytest.mark.parametrize(
+    "stage", [*(stage for stage in STAGES if stage != "lint"), *(f"boundary {stage}" for stage in OF_BOUNDARY)]
+)
 def test_a_compiled_model_runs_as_if_the_pass_were_not_there(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, args = s.Layers(), s.layers_args()
     want = compiled(model, clones(args), "aot_eager")
