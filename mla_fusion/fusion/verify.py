@@ -1,7 +1,8 @@
 """The second witness: the region and its replacement run on the same values, on CPU, and are compared row by row.
 
 It shares no notion of equality with recognition. The nodes of the graph are run as they are, dtypes and casts
-included, from leaves whose values are drawn (``region`` says which, ``draws`` how); the call is given what the graph's own nodes have computed for it, tables and slots among it.
+included, from leaves whose values are drawn (``region`` says which, ``draws`` how); the call is given what the graph's
+own nodes have computed for it, tables and slots among it.
 """
 
 from __future__ import annotations
