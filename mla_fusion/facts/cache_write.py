@@ -208,8 +208,9 @@ def _common_slot(view: View, block: Node, offset: Node, block_size: object) -> N
     shape = block.meta["val"].shape
     for candidate in nodes_between((), block):
         value = candidate.meta.get("val")
-        whole = isinstance(value, torch.Tensor) and same(math.prod(value.shape), math.prod(shape))
-        if whole and value.dtype in _INDICES and view.terms.number(candidate) == number:
+        if not isinstance(value, torch.Tensor) or value.dtype not in _INDICES:
+            continue
+        if same(math.prod(value.shape), math.prod(shape)) and view.terms.number(candidate) == number:
             return candidate
     return None
 

@@ -38,7 +38,7 @@ class ConeFacts:
 
     def absorb(self, projection: Projection) -> AbsorbFact | None:
         """``projection`` as the absorbed product of columns of this cone's product, or None."""
-        tokens = self.cone.tokens_kept
+        tokens = self.cone.token_proof
         if tokens:
             tokens.follow(nodes_between((), projection.weight))
             tokens.follow([projection.node])

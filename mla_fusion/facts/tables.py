@@ -32,10 +32,10 @@ def same_values(view: View, a: Node, b: Node) -> bool:
         return True
     common = {view.terms.number(node) for node in nodes_between((), a)}
     common &= {view.terms.number(node) for node in nodes_between((), b)}
-    between = [_between(view, node, common) for node in (a, b)]
-    if between[0] is None or between[1] is None:
+    of_a, of_b = _between(view, a, common), _between(view, b, common)
+    if of_a is None or of_b is None:
         return False
-    (atoms_a, steps_a), (atoms_b, steps_b) = between
+    (atoms_a, steps_a), (atoms_b, steps_b) = of_a, of_b
     if not (_keeps_tokens(atoms_a, steps_a, a) and _keeps_tokens(atoms_b, steps_b, b)):
         return False
     sides = ((a, atoms_a, steps_a), (b, atoms_b, steps_b))

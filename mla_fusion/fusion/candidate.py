@@ -236,7 +236,7 @@ class Finder:
         """Is any of these the value of its counterpart? (A layer may compute its query twice.)"""
         return any(map(self.view.same, some, others))
 
-    def _queries(self, facts: dict[Projection, ConeFacts]) -> tuple[list[QuerySide], NearMiss | None]:
+    def _queries(self, facts: Facts) -> tuple[list[QuerySide], NearMiss | None]:
         found, partial = [], None
         for down, cone in facts.items():
             for norm in cone.norms:
@@ -257,7 +257,7 @@ class Finder:
                     partial = NearMiss(Refuse("rope.absent", detail), (norm.node, absorbs[0][1].node))
         return found, partial
 
-    def _unabsorbed(self, facts: dict[Projection, ConeFacts], latent_dim: int) -> list[QuerySide]:
+    def _unabsorbed(self, facts: Facts, latent_dim: int) -> list[QuerySide]:
         """Normed latents whose projection is rotated in part; the rest, of it or of another projection, is q_nope."""
         found = []
         for down, cone in facts.items():
@@ -283,7 +283,7 @@ class Finder:
         joined = join_heads(self.view, found, self.reader.shrink)
         return [joined] if joined is not None else []
 
-    def _keys(self, facts: dict[Projection, ConeFacts]) -> list[KeySide]:
+    def _keys(self, facts: Facts) -> list[KeySide]:
         found = []
         for down, cone in facts.items():
             for operator in self.operators:

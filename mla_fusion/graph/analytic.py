@@ -106,7 +106,7 @@ class Steps:
         while op_name(inner) in ("aten::mul", "aten::div") and isinstance(inner.args[1], (int, float)):
             inner = _without_views(inner.args[0])
         if op_name(inner) in ("aten::sqrt", "aten::rsqrt"):
-            return self._is_sum_of_squares(inner.args[0], "")  # type: ignore[arg-type]
+            return isinstance(inner.args[0], Node) and self._is_sum_of_squares(inner.args[0], "")
         if op_name(inner) in ("aten::linalg_vector_norm", "aten::norm"):
             return self._are_distinct(inner.args[0], op_name(inner))
         if op_name(inner) not in ("aten::sum", "aten::mean") or not isinstance(inner.args[0], Node):
@@ -201,7 +201,7 @@ def _is_scaled(node: Node) -> bool:
 def _without_views(node: Any) -> Node:
     while isinstance(node, Node) and (is_view(node) or is_cast(node)) and isinstance(node.args[0], Node):
         node = node.args[0]
-    return node  # type: ignore[no-any-return]
+    return node
 
 
 def _what_it_picks(node: Node) -> str:

@@ -39,12 +39,12 @@ class Cone:
         product: Contraction,
         weight_is_left: bool,
         shrink: Shrink | None = None,
-        tokens: Tokens | None = None,
+        token_proof: Tokens | None = None,
         lead: Sequence[object] | None = None,
     ) -> None:
         """``lead``: the sizes of the token axes before any were merged, where they are not the product's own."""
         self.view = view
-        self.tokens_kept = tokens if tokens is not None else Tokens(shrink)
+        self.token_proof = token_proof if token_proof is not None else Tokens(shrink)
         self.mixed: Broken | None = None
         self.product = product
         self.shrink = shrink
@@ -56,7 +56,7 @@ class Cone:
         columns = [axis for axis, label in enumerate(product.out_labels) if label in weight]
         tokens = [axis for axis in range(len(shape)) if axis not in columns]
         self.all_tokens = _product(shape[axis] for axis in tokens)
-        self.tokens_kept.start(self.node, lead or [symbolic[axis] for axis in tokens], tokens)
+        self.token_proof.start(self.node, lead or [symbolic[axis] for axis in tokens], tokens)
         if shrink is not None:
             small = iter(shrink.lead([shape[axis] for axis in tokens]))
             shape = tuple(size if axis in columns else next(small) for axis, size in enumerate(shape))
@@ -109,11 +109,11 @@ class Cone:
 
     def _prove_tokens(self, aliases: Mapping[Node, Node], ordered: list[Node]) -> None:
         """Leave out the nodes in which tokens are mixed: what fewer tokens show of them does not hold of all."""
-        if not self.tokens_kept:
+        if not self.token_proof:
             return
-        self.tokens_kept.start_outside((*self.bases, *aliases))
-        self.tokens_kept.follow(ordered)
-        broken = {node: state for node in ordered if (state := self.tokens_kept.broken(node)) is not None}
+        self.token_proof.start_outside((*self.bases, *aliases))
+        self.token_proof.follow(ordered)
+        broken = {node: state for node in ordered if (state := self.token_proof.broken(node)) is not None}
         self.mixed = next((broken[node] for node in self.nodes if node in broken), None)
         self.nodes = [node for node in self.nodes if node not in broken]
         ordered[:] = [node for node in ordered if node not in broken]
@@ -155,7 +155,7 @@ class Cone:
 
     def moved(self, product: Contraction, move: Mapping[Node, Node]) -> Cone:
         """The cone of ``product``, which is this one with other nodes; the program is shared."""
-        self.tokens_kept.copy(move)
+        self.token_proof.copy(move)
         other = copy(self)
         other.product, other.node = product, product.node
         other.nodes = [move[node] for node in self.nodes]

@@ -276,8 +276,9 @@ def _refuse_symbolic_ends(node: Node, name: str) -> None:
     if not ends or not isinstance(source, Node):
         return
     axis = int(argument(node, "dim", 0))
-    whole = isinstance(value, torch.Tensor) and value.dim() == source.meta["val"].dim()
-    if not whole or not same(value.shape[axis], source.meta["val"].shape[axis]):
+    before = source.meta["val"].shape
+    whole = isinstance(value, torch.Tensor) and value.dim() == len(before) and same(value.shape[axis], before[axis])
+    if not whole:
         raise Unprobeable(f"{node.name} ({name}) takes a symbolic part")
 
 

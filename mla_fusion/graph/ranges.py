@@ -258,6 +258,11 @@ def _magnitude(of: Of, node: Node) -> Range:
     return (0.0 if low <= 0 <= high else min(abs(low), abs(high))), max(abs(low), abs(high))
 
 
+def _rectified(of: Of, node: Node) -> Range:
+    low, high = of(node.args[0])
+    return max(low, 0.0), max(high, 0.0)
+
+
 def _remainder(of: Of, node: Node) -> Range:
     """Of torch.remainder: the sign of the divisor; and the number itself where that is smaller."""
     (low, high), divisor = of(node.args[0]), of(node.args[1])
@@ -357,7 +362,7 @@ _RULES: dict[str, Callable[[Of, Node], Range]] = {
     "aten::maximum": _largest,
     "aten::minimum": _smallest,
     "aten::abs": _magnitude,
-    "aten::relu": lambda of, node: tuple(max(end, 0.0) for end in of(node.args[0])),  # type: ignore[return-value]
+    "aten::relu": _rectified,
     "aten::remainder": _remainder,
     "aten::bitwise_and": _masked,
     "aten::__and__": _masked,

@@ -12,7 +12,7 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _WIDENINGS = {torch.bfloat16: (torch.float32, torch.float64), torch.float32: (torch.float64,)}
 
-Term = tuple[Hashable, ...]
+Term = tuple[Any, ...]
 
 
 class Terms:
@@ -64,7 +64,7 @@ class Terms:
         """The number of ``s`` where the nodes are ``s // size`` and ``s % size``."""
         quotient, remainder = self.term(block), self.term(offset)
         fit = quotient[:1] == ("floordiv",) and remainder[:1] == ("mod",) and quotient[1:] == remainder[1:]
-        return quotient[1] if fit and quotient[2] == size else None  # type: ignore[return-value]
+        return quotient[1] if fit and quotient[2] == size else None
 
     # -- reading
 
@@ -104,10 +104,12 @@ class Terms:
 
     def _arithmetic(self, node: Node, name: str) -> int | None:
         """Sums, products, quotients and remainders of integers, where nothing is broadcast but a single number."""
-        operands = [self._operand(node, value) for value in node.args[:2]]
-        if len(operands) < 2 or operands[0] is None or operands[1] is None:
+        if len(node.args) < 2:
             return None
-        (a, first), (b, second) = operands
+        left, right = (self._operand(node, value) for value in node.args[:2])
+        if left is None or right is None:
+            return None
+        (a, first), (b, second) = left, right
         if name == "aten::add" and argument(node, "alpha", 1) == 1:
             return self._sum(a, first, b, second, node)
         if name == "aten::sub" and argument(node, "alpha", 1) == 1:
@@ -148,7 +150,7 @@ class Terms:
             return None
         term = self._terms[number]
         if term[0] == "literal":
-            return number, term[1]  # type: ignore[return-value]
+            return number, term[1]
         return (number, None) if _count(value) == _count(node) else None
 
     def _sum(self, a: int, first: int | None, b: int, second: int | None, node: Node) -> int:
@@ -159,7 +161,7 @@ class Terms:
         for whole, part in ((a, b), (b, a)):
             remainder = self._terms[part]
             if remainder[0] == "mod" and self._is_multiple(whole, remainder[1], remainder[2]):
-                return remainder[1]  # type: ignore[return-value]
+                return remainder[1]
         return self._intern(("add", *sorted((a, b)), _width(node)))
 
     def _difference(self, a: int, b: int, second: int | None, node: Node) -> int:
@@ -168,17 +170,17 @@ class Terms:
             return a
         if term[0] == "mul":
             for quotient, size in ((term[1], term[2]), (term[2], term[1])):
-                by = self._terms[size]  # type: ignore[index]
-                if by[0] == "literal" and self._terms[quotient] == ("floordiv", a, by[1]):  # type: ignore[index]
+                by = self._terms[size]
+                if by[0] == "literal" and self._terms[quotient] == ("floordiv", a, by[1]):
                     return self._intern(("mod", a, by[1]))
         return self._intern(("sub", a, b, _width(node)))
 
-    def _is_multiple(self, number: int, of: Hashable, size: Hashable) -> bool:
+    def _is_multiple(self, number: int, of: int, size: int) -> bool:
         """Is it ``(of // size) * size``?"""
         term = self._terms[number]
         if term[0] != "mul":
             return False
-        parts = {self._terms[part] for part in term[1:3]}  # type: ignore[index]
+        parts = {self._terms[part] for part in term[1:3]}
         return parts == {("floordiv", of, size), ("literal", size)}
 
     def _product(self, a: int, first: int | None, b: int, second: int | None, node: Node) -> int:

@@ -210,7 +210,7 @@ class TokenAxis:
         place, rank = self._place(node.args[0]), len(_shape(node))
         a, b = (0, rank - 1) if rank < 2 else (0, 1)
         if op_name(node) not in ("aten::t", "aten::t_copy", "aten::numpy_T"):
-            a, b = (axis % rank for axis in node.args[1:3])  # type: ignore[operator]
+            a, b = (int(axis) % rank for axis in node.args[1:3])  # type: ignore[arg-type]
         return replace(place, axis={a: b, b: a}.get(place.axis, place.axis))
 
     def _expanded(self, node: Node) -> _State:
@@ -328,7 +328,7 @@ class TokenAxis:
     def _indexed(self, node: Node) -> Place:
         """One axis, another than the tokens', by a row of literals."""
         place, indices = self._place(node.args[0]), node.args[1]
-        given = [axis for axis, index in enumerate(indices) if index is not None]  # type: ignore[arg-type,var-annotated]
+        given = [axis for axis, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
         flat = [len(_shape(indices[axis])) for axis in given]  # type: ignore[index]
         if flat != [1] or given[0] == place.axis:
             raise _Break(f"{node.name} ({node.target}) takes tokens by an index")
