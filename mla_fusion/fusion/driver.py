@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mla_fusion.config import Config
-from mla_fusion.fusion import contract, draw, origin, replace, rewrite, structure, transaction, verify, writes
+from mla_fusion.fusion import contract, draw, origin, proof, replace, rewrite, structure, transaction, verify, writes
 from mla_fusion.fusion.build import GraphBuilder, describe_attributes
 from mla_fusion.fusion.candidate import Candidate, Finder, NearMiss, search
 from mla_fusion.fusion.in_place import InPlaceSteps
@@ -181,7 +181,7 @@ class _Pass:
                 verified = self._verify(view, key, plan, region)
                 clock.stop("verify")
                 drawn = self._picture(key, partial(draw.fused, finder, plan))
-                ready.append((plan, self._fusion(plan, verified, drawn)))
+                ready.append((plan, self._fusion(view, plan, verified, drawn)))
                 continue
             except Refuse as reason:
                 refused = reason
@@ -268,7 +268,7 @@ class _Pass:
         self._verified[key] = where
         return outcome
 
-    def _fusion(self, plan: Plan, verified: Outcome | str, picture: int | None) -> Fusion:
+    def _fusion(self, view: View, plan: Plan, verified: Outcome | str, picture: int | None) -> Fusion:
         q, k = plan.candidate.query, plan.candidate.key
         x = plan.token_x.meta["val"]
         dims = {
@@ -295,6 +295,7 @@ class _Pass:
             compared="" if isinstance(verified, str) else verified.compared,
             source=origin.source(q.down.node),
             picture=picture,
+            proof=(*proof.lines(view, plan), verified if isinstance(verified, str) else verified.compared),
         )
 
     def _picture(self, key: object, draw_it: Callable[[], Picture | None]) -> int | None:

@@ -22,6 +22,7 @@ class Fusion:
     placement   "in place" (the kernel writes the model's caches) or "staged: <reason>"
     figures     per output, fused against unfused on seeded inputs; empty where ``verified`` says another
                 layer of equal structure stood for this one, or verification was off
+    proof       why the fusion is exact, a line for each fact, and last what verification compared
     compared    what verification ran: at how many tokens, on how many draws, how many outputs; empty where figures is
     picture     its place in ``Report.pictures``; layers of equal structure share one
     """
@@ -40,6 +41,7 @@ class Fusion:
     source: str = ""
     picture: int | None = None
     compared: str = ""
+    proof: tuple[str, ...] = ()
 
 
 @dataclass

@@ -85,6 +85,11 @@ class TokenAxis:
     def state(self, node: Node) -> _State:
         return self._states.get(node)
 
+    @property
+    def followed(self) -> int:
+        """In how many nodes it is known where the tokens stand."""
+        return sum(isinstance(state, Place) for state in self._states.values())
+
     def follow(self, nodes: Iterable[Node]) -> None:
         """Carry the axis through nodes in graph order; what comes in from elsewhere has been started."""
         for node in nodes:
@@ -436,6 +441,11 @@ class Tokens:
         """The step above the node, or at it, that does not keep the tokens apart."""
         states = (axis.state(node) for axis in self._axes.values())
         return next((state for state in states if isinstance(state, Broken)), None)
+
+    def summary(self) -> str:
+        """Which axes are tokens', and through how many nodes they were followed; "" where none had to be."""
+        axes = (f"axis of {axis.size}: followed through {axis.followed} nodes" for axis in self._axes.values())
+        return "; ".join(axes)
 
     def knows(self, node: Node) -> bool:
         """Is it known of every token axis where it stands in the node?"""
