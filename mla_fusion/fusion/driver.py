@@ -160,6 +160,7 @@ class _Pass:
         self._accepted: set[object] = set()
         self._verified: dict[object, str] = {}
         self._pictures: dict[object, int | None] = {}
+        self._proofs: dict[object, tuple[str, ...]] = {}
 
     def plans(self, builder_of: BuilderOf | None) -> list[tuple[Plan, Fusion]]:
         """What can be fused; what cannot goes to the report. Changes nothing."""
@@ -181,7 +182,7 @@ class _Pass:
                 verified = self._verify(view, key, plan, region)
                 clock.stop("verify")
                 drawn = self._picture(key, partial(draw.fused, finder, plan))
-                ready.append((plan, self._fusion(view, plan, verified, drawn)))
+                ready.append((plan, self._fusion(view, plan, key, verified, drawn)))
                 continue
             except Refuse as reason:
                 refused = reason
@@ -268,7 +269,13 @@ class _Pass:
         self._verified[key] = where
         return outcome
 
-    def _fusion(self, view: View, plan: Plan, verified: Outcome | str, picture: int | None) -> Fusion:
+    def _proof(self, view: View, plan: Plan, key: object) -> tuple[str, ...]:
+        """Equal for layers of equal structure, but for what each says of its slots."""
+        if key not in self._proofs:
+            self._proofs[key] = proof.lines(view, plan)
+        return (*self._proofs[key], proof.slots(plan))
+
+    def _fusion(self, view: View, plan: Plan, key: object, verified: Outcome | str, picture: int | None) -> Fusion:
         q, k = plan.candidate.query, plan.candidate.key
         x = plan.token_x.meta["val"]
         dims = {
@@ -295,7 +302,7 @@ class _Pass:
             compared="" if isinstance(verified, str) else verified.compared,
             source=origin.source(q.down.node),
             picture=picture,
-            proof=(*proof.lines(view, plan), verified if isinstance(verified, str) else verified.compared),
+            proof=(*self._proof(view, plan, key), verified if isinstance(verified, str) else verified.compared),
         )
 
     def _picture(self, key: object, draw_it: Callable[[], Picture | None]) -> int | None:

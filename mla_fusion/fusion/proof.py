@@ -15,7 +15,7 @@ from mla_fusion.graph.view import View
 
 
 def lines(view: View, plan: Plan) -> tuple[str, ...]:
-    """One line for each fact: its steps by class, the token axis, slots and tables."""
+    """One line for each fact: its steps by class, the token axis, the tables."""
     return tuple(_lines(view, plan))
 
 
@@ -34,7 +34,6 @@ def _lines(view: View, plan: Plan) -> Iterator[str]:
         yield f"W_uk: {_steps(q.up_nope.node, *ends)}, then a product of {q.absorb.heads} heads"
     yield f"tokens: {plan.candidate.tokens.summary() or 'all of them are probed'}"
     yield f"tables: {_tables(view, (*q.rope.cos, *q.rope.sin), (*k.cos, *k.sin))}"
-    yield f"slots: {_slots(plan)}"
 
 
 def _steps(start: Node, *ends: Node) -> str:
@@ -44,8 +43,8 @@ def _steps(start: Node, *ends: Node) -> str:
     inert = sum(kind_of(node) is Kind.CHOICE for node in between)
     moved = sum(kind_of(node) in (Kind.MOVEMENT, Kind.GATHER, Kind.WRITER) and not is_cast(node) for node in between)
     casts = sum(map(is_cast, between))
-    counted = ((analytic, "analytic steps"), (moved, "of movement"), (casts, "casts"), (inert, "choices that never pick"))
-    return ", ".join(f"{count} {what}" for count, what in counted if count) or "no steps"
+    counts = {"analytic steps": analytic, "of movement": moved, "casts": casts, "choices that never pick": inert}
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no steps"
 
 
 def _tables(view: View, of_query: Table, of_key: Table) -> str:
@@ -55,6 +54,11 @@ def _tables(view: View, of_query: Table, of_key: Table) -> str:
     if all(view.terms.same(a, b) for a, b in pairs):
         return "equal terms"
     return "equal on random values of what both are made of, by movement and analytic steps"
+
+
+def slots(plan: Plan) -> str:
+    """What non-negative slots rest on."""
+    return f"slots: {_slots(plan)}"
 
 
 def _slots(plan: Plan) -> str:

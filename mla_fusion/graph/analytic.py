@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import MODEL_FLOATS, argument, is_cast, is_getitem, is_view, kind_of, op_name
+from mla_fusion.graph.kinds import MODEL_FLOATS, argument, is_cast, is_getitem, is_view, kind_of, op_name, operator_of
 from mla_fusion.graph.operators import GATHER, PLACED_WRITERS, QUANTISING, Kind
 
 if TYPE_CHECKING:
@@ -49,7 +49,11 @@ class Steps:
 
         ``everywhere``: must roots and quotients keep to their domain of tables too, not of products alone?
         """
-        kind, name = kind_of(node), op_name(node)
+        entry = operator_of(node)
+        kind, name = entry.kind, entry.name
+        if (kind is Kind.MOVEMENT and not entry.cast) or (kind is Kind.ANALYTIC and name not in _LOOKED_AT):
+            return None  # most are such
+        kind = kind_of(node)
         if kind is Kind.RANDOM:
             return Barrier("step.random", f"{node.name} ({node.target}) draws random numbers")
         if kind in (Kind.OPAQUE, Kind.EFFECT):
@@ -264,6 +268,8 @@ _ARGUMENT_OF: dict[str, Callable[[Node], Any]] = {
     "aten::norm": _whole,
     "aten::std": _whole,
 }
+
+_LOOKED_AT = _ARGUMENT_OF.keys() | _SCALED_BY
 
 _INERT: dict[str, Callable[[Steps, Node], bool]] = {
     "aten::clamp": Steps._within,

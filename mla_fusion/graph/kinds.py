@@ -11,6 +11,7 @@ from mla_fusion.graph.operators import (
     COPYING_CASTS,
     FILLED,
     FILLED_WITH,
+    KNOWN,
     LENT,
     NO_OPERATOR,
     Kind,
@@ -29,9 +30,11 @@ MODEL_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 def operator_of(node: Node) -> Operator:
     """What the node calls; of a step in place that nobody else can see, the operator that makes a new tensor."""
-    if node.op != "call_function":
-        return NO_OPERATOR
-    entry = known(node.target)
+    entry = KNOWN.get(id(node.target))
+    if entry is None:
+        if node.op != "call_function":
+            return NO_OPERATOR
+        entry = known(node.target)
     return entry.functional if entry.functional is not None and _owns_its_target(node) else entry
 
 

@@ -286,13 +286,13 @@ class Operator:
 
 
 NO_OPERATOR = Operator(None)
-_OPERATORS: dict[int, Operator] = {}  # by id of the target, which its Operator keeps alive
+KNOWN: dict[int, Operator] = {}  # by id of the target, which its Operator keeps alive
 
 
 def known(target: Any) -> Operator:
     """The table's entry for a call target."""
-    found = _OPERATORS.get(id(target))
-    return found if found is not None else _OPERATORS.setdefault(id(target), Operator.describe(target))
+    found = KNOWN.get(id(target))
+    return found if found is not None else KNOWN.setdefault(id(target), Operator.describe(target))
 
 
 def _kind(target: Any, name: str, effect: bool) -> Kind:
