@@ -144,7 +144,7 @@ class GraphBuilder(Builder):
         self._results: dict[object, tuple[torch.Tensor, ...]] = {}
 
     def at(self, point: Node | None, meta: dict[str, Any]) -> None:
-        """Insert before ``point`` (None: at the end) from now on; new nodes take ``meta``: stack trace, module, stream."""
+        """Insert before ``point`` from now on, None: at the end; new nodes take ``meta`` (stack trace, stream)."""
         self._point, self._meta = point, meta
 
     def value(self, node: Node) -> Node:

@@ -291,7 +291,6 @@ class Finder:
         rows = "token" if count == cone.cone.tokens else "one" if count == 1 else "position"
         return (TableRun(base, "", 0, 1, width, 1.0, rows),)
 
-
 def _plain_side(down: Projection, down_rope: Projection, norm: NormFact, rope: RopeFact) -> KeySide:
     return KeySide(
         down,
