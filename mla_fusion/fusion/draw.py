@@ -318,3 +318,5 @@ def _described(value: Any) -> Iterator[str]:
 
 def _times(scale: float) -> str:
     return f", times {scale:g}" if scale != 1.0 else ""
+
+

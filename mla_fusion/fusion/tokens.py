@@ -35,15 +35,29 @@ def counts(view: View, plan: Plan, region: Region) -> Iterator[View]:
     symbolic = [size for size in lead if is_symbolic(size)]
     if symbolic:
         most = max((literal for node in region.nodes for literal in _literals(node)), default=0)
-        least = max(MANY, most + 2 if most < _MOST else 0)
-        binding = view.binding.raised(symbolic[-1], least)
-        if binding is not view.binding:
-            yield _with_room(view.bound(binding), plan, region)
+        wanted = max(MANY, most + 2 if most < _MOST else 0)
+        for least in (wanted, _rows(view, plan)):  # of a cache of few rows, as many tokens as it has slots
+            binding = view.binding.raised(symbolic[-1], least)
+            larger = _with_room(view.bound(binding), plan, region)
+            if binding is not view.binding and _tokens(larger, plan) <= _rows(larger, plan):
+                yield larger
+                return
+
+
+def _tokens(view: View, plan: Plan) -> int:
+    return math.prod(view.binding.shape(plan.token_x.meta["val"].shape[:-1]))
+
+
+def _rows(view: View, plan: Plan) -> int:
+    """How many slots there are; any number where the call writes no cache."""
+    if not isinstance(plan.caches, InPlace):
+        return 1 << 31
+    return math.prod(view.binding.shape(plan.caches.kv_shape[:2]))
 
 
 def kinds_at(view: View, plan: Plan, region: Region) -> tuple[str, ...]:
     """The draws to be made at these sizes."""
-    tokens = math.prod(view.binding.shape(plan.token_x.meta["val"].shape[:-1]))
+    tokens = _tokens(view, plan)
     is_second = any(map(is_symbolic, plan.token_x.meta["val"].shape[:-1])) and tokens >= MANY
     if tokens <= _COSTLY and not is_second:
         return KINDS
@@ -55,8 +69,7 @@ def _with_room(view: View, plan: Plan, region: Region) -> View:
     binding = view.binding
     if isinstance(plan.caches, InPlace):
         blocks, block_size = plan.caches.kv_shape[:2]
-        tokens = math.prod(binding.shape(plan.token_x.meta["val"].shape[:-1]))
-        binding = binding.roomier(blocks, -(-tokens // binding.size(block_size)))
+        binding = binding.roomier(blocks, -(-_tokens(view, plan) // binding.size(block_size)))
     for node in region.nodes:
         source, end = node.args[0] if node.args else None, argument(node, "end")
         if op_name(node) == "aten::slice" and isinstance(source, Node) and isinstance(end, Node):

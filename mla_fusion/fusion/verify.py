@@ -37,7 +37,8 @@ TOLERANCE = 2e-2
 TOLERANCE_QUANTISED = 4e-2
 # One row has as few as 64 elements, and a rounding of a large one weighs more in it.
 OF_A_ROW = 2.5
-_OF_ROUNDING = 6.0  # times the model's own rounding, where a row of small numbers is made of large ones
+_OF_ROUNDING = 6.0  # times what rounding can do to it, where a row of small numbers is made of large ones
+_STEP, _JITTERS = 2.0**-8, 4
 _CACHES = ("kv_cache", "kr_cache")
 _ROTATED = ("query_rope", "k_pe", "kr_cache")
 _SMALL_CACHE = 1 << 20  # elements up to which a cache is taken as it is
@@ -203,7 +204,8 @@ class _Witness:
             got = result.reshape(want.shape) if result.numel() == want.numel() else result
             if name == "kv_cache" and self.plan.kv_cache_quant_mode == 3:
                 want, got = (_unpacked(self.plan, value) for value in (want, got))
-            owner = torch.arange(math.prod(want.shape[:-1])).unsqueeze(-1).expand(-1, want.shape[-1])
+            width = want.shape[-1] if want.numel() != result.numel() else result.shape[-1]
+            owner = torch.arange(want.numel()) // width
         else:
             got = replace.arrange(builder, item, result)
             owner = replace.arrange(builder, item, _owners(result, 1 if "scale" in name else self.plan.lead_rank))
@@ -231,18 +233,29 @@ class _Witness:
     def _is_rounding(
         self, item: Replacement, want: torch.Tensor, wrong: torch.Tensor, rows_over: torch.Tensor, owner: torch.Tensor
     ) -> bool:
-        """Do these rows differ by no more than rounding has changed the model's own? Terms cancel, in a rotation say.
+        """Do these rows differ by no more than rounding does? Where terms cancel, in a rotation say, it weighs more.
 
-        The region is run in float64 on the same values: what the model's row is away from that is its rounding.
+        The region is run in float64 on the same values, and on x changed by about one step of bfloat16: how far a row
+        moves is what rounding can do to it. (What the model itself has lost in the row may happen to be nothing.)
         """
         region = self.region
         inputs = [*region.leaves, *region.twins]
         program = Program(inputs, region.nodes, self.view.binding, shrink=self._shrink)
-        exact = program.run([_wide(value) for value in self._given], [program.slot(item.node)])[program.slot(item.node)]
+        given = [_wide(value) for value in self._given]
+        slot = program.slot(item.node)
+        exact = program.run(given, [slot])[slot]
         if not isinstance(exact, torch.Tensor) or exact.shape != want.shape:
             return False
-        rounded, _ = _squares(exact, want, owner)
-        return bool((wrong[rows_over] <= (_OF_ROUNDING**2) * rounded[rows_over]).all())
+        moved, _ = _squares(exact, want, owner)
+        generator = torch.Generator().manual_seed(self._seed)
+        for _ in range(_JITTERS):
+            changed = list(given)
+            for place, leaf in enumerate(region.leaves):
+                if region.leaves[leaf] == "x" and changed[place].is_floating_point():
+                    noise = torch.randn(changed[place].shape, generator=generator, dtype=torch.float64)
+                    changed[place] = changed[place] * (1 + _STEP * noise)
+            moved = torch.maximum(moved, _squares(exact, program.run(changed, [slot])[slot], owner)[0])
+        return bool((wrong[rows_over] <= _OF_ROUNDING**2 * moved[rows_over]).all())
 
 
 class _Builder(TensorBuilder):
