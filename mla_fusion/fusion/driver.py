@@ -28,7 +28,7 @@ from mla_fusion.fusion.region import Region, cut_out
 from mla_fusion.fusion.rejection import Refuse, Rejection
 from mla_fusion.fusion.report import Fusion, Report, keep
 from mla_fusion.fusion.verify import Outcome
-from mla_fusion.graph import regions
+from mla_fusion.graph import empty_parts, regions
 from mla_fusion.graph.collector import paused
 from mla_fusion.graph.view import View
 
@@ -133,9 +133,10 @@ def _of_best_reading(gm: GraphModule, config: Config, builder: BuilderOf | None,
 
 
 def _readings(gm: GraphModule) -> Iterator[GraphModule]:
-    """The graph, its regions laid open; then with what was assembled in place as its parts, too."""
-    if regions.found(gm):
+    """The graph, regions laid open and empty parts dropped; then with what was assembled in place as its parts, too."""
+    if regions.found(gm) or empty_parts.found(gm.graph):
         gm = _laid_open(gm)
+        empty_parts.drop(gm.graph)
     yield gm
     if writes.found(gm.graph):
         apart = _laid_open(gm)

@@ -34,12 +34,23 @@ class Replacement:
 
 
 def live_users(node: Node) -> list[Node]:
-    """Users that matter: whoever only asks for a size, or is itself unread, does not."""
+    """Users that matter: whoever only asks for a size, keeps no element, or is itself unread, does not."""
     return [
         user
         for user in node.users
         if not is_symbolic(user.meta.get("val")) and (user.users or user.op == "output" or has_effect(user))
+        if not keeps_nothing(user)
     ]
+
+
+def keeps_nothing(node: Node) -> bool:
+    """Is the node a view without elements?"""
+    value = node.meta.get("val")
+    return is_view(node) and isinstance(value, torch.Tensor) and any(size == 0 for size in map(_plain, value.shape))
+
+
+def _plain(size: object) -> object:
+    return size if isinstance(size, int) else None
 
 
 def leads_only_to(starts: Iterable[Node], targets: Iterable[Node]) -> Node | None:

@@ -17,7 +17,7 @@ from mla_fusion.facts.unabsorbed import UnabsorbedFact
 from mla_fusion.fusion import verdict
 from mla_fusion.fusion.caches import CachePlanner
 from mla_fusion.fusion.candidate import Candidate, same_table
-from mla_fusion.fusion.outputs import Replacement, ValueTree, leads_only_to, live_users, quantised_rows
+from mla_fusion.fusion.outputs import Replacement, ValueTree, keeps_nothing, leads_only_to, live_users, quantised_rows
 from mla_fusion.fusion.plan import InPlace, Plan, Staged
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.kinds import borrows_only, has_effect, is_faithful_cast, is_getitem, is_reshape
@@ -217,11 +217,12 @@ class Planner:
         for product in sorted(region - cut, key=self.view.position.__getitem__):
             seen, stack = {product}, [product]
             while stack:
-                for user in live_users(stack.pop()):
+                node = stack.pop()
+                for user in (*live_users(node), *filter(keeps_nothing, node.users)):
                     if user in seen or user in stops:
                         continue
                     seen.add(user)
-                    if borrows_only(user):
+                    if borrows_only(user) or keeps_nothing(user):
                         borrowers[user] = None
                         continue
                     if user.op == "output" or has_effect(user) or self.view.ends_walk(user):
