@@ -16,6 +16,7 @@ from mla_fusion.graph.sizes import is_symbolic
 from mla_fusion.graph.view import View
 
 MANY = 131  # tokens of the second run where the number is symbolic: more than any block, and a prime
+_FEWEST = 17  # of one axis in that run
 _MOST = 600
 _COSTLY = 256  # tokens from which one draw holds ordinary rows and rows with outliers side by side
 
@@ -35,7 +36,8 @@ def counts(view: View, plan: Plan, region: Region) -> Iterator[View]:
     symbolic = [size for size in lead if is_symbolic(size)]
     if symbolic:
         most = max((literal for node in region.nodes for literal in _literals(node)), default=0)
-        wanted = max(MANY, most + 2 if most < _MOST else 0)
+        others = _tokens(view, plan) // view.binding.size(symbolic[-1])
+        wanted = max(-(-MANY // others), _FEWEST, most + 2)
         for least in (wanted, _rows(view, plan)):  # of a cache of few rows, as many tokens as it has slots
             binding = view.binding.raised(symbolic[-1], least)
             larger = _with_room(view.bound(binding), plan, region)
