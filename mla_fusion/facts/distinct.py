@@ -37,8 +37,7 @@ def repeats(view: View, slots: list[Node], trusting: Ranges) -> str:
         step = _merging_step(view, slots[0], trusting)
         return f"{step.name} may give two tokens one slot" if step is not None else ""
     block, place = slots
-    quotient, remainder = view.terms.term(block), view.terms.term(place)
-    if quotient[:1] == ("floordiv",) and remainder[:1] == ("mod",) and quotient[1:] == remainder[1:]:
+    if view.terms.are_apart(block, place):
         return ""
     step = _merging_step(view, _looked_up(block), trusting)
     return f"{step.name} may give two tokens one block" if step is not None else ""

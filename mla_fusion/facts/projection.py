@@ -133,17 +133,19 @@ def token_sizes(item: Projection) -> list[object] | None:
 
     ``[B, S]`` where the activation ``[B * S, He]`` is a view of ``[B, S, He]``; None where nothing above has more axes.
     """
-    rows = item.activation_labels[:-1]
-    if item.row_labels != item.token_labels or item.token_labels != rows:
+    shape = item.activation.meta["val"].shape
+    long = [label for label, size in zip(item.activation_labels, shape, strict=True) if not same(size, 1)]
+    rows = [label for label in item.row_labels if label in long]
+    if long[-1:] != list(item.summed) or long[:-1] != rows:
         return None
-    best = list(item.activation.meta["val"].shape[:-1])
+    best = [size for size in shape[:-1] if not same(size, 1)]
     for above in ancestry(item.activation):
         if not (is_reshape(above) or is_cast(above)) or not isinstance(above.args[0], Node):
             break
-        shape = above.args[0].meta["val"].shape
-        if not same(shape[-1], item.activation.meta["val"].shape[-1]):
+        sizes = [size for size in above.args[0].meta["val"].shape if not same(size, 1)]
+        if not sizes or not same(sizes[-1], shape[-1]):
             break
-        best = list(shape[:-1]) if len(shape) - 1 > len(best) else best
+        best = sizes[:-1] if len(sizes) - 1 > len(best) else best
     return best
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+import torch
 from torch.fx import Node
 
 from mla_fusion.facts.projection import Projection
@@ -28,8 +29,8 @@ def because_of_a_step(view: View, facts: Facts, ups: Iterable[Projection], miss:
     starts = [*(item.node for item in facts), *(item.node for item in ups)]
     for product in dict.fromkeys(starts):
         for node, barrier in _ends(view, product):
-            if barrier.code == "step.unknown" and miss.reason.code == "norm.absent":
-                continue  # the code says so
+            if miss.reason.code == "norm.absent" and (barrier.code == "step.unknown" or _is_statistic(node, product)):
+                continue  # it is no RMSNorm: the code says so
             reason = Refuse(barrier.code, f"{barrier.detail}; {miss.reason.detail}", (node, *miss.nodes[:1]))
             return replace(miss, reason=reason)
     return _mixed(facts, miss)
@@ -46,6 +47,12 @@ def _ends(view: View, product: Node) -> Iterator[tuple[Node, Barrier]]:
         read = {source for arg in node.all_input_nodes for source in view.sources(arg)}
         if read == {product} and _leads_on(view, node):
             yield node, barrier
+
+
+def _is_statistic(node: Node, product: Node) -> bool:
+    """Does the node hold less than a product's rows do?"""
+    values = [found.meta.get("val") for found in (node, product)]
+    return all(isinstance(value, torch.Tensor) for value in values) and str(values[0].shape) != str(values[1].shape)
 
 
 def _leads_on(view: View, start: Node) -> bool:

@@ -66,6 +66,19 @@ class Terms:
         fit = quotient[:1] == ("floordiv",) and remainder[:1] == ("mod",) and quotient[1:] == remainder[1:]
         return quotient[1] if fit and quotient[2] == size else None
 
+    def are_apart(self, block: Node, place: Node) -> bool:
+        """Are the nodes ``s // b`` and ``(s + k) % b``, either first, which tell any two different ``s`` apart?"""
+        quotient, remainder = self.term(block), self.term(place)
+        if quotient[0] == "mod":
+            quotient, remainder = remainder, quotient
+        if quotient[0] != "floordiv" or remainder[0] != "mod" or quotient[2] != remainder[2]:
+            return False
+        shifted = self._terms[remainder[1]]
+        parts = list(shifted[1:3]) if shifted[0] in ("add", "sub") else []
+        by_literal = any(self._terms[part][0] == "literal" for part in parts)
+        of = parts if shifted[0] == "add" else parts[:1]
+        return bool(remainder[1] == quotient[1] or (by_literal and quotient[1] in of))
+
     # -- reading
 
     def _intern(self, term: Term) -> int:
@@ -81,6 +94,9 @@ class Terms:
         source = node.args[0] if node.args else None
         if isinstance(source, Node) and (is_reshape(node) or (is_cast(node) and self._keeps_numbers(node, source))):
             return self._of.get(source, self._outside(source))
+        part = _part_of_stack(node)
+        if part is not None and part in self._of:
+            return self._of[part]
         if _is_integer(node):
             made = self._arithmetic(node, op_name(node))
             if made is not None:
@@ -215,6 +231,21 @@ class Terms:
         program = Program([], nodes_between((), node), self._view.binding)
         found = program.run([])[program.slot(node)]
         return int(found.reshape(())) if isinstance(found, torch.Tensor) and found.numel() == 1 else None
+
+
+def _part_of_stack(node: Node) -> Node | None:
+    """``stack([a, b])[0]`` is ``a``."""
+    source = node.args[0] if node.args else None
+    if op_name(node) != "aten::select" or not isinstance(source, Node) or op_name(source) != "aten::stack":
+        return None
+    index, parts = argument(node, "index"), source.args[0]
+    if not isinstance(index, int) or not isinstance(parts, (list, tuple)):
+        return None
+    rank = len(source.meta["val"].shape)
+    if int(argument(node, "dim", 0)) % rank != int(argument(source, "dim", 0)) % rank:
+        return None
+    part = parts[index]
+    return part if isinstance(part, Node) else None
 
 
 _SHIFTS = ("aten::bitwise_left_shift", "aten::__lshift__")
