@@ -27,8 +27,8 @@ STAGES: dict[str, tuple[Any, str, int]] = {
     "picture": (draw, "fused", 0),
     "verification": (verify, "compare", 0),
     "place": (rewrite, "prove", 4),
-    "first call": (replace, "call_kernel", 1),  # the first of all is made by verification
-    "last call": (replace, "call_kernel", 3),
+    "first call": (replace, "call_kernel", 3),  # the first ones are made by verification
+    "last call": (replace, "call_kernel", 5),
     "result": (replace, "fit", 12),
     "propagation": (build.GraphBuilder, "propagate", 8),
     "copy": (rewrite, "copied", 100),
