@@ -167,6 +167,13 @@ def _square(inner: Range) -> Range:
     return (0.0 if low <= 0 <= high else min(ends)), max(ends)
 
 
+def _product_added(of: Of, node: Node) -> Range:
+    """addcmul: a + value * b * c"""
+    a, b, c = node.args[:3]
+    product = _square(of(b)) if b is c else multiplied(of(b), of(c))
+    return _sum(of(a), _scaled(product, argument(node, "value", 1)))
+
+
 def _quotient(of: Of, node: Node) -> Range:
     if argument(node, "rounding_mode") is not None:
         return _floor_quotient(of, node)
@@ -318,6 +325,7 @@ _RULES: dict[str, Callable[[Of, Node], Range]] = {
     "aten::sub": _subtracted,
     "aten::neg": _negated,
     "aten::mul": _product,
+    "aten::addcmul": _product_added,
     "aten::div": _quotient,
     "aten::floor_divide": _floor_quotient,
     "aten::square": lambda of, node: _square(of(node.args[0])),
