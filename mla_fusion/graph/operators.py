@@ -354,11 +354,17 @@ def _vector_norm(node: Node, argument: Argument) -> Kind:
     return Kind.ANALYTIC if order in (2, 2.0, None) else Kind.CHOICE
 
 
+def _clamped_logit(node: Node, argument: Argument) -> Kind:
+    """With an epsilon it clamps first."""
+    return Kind.ANALYTIC if argument(node, "eps", None) is None else Kind.CHOICE
+
+
 _BY_ARGUMENTS: dict[str, Callable[[Node, Argument], Kind]] = {
     "aten::div": _division,
     "aten::divide": _division,
     "aten::linalg_vector_norm": _vector_norm,
     "aten::norm": _vector_norm,
+    "aten::logit": _clamped_logit,
 }
 
 
