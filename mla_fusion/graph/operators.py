@@ -169,6 +169,14 @@ _GATHER = _names(
     """
 )
 
+# Overloads of movement that are told their places by a tensor.
+_PLACED_BY_TENSOR = frozenset(
+    """
+    aten::narrow.Tensor aten::repeat_interleave.self_Tensor aten::repeat_interleave.Tensor
+    aten::tensor_split.tensor_indices_or_sections
+    """.split()
+)
+
 # The choices that quantisation to int8 is made of (facts/quantising.py says with which bounds).
 QUANTISING = _names(
     """
@@ -277,7 +285,7 @@ class Operator:
             mutates,
             effect,
             runs=(pure and kind is not Kind.RANDOM and name not in _LAYERS) or name in _NPU_TRANSPARENT,
-            view=name in VIEWS and not bits,
+            view=name in VIEWS and not bits and kind is not Kind.GATHER,
             reshape=name in RESHAPES and not bits,
             cast=name in CASTS,
             writer=name in WRITERS,
@@ -303,6 +311,8 @@ def _kind(target: Any, name: str, effect: bool) -> Kind:
         return Kind.EFFECT
     if getattr(target, "_overloadname", "") == "dtype" and name in VIEWS:
         return Kind.CHOICE  # a float's bits as integers are no analytic function of it
+    if f"{name}.{getattr(target, '_overloadname', '')}" in _PLACED_BY_TENSOR:
+        return Kind.GATHER
     if name in _LISTED:
         return _LISTED[name]
     if name.startswith("aten::") and _is_alias(target):
