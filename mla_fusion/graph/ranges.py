@@ -196,10 +196,18 @@ def _power(of: Of, node: Node) -> Range:
     if exponent % 2 == 0 and exponent > 0:
         return 0.0, math.inf
     if inner[0] >= 0 and exponent > 0:
-        return inner[0] ** exponent, inner[1] ** exponent if math.isfinite(inner[1]) else math.inf
+        return _raised(inner[0], exponent), _raised(inner[1], exponent)
     if inner[0] > 0:
-        return _inverse((inner[0] ** -exponent, inner[1] ** -exponent if math.isfinite(inner[1]) else math.inf))
+        return _inverse((_raised(inner[0], -exponent), _raised(inner[1], -exponent)))
     return UNBOUNDED
+
+
+def _raised(base: float, exponent: float) -> float:
+    """Of a base that is not negative; no float64 holds more than infinity."""
+    try:
+        return base**exponent
+    except OverflowError:
+        return math.inf
 
 
 def _root(of: Of, node: Node) -> Range:
