@@ -93,7 +93,10 @@ class Ranges:
         return float(bound.lower), float(bound.upper)
 
     def _of_constant(self, node: Node) -> Range:
-        program = Program([], nodes_between((), node), self._view.binding)
+        above = nodes_between((), node)
+        if any("::empty" in op_name(step) or "::new_empty" in op_name(step) for step in above):
+            return UNBOUNDED  # memory not yet written
+        program = Program([], above, self._view.binding)
         value = program.run([])[program.slot(node)]
         if not isinstance(value, torch.Tensor) or value.numel() == 0 or value.is_complex():
             return UNBOUNDED
