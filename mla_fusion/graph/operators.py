@@ -84,7 +84,7 @@ _OTHER_MOVEMENT = (
         _conj_physical conj_physical resolve_conj resolve_neg _neg_view atleast_1d atleast_2d atleast_3d ravel
         broadcast_to unfold pixel_shuffle pixel_unshuffle channel_shuffle meshgrid
         zeros ones full empty eye arange linspace scalar_tensor tensor zeros_like ones_like full_like empty_like
-        new_zeros new_ones new_full new_empty new_empty_strided fill fill_ zero broadcast_tensors
+        new_zeros new_ones new_full new_empty new_empty_strided fill zero broadcast_tensors
         prims::iota prims::broadcast_in_dim prims::transpose prims::squeeze _operator::getitem python::getitem
         """
     )
@@ -93,7 +93,7 @@ _OTHER_MOVEMENT = (
 
 CASTS = _names(
     """
-    _to_copy to type_as float bfloat16 half prims::convert_element_type npu::npu_dtype_cast npu::_npu_dtype_cast
+    _to_copy to type_as prims::convert_element_type npu::npu_dtype_cast npu::_npu_dtype_cast
     """
 )
 COPYING_CASTS = _names("_to_copy prims::convert_element_type")  # the others may give their input back
@@ -147,17 +147,17 @@ ELEMENTWISE_SCALING = _names("mul div neg")  # multiply elements one by one
 
 _CHOICE = _names(
     """
-    clamp clamp_min clamp_max clip relu relu6 relu_ hardtanh threshold where max min amax amin aminmax maximum minimum
+    clamp clamp_min clamp_max clip relu relu6 hardtanh threshold where max min amax amin aminmax maximum minimum
     fmax fmin abs absolute sign sgn signbit round floor ceil trunc fix frac fmod remainder floor_divide eq ne lt le gt
     ge equal greater greater_equal less less_equal not_equal logical_and logical_or logical_xor logical_not bitwise_and
     bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__
     __rshift__ isnan isinf isfinite isposinf isneginf nan_to_num sort topk argsort argmax argmin cummax cummin
-    masked_fill masked_select masked_scatter nonzero unique unique_consecutive _unique2 bucketize searchsorted
+    masked_fill masked_select nonzero unique_consecutive _unique2 bucketize searchsorted
     heaviside copysign hardshrink softshrink hardsigmoid hardswish leaky_relu elu celu selu prelu softplus hypot angle
     median nanmedian mode kthvalue quantile nanquantile nansum nanmean nextafter isclose any all count_nonzero cdist
     dist renorm max_pool1d max_pool2d max_pool3d frexp ldexp fake_quantize_per_tensor_affine log_sigmoid
-    log_sigmoid_forward logsigmoid gcd lcm cumprod digamma lgamma asin acos atan2 acosh atanh xlogy special_xlog1py
-    quantize_per_tensor quantize_per_channel dequantize tanhshrink softsign isreal isin
+    log_sigmoid_forward gcd lcm cumprod digamma lgamma asin acos atan2 acosh atanh xlogy special_xlog1py
+    quantize_per_tensor quantize_per_channel dequantize isreal isin
     python::lt python::le python::gt python::ge python::eq python::ne python::mod python::floordiv
     npu::npu_dynamic_quant npu::npu_quantize
     """
@@ -167,6 +167,14 @@ _GATHER = _names(
     """
     index _unsafe_index gather embedding index_select take take_along_dim _embedding_bag embedding_bag
     """
+)
+
+# Overloads of movement that are told their places by a tensor.
+_PLACED_BY_TENSOR = frozenset(
+    """
+    aten::narrow.Tensor aten::repeat_interleave.self_Tensor aten::repeat_interleave.Tensor
+    aten::tensor_split.tensor_indices_or_sections
+    """.split()
 )
 
 # The choices that quantisation to int8 is made of (facts/quantising.py says with which bounds).
@@ -277,7 +285,7 @@ class Operator:
             mutates,
             effect,
             runs=(pure and kind is not Kind.RANDOM and name not in _LAYERS) or name in _NPU_TRANSPARENT,
-            view=name in VIEWS and not bits,
+            view=name in VIEWS and not bits and kind is not Kind.GATHER,
             reshape=name in RESHAPES and not bits,
             cast=name in CASTS,
             writer=name in WRITERS,
@@ -303,6 +311,8 @@ def _kind(target: Any, name: str, effect: bool) -> Kind:
         return Kind.EFFECT
     if getattr(target, "_overloadname", "") == "dtype" and name in VIEWS:
         return Kind.CHOICE  # a float's bits as integers are no analytic function of it
+    if f"{name}.{getattr(target, '_overloadname', '')}" in _PLACED_BY_TENSOR:
+        return Kind.GATHER
     if name in _LISTED:
         return _LISTED[name]
     if name.startswith("aten::") and _is_alias(target):
@@ -354,11 +364,17 @@ def _vector_norm(node: Node, argument: Argument) -> Kind:
     return Kind.ANALYTIC if order in (2, 2.0, None) else Kind.CHOICE
 
 
+def _clamped_logit(node: Node, argument: Argument) -> Kind:
+    """With an epsilon it clamps first."""
+    return Kind.ANALYTIC if argument(node, "eps", None) is None else Kind.CHOICE
+
+
 _BY_ARGUMENTS: dict[str, Callable[[Node, Argument], Kind]] = {
     "aten::div": _division,
     "aten::divide": _division,
     "aten::linalg_vector_norm": _vector_norm,
     "aten::norm": _vector_norm,
+    "aten::logit": _clamped_logit,
 }
 
 

@@ -93,7 +93,10 @@ class Ranges:
         return float(bound.lower), float(bound.upper)
 
     def _of_constant(self, node: Node) -> Range:
-        program = Program([], nodes_between((), node), self._view.binding)
+        above = nodes_between((), node)
+        if any("::empty" in op_name(step) or "::new_empty" in op_name(step) for step in above):
+            return UNBOUNDED  # memory not yet written
+        program = Program([], above, self._view.binding)
         value = program.run([])[program.slot(node)]
         if not isinstance(value, torch.Tensor) or value.numel() == 0 or value.is_complex():
             return UNBOUNDED
@@ -203,10 +206,18 @@ def _power(of: Of, node: Node) -> Range:
     if exponent % 2 == 0 and exponent > 0:
         return 0.0, math.inf
     if inner[0] >= 0 and exponent > 0:
-        return inner[0] ** exponent, inner[1] ** exponent if math.isfinite(inner[1]) else math.inf
+        return _raised(inner[0], exponent), _raised(inner[1], exponent)
     if inner[0] > 0:
-        return _inverse((inner[0] ** -exponent, inner[1] ** -exponent if math.isfinite(inner[1]) else math.inf))
+        return _inverse((_raised(inner[0], -exponent), _raised(inner[1], -exponent)))
     return UNBOUNDED
+
+
+def _raised(base: float, exponent: float) -> float:
+    """Of a base that is not negative; no float64 holds more than infinity."""
+    try:
+        return base**exponent
+    except OverflowError:
+        return math.inf
 
 
 def _root(of: Of, node: Node) -> Range:
