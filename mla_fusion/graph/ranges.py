@@ -73,6 +73,8 @@ class Ranges:
                 source = source.args[0]
             inner = self.of(source, depth)
             return inner if _keeps_floats(node) else _whole(inner)
+        if is_getitem(node) and op_name(node.args[0]) in _SPREADS and node.args[1] == 0:  # type: ignore[arg-type]
+            return 0.0, math.inf
         rule = _RULES.get(op_name(node))
         if rule is not None:
             return rule(lambda value: self.of(value, depth), node)
@@ -126,6 +128,8 @@ def _whole(inner: Range) -> Range:
     low, high = inner
     return math.floor(low) if math.isfinite(low) else low, math.ceil(high) if math.isfinite(high) else high
 
+
+_SPREADS = frozenset(("aten::var_mean", "aten::std_mean"))  # whose first result is the spread
 
 Of = Callable[[Any], Range]
 
