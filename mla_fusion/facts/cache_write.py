@@ -92,7 +92,7 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | str:
         return slots
     trust = judge(view, slots.nodes, math.prod(paged[:2]))
     if isinstance(trust, Unproven):
-        return Unproven(f"{trust}; {name.partition('::')[2]} wraps a negative slot and the kernel skips it")
+        return Unproven(f"{trust}; the kernel skips negative slots and may keep either row of a repeated one")
     return WriteFact(writer, cache, value, slots, _whole(writer, cache), trust.inputs)
 
 

@@ -39,11 +39,11 @@ class Trust:
 
 
 class Unproven(str):
-    """Why slots may be negative."""
+    """Why slots may be negative, or the same for two tokens."""
 
 
 def judge(view: View, slots: Iterable[Node], rows: Any) -> Trust | Unproven:
-    """What non-negative ``slots`` of a cache of so many rows rest on, or why they may be negative."""
+    """What non-negative and distinct ``slots`` of a cache of so many rows rest on, or why they may be neither."""
     most = float(rows) - 1 if isinstance(rows, int) else float(_MANY_ROWS)
     trusting = Ranges(view, (0.0, most))
     trusted: list[Node] = []

@@ -26,6 +26,7 @@ _ABSENT = {
     "q_lora.absent": "normed query latent",
     "norm.gamma_absent": "gamma",
 }
+_OF_A_STEP = ("step.", "tokens.")  # codes whose first node is one step, at fault by itself
 _READERS = 4  # of a failing node, that are drawn
 _STEP_OF_OUTPUT = {"query": "absorb", "q_nope": "absorb", "query_rope": "RoPE q", "c_kv": "RMSNorm c_kv"}
 Labels = dict[Node, tuple[str, str]]  # what a tensor at the boundary is: role, and the kernel's argument
@@ -48,7 +49,7 @@ def rejected(finder: Finder, item: Candidate | NearMiss, code: str, nodes: Seque
     if isinstance(item, Candidate):
         region.claim_candidate(item)
     else:
-        region.claim_found(item.nodes)
+        region.claim_found((*item.nodes, *nodes[:1]) if code.startswith(_OF_A_STEP) else item.nodes)
     region.fail(code, nodes)
     if len(region.steps) > _MOST:
         return None
@@ -121,7 +122,7 @@ class _Region:
         by_node = {item.node: item for item in self.finder.projections}
         inside = set(nodes)
         while wanted:
-            for source in self.view.sources(wanted.pop()):
+            for source in self._products_behind(wanted.pop()):
                 found = by_node.get(source)
                 if found is None or source in products:
                     continue
@@ -143,6 +144,12 @@ class _Region:
                 if rope.node in inside:
                     self.claim(rope.node, "rope", f"RoPE {rope.node.name}", f"RoPE, heads {rope.heads}")
 
+    def _products_behind(self, node: Node) -> frozenset[Node]:
+        """The products that a node is made of; of a step at which the proof ends, those that its operands are."""
+        if node not in self.view.barriers:
+            return self.view.sources(node)
+        return frozenset[Node]().union(*(self.view.sources(read) for read in node.all_input_nodes))
+
     def fail(self, code: str, nodes: Sequence[Node]) -> None:
         """Mark the edges between the nodes at fault; where there are none, those into them, or to what is missing."""
         for node in nodes:
@@ -156,7 +163,8 @@ class _Region:
             tables = {node for node, (role, _) in self.steps.items() if role == "table"}
             self.failing |= {(table, user) for table in tables for user in table.users if user in self.steps}
         elif not self.failing:
-            for node in nodes[-1:] if code.startswith("norm") else nodes:
+            blamed = nodes[:1] if code.startswith(_OF_A_STEP) else nodes[-1:] if code.startswith("norm") else nodes
+            for node in blamed:
                 self.failing |= self._around(node, code.startswith(("reader", "contract", "token_x", "rope")))
 
     def _around(self, node: Node, outward: bool) -> set[tuple[Node, Node]]:

@@ -161,8 +161,8 @@ CODES: dict[str, tuple[str, str]] = {
         "Keep slices, joins and masks along the tokens out of the prologue, or compile for a fixed number of tokens.",
     ),
     "slots.unproven": (
-        "The cache slots may be negative, and the new rows may not be staged (Config.staging is 'never').",
-        "Give the slots as one input of the graph, clamp them from 0, or allow staging.",
+        "The cache slots may be negative or repeat, and the new rows may not be staged (Config.staging is 'never').",
+        "Give the slots as one input of the graph, or allow staging.",
     ),
     "stream.mixed": (
         "Nodes of the prologue carry different stream labels.",

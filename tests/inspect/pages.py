@@ -40,6 +40,15 @@ class Biased(nn.Module):
         return query, rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
 
 
+class Cut(Biased):
+    """One that cuts off large values of the key's latent before its norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_b.bias = None
+        self.kv_norm = nn.Sequential(nn.Hardtanh(-50, 50), self.kv_norm)  # type: ignore[assignment]
+
+
 class Unabsorbed(Biased):
     """One that multiplies no W_uk."""
 

@@ -86,6 +86,15 @@ def test_the_edge_at_fault():
     assert red == [(before.dots[wrong.start].name, "W_uq_qr")]
 
 
+def test_the_step_at_fault_hangs_on_the_product_that_it_reads():
+    report = pages.left(pages.Cut)
+    assert report.rejected[0].code == "step.choice"
+    before = report.pictures[report.rejected[0].picture].before
+    (wrong,) = [arrow for arrow in before.arrows if arrow.failing]
+    assert before.dots[wrong.end].name == report.rejected[0].nodes[0]
+    assert before.dots[wrong.start].role == "product"
+
+
 def test_what_is_absent_hangs_on_the_product():
     report = pages.left(pages.Unabsorbed)
     before = report.pictures[report.rejected[0].picture].before
