@@ -51,8 +51,10 @@ def _ends(view: View, product: Node) -> Iterator[tuple[Node, Barrier]]:
 
 def _is_statistic(node: Node, product: Node) -> bool:
     """Does the node hold less than a product's rows do?"""
-    values = [found.meta.get("val") for found in (node, product)]
-    return all(isinstance(value, torch.Tensor) for value in values) and str(values[0].shape) != str(values[1].shape)
+    held, whole = (found.meta.get("val") for found in (node, product))
+    if not isinstance(held, torch.Tensor) or not isinstance(whole, torch.Tensor):
+        return False
+    return str(held.shape) != str(whole.shape)
 
 
 def _leads_on(view: View, start: Node) -> bool:

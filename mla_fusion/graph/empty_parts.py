@@ -39,8 +39,9 @@ def _only_part(node: Node) -> Node | None:
     if len(parts) != 1:
         return None
     value, whole = parts[0].meta.get("val"), node.meta.get("val")
-    same = isinstance(value, torch.Tensor) and isinstance(whole, torch.Tensor) and value.dtype == whole.dtype
-    return parts[0] if same and str(value.shape) == str(whole.shape) else None
+    if not isinstance(value, torch.Tensor) or not isinstance(whole, torch.Tensor) or value.dtype != whole.dtype:
+        return None
+    return parts[0] if str(value.shape) == str(whole.shape) else None
 
 
 def _is_empty(node: Node) -> bool:
