@@ -65,6 +65,10 @@ CODES: dict[str, tuple[str, str]] = {
         "A projection is an addmm with alpha or beta other than 1.",
         "Scale the weight instead.",
     ),
+    "linear.symbolic": (
+        "A projection has as many columns as a number that is only known when the graph runs.",
+        "Mark the number static (torch._dynamo.mark_static, or dynamic=False): the heads of a kernel call are fixed.",
+    ),
     "linear.hidden": (
         "A layer of the prologue is an operator that nothing is known of, or a sum of products (an adapter, say).",
         "Use mm, linear or npu_quant_matmul, and merge adapters into the weights.",

@@ -13,6 +13,7 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.fusion.candidate import Candidate, same_table
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.program import Program, nodes_between
+from mla_fusion.graph.sizes import is_symbolic
 from mla_fusion.graph.view import View, ancestry
 
 _REGION_DTYPES = (torch.bfloat16, torch.float32, torch.complex64)
@@ -57,6 +58,10 @@ def _norms(candidate: Candidate) -> None:
 
 def _projections(view: View, candidate: Candidate) -> None:
     for item in projections(candidate):
+        out = zip(item.product.out_labels, item.node.meta["val"].shape, strict=True)
+        if any(is_symbolic(size) for label, size in out if label not in item.token_labels):
+            sizes = list(item.node.meta["val"].shape)
+            raise Refuse("linear.symbolic", f"{item.node.name} of shape {sizes}", (item.node, item.weight))
         bias = item.product.bias
         if bias is not None and item.product.factors[1] != 0.0 and not _is_zero(view, bias):
             raise Refuse("linear.bias", f"{item.node.name} adds {bias.name}", (item.node, bias))

@@ -184,6 +184,35 @@ def test_tokens_are_treated_differently() -> None:
     assert rejection.code == "tokens.mixed" and "takes some of the tokens" in rejection.message
 
 
+class SomeHeads(s.Prologue):
+    """The first heads of a larger weight: how many, a number says."""
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any) -> Any:
+        kv_cache, kr_cache, slots, heads = rest
+        q = self.q_a_layernorm(self.q_a_proj(x)) @ self.q_b_proj.weight[: heads * (s.D + s.DR)].T
+        q_nope, q_pe = q.view(-1, heads, s.D + s.DR).split([s.D, s.DR], -1)
+        c_kv, k_pe = self.latent(x)
+
+        def rotate(x: torch.Tensor) -> torch.Tensor:
+            x = s.hf_interleave(x)
+            return x * cos.unsqueeze(1) + s.rotate_half(x) * sin.unsqueeze(1)
+
+        query = torch.einsum("tnd,ndc->tnc", q_nope, self.w_uk()[:heads])
+        kv_cache.view(-1, s.HCKV)[slots] = c_kv
+        kr_cache.view(-1, s.DR)[slots] = rotate(k_pe.unsqueeze(1)).squeeze(1)
+        return query, rotate(q_pe)
+
+
+def test_a_symbolic_number_of_heads() -> None:
+    model, args = SomeHeads(4), s.paged_args()
+    run = torch.compile(model, backend=mf.backend(), fullgraph=True, dynamic=True)
+    with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
+        for heads in (2, 3):
+            given = clones(args)
+            torch.testing.assert_close(run(*given, heads), model(*clones(args), heads), rtol=2e-2, atol=2e-2)
+    assert [item.code for report in mf.reports() for item in report.rejected] == ["linear.symbolic"]
+
+
 class SlotsLowered(near_misses.Base):
     def slots(self, slots: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         return slots - 1
