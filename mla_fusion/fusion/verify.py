@@ -231,7 +231,7 @@ class _Witness:
     def _is_rounding(
         self, item: Replacement, want: torch.Tensor, wrong: torch.Tensor, rows_over: torch.Tensor, owner: torch.Tensor
     ) -> bool:
-        """Do these rows differ by no more than rounding has changed the model's own? Terms cancel, in a rotation say.
+        """Do these rows differ by no more than the model's own rounding error, which is large where terms cancel?
 
         The region is run in float64 on the same values: what the model's row is away from that is its rounding.
         """
