@@ -38,7 +38,7 @@ class Slots:
 class WriteFact:
     """``cache`` (a graph input), with rows of ``value`` at ``slots``, is ``result``.
 
-    trusted   inputs of the graph that are taken at their word: no slot that they hold is negative
+    trusted   inputs of the graph whose slots are assumed, not shown, to be non-negative
     """
 
     node: Node
@@ -190,7 +190,7 @@ def _slots(view: View, paged: tuple[Any, Any, int, object], base: Node, indices:
             return f"{base.name} is not seen as BlockNum * BlockSize rows"
         return Slots(indices[0])
     if len(indices) == 3 and len(rows) > 2 and same(rows[2], 1):
-        indices = indices[:2]  # of one head the index says nothing
+        indices = indices[:2]  # the third indexes an axis of size 1
     if len(indices) != 2 or not (same(rows[0], block_num) and same(rows[1], block_size)):
         return f"{base.name} is indexed by {len(indices)} tensors, which do not spell (block, offset)"
     block, offset = indices

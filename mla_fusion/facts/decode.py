@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from mla_fusion.graph.cone import Cone
 
-LARGE = 1.0e6  # scale at which the epsilon of a norm is lost in rounding, one of 1 too
+LARGE = 1.0e6  # scale of a probe at which no epsilon of a norm, up to 1, changes the result
 _CLOSE = 1.0e-9
 
 
@@ -163,7 +163,7 @@ class Decoder:
         return {node: torch.stack(each) for node, each in values.items()}
 
     def _steady(self, nodes: list[Node]) -> set[Node]:
-        """The nodes whose value no base has a part in, one that holds a single number included."""
+        """The nodes whose value does not change with any base, bases that hold a single number included."""
         again = self.cone.run(self.probe * LARGE, small_scalars(self.cone.draw(self.generator)), nodes)
         values = {node: again[self.cone.slot(node)] for node in nodes}
         return {node for node, value in values.items() if _is_real(value) and torch.equal(value, self._value(node))}

@@ -1,8 +1,8 @@
-"""Can two tokens have one slot? Which of two rows stays is a matter of order, and the kernel's is its own.
+"""Can two tokens have one slot? Which of their rows stays depends on the order of writing, and the kernel has its own.
 
-No two elements of an input are the same: that is its word, as that none is negative. Here is followed which steps keep
-different numbers different: sums with literals, products with them, (s // b) * b + s % b, entries of a table beside
-places in a block. A remainder or a quotient alone makes two numbers one.
+The elements of one integer input are assumed to be distinct. This module follows which steps keep different numbers
+different: sums with literals, products with them, (s // b) * b + s % b, an entry of a block table beside a place in
+the block. A remainder or a quotient alone may map two numbers to one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _of_sum(view: View, node: Node, name: str, operands: list[Node]) -> Node | N
 
 
 def _looked_up(node: Node) -> Node:
-    """Of an entry of a table, the table: which one is read, the position says."""
+    """Of an entry of a table, the table; which entry is read is left aside."""
     while (is_view(node) or is_cast(node) or op_name(node) in GATHER) and not is_getitem(node):
         source = node.args[0]
         if not isinstance(source, Node):

@@ -1,8 +1,9 @@
 """Per-token quantisation to int8: by npu_dynamic_quant, or by whatever plain nodes compute the same.
 
 ``values = round(rows * 127 / max|rows|)``, ``scale = max|rows| / 127``. Plain nodes are run on rows of many magnitudes,
-with the largest element of either sign first, last and elsewhere: a floor under the maximum that no normed row comes
-near does not show, any other number of steps, a truncation, a maximum over less or more than a row does.
+with the largest element of either sign first, last and elsewhere. Another number of steps, a truncation, or a maximum
+over less or more than a row changes the result. A floor under the maximum that no normed row comes near does not, and
+is allowed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The choices that a quantisation to int8 is made of, and no others.
 
 Values read off probes prove what movement and analytic steps compute. Rounding, saturating and taking the largest of a
-row are choices, and each is known: a probe on both sides of its bounds shows all that it does. A step that is none of
-these, or has other bounds, may do what no probe meets.
+row are choices, but known ones: probes on both sides of their bounds show all that they do. Any other choice, or one
+with other bounds, may do something that no probe shows.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[No
     other = _Draw(decoder.fresh_probe(), small_scalars(cone.draw(decoder.generator)), cone, candidates)
     found: list[NormFact] = []
     weighted: set[tuple[int, ...]] = set()
-    for node, reading in reversed(candidates.items()):  # the weight comes last; without it is no question then
+    for node, reading in reversed(candidates.items()):  # a weighted norm is found before the same without its weight
         fact = _check(cone, node, reading, drawn, other, weighted)
         if fact is not None:
             found.append(fact)
@@ -64,8 +64,8 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[No
     return [fact for fact in reversed(found) if fact.gamma is not None or fact.columns not in weighted]
 
 
-_SCALES = (1e-10, 1e-4, 1.0, 1e3)  # at the first, what is clamped away from zero shows
-_NOTHING = 1e-30  # a scale at which a norm is a line: as good as zero, where 0 / 0 would say nothing
+_SCALES = (1e-10, 1e-4, 1.0, 1e3)  # at the smallest, a clamp of the statistic away from zero has an effect
+_NOTHING = 1e-30  # a scale so small that the epsilon alone decides the norm; at zero itself both sides would be 0 / 0
 
 
 class _Draw:

@@ -1,7 +1,7 @@
 """Can slots be negative? The writers of a model wrap a negative slot to the end of the cache; the kernel skips it.
 
-Shown by ranges (a remainder by 16 is 0 to 15), or trusted: the word of one input of the graph, which the report lists.
-A choice between inputs, or a sum of them, is trusted with nothing: a buffer of -1 that pads a batch is an input too.
+That they are not is shown by ranges (a remainder by 16 is 0 to 15), or assumed of one input of the graph, which the
+report lists. Nothing is assumed of slots made of several inputs: one of them may be a buffer of -1 that pads a batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ARITHMETIC = frozenset(
 
 @dataclass(frozen=True)
 class Trust:
-    """``inputs`` of the graph are taken at their word: every slot that they hold is non-negative."""
+    """``inputs`` of the graph are assumed to hold non-negative slots alone."""
 
     inputs: tuple[Node, ...]
 
@@ -90,7 +90,7 @@ def _inputs(view: View, node: Node, trusted: Range) -> set[Node] | None:
 
 
 def _is_integers(node: Node) -> bool:
-    """A split, too; the masks that choose have no sign."""
+    """The results of a split count; masks do not, since they have no sign."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         return True

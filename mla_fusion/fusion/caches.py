@@ -275,7 +275,7 @@ def _staged(reason: str) -> Staged:
 
 
 def _in_ratio(scale: CacheScale | None, query: Int8Query | None) -> CacheScale | None:
-    """The scale of the cache as query_rope is brought to it; kc_scale takes the rest."""
+    """The scale of the cache as the query was multiplied by it; what is left of the factor goes to kc_scale."""
     return scale if scale is None or query is None else replace(scale, factor=scale.factor * query.ratio)
 
 

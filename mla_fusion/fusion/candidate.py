@@ -80,7 +80,7 @@ class Candidate:
 
     shrink   on how many tokens the facts were read
     tokens   where these stand in the nodes
-    others   the same prologue read otherwise: a latent may be normed, and be normed and doubled, at two nodes
+    others   the same prologue with other nodes for its parts: one node may hold the normed latent, another twice it
     """
 
     query: QuerySide

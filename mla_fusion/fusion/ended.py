@@ -1,4 +1,4 @@
-"""Where the proof of a prologue ended: the step behind which nothing is known, for reasons that would else be vague."""
+"""The step at which the proof of a prologue ended: a better reason than that a norm or a rotation was not found."""
 
 from __future__ import annotations
 

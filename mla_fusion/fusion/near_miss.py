@@ -1,4 +1,4 @@
-"""What keeps most of a prologue from being one: where no candidate is found, why not."""
+"""Where a graph has parts of a prologue and no candidate: what is missing or different."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Facts = Mapping[Projection, ConeFacts]  # of the projections of one x
 
 @dataclass(frozen=True)
 class NearMiss:
-    """Most of a prologue, and what keeps it from being one.
+    """Parts of a prologue, and why they are not one.
 
     score   how much of a prologue was found, from 0 to 1
     """

@@ -54,7 +54,7 @@ def _plain(size: object) -> object:
 
 
 def leads_only_to(starts: Iterable[Node], targets: Iterable[Node]) -> Node | None:
-    """The first node that keeps something of ``starts`` alive beside ``targets``; None where there is none."""
+    """The first node that reads ``starts`` for anything else than ``targets``; None: they lead to ``targets`` only."""
     stops = set(targets)
     nodes = [node for node in dict.fromkeys(starts) if node not in stops]
     for node in nodes:  # grows as it is walked

@@ -26,7 +26,7 @@ class InPlace:
     kv_scale, kr_scale   of int8 caches: both, per channel (kv_cache_quant_mode 2), or kv_scale, one value, where the
                          query is int8 too (mode 1)
     clip_alpha           of rows packed per tile (mode 3)
-    trusted              inputs of the graph whose word it is that no slot is negative
+    trusted              inputs of the graph whose slots are assumed, not shown, to be non-negative
     """
 
     kv_cache: Node

@@ -1,4 +1,4 @@
-"""Why a fusion is exact, in lines for the report: what each fact rests on."""
+"""Why a fusion is exact, as lines for the report: for each fact, what it was shown by."""
 
 from __future__ import annotations
 

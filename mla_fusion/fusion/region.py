@@ -1,7 +1,7 @@
 """The part of a graph that verification runs: from leaves, which are drawn, to all that a plan replaces or reads.
 
-Each node of the graph stands for itself. Nothing that recognition believes to be equal is taken for one value here,
-with one exception: integers that the graph computes twice, where :func:`same_integers` proves it.
+Two nodes are two values here, even where recognition holds them equal, with one exception: integers that the graph
+computes twice, where :func:`same_integers` proves them equal.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def same_elements(node: Node) -> Node:
 
 
 def _leaf_of_x(plan: Plan) -> Node:
-    """The higher one of what the call reads as its tokens and what the region's projections do."""
+    """Of the x that the call reads and the x that the projections read, the one from which the other is computed."""
     origin, above = plan.candidate.query.down.origin, [plan.token_x]
     for node in above:  # grows as it is walked
         if node is origin:

@@ -169,7 +169,7 @@ _MADE_FROM = {  # of what a borrower is called with, the sizes and the number ar
 
 
 def lend(b: Builder, plan: Plan, borrower: Node) -> Any:
-    """What the borrower makes, with the device taken from x instead of a value that goes away."""
+    """What the borrower makes, with its device taken from x instead of from a value that is replaced."""
     value = borrower.meta["val"]
     new = _MADE_FROM.get(op_name(borrower), aten.new_empty)
     number = [argument(borrower, "fill_value")] if new is aten.new_full else []

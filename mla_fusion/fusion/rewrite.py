@@ -1,4 +1,4 @@
-"""Prove that a call can stand somewhere; write the graph anew with the calls in place of what they replace."""
+"""Find a place in the graph where a call can go; write a new graph with the calls in place of what they replace."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
 
 
 def clean(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
-    """Drop what is dead in the whole graph where an unread sibling has kept a product of a region; then lint."""
+    """Eliminate dead code where a product of a region is still in the graph, kept by a node nobody reads; then lint."""
     graph = builder.gm.graph
     if any(item.node in builder.copies for plan in plans for item in projections(plan.candidate)):
         graph.eliminate_dead_code()

@@ -1,4 +1,4 @@
-"""What a token has a row of: RoPE tables, slots, buffers for new rows."""
+"""Tensors with a row for each token: RoPE tables, slots, buffers for new rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in for a value may lie otherwise in memory: a view of it may have to become a reshape.
+"""A replacement may have other strides than the value it replaces: a view of it may have to become a reshape.
 
 A query that the model rotated head by head was dense with heads first; the kernel's is dense with tokens first, and
 handed on permuted. The graph's views were traced for the former.

@@ -233,7 +233,7 @@ class _Witness:
     def _is_rounding(
         self, item: Replacement, want: torch.Tensor, wrong: torch.Tensor, rows_over: torch.Tensor, owner: torch.Tensor
     ) -> bool:
-        """Do these rows differ by no more than rounding does? Where terms cancel, in a rotation say, it weighs more.
+        """Do these rows differ by no more than the model's own rounding error, which is large where terms cancel?
 
         The region is run in float64 on the same values, and on x changed by about one step of bfloat16: how far a row
         moves is what rounding can do to it. (What the model itself has lost in the row may happen to be nothing.)

@@ -1,4 +1,4 @@
-"""Values that a model assembles in place, as what they are made of.
+"""Values that a model assembles in place, read as joins of their parts.
 
 ``q[..., D:] = rope(q[..., D:])`` becomes, once functional, a slice, a scatter over the whole of q, and views of both.
 What the result holds is q's first columns beside the rotated ones; whoever reads a part of it reads one of the two.

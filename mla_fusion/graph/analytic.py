@@ -1,8 +1,8 @@
-"""What a step does to a proof: nothing where it moves elements or is analytic, or it ends what probes can show.
+"""Can a proof go on behind a step? It can where the step moves elements or is analytic; else the proof ends there.
 
 An operator's class is in the table; here the operands are looked at. A root, a logarithm or a quotient is analytic
 where its argument keeps its sign: ``sqrt((v - 100) ** 2)`` is ``abs(v - 100)``, a choice. A choice whose outcome is the
-same for every input is none: ``clamp_min(0)`` of a sum of squares, ``where`` with a mask of literals.
+same for every input does not end a proof: ``clamp_min(0)`` of a sum of squares, ``where`` with a mask of literals.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mla_fusion.graph.view import View
 
 FLOOR = 1e-10  # a floor under a norm that no row of bfloat16 numbers comes near (F.normalize: 1e-12)
-_DISTINCT = 3  # squares of so many distinct elements vanish together on a set that parts no domain
+_DISTINCT = 3  # elements from which on the zeros of their sum of squares leave the domain connected
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Steps:
     # -- analytic where it is defined
 
     def _singular(self, node: Node, name: str, everywhere: bool) -> str:
-        """Why an analytic operator may leave the domain in which it is one function, or ""."""
+        """Why the argument of an analytic operator may cross a point where the operator is not analytic, or ""."""
         argued = _ARGUMENT_OF.get(name)
         by = argued(node) if argued is not None else None
         if not isinstance(by, Node) or not (everywhere or self._view.depends_on_products(by)):
@@ -154,7 +154,7 @@ class Steps:
             return Barrier("step.choice", f"what {moved} by {node.name} ({node.target}) depends on the values of {by}")
         return None
 
-    # -- choices that are none
+    # -- choices that never pick
 
     def _is_inert(self, node: Node, name: str) -> bool:
         rule = _INERT.get(name)

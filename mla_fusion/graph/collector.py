@@ -1,4 +1,4 @@
-"""Python's cycle collector, paused while a large graph is made or changed: nothing to collect, much to look at."""
+"""Python's cycle collector, paused while a large graph is made or changed: it would traverse all nodes for nothing."""
 
 from __future__ import annotations
 

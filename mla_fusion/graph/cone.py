@@ -108,7 +108,7 @@ class Cone:
         self._slots = {node: self.program.slot(node) for node in (self.node, *self.bases, *aliases, *ordered)}
 
     def _prove_tokens(self, aliases: Mapping[Node, Node], ordered: list[Node]) -> None:
-        """Leave out the nodes in which tokens are mixed: what fewer tokens show of them does not hold of all."""
+        """Leave out the nodes in which tokens are mixed: what fewer tokens show does not hold for all."""
         if not self.token_proof:
             return
         self.token_proof.start_outside((*self.bases, *aliases))
@@ -119,7 +119,7 @@ class Cone:
         ordered[:] = [node for node in ordered if node not in broken]
 
     def _is_literal(self, side: Node) -> bool:
-        """Signs, masks, one number: what no table can be. Angles of positions that the graph counts itself can."""
+        """Signs, masks or one number, made of literals: no table. (A table may be made of an arange.)"""
         if not self.view.is_constant(side):
             return False
         base = peel_table(side)
@@ -139,7 +139,7 @@ class Cone:
         return rows > 0 and self.tokens % rows == 0
 
     def _is_padded(self, base: Node) -> bool:
-        """Ones and zeros beside a table: heads are rotated whole, and what is q_nope stays as it is."""
+        """A table padded with ones and zeros: whole heads are rotated, and their q_nope columns do not change."""
         return op_name(base) == "aten::cat" and any(self.view.is_constant(arg) for arg in base.all_input_nodes)
 
     def _parts(self, base: Node) -> list[Node]:

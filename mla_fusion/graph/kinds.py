@@ -29,7 +29,7 @@ MODEL_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def operator_of(node: Node) -> Operator:
-    """What the node calls; of a step in place that nobody else can see, the operator that makes a new tensor."""
+    """What the node calls; of an in-place step on a tensor that nothing else reads, the functional form."""
     entry = KNOWN.get(id(node.target))
     if entry is None:
         if node.op != "call_function":

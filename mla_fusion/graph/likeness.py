@@ -1,4 +1,4 @@
-"""Is the cone of a product that of another one, node by node? Equal layers are then read once.
+"""Are the cones of two products equal node by node? Then one of them is read, and its facts hold for both.
 
 A cone has a program, and programs could be compared; but walking two cones side by side costs a quarter of compiling
 the second.

@@ -117,7 +117,7 @@ class Step:
                 args[place] = _fill(args[place], memory)
             kwargs = _fill(self.kwargs, memory) if self._is_keyed else self.kwargs
             return self.call(*args, **kwargs)
-        except Exception as error:  # any operator may refuse a probe; that is an answer, not a crash
+        except Exception as error:  # any operator may refuse a probe; the value is then a Failed
             return Failed(f"{self.name}: {error}")
 
 
@@ -270,7 +270,7 @@ class Program:
 
 
 def _refuse_symbolic_ends(node: Node, name: str) -> None:
-    """How much of a probe a slice with symbolic ends takes says nothing of what it takes of other sizes."""
+    """A slice with symbolic ends takes a part of a probe that depends on the probe's size, so it is not run."""
     ends = [arg for arg in (*node.args[1:], *node.kwargs.values()) if isinstance(arg, Node)]
     value, source = node.meta.get("val"), node.args[0]
     if not ends or not isinstance(source, Node):

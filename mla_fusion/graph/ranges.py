@@ -1,7 +1,7 @@
 """Between which numbers every element of a node lies, whatever the graph's inputs hold: interval arithmetic.
 
 From literals, lifted constants and what operators do for any input: a square is never negative, a cosine never above 1.
-What is not known is unbounded. NaN is left aside: where a graph computes one, so does the kernel.
+What is not known is unbounded. NaN is left out of account: where a graph computes one, so does the kernel.
 """
 
 from __future__ import annotations

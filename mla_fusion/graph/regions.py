@@ -1,7 +1,7 @@
-"""Regions of a graph, laid open: layers traced once and called, bodies under a switched-off grad or autocast mode.
+"""Regions inlined: layers that were traced once and are called, bodies under a switched-off grad or autocast mode.
 
 A region is one node that calls a graph of its own, so nothing of a prologue inside it can be seen. It is called
-once and unconditionally: its nodes may as well stand where the call does.
+once and unconditionally, so its nodes can take the place of the call.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Fewer tokens than the graph has: a static prefill of 4,096 tokens is probed with five.
 
 The token axis is one factor of each shape. Operators that name sizes (view, expand) are given sizes in which
-that factor is replaced; where it stands after a view follows from its stride. A wrong guess cannot pass for a
-fact, it only makes a step fail: shapes no longer fit, or values no longer decode. Verification of a fusion runs
-at full size.
+that factor is replaced; where it stands after a view follows from its stride. Where that is wrong, a step fails,
+since shapes no longer fit. That few tokens stand for all is shown by :mod:`mla_fusion.graph.tokens`; verification
+of a fusion runs at full size.
 """
 
 from __future__ import annotations

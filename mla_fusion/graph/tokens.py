@@ -29,7 +29,7 @@ Shape = Sequence[Size]
 
 @dataclass(frozen=True)
 class Place:
-    """The tokens stand in ``axis``, together with ``inner`` other elements that change faster than the token does."""
+    """The tokens are in ``axis``, which may also hold ``inner`` other elements for each token (as rows of [T * N])."""
 
     axis: int
     inner: Any = 1  # int, or a sympy expression

@@ -156,7 +156,7 @@ class View:
         others = [arg for arg in node.all_input_nodes if arg is not base]
         if not isinstance(base, Node):
             return False
-        if op_name(node) == "aten::copy":  # takes no more than a shape from what it overwrites
+        if op_name(node) == "aten::copy":  # only the shape of what it overwrites matters
             return True
         return base in self._constant or any(self._sources[base] & self._sources[arg] for arg in others)
 
@@ -202,12 +202,12 @@ class View:
         return bool(self._sources[node])
 
     def ends_walk(self, node: Node) -> bool:
-        """Is the node a product, or a step of which nothing is known? (A choice is known, and reads no more.)"""
+        """Is the node a product, or a barrier other than a choice?"""
         barrier = self.barriers.get(node)
         return node in self._sources[node] and (barrier is None or barrier.code != "step.choice")
 
     def step_ends_proof(self, node: Node) -> bool:
-        """Would facts end at the node, if it were made of a product? (Inputs are no steps.)"""
+        """Would the node be a barrier if it were made of a product? (An input never is.)"""
         return node.op == "call_function" and self._steps.barrier(node, everywhere=True) is not None
 
     def reaches(self, source: Node, node: Node) -> bool:
@@ -353,7 +353,7 @@ def is_sign_constant(node: Node) -> bool:
 
 
 def is_number(node: Node) -> bool:
-    """A lifted ``torch.tensor(1e-6)``: what tracing wrote down, which a buffer of the model is not."""
+    """A lifted ``torch.tensor(1e-6)``, a constant of the trace; a buffer of the model may be written between calls."""
     value = node.meta.get("val")
     copied = all(op_name(user) in ("aten::lift_fresh_copy", "aten::lift_fresh") for user in node.users)
     return copied and isinstance(value, torch.Tensor) and value.dim() == 0
