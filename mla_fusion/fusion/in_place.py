@@ -8,6 +8,7 @@ depends on the order in which nodes stand, which moving a computation into one c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 import torch
 from torch.fx import Node
@@ -33,18 +34,27 @@ class InPlaceSteps:
                 for target in _written(step):
                     self._on.setdefault(_memory(target), []).append((step, target))
 
+    @cached_property
+    def _between_reads(self) -> dict[object, list[tuple[Node, Node]]]:
+        """By the memory, the steps that do not just end the graph: of a functionalised one there are none."""
+        found = {
+            memory: [(step, target) for step, target in steps if not _is_epilogue(self._view, step, memory)]
+            for memory, steps in self._on.items()
+        }
+        return {memory: steps for memory, steps in found.items() if steps}
+
     def judge(self, plan: Plan, region: Region) -> None:
         """Raise ``Refuse("graph.not_functional")`` where a step changes memory that the region or the call reads.
 
         Two kinds of steps do no harm: those after which nobody reads that memory but other such steps and the output,
         and the writes by which the model itself puts the new rows into the caches of the plan.
         """
-        if not self._on:
+        if not self._between_reads:
             return
         own = _own_writes(plan)
         for memory in dict.fromkeys(map(_memory, (*region.leaves, *region.nodes))):
-            for step, target in self._on.get(memory, ()):
-                if step not in own and not _is_epilogue(self._view, step, memory):
+            for step, target in self._between_reads.get(memory, ()):
+                if step not in own:
                     raise Refuse("graph.not_functional", f"{step.name} changes {target.name}", (step, target))
 
 

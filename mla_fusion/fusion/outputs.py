@@ -12,7 +12,17 @@ from torch.fx import Node
 from mla_fusion.facts import dynamic_quant
 from mla_fusion.facts.dynamic_quant import DynamicQuant
 from mla_fusion.fusion.rejection import Refuse
-from mla_fusion.graph.kinds import borrows_only, has_effect, is_faithful_cast, is_reshape, is_view, is_writer
+from mla_fusion.graph.kinds import (
+    borrows_only,
+    has_effect,
+    is_faithful_cast,
+    is_getitem,
+    is_reshape,
+    is_view,
+    is_writer,
+    op_name,
+)
+from mla_fusion.graph.operators import SELECTIONS
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.sizes import is_symbolic
@@ -44,13 +54,12 @@ def live_users(node: Node) -> list[Node]:
 
 
 def keeps_nothing(node: Node) -> bool:
-    """Is the node a view without elements?"""
+    """Is the node a slice without elements?"""
+    source = node.args[0] if is_getitem(node) else node
+    if not isinstance(source, Node) or op_name(source) not in SELECTIONS:
+        return False
     value = node.meta.get("val")
-    return is_view(node) and isinstance(value, torch.Tensor) and any(size == 0 for size in map(_plain, value.shape))
-
-
-def _plain(size: object) -> object:
-    return size if isinstance(size, int) else None
+    return isinstance(value, torch.Tensor) and any(isinstance(size, int) and size == 0 for size in value.shape)
 
 
 def leads_only_to(starts: Iterable[Node], targets: Iterable[Node]) -> Node | None:
