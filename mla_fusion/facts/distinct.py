@@ -50,6 +50,11 @@ def _merging_step(view: View, node: Node, trusting: Ranges) -> Node | None:
             return None
         if view.is_constant(node):
             return None if _are_distinct(view, node) else node
+        if op_name(node) in GATHER:
+            *_, index = node.all_input_nodes
+            step = _merging_step(view, index, trusting) if index is not node.args[0] else None
+            if step is not None:
+                return step  # the same entry may be read for two tokens
         following = _following(view, node, trusting)
         if following is None:
             return node

@@ -23,6 +23,7 @@ from mla_fusion.fusion.outputs import Replacement, ValueTree, leads_only_to, liv
 from mla_fusion.fusion.plan import InPlace, Staged
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.kinds import is_faithful_cast, is_getitem, is_reshape
+from mla_fusion.graph.program import nodes_between
 from mla_fusion.graph.sizes import same_shape
 from mla_fusion.graph.view import View
 from mla_fusion.meta import limits
@@ -99,6 +100,7 @@ class CachePlanner:
             codes.reshape(-1).long(), torch.arange(codes.numel())
         ):
             return f"{value.name} does not hold the rows in token order", None
+        self._check_order(users[0])
         quantised = row_quant.find(self.view, value)
         if quantised is None:
             return cache_write.find(self.view, users[0], value), None
@@ -106,6 +108,13 @@ class CachePlanner:
         if len(writers) != 1:
             return f"{quantised.node.name} is read by {', '.join(user.name for user in writers)}", None
         return cache_write.find(self.view, writers[0], quantised.node), quantised.scale
+
+    def _check_order(self, writer: Node) -> None:
+        """The kernel writes before its query can say where to."""
+        made = self.candidate.query.down.node
+        for index in _integers(writer):
+            if self.view.depends_on_products(index) and made in nodes_between((), index):
+                raise Refuse("order.cycle", f"{index.name} is needed by the kernel before it can exist", (index,))
 
     def _as_quantised(self, kv: CacheScale | None, kr: CacheScale | None) -> Int8Query | str | None:
         """The query that goes with caches scaled so (None: in bfloat16), or why they are no mode of the kernel.
@@ -268,6 +277,15 @@ class CachePlanner:
         if others:
             raise Refuse("cache.view_of_input", f"{others[0].name} also reads {found.name}", (others[0], found))
         return found
+
+
+def _integers(writer: Node) -> list[Node]:
+    """The operands of a writer that say where rows go."""
+    values = ((node, node.meta.get("val")) for node in writer.all_input_nodes)
+    return [node for node, value in values if isinstance(value, torch.Tensor) and value.dtype in _INDICES]
+
+
+_INDICES = (torch.int32, torch.int64)
 
 
 def _staged(reason: str) -> Staged:
