@@ -98,8 +98,8 @@ class TokenAxis:
                 self._states.setdefault(other, self._states[node])
 
     def _after(self, node: Node) -> _State:
-        if filled_with(node) is not None:
-            return SAME
+        if filled_with(node) is not None or is_symbolic(node.meta.get("val")):
+            return SAME  # a size is one for all tokens
         states = [self._states.get(arg) for arg in node.all_input_nodes]
         for state in states:
             if isinstance(state, Broken):
