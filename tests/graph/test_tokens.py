@@ -24,11 +24,11 @@ Step = Callable[..., Any]
 WIDTH = 8
 
 
-def states(graph: View, place: Place = Place(0)) -> tuple[TokenAxis, list[Node]]:
+def states(graph: View) -> tuple[TokenAxis, list[Node]]:
     """The axis of the first input's tokens, followed through a graph of steps, and what the graph returns."""
     first, *others = inputs(graph)
-    axis = TokenAxis(first.meta["val"].shape[place.axis])
-    axis.start(first, place)
+    axis = TokenAxis(first.meta["val"].shape[0])
+    axis.start(first, Place(0))
     for other in others:
         axis.start_outside(other)
     axis.follow(graph.nodes)
