@@ -84,7 +84,11 @@ def test_what_computes_is_an_origin_of_its_own(step: Callable[[Tensor], Tensor])
 
 
 def test_a_product_of_two_activations_is_none() -> None:
-    graph = view(lambda x, w: (x @ w) @ (x @ w).t(), floats(TOKENS, HE), floats(HE, WIDTH))
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        rows = x @ w
+        return rows @ rows.t()
+
+    graph = view(fn, floats(TOKENS, HE), floats(HE, WIDTH))
     assert len(projection.find(graph)) == 1
 
 
