@@ -52,6 +52,11 @@ def test_rows_by_slot(name: str) -> None:
     assert fact.result is fact.node and len(fact.trusted) == 1
 
 
+def test_places_of_another_size_are_no_slots_of_this_one() -> None:
+    fact = found(lambda c, v, s: put(c.view(BLOCKS, SIZE, WIDTH), v, s // 8, s % 8))
+    assert isinstance(fact, WriteFact) and fact.slots.index is None  # block * 16 + place, which is not s
+
+
 def test_block_and_place_of_two_inputs() -> None:
     write = lambda c, v, b, p: put(c.view(BLOCKS, SIZE, WIDTH), v, b, p % SIZE)  # noqa: E731
     fact = found(write, PAGED, integers(T), integers(T))
@@ -69,7 +74,6 @@ MISSES: dict[str, Write] = {
     "padded slots": lambda c, v, s: put(flat(c), v, torch.where(s > 9, s, -1)),
     "slots that repeat": lambda c, v, s: put(flat(c), v, s // 2),
     "ring buffer": lambda c, v, s: put(c.view(BLOCKS, SIZE, WIDTH), v, (s // SIZE) % BLOCKS, s % SIZE),
-    "places of another size": lambda c, v, s: put(c.view(BLOCKS, SIZE, WIDTH), v, s // 8, s % 8),
     "blocks alone": lambda c, v, s: put(c.view(BLOCKS, SIZE, WIDTH), v.unsqueeze(1), s),
     "by a mask": lambda c, v, s: put(flat(c), v[0], torch.arange(ROWS) < s[0]),
     "scatter by columns": lambda c, v, s: flat(c).scatter(1, s.unsqueeze(1).expand(T, WIDTH) % WIDTH, v),
