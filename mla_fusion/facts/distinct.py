@@ -67,12 +67,26 @@ def _following(view: View, node: Node, trusting: Ranges) -> Node | None:
     name, operands = op_name(node), [arg for arg in node.all_input_nodes if not is_symbolic(arg.meta.get("val"))]
     if not operands:
         return None
+    if is_cast(node) and not _keeps_numbers(node, operands[0], trusting):
+        return None
     if is_view(node) or is_cast(node) or name in _KEEP_APART:
+        if name in GATHER and all(_merging_step(view, index, trusting) is not None for index in operands[1:]):
+            return None  # one place of the table for two tokens
         return None if name.startswith("aten::expand") and not _keeps_count(node, operands[0]) else operands[0]
     if name in _BOUNDS:
         inert = trusting.of(node) == trusting.of(node.args[0])
         return operands[0] if inert else None
     return _of_sum(view, node, name, operands) if name in _SUMS else None
+
+
+def _keeps_numbers(node: Node, source: Node, trusting: Ranges) -> bool:
+    """Is every integer that comes in one that the cast's dtype holds? A float holds some of them alone."""
+    dtypes = [side.meta["val"].dtype for side in (node, source)]
+    if any(dtype.is_floating_point or dtype.is_complex or dtype == torch.bool for dtype in dtypes):
+        return False
+    limits, held = (torch.iinfo(dtype) for dtype in dtypes)
+    low, high = trusting.of(source)
+    return (limits.min <= held.min and held.max <= limits.max) or (limits.min <= low and high <= limits.max)
 
 
 def _keeps_count(node: Node, source: Node) -> bool:

@@ -103,8 +103,8 @@ class TokenAxis:
                 self._states.setdefault(other, self._states[node])
 
     def _after(self, node: Node) -> _State:
-        if filled_with(node) is not None:
-            return SAME
+        if filled_with(node) is not None or is_symbolic(node.meta.get("val")):
+            return SAME  # a size is one for all tokens
         states = [self._states.get(arg) for arg in node.all_input_nodes]
         for state in states:
             if isinstance(state, Broken):
@@ -540,8 +540,8 @@ def _is_uniform(node: Node) -> bool:
         if filled_with(node) is not None or name in _FILLS:
             return True
         source = node.args[0] if node.args else None
-        if not isinstance(source, Node):
-            return False
+        if not isinstance(source, Node) or is_symbolic(source.meta.get("val")):
+            return False  # a count of the tokens has a symbolic size for its argument
         if all(_is_one(size) for size in _shape(source)):
             return True
         if not (is_reshape(node) or is_cast(node) or name in ("aten::expand", "aten::expand_copy", "aten::slice")):

@@ -38,7 +38,7 @@ def not_movement(call: Call) -> str:
 
 
 def _places(result: Tensor, tags: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each element the place of its tag (-1: none), and its value there (of a tag its sign: conjugates turn it)."""
+    """Of each element the place of its tag (-1: none), and its value there: of a tag its sign, for conjugates."""
     flat = result.double().reshape(-1)
     size = flat.abs()
     sorted_tags, order = tags.sort()
