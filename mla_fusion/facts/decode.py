@@ -92,6 +92,11 @@ class Decoder:
         size = 1 + torch.rand(shape, generator=self.generator, dtype=torch.float64)
         return size * torch.where(torch.rand(shape, generator=self.generator) < 0.5, -1.0, 1.0)
 
+    def spread_probe(self) -> torch.Tensor:
+        """A value for the product whose elements are of all magnitudes, from a billionth to a thousand."""
+        exponent = torch.rand(self.cone.codes.shape, generator=self.generator, dtype=torch.float64) * 12 - 9
+        return self.fresh_probe() * 10**exponent
+
     def degrees(self) -> dict[Node, int]:
         """Degree of homogeneity in the product, of every real node that has one of 0 or 1."""
         doubled = self.cone.run(self.probe * (2 * LARGE), self.bases)
@@ -118,7 +123,7 @@ class Decoder:
             return {}
         under = self._under_masks(nodes)
         steady = self._steady(nodes)
-        self.other = self.fresh_probe()
+        self.other = self.spread_probe()
         other = self.cone.run(self.other * LARGE, self.bases, [node for node in nodes if degrees[node]])
         readings = {}
         for node in nodes:

@@ -96,10 +96,12 @@ def _keeps_count(node: Node, source: Node) -> bool:
 def _of_sum(view: View, node: Node, name: str, operands: list[Node]) -> Node | None:
     """Of a sum or product, the operand that decides whether two results differ."""
     varying = [arg for arg in operands if not view.is_constant(arg)]
-    if len(varying) == 1:
+    if len(varying) == 1 and not any(_is_vector(arg) for arg in operands if arg is not varying[0]):
         by = next((arg for arg in node.args if arg is not varying[0]), 0)
         low, high = view.ranges.of(by)
         return None if name == "aten::mul" and low <= 0 <= high else varying[0]
+    if len(varying) == 1 and name == "aten::add" and not _is_vector(varying[0]):
+        return next(arg for arg in operands if arg is not varying[0])  # a start, and a count from there
     if name != "aten::add" or len(varying) != 2:
         return None
     number = view.terms.number(node)
@@ -112,6 +114,10 @@ def _of_sum(view: View, node: Node, name: str, operands: list[Node]) -> Node | N
         if size is not None and low >= 0 and high < size:
             return _looked_up(_unviewed(whole).all_input_nodes[0])
     return None
+
+
+def _is_vector(node: Node) -> bool:
+    return not same(math.prod(node.meta["val"].shape), 1)
 
 
 def _looked_up(node: Node) -> Node:

@@ -53,7 +53,7 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[No
     if not candidates:
         return []
     drawn = _Draw(decoder.probe, decoder.bases, cone, candidates)
-    other = _Draw(decoder.fresh_probe(), small_scalars(cone.draw(decoder.generator)), cone, candidates)
+    other = _Draw(_with_outliers(decoder), _spread(small_scalars(cone.draw(decoder.generator))), cone, candidates)
     found: list[NormFact] = []
     weighted: set[tuple[int, ...]] = set()
     for node, reading in reversed(candidates.items()):  # a weighted norm is found before the same without its weight
@@ -62,6 +62,24 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[No
             found.append(fact)
             weighted |= {fact.columns} if fact.gamma is not None else set()
     return [fact for fact in reversed(found) if fact.gamma is not None or fact.columns not in weighted]
+
+
+def _with_outliers(decoder: Decoder) -> torch.Tensor:
+    """A probe of which a few elements are a thousand times larger: the normed row has large elements too."""
+    probe = decoder.fresh_probe()
+    few = torch.rand(probe.shape, generator=decoder.generator) < 1 / 64
+    return torch.where(few, 1e3 * probe, probe)
+
+
+def _spread(bases: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Weights of all magnitudes, so that normed values are too."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        base * 10 ** (4 * torch.rand(base.shape, generator=generator, dtype=torch.float64))
+        if base.is_floating_point() and base.numel() > 1
+        else base
+        for base in bases
+    ]
 
 
 _SCALES = (1e-10, 1e-4, 1.0, 1e3)  # at the smallest, a clamp of the statistic away from zero has an effect

@@ -61,7 +61,7 @@ class Steps:
         if kind is Kind.MOVEMENT:
             return self._cast(node) if is_cast(node) else None
         if kind is Kind.ANALYTIC:
-            reason = self._singular(node, name, everywhere) or _swamps(node, name)
+            reason = self._singular(node, name, everywhere) or _saturates(node, name, everywhere) or _swamps(node, name)
             return Barrier("step.choice", f"{node.name} ({node.target}): {reason}") if reason else None
         if kind is Kind.GATHER or kind is Kind.WRITER:
             return self._moved_by_index(node, name)
@@ -219,16 +219,55 @@ def quantises(node: Node) -> bool:
     return op_name(node) in QUANTISING
 
 
-def _swamps(node: Node, name: str) -> str:
-    """A literal beside which values of 16 bits vanish or overflow, which float64 probes do not show; or ""."""
-    by = node.args[1] if len(node.args) > 1 else None
-    if not isinstance(by, (int, float)) or by == 0 or name not in _SCALED_BY:
+def _saturates(node: Node, name: str, everywhere: bool) -> str:
+    """Why probes of some magnitudes say nothing of others: the function is flat in float64 where they lie; or "".
+
+    A norm needs sums and roots, a rotation products. Angles, which are no product's, need sines and cosines.
+    """
+    if name not in _FLAT or (everywhere and name in _OF_ANGLES):
         return ""
-    return f"{by:g} takes values out of the range of their dtype" if not 1 / _HUGE < abs(by) < _HUGE else ""
+    if name == "aten::exp" and _is_power(node.args[0]):
+        return ""
+    return "it is flat, or out of range, away from where probes lie"
+
+
+_OF_ANGLES = frozenset("aten::sin aten::cos aten::polar aten::exp".split())
+_FLAT = _OF_ANGLES | frozenset(
+    """
+    aten::exp2 aten::expm1 aten::sinh aten::cosh aten::tanh aten::sigmoid aten::silu aten::gelu aten::mish aten::erf
+    aten::erfc aten::atan aten::asinh aten::logit aten::sinc aten::logaddexp aten::logaddexp2 aten::softmax
+    aten::_softmax aten::log_softmax aten::_log_softmax aten::logsumexp aten::tan
+    """.split()
+)
+
+
+def _is_power(node: Any) -> bool:
+    """``exp(c * log(u))`` is a power of ``u``."""
+    inner = _without_views(node)
+    while isinstance(inner, Node) and _is_scaled(inner):
+        inner = _without_views(inner.args[0])
+    return isinstance(inner, Node) and op_name(inner) == "aten::log"
+
+
+def _swamps(node: Node, name: str) -> str:
+    """Literals that take values of 16 bits out of range, which float64 probes do not show; or "".
+
+    All that stand on the way one after the other count together: ``v * 1e-18 * 1e-18 * 1e18 * 1e18``.
+    """
+    if name not in _SCALED_BY or not _is_scaled(node):
+        return ""
+    total, current = 0.0, node
+    while isinstance(current, Node) and _is_scaled(current):
+        by = abs(float(current.args[1]))  # type: ignore[arg-type]
+        total += math.log2(by) if op_name(current) == "aten::mul" else -math.log2(by)
+        if abs(total) > _HUGE or abs(math.log2(by)) > _HUGE:
+            return f"{current.args[1]:g} takes values out of the range of their dtype"
+        current = _without_views(current.args[0])
+    return ""
 
 
 _SCALED_BY = frozenset("aten::mul aten::div".split())
-_HUGE = 2.0**64
+_HUGE = 64.0  # binary digits
 
 
 def _divisor(node: Node) -> Any:
@@ -269,7 +308,7 @@ _ARGUMENT_OF: dict[str, Callable[[Node], Any]] = {
     "aten::std": _whole,
 }
 
-_LOOKED_AT = _ARGUMENT_OF.keys() | _SCALED_BY
+_LOOKED_AT = _ARGUMENT_OF.keys() | _SCALED_BY | _FLAT
 
 _INERT: dict[str, Callable[[Steps, Node], bool]] = {
     "aten::clamp": Steps._within,

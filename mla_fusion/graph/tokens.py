@@ -542,10 +542,10 @@ def _is_uniform(node: Node) -> bool:
         source = node.args[0] if node.args else None
         if not isinstance(source, Node) or is_symbolic(source.meta.get("val")):
             return False  # a count of the tokens has a symbolic size for its argument
-        if all(_is_one(size) for size in _shape(source)):
-            return True
         if not (is_reshape(node) or is_cast(node) or name in ("aten::expand", "aten::expand_copy", "aten::slice")):
             return False
+        if all(_is_one(size) for size in _shape(source)):
+            return True
         node = source
 
 

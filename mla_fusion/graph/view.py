@@ -6,6 +6,7 @@ Built once, in one pass over the nodes. Nothing here knows about MLA.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from copy import copy
 from functools import cached_property
@@ -275,6 +276,8 @@ class View:
     def is_plain_constant(self, node: Node) -> bool:
         """Of a node computed from literals alone: is every element -1, 0 or 1, or all the same number?"""
         known = self._plain.get(node)
+        if any(map(is_symbolic, node.meta["val"].shape)):
+            return False  # at one length it may be what it is at no other
         if known is None:
             program = Program([], nodes_between((), node), self.binding)
             value = program.run([])[program.slot(node)]
@@ -340,12 +343,18 @@ def _long_axes(labels: contraction.Labels, side: Node) -> contraction.Labels:
     return tuple(label for label, size in zip(labels, side.meta["val"].shape, strict=True) if not same(size, 1))
 
 
+_LIFTED = re.compile(r"_?(lifted_tensor|tensor_constant|constant)_?\d*")  # as tracers name the literals that they lift
+
+
 def is_sign_constant(node: Node) -> bool:
     """A lifted literal such as [-1, 1, -1, 1]: small, a plain tensor, of nothing but -1, 0 and 1, not all 1."""
     value: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         value = getattr(value, part, None)
-    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or value.numel() > 4096:
+    if not isinstance(value, torch.Tensor) or not _LIFTED.fullmatch(str(node.target).rpartition(".")[2]):
+        return False  # a buffer of the model may be written between calls
+    numbers = value.dtype in (*MODEL_FLOATS, torch.int8, torch.int16, torch.int32, torch.int64)
+    if isinstance(value, torch.nn.Parameter) or value.numel() > 4096 or not numbers:
         return False
     if type(value) is not torch.Tensor or value.device.type == "meta":
         return False
