@@ -226,6 +226,8 @@ class Finder:
             found.append(replace(first, others=tuple(others[:_OTHER_READINGS])))
             done = first.query.absorb.node, first.query.up_rope.node, first.key.latent
             queries = [query for query in queries if not self._same(done[:2], (query.absorb.node, query.up_rope.node))]
+            # what reads the same latent apart is no prologue of its own: an indexer, say
+            queries = [query for query in queries if query.down.node is not first.query.down.node]
             keys = [key for key in apart if not self._same(done[2:], (key.latent,))]
         for query in {query.absorb.node: query for query in queries}.values():
             reason = Refuse("kv_latent.absent", f"another query on {query.down.origin.name} goes with its kv latent")

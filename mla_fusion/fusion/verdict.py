@@ -14,7 +14,7 @@ from mla_fusion.fusion.candidate import Candidate, same_table
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.sizes import is_symbolic
-from mla_fusion.graph.view import View, ancestry
+from mla_fusion.graph.view import View, ancestry, peel
 
 _REGION_DTYPES = (torch.bfloat16, torch.float32, torch.complex64)
 
@@ -103,8 +103,15 @@ def _int8_input(view: View, item: Projection) -> tuple[object, ...]:
     """What is equal for projections that read one int8 tensor with one scale a token."""
     quantised = item.quantised
     assert quantised is not None and quantised.token_scale is not None
-    numbers = view.terms.number(item.activation), view.terms.number(quantised.token_scale)
+    numbers = _value(view, item.activation), _value(view, quantised.token_scale)
     return *numbers, quantised.token_factor, quantised.token_inverse
+
+
+def _value(view: View, node: Node) -> tuple[str, int]:
+    """Equal for values that are the same, element by element, whatever views lead to them."""
+    base = peel(node)
+    in_order = view.in_order(base, node)
+    return ("base", view.number(base)) if in_order else ("term", view.terms.number(node))
 
 
 def _scales(view: View, item: Projection) -> None:

@@ -215,6 +215,8 @@ class Terms:
             return True
         if value.dtype not in _INTEGERS or before.dtype not in _INTEGERS:
             return False
+        if value.dtype == torch.int32 and _is_input(source):
+            return True  # positions, slots and entries of tables are below 2 ** 31
         limits, held = torch.iinfo(value.dtype), torch.iinfo(before.dtype)
         if limits.min <= held.min and held.max <= limits.max:
             return True
@@ -254,6 +256,12 @@ _SHIFTS = ("aten::bitwise_left_shift", "aten::__lshift__")
 def _is_integer(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype in _INTEGERS
+
+
+def _is_input(node: Node) -> bool:
+    while is_reshape(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node.op in ("placeholder", "get_attr")
 
 
 def _width(node: Node) -> str:

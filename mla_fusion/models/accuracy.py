@@ -37,17 +37,17 @@ def largest_ratio(numbers: int, largest: float = LARGEST_RATIO) -> float:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Relative L2 errors against float64 of one output of so many numbers.
+    """Relative L2 errors against float64 of one output.
 
-    ``untouched``: are all other cache rows bit-identical?
+    ``untouched``: are all other cache rows bit-identical? ``numbers``: how many numbers the output has.
     """
 
     where: str
     output: str
-    numbers: int
     unfused: float
     fused: float
     untouched: bool | None = None
+    numbers: int = 1 << 20
 
     @property
     def ratio(self) -> float:
@@ -137,7 +137,7 @@ def measure_prologues(model: AbsorbedDecoder, batch: PagedBatch, compile_fused: 
                 before = caches[position - 2]
                 found.append(_cache_measurement(where, name, before, batch.slot_mapping, *values))
             else:
-                found.append(Measurement(where, name, *_errors(*values)))
+                found.append(_measured(where, name, *values))
     return found
 
 
@@ -149,7 +149,7 @@ def measure_model(model: AbsorbedDecoder, batch: PagedBatch, compile_fused: Comp
     reference = copy.deepcopy(model).double()
     reference.rotary_emb = _RoundedTables(reference.rotary_emb)
     exact_out = reference(*exact)
-    found = [Measurement("model", "output", *_errors(unfused_out, fused_out, exact_out))]
+    found = [_measured("model", "output", unfused_out, fused_out, exact_out)]
     for index in range(len(model.layers)):
         for name in ("kv_caches", "kr_caches"):
             before, *after = (getattr(step, name)[index] for step in (batch, unfused, fused, exact))
@@ -167,10 +167,11 @@ def _cache_measurement(
     others[slots] = False
     kept, found = (cache.view(-1, width)[others].view(torch.int16) for cache in (before, fused))
     written = (cache.view(-1, width)[slots] for cache in (unfused, fused, exact))
-    return Measurement(where, name, *_errors(*written), untouched=torch.equal(kept, found))
+    return _measured(where, name, *written, untouched=torch.equal(kept, found))
 
 
-def _errors(unfused: Tensor, fused: Tensor, exact: Tensor) -> tuple[int, float, float]:
-    """How many numbers, and the relative L2 error of both."""
-    unfused_error, fused_error = (float((found.double() - exact).norm() / exact.norm()) for found in (unfused, fused))
-    return exact.numel(), unfused_error, fused_error
+def _measured(
+    where: str, name: str, unfused: Tensor, fused: Tensor, exact: Tensor, untouched: bool | None = None
+) -> Measurement:
+    errors = (float((found.double() - exact).norm() / exact.norm()) for found in (unfused, fused))
+    return Measurement(where, name, *errors, untouched=untouched, numbers=exact.numel())

@@ -61,7 +61,6 @@ def test_no_attack_is_fused_wrongly_at_length(member: Member) -> None:
 def _must_be_harmless(member: Member) -> None:
     outcome = judge(member)
     assert outcome.verdict not in (Verdict.WRONG, Verdict.RAISED), outcome.detail
-    assert outcome.verdict is not Verdict.INVALID, f"a fault of the generator: {outcome.detail}"
 
 
 @pytest.mark.parametrize("member", [m for m in _one_control_each() if m.regime != "dynamo"], ids=str)

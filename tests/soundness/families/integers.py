@@ -58,7 +58,6 @@ _POSITION_CONTROLS: dict[str, Step] = {
     "int32": lambda p, i: p.to(torch.int32).to(torch.int64),
     "plus_zero": lambda p, i: p + 0,
     "from_quotient": lambda p, i: p // 64 * 64 + p % 64,
-    "at_least_0": lambda p, i: p.clamp(min=0),
 }
 
 _ANGLES: dict[str, Step] = {
