@@ -31,9 +31,13 @@ def behind(step: Callable[..., Any], width: int, *others: Tensor, tokens: int = 
     return view(lambda x, w, *rest: step(x @ w, *rest), x, w, *others, symbolic=symbolic)
 
 
-def norms(step: Callable[..., Any], width: int, *others: Tensor, tokens: int = T, symbolic: bool = False) -> list[NormFact]:
+def norms(
+    step: Callable[..., Any], width: int, *others: Tensor, tokens: int = T, symbolic: bool = False
+) -> list[NormFact]:
     return read(behind(step, width, *others, tokens=tokens, symbolic=symbolic))[1][0].norms
 
 
-def ropes(step: Callable[..., Any], width: int, *others: Tensor, tokens: int = T, symbolic: bool = False) -> list[RopeFact]:
+def ropes(
+    step: Callable[..., Any], width: int, *others: Tensor, tokens: int = T, symbolic: bool = False
+) -> list[RopeFact]:
     return read(behind(step, width, *others, tokens=tokens, symbolic=symbolic))[1][0].ropes

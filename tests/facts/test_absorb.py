@@ -17,7 +17,9 @@ WIDTH = N * (D + DR)
 Product = Callable[[Tensor, Tensor], Tensor]  # of q [T, N, D] and w [N, D, C]
 
 
-def absorbed(product: Product, cut: Callable[[Tensor], Tensor] | None = None, symbolic: bool = False) -> AbsorbFact | None:
+def absorbed(
+    product: Product, cut: Callable[[Tensor], Tensor] | None = None, symbolic: bool = False
+) -> AbsorbFact | None:
     def nope(q: Tensor) -> Tensor:
         return q.view(-1, N, D + DR)[..., :D]
 

@@ -48,7 +48,9 @@ def test_merged_tokens_keep_their_sizes() -> None:
     assert list(map(str, token_sizes(item) or [])) == [str(size) for size in x.meta["val"].shape[:2]]
 
 
-def two(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor], symbolic: bool = False) -> tuple[Any, ...]:
+def two(
+    first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor], symbolic: bool = False
+) -> tuple[Any, ...]:
     """Two projections of one x [TOKENS, HE], each reading it in its own way."""
     fn = lambda x, v, w: (first(x) @ v, second(x) @ w)  # noqa: E731
     graph = view(fn, floats(TOKENS, HE), floats(HE, WIDTH), floats(HE, WIDTH), symbolic=symbolic)
@@ -77,7 +79,9 @@ def test_two_projections_of_other_rows(rows: Callable[[Tensor], Tensor], symboli
         assert not same_rows(graph, *found) and not reads_whole(graph, found[1])
 
 
-@pytest.mark.parametrize("step", [lambda x: x.flip(0), lambda x: x.roll(1, 0), lambda x: x.clamp(-8, 8), lambda x: x * 2])
+@pytest.mark.parametrize(
+    "step", [lambda x: x.flip(0), lambda x: x.roll(1, 0), lambda x: x.clamp(-8, 8), lambda x: x * 2]
+)
 def test_what_computes_is_an_origin_of_its_own(step: Callable[[Tensor], Tensor]) -> None:
     _, a, b = two(lambda x: x, step)
     assert a.origin is not b.origin
