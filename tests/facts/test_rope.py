@@ -99,8 +99,9 @@ MISSES: dict[str, Step] = {
     "the sum of tables": lambda v, c, s: rotate(heads(v), c + s, s),
     "squares of a table": lambda v, c, s: rotate(heads(v), c * c, s),
     "noise": lambda v, c, s: rotate(heads(v), c, s) + torch.randn_like(heads(v)),
-    "heads by tables of their own": lambda v, c, s: heads(v) * c[:, None] * torch.arange(1, 3)[:, None]
-    + half(heads(v)) * s[:, None],
+    "heads by tables of their own": lambda v, c, s: (
+        heads(v) * c[:, None] * torch.arange(1, 3)[:, None] + half(heads(v)) * s[:, None]
+    ),
     "some tokens alone": lambda v, c, s: torch.cat([rotate(heads(v), c, s)[:3], heads(v)[3:]]),
     "where a table is large": lambda v, c, s: torch.where(c[:, None] > 0.5, rotate(heads(v), c, s), heads(v)),
     "through float8": lambda v, c, s: rotate(heads(v).to(torch.float8_e4m3fn).float(), c, s),

@@ -20,7 +20,7 @@ from mla_fusion.graph.kinds import Kind, kind_of
 from mla_fusion.graph.operators import _LISTED, known
 
 _SAMPLES = 10  # of one OpInfo
-_CALLS = 6  # of one overload
+_CALLS = 4  # of one overload
 _ALIKE = 2  # of them with arguments of as many axes: the first samples are often scalars
 _LARGEST = 512  # elements of one argument
 
