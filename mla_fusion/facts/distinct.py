@@ -47,7 +47,7 @@ def _merging_step(view: View, node: Node, trusting: Ranges) -> Node | None:
     """The first step above the node that may make two different numbers one; None where there is none."""
     for _ in range(_LONGEST):
         if node.op in ("placeholder", "get_attr"):
-            return None
+            return node if _holds_repeats(node) else None
         if view.is_constant(node):
             return None if _are_distinct(view, node) else node
         if op_name(node) in GATHER:
@@ -60,6 +60,15 @@ def _merging_step(view: View, node: Node, trusting: Ranges) -> Node | None:
             return node
         node = following
     return node
+
+
+def _holds_repeats(node: Node) -> bool:
+    """Is it a literal that a tracer lifted, with a number twice?"""
+    value: object = node.graph.owning_module if node.op == "get_attr" else None
+    for part in str(node.target).split(".") if value is not None else ():
+        value = getattr(value, part, None)
+    known = isinstance(value, torch.Tensor) and type(value) is torch.Tensor and value.device.type != "meta"
+    return known and value.unique().numel() != value.numel()  # type: ignore[union-attr]
 
 
 def _following(view: View, node: Node, trusting: Ranges) -> Node | None:

@@ -171,7 +171,7 @@ def _cache_measurement(
 
 
 def _measured(
-    where: str, name: str, unfused: Tensor, fused: Tensor, exact: Tensor, untouched: bool | None = None
+    where: str, name: str, unfused: Tensor, fused: Tensor, exact: Tensor, *, untouched: bool | None = None
 ) -> Measurement:
-    errors = (float((found.double() - exact).norm() / exact.norm()) for found in (unfused, fused))
-    return Measurement(where, name, *errors, untouched=untouched, numbers=exact.numel())
+    ours, theirs = (float((found.double() - exact).norm() / exact.norm()) for found in (fused, unfused))
+    return Measurement(where, name, theirs, ours, untouched, exact.numel())
