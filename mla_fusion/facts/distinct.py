@@ -8,6 +8,7 @@ the block. A remainder or a quotient alone may map two numbers to one.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -64,11 +65,11 @@ def _merging_step(view: View, node: Node, trusting: Ranges) -> Node | None:
 
 def _holds_repeats(node: Node) -> bool:
     """Is it a literal that a tracer lifted, with a number twice?"""
-    value: object = node.graph.owning_module if node.op == "get_attr" else None
+    value: Any = node.graph.owning_module if node.op == "get_attr" else None
     for part in str(node.target).split(".") if value is not None else ():
         value = getattr(value, part, None)
     known = isinstance(value, torch.Tensor) and type(value) is torch.Tensor and value.device.type != "meta"
-    return known and value.unique().numel() != value.numel()  # type: ignore[union-attr]
+    return known and value.unique().numel() != value.numel()
 
 
 def _following(view: View, node: Node, trusting: Ranges) -> Node | None:
