@@ -29,9 +29,10 @@ def because_of_a_step(view: View, facts: Facts, ups: Iterable[Projection], miss:
     starts = [*(item.node for item in facts), *(item.node for item in ups)]
     for product in dict.fromkeys(starts):
         for node, barrier in _ends(view, product):
-            if miss.reason.code == "norm.absent" and (barrier.code == "step.unknown" or _is_statistic(node, product)):
-                continue  # it is no RMSNorm: the code says so
-            reason = Refuse(barrier.code, f"{barrier.detail}; {miss.reason.detail}", (node, *miss.nodes[:1]))
+            code = barrier.code
+            if miss.reason.code == "norm.absent" and (code == "step.unknown" or _is_statistic(node, product)):
+                code = miss.reason.code  # it is no RMSNorm; what it is, the detail says
+            reason = Refuse(code, f"{barrier.detail}; {miss.reason.detail}", (node, *miss.nodes[:1]))
             return replace(miss, reason=reason)
     return _mixed(facts, miss)
 

@@ -48,10 +48,7 @@ def test_it_is_opaque() -> None:
     assert known(torch.ops.mla_fusion_graph_test.mystery.default).kind is Kind.OPAQUE
 
 
-unnamed = pytest.mark.xfail(reason="norm.absent names the products on both sides, not the operator", strict=True)
-
-
-@pytest.mark.parametrize("model", [pytest.param(BeforeNorm, marks=unnamed), BehindNorm, OnTheLatent])
+@pytest.mark.parametrize("model", [BeforeNorm, BehindNorm, OnTheLatent])
 def test_it_is_refused_by_name(model: type[PagedRotateHalf]) -> None:
     gm, _ = capture(model(), *paged_args(), device="cpu")
     before = str(gm.graph)
