@@ -24,6 +24,8 @@ _FARTHEST = 64  # nodes from a step to the product or the write that it leads to
 
 def because_of_a_step(view: View, facts: Facts, ups: Iterable[Projection], miss: NearMiss) -> NearMiss:
     """The near miss with the code of the step that ended the proof, where there is one."""
+    if miss.reason.code == "q_lora.interrupted":
+        return _mixed(facts, miss)
     if miss.reason.code not in _VAGUE:
         return miss
     starts = [*(item.node for item in facts), *(item.node for item in ups)]

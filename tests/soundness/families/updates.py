@@ -67,7 +67,8 @@ def _copy(weight: Tensor, _: Any) -> None:
 
 def _optimiser(weight: Tensor, _: Any) -> None:
     weight.grad = torch.ones_like(weight)
-    weight.sub_(weight.grad, alpha=0.5)
+    with torch.no_grad():
+        weight.sub_(weight.grad, alpha=0.5)
 
 
 def _reload(weight: Tensor, _: Any) -> None:
