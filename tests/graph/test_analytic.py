@@ -42,12 +42,10 @@ PASS: dict[str, Step] = {
     # choices that are none
     "clamp_min(0) of squares": lambda v: v * torch.rsqrt(v.pow(2).mean(-1, True).clamp_min(0) + 1e-6),
     "clamp_min below an epsilon": lambda v: (v.pow(2).mean(-1, True) + 1e-5).clamp_min(1e-6).rsqrt(),
-    "clamp of a sigmoid": lambda v: v.sigmoid().clamp(0, 1),
-    "wide clamp of a cosine": lambda v: v.cos().clamp(-2, 2),
     "abs of squares": lambda v: v.square().abs(),
     "relu of squares": lambda v: v.square().sum(-1).relu(),
-    "maximum with less": lambda v: torch.maximum(v.sigmoid() + 1, torch.zeros(())),
-    "minimum with more": lambda v: torch.minimum(v.sigmoid(), torch.ones(())),
+    "maximum with less": lambda v: torch.maximum(v.square() + 1, torch.zeros(())),
+    "minimum with more": lambda v: torch.minimum(-v.square(), torch.ones(())),
     "where with literals": lambda v: torch.where(torch.arange(WIDTH) < 4, v, -v),
     "masked_fill with literals": lambda v: v.masked_fill(torch.arange(WIDTH) < 4, 0.0),
     "index by literals": lambda v: v[:, torch.arange(3, -1, -1)],
@@ -55,12 +53,19 @@ PASS: dict[str, Step] = {
     "casts among floats": lambda v: v.bfloat16().float().double(),
     "views": lambda v: v.view(T, 2, 4).transpose(1, 2).flip(-1).roll(1, 0).repeat(1, 1, 2),
     "dropout of nothing": lambda v: torch.dropout(v, 0.0, True),
-    "softmax": lambda v: v.softmax(-1),
-    "quotient by what is above 1": lambda v: v / (v.exp() + 1),
-    "logarithm of what is above 1": lambda v: (v.exp() + 1).log(),
+    "quotient by what is above 1": lambda v: v / (v.square() + 1),
+    "logarithm of what is above 1": lambda v: (v.square() + 1).log(),
+    "power by exp and log": lambda v: ((v.square() + 1).log() * -0.5).exp(),
 }
 
 CHOICE: dict[str, Step] = {
+    # flat, or out of range, where no probe lies
+    "sigmoid": lambda v: v * (80 - v).sigmoid(),
+    "tanh": lambda v: v * (1e4 * v * v).tanh(),
+    "erf": lambda v: v + 50 * (1 + torch.erf(-v - 80)),
+    "softmax": lambda v: v.softmax(-1),
+    "exp": lambda v: v * (-(v - 90).square()).exp(),
+    "factors one after the other": lambda v: v * 1e-18 * 1e-18 * 1e18 * 1e18,
     "clamp": lambda v: v.clamp(-8, 8),
     "clamp far out": lambda v: v.clamp(-1e30, 1e30),
     "hardtanh": lambda v: F.hardtanh(v, -8, 8),

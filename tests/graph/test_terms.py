@@ -57,7 +57,7 @@ UNEQUAL: dict[str, tuple[Fn, Fn]] = {
     "clamped": (lambda s: s.clamp(max=4095), lambda s: s),
     "wrapped at 4096": (lambda s: s % 4096, lambda s: s),
     "one number replaced": (lambda s: torch.where(s == 20011, 0, s), lambda s: s),
-    "narrowed to int32": (lambda s: s.int().long(), lambda s: s),
+    "narrowed to int32": (lambda s: (s * 3).int().long(), lambda s: s * 3),
     "narrowed to int8": (lambda s: (s % 256).to(torch.int8), lambda s: s % 256),
     "through bfloat16": (lambda s: s.bfloat16().long(), lambda s: s),
     "through float32": (lambda s: s.float().long(), lambda s: s),
