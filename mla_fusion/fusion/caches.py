@@ -22,7 +22,7 @@ from mla_fusion.fusion.int8_query import Int8Query
 from mla_fusion.fusion.outputs import Replacement, ValueTree, leads_only_to, live_users, whole_readers
 from mla_fusion.fusion.plan import InPlace, Staged
 from mla_fusion.fusion.rejection import Refuse
-from mla_fusion.graph.kinds import is_faithful_cast, is_getitem, is_reshape
+from mla_fusion.graph.kinds import is_faithful_cast, is_getitem, is_reshape, op_name
 from mla_fusion.graph.program import nodes_between
 from mla_fusion.graph.sizes import same_shape
 from mla_fusion.graph.view import View
@@ -100,20 +100,25 @@ class CachePlanner:
             codes.reshape(-1).long(), torch.arange(codes.numel())
         ):
             return f"{value.name} does not hold the rows in token order", None
-        self._check_order(users[0])
         quantised = row_quant.find(self.view, value)
         if quantised is None:
-            return cache_write.find(self.view, users[0], value), None
+            write = cache_write.find(self.view, users[0], value)
+            if isinstance(write, Unproven):
+                self._check_order(users[0])
+            return write, None
         writers = live_users(quantised.node)
         if len(writers) != 1:
             return f"{quantised.node.name} is read by {', '.join(user.name for user in writers)}", None
         return cache_write.find(self.view, writers[0], quantised.node), quantised.scale
 
     def _check_order(self, writer: Node) -> None:
-        """The kernel writes before its query can say where to."""
+        """Slots that the query decides, and that the model itself keeps from being negative, are the kernel's but for
+        their time: it writes before its query can say where to.
+        """
         made = self.candidate.query.down.node
         for index in _integers(writer):
-            if self.view.depends_on_products(index) and made in nodes_between((), index):
+            above = nodes_between((), index) if self.view.depends_on_products(index) else []
+            if made in above and any(op_name(node) in _NEVER_NEGATIVE for node in above):
                 raise Refuse("order.cycle", f"{index.name} is needed by the kernel before it can exist", (index,))
 
     def _as_quantised(self, kv: CacheScale | None, kr: CacheScale | None) -> Int8Query | str | None:
@@ -286,6 +291,7 @@ def _integers(writer: Node) -> list[Node]:
 
 
 _INDICES = (torch.int32, torch.int64)
+_NEVER_NEGATIVE = frozenset("aten::abs aten::relu aten::clamp aten::clamp_min aten::argsort aten::nonzero".split())
 
 
 def _staged(reason: str) -> Staged:

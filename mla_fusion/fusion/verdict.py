@@ -59,7 +59,7 @@ def _norms(candidate: Candidate) -> None:
 def _projections(view: View, candidate: Candidate) -> None:
     for item in projections(candidate):
         out = zip(item.product.out_labels, item.node.meta["val"].shape, strict=True)
-        if any(is_symbolic(size) for label, size in out if label not in item.token_labels):
+        if any(is_symbolic(size) for label, size in out if label in item.column_labels):
             sizes = list(item.node.meta["val"].shape)
             raise Refuse("linear.symbolic", f"{item.node.name} of shape {sizes}", (item.node, item.weight))
         bias = item.product.bias
