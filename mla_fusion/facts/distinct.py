@@ -53,7 +53,7 @@ def _merging_step(view: View, node: Node, trusting: Ranges) -> Node | None:
             return None if _are_distinct(view, node) else node
         if op_name(node) in GATHER:
             *_, index = node.all_input_nodes
-            step = _merging_step(view, index, trusting) if index is not node.args[0] else None
+            step = _merging_step(view, index, trusting) if index is not node.args[0] else node
             if step is not None:
                 return step  # the same entry may be read for two tokens
         following = _following(view, node, trusting)
@@ -80,8 +80,6 @@ def _following(view: View, node: Node, trusting: Ranges) -> Node | None:
     if is_cast(node) and not _keeps_numbers(node, operands[0], trusting):
         return None
     if is_view(node) or is_cast(node) or name in _KEEP_APART:
-        if name in GATHER and all(_merging_step(view, index, trusting) is not None for index in operands[1:]):
-            return None  # one place of the table for two tokens
         return None if name.startswith("aten::expand") and not _keeps_count(node, operands[0]) else operands[0]
     if name in _BOUNDS:
         inert = trusting.of(node) == trusting.of(node.args[0])

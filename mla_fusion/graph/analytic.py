@@ -105,26 +105,26 @@ class Steps:
     def _is_sum_of_squares(self, node: Node, name: str) -> bool:
         """A sum of the squares of distinct elements of a product: it is zero for the zero row alone."""
         if name in ("aten::linalg_vector_norm", "aten::norm", "aten::std"):
-            return self._are_distinct(node, name)
+            return self._are_distinct(node)
         inner = _without_views(node)
         while op_name(inner) in ("aten::mul", "aten::div") and isinstance(inner.args[1], (int, float)):
             inner = _without_views(inner.args[0])
         if op_name(inner) in ("aten::sqrt", "aten::rsqrt"):
             return isinstance(inner.args[0], Node) and self._is_sum_of_squares(inner.args[0], "")
         if op_name(inner) in ("aten::linalg_vector_norm", "aten::norm"):
-            return self._are_distinct(inner.args[0], op_name(inner))
+            return self._are_distinct(inner.args[0])
         if op_name(inner) not in ("aten::sum", "aten::mean") or not isinstance(inner.args[0], Node):
             product = self._view.squares_of(inner)
-            return product is not None and self._are_distinct(product, "")
+            return product is not None and self._are_distinct(product)
         squared = _without_views(inner.args[0])
         is_square = (
             op_name(squared) == "aten::square"
             or (op_name(squared) == "aten::pow" and squared.args[1] == 2)
             or (op_name(squared) == "aten::mul" and squared.args[0] is squared.args[1])
         )
-        return is_square and self._are_distinct(squared.args[0], "")
+        return is_square and self._are_distinct(squared.args[0])
 
-    def _are_distinct(self, node: Any, name: str) -> bool:
+    def _are_distinct(self, node: Any) -> bool:
         """Are they elements of one product, each met once, many in a row?"""
         if not isinstance(node, Node):
             return False
