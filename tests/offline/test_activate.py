@@ -90,12 +90,16 @@ def test_compiled_graph_is_refused_where_it_would_run() -> None:
         compiled(x)
 
 
-def test_second_call_costs_nothing() -> None:
-    import time
+def test_second_call_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ctypes
+    import subprocess
 
-    start = time.perf_counter()
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the libraries stand already")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
     mf.offline.activate()
-    assert time.perf_counter() - start < 0.001
 
 
 def test_interrupt_handler_stays_pythons() -> None:

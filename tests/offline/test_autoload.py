@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -55,9 +54,8 @@ def test_cann_is_found_in_the_loader_cache(tmp_path: Path, monkeypatch: pytest.M
     assert _autoload.cann_location() == "/opt/cann/lib64/libascendcl.so"
 
 
-def test_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imports_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
     monkeypatch.delitem(sys.modules, "torch")
-    start = time.perf_counter()
     _autoload.keep_torch_importable()
-    assert time.perf_counter() - start < 0.005
+    assert "torch" not in sys.modules
