@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import torch
 from torch.fx import Node
@@ -13,10 +13,11 @@ from torch.fx import Node
 from mla_fusion.facts.decode import LARGE, Reading
 from mla_fusion.facts.projection import Projection
 from mla_fusion.graph.cone import Cone
-from mla_fusion.graph.kinds import is_faithful_cast, is_getitem, is_reshape, is_view, is_writer, op_name
+from mla_fusion.graph.kinds import is_faithful_cast, is_view, is_writer, op_name
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.view import View
+from mla_fusion.graph.walk import EXPANDS, expands, reshapes_and_exact_casts, upward, views_and_exact_casts
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def join_heads(view: View, pieces: Sequence[AbsorbFact], shrink: Shrink | None) 
 def _whole_weight(view: View, pieces: Sequence[AbsorbFact]) -> tuple[Node, tuple[int, ...]] | None:
     """The nearest node that holds the pieces' weights in their order and nothing else, and how it is [N, D, Hckv]."""
     size = sum(math.prod(view.binding.shape(fact.weight.meta["val"].shape)) for fact in pieces)
-    lines = [{view.number(node): node for node in _views_above(fact.weight)} for fact in pieces]
+    lines = [{view.number(node): node for node in upward(fact.weight, views_and_exact_casts)} for fact in pieces]
     for number, weight in lines[0].items():
         shape = view.binding.shape(weight.meta["val"].shape)
         if math.prod(shape) != size or not all(number in line for line in lines):
@@ -168,18 +169,6 @@ def _whole_weight(view: View, pieces: Sequence[AbsorbFact]) -> tuple[Node, tuple
             if torch.equal(held.permute(axes).reshape(whole.shape), whole):
                 return weight, axes
     return None
-
-
-def _views_above(node: Node) -> Iterator[Node]:
-    yield node
-    while is_view(node) or is_faithful_cast(node):
-        source = node.args[0]
-        if isinstance(source, Node) and is_getitem(node):
-            source = source.args[0]
-        if not isinstance(source, Node):
-            return
-        node = source
-        yield node
 
 
 def _moves(node: Node) -> bool:
@@ -213,23 +202,20 @@ def _side_by_side(
 
 def _before_expand(cone: Cone, projection: Projection, to_ndc: tuple[int, ...], head_size: int) -> Node | None:
     """The weight before it was expanded along leading axes, [.., N, D, Hckv], or None."""
-    node, expands = projection.weight, 0
     if to_ndc != tuple(range(len(to_ndc))):
         return None
-    while is_reshape(node) or is_faithful_cast(node) or op_name(node) in ("aten::expand", "aten::expand_copy"):
-        source = node.args[0]
-        if not isinstance(source, Node):
-            return None
-        if op_name(node).startswith("aten::expand"):
-            before = cone.view.binding.shape(source.meta["val"].shape)
-            after = cone.view.binding.shape(node.meta["val"].shape)[-len(before) :]
-            changed = [axis for axis, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
-            if any(math.prod(before[: axis + 1]) != 1 for axis in changed):
-                return None  # an axis inside the heads was repeated
-            expands += math.prod(after) != math.prod(before) or len(after) != len(node.meta["val"].shape)
-        node = source
-        if expands:
-            return node if math.prod(cone.view.binding.shape(node.meta["val"].shape)) % head_size == 0 else None
+    steps = upward(projection.weight, lambda step: expands(step) or reshapes_and_exact_casts(step))
+    for step, source in pairwise(steps):
+        if op_name(step) not in EXPANDS:
+            continue
+        before = cone.view.binding.shape(source.meta["val"].shape)
+        whole = cone.view.binding.shape(step.meta["val"].shape)
+        after = whole[-len(before) :]
+        changed = [axis for axis, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+        if any(math.prod(before[: axis + 1]) != 1 for axis in changed):
+            return None  # an axis inside the heads was repeated
+        if whole != before:
+            return source if math.prod(before) % head_size == 0 else None
     return None
 
 

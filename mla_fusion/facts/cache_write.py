@@ -15,10 +15,11 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.slots import Unproven, judge
-from mla_fusion.graph.kinds import argument, is_getitem, is_reshape, is_view, op_name
+from mla_fusion.graph.kinds import argument, is_getitem, is_view, op_name
 from mla_fusion.graph.program import nodes_between
 from mla_fusion.graph.sizes import same, same_shape
 from mla_fusion.graph.view import View
+from mla_fusion.graph.walk import INPUTS, origin, unit_selections
 
 
 @dataclass(frozen=True)
@@ -166,20 +167,8 @@ _INDEX_OF = {
 
 def input_behind(node: Node) -> Node | None:
     """The graph input of which the node is a reshape (an axis of size 1 may be selected away)."""
-    while node.op not in ("placeholder", "get_attr"):
-        source = node.args[0] if node.args else None
-        if not isinstance(source, Node) or not (is_reshape(node) or _drops_unit_axis(node)):
-            return None
-        node = source
-    return node
-
-
-def _drops_unit_axis(node: Node) -> bool:
-    if op_name(node) not in ("aten::select", "aten::select_copy"):
-        return False
-    source = node.args[0]
-    assert isinstance(source, Node)
-    return same(source.meta["val"].shape[int(argument(node, "dim", 0))], 1)
+    cache = origin(node, unit_selections)
+    return cache if cache.op in INPUTS else None
 
 
 def _slots(view: View, paged: tuple[Any, Any, int, object], base: Node, indices: list[Node]) -> Slots | str:

@@ -8,17 +8,17 @@ the block. A remainder or a quotient alone may map two numbers to one.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import is_cast, is_getitem, is_view, op_name
+from mla_fusion.graph.kinds import attribute, is_cast, is_view, op_name
 from mla_fusion.graph.operators import GATHER
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.ranges import Ranges
 from mla_fusion.graph.sizes import is_symbolic, same
 from mla_fusion.graph.view import View
+from mla_fusion.graph.walk import input_of, origin, views_and_casts
 
 _LONGEST = 24  # steps from the slots to the input
 _KEEP_APART = GATHER | {"aten::neg", "aten::flip", "aten::roll"}
@@ -65,9 +65,7 @@ def _merging_step(view: View, node: Node, trusting: Ranges) -> Node | None:
 
 def _holds_repeats(node: Node) -> bool:
     """Is it a literal that a tracer lifted, with a number twice?"""
-    value: Any = node.graph.owning_module if node.op == "get_attr" else None
-    for part in str(node.target).split(".") if value is not None else ():
-        value = getattr(value, part, None)
+    value = attribute(node)
     known = isinstance(value, torch.Tensor) and type(value) is torch.Tensor and value.device.type != "meta"
     return known and value.unique().numel() != value.numel()
 
@@ -120,7 +118,7 @@ def _of_sum(view: View, node: Node, name: str, operands: list[Node]) -> Node | N
         size = _literal_factor(view, whole)
         low, high = view.ranges.of(place)
         if size is not None and low >= 0 and high < size:
-            return _looked_up(_unviewed(whole).all_input_nodes[0])
+            return _looked_up(origin(whole, views_and_casts).all_input_nodes[0])
     return None
 
 
@@ -130,23 +128,12 @@ def _is_vector(node: Node) -> bool:
 
 def _looked_up(node: Node) -> Node:
     """Of an entry of a table, the table; which entry is read is left aside."""
-    while (is_view(node) or is_cast(node) or op_name(node) in GATHER) and not is_getitem(node):
-        source = node.args[0]
-        if not isinstance(source, Node):
-            return node
-        node = source
-    return node
-
-
-def _unviewed(node: Node) -> Node:
-    while is_view(node) or is_cast(node):
-        node = node.all_input_nodes[0]
-    return node
+    return origin(node, lambda entry: input_of(entry) if op_name(entry) in GATHER else views_and_casts(entry))
 
 
 def _literal_factor(view: View, node: Node) -> float | None:
     """The number by which the node is multiplied."""
-    node = _unviewed(node)
+    node = origin(node, views_and_casts)
     low, high = view.ranges.of(node.args[1]) if len(node.args) > 1 else (0.0, 1.0)
     if low != high or low < 0:
         return None

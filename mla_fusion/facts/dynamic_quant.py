@@ -17,11 +17,12 @@ from torch.fx import Node
 
 from mla_fusion.facts.quantising import only_quantises
 from mla_fusion.graph.contraction import Scales
-from mla_fusion.graph.kinds import argument, is_cast, is_getitem, is_reshape, is_view, op_name, operator_of
+from mla_fusion.graph.kinds import argument, is_getitem, op_name, operator_of
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.shrink import WORTHWHILE, Shrink
 from mla_fusion.graph.sizes import is_symbolic, same, same_shape
-from mla_fusion.graph.view import View, peel
+from mla_fusion.graph.view import View
+from mla_fusion.graph.walk import origin, peel, reshapes, upward, views_and_casts
 
 _FARTHEST = 24  # plain nodes from int8 values up to the rows
 # Of a probe: the size of a tenth to ten times which its rows are, and what is added to the largest element of each, in
@@ -58,13 +59,8 @@ def by_operator(operator: Node) -> DynamicQuant | None:
 
 def int8_behind(activation: Node) -> Node | None:
     """The int8 tensor that an operand re-indexes or casts, or None."""
-    node = activation
-    while node.meta["val"].dtype != torch.int8:
-        source = node.args[0] if node.args and (is_cast(node) or is_view(node)) else None
-        if not isinstance(source, Node) or not isinstance(source.meta.get("val"), torch.Tensor):
-            return None
-        node = source
-    return node
+    above = upward(activation, views_and_casts)
+    return next((node for node in above if node.meta["val"].dtype == torch.int8), None)
 
 
 def unsmoothed(view: View, dynamic: DynamicQuant) -> DynamicQuant | None:
@@ -132,8 +128,7 @@ class DynamicQuantReader:
         return dynamic if theirs else None  # else it is scaled by something else than what it was divided by
 
     def _plain(self, values: Node, token: Node, factor: float, inverse: bool) -> DynamicQuant | None:
-        while is_reshape(token) and isinstance(token.args[0], Node):
-            token = token.args[0]
+        token = origin(token, reshapes)
         for source, inside in self._cuts(values, token):
             if self._is_source(source, inside, values, token, factor, inverse):
                 scale = token if factor == 1.0 and not inverse else None

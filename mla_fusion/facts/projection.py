@@ -18,7 +18,8 @@ from mla_fusion.graph.kinds import is_cast, is_reshape
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.sizes import is_symbolic, same
 from mla_fusion.graph.tokens import Tokens
-from mla_fusion.graph.view import View, ancestry, peel
+from mla_fusion.graph.view import View
+from mla_fusion.graph.walk import peel, reshapes_and_casts, upward, views_and_model_casts
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,7 @@ def rows(view: View, item: Projection) -> torch.Tensor | None:
 
 def _keeps_tokens(start: Node, end: Node) -> bool:
     """Is the way from one to the other the same for each token, where their number is symbolic?"""
-    shape = start.meta["val"].shape
-    tokens = Tokens(None)
-    tokens.start(start, shape, range(len(shape)))
-    if not tokens or start is end:
-        return True
-    tokens.follow(nodes_between((start,), end))
-    return tokens.broken(end) is None
+    return start is end or Tokens.of((start,), nodes_between((start,), end)).broken(end) is None
 
 
 def token_sizes(item: Projection) -> list[object] | None:
@@ -139,10 +134,8 @@ def token_sizes(item: Projection) -> list[object] | None:
     if long[-1:] != list(item.summed) or long[:-1] != rows:
         return None
     best = [size for size in shape[:-1] if not same(size, 1)]
-    for above in ancestry(item.activation):
-        if not (is_reshape(above) or is_cast(above)) or not isinstance(above.args[0], Node):
-            break
-        sizes = [size for size in above.args[0].meta["val"].shape if not same(size, 1)]
+    for above in upward(item.activation, reshapes_and_casts):
+        sizes = [size for size in above.meta["val"].shape if not same(size, 1)]
         if not sizes or not same(sizes[-1], shape[-1]):
             break
         best = sizes[:-1] if len(sizes) - 1 > len(best) else best
@@ -162,7 +155,7 @@ def _between(item: Projection) -> list[Node]:
     """Views and casts from the activation up to its origin, on both sides of a dynamic quantisation."""
     dynamic = item.quantised.dynamic if item.quantised is not None else None
     chains = [item.activation] if dynamic is None else [item.activation, dynamic.source]
-    return [node for start in chains for node in list(ancestry(start))[:-1]]
+    return [node for start in chains for node in list(upward(start, views_and_model_casts))[:-1]]
 
 
 def _size(view: View, node: Node) -> int:

@@ -16,7 +16,8 @@ from torch.fx import Node
 from mla_fusion.facts.quantising import only_quantises
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.sizes import is_symbolic
-from mla_fusion.graph.view import View, peel
+from mla_fusion.graph.view import View
+from mla_fusion.graph.walk import peel
 
 _LONGEST = 12  # nodes from the rows to the int8 tensor
 _TYPICAL = 30.0

@@ -17,13 +17,14 @@ from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.sizes import is_symbolic, same
 from mla_fusion.graph.tokens import Tokens
 from mla_fusion.graph.view import View
+from mla_fusion.graph.walk import exact_casts, origin
 
 _DRAWS = 2
 
 
 def same_values(view: View, a: Node, b: Node) -> bool:
     """Do ``a`` and ``b`` hold the same rows, whatever the graph's inputs hold?"""
-    a, b = _without_casts(a), _without_casts(b)
+    a, b = origin(a, exact_casts), origin(b, exact_casts)
     if view.same(a, b):
         return True
     if not _as_many(a, b):
@@ -44,12 +45,6 @@ def same_values(view: View, a: Node, b: Node) -> bool:
         if first is None or second is None or not torch.equal(first.reshape(-1), second.reshape(-1)):
             return False
     return True
-
-
-def _without_casts(node: Node) -> Node:
-    while is_faithful_cast(node) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
 
 
 def _as_many(a: Node, b: Node) -> bool:
@@ -92,14 +87,9 @@ def _is_float(node: Node) -> bool:
 
 def _keeps_tokens(atoms: list[Node], steps: list[Node], end: Node) -> bool:
     """Is each row of the end made of the same row of every atom, where the number of rows is symbolic?"""
-    tokens = Tokens(None)
-    for atom in atoms:
-        shape = atom.meta["val"].shape
-        tokens.start(atom, shape, range(len(shape)))
+    tokens = Tokens.of(atoms, steps)
     if not tokens:
         return not any(is_symbolic(size) for size in end.meta["val"].shape)
-    tokens.start_outside(atoms)
-    tokens.follow(steps)
     return end in atoms or (tokens.broken(end) is None and tokens.knows(end))
 
 

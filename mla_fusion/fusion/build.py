@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
+from mla_fusion.graph.kinds import attribute
 from mla_fusion.graph.sizes import Binding, SizeNodes, is_symbolic, same_shape
 
 aten = torch.ops.aten
@@ -304,9 +305,7 @@ def describe_attributes(gm: GraphModule) -> list[Node]:
     nodes = [node for node in gm.graph.find_nodes(op="get_attr") if "val" not in node.meta]
     mode = _fake_mode(gm.graph) if nodes else None
     for node in nodes:
-        value: Any = gm
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
+        value = attribute(node)
         is_tensor = isinstance(value, torch.Tensor)
         node.meta["val"] = mode.from_tensor(value) if is_tensor and mode is not None else value
     return nodes

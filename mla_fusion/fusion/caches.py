@@ -22,10 +22,11 @@ from mla_fusion.fusion.int8_query import Int8Query
 from mla_fusion.fusion.outputs import Replacement, ValueTree, leads_only_to, live_users, whole_readers
 from mla_fusion.fusion.plan import InPlace, Staged
 from mla_fusion.fusion.rejection import Refuse
-from mla_fusion.graph.kinds import is_faithful_cast, is_getitem, is_reshape, op_name
+from mla_fusion.graph.kinds import is_getitem, op_name
 from mla_fusion.graph.program import nodes_between
 from mla_fusion.graph.sizes import same_shape
 from mla_fusion.graph.view import View
+from mla_fusion.graph.walk import origin, reshapes, reshapes_and_exact_casts, upward
 from mla_fusion.meta import limits
 
 
@@ -310,19 +311,11 @@ def _rows(tree: ValueTree, width: int) -> packed_rows.Rows | None:
 
 def _shaped(slots: Slots, lead: Sequence[object]) -> Slots:
     """The slots as what they reshape, where that already has the wanted shape (saves a reshape)."""
-    node = slots.index
-    while node is not None and not same_shape(node.meta["val"].shape, lead):
-        source = node.args[0] if is_reshape(node) else None
-        node = source if isinstance(source, Node) else None
-    return slots if node is None else Slots(node)
+    above = upward(slots.index, reshapes) if slots.index is not None else ()
+    shaped = next((node for node in above if same_shape(node.meta["val"].shape, lead)), None)
+    return slots if shaped is None else Slots(shaped)
 
 
 def _source_of_both(a: Slots, b: Slots) -> Slots:
     """Of slots that are equal, what both are made from."""
-    return a if a == b or a.index is None else Slots(_unshaped(a.index))
-
-
-def _unshaped(node: Node) -> Node:
-    while (is_reshape(node) or is_faithful_cast(node)) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
+    return a if a == b or a.index is None else Slots(origin(a.index, reshapes_and_exact_casts))

@@ -28,7 +28,8 @@ from mla_fusion.fusion.near_miss import Diagnosis, Facts, NearMiss
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.tokens import Tokens
-from mla_fusion.graph.view import View, peel_table
+from mla_fusion.graph.view import View
+from mla_fusion.graph.walk import origin, table_columns
 
 _OTHER_READINGS = 7  # of one prologue that are tried where the first has no plan
 
@@ -333,7 +334,7 @@ class Finder:
         )
 
     def _whole_table(self, node: Node, width: int, cone: ConeFacts) -> Table:
-        base = peel_table(node)
+        base = origin(node, table_columns)
         shape = cone.cone.shape(base)
         count = 1
         for size in shape[:-1]:

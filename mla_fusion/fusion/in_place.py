@@ -16,11 +16,9 @@ from torch.fx import Node
 from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.fusion.region import Region
 from mla_fusion.fusion.rejection import Refuse
-from mla_fusion.graph.kinds import is_cast, is_getitem, is_view, op_name, operator_of
+from mla_fusion.graph.kinds import op_name, operator_of
 from mla_fusion.graph.view import View
-
-_INPUTS = ("placeholder", "get_attr")
-_MAY_ALIAS = frozenset(("aten::contiguous", "aten::reshape", "aten::to", "aten::_to_copy"))  # or copy
+from mla_fusion.graph.walk import INPUTS, input_of, origin, shared_memory, upward, views_and_writes
 
 
 class InPlaceSteps:
@@ -74,15 +72,7 @@ def _flat(given: object) -> Iterable[object]:
 
 def _root(node: Node) -> Node:
     """What the memory of a node may belong to: up through views, casts that may copy nothing, and in-place results."""
-    while node.op == "call_function" and node.args:
-        source = node.args[0]
-        if is_getitem(node) and isinstance(source, Node):
-            source = source.args[0] if is_view(node) and source.args else None
-        shares = is_view(node) or is_cast(node) or op_name(node) in _MAY_ALIAS or operator_of(node).mutates
-        if not isinstance(source, Node) or not shares:
-            return node
-        node = source
-    return node
+    return origin(node, shared_memory)
 
 
 def _memory(node: Node) -> object:
@@ -98,20 +88,14 @@ def _own_writes(plan: Plan) -> set[Node]:
     found = set()
     caches = {cache for _, cache, _ in plan.caches.held}
     for item in plan.replacements:
-        node = item.node
-        while node.op == "call_function" and node.args:
-            if operator_of(node).mutates and isinstance(node.args[0], Node) and _root(node.args[0]) in caches:
-                found.add(node)
-            source = node.args[0]
-            if not isinstance(source, Node) or not (is_view(node) or operator_of(node).mutates):
-                break
-            node = source
+        steps = (node for node in upward(item.node, views_and_writes) if operator_of(node).mutates)
+        found |= {step for step in steps if (target := input_of(step)) is not None and _root(target) in caches}
     return found
 
 
 def _is_epilogue(view: View, step: Node, memory: object) -> bool:
     """Is it a ``copy_`` into an input, after which nothing but such copies and the output stands to read it?"""
-    if op_name(step) != "aten::copy_" or not all(_root(target).op in _INPUTS for target in _written(step)):
+    if op_name(step) != "aten::copy_" or not all(_root(target).op in INPUTS for target in _written(step)):
         return False
     after = view.nodes[view.position[step] + 1 :]
     later = (node for node in after if op_name(node) != "aten::copy_" and node.op != "output")

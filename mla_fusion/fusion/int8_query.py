@@ -21,7 +21,8 @@ from mla_fusion.graph.kinds import op_name
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.tokens import Tokens
-from mla_fusion.graph.view import View, peel
+from mla_fusion.graph.view import View
+from mla_fusion.graph.walk import peel
 
 _FARTHEST = 24  # plain nodes from query_rope to what is brought to scale
 

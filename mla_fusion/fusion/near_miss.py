@@ -18,7 +18,8 @@ from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.kinds import MODEL_FLOATS, is_cast, is_view, op_name
 from mla_fusion.graph.sizes import same
-from mla_fusion.graph.view import View, peel
+from mla_fusion.graph.view import View
+from mla_fusion.graph.walk import origin, peel
 
 Facts = Mapping[Projection, ConeFacts]  # of the projections of one x
 
@@ -241,13 +242,12 @@ def _before_quantisation(node: Node) -> Node:
     """What is scaled and cast to a narrow type, or the node itself; through views and casts."""
     if node.meta["val"].dtype in MODEL_FLOATS:
         return peel(node)
-    source = node
-    while is_view(source) or is_cast(source) or (source is not node and op_name(source) in _QUANTISING):
-        above = _first_rows(source)
-        if above is None:
-            break
-        source = above
-    return peel(source)
+
+    def quantisation(step: Node) -> Node | None:
+        passed = is_view(step) or is_cast(step) or (step is not node and op_name(step) in _QUANTISING)
+        return _first_rows(step) if passed else None
+
+    return peel(origin(node, quantisation))
 
 
 def _first_rows(node: Node) -> Node | None:

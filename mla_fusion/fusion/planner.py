@@ -20,9 +20,10 @@ from mla_fusion.fusion.candidate import Candidate, same_table
 from mla_fusion.fusion.outputs import Replacement, ValueTree, keeps_nothing, leads_only_to, live_users, quantised_rows
 from mla_fusion.fusion.plan import InPlace, Plan, Staged
 from mla_fusion.fusion.rejection import Refuse
-from mla_fusion.graph.kinds import borrows_only, has_effect, is_faithful_cast, is_getitem, is_reshape
+from mla_fusion.graph.kinds import borrows_only, has_effect, is_getitem
 from mla_fusion.graph.sizes import is_symbolic, same_shape
-from mla_fusion.graph.view import View, ancestry, peel
+from mla_fusion.graph.view import View
+from mla_fusion.graph.walk import peel, rows_and_exact_casts, upward, views_and_model_casts
 
 _SLOTS_ASSUMED = "slots are non-negative{whose} and distinct (the kernel skips negative slots, index_put wraps them)"
 
@@ -92,25 +93,20 @@ class Planner:
     def _token_choices(self) -> list[Node]:
         """Forms of x that are rows of tokens, [T, He] or [B, S, He], innermost first, one of each shape."""
         down = self.candidate.query.down
-        node = down.activation
         wanted = torch.bfloat16 if down.quantised is None else torch.int8
         found: dict[tuple[int, ...], Node] = {}
         if down.activation_labels[-1] != down.summed[0] or down.row_labels != down.token_labels:
             return []
-        while True:
+        for node in upward(down.activation, rows_and_exact_casts):
             value = node.meta["val"]
             if value.dim() in (2, 3) and value.dtype == wanted:
                 found.setdefault(self.view.binding.shape(value.shape), node)
-            if not (is_reshape(node) or is_faithful_cast(node)) or not isinstance(node.args[0], Node):
-                return list(found.values())
-            if node.args[0].meta["val"].shape[-1] != value.shape[-1]:
-                return list(found.values())
-            node = node.args[0]
+        return list(found.values())
 
     def _sources_of_rows(self) -> Iterator[Node]:
         """Further up, x where the activation is its rows in token order by other views (permuted unit axes, x^T)."""
         down = self.candidate.query.down
-        for node in ancestry(down.activation):
+        for node in upward(down.activation, views_and_model_casts):
             value = node.meta["val"]
             is_rows = value.dim() in (2, 3) and value.dtype == torch.bfloat16
             if is_rows and projection.reads_whole(self.view, replace(down, origin=node)):

@@ -16,12 +16,17 @@ from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fusion import replace
 from mla_fusion.fusion.plan import InPlace, Plan
 from mla_fusion.fusion.verdict import projections
-from mla_fusion.graph.kinds import filled_with, is_cast, is_faithful_cast, is_getitem, is_reshape, is_view, operator_of
+from mla_fusion.graph.kinds import (
+    attribute,
+    filled_with,
+    operator_of,
+)
 from mla_fusion.graph.sizes import is_symbolic, same_shape
 from mla_fusion.graph.view import View
+from mla_fusion.graph.walk import origin, reshapes_and_exact_casts, views_and_casts
 
 _INTEGERS = (torch.int64, torch.int32)
-_INPUTS = ("placeholder", "get_attr")
+INPUTS = ("placeholder", "get_attr")
 _FARTHEST = 24  # nodes looked at above x for something that x is computed from a second time
 
 
@@ -91,7 +96,7 @@ class _Walk:
                 continue
             seen.add(node)
             role = self.given.get(node)
-            if role is not None or node.op in _INPUTS or _is_random(node):
+            if role is not None or node.op in INPUTS or _is_random(node):
                 self.leaves[node] = self._role_of_input(node) if role is None else role
             elif node in stop:
                 met.append(node)
@@ -128,11 +133,9 @@ class _Walk:
 
 def constant_behind(node: Node) -> torch.Tensor | None:
     """The tensor that a get_attr node holds where tracing or the model wrote it down; None for a parameter."""
-    value: object = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part, None)
+    value = attribute(node)
     is_plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
-    return value if is_plain and value.device.type != "meta" and type(value) is torch.Tensor else None  # type: ignore
+    return value if is_plain and value.device.type != "meta" and type(value) is torch.Tensor else None
 
 
 def same_attribute(node: Node) -> object:
@@ -170,24 +173,13 @@ def _roles(plan: Plan) -> dict[Node, str]:
 
 def _source(node: Node) -> Node:
     """The graph input of which the node is a view or a cast, or the node itself where something computes it."""
-    above = node
-    while above.op not in _INPUTS:
-        source = above.args[0] if (is_view(above) or is_cast(above)) and above.args else None
-        source = source.args[0] if is_getitem(above) and isinstance(source, Node) else source
-        if not isinstance(source, Node):
-            return node
-        above = source
-    return above
+    above = origin(node, views_and_casts)
+    return above if above.op in INPUTS else node
 
 
 def same_elements(node: Node) -> Node:
     """Up through what keeps every integer, its place and their number."""
-    while is_reshape(node) or is_faithful_cast(node):
-        source = node.args[0]
-        if not isinstance(source, Node):
-            return node
-        node = source
-    return node
+    return origin(node, reshapes_and_exact_casts)
 
 
 def _leaf_of_x(plan: Plan) -> Node:
@@ -208,7 +200,7 @@ def _above_x(origin: Node) -> set[Node]:
     while stack and len(found) < _FARTHEST:
         for read in stack.pop(0).all_input_nodes:
             value = read.meta.get("val")
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or read.op in _INPUTS:
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or read.op in INPUTS:
                 continue
             if read not in found and same_shape((value.numel(),), (size,)):
                 found.add(read)

@@ -14,7 +14,8 @@ from mla_fusion.fusion.candidate import Candidate, same_table
 from mla_fusion.fusion.rejection import Refuse
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.sizes import is_symbolic
-from mla_fusion.graph.view import View, ancestry, peel
+from mla_fusion.graph.view import View
+from mla_fusion.graph.walk import peel, upward, views_and_model_casts
 
 _REGION_DTYPES = (torch.bfloat16, torch.float32, torch.complex64)
 
@@ -173,7 +174,7 @@ def _dtypes(view: View, candidate: Candidate) -> None:
 
 def _holds_bfloat16(node: Node) -> bool:
     """Are the numbers, though in a wider dtype, bfloat16's?"""
-    dtypes = (above.meta["val"].dtype for above in ancestry(node))
+    dtypes = (above.meta["val"].dtype for above in upward(node, views_and_model_casts))
     return next((dtype for dtype in dtypes if dtype not in (torch.float32, torch.float64)), None) == torch.bfloat16
 
 
@@ -181,10 +182,10 @@ def _region(candidate: Candidate) -> Iterator[Node]:
     """Plain nodes between the projections and the norms and rotations."""
     q, k = candidate.query, candidate.key
     for item in projections(candidate):
-        yield from (node for node in ancestry(item.activation) if item.quantised is None)
+        yield from (node for node in upward(item.activation, views_and_model_casts) if item.quantised is None)
         dynamic = item.quantised.dynamic if item.quantised is not None else None
         if dynamic is not None:
-            yield from ancestry(dynamic.source)
+            yield from upward(dynamic.source, views_and_model_casts)
             if dynamic.plain:
                 yield from nodes_between((dynamic.source,), dynamic.node)
         yield from item.product.inside

@@ -17,8 +17,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.fusion import strides
 from mla_fusion.fusion.build import GraphBuilder
-from mla_fusion.graph.kinds import argument, is_cast, is_getitem, is_reshape, is_view, is_writer, op_name, operator_of
+from mla_fusion.graph.kinds import argument, is_getitem, is_reshape, is_view, op_name, operator_of
 from mla_fusion.graph.sizes import is_symbolic, same_shape
+from mla_fusion.graph.walk import origin, views, written
 
 aten = torch.ops.aten
 _SCATTERS = frozenset(("aten::slice_scatter", "aten::select_scatter"))
@@ -36,13 +37,10 @@ def _is_assembly(node: Node) -> bool:
 
 
 def _made_here(value: Any) -> bool:
-    while isinstance(value, Node):
-        if value.op != "call_function":
-            return False
-        if not (is_view(value) or is_writer(value) or is_cast(value)):
-            return isinstance(value.target, torch._ops.OpOverload) and not operator_of(value).effect
-        value = value.args[0].args[0] if is_getitem(value) else value.args[0]  # type: ignore[union-attr]
-    return False
+    if not isinstance(value, Node):
+        return False
+    maker = origin(value, written)
+    return isinstance(maker.target, torch._ops.OpOverload) and not operator_of(maker).effect
 
 
 def take_apart(gm: GraphModule) -> None:
@@ -113,7 +111,7 @@ class _Parts:
     def _follow(self, node: Node) -> bool:
         if _is_assembly(node):
             return self._write(node)
-        source = _source(node)
+        source = views(node)
         if source in self.rows:
             self._view(node, source, self.rows[source])
             return True
@@ -224,14 +222,6 @@ class _Parts:
         if piece.size == _shape(piece.node)[axis]:
             return piece.node
         return self.b.call(aten.slice.Tensor, piece.node, axis, piece.start, piece.stop)
-
-
-def _source(node: Node) -> Node | None:
-    """What a view is a view of."""
-    if node.op != "call_function" or not is_view(node):
-        return None
-    source = node.args[0].args[0] if is_getitem(node) else node.args[0]  # type: ignore[union-attr]
-    return source if isinstance(source, Node) else None
 
 
 def _origin(node: Node) -> dict[str, Any]:

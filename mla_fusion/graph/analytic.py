@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import MODEL_FLOATS, argument, is_cast, is_getitem, is_view, kind_of, op_name, operator_of
+from mla_fusion.graph.kinds import MODEL_FLOATS, argument, is_cast, kind_of, op_name, operator_of
 from mla_fusion.graph.operators import GATHER, PLACED_WRITERS, QUANTISING, Kind
+from mla_fusion.graph.walk import input_of, origin, upward, views_and_casts
 
 if TYPE_CHECKING:
     from mla_fusion.graph.ranges import Ranges
@@ -98,7 +99,9 @@ class Steps:
         for one, other in (node.args[:2], node.args[1::-1]):
             value = other.meta.get("val") if isinstance(other, Node) else None
             single = isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
-            if single and _without_views(other).op == "placeholder" and self._ranges.of(one)[0] >= 0:
+            if not (single and isinstance(other, Node)):
+                continue
+            if origin(other, views_and_casts).op == "placeholder" and self._ranges.of(one)[0] >= 0:
                 return True
         return False
 
@@ -106,9 +109,7 @@ class Steps:
         """A sum of the squares of distinct elements of a product: it is zero for the zero row alone."""
         if name in ("aten::linalg_vector_norm", "aten::norm", "aten::std"):
             return self._are_distinct(node)
-        inner = _without_views(node)
-        while op_name(inner) in ("aten::mul", "aten::div") and isinstance(inner.args[1], (int, float)):
-            inner = _without_views(inner.args[0])
+        inner = origin(node, _scalings)
         if op_name(inner) in ("aten::sqrt", "aten::rsqrt"):
             return isinstance(inner.args[0], Node) and self._is_sum_of_squares(inner.args[0], "")
         if op_name(inner) in ("aten::linalg_vector_norm", "aten::norm"):
@@ -116,7 +117,7 @@ class Steps:
         if op_name(inner) not in ("aten::sum", "aten::mean") or not isinstance(inner.args[0], Node):
             product = self._view.squares_of(inner)
             return product is not None and self._are_distinct(product)
-        squared = _without_views(inner.args[0])
+        squared = origin(inner.args[0], views_and_casts)
         is_square = (
             op_name(squared) == "aten::square"
             or (op_name(squared) == "aten::pow" and squared.args[1] == 2)
@@ -129,15 +130,9 @@ class Steps:
         if not isinstance(node, Node):
             return False
         width = node.meta["val"].shape[-1:]
-        while is_view(node) or is_cast(node) or _is_scaled(node):
-            if "expand" in op_name(node):
-                return False
-            source = node.args[0]
-            if is_getitem(node) and isinstance(source, Node):
-                source = source.args[0]
-            if not isinstance(source, Node):
-                return False
-            node = source
+        *steps, node = upward(node, _scalings)
+        if any("expand" in op_name(step) for step in steps):
+            return False
         return node in self._view.contractions and bool(width) and isinstance(width[0], int) and width[0] >= _DISTINCT
 
     # -- indices
@@ -202,10 +197,9 @@ def _is_scaled(node: Node) -> bool:
     return op_name(node) in ("aten::mul", "aten::div") and scales
 
 
-def _without_views(node: Any) -> Node:
-    while isinstance(node, Node) and (is_view(node) or is_cast(node)) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
+def _scalings(node: Node) -> Node | None:
+    """Views, casts, products with a number: what keeps zeros, and the places of values in their rows."""
+    return input_of(node) if _is_scaled(node) else views_and_casts(node)
 
 
 def _what_it_picks(node: Node) -> str:
@@ -243,10 +237,7 @@ _FLAT = _OF_ANGLES | frozenset(
 
 def _is_power(node: Any) -> bool:
     """``exp(c * log(u))`` is a power of ``u``."""
-    inner = _without_views(node)
-    while isinstance(inner, Node) and _is_scaled(inner):
-        inner = _without_views(inner.args[0])
-    return isinstance(inner, Node) and op_name(inner) == "aten::log"
+    return isinstance(node, Node) and op_name(origin(node, _scalings)) == "aten::log"
 
 
 def _swamps(node: Node, name: str) -> str:
@@ -256,13 +247,12 @@ def _swamps(node: Node, name: str) -> str:
     """
     if name not in _SCALED_BY or not _is_scaled(node):
         return ""
-    total, current = 0.0, node
-    while isinstance(current, Node) and _is_scaled(current):
-        by = abs(float(current.args[1]))  # type: ignore[arg-type]
-        total += math.log2(by) if op_name(current) == "aten::mul" else -math.log2(by)
+    total = 0.0
+    for step in filter(_is_scaled, upward(node, _scalings)):
+        by = abs(float(step.args[1]))  # type: ignore[arg-type]
+        total += math.log2(by) if op_name(step) == "aten::mul" else -math.log2(by)
         if abs(total) > _HUGE or abs(math.log2(by)) > _HUGE:
-            return f"{current.args[1]:g} takes values out of the range of their dtype"
-        current = _without_views(current.args[0])
+            return f"{step.args[1]:g} takes values out of the range of their dtype"
     return ""
 
 

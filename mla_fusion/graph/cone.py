@@ -19,7 +19,8 @@ from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.sizes import is_symbolic
 from mla_fusion.graph.tokens import Broken, Tokens
-from mla_fusion.graph.view import View, peel_table
+from mla_fusion.graph.view import View
+from mla_fusion.graph.walk import origin, table_columns
 
 _LARGEST = 1 << 24  # elements of one probe value; beyond it lies attention, not the prologue
 
@@ -122,15 +123,15 @@ class Cone:
         """Signs, masks or one number, made of literals: no table. (A table may be made of an arange.)"""
         if not self.view.is_constant(side):
             return False
-        base = peel_table(side)
+        base = origin(side, table_columns)
         return not self._has_token_rows(base) or self.view.is_plain_constant(base)
 
     def _bases_of(self, side: Node) -> list[Node]:
         """What ``side`` is put together from, as tables whose rows can be tokens'."""
-        base = peel_table(side)
+        base = origin(side, table_columns)
         if self._has_token_rows(base) and not self._is_padded(base):
             return [base]
-        parts = list(dict.fromkeys(map(peel_table, self._parts(base))))
+        parts = list(dict.fromkeys(origin(part, table_columns) for part in self._parts(base)))
         return parts if parts and all(map(self._has_token_rows, parts)) else [base]
 
     def _has_token_rows(self, base: Node) -> bool:

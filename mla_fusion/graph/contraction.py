@@ -15,7 +15,8 @@ from itertools import count
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import argument, is_reshape, op_name
+from mla_fusion.graph.kinds import argument, op_name
+from mla_fusion.graph.walk import origin, row_reshapes
 
 Labels = tuple[int, ...]
 
@@ -73,7 +74,7 @@ def join(node: Node, known: Mapping[Node, Contraction]) -> Contraction | None:
         return None
     parts = []
     for piece in node.args[0]:
-        part = known.get(_before_reshapes(piece)) if isinstance(piece, Node) else None
+        part = known.get(origin(piece, row_reshapes)) if isinstance(piece, Node) else None
         if part is None or part.parts or len(part.right_labels) != 2 or part.out_labels[-1] not in part.right_labels:
             return None
         parts.append(part)
@@ -82,16 +83,6 @@ def join(node: Node, known: Mapping[Node, Contraction]) -> Contraction | None:
 
 
 _TOKENS = 10_000  # labels that no operand has: the token axes may be other ones than the products'
-
-
-def _before_reshapes(node: Node) -> Node:
-    """What is the node before its token axes were reshaped."""
-    while is_reshape(node):
-        source = node.args[0]
-        if not isinstance(source, Node) or source.meta["val"].shape[-1] != node.meta["val"].shape[-1]:
-            return node
-        node = source
-    return node
 
 
 def _rank(node: object) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -120,6 +121,16 @@ def has_effect(node: Node) -> bool:
 def is_mutating(node: Node) -> bool:
     """Does the operator's schema say that it changes an argument?"""
     return operator_of(node).mutates
+
+
+def attribute(node: Node) -> Any:
+    """What a get_attr node reads of its module; None for another node, or where the module has nothing of that name."""
+    if node.op != "get_attr":
+        return None
+    try:
+        return attrgetter(str(node.target))(node.graph.owning_module)
+    except AttributeError:
+        return None
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:

@@ -12,7 +12,8 @@ from torch.fx import Node
 from mla_fusion.graph.cone import Cone
 from mla_fusion.graph.contraction import Contraction
 from mla_fusion.graph.sizes import is_symbolic
-from mla_fusion.graph.view import View, peel_table
+from mla_fusion.graph.view import View
+from mla_fusion.graph.walk import origin, table_columns
 
 
 def outline(view: View, product: Contraction, weight_is_left: bool) -> object:
@@ -65,7 +66,7 @@ class _Walk:
         return self.view.is_constant(node) == self.view.is_constant(other) and self.step(node, other)
 
     def _base(self, base: Node, other: Node) -> bool:
-        if self.view.is_constant(other) or peel_table(other) is not other or not self.alike(base, other):
+        if self.view.is_constant(other) or origin(other, table_columns) is not other or not self.alike(base, other):
             return False
         number, theirs = self.view.number(base), self.view.number(other)
         if self._numbers.setdefault(number, theirs) != theirs or list(self._numbers.values()).count(theirs) > 1:

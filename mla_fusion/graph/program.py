@@ -17,7 +17,16 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import MODEL_FLOATS, argument, filled_with, is_cast, is_mutating, op_name, operator_of
+from mla_fusion.graph.kinds import (
+    MODEL_FLOATS,
+    argument,
+    attribute,
+    filled_with,
+    is_cast,
+    is_mutating,
+    op_name,
+    operator_of,
+)
 from mla_fusion.graph.operators import SELECTIONS, SIZED
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.sizes import Binding, is_symbolic, same
@@ -293,9 +302,7 @@ def _refuse_narrow_cast(node: Node) -> None:
 
 
 def _attribute(node: Node, exact: bool) -> Any:
-    value: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
+    value = attribute(node)
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", value.dtype if exact else _widen(value.dtype))
     return value

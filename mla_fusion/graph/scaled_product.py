@@ -16,8 +16,9 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.graph.contraction import Contraction, Labels, Scales
-from mla_fusion.graph.kinds import is_cast, is_faithful_cast, is_reshape, op_name
+from mla_fusion.graph.kinds import is_cast, is_reshape, op_name
 from mla_fusion.graph.sizes import is_symbolic, same, same_shape
+from mla_fusion.graph.walk import exact_casts, input_of, origin, upward
 
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
@@ -141,9 +142,7 @@ def _only_reader(node: Node) -> Node | None:
 
 def _factors(by: Node, width: Any) -> list[Node]:
     """The column scales and the row scales of which ``by`` is the outer product, else itself."""
-    inner = by
-    while is_faithful_cast(inner) and isinstance(inner.args[0], Node):
-        inner = inner.args[0]
+    inner = origin(by, exact_casts)
     sides = [arg for arg in inner.args if isinstance(arg, Node)]
     if op_name(inner) != "aten::mul" or len(sides) != 2 or inner.kwargs:
         return [by]
@@ -169,21 +168,23 @@ def _int8_weight(node: Node, labels: Labels) -> tuple[Node, Labels] | None:
     labels = _longer(labels, node.meta["val"].shape)
     if len(labels) != 2:
         return None
-    while node.meta["val"].dtype != torch.int8 or node.meta["val"].dim() != 2:
-        source = node.args[0] if node.args else None
-        if not isinstance(source, Node) or node.meta["val"].dtype not in _HOLD_INT8:
-            return None
-        moved = _moved(node)
+    for above in upward(node, _holding_int8):
+        if above.meta["val"].dtype == torch.int8 and above.meta["val"].dim() == 2:
+            return above, labels
+        moved = _moved(above)
         if moved is not None:
             labels = labels if moved == tuple(sorted(moved)) else labels[::-1]
-        elif is_reshape(node):
-            value, above = node.meta["val"], source.meta["val"]
-            if not same_shape(_longer(value.shape, value.shape), _longer(above.shape, above.shape)):
+        elif is_reshape(above):
+            before, after = (value.meta["val"].shape for value in (above.all_input_nodes[0], above))
+            if not same_shape(_longer(before, before), _longer(after, after)):
                 return None
-        elif not is_cast(node):
-            return None
-        node = source
-    return node, labels
+    return None
+
+
+def _holding_int8(node: Node) -> Node | None:
+    """Casts and moves among dtypes that hold every number of int8."""
+    passed = is_cast(node) or is_reshape(node) or _moved(node) is not None
+    return input_of(node) if passed and node.meta["val"].dtype in _HOLD_INT8 else None
 
 
 _Item = TypeVar("_Item")
@@ -223,27 +224,20 @@ def _row(value: torch.Tensor) -> Any:
 def _int8_activations(node: Node) -> list[Node]:
     """The int8 rows that the operand is a cast of, as they are before and after being reshaped, nearest first."""
     found: list[Node] = []
-    while True:
-        value = node.meta["val"]
-        if value.dtype == torch.int8:
-            found.append(node)
-        source = node.args[0] if node.args else None
-        if not isinstance(source, Node) or value.dtype not in _HOLD_INT8:
-            return found
-        if not (_keeps_order(node) or (is_cast(node) and not found)):
-            return found
-        if not same(_row(source.meta["val"]), _row(value)):
-            return found
-        node = source
+    for above in upward(node, _holding_int8):
+        if not same(_row(above.meta["val"]), _row(node.meta["val"])):
+            break
+        if above.meta["val"].dtype == torch.int8:
+            found.append(above)
+        if not (_keeps_order(above) or (is_cast(above) and not found)):
+            break
+    return found
 
 
 def _float_activations(node: Node) -> list[Node]:
     """Of a product whose weight alone is int8: the rows as they are before and after being reshaped."""
-    found = [node] if node.meta["val"].is_floating_point() else []
-    while found and _keeps_order(node) and isinstance(node.args[0], Node):
-        node = node.args[0]
-        found.append(node)
-    return found
+    above = upward(node, lambda step: input_of(step) if _keeps_order(step) else None)
+    return list(above) if node.meta["val"].is_floating_point() else []
 
 
 def _whole(product: Contraction, rows: list[Node], weight: tuple[Node, Labels], steps: _Steps) -> Contraction | None:

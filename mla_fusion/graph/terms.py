@@ -23,6 +23,7 @@ from mla_fusion.graph.operators import ELEMENTWISE
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.ranges import Ranges
 from mla_fusion.graph.sizes import is_symbolic
+from mla_fusion.graph.walk import INPUTS, origin, reshapes
 
 if TYPE_CHECKING:
     from mla_fusion.graph.view import View
@@ -259,9 +260,7 @@ def _is_integer(node: Node) -> bool:
 
 
 def _is_input(node: Node) -> bool:
-    while is_reshape(node) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node.op in ("placeholder", "get_attr")
+    return origin(node, reshapes).op in INPUTS
 
 
 def _width(node: Node) -> str:

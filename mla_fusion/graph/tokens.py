@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import sympy
@@ -22,6 +23,7 @@ from mla_fusion.graph.kinds import argument, filled_with, is_cast, is_getitem, i
 from mla_fusion.graph.operators import CASTS, ELEMENTWISE, SELECTIONS
 from mla_fusion.graph.shrink import Shrink
 from mla_fusion.graph.sizes import is_symbolic
+from mla_fusion.graph.walk import EXPANDS, input_of, repeats, upward
 
 Size = Any  # int or SymInt
 Shape = Sequence[Size]
@@ -169,22 +171,18 @@ class TokenAxis:
 
     def _is_spread(self, node: Node, place: Place) -> bool:
         """Was the axis made by an expand of one that is 1 long?"""
-        while node.args and isinstance(node.args[0], Node):
-            source, name = node.args[0], op_name(node)
-            before, after = _shape(source), _shape(node)
-            if name in ("aten::expand", "aten::expand_copy"):
+        for step, source in pairwise(upward(node, repeats)):
+            before, after = _shape(source), _shape(step)
+            if op_name(step) in EXPANDS:
                 axis = place.axis - len(after) + len(before)
                 if axis < 0 or (_is_one(before[axis]) and not _is_one(after[place.axis])):
                     return True
                 place = replace(place, axis=axis)
-            elif is_reshape(node):
+            elif is_reshape(step):
                 found = self._reshaped(place, after, before)
                 if found is None:
                     return False
                 place = found
-            elif not is_cast(node):
-                return False
-            node = source
         return False
 
     def _reshaped(self, place: Place, before: Shape, after: Shape) -> Place | None:
@@ -402,6 +400,16 @@ class Tokens:
         self._shrink = shrink
         self._axes: dict[Any, TokenAxis] = {}
 
+    @classmethod
+    def of(cls, tensors: Sequence[Node], steps: Sequence[Node]) -> Tokens:
+        """Every symbolic axis of the tensors, followed through the steps that are made of these."""
+        found = cls(None)
+        for tensor in tensors:
+            found.start(tensor, _shape(tensor), range(len(_shape(tensor))))
+        found.start_outside(tensors)
+        found.follow(steps)
+        return found
+
     def __bool__(self) -> bool:
         return bool(self._axes)
 
@@ -535,18 +543,10 @@ def _is_empty(node: Node) -> bool:
 
 def _is_uniform(node: Node) -> bool:
     """Is every element the same number: a fill, or views of one?"""
-    while True:
-        name = op_name(node)
-        if filled_with(node) is not None or name in _FILLS:
-            return True
-        source = node.args[0] if node.args else None
-        if not isinstance(source, Node) or is_symbolic(source.meta.get("val")):
-            return False  # a count of the tokens has a symbolic size for its argument
-        if not (is_reshape(node) or is_cast(node) or name in ("aten::expand", "aten::expand_copy", "aten::slice")):
-            return False
-        if all(_is_one(size) for size in _shape(source)):
-            return True
-        node = source
+    *views, base = upward(node, lambda step: input_of(step) if op_name(step) == "aten::slice" else repeats(step))
+    if filled_with(base) is not None or op_name(base) in _FILLS:
+        return True
+    return any(all(_is_one(size) for size in _shape(source)) for source in (*views[1:], *([base] if views else ())))
 
 
 _FILLS = frozenset("aten::zeros aten::ones aten::full aten::empty aten::scalar_tensor aten::new_full".split())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from mla_fusion.graph.contraction import Contraction
 from mla_fusion.graph.kinds import (
     MODEL_FLOATS,
     argument,
-    cast_ends,
+    attribute,
     filled_with,
     is_cast,
     is_getitem,
@@ -35,9 +34,10 @@ from mla_fusion.graph.kinds import (
 from mla_fusion.graph.operators import JOINERS
 from mla_fusion.graph.program import Program, nodes_between
 from mla_fusion.graph.ranges import Ranges
-from mla_fusion.graph.sizes import Binding, exceeds_one, is_symbolic, same, same_shape
+from mla_fusion.graph.sizes import Binding, exceeds_one, is_symbolic, same
 from mla_fusion.graph.steps import rows_in_step
 from mla_fusion.graph.tokens import Tokens
+from mla_fusion.graph.walk import peel, upward, views_and_model_casts
 
 if TYPE_CHECKING:
     from mla_fusion.graph.terms import Terms
@@ -250,14 +250,10 @@ class View:
         between = nodes_between((base,), node)
         if all(is_reshape(step) or is_cast(step) or is_getitem(step) for step in between):
             return node is base or not any(is_getitem(step) for step in between)
-        shape = tuple(base.meta["val"].shape)
-        tokens = Tokens(None)
-        tokens.start(base, shape, range(len(shape)))
-        tokens.follow(between)
         codes = self._codes_of(base, node)
         in_order = codes is not None and torch.equal(codes.reshape(-1), torch.arange(codes.numel()))
-        whole = same_shape((math.prod(shape),), (math.prod(node.meta["val"].shape),))
-        return in_order and whole and tokens.broken(node) is None
+        whole = same(math.prod(base.meta["val"].shape), math.prod(node.meta["val"].shape))
+        return in_order and whole and Tokens.of((base,), between).broken(node) is None
 
     def _codes_of(self, base: Node, node: Node) -> torch.Tensor | None:
         """Which element of ``base`` each element of a view of it is."""
@@ -348,9 +344,7 @@ _LIFTED = re.compile(r"_?(lifted_tensor|tensor_constant|constant)_?\d*")  # as t
 
 def is_sign_constant(node: Node) -> bool:
     """A lifted literal such as [-1, 1, -1, 1]: small, a plain tensor, of nothing but -1, 0 and 1, not all 1."""
-    value: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part, None)
+    value = attribute(node)
     if not isinstance(value, torch.Tensor) or not _LIFTED.fullmatch(str(node.target).rpartition(".")[2]):
         return False  # a buffer of the model may be written between calls
     numbers = value.dtype in (*MODEL_FLOATS, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -377,7 +371,7 @@ def _says_little(value: torch.Tensor) -> bool:
 
 def _unreshaped(node: Node) -> Node:
     """Through what keeps every element, up to the tensor that one name is given to."""
-    *_, last = through = list(ancestry(node))
+    *_, last = through = list(upward(node, views_and_model_casts))
     return next((above for above in through if not is_reshape(above) and not is_cast(above)), last)
 
 
@@ -387,78 +381,3 @@ def _sums_few(product: Contraction) -> bool:
     shape = product.left.meta["val"].shape
     sizes = [shape[product.left_labels.index(label)] for label in summed]
     return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= 2
-
-
-def ancestry(node: Node) -> Iterator[Node]:
-    """The node, then what it re-indexes or casts among a model's floats, up to what computes (or quantises)."""
-    while True:
-        yield node
-        if not (is_view(node) or (is_cast(node) and cast_ends(node) <= set(MODEL_FLOATS))):
-            return
-        source = node.args[0]
-        if is_getitem(node) and isinstance(source, Node):
-            source = source.args[0]
-        if not isinstance(source, Node):
-            return
-        node = source
-
-
-def peel(node: Node) -> Node:
-    """Through views and casts to the node that computes the value."""
-    *_, base = ancestry(node)
-    return base
-
-
-def peel_table(node: Node) -> Node:
-    """Through views that keep rows, up to the tensor from which a table's columns are taken.
-
-    Reshapes, expands, exact casts, column selections and the parts of a complex table are passed; a selection of rows
-    (``freqs[start:end]``) is not, because what lies above it may be the whole table of every position.
-    """
-    while True:
-        source = node.args[0] if node.args else None
-        if not isinstance(source, Node):
-            return node
-        if is_getitem(node):
-            if not is_view(node) or not _on_last_axis(source):
-                return node
-            inner = source.args[0]
-            if not isinstance(inner, Node):
-                return node
-            node = inner
-        elif is_reshape(node):
-            if _last(node) != _last(source):
-                return node
-            node = source
-        elif op_name(node) in ("aten::expand", "aten::expand_copy") or is_widening(node) or _picks_columns(node):
-            node = source
-        elif op_name(node) in ("aten::select", "aten::select_copy") and op_name(source) == "aten::view_as_real":
-            complex_table = source.args[0]
-            if not isinstance(complex_table, Node) or not _on_last_axis(node):
-                return node
-            node = complex_table
-        else:
-            return node
-
-
-def _picks_columns(node: Node) -> bool:
-    return op_name(node) in ("aten::slice", "aten::narrow") and _on_last_axis(node)
-
-
-def is_widening(node: Node) -> bool:
-    """A cast from bfloat16 to a wider float: exact, so the narrow source holds the same numbers."""
-    source = node.args[0] if is_cast(node) else None
-    wide = getattr(node.meta.get("val"), "dtype", None) in (torch.float32, torch.float64)
-    return isinstance(source, Node) and wide and source.meta["val"].dtype == torch.bfloat16
-
-
-def _on_last_axis(node: Node) -> bool:
-    source = node.args[0]
-    value: Any = source.meta.get("val") if isinstance(source, Node) else None
-    axis = argument(node, "dim", 0)
-    return hasattr(value, "dim") and isinstance(axis, int) and axis % value.dim() == value.dim() - 1
-
-
-def _last(node: Node) -> Any:
-    value: Any = node.meta.get("val")
-    return value.shape[-1] if hasattr(value, "shape") and len(value.shape) else None

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fusion.fusion import writes
 from mla_fusion.graph import regions
-from mla_fusion.graph.view import peel
+from mla_fusion.graph.walk import peel
 
 from .harness import flat
 
