@@ -22,10 +22,18 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000, 20, 20)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_stands_is_no_garbage() -> Iterator[None]:
+    """The same for what the tests of a file have loaded: models of transformers, caches of torch's."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_reports_yet() -> Iterator[None]:
     """Tests count the reports of their own graphs, of which a process keeps only the newest 256."""
-    from mla_fusion.fusion import report  # here: importing it imports torch
+    from mla_fusion.report import report  # here: importing it imports torch
 
     report._KEPT.clear()
     yield

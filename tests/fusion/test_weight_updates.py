@@ -204,15 +204,15 @@ def test_an_update_between_two_graphs_reaches_both() -> None:
 
 
 def test_packed_copies_go_with_the_compiled_graph() -> None:
-    assert cache.bytes_held() == 0
+    before = cache.bytes_held()
     model = s.Neox()
     run = torch.compile(model, backend=mf.backend(), fullgraph=True)
     assert_current(model, run, s.paged_args())
-    assert cache.bytes_held() == mf.reports()[-1].bytes_added > 0
+    assert cache.bytes_held() - before == mf.reports()[-1].bytes_added > 0
     del run
     torch._dynamo.reset()
     gc.collect()
-    assert cache.bytes_held() == 0
+    assert cache.bytes_held() == before
     assert all(weight.isfinite().all() for weight in weights(model))
 
 

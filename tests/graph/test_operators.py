@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from mla_fusion.graph import operators
-from mla_fusion.graph.kinds import Kind, kind_of
-from mla_fusion.graph.operators import known
+from mla_fusion.fx import operators
+from mla_fusion.fx.kinds import Kind, kind_of
+from mla_fusion.fx.operators import known
 
 from .samples import Call, calls
 from .smooth import kink
@@ -47,6 +47,14 @@ def every_aten_overload() -> Iterator[Any]:
 def sampled(kind: Kind) -> list[Call]:
     """Calls of one class that have floats to look at."""
     return [call for each in calls().values() for call in each if call.kind is kind and call.floats()]
+
+
+def few_of_each(found: list[Call]) -> list[Call]:
+    """Six calls of each operator, spread over its samples: OpInfo has hundreds of some."""
+    by_name: dict[str, list[Call]] = {}
+    for call in found:
+        by_name.setdefault(call.name, []).append(call)
+    return [each[i] for each in by_name.values() for i in range(0, len(each), max(1, len(each) // 6))]
 
 
 # -- the lists
@@ -166,7 +174,7 @@ UNSAMPLED_ANALYTIC = frozenset(f"aten::{name}" for name in "_fused_rms_norm _int
 
 
 def test_analytic_operators_have_no_kink() -> None:
-    tried = sampled(Kind.ANALYTIC)
+    tried = few_of_each(sampled(Kind.ANALYTIC))
     listed = {name for name in operators.ANALYTIC if name.startswith("aten::")}
     assert listed - {call.name for call in tried} == UNSAMPLED_ANALYTIC
     assert not [found for call in tried if (found := kink(call, call.name in NORMS))]

@@ -15,15 +15,15 @@ from tests.soundness.judge import judge
 from tests.soundness.member import Member, Verdict
 
 SEED = 2026
-EACH = 1  # members of each family in every test run
+EACH = 2  # members of each family
 
 
-def _sample(count: int, skip: int = 0) -> list[Member]:
+def _sample(count: int) -> list[Member]:
     """Members of every family, those through torch.compile aside: each of these takes seconds."""
     found: list[Member] = []
     for family in FAMILIES.values():
         quick = (member for member in family.sample(SEED) if member.regime != "dynamo")
-        found += list(_first(quick, count + skip))[skip:]
+        found += list(_first(quick, count))
     return found
 
 
@@ -49,29 +49,12 @@ def _quiet() -> None:
 
 @pytest.mark.parametrize("member", _sample(EACH), ids=str)
 def test_no_attack_is_fused_wrongly(member: Member) -> None:
-    _must_be_harmless(member)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("member", _sample(5, skip=EACH), ids=str)
-def test_no_attack_is_fused_wrongly_at_length(member: Member) -> None:
-    _must_be_harmless(member)
-
-
-def _must_be_harmless(member: Member) -> None:
     outcome = judge(member)
     assert outcome.verdict not in (Verdict.WRONG, Verdict.RAISED), outcome.detail
 
 
 @pytest.mark.parametrize("member", [m for m in _one_control_each() if m.regime != "dynamo"], ids=str)
 def test_a_control_fuses(member: Member) -> None:
-    outcome = judge(member)
-    assert outcome.verdict in (Verdict.FUSED, Verdict.STAGED), f"{outcome.verdict.value}: {outcome.detail}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("member", campaign.controls(), ids=str)
-def test_every_control_fuses(member: Member) -> None:
     outcome = judge(member)
     assert outcome.verdict in (Verdict.FUSED, Verdict.STAGED), f"{outcome.verdict.value}: {outcome.detail}"
 
