@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from mla_fusion.fusion.rejection import CODES
+from mla_fusion.report.rejection import CODES
 
 PAGE = Path(__file__).with_name("rejections.md")
 FUSION_TESTS = Path(__file__).parents[1] / "tests" / "fusion"
@@ -29,7 +29,7 @@ Each code has an example: the smallest change to a plain prologue that gets it, 
 is that prologue ([tests/fusion/near_misses.py](../tests/fusion/near_misses.py)), with a method for every step; `Full`,
 `Partial` and `OperatorCache` are int8 ones ([tests/fusion/quantised.py](../tests/fusion/quantised.py)).
 
-Generated from `mla_fusion/fusion/rejection.py` by `docs/generate.py`; do not edit.
+Generated from `mla_fusion/report/rejection.py` by `docs/generate.py`; do not edit.
 """
 # where examples are looked for: first the models, by the code they are listed with, then tests that name the code
 MODELS = ("near_misses.py", "quantised_misses.py")

@@ -17,26 +17,26 @@ import mla_fusion.ops  # noqa: E402, F401  # defines the npu:: prologue schemas 
 
 if TYPE_CHECKING:
     from mla_fusion import inspect, meta, offline, paging, reference
+    from mla_fusion._version import __version__ as __version__
     from mla_fusion.compile.backend import backend
     from mla_fusion.compile.hook import torchair_pass
     from mla_fusion.compile.lowering import Lowering, lower
     from mla_fusion.compile.slots import SlotError
     from mla_fusion.config import Config
-    from mla_fusion.fusion import explain, fuse
-    from mla_fusion.fusion.report import Report, reports
-
-__version__ = "0.1.0"
+    from mla_fusion.entry import explain, fuse
+    from mla_fusion.report.report import Report, reports
 
 _HOME = {
+    "__version__": "mla_fusion._version",
     "Config": "mla_fusion.config",
     "Lowering": "mla_fusion.compile.lowering",
-    "Report": "mla_fusion.fusion.report",
+    "Report": "mla_fusion.entry",
     "SlotError": "mla_fusion.compile.slots",
     "backend": "mla_fusion.compile.backend",
-    "explain": "mla_fusion.fusion",
-    "fuse": "mla_fusion.fusion",
+    "explain": "mla_fusion.entry",
+    "fuse": "mla_fusion.entry",
     "lower": "mla_fusion.compile.lowering",
-    "reports": "mla_fusion.fusion.report",
+    "reports": "mla_fusion.entry",
     "torchair_pass": "mla_fusion.compile.hook",
 }
 _SUBPACKAGES = ("inspect", "meta", "offline", "paging", "reference")

@@ -17,9 +17,9 @@ from torch.fx import GraphModule
 
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.config import Config
-from mla_fusion.fusion import explain, fuse
-from mla_fusion.inspect import tables
+from mla_fusion.pipeline import explain, fuse
 from mla_fusion.reference.sample import DEEPSEEK_V3
+from mla_fusion.report import text_tables
 from mla_fusion.selftest.unfused import FORMS, Prologue, arguments
 
 
@@ -99,7 +99,7 @@ def text(timings: Sequence[Timing]) -> str:
         for t in timings
     ]
     stages = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in timings[-1].stages.items())
-    return f"{tables.render(header, rows, indent='')}\nstages of the last: {stages}"
+    return f"{text_tables.render(header, rows, indent='')}\nstages of the last: {stages}"
 
 
 def to_json(timings: Sequence[Timing]) -> str:

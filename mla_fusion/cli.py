@@ -108,14 +108,15 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _add_optimize(commands: Any) -> None:
-    from mla_fusion.models import optimize_cli
+    from mla_fusion.models.hf import optimize_cli
 
     summary = "Say what of a Hugging Face checkpoint can decode absorbed and be fused; with --tokens, try it."
     optimize_cli.add_arguments(_command(commands, "optimize", _optimize, summary))
 
 
 def _optimize(arguments: argparse.Namespace) -> int:
-    from mla_fusion.models import hf, optimize_cli
+    from mla_fusion.models import hf
+    from mla_fusion.models.hf import optimize_cli
 
     try:
         return optimize_cli.run(arguments)
@@ -132,7 +133,7 @@ def _add_doctor(commands: Any) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from mla_fusion.compile import doctor
-    from mla_fusion.inspect import tables
+    from mla_fusion.report import text_tables
 
     found = doctor.survey()
     if arguments.json:
@@ -148,7 +149,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
             (name, *map(_word, value.values() if isinstance(value, dict) else (value,)))
             for name, value in part.items()
         ]
-        print(f"{title}\n{tables.render(header, rows)}\n")
+        print(f"{title}\n{text_tables.render(header, rows)}\n")
     return 0
 
 
@@ -208,7 +209,7 @@ def _add_lower(commands: Any) -> None:
 def _lower(arguments: argparse.Namespace) -> int:
     from mla_fusion.compile.lowering import LoweringError
     from mla_fusion.compile.offline import OfflineError
-    from mla_fusion.inspect import tables
+    from mla_fusion.report import text_tables
 
     target, example = load_target(arguments.target)
     config = mf.Config(enable=not arguments.no_fuse)
@@ -225,7 +226,8 @@ def _lower(arguments: argparse.Namespace) -> int:
     if lowered.report is not None:
         print(f"{lowered.report}\n")
     kind = "GE operator" if lowered.ge_ops else "FX operator"
-    print(tables.render((kind, "count"), [(tables.short_name(name), count) for name, count in operators.items()]))
+    counts = [(text_tables.short_name(name), count) for name, count in operators.items()]
+    print(text_tables.render((kind, "count"), counts))
     if files:
         print(f"\nwritten: {', '.join(files)}")
     return 0

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 import mla_fusion as mf
-from mla_fusion.fusion.report import Report
-from mla_fusion.inspect import page, tables
-from mla_fusion.models import accuracy
 from mla_fusion.models.absorbed import AbsorbedDecoder
-from mla_fusion.models.accuracy import DEVIATIONS, LARGEST_RATIO, Measurement
-from mla_fusion.models.hf import random_decoder
-from mla_fusion.models.paged import PagedBatch, random_batch
+from mla_fusion.models.hf import accuracy, random_decoder
+from mla_fusion.models.hf.accuracy import DEVIATIONS, LARGEST_RATIO, Measurement
+from mla_fusion.models.hf.paged import PagedBatch, random_batch
+from mla_fusion.page import page
+from mla_fusion.report import text_tables
+from mla_fusion.report.report import Report
 
 KERNEL = "MlaPrologV3"
 MOVES = ("TensorMove", "Assign")
@@ -120,9 +120,9 @@ class Outcome:
         parts = [
             str(self.report),
             "Relative L2 error against float64 (layer n: its prologue alone; model: the whole step)\n"
-            + tables.render(*measurement_table(self.measurements)),
+            + text_tables.render(*measurement_table(self.measurements)),
             "FX operators of the compiled graph\n"
-            + tables.render(("operator", "before", "after"), _changed(self.report)),
+            + text_tables.render(("operator", "before", "after"), _changed(self.report)),
             _ge_text(self.lowered),
             "Written: " + ", ".join(map(str, self.files)),
             f"{self.seconds:.0f} s, peak memory {self.peak_gib:.1f} GiB",
@@ -248,11 +248,11 @@ def _save_cpu_graphs(model: AbsorbedDecoder, batch: PagedBatch, out: Path) -> li
 
 
 def _changed(report: Report) -> list[tuple[str, int, int]]:
-    return tables.operators(report.operators.get("before", {}), report.operators.get("after", {}))
+    return text_tables.operators(report.operators.get("before", {}), report.operators.get("after", {}))
 
 
 def _ge_rows(lowered: Lowered) -> list[tuple[str, int, int]]:
-    return tables.operators(lowered.unfused, lowered.operators)
+    return text_tables.operators(lowered.unfused, lowered.operators)
 
 
 def _refusal(lowered: Lowered) -> str:
@@ -264,5 +264,5 @@ def _refusal(lowered: Lowered) -> str:
 def _ge_text(lowered: Lowered) -> str:
     if lowered.missing:
         return f"GE graph: {lowered.missing}"
-    table = tables.render(("GE operator", "unfused", "fused"), _ge_rows(lowered))
+    table = text_tables.render(("GE operator", "unfused", "fused"), _ge_rows(lowered))
     return f"GE operators, by torchair\n{table}\n{_refusal(lowered)}"

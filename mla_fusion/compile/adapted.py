@@ -13,8 +13,8 @@ import torch
 from torch.fx import GraphModule
 
 from mla_fusion.compile.slots import SlotCheck
-from mla_fusion.fusion.report import Report
-from mla_fusion.inspect import live
+from mla_fusion.page import live
+from mla_fusion.report.report import Report
 from mla_fusion.weights import cache
 from mla_fusion.weights.fingerprint import fingerprint
 from mla_fusion.weights.share import Inverse

@@ -15,9 +15,9 @@ from mla_fusion.compile import offline, words
 from mla_fusion.compile.boundary import fuse_with_boundary
 from mla_fusion.compile.floats import specialise
 from mla_fusion.config import Config
-from mla_fusion.fusion.rejection import CODES, Rejection
-from mla_fusion.fusion.report import Report, keep
-from mla_fusion.inspect import live
+from mla_fusion.page import live
+from mla_fusion.report.rejection import CODES, Rejection
+from mla_fusion.report.report import Report, keep
 
 Backend = Callable[..., Callable[..., Any]]
 

@@ -19,13 +19,13 @@ from torch.fx import Graph, GraphModule, Node
 from mla_fusion.compile.adapted import Adapted, Adaptor, Packed, Same, Viewed
 from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.config import Config
-from mla_fusion.fusion.build import GraphBuilder, Recipe
-from mla_fusion.fusion.driver import run
-from mla_fusion.fusion.report import Report
-from mla_fusion.graph.kinds import filled_with, is_reshape, op_name
-from mla_fusion.graph.program import nodes_between
-from mla_fusion.graph.sizes import is_symbolic, same_shape
-from mla_fusion.inspect import live
+from mla_fusion.fx.build import GraphBuilder, Recipe
+from mla_fusion.fx.kinds import filled_with, is_reshape, op_name
+from mla_fusion.fx.program import nodes_between
+from mla_fusion.fx.sizes import is_symbolic, same_shape
+from mla_fusion.page import live
+from mla_fusion.pipeline import run
+from mla_fusion.report.report import Report
 from mla_fusion.weights import cache
 from mla_fusion.weights.share import Inverse, inverse
 

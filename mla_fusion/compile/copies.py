@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from torch.fx import Graph, Node
 
-from mla_fusion.fusion.report import Report
-from mla_fusion.graph.kinds import is_getitem, op_name
+from mla_fusion.fx.kinds import is_getitem, op_name
+from mla_fusion.report.report import Report
 
 _CALL = "npu::npu_mla_prolog_v3"
 _CACHES = (5, 6)  # results of the functional call that are the caches

@@ -16,7 +16,7 @@ import torch
 from mla_fusion._autoload import cann_location, torch_npu_installed
 from mla_fusion.compile import offline, traps
 from mla_fusion.compile.offline import standins
-from mla_fusion.inspect import live
+from mla_fusion.page import live
 
 _VERSION = re.compile(r"version\w*\s*=\s*\[?(?:[\d.]+:)?([\d.]+(?:RC\w*|alpha\w*)?)", re.IGNORECASE)
 OPERATORS = (

@@ -16,8 +16,9 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-import mla_fusion
+from mla_fusion._version import __version__
 from mla_fusion.config import Config
+from mla_fusion.pipeline import fuse
 
 _SOURCE = '''
 def mla_fusion_pass(gm, example_inputs=None, config=None):
@@ -45,7 +46,7 @@ def torchair_pass(config: Config | None = None) -> Callable[..., None]:
 def _generate(config: Config) -> Callable[..., None]:
     options = ", ".join(f"{field.name}={_literal(field.name, getattr(config, field.name))}" for field in fields(config))
     namespace: dict[str, Any] = {"__name__": __name__}
-    exec(_SOURCE.format(version=mla_fusion.__version__, options=options), namespace)
+    exec(_SOURCE.format(version=__version__, options=options), namespace)
     hook: Callable[..., None] = namespace["mla_fusion_pass"]
     return hook
 
@@ -72,12 +73,12 @@ def _entry(text: str) -> Any:
 
 def apply(graph: GraphModule | Graph, version: str, **options: Any) -> None:
     """What a generated hook calls. Raises on a graph it cannot read, as torchair's contract asks."""
-    if version != mla_fusion.__version__:
-        raise RuntimeError(f"hook of mla_fusion {version} called with mla_fusion {mla_fusion.__version__}")
+    if version != __version__:
+        raise RuntimeError(f"hook of mla_fusion {version} called with mla_fusion {__version__}")
     gm = graph.owning_module if isinstance(graph, Graph) else graph
     if gm is None:
         raise ValueError("the graph belongs to no module")
     if "torchair" in sys.modules:
         import_module("mla_fusion.converters").register()  # GE meets the pass's format casts without a wrapper
     skip = tuple(_entry(text) for text in options.pop("skip", ()))
-    mla_fusion.fuse(gm, Config(skip=skip, **options))
+    fuse(gm, Config(skip=skip, **options))

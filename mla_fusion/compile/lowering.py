@@ -25,7 +25,7 @@ from mla_fusion.compile.device_graph import CaptureError, stop, trace
 from mla_fusion.compile.floats import specialise
 from mla_fusion.compile.hook import torchair_pass
 from mla_fusion.config import Config
-from mla_fusion.fusion.report import Report, reports
+from mla_fusion.report.report import Report, reports
 
 
 class LoweringError(RuntimeError):

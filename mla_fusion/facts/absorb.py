@@ -12,12 +12,12 @@ from torch.fx import Node
 
 from mla_fusion.facts.decode import LARGE, Reading
 from mla_fusion.facts.projection import Projection
-from mla_fusion.graph.cone import Cone
-from mla_fusion.graph.kinds import is_faithful_cast, is_view, is_writer, op_name
-from mla_fusion.graph.program import Program, nodes_between
-from mla_fusion.graph.shrink import Shrink
-from mla_fusion.graph.view import View
-from mla_fusion.graph.walk import EXPANDS, expands, reshapes_and_exact_casts, upward, views_and_exact_casts
+from mla_fusion.fx.cone import Cone
+from mla_fusion.fx.kinds import is_faithful_cast, is_view, is_writer, op_name
+from mla_fusion.fx.program import Program, nodes_between
+from mla_fusion.fx.shrink import Shrink
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import EXPANDS, expands, reshapes_and_exact_casts, upward, views_and_exact_casts
 
 
 @dataclass(frozen=True)

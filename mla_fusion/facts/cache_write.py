@@ -15,11 +15,11 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.slots import Unproven, judge
-from mla_fusion.graph.kinds import argument, is_getitem, is_view, op_name
-from mla_fusion.graph.program import nodes_between
-from mla_fusion.graph.sizes import same, same_shape
-from mla_fusion.graph.view import View
-from mla_fusion.graph.walk import INPUTS, origin, unit_selections
+from mla_fusion.fx.kinds import argument, is_getitem, is_view, op_name
+from mla_fusion.fx.program import nodes_between
+from mla_fusion.fx.sizes import same, same_shape
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import INPUTS, origin, unit_selections
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import TypeGuard
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.cone import Cone
+from mla_fusion.fx.cone import Cone
 
 LARGE = 1.0e6  # scale of a probe at which no epsilon of a norm, up to 1, changes the result
 _CLOSE = 1.0e-9

@@ -12,13 +12,13 @@ import math
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import attribute, is_cast, is_view, op_name
-from mla_fusion.graph.operators import GATHER
-from mla_fusion.graph.program import Program, nodes_between
-from mla_fusion.graph.ranges import Ranges
-from mla_fusion.graph.sizes import is_symbolic, same
-from mla_fusion.graph.view import View
-from mla_fusion.graph.walk import input_of, origin, views_and_casts
+from mla_fusion.fx.kinds import attribute, is_cast, is_view, op_name
+from mla_fusion.fx.operators import GATHER
+from mla_fusion.fx.program import Program, nodes_between
+from mla_fusion.fx.ranges import Ranges
+from mla_fusion.fx.sizes import is_symbolic, same
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import input_of, origin, views_and_casts
 
 _LONGEST = 24  # steps from the slots to the input
 _KEEP_APART = GATHER | {"aten::neg", "aten::flip", "aten::roll"}

@@ -16,13 +16,13 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.quantising import only_quantises
-from mla_fusion.graph.contraction import Scales
-from mla_fusion.graph.kinds import argument, is_getitem, op_name, operator_of
-from mla_fusion.graph.program import Program, nodes_between
-from mla_fusion.graph.shrink import WORTHWHILE, Shrink
-from mla_fusion.graph.sizes import is_symbolic, same, same_shape
-from mla_fusion.graph.view import View
-from mla_fusion.graph.walk import origin, peel, reshapes, upward, views_and_casts
+from mla_fusion.fx.contraction import Scales
+from mla_fusion.fx.kinds import argument, is_getitem, op_name, operator_of
+from mla_fusion.fx.program import Program, nodes_between
+from mla_fusion.fx.shrink import WORTHWHILE, Shrink
+from mla_fusion.fx.sizes import is_symbolic, same, same_shape
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import origin, peel, reshapes, upward, views_and_casts
 
 _FARTHEST = 24  # plain nodes from int8 values up to the rows
 # Of a probe: the size of a tenth to ten times which its rows are, and what is added to the largest element of each, in

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import argument, op_name
-from mla_fusion.graph.view import View
+from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.fx.view import View
 
 _RESULTS = {  # operator -> index of (k_pe, c_kv, kr_cache, kv_cache) among its results
     "npu::npu_kv_rmsnorm_rope_cache": (2, 3, 0, 1),

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import is_reshape
-from mla_fusion.graph.program import Program, nodes_between
-from mla_fusion.graph.shrink import Shrink
-from mla_fusion.graph.sizes import is_symbolic, same
-from mla_fusion.graph.view import View
+from mla_fusion.fx.kinds import is_reshape
+from mla_fusion.fx.program import Program, nodes_between
+from mla_fusion.fx.shrink import Shrink
+from mla_fusion.fx.sizes import is_symbolic, same
+from mla_fusion.fx.view import View
 from mla_fusion.meta.spec import DERIVED, TILE_SIZE
 from mla_fusion.paging.tiles import unpack_rows
 

@@ -13,13 +13,13 @@ from torch.fx import Node
 from mla_fusion.facts import dynamic_quant, quant
 from mla_fusion.facts.dynamic_quant import DynamicQuantReader
 from mla_fusion.facts.quant import Quantised
-from mla_fusion.graph.contraction import Contraction, Labels
-from mla_fusion.graph.kinds import is_cast, is_reshape
-from mla_fusion.graph.program import Program, nodes_between
-from mla_fusion.graph.sizes import is_symbolic, same
-from mla_fusion.graph.tokens import Tokens
-from mla_fusion.graph.view import View
-from mla_fusion.graph.walk import peel, reshapes_and_casts, upward, views_and_model_casts
+from mla_fusion.fx.contraction import Contraction, Labels
+from mla_fusion.fx.kinds import is_cast, is_reshape
+from mla_fusion.fx.program import Program, nodes_between
+from mla_fusion.fx.sizes import is_symbolic, same
+from mla_fusion.fx.tokens import Tokens
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import peel, reshapes_and_casts, upward, views_and_model_casts
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from mla_fusion.facts.dynamic_quant import DynamicQuant, DynamicQuantReader
-from mla_fusion.graph.contraction import Scales
+from mla_fusion.fx.contraction import Scales
 
 
 @dataclass(frozen=True)

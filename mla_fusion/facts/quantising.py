@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.analytic import quantises
-from mla_fusion.graph.kinds import argument, is_cast, op_name
-from mla_fusion.graph.view import View
+from mla_fusion.fx.analytic import quantises
+from mla_fusion.fx.kinds import argument, is_cast, op_name
+from mla_fusion.fx.view import View
 
 _LOWEST, _HIGHEST = (-128, -127), (127, 128)  # of int8: symmetric or not, and one above for a clamp before rounding
 _FLOOR = 1e-4  # under the largest of a row, so that a row of zeros is not divided by zero

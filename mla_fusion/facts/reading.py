@@ -16,13 +16,13 @@ from mla_fusion.facts.decode import Decoder, Reading
 from mla_fusion.facts.projection import Projection, token_sizes
 from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact, Table
-from mla_fusion.graph.cone import Cone
-from mla_fusion.graph.kinds import is_cast, is_getitem, is_view, is_writer, op_name
-from mla_fusion.graph.likeness import likeness, outline
-from mla_fusion.graph.program import nodes_between
-from mla_fusion.graph.shrink import SMALL, WORTHWHILE, Shrink
-from mla_fusion.graph.tokens import Tokens
-from mla_fusion.graph.view import View
+from mla_fusion.fx.cone import Cone
+from mla_fusion.fx.kinds import is_cast, is_getitem, is_view, is_writer, op_name
+from mla_fusion.fx.likeness import likeness, outline
+from mla_fusion.fx.program import nodes_between
+from mla_fusion.fx.shrink import SMALL, WORTHWHILE, Shrink
+from mla_fusion.fx.tokens import Tokens
+from mla_fusion.fx.view import View
 
 
 @dataclass

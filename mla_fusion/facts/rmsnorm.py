@@ -17,9 +17,9 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.decode import Decoder, Reading, small_scalars
-from mla_fusion.graph.cone import Cone
-from mla_fusion.graph.kinds import is_cast, is_getitem, is_view
-from mla_fusion.graph.program import nodes_between
+from mla_fusion.fx.cone import Cone
+from mla_fusion.fx.kinds import is_cast, is_getitem, is_view
+from mla_fusion.fx.program import nodes_between
 
 _EXACT = 1e-9
 _CLOSE = 1e-7  # eps and scale are solved to nine digits

@@ -20,9 +20,9 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.decode import Decoder, Reading, small_scalars
-from mla_fusion.graph.cone import Cone
-from mla_fusion.graph.kinds import is_faithful_cast, is_getitem, is_view
-from mla_fusion.graph.program import Program
+from mla_fusion.fx.cone import Cone
+from mla_fusion.fx.kinds import is_faithful_cast, is_getitem, is_view
+from mla_fusion.fx.program import Program
 
 _SAME_DIRECTION = 1e-10
 _SAMPLES = 8  # rows by which a coefficient is compared with the columns of a base

@@ -14,10 +14,10 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.quantising import only_quantises
-from mla_fusion.graph.program import Program, nodes_between
-from mla_fusion.graph.sizes import is_symbolic
-from mla_fusion.graph.view import View
-from mla_fusion.graph.walk import peel
+from mla_fusion.fx.program import Program, nodes_between
+from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import peel
 
 _LONGEST = 12  # nodes from the rows to the int8 tensor
 _TYPICAL = 30.0

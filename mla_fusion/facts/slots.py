@@ -14,11 +14,11 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.distinct import repeats
-from mla_fusion.graph.kinds import is_cast, is_getitem, is_view, op_name
-from mla_fusion.graph.operators import GATHER
-from mla_fusion.graph.ranges import Range, Ranges
-from mla_fusion.graph.sizes import is_symbolic
-from mla_fusion.graph.view import View
+from mla_fusion.fx.kinds import is_cast, is_getitem, is_view, op_name
+from mla_fusion.fx.operators import GATHER
+from mla_fusion.fx.ranges import Range, Ranges
+from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.view import View
 
 _MANY_ROWS = 1 << 24  # of a cache whose size is symbolic
 _ARITHMETIC = frozenset(

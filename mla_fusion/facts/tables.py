@@ -12,12 +12,12 @@ import math
 import torch
 from torch.fx import Node
 
-from mla_fusion.graph.kinds import is_cast, is_faithful_cast
-from mla_fusion.graph.program import Program, nodes_between
-from mla_fusion.graph.sizes import is_symbolic, same
-from mla_fusion.graph.tokens import Tokens
-from mla_fusion.graph.view import View
-from mla_fusion.graph.walk import exact_casts, origin
+from mla_fusion.fx.kinds import is_cast, is_faithful_cast
+from mla_fusion.fx.program import Program, nodes_between
+from mla_fusion.fx.sizes import is_symbolic, same
+from mla_fusion.fx.tokens import Tokens
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import exact_casts, origin
 
 _DRAWS = 2
 

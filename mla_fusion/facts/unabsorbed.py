@@ -13,10 +13,10 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.projection import Projection
-from mla_fusion.graph.cone import Cone
-from mla_fusion.graph.kinds import is_faithful_cast, is_getitem, is_view
-from mla_fusion.graph.program import Program, nodes_between
-from mla_fusion.graph.view import View
+from mla_fusion.fx.cone import Cone
+from mla_fusion.fx.kinds import is_faithful_cast, is_getitem, is_view
+from mla_fusion.fx.program import Program, nodes_between
+from mla_fusion.fx.view import View
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Graphs as people read them: dumps read, summed up, compared and exported; the report's page, drawings, tables."""
+"""Graph dumps as people read them: summed up, explained, compared and exported for other viewers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mla_fusion.dumps import Dump, DumpError, read
     from mla_fusion.inspect.compare import Difference, diff
-    from mla_fusion.inspect.dumps import Dump, DumpError, read
     from mla_fusion.inspect.explain import DumpReport, NotRebuilt
     from mla_fusion.inspect.summary import Summary, summarise
     from mla_fusion.inspect.viewers import ExportError, export
 
 _HOME = {
-    "Difference": "compare", "diff": "compare", "Dump": "dumps", "DumpError": "dumps", "read": "dumps",
-    "DumpReport": "explain", "NotRebuilt": "explain", "ExportError": "viewers", "export": "viewers",
-    "Summary": "summary", "summarise": "summary",
+    "Difference": "inspect.compare", "diff": "inspect.compare", "Dump": "dumps", "DumpError": "dumps", "read": "dumps",
+    "DumpReport": "inspect.explain", "NotRebuilt": "inspect.explain", "ExportError": "inspect.viewers",
+    "export": "inspect.viewers", "Summary": "inspect.summary", "summarise": "inspect.summary",
 }  # fmt: skip
 
 __all__ = [
@@ -35,5 +35,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        return getattr(import_module(f"mla_fusion.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

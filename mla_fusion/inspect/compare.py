@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mla_fusion.inspect import tables
-from mla_fusion.inspect.dumps import Dump, Operator
+from mla_fusion.dumps import Dump, Operator
+from mla_fusion.report import text_tables
 
 _NUMBERED = frozenset(("Data", "RefData", "placeholder", "NetOutput", "output"))
 _ROUNDS = 64
@@ -61,7 +61,7 @@ class Difference:
         parts = [f"{self.first} -> {self.second}: {len(self.removed)} removed, {len(self.added)} added"]
         if removed or added:
             rows = [(kind, removed[kind], added[kind]) for kind in dict.fromkeys([*removed, *added])]
-            parts.append(tables.render(("operator", "removed", "added"), rows))
+            parts.append(text_tables.render(("operator", "removed", "added"), rows))
         lines = [f"  - {_line(change)}" for change in self.removed] + [f"  + {_line(change)}" for change in self.added]
         lines += [f"  ~ {kind} {before}: other inputs than {after}" for kind, before, after in self.rewired]
         return "\n\n".join([*parts, "\n".join(lines)])

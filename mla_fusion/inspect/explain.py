@@ -8,15 +8,14 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
+from mla_fusion import pipeline
 from mla_fusion.config import Config
-from mla_fusion.fusion import driver
-from mla_fusion.fusion.report import Report
-from mla_fusion.graph.collector import paused
-from mla_fusion.inspect import rebuild_fx, rebuild_ge
-from mla_fusion.inspect.dumps import FORMATS, Dump, read
-from mla_fusion.inspect.ge_values import Unmapped
-from mla_fusion.inspect.prologues import is_prologue
-from mla_fusion.inspect.rebuild_fx import NotRebuilt
+from mla_fusion.dumps import FORMATS, Dump, read, rebuild_fx, rebuild_ge
+from mla_fusion.dumps.ge_values import Unmapped
+from mla_fusion.dumps.prologues import is_prologue
+from mla_fusion.dumps.rebuild_fx import NotRebuilt
+from mla_fusion.fx.collector import paused
+from mla_fusion.report.report import Report
 
 __all__ = ["DumpReport", "NotRebuilt", "explain"]
 
@@ -40,7 +39,7 @@ def explain(path: str | PathLike[str] | Dump, config: Config | None = None) -> D
     dump = path if isinstance(path, Dump) else read(Path(fspath(path)))
     with paused():
         gm, remarks = _rebuilt(dump)
-        report = driver.explain(gm, config)
+        report = pipeline.explain(gm, config)
     kernels = sum(count for kind, count in dump.counts.items() if is_prologue(kind))
     if kernels:
         remarks.append(f"{kernels} prologues of the graph are fused already")

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mla_fusion.config import Config
-from mla_fusion.inspect import prologues, tables
-from mla_fusion.inspect.dumps import FORMATS, Dump, Edge, Operator, Value
+from mla_fusion.dumps import FORMATS, Dump, Edge, Operator, Value, prologues
+from mla_fusion.dumps.prologues import Prologue
 from mla_fusion.inspect.explain import NotRebuilt, explain
-from mla_fusion.inspect.page import size
-from mla_fusion.inspect.prologues import Prologue
+from mla_fusion.page.page import size
+from mla_fusion.report import text_tables
 
 _INPUTS = frozenset(("Data", "RefData", "placeholder"))
 _HELD = _INPUTS | {"Const", "Constant", "ConstPlaceHolder", "get_attr"}
@@ -77,15 +77,15 @@ class Summary:
     def __str__(self) -> str:
         parts = [
             f"{self.dump}: {sum(self.operators.values())} operators",
-            tables.render(("operator", "count"), list(self.operators.items())),
+            text_tables.render(("operator", "count"), list(self.operators.items())),
             *(f"MLA prologues, unfused\n{chr(10).join(self.unfused)}" for _ in self.unfused[:1]),
             *(_kernels(self.prologues) if self.prologues else ()),
             _copies(self.copies),
         ]
         if self.host_inputs:
-            parts.append("Inputs on the host\n" + tables.render(("", ""), list(self.host_inputs.items())))
+            parts.append("Inputs on the host\n" + text_tables.render(("", ""), list(self.host_inputs.items())))
         if self.dynamic:
-            parts.append("Dynamic inputs\n" + tables.render(("", ""), list(self.dynamic.items())))
+            parts.append("Dynamic inputs\n" + text_tables.render(("", ""), list(self.dynamic.items())))
         parts += [f"note: {remark}" for remark in self.remarks]
         return "\n\n".join(parts)
 
@@ -240,8 +240,8 @@ def _kernel(group: list[Prologue]) -> str:
     places = f"layer {first.place}" if len(group) == 1 else f"{len(group)} layers, {first.place} to {group[-1].place}"
     rows = [(item.role, item.producer, str(item.value)) for item in first.inputs]
     attributes = ", ".join(f"{name} {value}" for name, value in first.attributes.items())
-    table = tables.render(("input", "from", "tensor"), rows)
-    return f"{tables.short_name(first.type)} {first.name}: {places}\n{table}\n  {attributes}"
+    table = text_tables.render(("input", "from", "tensor"), rows)
+    return f"{text_tables.short_name(first.type)} {first.name}: {places}\n{table}\n  {attributes}"
 
 
 def _copies(found: list[Copy]) -> str:
@@ -256,6 +256,6 @@ def _copies(found: list[Copy]) -> str:
     ]
     known = sum(item.bytes for item in found if item.bytes is not None)
     header = ("copied", "operator", "how", "count", "each", "first of")
-    return f"Copies at every run: {size(known)}\n{tables.render(header, rows)}"
+    return f"Copies at every run: {size(known)}\n{text_tables.render(header, rows)}"
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from mla_fusion.inspect import prologues, tables
-from mla_fusion.inspect.dumps import Dump, DumpError, Operator, Value, dtypes, fx_text
+from mla_fusion.dumps import Dump, DumpError, Operator, Value, dtypes, fx_text, prologues
+from mla_fusion.report import text_tables
 
 _INPUTS = ("Data", "RefData", "placeholder", "Const", "get_attr")
 _OUTPUTS = ("NetOutput", "output")
@@ -65,7 +65,7 @@ def _dot(dump: Dump) -> str:
 
 def _label(operator: Operator) -> str:
     value = str(operator.outputs[0]) if operator.outputs and operator.outputs[0] != Value() else ""
-    return "\n".join(text for text in (tables.short_name(operator.type), operator.name, value) if text)
+    return "\n".join(text for text in (text_tables.short_name(operator.type), operator.name, value) if text)
 
 
 def _edge_label(operator: Operator, place: int) -> str:
@@ -107,7 +107,7 @@ def _node(operator: Operator) -> dict[str, Any]:
         attributes["source"] = operator.source
     return {
         "id": operator.name,
-        "label": tables.short_name(operator.type),
+        "label": text_tables.short_name(operator.type),
         "namespace": group,
         "attrs": [{"key": name, "value": str(value)} for name, value in attributes.items()],
         "incomingEdges": [

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mla_fusion.compile.backend import backend
 from mla_fusion.config import Config
-from mla_fusion.fusion.report import reports
-from mla_fusion.models.accuracy import largest_ratio
+from mla_fusion.models.hf.accuracy import largest_ratio
+from mla_fusion.report.report import reports
 from mla_fusion.selftest.compare import Comparison, same_bits
 from mla_fusion.selftest.device import Device
 from mla_fusion.selftest.result import Result

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mla_fusion.inspect import tables
+from mla_fusion.report import text_tables
 from mla_fusion.selftest.compare import Comparison
 from mla_fusion.selftest.device import Device
 
@@ -68,7 +68,7 @@ class Outcome:
 
     def __str__(self) -> str:
         header = ("scenario", "through", "worst output", "largest", "differing", "others", "ms", "unfused ms", "check")
-        lines = [tables.render(header, [_row(result) for result in self.results], indent="")]
+        lines = [text_tables.render(header, [_row(result) for result in self.results], indent="")]
         lines += [f"FAILED {r.name} ({r.through}): {text}" for r in self.failed for text in r.failures]
         device = f"{self.device.kind} ({self.device.name}), {self.device.soc}, CANN {self.device.cann}"
         passed = len(self.results) - len(self.failed)

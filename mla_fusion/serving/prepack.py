@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from mla_fusion.graph.program import nodes_between
+from mla_fusion.fx.program import nodes_between
 from mla_fusion.weights import cache
 
 WEIGHTS = (1, 2, 3, 4, 5, 6)  # W_dq, W_uq_qr, W_uk, W_dkv_kr and the two gammas, by position in every form of the call

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
-from mla_fusion.graph.kinds import op_name
+from mla_fusion.fx.kinds import op_name
 
 # Each gives the very elements of its argument, whose place in the result follows from shapes alone.
 _VIEWS = frozenset(

@@ -12,7 +12,7 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact
-from mla_fusion.graph.view import View
+from mla_fusion.fx.view import View
 from tests.graph.tracing import floats, view
 
 T, HE = 5, 16

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.facts.distinct import repeats
-from mla_fusion.graph.ranges import Ranges
+from mla_fusion.fx.ranges import Ranges
 from tests.graph.tracing import integers, outputs, view
 
 T, ROWS = 5, 1 << 20

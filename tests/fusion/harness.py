@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule
 
 import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
-from mla_fusion.models.accuracy import largest_ratio
+from mla_fusion.models.hf.accuracy import largest_ratio
 
 
 def clones(args: tuple[Tensor, ...], wide: bool = False) -> tuple[Tensor, ...]:

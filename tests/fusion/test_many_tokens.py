@@ -8,7 +8,7 @@ from torch import Tensor
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.graph.shrink import Shrink
+from mla_fusion.fx.shrink import Shrink
 
 from . import near_misses
 from . import spellings as s

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.graph import regions
+from mla_fusion.fx import regions
 
 from . import spellings as s
 from .harness import assert_as_exact, both_ways, clones, eager

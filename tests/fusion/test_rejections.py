@@ -11,11 +11,12 @@ import torch
 from torch.fx import GraphModule
 
 import mla_fusion as mf
+from mla_fusion.commit import verify
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.fusion import verdict, verify
-from mla_fusion.fusion.candidate import Candidate, Finder
-from mla_fusion.fusion.rejection import CODES
-from mla_fusion.graph.view import View
+from mla_fusion.fx.view import View
+from mla_fusion.match.candidate import Candidate, Finder
+from mla_fusion.plan import verdict
+from mla_fusion.report.rejection import CODES
 
 from . import near_misses, quantised_misses
 from . import spellings as s
@@ -339,7 +340,7 @@ def test_every_code_is_provoked_here() -> None:
 
 
 def test_verification_catches_a_wrong_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_fusion.fusion import rows
+    from mla_fusion.emit import rows
 
     right = rows.table
     monkeypatch.setattr(rows, "table", lambda b, table, lead: b.call(torch.ops.aten.neg.default, right(b, table, lead)))
@@ -349,7 +350,7 @@ def test_verification_catches_a_wrong_replacement(monkeypatch: pytest.MonkeyPatc
 
 
 def test_failure_while_committing_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_fusion.fusion import rewrite
+    from mla_fusion.commit import rewrite
 
     gm = graph_of(s.Layers(), *s.layers_args())
     before, calls = str(gm.graph), []

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 import mla_fusion as mf
+from mla_fusion import pipeline
+from mla_fusion.commit import structure
+from mla_fusion.commit.region import Region, cut_out
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.fusion import driver, structure
-from mla_fusion.fusion.plan import Plan
-from mla_fusion.fusion.region import Region, cut_out
-from mla_fusion.graph.view import View
+from mla_fusion.fx.view import View
+from mla_fusion.plan.plan import Plan
 
 from . import spellings as s
 
@@ -35,7 +36,7 @@ def keys(gm: GraphModule, monkeypatch: pytest.MonkeyPatch) -> tuple[list[object]
         return made[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver.structure, "key", key)
+        patch.setattr(pipeline.structure, "key", key)
         mf.explain(gm)
     return made, of
 

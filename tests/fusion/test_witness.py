@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import mla_fusion as mf
+from mla_fusion.commit import draws, region, token_counts, verify
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.fusion import draws, region, replace, rows, tokens, verify
-from mla_fusion.fusion.candidate import Finder
-from mla_fusion.fusion.planner import Planner
-from mla_fusion.graph.view import View
+from mla_fusion.emit import call, rows
+from mla_fusion.fx.view import View
+from mla_fusion.match.candidate import Finder
+from mla_fusion.plan.planner import Planner
 
 from . import spellings as s
 
@@ -108,7 +109,7 @@ def test_an_untouched_region_is_verified() -> None:
 def test_one_wrong_row_does_not_hide_among_many(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row is scaled by a tenth: among 200 rows that is 0.7 % of the whole."""
     gm = graph_of(s.PagedRotateHalf(), *s.paged_args(tokens=200))
-    right = replace.call_kernel
+    right = call.call_kernel
 
     def wrong(b: Any, plan: Any) -> Any:
         results = dict(right(b, plan))
@@ -127,7 +128,7 @@ def test_a_symbolic_number_of_tokens_is_tried_twice() -> None:
     (fusion,) = mf.fuse(gm).fused
     assert fusion.verified == "verified"
     first, second = fusion.compared.partition(",")[0].removeprefix("compared at T = ").split(" and ")
-    assert int(first) < 20 and int(second) >= tokens.MANY
+    assert int(first) < 20 and int(second) >= token_counts.MANY
 
 
 def test_what_depends_on_the_number_of_the_token_shows() -> None:

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_fusion.fusion import writes
-from mla_fusion.graph import regions
-from mla_fusion.graph.walk import peel
+from mla_fusion.fx import regions, writes
+from mla_fusion.fx.walk import peel
 
 from .harness import flat
 

@@ -16,8 +16,8 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from mla_fusion.graph.kinds import Kind, kind_of
-from mla_fusion.graph.operators import _LISTED, known
+from mla_fusion.fx.kinds import Kind, kind_of
+from mla_fusion.fx.operators import _LISTED, known
 
 _SAMPLES = 10  # of one OpInfo
 _CALLS = 4  # of one overload

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mla_fusion.graph.view import View
+from mla_fusion.fx.view import View
 
 from .tracing import floats, inputs, integers, masks, outputs, view
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import Interpreter, Node
 
-from mla_fusion.graph.ranges import UNBOUNDED, Range, Ranges
-from mla_fusion.graph.view import View
+from mla_fusion.fx.ranges import UNBOUNDED, Range, Ranges
+from mla_fusion.fx.view import View
 
 from .tracing import TOKENS, floats, inputs, integers, outputs, trace, view
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fusion.graph.tokens import Broken, Place, TokenAxis, Tokens
-from mla_fusion.graph.view import View
+from mla_fusion.fx.tokens import Broken, Place, TokenAxis, Tokens
+from mla_fusion.fx.view import View
 
 from .tracing import POSITIONS, SEQUENCES, TOKENS, floats, inputs, outputs, view
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.graph.kinds import Kind
-from mla_fusion.graph.operators import known
+from mla_fusion.fx.kinds import Kind
+from mla_fusion.fx.operators import known
 from tests.fusion.spellings import PagedRotateHalf, paged_args
 
 

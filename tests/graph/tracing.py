@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from mla_fusion.graph.kinds import op_name
-from mla_fusion.graph.view import View
+from mla_fusion.fx.kinds import op_name
+from mla_fusion.fx.view import View
 
 # Axes of these sizes are symbolic in a symbolic graph, and one symbol each.
 TOKENS, SEQUENCES, POSITIONS = 7, 11, 13

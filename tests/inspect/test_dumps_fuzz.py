@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from mla_fusion.inspect.dumps import DumpError, read
+from mla_fusion.dumps import DumpError, read
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DRAWS = 1000

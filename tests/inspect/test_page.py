@@ -8,12 +8,13 @@ from html.parser import HTMLParser
 
 import pytest
 
+from mla_fusion.commit.verify import Figure
 from mla_fusion.config import Config
-from mla_fusion.fusion.picture import ROLES, Arrow, Dot, Drawing, Picture
-from mla_fusion.fusion.rejection import Rejection
-from mla_fusion.fusion.report import Fusion, Report
-from mla_fusion.fusion.verify import Figure
-from mla_fusion.inspect import page, tables
+from mla_fusion.page import page
+from mla_fusion.report import text_tables
+from mla_fusion.report.picture import ROLES, Arrow, Dot, Drawing, Picture
+from mla_fusion.report.rejection import Rejection
+from mla_fusion.report.report import Fusion, Report
 
 EVIL = '</script><script>alert("x")</script><img src=x onerror=1>&amp;'
 VOID = {"meta", "br", "img", "link", "input"}
@@ -163,7 +164,7 @@ def test_size(count, text):
 
 
 def test_text_table_aligns_numbers_to_the_right():
-    assert tables.render(("op", "n"), [("mm", 3), ("index_put", 14)], "").splitlines() == [
+    assert text_tables.render(("op", "n"), [("mm", 3), ("index_put", 14)], "").splitlines() == [
         "op          n",
         "---------  --",
         "mm          3",
@@ -172,5 +173,6 @@ def test_text_table_aligns_numbers_to_the_right():
 
 
 def test_operator_table_puts_changes_first():
-    rows = tables.operators({"aten.mm.default": 3, "aten.add.Tensor": 9}, {"aten.mm.default": 1, "aten.add.Tensor": 9})
+    before, after = {"aten.mm.default": 3, "aten.add.Tensor": 9}, {"aten.mm.default": 1, "aten.add.Tensor": 9}
+    rows = text_tables.operators(before, after)
     assert rows == [("aten.mm", 3, 1), ("aten.add.Tensor", 9, 9)]

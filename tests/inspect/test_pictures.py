@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from mla_fusion.fusion.picture import INPUTS, ROLES, Drawing
-from mla_fusion.inspect import drawing
-from mla_fusion.inspect.layout import place
+from mla_fusion.page import drawing
+from mla_fusion.page.layout import place
+from mla_fusion.report.picture import INPUTS, ROLES, Drawing
 
 
 def load(name: str) -> ModuleType:

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import mla_fusion as mf
-from mla_fusion.models import accuracy
 from mla_fusion.models.absorbed import AbsorbedAttention, AbsorbedDecoder
-from mla_fusion.models.hf import modeling, random_decoder
-from mla_fusion.models.paged import BLOCK_SIZE, PagedBatch, random_batch
+from mla_fusion.models.hf import accuracy, modeling, random_decoder
+from mla_fusion.models.hf.paged import BLOCK_SIZE, PagedBatch, random_batch
 
 HIDDEN = 1024
 

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_fusion as mf
 from mla_fusion.models.attention import mla_paged_attention
+from mla_fusion.models.attention.merge import merge_state, merge_states
 from mla_fusion.models.hf import random_decoder
-from mla_fusion.models.merge import merge_state, merge_states
 
 N, HCKV, DR, BLOCK, BLOCKS = 2, 32, 8, 16, 4
 SCALE = 0.2

@@ -37,7 +37,7 @@ def test_tokens_are_compared(checkpoint, capsys):
 
 
 def test_other_tokens_are_status_1(checkpoint, capsys, monkeypatch):
-    from mla_fusion.models import latent_forward
+    from mla_fusion.models.hf import latent_forward
 
     right = latent_forward.absorbed_attention
     monkeypatch.setattr(

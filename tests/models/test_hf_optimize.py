@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mla_fusion.models import hf
-from mla_fusion.models.latent_attention import LatentDims, absorbed_attention
+from mla_fusion.models.hf.latent_attention import LatentDims, absorbed_attention
 
 from .hf_models import BASE, KERNEL, MODELS, build, prompt
 

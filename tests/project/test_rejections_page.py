@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from mla_fusion.fusion.rejection import CODES
+from mla_fusion.report.rejection import CODES
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,241 @@
+"""Values of a region's leaves: seeded, and chosen to tell apart what ordinary numbers do not.
+
+Three kinds of draw:
+
+* "normal": x from the standard normal distribution, its rows of different size.
+* "outliers": in every other row of x some channels are a hundred to ten thousand times as large; some elements and one
+  row are exactly zero. Weights have channels far larger than the rest, so that latents have them, normed ones too.
+* "edges": normal rows of x; integers and flags at the ends of what they may be.
+
+Tables and scales are drawn once, weights twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.commit.region import Region, constant_behind, same_attribute, same_elements
+from mla_fusion.fx.kinds import argument, is_cast, is_view, op_name
+from mla_fusion.fx.view import View
+from mla_fusion.plan.plan import InPlace, Plan
+
+KINDS = ("normal", "outliers", "edges")
+# Largest integer of a leaf of which no reader says how large it may be. Each is tried where a step fails at the one
+# before: far beyond what bfloat16 and int16 count exactly, then lengths of tables and sequences.
+CEILINGS = (100_000, 2_048, 64, 8, 2, 1)
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
+_INT8 = 40  # standard deviation of drawn int8 values
+_CHANGING = frozenset(("x", "slots", "token_scale", ""))  # drawn anew each time; "" where they are integers or flags
+
+
+class Draws:
+    """Draws the leaves of one region at one binding of its sizes."""
+
+    def __init__(
+        self, view: View, plan: Plan, region: Region, blocks: int | None, row_constant: bool, seed: int
+    ) -> None:
+        """``blocks``: of a cache cut to fewer of them; ``row_constant``: kr_cache holds one number a row."""
+        self.view, self.plan, self.region, self.blocks = view, plan, region, blocks
+        self._generator = torch.Generator().manual_seed(seed)
+        self._pool = torch.randn(65537, generator=self._generator)  # prime length: no period lines up with a row
+        self._row_constant = row_constant
+        self._bounds = _bounds(view, region)
+        self._fixed: dict[object, Any] = {}
+        self._place = {node: number for number, node in enumerate(region.leaves)}
+
+    def values(self, kind: str, ceiling: int) -> dict[Node, Any]:
+        """A value for each leaf."""
+        values = dict(self._slots(kind))
+        for node, role in self.region.leaves.items():
+            if node not in values:
+                values[node] = self._value(node, role, kind, ceiling)
+        return values
+
+    def changes(self, node: Node) -> bool:
+        """Is this leaf drawn anew each time?"""
+        return self.region.leaves[node] in _CHANGING and not self._is_fixed(node)
+
+    def _is_fixed(self, node: Node) -> bool:
+        value = node.meta["val"]
+        return self.region.leaves[node] == "" and isinstance(value, torch.Tensor) and _is_float(value.dtype)
+
+    def _value(self, node: Node, role: str, kind: str, ceiling: int) -> Any:
+        if self.changes(node):
+            return self._drawn(node, node.meta["val"], role, kind, ceiling)
+        known = same_attribute(node), role == "weight" and has_large_channels(kind)
+        if known not in self._fixed:  # an attribute has one value, however often the graph reads it
+            self._fixed[known] = self._drawn(node, node.meta["val"], role, kind, ceiling)
+        return self._fixed[known]
+
+    def _drawn(self, node: Node, value: Any, role: str, kind: str, ceiling: int) -> Any:
+        if isinstance(value, (tuple, list)):  # the results of an operator that nothing is known of
+            return type(value)(self._drawn(node, item, role, kind, ceiling) for item in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        if role == "constant":
+            constant = constant_behind(node)
+            assert constant is not None
+            return constant.detach().cpu()
+        shape = self._shape(node, value, role)
+        if role == "x":
+            return self._tokens(shape, value.dtype, kind)
+        if value.dtype == torch.bool or (role == "" and value.dtype in _INTEGERS):
+            return self._integers(node, shape, value.dtype, kind, ceiling)
+        drawn = self._numbers(node, shape, value.dtype, role)
+        if role == "weight" and has_large_channels(kind) and value.is_floating_point():
+            for axis in {0, len(shape) - 1}:
+                for place, factor in zip((shape[axis] // 3, shape[axis] // 2), (60, 15), strict=True):
+                    drawn.select(axis, place).mul_(factor)
+        return drawn
+
+    def _shape(self, node: Node, value: torch.Tensor, role: str) -> tuple[int, ...]:
+        shape = self.view.binding.shape(value.shape)
+        if role != "cache" or self.blocks is None:
+            return shape
+        assert isinstance(self.plan.caches, InPlace)
+        whole = self.view.binding.size(self.plan.caches.kv_shape[0])
+        return (shape[0] * self.blocks // whole, *shape[1:])
+
+    def _numbers(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype, role: str) -> torch.Tensor:
+        pool = self._pool
+        if role == "cache" and self.plan.kv_cache_quant_mode == 3:
+            return torch.zeros(shape, dtype=dtype)  # rows that are not written are compared as numbers too
+        if dtype == torch.int8:
+            pool = (_INT8 * pool).clamp(-127, 127)
+        elif dtype == torch.uint8:
+            pool = (_INT8 * pool).abs()
+        elif role == "weight":
+            pool = (pool / 32).bfloat16()  # what a wider weight holds too
+        elif role == "scale":
+            pool = (1 + pool.clamp(-4, 4) / 8) / (32 * _INT8)
+        elif role == "token_scale":
+            pool = (1 + pool.clamp(-4, 4) / 8) / _INT8
+        elif role in ("cache_scale", "inverse"):
+            pool = (1 + pool.clamp(-4, 4) / 8) * (_INT8 if role == "cache_scale" else 1 / _INT8)
+        elif role == "gamma":
+            pool = 1 + pool / 8
+        start = 4099 * self._place[node]
+        if dtype.is_complex:
+            parts = [_repeat(pool, shape, start + shift) for shift in (0, 17)]
+            return torch.complex(*parts).to(dtype)
+        drawn = _repeat(pool.to(dtype), shape, start)
+        is_kr = isinstance(self.plan.caches, InPlace) and node is self.plan.caches.kr_cache
+        return drawn[..., :1].expand(shape).contiguous() if self._row_constant and is_kr else drawn
+
+    def _tokens(self, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> torch.Tensor:
+        tokens, width = math.prod(shape[:-1]), shape[-1]
+        x = torch.randn((tokens, width), generator=self._generator)
+        if dtype == torch.int8:
+            return (_INT8 * x).clamp(-127, 127).to(dtype).reshape(shape)
+        if kind == "normal":
+            x = x * 10 ** (torch.rand((tokens, 1), generator=self._generator) * 3 - 2)  # 0.01 to 10
+        if kind == "outliers":
+            channels = torch.randperm(width, generator=self._generator)[: max(2, width // 100)]
+            x[::2, channels] *= 10 ** (2 + 2 * torch.rand((1, len(channels)), generator=self._generator))
+            x = x * (torch.rand(x.shape, generator=self._generator) > 0.1)
+            if tokens > 1 and not self.plan.candidate.weight_quant_mode:  # a scale of zero divides zero by zero
+                x[tokens // 2] = 0
+        return x.to(dtype).reshape(shape)
+
+    def _integers(
+        self, node: Node, shape: tuple[int, ...], dtype: torch.dtype, kind: str, ceiling: int
+    ) -> torch.Tensor:
+        if dtype == torch.bool:
+            flags = torch.rand(shape, generator=self._generator) < 0.5
+            return flags if kind == "normal" and shape else torch.full(shape, kind == "outliers")
+        bound = self._bounds.get(node)
+        limit = min(ceiling, torch.iinfo(dtype).max) if bound is None else max(bound - 1, 0)
+        low = limit // 2 if kind == "edges" else 0
+        drawn = torch.randint(low, limit + 1, shape, generator=self._generator)
+        flat = drawn.reshape(-1)
+        ends = {"normal": (0, limit), "outliers": (0, 0), "edges": (limit, 0)}[kind]
+        if len(flat) == 1:
+            flat[0] = {"normal": min(1, limit), "outliers": 0, "edges": limit}[kind]
+        elif len(flat):
+            flat[0], flat[-1] = ends
+        return flat.reshape(shape).to(dtype)
+
+    def _slots(self, kind: str) -> dict[Node, torch.Tensor]:
+        """Distinct rows of the cache, its first and its last among them."""
+        caches = self.plan.caches
+        if not isinstance(caches, InPlace):
+            return {}
+        blocks, size = self.view.binding.shape(caches.kv_shape[:2])
+        rows = (self.blocks or blocks) * size
+        leaves = [same_elements(node) for node in caches.slots.nodes]
+        value = leaves[0].meta["val"]
+        shape = self.view.binding.shape(value.shape)
+        count = math.prod(shape)
+        order = torch.randperm(max(rows - 2, 0), generator=self._generator) + 1
+        ends = [0, rows - 1] if kind != "edges" else [rows - 1, 0]
+        slots = torch.cat([torch.tensor(ends[: min(rows, 2)], dtype=torch.int64), order])
+        slots = slots[torch.arange(count) % len(slots)] if len(slots) else torch.full((count,), -1)
+        if kind == "outliers":
+            slots = slots[torch.randperm(count, generator=self._generator)]
+        slots = slots.reshape(shape)
+        if caches.slots.index is not None:
+            return {leaves[0]: slots.to(value.dtype)}
+        block, offset = leaves
+        shape = self.view.binding.shape(offset.meta["val"].shape)
+        return {
+            block: (slots // size).to(value.dtype),
+            offset: (slots % size).reshape(shape).to(offset.meta["val"].dtype),
+        }
+
+
+def has_large_channels(kind: str) -> bool:
+    """Are weights drawn otherwise than in ordinary draws?"""
+    return kind == "outliers"
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _repeat(pool: torch.Tensor, shape: Iterable[int], offset: int) -> torch.Tensor:
+    shape = tuple(shape)
+    size = math.prod(shape)
+    start = offset % len(pool) & ~15  # pairs are read as complex numbers where they start at an even place
+    return pool.repeat((size + start) // len(pool) + 1)[start : start + size].reshape(shape)
+
+
+def _bounds(view: View, region: Region) -> dict[Node, int]:
+    """Of integer leaves that index an axis, through views and casts alone: how long it is."""
+    leaf_of = {node: node for node, role in region.leaves.items() if role == "" and _is_integer(node)}
+    found: dict[Node, int] = {}
+    for node in region.nodes:
+        source = node.args[0] if node.args else None
+        if isinstance(source, Node) and source in leaf_of and (is_view(node) or is_cast(node)):
+            leaf_of[node] = leaf_of[source]
+        for index, size in _indexed(node):
+            if isinstance(index, Node) and index in leaf_of:
+                leaf = leaf_of[index]
+                found[leaf] = min(found.get(leaf, 1 << 62), view.binding.size(size))
+    return found
+
+
+def _is_integer(node: Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and not _is_float(value.dtype)
+
+
+def _indexed(node: Node) -> list[tuple[Any, Any]]:
+    """Index tensors of a node, with the size of the axis that each picks from."""
+    name = op_name(node).removeprefix("aten::")
+    base = node.args[0] if node.args else None
+    if not isinstance(base, Node) or not isinstance(base.meta.get("val"), torch.Tensor):
+        return []
+    shape: Sequence[Any] = base.meta["val"].shape
+    if name in ("index", "index_put", "_unsafe_index", "_unsafe_index_put"):
+        indices: Any = node.args[1]
+        return list(zip(indices, shape, strict=False))
+    if name in ("index_select", "gather", "index_copy", "scatter"):
+        return [(node.args[2], shape[argument(node, "dim", 0)])] if shape else []
+    if name == "embedding":
+        return [(node.args[1], shape[0])]
+    return []

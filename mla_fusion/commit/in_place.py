@@ -1,0 +1,102 @@
+"""Steps that change memory in place, judged for each prologue: do they change what its call would read?
+
+A functional graph has such steps at its end alone, where each input that was written gets its new value. Graphs that
+were never made functional (``torch.export(m).module()``, make_fx) may hold them anywhere, and then what a reader sees
+depends on the order in which nodes stand, which moving a computation into one call would change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.commit.region import Region
+from mla_fusion.fx.kinds import op_name, operator_of
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import INPUTS, input_of, origin, shared_memory, upward, views_and_writes
+from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.report.rejection import Refuse
+
+
+class InPlaceSteps:
+    """Those of one graph."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._on: dict[object, list[tuple[Node, Node]]] = {}  # by the memory: step, its target
+        for step in view.effects:
+            if operator_of(step).effect:
+                for target in _written(step):
+                    self._on.setdefault(_memory(target), []).append((step, target))
+
+    @cached_property
+    def _between_reads(self) -> dict[object, list[tuple[Node, Node]]]:
+        """By the memory, the steps that do not just end the graph: of a functionalised one there are none."""
+        found = {
+            memory: [(step, target) for step, target in steps if not _is_epilogue(self._view, step, memory)]
+            for memory, steps in self._on.items()
+        }
+        return {memory: steps for memory, steps in found.items() if steps}
+
+    def judge(self, plan: Plan, region: Region) -> None:
+        """Raise ``Refuse("graph.not_functional")`` where a step changes memory that the region or the call reads.
+
+        Two kinds of steps do no harm: those after which nobody reads that memory but other such steps and the output,
+        and the writes by which the model itself puts the new rows into the caches of the plan.
+        """
+        if not self._between_reads:
+            return
+        own = _own_writes(plan)
+        for memory in dict.fromkeys(map(_memory, (*region.leaves, *region.nodes))):
+            for step, target in self._between_reads.get(memory, ()):
+                if step not in own:
+                    raise Refuse("graph.not_functional", f"{step.name} changes {target.name}", (step, target))
+
+
+def _written(step: Node) -> Iterator[Node]:
+    """The arguments that a step changes, by its schema."""
+    if not isinstance(step.target, torch._ops.OpOverload):
+        return
+    for place, argument in enumerate(step.target._schema.arguments):
+        given = step.args[place] if place < len(step.args) else step.kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from (item for item in _flat(given) if isinstance(item, Node))
+
+
+def _flat(given: object) -> Iterable[object]:
+    return given if isinstance(given, (tuple, list)) else (given,)
+
+
+def _root(node: Node) -> Node:
+    """What the memory of a node may belong to: up through views, casts that may copy nothing, and in-place results."""
+    return origin(node, shared_memory)
+
+
+def _memory(node: Node) -> object:
+    """Equal for nodes that may share memory: the root, of an attribute (each reading of which is a node) its name."""
+    root = _root(node)
+    return (root.op, root.target) if root.op == "get_attr" else root
+
+
+def _own_writes(plan: Plan) -> set[Node]:
+    """The model's writes into the plan's caches: what the call's results take the place of."""
+    if not isinstance(plan.caches, InPlace):
+        return set()
+    found = set()
+    caches = {cache for _, cache, _ in plan.caches.held}
+    for item in plan.replacements:
+        steps = (node for node in upward(item.node, views_and_writes) if operator_of(node).mutates)
+        found |= {step for step in steps if (target := input_of(step)) is not None and _root(target) in caches}
+    return found
+
+
+def _is_epilogue(view: View, step: Node, memory: object) -> bool:
+    """Is it a ``copy_`` into an input, after which nothing but such copies and the output stands to read it?"""
+    if op_name(step) != "aten::copy_" or not all(_root(target).op in INPUTS for target in _written(step)):
+        return False
+    after = view.nodes[view.position[step] + 1 :]
+    later = (node for node in after if op_name(node) != "aten::copy_" and node.op != "output")
+    return not any(_memory(node) == memory or memory in map(_memory, node.all_input_nodes) for node in later)

@@ -1,0 +1,223 @@
+"""The part of a graph that verification runs: from leaves, which are drawn, to all that a plan replaces or reads.
+
+Two nodes are two values here, even where recognition holds them equal, with one exception: integers that the graph
+computes twice, where :func:`same_integers` proves them equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.emit import call
+from mla_fusion.facts.absorb import AbsorbFact
+from mla_fusion.fx.kinds import (
+    attribute,
+    filled_with,
+    operator_of,
+)
+from mla_fusion.fx.sizes import is_symbolic, same_shape
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import origin, reshapes_and_exact_casts, views_and_casts
+from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.plan.verdict import projections
+
+_INTEGERS = (torch.int64, torch.int32)
+INPUTS = ("placeholder", "get_attr")
+_FARTHEST = 24  # nodes looked at above x for something that x is computed from a second time
+
+
+@dataclass(frozen=True)
+class Region:
+    """What is run, in an order in which it can be.
+
+    nodes     from the leaves to the targets and to what the call reads
+    leaves    what is drawn, with the part that it plays: "x", "weight", "gamma", "scale", "token_scale", "cache",
+              "inverse", "slots", "constant" (its real value is taken), or "" for anything else
+    twins     integers that are, by proof, the very integers of another node
+    targets   what the call replaces
+    """
+
+    nodes: tuple[Node, ...]
+    leaves: dict[Node, str]
+    twins: dict[Node, Node]
+    targets: tuple[Node, ...]
+    reads: tuple[Node, ...]
+
+
+def same_integers(view: View, a: Node, b: Node) -> bool:
+    """Do two nodes of the graph hold the same integers whenever it runs?"""
+    return view.terms.same(a, b)
+
+
+def cut_out(view: View, plan: Plan) -> Region:
+    """The region of a plan."""
+    targets = tuple(dict.fromkeys(item.node for item in plan.replacements))
+    reads = tuple(call.inputs(plan))
+    roles = _roles(plan)
+    above = _above_x(plan.candidate.query.down.origin)
+    x = _leaf_of_x(plan)
+    walk = _Walk(view, plan, {x: "x", **roles})
+    reached = walk.run([*targets, *reads], stop_at=above - {x})
+    if reached:  # x is computed a second time from what lies above it: that is drawn, and both are computed
+        walk = _Walk(view, plan, {**dict.fromkeys(reached, "x"), **roles})
+        walk.run([*targets, *reads])
+    outside = walk.not_runnable()
+    if outside:
+        walk = _Walk(view, plan, {**dict.fromkeys(outside, ""), **walk.given})
+        walk.run([*targets, *reads])
+    return Region(tuple(walk.order), walk.leaves, walk.twins, targets, reads)
+
+
+class _Walk:
+    """Upwards, depth first, in the order of arguments: equal regions are walked alike."""
+
+    def __init__(self, view: View, plan: Plan, given: dict[Node, str]) -> None:
+        """``given``: leaves that are known, with their parts."""
+        self.view, self.given = view, given
+        self.order: list[Node] = []
+        self.leaves: dict[Node, str] = {}
+        self.twins: dict[Node, Node] = {}
+        self._slots = plan.caches.slots.nodes if isinstance(plan.caches, InPlace) else ()
+
+    def run(self, starts: Iterable[Node], stop_at: Iterable[Node] = ()) -> list[Node]:
+        """Fill ``order`` and ``leaves``; the nodes of ``stop_at`` that were met."""
+        stop, met, seen = frozenset(stop_at), [], set[Node]()
+        stack = [(node, False) for node in reversed(list(starts))]
+        while stack:
+            node, done = stack.pop()
+            if done:
+                self.order.append(node)
+                continue
+            if node in seen or not _has_value(node):
+                continue
+            seen.add(node)
+            role = self.given.get(node)
+            if role is not None or node.op in INPUTS or _is_random(node):
+                self.leaves[node] = self._role_of_input(node) if role is None else role
+            elif node in stop:
+                met.append(node)
+            elif (twin := self._twin(node)) is not None:
+                self.twins[node] = twin
+                stack.append((twin, False))
+            else:
+                stack.append((node, True))
+                if filled_with(node) is None:
+                    stack += [(read, False) for read in reversed(node.all_input_nodes)]
+        return met
+
+    def _role_of_input(self, node: Node) -> str:
+        return "constant" if node.op == "get_attr" and constant_behind(node) is not None else ""
+
+    def _twin(self, node: Node) -> Node | None:
+        if getattr(node.meta["val"], "dtype", None) not in _INTEGERS or node in self._slots:
+            return None
+        alike = (slot for slot in self._slots if _like(node, slot) and same_integers(self.view, node, slot))
+        return next(alike, None)
+
+    def not_runnable(self) -> list[Node]:
+        """What depends on no x and is no plain computation: a product of another layer, a collective, an effect."""
+        xs = {node for node, role in self.leaves.items() if role == "x"}
+        depends: set[Node] = set(xs)
+        outside = []
+        for node in self.order:
+            if any(read in depends for read in node.all_input_nodes):
+                depends.add(node)
+            elif not operator_of(node).runs or node in self.view.contractions:
+                outside.append(node)
+        return outside
+
+
+def constant_behind(node: Node) -> torch.Tensor | None:
+    """The tensor that a get_attr node holds where tracing or the model wrote it down; None for a parameter."""
+    value = attribute(node)
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+    return value if is_plain and value.device.type != "meta" and type(value) is torch.Tensor else None
+
+
+def same_attribute(node: Node) -> object:
+    """Equal for nodes that read one attribute of the module (tracers make a node of each reading); else the node."""
+    return str(node.target) if node.op == "get_attr" else node
+
+
+def _roles(plan: Plan) -> dict[Node, str]:
+    """The parts that graph inputs and weights play in the plan."""
+    q, k = plan.candidate.query, plan.candidate.key
+    found: dict[Node, str] = {}
+    quantised = [item.quantised for item in projections(plan.candidate) if item.quantised is not None]
+    weights = [item.weight for item in projections(plan.candidate)]
+    weights += q.absorb.weights if isinstance(q.absorb, AbsorbFact) else []
+    smooth = [item.dynamic.smooth for item in quantised if item.dynamic is not None]
+    parts: list[tuple[Iterable[Node | None], str, Callable[[Node], Node]]] = [
+        (weights, "weight", _source),
+        ((q.norm.gamma, k.gamma, *smooth), "gamma", _source),
+        ((item.weight_scale for item in quantised), "scale", _source),
+    ]
+    if q.down.quantised is not None and q.down.quantised.dynamic is None:
+        parts.append(((q.down.quantised.token_scale,), "token_scale", _source))
+    if isinstance(plan.caches, InPlace):
+        for scale in (plan.caches.kv_scale, plan.caches.kr_scale):
+            if scale is not None:
+                parts.append(((scale.node,), "inverse" if scale.inverse else "cache_scale", _source))
+        parts.append((plan.caches.slots.nodes, "slots", same_elements))
+        parts.append(((cache for _, cache, _ in plan.caches.held), "cache", lambda node: node))
+    for nodes, role, above in parts:
+        for node in nodes:
+            if node is not None:
+                found.setdefault(above(node), role)
+    return found
+
+
+def _source(node: Node) -> Node:
+    """The graph input of which the node is a view or a cast, or the node itself where something computes it."""
+    above = origin(node, views_and_casts)
+    return above if above.op in INPUTS else node
+
+
+def same_elements(node: Node) -> Node:
+    """Up through what keeps every integer, its place and their number."""
+    return origin(node, reshapes_and_exact_casts)
+
+
+def _leaf_of_x(plan: Plan) -> Node:
+    """Of the x that the call reads and the x that the projections read, the one from which the other is computed."""
+    origin, above = plan.candidate.query.down.origin, [plan.token_x]
+    for node in above:  # grows as it is walked
+        if node is origin:
+            return origin
+        if len(above) <= _FARTHEST:
+            above += [read for read in node.all_input_nodes if read not in above]
+    return plan.token_x if plan.token_x in _above_x(origin) else origin
+
+
+def _above_x(origin: Node) -> set[Node]:
+    """What x is computed from that has as many elements: a wider form of it, the value before its norm, residuals."""
+    found, stack = set[Node](), [origin]
+    size = origin.meta["val"].numel()
+    while stack and len(found) < _FARTHEST:
+        for read in stack.pop(0).all_input_nodes:
+            value = read.meta.get("val")
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or read.op in INPUTS:
+                continue
+            if read not in found and same_shape((value.numel(),), (size,)):
+                found.add(read)
+                stack.append(read)
+    return found
+
+
+def _is_random(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _has_value(node: Node) -> bool:
+    """Does it hold a tensor, or several? (Sizes are bound to numbers, not run.)"""
+    value = node.meta.get("val")
+    return isinstance(value, (torch.Tensor, tuple, list)) and not is_symbolic(value)
+
+
+def _like(a: Node, b: Node) -> bool:
+    one, other = a.meta["val"], b.meta["val"]
+    return bool(one.dtype == other.dtype) and same_shape(one.shape, other.shape)

@@ -1,0 +1,195 @@
+"""Find a place in the graph where a call can go; write a new graph with the calls in place of what they replace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.commit.transaction import copied
+from mla_fusion.emit import call
+from mla_fusion.fx import strides
+from mla_fusion.fx.build import GraphBuilder
+from mla_fusion.fx.kinds import has_effect
+from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.plan.verdict import projections
+from mla_fusion.report.rejection import Refuse
+
+_CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
+
+
+def prove(plan: Plan) -> Node:
+    """The node before which the call goes: every reader is still to come, and every input is defined or can be by then.
+
+    Raises ``Refuse`` where there is none.
+    """
+    products = _products_of_query(plan)
+    readers = [user for item in plan.replacements for user in item.node.users if user not in products]
+    if not readers:
+        raise Refuse("graph.unread", f"{plan.candidate.query.down.node.name} and what follows it", plan.candidate.nodes)
+    point = min(readers)
+    replaced = {replacement.node for replacement in plan.replacements}
+    seen: set[Node] = set()
+    stack = [node for node in call.inputs(plan) if not node < point]
+    while stack:
+        node = stack.pop()
+        if node in replaced or (has_effect(node) and not node < point):
+            raise Refuse("order.cycle", f"{node.name} is needed by the kernel before it can exist", (node,))
+        if node in seen or node < point:
+            continue
+        seen.add(node)
+        stack.extend(node.all_input_nodes)
+    return point
+
+
+def write(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
+    """Write the builder's graph: its source, with the calls of the plans and without what these leave unread."""
+    writer = _Writer(builder, plans)
+    with builder.propagating():
+        writer.write()
+    strides.follow(builder, writer.handed_on)
+
+
+def clean(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
+    """Eliminate dead code where a product of a region is still in the graph, kept by a node nobody reads; then lint."""
+    graph = builder.gm.graph
+    if any(item.node in builder.copies for plan in plans for item in projections(plan.candidate)):
+        graph.eliminate_dead_code()
+    graph.lint()
+
+
+class _Writer:
+    """Copies the source node by node.
+
+    handed_on   each new value that is read, with the one of the source that it is read in place of
+    """
+
+    def __init__(self, builder: GraphBuilder, plans: Sequence[Plan]) -> None:
+        self.b = builder
+        self.handed_on: dict[tuple[Node, Node], None] = {}
+        self._copies = builder.copies
+        self._values: dict[Node, Node] = {}
+        self._results: dict[int, dict[str, Any]] = {}  # of the calls made so far, by the plan's place in the list
+        self._begun: set[int] = set()
+        self._plans = plans
+        self._calls: dict[Node, list[int]] = {}
+        self._plan_of: dict[Node, int] = {}
+        self._keeps: dict[Node, frozenset[Node]] = {}  # readers of a replaced value that go on reading it
+        self._borrowers: dict[Node, Plan] = {}
+        for number, plan in enumerate(plans):
+            self._calls.setdefault(prove(plan), []).append(number)
+            self._plan_of |= {item.node: number for item in plan.replacements}
+            self._keeps |= dict.fromkeys((item.node for item in plan.replacements), _products_of_query(plan))
+            self._borrowers |= dict.fromkeys(plan.borrowers, plan)
+        self._unread = self._find_unread()
+        builder.copy = self._copy_with_inputs
+
+    def write(self) -> None:
+        source = self.b.source
+        for node in source.find_nodes(op="placeholder"):
+            self._copy(node)
+        for node in source.nodes:
+            for number in self._calls.get(node, ()):
+                self._call(number)
+            if node.op == "output":
+                self._write_caches_back()
+            if node in self._borrowers:
+                self._lend(node)
+            elif node not in self._copies and node not in self._unread:
+                self._copy(node)
+
+    def _copy(self, node: Node) -> Node:
+        made = self._copies[node] = copied(node, self.b.gm.graph, lambda read: self._input(node, read))
+        return made
+
+    def _input(self, reader: Node, read: Node) -> Node:
+        if not self._is_handed_on(reader, read):
+            return self._copies.get(read) or self._copy_with_inputs(read)
+        if read not in self._values:
+            self._call(self._plan_of[read])
+        value = self._values[read]
+        self.handed_on[value, read] = None
+        return value
+
+    def _is_handed_on(self, reader: Node, read: Node) -> bool:
+        return read in self._borrowers or (read in self._keeps and reader not in self._keeps[read])
+
+    def _copy_with_inputs(self, node: Node) -> Node:
+        """A node that is read ahead of its turn, or that only new nodes read."""
+        missing: set[Node] = set()
+        stack = [node]
+        while stack:
+            reader = stack.pop()
+            if reader in self._copies or reader in missing:
+                continue
+            missing.add(reader)
+            stack += [read for read in reader.all_input_nodes if not self._is_handed_on(reader, read)]
+        for reader in sorted(missing):
+            if reader not in self._copies:
+                self._copy(reader)
+        return self._copies[node]
+
+    def _call(self, number: int) -> None:
+        """Make the call of a plan and what its readers read; of calls that wait for each other this raises."""
+        if number in self._results:
+            return
+        plan = self._plans[number]
+        if number in self._begun:
+            raise RuntimeError(f"the call for {plan.candidate.query.down.node.name} waits for itself")
+        self._begun.add(number)
+        self.b.at(None, _carried_meta(plan))
+        results = self._results[number] = call.call_kernel(self.b, plan)
+        for item in plan.replacements:
+            self._values[item.node] = call.fit(self.b, item, results[item.output])
+
+    def _lend(self, borrower: Node) -> None:
+        self.b.at(None, borrower.meta)
+        self._values[borrower] = call.lend(self.b, self._borrowers[borrower], borrower)
+
+    def _write_caches_back(self) -> None:
+        """The model's operator changed its caches unseen; say so in the graph, where torchair looks for it."""
+        self.b.at(None, {})
+        for number, plan in enumerate(self._plans):
+            if not isinstance(plan.caches, InPlace) or not plan.caches.copies:
+                continue
+            for name, given, shape in plan.caches.held:
+                cache = self.b.cache(given, shape)
+                args = cache, self._results[number][name]
+                self.b.insert(torch.ops.aten.copy_.default, args, {}, cache.meta["val"])
+
+    def _find_unread(self) -> set[Node]:
+        """What nobody reads once the new values are handed on, walking up from the regions: far fewer than all nodes.
+
+        What only the calls read is among it, and copied when they do.
+        """
+        unread: set[Node] = set()
+        stack = [node for plan in self._plans for node in _left_over(plan)]
+        while stack:
+            node = stack.pop()
+            if node in unread or node.op != "call_function" or has_effect(node):
+                continue
+            if any(user not in unread and not self._is_handed_on(user, node) for user in node.users):
+                continue
+            unread.add(node)
+            stack.extend(node.all_input_nodes)
+        return unread
+
+
+def _left_over(plan: Plan) -> list[Node]:
+    """What may have lost its last reader: replaced values, the products, the model's cache operator."""
+    operator = plan.candidate.key.operator
+    replaced = [item.node for item in plan.replacements]
+    return [*replaced, *plan.borrowers, *plan.candidate.nodes, *([operator.node] if operator else [])]
+
+
+def _products_of_query(plan: Plan) -> frozenset[Node]:
+    """The query's up-projections: they die with the region, whatever they read."""
+    q = plan.candidate.query
+    return frozenset(part.node for item in (q.up_nope, q.up_rope) for part in item.parts)
+
+
+def _carried_meta(plan: Plan) -> dict[str, Any]:
+    meta = plan.candidate.query.down.node.meta
+    return {key: meta[key] for key in _CARRIED if key in meta}

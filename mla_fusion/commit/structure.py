@@ -1,0 +1,105 @@
+"""When two plans are one and the same but for the layer: then one is verified, and drawn, for both.
+
+The key holds every node of the region and of what the plan reads, up to the inputs of the graph: the operator, its
+literals, and its inputs by the order in which they are met. Of inputs it holds shape, dtype and part, of constants
+their values. What the plan adds (columns, tables, attributes, outputs) is in it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.commit.region import Region, constant_behind, same_attribute
+from mla_fusion.emit import call
+from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.plan.plan import InPlace, Plan
+
+_FEW = 4096  # elements of a constant up to which its values are compared; a larger one is like itself alone
+
+
+def key(region: Region, plan: Plan) -> object:
+    """Equal for plans that differ only in which layer they are."""
+    numbers: dict[Node, int] = {}
+    attributes: dict[object, int] = {}
+    for leaf in region.leaves:
+        numbers[leaf] = attributes.setdefault(same_attribute(leaf), len(numbers))
+    for twin in region.twins:
+        numbers[twin] = len(numbers)
+    parts: list[object] = [(numbers[leaf], role, _described(leaf, role)) for leaf, role in region.leaves.items()]
+    for node in region.nodes:
+        numbers[node] = len(numbers)
+        parts.append((node.target, _frozen(node.args, numbers), _frozen(node.kwargs, numbers)))
+    twins = tuple((numbers[twin], numbers[node]) for twin, node in region.twins.items())
+    ends = tuple(numbers.get(node, -1) for node in (*region.targets, *region.reads))
+    return tuple(parts), twins, ends, _of_plan(plan, numbers)
+
+
+def _of_plan(plan: Plan, numbers: dict[Node, int]) -> object:
+    """What the call does with the nodes that it reads."""
+    q, k = plan.candidate.query, plan.candidate.key
+    tables = tuple(
+        tuple(
+            (numbers.get(run.base, -1), run.field, run.start, run.step, run.count, run.factor, run.rows)
+            for run in table
+        )
+        for table in (plan.cos, plan.sin)
+    )
+    columns = q.norm.columns, q.absorb.columns, q.rope.first, q.rope.second, k.columns, k.first, k.second
+    outputs = tuple((numbers.get(item.node, -1), item.output, item.order) for item in plan.replacements)
+    caches: object = None
+    if isinstance(plan.caches, InPlace):
+        held = tuple((name, numbers.get(node, -1), _sizes(shape)) for name, node, shape in plan.caches.held)
+        scales = tuple(
+            scale and (scale.node is not None and numbers.get(scale.node, -1), scale.inverse, scale.factor)
+            for scale in (plan.caches.kv_scale, plan.caches.kr_scale)
+        )
+        slots = tuple(node and numbers.get(node, -1) for node in _slots(plan.caches))
+        caches = held, scales, slots, plan.caches.mode, plan.caches.copies
+    lead = _sizes(plan.token_x.meta["val"].shape[:-1])
+    return tables, columns, outputs, caches, plan.interleave, lead, tuple(call.attributes(plan).items())
+
+
+def _slots(caches: InPlace) -> Sequence[Node | None]:
+    return caches.slots.index, caches.slots.block, caches.slots.offset
+
+
+def _described(leaf: Node, role: str) -> object:
+    value = leaf.meta["val"]
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_tensor, value))
+    if role == "constant":
+        constant = constant_behind(leaf)
+        assert constant is not None
+        if constant.numel() > _FEW:
+            return id(constant)
+        bits = constant.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return constant.dtype, tuple(constant.shape), bytes(bits.tolist())
+    return _tensor(value)
+
+
+def _tensor(value: Any) -> object:
+    return (value.dtype, _sizes(value.shape)) if isinstance(value, torch.Tensor) else value
+
+
+def _sizes(shape: Sequence[Any]) -> tuple[object, ...]:
+    return tuple([size.node.expr if is_symbolic(size) else size for size in shape])
+
+
+def _frozen(value: Any, numbers: dict[Node, int]) -> Any:
+    """Hashable: nodes by number, a size by its expression, a literal with its type (1, 1.0 and True are not one)."""
+    kind = type(value)
+    if kind is Node:
+        number = numbers.get(value)
+        if number is not None:
+            return Node, number
+        meaning = value.meta.get("val")
+        return Node, str(meaning.node.expr) if is_symbolic(meaning) else _tensor(meaning)
+    if isinstance(value, (tuple, list)):
+        return tuple([_frozen(item, numbers) for item in value])
+    if isinstance(value, dict):
+        return tuple([(name, _frozen(item, numbers)) for name, item in value.items()])
+    return kind, value

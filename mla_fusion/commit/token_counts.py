@@ -1,0 +1,103 @@
+"""At how many tokens a region is verified, and with which draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.commit.draws import KINDS
+from mla_fusion.commit.region import Region
+from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.view import View
+from mla_fusion.plan.plan import InPlace, Plan
+
+MANY = 131  # tokens of the second run where the number is symbolic: more than any block, and a prime
+_FEWEST = 17  # of one axis in that run
+_MOST = 600
+_COSTLY = 256  # tokens from which one draw holds ordinary rows and rows with outliers side by side
+
+_CUTS = {"aten::slice": ("start", "end"), "aten::narrow": ("start", "length"), "aten::select": ("index",)}
+_COUNTS = frozenset(
+    """
+    aten::arange aten::lt aten::le aten::gt aten::ge aten::eq aten::ne aten::clamp aten::clamp_min aten::clamp_max
+    aten::remainder aten::fmod aten::floor_divide aten::div aten::sub aten::tril aten::triu aten::roll
+    """.split()
+)
+
+
+def counts(view: View, plan: Plan, region: Region) -> Iterator[View]:
+    """The view at the sizes that it is bound to; where the number of tokens is symbolic, at a larger one too."""
+    yield _with_room(view, plan, region)
+    lead = plan.token_x.meta["val"].shape[:-1]
+    symbolic = [size for size in lead if is_symbolic(size)]
+    if symbolic:
+        most = max((literal for node in region.nodes for literal in _literals(node)), default=0)
+        others = _tokens(view, plan) // view.binding.size(symbolic[-1])
+        wanted = max(-(-MANY // others), _FEWEST, most + 2)
+        for least in (wanted, _rows(view, plan)):  # of a cache of few rows, as many tokens as it has slots
+            binding = view.binding.raised(symbolic[-1], least)
+            larger = _with_room(view.bound(binding), plan, region)
+            if binding is not view.binding and _tokens(larger, plan) <= _rows(larger, plan):
+                yield larger
+                return
+
+
+def _tokens(view: View, plan: Plan) -> int:
+    return math.prod(view.binding.shape(plan.token_x.meta["val"].shape[:-1]))
+
+
+def _rows(view: View, plan: Plan) -> int:
+    """How many slots there are; any number where the call writes no cache."""
+    if not isinstance(plan.caches, InPlace):
+        return 1 << 31
+    return math.prod(view.binding.shape(plan.caches.kv_shape[:2]))
+
+
+def kinds_at(view: View, plan: Plan, region: Region) -> tuple[str, ...]:
+    """The draws to be made at these sizes."""
+    tokens = _tokens(view, plan)
+    is_second = any(map(is_symbolic, plan.token_x.meta["val"].shape[:-1])) and tokens >= MANY
+    if tokens <= _COSTLY and not is_second:
+        return KINDS
+    return ("outliers", "edges") if any(map(_is_integer, region.leaves)) else ("outliers",)
+
+
+def _with_room(view: View, plan: Plan, region: Region) -> View:
+    """The view with sizes at which every token finds a slot in a cache of symbolic size, and every slice its rows."""
+    binding = view.binding
+    if isinstance(plan.caches, InPlace):
+        blocks, block_size = plan.caches.kv_shape[:2]
+        binding = binding.roomier(blocks, -(-_tokens(view, plan) // binding.size(block_size)))
+    for node in region.nodes:
+        source, end = node.args[0] if node.args else None, argument(node, "end")
+        if op_name(node) == "aten::slice" and isinstance(source, Node) and isinstance(end, Node):
+            rows = source.meta["val"].shape[argument(node, "dim", 0)]
+            binding = binding.roomier(rows, binding.number(end.meta["val"]))
+    return view.bound(binding)
+
+
+def _literals(node: Node) -> Iterator[int]:
+    """Integers with which tokens may be counted: where a symbolic axis is cut, and what integers are compared with."""
+    name = op_name(node)
+    if name in _CUTS:
+        source = node.args[0]
+        axis = argument(node, "dim", 0)
+        if isinstance(source, Node) and is_symbolic(source.meta["val"].shape[axis]):
+            yield from _counting(argument(node, part) for part in _CUTS[name])
+    elif name in _COUNTS:
+        yield from _counting((*node.args[1:], *node.args[:1]))
+
+
+def _counting(values: object) -> Iterator[int]:
+    for value in values:  # type: ignore[attr-defined]
+        if type(value) is int and abs(value) < _MOST:
+            yield abs(value)
+
+
+def _is_integer(node: Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and not (value.dtype.is_floating_point or value.dtype.is_complex)

@@ -1,0 +1,340 @@
+"""The second witness: the region and its replacement run on the same values, on CPU, and are compared row by row.
+
+It shares no notion of equality with recognition. The nodes of the graph are run as they are, dtypes and casts
+included, from leaves whose values are drawn (``region`` says which, ``draws`` how); the call is given what the graph's
+own nodes have computed for it, tables and slots among it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.commit.draws import CEILINGS, Draws, has_large_channels
+from mla_fusion.commit.region import Region, cut_out, same_elements
+from mla_fusion.commit.token_counts import counts, kinds_at
+from mla_fusion.emit import call, rows
+from mla_fusion.fx.build import Recipe, TensorBuilder
+from mla_fusion.fx.kinds import is_mutating
+from mla_fusion.fx.program import Failed, Program
+from mla_fusion.fx.shrink import Shrink
+from mla_fusion.fx.view import View
+from mla_fusion.meta.spec import TILE_SIZE
+from mla_fusion.paging.tiles import dequantise_rows
+from mla_fusion.plan.outputs import Replacement
+from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.report.rejection import Refuse
+from mla_fusion.report.report import Figure
+
+# Two bfloat16 evaluations of one prologue differ by 3e-3 to 6e-3 in relative L2 norm (one rounding more or less
+# per step); a swapped pair, a wrong column or a wrong row differs by more than 1e-1.
+TOLERANCE = 2e-2
+# c_q rounded to bfloat16 or not before it is quantised: a few hundredths of the int8 values differ by one step.
+TOLERANCE_QUANTISED = 4e-2
+# One row has as few as 64 elements, and a rounding of a large one weighs more in it.
+OF_A_ROW = 2.5
+_OF_ROUNDING = 6.0  # times what rounding can do to it, where a row of small numbers is made of large ones
+_STEP, _JITTERS = 2.0**-8, 4
+_CACHES = ("kv_cache", "kr_cache")
+_ROTATED = ("query_rope", "k_pe", "kr_cache")
+_SMALL_CACHE = 1 << 20  # elements up to which a cache is taken as it is
+_LARGEST_CACHE = 1 << 28
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """figures: of each replaced value. compared: what was run, as text. left_out: outputs that were not compared."""
+
+    figures: tuple[Figure, ...]
+    compared: str
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def verified(self) -> str:
+        """ "verified", and what was not, if anything."""
+        return "verified" + (f" except {', '.join(self.left_out)}" if self.left_out else "")
+
+
+class _Unrunnable(Exception):
+    """A step of the region does not run on these values."""
+
+    def __init__(self, node: Node, reason: str) -> None:
+        super().__init__(f"{node.name} does not run on CPU: {reason}")
+        self.node = node
+
+
+def compare(view: View, plan: Plan, half_rows: bool = False, seed: int = 0, region: Region | None = None) -> Outcome:
+    """Compare every replaced value. Raises ``Refuse("verify.mismatch")`` where one is out of tolerance.
+
+    ``half_rows``: the caller chose ``kr_layout="half"``, so rotated values are brought to the model's order first.
+    """
+    region = region or cut_out(view, plan)
+    worst: dict[Replacement, Figure] = {}
+    left_out: dict[str, None] = {}
+    tokens, draws = [], 0
+    for sized in counts(view, plan, region):
+        witness = _Witness(sized, plan, region, half_rows, seed)
+        for kind in kinds_at(sized, plan, region):
+            for item, figure in witness.figures(kind):
+                known = worst.setdefault(item, figure)
+                worst[item] = figure if figure.relative > known.relative else known
+            draws += 1
+        left_out |= dict.fromkeys(item.output for item in witness.left_out)
+        tokens.append(str(math.prod(sized.binding.shape(plan.token_x.meta["val"].shape[:-1]))))
+    said = f"compared at T = {' and '.join(tokens)}, {_plural(draws, 'draw')}, {_plural(len(worst), 'output')}"
+    return Outcome(tuple(worst.values()), said, tuple(left_out))
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
+
+
+class _Witness:
+    """One region at one binding of its sizes."""
+
+    def __init__(self, view: View, plan: Plan, region: Region, half_rows: bool, seed: int) -> None:
+        self.view, self.plan, self.region, self.half_rows = view, plan, region, half_rows
+        self.left_out: list[Replacement] = []
+        self._seed = seed
+        self._ceiling = 0
+        self._given: list[Any] = []
+        self._cut(_fewer_blocks(view, plan))
+        tolerance = TOLERANCE_QUANTISED if plan.candidate.weight_quant_mode else TOLERANCE
+        self._limits = tolerance, OF_A_ROW * tolerance
+
+    def _cut(self, blocks: int | None) -> None:
+        """Take caches of so many blocks, None: as they are."""
+        plan, region = self.plan, self.region
+        self.blocks = blocks
+        self.draws = Draws(self.view, plan, region, blocks, self.half_rows, self._seed)
+        inputs = [*region.leaves, *region.twins]
+        self._shrink = _shrink(self.view, plan, blocks) if blocks is not None else None
+        self.program = Program(inputs, region.nodes, self.view.binding, exact=True, shrink=self._shrink)
+        self._packed: dict[bool, dict[str, Any]] = {}
+        self._changing = _changing(region, self.draws)
+
+    def figures(self, kind: str) -> Iterator[tuple[Replacement, Figure]]:
+        values, unfused = self._run(kind)
+        packed = self._packed.setdefault(has_large_channels(kind), {})
+        builder = _Builder(values, self.view.binding, packed, self._changing)
+        try:
+            results = call.call_kernel(builder, self.plan)
+        except (RuntimeError, ValueError) as error:
+            nodes = self.plan.candidate.nodes
+            raise Refuse("verify.mismatch", f"the call does not run on CPU: {error}", nodes) from error
+        for item in self.plan.replacements:
+            if item not in self.left_out:
+                yield item, self._figure(item, unfused[item.node], results[item.output], builder, kind)
+
+    # -- the region
+
+    def _run(self, kind: str) -> tuple[dict[Node, Any], dict[Node, Any]]:
+        """What the call reads, and what it replaces, for one draw of the leaves."""
+        try:
+            return self._run_at_some_ceiling(kind)
+        except _Unrunnable as error:
+            if self.blocks is None:
+                raise Refuse("verify.mismatch", str(error), (error.node,)) from error
+        assert isinstance(self.plan.caches, InPlace)
+        if any(_elements(self.view, cache) > _LARGEST_CACHE for _, cache, _ in self.plan.caches.held):
+            self.left_out = [item for item in self.plan.replacements if item.output in _CACHES]
+        else:
+            self._cut(None)
+        try:
+            return self._run_at_some_ceiling(kind)
+        except _Unrunnable as error:
+            raise Refuse("verify.mismatch", str(error), (error.node,)) from error
+
+    def _run_at_some_ceiling(self, kind: str) -> tuple[dict[Node, Any], dict[Node, Any]]:
+        first: _Unrunnable | None = None
+        for place in range(self._ceiling, len(CEILINGS)):
+            try:
+                found = self._run_once(kind, CEILINGS[place])
+                self._ceiling = place
+                return found
+            except _Unrunnable as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _run_once(self, kind: str, ceiling: int) -> tuple[dict[Node, Any], dict[Node, Any]]:
+        region, binding = self.region, self.view.binding
+        drawn = self.draws.values(kind, ceiling)
+        given = [drawn[leaf] for leaf in region.leaves]
+        for node, slots in region.twins.items():
+            value = node.meta["val"]
+            given.append(drawn[same_elements(slots)].reshape(binding.shape(value.shape)).to(value.dtype))
+        self._given = given
+        if any(map(is_mutating, region.nodes)):
+            given = [value.clone() if isinstance(value, torch.Tensor) else value for value in given]
+        targets = [item.node for item in self.plan.replacements if item not in self.left_out]
+        wanted = [*targets, *region.reads]
+        memory = self.program.run(given, [self.program.slot(node) for node in wanted])
+        found = {node: memory[self.program.slot(node)] for node in wanted}
+        for node, value in found.items():
+            if isinstance(value, Failed):
+                raise _Unrunnable(node, value.reason)
+        return {node: drawn.get(node, found[node]) for node in region.reads}, {node: found[node] for node in targets}
+
+    # -- the comparison
+
+    def _figure(self, item: Replacement, want: Any, result: Any, builder: TensorBuilder, kind: str) -> Figure:
+        name = item.output
+        if self.half_rows and name in _ROTATED:
+            result = rows.interleave(builder, result)
+        if name in _CACHES:
+            got = result.reshape(want.shape) if result.numel() == want.numel() else result
+            if name == "kv_cache" and self.plan.kv_cache_quant_mode == 3:
+                want, got = (_unpacked(self.plan, value) for value in (want, got))
+            width = want.shape[-1] if want.numel() != result.numel() else result.shape[-1]
+            owner = torch.arange(want.numel()) // width
+        else:
+            got = call.arrange(builder, item, result)
+            owner = call.arrange(builder, item, _owners(result, 1 if "scale" in name else self.plan.lead_rank))
+        return self._judged(item, want, got.to(want.dtype), owner, kind)
+
+    def _judged(self, item: Replacement, want: Any, got: Any, owner: torch.Tensor, kind: str) -> Figure:
+        """The figure of an output. Raises ``Refuse`` where it, or one row of it, is out of tolerance."""
+        where = f"{item.output} at {item.node.name}, {kind}"
+        of_all, of_row = self._limits
+        if want.shape != got.shape:
+            detail = f"{where}: shape {list(got.shape)} in place of {list(want.shape)}"
+            raise Refuse("verify.mismatch", detail, (item.node,))
+        wrong, size = _squares(want, got, owner)
+        relative = math.sqrt(float(wrong.sum()) / (float(size.sum()) or 1.0))
+        if not relative <= of_all:
+            raise Refuse("verify.mismatch", f"{where}: relative error {relative:.3g} > {of_all:g}", (item.node,))
+        of_rows = torch.where(wrong == 0, 0.0, (wrong / size).sqrt())  # a row of zeros must be one; NaN stays NaN
+        row = float(of_rows.max()) if len(of_rows) else 0.0
+        if not row <= of_row and not self._is_rounding(item, want, wrong, ~(of_rows <= of_row), owner):
+            detail = f"{where}: relative error {row:.3g} > {of_row:g} in one row"
+            raise Refuse("verify.mismatch", detail, (item.node,))
+        largest = float((want.double() - got.double()).abs().max()) if want.numel() else 0.0
+        return Figure(item.output, relative, largest, want.numel(), row)
+
+    def _is_rounding(
+        self, item: Replacement, want: torch.Tensor, wrong: torch.Tensor, rows_over: torch.Tensor, owner: torch.Tensor
+    ) -> bool:
+        """Do these rows differ by no more than the model's own rounding error, which is large where terms cancel?
+
+        The region is run in float64 on the same values, and on x changed by about one step of bfloat16: how far a row
+        moves is what rounding can do to it. (What the model itself has lost in the row may happen to be nothing.)
+        """
+        region = self.region
+        inputs = [*region.leaves, *region.twins]
+        program = Program(inputs, region.nodes, self.view.binding, shrink=self._shrink)
+        given = [_wide(value) for value in self._given]
+        slot = program.slot(item.node)
+        exact = program.run(given, [slot])[slot]
+        if not isinstance(exact, torch.Tensor) or exact.shape != want.shape:
+            return False
+        moved, _ = _squares(exact, want, owner)
+        generator = torch.Generator().manual_seed(self._seed)
+        for _ in range(_JITTERS):
+            changed = list(given)
+            for place, leaf in enumerate(region.leaves):
+                if region.leaves[leaf] == "x" and changed[place].is_floating_point():
+                    noise = torch.randn(changed[place].shape, generator=generator, dtype=torch.float64)
+                    changed[place] = changed[place] * (1 + _STEP * noise)
+            moved = torch.maximum(moved, _squares(exact, program.run(changed, [slot])[slot], owner)[0])
+        return bool((wrong[rows_over] <= _OF_ROUNDING**2 * moved[rows_over]).all())
+
+
+class _Builder(TensorBuilder):
+    """Packs a weight once for all draws, where it is made of what does not change."""
+
+    def __init__(self, values: Any, binding: Any, packed: dict[str, Any], changing: set[Node]) -> None:
+        super().__init__(values, binding)
+        self._packed, self._changing = packed, changing
+
+    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:
+        if not self._changing.isdisjoint(leaves):
+            return recipe(self)
+        if name not in self._packed:
+            self._packed[name] = recipe(self)
+        return self._packed[name]
+
+
+def _changing(region: Region, draws: Draws) -> set[Node]:
+    """What differs from draw to draw."""
+    found = {leaf for leaf in region.leaves if draws.changes(leaf)} | set(region.twins)
+    for node in region.nodes:
+        if any(read in found for read in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _owners(result: torch.Tensor, lead: int) -> torch.Tensor:
+    """For each element of an output, the number of the token that it belongs to."""
+    tokens = torch.arange(math.prod(result.shape[:lead])).reshape(result.shape[:lead])
+    return tokens.reshape(*tokens.shape, *(1,) * (result.dim() - lead)).expand(result.shape)
+
+
+def _squares(want: torch.Tensor, got: torch.Tensor, owner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row: the squared length of the difference, and of what it should be."""
+    rows_of = owner.reshape(-1)
+    found = torch.zeros(2, int(rows_of.max()) + 1 if len(rows_of) else 0, dtype=torch.float64)
+    wide = torch.float64 if want.numel() < 1 << 24 else torch.float32
+    flat = want.to(wide).reshape(-1)
+    for place, values in enumerate((flat - got.to(wide).reshape(-1), flat)):
+        found[place].index_add_(0, rows_of, values.square().double())
+    return found[0], found[1]
+
+
+def _wide(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return value
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
+
+
+def _unpacked(plan: Plan, value: torch.Tensor) -> torch.Tensor:
+    """Rows of int8 tiles as the numbers that they stand for."""
+    key = plan.candidate.key
+    latent, rope = dequantise_rows(value.contiguous(), hckv=len(key.columns), dr=key.rope_dim, tile=TILE_SIZE)
+    return torch.cat([latent, rope.float()], -1)
+
+
+# -- large caches
+
+
+def _elements(view: View, cache: Node) -> int:
+    return math.prod(view.binding.shape(cache.meta["val"].shape))
+
+
+def _fewer_blocks(view: View, plan: Plan) -> int | None:
+    """How many blocks of a large cache are enough for the test; None where it is taken as it is."""
+    if not isinstance(plan.caches, InPlace):
+        return None
+    held = [cache for _, cache, _ in plan.caches.held]
+    blocks, size = view.binding.shape(plan.caches.kv_shape[:2])
+    if all(_elements(view, cache) <= _SMALL_CACHE for cache in held):
+        return None
+    unit = _unit(view, plan)
+    tokens = math.prod(view.binding.shape(plan.token_x.meta["val"].shape[:-1]))
+    step = blocks // unit if unit else 0
+    if not step:
+        return None
+    wanted = -(-tokens // size) + 2
+    fewer = -(-wanted // step) * step
+    return fewer if fewer < blocks else None
+
+
+def _unit(view: View, plan: Plan) -> int:
+    """The number of equal parts, each of whole blocks, in which every cache can be cut along its first axis; or 0."""
+    assert isinstance(plan.caches, InPlace)
+    blocks = view.binding.size(plan.caches.kv_shape[0])
+    firsts = [view.binding.size(cache.meta["val"].shape[0]) for _, cache, _ in plan.caches.held]
+    if all(first % blocks == 0 for first in firsts):
+        return blocks
+    return firsts[0] if len(set(firsts)) == 1 and blocks % firsts[0] == 0 else 0
+
+
+def _shrink(view: View, plan: Plan, blocks: int) -> Shrink:
+    assert isinstance(plan.caches, InPlace)
+    unit = _unit(view, plan)
+    return Shrink(unit, unit * blocks // view.binding.size(plan.caches.kv_shape[0]))

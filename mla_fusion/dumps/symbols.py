@@ -1,0 +1,101 @@
+"""Tensors without storage in the shapes that a dump states, symbolic sizes among them."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from mla_fusion.dumps import Value
+
+_BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_CALLS: dict[str, Callable[..., Any]] = {"Max": torch.sym_max, "Min": torch.sym_min, "FloorDiv": operator.floordiv}
+_HINT = 11  # as good a number of tokens as any: a prime that no model's dims contain
+
+
+class Tensors:
+    """Makes fake tensors; a symbol of one name is the same size everywhere."""
+
+    def __init__(self) -> None:
+        self._env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
+        self._symbols: dict[str, Any] = {}
+        self._made: dict[str, Any] = {}
+        self._tensors: dict[Value, Any] = {}
+
+    def of(self, value: Value) -> Any:
+        """The tensor or symbolic size that an annotation describes, or None where it does not say enough."""
+        if value.dtype == "Sym":
+            return self.size((value.shape or ("",))[0])
+        if value not in self._tensors:  # layers repeat their shapes, and a tensor without storage can stand for many
+            self._tensors[value] = self._make(value)
+        return self._tensors[value]
+
+    def _make(self, value: Value) -> Any:
+        dtype = getattr(torch, value.dtype, None) if value.dtype else None
+        if value.shape is None or not isinstance(dtype, torch.dtype):
+            return None
+        shape = self.sizes(value.shape)
+        stride = self.sizes(value.stride) if value.stride is not None else None
+        if shape is None or (stride is not None and len(stride) != len(shape)):
+            return None
+        with self.mode:
+            if stride is None:
+                return torch.empty(shape, dtype=dtype)
+            return torch.empty_strided(shape, stride, dtype=dtype)
+
+    def sizes(self, dims: Sequence[Any]) -> list[Any] | None:
+        found = [self.size(dim) for dim in dims]
+        return None if any(size is None for size in found) else found
+
+    def size(self, dim: Any) -> Any:
+        """A number, or the SymInt of an expression; None for what is no size."""
+        if isinstance(dim, int):
+            return dim if dim >= 0 else None
+        if dim not in self._made:
+            try:
+                self._made[dim] = self._evaluate(ast.parse(dim, mode="eval").body)
+            except (SyntaxError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError):
+                self._made[dim] = None
+        return self._made[dim]
+
+    def fresh(self, name: str) -> Any:
+        """The size of a dimension that the dump calls dynamic without naming it."""
+        return self._symbol(name)
+
+    def _evaluate(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.Name):
+            return self._symbol(node.id)
+        if isinstance(node, ast.BinOp):
+            return _BINARY[type(node.op)](self._evaluate(node.left), self._evaluate(node.right))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -self._evaluate(node.operand)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            return _CALLS[node.func.id](*map(self._evaluate, node.args))
+        raise ValueError(f"not a size: {ast.dump(node)}")
+
+    def _symbol(self, name: str) -> Any:
+        if name not in self._symbols:
+            symbol = sympy.Symbol(name, positive=True, integer=True)
+            hints = getattr(self._env, "backed_var_to_val", None)
+            (self._env.var_to_val if hints is None else hints)[symbol] = sympy.Integer(_HINT)
+            self._env.var_to_range[symbol] = ValueRanges(2, 1 << 40)
+            self._symbols[name] = torch.SymInt(SymNode(symbol, self._env, int, _HINT))
+        return self._symbols[name]

@@ -1,0 +1,178 @@
+"""The replacement itself: one call of the kernel, what goes in and what is made of what comes out.
+
+Written against :class:`~mla_fusion.fx.build.Builder`, so the same lines rewrite the graph and run on tensors
+when the fusion is verified.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.emit import pack, rows
+from mla_fusion.facts.absorb import AbsorbFact
+from mla_fusion.fx.build import Builder
+from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.plan import cache_modes
+from mla_fusion.plan.outputs import Replacement
+from mla_fusion.plan.plan import InPlace, Plan
+
+aten = torch.ops.aten
+RESULTS = (
+    "query",
+    "query_rope",
+    "dequant_scale_q_nope",
+    "query_norm",
+    "dequant_scale_q_norm",
+    "kv_cache",
+    "kr_cache",
+)
+
+
+def inputs(plan: Plan) -> list[Node]:
+    """Nodes of the graph that the replacement reads."""
+    q, k = plan.candidate.query, plan.candidate.key
+    every = (q.down, q.up_nope, q.up_rope, k.down, k.down_rope)
+    weights = [part.weight for item in every for part in item.parts]
+    if isinstance(q.absorb, AbsorbFact):
+        weights += q.absorb.weights
+    weights += scales(plan)
+    tables = [run.base for run in (*plan.cos, *plan.sin)]
+    gammas = [node for node in (q.norm.gamma, k.gamma) if node is not None]
+    caches: list[Node] = []
+    if isinstance(plan.caches, InPlace):
+        caches = [*(cache for _, cache, _ in plan.caches.held), *plan.caches.slots.nodes]
+    return list(dict.fromkeys([plan.token_x, *weights, *gammas, *tables, *caches]))
+
+
+def scales(plan: Plan) -> list[Node]:
+    """Scales of the int8 products and caches, and what smooths c_q; empty where nothing is quantised."""
+    q, k = plan.candidate.query, plan.candidate.key
+    found: list[Node | None] = []
+    for item in (q.up_nope, q.up_rope, q.down, k.down, k.down_rope):
+        found += [part.quantised.weight_scale for part in item.parts if part.quantised is not None]
+    if q.up_nope.quantised is not None and q.up_nope.quantised.dynamic is not None:
+        found.append(q.up_nope.quantised.dynamic.smooth)
+    if q.down.quantised is not None:
+        found.append(q.down.quantised.token_scale)
+    if isinstance(plan.caches, InPlace):
+        found += [scale.node for scale in (plan.caches.kv_scale, plan.caches.kr_scale) if scale is not None]
+    return list(dict.fromkeys(node for node in found if node is not None))
+
+
+def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
+    """Emit the call; its results by name (with ``c_kv`` and ``k_pe`` where they are staged)."""
+    q, k = plan.candidate.query, plan.candidate.key
+    assert q.norm.gamma is not None and k.gamma is not None
+    x = b.value(plan.token_x)
+    lead = plan.token_x.meta["val"].shape[:-1]
+    if isinstance(plan.caches, InPlace):
+        held = {name: b.cache(cache, shape) for name, cache, shape in plan.caches.held}
+        kv_cache, kr_cache = held["kv_cache"], held["kr_cache"] if "kr_cache" in held else rows.nothing(b, x)
+        skips = k.operator is not None
+        b.check_slots(lambda b: rows.slots(b, plan, lead), plan.caches.slots.nodes, plan.caches.held, skips)
+        index = {"cache_index": rows.slots(b, plan, lead)}
+    else:
+        kv_cache, kr_cache = (rows.buffer(b, x, lead, width) for width in (len(k.columns), k.rope_dim))
+        index = {}
+    fused = b.call(
+        torch.ops.npu.npu_mla_prolog_v3_functional.default,
+        x,
+        pack.weight(b, plan, "weight_dq", pack.dq, q.down),
+        pack.weight(b, plan, "weight_uq_qr", pack.uq_qr, q.up_nope, q.up_rope),
+        pack.weight_uk(b, plan),
+        pack.weight(b, plan, "weight_dkv_kr", pack.dkv_kr, k.down, k.down_rope),
+        pack.vector(b, q.norm.gamma),
+        pack.vector(b, k.gamma),
+        rows.table(b, plan.sin, lead),
+        rows.table(b, plan.cos, lead),
+        kv_cache,
+        kr_cache,
+        **index,
+        **pack.quantisation(b, plan),
+        **attributes(plan),
+    )
+    results = {name: _item(b, fused, place) for place, name in enumerate(RESULTS) if name in _used(plan)}
+    asked = {replacement.output for replacement in plan.replacements}
+    for name, made, width in (("c_kv", "kv_cache", len(k.columns)), ("k_pe", "kr_cache", k.rope_dim)):
+        if name in asked and index:
+            results[name] = rows.written(b, results[made], index["cache_index"], (*lead, width))
+        elif name in asked:
+            results[name] = b.reshape(results.pop(made), (*lead, width))
+    if not isinstance(q.absorb, AbsorbFact):
+        results["q_nope"] = b.call(aten.slice.Tensor, results.pop("query"), -1, 0, q.absorb.nope_dim)
+    for name in plan.interleave & results.keys():
+        results[name] = rows.interleave(b, results[name])
+    return results
+
+
+def attributes(plan: Plan) -> dict[str, Any]:
+    """Keyword attributes of the call. Both epsilons are always given: the operator's default is not the models'."""
+    given: dict[str, Any] = {
+        "rmsnorm_epsilon_cq": plan.eps_cq,
+        "rmsnorm_epsilon_ckv": plan.eps_ckv,
+        "cache_mode": plan.cache_mode,
+    }
+    if plan.query_norm:
+        given["query_norm_flag"] = True
+    if plan.candidate.weight_quant_mode:
+        given["weight_quant_mode"] = plan.candidate.weight_quant_mode
+    given |= cache_modes.attributes(plan.kv_cache_quant_mode)
+    if plan.qc_qr_scale != 1.0:
+        given["qc_qr_scale"] = plan.qc_qr_scale
+    if plan.kc_scale != 1.0:
+        given["kc_scale"] = plan.kc_scale
+    return given
+
+
+def _used(plan: Plan) -> set[str]:
+    names = {replacement.output for replacement in plan.replacements} | {"query", "query_rope"}
+    names |= {"kv_cache"} if "c_kv" in names else set()
+    names |= {"kr_cache"} if "k_pe" in names else set()
+    return names | ({name for name, _, _ in plan.caches.held} if isinstance(plan.caches, InPlace) else set())
+
+
+def _item(b: Builder, results: Any, place: int) -> Any:
+    return b.call(operator.getitem, results, place)
+
+
+def fit(b: Builder, replacement: Replacement, result: Any) -> Any:
+    """The kernel's result in the shape, order and dtype of the node that it replaces."""
+    return b.cast(arrange(b, replacement, result), replacement.node.meta["val"].dtype)
+
+
+def arrange(b: Builder, replacement: Replacement, result: Any) -> Any:
+    """The kernel's result in the shape and order of the node that it replaces."""
+    wanted = replacement.node.meta["val"]
+    order = replacement.order
+    if order is not None and order != tuple(range(len(order))):
+        moved = [axis for axis, source in enumerate(order) if axis != source]
+        if len(moved) == 2:
+            result = b.call(aten.transpose.int, result, *moved)
+        else:
+            result = b.call(aten.permute.default, result, list(order))
+    if order is not None:
+        result = b.reshape(result, wanted.shape)
+    return result
+
+
+_MADE_FROM = {  # of what a borrower is called with, the sizes and the number are given anew
+    "aten::new_zeros": aten.new_zeros,
+    "aten::zeros_like": aten.new_zeros,
+    "aten::new_ones": aten.new_ones,
+    "aten::ones_like": aten.new_ones,
+    "aten::new_full": aten.new_full,
+    "aten::full_like": aten.new_full,
+}
+
+
+def lend(b: Builder, plan: Plan, borrower: Node) -> Any:
+    """What the borrower makes, with its device taken from x instead of from a value that is replaced."""
+    value = borrower.meta["val"]
+    new = _MADE_FROM.get(op_name(borrower), aten.new_empty)
+    number = [argument(borrower, "fill_value")] if new is aten.new_full else []
+    x = b.value(plan.candidate.query.down.origin)
+    return b.call(new.default, x, b.sizes(value.shape), *number, dtype=value.dtype)

@@ -1,0 +1,272 @@
+"""Weights and their scales as the kernel wants them, made of whatever the model holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.facts.absorb import AbsorbFact
+from mla_fusion.facts.projection import Projection
+from mla_fusion.facts.quant import Quantised
+from mla_fusion.facts.row_quant import CacheScale
+from mla_fusion.fx.build import Builder
+from mla_fusion.plan.cache_modes import scale_shapes
+from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.weights.columns import describe
+
+aten = torch.ops.aten
+Matrix = Callable[[Builder, Projection], Any]  # a weight as [in, out], or its scales as [1, out]
+Arrange = Callable[[Builder, Plan, Matrix], Any]  # their columns as the kernel wants them
+FRACTAL_NZ = 29
+
+
+def weight(b: Builder, plan: Plan, name: str, arrange: Arrange, *projections: Projection) -> Any:
+    def recipe(b: Builder) -> Any:
+        return _dense(b, arrange(b, plan, _matrix), nz=True)
+
+    return b.packed(name, recipe, [part.weight for item in projections for part in item.parts])
+
+
+def _scale(b: Builder, plan: Plan, name: str, arrange: Arrange, *projections: Projection) -> Any:
+    def recipe(b: Builder) -> Any:
+        return _dense(b, b.cast(arrange(b, plan, _scale_matrix), torch.float32), nz=False)
+
+    parts = [part for item in projections for part in item.parts]
+    return b.packed(name, recipe, [part.quantised.weight_scale for part in parts if part.quantised is not None])
+
+
+def quantisation(b: Builder, plan: Plan) -> dict[str, Any]:
+    """The scales of weight_quant_mode 1 and 2, [1, columns] and [T, 1] in float32."""
+    q, k = plan.candidate.query, plan.candidate.key
+    if q.up_nope.quantised is None:
+        return {}
+    given = {"dequant_scale_w_uq_qr": _scale(b, plan, "dequant_scale_w_uq_qr", uq_qr, q.up_nope, q.up_rope)}
+    smooth = q.up_nope.quantised.dynamic.smooth if q.up_nope.quantised.dynamic is not None else None
+    if smooth is not None:
+        given["smooth_scales_cq"] = b.cast(_row(b, b.value(smooth)), torch.float32)
+    if q.down.quantised is not None and q.down.quantised.token_scale is not None:
+        given["dequant_scale_x"] = _token_scale(b, q.down.quantised)
+        given["dequant_scale_w_dq"] = _scale(b, plan, "dequant_scale_w_dq", dq, q.down)
+        given["dequant_scale_w_dkv_kr"] = _scale(b, plan, "dequant_scale_w_dkv_kr", dkv_kr, k.down, k.down_rope)
+    if isinstance(plan.caches, InPlace):
+        scales = {
+            "quant_scale_ckv": plan.caches.kv_scale,
+            "quant_scale_ckr": plan.caches.kr_scale,
+            "k_nope_clip_alpha": CacheScale(None, factor=plan.caches.clip_alpha or 1.0),
+        }
+        device = plan.token_x.meta["val"].device
+        for name, shape in scale_shapes(plan.kv_cache_quant_mode, len(k.columns), k.rope_dim).items():
+            given[name] = _of_cache(b, scales[name], shape, device)
+    return given
+
+
+def _of_cache(b: Builder, scale: CacheScale | None, shape: tuple[int, ...], device: torch.device) -> Any:
+    """What a cache's rows are multiplied by (or clipped at), [1] or one row of channels, [1, width]."""
+    assert scale is not None
+    if scale.node is None:
+        fill = partial(_full, shape=shape, number=scale.factor, device=device)
+        return b.once((shape, scale.factor), fill)
+    count = scale.node.meta["val"].numel()
+    row = b.cast(b.reshape(b.value(scale.node), (*shape[:-1], count)), torch.float32)
+    if scale.inverse:
+        row = b.call(aten.reciprocal.default, row)
+    if scale.factor != 1.0:
+        row = b.call(aten.mul.Tensor, row, scale.factor)
+    if count == shape[-1]:
+        return row
+    row = b.call(aten.expand.default, row, list(shape))
+    return b.call(aten.clone.default, row, memory_format=torch.contiguous_format)
+
+
+def _full(b: Builder, shape: tuple[int, ...], number: float, device: torch.device) -> Any:
+    return b.call(aten.full.default, list(shape), number, dtype=torch.float32, device=device)
+
+
+def _row(b: Builder, value: Any) -> Any:
+    shape = b.shape(value)
+    return value if len(shape) == 2 else b.reshape(value, (1, shape[-1]))
+
+
+def _token_scale(b: Builder, quantised: Quantised) -> Any:
+    """One scale a token, [T, 1] whatever the number of token axes."""
+    assert quantised.token_scale is not None
+    value = b.value(quantised.token_scale)
+    shape = b.shape(value)
+    column = value if len(shape) == 2 and shape[1] == 1 else b.call(aten.reshape.default, value, [-1, 1])
+    column = b.cast(column, torch.float32)
+    if quantised.token_inverse:
+        column = b.call(aten.reciprocal.default, column)
+    return column if quantised.token_factor == 1.0 else b.call(aten.mul.Tensor, column, quantised.token_factor)
+
+
+def _matrix(b: Builder, projection: Projection) -> Any:
+    """The weight as [in, out]; of several pieces, side by side."""
+    if projection.pieces:
+        return b.call(aten.cat.default, [_matrix(b, piece) for piece in projection.pieces], 1)
+    weight, labels = _operand(b, projection.weight), projection.weight_labels
+    order = [labels.index(label) for label in (*projection.batch, *projection.summed, *projection.column_labels)]
+    order = [axis for axis in range(len(labels)) if axis not in order] + order
+    if len(order) == 2:
+        return weight if order == [0, 1] else b.call(aten.t.default, weight)
+    if order != list(range(len(order))):
+        weight = b.call(aten.permute.default, weight, order)
+    shape = projection.weight.meta["val"].shape
+    return b.reshape(weight, [shape[axis] for axis in order[-2:]])
+
+
+def _operand(b: Builder, weight: Node) -> Any:
+    """As the kernel multiplies it: a model that adds up in float32 widens its bfloat16 weights."""
+    value = b.value(weight)
+    return value if b.dtype(value) == torch.int8 else b.cast(value, torch.bfloat16)
+
+
+def _scale_matrix(b: Builder, projection: Projection) -> Any:
+    """The scales of an int8 weight's columns as [1, out], so that they are arranged as the weight is."""
+    if projection.pieces:
+        return b.call(aten.cat.default, [_scale_matrix(b, piece) for piece in projection.pieces], 1)
+    assert projection.quantised is not None
+    scale = projection.quantised.weight_scale
+    columns = projection.weight.meta["val"].shape[projection.weight_labels.index(projection.column_labels[0])]
+    return b.reshape(b.value(scale), (1, columns))
+
+
+def _take(b: Builder, matrix: Any, columns: tuple[int, ...], groups: int = 1) -> Any:
+    """``matrix[:, columns]`` by views where the columns are regular groups, else by index."""
+    rows, width = b.shape(matrix)
+    if columns == tuple(range(width)):
+        return matrix
+    block = describe(columns, 1) or describe(columns, groups)
+    if block is None or block.groups * block.stride > width:
+        return b.call(aten.index_select.default, matrix, 1, b.constant(columns, matrix))
+    span = block.groups * block.stride if block.groups > 1 else block.width
+    start = min(block.offset, width - span)
+    if span != width:
+        matrix = b.call(aten.slice.Tensor, matrix, 1, start, start + span)
+    if block.groups > 1:
+        matrix = b.reshape(matrix, (rows, block.groups, block.stride))
+        inner = block.offset - start
+        if block.width != block.stride:
+            matrix = b.call(aten.slice.Tensor, matrix, 2, inner, inner + block.width)
+    if block.paired:
+        lead = list(b.shape(matrix))[:-1]
+        matrix = b.reshape(matrix, (*lead, 2, block.width // 2))
+        matrix = b.call(aten.transpose.int, matrix, -1, -2)
+    return b.reshape(matrix, (rows, len(columns)))
+
+
+def _pairs(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+    return tuple(column for pair in zip(first, second, strict=True) for column in pair)
+
+
+def dq(b: Builder, plan: Plan, of: Matrix) -> Any:
+    q = plan.candidate.query
+    return _take(b, of(b, q.down), q.norm.columns)
+
+
+class _HeadColumns(NamedTuple):
+    """Columns of W_uq_qr: nope and rope parts, all heads one after the other.
+
+    ``ordered``: head by head, [D | Dr], they are columns 0, 1, 2, ..; ``width`` is D + Dr.
+    """
+
+    nope: tuple[int, ...]
+    rope: tuple[int, ...]
+    ordered: bool
+    width: int
+
+
+@lru_cache(maxsize=64)  # equal layers ask the same
+def _head_columns(
+    nope: tuple[tuple[int, ...], ...], first: tuple[tuple[int, ...], ...], second: tuple[tuple[int, ...], ...]
+) -> _HeadColumns:
+    rope = tuple(_pairs(f, s) for f, s in zip(first, second, strict=True))
+    merged = [column for n, r in zip(nope, rope, strict=True) for column in (*n, *r)]
+    all_nope, all_rope = (tuple(column for head in part for column in head) for part in (nope, rope))
+    return _HeadColumns(all_nope, all_rope, merged == list(range(len(merged))), len(nope[0]) + len(rope[0]))
+
+
+def uq_qr(b: Builder, plan: Plan, of: Matrix) -> Any:
+    """Per head [D nope | Dr rope], the rope columns as interleaved pairs."""
+    q = plan.candidate.query
+    heads = len(q.absorb.columns)
+    columns = _head_columns(q.absorb.columns, q.rope.first, q.rope.second)
+    if q.up_nope.node is q.up_rope.node:
+        matrix = of(b, q.up_nope)
+        if columns.ordered and heads * columns.width == b.shape(matrix)[1]:
+            return matrix
+    parts = []
+    for projection, flat in ((q.up_nope, columns.nope), (q.up_rope, columns.rope)):
+        taken = _take(b, of(b, projection), flat, heads)
+        parts.append(b.reshape(taken, (b.shape(taken)[0], heads, len(flat) // heads)))
+    joined = b.call(aten.cat.default, parts, -1)
+    rows, _, width = b.shape(joined)
+    return b.reshape(joined, (rows, heads * width))
+
+
+def dkv_kr(b: Builder, plan: Plan, of: Matrix) -> Any:
+    k = plan.candidate.key
+    rope = _pairs(k.first, k.second)
+    if k.down.node is k.down_rope.node:
+        matrix = of(b, k.down)
+        merged = (*k.columns, *rope)
+        if describe(merged, 1) is not None:
+            return _take(b, matrix, merged)
+        parts = [_take(b, matrix, k.columns), _take(b, matrix, rope)]
+    else:
+        parts = [_take(b, of(b, k.down), k.columns), _take(b, of(b, k.down_rope), rope)]
+    return b.call(aten.cat.default, parts, -1)
+
+
+def weight_uk(b: Builder, plan: Plan) -> Any:
+    absorb = plan.candidate.query.absorb
+    if isinstance(absorb, AbsorbFact):
+        return b.packed("weight_uk", lambda b: _absorbed(b, absorb), absorb.weights)
+    shape = (absorb.heads, absorb.nope_dim, absorb.latent_dim)
+    device = plan.token_x.meta["val"].device
+    return b.once(("identity", shape), lambda b: b.packed("weight_uk", lambda b: _identity(b, shape, device), []))
+
+
+def _absorbed(b: Builder, absorb: AbsorbFact) -> Any:
+    parts = [_heads(b, part) for part in absorb.parts]
+    return _dense(b, parts[0] if len(parts) == 1 else b.call(aten.cat.default, parts), nz=False)
+
+
+def _heads(b: Builder, absorb: AbsorbFact) -> Any:
+    """[heads, D, Hckv]"""
+    weight = _operand(b, absorb.weight)
+    if absorb.to_ndc != tuple(range(len(absorb.to_ndc))):
+        weight = b.call(aten.permute.default, weight, list(absorb.to_ndc))
+    return b.reshape(weight, (absorb.heads, absorb.nope_dim, absorb.latent_dim))
+
+
+def _identity(b: Builder, shape: tuple[int, int, int], device: torch.device) -> Any:
+    """[I | 0] for every head: the product with it is q_nope itself, then zeros."""
+    rows, columns = (b.call(aten.arange.default, size, device=device) for size in shape[1:])
+    eye = b.call(aten.eq.Tensor, b.reshape(rows, (shape[1], 1)), columns)  # torchair has no converter for eye
+    heads = b.call(aten.expand.default, b.cast(eye, torch.bfloat16), list(shape))
+    return b.call(aten.clone.default, heads, memory_format=torch.contiguous_format)
+
+
+def _dense(b: Builder, weight: Any, nz: bool) -> Any:
+    """Contiguous, and on a device in the format that the kernel reads (weight_uk stays ND)."""
+    if b.device_type(weight) == "cpu":
+        return weight  # the reference kernel reads any strides; copying weights at every call would be waste
+    if not _is_input(weight):
+        weight = b.call(aten.clone.default, weight, memory_format=torch.contiguous_format)
+    if nz and b.device_type(weight) == "npu":
+        weight = b.call(torch.ops.npu.npu_format_cast.default, weight, FRACTAL_NZ)
+    return weight
+
+
+def _is_input(weight: Any) -> bool:
+    return isinstance(weight, Node) and weight.op in ("placeholder", "get_attr")
+
+
+def vector(b: Builder, gamma: Node) -> Any:
+    value = b.value(gamma)
+    shape = gamma.meta["val"].shape
+    return value if len(shape) == 1 else b.reshape(value, (shape[-1],))

@@ -1,0 +1,101 @@
+"""Tensors with a row for each token: RoPE tables, slots, buffers for new rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mla_fusion.facts.cache_write import Slots
+from mla_fusion.facts.rope import Table, TableRun
+from mla_fusion.fx.build import Builder
+from mla_fusion.plan.plan import InPlace, Plan
+
+aten = torch.ops.aten
+
+
+def table(b: Builder, table: Table, lead: Sequence[Any]) -> Any:
+    """The full-width table, lead + [Dr], in bfloat16."""
+    return b.once(("table", table, tuple(map(str, lead))), lambda b: _build_table(b, table, lead))
+
+
+def _build_table(b: Builder, table: Table, lead: Sequence[Any]) -> Any:
+    parts = {run: _run(b, run) for run in dict.fromkeys(table)}
+    if len({(run.rows, tuple(map(str, b.shape(part)[:-1]))) for run, part in parts.items()}) > 1:
+        spread = {run: _spread(b, part, run.rows, run.count, lead) for run, part in parts.items()}
+        return b.cast(b.call(aten.cat.default, [spread[run] for run in table], -1), torch.bfloat16)
+    value = (
+        next(iter(parts.values())) if len(table) == 1 else b.call(aten.cat.default, [parts[run] for run in table], -1)
+    )
+    return b.cast(_spread(b, value, table[0].rows, sum(run.count for run in table), lead), torch.bfloat16)
+
+
+def _spread(b: Builder, value: Any, rows: str, width: int, lead: Sequence[Any]) -> Any:
+    """A row for every token: lead + [width]."""
+    if rows == "token":
+        return b.reshape(value, (*lead, width))
+    first, last = lead[0], lead[-1]  # [B, S]: the planner lets no other tokens share rows
+    shared = {"position": (1, last), "sequence": (first, 1), "one": (1,) * len(lead)}[rows]
+    value = b.reshape(value, (*shared, width))
+    value = b.call(aten.expand.default, value, b.sizes((*lead, width)))
+    return b.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+
+
+def _run(b: Builder, run: TableRun) -> Any:
+    value = b.value(run.base)
+    if run.field:
+        value = b.call(aten.select.int, b.call(aten.view_as_real.default, value), -1, int(run.field == "imag"))
+    width = run.base.meta["val"].shape[-1]
+    if (run.start, run.step, run.count) != (0, 1, width):
+        stop = run.start + run.step * (run.count - 1) + 1
+        value = b.call(aten.slice.Tensor, value, -1, run.start, stop, run.step)
+    if run.factor == -1.0:
+        return b.call(aten.neg.default, value)
+    return value if run.factor == 1.0 else b.call(aten.mul.Tensor, value, run.factor)
+
+
+def slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
+    assert isinstance(plan.caches, InPlace)
+    slots: Slots = plan.caches.slots
+    block_size = plan.caches.kv_shape[1]
+
+    def build(b: Builder) -> Any:
+        if slots.index is not None:
+            value = b.value(slots.index)
+        else:
+            assert slots.block is not None and slots.offset is not None
+            value = b.call(aten.mul.Tensor, b.value(slots.block), b.sizes([block_size])[0])
+            value = b.call(aten.add.Tensor, value, b.value(slots.offset))
+        return b.cast(b.reshape(value, lead), torch.int64)
+
+    return b.once(("slots", slots, tuple(map(str, lead))), build)
+
+
+def written(b: Builder, cache: Any, slots: Any, shape: Sequence[Any]) -> Any:
+    """The new rows, read back from where the kernel wrote them; of a skipped token (slot below 0) some other row."""
+    flat = b.call(aten.reshape.default, cache, [-1, shape[-1]])
+
+    def places(b: Builder) -> Any:
+        return b.call(aten.clamp_min.default, b.call(aten.reshape.default, slots, [-1]), 0)
+
+    index = b.once(("places", slots), places)
+    return b.reshape(b.call(aten.index_select.default, flat, 0, index), shape)
+
+
+def buffer(b: Builder, x: Any, lead: Sequence[Any], width: int) -> Any:
+    """Room for the new rows, [B, S, 1, width] or [T, 1, width] in bfloat16; every row is written."""
+    dtype = {} if b.dtype(x) == torch.bfloat16 else {"dtype": torch.bfloat16}
+    return b.call(aten.new_empty.default, x, b.sizes((*lead, 1, width)), **dtype)
+
+
+def nothing(b: Builder, x: Any) -> Any:
+    """The kr_cache of packed rows: no elements."""
+    return b.once("no kr_cache", lambda b: b.call(aten.new_empty.default, x, [0], dtype=torch.bfloat16))
+
+
+def interleave(b: Builder, value: Any) -> Any:
+    """Half layout to interleaved pairs: [a0..a31 | b0..b31] -> [a0, b0, a1, b1, ..]. Exact."""
+    shape = list(b.shape(value))
+    halves = b.reshape(value, (*shape[:-1], 2, shape[-1] // 2))
+    return b.reshape(b.call(aten.transpose.int, halves, -1, -2), shape)

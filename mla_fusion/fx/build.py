@@ -1,0 +1,319 @@
+"""Where the plan's operations go: into a graph, or straight onto tensors.
+
+The replacement is written once (:mod:`mla_fusion.emit.call`) against :class:`Builder`; committing it and
+verifying it run the very same code.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx import Graph, GraphModule, Node
+
+from mla_fusion.fx.kinds import attribute
+from mla_fusion.fx.sizes import Binding, SizeNodes, is_symbolic, same_shape
+
+aten = torch.ops.aten
+KERNEL = "npu::npu_mla_prolog_v3_functional"
+Recipe = Callable[["Builder"], Any]
+
+
+class Builder(ABC):
+    """Applies operators to values: graph nodes, or tensors."""
+
+    @abstractmethod
+    def value(self, node: Node) -> Any:
+        """The value of a node of the original graph."""
+
+    @abstractmethod
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+    @abstractmethod
+    def shape(self, value: Any) -> Sequence[Any]: ...
+
+    @abstractmethod
+    def dtype(self, value: Any) -> torch.dtype: ...
+
+    @abstractmethod
+    def sizes(self, shape: Sequence[Any]) -> list[Any]:
+        """A shape of the original graph (ints and SymInts) as arguments."""
+
+    @abstractmethod
+    def constant(self, numbers: Sequence[int], like: Any) -> Any:
+        """The numbers as a tensor on the device of ``like``."""
+
+    #: does a wrapper stand around the graph, so that an input can be viewed before the call?
+    has_boundary = False
+
+    def cache(self, node: Node, shape: Sequence[Any]) -> Any:
+        """A cache in the kernel's shape."""
+        return self.reshape(self.value(node), shape)
+
+    def finish(self) -> None:  # noqa: B027  # nothing to do is a good default
+        """All calls are in: last changes before dead code is dropped."""
+
+    def close(self) -> None:  # noqa: B027  # nothing to do is a good default
+        """Nobody changes the graph any more: last chance to fail before it is put in place."""
+
+    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:
+        """A weight made by ``recipe`` from ``leaves``: here, where it is used."""
+        return recipe(self)
+
+    def check_slots(  # noqa: B027  # trusted, unless somebody stands before the graph
+        self, recipe: Recipe, leaves: Sequence[Node], caches: Sequence[tuple[str, Node, Sequence[Any]]], skips: bool
+    ) -> None:
+        """The kernel will write rows at ``recipe``'s slots, made of ``leaves``, into caches (name, input, shape).
+
+        ``skips``: the model, like the kernel, leaves out a token whose slot is negative.
+        """
+
+    def once(self, key: object, recipe: Recipe) -> Any:
+        """A value that several layers share (tables, slots)."""
+        return recipe(self)
+
+    def device_type(self, value: Any) -> str:
+        return "cpu"
+
+    def reshape(self, value: Any, shape: Sequence[Any]) -> Any:
+        if same_shape(self.shape(value), shape):
+            return value
+        return self.call(aten.reshape.default, value, self.sizes(shape))
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        return value if self.dtype(value) == dtype else self.call(aten._to_copy.default, value, dtype=dtype)
+
+
+class TensorBuilder(Builder):
+    """Runs the plan on CPU tensors; symbolic sizes are bound to numbers."""
+
+    def __init__(self, values: Mapping[Node, torch.Tensor], binding: Binding) -> None:
+        self._values, self._binding = values, binding
+
+    def value(self, node: Node) -> torch.Tensor:
+        return self._values[node]
+
+    def cache(self, node: Node, shape: Sequence[Any]) -> torch.Tensor:
+        """A cache of however many blocks its value has."""
+        return self.value(node).reshape(-1, *self.sizes(shape[1:]))
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        return op(*args, **kwargs)
+
+    def shape(self, value: torch.Tensor) -> Sequence[int]:
+        return tuple(value.shape)
+
+    def dtype(self, value: torch.Tensor) -> torch.dtype:
+        return value.dtype
+
+    def sizes(self, shape: Sequence[Any]) -> list[int]:
+        return [self._binding.size(size) for size in shape]
+
+    def reshape(self, value: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
+        return value.reshape(self.sizes(shape))
+
+    def constant(self, numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(numbers)
+
+
+class GraphBuilder(Builder):
+    """Adds nodes, with meta values, to ``gm.graph``.
+
+    Either that graph is changed where it stands, and nodes are inserted before the one given to :meth:`at`. Or it is
+    being written from beginning to end after the model of another one, ``source``, and nodes are added at its end.
+
+    copies      nodes of the source, by those of ``gm.graph`` that stand for them so far
+    copy        makes the copy of a node of the source that has none yet
+    constants   tensors that nodes made here read as attributes of ``gm``
+    """
+
+    def __init__(self, gm: GraphModule, source: Graph | None = None) -> None:
+        self.gm = gm
+        self.source = gm.graph if source is None else source
+        self.copies: dict[Node, Node] = {}
+        self.copy: Callable[[Node], Node] = _same
+        self.constants: dict[str, torch.Tensor] = {}
+        self.made: list[Node] = []
+        self._is_written = source is not None
+        self._taken = {node.name for node in source.nodes} if source is not None else set()
+        self._numbers: dict[str, int] = {}
+        self._size_nodes = SizeNodes(self.source)
+        self._shared: dict[object, Node] = {}
+        self._meta: dict[str, Any] = {}
+        self._fake_mode = _fake_mode(self.source)
+        self._point: Node | None = None
+        self._inside = False
+        self._results: dict[object, tuple[torch.Tensor, ...]] = {}
+
+    def at(self, point: Node | None, meta: dict[str, Any]) -> None:
+        """Insert before ``point`` (None: at the end) from now on; new nodes take ``meta``, where they come from."""
+        self._point, self._meta = point, meta
+
+    def value(self, node: Node) -> Node:
+        return self.copies.get(node) or self.copy(node)
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
+        return self.insert(op, args, kwargs, self.propagate(op, args, kwargs))
+
+    def insert(self, op: Any, args: Any, kwargs: Any, value: Any) -> Node:
+        """A call whose meta value is known."""
+        with self._place():
+            node = self.gm.graph.call_function(op, args, kwargs, name=self.free_name(_title(op)))
+        return self.take(node, value)
+
+    def take(self, node: Node, value: Any) -> Node:
+        """Give a new node its meta value."""
+        node.meta.update(self._meta)
+        node.meta["val"] = value
+        self.made.append(node)
+        return node
+
+    def _place(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._point is None else self.gm.graph.inserting_before(self._point)
+
+    def free_name(self, wanted: str) -> str | None:
+        """A name that no node of the source has, copied already or not; None where the graph itself sees to that."""
+        if not self._is_written:
+            return None
+        name, number = wanted, self._numbers.get(wanted, 0)
+        while name in self._taken:
+            number += 1
+            name = f"{wanted}_{number}"
+        self._numbers[wanted] = number
+        self._taken.add(name)
+        return name
+
+    @contextmanager
+    def propagating(self) -> Iterator[None]:
+        """Stand in the graph's fake mode for many calls; entering it for each would cost as much as the calls."""
+        with torch.no_grad(), self._fake_mode or nullcontext():
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
+
+    def propagate(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """The meta value of a call, nodes among its arguments standing for theirs."""
+        fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), self._fake)
+        with nullcontext() if self._inside else self.propagating():
+            key = _signature(fake_args, fake_kwargs) if self._fake_mode and _name(op) == KERNEL else None
+            known = self._results.get(key) if key is not None else None
+            if known is not None:  # equal layers: tensors like the first one's, at a tenth of the cost
+                with unset_fake_temporarily():
+                    return tuple(map(self._another, known))
+            results = op(*fake_args, **fake_kwargs)
+            if key is not None:
+                self._results[key] = results
+            return results
+
+    def _another(self, value: torch.Tensor) -> torch.Tensor:
+        """A fake tensor like ``value`` that shares no memory with it."""
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return FakeTensor(self._fake_mode, meta, value.device)
+
+    def _fake(self, node: Node) -> Any:
+        """The node's meta value in this graph's fake mode (make_fx of real tensors uses one mode a node)."""
+        value = node.meta["val"]
+        if getattr(value, "fake_mode", self._fake_mode) is self._fake_mode:
+            return value
+        with self._fake_mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    def shape(self, value: Node) -> Sequence[Any]:
+        return tuple(value.meta["val"].shape)
+
+    def dtype(self, value: Node) -> torch.dtype:
+        return value.meta["val"].dtype
+
+    def device_type(self, value: Node) -> str:
+        return value.meta["val"].device.type
+
+    def sizes(self, shape: Sequence[Any]) -> list[Any]:
+        """Each symbolic size as the node that holds it; a single unknown one as -1."""
+        out: list[Any] = []
+        for size in shape:
+            if not is_symbolic(size):
+                out.append(int(size))
+                continue
+            node = self._size_nodes.find(size)
+            if node is not None and self._is_written:
+                node = self.copies.get(node)
+            out.append(node if node is not None and self._defined(node) else -1)
+        if out.count(-1) > 1:
+            raise LookupError(f"the graph holds no node for the sizes of {list(shape)}")
+        return out
+
+    def _defined(self, node: Node) -> bool:
+        return self._point is None or node < self._point
+
+    def constant(self, numbers: Sequence[int], like: Node) -> Node:
+        with unset_fake_temporarily():  # the graph will hold it, so it must be real
+            tensor = torch.tensor(numbers)
+        name = next(name for number in count() if not hasattr(self.gm, name := f"_mla_fusion_constant{number}"))
+        self.gm.register_buffer(name, tensor)
+        self.constants[name] = tensor
+        with self._place():
+            node = self.gm.graph.create_node("get_attr", name, name=self.free_name(name))
+        in_mode = self._fake_mode is not None
+        self.take(node, self._fake_mode.from_tensor(tensor, static_shapes=True) if in_mode else tensor)
+        device = like.meta["val"].device
+        return node if device.type == "cpu" else self.call(aten._to_copy.default, node, device=device)
+
+    def once(self, key: object, recipe: Recipe) -> Node:
+        shared = self._shared.get(key)
+        if shared is None or not self._defined(shared):
+            shared = self._shared[key] = recipe(self)
+        return shared
+
+
+def _same(node: Node) -> Node:
+    return node
+
+
+def _title(op: Any) -> str:
+    """What torch.fx would name a call of it."""
+    return str(getattr(op, "__name__", op)).replace(".", "_")
+
+
+def _name(op: Any) -> str:
+    return op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
+
+
+def _signature(args: Any, kwargs: Any) -> object | None:
+    """Equal for calls whose results have equal shapes, strides and dtypes; None where a size is symbolic."""
+    parts = []
+    for value in (*args, *kwargs.items()):
+        name, value = value if isinstance(value, tuple) else ("", value)
+        if isinstance(value, torch.Tensor):
+            if any(is_symbolic(size) for size in (*value.shape, *value.stride())):
+                return None
+            value = tuple(value.shape), value.stride(), value.dtype, value.device
+        parts.append((name, value))
+    return tuple(parts)
+
+
+def describe_attributes(gm: GraphModule) -> list[Node]:
+    """Give get_attr nodes a meta value where the tracer left none (make_fx of real tensors does); these nodes."""
+    nodes = [node for node in gm.graph.find_nodes(op="get_attr") if "val" not in node.meta]
+    mode = _fake_mode(gm.graph) if nodes else None
+    for node in nodes:
+        value = attribute(node)
+        is_tensor = isinstance(value, torch.Tensor)
+        node.meta["val"] = mode.from_tensor(value) if is_tensor and mode is not None else value
+    return nodes
+
+
+def _fake_mode(graph: Graph) -> Any:
+    for node in graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if mode is not None:
+            return mode
+    return None

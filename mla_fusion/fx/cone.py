@@ -1,0 +1,232 @@
+"""The cone of a matrix product: the plain nodes that depend on it, as one program to run on probes.
+
+Free inputs of the program are the product itself and the *bases*: the tables, gammas and other tensors that
+meet the product in the cone, taken as far up as they are merely re-indexed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from functools import cached_property
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.fx.contraction import Contraction
+from mla_fusion.fx.kinds import is_view, op_name
+from mla_fusion.fx.program import Program, nodes_between
+from mla_fusion.fx.shrink import Shrink
+from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.tokens import Broken, Tokens
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import origin, table_columns
+
+_LARGEST = 1 << 24  # elements of one probe value; beyond it lies attention, not the prologue
+
+
+class Cone:
+    """Members of ``product``'s cone, ready to run.
+
+    shrink   fewer tokens than the graph's, or None where all of them are probed
+    codes    int64, of the product's shape: token * width + column of every element
+    tokens   T, as bound for probing (all_tokens: in the graph);  width: columns of the weight
+    mixed    the first step that does not keep the tokens apart, where they are probed fewer than they are
+    """
+
+    def __init__(
+        self,
+        view: View,
+        product: Contraction,
+        weight_is_left: bool,
+        shrink: Shrink | None = None,
+        token_proof: Tokens | None = None,
+        lead: Sequence[object] | None = None,
+    ) -> None:
+        """``lead``: the sizes of the token axes before any were merged, where they are not the product's own."""
+        self.view = view
+        self.token_proof = token_proof if token_proof is not None else Tokens(shrink)
+        self.mixed: Broken | None = None
+        self.product = product
+        self.shrink = shrink
+        self.node = product.node
+        self.nodes = [node for node in view.members(self.node) if self._is_probed(node)]
+        symbolic = tuple(self.node.meta["val"].shape)
+        shape = view.binding.shape(symbolic)
+        weight = product.left_labels if weight_is_left else product.right_labels
+        columns = [axis for axis, label in enumerate(product.out_labels) if label in weight]
+        tokens = [axis for axis in range(len(shape)) if axis not in columns]
+        self.all_tokens = _product(shape[axis] for axis in tokens)
+        self.token_proof.start(self.node, lead or [symbolic[axis] for axis in tokens], tokens)
+        if shrink is not None:
+            small = iter(shrink.lead([shape[axis] for axis in tokens]))
+            shape = tuple(size if axis in columns else next(small) for axis, size in enumerate(shape))
+        order = tokens + columns
+        self.width = _product(shape[axis] for axis in columns)
+        self.tokens = _product(shape[axis] for axis in tokens)
+        flat = torch.arange(self.tokens * self.width).reshape([shape[axis] for axis in order])
+        self.codes = flat.permute([order.index(axis) for axis in range(len(shape))])
+        self._join_bases()
+
+    def _is_probed(self, node: Node) -> bool:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            size = value.numel()
+            if is_symbolic(size):
+                size = _product(self.view.binding.shape(value.shape))
+            return (size if self.shrink is None else self.shrink.merged(size)) <= _LARGEST
+        return not is_symbolic(value)
+
+    def _join_bases(self) -> None:
+        """Find what meets the product, peel it to its base, and put the peeled nodes into the program."""
+        inside = {self.node, *self.nodes}
+        self.bases: list[Node] = []
+        aliases: dict[Node, Node] = {}
+        canonical: dict[int, Node] = {}
+        ordered: list[Node] = []
+        placed: set[Node] = set(inside)
+        for node in self.nodes:
+            for side in node.all_input_nodes:
+                if side in placed or is_symbolic(side.meta.get("val")):
+                    continue
+                bases = [] if self._is_literal(side) else self._bases_of(side)
+                chain = nodes_between(bases, side)
+                for base in bases:
+                    first = canonical.setdefault(self.view.number(base), base)
+                    if first is base and base not in aliases and base not in self.bases:
+                        self.bases.append(base)
+                    elif first is not base:
+                        aliases[base] = first
+                    placed.add(base)
+                for link in chain:
+                    if link not in placed and not is_symbolic(link.meta.get("val")):
+                        placed.add(link)
+                        ordered.append(link)
+            ordered.append(node)
+        self._prove_tokens(aliases, ordered)
+        self.program = Program([self.node, *self.bases], ordered, self.view.binding, aliases, shrink=self.shrink)
+        self.aliases = aliases
+        self._slots = {node: self.program.slot(node) for node in (self.node, *self.bases, *aliases, *ordered)}
+
+    def _prove_tokens(self, aliases: Mapping[Node, Node], ordered: list[Node]) -> None:
+        """Leave out the nodes in which tokens are mixed: what fewer tokens show does not hold for all."""
+        if not self.token_proof:
+            return
+        self.token_proof.start_outside((*self.bases, *aliases))
+        self.token_proof.follow(ordered)
+        broken = {node: state for node in ordered if (state := self.token_proof.broken(node)) is not None}
+        self.mixed = next((broken[node] for node in self.nodes if node in broken), None)
+        self.nodes = [node for node in self.nodes if node not in broken]
+        ordered[:] = [node for node in ordered if node not in broken]
+
+    def _is_literal(self, side: Node) -> bool:
+        """Signs, masks or one number, made of literals: no table. (A table may be made of an arange.)"""
+        if not self.view.is_constant(side):
+            return False
+        base = origin(side, table_columns)
+        return not self._has_token_rows(base) or self.view.is_plain_constant(base)
+
+    def _bases_of(self, side: Node) -> list[Node]:
+        """What ``side`` is put together from, as tables whose rows can be tokens'."""
+        base = origin(side, table_columns)
+        if self._has_token_rows(base) and not self._is_padded(base):
+            return [base]
+        parts = list(dict.fromkeys(origin(part, table_columns) for part in self._parts(base)))
+        return parts if parts and all(map(self._has_token_rows, parts)) else [base]
+
+    def _has_token_rows(self, base: Node) -> bool:
+        shape = self.shape(base)
+        rows = _product(shape[:-1])
+        return rows > 0 and self.tokens % rows == 0
+
+    def _is_padded(self, base: Node) -> bool:
+        """A table padded with ones and zeros: whole heads are rotated, and their q_nope columns do not change."""
+        return op_name(base) == "aten::cat" and any(self.view.is_constant(arg) for arg in base.all_input_nodes)
+
+    def _parts(self, base: Node) -> list[Node]:
+        """Through rearrangements: tables stacked as [[cos, -sin], [sin, cos]], transposed, padded."""
+        found, stack = [], [base]
+        while stack:
+            node = stack.pop()
+            if _rearranges(node):
+                stack.extend(arg for arg in reversed(node.all_input_nodes) if not is_symbolic(arg.meta.get("val")))
+            elif not self.view.is_constant(node):
+                found.append(node)
+        return found
+
+    def moved(self, product: Contraction, move: Mapping[Node, Node]) -> Cone:
+        """The cone of ``product``, which is this one with other nodes; the program is shared."""
+        self.token_proof.copy(move)
+        other = copy(self)
+        other.product, other.node = product, product.node
+        other.nodes = [move[node] for node in self.nodes]
+        other.bases = [move[base] for base in self.bases]
+        other.aliases = {move[alias]: move[base] for alias, base in self.aliases.items()}
+        other._slots = {move[node]: slot for node, slot in self._slots.items()}
+        return other
+
+    def shape(self, node: Node) -> tuple[int, ...]:
+        """The shape that a base has in a probe."""
+        shape = self.view.binding.shape(_shape(node))
+        return shape if self.shrink is None else self.shrink.rows(shape)
+
+    @cached_property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for cones that mean the same: same steps, same shapes of what comes in."""
+        shapes = tuple((self.shape(base), str(_dtype(base))) for base in self.bases)
+        return tuple(self.codes.shape), self.codes.stride(), shapes, self.program.signature
+
+    def draw(self, generator: torch.Generator) -> list[torch.Tensor]:
+        """Random values for the bases: normal for floats, permutations for integers, coin tosses for masks."""
+        values = []
+        for base in self.bases:
+            shape, dtype = self.shape(base), _dtype(base)
+            if dtype.is_complex:
+                values.append(torch.randn(shape, generator=generator, dtype=torch.complex128))
+            elif dtype.is_floating_point:
+                values.append(torch.randn(shape, generator=generator, dtype=torch.float64))
+            elif dtype == torch.bool:
+                values.append(torch.rand(shape, generator=generator) < 0.5)
+            else:
+                values.append(torch.randperm(_product(shape), generator=generator).reshape(shape).to(dtype))
+        return values
+
+    def rows(self, probe: torch.Tensor) -> torch.Tensor:
+        """[tokens, width]: a value of the product, whatever its layout in the graph."""
+        flat = torch.empty(self.tokens * self.width, dtype=probe.dtype)
+        flat[self.codes.reshape(-1)] = probe.reshape(-1)
+        return flat.reshape(self.tokens, self.width)
+
+    def run(self, probe: torch.Tensor, bases: list[torch.Tensor], wanted: Iterable[Node] | None = None) -> list[object]:
+        """Values by slot; of nothing but what is ``wanted`` and what that is made of, where anything is."""
+        return self.program.run([probe, *bases], None if wanted is None else map(self.slot, wanted))
+
+    def bases_of(self, node: Node) -> list[Node]:
+        """The bases that have a part in the node."""
+        above = self.program.above([self.slot(node)])
+        return [base for base in self.bases if self.slot(base) in above]
+
+    def slot(self, node: Node) -> int:
+        return self._slots[node]
+
+
+_REARRANGING = frozenset("aten::stack aten::cat aten::neg".split())
+
+
+def _rearranges(node: Node) -> bool:
+    return is_view(node) or op_name(node) in _REARRANGING
+
+
+def _shape(node: Node) -> tuple[object, ...]:
+    return tuple(getattr(node.meta.get("val"), "shape", ()))
+
+
+def _dtype(node: Node) -> torch.dtype:
+    return getattr(node.meta.get("val"), "dtype", torch.float64)
+
+
+def _product(sizes: object) -> int:
+    result = 1
+    for size in sizes:  # type: ignore[attr-defined]
+        result *= size
+    return result

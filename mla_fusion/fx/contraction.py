@@ -1,0 +1,227 @@
+"""Every matrix product, however it is spelled, as one einsum: operands, labels, no operator names.
+
+mm(a, b)                 ik,kj->ij
+bmm(a, b)                bik,bkj->bij
+linear(x, w)             ..k,jk->..j
+npu_transpose_batchmatmul(x, w, perm_x1=[1,0,2], perm_y=[1,0,2])     tnd,ndc->tnc
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.fx.walk import origin, row_reshapes
+
+Labels = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What an int8 product is multiplied by: ``weight`` per column, ``token`` per row (None: static quantisation).
+
+    Rows are multiplied by ``factor * token``, with ``inverse`` by ``factor / token``.
+    """
+
+    weight: Node
+    token: Node | None
+    offset: Node | None = None
+    factor: float = 1.0
+    inverse: bool = False
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """``node = einsum(left, right)``; a label is an int, equal labels are one axis.
+
+    parts   products of one activation whose columns ``node`` puts side by side; left and right are the first one's
+    inside  nodes from the bare product of integers until ``node``, where that is written in steps
+    """
+
+    node: Node
+    left: Node
+    right: Node
+    left_labels: Labels
+    right_labels: Labels
+    out_labels: Labels
+    bias: Node | None = None
+    factors: tuple[float, float] = field(default=(1.0, 1.0))  # (alpha on the product, beta on the bias)
+    scales: Scales | None = None
+    parts: tuple[Contraction, ...] = ()
+    inside: tuple[Node, ...] = ()
+
+
+def read(node: Node) -> Contraction | None:
+    """The node as a contraction of two tensors, or None where it is not one."""
+    reader = _READERS.get(op_name(node))
+    return reader(node) if reader else None
+
+
+def join(node: Node, known: Mapping[Node, Contraction]) -> Contraction | None:
+    """``cat([x W0, x W1, ..], -1)`` as one product with more columns (a weight in chunks), or None.
+
+    Whether the products read one x is for the caller to say.
+    """
+    if op_name(node) != "aten::cat" or not isinstance(node.args[0], (list, tuple)) or len(node.args[0]) < 2:
+        return None
+    rank = _rank(node)
+    if rank < 2 or argument(node, "dim", 0) not in (-1, rank - 1):
+        return None
+    parts = []
+    for piece in node.args[0]:
+        part = known.get(origin(piece, row_reshapes)) if isinstance(piece, Node) else None
+        if part is None or part.parts or len(part.right_labels) != 2 or part.out_labels[-1] not in part.right_labels:
+            return None
+        parts.append(part)
+    tokens = tuple(range(_TOKENS, _TOKENS + rank - 1))
+    return replace(parts[0], node=node, out_labels=(*tokens, parts[0].out_labels[-1]), parts=tuple(parts))
+
+
+_TOKENS = 10_000  # labels that no operand has: the token axes may be other ones than the products'
+
+
+def _rank(node: object) -> int:
+    return node.meta["val"].dim() if isinstance(node, Node) and hasattr(node.meta.get("val"), "dim") else -1
+
+
+def _make(node: Node, a: object, b: object, la: Labels, lb: Labels, lo: Labels) -> Contraction | None:
+    if not (isinstance(a, Node) and isinstance(b, Node)) or _rank(a) != len(la) or _rank(b) != len(lb):
+        return None
+    return Contraction(node, a, b, la, lb, lo)
+
+
+def _mm(node: Node) -> Contraction | None:
+    return _make(node, node.args[0], node.args[1], (0, 1), (1, 2), (0, 2))
+
+
+def _bmm(node: Node) -> Contraction | None:
+    return _make(node, node.args[0], node.args[1], (0, 1, 2), (0, 2, 3), (0, 1, 3))
+
+
+def _addmm(node: Node) -> Contraction | None:
+    return _onto(node, _make(node, node.args[1], node.args[2], (0, 1), (1, 2), (0, 2)))
+
+
+def _baddbmm(node: Node) -> Contraction | None:
+    return _onto(node, _make(node, node.args[1], node.args[2], (0, 1, 2), (0, 2, 3), (0, 1, 3)))
+
+
+def _onto(node: Node, made: Contraction | None) -> Contraction | None:
+    """``beta * bias + alpha * product``."""
+    bias = node.args[0]
+    if made is None or not isinstance(bias, Node):
+        return None
+    factors = float(argument(node, "alpha", 1)), float(argument(node, "beta", 1))
+    return replace(made, bias=bias, factors=factors)
+
+
+def _linear(node: Node) -> Contraction | None:
+    rank = _rank(node.args[0])
+    if rank < 1:
+        return None
+    lead = tuple(range(rank - 1))
+    made = _make(node, node.args[0], node.args[1], (*lead, 100), (101, 100), (*lead, 101))
+    bias = argument(node, "bias")
+    if made is not None and isinstance(bias, Node):
+        return Contraction(node, made.left, made.right, made.left_labels, made.right_labels, made.out_labels, bias)
+    return made
+
+
+def _matmul(node: Node) -> Contraction | None:
+    """Batch axes are aligned from the right; an axis of size 1 that broadcasts gets a label of its own."""
+    a, b = node.args[0], node.args[1]
+    rank_a, rank_b = _rank(a), _rank(b)
+    if rank_a < 2 or rank_b < 2:
+        return None
+    assert isinstance(a, Node) and isinstance(b, Node)
+    shape_a, shape_b = a.meta["val"].shape, b.meta["val"].shape
+    fresh = count(1000)
+    batch = max(rank_a, rank_b) - 2
+    la, lb, lo = [], [], []
+    for axis in range(batch):
+        ia, ib = axis - (batch - (rank_a - 2)), axis - (batch - (rank_b - 2))
+        broadcast_a = ia >= 0 and ib >= 0 and _is_one(shape_a[ia]) and not _is_one(shape_b[ib])
+        broadcast_b = ia >= 0 and ib >= 0 and _is_one(shape_b[ib]) and not _is_one(shape_a[ia])
+        if ia >= 0:
+            la.append(next(fresh) if broadcast_a else axis)
+        if ib >= 0:
+            lb.append(next(fresh) if broadcast_b else axis)
+        lo.append(axis)
+    return _make(node, a, b, (*la, 100, 101), (*lb, 101, 102), (*lo, 100, 102))
+
+
+def _is_one(size: object) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _einsum(node: Node) -> Contraction | None:
+    equation, operands = node.args[0], node.args[1]
+    if not isinstance(equation, str) or not isinstance(operands, (list, tuple)) or len(operands) != 2:
+        return None
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    if not arrow or "." in equation or inputs.count(",") != 1:
+        return None
+    left, right = inputs.split(",")
+    if any(len(set(term)) != len(term) for term in (left, right, out)):
+        return None
+    labels = [tuple(ord(letter) for letter in term) for term in (left, right, out)]
+    return _make(node, operands[0], operands[1], *labels)
+
+
+def _transpose_batchmatmul(node: Node) -> Contraction | None:
+    if argument(node, "bias") is not None or argument(node, "scale") is not None:
+        return None
+    if argument(node, "batch_split_factor", 1) not in (None, 1):
+        return None
+    orders = [tuple(argument(node, name) or default) for name, default in _PERMS]
+    canonical: list[Labels] = [(0, 1, 2), (0, 2, 3), (0, 1, 3)]
+    la, lb = [0] * 3, [0] * 3
+    for place, axis in enumerate(orders[0]):
+        la[axis] = canonical[0][place]
+    for place, axis in enumerate(orders[1]):
+        lb[axis] = canonical[1][place]
+    out = tuple(canonical[2][axis] for axis in orders[2])
+    return _make(node, node.args[0], node.args[1], tuple(la), tuple(lb), out)
+
+
+def _quant_matmul(node: Node) -> Contraction | None:
+    """int8 by int8, scaled to a float; the packed, grouped and requantising forms are none of a prologue's."""
+    if any(argument(node, name) for name in ("group_sizes", "y_scale")):
+        return None
+    made = _matmul(node)
+    if made is None or any(side.meta["val"].dtype != torch.int8 for side in (made.left, made.right)):
+        return None
+    weight, token, offset, bias = (argument(node, name) for name in ("scale", "pertoken_scale", "offset", "bias"))
+    return replace(made, bias=bias, scales=Scales(weight, token, offset))
+
+
+def _weight_quant_batchmatmul(node: Node) -> Contraction | None:
+    """A float activation by an int8 weight."""
+    made = _matmul(node)
+    if made is None or made.right.meta["val"].dtype != torch.int8:
+        return None
+    weight, offset = argument(node, "antiquant_scale"), argument(node, "antiquant_offset")
+    return replace(made, bias=argument(node, "bias"), scales=Scales(weight, None, offset))
+
+
+_PERMS = (("perm_x1", (0, 1, 2)), ("perm_x2", (0, 1, 2)), ("perm_y", (1, 0, 2)))
+
+_READERS = {
+    "aten::mm": _mm,
+    "aten::_int_mm": _mm,
+    "aten::bmm": _bmm,
+    "aten::addmm": _addmm,
+    "aten::baddbmm": _baddbmm,
+    "aten::linear": _linear,
+    "aten::matmul": _matmul,
+    "aten::einsum": _einsum,
+    "npu::npu_transpose_batchmatmul": _transpose_batchmatmul,
+    "npu::npu_linear": _linear,
+    "npu::npu_quant_matmul": _quant_matmul,
+    "npu::npu_weight_quant_batchmatmul": _weight_quant_batchmatmul,
+}

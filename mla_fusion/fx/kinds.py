@@ -1,0 +1,151 @@
+"""Questions about a node, answered from the operator table and the node's arguments."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.fx.operators import (
+    COPYING_CASTS,
+    FILLED,
+    FILLED_WITH,
+    KNOWN,
+    LENT,
+    NO_OPERATOR,
+    Kind,
+    Operator,
+    is_getitem,
+    kind_by_arguments,
+    known,
+)
+
+__all__ = ["Kind", "is_getitem"]
+
+# Casts among these are looked through when a group of nodes is asked what it means. float16 is among them so
+# that a float16 model is recognised, and then refused by name; float8 and integers are quantisation.
+MODEL_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def operator_of(node: Node) -> Operator:
+    """What the node calls; of an in-place step on a tensor that nothing else reads, the functional form."""
+    entry = KNOWN.get(id(node.target))
+    if entry is None:
+        if node.op != "call_function":
+            return NO_OPERATOR
+        entry = known(node.target)
+    return entry.functional if entry.functional is not None and _owns_its_target(node) else entry
+
+
+def kind_of(node: Node) -> Kind:
+    """The class of the call, its arguments looked at. (Whether a mask or an index is a literal, the view knows.)"""
+    return kind_by_arguments(node, operator_of(node), argument)
+
+
+def _owns_its_target(node: Node) -> bool:
+    base = node.args[0]
+    if not isinstance(base, Node) or base.op != "call_function" or len(base.users) > 1:
+        return False
+    made_by = operator_of(base)
+    aliases = made_by.view or made_by.effect or is_getitem(base)
+    return not aliases and (not made_by.cast or made_by.name in COPYING_CASTS)
+
+
+def op_name(node: Node) -> str:
+    """``namespace::name`` of the operator without its overload; "" for anything that is not one."""
+    return operator_of(node).name
+
+
+def filled_with(node: Node) -> float | None:
+    """The number that every element of the node is, where its operator says so; NaN for memory not yet written."""
+    name = operator_of(node).name
+    if name in FILLED_WITH:
+        value = argument(node, "fill_value")
+        return float(value) if isinstance(value, (int, float)) else None
+    return FILLED.get(name)
+
+
+def borrows_only(node: Node) -> bool:
+    """Does the node, contiguous, take no more than a shape, a dtype or a device from the tensor it is given?"""
+    return op_name(node) in LENT and bool(node.meta["val"].is_contiguous())
+
+
+def is_view(node: Node) -> bool:
+    """Does the node re-index one tensor, changing no element? (A getitem of a split counts.)"""
+    if is_getitem(node):
+        source = node.args[0]
+        return isinstance(source, Node) and operator_of(source).view
+    return operator_of(node).view
+
+
+def is_reshape(node: Node) -> bool:
+    """Does the node keep elements, their order and their number?"""
+    return operator_of(node).reshape
+
+
+def is_cast(node: Node) -> bool:
+    return operator_of(node).cast
+
+
+_FAITHFUL = (
+    frozenset((torch.bfloat16, torch.float32, torch.float64)),
+    frozenset((torch.int32, torch.int64)),
+)
+
+
+def cast_ends(node: Node) -> frozenset[torch.dtype]:
+    """The dtypes that a cast joins; empty for any other node."""
+    if not is_cast(node) or not node.args or not isinstance(node.args[0], Node):
+        return frozenset()
+    values = (node.args[0].meta.get("val"), node.meta.get("val"))
+    return frozenset(value.dtype for value in values if isinstance(value, torch.Tensor))
+
+
+def is_faithful_cast(node: Node) -> bool:
+    """A cast that keeps every bfloat16 number, or every index: no float8, float16 or small integer in between."""
+    ends = cast_ends(node)
+    return bool(ends) and any(ends <= kept for kept in _FAITHFUL)
+
+
+def is_writer(node: Node) -> bool:
+    return operator_of(node).writer
+
+
+def has_effect(node: Node) -> bool:
+    """Must the node stay where it is even if nobody reads it?"""
+    return operator_of(node).effect
+
+
+def is_mutating(node: Node) -> bool:
+    """Does the operator's schema say that it changes an argument?"""
+    return operator_of(node).mutates
+
+
+def attribute(node: Node) -> Any:
+    """What a get_attr node reads of its module; None for another node, or where the module has nothing of that name."""
+    if node.op != "get_attr":
+        return None
+    try:
+        return attrgetter(str(node.target))(node.graph.owning_module)
+    except AttributeError:
+        return None
+
+
+def argument(node: Node, name: str, default: Any = None) -> Any:
+    """An argument by its schema name; where the graph omits it, the schema's own default.
+
+    AOT drops arguments that equal the schema default, and the defaults differ from operator to
+    operator (epsilon: 1e-6 in npu_rms_norm, 1e-5 in npu_mla_prolog), so they are never guessed.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        for position, arg in enumerate(target._schema.arguments):
+            if arg.name == name:
+                if name in node.kwargs:
+                    return node.kwargs[name]
+                if position < len(node.args) and not arg.kwarg_only:
+                    return node.args[position]
+                return arg.default_value if arg.has_default_value() else default
+    return node.kwargs.get(name, default)

@@ -1,0 +1,64 @@
+"""Sizes that a graph's operators hold equal, though nothing in the graph says so.
+
+``mark_dynamic`` gives each tensor a symbol of its own. Element-wise operators make torch unify the symbols; the
+operators below do not, and run all the same for nothing but equal sizes (or for 1, which dynamo compiles apart).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.fx.kinds import op_name
+
+Pair = tuple[Any, Any]
+
+
+def rows_in_step(node: Node) -> Iterator[Pair]:
+    """Pairs of sizes of the node's operands that are equal whenever it runs, unless one of them is 1."""
+    reader = _READERS.get(op_name(node))
+    if reader is not None:
+        yield from reader(node)
+
+
+def _written_rows(node: Node) -> Iterator[Pair]:
+    """``cache[slots] = rows``: as many rows as slots."""
+    base, indices, values = node.args[:3]
+    index = indices[0] if isinstance(indices, (list, tuple)) and indices else None
+    rank, slots, rows = (len(_shape(side)) for side in (base, index, values))
+    if slots and isinstance(indices, (list, tuple)) and rows == slots + rank - len(indices):
+        yield from zip(_shape(index), _shape(values), strict=False)
+
+
+def _rotated(node: Node) -> Iterator[Pair]:
+    """x, cos and sin of a rotation, axis by axis from the last."""
+    x, *tables = (_shape(side) for side in node.args[:3])
+    for table in tables:
+        yield from zip(reversed(x), reversed(table), strict=False)
+
+
+def _kv_operator(node: Node) -> Iterator[Pair]:
+    """The latent, its tables and its slots: a row of each for a token."""
+    latent, _, cos, sin, index = (_shape(side) for side in node.args[:5])
+    for table in (cos, sin):
+        yield from zip(reversed(latent[:-1]), reversed(table[:-1]), strict=False)
+    if len(index) == 1 and latent:
+        yield index[0], latent[0]
+
+
+def _shape(value: object) -> tuple[Any, ...]:
+    meaning = value.meta.get("val") if isinstance(value, Node) else None
+    return tuple(meaning.shape) if isinstance(meaning, torch.Tensor) else ()
+
+
+_READERS = {
+    "aten::index_put": _written_rows,
+    "aten::_unsafe_index_put": _written_rows,
+    "npu::npu_interleave_rope": _rotated,
+    "npu::npu_rotary_mul": _rotated,
+    "npu::npu_kv_rmsnorm_rope_cache": _kv_operator,
+    "npu::npu_kv_rmsnorm_rope_cache_v2_functional": _kv_operator,
+}

@@ -1,0 +1,283 @@
+"""Integers as terms: positions, slots, block tables and masks are compared by what they are computed from.
+
+Two values are equal where their terms are: the same operators on the same inputs, after a short list of exact rules.
+What no rule makes equal counts as different, whatever numbers a probe would show. A float made of an integer is a term
+too.
+
+    (s // b) * b + s % b = s            s - (s // b) * b = s % b              for b > 0
+    s >> k = s // 2 ** k                s & (2 ** k - 1) = s % 2 ** k         s << k = s * 2 ** k
+    s + 0 = s * 1 = s                   a + b = b + a, a * b = b * a
+    reshapes, and casts that keep every number, change nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.fx.indexed import Indexed
+from mla_fusion.fx.kinds import argument, is_cast, is_reshape, op_name
+from mla_fusion.fx.operators import ELEMENTWISE
+from mla_fusion.fx.program import Program, nodes_between
+from mla_fusion.fx.ranges import Ranges
+from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.walk import INPUTS, origin, reshapes
+
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_WIDENINGS = {torch.bfloat16: (torch.float32, torch.float64), torch.float32: (torch.float64,)}
+
+Term = tuple[Any, ...]
+
+
+class Terms:
+    """The terms of one view's nodes. A term stands for the elements in their order; the shape is the node's."""
+
+    def __init__(self, view: Indexed, ranges: Ranges) -> None:
+        self._view = view
+        self._ranges = ranges
+        self._numbers: dict[Term, int] = {}
+        self._terms: list[Term] = []
+        self._of: dict[Node, int] = {}
+
+    def same(self, a: Node, b: Node) -> bool:
+        """Do the nodes hold the same elements in the same order (in whatever shapes)?"""
+        return self.number(a) == self.number(b)
+
+    def number(self, node: Node) -> int:
+        """Equal for nodes of equal terms."""
+        known = self._of.get(node)
+        if known is None:
+            for above in nodes_between(list(self._of), node):
+                if above not in self._of:
+                    self._of[above] = self._read(above)
+            known = self._of[node]
+        return known
+
+    def term(self, node: Node) -> Term:
+        return self._terms[self.number(node)]
+
+    def quotient_and_remainder(self, block: Node, offset: Node, size: int) -> int | None:
+        """The number of ``s`` where the nodes are ``s // size`` and ``s % size``."""
+        quotient, remainder = self.term(block), self.term(offset)
+        fit = quotient[:1] == ("floordiv",) and remainder[:1] == ("mod",) and quotient[1:] == remainder[1:]
+        return quotient[1] if fit and quotient[2] == size else None
+
+    def are_apart(self, block: Node, place: Node) -> bool:
+        """Are the nodes ``s // b`` and ``(s + k) % b``, either first, which tell any two different ``s`` apart?"""
+        quotient, remainder = self.term(block), self.term(place)
+        if quotient[0] == "mod":
+            quotient, remainder = remainder, quotient
+        if quotient[0] != "floordiv" or remainder[0] != "mod" or quotient[2] != remainder[2]:
+            return False
+        shifted = self._terms[remainder[1]]
+        parts = list(shifted[1:3]) if shifted[0] in ("add", "sub") else []
+        by_literal = any(self._terms[part][0] == "literal" for part in parts)
+        of = parts if shifted[0] == "add" else parts[:1]
+        return bool(remainder[1] == quotient[1] or (by_literal and quotient[1] in of))
+
+    # -- reading
+
+    def _intern(self, term: Term) -> int:
+        number = self._numbers.setdefault(term, len(self._terms))
+        if number == len(self._terms):
+            self._terms.append(term)
+        return number
+
+    def _read(self, node: Node) -> int:
+        literal = self._literal(node)
+        if literal is not None:
+            return self._intern(("literal", literal))
+        source = node.args[0] if node.args else None
+        if isinstance(source, Node) and (is_reshape(node) or (is_cast(node) and self._keeps_numbers(node, source))):
+            return self._of.get(source, self._outside(source))
+        part = _part_of_stack(node)
+        if part is not None and part in self._of:
+            return self._of[part]
+        if _is_integer(node):
+            made = self._arithmetic(node, op_name(node))
+            if made is not None:
+                return made
+        return self._call(node)
+
+    def _outside(self, node: Node) -> int:
+        """Of what a fill borrows its shape from, which is not walked."""
+        return self._intern(("node", self._view.number(node)))
+
+    def _call(self, node: Node) -> int:
+        """The same operator with the same literals on inputs of the same terms and shapes."""
+        call, inputs = self._view.call(node)
+        shapes = [_shape(given) for given in inputs]
+        plain = op_name(node) in ELEMENTWISE and len(set(shapes)) == 1
+        named = tuple(
+            (self._of.get(given, -1) if given in self._of else self._outside(given), None if plain else shape)
+            for given, shape in zip(inputs, shapes, strict=True)
+        )
+        return self._intern(("call", call, *named))
+
+    def _arithmetic(self, node: Node, name: str) -> int | None:
+        """Sums, products, quotients and remainders of integers, where nothing is broadcast but a single number."""
+        if len(node.args) < 2:
+            return None
+        left, right = (self._operand(node, value) for value in node.args[:2])
+        if left is None or right is None:
+            return None
+        (a, first), (b, second) = left, right
+        if name == "aten::add" and argument(node, "alpha", 1) == 1:
+            return self._sum(a, first, b, second, node)
+        if name == "aten::sub" and argument(node, "alpha", 1) == 1:
+            return self._difference(a, b, second, node)
+        if name == "aten::mul":
+            return self._product(a, first, b, second, node)
+        if name in _SHIFTS and second is not None and 0 <= second < 62:
+            return self._product(a, first, self._intern(("literal", 1 << second)), 1 << second, node)
+        if second is None or second <= 0:
+            return None
+        if name in ("aten::bitwise_right_shift", "aten::__rshift__") and second < 62:
+            return self._intern(("floordiv", a, 1 << second))
+        if name in ("aten::bitwise_and", "aten::__and__") and second & (second + 1) == 0:
+            return self._intern(("mod", a, second + 1))
+        if name == "aten::floor_divide" or self._floors(node, name):
+            return self._intern(("floordiv", a, second))
+        if name == "aten::remainder" or (name == "aten::fmod" and self._ranges.of(node.args[0])[0] >= 0):
+            return self._intern(("mod", a, second))
+        return None
+
+    def _floors(self, node: Node, name: str) -> bool:
+        if name != "aten::div":
+            return False
+        mode = argument(node, "rounding_mode")
+        return mode == "floor" or (mode == "trunc" and self._ranges.of(node.args[0])[0] >= 0)
+
+    def _operand(self, node: Node, value: Any) -> tuple[int, int | None] | None:
+        """The number of an operand's term, and its value where it is a literal; None where it is broadcast."""
+        if isinstance(value, bool) or not isinstance(value, (int, Node)):
+            return None
+        if isinstance(value, int):
+            return self._intern(("literal", value)), value
+        meaning = value.meta.get("val")
+        if isinstance(meaning, int):
+            return self._intern(("literal", meaning)), meaning
+        number = self._of.get(value)
+        if number is None or not _is_integer(value):
+            return None
+        term = self._terms[number]
+        if term[0] == "literal":
+            return number, term[1]
+        return (number, None) if _count(value) == _count(node) else None
+
+    def _sum(self, a: int, first: int | None, b: int, second: int | None, node: Node) -> int:
+        if second == 0:
+            return a
+        if first == 0:
+            return b
+        for whole, part in ((a, b), (b, a)):
+            remainder = self._terms[part]
+            if remainder[0] == "mod" and self._is_multiple(whole, remainder[1], remainder[2]):
+                return remainder[1]
+        return self._intern(("add", *sorted((a, b)), _width(node)))
+
+    def _difference(self, a: int, b: int, second: int | None, node: Node) -> int:
+        term = self._terms[b]
+        if second == 0:
+            return a
+        if term[0] == "mul":
+            for quotient, size in ((term[1], term[2]), (term[2], term[1])):
+                by = self._terms[size]
+                if by[0] == "literal" and self._terms[quotient] == ("floordiv", a, by[1]):
+                    return self._intern(("mod", a, by[1]))
+        return self._intern(("sub", a, b, _width(node)))
+
+    def _is_multiple(self, number: int, of: int, size: int) -> bool:
+        """Is it ``(of // size) * size``?"""
+        term = self._terms[number]
+        if term[0] != "mul":
+            return False
+        parts = {self._terms[part] for part in term[1:3]}
+        return parts == {("floordiv", of, size), ("literal", size)}
+
+    def _product(self, a: int, first: int | None, b: int, second: int | None, node: Node) -> int:
+        if second == 1:
+            return a
+        if first == 1:
+            return b
+        return self._intern(("mul", *sorted((a, b)), _width(node)))
+
+    def _keeps_numbers(self, node: Node, source: Node) -> bool:
+        """Does the cast keep every number that its input can be?"""
+        value, before = node.meta.get("val"), source.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
+            return False
+        if value.dtype == before.dtype or value.dtype in _WIDENINGS.get(before.dtype, ()):
+            return True
+        if value.dtype not in _INTEGERS or before.dtype not in _INTEGERS:
+            return False
+        if value.dtype == torch.int32 and _is_input(source):
+            return True  # positions, slots and entries of tables are below 2 ** 31
+        limits, held = torch.iinfo(value.dtype), torch.iinfo(before.dtype)
+        if limits.min <= held.min and held.max <= limits.max:
+            return True
+        low, high = self._ranges.of(source)
+        return limits.min <= low and high <= limits.max
+
+    def _literal(self, node: Node) -> int | None:
+        """The one number that a node of literals holds."""
+        value = node.meta.get("val")
+        if isinstance(value, int) and not isinstance(value, bool) and not is_symbolic(value):
+            return value
+        if not _is_integer(node) or not self._view.is_constant(node) or _count(node) != 1:
+            return None
+        program = Program([], nodes_between((), node), self._view.binding)
+        found = program.run([])[program.slot(node)]
+        return int(found.reshape(())) if isinstance(found, torch.Tensor) and found.numel() == 1 else None
+
+
+def _part_of_stack(node: Node) -> Node | None:
+    """``stack([a, b])[0]`` is ``a``."""
+    source = node.args[0] if node.args else None
+    if op_name(node) != "aten::select" or not isinstance(source, Node) or op_name(source) != "aten::stack":
+        return None
+    index, parts = argument(node, "index"), source.args[0]
+    if not isinstance(index, int) or not isinstance(parts, (list, tuple)):
+        return None
+    rank = len(source.meta["val"].shape)
+    if int(argument(node, "dim", 0)) % rank != int(argument(source, "dim", 0)) % rank:
+        return None
+    part = parts[index]
+    return part if isinstance(part, Node) else None
+
+
+_SHIFTS = ("aten::bitwise_left_shift", "aten::__lshift__")
+
+
+def _is_integer(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in _INTEGERS
+
+
+def _is_input(node: Node) -> bool:
+    return origin(node, reshapes).op in INPUTS
+
+
+def _width(node: Node) -> str:
+    """Sums and products of narrow integers wrap around where those of wide ones do not."""
+    return str(node.meta["val"].dtype)
+
+
+def _shape(node: Node) -> tuple[str, ...]:
+    value = node.meta.get("val")
+    return tuple(map(str, value.shape)) if isinstance(value, torch.Tensor) else ()
+
+
+def _count(node: Node) -> Any:
+    """How many elements, comparable where symbolic."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    count: Any = 1
+    symbolic: Sequence[Any] = sorted((size for size in value.shape if is_symbolic(size)), key=str)
+    for size in value.shape:
+        count = count if is_symbolic(size) else count * int(size)
+    return (count, *map(str, symbolic)) if symbolic else count

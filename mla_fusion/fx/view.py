@@ -1,0 +1,379 @@
+"""A read-only view of an FX graph: who depends on which matrix product, and what equals what.
+
+Built once, in one pass over the nodes. Nothing here knows about MLA.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from copy import copy
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.immutable_collections import immutable_list
+
+from mla_fusion.fx import contraction, scaled_product
+from mla_fusion.fx.analytic import Barrier, Steps
+from mla_fusion.fx.contraction import Contraction
+from mla_fusion.fx.kinds import (
+    MODEL_FLOATS,
+    argument,
+    attribute,
+    filled_with,
+    is_cast,
+    is_getitem,
+    is_mutating,
+    is_reshape,
+    is_view,
+    op_name,
+    operator_of,
+)
+from mla_fusion.fx.operators import JOINERS
+from mla_fusion.fx.program import Program, nodes_between
+from mla_fusion.fx.ranges import Ranges
+from mla_fusion.fx.sizes import Binding, exceeds_one, is_symbolic, same
+from mla_fusion.fx.steps import rows_in_step
+from mla_fusion.fx.terms import Terms
+from mla_fusion.fx.tokens import Tokens
+from mla_fusion.fx.walk import peel, upward, views_and_model_casts
+
+_NOTHING: frozenset[Node] = frozenset()
+_SEQUENCES = (tuple, list, immutable_list)
+_MANY = 4  # a value that mixes more products than this (a residual stream) counts as a source of its own
+
+
+class View:
+    """``gm.graph``, indexed.
+
+    contractions   every matrix product over more than one element, in graph order
+    sources(n)     the products and barriers whose result reaches ``n`` through movement and analytic steps alone
+    members(p)     the nodes that such steps alone make of product ``p``, in graph order: what probes can prove
+    barriers       why nothing is known behind a node: it picks by values, draws random numbers, or is unknown
+    effects        nodes whose schema says that they change an argument
+    same(a, b)     do two nodes compute the same value (equal operators on equal inputs)?
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.nodes: list[Node] = list(gm.graph.nodes)
+        self.position = {node: index for index, node in enumerate(self.nodes)}
+        self.contractions: dict[Node, Contraction] = {}
+        self._sources: dict[Node, frozenset[Node]] = {}
+        self._members: dict[Node, list[Node]] = {}
+        self._constant: set[Node] = set()
+        self._plain: dict[Node, bool] = {}
+        self.barriers: dict[Node, Barrier] = {}
+        self.ranges = Ranges(self)
+        self._steps = Steps(self, self.ranges)
+        self._calls: dict[Node, tuple[int, list[Node]]] = {}
+        self._number: dict[Node, int] = {}
+        self._in_steps: dict[Node, Contraction] = {}  # int8 products that plain nodes scale, by their last node
+        self._inside_products: set[Node] = set()
+        self.effects = [node for node in self.nodes if node.op == "call_function" and is_mutating(node)]
+        self._read()
+
+    def _read(self) -> None:
+        calls: dict[Any, int] = {}
+        numbers: dict[Any, int] = {}
+        number_of = self._number.__getitem__
+        for node in self.nodes:
+            inputs: list[Node] = []
+            call = calls.setdefault(self._call_key(node, inputs), len(calls))
+            self._calls[node] = call, inputs
+            self._number[node] = numbers.setdefault((call, *map(number_of, inputs)), len(numbers))
+            self._sources[node] = sources = self._sources_of(node)
+            if node not in sources:
+                for source in sources:
+                    self._members.setdefault(source, []).append(node)
+
+    def _sources_of(self, node: Node) -> frozenset[Node]:
+        if node.op != "call_function":
+            if node.op == "get_attr" and (is_sign_constant(node) or is_number(node)):
+                self._constant.add(node)
+            return frozenset((node,)) if node.op in ("call_module", "call_method") else _NOTHING
+        if is_symbolic(node.meta.get("val")):
+            return _NOTHING
+        if node in self._inside_products:
+            return _NOTHING
+        product = self._in_steps.get(node) or contraction.read(node)
+        if product is not None and not self._is_arithmetic(product):
+            held_in_int8 = torch.int8 in self.held_dtypes
+            in_steps = scaled_product.read(product) if held_in_int8 and not product.inside else None
+            if in_steps is not None:
+                self._inside_products.update(in_steps.inside)
+                self._in_steps[in_steps.node] = in_steps
+                return _NOTHING
+            self.contractions[node] = product
+            return frozenset((node,))
+        joined = contraction.join(node, self.contractions)
+        if joined is not None and self._one_activation(joined):
+            self.contractions[node] = joined
+            return frozenset((node,))
+        operator = operator_of(node)
+        if not operator.runs or (operator.writer and not self._writes_into_own(node)):
+            self.barriers[node] = self._steps.barrier(node) or Barrier("step.unknown", f"{node.name} writes")
+            return frozenset((node,))
+        sources, of_literals = _NOTHING, True
+        for arg in node.all_input_nodes:
+            theirs = self._sources[arg]
+            sources = theirs if not sources else sources | theirs if theirs else sources
+            of_literals = of_literals and (arg in self._constant or is_symbolic(arg.meta.get("val")))
+        if of_literals or filled_with(node) is not None:
+            self._constant.add(node)
+            return _NOTHING
+        barrier = self._steps.barrier(node) if sources else None
+        if barrier is not None:
+            self.barriers[node] = barrier
+            return frozenset((node,))
+        few = len(sources) <= _MANY or is_view(node) or operator.cast or operator.name in JOINERS
+        return sources if few else frozenset((node,))
+
+    def _is_arithmetic(self, product: Contraction) -> bool:
+        """A product that no weight takes part in: of very few terms (frequencies times positions, 2x2 rotations), by a
+        matrix of literals (signs, a mean), or of a value with itself (the squares of a norm).
+        """
+        left, right = product.left, product.right
+        if _sums_few(product):
+            return True
+        if product.scales is not None:
+            return False
+        if left in self._constant or right in self._constant:
+            return True
+        return bool(self._sources[left]) and self._number[peel(left)] == self._number[peel(right)]
+
+    def _one_activation(self, joined: Contraction) -> bool:
+        """Do all parts multiply one value, none of them a slice of it, by weights?"""
+        first, *others = (self._number[_unreshaped(part.left)] for part in joined.parts)
+        return all(other == first for other in others) and not any(self._sources[part.right] for part in joined.parts)
+
+    def _writes_into_own(self, node: Node) -> bool:
+        """``q[..., D:] = rope(q)`` writes into a value of its own making, or of literals; a cache write does not."""
+        base = node.args[0]
+        others = [arg for arg in node.all_input_nodes if arg is not base]
+        if not isinstance(base, Node):
+            return False
+        if op_name(node) == "aten::copy":  # only the shape of what it overwrites matters
+            return True
+        return base in self._constant or any(self._sources[base] & self._sources[arg] for arg in others)
+
+    def _call_key(self, node: Node, inputs: list[Node]) -> Any:
+        """Equal for nodes that do the same to their inputs, which go to ``inputs``; a literal is (type, literal).
+
+        What has an effect, or is random, is like nothing else.
+        """
+        operator = operator_of(node)
+        if not operator.name or operator.effect or operator.random:
+            return node.op, node.target if node.op == "get_attr" else node
+        try:
+            key: list[Any] = [operator]
+            for arg in node.args:  # most are nodes, and a call for each would be a tenth of the view's time
+                if type(arg) is Node:
+                    inputs.append(arg)
+                    key.append(Node)
+                else:
+                    key.append(_literal(arg, inputs))
+            kwargs = node.kwargs
+            if kwargs:
+                key += [(name, _literal(kwargs[name], inputs)) for name in sorted(kwargs)]
+            return tuple(key)
+        except TypeError:
+            inputs.clear()
+            return node
+
+    def call(self, node: Node) -> tuple[int, list[Node]]:
+        """A number, equal for nodes that do the same to their inputs, and these in order."""
+        return self._calls[node]
+
+    def same(self, a: Node, b: Node) -> bool:
+        return self._number[a] == self._number[b]
+
+    def number(self, node: Node) -> int:
+        """Equal for nodes that compute the same value."""
+        return self._number[node]
+
+    def sources(self, node: Node) -> frozenset[Node]:
+        return self._sources[node]
+
+    def depends_on_products(self, node: Node) -> bool:
+        return bool(self._sources[node])
+
+    def ends_walk(self, node: Node) -> bool:
+        """Is the node a product, or a barrier other than a choice?"""
+        barrier = self.barriers.get(node)
+        return node in self._sources[node] and (barrier is None or barrier.code != "step.choice")
+
+    def step_ends_proof(self, node: Node) -> bool:
+        """Would the node be a barrier if it were made of a product? (An input never is.)"""
+        return node.op == "call_function" and self._steps.barrier(node, everywhere=True) is not None
+
+    def reaches(self, source: Node, node: Node) -> bool:
+        """Is the node made of ``source`` by operators that can be run on probes, choices among them?"""
+        seen, stack = set[Node](), [node]
+        while stack:
+            for found in self._sources[stack.pop()]:
+                if found is source:
+                    return True
+                if found not in seen and found in self.barriers and operator_of(found).runs:
+                    seen.add(found)
+                    stack.extend(found.all_input_nodes)
+        return False
+
+    def squares_of(self, node: Node) -> Node | None:
+        """The value of whose products with itself the node is the sums: ``einsum("tc,tc->t", u, u)``, rows by their own
+        columns, or the diagonal of ``u @ u.T``. None for any other node.
+        """
+        on_diagonal = op_name(node) == "aten::diagonal" and argument(node, "offset", 0) == 0
+        product = contraction.read(node.args[0] if on_diagonal and isinstance(node.args[0], Node) else node)
+        if product is None or product.bias is not None or product.scales is not None:
+            return None
+        left, right = (_long_axes(labels, side) for labels, side in _sides(product))
+        if on_diagonal:
+            first, second = (argument(node, name, at) % 2 for name, at in (("dim1", 0), ("dim2", 1)))
+            if len(product.out_labels) != 2 or first == second:
+                return None
+            right = tuple(product.out_labels[0] if label == product.out_labels[1] else label for label in right)
+        if sorted(left) != sorted(right) or self._number[peel(product.left)] != self._number[peel(product.right)]:
+            return None
+        codes = [self._codes_of(peel(side), side) for _, side in _sides(product)]
+        if codes[0] is None or codes[1] is None:
+            return None
+        turned = codes[1].squeeze().permute([right.index(label) for label in left])
+        return product.left if torch.equal(codes[0].squeeze(), turned) else None
+
+    def in_order(self, base: Node, node: Node) -> bool:
+        """Does a view of ``base`` hold its elements, each once and in their order?"""
+        between = nodes_between((base,), node)
+        if all(is_reshape(step) or is_cast(step) or is_getitem(step) for step in between):
+            return node is base or not any(is_getitem(step) for step in between)
+        codes = self._codes_of(base, node)
+        in_order = codes is not None and torch.equal(codes.reshape(-1), torch.arange(codes.numel()))
+        whole = same(math.prod(base.meta["val"].shape), math.prod(node.meta["val"].shape))
+        return in_order and whole and Tokens.of((base,), between).broken(node) is None
+
+    def _codes_of(self, base: Node, node: Node) -> torch.Tensor | None:
+        """Which element of ``base`` each element of a view of it is."""
+        shape = self.binding.shape(base.meta["val"].shape)
+        program = Program([base], nodes_between((base,), node), self.binding)
+        value = program.run([torch.arange(math.prod(shape)).reshape(shape)])[program.slot(node)]
+        return value if isinstance(value, torch.Tensor) else None
+
+    def members(self, source: Node) -> list[Node]:
+        return self._members.get(source, [])
+
+    def is_constant(self, node: Node) -> bool:
+        """Is the node computed from literals alone?"""
+        return node in self._constant
+
+    def is_plain_constant(self, node: Node) -> bool:
+        """Of a node computed from literals alone: is every element -1, 0 or 1, or all the same number?"""
+        known = self._plain.get(node)
+        if any(map(is_symbolic, node.meta["val"].shape)):
+            return False  # at one length it may be what it is at no other
+        if known is None:
+            program = Program([], nodes_between((), node), self.binding)
+            value = program.run([])[program.slot(node)]
+            known = self._plain[node] = not isinstance(value, torch.Tensor) or _says_little(value)
+        return known
+
+    @cached_property
+    def held_dtypes(self) -> frozenset[torch.dtype]:
+        """Of what comes in from outside: arguments, parameters and caches."""
+        held = (node.meta.get("val") for node in self.nodes if node.op in ("placeholder", "get_attr"))
+        return frozenset(value.dtype for value in held if isinstance(value, torch.Tensor))
+
+    @cached_property
+    def terms(self) -> Terms:
+        """Integers by what they are computed from."""
+        return Terms(self, self.ranges)
+
+    @cached_property
+    def binding(self) -> Binding:
+        return Binding(self._relate_sizes)
+
+    def _relate_sizes(self, binding: Binding) -> None:
+        literals = {
+            value
+            for node in self.nodes
+            for arg in node.args
+            for value in (arg if isinstance(arg, (list, tuple)) else (arg,))
+            if isinstance(value, int)
+        }
+        binding.avoid(literals)
+        for node in self.nodes:
+            for a, b in rows_in_step(node):
+                if exceeds_one(a) and exceeds_one(b):
+                    binding.equate(a, b)
+
+    def bound(self, binding: Binding) -> View:
+        """The same view with other numbers for its symbolic sizes."""
+        other = copy(self)
+        other.__dict__["binding"] = binding
+        return other
+
+
+def _literal(value: Any, inputs: list[Node]) -> Any:
+    """What an argument holds beside nodes; hashable, or TypeError."""
+    kind = type(value)
+    if kind is Node:
+        inputs.append(value)
+        return Node
+    if kind in _SEQUENCES:
+        return tuple([_literal(item, inputs) for item in value])
+    hash(value)
+    return kind, value
+
+
+def _sides(product: Contraction) -> tuple[tuple[contraction.Labels, Node], ...]:
+    return (product.left_labels, product.left), (product.right_labels, product.right)
+
+
+def _long_axes(labels: contraction.Labels, side: Node) -> contraction.Labels:
+    """The labels of axes longer than one."""
+    return tuple(label for label, size in zip(labels, side.meta["val"].shape, strict=True) if not same(size, 1))
+
+
+_LIFTED = re.compile(r"_?(lifted_tensor|tensor_constant|constant)_?\d*")  # as tracers name the literals that they lift
+
+
+def is_sign_constant(node: Node) -> bool:
+    """A lifted literal such as [-1, 1, -1, 1]: small, a plain tensor, of nothing but -1, 0 and 1, not all 1."""
+    value = attribute(node)
+    if not isinstance(value, torch.Tensor) or not _LIFTED.fullmatch(str(node.target).rpartition(".")[2]):
+        return False  # a buffer of the model may be written between calls
+    numbers = value.dtype in (*MODEL_FLOATS, torch.int8, torch.int16, torch.int32, torch.int64)
+    if isinstance(value, torch.nn.Parameter) or value.numel() > 4096 or not numbers:
+        return False
+    if type(value) is not torch.Tensor or value.device.type == "meta":
+        return False
+    return bool(torch.isin(value, torch.tensor([-1, 0, 1], dtype=value.dtype)).all()) and bool((value != 1).any())
+
+
+def is_number(node: Node) -> bool:
+    """A lifted ``torch.tensor(1e-6)``, a constant of the trace; a buffer of the model may be written between calls."""
+    value = node.meta.get("val")
+    copied = all(op_name(user) in ("aten::lift_fresh_copy", "aten::lift_fresh") for user in node.users)
+    return copied and isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _says_little(value: torch.Tensor) -> bool:
+    if value.numel() == 0 or not (value.is_floating_point() or value.is_complex()) or bool(value.isnan().any()):
+        return True
+    one = torch.ones((), dtype=value.dtype)
+    return bool((value == value.reshape(-1)[0]).all() | torch.isin(value, torch.stack([-one, 0 * one, one])).all())
+
+
+def _unreshaped(node: Node) -> Node:
+    """Through what keeps every element, up to the tensor that one name is given to."""
+    *_, last = through = list(upward(node, views_and_model_casts))
+    return next((above for above in through if not is_reshape(above) and not is_cast(above)), last)
+
+
+def _sums_few(product: Contraction) -> bool:
+    """Are there no more than two terms in each sum? Such a product is element-wise in disguise."""
+    summed = set(product.left_labels) & set(product.right_labels) - set(product.out_labels)
+    shape = product.left.meta["val"].shape
+    sizes = [shape[product.left_labels.index(label)] for label in summed]
+    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= 2

@@ -1,0 +1,193 @@
+"""The walk up a graph: from a tensor through what re-indexes or casts it, to the node that computes it.
+
+A walk asks a policy at each node where it goes from there. The policies differ in what is equal at both ends, and are
+named for what they pass. Nothing else in the package loops over ``node.args[0]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.fx.kinds import (
+    MODEL_FLOATS,
+    argument,
+    cast_ends,
+    is_cast,
+    is_faithful_cast,
+    is_getitem,
+    is_mutating,
+    is_reshape,
+    is_view,
+    is_writer,
+    op_name,
+)
+from mla_fusion.fx.sizes import same
+
+EXPANDS = ("aten::expand", "aten::expand_copy")
+INPUTS = ("placeholder", "get_attr")  # the nodes that hold what comes from outside
+
+Policy = Callable[[Node], "Node | None"]  # the node above, or None where the walk ends
+
+
+def upward(node: Node, policy: Policy) -> Iterator[Node]:
+    """The node, and those above it as far as the policy goes."""
+    above: Node | None = node
+    while above is not None:
+        yield above
+        above = policy(above)
+
+
+def origin(node: Node, policy: Policy) -> Node:
+    """The last node of the walk."""
+    above = policy(node)
+    while above is not None:
+        node, above = above, policy(above)
+    return node
+
+
+def input_of(node: Node) -> Node | None:
+    """The first operand; of one result of a split, the tensor that was split."""
+    source = node.args[0] if node.args else None
+    if is_getitem(node) and isinstance(source, Node) and is_view(node):
+        source = source.args[0]
+    return source if isinstance(source, Node) else None
+
+
+def peel(node: Node) -> Node:
+    """Through views and casts among a model's floats, to the node that computes the value."""
+    return origin(node, views_and_model_casts)
+
+
+# -- policies
+
+
+def views(node: Node) -> Node | None:
+    """Views alone."""
+    return input_of(node) if is_view(node) else None
+
+
+def reshapes(node: Node) -> Node | None:
+    """What keeps every element, their order and their number."""
+    return input_of(node) if is_reshape(node) else None
+
+
+def row_reshapes(node: Node) -> Node | None:
+    """Reshapes of the axes before the last."""
+    above = reshapes(node)
+    return above if above is not None and same(_width(above), _width(node)) else None
+
+
+def rows_and_exact_casts(node: Node) -> Node | None:
+    """Reshapes of the axes before the last, and casts that keep every number."""
+    return exact_casts(node) or row_reshapes(node)
+
+
+def exact_casts(node: Node) -> Node | None:
+    """Casts that keep every number."""
+    return input_of(node) if is_faithful_cast(node) else None
+
+
+def reshapes_and_exact_casts(node: Node) -> Node | None:
+    """What keeps every number and its place among the others."""
+    return input_of(node) if is_reshape(node) or is_faithful_cast(node) else None
+
+
+def reshapes_and_casts(node: Node) -> Node | None:
+    """What keeps the place of every number among the others."""
+    return input_of(node) if is_reshape(node) or is_cast(node) else None
+
+
+def views_and_exact_casts(node: Node) -> Node | None:
+    """What re-indexes numbers and keeps each."""
+    return input_of(node) if is_view(node) or is_faithful_cast(node) else None
+
+
+def views_and_model_casts(node: Node) -> Node | None:
+    """What re-indexes numbers, or rounds them to another of a model's floats: the value as a fact speaks of it."""
+    return input_of(node) if is_view(node) or (is_cast(node) and cast_ends(node) <= _MODEL_FLOATS) else None
+
+
+def views_and_casts(node: Node) -> Node | None:
+    """What re-indexes numbers, or casts them to any dtype."""
+    return input_of(node) if is_view(node) or is_cast(node) else None
+
+
+def views_and_writes(node: Node) -> Node | None:
+    """Views, and steps that change memory in place: what holds the memory that was written."""
+    return input_of(node) if is_view(node) or is_mutating(node) else None
+
+
+def written(node: Node) -> Node | None:
+    """What a value was made from by moving, casting and writing elements of it."""
+    return input_of(node) if is_view(node) or is_cast(node) or is_writer(node) else None
+
+
+def shared_memory(node: Node) -> Node | None:
+    """Whatever may give back the memory that it is given: views, casts, steps in place."""
+    return input_of(node) if is_view(node) or is_cast(node) or is_mutating(node) else None
+
+
+def repeats(node: Node) -> Node | None:
+    """Reshapes, casts and expands: what holds the same numbers, however often."""
+    return input_of(node) if is_reshape(node) or is_cast(node) or op_name(node) in EXPANDS else None
+
+
+def expands(node: Node) -> Node | None:
+    """Expands alone."""
+    return input_of(node) if op_name(node) in EXPANDS else None
+
+
+def unit_selections(node: Node) -> Node | None:
+    """Reshapes, a selection along an axis of length one among them."""
+    above = input_of(node)
+    if above is None or not (is_reshape(node) or op_name(node) in _SELECTS):
+        return None
+    return above if is_reshape(node) or same(above.meta["val"].shape[int(argument(node, "dim", 0))], 1) else None
+
+
+def table_columns(node: Node) -> Node | None:
+    """What keeps the rows of a table: reshapes, expands, exact casts, selections of columns, the parts of complex rows.
+
+    A selection of rows (``freqs[start:end]``) is not passed, for above it may be the table of every position.
+    """
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node):
+        return None
+    if is_getitem(node):
+        return input_of(node) if is_view(node) and _on_last_axis(source) else None
+    if is_reshape(node):
+        return source if _width(node) == _width(source) else None
+    if op_name(node) in EXPANDS or is_widening(node) or (op_name(node) in _SLICES and _on_last_axis(node)):
+        return source
+    if op_name(node) in _SELECTS and op_name(source) == "aten::view_as_real" and _on_last_axis(node):
+        return input_of(source)
+    return None
+
+
+_MODEL_FLOATS = frozenset(MODEL_FLOATS)
+_SELECTS = ("aten::select", "aten::select_copy")
+_SLICES = ("aten::slice", "aten::narrow")
+
+
+def is_widening(node: Node) -> bool:
+    """A cast from bfloat16 to a wider float: exact, so the narrow source holds the same numbers."""
+    source = input_of(node) if is_cast(node) else None
+    wide = getattr(node.meta.get("val"), "dtype", None) in (torch.float32, torch.float64)
+    return source is not None and wide and source.meta["val"].dtype == torch.bfloat16
+
+
+def _on_last_axis(node: Node) -> bool:
+    source = node.args[0]
+    value: Any = source.meta.get("val") if isinstance(source, Node) else None
+    axis = argument(node, "dim", 0)
+    return hasattr(value, "dim") and isinstance(axis, int) and axis % value.dim() == value.dim() - 1
+
+
+def _width(node: Node) -> Any:
+    """The length of the last axis."""
+    value: Any = node.meta.get("val")
+    return value.shape[-1] if hasattr(value, "shape") and len(value.shape) else None

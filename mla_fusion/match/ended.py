@@ -1,0 +1,80 @@
+"""The step at which the proof of a prologue ended: a better reason than that a norm or a rotation was not found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.facts.projection import Projection
+from mla_fusion.fx.analytic import Barrier
+from mla_fusion.fx.kinds import has_effect, is_cast, is_writer
+from mla_fusion.fx.view import View
+from mla_fusion.match.near_miss import Facts, NearMiss
+from mla_fusion.report.rejection import Refuse
+
+# Reasons that say what is absent; the step that hides it says more.
+_VAGUE = frozenset(
+    "q_lora.absent kv_latent.absent rope.absent absorb.absent norm.absent rope.tables_differ reader.latent".split()
+)
+_FARTHEST = 64  # nodes from a step to the product or the write that it leads to
+
+
+def because_of_a_step(view: View, facts: Facts, ups: Iterable[Projection], miss: NearMiss) -> NearMiss:
+    """The near miss with the code of the step that ended the proof, where there is one."""
+    if miss.reason.code == "q_lora.interrupted":
+        return _mixed(facts, miss)
+    if miss.reason.code not in _VAGUE:
+        return miss
+    starts = [*(item.node for item in facts), *(item.node for item in ups)]
+    for product in dict.fromkeys(starts):
+        for node, barrier in _ends(view, product):
+            code = barrier.code
+            if miss.reason.code == "norm.absent" and (code == "step.unknown" or _is_statistic(node, product)):
+                code = miss.reason.code  # it is no RMSNorm; what it is, the detail says
+            reason = Refuse(code, f"{barrier.detail}; {miss.reason.detail}", (node, *miss.nodes[:1]))
+            return replace(miss, reason=reason)
+    return _mixed(facts, miss)
+
+
+def _ends(view: View, product: Node) -> Iterator[tuple[Node, Barrier]]:
+    """Steps that read nothing but this product's values, and lead to a product by a weight or to a write."""
+    inside = {product, *view.members(product)}
+    readers = dict.fromkeys(user for node in inside for user in node.users)
+    for node in sorted(readers, key=view.position.__getitem__):
+        barrier = view.barriers.get(node)
+        if barrier is None or is_cast(node) or is_writer(node) or node in view.contractions:
+            continue
+        read = {source for arg in node.all_input_nodes for source in view.sources(arg)}
+        if read == {product} and _leads_on(view, node):
+            yield node, barrier
+
+
+def _is_statistic(node: Node, product: Node) -> bool:
+    """Does the node hold less than a product's rows do?"""
+    held, whole = (found.meta.get("val") for found in (node, product))
+    if not isinstance(held, torch.Tensor) or not isinstance(whole, torch.Tensor):
+        return False
+    return str(held.shape) != str(whole.shape)
+
+
+def _leads_on(view: View, start: Node) -> bool:
+    nodes = [start]
+    for node in nodes:  # grows as it is walked
+        for user in node.users:
+            if is_writer(user) or has_effect(user) or user in view.contractions:
+                return True
+            if user not in nodes and user.op == "call_function" and len(nodes) < _FARTHEST:
+                nodes.append(user)
+    return False
+
+
+def _mixed(facts: Facts, miss: NearMiss) -> NearMiss:
+    """Tokens that are not kept apart, where that was asked."""
+    for found in facts.values():
+        mixed = found.cone.mixed
+        if mixed is not None:
+            return replace(miss, reason=Refuse("tokens.mixed", mixed.reason, (mixed.node, *miss.nodes[:1])))
+    return miss

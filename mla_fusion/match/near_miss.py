@@ -1,0 +1,259 @@
+"""Where a graph has parts of a prologue and no candidate: what is missing or different."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.facts.absorb import AbsorbFact, uniform_factor
+from mla_fusion.facts.dynamic_quant import int8_behind
+from mla_fusion.facts.projection import Projection
+from mla_fusion.facts.reading import ConeFacts, FactReader
+from mla_fusion.fx.kinds import MODEL_FLOATS, is_cast, is_view, op_name
+from mla_fusion.fx.sizes import same
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import origin, peel
+from mla_fusion.report.rejection import Refuse
+
+Facts = Mapping[Projection, ConeFacts]  # of the projections of one x
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """Parts of a prologue, and why they are not one.
+
+    score   how much of a prologue was found, from 0 to 1
+    """
+
+    reason: Refuse
+    nodes: tuple[Node, ...]
+    score: float = 0.0
+
+
+class Diagnosis:
+    """Looks for the reason; each question is asked only where the ones before it have no answer."""
+
+    def __init__(
+        self,
+        view: View,
+        reader: FactReader,
+        projections: list[Projection],
+        above: Mapping[Node, list[Projection]],
+        on_operand: Mapping[Node, list[Projection]],
+        absorbs: Callable[[Projection], list[AbsorbFact]],
+    ) -> None:
+        """``above``: projections by origin, ``on_operand``: by activation; ``absorbs``: absorbed products of one."""
+        self.view, self.reader, self.projections, self.absorbs = view, reader, projections, absorbs
+        self.above, self.on_operand = above, on_operand
+
+    def scaled_before(self, ups: Collection[Projection], heads: Collection[int]) -> NearMiss | None:
+        """A product head by head of what would be q_nope, had a value of the graph not been multiplied onto it."""
+        for up in ups:
+            cone = self.reader.read(up)
+            for operand, reading in cone.readings.items():
+                if not reading.single or reading.degree != 1:
+                    continue
+                for item in self.on_operand[operand]:
+                    by_head = item.batch and not item.is_flat and self._heads(item) in heads
+                    if by_head and uniform_factor(cone.cone, cone.probe, reading) is None:
+                        detail = f"{item.node.name} multiplies {operand.name}, {up.node.name} not scaled by one number"
+                        return NearMiss(Refuse("scale.unequal", detail), (up.node, item.node))
+        return None
+
+    def _heads(self, item: Projection) -> int:
+        shape = self.view.binding.shape(item.weight.meta["val"].shape)
+        return prod(shape[item.weight_labels.index(label)] for label in item.batch)
+
+    def quantised_otherwise(self, facts: Facts) -> NearMiss | None:
+        """A normed latent that reaches a linear layer as int8, but not by the kernel's quantisation."""
+        for item in self.projections:
+            values = int8_behind(item.activation) if item.is_flat else None
+            if values is None:
+                continue
+            for down, cone in facts.items():
+                norm = next((norm for norm in cone.norms if self._size_of_rows(values) == len(norm.columns)), None)
+                if norm is not None and self.view.reaches(down.node, values):
+                    detail = f"{item.node.name} multiplies {values.name}, made from {norm.node.name}"
+                    return NearMiss(Refuse("quant.dynamic", detail), (norm.node, values, item.node))
+        return None
+
+    def _size_of_rows(self, node: Node) -> int:
+        return self.view.binding.size(node.meta["val"].shape[-1])
+
+    def unnormed(self, facts: Facts) -> NearMiss | None:
+        """A key of one head beside a latent that is projected up and rotated, but is not its projection's RMSNorm."""
+        if not any(rope.heads == 1 for cone in facts.values() for rope in cone.ropes):
+            return None
+        for down, cone in facts.items():
+            for norm in cone.norms:
+                up = self._rotated_after(norm.node, facts)
+                if up is not None:
+                    code = "q_lora.interrupted" if up.quantised is None else "quant.scale"
+                    detail = f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
+                    barrier = self.view.barriers.get(up.origin)
+                    detail += f"; {barrier.detail}" if barrier is not None else ""
+                    return NearMiss(Refuse(code, detail), (up.origin, norm.node, up.node))
+            up = self._rotated_after(down.node, facts)
+            if up is not None:
+                detail = f"{up.origin.name}, projected by {up.node.name}, is made of {down.node.name}"
+                nodes = tuple(dict.fromkeys((up.origin, down.node, up.node)))
+                return NearMiss(Refuse("norm.absent", detail), nodes)
+        return None
+
+    def _rotated_after(self, start: Node, group: Collection[Projection]) -> Projection | None:
+        """The projection of what is made of ``start``, by any operators but products, whose result is rotated."""
+        seen, stack = {start}, [start]
+        while stack:
+            node = stack.pop()
+            for up in self.above.get(node, ()):
+                if up.is_flat and up not in group and self.reader.read(up).ropes:
+                    return up
+            following = [user for user in node.users if user not in seen and user not in self.view.contractions]
+            seen.update(following)
+            stack.extend(following)
+        return None
+
+    def unrotated(self, facts: Facts) -> NearMiss | None:
+        """Two weighted norms on one x, one of them projected up and absorbed, and nothing rotated (NoPE)."""
+        for cone in facts.values():
+            for norm in cone.norms:
+                absorbed = [fact for up in self.above[norm.node] if up.is_flat for fact in self.absorbs(up)]
+                others = [n for c in facts.values() for n in c.norms if n.columns != norm.columns or c is not cone]
+                if absorbed and others:
+                    detail = f"{len(absorbed[0].columns)} heads absorbed at {absorbed[0].node.name}, nothing rotated"
+                    return NearMiss(Refuse("rope.absent", detail), (norm.node, absorbed[0].node))
+        return None
+
+    def direct(self, facts: Facts) -> NearMiss | None:
+        """A query that is absorbed as it comes from x, beside a normed latent, and nothing rotated (NoPE)."""
+        for query in facts:
+            for absorb in self.absorbs(query):
+                latent = (n for cone in facts.values() for n in cone.norms if len(n.columns) == absorb.latent_dim)
+                norm = next(latent, None)
+                if norm is not None:
+                    detail = f"{query.node.name}, absorbed at {absorb.node.name}, is projected from {query.origin.name}"
+                    return NearMiss(Refuse("q_lora.absent", detail), (norm.node, absorb.node))
+        return None
+
+    # -- layers that are no plain product: an unknown operator, or a sum of products (an adapter beside a weight)
+
+    def hidden_query(self, x: Node) -> NearMiss | None:
+        """The query of this x, where a layer on its way is not one plain product."""
+        number = self.view.number(x)
+        return next((miss for origin, miss in self._hidden.values() if self.view.number(origin) == number), None)
+
+    def hidden_queries(self) -> list[NearMiss]:
+        return [miss for _, miss in self._hidden.values()]
+
+    def hidden_latent(self, x: Node, query: Projection) -> NearMiss | None:
+        """What stands where W_dkv_kr would, beside the query's projection of this x."""
+        number = self.view.number(x)
+        for node in self._unknown:
+            if self.view.number(self._unknown[node]) == number:
+                return self._hide([node])
+        for item in self.above.get(x, ()):
+            for member in self.view.members(item.node) if item.node is not query.node else ():
+                layers = self._ordered(self.view.sources(member))
+                if len(layers) > 1 and all(self._is_of(layer, number) for layer in layers):
+                    return self._hide(layers)
+        return None
+
+    @cached_property
+    def _hidden(self) -> dict[Node, tuple[Node, NearMiss]]:
+        """(x, near miss), by the layer concerned, for every product head by head with a part of what two layers make of
+        x, where one of the two is hidden.
+        """
+        found: dict[Node, tuple[Node, NearMiss]] = {}
+        for item in self.projections:
+            if item.is_flat or not item.batch or not self._is_part(item.activation):
+                continue
+            ups = self._ordered(self.view.sources(item.activation))
+            latent = self._read_by(ups[0]) if ups else None
+            downs = self._ordered(self.view.sources(latent)) if latent is not None else []
+            x = self._read_by(downs[0]) if downs else latent
+            layers = next((layers for layers in (ups, downs) if layers and self._is_hidden(layers)), None)
+            if x is not None and layers is not None and self._readers[self.view.number(x)] > 1:
+                found.setdefault(layers[0], (x, self._hide(layers)))
+        return found
+
+    def _hide(self, layers: list[Node]) -> NearMiss:
+        names = " and ".join(f"{layer.name} ({layer.target})" for layer in layers)
+        detail = f"{names} {'is not known' if len(layers) == 1 else 'are added up'}"
+        return NearMiss(Refuse("linear.hidden", detail), tuple(layers))
+
+    def _is_hidden(self, layers: list[Node]) -> bool:
+        """More than one product, or one operator that is none; what keeps the width is no layer but a norm, say."""
+        if len(layers) > 1:
+            return True
+        width = self._unknown[layers[0]].meta["val"].shape[-1] if layers[0] in self._unknown else None
+        return width is not None and not same(layers[0].meta["val"].shape[-1], width)
+
+    @cached_property
+    def _unknown(self) -> dict[Node, Node]:
+        """What each operator reads, of those that nothing is known of."""
+        found = {}
+        for node in self.view.nodes:
+            barrier = self.view.barriers.get(node)
+            if barrier is not None and barrier.code != "step.choice" and not is_cast(node):
+                read = _first_rows(node) if _is_rows(node) else None
+                if read is not None:
+                    found[node] = _before_quantisation(read)
+        return found
+
+    @cached_property
+    def _origins(self) -> dict[Node, Node]:
+        return {item.node: item.origin for item in self.projections if item.is_flat}
+
+    @cached_property
+    def _readers(self) -> Counter[int]:
+        """How many layers read a value, by its number."""
+        return Counter(map(self.view.number, (*self._origins.values(), *self._unknown.values())))
+
+    def _read_by(self, layer: Node) -> Node | None:
+        return self._origins.get(layer) or self._unknown.get(layer)
+
+    def _is_of(self, layer: Node, number: int) -> bool:
+        """Is the layer one of x, or of what a layer makes of x?"""
+        read = self._read_by(layer)
+        return read is not None and (self.view.number(read) == number or self._is_of(read, number))
+
+    def _ordered(self, nodes: Collection[Node]) -> list[Node]:
+        return sorted(nodes, key=self.view.position.__getitem__)
+
+    def _is_part(self, node: Node) -> bool:
+        """Is the node some columns of what was computed?"""
+        whole = peel(node).meta.get("val")
+        return isinstance(whole, torch.Tensor) and self._numel(node.meta["val"]) < self._numel(whole)
+
+    def _numel(self, value: torch.Tensor) -> int:
+        return prod(self.view.binding.shape(value.shape))
+
+
+_QUANTISING = frozenset("aten::div aten::mul aten::round aten::clamp".split())
+
+
+def _before_quantisation(node: Node) -> Node:
+    """What is scaled and cast to a narrow type, or the node itself; through views and casts."""
+    if node.meta["val"].dtype in MODEL_FLOATS:
+        return peel(node)
+
+    def quantisation(step: Node) -> Node | None:
+        passed = is_view(step) or is_cast(step) or (step is not node and op_name(step) in _QUANTISING)
+        return _first_rows(step) if passed else None
+
+    return peel(origin(node, quantisation))
+
+
+def _first_rows(node: Node) -> Node | None:
+    return next((arg for arg in node.all_input_nodes if _is_rows(arg)), None)
+
+
+def _is_rows(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1

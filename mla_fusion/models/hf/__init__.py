@@ -1,0 +1,134 @@
+"""Hugging Face models: ``optimize`` and ``revert`` for those that are loaded, DeepSeek-V3 layers for demonstration.
+
+``MlaPagedCache`` is loaded when it is asked for, because ``transformers`` is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from mla_fusion._autoload import cann_location
+from mla_fusion.models.absorbed import AbsorbedDecoder, Rotate
+from mla_fusion.models.hf.decode_step import DecodeStep
+from mla_fusion.models.hf.optimize import optimize, revert
+from mla_fusion.models.hf.summary import Converted, Skipped, Summary
+from mla_fusion.models.refusal import OptimizeError
+
+if TYPE_CHECKING:
+    from mla_fusion.models.cache.paged_cache import MlaPagedCache
+
+__all__ = [
+    "Converted",
+    "DecodeStep",
+    "MlaPagedCache",
+    "OptimizeError",
+    "Skipped",
+    "Summary",
+    "TransformersMissing",
+    "absorb",
+    "modeling",
+    "optimize",
+    "random_decoder",
+    "revert",
+    "rotate_of",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "MlaPagedCache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with _without_broken_torch_npu():
+        from mla_fusion.models.cache.paged_cache import MlaPagedCache
+    return MlaPagedCache
+
+
+class TransformersMissing(ImportError):
+    """``transformers`` is absent or too old to hold DeepSeek-V3; the message says what to install."""
+
+
+def modeling() -> Any:
+    """The module ``transformers.models.deepseek_v3.modeling_deepseek_v3``."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever fetched: weights are random or the caller's
+    try:
+        with _without_broken_torch_npu():
+            from transformers.models.deepseek_v3 import modeling_deepseek_v3
+    except ImportError as error:
+        raise TransformersMissing(
+            f"Hugging Face's DeepSeek-V3 is needed: pip install 'mla-fusion[hf]' ({error})"
+        ) from error
+    return modeling_deepseek_v3
+
+
+@contextlib.contextmanager
+def _without_broken_torch_npu() -> Iterator[None]:
+    """Hide a torch_npu that has no CANN: transformers imports every torch_npu it finds, and fails with it."""
+    if "torch_npu" in sys.modules or cann_location() is not None:
+        yield
+        return
+    modules = cast("dict[str, ModuleType | None]", sys.modules)
+    modules["torch_npu"] = None
+    try:
+        yield
+    finally:
+        del modules["torch_npu"]
+
+
+def rotate_of(config: Any) -> Rotate:
+    """The rotary function that the installed DeepSeek-V3 uses under this configuration."""
+    source = modeling()
+    interleave = getattr(config, "rope_interleave", True)
+    return source.apply_rotary_pos_emb_interleave if interleave else source.apply_rotary_pos_emb
+
+
+def absorb(layers: Sequence[nn.Module], rotary_emb: nn.Module, config: Any) -> AbsorbedDecoder:
+    """``DeepseekV3DecoderLayer`` modules in absorbed form. Parameters are shared, not copied."""
+    return AbsorbedDecoder(layers, rotary_emb, rotate_of(config))
+
+
+def random_decoder(
+    *, layers: int = 2, heads: int = 16, hidden: int = 7168, intermediate: int = 2048, seed: int = 0
+) -> AbsorbedDecoder:
+    """Hugging Face's own DeepSeek-V3 decoder layers with random bfloat16 weights, in absorbed form.
+
+    ``heads`` is the share of one tensor-parallel rank (128 / TP). Every dense layer keeps activations near
+    unit scale, so that rounding errors look as they do in a trained model. The MLP is dense and narrow: the
+    prologue is what is measured.
+    """
+    source = modeling()
+    config = source.DeepseekV3Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        first_k_dense_replace=layers,
+        attn_implementation="eager",
+    )
+    with torch.device("meta"):
+        blocks = [source.DeepseekV3DecoderLayer(config, index) for index in range(layers)]
+    generator = torch.Generator().manual_seed(seed)
+    for block in blocks:
+        block.to(torch.bfloat16).to_empty(device="cpu")
+        _randomise(block, generator)
+    rotary_emb = source.DeepseekV3RotaryEmbedding(config)
+    return absorb(blocks, rotary_emb, config).eval().requires_grad_(False)
+
+
+def _randomise(module: nn.Module, generator: torch.Generator) -> None:
+    """Unit variance through every linear layer, gains of norms around one."""
+    for name, parameter in module.named_parameters():
+        with torch.no_grad():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            elif parameter.dim() == 2:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+            else:
+                raise ValueError(f"unexpected parameter {name} of shape {list(parameter.shape)}")

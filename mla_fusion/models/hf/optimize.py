@@ -1,0 +1,81 @@
+"""Turn the MLA attentions of a loaded ``transformers`` model into their absorbed form, and back.
+
+Modules and parameters stay. Of what an attention's ``forward`` calls, two things are exchanged: the expansion of cached
+latents becomes the identity, and the attention function then gets the latents (``latent_forward``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from mla_fusion.models.hf.latent_form import LatentForm, Refusal, examine, is_attention
+from mla_fusion.models.hf.latent_forward import latent_forward
+from mla_fusion.models.hf.summary import Converted, Skipped, Summary, kernel_objection
+from mla_fusion.models.refusal import OptimizeError
+
+BLOCK_SIZE = 128
+
+
+def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SIZE) -> Summary:
+    """Convert every MLA attention of ``model`` in place; parameters are shared, not copied.
+
+    cache       let ``generate()`` make an ``MlaPagedCache`` where it would make a dynamic or a static cache
+    block_size  tokens a page of that cache, a multiple of 16 up to 1024
+
+    Attentions that have no absorbed form are left alone, each with a code and a reason in the summary; calling it
+    again returns the summary of the first call. ``revert`` undoes all of it.
+    """
+    known: Summary | None = getattr(model, "_mla_fusion_summary", None)
+    if known is not None:
+        return known
+    verdicts = [(name, module, examine(module)) for name, module in model.named_modules() if is_attention(module)]
+    converted, skipped = [], []
+    for name, module, verdict in verdicts:
+        if isinstance(verdict, Refusal):
+            skipped.append(Skipped(name, verdict.code, verdict.message))
+            continue
+        size = getattr(module, verdict.kv_up).weight.element_size()
+        objection = kernel_objection(module, verdict)
+        converted.append(Converted(name, int(module.layer_idx), verdict.heads, verdict.dims, size, objection))
+    summary = Summary(tuple(converted), tuple(skipped))
+    # All made before any is set, so that an error leaves the model as it was.
+    forwards = [
+        (module, verdict, latent_forward(type(module).forward, verdict))
+        for _, module, verdict in verdicts
+        if isinstance(verdict, LatentForm)
+    ]
+    for module, form, forward in forwards:
+        _convert(module, form, forward)
+    if converted:
+        if cache and hasattr(model, "_prepare_cache_for_generation"):
+            from mla_fusion.models.hf.generation import use_paged_cache
+
+            use_paged_cache(model, block_size)
+        model._mla_fusion_summary = summary  # type: ignore[assignment]
+    return summary
+
+
+def revert(model: nn.Module) -> None:
+    """Undo ``optimize``: the same modules, parameters and results as before. Raises OptimizeError ``model.state``."""
+    if getattr(model, "_mla_fusion_summary", None) is None:
+        raise OptimizeError("model.state", f"this {type(model).__name__} is not optimised")
+    for module in model.modules():
+        if hasattr(module, "_mla_fusion_form"):
+            del module.forward, module.expand_kv, module._mla_fusion_form
+    for name in ("_prepare_cache_for_generation", "_mla_fusion_longest", "_mla_fusion_summary"):
+        model.__dict__.pop(name, None)
+
+
+def _convert(module: Any, form: LatentForm, forward: Callable[..., Any]) -> None:
+    module._mla_fusion_form = form
+    module.expand_kv = MethodType(_latents, module)
+    module.forward = MethodType(forward, module)
+
+
+def _latents(module: nn.Module, c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+    """In place of ``expand_kv``: keys and values are made, where at all, by the attention function."""
+    return c_kv, k_pe

@@ -1,0 +1,331 @@
+"""Draw a prologue from the facts that the pass has found: see :mod:`mla_fusion.report.picture`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.emit import call
+from mla_fusion.facts.absorb import AbsorbFact
+from mla_fusion.facts.projection import Projection
+from mla_fusion.fx import module_path
+from mla_fusion.fx.kinds import is_view, op_name
+from mla_fusion.match.candidate import Candidate, Finder, NearMiss
+from mla_fusion.plan.outputs import Replacement
+from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.report.picture import INPUTS, Arrow, Dot, Drawing, Picture
+
+_MOST = 400  # nodes; what is larger is no prologue and helps nobody as a drawing
+_HELD = ("placeholder", "get_attr")
+_ABSENT = {
+    "absorb.absent": "W_uk product",
+    "rope.absent": "RoPE",
+    "kv_latent.absent": "normed kv latent",
+    "q_lora.absent": "normed query latent",
+    "norm.gamma_absent": "gamma",
+}
+_OF_A_STEP = ("step.", "tokens.")  # codes whose first node is one step, at fault by itself
+_READERS = 4  # of a failing node, that are drawn
+_STEP_OF_OUTPUT = {"query": "absorb", "q_nope": "absorb", "query_rope": "RoPE q", "c_kv": "RMSNorm c_kv"}
+Labels = dict[Node, tuple[str, str]]  # what a tensor at the boundary is: role, and the kernel's argument
+
+
+def fused(finder: Finder, plan: Plan) -> Picture | None:
+    """The prologue before and after; None where it is too large to be drawn."""
+    region = _Region(finder, _arguments(plan))
+    region.claim_candidate(plan.candidate)
+    for item in plan.replacements:
+        region.claim_output(item)
+    if len(region.steps) > _MOST:
+        return None
+    return Picture(module_path.layer(plan.candidate.nodes), region.drawing(), _after(plan))
+
+
+def rejected(finder: Finder, item: Candidate | NearMiss, code: str, nodes: Sequence[Node]) -> Picture | None:
+    """What was found, with the edges that keep it from being fused."""
+    region = _Region(finder, _operands(item) if isinstance(item, Candidate) else {})
+    if isinstance(item, Candidate):
+        region.claim_candidate(item)
+    else:
+        region.claim_found((*item.nodes, *nodes[:1]) if code.startswith(_OF_A_STEP) else item.nodes)
+    region.fail(code, nodes)
+    if len(region.steps) > _MOST:
+        return None
+    return Picture(module_path.layer(item.nodes), region.drawing())
+
+
+class _Region:
+    """Nodes claimed step by step, each with all that it needs and nobody has claimed."""
+
+    def __init__(self, finder: Finder, boundary: Labels) -> None:
+        self.view, self.finder, self.boundary = finder.view, finder, boundary
+        self.steps: dict[Node, tuple[str, str]] = {}  # role, step
+        self.formulas: dict[str, str] = {}
+        self.outputs: list[Replacement] = []
+        self.failing: set[tuple[Node, Node]] = set()
+        self.missing: list[tuple[Node, str, bool]] = []  # node, what, does it come before the node?
+        self._stops: set[Node] = set()
+
+    def claim(self, end: Node, role: str, step: str, formula: str = "") -> None:
+        if formula:
+            self.formulas.setdefault(step, formula)
+        stack = [end]
+        while stack and len(self.steps) <= _MOST:
+            node = stack.pop()
+            if node in self.steps:
+                continue
+            if node in self.boundary:
+                self.steps[node] = self.boundary[node]
+            elif node.op in _HELD or node in self._stops:
+                self.steps[node] = ("input", node.name)
+            else:
+                self.steps[node] = (role, step)
+                stack += node.all_input_nodes
+
+    def claim_candidate(self, item: Candidate) -> None:
+        q, k = item.query, item.key
+        heads = q.absorb.heads
+        for projection, _, step, formula in _products(item)[:3]:
+            self.claim(projection.node, "product", step, formula)
+        normed = f"RMSNorm(x W_dq), eps {q.norm.eps:g}{_times(q.norm.scale)}"
+        self.claim(q.norm.node, "norm", "RMSNorm c_q", f"c_q = {normed}")
+        for projection, _, step, formula in _products(item)[3:]:
+            self.claim(projection.node, "product", step, formula)
+        rotated = f"RoPE(q_pe), {heads} heads, {q.rope.input_layout} in, {q.rope.layout} out"
+        self.claim(q.rope.node, "rope", "RoPE q", f"query_rope = {rotated}")
+        absorbed = "query = q_nope W_uk" if isinstance(q.absorb, AbsorbFact) else "q_nope, which no W_uk follows"
+        self.claim(q.absorb.node, "product", "absorb", f"{absorbed}, {heads} heads")
+        if k.operator is not None:
+            self.claim(k.operator.node, "write", "npu_kv_rmsnorm_rope_cache", f"norm, RoPE and write, eps {k.eps:g}")
+        if k.norm is not None:
+            self.claim(k.norm.node, "norm", "RMSNorm c_kv", f"c_kv = RMSNorm(x W_dkv), eps {k.eps:g}{_times(k.scale)}")
+        if k.rope is not None:
+            self.claim(k.rope.node, "rope", "RoPE k", f"k_pe = RoPE(x W_kr), {k.rope.input_layout} in, {k.layout} out")
+
+    def claim_output(self, item: Replacement) -> None:
+        written = item.output in ("kv_cache", "kr_cache")
+        rows = "c_kv" if item.output == "kv_cache" else "k_pe"
+        if written:
+            self.claim(item.node, "write", f"write {item.output}", f"{item.output}[slots] = {rows}")
+        else:
+            step = _STEP_OF_OUTPUT.get(item.output, "RoPE k" if item.output == "k_pe" else "RMSNorm c_q")
+            role = next((role for role, known in self.steps.values() if known == step), "other")
+            self.claim(item.node, role, step)
+        self.outputs.append(item)
+
+    def claim_found(self, nodes: Iterable[Node]) -> None:
+        """Of a near miss: the products, norms and rotations below its nodes, up to the x that they share."""
+        nodes = list(nodes)
+        wanted, products = list(nodes), dict[Node, Projection]()
+        by_node = {item.node: item for item in self.finder.projections}
+        inside = set(nodes)
+        while wanted:
+            for source in self._products_behind(wanted.pop()):
+                found = by_node.get(source)
+                if found is None or source in products:
+                    continue
+                products[source] = found
+                if found.origin in inside or found.origin in by_node:
+                    wanted.append(found.origin)
+        self._stops = {item.origin for item in products.values()} - inside - products.keys()
+        for node in sorted({*products, *nodes}, key=self.view.position.__getitem__):
+            if node not in products:
+                self.claim(node, "other", node.name)
+                continue
+            item = products[node]
+            self.claim(item.node, "product", item.node.name, f"{item.origin.name} times {item.weight.name}")
+            facts = self.finder.reader.read(item)
+            for norm in facts.norms:
+                if norm.node in inside:
+                    self.claim(norm.node, "norm", f"RMSNorm {norm.node.name}", f"RMSNorm, eps {norm.eps:g}")
+            for rope in facts.ropes:
+                if rope.node in inside:
+                    self.claim(rope.node, "rope", f"RoPE {rope.node.name}", f"RoPE, heads {rope.heads}")
+
+    def _products_behind(self, node: Node) -> frozenset[Node]:
+        """The products that a node is made of; of a step at which the proof ends, those that its operands are."""
+        if node not in self.view.barriers:
+            return self.view.sources(node)
+        return frozenset[Node]().union(*(self.view.sources(read) for read in node.all_input_nodes))
+
+    def fail(self, code: str, nodes: Sequence[Node]) -> None:
+        """Mark the edges between the nodes at fault; where there are none, those into them, or to what is missing."""
+        for node in nodes:
+            self.steps.setdefault(node, ("other", node.name))
+        if code in _ABSENT and nodes:
+            self.missing.append((self._anchor(code, nodes), _ABSENT[code], code == "norm.gamma_absent"))
+            return
+        named = set(nodes)
+        self.failing = {(start, end) for end in named for start in end.all_input_nodes if start in named}
+        if code == "rope.tables_differ":
+            tables = {node for node, (role, _) in self.steps.items() if role == "table"}
+            self.failing |= {(table, user) for table in tables for user in table.users if user in self.steps}
+        elif not self.failing:
+            blamed = nodes[:1] if code.startswith(_OF_A_STEP) else nodes[-1:] if code.startswith("norm") else nodes
+            for node in blamed:
+                self.failing |= self._around(node, code.startswith(("reader", "contract", "token_x", "rope")))
+
+    def _around(self, node: Node, outward: bool) -> set[tuple[Node, Node]]:
+        """Edges from the node to what reads it, or into it; the others where there are none."""
+        sources = {(source, node) for source in node.all_input_nodes if source in self.steps and self._is_open(node)}
+        readers = [user for user in node.users if user in self.steps or outward][:_READERS]
+        if not readers or (sources and not outward):
+            return sources
+        for reader in readers:
+            self.steps.setdefault(reader, ("other", reader.name))
+        return {(node, reader) for reader in readers}
+
+    def _anchor(self, code: str, nodes: Sequence[Node]) -> Node:
+        """Where what is missing should hang: on the product below, or on x."""
+        if code.startswith("norm"):
+            return nodes[0]
+        below = [source for node in nodes[-1].all_input_nodes for source in self.view.sources(node)]
+        products = [node for node in below if node in self.steps]
+        if code.endswith(("latent.absent", "lora.absent")):
+            return next((node for node in self._stops if node in self.steps), nodes[0])
+        return products[0] if products else nodes[-1]
+
+    def drawing(self) -> Drawing:
+        order = sorted(self.steps, key=self.view.position.__getitem__)
+        self._leave_views_with_their_source(order)
+        place = {node: index for index, node in enumerate(order)}
+        dots = [_dot(node, *self.steps[node]) for node in order]
+        arrows = [
+            Arrow(place[source], place[node], (source, node) in self.failing)
+            for node in order
+            if self._is_open(node)
+            for source in node.all_input_nodes
+            if source in place
+        ]
+        for item in self.outputs:
+            arrows.append(Arrow(place[item.node], len(dots)))
+            dots.append(Dot(item.output, "", "output", item.output, _tensor(item.node)))
+        for node, what, above in self.missing:
+            pair = (len(dots), place[node]) if above else (place[node], len(dots))
+            arrows.append(Arrow(*pair, failing=True))
+            dots.append(Dot(f"no {what}", "", "missing", f"no {what}"))
+            self.formulas[f"no {what}"] = "The kernel needs it; the graph has none."
+        used = {dot.step for dot in dots}
+        return Drawing(tuple(dots), tuple(arrows), {step: text for step, text in self.formulas.items() if step in used})
+
+    def _leave_views_with_their_source(self, order: list[Node]) -> None:
+        """A split of a product, or a view of a table, serves several steps and is none of them."""
+        for node in order:
+            source = node.args[0] if node.args and is_view(node) else None
+            if isinstance(source, Node) and self._is_open(node):
+                role, step = self.steps.get(source, ("", ""))
+                if role in ("product", *INPUTS):
+                    self.steps[node] = role, step
+
+    def _is_open(self, node: Node) -> bool:
+        return node not in self.boundary and node not in self._stops and node.op not in _HELD
+
+
+def _products(item: Candidate) -> list[tuple[Projection, str, str, str]]:
+    """The projections with the kernel's argument, their step and what they compute: three of x, two of c_q."""
+    q, k = item.query, item.key
+    shared = q.down.node is k.down.node
+    down = "W_dq, W_dkv_kr" if shared else "W_dq"
+    key = "W_dkv_kr" if k.down.node is k.down_rope.node else "W_dkv"
+    up = "W_uq_qr" if q.up_nope.node is q.up_rope.node else "W_uq"
+    return [
+        (q.down, "weight_dq", down, "[c_q | c_kv | k_pe] = x [W_dq | W_dkv_kr]" if shared else "c_q = x W_dq"),
+        (k.down, "weight_dkv_kr", key, "[c_kv | k_pe] = x W_dkv_kr" if key == "W_dkv_kr" else "c_kv = x W_dkv"),
+        (k.down_rope, "weight_dkv_kr", "W_kr", "k_pe = x W_kr"),
+        (q.up_nope, "weight_uq_qr", up, "[q_nope | q_pe] = c_q W_uq_qr" if up == "W_uq_qr" else "q_nope = c_q W_uq"),
+        (q.up_rope, "weight_uq_qr", "W_qr", "q_pe = c_q W_qr"),
+    ]
+
+
+def _operands(item: Candidate) -> Labels:
+    """Tensors at the boundary that the facts name."""
+    q, k = item.query, item.key
+    found: Labels = {q.down.origin: ("input", "token_x")}
+    for projection, argument, _, _ in _products(item):
+        for part in projection.parts:
+            _add(found, part.weight, "weight", argument)
+    if isinstance(q.absorb, AbsorbFact):
+        for weight in q.absorb.weights:
+            _add(found, weight, "weight", "weight_uk")
+    for gamma, argument in ((q.norm.gamma, "rmsnorm_gamma_cq"), (k.gamma, "rmsnorm_gamma_ckv")):
+        if gamma is not None:
+            _add(found, gamma, "weight", argument)
+    for tables, argument in (((*q.rope.cos, *k.cos), "rope_cos"), ((*q.rope.sin, *k.sin), "rope_sin")):
+        for run in tables:
+            _add(found, run.base, "table", argument)
+    return found
+
+
+def _arguments(plan: Plan) -> Labels:
+    """Every node that the kernel reads, with the names of its arguments."""
+    found: Labels = {plan.token_x: ("input", "token_x")}
+    if isinstance(plan.caches, InPlace):
+        for name, cache, _ in plan.caches.held:
+            _add(found, cache, "cache", name)
+        for node in plan.caches.slots.nodes:
+            _add(found, node, "input", "cache_index")
+    for node, (role, label) in _operands(plan.candidate).items():
+        _add(found, node, role, label)
+    for node in call.scales(plan):
+        _add(found, node, "weight", "scale")
+    return found
+
+
+def _add(found: Labels, node: Node, role: str, argument: str) -> None:
+    known = found.get(node, (role, ""))[1].split(", ")
+    if argument not in known:
+        found[node] = (role, ", ".join([*filter(None, known), argument]))
+
+
+def _after(plan: Plan) -> Drawing:
+    """The kernel with its arguments and what becomes of its results."""
+    read = set(call.inputs(plan))
+    labels = {node: label for node, label in _arguments(plan).items() if node in read}
+    dots = [_dot(node, role, step) for node, (role, step) in labels.items()]
+    kernel = len(dots)
+    given = ", ".join(f"{name}={value}" for name, value in call.attributes(plan).items())
+    name = "npu_mla_prolog_v3_functional"
+    dots.append(Dot(name, f"npu.{name}", "kernel", name))
+    formulas = {name: given}
+    arrows = [Arrow(index, kernel) for index in range(kernel)]
+    made: set[tuple[str, str]] = set()
+    for item in plan.replacements:
+        if (item.output, _tensor(item.node)) in made:
+            continue
+        made.add((item.output, _tensor(item.node)))
+        arrows.append(Arrow(kernel, len(dots)))
+        if not item.is_free:
+            formulas[item.output] = "Its axes reordered, or reshaped, as the model has them."
+        if item.output in ("c_kv", "k_pe"):
+            formulas[item.output] = "The new rows, for the model's own cache write, which stays."
+        dots.append(Dot(item.output, "", "output", item.output, _tensor(item.node)))
+    return Drawing(tuple(dots), tuple(arrows), formulas)
+
+
+def _dot(node: Node, role: str, step: str) -> Dot:
+    return Dot(node.name, _operator(node), role, step, _tensor(node), module_path.source(node))
+
+
+def _operator(node: Node) -> str:
+    return op_name(node).replace("::", ".") if node.op == "call_function" else node.op
+
+
+def _tensor(node: Node) -> str:
+    return ", ".join(_described(node.meta.get("val")))
+
+
+def _described(value: Any) -> Iterator[str]:
+    if isinstance(value, torch.Tensor):
+        yield f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _described(item)
+
+
+def _times(scale: float) -> str:
+    return f", times {scale:g}" if scale != 1.0 else ""
+
+

@@ -1,0 +1,71 @@
+"""Why a fusion is exact, as lines for the report: for each fact, what it was shown by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.fx import Node
+
+from mla_fusion.facts.absorb import AbsorbFact
+from mla_fusion.facts.rope import Table
+from mla_fusion.fx.kinds import Kind, is_cast, kind_of
+from mla_fusion.fx.program import nodes_between
+from mla_fusion.fx.view import View
+from mla_fusion.plan.plan import InPlace, Plan
+
+
+def lines(view: View, plan: Plan) -> tuple[str, ...]:
+    """One line for each fact: its steps by class, the token axis, the tables."""
+    return tuple(_lines(view, plan))
+
+
+def _lines(view: View, plan: Plan) -> Iterator[str]:
+    q, k = plan.candidate.query, plan.candidate.key
+    yield f"RMSNorm of {len(q.norm.columns)} columns: {_steps(q.down.node, q.norm.node)}"
+    if k.norm is not None:
+        yield f"RMSNorm of {len(k.columns)} columns: {_steps(k.down.node, k.norm.node)}"
+    yield f"RoPE of {q.rope.heads} heads, {q.rope.rope_dim} columns each: {_steps(q.up_rope.node, q.rope.node)}"
+    if k.rope is not None:
+        yield f"RoPE of one head, {k.rope_dim} columns: {_steps(k.down_rope.node, k.rope.node)}"
+    if k.operator is not None:
+        yield f"latent, key and caches: {k.operator.node.target}, by its documentation"
+    if isinstance(q.absorb, AbsorbFact):
+        ends = [part.projection.activation for part in q.absorb.parts]
+        yield f"W_uk: {_steps(q.up_nope.node, *ends)}, then a product of {q.absorb.heads} heads"
+    yield f"tokens: {plan.candidate.tokens.summary() or 'all of them are probed'}"
+    yield f"tables: {_tables(view, (*q.rope.cos, *q.rope.sin), (*k.cos, *k.sin))}"
+
+
+def _steps(start: Node, *ends: Node) -> str:
+    """How many steps of each class lie between a product and what is made of it."""
+    between = dict.fromkeys(node for end in ends for node in nodes_between((start,), end))
+    analytic = sum(kind_of(node) is Kind.ANALYTIC for node in between)
+    inert = sum(kind_of(node) is Kind.CHOICE for node in between)
+    moved = sum(kind_of(node) in (Kind.MOVEMENT, Kind.GATHER, Kind.WRITER) and not is_cast(node) for node in between)
+    casts = sum(map(is_cast, between))
+    counts = {"analytic steps": analytic, "of movement": moved, "casts": casts, "choices that never pick": inert}
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no steps"
+
+
+def _tables(view: View, of_query: Table, of_key: Table) -> str:
+    pairs = [(run.base, other.base) for run, other in zip(of_query, of_key, strict=True)]
+    if all(view.same(a, b) for a, b in pairs):
+        return "one value for query and key"
+    if all(view.terms.same(a, b) for a, b in pairs):
+        return "equal terms"
+    return "equal on random values of what both are made of, by movement and analytic steps"
+
+
+def slots(plan: Plan) -> str:
+    """What non-negative slots rest on."""
+    return f"slots: {_slots(plan)}"
+
+
+def _slots(plan: Plan) -> str:
+    caches = plan.caches
+    if not isinstance(caches, InPlace):
+        return "the model's own writes stay"
+    if plan.candidate.key.operator is not None:
+        return "as the model's operator is given them"
+    trusted = ", ".join(node.name for node in caches.trusted)
+    return f"input {trusted}, trusted" if trusted else "non-negative by their range"

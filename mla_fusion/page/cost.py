@@ -1,0 +1,148 @@
+"""What a fused prologue costs at least, fused and unfused, from the figures in a report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_fusion.meta import ContractError, explain_call
+from mla_fusion.meta.explain import CallExplanation
+from mla_fusion.meta.roofline import Cost
+from mla_fusion.meta.spec import DERIVED, TILE_SIZE
+from mla_fusion.plan.cache_modes import attributes, scale_shapes
+
+if TYPE_CHECKING:
+    from mla_fusion.report.report import Fusion
+
+# Whose peaks are published; the others are counted in bytes alone.
+CHIP_OF_SOC = {"A3": "910C"}
+_TOKENS = (1, 16, 64, 256)  # where the graph leaves their number open
+_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a bar, in percent of the longest."""
+
+    name: str
+    left: float
+    width: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    name: str
+    parts: list[Part]
+    text: str
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A table, bars of its first row's bytes, and what both rest on."""
+
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    bars: list[Bar]
+    note: str
+
+    @property
+    def right(self) -> list[bool]:
+        return [False, *(True for _ in self.header[1:])]
+
+
+def roofline(fusion: Fusion, soc: str, cann: str) -> Roofline | None:
+    """For the call's tokens, or a few numbers of them where they are symbolic; None for a call the contract refuses."""
+    counts = _tokens(str(fusion.dims.get("T", "")))
+    try:
+        found = [_explained(fusion, count, soc, cann) for count in counts]
+    except (ContractError, KeyError, TypeError, ValueError):
+        return None
+    rows = [
+        _row(count, name, cost)
+        for count, item in zip(counts, found, strict=True)
+        for name, cost in (("unfused", item.unfused), ("fused", item.fused))
+    ]
+    first = found[0]
+    longest = max(first.fused.bytes, first.unfused.bytes)
+    bars = [_bar(name, cost, longest) for name, cost in (("unfused", first.unfused), ("fused", first.fused))]
+    timed = f"Lower bounds on {first.chip.name}: {first.chip.source}" if first.chip else f"No peaks are known for {soc}"
+    note = f"Each byte and product counted once; unfused is one kernel a step. {timed}."
+    return Roofline(("T", "kernels", "GFLOP", "MB moved", "FLOP/byte", "at least"), rows, bars, note)
+
+
+def _explained(fusion: Fusion, tokens: int, soc: str, cann: str) -> CallExplanation:
+    chip = CHIP_OF_SOC.get(soc)
+    return explain_call("npu_mla_prolog_v3_functional", soc=soc, cann=cann, chip=chip, **_call(fusion, tokens))
+
+
+def _tokens(text: str) -> tuple[int, ...]:
+    sizes = text.split("*")
+    return (prod(map(int, sizes)),) if all(size.isdecimal() for size in sizes) else _TOKENS
+
+
+def _call(fusion: Fusion, tokens: int) -> dict[str, Any]:
+    """The call's tensors without their numbers; caches as many blocks as the tokens need."""
+    dims = fusion.dims
+    he, hcq, hckv, heads, nope, rope = (int(dims[name]) for name in ("He", "Hcq", "Hckv", "N", "D", "Dr"))
+    quant, kv_quant = (int(fusion.attributes.get(name, 0)) for name in ("weight_quant_mode", "kv_cache_quant_mode"))
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    outer = torch.int8 if quant == 2 else torch.bfloat16
+    inner = torch.int8 if quant else torch.bfloat16
+    of_kv, of_kr = (torch.int8 if kv_quant in modes else torch.bfloat16 for modes in ((1, 2, 3), (2,)))
+    packed = DERIVED["Dtile"]({"Hckv": hckv, "Dr": rope, "tile": TILE_SIZE})
+    paged = fusion.cache_mode.startswith("PA")
+    lead = (-(-tokens // _BLOCK), _BLOCK) if paged else (tokens,)
+    call: dict[str, Any] = {
+        "token_x": empty(tokens, he, dtype=outer),
+        "weight_dq": empty(he, hcq, dtype=outer),
+        "weight_uq_qr": empty(hcq, heads * (nope + rope), dtype=inner),
+        "weight_uk": empty(heads, nope, hckv),
+        "weight_dkv_kr": empty(he, hckv + rope, dtype=outer),
+        "rmsnorm_gamma_cq": empty(hcq),
+        "rmsnorm_gamma_ckv": empty(hckv),
+        "rope_sin": empty(tokens, rope),
+        "rope_cos": empty(tokens, rope),
+        "kv_cache": empty(*lead, 1, packed if kv_quant == 3 else hckv, dtype=of_kv),
+        "kr_cache": empty(0) if kv_quant == 3 else empty(*lead, 1, rope, dtype=of_kr),
+        "cache_mode": fusion.cache_mode if paged else "TND",
+        "weight_quant_mode": quant,
+        **attributes(kv_quant),
+    }
+    scales = {
+        "dequant_scale_w_uq_qr": (quant, (1, heads * (nope + rope))),
+        "dequant_scale_x": (quant == 2, (tokens, 1)),
+        "dequant_scale_w_dq": (quant == 2, (1, hcq)),
+        "dequant_scale_w_dkv_kr": (quant == 2, (1, hckv + rope)),
+    }
+    shapes = {name: shape for name, (given, shape) in scales.items() if given} | scale_shapes(kv_quant, hckv, rope)
+    call |= {name: empty(*shape, dtype=torch.float32) for name, shape in shapes.items()}
+    return call | ({"cache_index": empty(tokens, dtype=torch.int64)} if paged else {})
+
+
+def _row(tokens: int, name: str, cost: Cost) -> tuple[str, ...]:
+    seconds = "" if cost.seconds is None else f"{cost.seconds * 1e6:.1f} us"
+    return (
+        f"{tokens} {name}",
+        str(cost.kernels),
+        f"{cost.flops / 1e9:.2f}",
+        f"{cost.bytes / 1e6:.2f}",
+        f"{cost.intensity:.1f}",
+        seconds,
+    )
+
+
+def _bar(name: str, cost: Cost, longest: int) -> Bar:
+    parts, done = [], 0
+    sizes = (("weights", cost.weight_bytes), ("activations", cost.activation_bytes), ("cache", cost.cache_bytes))
+    for part, size in sizes:
+        left, width = (round(100 * value / longest, 2) for value in (done, size))
+        parts.append(Part(part, min(left, 99.6), width, f"{size / 1e6:.2f} MB"))
+        done += size
+    return Bar(name, parts, f"{cost.bytes / 1e6:.1f} MB")

@@ -1,0 +1,222 @@
+"""Where the values that the kernel produces are read in the graph, and in which arrangement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.facts import dynamic_quant
+from mla_fusion.facts.dynamic_quant import DynamicQuant
+from mla_fusion.fx.kinds import (
+    borrows_only,
+    has_effect,
+    is_faithful_cast,
+    is_getitem,
+    is_reshape,
+    is_view,
+    is_writer,
+    op_name,
+)
+from mla_fusion.fx.operators import SELECTIONS
+from mla_fusion.fx.program import Program, nodes_between
+from mla_fusion.fx.shrink import Shrink
+from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.tokens import Tokens
+from mla_fusion.fx.view import View
+from mla_fusion.report.rejection import Refuse
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """``node`` is ``output`` of the kernel, its axes permuted by ``order``, then reshaped and cast to fit."""
+
+    node: Node
+    output: str
+    order: tuple[int, ...] | None
+
+    @property
+    def is_free(self) -> bool:
+        return self.order is None
+
+
+def live_users(node: Node) -> list[Node]:
+    """Users that matter: whoever only asks for a size, keeps no element, or is itself unread, does not."""
+    return [
+        user
+        for user in node.users
+        if not is_symbolic(user.meta.get("val")) and (user.users or user.op == "output" or has_effect(user))
+        if not keeps_nothing(user)
+    ]
+
+
+def keeps_nothing(node: Node) -> bool:
+    """Is the node a slice without elements?"""
+    source = node.args[0] if is_getitem(node) else node
+    if not isinstance(source, Node) or op_name(source) not in SELECTIONS:
+        return False
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and any(isinstance(size, int) and size == 0 for size in value.shape)
+
+
+def leads_only_to(starts: Iterable[Node], targets: Iterable[Node]) -> Node | None:
+    """The first node that reads ``starts`` for anything else than ``targets``; None: they lead to ``targets`` only."""
+    stops = set(targets)
+    nodes = [node for node in dict.fromkeys(starts) if node not in stops]
+    for node in nodes:  # grows as it is walked
+        if node.op == "output" or has_effect(node):
+            return node
+        nodes += [user for user in live_users(node) if user not in stops and user not in nodes]
+    return None
+
+
+class ValueTree:
+    """The views and casts of one value, with the code of every element they hold."""
+
+    def __init__(
+        self,
+        view: View,
+        root: Node,
+        codes: torch.Tensor,
+        twins: Sequence[tuple[Node, torch.Tensor]] = (),
+        shrink: Shrink | None = None,
+        tokens: Tokens | None = None,
+    ) -> None:
+        """``twins``: other nodes that hold the value, with their codes; ``shrink``, ``tokens``: as these were made.
+
+        A node that takes some of many tokens has no codes: it reads the node above it, and stays in the graph.
+        """
+        self._shrink, self._tokens = shrink, tokens
+        self.roots = [root]
+        self.parent: dict[Node, Node] = {}
+        self.codes: dict[Node, object] = {}
+        self._grow(view, root, codes)
+        for node, of_node in twins:
+            if node not in self.codes:
+                self.roots.append(node)
+                self._grow(view, node, of_node)
+        self.nodes = list(self.codes)
+
+    def _grow(self, view: View, root: Node, codes: torch.Tensor) -> None:
+        order = [root]
+        for node in order:
+            for user in node.users:
+                if (is_view(user) or is_faithful_cast(user)) and user.args[0] is node and user not in self.parent:
+                    self.parent[user] = node
+                    order.append(user)
+        program = Program([root], order[1:], view.binding, shrink=self._shrink)
+        values = program.run([codes])
+        self.codes |= {node: values[program.slot(node)] for node in order}
+        if self._tokens:
+            self._tokens.follow(order[1:])
+            for node in order[1:]:
+                if not self._tokens.knows(node):
+                    self.codes[node] = None
+
+    def readers(self, ignored: Collection[Node] = ()) -> dict[Node, list[Node]]:
+        """Nodes of the tree whose values something outside reads, with who reads them."""
+        inside, skip = set(self.nodes), set(ignored)
+        found = {}
+        for node in self.nodes:
+            users = [user for user in live_users(node) if user not in inside and user not in skip]
+            users = [user for user in users if not self._feeds_a_twin(user) and not borrows_only(user)]
+            if users:
+                found[node] = users
+        return found
+
+    def _feeds_a_twin(self, user: Node) -> bool:
+        """The write through which a twin came to be; it is dead once the twins are replaced."""
+        return len(self.roots) > 1 and is_writer(user)
+
+    def replacements(self, output: str, shape: tuple[int, ...], ignored: Collection[Node] = ()) -> list[Replacement]:
+        """How to make every node that is read outside from ``output`` of the given shape.
+
+        A node that is not the whole value in some order of axes (a slice of it) is made from its parent.
+        """
+        kernel = torch.arange(torch.Size(shape).numel()).reshape(shape)
+        wanted, made = list(self.readers(ignored)), {}
+        while wanted:
+            node = wanted.pop()
+            if node in made:
+                continue
+            codes = self.codes[node]
+            order = _arrange(kernel, codes) if isinstance(codes, torch.Tensor) else None
+            if order is not None:
+                made[node] = Replacement(node, output, None if order == () else order)
+            elif node in self.roots:
+                raise Refuse("reader.latent", f"{node.name} is no arrangement of {output}", (node,))
+            else:
+                wanted.append(self.parent[node])
+        return list(made.values())
+
+
+def quantised_rows(
+    view: View, rows: ValueTree, width: int, dynamic: DynamicQuant, shrink: Shrink | None, tokens: Tokens | None = None
+) -> tuple[ValueTree, ValueTree | None] | None:
+    """The int8 values of ``rows`` and their scales, over all quantisations that equal ``dynamic`` (a projection and an
+    indexer may each have their own); None where one is not of whole rows, each ``width`` wide.
+    """
+    values: dict[Node, torch.Tensor] = {}
+    scales: dict[Node, torch.Tensor] = {}
+    for node in rows.nodes:
+        codes = rows.codes[node]
+        for result, holds_values in dynamic_quant.results(view, dynamic, node):
+            if not isinstance(codes, torch.Tensor) or not _are_rows(codes, width):
+                return None
+            if tokens:
+                tokens.follow(nodes_between((node,), result))
+                if not tokens.knows(result):
+                    return None
+            number = codes[..., 0] // width
+            if dynamic.plain and len(result.meta["val"].shape) == codes.dim():
+                number = number.unsqueeze(-1)
+            (values if holds_values else scales)[result] = codes if holds_values else number
+    if not values or not (scales or dynamic.plain):
+        return None
+    of_scales = _tree(view, scales, shrink, tokens) if scales else None
+    return _tree(view, values, shrink, tokens), of_scales
+
+
+def _tree(
+    view: View, codes: dict[Node, torch.Tensor], shrink: Shrink | None, tokens: Tokens | None
+) -> ValueTree:
+    first, *twins = codes.items()
+    return ValueTree(view, *first, twins, shrink, tokens)
+
+
+def _are_rows(codes: torch.Tensor, width: int) -> bool:
+    """Is every line of the last axis one row from its first element to its last?"""
+    first = codes[..., :1]
+    if codes.shape[-1] != width or bool((first % width).any()):
+        return False
+    return bool((codes == first + torch.arange(width)).all())
+
+
+def _arrange(kernel: torch.Tensor, codes: torch.Tensor) -> tuple[int, ...] | None:
+    """The permutation of ``kernel`` that, reshaped, is ``codes``; () where it is the kernel's own shape."""
+    codes = codes.to(torch.int64)
+    if codes.numel() != kernel.numel():
+        return None
+    if codes.shape == kernel.shape and torch.equal(codes, kernel):
+        return ()
+    for order in permutations(range(kernel.dim())):
+        if torch.equal(kernel.permute(order).reshape(codes.shape), codes):
+            return order
+    return None
+
+
+def whole_readers(root: Node, output: str, shape: tuple[object, ...], same: Callable[..., bool]) -> list[Replacement]:
+    """Replacements for a whole cache: only reshapes are followed, so no codes are needed (caches are large)."""
+    found, stack = [], [root]
+    while stack:
+        node = stack.pop()
+        reshapes = [user for user in node.users if is_reshape(user)]
+        stack.extend(reshapes)
+        if any(user not in reshapes for user in live_users(node)):
+            rank = len(shape)
+            free = same(node.meta["val"].shape, shape)
+            found.append(Replacement(node, output, None if free else tuple(range(rank))))
+    return found

@@ -1,0 +1,207 @@
+"""Is a candidate what the kernel computes? Each rule raises ``Refuse`` with its code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.facts.absorb import AbsorbFact
+from mla_fusion.facts.projection import Projection
+from mla_fusion.fx.program import Program, nodes_between
+from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import peel, upward, views_and_model_casts
+from mla_fusion.match.candidate import Candidate, same_table
+from mla_fusion.report.rejection import Refuse
+
+_REGION_DTYPES = (torch.bfloat16, torch.float32, torch.complex64)
+
+
+def judge(view: View, candidate: Candidate) -> None:
+    """Apply every rule that the facts alone decide."""
+    _norms(candidate)
+    _projections(view, candidate)
+    _quantisation(view, candidate)
+    _rotation(view, candidate)
+    _dtypes(view, candidate)
+    _streams(candidate)
+
+
+def projections(candidate: Candidate) -> list[Projection]:
+    """The distinct projections of the region, each with one weight, absorbed product included."""
+    q, k = candidate.query, candidate.key
+    every = [q.down, q.up_nope, q.up_rope, q.absorb.projection, k.down, k.down_rope]
+    return list({part.node: part for item in every for part in item.parts}.values())
+
+
+def _norms(candidate: Candidate) -> None:
+    q, k = candidate.query.norm, candidate.key
+    sides = [("c_q", q.node, q.gamma, q.runtime_eps, q.low_precision)]
+    if k.norm is not None:
+        sides.append(("c_kv", k.norm.node, k.gamma, k.norm.runtime_eps, k.norm.low_precision))
+    elif k.operator is not None:
+        sides.append(("c_kv", k.operator.node, k.gamma, None, None))
+    for name, node, gamma, runtime_eps, low_precision in sides:
+        if runtime_eps is not None:
+            raise Refuse("norm.runtime_eps", f"epsilon of {name} is {runtime_eps.name}", (node, runtime_eps))
+        if low_precision is not None:
+            dtype = str(low_precision.meta["val"].dtype).removeprefix("torch.")
+            raise Refuse("norm.low_precision", f"{low_precision.name} of {name} is {dtype}", (node, low_precision))
+        if gamma is None:
+            raise Refuse("norm.gamma_absent", f"{name} = {node.name}", (node,))
+        if gamma.meta["val"].dtype != torch.bfloat16:
+            dtype = str(gamma.meta["val"].dtype).removeprefix("torch.")
+            raise Refuse("norm.gamma_dtype", f"{gamma.name} of {name} is {dtype}", (node, gamma))
+
+
+def _projections(view: View, candidate: Candidate) -> None:
+    for item in projections(candidate):
+        out = zip(item.product.out_labels, item.node.meta["val"].shape, strict=True)
+        if any(is_symbolic(size) for label, size in out if label in item.column_labels):
+            sizes = list(item.node.meta["val"].shape)
+            raise Refuse("linear.symbolic", f"{item.node.name} of shape {sizes}", (item.node, item.weight))
+        bias = item.product.bias
+        if bias is not None and item.product.factors[1] != 0.0 and not _is_zero(view, bias):
+            raise Refuse("linear.bias", f"{item.node.name} adds {bias.name}", (item.node, bias))
+        if item.product.factors[0] != 1.0:
+            raise Refuse("linear.scaled", f"{item.node.name} has alpha {item.product.factors[0]}", (item.node,))
+
+
+def _is_zero(view: View, bias: Node) -> bool:
+    if not view.is_constant(bias):
+        return False
+    program = Program([], nodes_between((), bias), view.binding)
+    value = program.run([])[program.slot(bias)]
+    return isinstance(value, torch.Tensor) and not bool(value.any())
+
+
+def _quantisation(view: View, candidate: Candidate) -> None:
+    """One of the weight_quant_modes 0, 1 and 2, each int8 value and its scales used by all that share it."""
+    q, k = candidate.query, candidate.key
+    down = [part for item in (q.down, k.down, k.down_rope) for part in item.parts]
+    up = [part for item in (q.up_nope, q.up_rope) for part in item.parts]
+    quantised = [item for item in (*down, *up) if item.quantised is not None]
+    if not quantised:
+        return
+    for item in quantised:
+        _scales(view, item)
+    of_down, of_up = ({item.quantised is not None for item in items} for items in (down, up))
+    if len(of_down) > 1 or of_up != {True}:
+        plain = [item.node.name for item in (*down, *up) if item.quantised is None]
+        names = ", ".join(item.node.name for item in quantised)
+        raise Refuse("quant.mixed", f"{names} int8, {', '.join(plain)} not", (quantised[0].node,))
+    for items in (down, up) if of_down == {True} else (up,):
+        first, *others = (_int8_input(view, item) for item in items)
+        if any(other != first for other in others):
+            names = ", ".join(dict.fromkeys(item.activation.name for item in items))
+            raise Refuse("quant.tokens_differ", f"int8 activations {names}", tuple(item.node for item in items))
+
+
+def _int8_input(view: View, item: Projection) -> tuple[object, ...]:
+    """What is equal for projections that read one int8 tensor with one scale a token."""
+    quantised = item.quantised
+    assert quantised is not None and quantised.token_scale is not None
+    numbers = _value(view, item.activation), _value(view, quantised.token_scale)
+    return *numbers, quantised.token_factor, quantised.token_inverse
+
+
+def _value(view: View, node: Node) -> tuple[str, int]:
+    """Equal for values that are the same, element by element, whatever views lead to them."""
+    base = peel(node)
+    in_order = view.in_order(base, node)
+    return ("base", view.number(base)) if in_order else ("term", view.terms.number(node))
+
+
+def _scales(view: View, item: Projection) -> None:
+    quantised = item.quantised
+    assert quantised is not None
+    if item.activation.meta["val"].dtype != torch.int8:
+        detail = f"{item.node.name} multiplies {item.activation.name} by {item.weight.name}"
+        raise Refuse("quant.weights_only", detail, (item.node, item.weight))
+    if quantised.token_scale is None:
+        raise Refuse("quant.static", f"{item.node.name} has no pertoken_scale", (item.node,))
+    if quantised.offset is not None:
+        raise Refuse("quant.scale", f"{item.node.name} adds {quantised.offset.name}", (item.node, quantised.offset))
+    columns = item.weight.meta["val"].shape[item.weight_labels.index(item.column_labels[0])]
+    tokens = view.binding.shape(item.node.meta["val"].shape[:-1])
+    for scale, wanted in ((quantised.weight_scale, columns), (quantised.token_scale, prod(tokens))):
+        value = scale.meta["val"]
+        count = prod(view.binding.shape(value.shape))
+        if value.dtype not in (torch.float32, torch.bfloat16) or count != view.binding.size(wanted):
+            found = f"{scale.name} of {item.node.name} is {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+            raise Refuse("quant.scale", f"{found}, {wanted} values are needed", (item.node, scale))
+
+
+def _rotation(view: View, candidate: Candidate) -> None:
+    q, k = candidate.query, candidate.key
+    nodes = tuple(node for node in (q.rope.node, k.rope.node if k.rope else None) if node is not None)
+    if q.rope.rope_dim != k.rope_dim:
+        raise Refuse("rope.tables_differ", f"Dr is {q.rope.rope_dim} on q and {k.rope_dim} on k", nodes)
+    if q.rope.layout != k.layout:
+        raise Refuse("rope.layouts_differ", f"q leaves RoPE {q.rope.layout}, k {k.layout}", nodes)
+    ratios = {same_table(view, q.rope.cos, k.cos), same_table(view, q.rope.sin, k.sin)}
+    ratio = ratios.pop() if len(ratios) == 1 else None
+    if ratio is None:
+        bases = ", ".join(sorted({run.base.name for run in (*q.rope.cos, *q.rope.sin, *k.cos, *k.sin)}))
+        raise Refuse("rope.tables_differ", f"tables are taken from {bases}", nodes)
+    if abs(ratio - q.absorb.factor) > 1e-6 * abs(ratio):
+        factors = f"q_nope by {q.absorb.factor:g}, q_pe by {ratio:g} (relative to k_pe)"
+        raise Refuse("scale.unequal", factors, (q.absorb.node, *nodes))
+
+
+def _dtypes(view: View, candidate: Candidate) -> None:
+    for item in projections(candidate):
+        operand = torch.int8 if item.quantised is not None else torch.bfloat16
+        roles = (("activation", item.activation, operand), ("weight", item.weight, operand))
+        for role, node, wanted in (*roles, ("product", item.node, torch.bfloat16)):
+            dtype = node.meta["val"].dtype
+            if dtype == torch.float32 and (role == "product" or _holds_bfloat16(node)):
+                continue  # the kernel adds up in float32 too; a product of float32 operands has those refused
+            if dtype != wanted:
+                names = [str(kind).removeprefix("torch.") for kind in (dtype, wanted)]
+                raise Refuse("dtype.region", f"{role} {node.name} is {names[0]}, the kernel takes {names[1]}", (node,))
+    for node in _region(candidate):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype not in _REGION_DTYPES:
+            if value.dtype == torch.float64:
+                continue  # wider than the kernel's float32
+            found = str(value.dtype).removeprefix("torch.")
+            raise Refuse("dtype.region", f"{node.name} is {found}", (node,))
+
+
+def _holds_bfloat16(node: Node) -> bool:
+    """Are the numbers, though in a wider dtype, bfloat16's?"""
+    dtypes = (above.meta["val"].dtype for above in upward(node, views_and_model_casts))
+    return next((dtype for dtype in dtypes if dtype not in (torch.float32, torch.float64)), None) == torch.bfloat16
+
+
+def _region(candidate: Candidate) -> Iterator[Node]:
+    """Plain nodes between the projections and the norms and rotations."""
+    q, k = candidate.query, candidate.key
+    for item in projections(candidate):
+        yield from (node for node in upward(item.activation, views_and_model_casts) if item.quantised is None)
+        dynamic = item.quantised.dynamic if item.quantised is not None else None
+        if dynamic is not None:
+            yield from upward(dynamic.source, views_and_model_casts)
+            if dynamic.plain:
+                yield from nodes_between((dynamic.source,), dynamic.node)
+        yield from item.product.inside
+    yield from nodes_between((q.down.node,), q.norm.node)
+    yield from nodes_between((q.up_rope.node,), q.rope.node)
+    absorbed = isinstance(q.absorb, AbsorbFact)
+    for end in [p.activation for p in q.absorb.projection.parts] if absorbed else [q.absorb.node]:
+        yield from nodes_between((q.up_nope.node,), end)
+    if k.norm is not None:
+        yield from nodes_between((k.down.node,), k.norm.node)
+    if k.rope is not None:
+        yield from nodes_between((k.down_rope.node,), k.rope.node)
+
+
+def _streams(candidate: Candidate) -> None:
+    labels = {node.meta.get("stream_label") for node in candidate.nodes}
+    if len(labels) > 1:
+        found = ", ".join(sorted(str(label) for label in labels))
+        raise Refuse("stream.mixed", f"labels {found}", candidate.nodes)

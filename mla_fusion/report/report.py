@@ -1,0 +1,135 @@
+"""What the pass did to one graph, and why not more."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mla_fusion.config import Config
+from mla_fusion.report.picture import Picture
+from mla_fusion.report.rejection import Rejection
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One output compared: relative L2 error and largest difference, fused against unfused, over all draws.
+
+    row   the relative L2 error of the worst row (of a token, or of a cache)
+    """
+
+    output: str
+    relative: float
+    largest: float
+    elements: int
+    row: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """One prologue that became one kernel call (or, from ``explain``, would).
+
+    placement   "in place" (the kernel writes the model's caches) or "staged: <reason>"
+    figures     per output, fused against unfused on seeded inputs; empty where ``verified`` says another
+                layer of equal structure stood for this one, or verification was off
+    proof       why the fusion is exact, a line for each fact, and last what verification compared
+    compared    what verification ran: at how many tokens, on how many draws, how many outputs; empty where figures is
+    picture     its place in ``Report.pictures``; layers of equal structure share one
+    """
+
+    layer: str
+    nodes: tuple[str, ...]
+    dims: dict[str, Any]
+    cache_mode: str
+    placement: str
+    rope: str
+    attributes: dict[str, Any]
+    replaced: dict[str, str]
+    assumptions: tuple[str, ...]
+    verified: str
+    figures: tuple[Figure, ...]
+    source: str = ""
+    picture: int | None = None
+    compared: str = ""
+    proof: tuple[str, ...] = ()
+
+
+@dataclass
+class Report:
+    """fused, rejected: one entry per prologue, in graph order. seconds: wall time by stage, "total" among them.
+
+    pictures: what the page draws, one for each structure.
+    """
+
+    config: Config
+    fused: list[Fusion] = field(default_factory=list)
+    rejected: list[Rejection] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+    nodes_before: int = 0
+    nodes_after: int = 0
+    committed: bool = True
+    bytes_added: int = 0
+    operators: dict[str, dict[str, int]] = field(default_factory=dict)
+    pictures: list[Picture] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return self.timings.get("total", 0.0)
+
+    def to_json(self) -> str:
+        """The whole report as JSON text."""
+        data = asdict(self)
+        data["config"]["skip"] = [str(entry) for entry in self.config.skip]
+        data["seconds"] = self.seconds
+        return json.dumps(data, indent=2, default=str)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write one self-contained HTML page; returns its path."""
+        return _page[0](self, Path(path))
+
+    def __str__(self) -> str:
+        verb = "fused" if self.committed else "would fuse"
+        lines = [f"mla_fusion: {verb} {len(self.fused)}, left {len(self.rejected)}, in {self.seconds * 1e3:.0f} ms"]
+        for item in self.fused:
+            worst = max((figure.relative for figure in item.figures), default=None)
+            checked = f"relative error {worst:.1e}" if worst is not None else item.verified
+            lines.append(f"  + {item.layer or item.nodes[0]}: {item.cache_mode}, {item.placement}; {checked}")
+        for rejection in self.rejected:
+            lines.append(
+                f"  - {rejection.layer or ', '.join(rejection.nodes[:2])}: [{rejection.code}] {rejection.message}"
+            )
+            lines.append(f"      to fuse: {rejection.remedy}")
+            if rejection.source:
+                lines.append(f"      at {rejection.source}")
+        return "\n".join(lines)
+
+
+_KEPT: deque[Report] = deque(maxlen=256)
+_page: list[Callable[[Report, Path], Path]] = []
+_observers: list[Callable[[Report], object]] = []
+
+
+def written_by(page: Callable[[Report, Path], Path]) -> None:
+    """From now on ``Report.to_html`` writes its page by this function."""
+    _page[:] = [page]
+
+
+def seen_by(observer: Callable[[Report], object]) -> None:
+    """From now on the observer is given each report of a compiled graph."""
+    if observer not in _observers:
+        _observers.append(observer)
+
+
+def keep(report: Report) -> None:
+    """Remember the report of a compiled graph, and write it where the user asked for files."""
+    _KEPT.append(report)
+    for observe in _observers:
+        observe(report)
+
+
+def reports() -> list[Report]:
+    """Reports of this process, newest last, one per graph compiled through any entry point."""
+    return list(_KEPT)
