@@ -17,7 +17,6 @@ import mla_fusion.ops  # noqa: E402, F401  # defines the npu:: prologue schemas 
 
 if TYPE_CHECKING:
     from mla_fusion import inspect, meta, offline, paging, reference
-    from mla_fusion._version import __version__ as __version__
     from mla_fusion.compile.backend import backend
     from mla_fusion.compile.hook import torchair_pass
     from mla_fusion.compile.lowering import Lowering, lower
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from mla_fusion.config import Config
     from mla_fusion.entry import explain, fuse
     from mla_fusion.report.report import Report, reports
+
+__version__: str
 
 _HOME = {
     "__version__": "mla_fusion._version",

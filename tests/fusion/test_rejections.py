@@ -28,7 +28,7 @@ def graph_of(model: torch.nn.Module, *args: torch.Tensor, device: str = "cpu", *
         return capture(model, *args, device=device, **options)[0]
 
 
-def refused(gm: GraphModule, config: mf.Config | None = None) -> mf.fusion.rejection.Rejection:  # type: ignore[name-defined]
+def refused(gm: GraphModule, config: mf.Config | None = None) -> mf.report.rejection.Rejection:  # type: ignore[name-defined]
     before = str(gm.graph)
     report = mf.fuse(gm, config)
     assert report.fused == [], str(report)
@@ -269,7 +269,7 @@ def test_call_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(verify.replace, "call_kernel", fail)
+    monkeypatch.setattr(verify.call, "call_kernel", fail)
     rejection = refused(graph_of(s.PagedRotateHalf(), *s.paged_args()))
     assert rejection.code == "verify.mismatch" and "no such kernel" in rejection.message
 
@@ -354,7 +354,7 @@ def test_failure_while_committing_puts_everything_back(monkeypatch: pytest.Monke
 
     gm = graph_of(s.Layers(), *s.layers_args())
     before, calls = str(gm.graph), []
-    right = rewrite.replace.fit
+    right = rewrite.call.fit
 
     def fails_late(b: Any, *args: Any) -> Any:
         calls.append(b)
@@ -362,7 +362,7 @@ def test_failure_while_committing_puts_everything_back(monkeypatch: pytest.Monke
             raise RuntimeError("out of luck")
         return right(b, *args)
 
-    monkeypatch.setattr(rewrite.replace, "fit", fails_late)
+    monkeypatch.setattr(rewrite.call, "fit", fails_late)
     with pytest.raises(RuntimeError, match="out of luck"):
         mf.fuse(gm)
     assert str(gm.graph) == before

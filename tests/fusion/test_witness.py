@@ -44,7 +44,7 @@ def outcome(gm: GraphModule, config: mf.Config | None = None) -> str:
     view, plan = planned(gm)
     try:
         return verify.compare(view, plan).verified
-    except mf.fusion.rejection.Refuse as reason:  # type: ignore[attr-defined]
+    except mf.report.rejection.Refuse as reason:  # type: ignore[attr-defined]
         return f"{reason.code}: {reason.detail}"
 
 
@@ -69,7 +69,7 @@ def changed_in_secret(op: Any, *args: Any, where: str = "norm") -> str:
     after(gm, node, op, *args, only=only)
     try:
         return verify.compare(View(gm), plan).verified
-    except mf.fusion.rejection.Refuse as reason:  # type: ignore[attr-defined]
+    except mf.report.rejection.Refuse as reason:  # type: ignore[attr-defined]
         return f"{reason.code}: {reason.detail}"
 
 
@@ -118,8 +118,8 @@ def test_one_wrong_row_does_not_hide_among_many(row: int, monkeypatch: pytest.Mo
         return results
 
     view, plan = planned(gm)
-    monkeypatch.setattr(verify.replace, "call_kernel", wrong)
-    with pytest.raises(mf.fusion.rejection.Refuse, match="in one row"):  # type: ignore[attr-defined]
+    monkeypatch.setattr(verify.call, "call_kernel", wrong)
+    with pytest.raises(mf.report.rejection.Refuse, match="in one row"):  # type: ignore[attr-defined]
         verify.compare(view, plan)
 
 
@@ -150,7 +150,7 @@ def test_what_depends_on_the_number_of_the_token_shows() -> None:
         if user not in (head, tail):
             user.replace_input_with(node, joined)
     gm.graph.lint()
-    with pytest.raises(mf.fusion.rejection.Refuse, match="relative error"):  # type: ignore[attr-defined]
+    with pytest.raises(mf.report.rejection.Refuse, match="relative error"):  # type: ignore[attr-defined]
         verify.compare(View(gm), plan)
 
 
@@ -194,7 +194,7 @@ def test_positions_that_are_cut_show_far_out() -> None:
     cut.meta["val"] = base.meta["val"]
     readers = [user for user in base.users if user is not cut]
     readers[0].replace_input_with(base, cut)
-    with pytest.raises(mf.fusion.rejection.Refuse):  # type: ignore[attr-defined]
+    with pytest.raises(mf.report.rejection.Refuse):  # type: ignore[attr-defined]
         verify.compare(View(gm), plan)
 
 
