@@ -73,10 +73,15 @@ def _with_room(view: View, plan: Plan, region: Region) -> View:
         blocks, block_size = plan.caches.kv_shape[:2]
         binding = binding.roomier(blocks, -(-_tokens(view, plan) // binding.size(block_size)))
     for node in region.nodes:
-        source, end = node.args[0] if node.args else None, argument(node, "end")
-        if op_name(node) == "aten::slice" and isinstance(source, Node) and isinstance(end, Node):
-            rows = source.meta["val"].shape[argument(node, "dim", 0)]
+        source = node.args[0] if node.args else None
+        if op_name(node) != "aten::slice" or not isinstance(source, Node):
+            continue
+        axis, start, end = (argument(node, name) for name in ("dim", "start", "end"))
+        rows, kept = source.meta["val"].shape[axis], node.meta["val"].shape[axis]
+        if isinstance(end, Node):
             binding = binding.roomier(rows, binding.number(end.meta["val"]))
+        elif isinstance(start, Node):  # so many rows from the end
+            binding = binding.roomier(rows, binding.size(kept))
     return view.bound(binding)
 
 

@@ -173,6 +173,7 @@ def lend(b: Builder, plan: Plan, borrower: Node) -> Any:
     """What the borrower makes, with its device taken from x instead of from a value that is replaced."""
     value = borrower.meta["val"]
     new = _MADE_FROM.get(op_name(borrower), aten.new_empty)
-    number = [argument(borrower, "fill_value")] if new is aten.new_full else []
+    fill = argument(borrower, "fill_value")
+    number = [b.value(fill) if isinstance(fill, Node) else fill] if new is aten.new_full else []
     x = b.value(plan.candidate.query.down.origin)
     return b.call(new.default, x, b.sizes(value.shape), *number, dtype=value.dtype)

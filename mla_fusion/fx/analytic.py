@@ -29,12 +29,17 @@ _DISTINCT = 3  # elements from which on the zeros of their sum of squares leave 
 class Barrier:
     """A step behind which nothing is known of a product's elements.
 
-    code     "step.choice", "step.random" or "step.unknown"
+    code     "step.choice", "step.random", "step.unknown" or "tokens.mixed"
     detail   what the step does, for messages
     """
 
     code: str
     detail: str
+
+    @property
+    def is_opaque(self) -> bool:
+        """Can the step not be run on probes?"""
+        return self.code in ("step.random", "step.unknown")
 
 
 class Steps:

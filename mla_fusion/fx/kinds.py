@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from mla_fusion.fx.operators import (
     COPYING_CASTS,
+    ELEMENTWISE,
     FILLED,
     FILLED_WITH,
     KNOWN,
@@ -21,6 +22,7 @@ from mla_fusion.fx.operators import (
     kind_by_arguments,
     known,
 )
+from mla_fusion.fx.sizes import is_symbolic
 
 __all__ = ["Kind", "is_getitem"]
 
@@ -65,6 +67,18 @@ def filled_with(node: Node) -> float | None:
         value = argument(node, "fill_value")
         return float(value) if isinstance(value, (int, float)) else None
     return FILLED.get(name)
+
+
+def size_among_numbers(node: Node) -> Node | None:
+    """A symbolic size that the node computes with; one that only says how long the result is does not count."""
+    name = op_name(node)
+    if name in ELEMENTWISE or name == "aten::scalar_tensor":
+        given = (*node.args, *node.kwargs.values())
+    elif name in FILLED_WITH or name == "aten::full":
+        given = (argument(node, "fill_value"),)
+    else:
+        return None
+    return next((arg for arg in given if isinstance(arg, Node) and is_symbolic(arg.meta.get("val"))), None)
 
 
 def borrows_only(node: Node) -> bool:

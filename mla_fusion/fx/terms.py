@@ -92,19 +92,24 @@ class Terms:
             return self._intern(("literal", literal))
         source = node.args[0] if node.args else None
         if isinstance(source, Node) and (is_reshape(node) or (is_cast(node) and self._keeps_numbers(node, source))):
-            return self._of.get(source, self._outside(source))
+            return self._given(source)
         part = _part_of_stack(node)
         if part is not None and part in self._of:
             return self._of[part]
+        looked_up = _rows_of_table(node)
+        if looked_up is not None:
+            table, index = looked_up
+            return self._intern(("rows", self._given(table), self._given(index), _shape(table)))
         if _is_integer(node):
             made = self._arithmetic(node, op_name(node))
             if made is not None:
                 return made
         return self._call(node)
 
-    def _outside(self, node: Node) -> int:
-        """Of what a fill borrows its shape from, which is not walked."""
-        return self._intern(("node", self._view.number(node)))
+    def _given(self, node: Node) -> int:
+        """The number of an operand; what a fill borrows its shape from is not walked."""
+        known = self._of.get(node)
+        return known if known is not None else self._intern(("node", self._view.number(node)))
 
     def _call(self, node: Node) -> int:
         """The same operator with the same literals on inputs of the same terms and shapes."""
@@ -112,7 +117,7 @@ class Terms:
         shapes = [_shape(given) for given in inputs]
         plain = op_name(node) in ELEMENTWISE and len(set(shapes)) == 1
         named = tuple(
-            (self._of.get(given, -1) if given in self._of else self._outside(given), None if plain else shape)
+            (self._given(given), None if plain else shape)
             for given, shape in zip(inputs, shapes, strict=True)
         )
         return self._intern(("call", call, *named))
@@ -247,6 +252,22 @@ def _part_of_stack(node: Node) -> Node | None:
         return None
     part = parts[index]
     return part if isinstance(part, Node) else None
+
+
+def _rows_of_table(node: Node) -> tuple[Node, Node] | None:
+    """The table and the index of ``table[index]``, however it is written: whole rows, by one tensor of integers."""
+    name = op_name(node)
+    if name in ("aten::index", "aten::_unsafe_index") and isinstance(node.args[1], (list, tuple)):
+        table, index = node.args[0], node.args[1][0] if len(node.args[1]) == 1 else None
+    elif name == "aten::embedding":
+        table, index = node.args[:2]
+    elif name == "aten::index_select" and argument(node, "dim") == 0:
+        table, index = node.args[0], argument(node, "index")
+    else:
+        return None
+    if not isinstance(table, Node) or not isinstance(index, Node) or not _is_integer(index):
+        return None
+    return table, index
 
 
 _SHIFTS = ("aten::bitwise_left_shift", "aten::__lshift__")

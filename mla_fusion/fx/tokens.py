@@ -163,7 +163,7 @@ class TokenAxis:
 
     def _check_same(self, node: Node, operand: Node, place: Place) -> None:
         """A value without tokens must be one for all of them."""
-        if place.axis < 0 or _is_one(_shape(operand)[place.axis]) or _is_uniform(operand):
+        if place.axis < 0 or _is_one(_shape(operand)[place.axis]) or is_uniform(operand):
             return
         if self._is_spread(operand, place):
             return
@@ -363,7 +363,7 @@ class TokenAxis:
         if axis == place.axis and not (not selects and self._keeps_slice(node, base)):
             raise _Break(f"{node.name} ({node.target}) overwrites some of the tokens")
         for operand in (base, source):
-            if not isinstance(self._states.get(operand), Place) and not _is_uniform(operand):
+            if not isinstance(self._states.get(operand), Place) and not is_uniform(operand):
                 raise _Break(f"{operand.name} has a value of its own for each token at {node.name} ({node.target})")
         return place
 
@@ -541,7 +541,7 @@ def _is_empty(node: Node) -> bool:
     return any(isinstance(size, int) and size == 0 for size in _shape(node))
 
 
-def _is_uniform(node: Node) -> bool:
+def is_uniform(node: Node) -> bool:
     """Is every element the same number: a fill, or views of one?"""
     *views, base = upward(node, lambda step: input_of(step) if op_name(step) == "aten::slice" else repeats(step))
     if filled_with(base) is not None or op_name(base) in _FILLS:

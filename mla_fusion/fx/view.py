@@ -30,6 +30,7 @@ from mla_fusion.fx.kinds import (
     is_view,
     op_name,
     operator_of,
+    size_among_numbers,
 )
 from mla_fusion.fx.operators import JOINERS
 from mla_fusion.fx.program import Program, nodes_between
@@ -37,7 +38,7 @@ from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import Binding, exceeds_one, is_symbolic, same
 from mla_fusion.fx.steps import rows_in_step
 from mla_fusion.fx.terms import Terms
-from mla_fusion.fx.tokens import Tokens
+from mla_fusion.fx.tokens import Tokens, is_uniform
 from mla_fusion.fx.walk import peel, upward, views_and_model_casts
 
 _NOTHING: frozenset[Node] = frozenset()
@@ -116,15 +117,24 @@ class View:
         if not operator.runs or (operator.writer and not self._writes_into_own(node)):
             self.barriers[node] = self._steps.barrier(node) or Barrier("step.unknown", f"{node.name} writes")
             return frozenset((node,))
-        sources, of_literals = _NOTHING, True
+        sources, of_literals, of_sizes = _NOTHING, True, False
         for arg in node.all_input_nodes:
             theirs = self._sources[arg]
             sources = theirs if not sources else sources | theirs if theirs else sources
-            of_literals = of_literals and (arg in self._constant or is_symbolic(arg.meta.get("val")))
+            if arg not in self._constant:
+                is_size = is_symbolic(arg.meta.get("val"))
+                of_sizes = of_sizes or is_size
+                of_literals = of_literals and is_size
+        size = size_among_numbers(node) if of_sizes else None
+        if size is not None and not sources:
+            return _NOTHING
         if of_literals or filled_with(node) is not None:
             self._constant.add(node)
             return _NOTHING
         barrier = self._steps.barrier(node) if sources else None
+        if size is not None:
+            detail = f"{node.name} ({node.target}) computes with {size.name}, which is another number at other lengths"
+            barrier = Barrier("tokens.mixed", detail)
         if barrier is not None:
             self.barriers[node] = barrier
             return frozenset((node,))
@@ -201,9 +211,9 @@ class View:
         return bool(self._sources[node])
 
     def ends_walk(self, node: Node) -> bool:
-        """Is the node a product, or a barrier other than a choice?"""
+        """Is the node a product, or a step that cannot be run?"""
         barrier = self.barriers.get(node)
-        return node in self._sources[node] and (barrier is None or barrier.code != "step.choice")
+        return node in self._sources[node] and (barrier is None or barrier.is_opaque)
 
     def step_ends_proof(self, node: Node) -> bool:
         """Would the node be a barrier if it were made of a product? (An input never is.)"""
@@ -271,7 +281,7 @@ class View:
         """Of a node computed from literals alone: is every element -1, 0 or 1, or all the same number?"""
         known = self._plain.get(node)
         if any(map(is_symbolic, node.meta["val"].shape)):
-            return False  # at one length it may be what it is at no other
+            return is_uniform(node)
         if known is None:
             program = Program([], nodes_between((), node), self.binding)
             value = program.run([])[program.slot(node)]

@@ -200,7 +200,7 @@ class Diagnosis:
         found = {}
         for node in self.view.nodes:
             barrier = self.view.barriers.get(node)
-            if barrier is not None and barrier.code != "step.choice" and not is_cast(node):
+            if barrier is not None and barrier.is_opaque and not is_cast(node):
                 read = _first_rows(node) if _is_rows(node) else None
                 if read is not None:
                     found[node] = _before_quantisation(read)

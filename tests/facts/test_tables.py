@@ -34,6 +34,8 @@ SAME: dict[str, tuple[Table, Table]] = {
     "repeated": (cosines, lambda f, p: f.cos().repeat(1, 2)),
     "an axis for heads": (cosines, lambda f, p: torch.cat([f, f], -1).cos().unsqueeze(1)),
     "widened": (cosines, lambda f, p: cosines(f, p).double()),
+    "looked up and selected": (lambda f, p: f.cos()[p], lambda f, p: f.cos().index_select(0, p)),
+    "looked up and embedded": (lambda f, p: f[p], lambda f, p: torch.nn.functional.embedding(p, f)),
     "of equal terms": (lambda f, p: of_positions(p).cos(), lambda f, p: of_positions((p // 4) * 4 + p % 4).cos()),
 }
 OTHER: dict[str, tuple[Table, Table]] = {
@@ -54,6 +56,8 @@ OTHER: dict[str, tuple[Table, Table]] = {
         lambda f, p: of_positions(torch.where(p == 20011, 0, p)).cos(),
     ),
     "positions in bfloat16": (lambda f, p: of_positions(p).cos(), lambda f, p: of_positions(p.bfloat16()).cos()),
+    "looked up elsewhere": (lambda f, p: f[p], lambda f, p: f.index_select(0, p // 2)),
+    "another table": (lambda f, p: f[p], lambda f, p: (2 * f).index_select(0, p)),
     "noise": (cosines, lambda f, p: cosines(f, p) + torch.randn(DR)),
     "first tokens alone": (cosines, lambda f, p: torch.cat([cosines(f, p)[:3], cosines(f, p)[3:] * 2])),
 }

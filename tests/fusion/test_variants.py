@@ -37,7 +37,8 @@ def test_device_form(name: str) -> None:
 # What symbolic sizes change most: products that einsum lowers by views, weights of three axes, writes of rows.
 SYMBOLIC = """
     AbsorbByEinsum AllNopeThenAllRope ChunkedWeights CombinedCache ComputedTables EinsumLinear InPlaceQuery
-    NpuRopeHeadsFirst QueryAssembled RotatedTogether ScatterRows Sequences StaticCache WeightOfThreeAxes WeightOnTheLeft
+    NpuRopeHeadsFirst QueryAssembled RotatedTogether ScatterRows Sequences StaticCache TablesFromTheEnd
+    WeightOfThreeAxes WeightOnTheLeft ZeroResidual
 """.split()
 
 

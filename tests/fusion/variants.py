@@ -342,6 +342,34 @@ class GatheredTables(Base):
         return super().forward(x, cos[positions], sin.index_select(0, positions), kv_cache, kr_cache, slots)
 
 
+class TablesLookedUpTwice(Base):
+    """Each side of the attention looks its rows up with an operator of its own."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        self.tables, self.positions = (cos, sin), slots % 8
+        return super().forward(x, cos, sin, kv_cache, kr_cache, slots)
+
+    def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        c, s = (table[self.positions].unsqueeze(1) for table in self.tables)
+        return self.rotate(q_pe, c, s)
+
+    def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        c, s = (F.embedding(self.positions, table).unsqueeze(1) for table in self.tables)
+        return self.rotate(k_pe, c, s)
+
+
+class TablesFromTheEnd(Base):
+    """Tables of every position so far, of which the last rows are the new tokens'."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        before = cos.shape[0] - x.shape[0]
+        return super().forward(x, cos[before:], sin[before:], kv_cache, kr_cache, slots)
+
+
 class ComputedTables(Base):
     """Hugging Face: frequencies times positions, in float32."""
 
@@ -425,6 +453,11 @@ def static_cache_args() -> tuple[Tensor, ...]:
     )
 
 
+def longer_table_args() -> tuple[Tensor, ...]:
+    x, _, _, *rest = s.paged_args(5)
+    return (x, *s.tables(13), *rest)
+
+
 def one_token_args() -> tuple[Tensor, ...]:
     return s.paged_args(1)
 
@@ -464,6 +497,7 @@ VARIANTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ..
             WideResidual,
             InPlaceQuery,
             GatheredTables,
+            TablesLookedUpTwice,
             ComputedTables,
             ChunkedTables,
         )
@@ -483,6 +517,7 @@ VARIANTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ..
     "Sequences": (Sequences, sequence_args, IN_PLACE),
     "SequencesShareRows": (Sequences, shared_table_args, IN_PLACE),
     "StaticCache": (StaticCache, static_cache_args, STAGED),
+    "TablesFromTheEnd": (TablesFromTheEnd, longer_table_args, IN_PLACE),
     "OneToken": (s.PagedRotateHalf, one_token_args, IN_PLACE),
     "Gated": (near_misses.GatedLatent, s.paged_args, STAGED),
 }
