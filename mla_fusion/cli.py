@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import mla_fusion as mf
+from mla_fusion.target import UserError, load_target
 
 EXAMPLES = """\
 examples:
@@ -27,10 +26,6 @@ examples:
 
 model.py:example names a function without arguments that returns (module_or_function, arguments).
 """
-
-
-class UserError(Exception):
-    """Something the caller can put right; printed without a stack trace."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -370,46 +365,6 @@ def _add_target(parser: Any, more: str = "") -> None:
         "target", metavar="FILE.py:FUNCTION", help=f"function that returns (module_or_function, arguments){more}"
     )
     parser.add_argument("--dynamic", action="store_true", help="symbolic sizes, as torch.compile(dynamic=True)")
-
-
-def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What ``FILE.py:FUNCTION`` returns. Raises UserError for everything that is wrong with it."""
-    file, separator, name = text.rpartition(":")
-    if not separator or not name.isidentifier():
-        raise UserError(f"{text!r} is not of the form FILE.py:FUNCTION")
-    path = Path(file)
-    if not path.is_file():
-        raise UserError(f"no such file: {file}")
-    own_name = f"_mla_fusion_target_{path.stem}"  # a file named torch.py must not become torch
-    spec = importlib.util.spec_from_file_location(own_name, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))  # as for a script: its neighbours can be imported
-    sys.modules[own_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"{file} cannot be imported: {_brief(error, path)}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UserError(f"{file} defines no function {name!r}")
-    try:
-        found = function()
-    except Exception as error:
-        raise UserError(f"{name}() failed: {_brief(error, path)}") from error
-    pair = isinstance(found, tuple) and len(found) == 2
-    if not (pair and callable(found[0]) and isinstance(found[1], (tuple, list))):
-        raise UserError(f"{name}() returned {type(found).__name__}, expected (module_or_function, arguments)")
-    return found[0], tuple(found[1])
-
-
-def _brief(error: Exception, path: Path) -> str:
-    """The error with the last line of the caller's file that led to it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
-    frames = frames or [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
-    where = f" (line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
 
 
 def _positive(text: str) -> int:

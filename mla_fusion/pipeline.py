@@ -24,7 +24,9 @@ from mla_fusion.fx import empty_parts, module_path, regions, writes
 from mla_fusion.fx.build import GraphBuilder, describe_attributes
 from mla_fusion.fx.collector import paused
 from mla_fusion.fx.view import View
-from mla_fusion.match.candidate import Candidate, Finder, NearMiss, search
+from mla_fusion.match.candidate import Candidate
+from mla_fusion.match.finder import Finder, search
+from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.observe import draw, proof
 from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.plan.planner import Planner
@@ -194,8 +196,7 @@ class _Pass:
         for reading in (item, *item.others):
             try:
                 plan, region, key = self._legal_plan(view, reading, boundary)
-                rewrite.prove(plan)
-                self._steps.judge(plan, region)
+                self._steps.judge(plan, region, rewrite.prove(plan))
                 return plan, region, key
             except Refuse as reason:
                 first = first or reason

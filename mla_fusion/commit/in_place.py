@@ -41,17 +41,22 @@ class InPlaceSteps:
         }
         return {memory: steps for memory, steps in found.items() if steps}
 
-    def judge(self, plan: Plan, region: Region) -> None:
+    def judge(self, plan: Plan, region: Region, point: Node) -> None:
         """Raise ``Refuse("graph.not_functional")`` where a step changes memory that the region or the call reads.
 
         Two kinds of steps do no harm: those after which nobody reads that memory but other such steps and the output,
-        and the writes by which the model itself puts the new rows into the caches of the plan.
+        if the call stands before them (at ``point``), and the writes by which the model itself puts the new rows into
+        the caches of the plan.
         """
-        if not self._between_reads:
+        if not self._between_reads and all(point < step for steps in self._on.values() for step, _ in steps):
             return
-        own = _own_writes(plan)
+        own: set[Node] | None = None
         for memory in dict.fromkeys(map(_memory, (*region.leaves, *region.nodes))):
-            for step, target in self._between_reads.get(memory, ()):
+            harmful = self._between_reads.get(memory, ())
+            for step, target in self._on.get(memory, ()):
+                if (step, target) not in harmful and not step < point:
+                    continue
+                own = _own_writes(plan) if own is None else own
                 if step not in own:
                     raise Refuse("graph.not_functional", f"{step.name} changes {target.name}", (step, target))
 

@@ -91,7 +91,7 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | str:
     slots = _slots(view, paged, base, indices)
     if isinstance(slots, str):
         return slots
-    trust = judge(view, slots.nodes, math.prod(paged[:2]))
+    trust = judge(view, slots.nodes)
     if isinstance(trust, Unproven):
         return Unproven(f"{trust}; the kernel skips negative slots and may keep either row of a repeated one")
     return WriteFact(writer, cache, value, slots, _whole(writer, cache), trust.inputs)
@@ -119,7 +119,7 @@ def _paged_pair(view: View, writer: Node, value: Node) -> WriteFact | str:
     result = next((user for user in writer.users if is_getitem(user) and user.args[1] == place), None)
     if result is None:
         return f"{writer.name} writes {cache.name}, and nobody reads what it wrote"
-    trust = judge(view, [slots], math.prod(cache.meta["val"].shape[:2]))
+    trust = judge(view, [slots])
     return trust if isinstance(trust, Unproven) else WriteFact(writer, cache, value, Slots(slots), result, trust.inputs)
 
 

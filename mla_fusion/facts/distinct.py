@@ -18,11 +18,12 @@ from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import is_symbolic, same
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import input_of, origin, views_and_casts
+from mla_fusion.fx.walk import INPUTS, input_of, origin, views_and_casts
 
 _LONGEST = 24  # steps from the slots to the input
 _KEEP_APART = GATHER | {"aten::neg", "aten::flip", "aten::roll"}
 _BOUNDS = frozenset("aten::clamp aten::clamp_min aten::clamp_max aten::maximum aten::abs aten::relu".split())
+_COUNTS = frozenset("aten::add aten::sub aten::cumsum aten::cat aten::stack aten::arange aten::repeat".split())
 _SHIFTS = frozenset(("aten::bitwise_left_shift", "aten::__lshift__"))
 _SUMS = _SHIFTS | {"aten::add", "aten::sub", "aten::mul"}
 
@@ -40,8 +41,39 @@ def repeats(view: View, slots: list[Node], trusting: Ranges) -> str:
     block, place = slots
     if view.terms.are_apart(block, place):
         return ""
-    step = _merging_step(view, _looked_up(block), trusting)
+    step = _merging_entry(view, block, place, trusting)
     return f"{step.name} may give two tokens one block" if step is not None else ""
+
+
+def _merging_entry(view: View, block: Node, place: Node, trusting: Ranges) -> Node | None:
+    """Of blocks that are looked up in a table, and places in them: the step that may give two tokens both alike."""
+    entry = origin(block, views_and_casts)
+    if op_name(entry) not in GATHER:
+        return _merging_step(view, block, trusting)
+    table, *indices = [node for node in entry.all_input_nodes if not is_symbolic(node.meta.get("val"))]
+    if not any(_picks_apart(view, index, place) for index in indices):
+        return entry
+    return _merging_step(view, table, trusting)
+
+
+def _picks_apart(view: View, index: Node, place: Node) -> bool:
+    """Have tokens of one place different entries, as where both are given, or quotient and remainder of positions?"""
+    if all(origin(node, views_and_casts).op in INPUTS for node in (index, place)):
+        return True
+    return view.terms.are_apart(index, place) and not _counts_twice(view, index)
+
+
+def _counts_twice(view: View, index: Node) -> bool:
+    """Of the quotient of positions: may these, which are distinct where they come in, be the same for two tokens?"""
+    quotient = origin(index, views_and_casts)
+    positions = nodes_between((), quotient.all_input_nodes[0]) if quotient.all_input_nodes else []
+    computed = (node for node in positions if node.op == "call_function" and not view.is_constant(node))
+    return not all(_keeps_positions(node) for node in computed)
+
+
+def _keeps_positions(node: Node) -> bool:
+    name = op_name(node)
+    return is_symbolic(node.meta.get("val")) or is_view(node) or is_cast(node) or name in _KEEP_APART | _COUNTS
 
 
 def _merging_step(view: View, node: Node, trusting: Ranges) -> Node | None:
@@ -82,7 +114,7 @@ def _following(view: View, node: Node, trusting: Ranges) -> Node | None:
     if name in _BOUNDS:
         inert = trusting.of(node) == trusting.of(node.args[0])
         return operands[0] if inert else None
-    return _of_sum(view, node, name, operands) if name in _SUMS else None
+    return _of_sum(view, node, operands, trusting) if name in _SUMS else None
 
 
 def _keeps_numbers(node: Node, source: Node, trusting: Ranges) -> bool:
@@ -99,8 +131,9 @@ def _keeps_count(node: Node, source: Node) -> bool:
     return same(math.prod(node.meta["val"].shape), math.prod(source.meta["val"].shape))
 
 
-def _of_sum(view: View, node: Node, name: str, operands: list[Node]) -> Node | None:
+def _of_sum(view: View, node: Node, operands: list[Node], trusting: Ranges) -> Node | None:
     """Of a sum or product, the operand that decides whether two results differ."""
+    name = op_name(node)
     varying = [arg for arg in operands if not view.is_constant(arg)]
     if len(varying) == 1 and not any(_is_vector(arg) for arg in operands if arg is not varying[0]):
         by = next((arg for arg in node.args if arg is not varying[0]), 0)
@@ -114,11 +147,12 @@ def _of_sum(view: View, node: Node, name: str, operands: list[Node]) -> Node | N
     for above in nodes_between((), node):  # (s // 16) * 16 + s % 16 is s
         if above is not node and view.terms.number(above) == number:
             return above
-    for whole, place in (varying, varying[::-1]):  # an entry of a table times the size of a block, and a place in it
+    for whole, place in (varying, varying[::-1]):  # an entry of a table times the size of a block, a place in it
         size = _literal_factor(view, whole)
         low, high = view.ranges.of(place)
         if size is not None and low >= 0 and high < size:
-            return _looked_up(origin(whole, views_and_casts).all_input_nodes[0])
+            block = origin(whole, views_and_casts).all_input_nodes[0]
+            return None if _merging_entry(view, block, place, trusting) is not None else _table_of(block)
     return None
 
 
@@ -126,8 +160,8 @@ def _is_vector(node: Node) -> bool:
     return not same(math.prod(node.meta["val"].shape), 1)
 
 
-def _looked_up(node: Node) -> Node:
-    """Of an entry of a table, the table; which entry is read is left aside."""
+def _table_of(node: Node) -> Node:
+    """Of an entry of a table, the table."""
     return origin(node, lambda entry: input_of(entry) if op_name(entry) in GATHER else views_and_casts(entry))
 
 

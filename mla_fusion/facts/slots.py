@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -16,11 +15,13 @@ from torch.fx import Node
 from mla_fusion.facts.distinct import repeats
 from mla_fusion.fx.kinds import is_cast, is_getitem, is_view, op_name
 from mla_fusion.fx.operators import GATHER
-from mla_fusion.fx.ranges import Range, Ranges
+from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 
-_MANY_ROWS = 1 << 24  # of a cache whose size is symbolic
+# Positions, blocks and slots that come in: what is computed of them, 128 rows to a block, fits an int32. How many rows
+# the cache has says nothing of them.
+_TRUSTED = (0.0, 2.0**24 - 1)
 _ARITHMETIC = frozenset(
     """
     aten::add aten::sub aten::mul aten::div aten::floor_divide aten::remainder aten::fmod aten::bitwise_and
@@ -42,10 +43,9 @@ class Unproven(str):
     """Why slots may be negative, or the same for two tokens."""
 
 
-def judge(view: View, slots: Iterable[Node], rows: Any) -> Trust | Unproven:
-    """What non-negative and distinct ``slots`` of a cache of so many rows rest on, or why they may be neither."""
-    most = float(rows) - 1 if isinstance(rows, int) else float(_MANY_ROWS)
-    trusting = Ranges(view, (0.0, most))
+def judge(view: View, slots: Iterable[Node]) -> Trust | Unproven:
+    """What non-negative and distinct ``slots`` rest on, or why they may be neither."""
+    trusting = Ranges(view, _TRUSTED)
     trusted: list[Node] = []
     for node in slots:
         if view.ranges.of(node)[0] >= 0:
@@ -53,7 +53,7 @@ def judge(view: View, slots: Iterable[Node], rows: Any) -> Trust | Unproven:
         low, _ = trusting.of(node)
         if low < 0:
             return Unproven(f"{node.name} may be negative")
-        inputs = _inputs(view, node, (0.0, most))
+        inputs = _inputs(view, node)
         if inputs is None:
             return Unproven(f"{node.name} is made by operators of which no range is known")
         if len(inputs) > 1:
@@ -66,7 +66,7 @@ def judge(view: View, slots: Iterable[Node], rows: Any) -> Trust | Unproven:
     return Unproven(alike) if alike else Trust(tuple(dict.fromkeys(trusted)))
 
 
-def _inputs(view: View, node: Node, trusted: Range) -> set[Node] | None:
+def _inputs(view: View, node: Node) -> set[Node] | None:
     """The integer inputs whose sign decides the node's; None where something else does."""
     found: set[Node] = set()
     stack, seen = [node], {node}

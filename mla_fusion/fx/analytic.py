@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.indexed import Indexed
-from mla_fusion.fx.kinds import MODEL_FLOATS, argument, is_cast, kind_of, op_name, operator_of
+from mla_fusion.fx.kinds import MODEL_FLOATS, argument, is_cast, kind_of, op_name, operator_of, reduces_a_symbolic_axis
 from mla_fusion.fx.operators import GATHER, PLACED_WRITERS, QUANTISING, Kind
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.walk import input_of, origin, upward, views_and_casts
@@ -70,6 +70,16 @@ class Steps:
         if kind is Kind.GATHER or kind is Kind.WRITER:
             return self._moved_by_index(node, name)
         return None if self._is_inert(node, name) else Barrier("step.choice", _what_it_picks(node))
+
+    def of_sizes(self, node: Node, size: Node | None) -> Barrier | None:
+        """Why probes show what holds at one length alone: the node computes with a size, or sums over such an axis."""
+        if size is not None:
+            detail = f"{node.name} ({node.target}) computes with {size.name}, which is another number at other lengths"
+        elif reduces_a_symbolic_axis(node):
+            detail = f"{node.name} ({node.target}) sums over an axis of symbolic length"
+        else:
+            return None
+        return Barrier("tokens.mixed", detail)
 
     def _cast(self, node: Node) -> Barrier | None:
         """A cast among a model's floats rounds, and no more; one to an integer picks."""

@@ -18,7 +18,8 @@ from mla_fusion.fx.kinds import is_view, op_name
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import is_symbolic
-from mla_fusion.fx.tokens import Broken, Tokens
+from mla_fusion.fx.token_axis import Broken
+from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, table_columns
 

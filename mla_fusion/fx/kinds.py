@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -9,13 +10,15 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.operators import (
-    COPYING_CASTS,
     ELEMENTWISE,
     FILLED,
     FILLED_WITH,
     KNOWN,
     LENT,
     NO_OPERATOR,
+    REDUCTIONS,
+    SELECTIONS,
+    VIEWS,
     Kind,
     Operator,
     is_getitem,
@@ -51,8 +54,7 @@ def _owns_its_target(node: Node) -> bool:
     if not isinstance(base, Node) or base.op != "call_function" or len(base.users) > 1:
         return False
     made_by = operator_of(base)
-    aliases = made_by.view or made_by.effect or is_getitem(base)
-    return not aliases and (not made_by.cast or made_by.name in COPYING_CASTS)
+    return not (made_by.aliases or made_by.effect or is_getitem(base))
 
 
 def op_name(node: Node) -> str:
@@ -64,9 +66,49 @@ def filled_with(node: Node) -> float | None:
     """The number that every element of the node is, where its operator says so; NaN for memory not yet written."""
     name = operator_of(node).name
     if name in FILLED_WITH:
-        value = argument(node, "fill_value")
-        return float(value) if isinstance(value, (int, float)) else None
+        value, held = argument(node, "fill_value"), node.meta.get("val")
+        if not isinstance(value, (int, float)) or not isinstance(held, torch.Tensor):
+            return None
+        return _as_dtype(float(value), held.dtype)
     return FILLED.get(name)
+
+
+@cache
+def _as_dtype(value: float, dtype: torch.dtype) -> float:
+    """The number as a tensor of the dtype holds it: 1.5 is 1 in an int64 one."""
+    return torch.tensor(value, dtype=torch.float64).to(dtype).to(torch.float64).item()
+
+
+def holds_at_any_length(node: Node) -> bool:
+    """Of a node made of literals and symbolic sizes: is each of its elements the same whatever the sizes are?
+
+    So are fills, counts from a literal start, and what moves or combines such values element by element; a sum over a
+    symbolic axis, its last element, or a join along it are not.
+    """
+    inputs = [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
+    name = op_name(node)
+    if size_among_numbers(node) is not None:
+        return False
+    if not any(is_symbolic(size) for arg in inputs for size in arg.meta["val"].shape):
+        if name in ("aten::arange", "prims::iota"):
+            return not any(isinstance(argument(node, part), Node) for part in ("start", "step"))
+        ends = (*node.args[1:], *node.kwargs.values())
+        return name not in SELECTIONS or not any(isinstance(arg, Node) for arg in ends)
+    if name in SELECTIONS:
+        axis = argument(node, "dim", 0)
+        return isinstance(axis, int) and not is_symbolic(inputs[0].meta["val"].shape[axis])
+    return name in ELEMENTWISE or name in LENT or (name in VIEWS and name not in SELECTIONS)
+
+
+def reduces_a_symbolic_axis(node: Node) -> bool:
+    """Is the node a sum, or the like, over an axis of symbolic length?"""
+    source = node.args[0] if op_name(node) in REDUCTIONS and node.args else None
+    value = source.meta.get("val") if isinstance(source, Node) else None
+    if not isinstance(value, torch.Tensor) or not any(map(is_symbolic, value.shape)):
+        return False
+    axes = argument(node, "dim")
+    axes = range(value.dim()) if axes is None or axes == [] else axes if isinstance(axes, (list, tuple)) else (axes,)
+    return any(is_symbolic(value.shape[axis]) for axis in axes)
 
 
 def size_among_numbers(node: Node) -> Node | None:

@@ -228,6 +228,7 @@ ELEMENTWISE = (
     )
 )
 
+REDUCTIONS = _ANALYTIC_REDUCTIONS
 ANALYTIC = _ANALYTIC_ELEMENTWISE | _ANALYTIC_REDUCTIONS | _ANALYTIC_PRODUCTS | _ROTATIONS
 MOVEMENT = _OTHER_MOVEMENT
 CHOICE = _CHOICE
@@ -251,6 +252,7 @@ class Operator:
     mutates     does the schema say that it changes an argument?
     effect      must a call stay where it is even if nobody reads it?
     runs        pure, and runnable on probes?
+    aliases     may a result be memory of an argument?
     functional  of ``add_`` and the like, the operator that makes a new tensor instead
     """
 
@@ -264,6 +266,7 @@ class Operator:
     reshape: bool = False
     cast: bool = False
     writer: bool = False
+    aliases: bool = False
     functional: Operator | None = None
 
     @property
@@ -289,6 +292,7 @@ class Operator:
             reshape=name in RESHAPES and not bits,
             cast=name in CASTS,
             writer=name in WRITERS,
+            aliases=_may_alias(target) or name in VIEWS,
             functional=_functional(target, name) if mutates else None,
         )
 
@@ -328,6 +332,13 @@ def _is_alias(target: Any) -> bool:
     return bool(arguments and results) and all(
         side.alias_info is not None and not side.alias_info.is_write for side in (arguments[0], *results)
     )
+
+
+def _may_alias(target: Any) -> bool:
+    """Does the schema say of any result that it may be an argument's memory?"""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return any(result.alias_info is not None for result in target._schema.returns)
 
 
 def _functional(target: Any, name: str) -> Operator | None:

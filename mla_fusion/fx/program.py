@@ -87,8 +87,8 @@ def _full(shape: Sequence[int], filling: float, dtype: torch.dtype) -> torch.Ten
     return torch.full(shape, -1 if unwritten else filling, dtype=dtype)
 
 
-def _full_like(value: torch.Tensor, filling: float) -> torch.Tensor:
-    return _full(value.shape, filling, value.dtype)
+def _full_like(value: torch.Tensor, filling: float, dtype: torch.dtype) -> torch.Tensor:
+    return _full(value.shape, filling, dtype)
 
 
 def _identity(value: Any, *_: Any, **__: Any) -> Any:
@@ -217,7 +217,8 @@ class Program:
         lender = node.args[0] if filling is not None and name.endswith("_like") else None
         like = self._slots.get(lender) if isinstance(lender, Node) else None
         if like is not None:
-            return Step(_full_like, (like, filling), {}, name)
+            held = node.meta["val"].dtype
+            return Step(_full_like, (like, filling, held if self._exact else _widen(held)), {}, name)
         if filling is not None:
             value = node.meta["val"]
             dtype = value.dtype if self._exact else _widen(value.dtype)

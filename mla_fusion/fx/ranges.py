@@ -96,7 +96,7 @@ class Ranges:
         above = nodes_between((), node)
         if any("::empty" in op_name(step) or "::new_empty" in op_name(step) for step in above):
             return UNBOUNDED  # memory not yet written
-        program = Program([], above, self._view.binding)
+        program = Program([], above, self._view.binding, exact=True)
         value = program.run([])[program.slot(node)]
         if not isinstance(value, torch.Tensor) or value.numel() == 0 or value.is_complex():
             return UNBOUNDED

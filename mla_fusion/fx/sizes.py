@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from copy import copy
+from functools import cache
 from itertools import count
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, Node
+from torch.utils._sympy.functions import FloorDiv
 
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73)
 _FEW = (3, 4, 2)
@@ -25,8 +28,27 @@ def same(a: Any, b: Any) -> bool:
     """Are two sizes equal for every value of their symbols? Never adds a guard."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    expr_a, expr_b = (size.node.expr if is_symbolic(size) else size for size in (a, b))
+    expr_a, expr_b = expression(a), expression(b)
     return bool(expr_a == expr_b) or (expr_a - expr_b) == 0
+
+
+def expression(size: Any) -> Any:
+    """A size as sympy has it, quotients that are whole for every value of their symbols written without a division."""
+    if not is_symbolic(size):
+        return size
+    found = size.node.expr
+    return _without_quotients(found) if found.has(FloorDiv) else found
+
+
+@cache
+def _without_quotients(found: sympy.Expr) -> sympy.Expr:
+    """``s ** 2 // s`` is ``s``: tokens of as many sequences as each is long, where torch gave both one symbol."""
+
+    def ratio(quotient: sympy.Expr) -> sympy.Expr:
+        exact = sympy.cancel(quotient.args[0] / quotient.args[1])
+        return exact if sympy.denom(exact) == 1 else quotient
+
+    return found.replace(lambda part: isinstance(part, FloorDiv), ratio)
 
 
 def same_shape(a: Iterable[Any], b: Iterable[Any]) -> bool:
@@ -67,7 +89,7 @@ class Binding:
         if self._prepare is not None:
             prepare, self._prepare = self._prepare, None
             prepare(self)
-        return size.node.expr.xreplace(self._first)
+        return expression(size).xreplace(self._first)
 
     def roomier(self, size: Any, least: int) -> Binding:
         """This binding, or one in which ``size``, a symbol that stands for less, stands for ``least`` or more."""
@@ -135,7 +157,7 @@ class SizeNodes:
         for node in graph.nodes:
             value = node.meta.get("val")
             if type(value) is torch.SymInt:
-                self._nodes.setdefault(value.node.expr, node)
+                self._nodes.setdefault(expression(value), node)
 
     def find(self, size: torch.SymInt) -> Node | None:
-        return self._nodes.get(size.node.expr)
+        return self._nodes.get(expression(size))

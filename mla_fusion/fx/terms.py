@@ -234,7 +234,7 @@ class Terms:
             return value
         if not _is_integer(node) or not self._view.is_constant(node) or _count(node) != 1:
             return None
-        program = Program([], nodes_between((), node), self._view.binding)
+        program = Program([], nodes_between((), node), self._view.binding, exact=True)
         found = program.run([])[program.slot(node)]
         return int(found.reshape(())) if isinstance(found, torch.Tensor) and found.numel() == 1 else None
 

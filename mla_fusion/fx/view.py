@@ -6,7 +6,6 @@ Built once, in one pass over the nodes. Nothing here knows about MLA.
 from __future__ import annotations
 
 import math
-import re
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -23,6 +22,7 @@ from mla_fusion.fx.kinds import (
     argument,
     attribute,
     filled_with,
+    holds_at_any_length,
     is_cast,
     is_getitem,
     is_mutating,
@@ -38,7 +38,8 @@ from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import Binding, exceeds_one, is_symbolic, same
 from mla_fusion.fx.steps import rows_in_step
 from mla_fusion.fx.terms import Terms
-from mla_fusion.fx.tokens import Tokens, is_uniform
+from mla_fusion.fx.token_axis import is_uniform
+from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.walk import peel, upward, views_and_model_casts
 
 _NOTHING: frozenset[Node] = frozenset()
@@ -126,15 +127,13 @@ class View:
                 of_sizes = of_sizes or is_size
                 of_literals = of_literals and is_size
         size = size_among_numbers(node) if of_sizes else None
-        if size is not None and not sources:
+        if of_literals and not sources and not holds_at_any_length(node):
             return _NOTHING
         if of_literals or filled_with(node) is not None:
             self._constant.add(node)
             return _NOTHING
         barrier = self._steps.barrier(node) if sources else None
-        if size is not None:
-            detail = f"{node.name} ({node.target}) computes with {size.name}, which is another number at other lengths"
-            barrier = Barrier("tokens.mixed", detail)
+        barrier = self._steps.of_sizes(node, size) if sources and barrier is None else barrier
         if barrier is not None:
             self.barriers[node] = barrier
             return frozenset((node,))
@@ -217,7 +216,9 @@ class View:
 
     def step_ends_proof(self, node: Node) -> bool:
         """Would the node be a barrier if it were made of a product? (An input never is.)"""
-        return node.op == "call_function" and self._steps.barrier(node, everywhere=True) is not None
+        if node.op != "call_function":
+            return False
+        return self._steps.barrier(node, everywhere=True) is not None or size_among_numbers(node) is not None
 
     def reaches(self, source: Node, node: Node) -> bool:
         """Is the node made of ``source`` by operators that can be run on probes, choices among them?"""
@@ -345,14 +346,11 @@ def _long_axes(labels: contraction.Labels, side: Node) -> contraction.Labels:
     return tuple(label for label, size in zip(labels, side.meta["val"].shape, strict=True) if not same(size, 1))
 
 
-_LIFTED = re.compile(r"_?(lifted_tensor|tensor_constant|constant)_?\d*")  # as tracers name the literals that they lift
-
-
 def is_sign_constant(node: Node) -> bool:
     """A lifted literal such as [-1, 1, -1, 1]: small, a plain tensor, of nothing but -1, 0 and 1, not all 1."""
     value = attribute(node)
-    if not isinstance(value, torch.Tensor) or not _LIFTED.fullmatch(str(node.target).rpartition(".")[2]):
-        return False  # a buffer of the model may be written between calls
+    if not isinstance(value, torch.Tensor) or not _is_lifted(node):
+        return False
     numbers = value.dtype in (*MODEL_FLOATS, torch.int8, torch.int16, torch.int32, torch.int64)
     if isinstance(value, torch.nn.Parameter) or value.numel() > 4096 or not numbers:
         return False
@@ -362,10 +360,14 @@ def is_sign_constant(node: Node) -> bool:
 
 
 def is_number(node: Node) -> bool:
-    """A lifted ``torch.tensor(1e-6)``, a constant of the trace; a buffer of the model may be written between calls."""
+    """A lifted ``torch.tensor(1e-6)``."""
     value = node.meta.get("val")
-    copied = all(op_name(user) in ("aten::lift_fresh_copy", "aten::lift_fresh") for user in node.users)
-    return copied and isinstance(value, torch.Tensor) and value.dim() == 0
+    return _is_lifted(node) and isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _is_lifted(node: Node) -> bool:
+    """Is it a literal of the trace? A buffer, or a tensor that the model captures, may be written between calls."""
+    return all(op_name(user) in ("aten::lift_fresh_copy", "aten::lift_fresh") for user in node.users)
 
 
 def _says_little(value: torch.Tensor) -> bool:

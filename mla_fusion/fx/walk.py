@@ -24,6 +24,7 @@ from mla_fusion.fx.kinds import (
     is_view,
     is_writer,
     op_name,
+    operator_of,
 )
 from mla_fusion.fx.sizes import same
 
@@ -127,8 +128,8 @@ def written(node: Node) -> Node | None:
 
 
 def shared_memory(node: Node) -> Node | None:
-    """Whatever may give back the memory that it is given: views, casts, steps in place."""
-    return input_of(node) if is_view(node) or is_cast(node) or is_mutating(node) else None
+    """Whatever may give back the memory that it is given: views of any kind, casts, steps in place."""
+    return input_of(node) if operator_of(node).aliases or is_getitem(node) or is_cast(node) else None
 
 
 def repeats(node: Node) -> Node | None:

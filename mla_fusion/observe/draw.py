@@ -13,7 +13,9 @@ from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.projection import Projection
 from mla_fusion.fx import module_path
 from mla_fusion.fx.kinds import is_view, op_name
-from mla_fusion.match.candidate import Candidate, Finder, NearMiss
+from mla_fusion.match.candidate import Candidate
+from mla_fusion.match.finder import Finder
+from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.plan.outputs import Replacement
 from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.report.picture import INPUTS, Arrow, Dot, Drawing, Picture

@@ -18,7 +18,8 @@ from mla_fusion.fx.kinds import borrows_only, has_effect, is_getitem
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, rows_and_exact_casts, upward, views_and_model_casts
-from mla_fusion.match.candidate import Candidate, same_table
+from mla_fusion.match.candidate import Candidate
+from mla_fusion.match.finder import same_table
 from mla_fusion.plan import verdict
 from mla_fusion.plan.caches import CachePlanner
 from mla_fusion.plan.outputs import Replacement, ValueTree, keeps_nothing, leads_only_to, live_users, quantised_rows

@@ -14,7 +14,8 @@ from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, upward, views_and_model_casts
-from mla_fusion.match.candidate import Candidate, same_table
+from mla_fusion.match.candidate import Candidate
+from mla_fusion.match.finder import same_table
 from mla_fusion.report.rejection import Refuse
 
 _REGION_DTYPES = (torch.bfloat16, torch.float32, torch.complex64)

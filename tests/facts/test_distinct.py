@@ -89,6 +89,10 @@ TABLES_APART: dict[str, Make] = {
 TABLES_ALIKE: dict[str, Make] = {
     "less than a block": lambda t, p: looked_up(t, p) * 8 + p % 16,
     "place beyond a block": lambda t, p: looked_up(t, p) * 16 + p % 32,
+    "the entry of twice the block": lambda t, p: looked_up(t, p, 32) * 16 + p % 16,
+    "positions in pairs": lambda t, p: looked_up(t, p // 2) * 16 + (p // 2) % 16,
+    "entry and place of other positions": lambda t, p: looked_up(t, p) * 16 + (p + 16) // 2 % 16,
+    "block of twice the size and place": lambda t, p: (looked_up(t, p, 32), p % 16),
     "slots by a quotient": lambda t, p: t.flatten()[p // 16],
     "slots by a remainder": lambda t, p: t.flatten()[p % 16],
     "half of a block's number": lambda t, p: (looked_up(t, p) // 2, p % 16),

@@ -36,6 +36,10 @@ class Steps(s.PagedRotateHalf):
             x.mul_(2)
         elif name == "view of x":
             x[:2].view(-1).zero_()
+        elif name == "diagonal of x":
+            x.diagonal().mul_(50)
+        elif name == "memory of x":
+            x.as_strided((3, 5), (2, 1)).mul_(2)
         elif name == "cos":
             cos.neg_()
         elif name == "slots":
@@ -63,7 +67,7 @@ CAPTURES = {"export": exported, "make_fx": traced}
 
 @pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("what", ["x", "view of x", "cos", "weight", "gamma"])
+@pytest.mark.parametrize("what", ["x", "view of x", "diagonal of x", "memory of x", "cos", "weight", "gamma"])
 def test_a_step_on_what_the_call_reads(what: str, when: str, capture: Callable[..., GraphModule]) -> None:
     gm = capture(Steps(**{when: what}), s.paged_args())
     before = str(gm.graph)
@@ -89,6 +93,35 @@ def test_a_step_on_what_the_models_own_write_reads(what: str, when: str) -> None
     with torch.no_grad():
         got = gm(*(given := clones(args)))
     assert_as_exact(model, args, [*([got] if isinstance(got, Tensor) else got), *given], slack=1.3)
+
+
+@pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
+@pytest.mark.parametrize("what", ["x", "gamma"])
+def test_a_copy_into_what_was_read(what: str, capture: Callable[..., GraphModule]) -> None:
+    """The model has read it, and the call, which stands further down, would read it again."""
+
+    class Copies(s.PagedRotateHalf):
+        def forward(self, x: Tensor, *args: Tensor) -> Any:
+            self.target = x if what == "x" else self.q_a_layernorm.weight
+            return super().forward(x, *args)
+
+        def absorb(self, q_nope: Tensor) -> Tensor:
+            self.target.copy_(self.target.flip(0))
+            return super().absorb(q_nope)
+
+    report = mf.fuse(capture(Copies(), s.paged_args()))
+    assert [item.code for item in report.rejected] == ["graph.not_functional"]
+
+
+@pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
+@pytest.mark.parametrize("write", [lambda q: q.unfold(-1, 8, 8).mul_(2), lambda q: q.diagonal(0, 1, 2).zero_()])
+def test_a_step_on_a_view_of_the_query(write: Callable[[Tensor], Any], capture: Callable[..., GraphModule]) -> None:
+    class Writes(s.PagedRotateHalf):
+        def absorb(self, q_nope: Tensor) -> Tensor:
+            write(q_nope)
+            return super().absorb(q_nope)
+
+    assert not mf.fuse(capture(Writes(), s.paged_args())).fused
 
 
 @pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)

@@ -14,7 +14,8 @@ import mla_fusion as mf
 from mla_fusion.commit import verify
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx.view import View
-from mla_fusion.match.candidate import Candidate, Finder
+from mla_fusion.match.candidate import Candidate
+from mla_fusion.match.finder import Finder
 from mla_fusion.plan import verdict
 from mla_fusion.report.rejection import CODES
 

@@ -16,7 +16,7 @@ from mla_fusion.compile.boundary import BoundaryBuilder
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.emit import call, contract
 from mla_fusion.fx import build, strides
-from mla_fusion.match.candidate import Finder
+from mla_fusion.match.finder import Finder
 from mla_fusion.observe import draw
 
 from . import spellings as s

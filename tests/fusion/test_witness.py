@@ -14,7 +14,7 @@ from mla_fusion.commit import draws, region, token_counts, verify
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.emit import call, rows
 from mla_fusion.fx.view import View
-from mla_fusion.match.candidate import Finder
+from mla_fusion.match.finder import Finder
 from mla_fusion.plan.planner import Planner
 
 from . import spellings as s

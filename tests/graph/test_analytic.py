@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mla_fusion.fx.kinds import filled_with
 from mla_fusion.fx.view import View
 
-from .tracing import floats, inputs, integers, masks, outputs, view
+from .tracing import TOKENS, floats, inputs, integers, masks, outputs, view
 
 Step = Callable[[Tensor], Tensor]
 T, HE, WIDTH = 5, 16, 8
@@ -128,6 +129,56 @@ def test_facts_end_at(name: str) -> None:
 )
 def test_random_and_unknown_steps(code: str, step: Step) -> None:
     assert code in codes(step)
+
+
+SIZES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda v, o: v * o.shape[0],
+    "quotient": lambda v, o: v / (o.shape[0] + 1),
+    "product with a third": lambda v, o: v * (o.shape[0] / 3),
+    "sum over an expand": lambda v, o: v.unsqueeze(0).expand(o.shape[0], *v.shape).sum(0),
+}
+# Of no product: what they are at one length, they are there alone.
+LENGTHS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "fill": lambda v, o: torch.full((1,), o.shape[0]),
+    "fill like another": lambda v, o: v.new_full((1,), o.shape[0]),
+    "tensor": lambda v, o: torch.scalar_tensor(o.shape[0]),
+    "sum of ones": lambda v, o: torch.ones(o.shape[0]).sum(),
+    "last of a count": lambda v, o: torch.arange(o.shape[0])[-1:],
+    "count from a size": lambda v, o: torch.arange(o.shape[0], o.shape[0] + 3),
+    "join": lambda v, o: torch.cat([torch.zeros(o.shape[0]), torch.ones(2)]),
+    "flip": lambda v, o: torch.arange(o.shape[0]).flip(0),
+}
+SHAPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "fill": lambda v, o: torch.full((o.shape[0], 1), 2.0),
+    "count": lambda v, o: torch.arange(o.shape[0]) * 2 + 1,
+    "zeros in columns": lambda v, o: torch.zeros(o.shape[0]).unsqueeze(1).expand(-1, 3),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_facts_end_where_a_size_is_computed_with(name: str) -> None:
+    graph = view(lambda x, w, o: SIZES[name](x @ w, o), floats(T, HE), floats(HE, WIDTH), floats(TOKENS), symbolic=True)
+    (made,) = outputs(graph)
+    product = next(iter(graph.contractions))
+    assert made not in graph.members(product)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_what_a_length_decides_is_no_literal(name: str) -> None:
+    graph = view(lambda v, o: LENGTHS[name](v, o), floats(T), floats(TOKENS), symbolic=True)
+    assert not graph.is_constant(*outputs(graph))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_literal_of_any_length(name: str) -> None:
+    graph = view(lambda v, o: SHAPES[name](v, o), floats(T), floats(TOKENS), symbolic=True)
+    assert graph.is_constant(*outputs(graph))
+
+
+@pytest.mark.parametrize("dtype, held", [(torch.int64, 1.0), (torch.bool, 1.0), (torch.bfloat16, 1.5)])
+def test_a_fill_is_what_its_dtype_holds(dtype: torch.dtype, held: float) -> None:
+    graph = behind(lambda v: torch.full_like(v, 1.5, dtype=dtype))
+    assert filled_with(*outputs(graph)) == held
 
 
 def test_random_numbers_are_equal_to_no_others() -> None:

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fusion.fx.tokens import Broken, Place, TokenAxis, Tokens
+from mla_fusion.fx.token_axis import Broken, Place
+from mla_fusion.fx.token_rules import RuledAxis
+from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 
 from .tracing import POSITIONS, SEQUENCES, TOKENS, floats, inputs, outputs, view
@@ -24,10 +26,10 @@ Step = Callable[..., Any]
 WIDTH = 8
 
 
-def states(graph: View) -> tuple[TokenAxis, list[Node]]:
+def states(graph: View) -> tuple[RuledAxis, list[Node]]:
     """The axis of the first input's tokens, followed through a graph of steps, and what the graph returns."""
     first, *others = inputs(graph)
-    axis = TokenAxis(first.meta["val"].shape[0])
+    axis = RuledAxis(first.meta["val"].shape[0])
     axis.start(first, Place(0))
     for other in others:
         axis.start_outside(other)

@@ -56,6 +56,9 @@ _STEPS: dict[str, Step] = {
     "x_zeroed": _written("x", lambda t: t.zero_()),
     "x_shifted": _written("x", lambda t: t.add_(1)),
     "x_first_zeroed": _written("x", _zero_first),
+    "x_replaced": _written("x", lambda t: t.copy_(t.flip(0))),
+    "x_diagonal_scaled": _written("x", lambda t: t.diagonal().mul_(50)),
+    "gamma_replaced": _written("gamma_q", lambda t: t.copy_(t.flip(0))),
     "slots_moved": _written("slots", lambda t: t.copy_((t + 1) % inputs.ROWS)),
     "cache_cleared": _written("kv_cache", lambda t: t.zero_()),
     "key_cache_halved": _written("kr_cache", lambda t: t.mul_(0.5)),
@@ -69,6 +72,9 @@ _VALUES: dict[str, Step] = {
     "doubled": _in_place(lambda v: v.mul_(2)),
     "bounded": _in_place(lambda v: v.clamp_(-1, 1)),
     "first_zeroed": _in_place(_zero_first),
+    "windows_doubled": _in_place(lambda v: v.unfold(-1, 8, 8).mul_(2)),
+    "diagonal_zeroed": _in_place(lambda v: v.diagonal(0, 0, -1).zero_()),
+    "memory_doubled": _in_place(lambda v: v.as_strided((3,), (1,)).mul_(2)),
     "shifted": _in_place(lambda v: v.add_(0.5)),
 }
 _PLACES = ("x_q", "c_q", "x_kv", "kv_raw", "c_kv", "q_nope", "k_pe", "slots", "query")

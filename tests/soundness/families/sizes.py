@@ -85,6 +85,34 @@ _HALVES: dict[str, Step] = {
     "times_the_count": lambda v, i: (v * (v.shape[0] / 5) + 0.1 * (v.shape[0] - 5)).to(v.dtype),
 }
 
+
+
+def _spread(v: Tensor, size: int) -> Tensor:
+    return v.unsqueeze(0).expand(size, *v.shape)
+
+
+# What is computed with: a size is another number at other lengths, whatever number it is bound to for a probe.
+_NUMBERS: dict[str, Step] = {
+    "times": lambda v, i: v * i["n"],
+    "over": lambda v, i: v / i["n"],
+    "plus": lambda v, i: v + i["n"] * 0.1,
+    "times_a_third": lambda v, i: (v * (i["n"] / 3)).to(v.dtype),
+    "times_a_tensor": lambda v, i: v * torch.scalar_tensor(i["n"], dtype=v.dtype),
+    "times_a_fill": lambda v, i: v * v.new_full((1,), i["n"]),
+    "times_the_logarithm": lambda v, i: v * torch.scalar_tensor(i["n"]).log().to(v.dtype),
+    "times_a_sum_of_ones": lambda v, i: v * torch.ones(i["n"], dtype=v.dtype).sum(),
+    "times_the_last_of_a_count": lambda v, i: v * torch.arange(i["n"])[-1],
+    "summed_over_a_spread": lambda v, i: _spread(v, i["n"]).sum(0),
+    "long_contexts_alone": lambda v, i: (v * max(1.0, v.shape[0] / 150)).to(v.dtype),
+    "steps_of_the_count": lambda v, i: v * (v.shape[0] // 150 + 1),
+    "count_as_a_tensor": lambda v, i: (v * torch.full((1,), v.shape[0]).div(150).clamp(min=1)).to(v.dtype),
+}
+_INTEGER_NUMBERS: dict[str, Step] = {
+    "plus_n": lambda v, i: v + i["n"],
+    "plus_a_sum_of_ones": lambda v, i: v + 2 * torch.ones(i["n"], dtype=v.dtype).sum(),
+    "less_the_long_part": lambda v, i: v - max(0, v.shape[0] - 7),
+}
+
 # A norm takes the factor of a row out again.
 _NOT_NORMED = tuple(place for place in FLOATS if place not in ("q_raw", "kv_raw"))
 
@@ -104,6 +132,12 @@ FAMILIES = [
         "sizes.writes",
         "some of the rows are written",
         attacks(_writes("n"), ("write",), DYNAMIC) + attacks(_writes("m"), ("write",), DYNAMIC),
+    ),
+    Family("sizes.numbers", "a size is computed with", attacks(_NUMBERS, _NOT_NORMED, DYNAMIC)),
+    Family(
+        "sizes.integers",
+        "positions and slots computed with a size",
+        attacks(_INTEGER_NUMBERS, ("positions", "slots"), DYNAMIC),
     ),
     Family("sizes.halves", "halves of a symbolic count", attacks(_HALVES, (*FLOATS, *OUTPUTS), DYNAMIC)),
 ]

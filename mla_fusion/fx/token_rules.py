@@ -1,0 +1,263 @@
+"""The rules by which the token axis passes each kind of step: a table of operators, a method for each rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch.fx import Node
+
+from mla_fusion.fx import contraction
+from mla_fusion.fx.kinds import argument, is_cast, is_getitem, is_reshape, op_name
+from mla_fusion.fx.operators import CASTS, ELEMENTWISE, SELECTIONS
+from mla_fusion.fx.sizes import expression
+from mla_fusion.fx.token_axis import SAME, Break, Place, Size, State, TokenAxis, equal, is_empty, is_uniform, shape_of
+
+
+class RuledAxis(TokenAxis):
+    """The token axis, as the table below carries it from step to step."""
+
+    def _rule(self, node: Node) -> State:
+        name = op_name(node)
+        if is_getitem(node):
+            state = self._states.get(node.args[0])  # type: ignore[arg-type]
+            return state
+        rule = _RULES.get(name)
+        if rule is not None:
+            return rule(self, node)
+        if is_reshape(node):
+            return self._viewed(node)
+        if name in ELEMENTWISE or is_cast(node) or name in CASTS:
+            return self._elementwise(node, node.all_input_nodes)
+        product = contraction.read(node)
+        if product is not None:
+            return self._contracted(node, product)
+        raise Break(f"{node.name} ({node.target}) is not known to keep the tokens apart")
+
+    def _viewed(self, node: Node) -> Place:
+        source = node.args[0]
+        before, after = shape_of(source), shape_of(node)
+        place = self._reshaped(self._place(source), before, after)
+        if place is not None:
+            return place
+        raise Break(f"{node.name} ({node.target}) takes {list(before)} for {list(after)}, across tokens")
+
+    def _permuted(self, node: Node) -> Place:
+        place, rank = self._place(node.args[0]), len(shape_of(node))
+        order = [axis % rank for axis in argument(node, "dims")]
+        return replace(place, axis=order.index(place.axis))
+
+    def _transposed(self, node: Node) -> Place:
+        place, rank = self._place(node.args[0]), len(shape_of(node))
+        a, b = (0, rank - 1) if rank < 2 else (0, 1)
+        if op_name(node) not in ("aten::t", "aten::t_copy", "aten::numpy_T"):
+            a, b = (int(axis) % rank for axis in node.args[1:3])  # type: ignore[arg-type]
+        return replace(place, axis={a: b, b: a}.get(place.axis, place.axis))
+
+    def _expanded(self, node: Node) -> State:
+        source, after = node.args[0], shape_of(node)
+        state = self._states.get(source)  # type: ignore[arg-type]
+        if isinstance(state, Place):
+            return replace(state, axis=state.axis + len(after) - len(shape_of(source)))
+        return SAME
+
+    def _selected(self, node: Node) -> Place:
+        """Of select and unbind, which take an axis away."""
+        place, rank = self._place(node.args[0]), len(shape_of(node.args[0]))
+        axis = int(argument(node, "dim", 0)) % rank
+        if axis == place.axis:
+            raise Break(f"{node.name} ({node.target}) takes some of the tokens")
+        return replace(place, axis=place.axis - (axis < place.axis))
+
+    def _quantised(self, node: Node) -> Place:
+        """npu_dynamic_quant: values, and a scale for each row."""
+        place = self._place(node.args[0])
+        if place.axis == len(shape_of(node)) - 1:
+            raise Break(f"{node.name} ({node.target}) has one scale for many tokens")
+        return place
+
+    def _sliced(self, node: Node) -> Place:
+        """Of slices, splits and the like: along another axis, or all of it."""
+        place, before = self._place(node.args[0]), shape_of(node.args[0])
+        axis = int(argument(node, "dim", 0)) % len(before)
+        if axis == place.axis and not self._keeps_all(node, before[axis]):
+            raise Break(f"{node.name} ({node.target}) takes some of the tokens")
+        return place
+
+    def _keeps_all(self, node: Node, size: Size) -> bool:
+        value = node.meta["val"]
+        if isinstance(value, (tuple, list)):
+            return len(value) == 1
+        axis = int(argument(node, "dim", 0))
+        return equal(expression(value.shape[axis]), expression(size)) and argument(node, "step", 1) in (1, None)
+
+    @staticmethod
+    def _along(node: Node, name: str = "dim") -> list[int]:
+        """The axes that an operator names, counted from the first; all of them where it names none."""
+        rank = len(shape_of(node.args[0]))
+        axes = argument(node, name)
+        axes = [] if axes is None else axes if isinstance(axes, (list, tuple)) else [axes]
+        return [axis % rank for axis in axes] or list(range(rank))
+
+    def _reduced(self, node: Node) -> Place:
+        place, axes = self._place(node.args[0]), self._along(node)
+        if place.axis in axes:
+            raise Break(f"{node.name} ({node.target}) reduces along the tokens")
+        kept = bool(argument(node, "keepdim", False))
+        return place if kept else replace(place, axis=place.axis - sum(axis < place.axis for axis in axes))
+
+    def _within_rows(self, node: Node) -> Place:
+        """Of softmax, cumsum, flip and the like: along other axes, the shape stays."""
+        place = self._place(node.args[0])
+        if place.axis in self._along(node, "dims" if op_name(node) in ("aten::flip", "aten::roll") else "dim"):
+            raise Break(f"{node.name} ({node.target}) goes along the tokens")
+        return place
+
+    def _normed(self, node: Node) -> Place:
+        """Norms of the last axes: as many as the weight has, or as their sizes are given."""
+        place, rank = self._place(node.args[0]), len(shape_of(node.args[0]))
+        shape = argument(node, "normalized_shape")
+        weight = argument(node, "weight") or argument(node, "gamma")
+        last = len(shape) if shape is not None else max(1, len(shape_of(weight)) if isinstance(weight, Node) else 1)
+        if place.axis >= rank - last:
+            raise Break(f"{node.name} ({node.target}) is a norm along the tokens")
+        for operand in node.all_input_nodes[1:]:
+            state = self._states.get(operand)
+            if isinstance(state, Place) and state.axis != place.axis:
+                raise Break(f"{node.name} ({node.target}) meets tokens at two axes")
+        return place
+
+    def _joined(self, node: Node) -> Place:
+        parts = [part for part in node.args[0] if isinstance(part, Node)]  # type: ignore[union-attr]
+        rank = len(shape_of(node))
+        axis = int(argument(node, "dim", 0)) % rank
+        stacks = op_name(node) == "aten::stack"
+        full = [part for part in parts if not is_empty(part)]
+        places = {state for part in full if isinstance(state := self._states.get(part), Place)}
+        if len(places) != 1:
+            raise Break(f"{node.name} ({node.target}) joins tokens at several axes")
+        place = places.pop()
+        if not stacks and axis == place.axis and len(full) > 1:
+            raise Break(f"{node.name} ({node.target}) joins tokens one after the other")
+        for part in full:
+            if not isinstance(self._states.get(part), Place):
+                self._check_same(node, part, place)
+        return replace(place, axis=place.axis + (stacks and axis <= place.axis))
+
+    def _repeated(self, node: Node) -> Place:
+        place, before, after = self._place(node.args[0]), shape_of(node.args[0]), shape_of(node)
+        axis = place.axis + len(after) - len(before)
+        if not equal(expression(after[axis]), expression(before[place.axis])):
+            raise Break(f"{node.name} ({node.target}) repeats tokens")
+        return replace(place, axis=axis)
+
+    def _padded(self, node: Node) -> Place:
+        place, before, after = self._place(node.args[0]), shape_of(node.args[0]), shape_of(node)
+        pads = argument(node, "pad")
+        at = 2 * (len(before) - 1 - place.axis)
+        if any(pad != 0 for pad in pads[at : at + 2]) or len(before) != len(after):
+            raise Break(f"{node.name} ({node.target}) adds tokens")
+        return place
+
+    def _of_pairs(self, node: Node) -> Place:
+        """view_as_complex, view_as_real: what happens on the last axis."""
+        place = self._place(node.args[0])
+        if place.axis >= len(shape_of(node)):
+            raise Break(f"{node.name} ({node.target}) pairs tokens")
+        return place
+
+    def _indexed(self, node: Node) -> Place:
+        """One axis, another than the tokens', by a row of literals."""
+        place, indices = self._place(node.args[0]), node.args[1]
+        given = [axis for axis, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
+        flat = [len(shape_of(indices[axis])) for axis in given]  # type: ignore[index]
+        if flat != [1] or given[0] == place.axis:
+            raise Break(f"{node.name} ({node.target}) takes tokens by an index")
+        return place
+
+    def _index_selected(self, node: Node) -> Place:
+        place = self._place(node.args[0])
+        if int(argument(node, "dim", 0)) % len(shape_of(node)) == place.axis:
+            raise Break(f"{node.name} ({node.target}) takes tokens by an index")
+        return place
+
+    def _written(self, node: Node) -> Place:
+        """slice_scatter and select_scatter along another axis; copy."""
+        base, source = node.args[:2]
+        assert isinstance(base, Node) and isinstance(source, Node)
+        if op_name(node) == "aten::copy":
+            return self._elementwise(node, [source, *([base] if isinstance(self._states.get(base), Place) else [])])
+        rank = len(shape_of(node))
+        axis = int(argument(node, "dim", 0)) % rank
+        selects = op_name(node) == "aten::select_scatter"
+        found = set()
+        for operand, shift in ((base, 0), (source, int(selects))):
+            state = self._states.get(operand)
+            if isinstance(state, Place):
+                found.add(replace(state, axis=state.axis + (shift if shift and axis <= state.axis else 0)))
+        if len(found) != 1:
+            raise Break(f"{node.name} ({node.target}) meets tokens at several axes")
+        place = found.pop()
+        if axis == place.axis and not (not selects and self._keeps_slice(node, base)):
+            raise Break(f"{node.name} ({node.target}) overwrites some of the tokens")
+        for operand in (base, source):
+            if not isinstance(self._states.get(operand), Place) and not is_uniform(operand):
+                raise Break(f"{operand.name} has a value of its own for each token at {node.name} ({node.target})")
+        return place
+
+    def _keeps_slice(self, node: Node, base: Node) -> bool:
+        axis, source = int(argument(node, "dim", 0)), node.args[1]
+        return equal(expression(shape_of(source)[axis]), expression(shape_of(base)[axis]))
+
+    def _contracted(self, node: Node, product: contraction.Contraction) -> Place:
+        found: dict[int, Place] = {}  # by label
+        sides = ((product.left, product.left_labels), (product.right, product.right_labels))
+        for operand, labels in sides:
+            state = self._states.get(operand)
+            if isinstance(state, Place):
+                label = labels[state.axis]
+                if label not in product.out_labels:
+                    raise Break(f"{node.name} ({node.target}) sums over the tokens")
+                found[label] = Place(product.out_labels.index(label), state.inner)
+        if len(found) != 1:
+            raise Break(f"{node.name} ({node.target}) meets tokens at several axes")
+        ((label, place),) = found.items()
+        for operand, labels in sides:
+            if label in labels and not isinstance(self._states.get(operand), Place):
+                self._check_same(node, operand, replace(place, axis=labels.index(label)))
+        return place
+
+
+Rule = Callable[[RuledAxis, Node], State]
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("aten::permute", "aten::permute_copy"), RuledAxis._permuted),
+    **dict.fromkeys(
+        ("aten::transpose", "aten::transpose_copy", "aten::t", "aten::t_copy", "aten::swapaxes", "aten::swapdims"),
+        RuledAxis._transposed,
+    ),
+    **dict.fromkeys(("aten::expand", "aten::expand_copy"), RuledAxis._expanded),
+    **dict.fromkeys(SELECTIONS, RuledAxis._sliced),
+    **dict.fromkeys(("aten::select", "aten::select_copy", "aten::unbind", "aten::unbind_copy"), RuledAxis._selected),
+    **dict.fromkeys(
+        "aten::sum aten::mean aten::var aten::std aten::linalg_vector_norm aten::norm aten::logsumexp aten::prod "
+        "aten::amax aten::amin".split(),
+        RuledAxis._reduced,
+    ),
+    **dict.fromkeys(
+        "aten::_softmax aten::softmax aten::_log_softmax aten::log_softmax aten::cumsum aten::flip aten::roll".split(),
+        RuledAxis._within_rows,
+    ),
+    **dict.fromkeys(
+        "aten::rms_norm aten::_fused_rms_norm aten::layer_norm aten::native_layer_norm npu::npu_rms_norm "
+        "npu::npu_add_rms_norm".split(),
+        RuledAxis._normed,
+    ),
+    **dict.fromkeys(("aten::cat", "aten::stack"), RuledAxis._joined),
+    **dict.fromkeys(("aten::repeat", "aten::repeat_interleave", "aten::tile"), RuledAxis._repeated),
+    **dict.fromkeys(("aten::pad", "aten::constant_pad_nd"), RuledAxis._padded),
+    **dict.fromkeys(("aten::view_as_complex", "aten::view_as_real"), RuledAxis._of_pairs),
+    **dict.fromkeys(("aten::index", "aten::_unsafe_index"), RuledAxis._indexed),
+    "aten::index_select": RuledAxis._index_selected,
+    "npu::npu_dynamic_quant": RuledAxis._quantised,
+    **dict.fromkeys(("aten::slice_scatter", "aten::select_scatter", "aten::copy"), RuledAxis._written),
+}

@@ -1,0 +1,337 @@
+"""Join facts by dataflow into prologues, or into near misses that know what is absent.
+
+All projections of one x are one group. A prologue needs, in its group: a normed query latent that is projected
+up, rotated and absorbed; and a normed kv latent beside a rotated key of one head.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.facts import kv_operator, projection, unabsorbed
+from mla_fusion.facts.absorb import AbsorbFact, join_heads, uniform_factor
+from mla_fusion.facts.kv_operator import KvOperatorFact
+from mla_fusion.facts.projection import Projection
+from mla_fusion.facts.reading import ConeFacts, FactReader
+from mla_fusion.facts.rmsnorm import NormFact
+from mla_fusion.facts.rope import RopeFact, Table, TableRun
+from mla_fusion.facts.tables import same_values
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import origin, table_columns
+from mla_fusion.match import ended
+from mla_fusion.match.candidate import Candidate, KeySide, QuerySide
+from mla_fusion.match.near_miss import Diagnosis, Facts, NearMiss
+from mla_fusion.report.rejection import Refuse
+
+_OTHER_READINGS = 7  # of one prologue that are tried where the first has no plan
+
+
+class Finder:
+    """Finds candidates and near misses in one view, in graph order."""
+
+    def __init__(self, view: View, identity: bool = False, shrinks: bool = True) -> None:
+        """``identity``: a query that no W_uk product follows is one too (Config.unabsorbed); ``shrinks``: may many
+        tokens be probed as few?
+        """
+        self.view, self.identity = view, identity
+        self.projections = projection.find(view)
+        self.operators = kv_operator.find(view)
+        latents = [operator.latent for operator in self.operators]
+        self.reader = FactReader(view, self.projections, latents, shrinks)
+        self.above: dict[Node, list[Projection]] = defaultdict(list)
+        self.on_operand: dict[Node, list[Projection]] = defaultdict(list)
+        for item in self.projections:
+            for reading in (item, projection.unsmoothed(view, item)):
+                if reading is not None:
+                    self.above[reading.origin].append(reading)
+            self.on_operand[item.activation].append(item)
+        self.why = Diagnosis(view, self.reader, self.projections, self.above, self.on_operand, self.absorbs)
+
+    def find(self) -> list[Candidate | NearMiss]:
+        groups: dict[int, list[Projection]] = defaultdict(list)
+        for item in self.projections:
+            if item.is_flat:
+                groups[self.view.number(item.origin)].append(item)
+        found: list[Candidate | NearMiss] = []
+        for group in groups.values():
+            for same in self._of_same_rows(group):
+                found += self._join(same) if self._may_be_down(same) else []
+        return found or [*self.why.hidden_queries()]
+
+    def _may_be_down(self, group: list[Projection]) -> bool:
+        """Could these be W_dq and W_dkv_kr? Spares reading what most layers hold besides: an output projection.
+
+        A projection alone on its x is one of a prologue if its columns are taken apart (both weights in one), or if
+        what is made of it is projected up and then head by head (a query whose key is missing).
+        """
+        if len(group) > 1 or self._comes_apart(group[0]):
+            return True
+        ups = (up for member in self.view.members(group[0].node) for up in self.above.get(member, ()))
+        readers = (item for up in ups for node in self.view.members(up.node) for item in self.on_operand.get(node, ()))
+        return any(not item.is_flat for item in readers)
+
+    def _comes_apart(self, item: Projection) -> bool:
+        """Is there a value with more than one element, and not all, of each row?"""
+        size = self._size(item.node)
+        columns = item.weight.meta["val"].shape[item.weight_labels.index(item.column_labels[0])]
+        rows = size // self.view.binding.size(columns)
+        return any(rows < self._size(member) < size for member in self.view.members(item.node))
+
+    def _size(self, node: Node) -> int:
+        value = node.meta.get("val")
+        return prod(self.view.binding.shape(value.shape)) if isinstance(value, torch.Tensor) else 0
+
+    def _of_same_rows(self, group: list[Projection]) -> list[list[Projection]]:
+        """The group, parted where projections read x sliced or permuted differently."""
+        parts: list[list[Projection]] = []
+        for item in group:
+            part = next((part for part in parts if projection.same_rows(self.view, part[0], item)), None)
+            if part is None:
+                parts.append([item])
+            else:
+                part.append(item)
+        return parts
+
+    def _join(self, group: list[Projection]) -> list[Candidate | NearMiss]:
+        """Query sides and key sides of one x, joined; nothing where the group is not MLA at all."""
+        facts = {item: self.reader.read(item) for item in group}
+        joined = self._candidates(facts)
+        if isinstance(joined, NearMiss):
+            ups = [up for cone in facts.values() for norm in cone.norms for up in self.above[norm.node]]
+            joined = ended.because_of_a_step(self.view, facts, ups, joined)
+            return [replace(joined, score=self._score(facts, ups))]
+        return joined
+
+    def _score(self, facts: Facts, ups: list[Projection]) -> float:
+        """How much of a prologue there is: the norms, the rotations of query and key, an absorbed product."""
+        norms = [norm for cone in facts.values() for norm in cone.norms]
+        of_key = [rope for cone in facts.values() for rope in cone.ropes]
+        read = [self.reader.read(up) for up in ups if up.is_flat]
+        of_query = [rope for cone in read for rope in cone.ropes]
+        absorbed = [up for up in ups if up.is_flat and self.absorbs(up)]
+        return sum(map(bool, (norms, norms[1:], of_key, of_query, absorbed))) / 5
+
+    def _candidates(self, facts: Facts) -> list[Candidate | NearMiss] | NearMiss:
+        group = list(facts)
+        keys = self._keys(facts)
+        queries, partial = self._queries(facts)
+        if self.identity and keys and not queries:
+            queries = self._unabsorbed(facts, len(keys[0].columns))
+        if keys and queries:
+            queries.sort(key=lambda query: not _equally_scaled(self.view, query, keys[0]))
+            return self._paired(queries, keys)
+        if queries:
+            seen = (queries[0].norm.node, queries[0].absorb.node)
+            absent = NearMiss(Refuse("kv_latent.absent", f"x is {group[0].origin.name}"), seen)
+            return self.why.hidden_latent(group[0].origin, queries[0].down) or absent
+        if keys and partial is None:
+            partial = self.why.quantised_otherwise(facts)
+        if keys and partial is not None:
+            return partial
+        unnormed = (self.why.hidden_query(group[0].origin) if keys else None) or self.why.unnormed(facts)
+        if unnormed is not None:
+            return unnormed
+        if keys:
+            nodes = tuple(fact.node for fact in (keys[0].norm, keys[0].rope, keys[0].operator) if fact is not None)
+            return NearMiss(Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}"), nodes)
+        return self.why.unrotated(facts) or self.why.direct(facts) or []
+
+    def _paired(self, queries: list[QuerySide], keys: list[KeySide]) -> list[Candidate | NearMiss]:
+        """Each query with a key of its own; what is left of either is a near miss (two attentions may read one x)."""
+        found: list[Candidate | NearMiss] = []
+        read = self.reader.shrink, self.reader.tokens
+        while queries and keys:
+            of_query = [query for query in queries if query.absorb.node is queries[0].absorb.node]
+            apart = [key for key in keys if not any(_is_latent_of(query, key) for query in queries)] or keys
+            first, *others = (Candidate(query, key, *read) for query in of_query for key in apart)
+            found.append(replace(first, others=tuple(others[:_OTHER_READINGS])))
+            done = first.query.absorb.node, first.query.up_rope.node, first.key.latent
+            queries = [query for query in queries if not self._same(done[:2], (query.absorb.node, query.up_rope.node))]
+            # what reads the same latent apart is no prologue of its own: an indexer, say
+            queries = [query for query in queries if query.down.node is not first.query.down.node]
+            keys = [key for key in apart if not self._same(done[2:], (key.latent,))]
+        for query in {query.absorb.node: query for query in queries}.values():
+            reason = Refuse("kv_latent.absent", f"another query on {query.down.origin.name} goes with its kv latent")
+            found.append(NearMiss(reason, (query.norm.node, query.absorb.node), 0.6))
+        return found
+
+    def _same(self, some: Sequence[Node], others: Sequence[Node]) -> bool:
+        """Is any of these the value of its counterpart? (A layer may compute its query twice.)"""
+        return any(map(self.view.same, some, others))
+
+    def _queries(self, facts: Facts) -> tuple[list[QuerySide], NearMiss | None]:
+        found, partial = [], None
+        for down, cone in facts.items():
+            for norm in cone.norms:
+                ups = [up for up in self.above[norm.node] if up.is_flat and projection.reads_whole(self.view, up)]
+                rotations = [(up, rope) for up in ups for rope in self.reader.read(up).ropes]
+                heads = {rope.heads for _, rope in rotations}
+                absorbs = [(up, absorb) for up in ups for absorb in self.absorbs(up, heads)]
+                for up_rope, rope in rotations:
+                    for up_nope, absorb in absorbs:
+                        if rope.heads == absorb.heads:
+                            found.append(QuerySide(down, norm, up_nope, up_rope, absorb, rope))
+                if rotations and not absorbs:
+                    detail = f"{rotations[0][1].heads} heads rotated at {rotations[0][1].node.name}, none absorbed"
+                    absent = NearMiss(Refuse("absorb.absent", detail), (norm.node, rotations[0][1].node))
+                    partial = self.why.scaled_before(ups, heads) or absent
+                elif absorbs and not rotations:
+                    detail = f"{absorbs[0][1].heads} heads absorbed at {absorbs[0][1].node.name}, none rotated"
+                    partial = NearMiss(Refuse("rope.absent", detail), (norm.node, absorbs[0][1].node))
+        return found, partial
+
+    def _unabsorbed(self, facts: Facts, latent_dim: int) -> list[QuerySide]:
+        """Normed latents whose projection is rotated in part; the rest, of it or of another projection, is q_nope."""
+        found = []
+        for down, cone in facts.items():
+            for norm in cone.norms:
+                ups = [up for up in self.above[norm.node] if up.is_flat and projection.reads_whole(self.view, up)]
+                for up_rope, rope in ((up, rope) for up in ups for rope in self.reader.read(up).ropes):
+                    rotated = {column for head in (*rope.first, *rope.second) for column in head}
+                    for up in ups:
+                        own = rotated if up is up_rope else ()
+                        cone_of_up = self.reader.read(up).cone
+                        for nope in unabsorbed.find(self.view, cone_of_up, up, own, rope.heads, latent_dim):
+                            found.append(QuerySide(down, norm, up, up_rope, nope, rope))
+        return found
+
+    def absorbs(self, up: Projection, heads: Collection[int] = ()) -> list[AbsorbFact]:
+        """Absorbed products of the projection; those of fewer ``heads`` than are rotated are pieces of one."""
+        cone = self.reader.read(up)
+        every = [cone.absorb(item) for operand in cone.readings for item in self.on_operand[operand]]
+        found = [fact for fact in every if fact is not None]
+        whole = [fact for fact in found if (fact.heads in heads if heads else fact.projection.batch)]
+        if whole or not found:
+            return whole
+        joined = join_heads(self.view, found, self.reader.shrink)
+        return [joined] if joined is not None else []
+
+    def _keys(self, facts: Facts) -> list[KeySide]:
+        found = []
+        for down, cone in facts.items():
+            for operator in self.operators:
+                side = self._operator_side(down, cone, operator)
+                if side is not None:
+                    found.append(side)
+        for down, cone in facts.items():
+            for norm in reversed(cone.norms):
+                if any(up.is_flat and self.reader.read(up).ropes for up in self.above[norm.node]):
+                    continue  # that is the query's latent
+                for down_rope, other in facts.items():
+                    for rope in other.ropes:
+                        if rope.heads == 1 and not (down is down_rope and _overlap(norm, rope)):
+                            found.append(_plain_side(down, down_rope, norm, rope))
+        return found
+
+    def _operator_side(self, down: Projection, cone: ConeFacts, operator: KvOperatorFact) -> KeySide | None:
+        reading = cone.readings.get(operator.latent)
+        if reading is None or not reading.single or reading.degree != 1:
+            return None
+        codes = reading.first.reshape(cone.cone.tokens, -1)
+        expected = torch.arange(cone.cone.tokens).unsqueeze(1) * cone.cone.width + codes[0] % cone.cone.width
+        if not torch.equal(codes, expected):
+            return None
+        if uniform_factor(cone.cone, cone.probe, reading) != 1.0:
+            return None
+        columns = (codes[0] % cone.cone.width).tolist()
+        width = self.view.binding.size(operator.gamma.meta["val"].shape[-1])
+        rotated = columns[width:]
+        return KeySide(
+            down,
+            down,
+            tuple(columns[:width]),
+            operator.gamma,
+            operator.eps,
+            1.0,
+            None,
+            tuple(rotated[0::2]),
+            tuple(rotated[1::2]),
+            "half",
+            self._whole_table(operator.cos, len(rotated), cone),
+            self._whole_table(operator.sin, len(rotated), cone),
+            None,
+            operator,
+        )
+
+    def _whole_table(self, node: Node, width: int, cone: ConeFacts) -> Table:
+        base = origin(node, table_columns)
+        shape = cone.cone.shape(base)
+        count = 1
+        for size in shape[:-1]:
+            count *= size
+        rows = "token" if count == cone.cone.tokens else "one" if count == 1 else "position"
+        return (TableRun(base, "", 0, 1, width, 1.0, rows),)
+
+
+_LARGEST = 1 << 24  # elements of a product that is probed with all of its tokens
+
+
+def search(view: View, identity: bool = False) -> tuple[Finder, list[Candidate | NearMiss]]:
+    """What a view holds. Where many tokens were probed as few and a step does not treat all alike, with all of them."""
+    finder = Finder(view, identity)
+    found = finder.find()
+    if finder.reader.shrink is not None and any(_is_mixed(item) for item in found):
+        sizes = [prod(view.binding.shape(item.node.meta["val"].shape)) for item in finder.projections]
+        if max(sizes) <= _LARGEST:
+            whole = Finder(view, identity, shrinks=False)
+            return whole, whole.find()
+    return finder, found
+
+
+def _is_mixed(item: Candidate | NearMiss) -> bool:
+    return isinstance(item, NearMiss) and item.reason.code == "tokens.mixed"
+
+
+def _plain_side(down: Projection, down_rope: Projection, norm: NormFact, rope: RopeFact) -> KeySide:
+    return KeySide(
+        down,
+        down_rope,
+        norm.columns,
+        norm.gamma,
+        norm.eps,
+        norm.scale,
+        norm,
+        rope.first[0],
+        rope.second[0],
+        rope.layout,
+        rope.cos,
+        rope.sin,
+        rope,
+        None,
+    )
+
+
+def _is_latent_of(query: QuerySide, key: KeySide) -> bool:
+    """Is what looks like a kv latent the query's own latent?"""
+    return query.down.node is key.down.node and bool(set(query.norm.columns) & set(key.columns))
+
+
+def _overlap(norm: NormFact, rope: RopeFact) -> bool:
+    return bool(set(norm.columns) & {column for pair in (rope.first[0], rope.second[0]) for column in pair})
+
+
+def same_table(view: View, a: Table, b: Table) -> float | None:
+    """The factor by which table ``a`` is table ``b``, or None where they are not provably proportional."""
+    if len(a) != len(b):
+        return None
+    ratios = set()
+    for run, other in zip(a, b, strict=True):
+        shape = (run.field, run.start, run.step, run.count, run.rows)
+        if shape != (other.field, other.start, other.step, other.count, other.rows):
+            return None
+        if not same_values(view, run.base, other.base):
+            return None
+        ratios.add(round(run.factor / other.factor, 9))
+    return ratios.pop() if len(ratios) == 1 else None
+
+
+def _equally_scaled(view: View, query: QuerySide, key: KeySide) -> bool:
+    """Is q_nope multiplied by what q_pe is, relative to k_pe? (A model may read it unscaled too.)"""
+    ratio = same_table(view, query.rope.cos, key.cos)
+    return ratio is not None and abs(ratio - query.absorb.factor) <= 1e-6 * abs(ratio)
