@@ -123,13 +123,15 @@ _ANALYTIC_ELEMENTWISE = _names(
     """
 )
 
-# Along axes that they name: sums and what is made of them.
-_ANALYTIC_REDUCTIONS = _names(
+# Along axes that they name (``dim``; all of them where they name none): sums and what is made of them.
+REDUCTIONS = _names(
     """
     sum mean var std var_mean std_mean linalg_vector_norm norm softmax _softmax log_softmax _log_softmax logsumexp
-    cumsum layer_norm native_layer_norm rms_norm _fused_rms_norm prod
-    npu::npu_rms_norm npu::npu_add_rms_norm
+    cumsum prod
     """
+)
+_ANALYTIC_NORMS = _names(  # of the last axes
+    "layer_norm native_layer_norm rms_norm _fused_rms_norm npu::npu_rms_norm npu::npu_add_rms_norm"
 )
 
 _ANALYTIC_PRODUCTS = _names(
@@ -228,8 +230,7 @@ ELEMENTWISE = (
     )
 )
 
-REDUCTIONS = _ANALYTIC_REDUCTIONS
-ANALYTIC = _ANALYTIC_ELEMENTWISE | _ANALYTIC_REDUCTIONS | _ANALYTIC_PRODUCTS | _ROTATIONS
+ANALYTIC = _ANALYTIC_ELEMENTWISE | REDUCTIONS | _ANALYTIC_NORMS | _ANALYTIC_PRODUCTS | _ROTATIONS
 MOVEMENT = _OTHER_MOVEMENT
 CHOICE = _CHOICE
 GATHER = _GATHER
