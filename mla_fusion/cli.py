@@ -160,11 +160,20 @@ def _add_explain(commands: Any) -> None:
     parser = _command(commands, "explain", _explain, "Say for every MLA prologue why it would fuse or not.")
     _add_target(parser, ", or a dump of a graph")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report as a page")
+    parser.add_argument("--stats", action="store_true", help="calls, hits and milliseconds of each fact and rule")
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    report = _explain_dump(arguments.target) if Path(arguments.target).is_file() else _explain_function(arguments)
+    from mla_fusion.fx.measured import measuring
+    from mla_fusion.report import text_tables
+
+    with measuring() as tallies:
+        report = _explain_dump(arguments.target) if Path(arguments.target).is_file() else _explain_function(arguments)
     print(report.to_json() if arguments.json else report)
+    if arguments.stats:
+        rows = [(name, t.calls, t.hits, f"{t.seconds * 1e3:.1f}") for name, t in tallies.items()]
+        rows.sort(key=lambda row: -float(row[-1]))
+        print(text_tables.render(("fact or rule", "calls", "hits", "ms"), rows), file=sys.stderr)
     if arguments.html:
         print(f"written: {report.to_html(arguments.html)}", file=sys.stderr)
     return 0 if report.fused else 1

@@ -28,6 +28,7 @@ from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.finder import Finder, search
 from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.observe import draw, proof
+from mla_fusion.observe.graphs import Graphs
 from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.plan.planner import Planner
 from mla_fusion.report.picture import Picture
@@ -114,7 +115,10 @@ def _all_or_nothing(gm: GraphModule, config: Config, builder: BuilderOf | None, 
 def _of_best_reading(gm: GraphModule, config: Config, builder: BuilderOf | None, threads: int) -> Report:
     """The report on the first reading of the graph in which something fuses, else on the first of all."""
     reports: list[Report] = []
+    graphs = Graphs()
+    graphs.write("given", gm)
     for reading in _readings(gm):
+        graphs.write("normalised", reading)
         report = Report(config, committed=builder is not None)
         work = _Pass(reading, config, report, threads)
         ready = work.plans(builder)
@@ -123,6 +127,7 @@ def _of_best_reading(gm: GraphModule, config: Config, builder: BuilderOf | None,
             report.fused = [fusion for _, fusion in ready]
             if builder is not None:
                 work.commit(gm, builder, [plan for plan, _ in ready])
+                graphs.write("fused", gm)
             return report
     return reports[0]
 

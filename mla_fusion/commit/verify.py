@@ -21,6 +21,7 @@ from mla_fusion.commit.token_counts import counts, kinds_at
 from mla_fusion.emit import call, rows
 from mla_fusion.fx.build import Recipe, TensorBuilder
 from mla_fusion.fx.kinds import is_mutating
+from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Failed, Program
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.view import View
@@ -68,6 +69,7 @@ class _Unrunnable(Exception):
         self.node = node
 
 
+@measured
 def compare(view: View, plan: Plan, half_rows: bool = False, seed: int = 0, region: Region | None = None) -> Outcome:
     """Compare every replaced value. Raises ``Refuse("verify.mismatch")`` where one is out of tolerance.
 

@@ -11,6 +11,7 @@ from torch.fx import Node
 from mla_fusion.config import Config
 from mla_fusion.emit import call
 from mla_fusion.facts.absorb import AbsorbFact
+from mla_fusion.fx.measured import measured
 from mla_fusion.meta import ContractError, check
 from mla_fusion.plan.cache_modes import scale_shapes
 from mla_fusion.plan.plan import InPlace, Plan
@@ -19,6 +20,7 @@ from mla_fusion.report.rejection import Refuse
 _OPERATOR = "npu_mla_prolog_v3_functional"
 
 
+@measured
 def ask(plan: Plan, config: Config) -> None:
     """Raise ``Refuse("contract:<code>")`` with the specification's own message."""
     try:

@@ -14,6 +14,7 @@ from mla_fusion.facts.decode import LARGE, Reading
 from mla_fusion.facts.projection import Projection
 from mla_fusion.fx.cone import Cone
 from mla_fusion.fx.kinds import is_faithful_cast, is_view, is_writer, op_name
+from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.view import View
@@ -69,6 +70,7 @@ class AbsorbFact:
         return len(self.columns[0])
 
 
+@measured
 def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], projection: Projection) -> AbsorbFact | None:
     """The projection as an absorb of columns of ``cone``'s product, or None."""
     reading = readings.get(projection.activation)

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from mla_fusion.facts.slots import Unproven, judge
 from mla_fusion.fx.kinds import argument, is_getitem, is_view, op_name
+from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import same, same_shape
 from mla_fusion.fx.view import View
@@ -68,6 +69,7 @@ def paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
     return (rows // size, size, 1, shape[-1]) if size else None
 
 
+@measured
 def find(view: View, writer: Node, value: Node) -> WriteFact | str:
     """The write of ``value`` by ``writer``, or why it is not one the kernel can do."""
     name = op_name(writer)

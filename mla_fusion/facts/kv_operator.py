@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.fx.measured import measured
 from mla_fusion.fx.view import View
 
 _RESULTS = {  # operator -> index of (k_pe, c_kv, kr_cache, kv_cache) among its results
@@ -47,6 +48,7 @@ class KvOperatorFact:
     other: str | None
 
 
+@measured
 def find(view: View) -> list[KvOperatorFact]:
     found = []
     for node in view.nodes:

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import is_reshape
+from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import is_symbolic, same
@@ -40,6 +41,7 @@ class PackedRows:
     alpha: float
 
 
+@measured
 def find(view: View, latent: Rows, key: Rows, shrink: Shrink | None = None) -> PackedRows | None:
     """The packed rows made of ``latent`` (c_kv) and ``key`` (k_pe), or None."""
     width = DERIVED["Dtile"]({"Hckv": latent.width, "Dr": key.width, "tile": TILE_SIZE})

@@ -19,6 +19,7 @@ from torch.fx import Node
 from mla_fusion.facts.decode import Decoder, Reading, small_scalars
 from mla_fusion.fx.cone import Cone
 from mla_fusion.fx.kinds import is_cast, is_getitem, is_view
+from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 
 _EXACT = 1e-9
@@ -47,6 +48,7 @@ class NormFact:
     codes: torch.Tensor
 
 
+@measured
 def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[NormFact]:
     """Norms in the cone in graph order; views and casts of a norm are not repeated, multiples of it are."""
     candidates = {n: r for n, r in readings.items() if r.degree == 0 and not is_view(n) and not is_cast(n)}

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.quantising import only_quantises
+from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
@@ -44,6 +45,7 @@ class RowQuant:
     scale: CacheScale
 
 
+@measured
 def find(view: View, rows: Node) -> RowQuant | None:
     """The int8 tensor that ``rows`` become by being scaled, rounded and saturated, or None."""
     chain = _to_int8(rows)

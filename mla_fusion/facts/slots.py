@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from mla_fusion.facts.distinct import repeats
 from mla_fusion.fx.kinds import is_cast, is_getitem, is_view, op_name
+from mla_fusion.fx.measured import measured
 from mla_fusion.fx.operators import GATHER
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import is_symbolic
@@ -43,6 +44,7 @@ class Unproven(str):
     """Why slots may be negative, or the same for two tokens."""
 
 
+@measured
 def judge(view: View, slots: Iterable[Node]) -> Trust | Unproven:
     """What non-negative and distinct ``slots`` rest on, or why they may be neither."""
     trusting = Ranges(view, _TRUSTED)

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import is_cast, is_faithful_cast
+from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.sizes import is_symbolic, same
 from mla_fusion.fx.tokens import Tokens
@@ -22,6 +23,7 @@ from mla_fusion.fx.walk import exact_casts, origin
 _DRAWS = 2
 
 
+@measured
 def same_values(view: View, a: Node, b: Node) -> bool:
     """Do ``a`` and ``b`` hold the same rows, whatever the graph's inputs hold?"""
     a, b = origin(a, exact_casts), origin(b, exact_casts)

@@ -15,6 +15,7 @@ from torch.fx import Node
 from mla_fusion.facts.projection import Projection
 from mla_fusion.fx.cone import Cone
 from mla_fusion.fx.kinds import is_faithful_cast, is_getitem, is_view
+from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.view import View
 
@@ -51,6 +52,7 @@ class UnabsorbedFact:
         return len(self.columns[0])
 
 
+@measured
 def find(
     view: View, cone: Cone, up: Projection, rotated: Collection[int], heads: int, latent_dim: int
 ) -> list[UnabsorbedFact]:

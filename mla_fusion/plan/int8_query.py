@@ -17,6 +17,7 @@ from torch.fx import Node
 from mla_fusion.facts import dynamic_quant
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fx.kinds import op_name
+from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.tokens import Tokens
@@ -35,6 +36,7 @@ class Int8Query:
     ratio: float
 
 
+@measured
 def find(
     view: View, query: ValueTree, rope: ValueTree, latent_dim: int, cache_scale: CacheScale, shrink: Shrink | None,
     tokens: Tokens | None = None,

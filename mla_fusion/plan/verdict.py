@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.projection import Projection
+from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
@@ -22,13 +23,9 @@ _REGION_DTYPES = (torch.bfloat16, torch.float32, torch.complex64)
 
 
 def judge(view: View, candidate: Candidate) -> None:
-    """Apply every rule that the facts alone decide."""
-    _norms(candidate)
-    _projections(view, candidate)
-    _quantisation(view, candidate)
-    _rotation(view, candidate)
-    _dtypes(view, candidate)
-    _streams(candidate)
+    """Apply every rule that the facts alone decide, in the order of the table below."""
+    for rule in RULES:
+        rule(view, candidate)
 
 
 def projections(candidate: Candidate) -> list[Projection]:
@@ -38,7 +35,8 @@ def projections(candidate: Candidate) -> list[Projection]:
     return list({part.node: part for item in every for part in item.parts}.values())
 
 
-def _norms(candidate: Candidate) -> None:
+@measured
+def _norms(view: View, candidate: Candidate) -> None:
     q, k = candidate.query.norm, candidate.key
     sides = [("c_q", q.node, q.gamma, q.runtime_eps, q.low_precision)]
     if k.norm is not None:
@@ -58,6 +56,7 @@ def _norms(candidate: Candidate) -> None:
             raise Refuse("norm.gamma_dtype", f"{gamma.name} of {name} is {dtype}", (node, gamma))
 
 
+@measured
 def _projections(view: View, candidate: Candidate) -> None:
     for item in projections(candidate):
         out = zip(item.product.out_labels, item.node.meta["val"].shape, strict=True)
@@ -79,6 +78,7 @@ def _is_zero(view: View, bias: Node) -> bool:
     return isinstance(value, torch.Tensor) and not bool(value.any())
 
 
+@measured
 def _quantisation(view: View, candidate: Candidate) -> None:
     """One of the weight_quant_modes 0, 1 and 2, each int8 value and its scales used by all that share it."""
     q, k = candidate.query, candidate.key
@@ -136,6 +136,7 @@ def _scales(view: View, item: Projection) -> None:
             raise Refuse("quant.scale", f"{found}, {wanted} values are needed", (item.node, scale))
 
 
+@measured
 def _rotation(view: View, candidate: Candidate) -> None:
     q, k = candidate.query, candidate.key
     nodes = tuple(node for node in (q.rope.node, k.rope.node if k.rope else None) if node is not None)
@@ -153,6 +154,7 @@ def _rotation(view: View, candidate: Candidate) -> None:
         raise Refuse("scale.unequal", factors, (q.absorb.node, *nodes))
 
 
+@measured
 def _dtypes(view: View, candidate: Candidate) -> None:
     for item in projections(candidate):
         operand = torch.int8 if item.quantised is not None else torch.bfloat16
@@ -201,8 +203,12 @@ def _region(candidate: Candidate) -> Iterator[Node]:
         yield from nodes_between((k.down_rope.node,), k.rope.node)
 
 
-def _streams(candidate: Candidate) -> None:
+@measured
+def _streams(view: View, candidate: Candidate) -> None:
     labels = {node.meta.get("stream_label") for node in candidate.nodes}
     if len(labels) > 1:
         found = ", ".join(sorted(str(label) for label in labels))
         raise Refuse("stream.mixed", f"labels {found}", candidate.nodes)
+
+
+RULES = (_norms, _projections, _quantisation, _rotation, _dtypes, _streams)
