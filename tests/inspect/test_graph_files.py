@@ -17,7 +17,7 @@ def test_each_stage_leaves_a_listing_that_can_be_read(tmp_path: Path, monkeypatc
     mf.fuse(gm)
     given, normalised, fused = (mf.inspect.read(path) for path in sorted((tmp_path / "graphs").iterdir()))
     kernel = "npu.npu_mla_prolog_v3_functional.default"
-    assert given.counts["aten.mm.default"] == normalised.counts["aten.mm.default"] == 3
+    assert given.counts["aten.mm.default"] == normalised.counts["aten.mm.default"] > 2
     assert fused.counts[kernel] == 1 and kernel not in given.counts
 
 
