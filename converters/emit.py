@@ -7,10 +7,12 @@ from typing import Any
 
 from mla_fusion.converters.ir import Ir
 
+from mla_fusion.compat import ge_node, is_ge_tensor, schema_of
+
 
 def bind(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The values of a call by name, defaults filled in from the operator's own schema."""
-    arguments = overload._schema.arguments
+    arguments = schema_of(overload).arguments
     values = {argument.name: argument.default_value for argument in arguments}
     values.update(zip((argument.name for argument in arguments), args, strict=False))
     values.update(kwargs)
@@ -19,9 +21,8 @@ def bind(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
 
 def emit(ir: Ir, values: dict[str, Any]) -> dict[str, Any]:
     """Add the node of ``ir`` over ``values`` and return its outputs by name."""
-    ge_op = import_module("torchair._ge_concrete_graph.compat_ir").ge_op
     attr = import_module("torchair.ge").attr
-    outputs = ge_op(
+    outputs = ge_node(
         op_type=ir.type,
         inputs={name: _tensor(values.get(name)) for name in ir.inputs},
         outputs=list(ir.outputs),
@@ -37,6 +38,6 @@ def copied(tensor: Any) -> Any:
 
 def _tensor(value: Any) -> Any:
     """torchair folds a tensor without elements to a torch constant; GE nodes take GE tensors."""
-    if value is None or isinstance(value, import_module("torchair.ge._ge_graph").Tensor):
+    if value is None or is_ge_tensor(value):
         return value
     return import_module("torchair.ge").Const(value)

@@ -14,6 +14,8 @@ import torch
 from mla_fusion.converters.emit import bind, copied, emit
 from mla_fusion.converters.ir import V3
 
+from mla_fusion.compat import ge_dtype, ge_operators
+
 _RESULTS = ("query", "query_rope", "dequant_scale_q_nope", "query_norm", "dequant_scale_q_norm")
 _CACHES = ("kv_cache", "kr_cache")
 _HIF8_WEIGHTS = 5
@@ -46,7 +48,7 @@ def _node(values: dict[str, Any], *, copy: bool) -> dict[str, Any]:
 
 def _declare_hif8_inputs(values: dict[str, Any]) -> None:
     """torch carries hifloat8 as uint8 with the type beside it; GE wants the type on the tensor."""
-    apis = import_module("torchair._ge_concrete_graph.ge_apis")
+    apis = ge_operators()
     hif8 = import_module("torchair.ge").DataType.DT_HIFLOAT8
     for name in _HIF8_INPUTS:
         if _is_hif8(values.get(f"{name}_dtype")):
@@ -60,9 +62,8 @@ def _declare_hif8_outputs(values: dict[str, Any], outputs: dict[str, Any]) -> No
     typed = ["query"] if cache_mode == 1 else []
     typed += ["kv_cache"] if cache_mode in (1, 3) else []
     typed += ["query_norm"] if values["query_norm_flag"] else []
-    graph = import_module("torchair.ge._ge_graph")
     for name in typed:
-        outputs[name].desc.dtype = graph.torch_dtype_value_to_ge_proto_type(values["token_x_dtype"])
+        outputs[name].desc.dtype = ge_dtype(values["token_x_dtype"])
 
 
 def _is_hif8(dtype: int | None) -> bool:

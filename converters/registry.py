@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from mla_fusion.converters import format_cast, prolog_v1_v2, prolog_v3, unfused
 
+from mla_fusion.compat import ge_converter, set_ge_converter
+
 OPERATORS: dict[str, Callable[..., Any]] = {
     "npu_mla_prolog": prolog_v1_v2.v1,
     "npu_mla_prolog_v2": prolog_v1_v2.v2,
@@ -31,7 +33,7 @@ def register(force: bool = False) -> dict[str, str]:
     torchair = import_module("torchair")
     for name, converter in OPERATORS.items():
         overload = _overload(name)
-        if overload is not None and (force or registered(overload) is None):
+        if overload is not None and (force or ge_converter(overload) is None):
             torchair.register_fx_node_ge_converter(overload)(converter)
     return provenance()
 
@@ -45,7 +47,7 @@ def register_unfused() -> dict[str, str]:
     """
     torchair = import_module("torchair")
     for overload, converter in UNFUSED.items():
-        existing = registered(overload)
+        existing = ge_converter(overload)
         if existing is None or only_raises(existing):
             torchair.register_fx_node_ge_converter(overload)(converter)
     return {str(overload): _owner(overload) for overload in UNFUSED}
@@ -54,12 +56,12 @@ def register_unfused() -> dict[str, str]:
 @contextmanager
 def unfused_registered() -> Iterator[dict[str, str]]:
     """`register_unfused` for the length of a ``with`` block; afterwards torchair refuses again what it refused."""
-    kept = {overload: registered(overload) for overload in UNFUSED}
+    kept = {overload: ge_converter(overload) for overload in UNFUSED}
     try:
         yield register_unfused()
     finally:
         for overload, converter in kept.items():
-            overload._ge_converter = converter
+            set_ge_converter(overload, converter)
 
 
 def provenance() -> dict[str, str]:
@@ -73,17 +75,10 @@ def _overload(name: str) -> Any:
 
 
 def _owner(overload: Any) -> str:
-    converter = None if overload is None else registered(overload)
+    converter = None if overload is None else ge_converter(overload)
     if converter is None:
         return "none"
     return "mla_fusion" if converter.__module__.startswith("mla_fusion.") else "torchair"
-
-
-def registered(overload: Any) -> Callable[..., Any] | None:
-    """torchair keeps a converter on the operator itself, and where that cannot be, in a table."""
-    import_module("torchair._ge_concrete_graph.ge_converter.custom")
-    table = import_module("torchair._ge_concrete_graph.fx2ge_converter")._CONVERTERS
-    return getattr(overload, "_ge_converter", None) or table.get(overload)
 
 
 def only_raises(converter: Callable[..., Any]) -> bool:

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from mla_fusion.converters.emit import copied
 
+from mla_fusion.compat import ge_operators
+
 _MAX_INDICES = 2
 
 
 def index_copy(self: Any, dim: int, index: Any, source: Any, meta_outputs: Any = None) -> Any:
     """``index_copy(self, dim, index, source)``: ScatterNdUpdate on axis 0, else ScatterElements."""
-    ge = _ge()
+    ge = ge_operators()
     dim %= self.rank
     if dim == 0:
         return ge.ScatterNdUpdate(copied(self), ge.Reshape(index, [-1, 1]), source)
@@ -38,7 +40,7 @@ def index_put(
     for ``accumulate``, more than two indices, an index behind a full slice, boolean masks, and indices that
     broadcast against each other.
     """
-    ge = _ge()
+    ge = ge_operators()
     used = _leading(indices)
     if accumulate:
         raise _refused("accumulate=True")
@@ -54,16 +56,12 @@ def repeat_interleave(
     self: Any, repeats: Any, dim: int | None = None, *, output_size: Any = None, meta_outputs: Any = None
 ) -> Any:
     """``repeat_interleave(self, repeats, dim)``, one count for all: RepeatInterleave; no dim flattens."""
-    ge = _ge()
+    ge = ge_operators()
     if isinstance(repeats, int):
         repeats = ge.Const([repeats], dtype=ge.DataType.DT_INT64)
     if dim is None:
         return ge.RepeatInterleave(ge.Reshape(self, [-1]), repeats, axis=0)
     return ge.RepeatInterleave(self, repeats, axis=dim % self.rank)
-
-
-def _ge() -> Any:
-    return import_module("torchair._ge_concrete_graph.ge_apis")
 
 
 def _leading(indices: Sequence[Any]) -> list[Any]:
@@ -83,7 +81,7 @@ def _leading(indices: Sequence[Any]) -> list[Any]:
 
 def _size(tensor: Any, axis: int, dtype: int) -> Any:
     """One size of a tensor as a GE tensor of the index's dtype."""
-    ge = _ge()
+    ge = ge_operators()
     size = tensor.symsize[axis]
     if isinstance(size, int):
         return ge.Const(size, dtype=dtype)

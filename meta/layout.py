@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from mla_fusion.meta.symbolic import different
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from mla_fusion.compat import FakeTensor
 
 FRACTAL_NZ = 29
 

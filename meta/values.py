@@ -10,6 +10,8 @@ from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.spec import SCATTER
 from torch import Tensor
 
+from mla_fusion.compat import FakeTensor
+
 
 def check_values(op: str, arguments: Mapping[str, Any], dims: Mapping[str, Any]) -> None:
     """Raise ContractError for an index past the cache, a repeated one, or lengths that are not prefix sums.
@@ -65,6 +67,4 @@ def _lengths(ends: Tensor) -> Tensor:
 
 def holds_data(tensor: Tensor) -> bool:
     """Whether a tensor's elements can be read: it is neither meta nor fake."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))

@@ -21,7 +21,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+
+from mla_fusion import compat
 
 _PROLOG_WEIGHTS = (
     "Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, Tensor weight_dkv_kr, "
@@ -160,12 +161,7 @@ def schema(name: str, namespace: str = "npu") -> str:
 
 def defined(name: str, namespace: str = "npu") -> bool:
     """Whether ``<namespace>::<name>`` has a schema now, from whichever side; ``name`` may have an overload."""
-    base, _, overload = name.partition(".")
-    try:
-        torch._C._dispatch_find_schema_or_throw(f"{namespace}::{base}", overload)
-    except RuntimeError:
-        return False
-    return True
+    return compat.has_schema(f"{namespace}::{name}")
 
 
 def provide() -> None:
@@ -187,11 +183,11 @@ def provide() -> None:
 def withdraw() -> None:
     """Remove every schema and kernel of ours, so that torch_npu can define its own."""
     while _libraries:
-        _libraries.pop()._destroy()
+        compat.withdraw(_libraries.pop())
 
 
 def _add(library: torch.library.Library, name: str, key: str, kernel: Callable[..., Any]) -> None:
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{library.ns}::{name}", key):
+    if not compat.has_kernel(f"{library.ns}::{name}", key):
         library.impl(name, kernel, key)
 
 
@@ -206,30 +202,22 @@ def _functionalize(name: str) -> Callable[..., Any]:
     """A Functionalize kernel: run the functional form, give its last results to the mutated arguments."""
     functional_name, positions = _IN_PLACE[name]
 
-    def unwrap(tensor: torch.Tensor) -> torch.Tensor:
-        if not torch._is_functional_tensor(tensor):
-            return tensor
-        torch._sync(tensor)
-        return torch._from_functional_tensor(tensor)
-
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        plain_args, plain_kwargs = tree_map_only(torch.Tensor, unwrap, (args, kwargs))
-        below = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
-        if not all(torch._is_functional_tensor(args[position]) for position in positions):
-            with torch._C._ExcludeDispatchKeyGuard(below):
+        plain_args, plain_kwargs = compat.tree_map_only(torch.Tensor, compat.content_of, (args, kwargs))
+        if not all(compat.is_functional(args[position]) for position in positions):
+            with compat.below_functionalisation():
                 return getattr(torch.ops.npu, name).default(*plain_args, **plain_kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(below):
+        with compat.below_functionalisation():
             results = getattr(torch.ops.npu, functional_name).default(*plain_args, **plain_kwargs)
         values = list(results) if isinstance(results, tuple | list) else [results]
         updated = values[-len(positions) :]
         for position, value in zip(positions, updated, strict=True):
-            torch._functionalize_replace(args[position], value)
-            torch._functionalize_commit_update(args[position])
-            torch._functionalize_sync(args[position])
+            compat.set_content(args[position], value)
         kept = values[: -len(positions)]
         if not kept:
-            return args[positions[0]] if getattr(torch.ops.npu, name).default._schema.returns else None
-        return tuple(torch._to_functional_tensor(value) for value in kept)
+            returns = compat.schema_of(getattr(torch.ops.npu, name).default).returns
+            return args[positions[0]] if returns else None
+        return tuple(map(compat.functional, kept))
 
     return kernel
 

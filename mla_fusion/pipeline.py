@@ -12,12 +12,12 @@ from time import perf_counter
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import _disable_current_modes
 
 from mla_fusion.commit import rewrite, structure, transaction, verify
 from mla_fusion.commit.in_place import InPlaceSteps
 from mla_fusion.commit.region import Region, cut_out
 from mla_fusion.commit.verify import Outcome
+from mla_fusion.compat import without_modes
 from mla_fusion.config import Config
 from mla_fusion.emit import call, contract
 from mla_fusion.fx import empty_parts, module_path, regions, writes
@@ -68,7 +68,7 @@ def run(gm: GraphModule, config: Config, builder: BuilderOf | None) -> Report:
     report = Report(config, committed=builder is not None)
     if config.enable:
         # A compiler calls with its fake mode on; probes are real tensors.
-        with _disable_current_modes(), paused(), _threads(1) as usual:
+        with without_modes(), paused(), _threads(1) as usual:
             report = _all_or_nothing(gm, config, builder, usual)
     report.nodes_before = nodes
     report.timings["total"] = perf_counter() - started

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
-import torch
 from torch.fx import Node
 
 from mla_fusion.commit.region import Region
+from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.fx.kinds import op_name, operator_of
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, input_of, origin, shared_memory, upward, views_and_writes
@@ -63,9 +63,9 @@ class InPlaceSteps:
 
 def _written(step: Node) -> Iterator[Node]:
     """The arguments that a step changes, by its schema."""
-    if not isinstance(step.target, torch._ops.OpOverload):
+    if not isinstance(step.target, OpOverload):
         return
-    for place, argument in enumerate(step.target._schema.arguments):
+    for place, argument in enumerate(schema_of(step.target).arguments):
         given = step.args[place] if place < len(step.args) else step.kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from (item for item in _flat(given) if isinstance(item, Node))

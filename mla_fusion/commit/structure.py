@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.commit.region import Region, constant_behind, same_attribute
+from mla_fusion.compat import expression_of
 from mla_fusion.emit import call
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.plan.plan import InPlace, Plan
@@ -86,7 +87,7 @@ def _tensor(value: Any) -> object:
 
 
 def _sizes(shape: Sequence[Any]) -> tuple[object, ...]:
-    return tuple([size.node.expr if is_symbolic(size) else size for size in shape])
+    return tuple([expression_of(size) if is_symbolic(size) else size for size in shape])
 
 
 def _frozen(value: Any, numbers: dict[Node, int]) -> Any:
@@ -97,7 +98,7 @@ def _frozen(value: Any, numbers: dict[Node, int]) -> Any:
         if number is not None:
             return Node, number
         meaning = value.meta.get("val")
-        return Node, str(meaning.node.expr) if is_symbolic(meaning) else _tensor(meaning)
+        return Node, str(expression_of(meaning)) if is_symbolic(meaning) else _tensor(meaning)
     if isinstance(value, (tuple, list)):
         return tuple([_frozen(item, numbers) for item in value])
     if isinstance(value, dict):

@@ -14,6 +14,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from mla_fusion.compat import call_like
+
 
 def workplace(gm: GraphModule) -> GraphModule:
     """A module with the attributes of ``gm``, the very same objects, and an empty graph that is called as its graph is.
@@ -28,7 +30,7 @@ def workplace(gm: GraphModule) -> GraphModule:
             held.setdefault(name, getattr(gm, name))
     for name, value in held.items():
         setattr(made, name, value)
-    made.graph.set_codegen(gm.graph._codegen)  # how arguments and results are nested
+    call_like(made.graph, gm.graph)
     return made
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from mla_fusion.compat import storage_id, version_of
 from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.page import live
 from mla_fusion.report.report import Report
 from mla_fusion.weights import cache
 from mla_fusion.weights.fingerprint import fingerprint
 from mla_fusion.weights.share import Inverse
-from mla_fusion.weights.source import storage_id
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class _Known:
                 if (
                     storage_id(value) != storage
                     or value.data_ptr() != pointer
-                    or (version is not None and value._version != version)
+                    or (version is not None and version_of(value) != version)
                 ):
                     return False
         except (RuntimeError, TypeError):  # no version counter; no tensor

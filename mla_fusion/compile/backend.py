@@ -65,7 +65,7 @@ def mla_fusion(
 
 
 def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config, folder: Path | None) -> Callable[..., Any]:
-    from torch._functorch.aot_autograd import aot_module_simplified
+    from mla_fusion.compat import aot_module_simplified
 
     def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         with live.into(folder):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from mla_fusion.compat import expression_of, storage_id
 from mla_fusion.compile.adapted import Adapted, Adaptor, Packed, Same, Viewed
 from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.config import Config
@@ -159,7 +160,7 @@ class BoundaryBuilder(GraphBuilder):
         graph = Graph()
         numbers = [node for node in self._originals if is_symbolic(node.meta.get("val"))]
         copies = {node: graph.node_copy(node) for node in numbers}
-        by_value = {node.meta["val"].node.expr: copies[node] for node in numbers}
+        by_value = {expression_of(node.meta["val"]): copies[node] for node in numbers}
         fills = {node for leaf in leaves for node in nodes_between(numbers, leaf) if _fill(node) is not None}
         steps = dict.fromkeys(node for leaf in leaves for node in nodes_between((*numbers, *fills), leaf))
         inputs = [node for node in self._originals if node in steps]
@@ -167,8 +168,8 @@ class BoundaryBuilder(GraphBuilder):
             copies[node] = graph.node_copy(node)
         for node in sorted({*fills, *steps} - {*inputs}):
             value: Any = node.meta.get("val")
-            if is_symbolic(value) and value.node.expr in by_value:
-                copies[node] = by_value[value.node.expr]
+            if is_symbolic(value) and expression_of(value) in by_value:
+                copies[node] = by_value[expression_of(value)]
             elif op_name(node) in ("aten::sym_size", "aten::sym_numel"):
                 raise _Unpackable
             elif node in fills:
@@ -225,8 +226,8 @@ class BoundaryBuilder(GraphBuilder):
 
     def _is_view(self, node: Node, made: Packed) -> bool:
         sources = (self._originals[place].meta["val"] for place in made.positions)
-        storages = {value.untyped_storage()._cdata for value in sources if not is_symbolic(value)}
-        return node.meta["val"].untyped_storage()._cdata in storages
+        storages = {storage_id(value) for value in sources if not is_symbolic(value)}
+        return storage_id(node.meta["val"]) in storages
 
 
 def _has_symbolic_sizes(node: Node) -> bool:

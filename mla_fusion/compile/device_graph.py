@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._functorch.aot_autograd import aot_module_simplified
 from torch.fx import GraphModule
 
+from mla_fusion.compat import Unsupported, aot_module_simplified
 from mla_fusion.compile.fakes import relocate
 
 Inputs = list[Any]
@@ -97,7 +97,7 @@ def trace(
             compiled(*fakes)
         except _Done:
             return
-        except torch._dynamo.exc.Unsupported as error:
+        except Unsupported as error:
             raise CaptureError(
                 f"{_name(module_or_fn)} does not compile to one graph (a graph break): {error}"
             ) from error
@@ -111,8 +111,8 @@ def _name(target: Any) -> str:
 @contextlib.contextmanager
 def _fresh_dynamo() -> Iterator[None]:
     """Keep code compiled here apart from the user's: no cache is reused, none is left behind."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         yield
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()

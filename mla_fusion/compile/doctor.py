@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mla_fusion._autoload import cann_location, torch_npu_installed
+from mla_fusion.compat import inductor_option, registrations
 from mla_fusion.compile import offline, traps
 from mla_fusion.compile.offline import standins
 from mla_fusion.page import live
@@ -117,7 +118,7 @@ def _operator(name: str, usable: bool) -> dict[str, Any]:
 
 def _registrar(name: str, key: str) -> str | None:
     """The package of the source file that the dispatcher says a definition or a kernel is from."""
-    lines = torch._C._dispatch_dump(f"npu::{name}").splitlines()
+    lines = registrations(f"npu::{name}")
     found = next((line for line in lines if line.startswith(f"{key}: registered at ")), None)
     if found is None:
         return None
@@ -126,10 +127,9 @@ def _registrar(name: str, key: str) -> str | None:
 
 def hooks(usable: bool) -> dict[str, str]:
     """What of this process calls the pass, and who else stands where it could. torchair's are fields of each config."""
-    inductor = import_module("torch._inductor.config")
     names = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass")
-    found = {f"Inductor {name}": _named(getattr(inductor, name, None)) for name in names}
-    known = "mla_fusion" in torch._dynamo.list_backends(exclude_tags=())
+    found = {f"Inductor {name}": _named(inductor_option(name)) for name in names}
+    known = "mla_fusion" in torch.compiler.list_backends(exclude_tags=())
     found['torch.compile(backend="mla_fusion")'] = "known" if known else "unknown: pip install the package"
     if usable:
         config = import_module("mla_fusion.compile.torchair_bridge").compiler_config("ge")

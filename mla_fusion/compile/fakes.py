@@ -15,15 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-_MARKS = (
-    "_dynamo_dynamic_indices",
-    "_dynamo_dynamic_range",
-    "_dynamo_hint_overrides",
-    "_dynamo_static_indices",
-    "_dynamo_static_input_type",
-)
+from mla_fusion.compat import FakeTensorMode, copy_marks, storage_id
 
 
 class Relocation:
@@ -73,14 +66,12 @@ class Relocation:
             fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
         else:
             fake.requires_grad_(tensor.requires_grad)
-        for mark in _MARKS:
-            if hasattr(tensor, mark):
-                setattr(fake, mark, copy.copy(getattr(tensor, mark)))
+        copy_marks(tensor, fake)
         return fake
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor over the fake counterpart of this tensor's storage."""
-        key = tensor.untyped_storage()._cdata
+        key = storage_id(tensor)
         whole = tensor.is_contiguous() and tensor.storage_offset() == 0
         whole = whole and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         with self.mode:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from mla_fusion.compat import source_name
+
 
 def specialise(gm: GraphModule) -> list[str]:
     """Replace attributes of modules, and globals, among dynamo's float inputs by their values; their dynamo names."""
@@ -31,9 +33,8 @@ def specialise(gm: GraphModule) -> list[str]:
 
 def _attribute(node: Any) -> str:
     """The source of an input that is a module's attribute or a global, "" for anything else."""
-    if not isinstance(node, Node) or node.op != "placeholder" or "grapharg" not in node.meta:
+    if not isinstance(node, Node) or node.op != "placeholder":
         return ""
-    source = node.meta["grapharg"].source
-    name = source.name if isinstance(source.name, str) else source.name()
+    name = source_name(node)
     of_module = name.startswith("L['self'].") or "._modules[" in name
     return name if name.startswith("G[") or (of_module and not name.endswith("]")) else ""

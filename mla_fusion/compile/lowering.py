@@ -15,9 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
 
+from mla_fusion.compat import BackendCompilerFailed, OpOverload
 from mla_fusion.compile import torchair_bridge
 from mla_fusion.compile.boundary import fuse_with_boundary
 from mla_fusion.compile.copies import correct
@@ -181,7 +181,7 @@ def snapshot(gm: GraphModule) -> GraphModule:
 def fx_operators(gm: GraphModule) -> Counter[str]:
     """How often each call target occurs in a graph, by name."""
     return Counter(
-        str(node.target) if hasattr(node.target, "_schema") else getattr(node.target, "__name__", str(node.target))
+        str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", str(node.target))
         for node in gm.graph.nodes
         if node.op.startswith("call_")
     )

@@ -15,9 +15,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
 from torch.fx import GraphModule
 
+from mla_fusion.compat import DispatchKey, OpOverload, ge_converter
 from mla_fusion.compile import offline
 from mla_fusion.converters import registry
 
@@ -106,7 +106,7 @@ def refused_operators(gm: GraphModule) -> list[str]:
     refused = dict.fromkeys(
         str(node.target)
         for node in gm.graph.nodes
-        if node.op == "call_function" and hasattr(node.target, "_schema") and not has_converter(node.target)
+        if node.op == "call_function" and isinstance(node.target, OpOverload) and not has_converter(node.target)
     )
     return list(refused)
 
@@ -120,4 +120,4 @@ def has_converter(target: Any) -> bool:
 def converter_of(target: Any) -> Callable[..., Any] | None:
     """The FX to GE converter registered for an operator overload, or None."""
     package("ge")
-    return registry.registered(target)
+    return ge_converter(target)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mla_fusion._autoload import cann_location, torch_npu_installed
+from mla_fusion.compat import schema_of, specialises_floats
 
 
 def survey(usable: bool) -> dict[str, str]:
@@ -50,7 +51,7 @@ def survey(usable: bool) -> dict[str, str]:
 
 
 def _runtime_epsilon() -> str:
-    if getattr(torch._dynamo.config, "specialize_float", False):
+    if specialises_floats():
         return "specialize_float is set: the norm's epsilon stays a constant"
     return (
         "turns the norm's epsilon into a graph input: backend='mla_fusion' makes it a number again, a pass in another "
@@ -74,7 +75,7 @@ def _of_torchair() -> dict[str, str]:
             "mla_fusion is a pre pass and runs either way"
         )
     raw = getattr(torch.ops.npu, "npu_mla_prolog_v3", None)
-    promised = len(raw.default._schema.returns) if raw is not None else 0
+    promised = len(schema_of(raw.default).returns) if raw is not None else 0
     returned = _returned(bridge.converter_of(raw.default)) if raw is not None else None
     if returned is not None and returned != promised:
         found["npu_mla_prolog_v3 in GE mode"] = (

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves, tree_structure
 
+from mla_fusion.compat import tree_leaves, tree_structure
 from mla_fusion.dumps import Dump, Operator, Value
 from mla_fusion.dumps.prologues import is_prologue
 from mla_fusion.dumps.symbols import Tensors

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.converters import ir
 from mla_fusion.dumps import Dump, Operator, Value
 from mla_fusion.dumps.python_text import edges_in
@@ -76,7 +77,7 @@ def roles_of(dump: Dump, operator: Operator) -> list[str]:
 def _fx_roles(operator: Operator) -> list[str]:
     """The schema's name of each input; its place where the operator is not known here."""
     target = resolve(operator.type)
-    names = [argument.name for argument in target._schema.arguments] if hasattr(target, "_schema") else []
+    names = [argument.name for argument in schema_of(target).arguments] if isinstance(target, OpOverload) else []
     args, kwargs = operator.call or ((), {})
     named = {names[place] if place < len(names) else str(place): item for place, item in enumerate(args)}
     return [name for name, item in {**named, **kwargs}.items() for _ in edges_in(item)]
@@ -85,9 +86,9 @@ def _fx_roles(operator: Operator) -> list[str]:
 def _attributes(dump: Dump, operator: Operator) -> dict[str, Any]:
     """Attributes by name; what an FX call leaves out has the schema's default."""
     target = resolve(operator.type) if dump.is_fx else None
-    if target is None or not hasattr(target, "_schema"):
+    if not isinstance(target, OpOverload):
         return operator.attributes
-    arguments = target._schema.arguments
+    arguments = schema_of(target).arguments
     found = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
     args, kwargs = operator.call or ((), {})
     return {**found, **{arguments[place].name: item for place, item in enumerate(args)}, **kwargs}

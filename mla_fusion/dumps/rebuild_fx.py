@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
+from mla_fusion.compat import C_FUNCTIONS
 from mla_fusion.dumps import Dump, Edge, Operator
 from mla_fusion.dumps.fx_text import METHOD, OPERATORS
 from mla_fusion.dumps.python_text import Word
@@ -25,7 +26,7 @@ class NotRebuilt(ValueError):
 
 def rebuild(dump: Dump) -> tuple[GraphModule, list[str]]:
     """The graph, and remarks on what the dump does not tell. Raises NotRebuilt where that is too much."""
-    early = next((op for op in dump.operators if op.type.startswith((METHOD, "setitem", "torch._C"))), None)
+    early = next((op for op in dump.operators if op.type.startswith((METHOD, "setitem", C_FUNCTIONS))), None)
     if early is not None:
         raise NotRebuilt(
             f"line {early.line} calls {early.type}: this is the graph before AOT autograd; "

@@ -7,13 +7,9 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.value_ranges import ValueRanges
 
+from mla_fusion.compat import new_size, symbolic_mode
 from mla_fusion.dumps import Value
 
 _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
@@ -26,14 +22,14 @@ _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 }
 _CALLS: dict[str, Callable[..., Any]] = {"Max": torch.sym_max, "Min": torch.sym_min, "FloorDiv": operator.floordiv}
 _HINT = 11  # as good a number of tokens as any: a prime that no model's dims contain
+_LARGEST = 1 << 40
 
 
 class Tensors:
     """Makes fake tensors; a symbol of one name is the same size everywhere."""
 
     def __init__(self) -> None:
-        self._env = ShapeEnv()
-        self.mode = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
+        self.mode = symbolic_mode()
         self._symbols: dict[str, Any] = {}
         self._made: dict[str, Any] = {}
         self._tensors: dict[Value, Any] = {}
@@ -93,9 +89,5 @@ class Tensors:
 
     def _symbol(self, name: str) -> Any:
         if name not in self._symbols:
-            symbol = sympy.Symbol(name, positive=True, integer=True)
-            hints = getattr(self._env, "backed_var_to_val", None)
-            (self._env.var_to_val if hints is None else hints)[symbol] = sympy.Integer(_HINT)
-            self._env.var_to_range[symbol] = ValueRanges(2, 1 << 40)
-            self._symbols[name] = torch.SymInt(SymNode(symbol, self._env, int, _HINT))
+            self._symbols[name] = new_size(self.mode, name, _HINT, _LARGEST)
         return self._symbols[name]

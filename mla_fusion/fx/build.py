@@ -13,9 +13,9 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
+from mla_fusion.compat import FakeTensor, OpOverload, schema_of, without_fake_mode
 from mla_fusion.fx.kinds import attribute
 from mla_fusion.fx.sizes import Binding, SizeNodes, is_symbolic, same_shape
 
@@ -207,7 +207,7 @@ class GraphBuilder(Builder):
             key = _signature(fake_args, fake_kwargs) if self._fake_mode and _name(op) == KERNEL else None
             known = self._results.get(key) if key is not None else None
             if known is not None:  # equal layers: tensors like the first one's, at a tenth of the cost
-                with unset_fake_temporarily():
+                with without_fake_mode():
                     return tuple(map(self._another, known))
             results = op(*fake_args, **fake_kwargs)
             if key is not None:
@@ -255,7 +255,7 @@ class GraphBuilder(Builder):
         return self._point is None or node < self._point
 
     def constant(self, numbers: Sequence[int], like: Node) -> Node:
-        with unset_fake_temporarily():  # the graph will hold it, so it must be real
+        with without_fake_mode():  # the graph will hold it, so it must be real
             tensor = torch.tensor(numbers)
         name = next(name for number in count() if not hasattr(self.gm, name := f"_mla_fusion_constant{number}"))
         self.gm.register_buffer(name, tensor)
@@ -284,7 +284,7 @@ def _title(op: Any) -> str:
 
 
 def _name(op: Any) -> str:
-    return op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
+    return schema_of(op).name if isinstance(op, OpOverload) else ""
 
 
 def _signature(args: Any, kwargs: Any) -> object | None:

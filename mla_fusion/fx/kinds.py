@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.fx.operators import (
     ELEMENTWISE,
     FILLED,
@@ -196,8 +197,8 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
     operator (epsilon: 1e-6 in npu_rms_norm, 1e-5 in npu_mla_prolog), so they are never guessed.
     """
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        for position, arg in enumerate(target._schema.arguments):
+    if isinstance(target, OpOverload):
+        for position, arg in enumerate(schema_of(target).arguments):
             if arg.name == name:
                 if name in node.kwargs:
                     return node.kwargs[name]

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fusion.compat import OpOverload, OpOverloadPacket, overload_name, packet_name, schema_of
+
 
 class Kind(Enum):
     """The classes; each value is the phrase that messages use."""
@@ -277,11 +279,11 @@ class Operator:
     @classmethod
     def describe(cls, target: Any) -> Operator:
         name = _name_of(target)
-        mutates = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+        mutates = isinstance(target, OpOverload) and schema_of(target).is_mutable
         effect = mutates or name in _EFFECTS
         kind = _kind(target, name, effect)
         pure = name.partition("::")[0] in ("aten", "prims", "_operator", "python") and not effect
-        bits = getattr(target, "_overloadname", "") == "dtype"  # view.dtype reads memory as another type
+        bits = overload_name(target) == "dtype"  # view.dtype reads memory as another type
         return cls(
             target,
             name,
@@ -310,13 +312,13 @@ def known(target: Any) -> Operator:
 
 def _kind(target: Any, name: str, effect: bool) -> Kind:
     """Torch's own tag first, then the lists, then what the schema says of aliases."""
-    if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+    if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
         return Kind.RANDOM
     if effect:
         return Kind.EFFECT
-    if getattr(target, "_overloadname", "") == "dtype" and name in VIEWS:
+    if overload_name(target) == "dtype" and name in VIEWS:
         return Kind.CHOICE  # a float's bits as integers are no analytic function of it
-    if f"{name}.{getattr(target, '_overloadname', '')}" in _PLACED_BY_TENSOR:
+    if f"{name}.{overload_name(target)}" in _PLACED_BY_TENSOR:
         return Kind.GATHER
     if name in _LISTED:
         return _LISTED[name]
@@ -327,9 +329,9 @@ def _kind(target: Any, name: str, effect: bool) -> Kind:
 
 def _is_alias(target: Any) -> bool:
     """Does the schema say that every result is a view of the first argument?"""
-    if not isinstance(target, torch._ops.OpOverload) or "as_strided" in target._schema.name:
+    if not isinstance(target, OpOverload) or "as_strided" in schema_of(target).name:
         return False  # as_strided reads memory, whose layout a probe need not have
-    arguments, results = target._schema.arguments, target._schema.returns
+    arguments, results = schema_of(target).arguments, schema_of(target).returns
     return bool(arguments and results) and all(
         side.alias_info is not None and not side.alias_info.is_write for side in (arguments[0], *results)
     )
@@ -337,27 +339,27 @@ def _is_alias(target: Any) -> bool:
 
 def _may_alias(target: Any) -> bool:
     """Does the schema say of any result that it may be an argument's memory?"""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
-    return any(result.alias_info is not None for result in target._schema.returns)
+    return any(result.alias_info is not None for result in schema_of(target).returns)
 
 
 def _functional(target: Any, name: str) -> Operator | None:
     """``aten::add`` of ``aten::add_``: decompositions update values of their own making in place."""
     namespace, _, base = name.partition("::")
-    arguments = target._schema.arguments
+    arguments = schema_of(target).arguments
     changed = [arg.alias_info is not None and arg.alias_info.is_write for arg in arguments]
     if namespace != "aten" or not base.endswith("_") or changed != [True] + [False] * (len(arguments) - 1):
         return None
-    functional = getattr(getattr(torch.ops.aten, base[:-1], None), target._overloadname, None)
+    functional = getattr(getattr(torch.ops.aten, base[:-1], None), overload_name(target), None)
     return Operator.describe(functional) if functional is not None else None
 
 
 def _name_of(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return str(target._qualified_op_name)
+    if isinstance(target, OpOverload):
+        return schema_of(target).name
+    if isinstance(target, OpOverloadPacket):
+        return packet_name(target)
     return f"python::{getattr(target, '__name__', target)}"
 
 

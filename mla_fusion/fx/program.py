@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fusion.compat import overload_name
 from mla_fusion.fx.kinds import (
     MODEL_FLOATS,
     argument,
@@ -236,7 +237,7 @@ class Program:
             _refuse_symbolic_ends(node, name)
         args = self._template(node.args)
         kwargs = {key: self._option(key, value) for key, value in node.kwargs.items()}
-        return Step(call, args, kwargs, f"{name}.{getattr(node.target, '_overloadname', '')}")
+        return Step(call, args, kwargs, f"{name}.{overload_name(node.target)}")
 
     def _resized(self, node: Node, name: str, shrink: Shrink) -> Step:
         """A view or expand whose sizes follow the size of its input."""

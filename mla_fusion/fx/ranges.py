@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fusion.compat import bounds_of
 from mla_fusion.fx import contraction
 from mla_fusion.fx.indexed import Indexed
 from mla_fusion.fx.kinds import argument, filled_with, is_cast, is_getitem, is_view, op_name
@@ -89,8 +90,7 @@ class Ranges:
             return float(size), float(size)
         if not isinstance(size, torch.SymInt):
             return UNBOUNDED
-        bound = size.node.shape_env.bound_sympy(size.node.expr)
-        return float(bound.lower), float(bound.upper)
+        return bounds_of(size)
 
     def _of_constant(self, node: Node) -> Range:
         above = nodes_between((), node)

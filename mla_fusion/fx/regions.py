@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 
+from mla_fusion.compat import HigherOrderOperator, call_like
 from mla_fusion.fx.kinds import is_getitem, is_mutating, op_name
 
 _ORIGIN = ("nn_module_stack", "stack_trace")
@@ -62,7 +62,7 @@ def copied(gm: GraphModule, into: Graph | None = None) -> Graph:
     ``into``: an empty graph to be filled, instead of a new one.
     """
     graph = Graph(owning_module=gm) if into is None else into
-    graph.set_codegen(gm.graph._codegen)  # how arguments and results are nested
+    call_like(graph, gm.graph)
     _lay(gm, graph, gm.graph, {}, "", {})
     for node in graph.find_nodes(op="get_attr"):
         if not node.users:  # a body, which nothing calls any more

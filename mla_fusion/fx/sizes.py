@@ -11,7 +11,8 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
-from torch.utils._sympy.functions import FloorDiv
+
+from mla_fusion.compat import FloorDiv, bounds_of, expression_of
 
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73)
 _FEW = (3, 4, 2)
@@ -36,7 +37,7 @@ def expression(size: Any) -> Any:
     """A size as sympy has it, quotients that are whole for every value of their symbols written without a division."""
     if not is_symbolic(size):
         return size
-    found = size.node.expr
+    found = expression_of(size)
     return _without_quotients(found) if found.has(FloorDiv) else found
 
 
@@ -106,7 +107,7 @@ class Binding:
         """
         symbols = sorted(getattr(self._expr(size), "free_symbols", ()), key=str) if is_symbolic(size) else []
         for symbol in reversed(symbols):  # of [B, S], the length
-            largest = size.node.shape_env.bound_sympy(symbol).upper
+            _, largest = bounds_of(size, symbol)
             now = self.size(size)
             wanted = -(-least * self._bound[symbol] // now)
             number = wanted if largest >= wanted else int(largest)
@@ -123,17 +124,17 @@ class Binding:
         expr = self._expr(value)
         for symbol in sorted(getattr(expr, "free_symbols", ()), key=str):
             if symbol not in self._bound:
-                self._bound[symbol] = self._pick(value.node.shape_env.bound_sympy(symbol).upper)
+                self._bound[symbol] = self._pick(largest=bounds_of(value, symbol)[1])
         return int(expr.subs(self._bound)) if hasattr(expr, "subs") else int(expr)
 
-    def _pick(self, largest: Any) -> int:
+    def _pick(self, largest: float) -> int:
         """A prime that stands for no other symbol; less where the graph runs for no more (``cache[:batch]``)."""
         fit = [number for number in (*self._free, *_FEW) if number <= largest] or [int(largest)]
         return next((number for number in fit if number not in self._bound.values()), fit[0])
 
     def number(self, value: Any) -> Any:
         if isinstance(value, torch.SymFloat):
-            return float(self._expr(value).subs(self._bound)) if value.node.expr.free_symbols else float(value)
+            return float(self._expr(value).subs(self._bound)) if expression_of(value).free_symbols else float(value)
         if isinstance(value, torch.SymBool):
             return bool(self._expr(value).subs(self._bound))
         return self.size(value)
@@ -146,7 +147,7 @@ def exceeds_one(size: Any) -> bool:
     """Is the size at least 2 whenever the graph runs? (dynamo compiles sizes 0 and 1 apart.)"""
     if not is_symbolic(size):
         return int(size) > 1
-    return bool(size.node.shape_env.bound_sympy(size.node.expr).lower > 1)
+    return bounds_of(size)[0] > 1
 
 
 class SizeNodes:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from mla_fusion.compat import OpOverload
 from mla_fusion.fx import strides
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import argument, is_getitem, is_reshape, is_view, op_name, operator_of
@@ -40,7 +41,7 @@ def _made_here(value: Any) -> bool:
     if not isinstance(value, Node):
         return False
     maker = origin(value, written)
-    return isinstance(maker.target, torch._ops.OpOverload) and not operator_of(maker).effect
+    return isinstance(maker.target, OpOverload) and not operator_of(maker).effect
 
 
 def take_apart(gm: GraphModule) -> None:

@@ -61,7 +61,7 @@ def _measure(model: Prologue, given: tuple[Tensor, ...], device: Device, enable:
     config = Config(enable=enable, soc=device.soc, cann=device.cann)
     placed = [device.place(tensor) for tensor in given]
     before = [cache.data_ptr() for cache in placed[-2:]]
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(
         copy.deepcopy(model).to(device.kind), backend=backend(config), fullgraph=True, dynamic=False
     )

@@ -74,7 +74,7 @@ def _operator(op: str, placed: dict[str, Any], through: str) -> Callable[[dict[s
     def step(*tensors: Tensor) -> Any:
         return overload(**dict(zip(names, tensors, strict=True)), **plain)
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(step, backend=backend(), fullgraph=True, dynamic=False)
     return lambda arguments: compiled(*(arguments[name] for name in names))
 

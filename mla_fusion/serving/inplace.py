@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from mla_fusion.compat import storage_id
+
 CACHES = {9: 5, 10: 6}  # argument -> the result that is that cache afterwards
 
 
@@ -37,7 +39,7 @@ def _its_own(call: Node, cache: Any) -> bool:
 
 
 def _apart(caches: Iterable[Node]) -> bool:
-    storages = [cache.meta["val"].untyped_storage()._cdata for cache in caches]
+    storages = [storage_id(cache.meta["val"]) for cache in caches]
     return len(set(storages)) == len(storages)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-import torch
 from torch.fx import GraphModule, Node
+
+from mla_fusion.compat import HigherOrderOperator, OpOverload, schema_of
 
 _TRANSPARENT = frozenset(
     ("aten", "prims", "npu", "air", "higher_order", "_c10d_functional", "c10d_functional", "inductor")
@@ -24,17 +25,17 @@ KNOWN = {
 def opaque_operators(gm: GraphModule) -> Counter[str]:
     """How often each operator outside of ATen and torch_npu is called, by schema name."""
     return Counter(
-        operator._schema.name
+        schema_of(operator).name
         for operator in map(_operator, gm.graph.nodes)
         if operator is not None and operator.namespace not in _TRANSPARENT
     )
 
 
-def _operator(node: Node) -> torch._ops.OpOverload | None:
+def _operator(node: Node) -> OpOverload | None:
     """What a node calls; AOT autograd wraps an operator that writes its arguments into a call of its own."""
-    wrapped = isinstance(node.target, torch._ops.HigherOrderOperator) and "functionalized" in node.target.name()
+    wrapped = isinstance(node.target, HigherOrderOperator) and "functionalized" in node.target.name()
     target = node.args[0] if wrapped else node.target
-    return target if isinstance(target, torch._ops.OpOverload) else None
+    return target if isinstance(target, OpOverload) else None
 
 
 def hidden_prologues(gm: GraphModule) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.weights import cache
 
@@ -54,7 +55,7 @@ def _calls(graph: Graph) -> list[Node]:
     return [
         node
         for node in graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _CALLS
+        if isinstance(node.target, OpOverload) and schema_of(node.target).name in _CALLS
     ]
 
 

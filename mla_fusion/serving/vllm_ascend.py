@@ -15,12 +15,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 from torch.fx import Graph, GraphModule
 
+from mla_fusion.compat import inductor_pass
 from mla_fusion.compile.hook import torchair_pass
 from mla_fusion.config import Config
 from mla_fusion.serving.inplace import write_in_place
@@ -29,11 +31,7 @@ from mla_fusion.serving.prepack import pack_once
 
 log = logging.getLogger("mla_fusion")
 
-_BASES = (
-    ("vllm.compilation.passes.vllm_inductor_pass", "VllmInductorPass"),
-    ("vllm.compilation.vllm_inductor_pass", "VllmInductorPass"),
-    ("torch._inductor.custom_graph_pass", "CustomGraphPass"),
-)
+_HOMES = ("vllm.compilation.passes.vllm_inductor_pass", "vllm.compilation.vllm_inductor_pass")  # newest first
 
 
 def vllm_ascend_pass(config: Config | None = None) -> Any:
@@ -87,12 +85,8 @@ def _pass_class(base: type) -> type:
 
 def _base() -> type:
     """vLLM's base class where vLLM is imported, as it is where anybody can call its pass manager; else torch's."""
-    for module, name in _BASES:
-        if module.startswith("vllm.") and "vllm" not in sys.modules:
-            continue
-        try:
-            base: type = getattr(import_module(module), name)
-        except (ImportError, AttributeError):
-            continue
-        return base
-    return object
+    for module in _HOMES if "vllm" in sys.modules else ():
+        with suppress(ImportError, AttributeError):
+            base: type = import_module(module).VllmInductorPass
+            return base
+    return inductor_pass()

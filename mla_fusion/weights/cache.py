@@ -19,8 +19,9 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
-from mla_fusion.weights.share import Inverse, holders, re_express
-from mla_fusion.weights.source import Source, place, storage_id
+from mla_fusion.compat import holders, is_view, storage_id
+from mla_fusion.weights.share import Inverse, re_express
+from mla_fusion.weights.source import Source, place
 
 _Key = tuple[str, bool, tuple[object, ...]]
 _ND = 2  # the storage format of plain memory, as npu_format_cast numbers them
@@ -182,7 +183,7 @@ def bytes_held() -> int:
 def _without_base(packed: torch.Tensor) -> torch.Tensor:
     """The same memory, without the reference that a view keeps to its parameter: that would never die."""
     memory = (packed.untyped_storage(), packed.storage_offset(), packed.shape, packed.stride())
-    return packed.new_empty(0).set_(*memory) if packed._is_view() else packed
+    return packed.new_empty(0).set_(*memory) if is_view(packed) else packed
 
 
 def describe(program: GraphModule) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
+from mla_fusion.compat import holders, is_view, storage_id
 from mla_fusion.fx.kinds import op_name
 
 # Each gives the very elements of its argument, whose place in the result follows from shapes alone.
@@ -90,16 +91,11 @@ def _owns_its_memory(tensor: Tensor) -> bool:
         isinstance(tensor, torch.nn.Parameter)
         and not tensor.is_inference()
         and tensor.grad is None
-        and not tensor._is_view()
+        and not is_view(tensor)
         and storage.nbytes() == tensor.nbytes
         and holders(tensor) == holders(tensor.new_empty(0))
     )
 
 
-def holders(tensor: Tensor) -> int:
-    """Tensors (and others) that hold its storage."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
 def _same_memory(first: Tensor, second: Tensor) -> bool:
-    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    return storage_id(first) == storage_id(second)

@@ -12,16 +12,14 @@ Nothing here refers to the tensor itself: ``torch.utils.swap_tensors`` refuses t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mla_fusion.compat import is_view, storage_id, version_of
 from mla_fusion.weights.fingerprint import fingerprint
-
-storage_id: Callable[[Tensor], int] = getattr(torch._C, "_storage_id")  # noqa: B009  # its stubs leave it out
 
 
 def place(value: Any) -> object:
@@ -47,14 +45,14 @@ class Source:
         if self.storage == storage_id(packed):
             return  # one memory: every change is seen by both
         if trusted and is_counted(tensor):
-            self.version = tensor._version
+            self.version = version_of(tensor)
         else:
             self.content = fingerprint(tensor)
 
     def is_still(self, tensor: Tensor) -> bool:
         """Whether a tensor at the same place holds the same."""
         if self.version is not None:
-            return is_counted(tensor) and self.version == tensor._version
+            return is_counted(tensor) and self.version == version_of(tensor)
         return self.content is None or torch.equal(self.content, fingerprint(tensor))
 
 
@@ -65,6 +63,6 @@ def is_counted(tensor: Tensor) -> bool:
     """
     return (
         not tensor.is_inference()
-        and not tensor._is_view()
+        and not is_view(tensor)
         and tensor.untyped_storage().nbytes() == tensor.nbytes
     )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_fusion.compat import mark_static_address
 from mla_fusion.models.refusal import OptimizeError
 
 BLOCK_SIZE = 128
@@ -86,7 +87,7 @@ class PageTable:
         self.slots = slots[:, : self.max_len].contiguous() if self.max_len is not None else slots
         if self.static and not torch.compiler.is_compiling():
             for tensor in (self.tables, self.slots, self.length):
-                torch._dynamo.mark_static_address(tensor)
+                mark_static_address(tensor)
 
     def advance(self, layer: int, tokens: int, start: int) -> Tensor:
         """Slots ``[B * tokens]`` of the new tokens of one layer, sequence by sequence."""

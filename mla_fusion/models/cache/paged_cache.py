@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
+from mla_fusion.compat import mark_static_address
 from mla_fusion.models.cache.page_table import BLOCK_SIZE, PageTable
 from mla_fusion.models.refusal import OptimizeError
 
@@ -79,8 +80,8 @@ class PagedLatentLayer(CacheLayerMixin):
             key_states.new_zeros(table.batch * table.blocks, table.block_size, 1, width) for width in widths
         )
         if table.static and not torch.compiler.is_compiling():
-            torch._dynamo.mark_static_address(self.keys)
-            torch._dynamo.mark_static_address(self.values)
+            mark_static_address(self.keys)
+            mark_static_address(self.values)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,282 @@
+"""Every private or version-dependent name of torch, torch_npu and torchair; nobody else touches one.
+
+``tests/project/test_private_names.py`` holds the package to it, three other places apart:
+
+* ``compile/torchair_bridge.py``: how torchair and npugraph_ex compile, from inside
+* ``compile/offline/``: stand-ins for CANN's libraries, and what of torch_npu and torchair asks for a device
+* ``_autoload.py``: imported before torch
+
+What ``import torch`` has loaded anyway is imported here at the top. The rest is loaded where it is first asked for,
+so that ``import mla_fusion`` stays light.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib import import_module
+from operator import attrgetter
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet, FunctionSchema
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake_mode
+from torch.fx import Graph, Node
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
+
+if TYPE_CHECKING:
+    from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+    from torch.utils._sympy.functions import FloorDiv
+
+__all__ = [  # names of torch as they are; the functions of this file come beside them
+    "BackendCompilerFailed",
+    "DispatchKey",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FloorDiv",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "Unsupported",
+    "aot_module_simplified",
+    "statically_known_true",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_structure",
+    "without_fake_mode",
+    "without_modes",
+]
+
+_LATE = {  # loaded on first use
+    "BackendCompilerFailed": "torch._dynamo.exc",
+    "FloorDiv": "torch.utils._sympy.functions",
+    "Unsupported": "torch._dynamo.exc",
+    "aot_module_simplified": "torch._functorch.aot_autograd",
+    "statically_known_true": "torch.fx.experimental.symbolic_shapes",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATE[name]), name)
+    return value
+
+
+# -- operators; attrgetter costs no more than the attribute, and the pass asks for schemas everywhere
+
+schema_of: Callable[[Any], FunctionSchema] = attrgetter("_schema")
+
+
+def overload_name(target: Any) -> str:
+    """``Tensor`` of ``aten.add.Tensor``; "" of what is no overload of an operator."""
+    return getattr(target, "_overloadname", "")
+
+
+def packet_name(packet: OpOverloadPacket) -> str:
+    """``aten::add`` of ``torch.ops.aten.add``."""
+    return str(packet._qualified_op_name)
+
+
+# -- the dispatcher
+
+
+def has_schema(name: str) -> bool:
+    """Whether ``namespace::name`` or ``namespace::name.overload`` is defined now."""
+    base, _, overload = name.partition(".")
+    try:
+        torch._C._dispatch_find_schema_or_throw(base, overload)
+    except RuntimeError:
+        return False
+    return True
+
+
+def has_kernel(name: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def registrations(name: str) -> list[str]:
+    """The dispatcher's own lines on an operator: what is registered for which key, and from where."""
+    return torch._C._dispatch_dump(name).splitlines()
+
+
+def withdraw(library: torch.library.Library) -> None:
+    """Take back all that a library has registered."""
+    library._destroy()
+
+
+# -- functionalisation
+
+is_functional: Callable[[Tensor], bool] = torch._is_functional_tensor
+functional: Callable[[Tensor], Tensor] = torch._to_functional_tensor
+
+
+def content_of(tensor: Tensor) -> Tensor:
+    """What a functional tensor holds now; any other tensor as it is."""
+    if not is_functional(tensor):
+        return tensor
+    torch._sync(tensor)
+    return torch._from_functional_tensor(tensor)
+
+
+def set_content(tensor: Tensor, value: Tensor) -> None:
+    """Let a functional tensor hold ``value``, as an operator that has written it would."""
+    torch._functionalize_replace(tensor, value)
+    torch._functionalize_commit_update(tensor)
+    torch._functionalize_sync(tensor)
+
+
+def below_functionalisation() -> AbstractContextManager[Any]:
+    """Calls made inside go past the kernels for Functionalize."""
+    return torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.Functionalize))
+
+
+# -- tensors and their memory
+
+storage_id: Callable[[Tensor], int] = getattr(torch._C, "_storage_id")  # noqa: B009  # its stubs leave it out
+version_of: Callable[[Tensor], int] = attrgetter("_version")  # raises RuntimeError where there is no counter
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows it as a view of another tensor."""
+    return tensor._is_view()
+
+
+def holders(tensor: Tensor) -> int:
+    """Tensors (and others) that hold its storage."""
+    return int(torch._C._storage_Use_Count(storage_id(tensor)))
+
+
+# -- symbolic sizes
+
+
+def expression_of(size: Any) -> Any:
+    """The sympy expression of a symbolic size."""
+    return size.node.expr
+
+
+def bounds_of(size: Any, part: Any = None) -> tuple[float, float]:
+    """The least and the largest number that a symbolic size can be, or an expression in its symbols."""
+    bounds = size.node.shape_env.bound_sympy(size.node.expr if part is None else part)
+    return float(bounds.lower), float(bounds.upper)
+
+
+def symbolic_mode() -> FakeTensorMode:
+    """A fake mode whose tensors may have sizes made by `new_size`."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def new_size(mode: FakeTensorMode, name: str, hint: int, largest: int) -> torch.SymInt:
+    """A symbolic size of that name, from 2 to ``largest``; torch takes it for ``hint`` where it needs a number."""
+    import sympy
+    from torch.fx.experimental.sym_node import SymNode
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    env: Any = mode.shape_env
+    symbol = sympy.Symbol(name, positive=True, integer=True)
+    hints = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+    hints[symbol] = sympy.Integer(hint)
+    env.var_to_range[symbol] = ValueRanges(2, largest)
+    return torch.SymInt(SymNode(symbol, env, int, hint))
+
+
+# -- FX graphs
+
+C_FUNCTIONS = "torch._C"  # how a graph names torch's functions in C++, torch._C._nn.linear say, before AOT autograd
+
+
+def call_like(graph: Graph, other: Graph) -> None:
+    """Let ``graph`` nest its arguments and results as ``other`` does."""
+    graph.set_codegen(other._codegen)
+
+
+def source_name(placeholder: Node) -> str:
+    """The expression by which dynamo reaches an input, such as ``L['self'].eps``; "" where dynamo made no note."""
+    if "grapharg" not in placeholder.meta:
+        return ""
+    name = placeholder.meta["grapharg"].source.name
+    return name if isinstance(name, str) else name()  # an attribute or a method, by release
+
+
+# -- dynamo and Inductor
+
+_MARKS = (
+    "_dynamo_dynamic_indices",
+    "_dynamo_dynamic_range",
+    "_dynamo_hint_overrides",
+    "_dynamo_static_indices",
+    "_dynamo_static_input_type",
+)
+
+
+def copy_marks(source: Tensor, target: Tensor) -> None:
+    """Give one tensor what ``mark_dynamic``, ``mark_static`` and the like have noted on another."""
+    for mark in _MARKS:
+        if hasattr(source, mark):
+            setattr(target, mark, copy.copy(getattr(source, mark)))
+
+
+def mark_static_address(tensor: Tensor) -> None:
+    torch._dynamo.mark_static_address(tensor)
+
+
+def specialises_floats() -> bool:
+    """Whether dynamo takes floats for constants under ``dynamic=True``."""
+    return bool(getattr(torch._dynamo.config, "specialize_float", False))
+
+
+def inductor_option(name: str) -> Any:
+    """A field of Inductor's configuration; None where this torch has no such field."""
+    return getattr(import_module("torch._inductor.config"), name, None)
+
+
+def inductor_pass() -> type:
+    """The class that Inductor asks its custom passes to be of; ``object`` where this torch has none."""
+    try:
+        base: type = import_module("torch._inductor.custom_graph_pass").CustomGraphPass
+    except (ImportError, AttributeError):
+        return object
+    return base
+
+
+# -- torchair's converters
+
+
+def ge_operators() -> ModuleType:
+    """GE's operators as functions that add a node to the graph being built."""
+    return import_module("torchair._ge_concrete_graph.ge_apis")
+
+
+def ge_node(**parts: Any) -> Any:
+    """Add a node to the GE graph being built; its outputs."""
+    return import_module("torchair._ge_concrete_graph.compat_ir").ge_op(**parts)
+
+
+def is_ge_tensor(value: Any) -> bool:
+    return isinstance(value, import_module("torchair.ge._ge_graph").Tensor)
+
+
+def ge_dtype(number: int) -> Any:
+    """GE's dtype for the number that an argument of a torch_npu operator has for it."""
+    return import_module("torchair.ge._ge_graph").torch_dtype_value_to_ge_proto_type(number)
+
+
+def ge_converter(overload: Any) -> Callable[..., Any] | None:
+    """torchair keeps a converter on the operator itself, and where that cannot be, in a table."""
+    import_module("torchair._ge_concrete_graph.ge_converter.custom")
+    table = import_module("torchair._ge_concrete_graph.fx2ge_converter")._CONVERTERS
+    return getattr(overload, "_ge_converter", None) or table.get(overload)
+
+
+def set_ge_converter(overload: Any, converter: Callable[..., Any] | None) -> None:
+    overload._ge_converter = converter
