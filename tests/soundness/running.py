@@ -107,7 +107,7 @@ def _witness(program: Program, named: Named, random: bool) -> Witness:
         for size in NUDGES:
             noise = 1 + size * torch.randn(x.shape, generator=generator)
             found.append(run_seeded(program, {**named, "x": (x * noise).to(x.dtype)}))
-            for by in (1 - 2 * size, 1 + 2 * size):  # what noise in x averages out: all values a little larger, or smaller
+            for by in (1 - 2 * size, 1 + 2 * size):  # noise in x averages out; here all values grow, or shrink
                 gammas = {name: (named[name] * by).to(x.dtype) for name in ("gamma_q", "gamma_kv")}
                 found.append(run_seeded(program, {**named, **gammas}))
         return found
