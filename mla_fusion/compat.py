@@ -151,8 +151,8 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def holders(tensor: Tensor) -> int:
-    """Tensors (and others) that hold its storage."""
-    return int(torch._C._storage_Use_Count(storage_id(tensor)))
+    """Tensors (and others) that hold its storage; the Python object of the storage, made here, is one of them."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 # -- symbolic sizes
