@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -20,7 +21,6 @@ from mla_fusion.fx.kinds import attribute
 from mla_fusion.fx.sizes import Binding, SizeNodes, is_symbolic, same_shape
 
 aten = torch.ops.aten
-KERNEL = "npu::npu_mla_prolog_v3_functional"
 Recipe = Callable[["Builder"], Any]
 
 
@@ -150,7 +150,7 @@ class GraphBuilder(Builder):
         self._fake_mode = _fake_mode(self.source)
         self._point: Node | None = None
         self._inside = False
-        self._results: dict[object, tuple[torch.Tensor, ...]] = {}
+        self._results: dict[object, Any] = {}
 
     def at(self, point: Node | None, meta: dict[str, Any]) -> None:
         """Insert before ``point`` (None: at the end) from now on; new nodes take ``meta``, where they come from."""
@@ -204,14 +204,14 @@ class GraphBuilder(Builder):
         """The meta value of a call, nodes among its arguments standing for theirs."""
         fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), self._fake)
         with nullcontext() if self._inside else self.propagating():
-            key = _signature(fake_args, fake_kwargs) if self._fake_mode and _name(op) == KERNEL else None
-            known = self._results.get(key) if key is not None else None
+            signature = _signature(fake_args, fake_kwargs) if self._fake_mode and _makes_new(op) else None
+            known = self._results.get((op, signature)) if signature is not None else None
             if known is not None:  # equal layers: tensors like the first one's, at a tenth of the cost
                 with without_fake_mode():
-                    return tuple(map(self._another, known))
+                    return self._another(known) if isinstance(known, torch.Tensor) else tuple(map(self._another, known))
             results = op(*fake_args, **fake_kwargs)
-            if key is not None:
-                self._results[key] = results
+            if signature is not None:
+                self._results[op, signature] = results
             return results
 
     def _another(self, value: torch.Tensor) -> torch.Tensor:
@@ -283,21 +283,38 @@ def _title(op: Any) -> str:
     return str(getattr(op, "__name__", op)).replace(".", "_")
 
 
-def _name(op: Any) -> str:
-    return schema_of(op).name if isinstance(op, OpOverload) else ""
+@cache
+def _makes_new(op: Any) -> bool:
+    """Does the schema say that the results are tensors of their own?"""
+    if not isinstance(op, OpOverload):
+        return False
+    returns = schema_of(op).returns
+    return all(result.alias_info is None and str(result.type) == "Tensor" for result in returns)
 
 
 def _signature(args: Any, kwargs: Any) -> object | None:
     """Equal for calls whose results have equal shapes, strides and dtypes; None where a size is symbolic."""
-    parts = []
-    for value in (*args, *kwargs.items()):
-        name, value = value if isinstance(value, tuple) else ("", value)
-        if isinstance(value, torch.Tensor):
-            if any(is_symbolic(size) for size in (*value.shape, *value.stride())):
-                return None
-            value = tuple(value.shape), value.stride(), value.dtype, value.device
-        parts.append((name, value))
-    return tuple(parts)
+    try:
+        return tuple(map(_described, args)), tuple((name, _described(value)) for name, value in kwargs.items())
+    except _SymbolicSize:
+        return None
+
+
+class _SymbolicSize(Exception):
+    pass
+
+
+def _described(value: Any) -> object:
+    """Of a tensor what its results depend on, of a list what its items are, of a literal itself with its type."""
+    if isinstance(value, torch.Tensor):
+        if any(is_symbolic(size) for size in (*value.shape, *value.stride())):
+            raise _SymbolicSize
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    if is_symbolic(value):
+        raise _SymbolicSize
+    return type(value), value
 
 
 def describe_attributes(gm: GraphModule) -> list[Node]:
