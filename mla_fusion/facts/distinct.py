@@ -18,7 +18,7 @@ from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import is_symbolic, same
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import INPUTS, input_of, origin, views_and_casts
+from mla_fusion.fx.walk import INPUTS, origin, views_and_casts
 
 _LONGEST = 24  # steps from the slots to the input
 _KEEP_APART = GATHER | {"aten::neg", "aten::flip", "aten::roll"}
@@ -41,19 +41,20 @@ def repeats(view: View, slots: list[Node], trusting: Ranges) -> str:
     block, place = slots
     if view.terms.are_apart(block, place):
         return ""
-    step = _merging_entry(view, block, place, trusting)
+    decides = _deciding(view, block, place)
+    step = block if decides is None else _merging_step(view, decides, trusting)
     return f"{step.name} may give two tokens one block" if step is not None else ""
 
 
-def _merging_entry(view: View, block: Node, place: Node, trusting: Ranges) -> Node | None:
-    """Of blocks that are looked up in a table, and places in them: the step that may give two tokens both alike."""
+def _deciding(view: View, block: Node, place: Node) -> Node | None:
+    """Of blocks and places in them, what decides whether two tokens have both alike: the table in which the blocks are
+    looked up, or the blocks. None where two tokens may look up one entry for one place.
+    """
     entry = origin(block, views_and_casts)
     if op_name(entry) not in GATHER:
-        return _merging_step(view, block, trusting)
+        return block
     table, *indices = [node for node in entry.all_input_nodes if not is_symbolic(node.meta.get("val"))]
-    if not any(_picks_apart(view, index, place) for index in indices):
-        return entry
-    return _merging_step(view, table, trusting)
+    return table if any(_picks_apart(view, index, place) for index in indices) else None
 
 
 def _picks_apart(view: View, index: Node, place: Node) -> bool:
@@ -114,7 +115,7 @@ def _following(view: View, node: Node, trusting: Ranges) -> Node | None:
     if name in _BOUNDS:
         inert = trusting.of(node) == trusting.of(node.args[0])
         return operands[0] if inert else None
-    return _of_sum(view, node, operands, trusting) if name in _SUMS else None
+    return _of_sum(view, node, operands) if name in _SUMS else None
 
 
 def _keeps_numbers(node: Node, source: Node, trusting: Ranges) -> bool:
@@ -131,7 +132,7 @@ def _keeps_count(node: Node, source: Node) -> bool:
     return same(math.prod(node.meta["val"].shape), math.prod(source.meta["val"].shape))
 
 
-def _of_sum(view: View, node: Node, operands: list[Node], trusting: Ranges) -> Node | None:
+def _of_sum(view: View, node: Node, operands: list[Node]) -> Node | None:
     """Of a sum or product, the operand that decides whether two results differ."""
     name = op_name(node)
     varying = [arg for arg in operands if not view.is_constant(arg)]
@@ -151,18 +152,12 @@ def _of_sum(view: View, node: Node, operands: list[Node], trusting: Ranges) -> N
         size = _literal_factor(view, whole)
         low, high = view.ranges.of(place)
         if size is not None and low >= 0 and high < size:
-            block = origin(whole, views_and_casts).all_input_nodes[0]
-            return None if _merging_entry(view, block, place, trusting) is not None else _table_of(block)
+            return _deciding(view, origin(whole, views_and_casts).all_input_nodes[0], place)
     return None
 
 
 def _is_vector(node: Node) -> bool:
     return not same(math.prod(node.meta["val"].shape), 1)
-
-
-def _table_of(node: Node) -> Node:
-    """Of an entry of a table, the table."""
-    return origin(node, lambda entry: input_of(entry) if op_name(entry) in GATHER else views_and_casts(entry))
 
 
 def _literal_factor(view: View, node: Node) -> float | None:

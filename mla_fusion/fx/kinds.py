@@ -98,7 +98,7 @@ def holds_at_any_length(node: Node) -> bool:
     if name in SELECTIONS:
         axis = argument(node, "dim", 0)
         return isinstance(axis, int) and not is_symbolic(inputs[0].meta["val"].shape[axis])
-    return name in ELEMENTWISE or name in LENT or (name in VIEWS and name not in SELECTIONS)
+    return name in ELEMENTWISE or name in LENT or name in VIEWS
 
 
 def reduces_a_symbolic_axis(node: Node) -> bool:

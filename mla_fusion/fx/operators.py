@@ -98,7 +98,6 @@ CASTS = _names(
     _to_copy to type_as prims::convert_element_type npu::npu_dtype_cast npu::_npu_dtype_cast
     """
 )
-COPYING_CASTS = _names("_to_copy prims::convert_element_type")  # the others may give their input back
 
 # Tensors of a given shape whose elements do not depend on the argument that lends it.
 FILLED = {

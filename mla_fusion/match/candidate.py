@@ -15,8 +15,6 @@ from mla_fusion.facts.unabsorbed import UnabsorbedFact
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.tokens import Tokens
 
-_OTHER_READINGS = 7  # of one prologue that are tried where the first has no plan
-
 
 @dataclass(frozen=True)
 class QuerySide:
