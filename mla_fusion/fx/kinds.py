@@ -107,9 +107,14 @@ def reduces_a_symbolic_axis(node: Node) -> bool:
     value = source.meta.get("val") if isinstance(source, Node) else None
     if not isinstance(value, torch.Tensor) or not any(map(is_symbolic, value.shape)):
         return False
-    axes = argument(node, "dim")
-    axes = range(value.dim()) if axes is None or axes == [] else axes if isinstance(axes, (list, tuple)) else (axes,)
-    return any(is_symbolic(value.shape[axis]) for axis in axes)
+    return any(is_symbolic(value.shape[axis]) for axis in named_axes(node, value.dim()))
+
+
+def named_axes(node: Node, rank: int, name: str = "dim") -> list[int]:
+    """The axes that an operator names, counted from the first; all of them where it names none."""
+    axes = argument(node, name)
+    axes = [] if axes is None else axes if isinstance(axes, (list, tuple)) else [axes]
+    return [axis % rank for axis in axes] or list(range(rank))
 
 
 def size_among_numbers(node: Node) -> Node | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from mla_fusion.fx import contraction
-from mla_fusion.fx.kinds import argument, is_cast, is_getitem, is_reshape, op_name
+from mla_fusion.fx.kinds import argument, is_cast, is_getitem, is_reshape, named_axes, op_name
 from mla_fusion.fx.operators import CASTS, ELEMENTWISE, SELECTIONS
 from mla_fusion.fx.sizes import expression
 from mla_fusion.fx.token_axis import SAME, Break, Place, Size, State, TokenAxis, equal, is_empty, is_uniform, shape_of
@@ -93,11 +93,7 @@ class RuledAxis(TokenAxis):
 
     @staticmethod
     def _along(node: Node, name: str = "dim") -> list[int]:
-        """The axes that an operator names, counted from the first; all of them where it names none."""
-        rank = len(shape_of(node.args[0]))
-        axes = argument(node, name)
-        axes = [] if axes is None else axes if isinstance(axes, (list, tuple)) else [axes]
-        return [axis % rank for axis in axes] or list(range(rank))
+        return named_axes(node, len(shape_of(node.args[0])), name)
 
     def _reduced(self, node: Node) -> Place:
         place, axes = self._place(node.args[0]), self._along(node)
