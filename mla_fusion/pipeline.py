@@ -158,10 +158,11 @@ class SkipError(RuntimeError):
 class _Pass:
     def __init__(self, gm: GraphModule, config: Config, report: Report, threads: int) -> None:
         self.gm, self.config, self.report, self.threads = gm, config, report, threads
-        self._accepted: set[object] = set()
-        self._verified: dict[object, str] = {}
+        self._structures: dict[object, int] = {}  # a number for each: hashing one takes as long as a fact
+        self._accepted: set[int] = set()
+        self._verified: dict[int, str] = {}
         self._pictures: dict[object, int | None] = {}
-        self._proofs: dict[object, tuple[str, ...]] = {}
+        self._proofs: dict[int, tuple[str, ...]] = {}
 
     def plans(self, builder_of: BuilderOf | None) -> list[tuple[Plan, Fusion]]:
         """What can be fused; what cannot goes to the report. Changes nothing."""
@@ -195,7 +196,7 @@ class _Pass:
             clock.stop("plan")
         return ready
 
-    def _first_plan(self, view: View, item: Candidate, boundary: bool) -> tuple[Plan, Region, object]:
+    def _first_plan(self, view: View, item: Candidate, boundary: bool) -> tuple[Plan, Region, int]:
         """A plan of the candidate, or of the next reading of it that has one; the reason is the first one's."""
         first: Refuse | None = None
         for reading in (item, *item.others):
@@ -208,12 +209,12 @@ class _Pass:
         assert first is not None
         raise first
 
-    def _legal_plan(self, view: View, item: Candidate, boundary: bool) -> tuple[Plan, Region, object]:
+    def _legal_plan(self, view: View, item: Candidate, boundary: bool) -> tuple[Plan, Region, int]:
         """A plan that the operator's contract accepts: where it refuses the caches alone, the staged one."""
         planner = Planner(view, self.config, item, boundary)
         plan = planner.plan()
         region = cut_out(view, plan)
-        key = structure.key(region, plan)
+        key = self._structure(region, plan)
         if key in self._accepted:
             return plan, region, key
         try:
@@ -223,13 +224,17 @@ class _Pass:
                 raise
             plan = planner.plan(stage_because=f"the kernel refuses the caches ({reason.code.partition(':')[2]})")
             region = cut_out(view, plan)
-            key = structure.key(region, plan)
+            key = self._structure(region, plan)
             try:
                 contract.ask(plan, self.config)
             except Refuse:
                 raise reason from None  # it was not the caches
         self._accepted.add(key)
         return plan, region, key
+
+    def _structure(self, region: Region, plan: Plan) -> int:
+        """Equal for plans that differ only in which layer they are."""
+        return self._structures.setdefault(structure.key(region, plan), len(self._structures))
 
     def commit(self, gm: GraphModule, builder_of: BuilderOf, plans: list[Plan]) -> None:
         """Write the graph as planned, and give it to ``gm`` when that is done."""
@@ -246,7 +251,7 @@ class _Pass:
         clock.stop("rewrite")
 
     def _skip(self, candidate: Candidate) -> None:
-        where = module_path.layer(candidate.nodes)
+        where = module_path.layer(candidate.nodes) if self.config.skip else ""
         for entry in self.config.skip:
             try:
                 hit = entry(candidate) if callable(entry) else entry == where or where.endswith("." + entry)
@@ -255,27 +260,26 @@ class _Pass:
             if hit:
                 raise Refuse("skip", f"layer {where or 'unknown'} matches {entry!r}", candidate.nodes[:1])
 
-    def _verify(self, view: View, key: object, plan: Plan, region: Region) -> Outcome | str:
+    def _verify(self, view: View, key: int, plan: Plan, region: Region) -> Outcome | str:
         """What verification found, or why it was not done."""
         if self.config.verify == "off":
             return "not verified (Config.verify is 'off')"
-        where = module_path.layer(plan.candidate.nodes) or plan.candidate.query.down.node.name
         if self.config.verify == "first" and key in self._verified:
             return f"equal in structure to {self._verified[key]}"
         half_rows = self.config.kr_layout == "half" and plan.candidate.query.rope.layout == "interleaved"
         few = prod(view.binding.shape(plan.token_x.meta["val"].shape)) <= _FEW
         with _threads(1 if few else self.threads):
             outcome = verify.compare(view, plan, half_rows, region=region)
-        self._verified[key] = where
+        self._verified[key] = module_path.layer(plan.candidate.nodes) or plan.candidate.query.down.node.name
         return outcome
 
-    def _proof(self, view: View, plan: Plan, key: object) -> tuple[str, ...]:
+    def _proof(self, view: View, plan: Plan, key: int) -> tuple[str, ...]:
         """Equal for layers of equal structure, but for what each says of its slots."""
         if key not in self._proofs:
             self._proofs[key] = proof.lines(view, plan)
         return (*self._proofs[key], proof.slots(plan))
 
-    def _fusion(self, view: View, plan: Plan, key: object, verified: Outcome | str, picture: int | None) -> Fusion:
+    def _fusion(self, view: View, plan: Plan, key: int, verified: Outcome | str, picture: int | None) -> Fusion:
         q, k = plan.candidate.query, plan.candidate.key
         x = plan.token_x.meta["val"]
         dims = {

@@ -33,6 +33,10 @@ class InPlaceSteps:
                     self._on.setdefault(_memory(target), []).append((step, target))
 
     @cached_property
+    def _first(self) -> Node | None:
+        return min((step for steps in self._on.values() for step, _ in steps), default=None)
+
+    @cached_property
     def _between_reads(self) -> dict[object, list[tuple[Node, Node]]]:
         """By the memory, the steps that do not just end the graph: of a functionalised one there are none."""
         found = {
@@ -48,7 +52,7 @@ class InPlaceSteps:
         if the call stands before them (at ``point``), and the writes by which the model itself puts the new rows into
         the caches of the plan.
         """
-        if not self._between_reads and all(point < step for steps in self._on.values() for step, _ in steps):
+        if not self._between_reads and (self._first is None or point < self._first):
             return
         own: set[Node] | None = None
         for memory in dict.fromkeys(map(_memory, (*region.leaves, *region.nodes))):

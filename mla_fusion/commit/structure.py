@@ -33,7 +33,7 @@ def key(region: Region, plan: Plan) -> object:
     parts: list[object] = [(numbers[leaf], role, _described(leaf, role)) for leaf, role in region.leaves.items()]
     for node in region.nodes:
         numbers[node] = len(numbers)
-        parts.append((node.target, _frozen(node.args, numbers), _frozen(node.kwargs, numbers)))
+        parts.append((id(node.target), _frozen(node.args, numbers), _frozen(node.kwargs, numbers)))
     twins = tuple((numbers[twin], numbers[node]) for twin, node in region.twins.items())
     ends = tuple(numbers.get(node, -1) for node in (*region.targets, *region.reads))
     return tuple(parts), twins, ends, _of_plan(plan, numbers)

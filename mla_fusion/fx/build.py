@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from mla_fusion.compat import FakeTensor, OpOverload, schema_of, without_fake_mode
+from mla_fusion.compat import FakeTensor, OpOverload, schema_of, storage_id, without_fake_mode
 from mla_fusion.fx.kinds import attribute
 from mla_fusion.fx.sizes import Binding, SizeNodes, is_symbolic, same_shape
 
@@ -150,7 +150,7 @@ class GraphBuilder(Builder):
         self._fake_mode = _fake_mode(self.source)
         self._point: Node | None = None
         self._inside = False
-        self._results: dict[object, Any] = {}
+        self._results: dict[object, tuple[Any, bool]] = {}
 
     def at(self, point: Node | None, meta: dict[str, Any]) -> None:
         """Insert before ``point`` (None: at the end) from now on; new nodes take ``meta``, where they come from."""
@@ -204,19 +204,27 @@ class GraphBuilder(Builder):
         """The meta value of a call, nodes among its arguments standing for theirs."""
         fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), self._fake)
         with nullcontext() if self._inside else self.propagating():
-            signature = _signature(fake_args, fake_kwargs) if self._fake_mode and _makes_new(op) else None
+            signature = _signature(fake_args, fake_kwargs) if self._fake_mode and _is_functional(op) else None
             known = self._results.get((op, signature)) if signature is not None else None
             if known is not None:  # equal layers: tensors like the first one's, at a tenth of the cost
+                results, is_view = known
+                memory = fake_args[0] if is_view else None
                 with without_fake_mode():
-                    return self._another(known) if isinstance(known, torch.Tensor) else tuple(map(self._another, known))
+                    several = not isinstance(results, torch.Tensor)
+                    return tuple(map(self._another, results)) if several else self._another(results, memory)
             results = op(*fake_args, **fake_kwargs)
             if signature is not None:
-                self._results[op, signature] = results
+                is_view = _is_view(results, fake_args)
+                self._results[op, signature] = results, is_view
             return results
 
-    def _another(self, value: torch.Tensor) -> torch.Tensor:
-        """A fake tensor like ``value`` that shares no memory with it."""
-        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    def _another(self, value: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """A fake tensor like ``value``: with memory of its own, or a view of ``memory``."""
+        if memory is None:
+            meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        else:
+            meta = torch.empty(0, dtype=value.dtype, device="meta")
+            meta.set_(memory.untyped_storage(), value.storage_offset(), value.shape, value.stride())
         return FakeTensor(self._fake_mode, meta, value.device)
 
     def _fake(self, node: Node) -> Any:
@@ -284,12 +292,24 @@ def _title(op: Any) -> str:
 
 
 @cache
-def _makes_new(op: Any) -> bool:
-    """Does the schema say that the results are tensors of their own?"""
+def _is_functional(op: Any) -> bool:
+    """Does the schema say that the results are tensors of their own, or one view of the first argument?"""
     if not isinstance(op, OpOverload):
         return False
-    returns = schema_of(op).returns
-    return all(result.alias_info is None and str(result.type) == "Tensor" for result in returns)
+    schema = schema_of(op)
+    if any(str(result.type) != "Tensor" for result in schema.returns):
+        return False
+    if all(result.alias_info is None for result in schema.returns):
+        return True
+    first, *others = (argument.alias_info for argument in schema.arguments)
+    return len(schema.returns) == 1 and first is not None and not first.is_write and not any(others)
+
+
+def _is_view(result: Any, args: Any) -> bool:
+    first = args[0] if args else None
+    if not isinstance(result, torch.Tensor) or not isinstance(first, torch.Tensor):
+        return False
+    return storage_id(result) == storage_id(first)
 
 
 def _signature(args: Any, kwargs: Any) -> object | None:
@@ -307,9 +327,9 @@ class _SymbolicSize(Exception):
 def _described(value: Any) -> object:
     """Of a tensor what its results depend on, of a list what its items are, of a literal itself with its type."""
     if isinstance(value, torch.Tensor):
-        if any(is_symbolic(size) for size in (*value.shape, *value.stride())):
+        if any(map(is_symbolic, (*value.shape, *value.stride(), value.storage_offset()))):
             raise _SymbolicSize
-        return tuple(value.shape), value.stride(), value.dtype, value.device
+        return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
     if isinstance(value, (list, tuple)):
         return tuple(map(_described, value))
     if is_symbolic(value):

@@ -45,21 +45,22 @@ class Replacement:
 
 def live_users(node: Node) -> list[Node]:
     """Users that matter: whoever only asks for a size, keeps no element, or is itself unread, does not."""
-    return [
-        user
-        for user in node.users
-        if not is_symbolic(user.meta.get("val")) and (user.users or user.op == "output" or has_effect(user))
-        if not keeps_nothing(user)
-    ]
+    return [user for user in node.users if is_live(user) and not keeps_nothing(user)]
+
+
+def is_live(user: Node) -> bool:
+    """Does somebody read it, or what it does, and for more than a size?"""
+    read = bool(user.users) or user.op == "output" or has_effect(user)
+    return read and not is_symbolic(user.meta.get("val"))
 
 
 def keeps_nothing(node: Node) -> bool:
     """Is the node a slice without elements?"""
-    source = node.args[0] if is_getitem(node) else node
-    if not isinstance(source, Node) or op_name(source) not in SELECTIONS:
-        return False
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and any(isinstance(size, int) and size == 0 for size in value.shape)
+    if not isinstance(value, torch.Tensor) or 0 not in [size for size in value.shape if isinstance(size, int)]:
+        return False
+    source = node.args[0] if is_getitem(node) else node
+    return isinstance(source, Node) and op_name(source) in SELECTIONS
 
 
 def leads_only_to(starts: Iterable[Node], targets: Iterable[Node]) -> Node | None:

@@ -22,7 +22,7 @@ from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.finder import same_table
 from mla_fusion.plan import verdict
 from mla_fusion.plan.caches import CachePlanner
-from mla_fusion.plan.outputs import Replacement, ValueTree, keeps_nothing, leads_only_to, live_users, quantised_rows
+from mla_fusion.plan.outputs import Replacement, ValueTree, is_live, keeps_nothing, leads_only_to, quantised_rows
 from mla_fusion.plan.plan import InPlace, Plan, Staged
 from mla_fusion.report.rejection import Refuse
 
@@ -215,11 +215,14 @@ class Planner:
             seen, stack = {product}, [product]
             while stack:
                 node = stack.pop()
-                for user in (*live_users(node), *filter(keeps_nothing, node.users)):
+                for user in node.users:
                     if user in seen or user in stops:
                         continue
+                    nothing = keeps_nothing(user)
+                    if not nothing and not is_live(user):
+                        continue
                     seen.add(user)
-                    if borrows_only(user) or keeps_nothing(user):
+                    if nothing or borrows_only(user):
                         borrowers[user] = None
                         continue
                     if user.op == "output" or has_effect(user) or self.view.ends_walk(user):
