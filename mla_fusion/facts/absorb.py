@@ -21,7 +21,7 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import EXPANDS, expands, reshapes_and_exact_casts, upward, views_and_exact_casts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AbsorbFact:
     """``node[t, n, c] = sum_d q[t, columns[n][d]] * weight[n, d, c]``.
 
@@ -118,7 +118,14 @@ def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], project
     by_axis = codes.reshape([sizes[label] for label in batch] + [sizes[label] for label in tokens] + [width])
     axes = (*batch, *tokens, *columns)
     codes = by_axis.permute([axes.index(label) for label in out])
-    return AbsorbFact(projection, weight_node, tuple(map(tuple, column[:, 0].tolist())), factor, to_ndc, codes)
+    return AbsorbFact(
+        projection=projection,
+        weight=weight_node,
+        columns=tuple(map(tuple, column[:, 0].tolist())),
+        factor=factor,
+        to_ndc=to_ndc,
+        codes=codes,
+    )
 
 
 def join_heads(view: View, pieces: Sequence[AbsorbFact], shrink: Shrink | None) -> AbsorbFact | None:
@@ -146,8 +153,18 @@ def join_heads(view: View, pieces: Sequence[AbsorbFact], shrink: Shrink | None) 
     whole = replace(first, product=replace(first.product, node=node), pieces=tuple(f.projection for f in pieces))
     columns = tuple(head for fact in pieces for head in fact.columns)
     if to_ndc is None:
-        return AbsorbFact(whole, weight, columns, pieces[0].factor, pieces[0].to_ndc, held, tuple(pieces))
-    return AbsorbFact(whole, weight, columns, pieces[0].factor, to_ndc, held)
+        return AbsorbFact(
+            projection=whole,
+            weight=weight,
+            columns=columns,
+            factor=pieces[0].factor,
+            to_ndc=pieces[0].to_ndc,
+            codes=held,
+            pieces=tuple(pieces),
+        )
+    return AbsorbFact(
+        projection=whole, weight=weight, columns=columns, factor=pieces[0].factor, to_ndc=to_ndc, codes=held
+    )
 
 
 def _whole_weight(view: View, pieces: Sequence[AbsorbFact]) -> tuple[Node, tuple[int, ...]] | None:

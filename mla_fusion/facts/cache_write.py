@@ -36,7 +36,7 @@ class Slots:
         return tuple(node for node in (self.index, self.block, self.offset) if node is not None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WriteFact:
     """``cache`` (a graph input), with rows of ``value`` at ``slots``, is ``result``.
 
@@ -96,7 +96,9 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | str:
     trust = judge(view, slots.nodes)
     if isinstance(trust, Unproven):
         return Unproven(f"{trust}; the kernel skips negative slots and may keep either row of a repeated one")
-    return WriteFact(writer, cache, value, slots, _whole(writer, cache), trust.inputs)
+    return WriteFact(
+        node=writer, cache=cache, value=value, slots=slots, result=_whole(writer, cache), trusted=trust.inputs
+    )
 
 
 _SCATTER_PA = "npu::npu_scatter_pa_kv_cache_functional"
@@ -122,7 +124,9 @@ def _paged_pair(view: View, writer: Node, value: Node) -> WriteFact | str:
     if result is None:
         return f"{writer.name} writes {cache.name}, and nobody reads what it wrote"
     trust = judge(view, [slots])
-    return trust if isinstance(trust, Unproven) else WriteFact(writer, cache, value, Slots(slots), result, trust.inputs)
+    return trust if isinstance(trust, Unproven) else WriteFact(
+        node=writer, cache=cache, value=value, slots=Slots(slots), result=result, trusted=trust.inputs
+    )
 
 
 def _index_put(node: Node) -> list[Node] | None:

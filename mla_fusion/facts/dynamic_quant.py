@@ -31,7 +31,7 @@ _SIZES = ((0.1, 0.0), (1.0, 3.0), (10.0, 30.0))
 _CLOSE = 1e-3  # of a step, and of a scale: 128 steps instead of 127 differ by eight times that
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DynamicQuant:
     """``node`` quantises every row of ``source`` to int8, ``smooth`` (per column) multiplied onto it before.
 
@@ -54,7 +54,7 @@ def by_operator(operator: Node) -> DynamicQuant | None:
     plain = argument(operator, "group_index") is None and argument(operator, "quant_mode") == "pertoken"
     if not plain or argument(operator, "dst_type_max", 0.0):
         return None
-    return DynamicQuant(operator, source, smooth) if isinstance(source, Node) else None
+    return DynamicQuant(node=operator, source=source, smooth=smooth) if isinstance(source, Node) else None
 
 
 def int8_behind(activation: Node) -> Node | None:
@@ -132,7 +132,7 @@ class DynamicQuantReader:
         for source, inside in self._cuts(values, token):
             if self._is_source(source, inside, values, token, factor, inverse):
                 scale = token if factor == 1.0 and not inverse else None
-                return DynamicQuant(values, source, None, True, scale)
+                return DynamicQuant(node=values, source=source, smooth=None, plain=True, scale=scale)
         return None
 
     def _cuts(self, values: Node, token: Node) -> Iterator[tuple[Node, list[Node]]]:

@@ -20,8 +20,10 @@ _RESULTS = {  # operator -> index of (k_pe, c_kv, kr_cache, kv_cache) among its 
 
 _KERNEL_MODE = {"PA": "PA_BSND", "PA_BNSD": "PA_BSND", "PA_NZ": "PA_NZ"}
 
+_TENSORS = ("latent", "gamma", "cos", "sin", "index", "kr_cache", "kv_cache")  # its first arguments, in order
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class KvOperatorFact:
     """One such node. ``hidden_write`` (v1): the caches change though the schema does not say so.
 
@@ -55,15 +57,14 @@ def find(view: View) -> list[KvOperatorFact]:
         name = op_name(node)
         if name not in _RESULTS:
             continue
-        latent, gamma, cos, sin, index, kr_cache, kv_cache = node.args[:7]
-        tensors = (latent, gamma, cos, sin, index, kr_cache, kv_cache)
-        if not all(isinstance(tensor, Node) for tensor in tensors):
+        tensors = dict(zip(_TENSORS, node.args, strict=False))
+        if not all(isinstance(tensors.get(name), Node) for name in _TENSORS):
             continue
         foreign = ("k_rope_offset", "c_kv_offset", "v")
         found.append(
             KvOperatorFact(
-                node,
-                *tensors,  # type: ignore[arg-type]
+                node=node,
+                **tensors,  # type: ignore[arg-type]
                 eps=float(argument(node, "epsilon", 1e-5)),
                 cache_mode=_KERNEL_MODE.get(argument(node, "cache_mode", "Norm")),
                 results=_RESULTS[name],

@@ -23,7 +23,7 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, reshapes_and_casts, upward, views_and_model_casts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Projection:
     """``product.node = activation @ weight``, as one einsum.
 
@@ -236,7 +236,15 @@ def _orient(view: View, product: Contraction, sides: _Sides, reader: DynamicQuan
         a, w, la, lw = product.right, product.left, product.right_labels, product.left_labels
     quantised = quant.read(reader, a, product.scales) if product.scales is not None else None
     dynamic = quantised.dynamic if quantised is not None else None
-    return Projection(product, a, w, la, lw, peel(dynamic.source if dynamic is not None else a), quantised)
+    return Projection(
+        product=product,
+        activation=a,
+        weight=w,
+        activation_labels=la,
+        weight_labels=lw,
+        origin=peel(dynamic.source if dynamic is not None else a),
+        quantised=quantised,
+    )
 
 
 def unsmoothed(view: View, item: Projection) -> Projection | None:

@@ -13,7 +13,7 @@ from mla_fusion.facts.dynamic_quant import DynamicQuant, DynamicQuantReader
 from mla_fusion.fx.contraction import Scales
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Quantised:
     """Of one projection. ``dynamic`` is None where the activation enters the graph as int8, or is not of the kind
     that the kernel does itself.
@@ -32,4 +32,11 @@ class Quantised:
 def read(reader: DynamicQuantReader, activation: Node, scales: Scales) -> Quantised:
     """The quantisation of a product with these scales."""
     dynamic = reader.of_product(activation, scales)
-    return Quantised(scales.weight, scales.token, scales.offset, dynamic, scales.factor, scales.inverse)
+    return Quantised(
+        weight_scale=scales.weight,
+        token_scale=scales.token,
+        offset=scales.offset,
+        dynamic=dynamic,
+        token_factor=scales.factor,
+        token_inverse=scales.inverse,
+    )

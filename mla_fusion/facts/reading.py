@@ -13,9 +13,10 @@ from torch.fx import Node
 from mla_fusion.facts import absorb, rmsnorm, rope
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.decode import Decoder, Reading
+from mla_fusion.facts.moved import moved
 from mla_fusion.facts.projection import Projection, token_sizes
 from mla_fusion.facts.rmsnorm import NormFact
-from mla_fusion.facts.rope import RopeFact, Table
+from mla_fusion.facts.rope import RopeFact
 from mla_fusion.fx.cone import Cone
 from mla_fusion.fx.kinds import is_cast, is_getitem, is_view, is_writer, op_name
 from mla_fusion.fx.likeness import likeness, outline
@@ -86,7 +87,14 @@ class FactReader:
         for known in self._alike[key]:
             move = likeness(known.cone, projection.product)
             if move is not None and self._read_alike(known.cone.nodes, move):
-                return _relocate(known, known.cone.moved(projection.product, move), move)
+                return ConeFacts(
+                    known.cone.moved(projection.product, move),
+                    known.probe,
+                    [moved(fact, move) for fact in known.norms],
+                    [moved(fact, move) for fact in known.ropes],
+                    {move[node]: reading for node, reading in known.readings.items()},
+                    known.absorbs,
+                )
         return None
 
     def _read_alike(self, nodes: list[Node], move: Mapping[Node, Node]) -> bool:
@@ -191,35 +199,3 @@ def _takes_columns(source: Node, node: Node) -> bool:
     """Are the node's rows shorter than those of a value that was computed?"""
     rows = [n.meta["val"].shape[-1:] for n in (source, node) if isinstance(n.meta.get("val"), torch.Tensor)]
     return not is_view(source) and len(rows) == 2 and rows[0] != rows[1]
-
-
-def _relocate(known: ConeFacts, cone: Cone, move: Mapping[Node, Node]) -> ConeFacts:
-    """The facts of an equal cone, in terms of this one's nodes."""
-
-    def table(runs: Table) -> Table:
-        return tuple(replace(run, base=move[run.base]) for run in runs)
-
-    def optional(node: Node | None) -> Node | None:
-        return None if node is None else move[node]
-
-    norms = [
-        replace(
-            fact,
-            node=move[fact.node],
-            gamma=optional(fact.gamma),
-            runtime_eps=optional(fact.runtime_eps),
-            low_precision=optional(fact.low_precision),
-        )
-        for fact in known.norms
-    ]
-    ropes = [
-        replace(
-            fact,
-            node=move[fact.node],
-            cos=table(fact.cos),
-            sin=table(fact.sin),
-            twins=tuple((move[node], codes) for node, codes in fact.twins),
-        )
-        for fact in known.ropes
-    ]
-    return ConeFacts(cone, known.probe, norms, ropes, {move[n]: r for n, r in known.readings.items()}, known.absorbs)

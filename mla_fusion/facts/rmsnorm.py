@@ -26,7 +26,7 @@ _EXACT = 1e-9
 _CLOSE = 1e-7  # eps and scale are solved to nine digits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NormFact:
     """``node`` is RMSNorm of ``columns`` of the cone's product, one row a token.
 
@@ -140,14 +140,14 @@ def _check(
         if not _holds(v, _ratios(v, _gamma(other, index, width), again), expected, scale):
             continue
         return NormFact(
-            node,
-            listed,
-            None if index is None else cone.bases[index],
-            _literal(cone, eps),
-            None if runtime is None else cone.bases[runtime],
-            scale,
-            _low_precision(cone, node),
-            torch.arange(codes.numel()).reshape(codes.shape),
+            node=node,
+            columns=listed,
+            gamma=None if index is None else cone.bases[index],
+            eps=_literal(cone, eps),
+            runtime_eps=None if runtime is None else cone.bases[runtime],
+            scale=scale,
+            low_precision=_low_precision(cone, node),
+            codes=torch.arange(codes.numel()).reshape(codes.shape),
         )
     return None
 

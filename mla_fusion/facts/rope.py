@@ -30,7 +30,7 @@ _SAMPLES = 8  # rows by which a coefficient is compared with the columns of a ba
 _FEWEST_ROWS = 4  # of one table: where one row serves all tokens, a draw is one sample
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TableRun:
     """Columns ``start, start+step, ...`` (``count`` of them) of ``field(base)``, times ``factor``.
 
@@ -50,7 +50,7 @@ class TableRun:
 Table = tuple[TableRun, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RopeFact:
     """``node`` holds the rotated columns of the product.
 
@@ -211,15 +211,17 @@ def _check(cone: Cone, decoder: Decoder, node: Node, reading: Reading, found: _S
     tables = None if samples is None else _match(cone, samples)
     if tables is None:
         return None
+    cos, sin = tables
     return RopeFact(
-        node,
-        heads,
-        width,
-        tuple(map(tuple, first.tolist())),
-        tuple(map(tuple, second.tolist())),
-        layout,
-        *tables,
-        codes.reshape(shape).permute([axes.index(axis) for axis in range(len(axes))]),
+        node=node,
+        heads=heads,
+        rope_dim=width,
+        first=tuple(map(tuple, first.tolist())),
+        second=tuple(map(tuple, second.tolist())),
+        layout=layout,
+        cos=cos,
+        sin=sin,
+        codes=codes.reshape(shape).permute([axes.index(axis) for axis in range(len(axes))]),
     )
 
 
@@ -356,7 +358,9 @@ def _runs(entries: list[tuple[Node, str, int, float, str]]) -> Table:
         ):
             step = column - last.start if last.count == 1 else last.step
             if step > 0 and column == last.start + step * last.count:
-                runs[-1] = TableRun(base, field, last.start, step, last.count + 1, factor, rows)
+                runs[-1] = TableRun(
+                    base=base, field=field, start=last.start, step=step, count=last.count + 1, factor=factor, rows=rows
+                )
                 continue
-        runs.append(TableRun(base, field, column, 1, 1, factor, rows))
+        runs.append(TableRun(base=base, field=field, start=column, step=1, count=1, factor=factor, rows=rows))
     return tuple(runs)

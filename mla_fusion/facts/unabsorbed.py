@@ -20,7 +20,7 @@ from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.view import View
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UnabsorbedFact:
     """Every node of ``roots`` holds ``factor * q_nope``, ``codes`` of its shape: (token * N + n) * D + d.
 
@@ -76,7 +76,9 @@ def find(
         if form.of is None or holding.get(form.of) != form.factor:
             roots.setdefault(form.factor, []).append((node, form.codes // cone.width * len(nope) + places))
     columns = tuple(tuple(nope[head * d : head * d + d]) for head in range(heads))
-    return [UnabsorbedFact(up, columns, factor, tuple(held), latent_dim) for factor, held in roots.items()]
+    return [UnabsorbedFact(
+        projection=up, columns=columns, factor=factor, roots=tuple(held), latent_dim=latent_dim
+    ) for factor, held in roots.items()]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.tokens import Tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QuerySide:
     """c_q = norm(x W_dq); q = c_q W_uq_qr; query = absorb(q_nope); query_rope = rope(q_pe)."""
 
@@ -28,7 +28,7 @@ class QuerySide:
     rope: RopeFact
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KeySide:
     """c_kv = norm(x W_dkv); k_pe = rope(x W_kr), by plain nodes or by one npu operator that also writes."""
 
@@ -57,7 +57,7 @@ class KeySide:
         return self.down.node
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """Everything a fused call needs to know of the graph, and nothing yet about whether it is legal.
 

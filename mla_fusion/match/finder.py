@@ -145,11 +145,10 @@ class Finder:
     def _paired(self, queries: list[QuerySide], keys: list[KeySide]) -> list[Candidate | NearMiss]:
         """Each query with a key of its own; what is left of either is a near miss (two attentions may read one x)."""
         found: list[Candidate | NearMiss] = []
-        read = self.reader.shrink, self.reader.tokens
         while queries and keys:
             of_query = [query for query in queries if query.absorb.node is queries[0].absorb.node]
             apart = [key for key in keys if not any(_is_latent_of(query, key) for query in queries)] or keys
-            first, *others = (Candidate(query, key, *read) for query in of_query for key in apart)
+            first, *others = (self._candidate(query, key) for query in of_query for key in apart)
             found.append(replace(first, others=tuple(others[:_OTHER_READINGS])))
             done = first.query.absorb.node, first.query.up_rope.node, first.key.latent
             queries = [query for query in queries if not self._same(done[:2], (query.absorb.node, query.up_rope.node))]
@@ -160,6 +159,9 @@ class Finder:
             reason = Refuse("kv_latent.absent", f"another query on {query.down.origin.name} goes with its kv latent")
             found.append(NearMiss(reason, (query.norm.node, query.absorb.node), 0.6))
         return found
+
+    def _candidate(self, query: QuerySide, key: KeySide) -> Candidate:
+        return Candidate(query=query, key=key, shrink=self.reader.shrink, tokens=self.reader.tokens)
 
     def _same(self, some: Sequence[Node], others: Sequence[Node]) -> bool:
         """Is any of these the value of its counterpart? (A layer may compute its query twice.)"""
@@ -176,7 +178,9 @@ class Finder:
                 for up_rope, rope in rotations:
                     for up_nope, absorb in absorbs:
                         if rope.heads == absorb.heads:
-                            found.append(QuerySide(down, norm, up_nope, up_rope, absorb, rope))
+                            found.append(QuerySide(
+                                down=down, norm=norm, up_nope=up_nope, up_rope=up_rope, absorb=absorb, rope=rope
+                            ))
                 if rotations and not absorbs:
                     detail = f"{rotations[0][1].heads} heads rotated at {rotations[0][1].node.name}, none absorbed"
                     absent = NearMiss(Refuse("absorb.absent", detail), (norm.node, rotations[0][1].node))
@@ -198,7 +202,9 @@ class Finder:
                         own = rotated if up is up_rope else ()
                         cone_of_up = self.reader.read(up).cone
                         for nope in unabsorbed.find(self.view, cone_of_up, up, own, rope.heads, latent_dim):
-                            found.append(QuerySide(down, norm, up, up_rope, nope, rope))
+                            found.append(QuerySide(
+                                down=down, norm=norm, up_nope=up, up_rope=up_rope, absorb=nope, rope=rope
+                            ))
         return found
 
     def absorbs(self, up: Projection, heads: Collection[int] = ()) -> list[AbsorbFact]:
@@ -243,20 +249,20 @@ class Finder:
         width = self.view.binding.size(operator.gamma.meta["val"].shape[-1])
         rotated = columns[width:]
         return KeySide(
-            down,
-            down,
-            tuple(columns[:width]),
-            operator.gamma,
-            operator.eps,
-            1.0,
-            None,
-            tuple(rotated[0::2]),
-            tuple(rotated[1::2]),
-            "half",
-            self._whole_table(operator.cos, len(rotated), cone),
-            self._whole_table(operator.sin, len(rotated), cone),
-            None,
-            operator,
+            down=down,
+            down_rope=down,
+            columns=tuple(columns[:width]),
+            gamma=operator.gamma,
+            eps=operator.eps,
+            scale=1.0,
+            norm=None,
+            first=tuple(rotated[0::2]),
+            second=tuple(rotated[1::2]),
+            layout="half",
+            cos=self._whole_table(operator.cos, len(rotated), cone),
+            sin=self._whole_table(operator.sin, len(rotated), cone),
+            rope=None,
+            operator=operator,
         )
 
     def _whole_table(self, node: Node, width: int, cone: ConeFacts) -> Table:
@@ -266,7 +272,7 @@ class Finder:
         for size in shape[:-1]:
             count *= size
         rows = "token" if count == cone.cone.tokens else "one" if count == 1 else "position"
-        return (TableRun(base, "", 0, 1, width, 1.0, rows),)
+        return (TableRun(base=base, field="", start=0, step=1, count=width, factor=1.0, rows=rows),)
 
 
 _LARGEST = 1 << 24  # elements of a product that is probed with all of its tokens
@@ -290,20 +296,20 @@ def _is_mixed(item: Candidate | NearMiss) -> bool:
 
 def _plain_side(down: Projection, down_rope: Projection, norm: NormFact, rope: RopeFact) -> KeySide:
     return KeySide(
-        down,
-        down_rope,
-        norm.columns,
-        norm.gamma,
-        norm.eps,
-        norm.scale,
-        norm,
-        rope.first[0],
-        rope.second[0],
-        rope.layout,
-        rope.cos,
-        rope.sin,
-        rope,
-        None,
+        down=down,
+        down_rope=down_rope,
+        columns=norm.columns,
+        gamma=norm.gamma,
+        eps=norm.eps,
+        scale=norm.scale,
+        norm=norm,
+        first=rope.first[0],
+        second=rope.second[0],
+        layout=rope.layout,
+        cos=rope.cos,
+        sin=rope.sin,
+        rope=rope,
+        operator=None,
     )
 
 

@@ -83,7 +83,15 @@ class CachePlanner:
         ]
         slots = _shaped(_source_of_both(kv.slots, kr.slots), token_x.meta["val"].shape[:-1])
         trusted = tuple(dict.fromkeys((*kv.trusted, *kr.trusted)))
-        in_place = InPlace(kv.cache, kr.cache, kv_shape, kr_shape, slots, "PA_BSND", trusted=trusted)
+        in_place = InPlace(
+            kv_cache=kv.cache,
+            kr_cache=kr.cache,
+            kv_shape=kv_shape,
+            kr_shape=kr_shape,
+            slots=slots,
+            mode="PA_BSND",
+            trusted=trusted,
+        )
         in_place = replace(in_place, kv_scale=_in_ratio(scales[0], query), kr_scale=scales[1])
         return Placement(in_place, tuple(found), query)
 
@@ -222,7 +230,15 @@ class CachePlanner:
         shape = cache_write.paged_shape(write.cache)
         assert shape is not None
         slots = _shaped(write.slots, token_x.meta["val"].shape[:-1])
-        in_place = InPlace(write.cache, None, shape, (0,), slots, "PA_BSND", trusted=write.trusted)
+        in_place = InPlace(
+            kv_cache=write.cache,
+            kr_cache=None,
+            kv_shape=shape,
+            kr_shape=(0,),
+            slots=slots,
+            mode="PA_BSND",
+            trusted=write.trusted,
+        )
         in_place = replace(in_place, clip_alpha=rows.alpha)
         return Placement(in_place, tuple(whole_readers(write.result, "kv_cache", shape, same_shape)))
 
@@ -258,15 +274,15 @@ class CachePlanner:
                 found += whole_readers(parts[index], name, cache.meta["val"].shape, same_shape)
         kv_shape, kr_shape = (tuple(cache.meta["val"].shape) for cache in (operator.kv_cache, operator.kr_cache))
         in_place = InPlace(
-            inputs[0],
-            inputs[1],
-            kv_shape,
-            kr_shape,
-            _shaped(Slots(operator.index), token_x.meta["val"].shape[:-1]),
-            operator.cache_mode,
-            operator.hidden_write,
-            _in_ratio(scales[0], query),
-            scales[1],
+            kv_cache=inputs[0],
+            kr_cache=inputs[1],
+            kv_shape=kv_shape,
+            kr_shape=kr_shape,
+            slots=_shaped(Slots(operator.index), token_x.meta["val"].shape[:-1]),
+            mode=operator.cache_mode,
+            copies=operator.hidden_write,
+            kv_scale=_in_ratio(scales[0], query),
+            kr_scale=scales[1],
         )
         return Placement(in_place, tuple(found), query)
 

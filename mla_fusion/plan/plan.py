@@ -14,7 +14,7 @@ from mla_fusion.match.candidate import Candidate
 from mla_fusion.plan.outputs import Replacement
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InPlace:
     """The kernel writes the model's own caches.
 
@@ -66,7 +66,7 @@ class Staged:
     code: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """One call of ``npu_mla_prolog_v3_functional`` and what becomes of its results.
 

@@ -153,19 +153,19 @@ class Planner:
         ratio = same_table(self.view, q.rope.cos, k.cos)
         assert ratio is not None  # judged
         return Plan(
-            self.candidate,
-            token_x,
-            k.cos,
-            k.sin,
-            caches,
-            bool(normed),
-            q.norm.eps,
-            k.eps,
-            q.norm.scale * ratio,
-            k.scale / placement.query.ratio if placement.query is not None else k.scale,
-            (*replacements, *normed, *of_caches),
-            frozenset({"query_rope", "k_pe"}) if interleaved else frozenset(),
-            tuple(
+            candidate=self.candidate,
+            token_x=token_x,
+            cos=k.cos,
+            sin=k.sin,
+            caches=caches,
+            query_norm=bool(normed),
+            eps_cq=q.norm.eps,
+            eps_ckv=k.eps,
+            qc_qr_scale=q.norm.scale * ratio,
+            kc_scale=k.scale / placement.query.ratio if placement.query is not None else k.scale,
+            replacements=(*replacements, *normed, *of_caches),
+            interleave=frozenset({"query_rope", "k_pe"}) if interleaved else frozenset(),
+            assumptions=tuple(
                 text
                 for text, taken in (
                     (_SLOTS_ASSUMED.format(whose=_trust(caches)), slots_given and not checked),
