@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from mla_fusion.converters.ir import Ir
+from mla_fusion.meta.prolog import Operator
 
 from mla_fusion.compat import ge_node, is_ge_tensor, schema_of
 
@@ -19,16 +19,16 @@ def bind(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
     return values
 
 
-def emit(ir: Ir, values: dict[str, Any]) -> dict[str, Any]:
-    """Add the node of ``ir`` over ``values`` and return its outputs by name."""
+def emit(operator: Operator, values: dict[str, Any]) -> dict[str, Any]:
+    """Add the operator's GE node over ``values`` and return its outputs by name."""
     attr = import_module("torchair.ge").attr
     outputs = ge_node(
-        op_type=ir.type,
-        inputs={name: _tensor(values.get(name)) for name in ir.inputs},
-        outputs=list(ir.outputs),
-        attrs={name: getattr(attr, kind)(values[name]) for name, kind in ir.attributes.items()},
+        op_type=operator.ge_type,
+        inputs={name: _tensor(values.get(name)) for name in operator.ge_inputs},
+        outputs=list(operator.ge_results),
+        attrs={name: getattr(attr, kind)(values[name]) for name, kind in operator.ge_attributes.items()},
     )
-    return dict(zip(ir.outputs, outputs, strict=True))
+    return dict(zip(operator.ge_results, outputs, strict=True))
 
 
 def copied(tensor: Any) -> Any:

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 from mla_fusion.converters.emit import bind, emit
-from mla_fusion.converters.ir import V1, V2, Ir
+from mla_fusion.meta.prolog import V1, V2, Operator
 
 
 def v1(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """query, query_rope, kv_cache, kr_cache."""
+    """The results of `meta.prolog.V1`."""
     return _convert(V1, torch.ops.npu.npu_mla_prolog.default, args, kwargs)
 
 
 def v2(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """query, query_rope, kv_cache, kr_cache, dequant_scale_q_nope."""
+    """The results of `meta.prolog.V2`."""
     return _convert(V2, torch.ops.npu.npu_mla_prolog_v2.default, args, kwargs)
 
 
-def _convert(ir: Ir, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    outputs = emit(ir, bind(overload, args, kwargs))
-    return tuple(outputs[name] for name in ir.outputs)
+def _convert(operator: Operator, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    outputs = emit(operator, bind(overload, args, kwargs))
+    return tuple(outputs[name] for name in operator.results)

@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 from mla_fusion.converters.emit import bind, copied, emit
-from mla_fusion.converters.ir import V3
+from mla_fusion.meta.prolog import CACHES, V3, V3_FUNCTIONAL
 
 from mla_fusion.compat import ge_dtype, ge_operators
 
-_RESULTS = ("query", "query_rope", "dequant_scale_q_nope", "query_norm", "dequant_scale_q_norm")
-_CACHES = ("kv_cache", "kr_cache")
 _HIF8_WEIGHTS = 5
 _HIF8_INPUTS = ("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr", "kv_cache")
 
@@ -25,13 +23,13 @@ _HIF8_INPUTS = ("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr", "kv_cac
 def v3(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """The five results; the caches are written in place."""
     outputs = _node(bind(torch.ops.npu.npu_mla_prolog_v3.default, args, kwargs), copy=False)
-    return tuple(outputs[name] for name in _RESULTS)
+    return tuple(outputs[name] for name in V3.results)
 
 
 def v3_functional(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """The five results, then both caches."""
     outputs = _node(bind(torch.ops.npu.npu_mla_prolog_v3_functional.default, args, kwargs), copy=True)
-    return tuple(outputs[name] for name in (*_RESULTS, *_CACHES))
+    return tuple(outputs[name] for name in V3_FUNCTIONAL.results)
 
 
 def _node(values: dict[str, Any], *, copy: bool) -> dict[str, Any]:
@@ -39,7 +37,7 @@ def _node(values: dict[str, Any], *, copy: bool) -> dict[str, Any]:
     if hif8:
         _declare_hif8_inputs(values)
     if copy:
-        values.update({name: copied(values[name]) for name in _CACHES})
+        values.update({name: copied(values[name]) for name in CACHES})
     outputs = emit(V3, values)
     if hif8:
         _declare_hif8_outputs(values, outputs)

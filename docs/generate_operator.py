@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mla_fusion.meta import contradictions, preprocess, preprocess_csrc, spec
 from mla_fusion.meta.limits import RELEASES, SOCS
+from mla_fusion.meta.prolog import PROLOGS
 
 from mla_fusion import meta
 from mla_fusion.reference.sample import sample_call
@@ -20,7 +21,7 @@ PAGE = Path(__file__).with_name("operator.md")
 V3 = "npu_mla_prolog_v3"
 OPERATORS = ("npu_mla_prolog", "npu_mla_prolog_v2", V3)
 AXES = ("He", "Hcq", "Hckv", "D", "Dr", "N", "Nkv", "B", "S", "T", "BlockSize")
-RESULTS = ("query", "query_rope", "dequant_scale_q_nope", "query_norm", "dequant_scale_q_norm")
+RESULTS = PROLOGS[V3].results
 CALL_DIMS = dict(He=1024, Hcq=1536, N=8, D=128, Dr=64, Hckv=512, BlockNum=2, BlockSize=16, Nkv=1)
 
 INTRODUCTION = """\

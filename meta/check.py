@@ -11,6 +11,7 @@ from mla_fusion.meta import layout, preprocess, preprocess_csrc, spec
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.infer import implied_quant_modes
 from mla_fusion.meta.limits import VERSIONS, Limits, limits
+from mla_fusion.meta.prolog import CACHES
 from mla_fusion.meta.signature import complete, named
 from mla_fusion.meta.spec import ACTIVATION, CACHE_MODES, CACHE_QUANTS, ELEMENT, TILING, WEIGHT_MODES
 from mla_fusion.meta.symbolic import different as _different
@@ -283,10 +284,10 @@ class _Call:
                 self.refuse(f"format.{tensor.name}", tensor.name, expected, f"format {form}")
         for name in names:
             given = self.full[name]
-            if given is not None and name not in spec.CACHES and not layout.contiguous(given):
+            if given is not None and name not in CACHES and not layout.contiguous(given):
                 self._refuse_strides(name, "a contiguous tensor")
         free = allowed.strided_caches
-        for name in spec.CACHES:
+        for name in CACHES:
             if not layout.writable(self.full[name], first_axis_free=free, ones_free=not free):
                 axes = "contiguous axes, the first excepted," if free else "a contiguous tensor"
                 self._refuse_strides(name, f"{axes} on {where}")

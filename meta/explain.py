@@ -11,15 +11,10 @@ from mla_fusion.meta import roofline
 from mla_fusion.meta.check import checked
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.infer import infer
+from mla_fusion.meta.prolog import CACHES, PROLOGS
 from mla_fusion.meta.roofline import Chip, Cost
 from mla_fusion.meta.spec import CACHE_QUANTS, WEIGHT_MODES
 from mla_fusion.meta.tiling_key import TilingKey, empty_tensor_mode, tiling_key
-
-_CACHE_RESULTS = {
-    "npu_mla_prolog": slice(2, 4),
-    "npu_mla_prolog_v2": slice(2, 4),
-    "npu_mla_prolog_v3_functional": slice(5, 7),
-}
 
 
 @dataclass(frozen=True)
@@ -86,9 +81,9 @@ def explain_call(
     full = call.full
     empty = empty_tensor_mode(dims["tokens"], dims.get("BlockNum"))
     sizes = roofline.Sizes.of(full, dims, call.wq, call.kv)
-    made = infer(op, cann=cann, **arguments)
-    del made[_CACHE_RESULTS.get(op, slice(0))]
-    results = sum(prod(shape) * dtype.itemsize for shape, dtype in made if len(shape) > 1)
+    made = zip(PROLOGS[op].results, infer(op, cann=cann, **arguments), strict=True)
+    fresh = [result for name, result in made if name not in CACHES]
+    results = sum(prod(shape) * dtype.itemsize for shape, dtype in fresh if len(shape) > 1)
     return CallExplanation(
         op,
         soc,

@@ -1,4 +1,4 @@
-"""Argument names, order and defaults of the operators: the one place where a signature is written down."""
+"""Calls bound by the operators' tables: arguments by name, defaults filled in, types of attributes checked."""
 
 from __future__ import annotations
 
@@ -9,64 +9,11 @@ from typing import Any
 import torch
 from mla_fusion.meta import preprocess, preprocess_csrc
 from mla_fusion.meta.errors import ContractError
-
-_WEIGHTS = (
-    "token_x",
-    "weight_dq",
-    "weight_uq_qr",
-    "weight_uk",
-    "weight_dkv_kr",
-    "rmsnorm_gamma_cq",
-    "rmsnorm_gamma_ckv",
-    "rope_sin",
-    "rope_cos",
-)
-_SCALES: dict[str, Any] = dict.fromkeys(
-    (
-        "dequant_scale_x",
-        "dequant_scale_w_dq",
-        "dequant_scale_w_uq_qr",
-        "dequant_scale_w_dkv_kr",
-        "quant_scale_ckv",
-        "quant_scale_ckr",
-        "smooth_scales_cq",
-    )
-)
-_NORM = {"rmsnorm_epsilon_cq": 1e-05, "rmsnorm_epsilon_ckv": 1e-05, "cache_mode": "PA_BSND"}
-_MODES = {
-    "query_norm_flag": False,
-    "weight_quant_mode": 0,
-    "kv_cache_quant_mode": 0,
-    "query_quant_mode": 0,
-    "ckvkr_repo_mode": 0,
-    "quant_scale_repo_mode": 0,
-    "tile_size": 128,
-    "qc_qr_scale": 1.0,
-    "kc_scale": 1.0,
-}
-_DTYPES: dict[str, Any] = dict.fromkeys(
-    ("token_x_dtype", "weight_dq_dtype", "weight_uq_qr_dtype", "weight_dkv_kr_dtype", "kv_cache_dtype")
-)
-_V1 = ((*_WEIGHTS, "cache_index", "kv_cache", "kr_cache"), {**_SCALES, **_NORM})
-_V3 = (
-    (*_WEIGHTS, "kv_cache", "kr_cache"),
-    {
-        "cache_index": None,
-        **_SCALES,
-        "actual_seq_len": None,
-        "k_nope_clip_alpha": None,
-        **_NORM,
-        **_MODES,
-        **_DTYPES,
-    },
-)
+from mla_fusion.meta.prolog import PROLOGS
 
 # op -> (required arguments in positional order, keyword arguments with the schema's defaults)
 SIGNATURES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "npu_mla_prolog": _V1,
-    "npu_mla_prolog_v2": _V1,
-    "npu_mla_prolog_v3": _V3,
-    "npu_mla_prolog_v3_functional": _V3,
+    **{name: (operator.required, operator.defaults) for name, operator in PROLOGS.items()},
     preprocess.OP: (preprocess.ATB.required, preprocess.ATB.defaults),
     preprocess_csrc.OP: (preprocess_csrc.CSRC.required, preprocess_csrc.CSRC.defaults),
 }

@@ -90,9 +90,6 @@ INPUTS = (
     Input("rmsnorm_gamma_ckv", "Hckv", ACTIVATION),
 )
 
-# written in place
-CACHES = ("kv_cache", "kr_cache")
-
 _FULL = {name: ELEMENT for name in ("x", "weight_dq", "weight_uq_qr", "weight_dkv_kr")}
 _CHANNEL_SCALES = {
     "dequant_scale_x": "tokens 1",
@@ -186,6 +183,4 @@ DERIVED: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "ceil(S/BlockSize)": lambda dims: -(-dims["S"] // _nonzero(dims["BlockSize"])),
     "1": lambda dims: 1,
 }
-# modes of v3 that v1 and v2 do not have
-VERSION_3_MODES = ("query_quant_mode", "ckvkr_repo_mode", "quant_scale_repo_mode", "tile_size")
 TILE_SIZE = 128

@@ -23,33 +23,8 @@ from typing import Any
 import torch
 
 from mla_fusion import compat
+from mla_fusion.meta.prolog import PROLOGS, V3
 
-_PROLOG_WEIGHTS = (
-    "Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, Tensor weight_dkv_kr, "
-    "Tensor rmsnorm_gamma_cq, Tensor rmsnorm_gamma_ckv, Tensor rope_sin, Tensor rope_cos, "
-)
-_PROLOG_SCALES = (
-    "Tensor? dequant_scale_x=None, Tensor? dequant_scale_w_dq=None, Tensor? dequant_scale_w_uq_qr=None, "
-    "Tensor? dequant_scale_w_dkv_kr=None, Tensor? quant_scale_ckv=None, Tensor? quant_scale_ckr=None, "
-    "Tensor? smooth_scales_cq=None, "
-)
-_PROLOG_V1 = (
-    _PROLOG_WEIGHTS
-    + "Tensor cache_index, Tensor kv_cache, Tensor kr_cache, *, "
-    + _PROLOG_SCALES
-    + 'float rmsnorm_epsilon_cq=1e-05, float rmsnorm_epsilon_ckv=1e-05, str cache_mode="PA_BSND"'
-)
-_PROLOG_V3 = (
-    _PROLOG_WEIGHTS
-    + "Tensor{a} kv_cache, Tensor{b} kr_cache, *, Tensor? cache_index=None, "
-    + _PROLOG_SCALES
-    + "Tensor? actual_seq_len=None, Tensor? k_nope_clip_alpha=None, "
-    'float rmsnorm_epsilon_cq=1e-05, float rmsnorm_epsilon_ckv=1e-05, str cache_mode="PA_BSND", '
-    "bool query_norm_flag=False, int weight_quant_mode=0, int kv_cache_quant_mode=0, int query_quant_mode=0, "
-    "int ckvkr_repo_mode=0, int quant_scale_repo_mode=0, int tile_size=128, float qc_qr_scale=1.0, "
-    "float kc_scale=1.0, int? token_x_dtype=None, int? weight_dq_dtype=None, int? weight_uq_qr_dtype=None, "
-    "int? weight_dkv_kr_dtype=None, int? kv_cache_dtype=None"
-)
 _KV_CACHE = (
     "Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, "
     "Tensor{a} k_cache, Tensor{b} ckv_cache, *, "
@@ -72,10 +47,7 @@ def _tensors(count: int) -> str:
 
 # name -> (arguments, results), exactly as torch_npu 2.13 defines them
 _SIGNATURES: dict[str, tuple[str, str]] = {
-    "npu_mla_prolog": (_PROLOG_V1, _tensors(4)),
-    "npu_mla_prolog_v2": (_PROLOG_V1, _tensors(5)),
-    "npu_mla_prolog_v3": (_PROLOG_V3.format(**_MUTABLE), _tensors(5)),
-    "npu_mla_prolog_v3_functional": (_PROLOG_V3.format(**_PURE), _tensors(7)),
+    **{name: operator.schema for name, operator in PROLOGS.items()},
     "npu_rms_norm": ("Tensor input, Tensor gamma, float epsilon=1e-06", _tensors(2)),
     "npu_add_rms_norm": ("Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06", _tensors(3)),
     "npu_interleave_rope": ("Tensor x, Tensor cos, Tensor sin", "Tensor"),
@@ -125,7 +97,7 @@ _SIGNATURES: dict[str, tuple[str, str]] = {
 # in-place operator -> (its functional form, positions of the mutated arguments); the new values of those come
 # last among the functional form's results
 _IN_PLACE: dict[str, tuple[str, tuple[int, ...]]] = {
-    "npu_mla_prolog_v3": ("npu_mla_prolog_v3_functional", (9, 10)),
+    V3.name: (V3.functional, V3.places(*V3.written)),
     "npu_kv_rmsnorm_rope_cache_v2": ("npu_kv_rmsnorm_rope_cache_v2_functional", (5, 6)),
     "npu_scatter_nd_update_": ("npu_scatter_nd_update", (0,)),
     "npu_scatter_pa_kv_cache": ("npu_scatter_pa_kv_cache_functional", (2, 3)),

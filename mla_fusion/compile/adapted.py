@@ -166,7 +166,9 @@ class Adapted:
         inputs = [None if position is None else args[position] for position in self._positions]
         if self._packed:
             known = self._known.get(self._key(args))
-            while known is None or not known.holds(args) or not known.insert(inputs):
+            if known is None or not known.holds(args):
+                known = self._prepare(args)
+            while not known.insert(inputs):  # another thread has found a weight changed meanwhile
                 known = self._prepare(args)
         for place, viewed in self._viewed:
             inputs[place] = viewed(args)

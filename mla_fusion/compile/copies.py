@@ -13,10 +13,11 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from mla_fusion.fx.kinds import is_getitem, op_name
+from mla_fusion.meta.prolog import CACHES, V3, V3_FUNCTIONAL
 from mla_fusion.report.report import Report
 
-_CALL = "npu::npu_mla_prolog_v3"
-_CACHES = (5, 6)  # results of the functional call that are the caches
+_CALL = f"npu::{V3.name}"
+_CACHES = tuple(map(V3_FUNCTIONAL.results.index, CACHES))  # results that are the caches
 
 
 def correct(report: Report, lowered: Graph) -> None:

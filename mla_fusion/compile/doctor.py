@@ -17,14 +17,12 @@ from mla_fusion._autoload import cann_location, torch_npu_installed
 from mla_fusion.compat import inductor_option, registrations
 from mla_fusion.compile import offline, traps
 from mla_fusion.compile.offline import standins
+from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.page import live
 
 _VERSION = re.compile(r"version\w*\s*=\s*\[?(?:[\d.]+:)?([\d.]+(?:RC\w*|alpha\w*)?)", re.IGNORECASE)
 OPERATORS = (
-    "npu_mla_prolog",
-    "npu_mla_prolog_v2",
-    "npu_mla_prolog_v3",
-    "npu_mla_prolog_v3_functional",
+    *PROLOGS,
     "npu_rms_norm",
     "npu_interleave_rope",
     "npu_rotary_mul",

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mla_fusion.compat import OpOverload, schema_of
-from mla_fusion.converters import ir
 from mla_fusion.dumps import Dump, Operator, Value
 from mla_fusion.dumps.python_text import edges_in
 from mla_fusion.dumps.rebuild_fx import resolve
+from mla_fusion.meta.prolog import V1, V2, V3
 
-_GE = {description.type: description for description in (ir.V1, ir.V2, ir.V3)}
+_GE = {operator.ge_type: operator for operator in (V1, V2, V3)}
 _FX = re.compile(r"npu\.npu_mla_prolog(_v2|_v3)?(_functional)?(\.\w+)?$")
 _SHOWN = (
     "cache_mode", "rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv", "weight_quant_mode", "kv_cache_quant_mode",
@@ -71,7 +71,7 @@ def roles_of(dump: Dump, operator: Operator) -> list[str]:
     """What each input is to a prologue operator."""
     if dump.is_fx:
         return _fx_roles(operator)
-    return operator.roles or list(_GE[operator.type].inputs)
+    return operator.roles or list(_GE[operator.type].ge_inputs)
 
 
 def _fx_roles(operator: Operator) -> list[str]:

@@ -16,20 +16,12 @@ from mla_fusion.emit import pack, rows
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fx.build import Builder
 from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.meta.prolog import V3_FUNCTIONAL as KERNEL
 from mla_fusion.plan import cache_modes
 from mla_fusion.plan.outputs import Replacement
 from mla_fusion.plan.plan import InPlace, Plan
 
 aten = torch.ops.aten
-RESULTS = (
-    "query",
-    "query_rope",
-    "dequant_scale_q_nope",
-    "query_norm",
-    "dequant_scale_q_norm",
-    "kv_cache",
-    "kr_cache",
-)
 
 
 def inputs(plan: Plan) -> list[Node]:
@@ -79,7 +71,7 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
         kv_cache, kr_cache = (rows.buffer(b, x, lead, width) for width in (len(k.columns), k.rope_dim))
         index = {}
     fused = b.call(
-        torch.ops.npu.npu_mla_prolog_v3_functional.default,
+        getattr(torch.ops.npu, KERNEL.name).default,
         x,
         pack.weight(b, plan, "weight_dq", pack.dq, q.down),
         pack.weight(b, plan, "weight_uq_qr", pack.uq_qr, q.up_nope, q.up_rope),
@@ -95,7 +87,7 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
         **pack.quantisation(b, plan),
         **attributes(plan),
     )
-    results = {name: _item(b, fused, place) for place, name in enumerate(RESULTS) if name in _used(plan)}
+    results = {name: _item(b, fused, place) for place, name in enumerate(KERNEL.results) if name in _used(plan)}
     asked = {replacement.output for replacement in plan.replacements}
     for name, made, width in (("c_kv", "kv_cache", len(k.columns)), ("k_pe", "kr_cache", k.rope_dim)):
         if name in asked and index:

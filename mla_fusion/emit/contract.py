@@ -17,14 +17,12 @@ from mla_fusion.plan.cache_modes import scale_shapes
 from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.report.rejection import Refuse
 
-_OPERATOR = "npu_mla_prolog_v3_functional"
-
 
 @measured
 def ask(plan: Plan, config: Config) -> None:
     """Raise ``Refuse("contract:<code>")`` with the specification's own message."""
     try:
-        check(_OPERATOR, soc=config.soc, cann=config.cann, **_arguments(plan), **call.attributes(plan))
+        check(call.KERNEL.name, soc=config.soc, cann=config.cann, **_arguments(plan), **call.attributes(plan))
     except ContractError as error:
         raise Refuse(f"contract:{error.code}", str(error), _culprits(plan, error.argument)) from None
 

@@ -289,7 +289,7 @@ def _after(plan: Plan) -> Drawing:
     dots = [_dot(node, role, step) for node, (role, step) in labels.items()]
     kernel = len(dots)
     given = ", ".join(f"{name}={value}" for name, value in call.attributes(plan).items())
-    name = "npu_mla_prolog_v3_functional"
+    name = call.KERNEL.name
     dots.append(Dot(name, f"npu.{name}", "kernel", name))
     formulas = {name: given}
     arrows = [Arrow(index, kernel) for index in range(kernel)]

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from mla_fusion import meta
+from mla_fusion.meta.prolog import CACHES, PROLOGS
 
 # results that are caches, and the arguments whose strides they keep
-_KV_KR = ("kv_cache", "kr_cache")
 _LIKE_CACHE = {
-    "npu_mla_prolog": dict(zip((2, 3), _KV_KR, strict=True)),
-    "npu_mla_prolog_v2": dict(zip((2, 3), _KV_KR, strict=True)),
-    "npu_mla_prolog_v3_functional": dict(zip((5, 6), _KV_KR, strict=True)),
+    **{
+        name: {place: result for place, result in enumerate(operator.results) if result in CACHES}
+        for name, operator in PROLOGS.items()
+    },
     "npu_mla_preprocess": {1: "kv_cache", 3: "kv_cache_rope"},
 }
 

@@ -10,20 +10,13 @@ from torch import Tensor
 
 from mla_fusion import meta, reference
 from mla_fusion.compile.backend import backend
+from mla_fusion.meta.prolog import CACHES, PROLOGS
 from mla_fusion.paging import layout
 from mla_fusion.reference import cache
 from mla_fusion.selftest.compare import Comparison, compare, parts, same_bits
 from mla_fusion.selftest.device import Device
 from mla_fusion.selftest.result import Result
 from mla_fusion.selftest.scenarios import Scenario
-
-CACHES = ("kv_cache", "kr_cache")
-_OUTPUTS = {
-    "npu_mla_prolog": ("query", "query_rope", *CACHES),
-    "npu_mla_prolog_v2": ("query", "query_rope", *CACHES, "dequant_scale_q_nope"),
-    "npu_mla_prolog_v3": ("query", "query_rope", "dequant_scale_q_nope", "query_norm", "dequant_scale_q_norm"),
-}
-_OUTPUTS["npu_mla_prolog_v3_functional"] = (*_OUTPUTS["npu_mla_prolog_v3"], *CACHES)
 
 
 def run(scenario: Scenario, device: Device, *, through: str = "eager", repeats: int = 3) -> Result:
@@ -80,7 +73,7 @@ def _operator(op: str, placed: dict[str, Any], through: str) -> Callable[[dict[s
 
 
 def _by_name(op: str, results: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    return {name: value.cpu() for name, value in zip(_OUTPUTS[op], results, strict=True)}
+    return {name: value.cpu() for name, value in zip(PROLOGS[op].results, results, strict=True)}
 
 
 def _outputs(scenario: Scenario, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[Comparison]:

@@ -13,8 +13,10 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fusion.compat import storage_id
+from mla_fusion.meta.prolog import V3, V3_FUNCTIONAL
 
-CACHES = {9: 5, 10: 6}  # argument -> the result that is that cache afterwards
+# argument -> the result that is that cache afterwards
+_WRITTEN = dict(zip(V3.places(*V3.written), map(V3_FUNCTIONAL.results.index, V3.written), strict=True))
 
 
 def write_in_place(graph: Graph) -> int:
@@ -22,7 +24,7 @@ def write_in_place(graph: Graph) -> int:
     functional = torch.ops.npu.npu_mla_prolog_v3_functional.default
     changed = 0
     for call in graph.find_nodes(op="call_function", target=functional):
-        caches = {result: call.args[position] for position, result in CACHES.items()}
+        caches = {result: call.args[position] for position, result in _WRITTEN.items()}
         if all(_its_own(call, cache) for cache in caches.values()) and _apart(caches.values()):
             _rewrite(graph, call, caches)
             changed += 1

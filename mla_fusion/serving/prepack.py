@@ -15,10 +15,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.fx.program import nodes_between
+from mla_fusion.meta.prolog import V3, V3_FUNCTIONAL
 from mla_fusion.weights import cache
 
 WEIGHTS = (1, 2, 3, 4, 5, 6)  # W_dq, W_uq_qr, W_uk, W_dkv_kr and the two gammas, by position in every form of the call
-_CALLS = ("npu::npu_mla_prolog_v3", "npu::npu_mla_prolog_v3_functional")
+_CALLS = tuple(f"npu::{operator.name}" for operator in (V3, V3_FUNCTIONAL))
 
 
 class PackOnce(torch.nn.Module):

@@ -50,7 +50,9 @@ class Source:
             self.content = fingerprint(tensor)
 
     def is_still(self, tensor: Tensor) -> bool:
-        """Whether a tensor at the same place holds the same."""
+        """Whether a tensor at the same place holds the same. (A storage that is freed and allocated again may move.)"""
+        if tensor.data_ptr() != self.pointer:
+            return False
         if self.version is not None:
             return is_counted(tensor) and self.version == version_of(tensor)
         return self.content is None or torch.equal(self.content, fingerprint(tensor))
