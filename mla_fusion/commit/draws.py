@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.commit.region import Region, constant_behind, same_attribute, same_elements
-from mla_fusion.fx.kinds import argument, is_cast, is_view, op_name
+from mla_fusion.commit.region import Region, same_attribute, same_elements
+from mla_fusion.fx.kinds import argument, is_cast, is_view, op_name, tensor_held
 from mla_fusion.fx.view import View
 from mla_fusion.plan.plan import InPlace, Plan
 
@@ -78,7 +78,7 @@ class Draws:
         if not isinstance(value, torch.Tensor):
             return value
         if role == "constant":
-            constant = constant_behind(node)
+            constant = tensor_held(node)
             assert constant is not None
             return constant.detach().cpu()
         shape = self._shape(node, value, role)

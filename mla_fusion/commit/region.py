@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
 
+from mla_fusion.compat import expression_of
 from mla_fusion.emit import call
 from mla_fusion.facts.absorb import AbsorbFact
-from mla_fusion.fx.kinds import (
-    attribute,
-    filled_with,
-    operator_of,
-)
+from mla_fusion.fx.kinds import filled_with, operator_of, tensor_held
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes_and_exact_casts, views_and_casts
@@ -96,7 +94,7 @@ class _Walk:
                 continue
             seen.add(node)
             role = self.given.get(node)
-            if role is not None or node.op in INPUTS or _is_random(node):
+            if role is not None or node.op in INPUTS or _is_random(node) or _makes_a_size(node):
                 self.leaves[node] = self._role_of_input(node) if role is None else role
             elif node in stop:
                 met.append(node)
@@ -110,7 +108,7 @@ class _Walk:
         return met
 
     def _role_of_input(self, node: Node) -> str:
-        return "constant" if node.op == "get_attr" and constant_behind(node) is not None else ""
+        return "constant" if node.op == "get_attr" and tensor_held(node) is not None else ""
 
     def _twin(self, node: Node) -> Node | None:
         if getattr(node.meta["val"], "dtype", None) not in _INTEGERS or node in self._slots:
@@ -129,13 +127,6 @@ class _Walk:
             elif not operator_of(node).runs or node in self.view.contractions:
                 outside.append(node)
         return outside
-
-
-def constant_behind(node: Node) -> torch.Tensor | None:
-    """The tensor that a get_attr node holds where tracing or the model wrote it down; None for a parameter."""
-    value = attribute(node)
-    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
-    return value if is_plain and value.device.type != "meta" and type(value) is torch.Tensor else None
 
 
 def same_attribute(node: Node) -> object:
@@ -210,6 +201,20 @@ def _above_x(origin: Node) -> set[Node]:
 
 def _is_random(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _makes_a_size(node: Node) -> bool:
+    """Does it have as many rows as the values say that it reads (nonzero, an index by a mask)? These are drawn."""
+    value = node.meta["val"]
+    own = _symbols(value)
+    return bool(own) and bool(own - {symbol for read in node.all_input_nodes for symbol in _symbols(read.meta["val"])})
+
+
+def _symbols(value: Any) -> set[Any]:
+    if isinstance(value, (tuple, list)):
+        return set().union(*map(_symbols, value))
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return {symbol for size in sizes if is_symbolic(size) for symbol in expression_of(size).free_symbols}
 
 
 def _has_value(node: Node) -> bool:

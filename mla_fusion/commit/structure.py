@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.commit.region import Region, constant_behind, same_attribute
+from mla_fusion.commit.region import Region, same_attribute
 from mla_fusion.compat import expression_of
 from mla_fusion.emit import call
+from mla_fusion.fx.kinds import tensor_held
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.plan.plan import InPlace, Plan
 
@@ -73,7 +74,7 @@ def _described(leaf: Node, role: str) -> object:
     if isinstance(value, (tuple, list)):
         return tuple(map(_tensor, value))
     if role == "constant":
-        constant = constant_behind(leaf)
+        constant = tensor_held(leaf)
         assert constant is not None
         if constant.numel() > _FEW:
             return id(constant)

@@ -38,10 +38,11 @@ def counts(view: View, plan: Plan, region: Region) -> Iterator[View]:
         most = max((literal for node in region.nodes for literal in _literals(node)), default=0)
         others = _tokens(view, plan) // view.binding.size(symbolic[-1])
         wanted = max(-(-MANY // others), _FEWEST, most + 2)
-        for least in (wanted, _rows(view, plan)):  # of a cache of few rows, as many tokens as it has slots
+        fewer = (wanted * part // 8 for part in range(7, 0, -1))  # where a table or a cache has few rows
+        for least in (wanted, _rows(view, plan), *fewer):
             binding = view.binding.raised(symbolic[-1], least)
             larger = _with_room(view.bound(binding), plan, region)
-            if binding is not view.binding and _tokens(larger, plan) <= _rows(larger, plan):
+            if binding is not view.binding and _fits(larger, plan, region):
                 yield larger
                 return
 
@@ -83,6 +84,21 @@ def _with_room(view: View, plan: Plan, region: Region) -> View:
         elif isinstance(start, Node):  # so many rows from the end
             binding = binding.roomier(rows, binding.size(kept))
     return view.bound(binding)
+
+
+def _fits(view: View, plan: Plan, region: Region) -> bool:
+    """Is there a slot for each token, and are there the rows that each slice takes?"""
+    for node in region.nodes:
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor) and min(view.binding.shape(value.shape), default=0) < 0:
+            return False
+        source = node.args[0] if node.args else None
+        end = argument(node, "end") if op_name(node) == "aten::slice" else None
+        if isinstance(end, Node) and isinstance(source, Node):
+            rows = source.meta["val"].shape[argument(node, "dim")]
+            if view.binding.number(end.meta["val"]) > view.binding.size(rows):
+                return False
+    return _tokens(view, plan) <= _rows(view, plan)
 
 
 def _literals(node: Node) -> Iterator[int]:

@@ -229,7 +229,7 @@ class _Witness:
         """
         region = self.region
         inputs = [*region.leaves, *region.twins]
-        program = Program(inputs, region.nodes, self.view.binding, shrink=self._shrink)
+        program = Program(inputs, region.nodes, self.view.binding, shrink=self._shrink, sized=True)
         given = [_wide(value) for value in self._given]
         slot = program.slot(item.node)
         exact = program.run(given, [slot])[slot]

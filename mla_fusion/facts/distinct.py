@@ -12,7 +12,7 @@ import math
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import attribute, is_cast, is_view, op_name
+from mla_fusion.fx.kinds import is_cast, is_view, op_name, tensor_held
 from mla_fusion.fx.operators import GATHER
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges
@@ -98,9 +98,8 @@ def _merging_step(view: View, node: Node, trusting: Ranges) -> Node | None:
 
 def _holds_repeats(node: Node) -> bool:
     """Is it a literal that a tracer lifted, with a number twice?"""
-    value = attribute(node)
-    known = isinstance(value, torch.Tensor) and type(value) is torch.Tensor and value.device.type != "meta"
-    return known and value.unique().numel() != value.numel()
+    value = tensor_held(node)
+    return value is not None and value.unique().numel() != value.numel()
 
 
 def _following(view: View, node: Node, trusting: Ranges) -> Node | None:

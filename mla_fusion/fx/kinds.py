@@ -195,6 +195,20 @@ def attribute(node: Node) -> Any:
         return None
 
 
+def tensor_held(node: Node) -> torch.Tensor | None:
+    """The tensor that a get_attr node reads, where its numbers can be read: no parameter, no subclass, not on meta."""
+    value = attribute(node)
+    is_plain = type(value) is torch.Tensor and value.device.type != "meta"
+    return value if is_plain else None
+
+
+def is_literal(node: Node) -> bool:
+    """Does a get_attr node read a literal of the trace? A buffer, or a tensor that the model captures, may be written
+    between calls.
+    """
+    return all(op_name(user) in ("aten::lift_fresh_copy", "aten::lift_fresh") for user in node.users)
+
+
 def argument(node: Node, name: str, default: Any = None) -> Any:
     """An argument by its schema name; where the graph omits it, the schema's own default.
 

@@ -137,8 +137,9 @@ class Program:
     ``nodes`` must be in topological order; each argument is an input, an earlier node, a literal, or a
     symbolic size that ``binding`` makes a number (nodes that hold one are passed over). ``aliases`` names
     nodes that compute what an input holds. A node that cannot be probed becomes a step that fails, and so
-    does whatever reads it. ``exact`` keeps every dtype and cast as the graph has it; ``shrink`` runs on fewer
-    tokens than the graph has.
+    does whatever reads it. ``exact`` keeps every dtype and cast as the graph has it; ``sized``: inputs have the
+    sizes that ``binding`` gives, so symbolic slices of them can be taken; ``shrink`` runs on fewer tokens than the
+    graph has.
     """
 
     def __init__(
@@ -149,9 +150,11 @@ class Program:
         aliases: Mapping[Node, Node] | None = None,
         exact: bool = False,
         shrink: Shrink | None = None,
+        sized: bool = False,
     ) -> None:
         self._binding = binding
         self._exact = exact
+        self._sized = sized or exact
         self._shrink = shrink
         self._inputs = len(inputs)
         self._above: dict[frozenset[int], list[int]] = {}
@@ -233,7 +236,7 @@ class Program:
             call = target if target is torch.ops.aten.view.dtype else _RENAMED.get(name, target)
         if self._shrink is not None and name in SIZED:
             return self._resized(node, name, self._shrink)
-        if not self._exact and name in SELECTIONS:
+        if not self._sized and name in SELECTIONS:
             _refuse_symbolic_ends(node, name)
         args = self._template(node.args)
         kwargs = {key: self._option(key, value) for key, value in node.kwargs.items()}

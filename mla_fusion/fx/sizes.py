@@ -82,6 +82,18 @@ class Binding:
                 self._first = {symbol: one if first == other else first for symbol, first in self._first.items()}
                 self._first[other] = one
 
+    def admit(self, sizes: Iterable[Any]) -> None:
+        """Bind symbols so that no difference among these sizes is less than 2: five tokens, of which n = 7 are cut."""
+        differences = {expr: size for size in sizes if _is_difference(expr := self._expr(size))}
+        for expr, size in differences.items():
+            rising = [symbol for symbol in expr.free_symbols if expr.subs(symbol, symbol + 1) - expr == 1]
+            short = 2 - self.size(size)
+            if short > 0 and rising:
+                symbol = min(rising, key=str)
+                least, (_, most) = self._bound[symbol] + short, bounds_of(size, symbol)
+                free = (number for number in self._free if number >= least and number not in self._bound.values())
+                self._bound[symbol] = int(min(next(free, least), most))
+
     def same(self, a: Any, b: Any) -> bool:
         """Are two sizes equal whenever the graph runs? Never adds a guard."""
         return same(a, b) or (is_symbolic(a) and is_symbolic(b) and bool(self._expr(a) == self._expr(b)))
@@ -105,10 +117,13 @@ class Binding:
 
         Where the graph runs for no more than so many, it stands for that.
         """
-        symbols = sorted(getattr(self._expr(size), "free_symbols", ()), key=str) if is_symbolic(size) else []
-        for symbol in reversed(symbols):  # of [B, S], the length
+        if not is_symbolic(size):
+            return self
+        now, expr = self.size(size), self._expr(size)
+        for symbol in sorted(expr.free_symbols, key=str, reverse=True):  # of [B, S], the length
+            if expr.subs(self._bound | {symbol: self._bound[symbol] + least}) <= now:
+                continue
             _, largest = bounds_of(size, symbol)
-            now = self.size(size)
             wanted = -(-least * self._bound[symbol] // now)
             number = wanted if largest >= wanted else int(largest)
             if number > self._bound[symbol]:
@@ -141,6 +156,10 @@ class Binding:
 
     def shape(self, shape: Iterable[Any]) -> tuple[int, ...]:
         return tuple(self.size(size) for size in shape)
+
+
+def _is_difference(expr: Any) -> bool:
+    return bool(expr.is_Add) and any(part.could_extract_minus_sign() for part in expr.args)
 
 
 def exceeds_one(size: Any) -> bool:

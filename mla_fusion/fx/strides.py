@@ -1,7 +1,8 @@
-"""A replacement may have other strides than the value it replaces: a view of it may have to become a reshape.
+"""A replacement may have other strides than the value it replaces, and the graph was traced for the latter.
 
 A query that the model rotated head by head was dense with heads first; the kernel's is dense with tokens first, and
-handed on permuted. The graph's views were traced for the former.
+handed on permuted. Most operators read either. A view of it may have to become a reshape; what leaves the graph, and
+what is read by strides of its own, gets the strides that it had.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import operator_of
-from mla_fusion.fx.sizes import same_shape
+from mla_fusion.fx.kinds import op_name, operator_of
+from mla_fusion.fx.sizes import Binding, same
 
 aten = torch.ops.aten
 _DEMANDING = frozenset((aten.view.default, aten._unsafe_view.default))
@@ -22,16 +23,38 @@ _DEMANDING = frozenset((aten.view.default, aten._unsafe_view.default))
 
 def follow(builder: GraphBuilder, replaced: Iterable[tuple[Node, Node]]) -> None:
     """Carry the strides of (new, old) values down the graph, and let go of what only the old ones allowed."""
-    moved = {new for new, old in replaced if not _lie_alike(new.meta["val"], old.meta["val"])}
-    if not moved:
+    differ = {new: old for new, old in replaced if not _lie_alike(new.meta["val"], old.meta["val"])}
+    if not differ:
         return
     with builder.propagating():
-        for node in builder.gm.graph.nodes:
-            if node not in moved and not moved.isdisjoint(node.all_input_nodes) and operator_of(node).runs:
-                _carry(builder, node, moved)
+        if reader(differ) is not None:
+            for new, old in differ.items():
+                _restore(builder, new, old.meta["val"], set(new.users))
+            return
+        traced: dict[Node, Any] = {new: old.meta["val"] for new, old in differ.items()}
+        for node in list(builder.gm.graph.nodes):
+            if node.op == "output":
+                for value in node.all_input_nodes:
+                    if value in traced:
+                        _restore(builder, value, traced[value], {node})
+            elif node not in traced and not traced.keys().isdisjoint(node.all_input_nodes) and operator_of(node).runs:
+                _carry(builder, node, traced)
 
 
-def _carry(builder: GraphBuilder, node: Node, moved: set[Node]) -> None:
+def reader(starts: Iterable[Node]) -> Node | None:
+    """The first ``as_strided`` found behind the nodes: what it reads depends on how they lie in memory."""
+    stack, seen = list(starts), set[Node]()
+    while stack:
+        for user in stack.pop().users:
+            if op_name(user).startswith("aten::as_strided"):
+                return user
+            if user not in seen:
+                seen.add(user)
+                stack.append(user)
+    return None
+
+
+def _carry(builder: GraphBuilder, node: Node, traced: dict[Node, Any]) -> None:
     try:
         value = builder.propagate(node.target, node.args, node.kwargs)
     except (RuntimeError, ValueError):
@@ -40,11 +63,34 @@ def _carry(builder: GraphBuilder, node: Node, moved: set[Node]) -> None:
         node.target = aten.reshape.default
         value = builder.propagate(node.target, node.args, node.kwargs)
     if not _lie_alike(value, node.meta["val"]):
-        node.meta["val"] = value
-        moved.add(node)
+        traced[node], node.meta["val"] = node.meta["val"], value
+
+
+def _restore(builder: GraphBuilder, node: Node, traced: Any, readers: set[Node]) -> None:
+    """Give the readers of a node a copy of it with the strides that it had when the graph was traced."""
+    if not isinstance(traced, torch.Tensor):
+        return
+    builder.at(node.next, node.meta)
+    outermost_first = _order(traced)
+    back = [outermost_first.index(axis) for axis in range(traced.dim())]
+    in_order = builder.call(aten.permute.default, node, outermost_first)
+    dense = builder.call(aten.clone.default, in_order, memory_format=torch.contiguous_format)
+    restored = builder.call(aten.permute.default, dense, back)
+    for reader in readers:
+        reader.replace_input_with(node, restored)
+
+
+def _order(value: torch.Tensor) -> list[int]:
+    """The axes, the one of the greatest stride first."""
+    strides = Binding().shape(value.stride())
+    return sorted(range(value.dim()), key=lambda axis: -strides[axis])
 
 
 def _lie_alike(a: Any, b: Any) -> bool:
+    """Equal strides of every axis that is longer than one."""
     if isinstance(a, (tuple, list)):
         return all(map(_lie_alike, a, b))
-    return not isinstance(a, torch.Tensor) or same_shape(a.stride(), b.stride())
+    if not isinstance(a, torch.Tensor):
+        return True
+    steps = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(same(one, other) for size, one, other in steps if not same(size, 1))

@@ -14,23 +14,25 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.immutable_collections import immutable_list
 
+from mla_fusion.compat import expression_of
 from mla_fusion.fx import contraction, scaled_product
 from mla_fusion.fx.analytic import Barrier, Steps
 from mla_fusion.fx.contraction import Contraction
 from mla_fusion.fx.kinds import (
     MODEL_FLOATS,
     argument,
-    attribute,
     filled_with,
     holds_at_any_length,
     is_cast,
     is_getitem,
+    is_literal,
     is_mutating,
     is_reshape,
     is_view,
     op_name,
     operator_of,
     size_among_numbers,
+    tensor_held,
 )
 from mla_fusion.fx.operators import JOINERS
 from mla_fusion.fx.program import Program, nodes_between
@@ -290,6 +292,11 @@ class View:
         return known
 
     @cached_property
+    def reads_by_strides(self) -> bool:
+        """Does any node read memory by strides of its own?"""
+        return any(op_name(node).startswith("aten::as_strided") for node in self.nodes)
+
+    @cached_property
     def held_dtypes(self) -> frozenset[torch.dtype]:
         """Of what comes in from outside: arguments, parameters and caches."""
         held = (node.meta.get("val") for node in self.nodes if node.op in ("placeholder", "get_attr"))
@@ -317,6 +324,9 @@ class View:
             for a, b in rows_in_step(node):
                 if exceeds_one(a) and exceeds_one(b):
                     binding.equate(a, b)
+        values = (node.meta.get("val") for node in self.nodes)
+        shapes = (value.shape for value in values if isinstance(value, torch.Tensor))
+        binding.admit({expression_of(size): size for shape in shapes for size in shape if is_symbolic(size)}.values())
 
     def bound(self, binding: Binding) -> View:
         """The same view with other numbers for its symbolic sizes."""
@@ -348,13 +358,10 @@ def _long_axes(labels: contraction.Labels, side: Node) -> contraction.Labels:
 
 def is_sign_constant(node: Node) -> bool:
     """A lifted literal such as [-1, 1, -1, 1]: small, a plain tensor, of nothing but -1, 0 and 1, not all 1."""
-    value = attribute(node)
-    if not isinstance(value, torch.Tensor) or not _is_lifted(node):
+    value = tensor_held(node)
+    if value is None or value.numel() > 4096 or not is_literal(node):
         return False
-    numbers = value.dtype in (*MODEL_FLOATS, torch.int8, torch.int16, torch.int32, torch.int64)
-    if isinstance(value, torch.nn.Parameter) or value.numel() > 4096 or not numbers:
-        return False
-    if type(value) is not torch.Tensor or value.device.type == "meta":
+    if value.dtype not in (*MODEL_FLOATS, torch.int8, torch.int16, torch.int32, torch.int64):
         return False
     return bool(torch.isin(value, torch.tensor([-1, 0, 1], dtype=value.dtype)).all()) and bool((value != 1).any())
 
@@ -362,12 +369,7 @@ def is_sign_constant(node: Node) -> bool:
 def is_number(node: Node) -> bool:
     """A lifted ``torch.tensor(1e-6)``."""
     value = node.meta.get("val")
-    return _is_lifted(node) and isinstance(value, torch.Tensor) and value.dim() == 0
-
-
-def _is_lifted(node: Node) -> bool:
-    """Is it a literal of the trace? A buffer, or a tensor that the model captures, may be written between calls."""
-    return all(op_name(user) in ("aten::lift_fresh_copy", "aten::lift_fresh") for user in node.users)
+    return is_literal(node) and isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def _says_little(value: torch.Tensor) -> bool:

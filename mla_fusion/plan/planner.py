@@ -14,8 +14,9 @@ from mla_fusion.facts import projection
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.rope import TableRun
 from mla_fusion.facts.unabsorbed import UnabsorbedFact
+from mla_fusion.fx import strides
 from mla_fusion.fx.kinds import borrows_only, has_effect, is_getitem
-from mla_fusion.fx.sizes import is_symbolic, same_shape
+from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, rows_and_exact_casts, upward, views_and_model_casts
 from mla_fusion.match.candidate import Candidate
@@ -73,6 +74,7 @@ class Planner:
             layout = f"{origin.name} has shape {list(origin.meta['val'].shape)}"
             raise why or Refuse("token_x.layout", layout, (origin,))
         best = min(plans, key=_cost)
+        self._check_memory(best)
         return replace(best, borrowers=tuple(self._no_other_reader(best)))
 
     def _follow_quantised_norm(self) -> None:
@@ -192,6 +194,13 @@ class Planner:
             shape = self.candidate.shrink.rows(shape)
         return len(lead) == 2 and math.prod(shape[:-1]) == lead[-1 if run.rows == "position" else 0]
 
+    def _check_memory(self, plan: Plan) -> None:
+        """Strides can be given to a copy of the kernel's result; memory around the replaced value cannot."""
+        parts = [item.node for item in plan.replacements if not _fills_its_memory(item.node.meta["val"])]
+        by = strides.reader(parts) if self.view.reads_by_strides else None
+        if by is not None:
+            raise Refuse("reader.latent", f"{by.name} reads the memory in which {parts[0].name} lies", (parts[0], by))
+
     # -- what must be dead afterwards
 
     def _no_other_reader(self, plan: Plan) -> list[Node]:
@@ -235,6 +244,10 @@ class Planner:
 
 def _twins(absorb: AbsorbFact | UnabsorbedFact) -> tuple[tuple[Node, torch.Tensor], ...]:
     return absorb.roots[1:] if isinstance(absorb, UnabsorbedFact) else ()
+
+
+def _fills_its_memory(value: torch.Tensor) -> bool:
+    return same(value.untyped_storage().nbytes(), value.numel() * value.element_size())
 
 
 def _trust(caches: InPlace | Staged) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from threading import RLock
 from typing import Any
 from weakref import WeakValueDictionary
@@ -192,10 +193,15 @@ def describe(program: GraphModule) -> str:
     lines = []
     for node in program.graph.nodes:
         args, kwargs = map_arg((node.args, node.kwargs), lambda used: Named(number[used]))
-        held = getattr(program, node.target).tolist() if node.op == "get_attr" else ""
+        held = _described(attrgetter(str(node.target))(program)) if node.op == "get_attr" else ""
         target = "" if node.op in ("placeholder", "get_attr") else node.target
         lines.append(f"{number[node]} = {node.op} {target} {args} {kwargs} {held}")
     return "\n".join(lines)
+
+
+def _described(held: Any) -> str:
+    """Of a tensor its numbers, of a branch (``torch.cond``) its graph."""
+    return describe(held) if isinstance(held, GraphModule) else str(held.tolist())
 
 
 class Named(str):

@@ -37,6 +37,8 @@ TRUSTED: dict[str, Make] = {
 PROVEN: dict[str, Make] = {
     "literals": lambda s: torch.arange(T),
     "literals from 3": lambda s: torch.arange(3, 3 + T),
+    "literals as they are": lambda s: torch.tensor([9, 3, 40, 1, 0]),
+    "entries of literals": lambda s: torch.tensor([4, 9, 1, 12, 7, 30])[s],
 }
 UNPROVEN: dict[str, Make] = {
     "less something": lambda s: s - 1,
@@ -47,6 +49,9 @@ UNPROVEN: dict[str, Make] = {
     "padded with -1": lambda s: torch.where(s > 10, s, -1),
     "masked with -1": lambda s: s.masked_fill(s > 10, -1),
     "literals": lambda s: torch.arange(T) - 1,
+    "literals as they are": lambda s: torch.tensor([-1, -2, 3, 4, 5]),
+    "literals times something": lambda s: torch.tensor([-1, -2, 3, 4, 5], dtype=torch.int32) * 2,
+    "entries of literals": lambda s: torch.tensor([4, 9, -1, 12, 7, 30])[s],
     "the same for all": lambda s: torch.full((T,), 3),
     "remainder": lambda s: s % 16,
     "quotient": lambda s: s // 16,

@@ -78,7 +78,19 @@ def one_element(model: nn.Module) -> None:
         weight.data[0, 0] += 30.0
 
 
-UPDATES = [merged_like_peft, through_data, counted, other_memory, twice_other_memory, one_element]
+def paged_out(model: nn.Module) -> None:
+    """The storage is freed and allocated again: the same one, as a rule at another address. Then the weights change."""
+    for weight in weights(model):
+        storage, content = weight.untyped_storage(), weight.data.clone()
+        size, address, between = storage.nbytes(), weight.data_ptr(), []
+        while weight.data_ptr() == address and len(between) < 8:
+            storage.resize_(0)
+            between.append(torch.empty(size, dtype=torch.uint8))
+            storage.resize_(size)
+        weight.data.copy_(content + delta(content))
+
+
+UPDATES = [merged_like_peft, through_data, counted, other_memory, twice_other_memory, one_element, paged_out]
 
 
 def assert_current(model: nn.Module, run: Callable[..., Any], args: tuple[Tensor, ...]) -> None:
@@ -107,6 +119,17 @@ def follow(model: nn.Module, update: Update, config: mf.Config | None = None) ->
 @pytest.mark.parametrize("update", UPDATES)
 def test_ordinary_parameters(update: Update) -> None:
     follow(s.Neox(), update)
+
+
+def unchanged_elsewhere(model: nn.Module) -> None:
+    """The same content at another address of the same storage."""
+    for weight in weights(model):
+        weight.share_memory_()
+
+
+@pytest.mark.parametrize("updates", ["checked", "trusted"])
+def test_parameters_moved_to_shared_memory(updates: str) -> None:
+    follow(s.Neox(), unchanged_elsewhere, mf.Config(updates=updates))
 
 
 @pytest.mark.parametrize("update", [counted, other_memory, twice_other_memory])

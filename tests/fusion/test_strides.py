@@ -1,0 +1,83 @@
+"""The kernel's results lie in memory otherwise than the values they replace; who can tell gets the model's strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import mla_fusion as mf
+
+from . import harness
+from . import spellings as s
+from .near_misses import Base
+
+Reader = Callable[[Tensor], Tensor]
+
+
+class Gives(Base):
+    """Gives out the absorbed query, through ``reader``, as the product of heads leaves it: [N, T, 512] turned."""
+
+    def __init__(self, reader: Reader, turned: bool = True) -> None:
+        super().__init__()
+        self.reader, self.turned = reader, turned
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
+        c_kv, k_pe = self.latent(x)
+        c, s_ = cos.unsqueeze(1), sin.unsqueeze(1)
+        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s_).squeeze(1))
+        query = torch.bmm(q_nope.transpose(0, 1), self.w_uk())
+        return self.reader(query.transpose(0, 1) if self.turned else query), self.rotate(q_pe, c, s_)
+
+
+READERS: dict[str, Reader] = {
+    "the same again": lambda q: q.as_strided(q.size(), q.stride()),
+    "rows of heads": lambda q: (q * 2).as_strided((16, 512), (512, 1)),
+    "of a copy": lambda q: torch.empty_like(q).copy_(q).as_strided((16, 512), (512, 1)),
+    "copied": lambda q: torch.as_strided_copy(q, (16, 512), (512, 1)),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_with_strides_of_its_own(name: str) -> None:
+    model, args = Gives(READERS[name]), s.paged_args()
+    wanted = harness.eager(model, harness.clones(args))
+    for report, found in harness.both_ways(model, args):
+        assert harness.outcome(report) == "in place"
+        assert all(harness.distance(a, b) < 2e-2 for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_results_leave_the_graph_with_the_strides_of_the_model(turned: bool, dynamic: bool) -> None:
+    model, args = Gives(lambda q: q, turned), s.paged_args()
+    wanted = harness.eager(model, harness.clones(args))
+    found = harness.compiled(model, harness.clones(args), mf.backend(), dynamic)
+    assert harness.outcome(mf.reports()[-1]) == "in place"
+    assert [value.stride() for value in found] == [value.stride() for value in wanted]
+
+
+def test_one_token_needs_no_copy() -> None:
+    """The stride of an axis of length one means nothing."""
+    harness.compiled(Gives(lambda q: q), s.paged_args(1), mf.backend())
+    report = mf.reports()[-1]
+    assert harness.outcome(report) == "in place" and "aten.clone.default" not in report.operators["after"]
+
+
+def test_a_graph_break_behind_the_prologue() -> None:
+    model, args = Gives(lambda q: q, turned=False), s.paged_args()
+
+    def run(*given: Tensor) -> Tensor:
+        query, _ = model(*given)
+        torch._dynamo.graph_break()
+        return query.view(-1, 512)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(run, backend=mf.backend())(*harness.clones(args))
+    assert harness.distance(found, harness.eager(model, harness.clones(args))[0].view(-1, 512)) < 2e-2

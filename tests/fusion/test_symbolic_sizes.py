@@ -1,0 +1,122 @@
+"""Sizes that are computed, known at run time alone, or bounded by a table: the prologue fuses, and its numbers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mla_fusion as mf
+
+from . import harness
+from . import spellings as s
+from .near_misses import Base
+
+Call = tuple[Any, ...]
+
+
+class Calls(nn.Module):
+    """A prologue called by ``run(self, *arguments)``."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.prologue, self.run = Base(), run
+        self.weights = nn.Parameter(torch.randn(3, *self.prologue.q_a_proj.weight.shape).bfloat16() / 32)
+
+    def forward(self, *args: Any) -> Any:
+        return self.run(self, *args)
+
+
+def of_layer(m: Calls, layer: int, *args: Tensor) -> Any:
+    m.prologue.down = lambda x: F.linear(x, m.weights[layer])  # type: ignore[method-assign]
+    return m.prologue(*args)
+
+
+def last_tokens(m: Calls, n: int, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor) -> Any:
+    return m.prologue(x[n:], cos[n:], sin[n:], kv, kr, slots[n:])
+
+
+def all_but_the_last(
+    m: Calls, n: int, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
+) -> Any:
+    end = x.shape[0] - n
+    return m.prologue(x[:end], cos[:end], sin[:end], kv, kr, slots[:end])
+
+
+def decode_and_prefill(
+    m: Calls, n: int, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
+) -> Any:
+    first = m.prologue(x[:n], cos[:n], sin[:n], kv, kr, slots[:n])
+    return *first, *m.prologue(x[n:], cos[n:], sin[n:], kv, kr, slots[n:])
+
+
+def from_a_start(m: Calls, n: int, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor) -> Any:
+    """Tables of 40 rows: far fewer tokens than verification would like."""
+    rows = slice(n, n + x.shape[0])
+    return m.prologue(x, cos[rows], sin[rows], kv, kr, slots)
+
+
+def tables_of_40(call: Call) -> Call:
+    n, x, _, _, *rest = call
+    return n, x, *s.tables(40), *rest
+
+
+DYNAMIC: dict[str, tuple[Callable[..., Any], list[Call], int]] = {
+    "weights of a layer by its number": (of_layer, [(0, *s.paged_args()), (1, *s.paged_args())], 1),
+    "all behind the first n": (last_tokens, [(3, *s.paged_args()), (2, *s.paged_args(12))], 1),
+    "all but the last n": (all_but_the_last, [(3, *s.paged_args()), (2, *s.paged_args(12))], 1),
+    "decode and prefill": (decode_and_prefill, [(3, *s.paged_args()), (2, *s.paged_args(12))], 2),
+    "rows of a short table": (
+        from_a_start,
+        [tables_of_40((3, *s.paged_args())), tables_of_40((9, *s.paged_args(12)))],
+        1,
+    ),
+}
+
+
+def compare(model: nn.Module, calls: list[Call], fused: int, dynamic: bool | None) -> None:
+    torch._dynamo.reset()
+    run = torch.compile(model, backend=mf.backend(), fullgraph=True, dynamic=dynamic)
+    for call in calls:
+        mine, theirs = ([a.clone() if isinstance(a, Tensor) else a for a in call] for _ in range(2))
+        with torch.no_grad():
+            found, wanted = [*run(*mine), *mine], [*model(*theirs), *theirs]
+        tensors = [(a, b) for a, b in zip(found, wanted, strict=True) if isinstance(a, Tensor)]
+        assert all(harness.distance(a, b) < 2e-2 for a, b in tensors)
+    report = mf.reports()[-1]
+    assert len(report.fused) == fused and not report.rejected, str(report)
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_dynamic_numbers(name: str) -> None:
+    run, calls, fused = DYNAMIC[name]
+    compare(Calls(run), calls, fused, dynamic=True)
+
+
+def by_mask(m: Calls, mask: Tensor, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor) -> Any:
+    return m.prologue(x[mask], cos[mask], sin[mask], kv, kr, slots[mask])
+
+
+def by_index(m: Calls, mask: Tensor, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor) -> Any:
+    rows = mask.nonzero()[:, 0]
+    return m.prologue(x[rows], cos[rows], sin[rows], kv, kr, slots[rows])
+
+
+@pytest.mark.parametrize("run", [by_mask, by_index])
+def test_tokens_that_are_counted_at_run_time(run: Callable[..., Any]) -> None:
+    mask = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1]).bool()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        compare(Calls(run), [(mask, *s.paged_args()), (~mask, *s.paged_args())], 1, dynamic=None)
+
+
+def test_a_branch_decides_on_a_weight() -> None:
+    def run(m: Calls, flag: Tensor, *args: Tensor) -> Any:
+        weight = (m.prologue.q_a_proj.weight,)
+        m.prologue.down = lambda x: F.linear(x, torch.cond(flag, lambda w: w * 1, lambda w: w * 2, weight))  # type: ignore[method-assign]
+        return m.prologue(*args)
+
+    compare(Calls(run), [(torch.tensor(flag), *s.paged_args()) for flag in (True, False)], 1, dynamic=None)
