@@ -13,6 +13,7 @@ from functools import cache
 from types import MappingProxyType
 
 from mla_fusion.meta.errors import ContractError
+from mla_fusion.meta.prolog import PROLOGS
 
 RELEASES = ("8.2", "8.3", "8.5", "9.0", "9.1", "latest")
 SOCS = ("A2", "A3", "A5")
@@ -126,12 +127,7 @@ def known_releases(cann: str) -> tuple[str, ...]:
     return RELEASES[: RELEASES.index(cann) + 1]
 
 
-VERSIONS = {
-    "npu_mla_prolog": "v1",
-    "npu_mla_prolog_v2": "v2",
-    "npu_mla_prolog_v3": "v3",
-    "npu_mla_prolog_v3_functional": "v3",
-}
+VERSIONS = {name: operator.version for name, operator in PROLOGS.items()}
 
 
 @dataclass(frozen=True)

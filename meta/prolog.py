@@ -34,6 +34,7 @@ class Argument:
 class Operator:
     """One operator of torch and the GE operator that it becomes.
 
+    version       as the limits of `mla_fusion.meta.limits` name it
     positional    tensors that a call must give, by position or by name
     keywords      what a call gives by name alone
     results       in torch's order
@@ -43,6 +44,7 @@ class Operator:
     """
 
     name: str
+    version: str
     positional: tuple[Argument, ...]
     keywords: tuple[Argument, ...]
     results: tuple[str, ...]
@@ -155,10 +157,11 @@ _QUERY = ("query", "query_rope")
 _OF_QUERY = ("dequant_scale_q_nope", "query_norm", "dequant_scale_q_norm")
 
 V1 = Operator(
-    "npu_mla_prolog", *_V1, results=(*_QUERY, *CACHES), ge_type="MlaProlog", ge_results=(*_QUERY, *CACHES)
+    "npu_mla_prolog", "v1", *_V1, results=(*_QUERY, *CACHES), ge_type="MlaProlog", ge_results=(*_QUERY, *CACHES)
 )
 V2 = Operator(
     "npu_mla_prolog_v2",
+    "v2",
     *_V1,
     results=(*V1.results, "dequant_scale_q_nope"),
     ge_type="MlaPrologV2",
@@ -166,6 +169,7 @@ V2 = Operator(
 )
 V3_FUNCTIONAL = Operator(
     "npu_mla_prolog_v3_functional",
+    "v3",
     *_V3,
     results=(*_QUERY, *_OF_QUERY, *CACHES),
     ge_type="MlaPrologV3",
@@ -173,6 +177,7 @@ V3_FUNCTIONAL = Operator(
 )
 V3 = Operator(
     "npu_mla_prolog_v3",
+    "v3",
     *_V3,
     results=(*_QUERY, *_OF_QUERY),
     ge_type=V3_FUNCTIONAL.ge_type,

@@ -1,0 +1,180 @@
+"""docs/extending.md followed to the letter, in a scratch copy: each step is an edit of a file that the page names."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+COPIED = ("mla_fusion", "meta", "converters", "tests", "docs", "pyproject.toml", "README.md")
+
+
+class Scratch:
+    """A copy of the project whose code is imported in place of the installed one."""
+
+    def __init__(self, at: Path) -> None:
+        self.root = at
+        for name in COPIED:
+            source = ROOT / name
+            kept = shutil.ignore_patterns("__pycache__", "*.pyc", "fixtures", "assets")
+            if source.is_dir():
+                shutil.copytree(source, at / name, ignore=kept)
+            else:
+                shutil.copy(source, at / name)
+        for part in ("meta", "converters"):  # where an installation has them
+            (at / "mla_fusion" / part).symlink_to(at / part)
+
+    def edit(self, section: str, file: str, before: str, after: str) -> None:
+        """Replace the one place where ``before`` stands in a file, which the section of the page must name."""
+        text = re.split(r"^## ", PAGE, flags=re.MULTILINE)
+        named = next(part for part in text if part.startswith(section))
+        assert file in named, f"'{section}' does not send anybody to {file}"
+        path = self.root / file
+        held = path.read_text()
+        assert held.count(before) == 1, f"{before!r} stands {held.count(before)} times in {file}"
+        path.write_text(held.replace(before, after))
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {
+            "PYTHONPATH": str(self.root),
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
+        return subprocess.run(
+            [sys.executable, *command], cwd=self.root, env=environment, capture_output=True, text=True, check=False
+        )
+
+    def tests(self, *which: str) -> str:
+        """The last line of pytest."""
+        done = self.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *which)
+        return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Scratch:
+    return Scratch(tmp_path)
+
+
+SPELLING = '''
+
+class SplitUnsafely(PagedRotateHalf):
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c_kv, k_pe = torch.ops.aten.unsafe_split_with_sizes.default(self.kv_a_proj_with_mqa(x), [HCKV, DR], -1)
+        return self.kv_a_layernorm(c_kv), k_pe
+'''
+
+
+def test_a_spelling_that_needs_an_operator(scratch: Scratch) -> None:
+    spellings = scratch.root / "tests/fusion/spellings.py"
+    assert "def latent(self, x: Tensor)" in spellings.read_text()
+    section = "A spelling that is not recognised"
+    first = "class FlatCaches(PagedRotateHalf):"
+    scratch.edit(section, "tests/fusion/spellings.py", first, SPELLING.strip() + "\n\n\n" + first)
+    case = '    "a_split_unsafely": (s.SplitUnsafely, s.paged_args, "in place"),\n'
+    scratch.edit(section, "tests/fusion/test_spellings.py", "CASES = {\n", "CASES = {\n" + case)
+    which = ("tests/fusion/test_spellings.py", "-k", "split_unsafely")
+    assert "failed" in scratch.tests(*which)
+    for table in ("VIEWS", "SELECTIONS"):
+        listed = f'{table} = _names(\n    """\n'
+        scratch.edit("An operator", "mla_fusion/fx/operators.py", listed, listed + "    unsafe_split_with_sizes\n")
+    after = scratch.tests(*which)
+    assert "passed" in after and "failed" not in after
+
+
+EXAMPLE = """class ThreeHeads(Base):
+    def __init__(self) -> None:
+        super().__init__(heads=3)
+"""
+
+
+def test_a_rejection_code(scratch: Scratch) -> None:
+    section = "A rejection code"
+    code = '    "heads.three": (\n        "There are three heads.",\n        "Take another number of them.",\n    ),\n'
+    next_code = '    "token_x.layout": (\n'
+    scratch.edit(section, "mla_fusion/report/rejection.py", next_code, code + next_code)
+    rule = '''@measured
+def _three_heads(view: View, candidate: Candidate) -> None:
+    if candidate.query.absorb.heads == 3:
+        raise Refuse("heads.three", candidate.query.absorb.node.name, (candidate.query.absorb.node,))
+
+
+RULES = (_three_heads, _norms,'''
+    scratch.edit(section, "mla_fusion/plan/verdict.py", "RULES = (_norms,", rule)
+    scratch.edit(section, "tests/fusion/near_misses.py", "REFUSED: dict", EXAMPLE + "\n\nREFUSED: dict")
+    entry = '    "no_query_lora": ('
+    listed = '    "three_heads": ("heads.three", ThreeHeads),\n' + entry
+    scratch.edit(section, "tests/fusion/near_misses.py", entry, listed)
+    assert scratch.run("docs/generate.py", "--check").returncode == 1
+    assert scratch.run("docs/generate.py").returncode == 0
+    assert "class ThreeHeads(Base)" in (scratch.root / "docs/rejections.md").read_text()
+    result = scratch.tests("tests/fusion/test_rejections.py", "-k", "three_heads")
+    assert "passed" in result and "failed" not in result, result
+
+
+CALL = """
+import torch, mla_fusion as mf
+from mla_fusion import meta
+from mla_fusion.meta.prolog import V3
+from mla_fusion.reference.sample import sample_call
+dims = dict(He=1024, Hcq=1536, N=8, D=128, Dr=64, Hckv=512, BlockNum=2, BlockSize=16, Nkv=1)
+call = sample_call(dims=dims, lead=(3,))
+meta.check("npu_mla_prolog_v3_functional", **call, fast_mode=1)
+plain, fast = (torch.ops.npu.npu_mla_prolog_v3_functional(**call, fast_mode=mode) for mode in (0, 1))
+assert torch.equal(fast[0], 2 * plain[0]), "the kernel takes it"
+assert V3.ge_attributes["fast_mode"] == "Int" and V3.defaults["fast_mode"] == 0
+"""
+
+
+def test_an_argument_of_the_operator(scratch: Scratch) -> None:
+    section = "A version of the operator"
+    row = '    Argument("kc_scale", "float", 1.0),\n'
+    scratch.edit(section, "meta/prolog.py", row, row + '    Argument("fast_mode", "int", 0),\n')
+    kernel = "mla_fusion/reference/prolog.py"
+    last = "    kc_scale: float = 1.0,\n"
+    scratch.edit(section, kernel, last, last + "    fast_mode: int = 0,\n")
+    result = "query.contiguous().view(*lead, n, hckv)"
+    scratch.edit(section, kernel, result, result + " * (1 + fast_mode)")
+    done = scratch.run("-c", CALL)
+    assert done.returncode == 0, done.stderr
+    assert scratch.run("docs/generate_operator.py").returncode == 0
+
+
+RELEASE = """
+from mla_fusion.meta import limits
+assert 9999 in limits("npu_mla_prolog_v3", "A3", "9.2").dims["He"]
+assert 9999 not in limits("npu_mla_prolog_v3", "A3", "9.1").dims["He"]
+assert 9999 in limits("npu_mla_prolog_v3", "A3").dims["He"], "latest holds what came before it"
+"""
+
+
+def test_a_release_of_cann(scratch: Scratch) -> None:
+    section = "A version of the operator"
+    scratch.edit(section, "meta/limits.py", '"9.1", "latest")\n', '"9.1", "9.2", "latest")\n')
+    row = '    Limit("Hcq", _of(1536)),\n'
+    scratch.edit(section, "meta/limits.py", row, '    Limit("He", _of(9999), "9.2"),\n' + row)
+    done = scratch.run("-c", RELEASE)
+    assert done.returncode == 0, done.stderr
+
+
+FILES = re.findall(r"`((?:mla_fusion|meta|converters|tests|benchmarks|docs)/[\w./]+)`", PAGE)
+
+
+@pytest.mark.parametrize("file", sorted(set(FILES)))
+def test_every_file_that_the_page_names_exists(file: str) -> None:
+    assert (ROOT / file).exists()
+
+
+NAMES = re.findall(r"`(_?[A-Z][A-Z_]+)` (?:of|in) `([\w/]+\.py)`", PAGE)
+
+
+@pytest.mark.parametrize("name, file", sorted(set(NAMES)))
+def test_every_table_that_the_page_names_stands_there(name: str, file: str) -> None:
+    assert re.search(rf"^{name}\b|\bas {name}$", (ROOT / file).read_text(), re.MULTILINE)
