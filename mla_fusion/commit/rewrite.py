@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.commit.transaction import copied
 from mla_fusion.emit import call
 from mla_fusion.fx import strides
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import has_effect
+from mla_fusion.fx.workplace import copied
 from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.plan.verdict import projections
 from mla_fusion.report.rejection import Refuse

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from collections import Counter
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -37,3 +38,13 @@ class Graphs:
         except OSError as error:
             log.warning("no graph was written: %s", error)
             self._stem = None
+
+
+def count_operators(gm: GraphModule) -> dict[str, int]:
+    """How often each operator is called, the commonest first."""
+    targets = [node.target for node in gm.graph.nodes if node.op == "call_function"]
+    by_identity = {id(target): target for target in targets}  # their hashes and names cost more than the counting
+    counts = Counter[str]()
+    for identity, count in Counter(map(id, targets)).items():
+        counts[str(by_identity[identity])] += count
+    return dict(counts.most_common())

@@ -1,0 +1,77 @@
+"""From a candidate to a plan that the operator's contract takes and that the order of the graph allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mla_fusion.commit import rewrite, structure
+from mla_fusion.commit.in_place import InPlaceSteps
+from mla_fusion.commit.region import Region, cut_out
+from mla_fusion.config import Config
+from mla_fusion.emit import contract
+from mla_fusion.fx.view import View
+from mla_fusion.match.candidate import Candidate
+from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.plan.planner import Planner
+from mla_fusion.report.rejection import Refuse
+
+
+@dataclass(frozen=True)
+class Legal:
+    """``structure``: equal for plans that differ only in which layer they are."""
+
+    plan: Plan
+    region: Region
+    structure: int
+
+
+class Plans:
+    """The legal plans of one graph. What is decided of one structure is decided of all layers that have it."""
+
+    def __init__(self, view: View, config: Config, boundary: bool) -> None:
+        """``boundary``: a wrapper will stand around the graph, so that caches can be viewed before the call."""
+        self._view, self._config, self._boundary = view, config, boundary
+        self._steps = InPlaceSteps(view)
+        self._structures: dict[object, int] = {}  # a number for each: hashing one takes as long as a fact
+        self._accepted: set[int] = set()
+
+    def of(self, candidate: Candidate) -> Legal:
+        """A plan of the candidate, or of the next reading of it that has one.
+
+        Raises ``Refuse`` with the reason of the first where there is none.
+        """
+        first: Refuse | None = None
+        for reading in (candidate, *candidate.others):
+            try:
+                found = self._accepted_by_contract(reading)
+                self._steps.judge(found.plan, found.region, rewrite.prove(found.plan))
+                return found
+            except Refuse as reason:
+                first = first or reason
+        assert first is not None
+        raise first
+
+    def _accepted_by_contract(self, candidate: Candidate) -> Legal:
+        """Where the contract refuses the caches alone, the staged plan."""
+        planner = Planner(self._view, self._config, candidate, self._boundary)
+        found = self._described(planner.plan())
+        if found.structure in self._accepted:
+            return found
+        try:
+            contract.ask(found.plan, self._config)
+        except Refuse as reason:
+            in_place = isinstance(found.plan.caches, InPlace)
+            if not in_place or candidate.key.operator or self._config.staging == "never":
+                raise
+            because = f"the kernel refuses the caches ({reason.code.partition(':')[2]})"
+            found = self._described(planner.plan(stage_because=because))
+            try:
+                contract.ask(found.plan, self._config)
+            except Refuse:
+                raise reason from None  # it was not the caches
+        self._accepted.add(found.structure)
+        return found
+
+    def _described(self, plan: Plan) -> Legal:
+        region = cut_out(self._view, plan)
+        return Legal(plan, region, self._structures.setdefault(structure.key(region, plan), len(self._structures)))

@@ -1,0 +1,38 @@
+"""Whether a plan is verified, and by what: once for each structure, if so configured."""
+
+from __future__ import annotations
+
+from math import prod
+
+from mla_fusion.commit import verify
+from mla_fusion.commit.legal import Legal
+from mla_fusion.commit.verify import Outcome
+from mla_fusion.config import Config
+from mla_fusion.fx import module_path
+from mla_fusion.fx.view import View
+from mla_fusion.observe.clock import threads
+
+_FEW = 1 << 20  # elements of token_x up to which one thread verifies
+
+
+class Verified:
+    """The plans of one graph that have been compared."""
+
+    def __init__(self, view: View, config: Config, usual_threads: int) -> None:
+        self._view, self._config, self._threads = view, config, usual_threads
+        self._known: dict[int, str] = {}  # by the structure, the layer that was compared
+
+    def of(self, legal: Legal) -> Outcome:
+        """What verification found, or why it was not done. Raises ``Refuse("verify.mismatch")``."""
+        if self._config.verify == "off":
+            return Outcome("not verified (Config.verify is 'off')")
+        if self._config.verify == "first" and legal.structure in self._known:
+            return Outcome(f"equal in structure to {self._known[legal.structure]}")
+        plan = legal.plan
+        query = plan.candidate.query
+        half_rows = self._config.kr_layout == "half" and query.rope.layout == "interleaved"
+        few = prod(self._view.binding.shape(plan.token_x.meta["val"].shape)) <= _FEW
+        with threads(1 if few else self._threads):
+            outcome = verify.compare(self._view, plan, half_rows, region=legal.region)
+        self._known[legal.structure] = module_path.layer(plan.candidate.nodes) or query.down.node.name
+        return outcome

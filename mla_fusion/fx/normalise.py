@@ -1,0 +1,30 @@
+"""The forms of a graph that the pass looks at, each the same computation: made beside it, never in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.fx import GraphModule
+
+from mla_fusion.fx import empty_parts, regions, writes
+from mla_fusion.fx.build import describe_attributes
+from mla_fusion.fx.workplace import workplace
+
+
+def forms(gm: GraphModule) -> Iterator[GraphModule]:
+    """The graph, regions laid open and empty parts dropped; then with what was assembled in place as its parts, too."""
+    if regions.found(gm) or empty_parts.found(gm.graph):
+        gm = _laid_open(gm)
+        empty_parts.drop(gm.graph)
+    yield gm
+    if writes.found(gm.graph):
+        apart = _laid_open(gm)
+        writes.take_apart(apart)
+        yield apart
+
+
+def _laid_open(gm: GraphModule) -> GraphModule:
+    opened = workplace(gm)
+    regions.copied(gm, opened.graph)
+    describe_attributes(opened)
+    return opened

@@ -1,0 +1,39 @@
+"""The time of each stage, and on how many threads the pass runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import torch
+
+
+class Clock:
+    """Adds the time since the last stop to a stage."""
+
+    def __init__(self, timings: dict[str, float]) -> None:
+        self.timings, self._last = timings, perf_counter()
+
+    def stop(self, stage: str) -> None:
+        now = perf_counter()
+        self.timings[stage] = self.timings.get(stage, 0.0) + now - self._last
+        self._last = now
+
+
+@contextmanager
+def threads(wanted: int) -> Iterator[int]:
+    """Run with so many threads; yields the usual number.
+
+    Probes are small: a second thread gains nothing, and on a busy machine each operator waits for it. Changing
+    the number costs milliseconds, so it is done once for the whole pass.
+    """
+    usual = torch.get_num_threads()
+    if usual == wanted:
+        yield usual
+        return
+    torch.set_num_threads(wanted)
+    try:
+        yield usual
+    finally:
+        torch.set_num_threads(usual)

@@ -1,0 +1,91 @@
+"""What the report says of each prologue: what became of it, why that is exact, and its picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch.fx import Node
+
+from mla_fusion.config import Config
+from mla_fusion.emit import call
+from mla_fusion.fx import module_path
+from mla_fusion.fx.view import View
+from mla_fusion.match.candidate import Candidate
+from mla_fusion.match.finder import Finder
+from mla_fusion.match.near_miss import NearMiss
+from mla_fusion.observe import draw, proof
+from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.report.picture import Picture
+from mla_fusion.report.rejection import Refuse, Rejection
+from mla_fusion.report.report import Figure, Fusion, Report
+
+
+class Record:
+    """Of one graph. Layers of one structure share a picture and a proof."""
+
+    def __init__(self, view: View, finder: Finder, config: Config, report: Report) -> None:
+        self._view, self._finder, self._config, self._report = view, finder, config, report
+        self._pictures: dict[object, int | None] = {}
+        self._proofs: dict[int, tuple[str, ...]] = {}
+
+    def fused(self, plan: Plan, structure: int, verified: str, figures: tuple[Figure, ...], compared: str) -> None:
+        """``structure``: equal for layers that differ in nothing but their nodes; the rest: what verification found."""
+        q, k = plan.candidate.query, plan.candidate.key
+        x = plan.token_x.meta["val"]
+        dims = {
+            "T": "*".join(str(size) for size in x.shape[:-1]),
+            "He": int(x.shape[-1]),
+            "Hcq": len(q.norm.columns),
+            "Hckv": len(k.columns),
+            "N": plan.heads,
+            "D": q.absorb.nope_dim,
+            "Dr": q.rope.rope_dim,
+        }
+        self._report.fused.append(Fusion(
+            layer=module_path.layer(plan.candidate.nodes),
+            nodes=tuple(node.name for node in plan.candidate.nodes),
+            dims=dims,
+            cache_mode=plan.cache_mode,
+            placement="in place" if isinstance(plan.caches, InPlace) else f"staged: {plan.caches.reason}",
+            rope=f"{q.rope.input_layout} in, {q.rope.layout} out",
+            attributes=call.attributes(plan),
+            replaced={item.node.name: item.output for item in plan.replacements},
+            assumptions=plan.assumptions,
+            verified=verified,
+            figures=figures,
+            compared=compared,
+            source=module_path.source(q.down.node),
+            picture=self._picture(structure, partial(draw.fused, self._finder, plan)),
+            proof=(*self._proof(plan, structure), compared or verified),
+        ))
+
+    def rejected(self, item: Candidate | NearMiss, reason: Refuse) -> None:
+        nodes: tuple[Node, ...] = reason.nodes or item.nodes
+        if any(code in self._config.skip for code in (reason.code, reason.code.partition(":")[0])):
+            reason = Refuse("skip", f"{reason.code} is in Config.skip; {reason.detail}", nodes)
+        source = next((text for node in nodes if (text := module_path.source(node))), "")
+        alike = reason.code, source, *(str(node.target) for node in (*item.nodes, *nodes) if node.op == "call_function")
+        self._report.rejected.append(Rejection(
+            code=reason.code,
+            message=reason.message,
+            nodes=tuple(node.name for node in nodes),
+            layer=module_path.layer(item.nodes),
+            source=source,
+            picture=self._picture(alike, partial(draw.rejected, self._finder, item, reason.code, nodes)),
+            score=item.score if isinstance(item, NearMiss) else 1.0,
+        ))
+
+    def _proof(self, plan: Plan, structure: int) -> tuple[str, ...]:
+        """Equal for layers of equal structure, but for what each says of its slots."""
+        if structure not in self._proofs:
+            self._proofs[structure] = proof.lines(self._view, plan)
+        return (*self._proofs[structure], proof.slots(plan))
+
+    def _picture(self, key: object, draw_it: Callable[[], Picture | None]) -> int | None:
+        """The place in ``Report.pictures`` of the one that stands for ``key``; drawn when first asked for."""
+        if key not in self._pictures:
+            drawn, pictures = draw_it(), self._report.pictures
+            self._pictures[key] = None if drawn is None else len(pictures)
+            pictures += [drawn] if drawn is not None else []
+        return self._pictures[key]
