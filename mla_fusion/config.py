@@ -20,6 +20,7 @@ _CHOICES = {
     "weights": ("copy", "shared"),
     "updates": ("checked", "trusted"),
     "slots": ("trusted", "checked"),
+    "strides": ("auto", "exact", "kernel"),
     "strict": (False, True),
 }
 
@@ -49,6 +50,9 @@ class Config:
     slots       What an input that holds cache slots is taken at: "trusted" at its word (non-negative, in range and
                 distinct, listed under the report's assumptions), "checked" before each call where a wrapper stands
                 around the graph (``mla_fusion.SlotError``); where none does, the assumptions say that nothing checks.
+    strides     A result that leaves the graph has the model's strides ("exact"), for which a permuted query may have
+                to be copied, or the kernel's, dense with tokens first ("kernel"). "auto" is the latter behind the
+                hook of another compiler, which lays out its results itself, and "exact" elsewhere.
     strict      True raises a defect of the pass. False leaves the graph as it was, with ``pass.failed`` in the report.
 
     Raises ValueError for a value outside these choices.
@@ -65,6 +69,7 @@ class Config:
     weights: str = "copy"
     updates: str = "checked"
     slots: str = "trusted"
+    strides: str = "auto"
     strict: bool = False
 
     def __post_init__(self) -> None:

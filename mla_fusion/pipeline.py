@@ -117,7 +117,7 @@ def _of_best_form(gm: GraphModule, config: Config, builder: BuilderOf | None, us
         reports.append(report := Report(config, committed=builder is not None))
         plans = _plans(form, config, builder, usual_threads, report)
         if plans and builder is not None:
-            _commit(gm, form, plans, builder, report)
+            _commit(gm, form, plans, config, builder, report)
             graphs.write("fused", gm)
         if plans:
             return report
@@ -154,13 +154,15 @@ def _plans(
     return plans
 
 
-def _commit(gm: GraphModule, form: GraphModule, plans: list[Plan], builder_of: BuilderOf, report: Report) -> None:
+def _commit(
+    gm: GraphModule, form: GraphModule, plans: list[Plan], config: Config, builder_of: BuilderOf, report: Report
+) -> None:
     """Write the graph of ``form`` with the calls of the plans in it, and give it to ``gm`` when that is done."""
     clock = Clock(report.timings)
     report.operators["before"] = count_operators(form)
     work = workplace(form)
     builder = builder_of(work, form.graph)
-    rewrite.write(builder, plans)
+    rewrite.write(builder, plans, config.strides != "kernel")
     builder.finish()
     rewrite.clean(builder, plans)
     report.operators["after"] = count_operators(work)

@@ -44,12 +44,15 @@ def prove(plan: Plan) -> Node:
     return point
 
 
-def write(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
-    """Write the builder's graph: its source, with the calls of the plans and without what these leave unread."""
+def write(builder: GraphBuilder, plans: Sequence[Plan], exact_strides: bool = True) -> None:
+    """Write the builder's graph: its source, with the calls of the plans and without what these leave unread.
+
+    ``exact_strides``: what leaves the graph has the strides that it has in the source.
+    """
     writer = _Writer(builder, plans)
     with builder.propagating():
         writer.write()
-    strides.follow(builder, writer.handed_on)
+    strides.follow(builder, writer.handed_on, exact_strides)
 
 
 def clean(builder: GraphBuilder, plans: Sequence[Plan]) -> None:

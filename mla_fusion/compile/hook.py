@@ -34,7 +34,7 @@ def torchair_pass(config: Config | None = None) -> Callable[..., None]:
     It takes (gm, example_inputs, config) as torchair calls it, or one ``fx.Graph`` as Inductor does, and
     edits in place. No wrapper stands around the compiled graph here, so weights are packed by operations
     inside it (GE folds them under ``frozen_parameter``) and caches must have the kernel's shape to be
-    written in place.
+    written in place. Results keep the kernel's strides, unless ``Config.strides`` is "exact".
 
     Raises ValueError where ``Config.skip`` holds a predicate that is not a module-level function: its code
     could not be told apart in a compile cache.
@@ -81,4 +81,5 @@ def apply(graph: GraphModule | Graph, version: str, **options: Any) -> None:
     if "torchair" in sys.modules:
         import_module("mla_fusion.converters").register()  # GE meets the pass's format casts without a wrapper
     skip = tuple(_entry(text) for text in options.pop("skip", ()))
-    fuse(gm, Config(skip=skip, **options))
+    strides = options.pop("strides", "auto")
+    fuse(gm, Config(skip=skip, strides="kernel" if strides == "auto" else strides, **options))

@@ -21,8 +21,11 @@ aten = torch.ops.aten
 _DEMANDING = frozenset((aten.view.default, aten._unsafe_view.default))
 
 
-def follow(builder: GraphBuilder, replaced: Iterable[tuple[Node, Node]]) -> None:
-    """Carry the strides of (new, old) values down the graph, and let go of what only the old ones allowed."""
+def follow(builder: GraphBuilder, replaced: Iterable[tuple[Node, Node]], exact_outputs: bool = True) -> None:
+    """Carry the strides of (new, old) values down the graph, and let go of what only the old ones allowed.
+
+    ``exact_outputs``: what leaves the graph gets the old strides.
+    """
     differ = {new: old for new, old in replaced if not _lie_alike(new.meta["val"], old.meta["val"])}
     if not differ:
         return
@@ -35,7 +38,7 @@ def follow(builder: GraphBuilder, replaced: Iterable[tuple[Node, Node]]) -> None
         for node in list(builder.gm.graph.nodes):
             if node.op == "output":
                 for value in node.all_input_nodes:
-                    if value in traced:
+                    if value in traced and exact_outputs:
                         _restore(builder, value, traced[value], {node})
             elif node not in traced and not traced.keys().isdisjoint(node.all_input_nodes) and operator_of(node).runs:
                 _carry(builder, node, traced)

@@ -62,6 +62,11 @@ def test_results_leave_the_graph_with_the_strides_of_the_model(turned: bool, dyn
     assert [value.stride() for value in found] == [value.stride() for value in wanted]
 
 
+def test_results_may_leave_the_graph_as_the_kernel_leaves_them() -> None:
+    found = harness.compiled(Gives(lambda q: q), s.paged_args(), mf.backend(mf.Config(strides="kernel")))
+    assert found[0].is_contiguous() and "aten.clone.default" not in mf.reports()[-1].operators["after"]
+
+
 def test_one_token_needs_no_copy() -> None:
     """The stride of an axis of length one means nothing."""
     harness.compiled(Gives(lambda q: q), s.paged_args(1), mf.backend())
