@@ -22,6 +22,7 @@ from mla_fusion.fx.normalise import forms
 from mla_fusion.fx.view import View
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.match.candidate import Candidate
+from mla_fusion.match.closed import in_bodies
 from mla_fusion.match.finder import search
 from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.observe.clock import Clock, threads
@@ -136,7 +137,7 @@ def _plans(
     legal_plans = Plans(view, config, boundary=builder is not None and builder.has_boundary)
     verified = Verified(view, config, usual_threads)
     record, plans = Record(view, finder, config, report), []
-    for item in found:
+    for item in (*found, *in_bodies(gm)):
         try:
             legal = legal_plans.of(_wanted(item, config))  # plan, contract
             clock.stop("plan")

@@ -398,6 +398,34 @@ def test_skip_by_code_is_silent(entry: str, monkeypatch: pytest.MonkeyPatch, cap
     assert refused(gm).code == "contract:dims.he" and len(caplog.records) == 1
 
 
+class InABranch(torch.nn.Module):
+    """The prologue writes no cache here: a branch may not change what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prologue = near_misses.Base()
+
+    def forward(self, flag: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        def computed(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            p = self.prologue
+            q_nope, q_pe = p.split(p.q_b_proj(p.q_a_layernorm(p.q_a_proj(x))))
+            c_kv, k_pe = p.latent(x)
+            c, s_ = cos.unsqueeze(1), sin.unsqueeze(1)
+            k = p.rotate(k_pe.unsqueeze(1), c, s_).squeeze(1)
+            return s.attend(p.absorb(q_nope), p.rotate(q_pe, c, s_), c_kv, k)
+
+        def nothing(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            return computed(x, cos, sin) * 0
+
+        return torch.cond(flag, computed, nothing, (x, cos, sin))
+
+
+def test_a_prologue_in_a_branch_is_named() -> None:
+    x, cos, sin, *_ = s.paged_args()
+    rejection = refused(graph_of(InABranch(), torch.tensor(True), x, cos, sin))
+    assert rejection.code == "graph.branch" and "cond" in rejection.message
+
+
 def test_disabled_pass_leaves_the_graph() -> None:
     gm = graph_of(s.PagedRotateHalf(), *s.paged_args())
     before = str(gm.graph)
