@@ -92,13 +92,13 @@ def against_eager(
             wrong = wrong or (Verdict.RAISED, f"on {label}: {type(error).__name__}: {error}")
             continue
         compared += 1
-        detail = differs(got, want, _witness(program, named, random))
+        detail = differs(got, want, witness(program, named, random))
         if detail:
             wrong = wrong or (Verdict.WRONG, f"on {label}: {detail}")
     return verdict(member, reports(), wrong, compared)
 
 
-def _witness(program: Program, named: Named, random: bool) -> Witness:
+def witness(program: Program, named: Named, random: bool) -> Witness:
     """Random numbers in float64 are other numbers; on other inputs, of one seed, they are the same."""
 
     def nudged() -> list[Results]:

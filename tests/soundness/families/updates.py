@@ -20,7 +20,7 @@ from .. import captures, inputs
 from ..compare import differs
 from ..member import Attack, Family, Member, Outcome, Verdict
 from ..program import STYLES, WEIGHTS, Named, prologue
-from ..running import Invalid, on, run_seeded, verdict
+from ..running import Invalid, on, run_seeded, verdict, witness
 
 Made = tuple[Tensor, Any]  # the weight, and what it is a part of
 Update = Callable[[Tensor, Any], Any]
@@ -181,11 +181,9 @@ def _judge(member: Member) -> Outcome:
         want, got = run_seeded(program, named), run_seeded(run, named)
         if not differs(want, before):
             raise Invalid("the update changes nothing")
-        wrong = wrong or differs(got, want)
+        wrong = wrong or differs(got, want, witness(program, named, random=False))
         before = want if turn else before
     return verdict(member, [report], (Verdict.WRONG, f"after the update: {wrong}") if wrong else None, 2)
-
-
 
 
 def _nothing(*_: Any) -> None:
