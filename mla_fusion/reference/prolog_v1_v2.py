@@ -14,22 +14,8 @@ import torch
 from torch import Tensor
 
 from mla_fusion import meta
+from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.reference.prolog import npu_mla_prolog_v3
-
-_ORDER = (
-    "token_x",
-    "weight_dq",
-    "weight_uq_qr",
-    "weight_uk",
-    "weight_dkv_kr",
-    "rmsnorm_gamma_cq",
-    "rmsnorm_gamma_ckv",
-    "rope_sin",
-    "rope_cos",
-    "cache_index",
-    "kv_cache",
-    "kr_cache",
-)
 
 
 def npu_mla_prolog(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -47,7 +33,7 @@ def npu_mla_prolog_v2(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor, Te
 def _prolog(
     op: str, args: tuple[Tensor, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    arguments = dict(zip(_ORDER, args, strict=False)) | options
+    arguments = dict(zip(PROLOGS[op].required, args, strict=False)) | options
     meta.check_structure(op, arguments)
     wq, kv = meta.implied_quant_modes(arguments)
     older = dict(arguments)
