@@ -207,7 +207,7 @@ def _makes_a_size(node: Node) -> bool:
     """Does it have as many rows as the values say that it reads (nonzero, an index by a mask)? These are drawn."""
     value = node.meta["val"]
     own = _symbols(value)
-    return bool(own) and bool(own - {symbol for read in node.all_input_nodes for symbol in _symbols(read.meta["val"])})
+    return bool(own) and bool(own - {symbol for read in node.all_input_nodes for symbol in _symbols(read.meta.get("val"))})
 
 
 def _symbols(value: Any) -> set[Any]:

@@ -25,7 +25,7 @@ def test_spellings_fuse_as_exactly() -> None:
 
 
 def test_no_mutant_is_fused_wrongly() -> None:
-    outcomes = list(campaign.mutants(80, SEED))
+    outcomes = list(campaign.mutants(60, SEED))
     allowed = (Verdict.FUSED, Verdict.DECLINED)
     assert [str(outcome) for outcome in outcomes if outcome.verdict not in allowed] == []
     assert {outcome.verdict for outcome in outcomes} == set(allowed)
