@@ -205,9 +205,9 @@ def _is_random(node: Node) -> bool:
 
 def _makes_a_size(node: Node) -> bool:
     """Does it have as many rows as the values say that it reads (nonzero, an index by a mask)? These are drawn."""
-    value = node.meta["val"]
-    own = _symbols(value)
-    return bool(own) and bool(own - {symbol for read in node.all_input_nodes for symbol in _symbols(read.meta.get("val"))})
+    own = _symbols(node.meta["val"])
+    given = (_symbols(read.meta.get("val")) for read in node.all_input_nodes) if own else ()
+    return bool(own.difference(*given))
 
 
 def _symbols(value: Any) -> set[Any]:
