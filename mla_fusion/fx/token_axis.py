@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -44,7 +45,7 @@ class Break(Exception):
     pass
 
 
-class TokenAxis:
+class TokenAxis(ABC):
     """One axis of tokens (all of them, or the sequences, or the positions of each) through the nodes of a view."""
 
     def __init__(self, size: Size, inner: Any = 1) -> None:
@@ -109,9 +110,9 @@ class TokenAxis:
         except Break as broken:
             return Broken(node, str(broken))
 
+    @abstractmethod
     def _rule(self, node: Node) -> State:
         """Where the node's own rule says that the tokens are."""
-        raise NotImplementedError
 
     # -- operands
 

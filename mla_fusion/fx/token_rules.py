@@ -12,6 +12,7 @@ from mla_fusion.fx.kinds import argument, is_cast, is_getitem, is_reshape, named
 from mla_fusion.fx.operators import CASTS, ELEMENTWISE, SELECTIONS
 from mla_fusion.fx.sizes import expression
 from mla_fusion.fx.token_axis import SAME, Break, Place, Size, State, TokenAxis, equal, is_empty, is_uniform, shape_of
+from mla_fusion.fx.walk import EXPANDS
 
 
 class RuledAxis(TokenAxis):
@@ -231,7 +232,7 @@ _RULES: dict[str, Rule] = {
         ("aten::transpose", "aten::transpose_copy", "aten::t", "aten::t_copy", "aten::swapaxes", "aten::swapdims"),
         RuledAxis._transposed,
     ),
-    **dict.fromkeys(("aten::expand", "aten::expand_copy"), RuledAxis._expanded),
+    **dict.fromkeys(EXPANDS, RuledAxis._expanded),
     **dict.fromkeys(SELECTIONS, RuledAxis._sliced),
     **dict.fromkeys(("aten::select", "aten::select_copy", "aten::unbind", "aten::unbind_copy"), RuledAxis._selected),
     **dict.fromkeys(
