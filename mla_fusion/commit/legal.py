@@ -36,14 +36,14 @@ class Plans:
         self._accepted: set[int] = set()
 
     def of(self, candidate: Candidate) -> Legal:
-        """A plan of the candidate, or of the next reading of it that has one.
+        """A plan of the candidate, or of the next of its alternatives that has one.
 
         Raises ``Refuse`` with the reason of the first where there is none.
         """
         first: Refuse | None = None
-        for reading in (candidate, *candidate.others):
+        for alternative in (candidate, *candidate.others):
             try:
-                found = self._accepted_by_contract(reading)
+                found = self._accepted_by_contract(alternative)
                 self._steps.judge(found.plan, found.region, rewrite.prove(found.plan))
                 return found
             except Refuse as reason:

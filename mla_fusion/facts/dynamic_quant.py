@@ -66,7 +66,7 @@ def int8_behind(activation: Node) -> Node | None:
 def unsmoothed(view: View, dynamic: DynamicQuant) -> DynamicQuant | None:
     """The same, read as rows times a vector that no product reaches; a norm's weight is one as much as smooth scales.
 
-    Of an operator's, which is given its smooth scales, there is no second reading.
+    Of an operator's, which is given its smooth scales, there is no second form.
     """
     base = peel(dynamic.source)
     sides = [arg for arg in base.args if isinstance(arg, Node)]

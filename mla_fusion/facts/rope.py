@@ -59,7 +59,7 @@ class RopeFact:
     layout             of the output: "half" or "interleaved"
     cos, sin           full-width tables in the kernel's order, as runs of base columns
     codes              of the node's shape: (token * heads + head) * Dr + place
-    twins              nodes that hold the same values by way of a write into the product's own view
+    duplicates         nodes that hold the same values by way of a write into the product's own view
     """
 
     node: Node
@@ -71,7 +71,7 @@ class RopeFact:
     cos: Table
     sin: Table
     codes: torch.Tensor
-    twins: tuple[tuple[Node, torch.Tensor], ...] = ()
+    duplicates: tuple[tuple[Node, torch.Tensor], ...] = ()
 
     @property
     def input_layout(self) -> str:
@@ -105,7 +105,7 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[Ro
         if known is None or (known.layout, fact.layout) == ("interleaved", "half"):
             found[columns] = fact
         elif is_view(node) and node in readings and _values(fact) == _values(known):
-            found[columns] = replace(known, twins=(*known.twins, (fact.node, fact.codes)))
+            found[columns] = replace(known, duplicates=(*known.duplicates, (fact.node, fact.codes)))
     return list(found.values())
 
 

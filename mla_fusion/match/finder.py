@@ -29,7 +29,7 @@ from mla_fusion.match.candidate import Candidate, KeySide, QuerySide
 from mla_fusion.match.near_miss import Diagnosis, Facts, NearMiss
 from mla_fusion.report.rejection import Refuse
 
-_OTHER_READINGS = 7  # of one prologue that are tried where the first has no plan
+_ALTERNATIVES = 7  # of one prologue that are tried where the first has no plan
 
 
 class Finder:
@@ -47,9 +47,9 @@ class Finder:
         self.above: dict[Node, list[Projection]] = defaultdict(list)
         self.on_operand: dict[Node, list[Projection]] = defaultdict(list)
         for item in self.projections:
-            for reading in (item, projection.unsmoothed(view, item)):
-                if reading is not None:
-                    self.above[reading.origin].append(reading)
+            for form in (item, projection.unsmoothed(view, item)):
+                if form is not None:
+                    self.above[form.origin].append(form)
             self.on_operand[item.activation].append(item)
         self.why = Diagnosis(view, self.reader, self.projections, self.above, self.on_operand, self.absorbs)
 
@@ -149,7 +149,7 @@ class Finder:
             of_query = [query for query in queries if query.absorb.node is queries[0].absorb.node]
             apart = [key for key in keys if not any(_is_latent_of(query, key) for query in queries)] or keys
             first, *others = (self._candidate(query, key) for query in of_query for key in apart)
-            found.append(replace(first, others=tuple(others[:_OTHER_READINGS])))
+            found.append(replace(first, others=tuple(others[:_ALTERNATIVES])))
             done = first.query.absorb.node, first.query.up_rope.node, first.key.latent
             queries = [query for query in queries if not self._same(done[:2], (query.absorb.node, query.up_rope.node))]
             # what reads the same latent apart is no prologue of its own: an indexer, say

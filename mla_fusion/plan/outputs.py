@@ -82,11 +82,11 @@ class ValueTree:
         view: View,
         root: Node,
         codes: torch.Tensor,
-        twins: Sequence[tuple[Node, torch.Tensor]] = (),
+        duplicates: Sequence[tuple[Node, torch.Tensor]] = (),
         shrink: Shrink | None = None,
         tokens: Tokens | None = None,
     ) -> None:
-        """``twins``: other nodes that hold the value, with their codes; ``shrink``, ``tokens``: as these were made.
+        """``duplicates``: other nodes that hold the value, with their codes; ``shrink``, ``tokens``: as they were made.
 
         A node that takes some of many tokens has no codes: it reads the node above it, and stays in the graph.
         """
@@ -95,7 +95,7 @@ class ValueTree:
         self.parent: dict[Node, Node] = {}
         self.codes: dict[Node, object] = {}
         self._grow(view, root, codes)
-        for node, of_node in twins:
+        for node, of_node in duplicates:
             if node not in self.codes:
                 self.roots.append(node)
                 self._grow(view, node, of_node)
@@ -123,13 +123,13 @@ class ValueTree:
         found = {}
         for node in self.nodes:
             users = [user for user in live_users(node) if user not in inside and user not in skip]
-            users = [user for user in users if not self._feeds_a_twin(user) and not borrows_only(user)]
+            users = [user for user in users if not self._feeds_a_duplicate(user) and not borrows_only(user)]
             if users:
                 found[node] = users
         return found
 
-    def _feeds_a_twin(self, user: Node) -> bool:
-        """The write through which a twin came to be; it is dead once the twins are replaced."""
+    def _feeds_a_duplicate(self, user: Node) -> bool:
+        """The write through which a duplicate came to be; it is dead once the duplicates are replaced."""
         return len(self.roots) > 1 and is_writer(user)
 
     def replacements(self, output: str, shape: tuple[int, ...], ignored: Collection[Node] = ()) -> list[Replacement]:
@@ -184,8 +184,8 @@ def quantised_rows(
 def _tree(
     view: View, codes: dict[Node, torch.Tensor], shrink: Shrink | None, tokens: Tokens | None
 ) -> ValueTree:
-    first, *twins = codes.items()
-    return ValueTree(view, *first, twins, shrink, tokens)
+    first, *duplicates = codes.items()
+    return ValueTree(view, *first, duplicates, shrink, tokens)
 
 
 def _are_rows(codes: torch.Tensor, width: int) -> bool:

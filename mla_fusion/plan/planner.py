@@ -44,14 +44,14 @@ class Planner:
         self._stage_because = "Config.staging is 'always'" if config.staging == "always" else ""
         q, k, how = candidate.query, candidate.key, (candidate.shrink, candidate.tokens)
         self.trees = {
-            "query": ValueTree(view, q.absorb.node, q.absorb.codes, _twins(q.absorb), *how),
-            "query_rope": ValueTree(view, q.rope.node, q.rope.codes, q.rope.twins, *how),
+            "query": ValueTree(view, q.absorb.node, q.absorb.codes, _duplicates(q.absorb), *how),
+            "query_rope": ValueTree(view, q.rope.node, q.rope.codes, q.rope.duplicates, *how),
             "query_norm": ValueTree(view, q.norm.node, q.norm.codes, (), *how),
         }
         self._normed: tuple[str, ...] = ("query_norm",)
         if k.norm is not None and k.rope is not None:
             self.trees["c_kv"] = ValueTree(view, k.norm.node, k.norm.codes, (), *how)
-            self.trees["k_pe"] = ValueTree(view, k.rope.node, k.rope.codes, k.rope.twins, *how)
+            self.trees["k_pe"] = ValueTree(view, k.rope.node, k.rope.codes, k.rope.duplicates, *how)
         self.caches = CachePlanner(view, config, candidate, self.trees, boundary)
 
     def plan(self, stage_because: str = "") -> Plan:
@@ -242,7 +242,7 @@ class Planner:
         return list(borrowers)
 
 
-def _twins(absorb: AbsorbFact | UnabsorbedFact) -> tuple[tuple[Node, torch.Tensor], ...]:
+def _duplicates(absorb: AbsorbFact | UnabsorbedFact) -> tuple[tuple[Node, torch.Tensor], ...]:
     return absorb.roots[1:] if isinstance(absorb, UnabsorbedFact) else ()
 
 
