@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 import mla_fusion as mf
-from mla_fusion import pipeline
 from mla_fusion.commit import structure
 from mla_fusion.commit.region import Region, cut_out
 from mla_fusion.compile.device_graph import capture
@@ -36,7 +35,7 @@ def keys(gm: GraphModule, monkeypatch: pytest.MonkeyPatch) -> tuple[list[object]
         return made[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline.structure, "key", key)
+        patch.setattr(structure, "key", key)
         mf.explain(gm)
     return made, of
 
