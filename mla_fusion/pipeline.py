@@ -25,7 +25,7 @@ from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.closed import in_bodies
 from mla_fusion.match.finder import search
 from mla_fusion.match.near_miss import NearMiss
-from mla_fusion.observe.clock import Clock, threads
+from mla_fusion.observe.clock import Clock, threads, torch_defaults
 from mla_fusion.observe.graphs import Graphs, count_operators
 from mla_fusion.observe.record import Record
 from mla_fusion.plan.plan import Plan
@@ -64,7 +64,7 @@ def run(gm: GraphModule, config: Config, builder: BuilderOf | None) -> Report:
     report = Report(config, committed=builder is not None)
     if config.enable:
         # A compiler calls with its fake mode on; probes are real tensors.
-        with without_modes(), paused(), threads(1) as usual:
+        with without_modes(), paused(), torch_defaults(), threads(1) as usual:
             report = _all_or_nothing(gm, config, builder, usual)
     report.nodes_before = nodes
     report.timings["total"] = perf_counter() - started

@@ -39,7 +39,8 @@ class SlotCheck:
         with torch.no_grad():
             slots = (sources[0] if self.program is None else self.program(*sources)).reshape(-1).cpu()
         if self.skips:
-            slots = torch.where(slots < 0, -1 - torch.arange(len(slots)), slots)  # each its own, below every cache
+            own = -1 - torch.arange(len(slots), device=slots.device)  # each its own, below every cache
+            slots = torch.where(slots < 0, own, slots)
         for name, position, width in self.caches:
             _test(slots, args[position].numel() // width, name, self.skips)
 

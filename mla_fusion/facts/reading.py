@@ -70,7 +70,7 @@ class FactReader:
         self.probes = 0
         projections = list(projections)
         self.shrink = _shrink(view, projections) if shrinks else None
-        self.tokens = Tokens(self.shrink)
+        self.tokens = Tokens(self.shrink, view.binding.meaning)
         self._operands = {projection.activation for projection in projections} | set(operands)
         self._alike: dict[object, list[ConeFacts]] = defaultdict(list)
         self._facts: dict[Node, ConeFacts] = {}

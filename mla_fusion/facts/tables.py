@@ -39,7 +39,7 @@ def same_values(view: View, a: Node, b: Node) -> bool:
     if of_a is None or of_b is None:
         return False
     (atoms_a, steps_a), (atoms_b, steps_b) = of_a, of_b
-    if not (_keeps_tokens(atoms_a, steps_a, a) and _keeps_tokens(atoms_b, steps_b, b)):
+    if not (_keeps_tokens(view, atoms_a, steps_a, a) and _keeps_tokens(view, atoms_b, steps_b, b)):
         return False
     sides = ((a, atoms_a, steps_a), (b, atoms_b, steps_b))
     for seed in range(_DRAWS):
@@ -65,7 +65,8 @@ def _between(view: View, node: Node, common: set[int]) -> tuple[list[Node], list
         current = stack.pop()
         if is_symbolic(current.meta.get("val")):
             continue
-        if view.terms.number(current) in common and not view.is_constant(current):
+        whole = isinstance(current.meta.get("val"), torch.Tensor)  # the parts of a split differ: what is split is above
+        if whole and view.terms.number(current) in common and not view.is_constant(current):
             if not _is_float(current):
                 return None  # what is made of integers is compared as terms; these differ further down
             atoms[current] = None
@@ -87,9 +88,9 @@ def _is_float(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _keeps_tokens(atoms: list[Node], steps: list[Node], end: Node) -> bool:
+def _keeps_tokens(view: View, atoms: list[Node], steps: list[Node], end: Node) -> bool:
     """Is each row of the end made of the same row of every atom, where the number of rows is symbolic?"""
-    tokens = Tokens.of(atoms, steps)
+    tokens = Tokens.of(atoms, steps, view.binding.meaning)
     if not tokens:
         return not any(is_symbolic(size) for size in end.meta["val"].shape)
     return end in atoms or (tokens.broken(end) is None and tokens.knows(end))

@@ -46,7 +46,7 @@ class Cone:
     ) -> None:
         """``lead``: the sizes of the token axes before any were merged, where they are not the product's own."""
         self.view = view
-        self.token_proof = token_proof if token_proof is not None else Tokens(shrink)
+        self.token_proof = token_proof if token_proof is not None else Tokens(shrink, view.binding.meaning)
         self.mixed: Broken | None = None
         self.product = product
         self.shrink = shrink

@@ -98,6 +98,10 @@ class Binding:
         """Are two sizes equal whenever the graph runs? Never adds a guard."""
         return same(a, b) or (is_symbolic(a) and is_symbolic(b) and bool(self._expr(a) == self._expr(b)))
 
+    def meaning(self, size: Any) -> Any:
+        """A size as an expression: one for sizes that are equal whenever the graph runs."""
+        return self._expr(size) if is_symbolic(size) else size
+
     def _expr(self, size: Any) -> Any:
         if self._prepare is not None:
             prepare, self._prepare = self._prepare, None

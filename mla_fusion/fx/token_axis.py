@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -48,9 +48,12 @@ class Break(Exception):
 class TokenAxis(ABC):
     """One axis of tokens (all of them, or the sequences, or the positions of each) through the nodes of a view."""
 
-    def __init__(self, size: Size, inner: Any = 1) -> None:
-        """``inner``: how many tokens stand between two of this axis where all token axes are one."""
-        self.size, self.inner = expression(size), inner
+    def __init__(self, size: Size, inner: Any = 1, meaning: Callable[[Size], Any] = expression) -> None:
+        """``inner``: how many tokens stand between two of this axis where all token axes are one; ``meaning``: the
+        expression of a size, equal for sizes that are equal whenever the graph runs.
+        """
+        self.meaning = meaning
+        self.size, self.inner = meaning(size), inner
         self._states: dict[Node, State] = {}
 
     def start(self, node: Node, place: Place) -> None:
@@ -69,12 +72,12 @@ class TokenAxis(ABC):
         """Tokens of all sequences in one axis."""
         for inner in dict.fromkeys((self.inner, 1)):
             for axis, size in enumerate(lead):
-                if not is_one(size) and divides(self.size * inner, expression(size)):
+                if not is_one(size) and divides(self.size * inner, self.meaning(size)):
                     return Place(axis, inner)
         return SAME
 
     def _is_ours(self, size: Size) -> bool:
-        return equal(expression(size), self.size)
+        return equal(self.meaning(size), self.size)
 
     def state(self, node: Node) -> State:
         return self._states.get(node)
@@ -166,10 +169,10 @@ class TokenAxis(ABC):
 
     def _reshaped(self, place: Place, before: Shape, after: Shape) -> Place | None:
         """Where the tokens stand once a value of one shape has another."""
-        step = place.inner * count_of(before[place.axis + 1 :])  # elements from one token to the next
+        step = place.inner * count_of(before[place.axis + 1 :], self.meaning)  # elements from one token to the next
         for axis, size in enumerate(after):
-            inner = divided(step, count_of(after[axis + 1 :]))
-            if inner is not None and not is_one(size) and divides(self.size * inner, expression(size)):
+            inner = divided(step, count_of(after[axis + 1 :], self.meaning))
+            if inner is not None and not is_one(size) and divides(self.size * inner, self.meaning(size)):
                 return Place(axis, inner)
         return None
 
@@ -179,10 +182,10 @@ class TokenAxis(ABC):
 # -- sizes as expressions
 
 
-def count_of(sizes: Shape) -> Any:
+def count_of(sizes: Shape, meaning: Callable[[Size], Any] = expression) -> Any:
     if not any(map(is_symbolic, sizes)):
         return math.prod(sizes)
-    return sympy.prod([expression(size) for size in sizes])
+    return sympy.prod([meaning(size) for size in sizes])
 
 
 def equal(a: Any, b: Any) -> bool:

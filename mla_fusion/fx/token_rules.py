@@ -10,7 +10,6 @@ from torch.fx import Node
 from mla_fusion.fx import contraction
 from mla_fusion.fx.kinds import argument, is_cast, is_getitem, is_reshape, named_axes, op_name
 from mla_fusion.fx.operators import CASTS, ELEMENTWISE, SELECTIONS
-from mla_fusion.fx.sizes import expression
 from mla_fusion.fx.token_axis import SAME, Break, Place, Size, State, TokenAxis, equal, is_empty, is_uniform, shape_of
 from mla_fusion.fx.walk import EXPANDS
 
@@ -90,7 +89,7 @@ class RuledAxis(TokenAxis):
         if isinstance(value, (tuple, list)):
             return len(value) == 1
         axis = int(argument(node, "dim", 0))
-        return equal(expression(value.shape[axis]), expression(size)) and argument(node, "step", 1) in (1, None)
+        return equal(self.meaning(value.shape[axis]), self.meaning(size)) and argument(node, "step", 1) in (1, None)
 
     @staticmethod
     def _along(node: Node, name: str = "dim") -> list[int]:
@@ -144,7 +143,7 @@ class RuledAxis(TokenAxis):
     def _repeated(self, node: Node) -> Place:
         place, before, after = self._place(node.args[0]), shape_of(node.args[0]), shape_of(node)
         axis = place.axis + len(after) - len(before)
-        if not equal(expression(after[axis]), expression(before[place.axis])):
+        if not equal(self.meaning(after[axis]), self.meaning(before[place.axis])):
             raise Break(f"{node.name} ({node.target}) repeats tokens")
         return replace(place, axis=axis)
 
@@ -204,7 +203,7 @@ class RuledAxis(TokenAxis):
 
     def _keeps_slice(self, node: Node, base: Node) -> bool:
         axis, source = int(argument(node, "dim", 0)), node.args[1]
-        return equal(expression(shape_of(source)[axis]), expression(shape_of(base)[axis]))
+        return equal(self.meaning(shape_of(source)[axis]), self.meaning(shape_of(base)[axis]))
 
     def _contracted(self, node: Node, product: contraction.Contraction) -> Place:
         found: dict[int, Place] = {}  # by label

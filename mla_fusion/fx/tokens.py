@@ -8,7 +8,7 @@ the proof.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.fx import Node
@@ -25,14 +25,17 @@ class Tokens:
     Empty where every token is probed; then nothing needs a proof.
     """
 
-    def __init__(self, shrink: Shrink | None) -> None:
-        self._shrink = shrink
+    def __init__(self, shrink: Shrink | None, meaning: Callable[[Any], Any] = expression) -> None:
+        """``meaning``: the expression of a size (``Binding.meaning``: equal sizes have one)."""
+        self._shrink, self._meaning = shrink, meaning
         self._axes: dict[Any, RuledAxis] = {}
 
     @classmethod
-    def of(cls, tensors: Sequence[Node], steps: Sequence[Node]) -> Tokens:
+    def of(
+        cls, tensors: Sequence[Node], steps: Sequence[Node], meaning: Callable[[Any], Any] = expression
+    ) -> Tokens:
         """Every symbolic axis of the tensors, followed through the steps that are made of these."""
-        found = cls(None)
+        found = cls(None, meaning)
         for tensor in tensors:
             found.start(tensor, shape_of(tensor), range(len(shape_of(tensor))))
         found.start_outside(tensors)
@@ -48,12 +51,12 @@ class Tokens:
         for at, size in enumerate(lead):
             if not (is_symbolic(size) or self._is_shrunk(lead, at)):
                 continue
-            after = count_of(lead[at + 1 :])
-            key = expression(size)
-            axis = self._axes.setdefault(key, RuledAxis(size, after))
+            after = count_of(lead[at + 1 :], self._meaning)
+            key = self._meaning(size)
+            axis = self._axes.setdefault(key, RuledAxis(size, after, self._meaning))
             for place, standing in enumerate(axes):
-                inner = divided(after, count_of([shape[other] for other in axes[place + 1 :]]))
-                if inner is not None and divides(axis.size * inner, expression(shape[standing])):
+                inner = divided(after, count_of([shape[other] for other in axes[place + 1 :]], self._meaning))
+                if inner is not None and divides(axis.size * inner, self._meaning(shape[standing])):
                     axis.start(product, Place(standing, inner))
                     break
 

@@ -264,7 +264,7 @@ class View:
         codes = self._codes_of(base, node)
         in_order = codes is not None and torch.equal(codes.reshape(-1), torch.arange(codes.numel()))
         whole = same(math.prod(base.meta["val"].shape), math.prod(node.meta["val"].shape))
-        return in_order and whole and Tokens.of((base,), between).broken(node) is None
+        return in_order and whole and Tokens.of((base,), between, self.binding.meaning).broken(node) is None
 
     def _codes_of(self, base: Node, node: Node) -> torch.Tensor | None:
         """Which element of ``base`` each element of a view of it is."""

@@ -237,7 +237,7 @@ class Finder:
 
     def _operator_side(self, down: Projection, cone: ConeFacts, operator: KvOperatorFact) -> KeySide | None:
         reading = cone.readings.get(operator.latent)
-        if reading is None or not reading.single or reading.degree != 1:
+        if reading is None or not reading.single or reading.degree != 1 or reading.first.numel() % cone.cone.tokens:
             return None
         codes = reading.first.reshape(cone.cone.tokens, -1)
         expected = torch.arange(cone.cone.tokens).unsqueeze(1) * cone.cone.width + codes[0] % cone.cone.width

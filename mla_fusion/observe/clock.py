@@ -1,9 +1,9 @@
-"""The time of each stage, and on how many threads the pass runs."""
+"""The time of each stage, and what of torch's global state the pass runs under."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 
 import torch
@@ -19,6 +19,21 @@ class Clock:
         now = perf_counter()
         self.timings[stage] = self.timings.get(stage, 0.0) + now - self._last
         self._last = now
+
+
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """float32 on the CPU: serving stacks change torch's default dtype and device, and probes and draws name neither."""
+    dtype = torch.get_default_dtype()
+    elsewhere = torch.get_default_device().type != "cpu"
+    if dtype != torch.float32:
+        torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu") if elsewhere else nullcontext():
+            yield
+    finally:
+        if dtype != torch.float32:
+            torch.set_default_dtype(dtype)
 
 
 @contextmanager

@@ -46,6 +46,6 @@ def _product(lanes: Tensor, keys: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _keys(count: int, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(count)
-    keys = torch.randint(-(2**63), 2**63 - 1, (2, count), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(count)
+    keys = torch.randint(-(2**63), 2**63 - 1, (2, count), generator=generator, device="cpu")
     return keys.to(device)
