@@ -50,6 +50,11 @@ class KvOperatorFact:
     other: str | None
 
 
+def is_one(node: Node) -> bool:
+    """Is the node such an operator, whatever its arguments are?"""
+    return op_name(node) in _RESULTS
+
+
 @measured
 def find(view: View) -> list[KvOperatorFact]:
     found = []

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from mla_fusion.facts import kv_operator
 from mla_fusion.facts.projection import Projection
 from mla_fusion.fx.analytic import Barrier
 from mla_fusion.fx.kinds import has_effect, is_cast, is_writer
@@ -45,7 +46,7 @@ def _ends(view: View, product: Node) -> Iterator[tuple[Node, Barrier]]:
     readers = dict.fromkeys(user for node in inside for user in node.users)
     for node in sorted(readers, key=view.position.__getitem__):
         barrier = view.barriers.get(node)
-        if barrier is None or is_cast(node) or is_writer(node) or node in view.contractions:
+        if barrier is None or is_cast(node) or is_writer(node) or node in view.contractions or kv_operator.is_one(node):
             continue
         read = {source for arg in node.all_input_nodes for source in view.sources(arg)}
         if read == {product} and _leads_on(view, node):

@@ -119,6 +119,19 @@ class Diagnosis:
             stack.extend(following)
         return None
 
+    def cut(self, facts: Facts) -> NearMiss | None:
+        """Some of the projected tokens are taken, and what is made of these is projected up and rotated."""
+        for down in facts:
+            for node in self.view.members(down.node):
+                source = node.args[0] if is_view(node) else None
+                if not isinstance(source, Node) or not _takes_rows(node, source):
+                    continue
+                up = self._rotated_after(node, facts)
+                if up is not None:
+                    detail = f"{node.name} takes some rows of {down.node.name}, and {up.node.name} projects these"
+                    return NearMiss(Refuse("tokens.cut", detail), (node, down.node, up.node))
+        return None
+
     def unrotated(self, facts: Facts) -> NearMiss | None:
         """Two weighted norms on one x, one of them projected up and absorbed, and nothing rotated (NoPE)."""
         for cone in facts.values():
@@ -257,3 +270,11 @@ def _first_rows(node: Node) -> Node | None:
 def _is_rows(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1
+
+
+def _takes_rows(node: Node, source: Node) -> bool:
+    """Does a view keep fewer rows than its source has, each as wide as it was?"""
+    kept, whole = node.meta["val"], source.meta["val"]
+    if not isinstance(kept, torch.Tensor) or not isinstance(whole, torch.Tensor) or not kept.dim() or not whole.dim():
+        return False
+    return same(kept.shape[-1], whole.shape[-1]) and not same(prod(kept.shape), prod(whole.shape))

@@ -439,7 +439,24 @@ class OperatorNormMode(s.NpuOperators):
         return super().forward(x, cos, sin, kv_cache[:2], kr_cache[:2], slots % 32)
 
 
+class SlicedBehindTheProjections(Base):
+    """A batch that is padded to eight tokens, four of them real."""
+
+    def down(self, x: Tensor) -> Tensor:
+        return self.q_a_proj(x)[:4]
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c_kv, k_pe = self.kv_a_proj_with_mqa(x)[:4].split([HCKV, DR], -1)
+        return self.kv_a_layernorm(c_kv), k_pe
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return super().forward(x, cos[:4], sin[:4], kv_cache, kr_cache, slots[:4])
+
+
 REFUSED: dict[str, tuple[str, type[nn.Module]]] = {
+    "sliced_behind_the_projections": ("tokens.cut", SlicedBehindTheProjections),
     "no_query_lora": ("q_lora.absent", NoQueryLora),
     "key_not_normed": ("kv_latent.absent", KeyNotNormed),
     "no_rotation": ("rope.absent", NoRotation),
