@@ -144,10 +144,6 @@ CODES: dict[str, tuple[str, str]] = {
         "An operator changes a value of the graph in place, so what its readers see depends on order.",
         "Functionalise first: AOT autograd, or ExportedProgram.run_decompositions().",
     ),
-    "tokens.cut": (
-        "Some of the tokens are taken behind the projections of x, which the kernel does itself.",
-        "Slice x, not what is projected from it: the rows of a product are those of x.",
-    ),
     "graph.branch": (
         "A prologue stands in the body of a condition or a loop, which the pass does not rewrite.",
         "Compute the prologue before the branch, or decide outside of the compiled function.",
@@ -167,6 +163,10 @@ CODES: dict[str, tuple[str, str]] = {
     "step.unknown": (
         "A step of the prologue is an operator of which nothing is known.",
         "Write it with operators of torch, or add it to the operator table (docs/extending.md).",
+    ),
+    "tokens.cut": (
+        "Some of the tokens are taken behind the projections of x, which the kernel does itself.",
+        "Slice x, not what is projected from it: the rows of a product are those of x.",
     ),
     "tokens.mixed": (
         "A step of the prologue does not treat every token alike, or is not known to, and their number is symbolic.",
