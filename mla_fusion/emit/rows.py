@@ -45,6 +45,8 @@ def _spread(b: Builder, value: Any, rows: str, width: int, lead: Sequence[Any]) 
 def _run(b: Builder, run: TableRun) -> Any:
     value = b.value(run.base)
     if run.field:
+        if run.base.meta["val"].is_conj():  # by a flag: the memory is not
+            value = b.call(aten.resolve_conj.default, value)
         value = b.call(aten.select.int, b.call(aten.view_as_real.default, value), -1, int(run.field == "imag"))
     width = run.base.meta["val"].shape[-1]
     if (run.start, run.step, run.count) != (0, 1, width):

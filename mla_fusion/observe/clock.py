@@ -25,7 +25,10 @@ class Clock:
 def torch_defaults() -> Iterator[None]:
     """float32 on the CPU: serving stacks change torch's default dtype and device, and probes and draws name neither."""
     dtype = torch.get_default_dtype()
-    elsewhere = torch.get_default_device().type != "cpu"
+    try:
+        elsewhere = torch.get_default_device().type != "cpu"  # makes a tensor there
+    except Exception:  # a device that this process has not
+        elsewhere = True
     if dtype != torch.float32:
         torch.set_default_dtype(torch.float32)
     try:

@@ -32,7 +32,7 @@ _SLOTS_ASSUMED = "slots are non-negative{whose} and distinct (the kernel skips n
 _UNCHECKED = "nothing checks the slots (Config.slots is 'checked'): no wrapper stands around the graph"
 _ROWS_READ_BACK = "the new rows are read back from the caches: of a token without a slot nobody reads them"
 
-_IDENTITY = "q_nope is taken through weight_uk = [I | 0] (Config.unabsorbed is 'identity')"
+_IDENTITY = "q_nope, finite, is taken through weight_uk = [I | 0] (Config.unabsorbed is 'identity')"
 
 
 class Planner:

@@ -162,12 +162,15 @@ class BlockOffset(PagedRotateHalf):
 class ComplexDense(Prologue):
     """(b) DeepSeek's reference: complex RoPE, einsum absorb, caches [B, S_max, width] assigned by slices."""
 
+    conjugated = False  # a table that is turned the other way, by a flag of the tensor
+
     norm = FNorm
 
     def forward(self, x: Tensor, freqs: Tensor, kv_cache: Tensor, pe_cache: Tensor) -> Tensor:
         batch, length, _ = x.shape
         start = 3
         freqs_cis = torch.view_as_complex(freqs)[start : start + length]
+        freqs_cis = freqs_cis.conj() if self.conjugated else freqs_cis
 
         def rotate(x: Tensor) -> Tensor:
             pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
@@ -182,6 +185,10 @@ class ComplexDense(Prologue):
         pe_cache[:batch, start : start + length] = k_pe.squeeze(2)
         scores = torch.einsum("bshc,btc->bsht", query.float(), kv_cache[:batch].float())
         return scores + torch.einsum("bshr,btr->bsht", q_pe.float(), pe_cache[:batch].float())
+
+
+class ComplexConjugated(ComplexDense):
+    conjugated = True
 
 
 class Neox(PagedRotateHalf):

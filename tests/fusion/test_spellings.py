@@ -14,7 +14,7 @@ from .harness import assert_as_exact, both_ways, clones, compiled, eager
 
 # The kernel takes bfloat16 tables; DeepSeek's complex table is float32, and rounding it is part of the kernel's
 # contract. Everything else errs no more than 1.1 times what the unfused model does.
-SLACK = {s.ComplexDense: 1.5}
+SLACK = {s.ComplexDense: 1.5, s.ComplexConjugated: 1.5}
 
 CASES = {
     "a_rotate_half": (s.PagedRotateHalf, s.paged_args, "in place"),
@@ -23,6 +23,7 @@ CASES = {
     "a_even_odd": (s.EvenOdd, s.paged_args, "in place"),
     "a_block_offset": (s.BlockOffset, s.paged_args, "in place"),
     "b_complex_dense": (s.ComplexDense, s.dense_args, "staged"),
+    "b_complex_conjugated": (s.ComplexConjugated, s.dense_args, "staged"),
     "c_neox": (s.Neox, s.paged_args, "in place"),
     "d_npu_v1": (lambda: s.NpuOperators(version=1), s.paged_args, "in place"),
     "d_npu_v2": (lambda: s.NpuOperators(version=2), s.paged_args, "in place"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mla_fusion as mf
+from mla_fusion.compile.device_graph import capture
 
 from . import harness
 from . import spellings as s
@@ -39,3 +40,11 @@ def test_the_pass_and_a_step_run_under_them(model: type, args: object, dtype: to
     assert len(mf.reports()[-1].fused) == 1
     assert all(harness.distance(a, b) < 2e-2 for a, b in zip(found, wanted, strict=True))
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+def test_a_graph_is_read_where_tensors_are_made_elsewhere(device: str) -> None:
+    """On this machine there may be no such device: nothing of the pass is made there."""
+    gm = capture(s.FusedQkvA(), *s.paged_args(), device="cpu")[0]
+    with torch.device(device):
+        assert len(mf.explain(gm).fused) == 1
