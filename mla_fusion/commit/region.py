@@ -205,7 +205,10 @@ def _is_random(node: Node) -> bool:
 
 def _makes_a_size(node: Node) -> bool:
     """Does it have as many rows as the values say that it reads (nonzero, an index by a mask)? These are drawn."""
-    own = _symbols(node.meta["val"])
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor) and not any(map(is_symbolic, value.shape)):
+        return False  # most are such
+    own = _symbols(value)
     given = (_symbols(read.meta.get("val")) for read in node.all_input_nodes) if own else ()
     return bool(own.difference(*given))
 

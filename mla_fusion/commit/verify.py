@@ -50,12 +50,13 @@ _LARGEST_CACHE = 1 << 28
 @dataclass(frozen=True)
 class Outcome:
     """verified: "verified" and what was not, or why nothing was. figures: of each replaced value. compared: what was
-    run, as text.
+    run, as text. left_out: outputs that were not compared.
     """
 
     verified: str
     figures: tuple[Figure, ...] = ()
     compared: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 class _Unrunnable(Exception):
@@ -87,7 +88,7 @@ def compare(view: View, plan: Plan, half_rows: bool = False, seed: int = 0, regi
         tokens.append(str(math.prod(sized.binding.shape(plan.token_x.meta["val"].shape[:-1]))))
     said = f"compared at T = {' and '.join(tokens)}, {_plural(draws, 'draw')}, {_plural(len(worst), 'output')}"
     except_for = f" except {', '.join(left_out)}" if left_out else ""
-    return Outcome("verified" + except_for, tuple(worst.values()), said)
+    return Outcome("verified" + except_for, tuple(worst.values()), said, tuple(left_out))
 
 
 def _plural(count: int, what: str) -> str:

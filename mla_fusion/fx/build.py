@@ -220,6 +220,8 @@ class GraphBuilder(Builder):
 
     def _another(self, value: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
         """A fake tensor like ``value``: with memory of its own, or a view of ``memory``."""
+        if memory is None and not value.numel():
+            return value  # no memory to share: an output that is not asked for
         if memory is None:
             meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         else:

@@ -42,7 +42,8 @@ def operator_of(node: Node) -> Operator:
         if node.op != "call_function":
             return NO_OPERATOR
         entry = known(node.target)
-    return entry.functional if entry.functional is not None and _owns_its_target(node) else entry
+    functional = entry.functional
+    return entry if functional is None or not _owns_its_target(node) else functional
 
 
 def kind_of(node: Node) -> Kind:
