@@ -9,6 +9,7 @@ import torch
 from mla_fusion.meta import preprocess, preprocess_csrc
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.limits import known_releases
+from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.meta.signature import complete, named
 
 Result = tuple[tuple[Any, ...], torch.dtype]
@@ -63,8 +64,9 @@ def infer(op: str, *, cann: str = "latest", **arguments: Any) -> list[Result]:
     full = complete(op, arguments)
     for argument, ranks in _READ.items():
         _readable(op, argument, full[argument], ranks)
-    version_1_2 = op in ("npu_mla_prolog", "npu_mla_prolog_v2")
-    if version_1_2:
+    operator = PROLOGS[op]
+    reads_modes = operator.version == "v3"
+    if not reads_modes:
         wq, kv = implied_quant_modes(full)
     else:
         wq, kv = full["weight_quant_mode"], full["kv_cache_quant_mode"]
@@ -75,18 +77,16 @@ def infer(op: str, *, cann: str = "latest", **arguments: Any) -> list[Result]:
     n, _, hckv = w_uk.shape
     hcq = full["rmsnorm_gamma_cq"].shape[0]
     activation = full["rmsnorm_gamma_cq"].dtype
-    query: Result = ((*lead, n, hckv), x.dtype if kv == 1 else activation)
-    query_rope: Result = ((*lead, n, full["rope_sin"].shape[-1]), activation)
-    caches: list[Result] = [(tuple(cache.shape), cache.dtype) for cache in (kv_cache, kr_cache)]
-    q_nope_scale: Result = (((tokens, n, 1) if kv == 1 else absent), torch.float32)
-    if version_1_2:
-        if kv != 1:
-            q_nope_scale = ((1,), torch.float32)
-        return [query, query_rope, *caches, *([q_nope_scale] if op.endswith("v2") else [])]
-    flag = full["query_norm_flag"]
-    query_norm: Result = (((*lead, hcq) if flag else absent), w_uq_qr.dtype)
+    flag = reads_modes and full["query_norm_flag"]
     scale_dtype = torch.float8_e8m0fnu if wq == 3 else torch.float32
     scale_width = hcq // 32 if wq == 3 else 1
-    q_norm_scale: Result = (((tokens, scale_width) if flag and wq else absent), scale_dtype)
-    results = [query, query_rope, q_nope_scale, query_norm, q_norm_scale]
-    return results + caches if op.endswith("functional") else results
+    results: dict[str, Result] = {
+        "query": ((*lead, n, hckv), x.dtype if kv == 1 else activation),
+        "query_rope": ((*lead, n, full["rope_sin"].shape[-1]), activation),
+        "dequant_scale_q_nope": ((tokens, n, 1) if kv == 1 else absent if reads_modes else (1,), torch.float32),
+        "query_norm": ((*lead, hcq) if flag else absent, w_uq_qr.dtype),
+        "dequant_scale_q_norm": ((tokens, scale_width) if flag and wq else absent, scale_dtype),
+        "kv_cache": (tuple(kv_cache.shape), kv_cache.dtype),
+        "kr_cache": (tuple(kr_cache.shape), kr_cache.dtype),
+    }
+    return [results[name] for name in operator.results]

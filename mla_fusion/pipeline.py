@@ -133,11 +133,12 @@ def _plans(
     view = View(gm)
     clock.stop("view")
     finder, found = search(view, config.unabsorbed == "identity")
+    found += in_bodies(gm)
     clock.stop("match")
     legal_plans = Plans(view, config, boundary=builder is not None and builder.has_boundary)
     verified = Verified(view, config, usual_threads)
     record, plans = Record(view, finder, config, report), []
-    for item in (*found, *in_bodies(gm)):
+    for item in found:
         try:
             legal = legal_plans.of(_wanted(item, config))  # plan, contract
             clock.stop("plan")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -73,12 +74,8 @@ def _with_room(view: View, plan: Plan, region: Region) -> View:
     if isinstance(plan.caches, InPlace):
         blocks, block_size = plan.caches.kv_shape[:2]
         binding = binding.roomier(blocks, -(-_tokens(view, plan) // binding.size(block_size)))
-    for node in region.nodes:
-        source = node.args[0] if node.args else None
-        if op_name(node) != "aten::slice" or not isinstance(source, Node):
-            continue
-        axis, start, end = (argument(node, name) for name in ("dim", "start", "end"))
-        rows, kept = source.meta["val"].shape[axis], node.meta["val"].shape[axis]
+    for node, rows, end in _slices(region):
+        start, kept = argument(node, "start"), node.meta["val"].shape[argument(node, "dim")]
         if isinstance(end, Node):
             binding = binding.roomier(rows, binding.number(end.meta["val"]))
         elif isinstance(start, Node):  # so many rows from the end
@@ -92,13 +89,18 @@ def _fits(view: View, plan: Plan, region: Region) -> bool:
         value = node.meta["val"]
         if isinstance(value, torch.Tensor) and min(view.binding.shape(value.shape), default=0) < 0:
             return False
-        source = node.args[0] if node.args else None
-        end = argument(node, "end") if op_name(node) == "aten::slice" else None
-        if isinstance(end, Node) and isinstance(source, Node):
-            rows = source.meta["val"].shape[argument(node, "dim")]
-            if view.binding.number(end.meta["val"]) > view.binding.size(rows):
-                return False
+    for _, rows, end in _slices(region):
+        if isinstance(end, Node) and view.binding.number(end.meta["val"]) > view.binding.size(rows):
+            return False
     return _tokens(view, plan) <= _rows(view, plan)
+
+
+def _slices(region: Region) -> Iterator[tuple[Node, Any, Any]]:
+    """Each slice, with how many rows there are of which it takes some, and where it ends."""
+    for node in region.nodes:
+        source = node.args[0] if node.args else None
+        if op_name(node) == "aten::slice" and isinstance(source, Node):
+            yield node, source.meta["val"].shape[argument(node, "dim")], argument(node, "end")
 
 
 def _literals(node: Node) -> Iterator[int]:

@@ -196,6 +196,11 @@ def attribute(node: Node) -> Any:
         return None
 
 
+def reads_by_strides(node: Node) -> bool:
+    """Does the node read memory by strides of its own?"""
+    return op_name(node).startswith("aten::as_strided")
+
+
 def tensor_held(node: Node) -> torch.Tensor | None:
     """The tensor that a get_attr node reads, where its numbers can be read: no parameter, no subclass, not on meta."""
     value = attribute(node)

@@ -84,7 +84,8 @@ class Binding:
 
     def admit(self, sizes: Iterable[Any]) -> None:
         """Bind symbols so that no difference among these sizes is less than 2: five tokens, of which n = 7 are cut."""
-        differences = {expr: size for size in sizes if _is_difference(expr := self._expr(size))}
+        distinct = {expression_of(size): size for size in sizes if is_symbolic(size)}
+        differences = {expr: size for size in distinct.values() if _is_difference(expr := self._expr(size))}
         for expr, size in differences.items():
             rising = [symbol for symbol in expr.free_symbols if expr.subs(symbol, symbol + 1) - expr == 1]
             short = 2 - self.size(size)

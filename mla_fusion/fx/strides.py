@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import op_name, operator_of
+from mla_fusion.fx.kinds import operator_of, reads_by_strides
 from mla_fusion.fx.sizes import Binding, same
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ def reader(starts: Iterable[Node]) -> Node | None:
     stack, seen = list(starts), set[Node]()
     while stack:
         for user in stack.pop().users:
-            if op_name(user).startswith("aten::as_strided"):
+            if reads_by_strides(user):
                 return user
             if user not in seen:
                 seen.add(user)

@@ -14,7 +14,6 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.immutable_collections import immutable_list
 
-from mla_fusion.compat import expression_of
 from mla_fusion.fx import contraction, scaled_product
 from mla_fusion.fx.analytic import Barrier, Steps
 from mla_fusion.fx.contraction import Contraction
@@ -31,6 +30,7 @@ from mla_fusion.fx.kinds import (
     is_view,
     op_name,
     operator_of,
+    reads_by_strides,
     size_among_numbers,
     tensor_held,
 )
@@ -294,7 +294,7 @@ class View:
     @cached_property
     def reads_by_strides(self) -> bool:
         """Does any node read memory by strides of its own?"""
-        return any(op_name(node).startswith("aten::as_strided") for node in self.nodes)
+        return any(map(reads_by_strides, self.nodes))
 
     @cached_property
     def held_dtypes(self) -> frozenset[torch.dtype]:
@@ -325,8 +325,7 @@ class View:
                 if exceeds_one(a) and exceeds_one(b):
                     binding.equate(a, b)
         values = (node.meta.get("val") for node in self.nodes)
-        shapes = (value.shape for value in values if isinstance(value, torch.Tensor))
-        binding.admit({expression_of(size): size for shape in shapes for size in shape if is_symbolic(size)}.values())
+        binding.admit(size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
 
     def bound(self, binding: Binding) -> View:
         """The same view with other numbers for its symbolic sizes."""

@@ -196,8 +196,10 @@ class Planner:
 
     def _check_memory(self, plan: Plan) -> None:
         """Strides can be given to a copy of the kernel's result; memory around the replaced value cannot."""
+        if not self.view.reads_by_strides:
+            return
         parts = [item.node for item in plan.replacements if not _fills_its_memory(item.node.meta["val"])]
-        by = strides.reader(parts) if self.view.reads_by_strides else None
+        by = strides.reader(parts)
         if by is not None:
             raise Refuse("reader.latent", f"{by.name} reads the memory in which {parts[0].name} lies", (parts[0], by))
 

@@ -18,7 +18,10 @@ from mla_fusion.fx.program import nodes_between
 from mla_fusion.meta.prolog import V3, V3_FUNCTIONAL
 from mla_fusion.weights import cache
 
-WEIGHTS = (1, 2, 3, 4, 5, 6)  # W_dq, W_uq_qr, W_uk, W_dkv_kr and the two gammas, by position in every form of the call
+# W_dq, W_uq_qr, W_uk, W_dkv_kr and the two gammas, by position in every form of the call
+WEIGHTS = V3.places(
+    "weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv"
+)
 _CALLS = tuple(f"npu::{operator.name}" for operator in (V3, V3_FUNCTIONAL))
 
 
