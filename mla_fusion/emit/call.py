@@ -28,7 +28,7 @@ def inputs(plan: Plan) -> list[Node]:
     """Nodes of the graph that the replacement reads."""
     q, k = plan.candidate.query, plan.candidate.key
     every = (q.down, q.up_nope, q.up_rope, k.down, k.down_rope)
-    weights = [part.weight for item in every for part in item.parts]
+    weights = [part.weight for item in every for part in item.by_weight]
     if isinstance(q.absorb, AbsorbFact):
         weights += q.absorb.weights
     weights += scales(plan)
@@ -45,7 +45,7 @@ def scales(plan: Plan) -> list[Node]:
     q, k = plan.candidate.query, plan.candidate.key
     found: list[Node | None] = []
     for item in (q.up_nope, q.up_rope, q.down, k.down, k.down_rope):
-        found += [part.quantised.weight_scale for part in item.parts if part.quantised is not None]
+        found += [part.quantised.weight_scale for part in item.by_weight if part.quantised is not None]
     if q.up_nope.quantised is not None and q.up_nope.quantised.dynamic is not None:
         found.append(q.up_nope.quantised.dynamic.smooth)
     if q.down.quantised is not None:

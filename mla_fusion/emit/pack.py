@@ -28,14 +28,14 @@ def weight(b: Builder, plan: Plan, name: str, arrange: Arrange, *projections: Pr
     def recipe(b: Builder) -> Any:
         return _dense(b, arrange(b, plan, _matrix), nz=True)
 
-    return b.packed(name, recipe, [part.weight for item in projections for part in item.parts])
+    return b.packed(name, recipe, [part.weight for item in projections for part in item.by_weight])
 
 
 def _scale(b: Builder, plan: Plan, name: str, arrange: Arrange, *projections: Projection) -> Any:
     def recipe(b: Builder) -> Any:
         return _dense(b, b.cast(arrange(b, plan, _scale_matrix), torch.float32), nz=False)
 
-    parts = [part for item in projections for part in item.parts]
+    parts = [part for item in projections for part in item.by_weight]
     return b.packed(name, recipe, [part.quantised.weight_scale for part in parts if part.quantised is not None])
 
 
@@ -231,7 +231,7 @@ def weight_uk(b: Builder, plan: Plan) -> Any:
 
 
 def _absorbed(b: Builder, absorb: AbsorbFact) -> Any:
-    parts = [_heads(b, part) for part in absorb.parts]
+    parts = [_heads(b, part) for part in absorb.by_weight]
     return _dense(b, parts[0] if len(parts) == 1 else b.call(aten.cat.default, parts), nz=False)
 
 

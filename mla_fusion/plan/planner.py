@@ -134,7 +134,7 @@ class Planner:
             "c_kv": (*lead, len(k.columns)),
             "k_pe": (*lead, k.rope_dim),
         }
-        ups = [part.node for item in (q.up_nope, q.up_rope) for part in item.parts]
+        ups = [part.node for item in (q.up_nope, q.up_rope) for part in item.by_weight]
         interleaved = q.rope.layout == "interleaved" and self.config.kr_layout == "exact"
         placement = self.caches.place(token_x, interleaved, self._stage_because)
         query = "query" if isinstance(q.absorb, AbsorbFact) else "q_nope"
