@@ -106,7 +106,7 @@ def rows(view: View, item: Projection) -> torch.Tensor | None:
     if dynamic is not None:
         legs = [(item.origin, dynamic.source), (peel(item.activation), item.activation)]
     for start, end in legs:
-        if not _keeps_tokens(start, end):
+        if not _keeps_tokens(view, start, end):
             return None
         program = Program([start], nodes_between((start,), end), view.binding)
         value = program.run([held])[program.slot(end)]
@@ -119,9 +119,10 @@ def rows(view: View, item: Projection) -> torch.Tensor | None:
     return held.permute([labels.index(label) for label in (*others, *ordered)]).reshape(-1)
 
 
-def _keeps_tokens(start: Node, end: Node) -> bool:
+def _keeps_tokens(view: View, start: Node, end: Node) -> bool:
     """Is the way from one to the other the same for each token, where their number is symbolic?"""
-    return start is end or Tokens.of((start,), nodes_between((start,), end)).broken(end) is None
+    between = nodes_between((start,), end)
+    return start is end or Tokens.of((start,), between, view.binding.meaning).broken(end) is None
 
 
 def token_sizes(item: Projection) -> list[object] | None:
