@@ -55,6 +55,9 @@ def scales(plan: Plan) -> list[Node]:
     return list(dict.fromkeys(node for node in found if node is not None))
 
 
+_PER_HEAD = frozenset({"query", "query_rope", "dequant_scale_q_nope"})  # [.., N, width]
+
+
 def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
     """Emit the call; its results by name (with ``c_kv`` and ``k_pe`` where they are staged)."""
     q, k = plan.candidate.query, plan.candidate.key
@@ -88,6 +91,9 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
         **attributes(plan),
     )
     results = {name: _item(b, fused, place) for place, name in enumerate(KERNEL.results) if name in _used(plan)}
+    if plan.kernel_heads > plan.heads:
+        for name in _PER_HEAD & results.keys():
+            results[name] = b.call(aten.slice.Tensor, results[name], -2, 0, plan.heads)
     asked = {replacement.output for replacement in plan.replacements}
     for name, made, width in (("c_kv", "kv_cache", len(k.columns)), ("k_pe", "kr_cache", k.rope_dim)):
         if name in asked and index:

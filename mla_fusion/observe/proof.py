@@ -32,6 +32,8 @@ def _lines(view: View, plan: Plan) -> Iterator[str]:
     if isinstance(q.absorb, AbsorbFact):
         ends = [part.projection.activation for part in q.absorb.by_weight]
         yield f"W_uk: {_steps(q.up_nope.node, *ends)}, then a product of {q.absorb.heads} heads"
+    if plan.kernel_heads > plan.heads:
+        yield f"heads: {plan.heads}, and {plan.kernel_heads - plan.heads} of zeros, whose results are cut off"
     yield f"tokens: {plan.candidate.tokens.summary() or 'all of them are probed'}"
     yield f"tables: {_tables(view, (*q.rope.cos, *q.rope.sin), (*k.cos, *k.sin))}"
 
