@@ -76,11 +76,6 @@ class KeyNotNormed(Base):
         return c_kv, k_pe
 
 
-class NoRotation(Base):
-    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return x
-
-
 class TablesSwappedOnKey(Base):
     def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
         return self.rotate(k_pe, s, c)
@@ -459,7 +454,6 @@ REFUSED: dict[str, tuple[str, type[nn.Module]]] = {
     "sliced_behind_the_projections": ("tokens.cut", SlicedBehindTheProjections),
     "no_query_lora": ("q_lora.absent", NoQueryLora),
     "key_not_normed": ("kv_latent.absent", KeyNotNormed),
-    "no_rotation": ("rope.absent", NoRotation),
     "tables_swapped": ("rope.tables_differ", TablesSwappedOnKey),
     "key_one_position_later": ("rope.tables_differ", KeyOnePositionLater),
     "layouts_differ": ("rope.layouts_differ", LayoutsDiffer),

@@ -70,7 +70,7 @@ def test_batches_of_any_number_of_long_sequences() -> None:
     assert {figure.output for figure in fusion.figures} == {"query", "query_rope", "kv_cache", "kr_cache"}
 
 
-@pytest.mark.parametrize("name", ["bias", "tables_swapped", "no_rotation", "low_precision", "raw_latent_read"])
+@pytest.mark.parametrize("name", ["bias", "tables_swapped", "rope_mixes_heads", "low_precision", "raw_latent_read"])
 def test_near_misses_get_the_same_code(name: str) -> None:
     code, model = near_misses.REFUSED[name]
     gm, _ = capture(model(), *s.paged_args(128), device="cpu")
