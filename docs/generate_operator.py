@@ -253,8 +253,11 @@ TRAITS = {
     "query_norm": lambda c: "with the flag" if c.gives_query_norm else "never",
     "empty kr_cache of kv 3": lambda c: ", ".join(f"{rank}-D" for rank in sorted(c.empty_kr_ranks)) or "any rank",
     "int8 for it": lambda c: ", ".join(f"wq {wq}" for wq in sorted(c.empty_kr_int8)) or "never",
-    "cache_index of block lists": lambda c: ", ".join(f"{rank}-D" for rank in sorted(c.block_index_ranks)),
+    "cache_index of block lists": lambda c: (
+        ", ".join(f"{rank}-D" for rank in sorted(c.block_index_ranks)) or "any rank"
+    ),
     "caches strided in the first axis": lambda c: "taken" if c.strided_caches else "refused",
+    "strides of axes of size 1": lambda c: "as of any axis" if c.compares_strides else "any",
 }
 
 

@@ -183,10 +183,10 @@ class Call:
                 self._tensor("actual_seq_len", "B", torch.int32)
 
     def _block_list(self) -> str:
-        """cache_index of a block-wise mode with a 2-D token_x: any number of blocks, of a rank that is taken."""
+        """cache_index of a block-wise mode with a 2-D token_x: any number of blocks, once in any shape."""
         rank = self.full["cache_index"].dim()
-        taken = self.allowed is not None and rank in self.allowed.block_index_ranks
-        return " ".join("*" * rank) if taken else "*"
+        any_rank = self.allowed is not None and not self.allowed.block_index_ranks
+        return " ".join("*" * rank) if any_rank else "*"
 
     def _scales(self) -> None:
         required = {**self.weights.required, **self.cache.required}
@@ -301,7 +301,7 @@ class Call:
                 self._refuse_strides(name, "a contiguous tensor")
         free = self.allowed.strided_caches
         for name in CACHES:
-            if not layout.writable(self.full[name], first_axis_free=free, ones_free=not free):
+            if not layout.writable(self.full[name], first_axis_free=free, ones_free=not self.allowed.compares_strides):
                 if free:
                     self._refuse_strides(name, f"contiguous axes, the first excepted, on {where}")
                 self._refuse_strides(name, f"a contiguous tensor on {where}: rows written to others do not arrive")

@@ -161,11 +161,13 @@ TRAITS = (
     Trait("kv_scale", "1 Hckv", versions=("v2", "v3")),
     Trait("kv_scale", "1", "8.5", versions=_V3),
     # the rank of cache_index in a block-wise mode with a 2-D token_x was not looked at in one release
-    Trait("block_index_ranks", frozenset({1, 2, 3, 4}), "8.5", _A23, _V3),
+    Trait("block_index_ranks", frozenset(), "8.5", _A23, _V3),
     Trait("block_index_ranks", frozenset({1}), "9.0", versions=_V3),
     # whose caches' first axis may be strided (`mla_prolog_v3_def.cpp`: IgnoreContiguous); elsewhere rows written to a
     # cache that is not contiguous do not arrive in it
     Trait("strided_caches", True, "latest", versions=_V3),
+    # the tiling compares the stride of every axis, of those of size 1 too
+    Trait("compares_strides", True, "latest"),
     # infershape takes the second size of weight_dq for Hcq, and refuses 4-D storage since that was noticed
     Trait("weight_dq_4d", "without query_norm_flag", "8.5", versions=_V3, paths=_GRAPH),
     Trait("weight_dq_4d", "", "9.1", versions=_V3, paths=_GRAPH),
@@ -203,7 +205,8 @@ class Limits:
     reads_modes        whether the modes are read; otherwise the dtypes decide
     gives_query_norm   whether query_norm and its scale are results; otherwise [1] stands for them
     kv_scale           shape of quant_scale_ckv with kv_cache_quant_mode 1
-    block_index_ranks  of cache_index with a block-wise cache mode and a 2-D token_x
+    compares_strides   whether an axis of size 1 must have the stride of a contiguous cache, too
+    block_index_ranks  of cache_index with a block-wise cache mode and a 2-D token_x; without entries any will do
     weight_dq_4d       when weight_dq may be 4-D storage: "always", "without query_norm_flag", or "" for never
     empty_kr_ranks     of the empty kr_cache of a per-tile call; without entries any will do
     empty_kr_int8      weight modes with which that one may be int8; it may always be bfloat16
@@ -217,6 +220,7 @@ class Limits:
     reads_modes: bool = True
     gives_query_norm: bool = True
     kv_scale: str = "1"
+    compares_strides: bool = False
     block_index_ranks: frozenset[int] = frozenset({1})
     weight_dq_4d: str = "always"
     empty_kr_ranks: frozenset[int] = frozenset()

@@ -143,14 +143,6 @@ def test_hidden_size_that_the_kernel_refuses(
     assert str(value) in rejection.message
 
 
-def test_query_norm_of_a_release_that_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s, "HE", 6144)
-    graph, args = s.WithIndexer(), s.paged_args()
-    rejection = refused(graph_of(graph, *args), mf.Config(cann="8.3", verify="off"))
-    assert rejection.code == "contract:query_norm_flag" and "CANN 8.3" in rejection.message
-    assert mf.fuse(graph_of(graph, *args), mf.Config(cann="8.5", verify="off")).fused
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_model_dtype(dtype: torch.dtype) -> None:
     model = s.PagedRotateHalf().to(dtype)
@@ -167,6 +159,14 @@ def test_block_size_that_the_kernel_refuses_is_staged(monkeypatch: pytest.Monkey
     assert "the kernel refuses the caches" in report.fused[0].placement
     rejection = refused(graph_of(s.PagedRotateHalf(), *args), mf.Config(staging="never"))
     assert rejection.code.startswith("contract:dims.") and "BlockSize" in rejection.message
+
+
+def test_query_norm_of_a_release_that_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s, "HE", 6144)
+    graph, args = s.WithIndexer(), s.paged_args()
+    rejection = refused(graph_of(graph, *args), mf.Config(cann="8.3", verify="off"))
+    assert rejection.code == "contract:query_norm_flag" and "CANN 8.3" in rejection.message
+    assert mf.fuse(graph_of(graph, *args), mf.Config(cann="8.5", verify="off")).fused
 
 
 def test_runtime_epsilon() -> None:

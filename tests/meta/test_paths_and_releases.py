@@ -46,6 +46,7 @@ EMPTY |= {str(kind)[6:]: {"kr_cache": sized(0, dtype=kind)} for kind in (I8, F32
 ROW = {"quant_scale_ckv": sized(1, 512, dtype=F32)}
 BLOCKS = legal(lead=(20,), mode="PA_BLK_BSND")
 BLOCK_ROWS = BLOCKS | {"cache_index": sized(2, 1, dtype=torch.int64)}
+BLOCK_NUMBER = BLOCKS | {"cache_index": sized(dtype=torch.int64)}
 MANY_ENDS = BLOCKS | {"actual_seq_len": sized(65537, dtype=torch.int32)}
 
 
@@ -80,6 +81,7 @@ MANY_ENDS = BLOCKS | {"actual_seq_len": sized(65537, dtype=torch.int32)}
         (legal(3, 3) | EMPTY["int8"], A5 | {"cann": "9.0"}, "dtype.kr_cache", "dtype.kr_cache"),
         # the rank of cache_index where it lists blocks
         (BLOCK_ROWS, {"cann": "8.5"}, None, None),
+        (BLOCK_NUMBER, {"cann": "8.5"}, None, None),
         (BLOCK_ROWS, {"cann": "9.0"}, "rank.cache_index", "rank.cache_index"),
         # no scenario passes there
         (legal(3, 0, (8, 1)), A5 | {"cann": "8.5"}, "quant.weight_quant_mode", "quant.weight_quant_mode"),
@@ -120,6 +122,12 @@ def test_reasons_say_what_the_limit_is() -> None:
         with pytest.raises(meta.ContractError) as refusal:
             meta.check(op, **where, **call)
         assert text in str(refusal.value)
+
+
+def test_older_versions_compare_strides_of_axes_of_size_1_in_the_newest_release() -> None:
+    call = as_operator("npu_mla_prolog_v2", legal()) | {"kv_cache": sized(4, 1, 16, 512).transpose(1, 2)}
+    assert code_of(call, "npu_mla_prolog_v2", cann="9.1") is None
+    assert code_of(call, "npu_mla_prolog_v2") == "contiguous.kv_cache"
 
 
 def test_results_of_releases_whose_inference_differs_from_torch_npu() -> None:
