@@ -47,7 +47,10 @@ class Scenario:
             dims=self.dims,
             smooth=self.extras,
         )
-        return as_operator(self.op, call | (_EXTRAS if self.extras else {}), self.cann)
+        if self.extras:
+            given = meta.limits(self.op, "A3", self.cann).gives_query_norm
+            call |= _EXTRAS | {"query_norm_flag": given}
+        return as_operator(self.op, call, self.cann)
 
 
 def scenarios(soc: str, cann: str = "latest", *, he: int | None = None, heads: int = 4) -> list[Scenario]:
