@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from mla_fusion.meta.stricter import stricter
 
 from mla_fusion import meta
 from mla_fusion.reference.sample import DEEPSEEK_V3, as_operator, sample_call
@@ -100,6 +101,26 @@ def test_what_a_release_or_a_path_takes(
 ) -> None:
     assert (code_of(call, **where), code_of(call, path="eager", **where)) == (eager, eager)
     assert code_of(call, path="graph", **where) == graph
+
+
+V2 = "npu_mla_prolog_v2"
+APART = {"kv_cache": sized(4, 16, 1, 1024)[..., ::2]}
+ON_PURPOSE = {
+    "older-on-A5": (V2, legal(), A5),
+    "strided-cache": (V3, legal() | APART, {"cann": "9.1"}),
+    "older-cache-width": (V2, legal() | {"kv_cache": sized(4, 16, 1, 576)}, {}),
+    "padded-weight": (V3, legal() | {"weight_dq": sized(7167, 1536)}, {}),
+    "modes-not-read": (V3, legal() | {"query_quant_mode": 1}, {"cann": "8.3"}),
+    "modes-past-32-bits": (V3, legal() | {"tile_size": 128 + 2**32}, {}),
+}
+
+
+@pytest.mark.parametrize("row", meta.STRICTER, ids=lambda row: row.name)
+def test_each_class_that_is_refused_on_purpose(row: meta.Stricter) -> None:
+    op, call, where = ON_PURPOSE[row.name]
+    code = code_of(call if op == V3 else as_operator(op, call), op, **where)
+    place = {"soc": "A3", "cann": "latest"} | where
+    assert code is not None and row in stricter(op, code=code, **place)
 
 
 def test_reasons_say_what_the_limit_is() -> None:
