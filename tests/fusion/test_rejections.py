@@ -161,6 +161,14 @@ def test_block_size_that_the_kernel_refuses_is_staged(monkeypatch: pytest.Monkey
     assert rejection.code.startswith("contract:dims.") and "BlockSize" in rejection.message
 
 
+def test_query_norm_of_a_release_that_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s, "HE", 6144)
+    graph, args = s.WithIndexer(), s.paged_args()
+    rejection = refused(graph_of(graph, *args), mf.Config(cann="8.3", verify="off"))
+    assert rejection.code == "contract:query_norm_flag" and "CANN 8.3" in rejection.message
+    assert mf.fuse(graph_of(graph, *args), mf.Config(cann="8.5", verify="off")).fused
+
+
 def test_runtime_epsilon() -> None:
     gm, _ = capture(s.PagedRotateHalf(), *s.paged_args(), device="cpu", dynamic=True)
     assert refused(gm).code == "norm.runtime_eps"
