@@ -35,7 +35,7 @@ _HOME = {
     "Lowering": "mla_fusion.compile.lowering",
     "Report": "mla_fusion.entry",
     "SlotError": "mla_fusion.compile.slots",
-    "audit": "mla_fusion.by_hand.audit",
+    "audit": "mla_fusion.by_hand.entry",
     "backend": "mla_fusion.compile.backend",
     "explain": "mla_fusion.entry",
     "fuse": "mla_fusion.entry",
