@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import pytest
 import torch
 
 import mla_fusion as mf
@@ -47,7 +48,7 @@ KERNEL: dict[str, Any] = dict(
 
 INDEXED_WITH_SINKS = dict(layer_types=["indexed_attention"] * 2, indexer_types=["full"] * 2)
 INDEXER = dict(index_n_heads=4, index_head_dim=64, index_topk=8)
-LONGCAT = dict(num_layers=1, ffn_hidden_size=64, expert_ffn_hidden_size=32, zero_expert_num=1)
+LONGCAT = dict(num_layers=1, ffn_hidden_size=64, expert_ffn_hidden_size=32, zero_expert_num=1, moe_topk=2)
 YARN = dict(
     rope_parameters=dict(
         rope_type="yarn", rope_theta=1e4, factor=4.0, mscale=0.7, mscale_all_dim=0.9,
@@ -93,12 +94,9 @@ def build(
     attention: str = "sdpa",
     seed: int = 0,
 ) -> Any:
-    """A model of MODELS; weights of unit gain, so that greedy choices are no ties."""
-    mf.offline.activate()  # transformers imports torch_npu where it is installed
-    from transformers import AutoConfig
-
+    """A model of MODELS; weights of unit gain, so that greedy choices are no ties. Skips what the release lacks."""
     model_type, own = WITH_SINKS if name == "hy_v4" else MODELS[name]
-    config = AutoConfig.for_model(model_type, **{**BASE, **own, **(changes or {})})
+    config = config_of(model_type, {**BASE, **own, **(changes or {})})
     source = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     kind = next(value for key, value in vars(source).items() if key.endswith("ForCausalLM"))
     model = kind._from_config(config, dtype=dtype, attn_implementation=attention).eval()
@@ -110,6 +108,22 @@ def build(
         else:
             parameter.uniform_(0.5, 1.5, generator=generator)
     return model
+
+
+def config_of(model_type: str, values: dict[str, Any]) -> Any:
+    """A configuration in the words of the installed release: transformers 4 has no ``rope_parameters``."""
+    mf.offline.activate()  # transformers imports torch_npu where it is installed
+    from transformers import AutoConfig, __version__
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {__version__} has no {model_type}")
+    rope = values.get("rope_parameters")
+    if rope and not hasattr(AutoConfig.for_model(model_type), "rope_parameters"):
+        values = {key: value for key, value in values.items() if key != "rope_parameters"}
+        values |= {"rope_theta": rope["rope_theta"]}
+        values |= {"rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"}}
+    return AutoConfig.for_model(model_type, **values)
 
 
 def prompt(batch: int = 2, length: int = 9, padded: int = 4) -> dict[str, torch.Tensor]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
-from importlib.util import find_spec
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import pytest
@@ -14,11 +14,19 @@ from torch import nn
 
 from mla_fusion.models import hf
 from mla_fusion.models.hf.latent_attention import LatentDims, absorbed_attention
+from mla_fusion.models.hf.releases import EXPANDS_AFTER_CACHE, TWO_WIDTHS
 
 from .hf_models import BASE, KERNEL, MODELS, build, prompt
 
 GREEDY: dict[str, Any] = dict(do_sample=False, return_dict_in_generate=True, output_logits=True)
 LATENT = 512 + 64
+
+
+def two_widths() -> bool:
+    """Has the release a static cache for keys and values of different widths?"""
+    from transformers.cache_utils import StaticLayer
+
+    return TWO_WIDTHS.has(StaticLayer)
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -46,7 +54,8 @@ def test_greedy_tokens_are_the_same(name: str) -> None:
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 def test_caches_that_generate_is_asked_for(name: str, cache: str) -> None:
     model, inputs = build(name), prompt()
-    before = model.generate(**inputs, max_new_tokens=16, cache_implementation=cache, **GREEDY)
+    asked = {"cache_implementation": cache} if cache == "dynamic" or two_widths() else {}
+    before = model.generate(**inputs, max_new_tokens=16, **asked, **GREEDY)
     hf.optimize(model, block_size=16)
     after = model.generate(**inputs, max_new_tokens=16, cache_implementation=cache, **GREEDY)
     assert torch.equal(after.sequences, before.sequences)
@@ -63,15 +72,24 @@ def test_caches_of_transformers_go_on_working(kind: str) -> None:
     hf.optimize(model)
     options = {"max_cache_len": 32} if kind == "StaticCache" else {}
     cache = getattr(transformers, kind)(config=model.config, **options)
+    if kind == "StaticCache" and not two_widths():
+        with pytest.raises(hf.OptimizeError, match=r"\[cache.kind\] .*MlaPagedCache.*transformers>=5.0"):
+            model.generate(**inputs, max_new_tokens=12, past_key_values=cache, **GREEDY)
+        return
     after = model.generate(**inputs, max_new_tokens=12, past_key_values=cache, **GREEDY)
     assert after.past_key_values is cache
     assert torch.equal(after.sequences, before.sequences)
 
 
 def test_the_paged_cache_serves_a_model_that_is_not_optimised() -> None:
+    """Where its modules cache latents; of one that caches keys and values of all heads, none are taken."""
     model, inputs = build("deepseek_v3"), prompt()
     before = model.generate(**inputs, max_new_tokens=12, **GREEDY)
     cache = hf.MlaPagedCache(model, block_size=16)
+    if not EXPANDS_AFTER_CACHE.has(type(model.model.layers[0].self_attn)):
+        with pytest.raises(hf.OptimizeError, match=r"\[cache.kind\] layer 0 caches 4 heads.*transformers>=5.15"):
+            model.generate(**inputs, max_new_tokens=12, past_key_values=cache, **GREEDY)
+        return
     after = model.generate(**inputs, max_new_tokens=12, past_key_values=cache, **GREEDY)
     assert torch.equal(after.sequences, before.sequences)
     assert all(torch.equal(a, b) for a, b in zip(after.logits, before.logits, strict=True))
@@ -86,7 +104,8 @@ def test_the_paged_cache_serves_a_model_that_is_not_optimised() -> None:
         {"num_beams": 3, "do_sample": False, "cache_implementation": "static"},
         {"do_sample": False, "use_cache": False},
         {"do_sample": True, "num_return_sequences": 3},
-        {"do_sample": False, "prompt_lookup_num_tokens": 3, "batch": 1},
+        # Some releases need an end to look a prompt up.
+        {"do_sample": False, "prompt_lookup_num_tokens": 3, "batch": 1, "eos_token_id": 127},
     ],
     ids=["sampled", "beams", "beams_static", "no_cache", "several", "prompt_lookup"],
 )
@@ -95,13 +114,14 @@ def test_every_way_to_generate(name: str, options: dict[str, Any]) -> None:
     options = dict(options)
     inputs = prompt(batch=options.pop("batch", 2), padded=0 if "prompt_lookup_num_tokens" in options else 4)
 
-    def run() -> torch.Tensor:
+    def run(**options: Any) -> torch.Tensor:
         torch.manual_seed(7)
         return model.generate(**inputs, max_new_tokens=24, **options)
 
-    before = run()
+    missing = () if two_widths() else ("cache_implementation",)
+    before = run(**{key: value for key, value in options.items() if key not in missing})
     hf.optimize(model, block_size=16)
-    assert torch.equal(run(), before)
+    assert torch.equal(run(**options), before)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -244,14 +264,7 @@ def int8_weight(model: Any) -> None:
 
 
 def other_keys(model: Any) -> None:
-    attention = model.model.layers[0].self_attn
-    kind = type(attention)
-
-    def expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> Any:
-        keys, values = kind.expand_kv(self, kv_nope, k_rot)
-        return keys.roll(k_rot.shape[-1], -1), values
-
-    attention.__class__ = type("Other", (kind,), {"expand_kv": expand_kv})
+    model.model.layers[0].self_attn.kv_b_proj.register_forward_hook(lambda module, inputs, found: found.roll(1, -1))
 
 
 def no_latent_norm(model: Any) -> None:
@@ -267,28 +280,82 @@ def flash(model: Any) -> None:
     model.config._attn_implementation = "flash_attention_2"
 
 
-def keys_and_values(model: Any) -> None:
-    kind = type(model.model.layers[0].self_attn)
-    body = {name: value for name, value in vars(nn.Module).items() if name == "__call__"}
-    other = type("Old", (nn.Module,), body | {"__init__": kind.__init__, "forward": kind.forward})
+def become(attention: Any, forward: Any) -> None:
+    """A class of its own with this forward and no ``expand_kv``."""
+    kind = type(attention)
+    body = {"__call__": nn.Module.__call__, "__init__": kind.__init__, "forward": forward}
+    attention.__class__ = type("Other", (nn.Module,), body)
+
+
+def scoped(attention: Any, **names: Any) -> Any:
+    """The forward of the attention with other meanings for some of the names that it looks up."""
+    forward = inspect.unwrap(type(attention).forward)
+    scope = {**forward.__globals__, **names}
+    return FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
+
+
+def remote_code(model: Any) -> None:
+    """As the code that checkpoints of DeepSeek-V2 and V3 bring: its own softmax."""
+
+    def forward(self: Any, hidden_states: Any, past_key_value: Any = None, **kwargs: Any) -> Any:
+        keys, values = past_key_value.update(self.kv_a_proj_with_mqa(hidden_states), hidden_states, self.layer_idx)
+        return torch.matmul(torch.softmax(keys, dim=-1), values)
+
+    become(model.model.layers[0].self_attn, forward)
+
+
+def no_expansion(model: Any) -> None:
+    """A forward that expands after the cache, without what expands."""
     attention = model.model.layers[0].self_attn
-    attention.__class__ = other
+    if not EXPANDS_AFTER_CACHE.has(type(attention)):
+        pytest.skip("this transformers has no expand_kv that could be taken away")
+    become(attention, type(attention).forward)
 
 
-REFUSED = {
-    "kv_up.bias": (kv_bias, 1),
-    "kv_up.weight": (int8_weight, 1),
-    "kv_up.differs": (other_keys, 1),
-    "kv_up.absent": (no_latent_norm, 1),
-    "forward.unknown": (replaced_forward, 1),
-    "attention.implementation": (flash, 2),
-    "cache.expanded": (keys_and_values, 1),
-}
+def rotated_key_of_each_head(model: Any) -> None:
+    """A forward that hands every head a rotated key of its own: there is more to cache than one."""
+    attention = model.model.layers[0].self_attn
+    if EXPANDS_AFTER_CACHE.has(type(attention)):
+        pytest.skip("this transformers expands after its cache")
+    heads = BASE["num_attention_heads"]
+    become(
+        attention,
+        scoped(attention, apply_rotary_pos_emb_interleave=lambda q, k, cos, sin: (q, k.expand(-1, heads, -1, -1))),
+    )
 
 
-@pytest.mark.parametrize("code", REFUSED)
-def test_what_does_not_fit_is_left_alone(code: str) -> None:
-    change, count = REFUSED[code]
+ALL_ATTENTION_FUNCTIONS: dict[str, Any] = {}
+
+
+def keeping_state(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+
+    def forward(self: Any, hidden_states: Any, past_key_values: Any) -> Any:
+        self.last = past_key_values.update(torch.zeros(1), hidden_states, 0)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](self.last)
+
+    if EXPANDS_AFTER_CACHE.has(type(attention)):
+        attention.__class__ = type("Other", (type(attention),), {"forward": forward})
+    else:
+        become(attention, forward)
+
+
+REFUSED = [
+    ("kv_up.bias", kv_bias, 1),
+    ("kv_up.weight", int8_weight, 1),
+    ("kv_up.differs", other_keys, 1),
+    ("kv_up.absent", no_latent_norm, 1),
+    ("forward.unknown", replaced_forward, 1),
+    ("forward.unknown", keeping_state, 1),
+    ("attention.implementation", flash, 2),
+    ("cache.expanded", remote_code, 1),
+    ("cache.expanded", no_expansion, 1),
+    ("cache.expanded", rotated_key_of_each_head, 1),
+]
+
+
+@pytest.mark.parametrize("code, change, count", REFUSED, ids=[change.__name__ for _, change, _ in REFUSED])
+def test_what_does_not_fit_is_left_alone(code: str, change: Any, count: int) -> None:
     model = build("deepseek_v2_lite" if change is no_latent_norm else "deepseek_v3")
     change(model)
     before = [dict(vars(module)) for module in model.modules()]
@@ -303,8 +370,6 @@ def test_what_does_not_fit_is_left_alone(code: str) -> None:
 
 
 def test_attention_with_sinks_is_left_alone() -> None:
-    if find_spec("transformers.models.hy_v4") is None:
-        pytest.skip("this transformers has no hy_v4")
     summary = hf.optimize(build("hy_v4", attention="eager"))
     assert not summary.converted and [item.code for item in summary.skipped] == ["attention.differs"] * 2
 

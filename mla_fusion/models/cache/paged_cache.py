@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
 from mla_fusion.compat import mark_static_address
 from mla_fusion.models.cache.page_table import BLOCK_SIZE, PageTable
+from mla_fusion.models.hf.releases import EXPANDS_AFTER_CACHE
 from mla_fusion.models.refusal import OptimizeError
 
 
@@ -60,12 +61,18 @@ class PagedLatentLayer(CacheLayerMixin):
     def batch_size(self) -> int:
         return self.table.batch if self.is_initialized else -1
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take pools for latents ``[B, 1, *, R]`` and rotated keys ``[B, 1, *, Dr]``."""
+    max_batch_size = batch_size  # its older name
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Take pools for latents ``[B, 1, *, R]`` and rotated keys ``[B, 1, *, Dr]``; ahead of time, older releases
+        give one tensor for both."""
+        value_states = key_states if value_states is None else value_states
         if key_states.shape[1] != 1 or value_states.shape[1] != 1:
             raise OptimizeError(
                 "cache.kind",
-                f"layer {self.index} caches {key_states.shape[1]} heads; pages hold one latent a token",
+                f"layer {self.index} caches {key_states.shape[1]} heads; pages hold one latent a token."
+                " `hf.optimize` the model, or use one that caches latents as it is:"
+                f" {EXPANDS_AFTER_CACHE.install}",
             )
         self.dtype, self.device = key_states.dtype, key_states.device
         table = self.table
@@ -173,10 +180,13 @@ class PagedLatentLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1 if self.table.max_len is None else self.table.max_len
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    get_max_cache_shape = get_max_length  # its older name
+
+    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
+        """``query`` is the number of new tokens, or in older releases their positions."""
         if self.table.max_len is not None:
             return self.table.max_len, 0
-        return self.length + query_length, 0
+        return self.length + (query.shape[0] if isinstance(query, Tensor) else query), 0
 
     def reset(self) -> None:
         """Zeros where the size is fixed, otherwise no pages; the table is the cache's to rewind."""
@@ -187,6 +197,16 @@ class PagedLatentLayer(CacheLayerMixin):
             self.keys = self.values = None
             self.is_initialized = False
         self.length = 0
+
+
+def _cropped(held: int, tokens: int) -> int:
+    """How many tokens the installed release leaves of ``held``: asked of its own layer, for what a positive number
+    and zero mean has changed. Raises its ValueError for a number that it does not take."""
+    layer: Any = DynamicLayer()
+    layer.keys = layer.values = torch.empty(1, 1, held, 1)
+    layer.is_initialized = True
+    layer.crop(tokens)
+    return int(layer.keys.shape[-2])
 
 
 class MlaPagedCache(Cache):
@@ -237,6 +257,15 @@ class MlaPagedCache(Cache):
         """As of a StaticCache; -1 where the cache grows."""
         return -1 if self.table.max_len is None else self.table.max_len
 
+    def get_max_length(self, layer_idx: int = 0) -> int:
+        """As ``max_cache_len``; the name that newer releases have for it, in all of them."""
+        return self.max_cache_len
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences held, -1 before the first token; likewise in all releases."""
+        return self.paged_layers[0].batch_size
+
     @property
     def bytes_per_token(self) -> int:
         """Of one sequence over all paged layers; 0 before the first token."""
@@ -269,14 +298,15 @@ class MlaPagedCache(Cache):
         for layer in self._others():
             layer.reorder_cache(beam_idx)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest ``-tokens_to_remove`` tokens; a number that is not positive, as in ``transformers``."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
-        if tokens_to_remove < 0:
-            self._rebuild(None, keep=tokens_to_remove)
+    def crop(self, tokens: int) -> None:
+        """Remove the newest tokens: ``-tokens`` of them or, where the installed ``transformers`` takes positive
+        numbers, all but the first ``tokens``."""
+        held = next((layer.held() for layer in self.paged_layers if layer.is_initialized), 0)
+        left = _cropped(held, tokens)
+        if left < held:
+            self._rebuild(None, keep=left - held)
         for layer in self._others():
-            layer.crop(tokens_to_remove)
+            layer.crop(tokens)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._rebuild(torch.arange(self.table.batch).repeat_interleave(repeats))

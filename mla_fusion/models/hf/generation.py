@@ -27,7 +27,8 @@ def use_paged_cache(model: Any, block_size: int) -> None:
         limit = None
         if wanted == "static":
             # As long as the longest so far: a compiled step then meets the same shapes again.
-            longest = max(max_length, generation_config.max_cache_len or 0, getattr(self, "_mla_fusion_longest", 0))
+            asked = getattr(generation_config, "max_cache_len", None) or 0
+            longest = max(max_length, asked, getattr(self, "_mla_fusion_longest", 0))
             limit = self._mla_fusion_longest = longest
         model_kwargs["past_key_values"] = MlaPagedCache(self.config, max_cache_len=limit, block_size=block_size)
         return None

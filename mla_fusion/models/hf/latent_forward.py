@@ -1,65 +1,59 @@
 """A module's own ``forward``, with absorbed attention.
 
-The code stays the module's: it runs in a scope of its own, in which the attention function gets latents and the two
-parts of the query are not joined. (Joined, they would be taken apart again at once, and the pass would not see that
-the rotated part is what RoPE gave.) So whatever else the model does, scales, gates, indexers, its rotary function, it
-goes on doing.
+The code stays the module's: it runs in a scope of its own, in which the attention function gets latents, the product
+with the up projection is put off, and the two parts of the query are not joined. (Joined, they would be taken apart
+again at once, and the pass would not see that the rotated part is what RoPE gave.) So whatever else the model does,
+scales, gates, indexers, its rotary function, it goes on doing.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mla_fusion.models.hf.latent_attention import LatentDims, absorbed_attention
+from mla_fusion.models.hf.latent_attention import absorbed_attention
 from mla_fusion.models.hf.latent_form import IMPLEMENTATIONS, LatentForm
+from mla_fusion.models.hf.releases import ASKS_FOR_INTERFACE
+from mla_fusion.models.hf.stand_ins import LatentCache, LatentKey, LatentSelf, SplitQuery, cat_of, split_of
 from mla_fusion.models.refusal import OptimizeError
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
-
-
-class SplitQuery:
-    """``[B, N, S, D]`` and ``[B, N, S, Dr]`` in place of their concatenation."""
-
-    def __init__(self, nope: Tensor, rope: Tensor) -> None:
-        self.nope = nope
-        self.rope = rope
-
-    def __mul__(self, factor: Any) -> SplitQuery:
-        return SplitQuery(self.nope * factor, self.rope * factor)
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.nope.shape[:-1], self.nope.shape[-1] + self.rope.shape[-1]))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.nope.dtype
-
-    def joined(self) -> Tensor:
-        return torch.cat((self.nope, self.rope), dim=-1)
+CACHE = "past_key_values"
+EAGER = "eager_attention_forward"
 
 
 def latent_forward(forward: Callable[..., Any], form: LatentForm) -> Callable[..., Any]:
-    """``forward`` (unbound) for a module whose ``expand_kv`` gives back the latents."""
+    """``forward`` (unbound) of a module of this form, over latents."""
     source = inspect.unwrap(forward)
     names = set(_names(source.__code__))
     scope = {name: value for name, value in source.__globals__.items() if name in names}
     scope["__builtins__"] = source.__globals__["__builtins__"]
-    scope["ALL_ATTENTION_FUNCTIONS"] = SimpleNamespace(
-        get_interface=_interface(source.__globals__["ALL_ATTENTION_FUNCTIONS"], form)
-    )
+    functions = Functions(source.__globals__["ALL_ATTENTION_FUNCTIONS"], form)
+    scope["ALL_ATTENTION_FUNCTIONS"] = functions
+    if not ASKS_FOR_INTERFACE.has(names) and EAGER in scope:
+        scope[EAGER] = functions.over_latents(scope[EAGER])
     scope["torch"] = SimpleNamespace(**{name: getattr(torch, name) for name in names if hasattr(torch, name)})
-    scope["torch"].cat = _query_parts(form.dims)
+    scope["torch"].cat = cat_of(form.dims)
+    scope["torch"].split = split_of(form.dims)
     # No module's name: torch.compile would look names up in that module.
     again = FunctionType(source.__code__, scope, source.__name__, source.__defaults__, source.__closure__)
     again.__kwdefaults__ = source.__kwdefaults__
-    return again
+    place = list(inspect.signature(source).parameters).index(CACHE) - 1
+
+    def over_latents(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not form.after_cache:
+            if kwargs.get(CACHE) is not None:
+                kwargs = {**kwargs, CACHE: LatentCache(kwargs[CACHE])}
+            elif len(args) > place and args[place] is not None:
+                args = (*args[:place], LatentCache(args[place]), *args[place + 1 :])
+        return again(LatentSelf(module, form), *args, **kwargs)
+
+    return over_latents
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -70,33 +64,31 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _query_parts(dims: LatentDims) -> Callable[..., Any]:
-    """``torch.cat``, but for the two parts of a query."""
+class Functions:
+    """``ALL_ATTENTION_FUNCTIONS`` with latents in place of keys and values."""
 
-    def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
-        if len(tensors) == 2 and dim == -1:
-            nope, rope = tensors
-            if nope.dim() == 4 and (nope.shape[-1], rope.shape[-1]) == (dims.nope, dims.rope):
-                return SplitQuery(nope, rope)
-        return torch.cat(list(tensors), dim=dim)
+    def __init__(self, functions: Any, form: LatentForm) -> None:
+        self.functions = functions
+        self.form = form
 
-    return cat
+    def get_interface(self, implementation: str, eager: Attention) -> Attention:
+        _known(implementation)
+        return self.over_latents(self.functions.get_interface(implementation, eager))
 
+    def __getitem__(self, implementation: str) -> Attention:
+        _known(implementation)
+        return self.over_latents(self.functions[implementation])
 
-def _interface(functions: Any, form: LatentForm) -> Callable[[str, Attention], Attention]:
-    """``ALL_ATTENTION_FUNCTIONS.get_interface`` with latents in place of keys and values."""
-
-    def get_interface(implementation: str, eager: Attention) -> Attention:
-        if implementation not in IMPLEMENTATIONS:
-            raise OptimizeError(
-                "attention.implementation",
-                f"attn_implementation is {implementation!r}; an optimised model needs sdpa or eager",
-            )
-        usual = functions.get_interface(implementation, eager)
+    def over_latents(self, usual: Attention) -> Attention:
+        """An attention function that absorbs where this is cheaper, and otherwise expands for the usual one."""
+        form = self.form
 
         def attend(
-            module: Any, query: Any, c_kv: Tensor, k_pe: Tensor, attention_mask: Tensor | None, **options: Any
+            itself: LatentSelf, query: Any, keys: Any, values: Any, attention_mask: Tensor | None, **options: Any
         ) -> tuple[Tensor, Tensor | None]:
+            module = itself.module
+            # Without a cache they come as the forward put them off.
+            c_kv, k_pe = (keys.c_kv, keys.k_pe) if isinstance(keys, LatentKey) else (keys, values)
             length = query.shape[2]
             if form.dims.absorbs(length, c_kv.shape[2]) and (attention_mask is not None or length == 1):
                 parts = query if isinstance(query, SplitQuery) else SplitQuery(*form.dims.split_query(query))
@@ -111,13 +103,19 @@ def _interface(functions: Any, form: LatentForm) -> Callable[[str, Attention], A
                     mask=attention_mask,
                     dropout=options.get("dropout", 0.0),
                 )
-            keys, values = form.expand(module, c_kv, k_pe)
+            expanded = form.expand(module, c_kv, k_pe)
             whole = query.joined() if isinstance(query, SplitQuery) else query
-            return usual(module, whole, keys, values, attention_mask, **options)
+            return usual(module, whole, *expanded, attention_mask, **options)
 
         return attend
 
-    return get_interface
+
+def _known(implementation: str) -> None:
+    if implementation not in IMPLEMENTATIONS:
+        raise OptimizeError(
+            "attention.implementation",
+            f"attn_implementation is {implementation!r}; an optimised model needs sdpa or eager",
+        )
 
 
 def local(weight: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Turn the MLA attentions of a loaded ``transformers`` model into their absorbed form, and back.
 
-Modules and parameters stay. Of what an attention's ``forward`` calls, two things are exchanged: the expansion of cached
-latents becomes the identity, and the attention function then gets the latents (``latent_forward``).
+Modules and parameters stay. Of what an attention's ``forward`` calls, two things are exchanged: latents are not
+expanded, whether before or after they are cached, and the attention function then gets them (``latent_forward``).
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from mla_fusion.models.hf.latent_form import LatentForm, Refusal, examine, is_attention
+from mla_fusion.models.hf.examine import examine, is_attention
+from mla_fusion.models.hf.latent_form import LatentForm, Refusal
 from mla_fusion.models.hf.latent_forward import latent_forward
 from mla_fusion.models.hf.summary import Converted, Skipped, Summary, kernel_objection
 from mla_fusion.models.refusal import OptimizeError
@@ -65,17 +66,11 @@ def revert(model: nn.Module) -> None:
         raise OptimizeError("model.state", f"this {type(model).__name__} is not optimised")
     for module in model.modules():
         if hasattr(module, "_mla_fusion_form"):
-            del module.forward, module.expand_kv, module._mla_fusion_form
+            del module.forward, module._mla_fusion_form
     for name in ("_prepare_cache_for_generation", "_mla_fusion_longest", "_mla_fusion_summary"):
         model.__dict__.pop(name, None)
 
 
 def _convert(module: Any, form: LatentForm, forward: Callable[..., Any]) -> None:
     module._mla_fusion_form = form
-    module.expand_kv = MethodType(_latents, module)
     module.forward = MethodType(forward, module)
-
-
-def _latents(module: nn.Module, c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
-    """In place of ``expand_kv``: keys and values are made, where at all, by the attention function."""
-    return c_kv, k_pe

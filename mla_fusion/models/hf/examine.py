@@ -1,0 +1,136 @@
+"""Is this module an MLA attention whose latents can be attended directly? Found by what it holds and does.
+
+An attention has latents where a down projection of width R + Dr, a norm of width R and an up projection from R stand
+side by side, and where the module itself makes ``key = [W_uk c_kv | k_pe]`` and ``value = W_uv c_kv`` of a token, W_uk
+and W_uv being the up projection's own weights. The last is asked of the module (``latent_probe``), wherever in its
+code it expands; every width is read off the answer.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Iterator
+from types import CodeType
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from mla_fusion.models.hf.latent_form import IMPLEMENTATIONS, LatentForm, Refusal
+from mla_fusion.models.hf.latent_probe import probe
+from mla_fusion.models.hf.releases import EXPANDS_AFTER_CACHE, OLDEST
+
+CALLED = ("update", "ALL_ATTENTION_FUNCTIONS", "torch")
+BEYOND_SOFTMAX = ("s_aux", "sinks", "softcap", "logits_soft_cap")  # what forwards call it when attention does more
+OWN_CLASS = f"load the checkpoint with the class that transformers {OLDEST} or newer has for it (no remote code)"
+
+
+class Latents(NamedTuple):
+    """A down and an up projection whose widths fit: ``[R + Dr, He]`` and ``[.., R]``."""
+
+    kv_up: str
+    rank: int
+    rope: int
+    hidden: int
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Attentions know their place in the cache, and the scale of their scores or the rank of their latents."""
+    known = hasattr(module, "layer_idx") and (hasattr(module, "scaling") or hasattr(module, "kv_lora_rank"))
+    return known and len(list(_projections(module))) >= 3
+
+
+def examine(module: nn.Module) -> LatentForm | Refusal:
+    """The latent form of an attention, or why it has none. Nothing is changed."""
+    projections = dict(_projections(module))
+    candidates = list(_latents(module, projections))
+    if getattr(module, "qk_rope_head_dim", None) == 0:
+        return Refusal("rope.absent", "qk_rope_head_dim is 0")
+    if not candidates:
+        return _why_no_latent(module, projections)
+    refusal = _unknown_forward(module)
+    if refusal is not None:
+        return refusal
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if implementation not in IMPLEMENTATIONS:
+        return Refusal("attention.implementation", f"attn_implementation is {implementation!r}, sdpa or eager needed")
+    refusals = {}
+    for latents in candidates:
+        answer = probe(module, *latents)
+        if isinstance(answer, LatentForm):
+            return answer
+        refusals[latents] = answer
+    return refusals[min(refusals, key=lambda latents: _by_chance(module, latents, refusals[latents]))]
+
+
+def _by_chance(module: nn.Module, latents: Latents, refusal: Refusal) -> tuple[bool, bool]:
+    """The reason to give is that of the real latents: a triple whose widths fit by chance says only that it is none."""
+    other_rank = getattr(module, "kv_lora_rank", latents.rank) != latents.rank
+    return other_rank, refusal.code in ("kv_up.differs", "cache.expanded")
+
+
+def _unknown_forward(module: nn.Module) -> Refusal | None:
+    """Why the module's code is none that can run with another attention function."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    missing = [name for name in CALLED if code is None or name not in code.co_names]
+    after_cache = EXPANDS_AFTER_CACHE.has(type(module))
+    if missing and not after_cache:
+        return Refusal("cache.expanded", f"its forward does not call {', '.join(missing)}: {OWN_CLASS}")
+    if missing or code is None:
+        return Refusal("forward.unknown", f"forward does not call {', '.join(missing)}")
+    if "forward" in vars(module):
+        return Refusal("forward.unknown", "forward is replaced")
+    if not after_cache and "expand_kv" in code.co_names:
+        return Refusal("cache.expanded", f"its forward calls expand_kv, which it lacks: {EXPANDS_AFTER_CACHE.install}")
+    stored = sorted({str(step.argval) for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"})
+    if stored:
+        return Refusal("forward.unknown", f"forward keeps {', '.join(stored)} from one call to the next")
+    beyond = sorted(set(BEYOND_SOFTMAX) & _words(code))
+    if beyond:
+        return Refusal("attention.differs", f"forward hands {', '.join(beyond)} to its attention")
+    return None
+
+
+def _words(code: CodeType) -> set[str]:
+    """Names that the code uses, those of keyword arguments included."""
+    keywords = (constant for constant in code.co_consts if isinstance(constant, tuple))
+    return {*code.co_names, *(name for names in keywords for name in names if isinstance(name, str))}
+
+
+def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Children that hold a matrix."""
+    for name, child in module.named_children():
+        weight = getattr(child, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() == 2:
+            yield name, child
+
+
+def _norm_widths(module: nn.Module) -> set[int]:
+    weights = (getattr(child, "weight", None) for child in module.children())
+    return {weight.shape[0] for weight in weights if isinstance(weight, Tensor) and weight.dim() == 1}
+
+
+def _latents(module: nn.Module, projections: dict[str, nn.Module]) -> Iterator[Latents]:
+    """Every triple of down projection, norm and up projection whose widths fit: the down projection reads hidden
+    states, which are as wide as what some projection, that of the output, gives."""
+    given = {_width(projection, 0) for projection in projections.values()}
+    for name, up in projections.items():
+        rank = _width(up, 1)
+        if rank not in _norm_widths(module):
+            continue
+        for down in projections.values():
+            rope = _width(down, 0) - rank
+            if down is not up and rope > 0 and _width(down, 1) in given:
+                yield Latents(name, rank, rope, _width(down, 1))
+
+
+def _width(projection: nn.Module, axis: int) -> int:
+    weight = projection.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[axis]
+
+
+def _why_no_latent(module: nn.Module, projections: dict[str, nn.Module]) -> Refusal:
+    if hasattr(module, "kv_lora_rank"):
+        return Refusal("kv_up.absent", f"no down projection, norm and up projection that fit: {', '.join(projections)}")
+    return Refusal("attention.not_mla", f"its projections are {', '.join(projections)}")

@@ -1,0 +1,174 @@
+"""What a module itself makes of latents, compared with what its up projection's weights make of them.
+
+A module that expands what it reads from its cache is asked by its ``expand_kv``, on random latents. One that expands
+before it caches is asked by its ``forward``, on random hidden states and up to the cache: the up projection says
+which latents came in, the cache which keys and values came out. Then the converted forward is run to the same place,
+and must bring the latents themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mla_fusion.models.hf.latent_attention import LatentDims
+from mla_fusion.models.hf.latent_form import LatentForm, Refusal, expanded
+from mla_fusion.models.hf.latent_forward import latent_forward, local
+from mla_fusion.models.hf.releases import EXPANDS_AFTER_CACHE
+
+TOKENS = 3
+
+
+class Answer(NamedTuple):
+    """Latents ``[1, 1, S, R]``, ``[1, 1, S, Dr]`` and the keys and values ``[1, N, S, ..]`` that were made of them."""
+
+    c_kv: Tensor
+    k_pe: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class _Reached(Exception):
+    """The module has come to its cache."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.states = keys, values
+
+
+class _End:
+    """In place of a cache."""
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> None:
+        raise _Reached(keys, values)
+
+
+class _Unanswered(Exception):
+    """The module could not be asked; the message says why."""
+
+
+def probe(module: nn.Module, name: str, rank: int, rope: int, hidden: int) -> LatentForm | Refusal:
+    """The form of a module whose child ``name`` seems to expand latents of width ``rank``."""
+    up: Any = getattr(module, name)
+    weight = up.weight
+    if not weight.is_floating_point() or weight.dtype.itemsize < 2 or type(up).forward is not nn.Linear.forward:
+        return Refusal("kv_up.weight", f"{name} is {type(up).__name__} with a weight of {weight.dtype}")
+    if up.bias is not None:
+        return Refusal("kv_up.bias", f"{name} has a bias")
+    after_cache = EXPANDS_AFTER_CACHE.has(type(module))
+    inputs = list(_inputs(module, weight, rope, hidden))
+    with torch.no_grad():
+        try:
+            answer = _by_expansion(module, weight, rank, rope) if after_cache else _by_forward(module, up, inputs, rope)
+        except _Unanswered as error:
+            unknown = "kv_up.differs" if after_cache else "cache.expanded"
+            advice = "" if after_cache else f" ({EXPANDS_AFTER_CACHE.install})"
+            return Refusal(unknown, f"{name} expands no latents of {rank} and {rope}: {error}{advice}")
+        form = _compared(up, name, answer, after_cache)
+        if isinstance(form, LatentForm) and not after_cache:
+            return _converted(module, form, answer, inputs)
+        return form
+
+
+def _compared(up: Any, name: str, answer: Answer, after_cache: bool) -> LatentForm | Refusal:
+    """Are keys and values those of the up projection's weights?"""
+    c_kv, k_pe, keys, values = answer
+    heads, rope = keys.shape[1], k_pe.shape[-1]
+    dims = LatentDims(c_kv.shape[-1], rope, keys.shape[-1] - rope, values.shape[-1])
+    both = nn.functional.linear(c_kv, local(up.weight))
+    if dims.nope <= 0 or both.shape[-1] != heads * (dims.nope + dims.value):
+        return Refusal("kv_up.differs", f"keys {list(keys.shape)} and values {list(values.shape)} are not of {name}")
+    wanted = expanded(both, k_pe, dims)
+    if not keys.is_meta and not (torch.equal(keys, wanted[0]) and torch.equal(values, wanted[1])):
+        return Refusal("kv_up.differs", f"the module makes other keys or values than the weight of {name}")
+    return LatentForm(dims, heads, name, after_cache)
+
+
+def _by_expansion(module: Any, weight: Tensor, rank: int, rope: int) -> Answer:
+    c_kv, k_pe = (_random(weight, 1, 1, TOKENS, width) for width in (rank, rope))
+    try:
+        keys, values = type(module).expand_kv(module, c_kv, k_pe)
+    except RuntimeError as error:
+        raise _Unanswered(_first_line(error)) from error
+    return Answer(c_kv, k_pe, keys, values)
+
+
+def _by_forward(module: nn.Module, up: nn.Module, inputs: list[dict[str, Any]], rope: int) -> Answer:
+    """The rotated key is read off the first head: what it is does not matter, but that all heads have it."""
+    given: list[Tensor] = []
+    handle = up.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    try:
+        keys, values = _cached(module, type(module).forward, inputs)
+    finally:
+        handle.remove()
+    if not given:
+        raise _Unanswered("forward caches before it expands")
+    if keys.dim() != 4 or values.dim() != 4:
+        raise _Unanswered(f"forward caches {list(keys.shape)} and {list(values.shape)}")
+    c_kv = given[-1].reshape(1, 1, TOKENS, -1)
+    return Answer(c_kv, keys[:, :1, :, keys.shape[-1] - rope :], keys, values)
+
+
+def _converted(module: nn.Module, form: LatentForm, answer: Answer, inputs: list[dict[str, Any]]) -> LatentForm | Refusal:
+    """Does the converted forward cache the latents?"""
+    try:
+        c_kv, k_pe = _cached(module, latent_forward(type(module).forward, form), inputs)
+    except _Unanswered as error:
+        advice = EXPANDS_AFTER_CACHE.install
+        return Refusal("cache.expanded", f"its forward does more with keys and values than cache them: {error} ({advice})")
+    for found, wanted in ((c_kv, answer.c_kv), (k_pe, answer.k_pe)):
+        if found.shape != wanted.shape or not (found.is_meta or torch.equal(found, wanted)):
+            return Refusal("kv_up.differs", f"put off, the product with {form.kv_up} is one with other latents")
+    return form
+
+
+def _cached(
+    module: nn.Module, forward: Callable[..., Any], inputs: list[dict[str, Any]]
+) -> tuple[Tensor, Tensor]:
+    """What ``forward`` (unbound) hands to its cache, by the first arguments that it takes."""
+    reasons = []
+    for arguments in inputs:
+        try:
+            inspect.unwrap(forward)(module, **arguments)
+        except _Reached as reached:
+            return reached.states
+        except Exception as error:  # code of any kind: whatever it raises, it cannot be asked
+            reasons.append(f"{type(error).__name__}: {_first_line(error)}")
+        else:
+            reasons.append("forward does not come to its cache")
+    raise _Unanswered(reasons[0])
+
+
+def _inputs(module: nn.Module, weight: Tensor, rope: int, hidden: int) -> Iterator[dict[str, Any]]:
+    """Arguments of the module's forward; rotary tables are a pair of cosines and sines, or complex numbers."""
+    positions = torch.arange(TOKENS, device=weight.device)
+    angles = _random(weight, 1, TOKENS, rope // 2).float()
+    both = torch.cat((angles, angles), dim=-1)
+    tables = (
+        (both.cos().to(weight.dtype), both.sin().to(weight.dtype)),
+        torch.polar(torch.ones_like(angles), angles),
+    )
+    taken = inspect.signature(inspect.unwrap(type(module).forward)).parameters
+    for table in tables:
+        arguments = {
+            "hidden_states": _random(weight, 1, TOKENS, hidden),
+            "position_embeddings": table,
+            "attention_mask": None,
+            "position_ids": positions.unsqueeze(0),
+            "cache_position": positions,
+            "past_key_values": _End(),
+        }
+        yield {name: value for name, value in arguments.items() if name in taken}
+
+
+def _random(like: Tensor, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(like.device, like.dtype)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,68 @@
+"""What releases of ``transformers`` do differently. Each is asked of the class or the code itself, never of a version.
+
+``since`` is the first release that has the feature, for messages that name what to install.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+OLDEST = "4.57"
+"""The first release whose attentions call an attention function by the arguments that the conversion exchanges."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that a class or function of ``transformers`` has or has not.
+
+    asked_of  what ``has`` takes
+    without   what is done where it is absent
+    """
+
+    since: str
+    text: str
+    asked_of: str
+    without: str
+    has: Callable[[Any], bool]
+
+    @property
+    def install(self) -> str:
+        return f"pip install 'transformers>={self.since}'"
+
+
+EXPANDS_AFTER_CACHE = Feature(
+    "5.15",
+    "an attention caches latents; its `expand_kv` makes keys and values of what is cached",
+    "the attention's class",
+    "its forward expands latents before it caches them, and the product with the up projection is put off",
+    lambda kind: hasattr(kind, "expand_kv"),
+)
+ASKS_FOR_INTERFACE = Feature(
+    "5.1",
+    "forward asks `ALL_ATTENTION_FUNCTIONS.get_interface` for its attention function",
+    "the names that the forward looks up",
+    "it takes `ALL_ATTENTION_FUNCTIONS[..]`, or `eager_attention_forward` from its module",
+    lambda names: "get_interface" in names,
+)
+TWO_WIDTHS = Feature(
+    "5.0",
+    "a static cache has keys and values of different widths",
+    "the class of a static layer",
+    "a `StaticCache` under an optimised model is refused (`cache.kind`); `MlaPagedCache` has a fixed size too",
+    lambda layer: "value_states" in _parameters(layer.lazy_initialization),
+)
+COUNTS_POSITIONS = Feature(
+    "5.4",
+    "the model takes positions from a cache whose length is a tensor",
+    "the model's forward",
+    "a compiled step is given `cache_position`, as `generate()` and `DecodeStep` do",
+    lambda forward: "cache_position" not in _parameters(forward),
+)
+FEATURES = (EXPANDS_AFTER_CACHE, ASKS_FOR_INTERFACE, TWO_WIDTHS, COUNTS_POSITIONS)
+
+
+def _parameters(function: Callable[..., Any]) -> Any:
+    return inspect.signature(inspect.unwrap(function)).parameters

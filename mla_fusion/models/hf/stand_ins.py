@@ -1,0 +1,152 @@
+"""What a module's ``forward`` is handed in place of tensors, its cache and itself, so that it runs over latents.
+
+Each answers to what the forwards of ``transformers`` do with the thing it stands for, and to nothing else: code that does
+more fails when it is probed, and stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mla_fusion.models.hf.latent_attention import LatentDims
+from mla_fusion.models.hf.latent_form import LatentForm
+from mla_fusion.models.hf.releases import TWO_WIDTHS
+from mla_fusion.models.refusal import OptimizeError
+
+
+class SplitQuery:
+    """``[B, N, S, D]`` and ``[B, N, S, Dr]`` in place of their concatenation."""
+
+    def __init__(self, nope: Tensor, rope: Tensor) -> None:
+        self.nope = nope
+        self.rope = rope
+
+    def __mul__(self, factor: Any) -> SplitQuery:
+        return SplitQuery(self.nope * factor, self.rope * factor)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.nope.shape[:-1], self.nope.shape[-1] + self.rope.shape[-1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.nope.dtype
+
+    def joined(self) -> Tensor:
+        return torch.cat((self.nope, self.rope), dim=-1)
+
+
+class PutOff:
+    """Latents ``[B, 1, S, R]`` in place of what the up projection, or one part of it, would make of them.
+
+    Its shape is that of one head: the rotated key is then expanded to one, which is how it is cached.
+    """
+
+    def __init__(self, c_kv: Tensor, width: int) -> None:
+        self.c_kv = c_kv
+        self.width = width
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.c_kv.shape[:-1], self.width))
+
+    def view(self, *shape: Any) -> PutOff:
+        return self
+
+    def transpose(self, first: int, second: int) -> PutOff:
+        return self
+
+    def parts(self, widths: Sequence[int], dims: LatentDims) -> tuple[PutOff, PutOff]:
+        if list(widths) != [dims.nope, dims.value]:
+            raise ValueError(f"keys and values are split as {list(widths)}, not as {[dims.nope, dims.value]}")
+        return PutOff(self.c_kv, dims.nope), PutOff(self.c_kv, dims.value)
+
+
+class LatentKey:
+    """``[B, 1, S, R]`` and ``[B, 1, S, Dr]`` in place of the keys of all heads."""
+
+    def __init__(self, nope: PutOff, k_pe: Tensor) -> None:
+        self.c_kv = nope.c_kv
+        self.k_pe = k_pe
+        self.width = nope.width + k_pe.shape[-1]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.c_kv.shape[:-1], self.width))
+
+
+class LatentCache:
+    """A cache that is given latents where the forward gives it keys and values that were put off."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def update(self, keys: LatentKey, values: PutOff, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not torch.compiler.is_compiling():
+            _check_widths(self.cache, layer)
+        states: tuple[Tensor, Tensor] = self.cache.update(keys.c_kv, keys.k_pe, layer, *args, **kwargs)
+        return states
+
+
+def _check_widths(cache: Any, index: int) -> None:
+    """Refuse a static layer that would give rotated keys the width of latents."""
+    layers = getattr(cache, "layers", ())
+    layer = layers[index] if index < len(layers) else None
+    if hasattr(layer, "max_cache_len") and not layer.is_initialized and not TWO_WIDTHS.has(type(layer)):
+        raise OptimizeError(
+            "cache.kind",
+            f"the {type(cache).__name__} of this transformers has one width for keys and values, latents have two:"
+            f" take hf.MlaPagedCache(model, max_cache_len=..), or {TWO_WIDTHS.install}",
+        )
+
+
+class LatentSelf:
+    """The module as its own forward sees it: without its expansion of latents."""
+
+    def __init__(self, module: nn.Module, form: LatentForm) -> None:
+        self.module = module
+        self.form = form
+
+    def __getattr__(self, name: str) -> Any:
+        if self.form.after_cache:
+            return _same if name == "expand_kv" else getattr(self.module, name)
+        return self._put_off if name == self.form.kv_up else getattr(self.module, name)
+
+    def _put_off(self, c_kv: Tensor) -> PutOff:
+        return PutOff(c_kv.unsqueeze(1), self.form.dims.nope + self.form.dims.value)
+
+
+def _same(c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+    """In place of ``expand_kv``: keys and values are made, where at all, by the attention function."""
+    return c_kv, k_pe
+
+
+def cat_of(dims: LatentDims) -> Callable[..., Any]:
+    """``torch.cat``, but for the two parts of a query or of a key that was put off."""
+
+    def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
+        if len(tensors) == 2 and dim == -1:
+            nope, rope = tensors
+            if isinstance(nope, PutOff):
+                return LatentKey(nope, rope)
+            if nope.dim() == 4 and (nope.shape[-1], rope.shape[-1]) == (dims.nope, dims.rope):
+                return SplitQuery(nope, rope)
+        return torch.cat(list(tensors), dim=dim)
+
+    return cat
+
+
+def split_of(dims: LatentDims) -> Callable[..., Any]:
+    """``torch.split``, but for what was put off."""
+
+    def split(tensor: Any, widths: Any, dim: int = 0) -> Any:
+        return tensor.parts(widths, dims) if isinstance(tensor, PutOff) else torch.split(tensor, widths, dim=dim)
+
+    return split
