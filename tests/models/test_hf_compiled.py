@@ -9,6 +9,7 @@ import torch
 
 import mla_fusion as mf
 from mla_fusion.models import hf
+from mla_fusion.models.hf.releases import COUNTS_POSITIONS
 
 from .hf_models import KERNEL, build
 
@@ -23,6 +24,13 @@ def started(model: Any, length: int = 6, limit: int = 64) -> tuple[Any, torch.Te
     with torch.no_grad():
         model(input_ids=ids[:, :length], past_key_values=cache)
     return cache, ids[:, length:]
+
+
+def told(model: Any, cache: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a step must be told beside its tokens: its positions, where the model would count them as numbers."""
+    if COUNTS_POSITIONS.has(type(model).forward):
+        return {}
+    return {"cache_position": cache.get_seq_length() + torch.arange(ids.shape[1])}
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -61,7 +69,7 @@ def test_fused_steps_on_cpu(name: str) -> None:
     known = len(mf.reports())
     compiled = torch.compile(model.forward, backend="mla_fusion", fullgraph=name not in BREAKS, dynamic=False)
     with torch.no_grad():
-        found = [compiled(input_ids=ids, past_key_values=cache).logits for _ in range(3)]
+        found = [compiled(input_ids=ids, past_key_values=cache, **told(model, cache, ids)).logits for _ in range(3)]
         plain = [model(input_ids=ids, past_key_values=eager).logits for _ in range(3)]
         exactly = model.float()
         wanted = [exactly(input_ids=ids, past_key_values=exact).logits for _ in range(3)]
@@ -123,9 +131,9 @@ def test_a_compiled_step_that_runs_over_the_end_fails() -> None:
     compiled = torch.compile(model.forward, backend="mla_fusion", fullgraph=True, dynamic=False)
     with torch.no_grad():
         for _ in range(2):
-            compiled(input_ids=ids, past_key_values=cache)
+            compiled(input_ids=ids, past_key_values=cache, **told(model, cache, ids))
         with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds|DATA bounds)"):
-            compiled(input_ids=ids, past_key_values=cache)
+            compiled(input_ids=ids, past_key_values=cache, **told(model, cache, ids))
     torch._dynamo.reset()
 
 

@@ -145,6 +145,8 @@ def _refuse_devices(torch: ModuleType) -> None:
     if hasattr(fake_tensor, "init_gpu_context"):  # it allocates on the first device a fake tensor names
         fake_tensor.__dict__["init_gpu_context"] = _no_context
     _replace("get_device_name", npu.get_device_name, lambda device_name=None: SOC_NAME)
+    # torch.autocast asks, even where it is to be off.
+    _replace("is_bf16_supported", npu.is_bf16_supported, lambda including_emulation=False: True)
     libraries: dict[str, Any] = {}
     with warnings.catch_warnings():
         # Overriding a registered kernel is announced once per process; here it is meant.
