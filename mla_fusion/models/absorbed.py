@@ -27,7 +27,7 @@ class AbsorbedAttention(nn.Module):
 
     def __init__(self, attention: Any, rotate: Rotate) -> None:
         super().__init__()
-        if attention.q_a_proj is None:
+        if getattr(attention, "q_a_proj", None) is None:
             raise ValueError("this attention has no query LoRA (q_lora_rank is None)")
         self.attention = attention
         self.rotate = rotate  # Hugging Face's function; heads are axis 1
@@ -49,7 +49,9 @@ class AbsorbedAttention(nn.Module):
         latent = hf.kv_a_proj_with_mqa(hidden)
         c_kv, k_pe = latent.split([hf.kv_lora_rank, hf.qk_rope_head_dim], dim=-1)
         c_kv = hf.kv_a_layernorm(c_kv)
-        query_rope, k_pe = self.rotate(q_pe, k_pe.unsqueeze(1), cos, sin)
+        # Sequences of one token each, [T, heads, 1, Dr]: some releases rotate nothing but four dimensions.
+        query_rope, k_pe = self.rotate(q_pe.unsqueeze(2), k_pe[:, None, None], cos.unsqueeze(1), sin.unsqueeze(1))
+        query_rope, k_pe = query_rope.squeeze(2), k_pe.squeeze(2)
         w_uk, _ = self._up_projections()
         query = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
         kv_cache.view(-1, hf.kv_lora_rank)[slot_mapping] = c_kv

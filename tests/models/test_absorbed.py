@@ -8,6 +8,9 @@ import torch
 import mla_fusion as mf
 from mla_fusion.models.absorbed import AbsorbedAttention, AbsorbedDecoder
 from mla_fusion.models.hf import accuracy, modeling, random_decoder
+from mla_fusion.models.hf.features import EXPANDS_AFTER_CACHE
+from mla_fusion.models.hf.latent_attention import LatentDims
+from mla_fusion.models.hf.latent_form import expanded
 from mla_fusion.models.hf.paged import BLOCK_SIZE, PagedBatch, random_batch
 
 HIDDEN = 1024
@@ -24,7 +27,7 @@ def batch() -> PagedBatch:
 
 
 def test_attention_equals_hugging_face_on_every_history(decoder, batch):
-    """HF's forward over a DynamicCache holding the same latents, one sequence at a time, in float64."""
+    """HF's forward over a DynamicCache of the same latents (or what it makes of them), one sequence at a time, in float64."""
     from transformers import DynamicCache
 
     absorbed = decoder.layers[0].self_attn.double()
@@ -47,7 +50,11 @@ def test_attention_equals_hugging_face_on_every_history(decoder, batch):
                 past = DynamicCache()
                 caches = (batch.kv_caches[0][batch.block_tables[index]], batch.kr_caches[0][batch.block_tables[index]])
                 kv, kr = (cache.flatten(0, 1)[: length - 1, 0].double() for cache in caches)
-                past.update(kv[None, None], kr[None, None], 0)
+                held = kv[None, None], kr[None, None]
+                if not EXPANDS_AFTER_CACHE.has(type(hf)):
+                    dims = LatentDims(hf.kv_lora_rank, hf.qk_rope_head_dim, hf.qk_nope_head_dim, hf.v_head_dim)
+                    held = expanded(hf.kv_b_proj(held[0]), held[1], dims)
+                past.update(*held, 0)
                 tables = (cos[:, index : index + 1], sin[:, index : index + 1])
                 want, _ = hf(step.hidden[index][None, None], tables, None, past)
                 torch.testing.assert_close(got[index], want[0, 0], rtol=1e-5, atol=1e-6)

@@ -11,6 +11,9 @@ import pytest
 import torch
 
 import mla_fusion as mf
+from mla_fusion.models.hf.features import TWO_WIDTHS
+
+from .hf_models import config_of
 
 IDENTITY = mf.Config(unabsorbed="identity")
 SIZES = dict(
@@ -37,7 +40,9 @@ SIZES = dict(
     eos_token_id=2,
 )
 INDEXER = dict(index_n_heads=4, index_head_dim=64, index_topk=16)
-LONGCAT = dict(num_layers=1, num_hidden_layers=2, ffn_hidden_size=128, expert_ffn_hidden_size=64, zero_expert_num=1)
+LONGCAT = dict(
+    num_layers=1, num_hidden_layers=2, ffn_hidden_size=128, expert_ffn_hidden_size=64, zero_expert_num=1, moe_topk=2
+)
 
 # name: (model type, changes, attributes that the call must have beside the epsilons and the cache mode)
 FUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -64,10 +69,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def build(model_type: str, changes: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
-    mf.offline.activate()  # transformers imports torch_npu where it is installed
-    from transformers import AutoConfig, AutoModelForCausalLM
+    config = config_of(model_type, {**SIZES, **changes})
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
 
@@ -115,6 +119,10 @@ def test_decode_steps_over_huggingface_caches(kind: str) -> None:
     """Three greedy tokens after a prompt: the caches of transformers stay as they are, their writes staged."""
     model = build("deepseek_v3", {})
     from transformers import DynamicCache, StaticCache
+    from transformers.cache_utils import StaticLayer
+
+    if kind == "static" and not TWO_WIDTHS.has(StaticLayer):
+        pytest.skip("keys and values of this release's static cache have one width, those of the model two")
 
     def new_cache() -> Any:
         if kind == "static":

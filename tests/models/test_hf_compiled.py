@@ -9,7 +9,7 @@ import torch
 
 import mla_fusion as mf
 from mla_fusion.models import hf
-from mla_fusion.models.hf.releases import COUNTS_POSITIONS
+from mla_fusion.models.hf.features import COUNTS_POSITIONS
 
 from .hf_models import KERNEL, build
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
 from mla_fusion.compat import mark_static_address
 from mla_fusion.models.cache.page_table import BLOCK_SIZE, PageTable
-from mla_fusion.models.hf.releases import EXPANDS_AFTER_CACHE
+from mla_fusion.models.hf.features import EXPANDS_AFTER_CACHE
 from mla_fusion.models.refusal import OptimizeError
 
 
@@ -257,7 +257,7 @@ class MlaPagedCache(Cache):
         """As of a StaticCache; -1 where the cache grows."""
         return -1 if self.table.max_len is None else self.table.max_len
 
-    def get_max_length(self, layer_idx: int = 0) -> int:
+    def get_max_length(self, layer_idx: int | None = 0) -> int:
         """As ``max_cache_len``; the name that newer releases have for it, in all of them."""
         return self.max_cache_len
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from mla_fusion.models.hf.features import EXPANDS_AFTER_CACHE, OLDEST
 from mla_fusion.models.hf.latent_form import IMPLEMENTATIONS, LatentForm, Refusal
 from mla_fusion.models.hf.latent_probe import probe
-from mla_fusion.models.hf.releases import EXPANDS_AFTER_CACHE, OLDEST
 
 CALLED = ("update", "ALL_ATTENTION_FUNCTIONS", "torch")
 BEYOND_SOFTMAX = ("s_aux", "sinks", "softcap", "logits_soft_cap")  # what forwards call it when attention does more

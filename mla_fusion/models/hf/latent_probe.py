@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mla_fusion.models.hf.features import EXPANDS_AFTER_CACHE
 from mla_fusion.models.hf.latent_attention import LatentDims
 from mla_fusion.models.hf.latent_form import LatentForm, Refusal, expanded
 from mla_fusion.models.hf.latent_forward import latent_forward, local
-from mla_fusion.models.hf.releases import EXPANDS_AFTER_CACHE
 
 TOKENS = 3
 
@@ -109,26 +109,28 @@ def _by_forward(module: nn.Module, up: nn.Module, inputs: list[dict[str, Any]], 
         raise _Unanswered("forward caches before it expands")
     if keys.dim() != 4 or values.dim() != 4:
         raise _Unanswered(f"forward caches {list(keys.shape)} and {list(values.shape)}")
-    c_kv = given[-1].reshape(1, 1, TOKENS, -1)
+    c_kv = local(given[-1]).reshape(1, 1, TOKENS, -1)
     return Answer(c_kv, keys[:, :1, :, keys.shape[-1] - rope :], keys, values)
 
 
-def _converted(module: nn.Module, form: LatentForm, answer: Answer, inputs: list[dict[str, Any]]) -> LatentForm | Refusal:
+def _converted(
+    module: nn.Module, form: LatentForm, answer: Answer, inputs: list[dict[str, Any]]
+) -> LatentForm | Refusal:
     """Does the converted forward cache the latents?"""
     try:
         c_kv, k_pe = _cached(module, latent_forward(type(module).forward, form), inputs)
     except _Unanswered as error:
         advice = EXPANDS_AFTER_CACHE.install
-        return Refusal("cache.expanded", f"its forward does more with keys and values than cache them: {error} ({advice})")
+        return Refusal(
+            "cache.expanded", f"its forward does more with keys and values than cache them: {error} ({advice})"
+        )
     for found, wanted in ((c_kv, answer.c_kv), (k_pe, answer.k_pe)):
         if found.shape != wanted.shape or not (found.is_meta or torch.equal(found, wanted)):
             return Refusal("kv_up.differs", f"put off, the product with {form.kv_up} is one with other latents")
     return form
 
 
-def _cached(
-    module: nn.Module, forward: Callable[..., Any], inputs: list[dict[str, Any]]
-) -> tuple[Tensor, Tensor]:
+def _cached(module: nn.Module, forward: Callable[..., Any], inputs: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
     """What ``forward`` (unbound) hands to its cache, by the first arguments that it takes."""
     reasons = []
     for arguments in inputs:

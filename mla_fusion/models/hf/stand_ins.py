@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mla_fusion.models.hf.features import TWO_WIDTHS
 from mla_fusion.models.hf.latent_attention import LatentDims
 from mla_fusion.models.hf.latent_form import LatentForm
-from mla_fusion.models.hf.releases import TWO_WIDTHS
 from mla_fusion.models.refusal import OptimizeError
 
 
@@ -98,7 +98,7 @@ class LatentCache:
 def _check_widths(cache: Any, index: int) -> None:
     """Refuse a static layer that would give rotated keys the width of latents."""
     layers = getattr(cache, "layers", ())
-    layer = layers[index] if index < len(layers) else None
+    layer: Any = layers[index] if index < len(layers) else None
     if hasattr(layer, "max_cache_len") and not layer.is_initialized and not TWO_WIDTHS.has(type(layer)):
         raise OptimizeError(
             "cache.kind",
