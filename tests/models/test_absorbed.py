@@ -27,7 +27,7 @@ def batch() -> PagedBatch:
 
 
 def test_attention_equals_hugging_face_on_every_history(decoder, batch):
-    """HF's forward over a DynamicCache of the same latents (or what it makes of them), one sequence at a time, in float64."""
+    """HF's forward over a DynamicCache of the same latents, one sequence at a time, in float64."""
     from transformers import DynamicCache
 
     absorbed = decoder.layers[0].self_attn.double()

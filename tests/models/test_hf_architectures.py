@@ -99,7 +99,7 @@ def test_fuses_every_layer_as_exactly(name: str) -> None:
         assert {"qc_qr_scale", "kc_scale", "query_norm_flag"} & fusion.attributes.keys() == attributes.keys()
     with torch.no_grad():
         plain = model(**inputs).logits
-        exact = model.double()(**inputs).logits
+        exact = model.float()(**inputs).logits  # float64 stops in the experts of some releases
     errors = [float((logits.double() - exact).norm() / exact.norm()) for logits in (found, plain)]
     assert errors[0] <= 1.1 * errors[1], errors
 

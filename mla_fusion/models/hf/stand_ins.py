@@ -1,7 +1,7 @@
 """What a module's ``forward`` is handed in place of tensors, its cache and itself, so that it runs over latents.
 
-Each answers to what the forwards of ``transformers`` do with the thing it stands for, and to nothing else: code that does
-more fails when it is probed, and stays as it is.
+Each answers to what the forwards of ``transformers`` do with the thing it stands for, and to nothing else: code that
+does more fails when it is probed, and stays as it is.
 """
 
 from __future__ import annotations
