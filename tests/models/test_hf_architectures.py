@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mla_fusion as mf
-from mla_fusion.models.hf.features import TWO_WIDTHS
+from mla_fusion.models.features import TWO_WIDTHS
 
 from .hf_models import config_of
 

@@ -9,7 +9,7 @@ import torch
 
 import mla_fusion as mf
 from mla_fusion.models import hf
-from mla_fusion.models.hf.features import COUNTS_POSITIONS
+from mla_fusion.models.features import COUNTS_POSITIONS
 
 from .hf_models import KERNEL, build
 
@@ -104,6 +104,24 @@ def test_every_prologue_is_one_operator_in_the_ge_graph(name: str, layers: int) 
         for old, new in zip(held["layers"], cache.state_dict()["layers"], strict=True)
         for a, b in zip(old, new, strict=True)
     )
+
+
+def test_a_decode_step_is_one_fused_graph_in_every_release() -> None:
+    """``DecodeStep`` tells positions where the model would count them."""
+    model = build(PLAIN, KERNEL | {"num_attention_heads": 4, "num_key_value_heads": 4} | ONE, dtype=torch.bfloat16)
+    hf.optimize(model)
+    cache, ids = started(model)
+    plain = hf.MlaPagedCache(model, max_cache_len=64)
+    plain.load_state_dict(cache.state_dict())
+    torch._dynamo.reset()
+    known = len(mf.reports())
+    step = torch.compile(hf.DecodeStep(model, cache), backend="mla_fusion", fullgraph=True, dynamic=False)
+    eager = hf.DecodeStep(model, plain)
+    with torch.no_grad():
+        assert all(error(step(ids), eager(ids)) < 2e-2 for _ in range(2))
+    assert [len(report.fused) for report in mf.reports()[known:]] == [1]
+    assert int(cache.get_seq_length()) == int(plain.get_seq_length()) == 8
+    torch._dynamo.reset()
 
 
 def test_a_compiled_model_generates_the_same_tokens() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mla_fusion.models import hf
-from mla_fusion.models.hf.features import EXPANDS_AFTER_CACHE, TWO_WIDTHS
+from mla_fusion.models.features import EXPANDS_AFTER_CACHE, TWO_WIDTHS
 from mla_fusion.models.hf.latent_attention import LatentDims, absorbed_attention
 
 from .hf_models import BASE, KERNEL, MODELS, build, prompt

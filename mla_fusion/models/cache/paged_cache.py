@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
 from mla_fusion.compat import mark_static_address
 from mla_fusion.models.cache.page_table import BLOCK_SIZE, PageTable
-from mla_fusion.models.hf.features import EXPANDS_AFTER_CACHE
+from mla_fusion.models.features import EXPANDS_AFTER_CACHE
 from mla_fusion.models.refusal import OptimizeError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mla_fusion.models.hf.features import COUNTS_POSITIONS
+from mla_fusion.models.features import COUNTS_POSITIONS
 
 
 class DecodeStep(nn.Module):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from mla_fusion.models.hf.features import EXPANDS_AFTER_CACHE, OLDEST
+from mla_fusion.models.features import EXPANDS_AFTER_CACHE, OLDEST
 from mla_fusion.models.hf.latent_form import IMPLEMENTATIONS, LatentForm, Refusal
 from mla_fusion.models.hf.latent_probe import probe
 

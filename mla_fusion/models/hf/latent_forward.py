@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mla_fusion.models.hf.features import ASKS_FOR_INTERFACE
+from mla_fusion.models.features import ASKS_FOR_INTERFACE
 from mla_fusion.models.hf.latent_attention import absorbed_attention
 from mla_fusion.models.hf.latent_form import IMPLEMENTATIONS, LatentForm
 from mla_fusion.models.hf.stand_ins import LatentCache, LatentKey, LatentSelf, SplitQuery, cat_of, split_of

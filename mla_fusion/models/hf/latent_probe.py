@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mla_fusion.models.hf.features import EXPANDS_AFTER_CACHE
+from mla_fusion.models.features import EXPANDS_AFTER_CACHE
 from mla_fusion.models.hf.latent_attention import LatentDims
 from mla_fusion.models.hf.latent_form import LatentForm, Refusal, expanded
 from mla_fusion.models.hf.latent_forward import latent_forward, local

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mla_fusion.models.hf.features import TWO_WIDTHS
+from mla_fusion.models.features import TWO_WIDTHS
 from mla_fusion.models.hf.latent_attention import LatentDims
 from mla_fusion.models.hf.latent_form import LatentForm
 from mla_fusion.models.refusal import OptimizeError

@@ -62,7 +62,7 @@ class Summary:
 
     @property
     def expanded_bytes_per_token(self) -> int:
-        """The same where keys and values of all heads are cached, as ``transformers`` did up to 5.11."""
+        """The same where keys and values of all heads are cached, as ``transformers`` did up to 5.14."""
         return sum(item.expanded_bytes_per_token for item in self.converted)
 
     @property
