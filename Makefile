@@ -50,6 +50,7 @@ bench: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/generate_operator.py
+	$(BIN)/python docs/generate_hf.py
 
 site: docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
