@@ -1,9 +1,11 @@
-"""``mla-fusion audit``: hand-written calls of a function, or the prologues of a dump."""
+"""``mla-fusion audit`` and ``guide``: hand-written calls checked, and how to write one."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ from mla_fusion.meta import RELEASES, SOCS
 from mla_fusion.target import UserError, load_target
 
 
-def add_arguments(parser: Any) -> None:
+def add(commands: Any, command: Callable[..., Any]) -> None:
+    """Both subcommands; ``command`` makes the parser of one that prints JSON on request."""
+    summary = "Check hand-written calls of the operators; with --reference, against the model that they stand for."
+    parser = command(commands, "audit", _audit, summary)
     parser.add_argument(
         "target", metavar="FILE.py:FUNCTION", help="function that returns (module_or_function, arguments), or a dump"
     )
@@ -21,9 +26,13 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--cann", choices=RELEASES, default="latest")
     parser.add_argument("--path", choices=("eager", "graph"), default="eager", help="how the calls reach the device")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the audit as a page")
+    summary = "Print how to write a call of the operator by hand, for people and for agents that write code."
+    parser = commands.add_parser("guide", help=summary, description=summary)
+    parser.set_defaults(run=_guide)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write it to a file instead, AGENTS.md for one")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _audit(arguments: argparse.Namespace) -> int:
     """Exit status: 0 nothing is wrong, 1 something is. Raises UserError for bad input."""
     from mla_fusion.dumps import DumpError
 
@@ -50,3 +59,16 @@ def _of_function(arguments: argparse.Namespace) -> mf.Audit:
     reference = load_target(arguments.reference)[0] if arguments.reference else None
     limits = {"soc": arguments.soc, "cann": arguments.cann, "path": arguments.path}
     return mf.audit(target, reference, *example, **limits)
+
+
+def _guide(arguments: argparse.Namespace) -> int:
+    text = (files("mla_fusion.by_hand") / "guide.md").read_text(encoding="utf-8")
+    if arguments.out is None:
+        print(text, end="")
+        return 0
+    try:
+        arguments.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(str(error)) from error
+    print(f"written: {arguments.out}", file=sys.stderr)
+    return 0

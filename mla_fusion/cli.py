@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_lower(commands)
     _add_inspect(commands)
     _add_diff(commands)
-    _add_audit(commands)
+    _add_by_hand(commands)
     _add_selftest(commands)
     _add_bench(commands)
     _add_optimize(commands)
@@ -294,14 +294,13 @@ def _read_dump(path: Path) -> Any:
         raise UserError(str(error)) from error
 
 
-# -- audit
+# -- audit, guide
 
 
-def _add_audit(commands: Any) -> None:
+def _add_by_hand(commands: Any) -> None:
     from mla_fusion import audit_cli
 
-    summary = "Check hand-written calls of the operators; with --reference, against the model that they stand for."
-    audit_cli.add_arguments(_command(commands, "audit", audit_cli.run, summary))
+    audit_cli.add(commands, _command)
 
 
 # -- selftest

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from mla_fusion.by_hand import wiring
 from mla_fusion.by_hand.calls import Call, Watch, buffers_kept, callers_line, run
 from mla_fusion.by_hand.outcome import Audit, Finding
-from mla_fusion.by_hand.repairs import Repair
+from mla_fusion.by_hand.repair import Repair
 from mla_fusion.by_hand.search import Subject, draws_of, options_of, search
 from mla_fusion.by_hand.values import Values, errors, values_of, worst
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from mla_fusion.by_hand.calls import Call, Watch
-from mla_fusion.by_hand.repairs import KR, KV, QUERY, Repair, candidates
+from mla_fusion.by_hand.repair import KR, KV, QUERY, Repair
+from mla_fusion.by_hand.repairs import candidates
 from mla_fusion.by_hand.roles import roles_of
 from mla_fusion.by_hand.values import Values, errors, values_of
 

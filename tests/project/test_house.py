@@ -15,6 +15,9 @@ MOST_LINES = 400
 TABLES = ("fx/operators.py", "dumps/ge_operators.py")  # longer, since they are tables
 
 
+COMMANDS = ("demo", "bench", "audit_cli")  # files of cli.py's
+
+
 def modules() -> dict[str, Path]:
     found = {}
     for folder, package in FOLDERS.items():
@@ -57,12 +60,12 @@ def test_no_import_runs_in_a_circle() -> None:
 
 def test_a_room_imports_only_rooms_above_it() -> None:
     order = {name: place for place, name in enumerate(rooms())}
-    order |= dict.fromkeys(ABOVE_ALL, -1) | {name: len(order) for name in ("mla_fusion", "demo", "bench", "offline")}
+    order |= dict.fromkeys(ABOVE_ALL, -1) | {name: len(order) for name in ("mla_fusion", *COMMANDS, "offline")}
     below = [
         f"{name} imports {other}"
         for name, others in imports().items()
         for other in others
-        if room(name) not in ("mla_fusion", "demo", "bench", "offline", "cli")
+        if room(name) not in ("mla_fusion", *COMMANDS, "offline", "cli")
         and order[room(other)] > order[room(name)]
     ]
     assert not below
