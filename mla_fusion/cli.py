@@ -320,11 +320,15 @@ def _add_selftest(commands: Any) -> None:
     parser.add_argument("--heads", type=_positive, help="N; 16 on an NPU, 4 on a CPU")
     parser.add_argument("--repeats", type=_positive, help="timed calls per scenario")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON to a file, to send back")
+    parser.add_argument("--compare", nargs="+", metavar="JSON", help="run nothing: judge one such file, or compare two")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="with --compare: also write a page")
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
     from mla_fusion import selftest
 
+    if arguments.compare:
+        return _compared(arguments)
     options = selftest.Options(arguments.only, arguments.hidden, arguments.heads, arguments.repeats)
     try:
         device = selftest.choose(arguments.device, arguments.soc, arguments.cann)
@@ -337,6 +341,21 @@ def _selftest(arguments: argparse.Namespace) -> int:
         arguments.out.write_text(outcome.to_json(), encoding="utf-8")
     print(outcome.to_json() if arguments.json else outcome)
     return 1 if outcome.failed else 0
+
+
+def _compared(arguments: argparse.Namespace) -> int:
+    from mla_fusion.selftest import paper
+
+    if len(arguments.compare) > 2:
+        raise UserError("--compare takes one file or two")
+    try:
+        found = paper.read(*arguments.compare)
+    except (paper.OutcomeError, OSError) as error:
+        raise UserError(str(error)) from error
+    print(found.to_json() if arguments.json else found)
+    if arguments.html:
+        print(f"written: {found.to_html(arguments.html)}", file=sys.stderr)
+    return 0 if found.ok else 1
 
 
 def _tell_progress(result: Any) -> None:
