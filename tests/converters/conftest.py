@@ -1,20 +1,14 @@
-"""The spellings of tests/fusion, loaded by path: under pytest's importlib mode tests are no package."""
+"""The spellings of tests/fusion, for tests that compile them."""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
 
-_FILE = Path(__file__).parents[1] / "fusion" / "spellings.py"
-
 
 @pytest.fixture(scope="session")
-def spellings() -> Any:
-    spec = importlib.util.spec_from_file_location("converter_spellings", _FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def spellings() -> ModuleType:
+    from tests.fusion import spellings
+
+    return spellings

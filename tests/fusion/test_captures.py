@@ -11,9 +11,9 @@ from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fusion as mf
+from tests.harness import clones, distance
 
 from . import spellings as s
-from .harness import clones, distance
 
 
 @pytest.mark.parametrize("spelling", [s.PagedRotateHalf, s.PagedFunctionalNorm])

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 import mla_fusion as mf
+from tests.harness import assert_as_exact, clones, compiled
 
 from . import near_misses
 from . import spellings as s
-from .harness import assert_as_exact, clones, compiled
 
 
 class PartialRope(near_misses.Base):

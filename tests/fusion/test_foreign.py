@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
+from tests.harness import assert_as_exact, clones, compiled, outcome
 
 from . import spellings as s
 from .foreign import (
@@ -28,7 +29,6 @@ from .foreign import (
     wide,
     zero_rows,
 )
-from .harness import assert_as_exact, clones, compiled, outcome
 from .spellings import BLOCK_SIZE, DR, HCKV, D
 from .variants import IN_PLACE, STAGED
 

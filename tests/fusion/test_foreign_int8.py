@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
+from tests.harness import assert_as_exact, clones, distance, eager, flat
 
 from .foreign_int8 import (
     LINEARS,
@@ -27,7 +28,6 @@ from .foreign_int8 import (
     one_token,
     to_int8,
 )
-from .harness import assert_as_exact, clones, distance, eager, flat
 from .quantised import npu
 from .spellings import paged_args
 

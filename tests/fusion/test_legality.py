@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
+from tests.harness import assert_as_exact, both_ways, clones, compiled
 
-from .harness import assert_as_exact, both_ways, clones, compiled
 from .near_misses import Base
 from .spellings import BLOCK_SIZE, BLOCKS, DR, HCKV, attend, paged_args, paged_caches
 

@@ -9,11 +9,11 @@ from torch import Tensor
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx.shrink import Shrink
+from tests.harness import assert_as_exact, clones, compiled
 
 from . import near_misses
 from . import spellings as s
 from . import variants as v
-from .harness import assert_as_exact, clones, compiled
 
 
 @pytest.fixture(autouse=True)

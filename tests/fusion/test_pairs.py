@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
+from tests.harness import assert_as_exact, clones, compiled
 
 from . import spellings as s
-from .harness import assert_as_exact, clones, compiled
 
 
 class TwoAttentions(nn.Module):

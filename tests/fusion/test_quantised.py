@@ -12,8 +12,8 @@ from torch import Tensor
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.paging import dequantise_rows
+from tests.harness import assert_as_exact, both_ways, clones, compiled, distance, eager
 
-from .harness import assert_as_exact, both_ways, clones, compiled, distance, eager
 from .quantised import (
     HCKV,
     INT8_ATTENTION,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx import regions
+from tests.harness import assert_as_exact, both_ways, clones, eager
 
 from . import spellings as s
-from .harness import assert_as_exact, both_ways, clones, eager
 from .near_misses import Base
 
 

@@ -7,9 +7,9 @@ import torch
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
+from tests.harness import assert_as_exact, both_ways, clones, compiled, flat, outcome
 
 from . import spellings as s
-from .harness import assert_as_exact, both_ways, clones, compiled, flat, outcome
 from .stacks import MISSES, STACKS, Args, PrefillOfOperator, RowsNotGiven, RowsOfOperator, WrittenBack, row_args
 from .variants import IN_PLACE, STAGED
 

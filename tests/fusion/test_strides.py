@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import mla_fusion as mf
+from tests import harness
 
-from . import harness
 from . import spellings as s
 from .near_misses import Base
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mla_fusion as mf
+from tests import harness
 
-from . import harness
 from . import spellings as s
 from .near_misses import Base
 

@@ -10,8 +10,8 @@ import torch
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
+from tests import harness
 
-from . import harness
 from . import spellings as s
 
 

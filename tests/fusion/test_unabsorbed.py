@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
+from tests.harness import assert_as_exact, both_ways, clones, compiled
 
-from .harness import assert_as_exact, both_ways, clones, compiled
 from .near_misses import Base
 from .quantised import Full
 from .spellings import DR, HCKV, HCQ, HE, D, linear, paged_args

@@ -7,9 +7,9 @@ import torch
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
+from tests.harness import assert_as_exact, both_ways, clones, compiled
 
 from . import spellings as s
-from .harness import assert_as_exact, both_ways, clones, compiled
 from .mixtures import MIXTURES
 from .variants import IN_PLACE, STAGED, VARIANTS
 

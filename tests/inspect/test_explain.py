@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,36 +13,13 @@ from torch import nn
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.inspect.explain import DumpReport, NotRebuilt
+from tests.dumps import ge_files
+from tests.fusion import mixtures, near_misses, quantised, variants
+from tests.fusion import spellings as s
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "dumps" / "fixtures"
 UNVERIFIED = mf.Config(verify="off")
 
-
-def beside(name: str) -> ModuleType:
-    """A module of this folder."""
-    spec = importlib.util.spec_from_file_location(f"inspect_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-ge_files = beside("ge_files")
-
-
-def of_fusion_tests(name: str) -> ModuleType:
-    """A module of tests/fusion, whose models are spelled as real ones are."""
-    package = "mla_fusion_tests_fusion"
-    folder = Path(__file__).parents[1] / "fusion"
-    if package not in sys.modules:
-        spec = importlib.util.spec_from_file_location(package, folder / "__init__.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[package] = importlib.util.module_from_spec(spec)
-    return importlib.import_module(f"{package}.{name}")
-
-
-s, near_misses = of_fusion_tests("spellings"), of_fusion_tests("near_misses")
-quantised, variants, mixtures = (of_fusion_tests(name) for name in ("quantised", "variants", "mixtures"))
 CASES = {
     "rotate_half": (s.PagedRotateHalf, s.paged_args),
     "sqrt_norm": (s.PagedSqrtNorm, s.paged_args),
@@ -111,9 +85,7 @@ def test_config_counts():
     assert mf.explain(str(FIXTURES / "fx_before.txt"), mf.Config(verify="off")).fused[0].figures == ()
 
 
-@pytest.mark.parametrize(
-    "name", ["unfused.pbtxt", "unfused_py.txt", "ge_proto_unfused.txt", "ge_onnx_unfused.pbtxt"]
-)
+@pytest.mark.parametrize("name", ["unfused.pbtxt", "unfused_py.txt", "ge_proto_unfused.txt", "ge_onnx_unfused.pbtxt"])
 def test_ge_fixtures(name):
     report = mf.explain(FIXTURES / name)
     live = mf.explain(FIXTURES / "fx_before.txt")

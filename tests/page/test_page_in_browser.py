@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tests.page import pages
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 MIB = 1 << 20
-
-
-def load(name: str) -> ModuleType:
-    if f"inspect_{name}" not in sys.modules:
-        spec = importlib.util.spec_from_file_location(f"inspect_{name}", Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None and spec.loader is not None
-        sys.modules[f"inspect_{name}"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[f"inspect_{name}"])
-    return sys.modules[f"inspect_{name}"]
-
-
-pages = load("pages")
 
 
 @pytest.fixture(scope="module")

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from mla_fusion.page import drawing
 from mla_fusion.page.layout import place
 from mla_fusion.report.picture import INPUTS, ROLES, Drawing
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-pages = load("pages")
+from tests.page import pages
 
 
 def names(drawn: Drawing, failing: bool) -> list[tuple[str, str]]:

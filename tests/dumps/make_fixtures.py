@@ -1,6 +1,6 @@
-"""Makes tests/inspect/fixtures: small graphs, fused and unfused, in every form that the real torchair dumps.
+"""Makes tests/dumps/fixtures: small graphs, fused and unfused, in every form that the real torchair dumps.
 
-    python tests/inspect/make_fixtures.py
+    python tests/dumps/make_fixtures.py
 
 The model is that of examples/fuse_your_model.py; the dumps are written by torchair's own code for its option
 ``config.debug.graph_dump`` and by ``print_readable``, which its FX dumps are. Paths are shortened, nothing else.

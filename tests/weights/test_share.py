@@ -19,9 +19,8 @@ from mla_fusion.compile.boundary import Packed, fuse_with_boundary
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.weights import cache, release
 from mla_fusion.weights.share import Inverse, inverse
-
-from . import spellings as s
-from .harness import assert_as_exact, assert_no_worse, clones, eager, exact
+from tests.fusion import spellings as s
+from tests.harness import assert_as_exact, assert_no_worse, clones, eager, exact
 
 SHARED = mf.Config(weights="shared")
 PACKINGS: list[cache.Packing] = []

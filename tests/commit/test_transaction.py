@@ -18,9 +18,8 @@ from mla_fusion.emit import call, contract
 from mla_fusion.fx import build, strides
 from mla_fusion.match.finder import Finder
 from mla_fusion.observe import draw
-
-from . import spellings as s
-from .harness import assert_as_exact, clones, compiled
+from tests.fusion import spellings as s
+from tests.harness import assert_as_exact, clones, compiled
 
 # Where something may go wrong: an attribute, and how many calls of it go well. The layers model has three prologues.
 STAGES: dict[str, tuple[Any, str, int]] = {

@@ -12,10 +12,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fusion as mf
-
-from . import quantised as q
-from . import spellings as s
-from .harness import assert_as_exact, clones
+from tests.fusion import quantised as q
+from tests.fusion import spellings as s
+from tests.harness import assert_as_exact, clones
 
 
 class Steps(s.PagedRotateHalf):

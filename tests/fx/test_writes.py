@@ -13,8 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fusion.fx import regions, writes
 from mla_fusion.fx.walk import peel
-
-from .harness import flat
+from tests.harness import flat
 
 
 class Scribble:

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.floats import specialise
-
-from . import spellings as s
-from .harness import assert_as_exact, clones
+from tests.fusion import spellings as s
+from tests.harness import assert_as_exact, clones
 
 
 def test_fuses_and_follows_a_changed_epsilon() -> None:

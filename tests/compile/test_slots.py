@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.slots import SlotCheck
-
-from . import spellings as s
-from .harness import assert_as_exact, clones, compiled, fuse_only
+from tests.fusion import spellings as s
+from tests.harness import assert_as_exact, clones, compiled, fuse_only
 
 CHECKED = mf.Config(slots="checked")
 ROWS = s.BLOCKS * s.BLOCK_SIZE

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mla_fusion as mf
-
-from . import spellings as s
-from .harness import assert_no_worse, clones, eager, exact
+from tests.fusion import spellings as s
+from tests.harness import assert_no_worse, clones, eager, exact
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,8 @@ from torch import Tensor
 import mla_fusion as mf
 from mla_fusion.compile import torchair_bridge
 from mla_fusion.weights import cache
-
-from . import spellings as s
-from .harness import assert_as_exact, clones, compiled, fuse_only
+from tests.fusion import spellings as s
+from tests.harness import assert_as_exact, clones, compiled, fuse_only
 
 
 @pytest.mark.parametrize("rank", [2, 3])
