@@ -15,7 +15,7 @@ from pathlib import Path
 from mla_fusion.report.rejection import CODES
 
 PAGE = Path(__file__).with_name("rejections.md")
-FUSION_TESTS = Path(__file__).parents[1] / "tests" / "fusion"
+TESTS_OF = Path(__file__).parents[1] / "tests"
 
 INTRODUCTION = """\
 # Why a prologue was not fused
@@ -26,14 +26,14 @@ the nodes concerned. A code may carry a part after a colon that says more: `cont
 of the operator's contract ([operator.md](operator.md)).
 
 Each code has an example: the smallest change to a plain prologue that gets it, cut from the tests that run it. `Base`
-is that prologue ([tests/fusion/near_misses.py](../tests/fusion/near_misses.py)), with a method for every step; `Full`,
-`Partial` and `OperatorCache` are int8 ones ([tests/fusion/quantised.py](../tests/fusion/quantised.py)).
+is that prologue ([near_misses.py](../tests/catalogue/near_misses.py)), with a method for every step; `Full`,
+`Partial` and `OperatorCache` are int8 ones ([quantised.py](../tests/catalogue/quantised.py)).
 
 Generated from `mla_fusion/report/rejection.py` by `docs/generate.py`; do not edit.
 """
 # where examples are looked for: first the models, by the code they are listed with, then tests that name the code
-MODELS = ("near_misses.py", "quantised_misses.py")
-TESTS = ("test_rejections.py",)
+MODELS = ("catalogue/near_misses.py", "catalogue/quantised_misses.py")
+TESTS = ("fusion/test_rejections.py",)
 
 
 def page() -> str:
@@ -45,7 +45,7 @@ def examples() -> dict[str, str]:
     """Source text by code, the first one that is found."""
     found: dict[str, str] = {}
     for name in (*MODELS, *TESTS):
-        text = (FUSION_TESTS / name).read_text()
+        text = (TESTS_OF / name).read_text()
         statements = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef))
         definitions = {node.name: node for node in statements}
         for code, definition in _listed(text) if name in MODELS else _named(text, definitions.values()):

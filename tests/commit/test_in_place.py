@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fusion as mf
-from tests.fusion import quantised as q
-from tests.fusion import spellings as s
+from tests.catalogue import quantised as q
+from tests.catalogue import spellings as s
 from tests.harness import assert_as_exact, clones
 
 

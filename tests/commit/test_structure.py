@@ -15,7 +15,7 @@ from mla_fusion.commit.region import Region, cut_out
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx.view import View
 from mla_fusion.plan.plan import Plan
-from tests.fusion import spellings as s
+from tests.catalogue import spellings as s
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from mla_fusion.emit import call, contract
 from mla_fusion.fx import build, strides
 from mla_fusion.match.finder import Finder
 from mla_fusion.observe import draw
-from tests.fusion import spellings as s
+from tests.catalogue import spellings as s
 from tests.harness import assert_as_exact, clones, compiled
 
 # Where something may go wrong: an attribute, and how many calls of it go well. The layers model has three prologues.

@@ -16,7 +16,7 @@ from mla_fusion.emit import call, rows
 from mla_fusion.fx.view import View
 from mla_fusion.match.finder import Finder
 from mla_fusion.plan.planner import Planner
-from tests.fusion import spellings as s
+from tests.catalogue import spellings as s
 
 aten = torch.ops.aten
 
@@ -242,7 +242,7 @@ def test_a_wrong_slot_shows_in_a_large_cache(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_half_rows_are_compared_in_the_models_order() -> None:
-    from tests.fusion import variants
+    from tests.catalogue import variants
 
     report = mf.fuse(graph_of(variants.GptjStack(), *s.paged_args()), mf.Config(kr_layout="half"))
     (fusion,) = report.fused

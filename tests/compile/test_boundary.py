@@ -13,7 +13,7 @@ from torch import Tensor
 import mla_fusion as mf
 from mla_fusion.compile import torchair_bridge
 from mla_fusion.weights import cache
-from tests.fusion import spellings as s
+from tests.catalogue import spellings as s
 from tests.harness import assert_as_exact, clones, compiled, fuse_only
 
 

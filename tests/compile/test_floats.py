@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.floats import specialise
-from tests.fusion import spellings as s
+from tests.catalogue import spellings as s
 from tests.harness import assert_as_exact, clones
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.slots import SlotCheck
-from tests.fusion import spellings as s
+from tests.catalogue import spellings as s
 from tests.harness import assert_as_exact, clones, compiled, fuse_only
 
 CHECKED = mf.Config(slots="checked")

@@ -9,6 +9,6 @@ import pytest
 
 @pytest.fixture(scope="session")
 def spellings() -> ModuleType:
-    from tests.fusion import spellings
+    from tests.catalogue import spellings
 
     return spellings

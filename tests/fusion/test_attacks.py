@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-
-from . import spellings as s
-from .near_misses import Base
+from tests.catalogue import spellings as s
+from tests.catalogue.near_misses import Base
 
 
 class After(nn.Module):

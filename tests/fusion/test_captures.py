@@ -11,9 +11,8 @@ from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fusion as mf
+from tests.catalogue import spellings as s
 from tests.harness import clones, distance
-
-from . import spellings as s
 
 
 @pytest.mark.parametrize("spelling", [s.PagedRotateHalf, s.PagedFunctionalNorm])

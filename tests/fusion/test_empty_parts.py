@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 import mla_fusion as mf
+from tests.catalogue import near_misses
+from tests.catalogue import spellings as s
 from tests.harness import assert_as_exact, clones, compiled
-
-from . import near_misses
-from . import spellings as s
 
 
 class PartialRope(near_misses.Base):

@@ -11,10 +11,8 @@ from torch import Tensor
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from tests.harness import assert_as_exact, clones, compiled, outcome
-
-from . import spellings as s
-from .foreign import (
+from tests.catalogue import spellings as s
+from tests.catalogue.foreign import (
     FOREIGN,
     H,
     Make,
@@ -29,8 +27,9 @@ from .foreign import (
     wide,
     zero_rows,
 )
-from .spellings import BLOCK_SIZE, DR, HCKV, D
-from .variants import IN_PLACE, STAGED
+from tests.catalogue.spellings import BLOCK_SIZE, DR, HCKV, D
+from tests.catalogue.variants import IN_PLACE, STAGED
+from tests.harness import assert_as_exact, clones, compiled, outcome
 
 
 @pytest.mark.parametrize("name", FOREIGN)

@@ -13,9 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from tests.harness import assert_as_exact, clones, distance, eager, flat
-
-from .foreign_int8 import (
+from tests.catalogue.foreign_int8 import (
     LINEARS,
     MODELS,
     WITH_INT8_CACHES,
@@ -28,8 +26,9 @@ from .foreign_int8 import (
     one_token,
     to_int8,
 )
-from .quantised import npu
-from .spellings import paged_args
+from tests.catalogue.quantised import npu
+from tests.catalogue.spellings import paged_args
+from tests.harness import assert_as_exact, clones, distance, eager, flat
 
 FLOAT8 = torch.float8_e4m3fn
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
+from tests.catalogue import spellings as s
 
-from . import spellings as s
 from .ge_graphs import same_wiring
 
 UNFUSED = mf.Config(enable=False)

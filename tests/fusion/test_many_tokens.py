@@ -9,11 +9,10 @@ from torch import Tensor
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx.shrink import Shrink
+from tests.catalogue import near_misses
+from tests.catalogue import spellings as s
+from tests.catalogue import variants as v
 from tests.harness import assert_as_exact, clones, compiled
-
-from . import near_misses
-from . import spellings as s
-from . import variants as v
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
+from tests.catalogue import spellings as s
 from tests.harness import assert_as_exact, clones, compiled
-
-from . import spellings as s
 
 
 class TwoAttentions(nn.Module):

@@ -12,9 +12,7 @@ from torch import Tensor
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.paging import dequantise_rows
-from tests.harness import assert_as_exact, both_ways, clones, compiled, distance, eager
-
-from .quantised import (
+from tests.catalogue.quantised import (
     HCKV,
     INT8_ATTENTION,
     INT8_CACHES,
@@ -25,6 +23,7 @@ from .quantised import (
     int8_latent_args,
     packed_args,
 )
+from tests.harness import assert_as_exact, both_ways, clones, compiled, distance, eager
 
 
 @pytest.mark.portable

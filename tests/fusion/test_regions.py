@@ -11,10 +11,9 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx import regions
+from tests.catalogue import spellings as s
+from tests.catalogue.near_misses import Base
 from tests.harness import assert_as_exact, both_ways, clones, eager
-
-from . import spellings as s
-from .near_misses import Base
 
 
 class Region(nn.Module):

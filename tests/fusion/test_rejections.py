@@ -18,10 +18,9 @@ from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.finder import Finder
 from mla_fusion.plan import verdict
 from mla_fusion.report.rejection import CODES
+from tests.catalogue import near_misses, quantised_misses
+from tests.catalogue import spellings as s
 from tests.harness import assert_as_exact, clones, compiled
-
-from . import near_misses, quantised_misses
-from . import spellings as s
 
 
 def graph_of(model: torch.nn.Module, *args: torch.Tensor, device: str = "cpu", **options: Any) -> GraphModule:

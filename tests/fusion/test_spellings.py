@@ -8,9 +8,8 @@ from torch import nn
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
+from tests.catalogue import spellings as s
 from tests.harness import assert_as_exact, both_ways, clones, compiled, eager
-
-from . import spellings as s
 
 # The kernel takes bfloat16 tables; DeepSeek's complex table is float32, and rounding it is part of the kernel's
 # contract. Everything else errs no more than 1.1 times what the unfused model does.

@@ -7,11 +7,19 @@ import torch
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
+from tests.catalogue import spellings as s
+from tests.catalogue.stacks import (
+    MISSES,
+    STACKS,
+    Args,
+    PrefillOfOperator,
+    RowsNotGiven,
+    RowsOfOperator,
+    WrittenBack,
+    row_args,
+)
+from tests.catalogue.variants import IN_PLACE, STAGED
 from tests.harness import assert_as_exact, both_ways, clones, compiled, flat, outcome
-
-from . import spellings as s
-from .stacks import MISSES, STACKS, Args, PrefillOfOperator, RowsNotGiven, RowsOfOperator, WrittenBack, row_args
-from .variants import IN_PLACE, STAGED
 
 
 @pytest.mark.parametrize("name", STACKS)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 import mla_fusion as mf
 from tests import harness
-
-from . import spellings as s
-from .near_misses import Base
+from tests.catalogue import spellings as s
+from tests.catalogue.near_misses import Base
 
 Reader = Callable[[Tensor], Tensor]
 

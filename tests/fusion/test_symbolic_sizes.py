@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from tests import harness
-
-from . import spellings as s
-from .near_misses import Base
+from tests.catalogue import spellings as s
+from tests.catalogue.near_misses import Base
 
 Call = tuple[Any, ...]
 

@@ -11,8 +11,7 @@ import torch
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from tests import harness
-
-from . import spellings as s
+from tests.catalogue import spellings as s
 
 
 @contextmanager

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
+from tests.catalogue.near_misses import Base
+from tests.catalogue.quantised import Full
+from tests.catalogue.spellings import DR, HCKV, HCQ, HE, D, linear, paged_args
 from tests.harness import assert_as_exact, both_ways, clones, compiled
-
-from .near_misses import Base
-from .quantised import Full
-from .spellings import DR, HCKV, HCQ, HE, D, linear, paged_args
 
 IDENTITY = mf.Config(unabsorbed="identity", verify="all")
 

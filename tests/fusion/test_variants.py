@@ -7,11 +7,10 @@ import torch
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
+from tests.catalogue import spellings as s
+from tests.catalogue.mixtures import MIXTURES
+from tests.catalogue.variants import IN_PLACE, STAGED, VARIANTS
 from tests.harness import assert_as_exact, both_ways, clones, compiled
-
-from . import spellings as s
-from .mixtures import MIXTURES
-from .variants import IN_PLACE, STAGED, VARIANTS
 
 ALL = {name: (model, args, [placement]) for name, (model, args, placement) in VARIANTS.items()} | MIXTURES
 

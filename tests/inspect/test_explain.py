@@ -13,9 +13,9 @@ from torch import nn
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.inspect.explain import DumpReport, NotRebuilt
+from tests.catalogue import mixtures, near_misses, quantised, variants
+from tests.catalogue import spellings as s
 from tests.dumps import ge_files
-from tests.fusion import mixtures, near_misses, quantised, variants
-from tests.fusion import spellings as s
 
 FIXTURES = Path(__file__).parents[1] / "dumps" / "fixtures"
 UNVERIFIED = mf.Config(verify="off")

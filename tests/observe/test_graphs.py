@@ -8,7 +8,7 @@ import pytest
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from tests.fusion import spellings as s
+from tests.catalogue import spellings as s
 
 
 def test_each_stage_leaves_a_listing_that_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,11 +73,11 @@ class SplitUnsafely(PagedRotateHalf):
 
 
 def test_a_spelling_that_needs_an_operator(scratch: Scratch) -> None:
-    spellings = scratch.root / "tests/fusion/spellings.py"
+    spellings = scratch.root / "tests/catalogue/spellings.py"
     assert "def latent(self, x: Tensor)" in spellings.read_text()
     section = "A spelling that is not recognised"
     first = "class FlatCaches(PagedRotateHalf):"
-    scratch.edit(section, "tests/fusion/spellings.py", first, SPELLING.strip() + "\n\n\n" + first)
+    scratch.edit(section, "tests/catalogue/spellings.py", first, SPELLING.strip() + "\n\n\n" + first)
     case = '    "a_split_unsafely": (s.SplitUnsafely, s.paged_args, "in place"),\n'
     scratch.edit(section, "tests/fusion/test_spellings.py", "CASES = {\n", "CASES = {\n" + case)
     which = ("tests/fusion/test_spellings.py", "-k", "split_unsafely")
@@ -108,10 +108,10 @@ def _three_heads(view: View, candidate: Candidate) -> None:
 
 RULES = (_three_heads, _norms,'''
     scratch.edit(section, "mla_fusion/plan/verdict.py", "RULES = (_norms,", rule)
-    scratch.edit(section, "tests/fusion/near_misses.py", "REFUSED: dict", EXAMPLE + "\n\nREFUSED: dict")
+    scratch.edit(section, "tests/catalogue/near_misses.py", "REFUSED: dict", EXAMPLE + "\n\nREFUSED: dict")
     entry = '    "no_query_lora": ('
     listed = '    "three_heads": ("heads.three", ThreeHeads),\n' + entry
-    scratch.edit(section, "tests/fusion/near_misses.py", entry, listed)
+    scratch.edit(section, "tests/catalogue/near_misses.py", entry, listed)
     assert scratch.run("docs/generate.py", "--check").returncode == 1
     assert scratch.run("docs/generate.py").returncode == 0
     assert "class ThreeHeads(Base)" in (scratch.root / "docs/rejections.md").read_text()

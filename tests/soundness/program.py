@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..fusion.spellings import BLOCK_SIZE, DR, HCKV, D, hf_interleave, rotate_half
+from tests.catalogue.spellings import BLOCK_SIZE, DR, HCKV, D, hf_interleave, rotate_half
 
 Named = dict[str, Any]  # tensors, and the odd int
 Step = Callable[..., Any]  # (value, inputs) -> value; at "write" and "outputs" as those functions below

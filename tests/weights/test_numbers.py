@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from tests.fusion import spellings as s
+from tests.catalogue import spellings as s
 from tests.harness import assert_no_worse, clones, eager, exact
 
 

@@ -19,7 +19,7 @@ from mla_fusion.compile.boundary import Packed, fuse_with_boundary
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.weights import cache, release
 from mla_fusion.weights.share import Inverse, inverse
-from tests.fusion import spellings as s
+from tests.catalogue import spellings as s
 from tests.harness import assert_as_exact, assert_no_worse, clones, eager, exact
 
 SHARED = mf.Config(weights="shared")

@@ -14,7 +14,7 @@ import mla_fusion as mf
 from mla_fusion.compile.adapted import Adapted
 from mla_fusion.weights import cache
 from mla_fusion.weights.fingerprint import fingerprint
-from tests.fusion import spellings as s
+from tests.catalogue import spellings as s
 from tests.harness import assert_no_worse, clones, eager, exact
 
 Update = Callable[[nn.Module], None]

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..spellings import DR, HCKV, HCQ, D, attend
+from tests.catalogue.spellings import DR, HCKV, HCQ, D, attend
+
 from . import absorbs, norms, projections, rotations, tables, writes
 from .inputs import Named
 from .rotations import Rotation

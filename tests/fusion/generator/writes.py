@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..spellings import BLOCK_SIZE, DR, HCKV
+from tests.catalogue.spellings import BLOCK_SIZE, DR, HCKV
+
 from .inputs import Named
 
 npu = torch.ops.npu

@@ -17,9 +17,9 @@ from torch.func import functional_call
 
 import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
+from tests.catalogue import foreign_int8 as f
+from tests.catalogue import quantised as q
 
-from ...fusion import foreign_int8 as f
-from ...fusion import quantised as q
 from .. import captures, compare, inputs
 from ..member import Attack, Family, Member, Outcome, Verdict, tokens_of
 from ..program import Named

@@ -1,0 +1,1 @@
+"""Models of prologues, fused and refused, that tests of all rooms compile."""
