@@ -12,7 +12,9 @@ from torch.fx import Graph, GraphModule
 
 import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
+from mla_fusion.compile.device_graph import capture
 from mla_fusion.models.hf.accuracy import largest_ratio
+from mla_fusion.report.rejection import CODES, Rejection
 
 
 def clones(args: tuple[Tensor, ...], wide: bool = False) -> tuple[Tensor, ...]:
@@ -81,12 +83,28 @@ def both_ways(
     return [(report, values) for (report, _), values in zip(fused, results, strict=True)]
 
 
-def outcome(report: mf.Report) -> str:
-    """Where it was fused, or the code of the first rejection; "" where nothing looked like a prologue."""
+def outcome(report: mf.Report) -> tuple[str, ...]:
+    """Where each prologue was fused; if none was, the code of the first rejection."""
     if report.fused:
-        (fusion,) = report.fused
-        return fusion.placement.partition(":")[0]
-    return report.rejected[0].code if report.rejected else ""
+        return tuple(fusion.placement.partition(":")[0] for fusion in report.fused)
+    return tuple(rejection.code for rejection in report.rejected[:1])
+
+
+def graph_of(model: nn.Module, *args: Tensor, device: str = "cpu", **options: Any) -> GraphModule:
+    with torch._dynamo.config.patch(specialize_float=True):
+        return capture(model, *args, device=device, **options)[0]
+
+
+def refused(gm: GraphModule, config: mf.Config | None = None) -> Rejection:
+    """The first rejection of a graph that is left exactly as it was."""
+    before = str(gm.graph)
+    report = mf.fuse(gm, config)
+    assert report.fused == [], str(report)
+    assert str(gm.graph) == before
+    rejection, *_ = report.rejected
+    assert rejection.message.startswith(CODES[rejection.code.partition(":")[0]][0])
+    assert rejection.nodes and rejection.remedy
+    return rejection
 
 
 def distance(a: Tensor, b: Tensor) -> float:

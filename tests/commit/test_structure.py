@@ -15,13 +15,13 @@ from mla_fusion.commit.region import Region, cut_out
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx.view import View
 from mla_fusion.plan.plan import Plan
-from tests.catalogue import spellings as s
+from tests.catalogue import base, prologues
 
 aten = torch.ops.aten
 
 
 def layers() -> GraphModule:
-    return capture(s.Layers(), *s.layers_args(), device="cpu")[0]
+    return capture(prologues.Layers(), *prologues.layers_args(), device="cpu")[0]
 
 
 def keys(gm: GraphModule, monkeypatch: pytest.MonkeyPatch) -> tuple[list[object], list[tuple[Region, Plan]]]:
@@ -74,7 +74,7 @@ def test_types_of_literals_count(monkeypatch: pytest.MonkeyPatch) -> None:
     node.args = kept
 
 
-class Gathered(s.PagedRotateHalf):
+class Gathered(prologues.PagedRotateHalf):
     """Tables gathered by position, with a factor that a layer may have for itself."""
 
     def __init__(self, shift: int) -> None:
@@ -100,7 +100,7 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize(("shifts", "verified"), [((1, 1), 1), ((1, 2), 2)])
 def test_what_the_call_reads_is_in_the_key_up_to_the_inputs(shifts: tuple[int, ...], verified: int) -> None:
-    x, cos, _sin, *caches, slots = s.paged_args()
+    x, cos, _sin, *caches, slots = base.paged_args()
     tables = (torch.randn(64, cos.shape[-1]).to(cos.dtype) for _ in range(2))
     args = (x, *tables, torch.arange(len(x)), *caches, *(cache.clone() for cache in caches), slots)
     report = mf.fuse(capture(Stack(*shifts), *args, device="cpu")[0])

@@ -18,7 +18,7 @@ from mla_fusion.emit import call, contract
 from mla_fusion.fx import build, strides
 from mla_fusion.match.finder import Finder
 from mla_fusion.observe import draw
-from tests.catalogue import spellings as s
+from tests.catalogue import base, prologues
 from tests.harness import assert_as_exact, clones, compiled
 
 # Where something may go wrong: an attribute, and how many calls of it go well. The layers model has three prologues.
@@ -66,7 +66,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int) 
 
 
 def layers() -> GraphModule:
-    return capture(s.Layers(), *s.layers_args(), device="cpu")[0]
+    return capture(prologues.Layers(), *prologues.layers_args(), device="cpu")[0]
 
 
 def state(gm: GraphModule) -> tuple[Any, ...]:
@@ -111,7 +111,7 @@ def test_code_that_cannot_be_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     "stage", [*(stage for stage in STAGES if stage != "lint"), *(f"boundary {stage}" for stage in OF_BOUNDARY)]
 )
 def test_a_compiled_model_runs_as_if_the_pass_were_not_there(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, args = s.Layers(), s.layers_args()
+    model, args = prologues.Layers(), prologues.layers_args()
     want = compiled(model, clones(args), "aot_eager")
     where = OF_BOUNDARY[stage.removeprefix("boundary ")] if stage.startswith("boundary") else STAGES[stage]
     if where[:2] in ((build.GraphBuilder, "finish"), (build.GraphBuilder, "close")):
@@ -157,12 +157,12 @@ def test_buffers_come_with_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def exported() -> Iterator[GraphModule]:
     with torch.no_grad():
-        yield torch.export.export(s.PagedRotateHalf(), s.paged_args()).module()
+        yield torch.export.export(prologues.PagedRotateHalf(), base.paged_args()).module()
 
 
 def test_an_exported_module_keeps_its_parameters_and_runs(exported: GraphModule) -> None:
     parameters = dict(exported.named_parameters())
-    args = s.paged_args()
+    args = base.paged_args()
     want = [exported(*(given := clones(args))), *given]
     assert len(mf.fuse(exported).fused) == 1
     assert {name: id(value) for name, value in exported.named_parameters()} == {
@@ -175,7 +175,7 @@ def test_an_exported_module_keeps_its_parameters_and_runs(exported: GraphModule)
 
 def test_a_fused_run_is_as_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model, args = s.Layers(), s.layers_args()
+    model, args = prologues.Layers(), prologues.layers_args()
     assert_as_exact(model, args, compiled(model, clones(args), mf.backend()), slack=1.3)
     assert len(mf.reports()[-1].fused) == 3
 

@@ -16,7 +16,7 @@ from mla_fusion.emit import call, rows
 from mla_fusion.fx.view import View
 from mla_fusion.match.finder import Finder
 from mla_fusion.plan.planner import Planner
-from tests.catalogue import spellings as s
+from tests.catalogue import base, prologues, rotations
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ def graph_of(model: torch.nn.Module, *args: Tensor, dynamic: bool = False) -> Gr
 
 def large_cache_args(blocks: int) -> list[Tensor]:
     """As they come to a compiler: without memory."""
-    small = s.paged_args()
+    small = base.paged_args()
     caches = [cache.to("meta").new_empty(blocks, *cache.shape[1:]) for cache in small[3:5]]
     return [*(value.to("meta") for value in small[:3]), *caches, small[5].to("meta")]
 
@@ -57,7 +57,7 @@ def after(gm: GraphModule, node: Any, op: Any, *args: Any, only: Any = None) -> 
 
 def changed_in_secret(op: Any, *args: Any, where: str = "norm") -> str:
     """The verdict on a region in which one step was added after the plan had been made."""
-    gm = graph_of(s.PagedRotateHalf(), *s.paged_args())
+    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
     _view, plan = planned(gm)
     q, k = plan.candidate.query, plan.candidate.key
     node = {"norm": q.norm.node, "kv": k.norm.node, "x": q.down.origin, "cos": plan.cos[0].base}[where]
@@ -96,7 +96,7 @@ def test_what_is_random_is_known_by_its_tag() -> None:
 
 
 def test_an_untouched_region_is_verified() -> None:
-    view, plan = planned(graph_of(s.PagedRotateHalf(), *s.paged_args()))
+    view, plan = planned(graph_of(prologues.PagedRotateHalf(), *base.paged_args()))
     result = verify.compare(view, plan)
     assert result.verified == "verified" and result.left_out == ()
     assert result.compared == f"compared at T = 8, 3 draws, {len(plan.replacements)} outputs"
@@ -107,7 +107,7 @@ def test_an_untouched_region_is_verified() -> None:
 @pytest.mark.parametrize("row", [0, 5, 199])
 def test_one_wrong_row_does_not_hide_among_many(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row is scaled by a tenth: among 200 rows that is 0.7 % of the whole."""
-    gm = graph_of(s.PagedRotateHalf(), *s.paged_args(tokens=200))
+    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args(tokens=200))
     right = call.call_kernel
 
     def wrong(b: Any, plan: Any) -> Any:
@@ -123,7 +123,7 @@ def test_one_wrong_row_does_not_hide_among_many(row: int, monkeypatch: pytest.Mo
 
 
 def test_a_symbolic_number_of_tokens_is_tried_twice() -> None:
-    gm = graph_of(s.PagedRotateHalf(), *s.paged_args(), dynamic=True)
+    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args(), dynamic=True)
     (fusion,) = mf.fuse(gm).fused
     assert fusion.verified == "verified"
     first, second = fusion.compared.partition(",")[0].removeprefix("compared at T = ").split(" and ")
@@ -132,7 +132,7 @@ def test_a_symbolic_number_of_tokens_is_tried_twice() -> None:
 
 def test_what_depends_on_the_number_of_the_token_shows() -> None:
     """Tokens from the sixteenth on are halved: five tokens do not tell."""
-    gm = graph_of(s.PagedRotateHalf(), *s.paged_args(), dynamic=True)
+    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args(), dynamic=True)
     _view, plan = planned(gm)
     node = plan.candidate.query.norm.node
     with gm.graph.inserting_after(node):
@@ -153,7 +153,7 @@ def test_what_depends_on_the_number_of_the_token_shows() -> None:
         verify.compare(View(gm), plan)
 
 
-class ByPosition(s.PagedRotateHalf):
+class ByPosition(prologues.PagedRotateHalf):
     """Tables computed from positions; the key's from positions that are cut, wrapped or rounded."""
 
     def __init__(self, how: str) -> None:
@@ -172,7 +172,7 @@ class ByPosition(s.PagedRotateHalf):
 
 
 def test_tables_are_made_from_positions_far_out() -> None:
-    x, cos, sin, *rest = s.paged_args()
+    x, cos, sin, *rest = base.paged_args()
     gm = graph_of(ByPosition(""), x, cos, sin, torch.arange(len(x)), *rest)
     view, plan = planned(gm)
     cut = region.cut_out(view, plan)
@@ -184,25 +184,25 @@ def test_tables_are_made_from_positions_far_out() -> None:
 
 
 def test_positions_that_are_cut_show_far_out() -> None:
-    x, cos, sin, *rest = s.paged_args()
+    x, cos, sin, *rest = base.paged_args()
     gm = graph_of(ByPosition(""), x, cos, sin, torch.arange(len(x)), *rest)
     _view, plan = planned(gm)
-    base = plan.cos[0].base
-    with gm.graph.inserting_after(base):
-        cut = gm.graph.call_function(aten.neg.default, (base,))
+    table = plan.cos[0].base
+    with gm.graph.inserting_after(table):
+        cut = gm.graph.call_function(aten.neg.default, (table,))
     cut.meta["val"] = base.meta["val"]
     readers = [user for user in base.users if user is not cut]
-    readers[0].replace_input_with(base, cut)
+    readers[0].replace_input_with(table, cut)
     with pytest.raises(mf.report.rejection.Refuse):  # type: ignore[attr-defined]
         verify.compare(View(gm), plan)
 
 
 def test_gathered_tables_keep_within_their_rows() -> None:
-    class Gathered(s.PagedRotateHalf):
+    class Gathered(prologues.PagedRotateHalf):
         def forward(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *rest: Tensor) -> Any:
             return super().forward(x, cos[positions], sin[positions], *rest)
 
-    x, _cos, _sin, *rest = s.paged_args()
+    x, _cos, _sin, *rest = base.paged_args()
     args = (x, torch.randn(37, 64).bfloat16(), torch.randn(37, 64).bfloat16(), torch.arange(len(x)), *rest)
     view, plan = planned(graph_of(Gathered(), *args))
     cut = region.cut_out(view, plan)
@@ -215,7 +215,7 @@ def test_gathered_tables_keep_within_their_rows() -> None:
 
 
 def test_slots_are_distinct_and_hold_both_ends() -> None:
-    view, plan = planned(graph_of(s.PagedRotateHalf(), *s.paged_args()))
+    view, plan = planned(graph_of(prologues.PagedRotateHalf(), *base.paged_args()))
     cut = region.cut_out(view, plan)
     (slots,) = (leaf for leaf, role in cut.leaves.items() if role == "slots")
     blocks, size = plan.caches.kv_shape[:2]
@@ -227,7 +227,7 @@ def test_slots_are_distinct_and_hold_both_ends() -> None:
 
 def test_a_cache_of_any_size_is_compared() -> None:
     """4 GiB of latents, of which nothing is allocated here."""
-    gm = graph_of(s.PagedRotateHalf().to("meta"), *large_cache_args(65536))
+    gm = graph_of(prologues.PagedRotateHalf().to("meta"), *large_cache_args(65536))
     (fusion,) = mf.fuse(gm).fused
     assert fusion.placement == "in place" and fusion.verified == "verified"
     sizes = {figure.output: figure.elements for figure in fusion.figures}
@@ -237,14 +237,13 @@ def test_a_cache_of_any_size_is_compared() -> None:
 def test_a_wrong_slot_shows_in_a_large_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     right = rows.slots
     monkeypatch.setattr(rows, "slots", lambda b, plan, lead: right(b, plan, lead).flip(0))
-    gm = graph_of(s.PagedRotateHalf().to("meta"), *large_cache_args(8192))
+    gm = graph_of(prologues.PagedRotateHalf().to("meta"), *large_cache_args(8192))
     assert outcome(gm).startswith("verify.mismatch")
 
 
 def test_half_rows_are_compared_in_the_models_order() -> None:
-    from tests.catalogue import variants
 
-    report = mf.fuse(graph_of(variants.GptjStack(), *s.paged_args()), mf.Config(kr_layout="half"))
+    report = mf.fuse(graph_of(rotations.GptjStack(), *base.paged_args()), mf.Config(kr_layout="half"))
     (fusion,) = report.fused
     assert fusion.verified == "verified" and "half" not in fusion.placement
     assert {"query_rope", "kr_cache"} <= {figure.output for figure in fusion.figures}

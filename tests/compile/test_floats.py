@@ -7,19 +7,19 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.floats import specialise
-from tests.catalogue import spellings as s
+from tests.catalogue import base, prologues
 from tests.harness import assert_as_exact, clones
 
 
 def test_fuses_and_follows_a_changed_epsilon() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = s.PagedRotateHalf()
+    model = prologues.PagedRotateHalf()
     compiled = torch.compile(model, backend="mla_fusion", dynamic=True, fullgraph=True)
     graphs = []
     for tokens, eps in ((8, 1e-6), (11, 1e-6), (8, 3e-5)):
         model.q_a_layernorm.eps = eps
-        args = s.paged_args(tokens)
+        args = base.paged_args(tokens)
         given = clones(args)
         with torch.no_grad():
             fused = [compiled(*given), *given]
@@ -31,7 +31,7 @@ def test_fuses_and_follows_a_changed_epsilon() -> None:
 
 
 def test_lowered_as_the_backend_would() -> None:
-    lowered = mf.lower(s.PagedRotateHalf(), *s.paged_args(), dynamic=True)
+    lowered = mf.lower(prologues.PagedRotateHalf(), *base.paged_args(), dynamic=True)
     assert lowered.ge_ops["MlaPrologV3"] == 1 and not lowered.ge_ops["TensorMove"] + lowered.ge_ops["Assign"]
 
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.slots import SlotCheck
-from tests.catalogue import spellings as s
+from tests.catalogue import base, prologues
 from tests.harness import assert_as_exact, clones, compiled, fuse_only
 
 CHECKED = mf.Config(slots="checked")
-ROWS = s.BLOCKS * s.BLOCK_SIZE
+ROWS = base.BLOCKS * base.BLOCK_SIZE
 
 
 @pytest.fixture(autouse=True)
@@ -25,24 +25,24 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Shifted(s.PagedRotateHalf):
+class Shifted(prologues.PagedRotateHalf):
     """Slots are computed in the graph."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
         return super().forward(x, cos, sin, kv_cache, kr_cache, slots // 2 * 2 + slots % 2)
 
 
-MODELS = [s.PagedRotateHalf, s.BlockOffset, Shifted]
+MODELS = [prologues.PagedRotateHalf, prologues.BlockOffset, Shifted]
 
 
 def with_slots(slots: Tensor) -> tuple[Tensor, ...]:
-    *rest, given = s.paged_args()
+    *rest, given = base.paged_args()
     assert slots.shape == given.shape
     return (*rest, slots)
 
 
 def wrong(token: int, slot: int) -> Tensor:
-    slots = torch.arange(len(s.paged_args()[-1]))
+    slots = torch.arange(len(base.paged_args()[-1]))
     slots[token] = slot
     return slots
 
@@ -50,7 +50,7 @@ def wrong(token: int, slot: int) -> Tensor:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 def test_right_slots_pass(model: type[nn.Module], dynamic: bool) -> None:
-    module, args = model(), s.paged_args()
+    module, args = model(), base.paged_args()
     assert_as_exact(module, args, compiled(module, clones(args), mf.backend(CHECKED), dynamic=dynamic))
     (fusion,) = mf.reports()[-1].fused
     assert fusion.placement == "in place"
@@ -80,7 +80,7 @@ def test_wrong_slots_are_named_before_anything_is_written(
         run(*with_slots(wrong(2, 20)))
 
 
-@pytest.mark.parametrize("model", [s.PagedRotateHalf, Shifted])
+@pytest.mark.parametrize("model", [prologues.PagedRotateHalf, Shifted])
 def test_negative_slots_are_wrong(model: type[nn.Module]) -> None:
     run = torch.compile(model(), backend=mf.backend(CHECKED), fullgraph=True)
     with pytest.raises(ValueError, match="slot -1 of token 4 lies outside"), torch.no_grad():
@@ -88,21 +88,21 @@ def test_negative_slots_are_wrong(model: type[nn.Module]) -> None:
 
 
 def test_trusted_slots_are_not_looked_at() -> None:
-    gm_report = compiled(s.PagedRotateHalf(), clones(s.paged_args()), mf.backend())
+    gm_report = compiled(prologues.PagedRotateHalf(), clones(base.paged_args()), mf.backend())
     assert gm_report and any("slots are non-negative" in text for text in mf.reports()[-1].fused[0].assumptions)
 
 
 def test_without_a_wrapper_the_report_says_that_nothing_checks() -> None:
-    compiled(s.PagedRotateHalf(), clones(s.paged_args()), fuse_only(CHECKED))
+    compiled(prologues.PagedRotateHalf(), clones(base.paged_args()), fuse_only(CHECKED))
     assumptions = mf.reports()[-1].fused[0].assumptions
     assert any("nothing checks the slots" in text for text in assumptions)
     assert any("slots are non-negative" in text for text in assumptions)
 
 
 def test_layers_with_the_same_slots() -> None:
-    model = s.Layers(count=2)
+    model = prologues.Layers(count=2)
     run = torch.compile(model, backend=mf.backend(CHECKED), fullgraph=True)
-    args = list(s.layers_args(count=2))
+    args = list(prologues.layers_args(count=2))
     with torch.no_grad():
         run(*clones(tuple(args)))
         args[3] = torch.full_like(args[3], ROWS)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from tests.catalogue.near_misses import Base
-from tests.catalogue.spellings import BLOCK_SIZE, BLOCKS, DR, HCKV, attend, paged_args, paged_caches
+from tests.catalogue.base import BLOCK_SIZE, BLOCKS, DR, HCKV, Base, attend, paged_args, paged_caches
 from tests.harness import assert_as_exact, both_ways, clones, compiled
 
 

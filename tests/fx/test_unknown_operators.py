@@ -10,7 +10,8 @@ import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx.kinds import Kind
 from mla_fusion.fx.operators import known
-from tests.catalogue.spellings import PagedRotateHalf, paged_args
+from tests.catalogue.base import paged_args
+from tests.catalogue.prologues import PagedRotateHalf
 
 
 @torch.library.custom_op("mla_fusion_graph_test::mystery", mutates_args=())

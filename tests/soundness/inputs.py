@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tests.catalogue.spellings import BLOCK_SIZE, DR, HCKV, HCQ, HE, D
+from tests.catalogue.base import BLOCK_SIZE, DR, HCKV, HCQ, HE, D
 
 from .program import HEADS, Named
 

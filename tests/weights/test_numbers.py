@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from tests.catalogue import spellings as s
+from tests.catalogue import base, prologues
 from tests.harness import assert_no_worse, clones, eager, exact
 
 
@@ -23,7 +23,7 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Numbered(s.PagedRotateHalf):
+class Numbered(prologues.PagedRotateHalf):
     """Subclasses use a number, the caller's last argument, in a weight."""
 
     def forward(self, x: Tensor, *args: Any) -> Any:  # type: ignore[override]
@@ -34,7 +34,7 @@ class Numbered(s.PagedRotateHalf):
 class Scaled(Numbered):
     def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
         rows = F.linear(x, self.kv_a_proj_with_mqa.weight * self.number)
-        c_kv, k_pe = rows.split([s.HCKV, s.DR], -1)
+        c_kv, k_pe = rows.split([base.HCKV, base.DR], -1)
         return self.kv_a_layernorm(c_kv), k_pe
 
 
@@ -43,12 +43,12 @@ class Longer(Numbered):
 
     def __init__(self) -> None:
         super().__init__()
-        self.all = nn.Parameter((torch.randn(4 * s.HCQ, s.HE) / s.HE**0.5).bfloat16())
+        self.all = nn.Parameter((torch.randn(4 * base.HCQ, base.HE) / base.HE**0.5).bfloat16())
 
     def query(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mine = self.all[self.number * s.HCQ :][: s.HCQ]
+        mine = self.all[self.number * base.HCQ :][: base.HCQ]
         q = self.q_b_proj(self.q_a_layernorm(F.linear(x, mine)))
-        q_nope, q_pe = q.view(*x.shape[:-1], self.heads, s.D + s.DR).split([s.D, s.DR], -1)
+        q_nope, q_pe = q.view(*x.shape[:-1], self.heads, base.D + base.DR).split([base.D, base.DR], -1)
         return q_nope, q_pe
 
 
@@ -57,8 +57,8 @@ class Padded(Numbered):
 
     def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weight = self.kv_a_proj_with_mqa.weight
-        longer = torch.cat([weight, x.new_zeros(8, s.HE)]) * self.number
-        c_kv, k_pe, _ = F.linear(x, longer).split([s.HCKV, s.DR, 8], -1)
+        longer = torch.cat([weight, x.new_zeros(8, base.HE)]) * self.number
+        c_kv, k_pe, _ = F.linear(x, longer).split([base.HCKV, base.DR, 8], -1)
         return self.kv_a_layernorm(c_kv), k_pe
 
 
@@ -68,7 +68,7 @@ MODELS = {Scaled: True, Longer: False, Padded: True}  # is the packed weight a c
 @pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "automatic"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_number_has_its_own_weight(model: type[Numbered], dynamic: bool | None) -> None:
-    module, args = model(), s.paged_args()
+    module, args = model(), base.paged_args()
     run = torch.compile(module, backend=mf.backend(), fullgraph=True, dynamic=dynamic)
     with torch._dynamo.config.patch(specialize_float=True):
         for number in (2, 3, 2, 3):

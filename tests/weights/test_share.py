@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -19,23 +18,23 @@ from mla_fusion.compile.boundary import Packed, fuse_with_boundary
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.weights import cache, release
 from mla_fusion.weights.share import Inverse, inverse
-from tests.catalogue import spellings as s
+from tests.catalogue import base, prologues
 from tests.harness import assert_as_exact, assert_no_worse, clones, eager, exact
 
 SHARED = mf.Config(weights="shared")
 PACKINGS: list[cache.Packing] = []
 
 
-class OwnAbsorb(s.PagedRotateHalf):
+class OwnAbsorb(prologues.PagedRotateHalf):
     """W_uk is a parameter of its own, heads and rows in one axis."""
 
     def __init__(self, heads: int = 2) -> None:
         super().__init__(heads)
         del self.kv_b_proj
-        self.uk = nn.Parameter((torch.randn(heads * s.D, s.HCKV) / s.D**0.5).bfloat16())
+        self.uk = nn.Parameter((torch.randn(heads * base.D, base.HCKV) / base.D**0.5).bfloat16())
 
     def w_uk(self) -> Tensor:
-        return self.uk.view(self.heads, s.D, s.HCKV)
+        return self.uk.view(self.heads, base.D, base.HCKV)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +53,7 @@ def compiled(model: nn.Module, config: mf.Config = SHARED) -> Callable[..., Any]
 
 
 def layers(count: int = 3) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return s.Layers(OwnAbsorb, count), s.layers_args(count=count)
+    return prologues.Layers(OwnAbsorb, count), prologues.layers_args(count=count)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -232,7 +231,7 @@ def test_tied_weights_are_copied() -> None:
 
 
 def test_slices_of_a_merged_weight_are_copied() -> None:
-    model, args = s.FusedQkvA(), s.paged_args()
+    model, args = prologues.FusedQkvA(), base.paged_args()
     compiled(model)(*clones(args))
     merged = model.fused_qkv_a_proj.weight
     assert merged.is_contiguous() and model.kv_b_proj.weight.is_contiguous()
@@ -248,7 +247,7 @@ class ReadTwice(OwnAbsorb):
 
 
 def test_a_parameter_that_the_graph_reads_too_is_copied() -> None:
-    model, args = ReadTwice(), s.paged_args()
+    model, args = ReadTwice(), base.paged_args()
     run = compiled(model)
     run(*clones(args))
     assert model.q_a_proj.weight.is_contiguous() and not model.q_b_proj.weight.is_contiguous()
@@ -363,51 +362,6 @@ def test_a_failure_leaves_the_parameter_as_it_was() -> None:
     with pytest.raises(RuntimeError):
         cache.Packing(program, cache.describe(program), Inverse((0, 1), (12,)[:0])).of([parameter])
     assert parameter.data_ptr() == address and torch.equal(parameter, wanted)
-
-
-# -- inverses
-
-
-@pytest.mark.parametrize(
-    "packing, shape",
-    [
-        (transposed, (6, 8)),
-        (lambda w: torch.ops.npu.npu_format_cast(w, 29), (6, 8)),
-        (lambda w: torch.ops.npu.npu_format_cast(transposed(w), 29), (6, 8)),
-        (lambda w: w.permute(2, 0, 1).reshape(4, 6).clone(), (2, 3, 4)),
-        (lambda w: w.view(2, 3, 4).transpose(1, 2).clone(memory_format=torch.contiguous_format), (2, 3, 4)),
-        (lambda w: w.view(1, 8).clone(), (8,)),
-        (lambda w: w.squeeze(1).t().contiguous().clone(), (6, 1, 8)),
-    ],
-)
-def test_inverse(packing: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> None:
-    weight = torch.randn(shape)
-    program = make_fx(packing)(weight)
-    found = inverse(program, weight)
-    assert found is not None and torch.equal(found(program(weight)), weight)
-
-
-@pytest.mark.parametrize(
-    "packing, shape",
-    [
-        (lambda w: w[:, :4].clone(), (6, 8)),
-        (lambda w: w.index_select(1, torch.tensor([1, 0])).clone(), (6, 2)),
-        (lambda w: torch.cat([w[:, 4:], w[:, :4]], 1), (6, 8)),
-        (lambda w: w.unsqueeze(0).expand(3, 6, 8).clone(), (6, 8)),
-        (lambda w: w.to(torch.bfloat16), (6, 8)),
-        (lambda w: w * 2, (6, 8)),
-        (lambda w: w.view(torch.int32).t().clone(), (6, 8)),
-        (lambda w: w.view(2, 3).t().clone(memory_format=torch.contiguous_format), (6,)),  # its one axis is spread
-    ],
-)
-def test_no_inverse(packing: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> None:
-    weight = torch.randn(shape)
-    assert inverse(make_fx(packing)(weight), weight) is None
-
-
-def test_no_inverse_of_two_parameters() -> None:
-    weight = torch.randn(3, 4)
-    assert inverse(make_fx(lambda a, b: F.linear(a, b))(weight, weight), weight) is None
 
 
 def test_the_choice_is_checked() -> None:

@@ -14,7 +14,7 @@ import mla_fusion as mf
 from mla_fusion.compile.adapted import Adapted
 from mla_fusion.weights import cache
 from mla_fusion.weights.fingerprint import fingerprint
-from tests.catalogue import spellings as s
+from tests.catalogue import base, prologues
 from tests.harness import assert_no_worse, clones, eager, exact
 
 Update = Callable[[nn.Module], None]
@@ -30,7 +30,7 @@ def fresh() -> Iterator[None]:
 
 
 def weights(model: nn.Module) -> list[nn.Parameter]:
-    """Those of which s.Neox needs packed copies: its rope columns are halves."""
+    """Those of which prologues.Neox needs packed copies: its rope columns are halves."""
     return [model.kv_a_proj_with_mqa.weight, model.q_b_proj.weight]  # type: ignore[union-attr,list-item]
 
 
@@ -104,7 +104,7 @@ def _flat(outputs: Any) -> list[Tensor]:
 
 
 def follow(model: nn.Module, update: Update, config: mf.Config | None = None) -> None:
-    args = s.paged_args()
+    args = base.paged_args()
     run = torch.compile(model, backend=mf.backend(config), fullgraph=True)
     assert_current(model, run, args)
     assert len(mf.reports()[-1].fused) == 1 and mf.reports()[-1].bytes_added > 0
@@ -117,7 +117,7 @@ def follow(model: nn.Module, update: Update, config: mf.Config | None = None) ->
 @pytest.mark.portable
 @pytest.mark.parametrize("update", UPDATES)
 def test_ordinary_parameters(update: Update) -> None:
-    follow(s.Neox(), update)
+    follow(prologues.Neox(), update)
 
 
 def unchanged_elsewhere(model: nn.Module) -> None:
@@ -128,42 +128,42 @@ def unchanged_elsewhere(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("updates", ["checked", "trusted"])
 def test_parameters_moved_to_shared_memory(updates: str) -> None:
-    follow(s.Neox(), unchanged_elsewhere, mf.Config(updates=updates))
+    follow(prologues.Neox(), unchanged_elsewhere, mf.Config(updates=updates))
 
 
 @pytest.mark.parametrize("update", [counted, other_memory, twice_other_memory])
 def test_trusted_parameters(update: Update) -> None:
-    follow(s.Neox(), update, mf.Config(updates="trusted"))
+    follow(prologues.Neox(), update, mf.Config(updates="trusted"))
 
 
 @pytest.mark.parametrize("updates", ["checked", "trusted"])
 def test_swapped_parameters(updates: str) -> None:
     """Nothing of ours refers to parameters. Of dynamo's own references those of a backend without a name stay."""
     with torch._dynamo.config.patch(invalidate_compile_context_weakrefs=True):
-        follow(s.Neox(), swapped, mf.Config(updates=updates))
+        follow(prologues.Neox(), swapped, mf.Config(updates=updates))
 
 
 @pytest.mark.parametrize("updates", ["checked", "trusted"])
 def test_parameters_made_under_inference_mode_are_reloaded(updates: str) -> None:
     with torch.inference_mode():
-        model = s.Neox()
+        model = prologues.Neox()
         for parameter in model.parameters():
             parameter.requires_grad_(False)
     assert all(weight.is_inference() for weight in weights(model))
 
     def reload(model: nn.Module) -> None:
-        other = s.Neox().state_dict()
+        other = prologues.Neox().state_dict()
         with torch.inference_mode():
             model.load_state_dict(other)
 
-    args = s.paged_args()
+    args = base.paged_args()
     run = torch.compile(model, backend=mf.backend(mf.Config(updates=updates)), fullgraph=True)
     for _ in range(3):
         given = clones(args)
         with torch.inference_mode():
             fused = [*_flat(run(*given)), *given]
             plain = eager(model, clones(args))
-        copied = s.Neox()
+        copied = prologues.Neox()
         copied.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
         assert_no_worse(exact(copied, args), plain, fused, slack=1.2)
         reload(model)
@@ -173,7 +173,7 @@ def test_parameters_made_under_inference_mode_are_reloaded(updates: str) -> None
 @pytest.mark.parametrize("by_data", [False, True])
 def test_views_of_a_flat_buffer_that_is_updated(updates: str, by_data: bool) -> None:
     """As FSDP and ZeRO keep parameters."""
-    model = s.Neox()
+    model = prologues.Neox()
     flat = torch.cat([weight.detach().flatten() for weight in weights(model)])
     pieces = flat.split([weight.numel() for weight in weights(model)])
     for module, piece in zip((model.kv_a_proj_with_mqa, model.q_b_proj), pieces, strict=True):
@@ -189,7 +189,7 @@ def test_views_of_a_flat_buffer_that_is_updated(updates: str, by_data: bool) -> 
 
 
 def test_trusted_parameters_are_released_after_an_update_without_a_trace() -> None:
-    model, args = s.Neox(), s.paged_args()
+    model, args = prologues.Neox(), base.paged_args()
     run = torch.compile(model, backend=mf.backend(mf.Config(updates="trusted")), fullgraph=True)
     assert_current(model, run, args)
     through_data(model)
@@ -203,7 +203,7 @@ class Typed(nn.Parameter):
 
 @pytest.mark.parametrize("update", [merged_like_peft, counted])
 def test_parameters_of_a_subclass(update: Update) -> None:
-    model = s.Neox()
+    model = prologues.Neox()
     for module in (model.kv_a_proj_with_mqa, model.q_b_proj):
         module.weight = Typed(module.weight.detach())
     follow(model, update)
@@ -211,7 +211,7 @@ def test_parameters_of_a_subclass(update: Update) -> None:
 
 def test_an_update_between_two_graphs_reaches_both() -> None:
     """What is merged, used by one graph and unmerged again, is not left in the other."""
-    model, args = s.Neox(), s.paged_args()
+    model, args = prologues.Neox(), base.paged_args()
     first = torch.compile(model, backend=mf.backend(), fullgraph=True)
     assert_current(model, first, args)
     torch._dynamo.reset()
@@ -227,9 +227,9 @@ def test_an_update_between_two_graphs_reaches_both() -> None:
 
 def test_packed_copies_go_with_the_compiled_graph() -> None:
     before = cache.bytes_held()
-    model = s.Neox()
+    model = prologues.Neox()
     run = torch.compile(model, backend=mf.backend(), fullgraph=True)
-    assert_current(model, run, s.paged_args())
+    assert_current(model, run, base.paged_args())
     assert cache.bytes_held() - before == mf.reports()[-1].bytes_added > 0
     del run
     torch._dynamo.reset()
@@ -239,7 +239,7 @@ def test_packed_copies_go_with_the_compiled_graph() -> None:
 
 
 def test_nothing_is_packed_again_where_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, args = s.Neox(), s.paged_args()
+    model, args = prologues.Neox(), base.paged_args()
     run = torch.compile(model, backend=mf.backend(), fullgraph=True)
     assert_current(model, run, args)
     monkeypatch.setattr(Adapted, "_prepare", None)

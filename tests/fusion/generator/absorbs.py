@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests.catalogue.spellings import HCKV, D
+from tests.catalogue.base import HCKV, D
 
 from .inputs import Named
 

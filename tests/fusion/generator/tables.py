@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.catalogue.spellings import DR
+from tests.catalogue.base import DR
 
 from .inputs import Named
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.catalogue.spellings import DR, HCKV, HE
+from tests.catalogue.base import DR, HCKV, HE
 
 from ..inputs import ROWS, ordinary
 from ..member import ALL, Family, attacks

@@ -1,9 +1,8 @@
-"""int8 prologues: every variant fuses with its weight_quant_mode, no further from exact maths than before."""
+"""int8 caches and int8 attention: rows a step apart at most, all others as they were; and the GE graphs of int8."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,53 +11,30 @@ from torch import Tensor
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.paging import dequantise_rows
-from tests.catalogue.quantised import (
-    HCKV,
-    INT8_ATTENTION,
-    INT8_CACHES,
-    PACKED,
-    QUANTISED,
-    PackedRows,
-    int8_cache_args,
-    int8_latent_args,
-    packed_args,
-)
-from tests.harness import assert_as_exact, both_ways, clones, compiled, distance, eager
+from tests.catalogue import ENTRIES, Entry, select
+from tests.catalogue.base import HCKV
+from tests.catalogue.int8_caches import PackedRows, packed_args
+from tests.harness import clones, compiled, distance, eager, outcome
+
+FUSED = "near miss, plain"
 
 
-@pytest.mark.portable
-@pytest.mark.parametrize("name", QUANTISED)
-def test_fuses_as_exactly(name: str) -> None:
-    torch.manual_seed(0)
-    model, args, mode, placement = QUANTISED[name]
-    module, given = model(), args()
-    for report, fused in both_ways(module, given):
-        assert [f.placement.partition(":")[0] for f in report.fused] == [placement], str(report)
-        assert [f.attributes["weight_quant_mode"] for f in report.fused] == [mode]
-        assert_as_exact(module, given, fused, slack=1.1)
+def assert_fused(entry: Entry) -> None:
+    report = mf.reports()[-1]
+    assert outcome(report) == entry.outcome, str(report)
+    assert all(entry.detail in fusion.placement for fusion in report.fused), str(report)
+    assert [fusion.attributes.get("kv_cache_quant_mode", 0) for fusion in report.fused] == [entry.kv_cache_quant_mode]
+    assert [fusion.attributes.get("weight_quant_mode", 0) for fusion in report.fused] == [entry.weight_quant_mode]
 
 
-@pytest.mark.parametrize("name", QUANTISED)
-def test_device_form(name: str) -> None:
-    model, args, mode, placement = QUANTISED[name]
-    gm, _ = capture(model(), *args(), device="npu")
-    report = mf.fuse(gm)
-    assert [(f.attributes["weight_quant_mode"], f.placement.partition(":")[0]) for f in report.fused] == [
-        (mode, placement)
-    ], str(report)
-
-
-@pytest.mark.parametrize("name", INT8_CACHES)
-def test_int8_caches(name: str) -> None:
+@pytest.mark.parametrize("entry", select("int8", "cache", without=f"layout, absorb, {FUSED}"), ids=str)
+def test_int8_caches(entry: Entry) -> None:
     """New rows differ by at most one step, in few elements; all other rows keep their bits."""
     torch.manual_seed(0)
-    model, mode, placement = INT8_CACHES[name]
-    module, given = model(), int8_cache_args()
+    module, given = entry.model(), entry.args()
     unfused = eager(module, clones(given))
     fused = compiled(module, clones(given), mf.backend())
-    report = mf.reports()[-1]
-    assert [f.placement.partition(":")[0] for f in report.fused] == [placement], str(report)
-    assert [f.attributes.get("kv_cache_quant_mode", 0) for f in report.fused] == [mode]
+    assert_fused(entry)
     slots = given[5]
     for before, plain, got in zip(given[3:5], unfused[-3:-1], fused[-3:-1], strict=True):
         rows, width = plain.numel() // plain.shape[-1], plain.shape[-1]
@@ -74,23 +50,22 @@ def test_int8_caches(name: str) -> None:
 def test_ge_graph_of_the_real_torchair(name: str) -> None:
     """One kernel; of the quantisation only that of x is left (c_q's is inside), and the indexer's product."""
     torch.manual_seed(0)
-    model, args, mode, _ = QUANTISED[name]
-    operators = mf.lower(model(), *args()).ge_ops
+    entry = ENTRIES[name]
+    operators = mf.lower(entry.model(), *entry.args()).ge_ops
     assert operators["MlaPrologV3"] == 1
-    assert operators["DynamicQuant"] == (0 if mode == 1 else 1)
+    assert operators["DynamicQuant"] == (0 if entry.weight_quant_mode == 1 else 1)
     assert operators["QuantBatchMatmulV3"] == (1 if name == "IndexerReads" else 0)
     assert not {"TensorMove", "Assign", "RmsNorm"} & operators.keys()
 
 
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_rows(name: str) -> None:
+@pytest.mark.parametrize("entry", select("int8", "cache", "layout", without=FUSED), ids=str)
+def test_packed_rows(entry: Entry) -> None:
     """Int8 of the latent a step or two apart (bfloat16 rounded once or twice), rows that are not written as before."""
     torch.manual_seed(0)
-    model, mode, placement = PACKED[name]
-    module, given = model(), packed_args()
+    module, given = entry.model(), entry.args()
     unfused = eager(module, clones(given))
     fused = compiled(module, clones(given), mf.backend())
-    assert_fused(mode, placement)
+    assert_fused(entry)
     assert distance(fused[0], unfused[0]) < 2e-2
     plain, got = (run[-3].view(-1, 656) for run in (unfused, fused))
     others = torch.ones(len(got), dtype=torch.bool)
@@ -98,19 +73,18 @@ def test_packed_rows(name: str) -> None:
     assert torch.equal(got[others], given[3].view(got.shape)[others])
     steps = (got[given[5], :HCKV].int() - plain[given[5], :HCKV].int()).abs()
     assert steps.max() <= 2 and steps.float().mean() < 0.1
-    if name != "PackedOtherwise":
+    if entry.name != "PackedOtherwise":
         latents = [dequantise_rows(rows[given[5]])[0] for rows in (plain, got)]
         assert distance(*latents) < 1e-2
 
 
-@pytest.mark.parametrize("name", INT8_ATTENTION)
-def test_int8_query_and_cache(name: str) -> None:
+@pytest.mark.parametrize("entry", select("int8", "cache", "absorb", without=FUSED), ids=str)
+def test_int8_query_and_cache(entry: Entry) -> None:
     torch.manual_seed(0)
-    model, mode, placement = INT8_ATTENTION[name]
-    module, given = model(), int8_latent_args()
+    module, given = entry.model(), entry.args()
     unfused = eager(module, clones(given))
     fused = compiled(module, clones(given), mf.backend())
-    assert_fused(mode, placement)
+    assert_fused(entry)
     for before, plain, got in zip(given[3:5], unfused[-3:-1], fused[-3:-1], strict=True):
         plain, got, before = (cache.view(-1, cache.shape[-1]) for cache in (plain, got, before))
         others = torch.ones(len(got), dtype=torch.bool)
@@ -120,18 +94,13 @@ def test_int8_query_and_cache(name: str) -> None:
     assert distance(fused[0], unfused[0]) < 2e-2
 
 
-def assert_fused(mode: int, placement: str) -> None:
-    report = mf.reports()[-1]
-    assert [fusion.placement[: len(placement)] for fusion in report.fused] == [placement], str(report)
-    assert [fusion.attributes.get("kv_cache_quant_mode", 0) for fusion in report.fused] == [mode], str(report)
-
-
-@pytest.mark.parametrize(("name", "args"), [("PackedByOperators", packed_args), ("Int8Attention", int8_latent_args)])
-def test_int8_caches_in_the_ge_graph(name: str, args: Any) -> None:
+@pytest.mark.parametrize("name", ["PackedByOperators", "Int8Attention"])
+def test_int8_caches_in_the_ge_graph(name: str) -> None:
     """The kernel writes the model's caches: nothing of the packing is left, and no cache is copied."""
     torch.manual_seed(0)
-    model, mode, _ = (PACKED | INT8_ATTENTION)[name]
-    lowering = mf.lower(model(), *args())
+    entry = ENTRIES[name]
+    mode = entry.kv_cache_quant_mode
+    lowering = mf.lower(entry.model(), *entry.args())
     operators = lowering.ge_ops
     assert lowering.report.fused[0].attributes["kv_cache_quant_mode"] == mode
     assert operators["MlaPrologV3"] == 1 and operators["DynamicQuant"] == 1

@@ -5,18 +5,16 @@ One linear layer in three steps: ``quantise`` the rows, ``multiply`` int8 by int
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .near_misses import Base
-from .quantised import Full, Int8Attention, PackedRows, QuantLinear, int8_latent_args, npu, packed_args
-from .spellings import DR, HCKV, HCQ, HE, D, paged_args, rotate_half
-
-Args = Callable[[], tuple[Tensor, ...]]
+from .base import DR, HCQ, Base, D, npu
+from .entry import IN_PLACE, OURS, Entry, add, words
+from .int8 import Full, QuantLinear
 
 
 def largest(rows: Tensor) -> Tensor:
@@ -246,114 +244,14 @@ def model_of(base: type[nn.Module], linear: type[QuantLinear]) -> nn.Module:
     return type(base.__name__, (base,), {"linear": linear})()
 
 
-class Joined(PlainFull):
-    """One product for W_dq and W_dkv_kr."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv_a = PlainLinear(HE, HCQ + HCKV + DR)
-
-    def down(self, x: Tensor) -> Tensor:
-        return self.qkv_a(x)[..., :HCQ]
-
-    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        _, c_kv, k_pe = self.qkv_a(x).split([HCQ, HCKV, DR], -1)
-        return self.kv_a_layernorm(c_kv), k_pe
-
-
-class InHalves(PlainFull):
-    """W_uq_qr as two weights side by side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.halves = nn.ModuleList(PlainLinear(HCQ, self.heads // 2 * (D + DR)) for _ in range(2))
-        self.q_b_proj = nn.Identity()  # type: ignore[assignment]
-
-    def split(self, c_q: Tensor) -> tuple[Tensor, Tensor]:
-        return super().split(torch.cat([half(c_q) for half in self.halves], -1))
-
-
-class OnInFloat32(PlainFull):
-    """Norms and rotations read the float32 results."""
-
-    linear = linear_of("l", bring_back=lambda self, sums, scale: sums.float() * scale * self.scale)
-
-    def absorb(self, q_nope: Tensor) -> Tensor:
-        return super().absorb(q_nope.to(self.kv_b_proj.weight.dtype))
-
-    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return super().rotate(x, c, s).to(c.dtype)
-
-    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        c_kv, k_pe = super().latent(x)
-        return c_kv.to(x.dtype), k_pe
-
-
-class IndexerReads(PlainFull):
-    """The indexer quantises c_q by itself; its int8 values and scales are the kernel's outputs then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wq_b = PlainLinear(HCQ, 128)
-
-    def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
-        return self.wq_b(c_q)
-
-
-class SmoothedPartial(PlainPartial):
-    linear = Smoothed
-
-
-class HalfRope(PlainFull):
-    """Columns of int8 weights and of their scales are permuted together."""
-
-    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return x * c + rotate_half(x) * s
-
-
-class Scaled(PlainFull):
-    """A softmax scale on the whole query is no scale of the product."""
-
-    def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        return super().split(q * 0.07)
-
-
-# name: (model, weight_quant_mode)
-MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "partial": (PlainPartial, 1),
-    "partial_clamped": (lambda: model_of(PlainPartial, LINEARS["clamped"]), 1),
-    "partial_columns_first": (lambda: model_of(PlainPartial, LINEARS["half_away"]), 1),
-    "smoothed": (SmoothedPartial, 1),
-    "joined": (Joined, 2),
-    "in_halves": (InHalves, 2),
-    "on_in_float32": (OnInFloat32, 2),
-    "indexer_reads": (IndexerReads, 2),
-    "half_rope": (HalfRope, 2),
-    "scaled": (Scaled, 2),
-}
-
-
-class PlainInt8Attention(Int8Attention):
-    linear = PlainLinear
-
-
-class PlainPackedRows(PackedRows):
-    linear = PlainLinear
-
-
-# name: (model, arguments, kv_cache_quant_mode)
-WITH_INT8_CACHES: dict[str, tuple[Callable[[], nn.Module], Args, int]] = {
-    "int8_attention": (PlainInt8Attention, int8_latent_args, 1),
-    "packed_rows": (PlainPackedRows, packed_args, 3),
-}
-
-
-def one_token() -> tuple[Tensor, ...]:
-    x, cos, sin, kv_cache, kr_cache, slots = paged_args()
-    return x[:1], cos[:1], sin[:1], kv_cache, kr_cache, slots[:1]
-
-
-def many_tokens(count: int = 100) -> tuple[Tensor, ...]:
-    rows = [torch.randn(count, width).bfloat16() for width in (HE, DR, DR)]
-    caches = [torch.randn(count, 16, 1, width).bfloat16() for width in (HCKV, DR)]
-    return *rows, *caches, torch.randperm(16 * count)[:count]
+for name, kind in LINEARS.items():
+    add(
+        Entry(
+            name=f"linear {name}",
+            model=partial(model_of, PlainFull, kind),
+            outcome=(IN_PLACE,),
+            source=OURS,
+            tags=words("int8, plain, weights"),
+            weight_quant_mode=2,
+        )
+    )

@@ -1,7 +1,6 @@
-"""One absorbed DeepSeek decode prologue, spelled in the ways that models spell it.
+"""Whole absorbed decode prologues, spelled in the ways that models spell them.
 
 Every class is plain PyTorch (or torch_npu operators), written as the stacks write it; none was shaped by the pass.
-Sizes are the smallest that the operator's host check takes: He 1024, Hcq 1536, Hckv 512, D 128, Dr 64.
 """
 
 from __future__ import annotations
@@ -10,26 +9,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-HE, HCQ, HCKV, D, DR, DV = 1024, 1536, 512, 128, 64, 128
-BLOCKS, BLOCK_SIZE = 4, 16
-
-
-def linear(width_in: int, width_out: int, bias: bool = False) -> nn.Linear:
-    return nn.Linear(width_in, width_out, bias=bias, dtype=torch.bfloat16)
-
-
-class HfNorm(nn.Module):
-    """Cast to the input's dtype before gamma, as transformers does."""
-
-    def __init__(self, width: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight = nn.Parameter((1 + 0.1 * torch.randn(width)).bfloat16())
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.float32)
-        variance = wide.pow(2).mean(-1, keepdim=True)
-        return self.weight * (wide * torch.rsqrt(variance + self.eps)).to(x.dtype)
+from .base import (
+    BLOCK_SIZE,
+    BLOCKS,
+    DR,
+    HCKV,
+    HCQ,
+    HE,
+    D,
+    HfNorm,
+    Prologue,
+    attend,
+    hf_interleave,
+    linear,
+    paged_args,
+    paged_caches,
+    rotate_half,
+)
+from .entry import IN_PLACE, OURS, STAGED, entry
 
 
 class FNorm(HfNorm):
@@ -51,54 +48,7 @@ class NpuNorm(HfNorm):
         return torch.ops.npu.npu_rms_norm(x, self.weight, self.eps)[0]
 
 
-def rotate_half(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat((-second, first), -1)
-
-
-def hf_interleave(x: Tensor) -> Tensor:
-    """HF's trick: pairs to halves by view and transpose."""
-    *lead, width = x.shape
-    return x.view(*lead, width // 2, 2).transpose(-1, -2).reshape(*lead, width)
-
-
-class Prologue(nn.Module):
-    """Weights, and the attention core that reads what the prologue makes. Subclasses spell ``prologue``."""
-
-    norm: type[HfNorm] = HfNorm
-
-    def __init__(self, heads: int = 2) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q_a_proj = linear(HE, HCQ)
-        self.q_a_layernorm = self.norm(HCQ)
-        self.q_b_proj = linear(HCQ, heads * (D + DR))
-        self.kv_a_proj_with_mqa = linear(HE, HCKV + DR)
-        self.kv_a_layernorm = self.norm(HCKV)
-        self.kv_b_proj = linear(HCKV, heads * (D + DV))
-
-    def w_uk(self) -> Tensor:
-        return self.kv_b_proj.weight.view(self.heads, D + DV, HCKV)[:, :D]
-
-    def query(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q_nope, q_pe = q.view(*x.shape[:-1], self.heads, D + DR).split([D, DR], -1)
-        return q_nope, q_pe
-
-    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([HCKV, DR], -1)
-        return self.kv_a_layernorm(c_kv), k_pe
-
-    def absorb(self, q_nope: Tensor) -> Tensor:
-        return torch.bmm(q_nope.transpose(0, 1), self.w_uk()).transpose(0, 1)
-
-
-def attend(query: Tensor, query_rope: Tensor, kv_rows: Tensor, kr_rows: Tensor) -> Tensor:
-    """Scores of every token against every cache row: reads all that the prologue made."""
-    scores = query.float().flatten(0, -3) @ kv_rows.float().T
-    return scores + query_rope.float().flatten(0, -3) @ kr_rows.float().T
-
-
+@entry(IN_PLACE, source="transformers", tags="whole, symbolic, device, portable", slack=1.1)
 class PagedRotateHalf(Prologue):
     """(a) rotate-half after HF's interleave trick, paged index_put."""
 
@@ -115,14 +65,17 @@ class PagedRotateHalf(Prologue):
         return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
 
 
+@entry(IN_PLACE, source=OURS, tags="whole, symbolic, device, portable", slack=1.1)
 class PagedFunctionalNorm(PagedRotateHalf):
     norm = FNorm
 
 
+@entry(IN_PLACE, source=OURS, tags="whole, symbolic, device, portable", slack=1.1)
 class PagedSqrtNorm(PagedRotateHalf):
     norm = SqrtNorm
 
 
+@entry(IN_PLACE, source=OURS, tags="whole, symbolic, device, portable", slack=1.1)
 class EvenOdd(Prologue):
     """Even and odd columns sliced, halves of the table, index_copy into flat rows."""
 
@@ -142,6 +95,7 @@ class EvenOdd(Prologue):
         return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
 
 
+@entry(IN_PLACE, source=OURS, tags="whole, symbolic, device, portable", slack=1.1)
 class BlockOffset(PagedRotateHalf):
     """Caches indexed by (block, offset) made from the slots."""
 
@@ -159,6 +113,18 @@ class BlockOffset(PagedRotateHalf):
         return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
 
 
+def dense_args(batch: int = 2, length: int = 3) -> tuple[Tensor, ...]:
+    freqs = torch.view_as_real(torch.polar(torch.ones(16, DR // 2), torch.rand(16, DR // 2) * 6.28))
+    x = torch.randn(batch, length, HE).bfloat16()
+    return x, freqs, torch.randn(4, 16, HCKV).bfloat16(), torch.randn(4, 16, DR).bfloat16()
+
+
+# The kernel takes bfloat16 tables; DeepSeek's complex table is float32, and rounding it is part of the
+# kernel's contract.
+COMPLEX = 1.5
+
+
+@entry(STAGED, source="DeepSeek's own code", tags="whole, symbolic, device, portable", args=dense_args, slack=COMPLEX)
 class ComplexDense(Prologue):
     """(b) DeepSeek's reference: complex RoPE, einsum absorb, caches [B, S_max, width] assigned by slices."""
 
@@ -187,10 +153,12 @@ class ComplexDense(Prologue):
         return scores + torch.einsum("bshr,btr->bsht", q_pe.float(), pe_cache[:batch].float())
 
 
+@entry(STAGED, source=OURS, tags="whole, symbolic, device, portable", args=dense_args, slack=COMPLEX)
 class ComplexConjugated(ComplexDense):
     conjugated = True
 
 
+@entry(IN_PLACE, source=OURS, tags="whole, symbolic, device, portable", slack=1.1)
 class Neox(PagedRotateHalf):
     """(c) halves in, halves out: the weights' rotary columns must be permuted."""
 
@@ -206,6 +174,13 @@ class Neox(PagedRotateHalf):
         return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
 
 
+@entry(
+    IN_PLACE,
+    source="cann-recipes and vllm-ascend",
+    tags="whole, symbolic, device, portable, operators",
+    name="NpuOperatorsV2",
+    slack=1.1,
+)
 class NpuOperators(Prologue):
     """(d) torch_npu's operators as cann-recipes and vllm-ascend chain them; ``version`` of the cache operator."""
 
@@ -237,6 +212,7 @@ class NpuOperators(Prologue):
         return attend(query, q_pe, kv.view(-1, HCKV), kr.view(-1, DR))
 
 
+@entry(IN_PLACE, source="SGLang", tags="whole, symbolic, device, portable", slack=1.1)
 class FusedQkvA(PagedRotateHalf):
     """(e) one projection [q_a | kv_a], split afterwards."""
 
@@ -259,6 +235,7 @@ class FusedQkvA(PagedRotateHalf):
         return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
 
 
+@entry(IN_PLACE, source="DeepSeek's own code, V3.2", tags="whole, symbolic, device, portable, readers", slack=1.1)
 class WithIndexer(PagedRotateHalf):
     """(g) a second reader of c_q, as DeepSeek-V3.2's indexer."""
 
@@ -291,33 +268,6 @@ class Layers(nn.Module):
         return x
 
 
-# -- arguments
-
-
-def tables(tokens: int) -> tuple[Tensor, Tensor]:
-    angles = torch.rand(tokens, DR // 2) * 6.28
-    both = torch.cat([angles, angles], -1)
-    return both.cos().bfloat16(), both.sin().bfloat16()
-
-
-def paged_caches() -> tuple[Tensor, Tensor]:
-    return (
-        torch.randn(BLOCKS, BLOCK_SIZE, 1, HCKV).bfloat16(),
-        torch.randn(BLOCKS, BLOCK_SIZE, 1, DR).bfloat16(),
-    )
-
-
-def paged_args(tokens: int = 8) -> tuple[Tensor, ...]:
-    slots = torch.randperm(BLOCKS * BLOCK_SIZE)[:tokens]
-    return (torch.randn(tokens, HE).bfloat16(), *tables(tokens), *paged_caches(), slots)
-
-
-def dense_args(batch: int = 2, length: int = 3) -> tuple[Tensor, ...]:
-    freqs = torch.view_as_real(torch.polar(torch.ones(16, DR // 2), torch.rand(16, DR // 2) * 6.28))
-    x = torch.randn(batch, length, HE).bfloat16()
-    return x, freqs, torch.randn(4, 16, HCKV).bfloat16(), torch.randn(4, 16, DR).bfloat16()
-
-
 def layers_args(tokens: int = 8, count: int = 3) -> tuple[Tensor, ...]:
     x, cos, sin, _, _, slots = paged_args(tokens)
     return (x, cos, sin, slots, *(cache for _ in range(count) for cache in paged_caches()))
@@ -331,3 +281,17 @@ def flat_cache_args(rank: int, tokens: int = 8) -> tuple[Tensor, ...]:
     x, cos, sin, kv_cache, kr_cache, slots = paged_args(tokens)
     lead = (BLOCKS, BLOCK_SIZE) if rank == 3 else (BLOCKS * BLOCK_SIZE,)
     return x, cos, sin, kv_cache.view(*lead, HCKV), kr_cache.view(*lead, DR), slots
+
+
+def one_token_args() -> tuple[Tensor, ...]:
+    return paged_args(1)
+
+
+entry(
+    IN_PLACE,
+    source="cann-recipes and vllm-ascend",
+    tags="whole, symbolic, device, portable, operators",
+    name="NpuOperatorsV1",
+    slack=1.1,
+)(lambda: NpuOperators(version=1))
+entry(IN_PLACE, source=OURS, tags="device, layout", name="OneToken", args=one_token_args)(PagedRotateHalf)

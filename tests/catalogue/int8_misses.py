@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from .quantised import Full, OperatorCache, Partial, QuantLinear, int8_cache_args, npu
-from .spellings import DR, HCKV, HCQ, HE, D, linear, paged_args
+from .base import DR, HCKV, HCQ, HE, D, linear, npu, paged_args
+from .entry import miss
+from .int8 import Full, Partial, QuantLinear
+from .int8_caches import OperatorCache, int8_cache_args
 
 
 class StaticLinear(QuantLinear):
@@ -37,10 +37,12 @@ class OneScaleLinear(QuantLinear):
         self.scale = nn.Parameter(self.scale[:1], requires_grad=False)
 
 
+@miss("quant.static", tags="int8, operators", of="Full")
 class Static(Full):
     linear = StaticLinear
 
 
+@miss("linear.bias", tags="int8, operators", of="Full")
 class Biased(Full):
     linear = BiasedLinear
 
@@ -57,18 +59,22 @@ class WeightOnlyOperator(QuantLinear):
         return npu.npu_weight_quant_batchmatmul(x, self.weight, self.scale.to(x.dtype))
 
 
+@miss("quant.weights_only", tags="int8", of="gpt-fast's weights")
 class WeightsOnly(Full):
     linear = WeightOnlyLinear
 
 
+@miss("quant.weights_only", tags="int8, operators", of="Full")
 class WeightsOnlyByOperator(Full):
     linear = WeightOnlyOperator
 
 
+@miss("quant.scale", tags="int8, operators", of="Full")
 class OneScale(Full):
     linear = OneScaleLinear
 
 
+@miss("quant.mixed", tags="int8, operators", of="Full")
 class QueryLatentAlone(Full):
     """W_dkv_kr stays bfloat16."""
 
@@ -77,6 +83,7 @@ class QueryLatentAlone(Full):
         self.kv_a_proj_with_mqa = linear(HE, HCKV + DR)
 
 
+@miss("quant.mixed", tags="int8, operators", of="Full")
 class DownAlone(Full):
     """W_uq_qr stays bfloat16."""
 
@@ -85,6 +92,7 @@ class DownAlone(Full):
         self.q_b_proj = linear(HCQ, self.heads * (D + DR))
 
 
+@miss("quant.tokens_differ", tags="int8, operators", of="Full")
 class SmoothedOnce(Full):
     """x is smoothed for W_dq and not for W_dkv_kr."""
 
@@ -93,6 +101,7 @@ class SmoothedOnce(Full):
         self.q_a_proj.smooth = nn.Parameter(0.5 + torch.rand(HE))  # type: ignore[assignment]
 
 
+@miss("reader.latent", tags="int8, operators, readers", of="IndexerReads")
 class LatentReadInBfloat16(Full):
     """An indexer reads c_q itself, of which the int8 kernel gives out the quantised form only."""
 
@@ -104,6 +113,7 @@ class LatentReadInBfloat16(Full):
         return self.wq_b(c_q)
 
 
+@miss("quant.dynamic", tags="int8", of="Partial", name="TruncatedLatent")
 class Truncated(Partial):
     """c_q is quantised by plain operators, and truncated where the kernel rounds."""
 
@@ -119,6 +129,7 @@ class Truncated(Partial):
         self.q_b_proj = Plain(HCQ, self.heads * (D + DR))  # type: ignore[assignment]
 
 
+@miss("quant.scale", tags="int8, operators", of="Partial")
 class OtherTokenScale(Partial):
     """c_q is scaled back by the scale of another tensor."""
 
@@ -134,6 +145,7 @@ class OtherTokenScale(Partial):
         self.q_b_proj = Crossed(HCQ, self.heads * (D + DR))  # type: ignore[assignment]
 
 
+@miss("quant.cache", tags="int8, cache, operators", of="OperatorCache", args=int8_cache_args)
 class FullWithChannelCaches(OperatorCache):
     """Per-channel caches go with partial quantisation alone."""
 
@@ -143,32 +155,15 @@ class FullWithChannelCaches(OperatorCache):
         self.kv_a_proj_with_mqa = QuantLinear(HE, HCKV + DR)  # type: ignore[assignment]
 
 
+def one_int8_cache_args() -> tuple[Tensor, ...]:
+    x, cos, sin, kv_cache, _, slots = int8_cache_args()
+    return x, cos, sin, kv_cache, paged_args()[4], slots
+
+
+@miss("quant.cache", tags="int8, cache, operators", of="OperatorCache", args=one_int8_cache_args)
 class OneScaledCache(OperatorCache):
     """Only the latent cache is int8."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kr_scale = None  # type: ignore[assignment]
-
-
-def one_int8_cache_args() -> tuple[Tensor, ...]:
-    x, cos, sin, kv_cache, _, slots = int8_cache_args()
-    return x, cos, sin, kv_cache, paged_args()[4], slots
-
-
-# name: (code, model, arguments)
-REFUSED: dict[str, tuple[str, Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
-    "static": ("quant.static", Static, paged_args),
-    "weights_only": ("quant.weights_only", WeightsOnly, paged_args),
-    "weights_only_by_operator": ("quant.weights_only", WeightsOnlyByOperator, paged_args),
-    "biased": ("linear.bias", Biased, paged_args),
-    "one_scale": ("quant.scale", OneScale, paged_args),
-    "query_latent_alone": ("quant.mixed", QueryLatentAlone, paged_args),
-    "down_alone": ("quant.mixed", DownAlone, paged_args),
-    "smoothed_once": ("quant.tokens_differ", SmoothedOnce, paged_args),
-    "latent_read_in_bfloat16": ("reader.latent", LatentReadInBfloat16, paged_args),
-    "truncated": ("quant.dynamic", Truncated, paged_args),
-    "other_token_scale": ("quant.scale", OtherTokenScale, paged_args),
-    "full_with_channel_caches": ("quant.cache", FullWithChannelCaches, int8_cache_args),
-    "one_scaled_cache": ("quant.cache", OneScaledCache, one_int8_cache_args),
-}
