@@ -51,6 +51,7 @@ class Entry:
     model: Make
     args: Args = paged_args
     outcome: tuple[str, ...]  # a placement for each prologue, or one rejection code
+    alone: tuple[str, ...] = ()  # the same without a boundary around the graph, where that differs
     source: str
     tags: frozenset[str]
     weight_quant_mode: int = 0

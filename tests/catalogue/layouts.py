@@ -127,7 +127,7 @@ def buffer_args() -> tuple[Tensor, ...]:
     return x, torch.arange(8) * 3, table, kv_cache.view(-1, 1, HCKV), kr_cache.view(-1, 1, DR), slots
 
 
-@entry(IN_PLACE, source="SGLang", tags="layout, cache, tables", args=buffer_args)
+@entry(IN_PLACE, source="SGLang", tags="layout, cache, tables", args=buffer_args, alone=(STAGED,))
 class SglangBuffers(Base):
     """Buffers [slots, 1, width], neox RoPE from one [cos | sin] cache."""
 
