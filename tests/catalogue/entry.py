@@ -64,10 +64,6 @@ class Entry:
         if unknown or not self.source or not self.outcome:
             raise ValueError(f"{self.name}: needs a source and an outcome, and has no tags {sorted(unknown)}")
 
-    @property
-    def fuses(self) -> bool:
-        return set(self.outcome) <= {IN_PLACE, STAGED}
-
     def __str__(self) -> str:
         return self.name
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mla_fusion import offline
+
 from .base import DR, HCKV, HCQ, HE, D, linear, npu, paged_args
 from .entry import miss
 from .int8 import Full, Partial, QuantLinear
@@ -55,6 +57,12 @@ class WeightOnlyLinear(QuantLinear):
 
 
 class WeightOnlyOperator(QuantLinear):
+    """By an operator of torch_npu alone."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__(width_in, width_out)
+        offline.activate()
+
     def forward(self, x: Tensor) -> Tensor:
         return npu.npu_weight_quant_batchmatmul(x, self.weight, self.scale.to(x.dtype))
 

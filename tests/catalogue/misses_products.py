@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mla_fusion import offline
+
 from .assembled import RowsInPlace, row_args
 from .base import DR, HCKV, HCQ, HE, Base, D, HfNorm, Prologue, attend, linear, through
 from .entry import IN_PLACE, MISS_OF_BASE, Entry, Make, add, based, miss, words
@@ -92,10 +94,11 @@ class Adapted(nn.Module):
 
 
 class Packed(nn.Module):
-    """int4 weights, eight to an int32."""
+    """int4 weights, eight to an int32, by an operator of torch_npu alone."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
+        offline.activate()
         packed = torch.randint(-9, 9, (layer.in_features, layer.out_features // 8), dtype=torch.int32)
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.scale = nn.Parameter(torch.rand(1, layer.out_features).bfloat16())

@@ -8,7 +8,6 @@ from torch import Tensor
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.fx.shrink import Shrink
 from tests.catalogue import ENTRIES, base, layouts, prologues
 from tests.harness import assert_as_exact, clones, compiled
 
@@ -72,20 +71,3 @@ def test_near_misses_get_the_same_code(name: str) -> None:
     entry = ENTRIES[name]
     gm, _ = capture(entry.model(), *base.paged_args(128), device="cpu")
     assert tuple(r.code for r in mf.fuse(gm).rejected) == entry.outcome
-
-
-@pytest.mark.parametrize(
-    ("small", "full", "wanted", "sizes"),
-    [
-        ((5, 384), (64, 384), (64, 2, 192), (5, 2, 192)),
-        ((2 * 5, 384), (2 * 64, 384), (2, 64, 2, 192), (2, 5, 2, 192)),
-        ((2, 5, 128), (2, 512, 128), (1, 2, 512, 128), (1, 2, 5, 128)),
-        ((5, 512), (512, 512), (512, 1, 512), (5, 1, 512)),
-        ((64, 192), (64, 192), (64, 3, 64), (64, 3, 64)),
-    ],
-)
-def test_sizes_of_a_view(
-    small: tuple[int, ...], full: tuple[int, ...], wanted: tuple[int, ...], sizes: tuple[int, ...]
-) -> None:
-    tokens = 512 if 512 in full else 64
-    assert Shrink(tokens).viewed(small, full, wanted) == sizes
