@@ -52,6 +52,7 @@ MAX_TOKENS = 1024
 STATIC = "per_tensor_quant_asymm"
 ATB_HIDDEN = 7168  # the one hidden size of ATB's own kernel; others go to another one
 CACHES = ("kv_cache", "kv_cache_rope")
+RESULTS = ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,21 @@ class Operator:
     def defaults(self) -> dict[str, Any]:
         """Every argument that may be left out, with what stands for it."""
         return {**dict.fromkeys(self.optional), **{name: DEFAULTS[name] for name in self.modes}, **self.flags}
+
+    @property
+    def schema(self) -> tuple[str, str]:
+        """Arguments and results as torch's schema language has them; a mode is a string that may be None."""
+        tensors = [f"Tensor {name}" for name in self.positional]
+        optional = [f"Tensor? {name}=None" for name in self.optional]
+        modes = [f"str? {name}=None" for name in self.modes]
+        return ", ".join([*tensors, "*", *optional, *modes]), f"({', '.join(['Tensor'] * len(RESULTS))})"
+
+    @property
+    def out_schema(self) -> tuple[str, str]:
+        """Those of the overload that writes its results into the caller's tensors, which it also returns."""
+        marks = [f"Tensor({letter}!)" for letter in "abcd"]
+        written = [f"{mark} {name}" for mark, name in zip(marks, RESULTS, strict=True)]
+        return ", ".join([self.schema[0], *written]), f"({', '.join(marks)})"
 
 
 REQUIRED = tuple(

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from mla_fusion import compat
+from mla_fusion.meta.preprocess import ATB
 from mla_fusion.meta.prolog import PROLOGS, V3
 
 _KV_CACHE = (
@@ -103,19 +104,9 @@ _IN_PLACE: dict[str, tuple[str, tuple[int, ...]]] = {
     "npu_scatter_pa_kv_cache": ("npu_scatter_pa_kv_cache_functional", (2, 3)),
 }
 
-_PREPROCESS = (
-    "Tensor input, Tensor gamma0, Tensor beta0, Tensor wdqkv, Tensor descale0, Tensor gamma1, Tensor beta1, "
-    "Tensor wuq, Tensor descale1, Tensor gamma2, Tensor cos, Tensor sin, Tensor wuk, Tensor kv_cache, "
-    "Tensor kv_cache_rope, Tensor slotmapping, *, Tensor? quant_scale0=None, Tensor? quant_offset0=None, "
-    "Tensor? bias0=None, Tensor? quant_scale1=None, Tensor? quant_offset1=None, Tensor? bias1=None, "
-    "Tensor? ctkv_scale=None, Tensor? q_nope_scale=None, str? cache_mode=None, str? quant_mode=None"
-)
-_PREPROCESS_OUT = (
-    _PREPROCESS + ", Tensor(a!) q_out0, Tensor(b!) kv_cache_out0, Tensor(c!) q_out1, Tensor(d!) kv_cache_out1"
-)
 _ATB_SIGNATURES: dict[str, tuple[str, str]] = {
-    "npu_mla_preprocess": (_PREPROCESS, _tensors(4)),
-    "npu_mla_preprocess.out": (_PREPROCESS_OUT, "(Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!))"),
+    ATB.name: ATB.schema,
+    f"{ATB.name}.out": ATB.out_schema,
 }
 
 OPERATORS: tuple[str, ...] = tuple(_SIGNATURES)

@@ -190,7 +190,7 @@ def _left_over(plan: Plan) -> list[Node]:
 def _products_of_query(plan: Plan) -> frozenset[Node]:
     """The query's up-projections: they die with the region, whatever they read."""
     q = plan.candidate.query
-    return frozenset(part.node for item in (q.up_nope, q.up_rope) for part in item.parts)
+    return frozenset(part.node for item in (q.up_nope, q.up_rope) for part in item.by_weight)
 
 
 def _carried_meta(plan: Plan) -> dict[str, Any]:

@@ -62,7 +62,8 @@ def _of_plan(plan: Plan, numbers: dict[Node, int]) -> object:
         slots = tuple(node and numbers.get(node, -1) for node in _slots(plan.caches))
         caches = held, scales, slots, plan.caches.mode, plan.caches.copies
     lead = _sizes(plan.token_x.meta["val"].shape[:-1])
-    return tables, columns, outputs, caches, plan.interleave, lead, tuple(call.attributes(plan).items())
+    shape = lead, plan.kernel_heads
+    return tables, columns, outputs, caches, plan.interleave, shape, tuple(call.attributes(plan).items())
 
 
 def _slots(caches: InPlace) -> Sequence[Node | None]:

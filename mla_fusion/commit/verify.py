@@ -8,7 +8,7 @@ own nodes have computed for it, tables and slots among it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,27 +224,45 @@ class _Witness:
     ) -> bool:
         """Do these rows differ by no more than the model's own rounding error, which is large where terms cancel?
 
-        The region is run in float64 on the same values, and on x changed by about one step of bfloat16: how far a row
-        moves is what rounding can do to it. (What the model itself has lost in the row may happen to be nothing.)
+        The region is run in float64 on the same values, and again with x, and with what the down-projections make of
+        it, changed by about one step of bfloat16: how far a row moves is what rounding can do to it. (What the model
+        itself has lost in the row may happen to be nothing. A quantised x takes no notice of small changes, and then
+        nor does anything behind it: hence the second place.)
         """
-        region = self.region
-        inputs = [*region.leaves, *region.twins]
-        program = Program(inputs, region.nodes, self.view.binding, shrink=self._shrink, sized=True)
-        given = [_wide(value) for value in self._given]
-        slot = program.slot(item.node)
-        exact = program.run(given, [slot])[slot]
+        region, q, k = self.region, self.plan.candidate.query, self.plan.candidate.key
+        leaves = [*region.leaves, *region.twins]
+        x = [leaf for leaf, role in region.leaves.items() if role == "x" and leaf.meta["val"].is_floating_point()]
+        down = {part.node for item in (q.down, k.down, k.down_rope) for part in item.by_weight}
+        made = [node for node in region.nodes if node in down]
+        memory = dict(zip(leaves, map(_wide, self._given), strict=True))
+        program = self._in_float64(leaves)
+        values = program.run(_copies(memory[leaf] for leaf in leaves))
+        memory |= {node: values[program.slot(node)] for node in (*made, item.node)}
+        exact = memory[item.node]
         if not isinstance(exact, torch.Tensor) or exact.shape != want.shape:
             return False
         moved, _ = _squares(exact, want, owner)
         generator = torch.Generator().manual_seed(self._seed)
-        for _ in range(_JITTERS):
-            changed = list(given)
-            for place, leaf in enumerate(region.leaves):
-                if region.leaves[leaf] == "x" and changed[place].is_floating_point():
-                    noise = torch.randn(changed[place].shape, generator=generator, dtype=torch.float64)
-                    changed[place] = changed[place] * (1 + _STEP * noise)
-            moved = torch.maximum(moved, _squares(exact, program.run(changed, [slot])[slot], owner)[0])
+        for changed, inputs in ((x, leaves), (made, [*leaves, *made])):
+            program = self._in_float64(inputs)
+            for _ in range(_JITTERS if changed else 0):
+                given = dict(zip(inputs, _copies(memory[node] for node in inputs), strict=True))
+                for node in changed:
+                    given[node] *= 1 + _STEP * torch.randn(given[node].shape, generator=generator, dtype=torch.float64)
+                slot = program.slot(item.node)
+                other = program.run(list(given.values()), [slot])[slot]
+                moved = torch.maximum(moved, _squares(exact, other, owner)[0])
         return bool((wrong[rows_over] <= _OF_ROUNDING**2 * moved[rows_over]).all())
+
+    def _in_float64(self, inputs: Sequence[Node]) -> Program:
+        """The region from these nodes on."""
+        nodes = [node for node in self.region.nodes if node not in inputs]
+        return Program(inputs, nodes, self.view.binding, shrink=self._shrink, sized=True)
+
+
+def _copies(values: Iterable[Any]) -> list[Any]:
+    """Steps in place change what they are given."""
+    return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
 
 
 class _Builder(TensorBuilder):

@@ -168,8 +168,8 @@ def _reshape(r: OperatorReader, op: Operator) -> Sequence[Any]:
     symbolic = [place for place, size in enumerate(sizes) if not isinstance(size, int)]
     if len(symbolic) > 1 or (symbolic and -1 in sizes):
         raise Unmapped
-    plain = [-1 if place in symbolic else size for place, size in enumerate(sizes)]
-    return [r.view(aten.reshape.default, source, plain)]
+    target = [-1 if place in symbolic else size for place, size in enumerate(sizes)]
+    return [r.view(aten.reshape.default, source, target)]
 
 
 def _transpose(r: OperatorReader, op: Operator) -> Sequence[Any]:

@@ -28,7 +28,7 @@ def inputs(plan: Plan) -> list[Node]:
     """Nodes of the graph that the replacement reads."""
     q, k = plan.candidate.query, plan.candidate.key
     every = (q.down, q.up_nope, q.up_rope, k.down, k.down_rope)
-    weights = [part.weight for item in every for part in item.parts]
+    weights = [part.weight for item in every for part in item.by_weight]
     if isinstance(q.absorb, AbsorbFact):
         weights += q.absorb.weights
     weights += scales(plan)
@@ -45,7 +45,7 @@ def scales(plan: Plan) -> list[Node]:
     q, k = plan.candidate.query, plan.candidate.key
     found: list[Node | None] = []
     for item in (q.up_nope, q.up_rope, q.down, k.down, k.down_rope):
-        found += [part.quantised.weight_scale for part in item.parts if part.quantised is not None]
+        found += [part.quantised.weight_scale for part in item.by_weight if part.quantised is not None]
     if q.up_nope.quantised is not None and q.up_nope.quantised.dynamic is not None:
         found.append(q.up_nope.quantised.dynamic.smooth)
     if q.down.quantised is not None:
@@ -53,6 +53,9 @@ def scales(plan: Plan) -> list[Node]:
     if isinstance(plan.caches, InPlace):
         found += [scale.node for scale in (plan.caches.kv_scale, plan.caches.kr_scale) if scale is not None]
     return list(dict.fromkeys(node for node in found if node is not None))
+
+
+_PER_HEAD = frozenset({"query", "query_rope", "dequant_scale_q_nope"})  # [.., N, width]
 
 
 def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
@@ -88,6 +91,9 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
         **attributes(plan),
     )
     results = {name: _item(b, fused, place) for place, name in enumerate(KERNEL.results) if name in _used(plan)}
+    if plan.kernel_heads > plan.heads:
+        for name in _PER_HEAD & results.keys():
+            results[name] = b.call(aten.slice.Tensor, results[name], -2, 0, plan.heads)
     asked = {replacement.output for replacement in plan.replacements}
     for name, made, width in (("c_kv", "kv_cache", len(k.columns)), ("k_pe", "kr_cache", k.rope_dim)):
         if name in asked and index:

@@ -32,7 +32,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
     q, k = plan.candidate.query, plan.candidate.key
     x = plan.token_x.meta["val"]
     lead = list(x.shape[:-1])
-    heads, nope, rope = plan.heads, q.absorb.nope_dim, q.rope.rope_dim
+    heads, nope, rope = plan.kernel_heads, q.absorb.nope_dim, q.rope.rope_dim
 
     def like(*shape: Any, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return x.new_empty(shape, dtype=dtype)

@@ -28,14 +28,14 @@ def weight(b: Builder, plan: Plan, name: str, arrange: Arrange, *projections: Pr
     def recipe(b: Builder) -> Any:
         return _dense(b, arrange(b, plan, _matrix), nz=True)
 
-    return b.packed(name, recipe, [part.weight for item in projections for part in item.parts])
+    return b.packed(name, recipe, [part.weight for item in projections for part in item.by_weight])
 
 
 def _scale(b: Builder, plan: Plan, name: str, arrange: Arrange, *projections: Projection) -> Any:
     def recipe(b: Builder) -> Any:
         return _dense(b, b.cast(arrange(b, plan, _scale_matrix), torch.float32), nz=False)
 
-    parts = [part for item in projections for part in item.parts]
+    parts = [part for item in projections for part in item.by_weight]
     return b.packed(name, recipe, [part.quantised.weight_scale for part in parts if part.quantised is not None])
 
 
@@ -197,14 +197,19 @@ def uq_qr(b: Builder, plan: Plan, of: Matrix) -> Any:
     if q.up_nope.node is q.up_rope.node:
         matrix = of(b, q.up_nope)
         if columns.ordered and heads * columns.width == b.shape(matrix)[1]:
-            return matrix
+            return _more_columns(b, matrix, columns.width * (plan.kernel_heads - heads))
     parts = []
     for projection, flat in ((q.up_nope, columns.nope), (q.up_rope, columns.rope)):
         taken = _take(b, of(b, projection), flat, heads)
         parts.append(b.reshape(taken, (b.shape(taken)[0], heads, len(flat) // heads)))
     joined = b.call(aten.cat.default, parts, -1)
     rows, _, width = b.shape(joined)
-    return b.reshape(joined, (rows, heads * width))
+    return _more_columns(b, b.reshape(joined, (rows, heads * width)), width * (plan.kernel_heads - heads))
+
+
+def _more_columns(b: Builder, matrix: Any, count: int) -> Any:
+    """With so many columns of zeros behind its own: heads that the model has not. Before any cast to FRACTAL_NZ."""
+    return b.call(aten.constant_pad_nd.default, matrix, [0, count]) if count else matrix
 
 
 def dkv_kr(b: Builder, plan: Plan, of: Matrix) -> Any:
@@ -224,15 +229,18 @@ def dkv_kr(b: Builder, plan: Plan, of: Matrix) -> Any:
 def weight_uk(b: Builder, plan: Plan) -> Any:
     absorb = plan.candidate.query.absorb
     if isinstance(absorb, AbsorbFact):
-        return b.packed("weight_uk", lambda b: _absorbed(b, absorb), absorb.weights)
-    shape = (absorb.heads, absorb.nope_dim, absorb.latent_dim)
+        more = plan.kernel_heads - plan.heads
+        return b.packed("weight_uk", lambda b: _absorbed(b, absorb, more), absorb.weights)
+    shape = (plan.kernel_heads, absorb.nope_dim, absorb.latent_dim)
     device = plan.token_x.meta["val"].device
     return b.once(("identity", shape), lambda b: b.packed("weight_uk", lambda b: _identity(b, shape, device), []))
 
 
-def _absorbed(b: Builder, absorb: AbsorbFact) -> Any:
-    parts = [_heads(b, part) for part in absorb.parts]
-    return _dense(b, parts[0] if len(parts) == 1 else b.call(aten.cat.default, parts), nz=False)
+def _absorbed(b: Builder, absorb: AbsorbFact, more: int) -> Any:
+    """``more``: heads of zeros behind the model's."""
+    parts = [_heads(b, part) for part in absorb.by_weight]
+    weight = parts[0] if len(parts) == 1 else b.call(aten.cat.default, parts)
+    return _dense(b, b.call(aten.constant_pad_nd.default, weight, [0, 0, 0, 0, 0, more]) if more else weight, nz=False)
 
 
 def _heads(b: Builder, absorb: AbsorbFact) -> Any:

@@ -43,13 +43,13 @@ class AbsorbFact:
     pieces: tuple[AbsorbFact, ...] = ()
 
     @property
-    def parts(self) -> tuple[AbsorbFact, ...]:
+    def by_weight(self) -> tuple[AbsorbFact, ...]:
         """The products with a weight each: this one, or its pieces."""
         return self.pieces or (self,)
 
     @property
     def weights(self) -> list[Node]:
-        return [part.weight for part in self.parts]
+        return [part.weight for part in self.by_weight]
 
     @property
     def node(self) -> Node:

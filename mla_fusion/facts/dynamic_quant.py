@@ -1,6 +1,6 @@
-"""Per-token quantisation to int8: by npu_dynamic_quant, or by whatever plain nodes compute the same.
+"""Per-token quantisation to int8: by npu_dynamic_quant, or by whatever nodes compute the same.
 
-``values = round(rows * 127 / max|rows|)``, ``scale = max|rows| / 127``. Plain nodes are run on rows of many magnitudes,
+``values = round(rows * 127 / max|rows|)``, ``scale = max|rows| / 127``. Nodes are run on rows of many magnitudes,
 with the largest element of either sign first, last and elsewhere. Another number of steps, a truncation, or a maximum
 over less or more than a row changes the result. A floor under the maximum that no normed row comes near does not, and
 is allowed.
@@ -24,7 +24,7 @@ from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, peel, reshapes, upward, views_and_casts
 
-_FARTHEST = 24  # plain nodes from int8 values up to the rows
+_FARTHEST = 24  # nodes from int8 values up to the rows
 # Of a probe: the size of a tenth to ten times which its rows are, and what is added to the largest element of each, in
 # standard deviations, so that clipped outliers show.
 _SIZES = ((0.1, 0.0), (1.0, 3.0), (10.0, 30.0))
@@ -35,14 +35,15 @@ _CLOSE = 1e-3  # of a step, and of a scale: 128 steps instead of 127 differ by e
 class DynamicQuant:
     """``node`` quantises every row of ``source`` to int8, ``smooth`` (per column) multiplied onto it before.
 
-    node    the operator, or the int8 values where plain nodes compute them
-    scale   with plain nodes, what holds a scale for each row; None where none does (they use its inverse, say)
+    node      the operator, or the int8 values where other nodes compute them
+    by_nodes  they do
+    scale     what holds a scale for each row where nodes compute it; None where none does (they use its inverse, say)
     """
 
     node: Node
     source: Node
     smooth: Node | None
-    plain: bool = False
+    by_nodes: bool = False
     scale: Node | None = None
 
 
@@ -51,8 +52,8 @@ def by_operator(operator: Node) -> DynamicQuant | None:
     if op_name(operator) != "npu::npu_dynamic_quant" or operator.meta["val"][0].dtype != torch.int8:
         return None
     source, smooth = operator.args[0], argument(operator, "smooth_scales")
-    plain = argument(operator, "group_index") is None and argument(operator, "quant_mode") == "pertoken"
-    if not plain or argument(operator, "dst_type_max", 0.0):
+    per_token = argument(operator, "group_index") is None and argument(operator, "quant_mode") == "pertoken"
+    if not per_token or argument(operator, "dst_type_max", 0.0):
         return None
     return DynamicQuant(node=operator, source=source, smooth=smooth) if isinstance(source, Node) else None
 
@@ -70,7 +71,7 @@ def unsmoothed(view: View, dynamic: DynamicQuant) -> DynamicQuant | None:
     """
     base = peel(dynamic.source)
     sides = [arg for arg in base.args if isinstance(arg, Node)]
-    if not dynamic.plain or op_name(base) != "aten::mul" or len(sides) != 2 or base.kwargs:
+    if not dynamic.by_nodes or op_name(base) != "aten::mul" or len(sides) != 2 or base.kwargs:
         return None
     for rows, smooth in (sides, sides[::-1]):
         shape = smooth.meta["val"].shape
@@ -82,7 +83,7 @@ def unsmoothed(view: View, dynamic: DynamicQuant) -> DynamicQuant | None:
 
 def results(view: View, dynamic: DynamicQuant, rows: Node) -> Iterator[tuple[Node, bool]]:
     """What holds int8 values (True) or scales (False) of ``rows``, quantised as ``dynamic`` does."""
-    if not dynamic.plain:
+    if not dynamic.by_nodes:
         for user in rows.users:
             if view.same(user, dynamic.node):
                 yield from ((result, bool(result.args[1] == 0)) for result in user.users)
@@ -114,7 +115,7 @@ class DynamicQuantReader:
         base, token = peel(values), scales.token
         operator = base.args[0] if is_getitem(base) and base.args[1] == 0 else None
         if not isinstance(operator, Node):
-            return self._plain(base, token, scales.factor, scales.inverse) if token is not None else None
+            return self._by_nodes(base, token, scales.factor, scales.inverse) if token is not None else None
         dynamic = by_operator(operator)
         if dynamic is None or token is None:
             return dynamic  # without a token scale for the verdict to refuse
@@ -127,12 +128,12 @@ class DynamicQuantReader:
         theirs = of_scale.args[1] == 1 and isinstance(maker, Node) and self.view.same(maker, operator)
         return dynamic if theirs else None  # else it is scaled by something else than what it was divided by
 
-    def _plain(self, values: Node, token: Node, factor: float, inverse: bool) -> DynamicQuant | None:
+    def _by_nodes(self, values: Node, token: Node, factor: float, inverse: bool) -> DynamicQuant | None:
         token = origin(token, reshapes)
         for source, inside in self._cuts(values, token):
             if self._is_source(source, inside, values, token, factor, inverse):
                 scale = token if factor == 1.0 and not inverse else None
-                return DynamicQuant(node=values, source=source, smooth=None, plain=True, scale=scale)
+                return DynamicQuant(node=values, source=source, smooth=None, by_nodes=True, scale=scale)
         return None
 
     def _cuts(self, values: Node, token: Node) -> Iterator[tuple[Node, list[Node]]]:

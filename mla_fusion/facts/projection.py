@@ -48,7 +48,7 @@ class Projection:
         return self.product.node
 
     @property
-    def parts(self) -> tuple[Projection, ...]:
+    def by_weight(self) -> tuple[Projection, ...]:
         """The projections with a weight each: this one, or its pieces."""
         return self.pieces or (self,)
 
@@ -98,7 +98,7 @@ def rows(view: View, item: Projection) -> torch.Tensor | None:
     An origin is looked for through slices and permutations too, so two projections of one origin need not read the
     same rows of it.
     """
-    item = item.parts[0]
+    item = item.by_weight[0]
     dynamic = item.quantised.dynamic if item.quantised is not None else None
     shape = view.binding.shape(item.origin.meta["val"].shape)
     held = torch.arange(math.prod(shape)).reshape(shape)
@@ -106,7 +106,7 @@ def rows(view: View, item: Projection) -> torch.Tensor | None:
     if dynamic is not None:
         legs = [(item.origin, dynamic.source), (peel(item.activation), item.activation)]
     for start, end in legs:
-        if not _keeps_tokens(start, end):
+        if not _keeps_tokens(view, start, end):
             return None
         program = Program([start], nodes_between((start,), end), view.binding)
         value = program.run([held])[program.slot(end)]
@@ -119,9 +119,10 @@ def rows(view: View, item: Projection) -> torch.Tensor | None:
     return held.permute([labels.index(label) for label in (*others, *ordered)]).reshape(-1)
 
 
-def _keeps_tokens(start: Node, end: Node) -> bool:
+def _keeps_tokens(view: View, start: Node, end: Node) -> bool:
     """Is the way from one to the other the same for each token, where their number is symbolic?"""
-    return start is end or Tokens.of((start,), nodes_between((start,), end)).broken(end) is None
+    between = nodes_between((start,), end)
+    return start is end or Tokens.of((start,), between, view.binding.meaning).broken(end) is None
 
 
 def token_sizes(item: Projection) -> list[object] | None:
@@ -173,7 +174,7 @@ def same_rows(view: View, a: Projection, b: Projection) -> bool:
 
 def _order(item: Projection) -> tuple[int, ...]:
     """Axes of the activation: those of the rows, then the summed one."""
-    item = item.parts[0]
+    item = item.by_weight[0]
     return tuple(item.activation_labels.index(label) for label in (*item.row_labels, *item.summed))
 
 
@@ -183,15 +184,15 @@ def find(view: View) -> list[Projection]:
     found: dict[Node, Projection] = {}
     sides, reader = _Sides(view), DynamicQuantReader(view)
     for product in view.contractions.values():
-        made = _join(view, product, found) if product.parts else _orient(view, product, sides, reader)
+        made = _join(view, product, found) if product.pieces else _orient(view, product, sides, reader)
         if made is not None:
             found[product.node] = made
     return list(found.values())
 
 
 def _join(view: View, product: Contraction, found: dict[Node, Projection]) -> Projection | None:
-    pieces = tuple(found[part.node] for part in product.parts if part.node in found)
-    if len(pieces) != len(product.parts) or any(piece.weight is not piece.product.right for piece in pieces):
+    pieces = tuple(found[part.node] for part in product.pieces if part.node in found)
+    if len(pieces) != len(product.pieces) or any(piece.weight is not piece.product.right for piece in pieces):
         return None
     if not all(same_rows(view, pieces[0], piece) for piece in pieces[1:]):
         return None
@@ -248,7 +249,7 @@ def _orient(view: View, product: Contraction, sides: _Sides, reader: DynamicQuan
 
 
 def unsmoothed(view: View, item: Projection) -> Projection | None:
-    """The projection read as one of what was smoothed before plain nodes quantised it; None where nothing was."""
+    """The projection read as one of what was smoothed before nodes quantised it; None where nothing was."""
     quantised = item.quantised
     dynamic = quantised.dynamic if quantised is not None else None
     other = dynamic_quant.unsmoothed(view, dynamic) if dynamic is not None else None

@@ -118,8 +118,8 @@ class FactReader:
         def wanted(node: Node) -> bool:
             if degrees[node] == 0:
                 return not is_view(node) and not is_cast(node)
-            plain = not is_view(node) and not is_cast(node)
-            return node in self._operands or node in views or (node in rotated and plain)
+            computed = not is_view(node) and not is_cast(node)
+            return node in self._operands or node in views or (node in rotated and computed)
 
         readings = decoder.read(degrees, wanted)
         return ConeFacts(

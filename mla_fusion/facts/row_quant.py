@@ -1,6 +1,6 @@
 """Rows on their way into an int8 cache: ``sat(rint(rows * scale))``, whatever operators say it.
 
-Read off by running the plain nodes between the rows and the int8 tensor on float64 rows that reach both ends of the
+Read off by running the nodes between the rows and the int8 tensor on float64 rows that reach both ends of the
 range. A clamp at -127, a zero point or a truncation is another function, and there is no fact then.
 """
 

@@ -284,8 +284,8 @@ def _whole(node: Node) -> Any:
 def _of_power(node: Node) -> Any:
     """The base, where the exponent is not a non-negative integer."""
     exponent = node.args[1] if len(node.args) > 1 else None
-    plain = isinstance(exponent, (int, float)) and exponent >= 0 and float(exponent).is_integer()
-    return None if plain else node.args[0]
+    natural = isinstance(exponent, (int, float)) and exponent >= 0 and float(exponent).is_integer()
+    return None if natural else node.args[0]
 
 
 _ARGUMENT_OF: dict[str, Callable[[Node], Any]] = {

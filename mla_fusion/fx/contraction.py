@@ -39,7 +39,7 @@ class Scales:
 class Contraction:
     """``node = einsum(left, right)``; a label is an int, equal labels are one axis.
 
-    parts   products of one activation whose columns ``node`` puts side by side; left and right are the first one's
+    pieces  products of one activation whose columns ``node`` puts side by side; left and right are the first one's
     inside  nodes from the bare product of integers until ``node``, where that is written in steps
     """
 
@@ -52,7 +52,7 @@ class Contraction:
     bias: Node | None = None
     factors: tuple[float, float] = field(default=(1.0, 1.0))  # (alpha on the product, beta on the bias)
     scales: Scales | None = None
-    parts: tuple[Contraction, ...] = ()
+    pieces: tuple[Contraction, ...] = ()
     inside: tuple[Node, ...] = ()
 
 
@@ -72,14 +72,16 @@ def join(node: Node, known: Mapping[Node, Contraction]) -> Contraction | None:
     rank = _rank(node)
     if rank < 2 or argument(node, "dim", 0) not in (-1, rank - 1):
         return None
-    parts = []
-    for piece in node.args[0]:
-        part = known.get(origin(piece, row_reshapes)) if isinstance(piece, Node) else None
-        if part is None or part.parts or len(part.right_labels) != 2 or part.out_labels[-1] not in part.right_labels:
+    pieces = []
+    for value in node.args[0]:
+        piece = known.get(origin(value, row_reshapes)) if isinstance(value, Node) else None
+        if piece is None or piece.pieces or len(piece.right_labels) != 2:
             return None
-        parts.append(part)
+        if piece.out_labels[-1] not in piece.right_labels:
+            return None
+        pieces.append(piece)
     tokens = tuple(range(_TOKENS, _TOKENS + rank - 1))
-    return replace(parts[0], node=node, out_labels=(*tokens, parts[0].out_labels[-1]), parts=tuple(parts))
+    return replace(pieces[0], node=node, out_labels=(*tokens, pieces[0].out_labels[-1]), pieces=tuple(pieces))
 
 
 _TOKENS = 10_000  # labels that no operand has: the token axes may be other ones than the products'

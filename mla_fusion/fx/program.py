@@ -78,6 +78,16 @@ def _cast(value: Any, *args: Any, **kwargs: Any) -> Any:
     return value.to(_widen(wanted))
 
 
+def _widened(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Floats in float64, from an operator that rounds whatever it is given."""
+
+    def in_float64(*args: Any, **kwargs: Any) -> torch.Tensor:
+        value = call(*args, **kwargs)
+        return value.double() if value.is_floating_point() else value
+
+    return in_float64
+
+
 def _keep_shape(value: torch.Tensor, shape: Sequence[int], *_: Any) -> torch.Tensor:
     return value.reshape(tuple(shape))
 
@@ -234,6 +244,8 @@ class Program:
         else:
             target = operator_of(node).target
             call = target if target is torch.ops.aten.view.dtype else _RENAMED.get(name, target)
+            if name == "npu::npu_quant_matmul" and not self._exact:
+                call = _widened(call)
         if self._shrink is not None and name in SIZED:
             return self._resized(node, name, self._shrink)
         if not self._sized and name in SELECTIONS:

@@ -115,9 +115,9 @@ class Terms:
         """The same operator with the same literals on inputs of the same terms and shapes."""
         call, inputs = self._view.call(node)
         shapes = [_shape(given) for given in inputs]
-        plain = op_name(node) in ELEMENTWISE and len(set(shapes)) == 1
+        aligned = op_name(node) in ELEMENTWISE and len(set(shapes)) == 1
         named = tuple(
-            (self._given(given), None if plain else shape)
+            (self._given(given), None if aligned else shape)
             for given, shape in zip(inputs, shapes, strict=True)
         )
         return self._intern(("call", call, *named))

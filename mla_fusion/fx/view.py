@@ -157,8 +157,8 @@ class View:
 
     def _one_activation(self, joined: Contraction) -> bool:
         """Do all parts multiply one value, none of them a slice of it, by weights?"""
-        first, *others = (self._number[_unreshaped(part.left)] for part in joined.parts)
-        return all(other == first for other in others) and not any(self._sources[part.right] for part in joined.parts)
+        first, *others = (self._number[_unreshaped(part.left)] for part in joined.pieces)
+        return all(other == first for other in others) and not any(self._sources[part.right] for part in joined.pieces)
 
     def _writes_into_own(self, node: Node) -> bool:
         """``q[..., D:] = rope(q)`` writes into a value of its own making, or of literals; a cache write does not."""

@@ -88,15 +88,15 @@ class Finder:
         return prod(self.view.binding.shape(value.shape)) if isinstance(value, torch.Tensor) else 0
 
     def _of_same_rows(self, group: list[Projection]) -> list[list[Projection]]:
-        """The group, parted where projections read x sliced or permuted differently."""
-        parts: list[list[Projection]] = []
+        """The group, split where projections read x sliced or permuted differently."""
+        classes: list[list[Projection]] = []
         for item in group:
-            part = next((part for part in parts if projection.same_rows(self.view, part[0], item)), None)
-            if part is None:
-                parts.append([item])
+            alike = next((known for known in classes if projection.same_rows(self.view, known[0], item)), None)
+            if alike is None:
+                classes.append([item])
             else:
-                part.append(item)
-        return parts
+                alike.append(item)
+        return classes
 
     def _join(self, group: list[Projection]) -> list[Candidate | NearMiss]:
         """Query sides and key sides of one x, joined; nothing where the group is not MLA at all."""

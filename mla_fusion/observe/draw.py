@@ -247,7 +247,7 @@ def _operands(item: Candidate) -> Labels:
     q, k = item.query, item.key
     found: Labels = {q.down.origin: ("input", "token_x")}
     for projection, argument, _, _ in _products(item):
-        for part in projection.parts:
+        for part in projection.by_weight:
             _add(found, part.weight, "weight", argument)
     if isinstance(q.absorb, AbsorbFact):
         for weight in q.absorb.weights:

@@ -30,8 +30,10 @@ def _lines(view: View, plan: Plan) -> Iterator[str]:
     if k.operator is not None:
         yield f"latent, key and caches: {k.operator.node.target}, by its documentation"
     if isinstance(q.absorb, AbsorbFact):
-        ends = [part.projection.activation for part in q.absorb.parts]
+        ends = [part.projection.activation for part in q.absorb.by_weight]
         yield f"W_uk: {_steps(q.up_nope.node, *ends)}, then a product of {q.absorb.heads} heads"
+    if plan.kernel_heads > plan.heads:
+        yield f"heads: {plan.heads}, and {plan.kernel_heads - plan.heads} of zeros, whose results are cut off"
     yield f"tokens: {plan.candidate.tokens.summary() or 'all of them are probed'}"
     yield f"tables: {_tables(view, (*q.rope.cos, *q.rope.sin), (*k.cos, *k.sin))}"
 

@@ -42,6 +42,8 @@ class Record:
             "D": q.absorb.nope_dim,
             "Dr": q.rope.rope_dim,
         }
+        if plan.kernel_heads > plan.heads:
+            dims["N_padded"] = plan.kernel_heads
         self._report.fused.append(Fusion(
             layer=module_path.layer(plan.candidate.nodes),
             nodes=tuple(node.name for node in plan.candidate.nodes),

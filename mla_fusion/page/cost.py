@@ -87,7 +87,8 @@ def _tokens(text: str) -> tuple[int, ...]:
 def _call(fusion: Fusion, tokens: int) -> dict[str, Any]:
     """The call's tensors without their numbers; caches as many blocks as the tokens need."""
     dims = fusion.dims
-    he, hcq, hckv, heads, nope, rope = (int(dims[name]) for name in ("He", "Hcq", "Hckv", "N", "D", "Dr"))
+    he, hcq, hckv, nope, rope = (int(dims[name]) for name in ("He", "Hcq", "Hckv", "D", "Dr"))
+    heads = int(dims.get("N_padded", dims["N"]))
     quant, kv_quant = (int(fusion.attributes.get(name, 0)) for name in ("weight_quant_mode", "kv_cache_quant_mode"))
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

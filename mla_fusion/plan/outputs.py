@@ -172,10 +172,10 @@ def quantised_rows(
                 if not tokens.knows(result):
                     return None
             number = codes[..., 0] // width
-            if dynamic.plain and len(result.meta["val"].shape) == codes.dim():
+            if dynamic.by_nodes and len(result.meta["val"].shape) == codes.dim():
                 number = number.unsqueeze(-1)
             (values if holds_values else scales)[result] = codes if holds_values else number
-    if not values or not (scales or dynamic.plain):
+    if not values or not (scales or dynamic.by_nodes):
         return None
     of_scales = _tree(view, scales, shrink, tokens) if scales else None
     return _tree(view, values, shrink, tokens), of_scales

@@ -71,6 +71,7 @@ class Plan:
     """One call of ``npu_mla_prolog_v3_functional`` and what becomes of its results.
 
     token_x       [T, He] or [B, S, He]; its rank decides that of every other token axis
+    kernel_heads  N of the call: the model's, or the next number that the kernel takes
     interleave    outputs whose rows go from the kernel's half layout back to interleaved pairs
     eps_cq ...    attributes of the call
     assumptions   what the fusion takes for granted, for the report
@@ -79,6 +80,7 @@ class Plan:
 
     candidate: Candidate
     token_x: Node
+    kernel_heads: int
     cos: Table
     sin: Table
     caches: InPlace | Staged
@@ -108,4 +110,5 @@ class Plan:
 
     @property
     def heads(self) -> int:
+        """Of the model."""
         return self.candidate.query.absorb.heads

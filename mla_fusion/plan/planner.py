@@ -21,6 +21,7 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, rows_and_exact_casts, upward, views_and_model_casts
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.finder import same_table
+from mla_fusion.meta import limits
 from mla_fusion.plan import verdict
 from mla_fusion.plan.caches import CachePlanner
 from mla_fusion.plan.outputs import Replacement, ValueTree, is_live, keeps_nothing, leads_only_to, quantised_rows
@@ -134,7 +135,7 @@ class Planner:
             "c_kv": (*lead, len(k.columns)),
             "k_pe": (*lead, k.rope_dim),
         }
-        ups = [part.node for item in (q.up_nope, q.up_rope) for part in item.parts]
+        ups = [part.node for item in (q.up_nope, q.up_rope) for part in item.by_weight]
         interleaved = q.rope.layout == "interleaved" and self.config.kr_layout == "exact"
         placement = self.caches.place(token_x, interleaved, self._stage_because)
         query = "query" if isinstance(q.absorb, AbsorbFact) else "q_nope"
@@ -157,6 +158,7 @@ class Planner:
         return Plan(
             candidate=self.candidate,
             token_x=token_x,
+            kernel_heads=_heads_of_call(q.absorb.heads, self.config),
             cos=k.cos,
             sin=k.sin,
             caches=caches,
@@ -246,6 +248,15 @@ class Planner:
 
 def _duplicates(absorb: AbsorbFact | UnabsorbedFact) -> tuple[tuple[Node, torch.Tensor], ...]:
     return absorb.roots[1:] if isinstance(absorb, UnabsorbedFact) else ()
+
+
+def _heads_of_call(heads: int, config: Config) -> int:
+    """The least number of heads, no fewer than the model's, that the kernel takes; the model's where there is none."""
+    taken = limits("npu_mla_prolog_v3", config.soc, config.cann).dims["N"]
+    return next((count for count in range(heads, _MOST_HEADS + 1) if count in taken), heads)
+
+
+_MOST_HEADS = 128
 
 
 def _fills_its_memory(value: torch.Tensor) -> bool:

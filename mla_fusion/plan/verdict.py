@@ -32,7 +32,7 @@ def projections(candidate: Candidate) -> list[Projection]:
     """The distinct projections of the region, each with one weight, absorbed product included."""
     q, k = candidate.query, candidate.key
     every = [q.down, q.up_nope, q.up_rope, q.absorb.projection, k.down, k.down_rope]
-    return list({part.node: part for item in every for part in item.parts}.values())
+    return list({part.node: part for item in every for part in item.by_weight}.values())
 
 
 @measured
@@ -82,8 +82,8 @@ def _is_zero(view: View, bias: Node) -> bool:
 def _quantisation(view: View, candidate: Candidate) -> None:
     """One of the weight_quant_modes 0, 1 and 2, each int8 value and its scales used by all that share it."""
     q, k = candidate.query, candidate.key
-    down = [part for item in (q.down, k.down, k.down_rope) for part in item.parts]
-    up = [part for item in (q.up_nope, q.up_rope) for part in item.parts]
+    down = [part for item in (q.down, k.down, k.down_rope) for part in item.by_weight]
+    up = [part for item in (q.up_nope, q.up_rope) for part in item.by_weight]
     quantised = [item for item in (*down, *up) if item.quantised is not None]
     if not quantised:
         return
@@ -91,9 +91,9 @@ def _quantisation(view: View, candidate: Candidate) -> None:
         _scales(view, item)
     of_down, of_up = ({item.quantised is not None for item in items} for items in (down, up))
     if len(of_down) > 1 or of_up != {True}:
-        plain = [item.node.name for item in (*down, *up) if item.quantised is None]
+        unquantised = [item.node.name for item in (*down, *up) if item.quantised is None]
         names = ", ".join(item.node.name for item in quantised)
-        raise Refuse("quant.mixed", f"{names} int8, {', '.join(plain)} not", (quantised[0].node,))
+        raise Refuse("quant.mixed", f"{names} int8, {', '.join(unquantised)} not", (quantised[0].node,))
     for items in (down, up) if of_down == {True} else (up,):
         first, *others = (_int8_input(view, item) for item in items)
         if any(other != first for other in others):
@@ -189,13 +189,13 @@ def _region(candidate: Candidate) -> Iterator[Node]:
         dynamic = item.quantised.dynamic if item.quantised is not None else None
         if dynamic is not None:
             yield from upward(dynamic.source, views_and_model_casts)
-            if dynamic.plain:
+            if dynamic.by_nodes:
                 yield from nodes_between((dynamic.source,), dynamic.node)
         yield from item.product.inside
     yield from nodes_between((q.down.node,), q.norm.node)
     yield from nodes_between((q.up_rope.node,), q.rope.node)
     absorbed = isinstance(q.absorb, AbsorbFact)
-    for end in [p.activation for p in q.absorb.projection.parts] if absorbed else [q.absorb.node]:
+    for end in [p.activation for p in q.absorb.projection.by_weight] if absorbed else [q.absorb.node]:
         yield from nodes_between((q.up_nope.node,), end)
     if k.norm is not None:
         yield from nodes_between((k.down.node,), k.norm.node)

@@ -62,10 +62,10 @@ def _operator(op: str, placed: dict[str, Any], through: str) -> Callable[[dict[s
     if through == "eager":
         return lambda arguments: overload(**arguments)
     names = [name for name, value in placed.items() if isinstance(value, Tensor)]
-    plain = {name: value for name, value in placed.items() if name not in names}
+    attributes = {name: value for name, value in placed.items() if name not in names}
 
     def step(*tensors: Tensor) -> Any:
-        return overload(**dict(zip(names, tensors, strict=True)), **plain)
+        return overload(**dict(zip(names, tensors, strict=True)), **attributes)
 
     torch.compiler.reset()
     compiled = torch.compile(step, backend=backend(), fullgraph=True, dynamic=False)

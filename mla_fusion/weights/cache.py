@@ -68,8 +68,8 @@ class Entry:
         if self.inverse is not None and self.packed is not None:
             for parameter in parameters:
                 if storage_id(parameter) == storage_id(self.packed):
-                    plain = torch.ops.npu.npu_format_cast(self.packed, _ND)
-                    parameter.data = self.inverse(plain).contiguous()
+                    dense = torch.ops.npu.npu_format_cast(self.packed, _ND)
+                    parameter.data = self.inverse(dense).contiguous()
         self.packed = None
 
     @property

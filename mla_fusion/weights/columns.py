@@ -33,10 +33,10 @@ def describe(columns: tuple[int, ...], groups: int) -> Block | None:
     rows = [columns[i * width : (i + 1) * width] for i in range(groups)]
     base = min(rows[0])
     inside = tuple(column - base for column in rows[0])
-    plain = tuple(range(width))
+    in_order = tuple(range(width))
     half = width // 2
     paired = tuple(value for i in range(half) for value in (i, half + i))
-    if inside not in (plain, paired):
+    if inside not in (in_order, paired):
         return None
     stride = min(rows[1]) - base if groups > 1 else width
     if stride < width:  # heads in reverse, or overlapping
@@ -44,4 +44,4 @@ def describe(columns: tuple[int, ...], groups: int) -> Block | None:
     for group, row in enumerate(rows):
         if tuple(column - base - group * stride for column in row) != inside:
             return None
-    return Block(groups, stride, base, width, inside != plain)
+    return Block(groups, stride, base, width, inside != in_order)

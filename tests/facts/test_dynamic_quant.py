@@ -79,7 +79,7 @@ MISSES: dict[str, Quantise] = {
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spelling(name: str) -> None:
     found = read(SPELLINGS[name])
-    assert found is not None and found.plain and found.smooth is None
+    assert found is not None and found.by_nodes and found.smooth is None
     assert found.source.op == "placeholder"
     assert found.node.meta["val"].dtype == torch.int8
 
