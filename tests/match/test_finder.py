@@ -98,4 +98,4 @@ def test_a_graph_that_the_pass_cannot_read_runs_as_it_is(monkeypatch: pytest.Mon
 
 def test_source_line_is_the_models() -> None:
     rejection = refused(graph_of(misses_products.Bias(), *base.paged_args()))
-    assert "near_misses.py" in rejection.source
+    assert "catalogue/base.py" in rejection.source

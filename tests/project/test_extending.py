@@ -106,7 +106,7 @@ def _three_heads(view: View, candidate: Candidate) -> None:
 
 RULES = (_three_heads, _norms,'''
     scratch.edit(section, "mla_fusion/plan/verdict.py", "RULES = (_norms,", rule)
-    first = '@miss("q_lora.absent", tags="weights")'
+    first = '@miss("absorb.absent", tags="absorb")'
     scratch.edit(section, "tests/catalogue/misses_products.py", first, EXAMPLE + "\n\n" + first)
     assert scratch.run("docs/generate.py", "--check").returncode == 1
     assert scratch.run("docs/generate.py").returncode == 0
