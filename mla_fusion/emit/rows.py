@@ -15,9 +15,16 @@ from mla_fusion.plan.plan import InPlace, Plan
 aten = torch.ops.aten
 
 
-def table(b: Builder, table: Table, lead: Sequence[Any]) -> Any:
-    """The full-width table, lead + [Dr], in bfloat16."""
+def table(b: Builder, table: Table, shape: Sequence[Any], without: float, x: Any) -> Any:
+    """The full-width table, lead + [Dr], in bfloat16; ``without`` a rotation, of that number."""
+    if not table:
+        return b.once(("no rotation", without, tuple(map(str, shape))), lambda b: _filled(b, x, shape, without))
+    *lead, _ = shape
     return b.once(("table", table, tuple(map(str, lead))), lambda b: _build_table(b, table, lead))
+
+
+def _filled(b: Builder, x: Any, shape: Sequence[Any], number: float) -> Any:
+    return b.call(aten.new_full.default, x, b.sizes(shape), number, dtype=torch.bfloat16)
 
 
 def _build_table(b: Builder, table: Table, lead: Sequence[Any]) -> Any:

@@ -57,9 +57,10 @@ class RopeFact:
     heads, rope_dim    N (1 for k) and Dr
     first, second      [heads][Dr/2] product columns of each pair
     layout             of the output: "half" or "interleaved"
-    cos, sin           full-width tables in the kernel's order, as runs of base columns
+    cos, sin           full-width tables in the kernel's order, as runs of base columns; empty where nothing rotates
     codes              of the node's shape: (token * heads + head) * Dr + place
     duplicates         nodes that hold the same values by way of a write into the product's own view
+    factor             what columns that nothing rotates are multiplied by; of a rotation, the tables have it
     """
 
     node: Node
@@ -72,6 +73,11 @@ class RopeFact:
     sin: Table
     codes: torch.Tensor
     duplicates: tuple[tuple[Node, torch.Tensor], ...] = ()
+    factor: float = 1.0
+
+    @property
+    def rotates(self) -> bool:
+        return bool(self.cos)
 
     @property
     def input_layout(self) -> str:

@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch.fx import Node
 
-from mla_fusion.facts import kv_operator, projection, unabsorbed
+from mla_fusion.facts import kv_operator, projection, unabsorbed, unrotated
 from mla_fusion.facts.absorb import AbsorbFact, join_heads, uniform_factor
 from mla_fusion.facts.kv_operator import KvOperatorFact
 from mla_fusion.facts.projection import Projection
@@ -121,6 +121,8 @@ class Finder:
         group = list(facts)
         keys = self._keys(facts)
         queries, partial = self._queries(facts)
+        if not keys and not queries:
+            queries, keys = self._unrotated(facts)
         if self.identity and keys and not queries:
             queries = self._unabsorbed(facts, len(keys[0].columns))
         if keys and queries:
@@ -171,7 +173,7 @@ class Finder:
         found, partial = [], None
         for down, cone in facts.items():
             for norm in cone.norms:
-                ups = [up for up in self.above[norm.node] if up.is_flat and projection.reads_whole(self.view, up)]
+                ups = self._ups(norm)
                 rotations = [(up, rope) for up in ups for rope in self.reader.read(up).ropes]
                 heads = {rope.heads for _, rope in rotations}
                 absorbs = [(up, absorb) for up in ups for absorb in self.absorbs(up, heads)]
@@ -190,12 +192,44 @@ class Finder:
                     partial = NearMiss(Refuse("rope.absent", detail), (norm.node, absorbs[0][1].node))
         return found, partial
 
+    def _unrotated(self, facts: Facts) -> tuple[list[QuerySide], list[KeySide]]:
+        """Both sides of a prologue without RoPE; nothing where one of them is rotated."""
+        queries = [
+            QuerySide(down=down, norm=norm, up_nope=up, up_rope=up_rope, absorb=absorb, rope=rope)
+            for down, cone in facts.items()
+            for norm in cone.norms
+            for up in self._ups(norm)
+            for absorb in self.absorbs(up)
+            for up_rope in self._ups(norm)
+            for rope in self._handed_on(up_rope, _columns_of(absorb) if up_rope is up else (), absorb.heads)
+        ]
+        if not queries:
+            return [], []
+        latents = {query.norm.node for query in queries}
+        width = queries[0].rope.rope_dim
+        keys = []
+        for down, cone in facts.items():
+            for norm in (norm for norm in reversed(cone.norms) if norm.node not in latents):
+                for other, of_other in facts.items():
+                    taken = {column for held in of_other.norms for column in held.columns}
+                    for rope in unrotated.find(self.view, of_other.cone, taken, 1, width):
+                        if rope.factor == 1.0:
+                            keys.append(_plain_side(down, other, norm, rope))
+        return (queries, keys) if keys else ([], [])
+
+    def _ups(self, norm: NormFact) -> list[Projection]:
+        return [up for up in self.above[norm.node] if up.is_flat and projection.reads_whole(self.view, up)]
+
+    def _handed_on(self, up: Projection, absorbed: Collection[int], heads: int) -> list[RopeFact]:
+        read = self.reader.read(up)
+        return [] if read.ropes else unrotated.find(self.view, read.cone, absorbed, heads)
+
     def _unabsorbed(self, facts: Facts, latent_dim: int) -> list[QuerySide]:
         """Normed latents whose projection is rotated in part; the rest, of it or of another projection, is q_nope."""
         found = []
         for down, cone in facts.items():
             for norm in cone.norms:
-                ups = [up for up in self.above[norm.node] if up.is_flat and projection.reads_whole(self.view, up)]
+                ups = self._ups(norm)
                 for up_rope, rope in ((up, rope) for up in ups for rope in self.reader.read(up).ropes):
                     rotated = {column for head in (*rope.first, *rope.second) for column in head}
                     for up in ups:
@@ -313,6 +347,10 @@ def _plain_side(down: Projection, down_rope: Projection, norm: NormFact, rope: R
     )
 
 
+def _columns_of(absorb: AbsorbFact) -> set[int]:
+    return {column for head in absorb.columns for column in head}
+
+
 def _is_latent_of(query: QuerySide, key: KeySide) -> bool:
     """Is what looks like a kv latent the query's own latent?"""
     return query.down.node is key.down.node and bool(set(query.norm.columns) & set(key.columns))
@@ -337,7 +375,15 @@ def same_table(view: View, a: Table, b: Table) -> float | None:
     return ratios.pop() if len(ratios) == 1 else None
 
 
+def rotation_ratio(view: View, query: QuerySide, key: KeySide) -> float | None:
+    """What q_pe is multiplied by, relative to k_pe, or None where they are not provably rotated by the same angles."""
+    if not query.rope.cos and not key.cos:
+        return query.rope.factor / (key.rope.factor if key.rope else 1.0)
+    ratios = {same_table(view, query.rope.cos, key.cos), same_table(view, query.rope.sin, key.sin)}
+    return ratios.pop() if len(ratios) == 1 else None
+
+
 def _equally_scaled(view: View, query: QuerySide, key: KeySide) -> bool:
     """Is q_nope multiplied by what q_pe is, relative to k_pe? (A model may read it unscaled too.)"""
-    ratio = same_table(view, query.rope.cos, key.cos)
+    ratio = rotation_ratio(view, query, key)
     return ratio is not None and abs(ratio - query.absorb.factor) <= 1e-6 * abs(ratio)

@@ -11,6 +11,7 @@ from torch.fx import Node
 from mla_fusion.emit import call
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.projection import Projection
+from mla_fusion.facts.rope import RopeFact
 from mla_fusion.fx import module_path
 from mla_fusion.fx.kinds import is_view, op_name
 from mla_fusion.match.candidate import Candidate
@@ -96,8 +97,7 @@ class _Region:
         self.claim(q.norm.node, "norm", "RMSNorm c_q", f"c_q = {normed}")
         for projection, _, step, formula in _products(item)[3:]:
             self.claim(projection.node, "product", step, formula)
-        rotated = f"RoPE(q_pe), {heads} heads, {q.rope.input_layout} in, {q.rope.layout} out"
-        self.claim(q.rope.node, "rope", "RoPE q", f"query_rope = {rotated}")
+        self.claim(q.rope.node, "rope", "RoPE q", f"query_rope = {_rotated(q.rope, 'q_pe')}, {heads} heads")
         absorbed = "query = q_nope W_uk" if isinstance(q.absorb, AbsorbFact) else "q_nope, which no W_uk follows"
         self.claim(q.absorb.node, "product", "absorb", f"{absorbed}, {heads} heads")
         if k.operator is not None:
@@ -105,7 +105,7 @@ class _Region:
         if k.norm is not None:
             self.claim(k.norm.node, "norm", "RMSNorm c_kv", f"c_kv = RMSNorm(x W_dkv), eps {k.eps:g}{_times(k.scale)}")
         if k.rope is not None:
-            self.claim(k.rope.node, "rope", "RoPE k", f"k_pe = RoPE(x W_kr), {k.rope.input_layout} in, {k.layout} out")
+            self.claim(k.rope.node, "rope", "RoPE k", f"k_pe = {_rotated(k.rope, 'x W_kr')}")
 
     def claim_output(self, item: Replacement) -> None:
         written = item.output in ("kv_cache", "kr_cache")
@@ -325,6 +325,10 @@ def _described(value: Any) -> Iterator[str]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _described(item)
+
+
+def _rotated(fact: RopeFact, what: str) -> str:
+    return f"RoPE({what}), {fact.input_layout} in, {fact.layout} out" if fact.rotates else f"{what}, not rotated"
 
 
 def _times(scale: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch.fx import Node
 
 from mla_fusion.facts.absorb import AbsorbFact
-from mla_fusion.facts.rope import Table
+from mla_fusion.facts.rope import RopeFact, Table
 from mla_fusion.fx.kinds import Kind, is_cast, kind_of
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
@@ -24,9 +24,10 @@ def _lines(view: View, plan: Plan) -> Iterator[str]:
     yield f"RMSNorm of {len(q.norm.columns)} columns: {_steps(q.down.node, q.norm.node)}"
     if k.norm is not None:
         yield f"RMSNorm of {len(k.columns)} columns: {_steps(k.down.node, k.norm.node)}"
-    yield f"RoPE of {q.rope.heads} heads, {q.rope.rope_dim} columns each: {_steps(q.up_rope.node, q.rope.node)}"
+    of_heads = f"{q.rope.heads} heads, {q.rope.rope_dim} columns each"
+    yield f"{_rotation(q.rope)} of {of_heads}: {_steps(q.up_rope.node, q.rope.node)}"
     if k.rope is not None:
-        yield f"RoPE of one head, {k.rope_dim} columns: {_steps(k.down_rope.node, k.rope.node)}"
+        yield f"{_rotation(k.rope)} of one head, {k.rope_dim} columns: {_steps(k.down_rope.node, k.rope.node)}"
     if k.operator is not None:
         yield f"latent, key and caches: {k.operator.node.target}, by its documentation"
     if isinstance(q.absorb, AbsorbFact):
@@ -35,7 +36,14 @@ def _lines(view: View, plan: Plan) -> Iterator[str]:
     if plan.kernel_heads > plan.heads:
         yield f"heads: {plan.heads}, and {plan.kernel_heads - plan.heads} of zeros, whose results are cut off"
     yield f"tokens: {plan.candidate.tokens.summary() or 'all of them are probed'}"
-    yield f"tables: {_tables(view, (*q.rope.cos, *q.rope.sin), (*k.cos, *k.sin))}"
+    if not plan.cos:
+        yield "tables: cos is 1 and sin is 0"
+    else:
+        yield f"tables: {_tables(view, (*q.rope.cos, *q.rope.sin), (*k.cos, *k.sin))}"
+
+
+def _rotation(fact: RopeFact) -> str:
+    return "RoPE" if fact.rotates else "no rotation"
 
 
 def _steps(start: Node, *ends: Node) -> str:

@@ -50,7 +50,7 @@ class Record:
             dims=dims,
             cache_mode=plan.cache_mode,
             placement="in place" if isinstance(plan.caches, InPlace) else f"staged: {plan.caches.reason}",
-            rope=f"{q.rope.input_layout} in, {q.rope.layout} out",
+            rope=f"{q.rope.input_layout} in, {q.rope.layout} out" if q.rope.rotates else "none: cos is 1, sin is 0",
             attributes=call.attributes(plan),
             replaced={item.node.name: item.output for item in plan.replacements},
             assumptions=plan.assumptions,

@@ -20,7 +20,7 @@ from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, rows_and_exact_casts, upward, views_and_model_casts
 from mla_fusion.match.candidate import Candidate
-from mla_fusion.match.finder import same_table
+from mla_fusion.match.finder import rotation_ratio
 from mla_fusion.meta import limits
 from mla_fusion.plan import verdict
 from mla_fusion.plan.caches import CachePlanner
@@ -153,7 +153,7 @@ class Planner:
         slots_given = isinstance(caches, InPlace) and k.operator is None
         checked = self.boundary and self.config.slots == "checked"
         read_back = isinstance(caches, InPlace) and any(item.output in ("c_kv", "k_pe") for item in of_caches)
-        ratio = same_table(self.view, q.rope.cos, k.cos)
+        ratio = rotation_ratio(self.view, q, k)
         assert ratio is not None  # judged
         return Plan(
             candidate=self.candidate,

@@ -16,7 +16,7 @@ from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, upward, views_and_model_casts
 from mla_fusion.match.candidate import Candidate
-from mla_fusion.match.finder import same_table
+from mla_fusion.match.finder import rotation_ratio
 from mla_fusion.report.rejection import Refuse
 
 _REGION_DTYPES = (torch.bfloat16, torch.float32, torch.complex64)
@@ -144,8 +144,7 @@ def _rotation(view: View, candidate: Candidate) -> None:
         raise Refuse("rope.tables_differ", f"Dr is {q.rope.rope_dim} on q and {k.rope_dim} on k", nodes)
     if q.rope.layout != k.layout:
         raise Refuse("rope.layouts_differ", f"q leaves RoPE {q.rope.layout}, k {k.layout}", nodes)
-    ratios = {same_table(view, q.rope.cos, k.cos), same_table(view, q.rope.sin, k.sin)}
-    ratio = ratios.pop() if len(ratios) == 1 else None
+    ratio = rotation_ratio(view, q, k)
     if ratio is None:
         bases = ", ".join(sorted({run.base.name for run in (*q.rope.cos, *q.rope.sin, *k.cos, *k.sin)}))
         raise Refuse("rope.tables_differ", f"tables are taken from {bases}", nodes)

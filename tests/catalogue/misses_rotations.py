@@ -14,12 +14,6 @@ from .rotations import by_einsum, matrices
 from .tables import CountedPositions, sequences
 
 
-@miss("rope.absent", tags="rope")
-class NoRotation(Base):
-    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return x
-
-
 @miss("rope.tables_differ", tags="rope")
 class TablesSwappedOnKey(Base):
     def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
