@@ -7,12 +7,14 @@ python docs/generate_operator.py --check   # exit 1 when the page is not what th
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mla_fusion.meta import contradictions, preprocess, preprocess_csrc, spec
-from mla_fusion.meta.limits import RELEASES, SOCS
+from mla_fusion.meta.limits import RELEASES, SOCS, Limits
 from mla_fusion.meta.prolog import PROLOGS
+from mla_fusion.meta.stricter import STRICTER, Scope
+from mla_fusion.meta.tiling_key import CACHE_NUMBERS, LAYOUTS, QUANT_NUMBERS
 
 from mla_fusion import meta
 from mla_fusion.reference.sample import sample_call
@@ -20,15 +22,15 @@ from mla_fusion.reference.sample import sample_call
 PAGE = Path(__file__).with_name("operator.md")
 V3 = "npu_mla_prolog_v3"
 OPERATORS = ("npu_mla_prolog", "npu_mla_prolog_v2", V3)
-AXES = ("He", "Hcq", "Hckv", "D", "Dr", "N", "Nkv", "B", "S", "T", "BlockSize")
+AXES = ("He", "Hcq", "Hckv", "D", "Dr", "N", "Nkv", "B", "S", "T", "tokens", "BlockSize")
 RESULTS = PROLOGS[V3].results
 CALL_DIMS = dict(He=1024, Hcq=1536, N=8, D=128, Dr=64, Hckv=512, BlockNum=2, BlockSize=16, Nkv=1)
 
 INTRODUCTION = """\
 # The operator contract
 
-`npu_mla_prolog_v3` in every scenario, and its older versions. Generated from `mla_fusion.meta.spec`,
-`mla_fusion.meta.limits` and `mla_fusion.meta.contradictions` by `docs/generate_operator.py`; do not edit.
+`npu_mla_prolog_v3` in every scenario, and its older versions. Generated from `mla_fusion.meta.spec`, `limits`,
+`stricter`, `tiling_key` and `contradictions` by `docs/generate_operator.py`; do not edit.
 
 T tokens (`B*S`), He hidden size, Hcq query rank, Hckv KV rank, N heads, D nope head dim, Dr rope head dim. *lead* is
 `T` or `B, S`, as token_x has it; *tokens* is T or `B*S`. `mla_fusion.meta.check` applies these tables to a call,
@@ -37,7 +39,32 @@ T tokens (`B*S`), He hidden size, Hcq query rank, Hckv KV rank, N heads, D nope 
 
 LAYOUT = """\
 All tensors lie on one device and are contiguous. The caches of v3 may have a strided first axis in the newest
-operator; before it, and in v1 and v2, a cache that is not contiguous is copied and the rows go to the copy.
+operator; before it, and in v1 and v2, rows that are written to a cache that is not contiguous do not arrive in it.
+"""
+
+PATHS = """\
+## The two paths
+
+A call reaches the device by hand through torch_npu (`path="eager"`), which allocates the results and calls aclnn, or
+in a graph (`path="graph"`), where GE infers their shapes first. Both end in the operator's tiling; the inference takes
+less, so what a graph takes, a call by hand takes too. `check` asks for `"eager"` by default, since it is made for calls
+by hand; the pass asks for `"graph"`, which is what it lowers to, and `infer` says what a graph's inference says unless
+asked for `"eager"`. What depends on the path or the release, beyond sizes and modes, is this:
+"""
+
+VERDICTS = """\
+## Where check is stricter than the vendor
+
+The vendor's own inference, tiling checks and tiling, of CANN 8.3 (the state of 2025-11), 8.5, 9.0, 9.1 and of 2026-08
+("latest"), were run on 1,800 random calls; `tests/meta/test_vendor_verdicts.py` replays what they said. `check` agrees
+on both paths, `infer` with the shapes and dtypes, and `explain_call` with the tiling keys, but for these classes of
+calls, which the vendor's check takes and `check` refuses on purpose. It takes none of those that the vendor refused.
+"""
+
+KEYS = """\
+## Tiling keys
+
+`explain_call(..., cann=..).tiling_key` is the key that the tiling of that release returns, by fields. Bits, from 0 on:
 """
 
 ATB_INTRODUCTION = f"""\
@@ -80,11 +107,20 @@ def page() -> str:
         "## Results\n",
         "Shapes and dtypes with `query_norm_flag=True`, by `wq/kv`; the functional form adds both caches.\n",
         table(("wq/kv", *RESULTS), results()),
-        "Without `query_norm_flag` query_norm and dequant_scale_q_norm are absent: `[0]`, or `[1]` before CANN 8.5.\n",
+        "Without `query_norm_flag` query_norm and dequant_scale_q_norm are absent: `[0]`, or `[1]` before CANN 8.5.\n"
+        "Before 8.5 a graph's inference gives `[1]` for both whatever the flag says, and nothing fills them.\n",
         "## Cache modes\n",
         table(("mode", "kv_cache", "cache_index, 2-D / 3-D token_x", "actual_seq_len", "kv modes"), cache_modes()),
         "## Sizes, cache modes and scenarios by release\n",
         *(text for op in OPERATORS for text in releases(op)),
+        PATHS,
+        table(("of v3", "SoC", "path", *RELEASES), traits()),
+        VERDICTS,
+        table(("class", "refused", "codes", "where", "why"), classes()),
+        KEYS,
+        table(("field", *key_releases()), key_fields()),
+        "CACHE_MODE and QUANT_MODE (`wq/kv`) are these numbers; SCENARIO is 1 without quantisation and 2 with it.\n",
+        table(("number", "CACHE_MODE", *(f"QUANT_MODE, from {since}" for since in QUANT_NUMBERS)), key_numbers()),
         ATB_INTRODUCTION,
         table(("cache_mode", "kv_cache", "kv_cache_rope", "q_out0", "q_out1"), atb_caches()),
         CSRC_INTRODUCTION,
@@ -198,13 +234,91 @@ def releases(op: str) -> Iterator[str]:
     for soc, title in (("A3", "A2, A3"), ("A5", "A5")):
         columns = [meta.limits(op, soc, release) for release in RELEASES]
         if not any(column.quant_modes for column in columns):
-            yield f"{title}: not taken.\n"
+            yield f"{title}: not taken. {columns[-1].absent}.\n"
             continue
         rows = [[axis, *(str(c.dims[axis]) if c.quant_modes else "-" for c in columns)] for axis in AXES]
         rows.append(["cache modes", *(", ".join(c.cache_modes) or "-" for c in columns)])
         quant = (" ".join(f"{w}/{k}" for w, k in sorted(c.quant_modes)) or "-" for c in columns)
         rows.append(["wq/kv", *quant])
         yield table((title, *RELEASES), (merged(row) for row in rows))
+        for release, column in zip(RELEASES, columns, strict=True):
+            if column.absent and column.cache_modes:
+                yield f"{title}, CANN {release}: no scenario passes. {column.absent[0].upper()}{column.absent[1:]}.\n"
+
+
+TRAITS = {
+    "4-D weight_dq": lambda c: c.weight_dq_4d or "never",
+    "quant_scale_ckv with kv 1": lambda c: axes(c.kv_scale),
+    "modes": lambda c: "read" if c.reads_modes else "ignored: dtypes decide",
+    "query_norm": lambda c: "with the flag" if c.gives_query_norm else "never",
+    "empty kr_cache of kv 3": lambda c: ", ".join(f"{rank}-D" for rank in sorted(c.empty_kr_ranks)) or "any rank",
+    "int8 for it": lambda c: ", ".join(f"wq {wq}" for wq in sorted(c.empty_kr_int8)) or "never",
+    "cache_index of block lists": lambda c: (
+        ", ".join(f"{rank}-D" for rank in sorted(c.block_index_ranks)) or "any rank"
+    ),
+    "caches strided in the first axis": lambda c: "taken" if c.strided_caches else "refused",
+    "strides of axes of size 1": lambda c: "as of any axis" if c.compares_strides else "any",
+}
+
+
+def traits() -> Iterator[list[str]]:
+    """A row for each trait, SoC and path; those that are alike on both paths or on all SoCs are one row."""
+    for name, show in TRAITS.items():
+        cells = {
+            (soc, path): tuple(_trait(meta.limits(V3, soc, release, path), show) for release in RELEASES)
+            for soc in ("A3", "A5")
+            for path in ("eager", "graph")
+        }
+        for soc, title in (("A3", "A2, A3"), ("A5", "A5")):
+            both = cells[soc, "eager"] == cells[soc, "graph"]
+            for path in ("eager",) if both else ("eager", "graph"):
+                yield [name, title, "both" if both else path, *merged(["", *cells[soc, path]])[1:]]
+
+
+def _trait(column: Limits, show: Callable[[Limits], str]) -> str:
+    return show(column) if column.quant_modes else "-"
+
+
+def classes() -> Iterator[list[str]]:
+    for row in STRICTER:
+        codes = ", ".join(f"`{code}*`" if code.endswith(".") else f"`{code}`" for code in row.codes)
+        yield [row.name, row.refused, codes, "; ".join(map(scope, row.scopes)), row.reason]
+
+
+def scope(where: Scope) -> str:
+    """As "v3 on A5 before 8.5"."""
+    text = ", ".join(where.versions)
+    text += "" if where.socs == SOCS else " on " + ", ".join(where.socs)
+    text += "" if where.since == RELEASES[0] else f" from {where.since} on"
+    return text + ("" if where.until is None else f" before {where.until}")
+
+
+def key_releases() -> list[str]:
+    """As "8.2, 8.3", for each layout."""
+    starts = [RELEASES.index(since) for since in LAYOUTS]
+    ends = [*starts[1:], len(RELEASES)]
+    return [", ".join(RELEASES[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def key_fields() -> Iterator[list[str]]:
+    places = {name: ["-"] * len(LAYOUTS) for name, _ in LAYOUTS["latest"]}
+    for column, layout in enumerate(LAYOUTS.values()):
+        low = 0
+        for name, width in layout:
+            places[name][column] = str(low) if width == 1 else f"{low}-{low + width - 1}"
+            low += width
+    for name, cells in places.items():
+        yield [name, *cells]
+
+
+def key_numbers() -> Iterator[list[str]]:
+    for number in range(1 + max(max(table.values()) for table in QUANT_NUMBERS.values())):
+        caches = ", ".join(name for name, value in CACHE_NUMBERS.items() if value == number) or "-"
+        pairs_of = (
+            ", ".join(f"{wq}/{kv}" for (wq, kv), value in table.items() if value == number) or "-"
+            for table in QUANT_NUMBERS.values()
+        )
+        yield [str(number), caches, *pairs_of]
 
 
 def merged(row: list[str]) -> list[str]:

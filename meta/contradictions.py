@@ -171,7 +171,7 @@ CONTRADICTIONS = (
     Contradiction(
         DESIGN_PAGE,
         "QUANT_MODE 0 and 1, CACHE_MODE 0..2 are all there is",
-        "six cache modes, per-tensor and per-tile caches exist; `explain_call` marks what has no bit there",
+        "six cache modes, per-tensor and per-tile caches exist; the numbers of each release are above",
         _CHECK,
     ),
     Contradiction(

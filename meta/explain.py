@@ -45,12 +45,11 @@ class CallExplanation:
             f"{self.op} on {self.soc}, CANN {self.cann}",
             f"  scenario   {self.scenario} ({modes}), cache {self.cache_mode}",
             "  sizes      " + ", ".join(f"{axis} {size}" for axis, size in self.dims.items()),
-            "  tiling key " + ("undocumented" if self.tiling_key.value is None else hex(self.tiling_key.value)),
+            f"  tiling key {self.tiling_key.value:#x}",
         ]
         for field in self.tiling_key.fields:
             bits = f"{field.low}-{field.high}" if field.low != field.high else str(field.low)
-            value = "?" if field.value is None else field.value
-            lines.append(f"    {bits:>5}  {field.name} = {value}: {field.meaning}")
+            lines.append(f"    {bits:>5}  {field.name} = {field.value}: {field.meaning}")
         where = "" if self.chip is None else f" on {self.chip.name} ({self.chip.source})"
         lines.append(f"  at least{where}, matmuls and memory only")
         lines += [_cost_line("fused", self.fused), _cost_line("unfused", self.unfused)]
@@ -62,17 +61,18 @@ def explain_call(
     *,
     soc: str = "A3",
     cann: str = "latest",
+    path: str = "eager",
     chip: str | Chip | None = None,
     **arguments: Any,
 ) -> CallExplanation:
-    """Explain one call: scenario, sizes, tiling key, empty-tensor mode and roofline.
+    """Explain one call: scenario, sizes, the tiling key that ``cann`` selects with its fields, and roofline.
 
     Arguments as `mla_fusion.meta.check`, which refuses an illegal call first; tensors may be meta or fake, of
     concrete sizes. ``chip`` is a name in `mla_fusion.meta.CHIPS` or a `Chip` with numbers of your own;
     without it no times are given. Raises ContractError: those of `check`, ``chip``, and ``explain.symbolic``.
     """
     device = roofline.chip_named(chip)
-    call = checked(op, soc, cann, arguments)
+    call = checked(op, soc, cann, arguments, path)
     dims = call.dims
     for axis, size in dims.items():
         if type(size) is not int:
@@ -81,7 +81,7 @@ def explain_call(
     full = call.full
     empty = empty_tensor_mode(dims["tokens"], dims.get("BlockNum"))
     sizes = roofline.Sizes.of(full, dims, call.wq, call.kv)
-    made = zip(PROLOGS[op].results, infer(op, cann=cann, **arguments), strict=True)
+    made = zip(PROLOGS[op].results, infer(op, cann=cann, path=path, **arguments), strict=True)
     fresh = [result for name, result in made if name not in CACHES]
     results = sum(prod(shape) * dtype.itemsize for shape, dtype in fresh if len(shape) > 1)
     return CallExplanation(
@@ -93,7 +93,7 @@ def explain_call(
         full["cache_mode"],
         f"weights: {WEIGHT_MODES[call.wq].title}; cache: {CACHE_QUANTS[call.kv].title}",
         dict(dims),
-        tiling_key(call.wq, call.kv, full["cache_mode"], empty),
+        tiling_key(cann, call.wq, call.kv, full["cache_mode"], dims, full.get("actual_seq_len") is not None),
         empty,
         roofline.fused_cost(sizes, results, device),
         roofline.unfused_cost(sizes, device),

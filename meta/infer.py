@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from mla_fusion.meta import preprocess, preprocess_csrc
 from mla_fusion.meta.errors import ContractError
-from mla_fusion.meta.limits import known_releases
+from mla_fusion.meta.limits import known_path, known_releases
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.meta.signature import complete, named
 
@@ -48,19 +48,23 @@ def _readable(op: str, argument: str, value: Any, ranks: tuple[int, ...]) -> Non
         raise ContractError(f"rank.{argument}", argument, expected, f"{value.dim()}-D", op=op)
 
 
-def infer(op: str, *, cann: str = "latest", **arguments: Any) -> list[Result]:
+def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: Any) -> list[Result]:
     """``[(shape, dtype), ...]`` in the operator's result order; the caches of the functional form come last.
 
-    Absent results are ``[0]`` from CANN 8.5 on, ``[1]`` before it and for dequant_scale_q_nope of v2
-    (torch_npu's meta functions). Raises ContractError for a missing or unknown argument, a CANN release that does not
-    exist, and a tensor without the axes that results are read off; the rest is `check`'s.
+    ``path`` "graph": what the operator's own inference says in that release; "eager": what torch_npu allocates. They
+    differ before CANN 8.5, where query_norm and its scale are ``[1]`` whatever ``query_norm_flag`` says, and in 8.5,
+    where the scale of mxfp8 is ``[T, 1]`` float32. Absent results are ``[0]`` from CANN 8.5 on, ``[1]`` before it and
+    for dequant_scale_q_nope of v2. Raises ContractError for a missing or unknown argument, a CANN release or path that
+    does not exist, and a tensor without the axes that results are read off; the rest is `check`'s.
     """
+    eager = known_path(path) == "eager"
     name = named(op)
     if name == preprocess.OP:
         return preprocess.infer_preprocess(arguments)
     if name == preprocess_csrc.OP:
         return preprocess_csrc.infer_csrc(arguments)
-    absent = (0,) if "8.5" in known_releases(cann) else (1,)
+    known = known_releases(cann)
+    absent = (0,) if "8.5" in known else (1,)
     full = complete(op, arguments)
     for argument, ranks in _READ.items():
         _readable(op, argument, full[argument], ranks)
@@ -77,9 +81,10 @@ def infer(op: str, *, cann: str = "latest", **arguments: Any) -> list[Result]:
     n, _, hckv = w_uk.shape
     hcq = full["rmsnorm_gamma_cq"].shape[0]
     activation = full["rmsnorm_gamma_cq"].dtype
-    flag = reads_modes and full["query_norm_flag"]
-    scale_dtype = torch.float8_e8m0fnu if wq == 3 else torch.float32
-    scale_width = hcq // 32 if wq == 3 else 1
+    flag = reads_modes and full["query_norm_flag"] and (eager or "8.5" in known)
+    blocks = wq == 3 and (eager or "9.0" in known)
+    scale_dtype = torch.float8_e8m0fnu if blocks else torch.float32
+    scale_width = hcq // 32 if blocks else 1
     results: dict[str, Result] = {
         "query": ((*lead, n, hckv), x.dtype if kv == 1 else activation),
         "query_rope": ((*lead, n, full["rope_sin"].shape[-1]), activation),

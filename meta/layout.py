@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,18 +69,29 @@ def writable(tensor: Tensor, *, first_axis_free: bool, ones_free: bool) -> bool:
     """Whether a tensor that is written in place is laid out contiguously.
 
     ``first_axis_free``: its first stride may be larger than that. ``ones_free``: an axis of size 1 may have any
-    stride, as in torch. Without elements any strides do. Symbolic strides count as what they should be unless they are
-    known to differ. Fake tensors are looked at too: what is written in place belongs to the caller.
+    stride, as in torch, and so may every axis of a tensor without elements; otherwise such a tensor has the strides
+    that torch gives it, or those that its sizes multiply to. Symbolic strides count as what they should be unless they
+    are known to differ. Fake tensors are looked at too: what is written in place belongs to the caller.
     """
     sizes, strides = tensor.shape, tensor.stride()
-    if any(type(size) is int and size == 0 for size in sizes):
+    if any(type(size) is int and size == 0 for size in sizes) and (ones_free or _as_torch_lays_out(sizes, strides)):
         return True
     expected: Any = 1
     for axis in range(len(sizes) - 1, -1, -1):
         size, stride = sizes[axis], strides[axis]
-        one = type(size) is int and size == 1 and (ones_free or axis == 0)
+        one = type(size) is int and size == 1 and ones_free
         larger = axis == 0 and first_axis_free and not (type(stride) is type(expected) is int and stride < expected)
         if different(stride, expected) and not one and not larger:
             return False
         expected = expected * size
+    return True
+
+
+def _as_torch_lays_out(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
+    """Whether these are the strides of a new tensor, for which an axis of size 0 counts as one of size 1."""
+    expected: Any = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if different(stride, expected):
+            return False
+        expected = expected * (1 if type(size) is int and size == 0 else size)
     return True

@@ -2,7 +2,8 @@
 
 Read from `CheckDims` and its neighbours in `mla_prolog_tiling_check.cpp` of ops-transformer at the releases
 8.5.0, 9.0.0, 9.1.0 and master 2026-08 ("latest"), and of the state of 2025-11 for the releases before 8.5,
-when v3 existed with the narrower sizes of that time.
+when v3 existed with the narrower sizes of that time. What a release asks beyond these sets, on one of the two
+paths or on both, are `TRAITS`, from the same files, from each version's infershape and from the operator definitions.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
+from typing import Any
 
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.prolog import PROLOGS
 
 RELEASES = ("8.2", "8.3", "8.5", "9.0", "9.1", "latest")
 SOCS = ("A2", "A3", "A5")
+# how a call reaches the device: torch_npu allocates the results and calls aclnn, or GE infers their shapes in a graph;
+# both end in the operator's tiling, which checks the call
+PATHS = ("eager", "graph")
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,10 @@ LIMITS = (
     Limit("S", Sizes(), "9.0"),
     Limit("T", Sizes(low=0, high=1 << 20)),
     Limit("T", Sizes(), "8.5"),
-    Limit("B", Sizes()),
-    Limit("B", Sizes(low=0, high=65536), "latest"),
+    # without tokens sin and cos are empty, which the newest v3 reads as "no RoPE"; then it wants them to be [0]
+    Limit("tokens", Sizes()),
+    Limit("tokens", Sizes(low=1), "latest", versions=_V3),
+    Limit("B", Sizes(low=0, high=65536)),
     Limit("BlockSize", _of(16, 128)),
     Limit("BlockSize", _BLOCKS, "8.5", _A23),
     Limit("BlockSize", _BLOCKS, "9.0"),
@@ -108,16 +115,69 @@ CACHE_MODE_RELEASES = (
 QUANT_RELEASES = (
     (((0, 0), (1, 0), (1, 2), (2, 0)), "8.2", _A23, _ANY_VERSION),
     (((2, 1),), "8.2", _A23, ("v2", "v3")),
-    (((1, 3), (2, 3)), "8.2", _A23, _V3),
-    (((0, 0), (3, 0), (3, 1)), "8.5", ("A5",), _V3),
-    (((3, 3),), "9.0", ("A5",), _V3),
+    (((1, 3), (2, 3)), "8.5", _A23, _V3),
+    (((0, 0), (3, 0), (3, 1), (3, 3)), "9.0", ("A5",), _V3),
     (((1, 0), (1, 2), (1, 3), (2, 0), (2, 1), (2, 3)), "9.1", ("A5",), _V3),
     (((4, 0), (4, 1), (4, 3), (5, 0), (5, 1), (5, 3)), "9.1", ("A5",), _V3),
 )
 
-# whose caches' first axis may be strided (`mla_prolog_v3_def.cpp`: IgnoreContiguous); elsewhere a cache that is not
-# contiguous is copied on the way in, and the rows are written to the copy
-STRIDED_CACHES = ("latest", _ANY_SOC, _V3)
+
+@dataclass(frozen=True)
+class Trait:
+    """Field ``name`` of `Limits` is ``value`` from CANN ``since`` on, until a later row for it replaces it."""
+
+    name: str
+    value: Any
+    since: str = "8.2"
+    socs: tuple[str, ...] = _ANY_SOC
+    versions: tuple[str, ...] = _ANY_VERSION
+    paths: tuple[str, ...] = PATHS
+
+
+_GRAPH = ("graph",)
+TRAITS = (
+    Trait("absent", "CANN has it there from 8.5 on", socs=("A5",), versions=_V3),
+    Trait(
+        "absent",
+        "its tiling takes modes 3/0 and 3/1 with a 3-D token_x, and its definition has no float8_e8m0fnu for the "
+        "dequant_scale_q_norm that torch_npu allocates with them",
+        "8.5",
+        ("A5",),
+        _V3,
+    ),
+    Trait("absent", "", "9.0", ("A5",), _V3),
+    Trait(
+        "absent",
+        "CANN's definition lists A5 from 8.5 on, but torch_npu's meta functions refuse it",
+        "8.2",
+        ("A5",),
+        _V12,
+    ),
+    # before 8.5 the tiling of v3 reads the scenario off the dtypes, as that of v1 and v2 does to this day
+    Trait("reads_modes", False, versions=_V3),
+    Trait("reads_modes", True, "8.5", versions=_V3),
+    Trait("gives_query_norm", False, versions=_V3),
+    Trait("gives_query_norm", True, "8.5", versions=_V3),
+    Trait("kv_scale", "1 Hckv", versions=("v2", "v3")),
+    Trait("kv_scale", "1", "8.5", versions=_V3),
+    # the rank of cache_index in a block-wise mode with a 2-D token_x was not looked at in one release
+    Trait("block_index_ranks", frozenset(), "8.5", _A23, _V3),
+    Trait("block_index_ranks", frozenset({1}), "9.0", versions=_V3),
+    # whose caches' first axis may be strided (`mla_prolog_v3_def.cpp`: IgnoreContiguous); elsewhere rows written to a
+    # cache that is not contiguous do not arrive in it
+    Trait("strided_caches", True, "latest", versions=_V3),
+    # the tiling compares the stride of every axis, of those of size 1 too
+    Trait("compares_strides", True, "latest"),
+    # infershape takes the second size of weight_dq for Hcq, and refuses 4-D storage since that was noticed
+    Trait("weight_dq_4d", "without query_norm_flag", "8.5", versions=_V3, paths=_GRAPH),
+    Trait("weight_dq_4d", "", "9.1", versions=_V3, paths=_GRAPH),
+    # an empty kr_cache of a per-tile call: its ranks, and the weight modes with which it may be int8
+    Trait("empty_kr_ranks", frozenset({1, 3, 4}), "9.1", _A23, _V3, _GRAPH),
+    Trait("empty_kr_ranks", frozenset({1, 4}), "9.0", ("A5",), _V3),
+    Trait("empty_kr_ranks", frozenset({1, 3, 4}), "9.1", ("A5",), _V3),
+    Trait("empty_kr_int8", frozenset({1, 2}), "8.5", _A23, _V3),
+    Trait("empty_kr_int8", frozenset({1}), "9.1", ("A5",), _V3),
+)
 
 
 def known_releases(cann: str) -> tuple[str, ...]:
@@ -127,32 +187,60 @@ def known_releases(cann: str) -> tuple[str, ...]:
     return RELEASES[: RELEASES.index(cann) + 1]
 
 
+def known_path(path: str) -> str:
+    """The path itself; ContractError ``path`` when it is none of `PATHS`."""
+    if not isinstance(path, str) or path not in PATHS:
+        raise ContractError("path", "path", " or ".join(PATHS), repr(path))
+    return path
+
+
 VERSIONS = {name: operator.version for name, operator in PROLOGS.items()}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one operator takes on one SoC at one CANN release."""
+    """What one operator takes on one SoC at one CANN release, on one path.
+
+    absent             why there is no scenario at all, or ""
+    reads_modes        whether the modes are read; otherwise the dtypes decide
+    gives_query_norm   whether query_norm and its scale are results; otherwise [1] stands for them
+    kv_scale           shape of quant_scale_ckv with kv_cache_quant_mode 1
+    compares_strides   whether an axis of size 1 must have the stride of a contiguous cache, too
+    block_index_ranks  of cache_index with a block-wise cache mode and a 2-D token_x; without entries any will do
+    weight_dq_4d       when weight_dq may be 4-D storage: "always", "without query_norm_flag", or "" for never
+    empty_kr_ranks     of the empty kr_cache of a per-tile call; without entries any will do
+    empty_kr_int8      weight modes with which that one may be int8; it may always be bfloat16
+    """
 
     dims: Mapping[str, Sizes]
     cache_modes: tuple[str, ...]
     quant_modes: frozenset[tuple[int, int]]
-    strided_caches: bool
+    strided_caches: bool = False
+    absent: str = ""
+    reads_modes: bool = True
+    gives_query_norm: bool = True
+    kv_scale: str = "1"
+    compares_strides: bool = False
+    block_index_ranks: frozenset[int] = frozenset({1})
+    weight_dq_4d: str = "always"
+    empty_kr_ranks: frozenset[int] = frozenset()
+    empty_kr_int8: frozenset[int] = frozenset()
 
 
-def limits(op: str, soc: str = "A3", cann: str = "latest") -> Limits:
-    """Allowed sizes per axis, cache modes and (weight, KV cache) quantisation modes.
+def limits(op: str, soc: str = "A3", cann: str = "latest", path: str = "eager") -> Limits:
+    """Allowed sizes per axis, cache modes and (weight, KV cache) quantisation modes, and the traits of a release.
 
-    Raises ContractError ``op``, ``soc`` or ``cann`` for a name that is not in the tables.
+    Raises ContractError ``op``, ``soc``, ``cann`` or ``path`` for a name that is not in the tables.
     """
-    for name, value, known in (("op", op, tuple(VERSIONS)), ("soc", soc, SOCS), ("cann", cann, RELEASES)):
+    names = (("op", op, tuple(VERSIONS)), ("soc", soc, SOCS), ("cann", cann, RELEASES), ("path", path, PATHS))
+    for name, value, known in names:
         if not isinstance(value, str) or value not in known:
             raise ContractError(name, name, "one of " + ", ".join(known), repr(value))
-    return _limits(op, soc, cann)
+    return _limits(op, soc, cann, path)
 
 
 @cache
-def _limits(op: str, soc: str, cann: str) -> Limits:
+def _limits(op: str, soc: str, cann: str, path: str) -> Limits:
     version, release = VERSIONS[op], RELEASES.index(cann)
 
     def holds(since: str, socs: tuple[str, ...], versions: tuple[str, ...]) -> bool:
@@ -161,5 +249,6 @@ def _limits(op: str, soc: str, cann: str) -> Limits:
     dims = {row.axis: row.sizes for row in LIMITS if holds(row.since, row.socs, row.versions)}
     modes = [row[0] for row in CACHE_MODE_RELEASES if holds(*row[1:])]
     quant = {pair for row in QUANT_RELEASES if holds(*row[1:]) for pair in row[0]}
-    strided = holds(*STRIDED_CACHES)
-    return Limits(MappingProxyType(dims), modes[-1] if modes else (), frozenset(quant), strided)
+    rows = (row for row in TRAITS if path in row.paths and holds(row.since, row.socs, row.versions))
+    traits = {row.name: row.value for row in rows}
+    return Limits(MappingProxyType(dims), modes[-1] if modes else (), frozenset(quant), **traits)

@@ -24,8 +24,13 @@ _POSITIONAL = {preprocess_csrc.OP: preprocess_csrc.CSRC.positional}
 
 
 def named(op: str) -> str:
-    """The operator's own name, of any name that it goes by; a name nobody knows is handed back."""
-    return ALIASES.get(op, op) if isinstance(op, str) else op
+    """The operator's own name, of any name that it goes by; a name nobody knows is handed back.
+
+    ContractError ``op`` for what is no name at all: it may not even be comparable with one.
+    """
+    if not isinstance(op, str):
+        raise ContractError("op", "op", "the name of an operator", type(op).__name__)
+    return ALIASES.get(op, op)
 
 
 def bind(op: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:

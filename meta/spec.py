@@ -25,6 +25,7 @@ Dtype = str | torch.dtype
 TILING = "mla_prolog_tiling_check.cpp"
 SCATTER = "service_scatter_cache"
 DEFINITION = "mla_prolog_v3_def.cpp"
+INFERSHAPE = "mla_prolog_v3_infershape.cpp"
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,8 @@ CACHE_QUANTS: Mapping[int, CacheQuant] = {
         cache_modes=("PA_BSND", "BSND", "TND"),
     ),
 }
-# v2 reads one float of a scale which its host check wants as a row
-QUANT_SCALE_CKV_V2 = "1 Hckv"
+# the kernel reads one float of this scale, which the host check of some versions wants as a row
+QUANT_SCALE_CKV_ROW = "1 Hckv"
 
 _PAGED = "BlockNum BlockSize Nkv"
 _BLOCKWISE: Mapping[int, str | None] = {2: "*", 3: "B ceil(S/BlockSize)"}

@@ -1,25 +1,84 @@
-"""The tiling key of the operator design document: which kernel template a call selects.
+"""The tiling key: which kernel template the host's tiling selects for a call.
 
-A uint64 of bit fields. The document lists values for PA_BSND and PA_NZ caches and for the scenarios in which only
-weight_uq_qr is quantised; the operator has since gained cache modes and scenarios whose values it does not
-list, and it does not say when the tiling turns the two optional bits on. Such fields have no value here.
+A uint64 of bit fields, whose layout and numbers differ by release: `LAYOUTS` and `QUANT_NUMBERS`, read from
+`mla_prolog_template_tiling_key.h` and `GenTilingKey` in `mla_prolog_tiling.cpp`. Two vector cores to a cube core, as
+every product has, are taken for granted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-_SINCE = "not listed in the design document"
+from mla_fusion.meta.limits import known_releases
+from mla_fusion.meta.spec import CACHE_QUANTS, WEIGHT_MODES
+
+_OLDEST = (
+    ("CACHE_MODE", 4),
+    ("SCENARIO", 2),
+    ("QUANT_MODE", 4),
+    ("ENABLE_DEQUANT_OPTIONAL", 1),
+    ("ENABLE_GROUP_COMPUTE_OPTIONAL", 1),
+    ("EMPTY_TENSOR_MODE", 2),
+)
+_SINCE_8_5 = (*_OLDEST, ("ACTUAL_SEQ_LEN_MODE", 2), ("SPLIT_M_MODE", 2))
+_CORES = ("CV_MODE", 8)
+# since which release -> the fields from bit 0 upwards, with their widths
+LAYOUTS = {
+    "8.2": _OLDEST,
+    "8.5": (*_SINCE_8_5, _CORES),
+    "latest": (*_SINCE_8_5, ("ENABLE_ROPE", 1), _CORES),
+}
+
+# since which release -> (weight_quant_mode, kv_cache_quant_mode) -> QUANT_MODE
+QUANT_NUMBERS: Mapping[str, Mapping[tuple[int, int], int]] = {
+    "8.2": {(0, 0): 0, (1, 0): 0, (1, 2): 1, (2, 0): 2, (2, 1): 3},
+    "8.5": {
+        (0, 0): 0,
+        (1, 0): 1,
+        (1, 2): 2,
+        (2, 0): 3,
+        (2, 1): 4,
+        (1, 3): 5,
+        (2, 3): 6,
+        (3, 0): 7,
+        (3, 1): 8,
+        (3, 3): 9,
+        (4, 0): 10,
+        (4, 1): 11,
+        (5, 0): 12,
+        (5, 1): 13,
+        (4, 3): 14,
+        (5, 3): 15,
+    },
+}
+CACHE_NUMBERS = {"BSND": 0, "TND": 0, "PA_BSND": 1, "PA_NZ": 2, "PA_BLK_BSND": 3, "PA_BLK_NZ": 4}
+_CACHES = (
+    "contiguous, a row for each token",
+    "paged, rows in ND",
+    "paged, blocks in FRACTAL_NZ",
+    "paged, an index for each block, rows in ND",
+    "paged, an index for each block, in FRACTAL_NZ",
+)
+EMPTY_TENSOR_MODES = (
+    "no empty tensor",
+    "kv_cache and kr_cache are empty: the query is computed, no cache is written",
+    "no tokens: nothing is computed, nothing is written",
+)
+TWO_VECTOR_CORES = 7  # of the numbers for how many vector cores go with a cube core
+DEQUANT_HEADS = 8  # int8 weights: from this N on, dequantisation runs beside the products
+SPLIT_SINCE, SPLIT_TOKENS, SPLIT_HE, SPLIT_HEADS = "9.1", 8192, (7168, 7680), 128
 
 
 @dataclass(frozen=True)
 class KeyField:
-    """One field: its first and last bit, its value or None where the document gives none, and the meaning."""
+    """One field: its first and last bit, its value, and the meaning of that."""
 
     low: int
     high: int
     name: str
-    value: int | None
+    value: int
     meaning: str
 
 
@@ -30,38 +89,25 @@ class TilingKey:
     fields: tuple[KeyField, ...]
 
     @property
-    def value(self) -> int | None:
-        """The key with both optional bits off; None when another field has no documented value."""
-        listed = [f for f in self.fields if not f.name.endswith("OPTIONAL")]
-        values = [f.value for f in listed if f.value is not None]
-        if len(values) != len(listed):
-            return None
-        return sum(value << field.low for value, field in zip(values, listed, strict=True))
+    def value(self) -> int:
+        """The key as the tiling returns it."""
+        return sum(field.value << field.low for field in self.fields)
 
     def __getitem__(self, name: str) -> KeyField:
         return next(field for field in self.fields if field.name == name)
 
 
-def tiling_key(wq: int, kv: int, cache_mode: str, empty: int) -> TilingKey:
-    """The key of a scenario; ``empty`` is the empty-tensor mode (`empty_tensor_mode`)."""
-    optional = "turned on by the tiling for a quantised call; excludes the other optional bit"
-    return TilingKey(
-        (
-            KeyField(0, 3, "CACHE_MODE", {"PA_BSND": 1, "PA_NZ": 2}.get(cache_mode), _cache(cache_mode)),
-            KeyField(4, 5, "SCENARIO", 2 if wq else 1, "quantised" if wq else "not quantised"),
-            _quant_mode(wq, kv),
-            KeyField(10, 10, "ENABLE_DEQUANT_OPTIONAL", None if wq else 0, optional if wq else "off"),
-            KeyField(11, 11, "ENABLE_GROUP_COMPUTE_OPTIONAL", None if wq else 0, optional if wq else "off"),
-            KeyField(12, 13, "EMPTY_TENSOR_MODE", empty, EMPTY_TENSOR_MODES[empty]),
-        )
-    )
-
-
-EMPTY_TENSOR_MODES = (
-    "no empty tensor",
-    "kv_cache and kr_cache are empty: the query is computed, no cache is written",
-    "no tokens: nothing is computed, nothing is written",
-)
+def tiling_key(cann: str, wq: int, kv: int, cache_mode: str, dims: Mapping[str, int], lengths: bool) -> TilingKey:
+    """The key of a legal call with CANN ``cann``; ``lengths``: whether actual_seq_len is given."""
+    known = known_releases(cann)
+    empty = empty_tensor_mode(dims["tokens"], dims.get("BlockNum"))
+    found = _EMPTY_QUERY if empty == 2 else _values(known, wq, kv, cache_mode, dims, lengths)
+    found = found | {"EMPTY_TENSOR_MODE": (empty, EMPTY_TENSOR_MODES[empty])}
+    fields, low = [], 0
+    for name, width in _newest(LAYOUTS, known):
+        fields.append(KeyField(low, low + width - 1, name, *found[name]))
+        low += width
+    return TilingKey(tuple(fields))
 
 
 def empty_tensor_mode(tokens: int, block_num: int | None) -> int:
@@ -71,17 +117,36 @@ def empty_tensor_mode(tokens: int, block_num: int | None) -> int:
     return 1 if block_num == 0 else 0
 
 
-def _cache(cache_mode: str) -> str:
-    known = {"PA_BSND": "paged, rows in ND", "PA_NZ": "paged, blocks in FRACTAL_NZ"}
-    return f"{cache_mode}: {known.get(cache_mode, _SINCE)}"
+_Values = dict[str, tuple[int, str]]
+_ALWAYS: _Values = {
+    "ENABLE_GROUP_COMPUTE_OPTIONAL": (0, "off: it needs eight KV heads"),
+    "ENABLE_ROPE": (1, "on: torch_npu always gives sin and cos"),
+    "CV_MODE": (TWO_VECTOR_CORES, "two vector cores to a cube core"),
+}
+_EMPTY_QUERY: _Values = _ALWAYS | {
+    name: (0, "unused: there are no tokens") for name, _ in _SINCE_8_5 if name != "EMPTY_TENSOR_MODE"
+}
 
 
-def _quant_mode(wq: int, kv: int) -> KeyField:
-    if wq == 0:
-        return KeyField(6, 9, "QUANT_MODE", 0, "unused: nothing is quantised")
-    listed = {
-        (1, 0): (0, "weight_uq_qr (MMQcQr) quantised"),
-        (1, 2): (1, "weight_uq_qr (MMQcQr) and the caches quantised"),
+def _values(
+    known: tuple[str, ...], wq: int, kv: int, cache_mode: str, dims: Mapping[str, int], lengths: bool
+) -> _Values:
+    """Each field's value and meaning, EMPTY_TENSOR_MODE excepted, of a call with tokens."""
+    cache = CACHE_NUMBERS[cache_mode]
+    dequant = wq > 2 or (wq > 0 and dims["N"] >= DEQUANT_HEADS)
+    large = dims["tokens"] >= SPLIT_TOKENS and dims["He"] in SPLIT_HE and dims["N"] == SPLIT_HEADS
+    split = SPLIT_SINCE in known and wq == 3 and large
+    quant = "unused: nothing is quantised" if wq == 0 else f"{WEIGHT_MODES[wq].title}, cache {CACHE_QUANTS[kv].title}"
+    return _ALWAYS | {
+        "CACHE_MODE": (cache, f"{cache_mode}: {_CACHES[cache]}"),
+        "SCENARIO": (2, "quantised") if wq else (1, "not quantised"),
+        "QUANT_MODE": (_newest(QUANT_NUMBERS, known)[wq, kv], quant),
+        "ENABLE_DEQUANT_OPTIONAL": (int(dequant), "dequantised beside the products" if dequant else "off"),
+        "ACTUAL_SEQ_LEN_MODE": (int(lengths), "actual_seq_len is read" if lengths else "no actual_seq_len"),
+        "SPLIT_M_MODE": (int(split), "split by tokens" if split else "split by columns"),
     }
-    value, meaning = listed.get((wq, kv), (None, f"weight mode {wq}, cache mode {kv}: {_SINCE}"))
-    return KeyField(6, 9, "QUANT_MODE", value, meaning)
+
+
+def _newest(table: Mapping[str, Any], known: tuple[str, ...]) -> Any:
+    """The entry of the last release up to the one asked for."""
+    return next(table[release] for release in reversed(known) if release in table)

@@ -17,6 +17,7 @@ import mla_fusion.ops  # noqa: E402, F401  # defines the npu:: prologue schemas 
 
 if TYPE_CHECKING:
     from mla_fusion import inspect, meta, offline, paging, reference
+    from mla_fusion.by_hand import Audit, audit
     from mla_fusion.compile.backend import backend
     from mla_fusion.compile.hook import torchair_pass
     from mla_fusion.compile.lowering import Lowering, lower
@@ -29,10 +30,12 @@ __version__: str
 
 _HOME = {
     "__version__": "mla_fusion._version",
+    "Audit": "mla_fusion.by_hand.outcome",
     "Config": "mla_fusion.config",
     "Lowering": "mla_fusion.compile.lowering",
     "Report": "mla_fusion.entry",
     "SlotError": "mla_fusion.compile.slots",
+    "audit": "mla_fusion.by_hand.entry",
     "backend": "mla_fusion.compile.backend",
     "explain": "mla_fusion.entry",
     "fuse": "mla_fusion.entry",
@@ -43,10 +46,12 @@ _HOME = {
 _SUBPACKAGES = ("inspect", "meta", "offline", "paging", "reference")
 
 __all__ = [
+    "Audit",
     "Config",
     "Lowering",
     "Report",
     "SlotError",
+    "audit",
     "backend",
     "explain",
     "fuse",

@@ -27,6 +27,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake_mode
 from torch.fx import Graph, Node
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
@@ -45,6 +46,7 @@ __all__ = [  # names of torch as they are; the functions of this file come besid
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "TorchDispatchMode",
     "Unsupported",
     "aot_module_simplified",
     "statically_known_true",

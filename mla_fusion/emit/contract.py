@@ -12,7 +12,7 @@ from mla_fusion.config import Config
 from mla_fusion.emit import call
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fx.measured import measured
-from mla_fusion.meta import ContractError, check
+from mla_fusion.meta import ContractError, check, limits
 from mla_fusion.plan.cache_modes import scale_shapes
 from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.report.rejection import Refuse
@@ -21,10 +21,14 @@ from mla_fusion.report.rejection import Refuse
 @measured
 def ask(plan: Plan, config: Config) -> None:
     """Raise ``Refuse("contract:<code>")`` with the specification's own message."""
+    op, soc, cann, attributes = call.KERNEL.name, config.soc, config.cann, call.attributes(plan)
     try:
-        check(call.KERNEL.name, soc=config.soc, cann=config.cann, **_arguments(plan), **call.attributes(plan))
+        check(op, soc=soc, cann=cann, path="graph", **_arguments(plan), **attributes)
     except ContractError as error:
         raise Refuse(f"contract:{error.code}", str(error), _culprits(plan, error.argument)) from None
+    if attributes.get("query_norm_flag") and not limits(op, soc, cann, "graph").gives_query_norm:
+        message = f"query_norm_flag: the operator takes it with CANN {cann} and gives no query_norm, which is read here"
+        raise Refuse("contract:query_norm_flag", message, (plan.candidate.query.norm.node,))
 
 
 def _arguments(plan: Plan) -> dict[str, Any]:

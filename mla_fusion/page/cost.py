@@ -76,7 +76,9 @@ def roofline(fusion: Fusion, soc: str, cann: str) -> Roofline | None:
 
 def _explained(fusion: Fusion, tokens: int, soc: str, cann: str) -> CallExplanation:
     chip = CHIP_OF_SOC.get(soc)
-    return explain_call("npu_mla_prolog_v3_functional", soc=soc, cann=cann, chip=chip, **_call(fusion, tokens))
+    return explain_call(
+        "npu_mla_prolog_v3_functional", soc=soc, cann=cann, path="graph", chip=chip, **_call(fusion, tokens)
+    )
 
 
 def _tokens(text: str) -> tuple[int, ...]:

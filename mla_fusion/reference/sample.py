@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fusion.meta import spec
+from mla_fusion.meta import signature, spec
+from mla_fusion.meta.limits import limits
 from mla_fusion.reference import hifloat8
 
 # small sizes; the operator's own are in mla_fusion.meta.limits
@@ -128,6 +129,20 @@ def sample_call(
         )
         options |= dict.fromkeys(names if kv_cache_quant_mode in (1, 3) else names[:-1], spec.HIFLOAT8)
     return call | options
+
+
+def as_operator(op: str, call: Mapping[str, Any], cann: str = "latest") -> dict[str, Any]:
+    """A sample call of v3 as another version or release has it.
+
+    v1 and v2 have no modes; some want a row for quant_scale_ckv, of which the kernel reads one float.
+    """
+    required, defaults = signature(op)
+    kept = {name: value for name, value in call.items() if name in required or name in defaults}
+    row = limits(op, "A3", cann).kv_scale == spec.QUANT_SCALE_CKV_ROW
+    if row and call["kv_cache_quant_mode"] == 1:
+        width = call["rmsnorm_gamma_ckv"].shape[0]
+        kept["quant_scale_ckv"] = call["quant_scale_ckv"].reshape(1, 1).expand(1, width).contiguous()
+    return kept
 
 
 def _index(

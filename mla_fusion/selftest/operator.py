@@ -28,7 +28,7 @@ def run(scenario: Scenario, device: Device, *, through: str = "eager", repeats: 
     call = scenario.call()
     result = Result(scenario.name, through)
     try:
-        meta.check(scenario.op, soc=device.soc, cann=device.cann, values=True, **call)
+        meta.check(scenario.op, soc=device.soc, cann=device.cann, path=through, values=True, **call)
         placed = device.place_all(call)
         before = {name: placed[name].data_ptr() for name in CACHES}
         operator = _operator(scenario.op, placed, through)

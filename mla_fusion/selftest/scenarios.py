@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from mla_fusion import meta
 from mla_fusion.meta import spec
 from mla_fusion.meta.limits import VERSIONS
-from mla_fusion.reference.sample import DEEPSEEK_V3, sample_call
+from mla_fusion.reference.sample import DEEPSEEK_V3, as_operator, sample_call
 
 # everything optional at once: smoothing, the normalised c_q as an output, factors that are not one
 _EXTRAS: dict[str, Any] = {"query_norm_flag": True, "qc_qr_scale": 1.25, "kc_scale": 0.75}
@@ -20,7 +18,7 @@ _OLDER = ("npu_mla_prolog", "npu_mla_prolog_v2")
 
 @dataclass(frozen=True)
 class Scenario:
-    """One call. ``lead`` is ``(T,)`` or ``(B, S)``; ``dims`` the other sizes by axis."""
+    """One call, as CANN ``cann`` has it. ``lead`` is ``(T,)`` or ``(B, S)``; ``dims`` the other sizes by axis."""
 
     op: str
     weight_quant_mode: int
@@ -29,6 +27,7 @@ class Scenario:
     lead: tuple[int, ...]
     dims: Mapping[str, int] = field(default_factory=lambda: DEEPSEEK_V3, hash=False)
     extras: bool = False
+    cann: str = "latest"
 
     @property
     def name(self) -> str:
@@ -48,9 +47,10 @@ class Scenario:
             dims=self.dims,
             smooth=self.extras,
         )
-        if self.op in _OLDER:
-            return _for_older(self.op, call)
-        return call | (_EXTRAS if self.extras else {})
+        if self.extras:
+            given = meta.limits(self.op, "A3", self.cann).gives_query_norm
+            call |= _EXTRAS | {"query_norm_flag": given}
+        return as_operator(self.op, call, self.cann)
 
 
 def scenarios(soc: str, cann: str = "latest", *, he: int | None = None, heads: int = 4) -> list[Scenario]:
@@ -73,16 +73,6 @@ def _of_operator(op: str, soc: str, cann: str, he: int | None, heads: int) -> It
         for mode in (mode for mode in limits.cache_modes if mode in legal):
             taken = [lead for lead in leads if len(lead) + 1 in spec.CACHE_MODES[mode].index]
             for lead in taken if op != "npu_mla_prolog_v3_functional" else taken[:1]:
-                yield Scenario(op, weight, cache, mode, lead, dims)
+                yield Scenario(op, weight, cache, mode, lead, dims, cann=cann)
         if op not in _OLDER and "PA_BSND" in limits.cache_modes:
-            yield Scenario(op, weight, cache, "PA_BSND", leads[0], dims, extras=True)
-
-
-def _for_older(op: str, call: dict[str, Any]) -> dict[str, Any]:
-    """v3's arguments as v1 and v2 take them: the modes are read off the dtypes, the per-tensor scale is a row."""
-    required, optional = meta.signature(op)
-    kept = {name: value for name, value in call.items() if name in required or name in optional}
-    scale = kept.get("quant_scale_ckv")
-    if isinstance(scale, Tensor) and scale.numel() == 1:
-        kept["quant_scale_ckv"] = scale.reshape(1, 1).expand(1, call["kv_cache"].shape[-1]).contiguous()
-    return kept
+            yield Scenario(op, weight, cache, "PA_BSND", leads[0], dims, True, cann)

@@ -35,3 +35,12 @@ def test_block_size_that_the_kernel_refuses_is_staged(monkeypatch: pytest.Monkey
     assert "the kernel refuses the caches" in report.fused[0].placement
     rejection = refused(graph_of(prologues.PagedRotateHalf(), *args), mf.Config(staging="never"))
     assert rejection.code.startswith("contract:dims.") and "BlockSize" in rejection.message
+
+
+def test_query_norm_of_a_release_that_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "HE", 6144)
+    monkeypatch.setattr(prologues, "HE", 6144)
+    graph, args = prologues.WithIndexer(), base.paged_args()
+    rejection = refused(graph_of(graph, *args), mf.Config(cann="8.3", verify="off"))
+    assert rejection.code == "contract:query_norm_flag" and "CANN 8.3" in rejection.message
+    assert mf.fuse(graph_of(graph, *args), mf.Config(cann="8.5", verify="off")).fused

@@ -141,7 +141,8 @@ def test_a_refusal_carries_its_parts() -> None:
     [
         ({"cann": "8.3"}, {}, "dims.he"),
         ({"cann": "8.5"}, {}, None),
-        ({"cann": "8.5", "soc": "A5"}, {}, "dims.he"),
+        ({"cann": "8.5", "soc": "A5"}, {}, "quant.weight_quant_mode"),
+        ({"cann": "9.0", "soc": "A5"}, {}, "dims.he"),
         ({"cann": "8.3", "soc": "A5"}, {}, "quant.weight_quant_mode"),
         ({"cann": "9.0", "soc": "A5"}, {"cache_mode": "PA_BLK_NZ"}, "cache_mode.release"),
         ({"cann": "8.2"}, {"cache_mode": "TND"}, "cache_mode.release"),
@@ -152,6 +153,8 @@ def test_a_refusal_carries_its_parts() -> None:
         ({"cann": ["8.5"]}, {}, "cann"),
         ({"cann": torch.zeros(2)}, {}, "cann"),
         ({"soc": torch.zeros(2)}, {}, "soc"),
+        ({"path": "compiled"}, {}, "path"),
+        ({"path": torch.zeros(2)}, {}, "path"),
     ],
 )
 def test_releases_and_socs(where: dict[str, Any], change: dict[str, Any], code: str | None) -> None:
@@ -217,6 +220,7 @@ BLOCKS_APART = {
 }
 ROWS_APART = {"kv_cache": strided((64, 16, 1, 512), (2 * ROW, 1024, 1024, 1)), "kr_cache": sized(64, 16, 1, 64)}
 HEADS_FIRST = {"kv_cache": sized(64, 1, 16, 512).transpose(1, 2), "kr_cache": sized(64, 16, 1, 64)}
+ONE = sized(1, 16, 1, 64)
 OVERLAPPING = {"kv_cache": strided((64, 16, 1, 512), (512, 512, 512, 1)), "kr_cache": sized(64, 16, 1, 64)}
 
 
@@ -229,7 +233,16 @@ OVERLAPPING = {"kv_cache": strided((64, 16, 1, 512), (512, 512, 512, 1)), "kr_ca
         (OVERLAPPING, "latest", "contiguous.kv_cache"),
         (HEADS_FIRST, "latest", "contiguous.kv_cache"),  # the host compares the stride of an axis of size 1 too
         (HEADS_FIRST, "9.1", None),
-        ({"kv_cache": sized(0, 16, 1, 512), "kr_cache": sized(0, 16, 1, 128)[..., ::2]}, "latest", None),
+        ({"kv_cache": sized(0, 16, 1, 512), "kr_cache": sized(0, 16, 1, 64)}, "latest", None),
+        ({"kv_cache": sized(0, 16, 1, 512), "kr_cache": sized(0, 16, 1, 128)[..., ::2]}, "9.1", None),
+        (
+            {"kv_cache": sized(0, 16, 1, 512), "kr_cache": sized(0, 16, 1, 128)[..., ::2]},
+            "latest",
+            "contiguous.kr_cache",
+        ),
+        ({"kv_cache": strided((1, 16, 1, 512), (2 * ROW, 512, 512, 1)), "kr_cache": ONE}, "latest", None),
+        ({"kv_cache": strided((1, 16, 1, 512), (0, 512, 512, 1)), "kr_cache": ONE}, "latest", "contiguous.kv_cache"),
+        ({"kv_cache": strided((1, 16, 1, 512), (0, 512, 512, 1)), "kr_cache": ONE}, "9.1", None),
         ({"kv_cache": sized(1, 16, 1, 512), "kr_cache": sized(2, 16, 1, 64)[::2]}, "9.1", None),
         ({"weight_dq": sized(1536, 1024).t()}, "latest", "contiguous.weight_dq"),
         ({"token_x": sized(8, 2048)[:, :1024]}, "latest", "contiguous.token_x"),

@@ -69,31 +69,53 @@ def test_quantised_weights_and_caches_are_counted_by_their_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wq", "kv", "mode", "fields", "key"),
+    ("wq", "kv", "mode", "cann", "fields", "key"),
     [
-        (0, 0, "PA_BSND", (1, 1, 0, 0, 0, 0), 0x11),
-        (0, 0, "PA_NZ", (2, 1, 0, 0, 0, 0), 0x12),
-        (1, 0, "PA_BSND", (1, 2, 0, None, None, 0), 0x21),
-        (1, 2, "PA_NZ", (2, 2, 1, None, None, 0), 0x62),
-        (2, 1, "PA_BSND", (1, 2, None, None, None, 0), None),
+        (0, 0, "PA_BSND", "8.3", (1, 1, 0, 0, 0, 0), 0x11),
+        (0, 0, "PA_BSND", "8.5", (1, 1, 0, 0, 0, 0, 0, 0, 7), 0x1C0011),
+        (0, 0, "PA_BSND", "latest", (1, 1, 0, 0, 0, 0, 0, 0, 1, 7), 0x3C0011),
+        (1, 0, "PA_BSND", "8.3", (1, 2, 0, 1, 0, 0), 0x421),
+        (1, 0, "PA_BSND", "9.0", (1, 2, 1, 1, 0, 0, 0, 0, 7), 0x1C0461),
+        (1, 2, "PA_NZ", "8.3", (2, 2, 1, 1, 0, 0), 0x462),
+        (1, 2, "PA_NZ", "9.1", (2, 2, 2, 1, 0, 0, 0, 0, 7), 0x1C04A2),
+        (1, 2, "PA_NZ", "latest", (2, 2, 2, 1, 0, 0, 0, 0, 1, 7), 0x3C04A2),
+        (2, 3, "PA_BSND", "latest", (1, 2, 6, 1, 0, 0, 0, 0, 1, 7), 0x3C05A1),
     ],
 )
-def test_tiling_key_bits(wq: int, kv: int, mode: str, fields: tuple[int | None, ...], key: int | None) -> None:
-    found = meta.explain_call(V3, **call(wq, kv, cache_mode=mode)).tiling_key
+def test_tiling_key_of_each_release(wq: int, kv: int, mode: str, cann: str, fields: tuple[int, ...], key: int) -> None:
+    found = meta.explain_call(V3, cann=cann, **call(wq, kv, cache_mode=mode)).tiling_key
     assert tuple(field.value for field in found.fields) == fields and found.value == key
     places = [(field.low, field.high) for field in found.fields]
-    assert places == [(0, 3), (4, 5), (6, 9), (10, 10), (11, 11), (12, 13)]
+    assert places[:6] == [(0, 3), (4, 5), (6, 9), (10, 10), (11, 11), (12, 13)]
+    older = [(14, 15), (16, 17), (18, 25)]
+    assert places[6:] == {"8.3": [], "latest": [*older[:2], (18, 18), (19, 26)]}.get(cann, older)
+    assert found["SCENARIO"].meaning == ("quantised" if wq else "not quantised")
+
+
+def test_tiling_key_of_many_tokens_of_mxfp8_is_split_by_tokens() -> None:
+    wide = call(3, 0, tokens=8192, blocks=64) | {
+        "weight_uk": torch.empty(128, 128, 512, dtype=torch.bfloat16, device="meta"),
+        "weight_uq_qr": torch.empty(1536, 128 * 192, dtype=torch.float8_e4m3fn, device="meta"),
+        "dequant_scale_w_uq_qr": torch.empty(128 * 192, 48, dtype=torch.float8_e8m0fnu, device="meta"),
+    }
+    for cann, split in (("9.1", 1), ("latest", 1)):
+        found = meta.explain_call(V3, soc="A5", cann=cann, **wide).tiling_key
+        assert found["SPLIT_M_MODE"].value == split and "tokens" in found["SPLIT_M_MODE"].meaning
+    assert meta.explain_call(V3, soc="A5", cann="9.0", **wide).tiling_key["SPLIT_M_MODE"].value == 0
 
 
 def test_empty_tensors() -> None:
-    assert meta.explain_call(V3, **call(blocks=0)).tiling_key.value == 0x11 | 1 << 12
-    assert meta.explain_call(V3, **call(tokens=0, blocks=0)).empty_tensor_mode == 2
-    assert "nothing is computed" in str(meta.explain_call(V3, **call(tokens=0)))
+    assert meta.explain_call(V3, cann="9.1", **call(blocks=0)).tiling_key.value == 0x1C0011 | 1 << 12
+    assert meta.explain_call(V3, cann="9.1", **call(tokens=0, blocks=0)).empty_tensor_mode == 2
+    nothing = meta.explain_call(V3, cann="9.1", **call(1, 2, tokens=0))
+    assert nothing.tiling_key.value == 0x1C2000 and "nothing is computed" in str(nothing)
+    with pytest.raises(meta.ContractError, match="tokens"):
+        meta.explain_call(V3, **call(tokens=0))
 
 
 def test_the_report_names_everything() -> None:
     text = str(meta.explain_call(V3, chip="910C", **call(1, 2)))
-    for part in ("per channel", "QUANT_MODE = 1", "He 7168", "0x61", "FLOP/byte", "us", "arXiv 2506.12708", "?"):
+    for part in ("per channel", "QUANT_MODE = 2", "He 7168", "0x3c04a1", "FLOP/byte", "us", "arXiv 2506.12708"):
         assert part in text, text
 
 

@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from mla_fusion import meta
+
 _FILE = Path(__file__).parents[2] / "docs" / "generate_operator.py"
 
 
@@ -38,3 +40,5 @@ def test_every_scenario_and_table_is_on_the_page(generator: ModuleType) -> None:
     text = generator.page()
     assert all(f"| {wq}/{kv} |" in text for wq, kv in generator.pairs()) and len(generator.pairs()) == 16
     assert "weight_quant_mode 3 is mxfp8" in text
+    assert all(f"| {row.name} | {row.refused} |" in text and row.reason in text for row in meta.STRICTER)
+    assert all(f"| {name} |" in text for name in generator.TRAITS)

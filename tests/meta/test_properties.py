@@ -20,7 +20,7 @@ from mla_fusion.meta import preprocess, preprocess_csrc
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_fusion import meta, reference
-from mla_fusion.reference.sample import sample_call
+from mla_fusion.reference.sample import as_operator, sample_call
 from mla_fusion.reference.sample_preprocess import LEGAL, SMALL, sample_preprocess
 
 V1, V2, V3 = "npu_mla_prolog", "npu_mla_prolog_v2", "npu_mla_prolog_v3"
@@ -40,20 +40,8 @@ def draws(count: int) -> settings:
 # -- legal calls
 
 
-def as_version(op: str, call: Call) -> Call:
-    """A call of v3 as ``op`` has it: v1 and v2 have no modes, and a row of which the kernel reads one float."""
-    if op in (V1, V2):
-        required, defaults = meta.signature(op)
-        two_axes = call["kv_cache_quant_mode"] == 1
-        call = {name: value for name, value in call.items() if name in required or name in defaults}
-        if two_axes:
-            hckv = call["rmsnorm_gamma_ckv"].shape[0]
-            call["quant_scale_ckv"] = call["quant_scale_ckv"].expand(1, hckv).contiguous()
-    return call
-
-
-def leads(mode: str, tokens: int, rows: int) -> st.SearchStrategy[tuple[int, ...]]:
-    merged, batches = st.tuples(st.integers(0, tokens)), st.tuples(st.integers(0, 3), st.integers(0, rows))
+def leads(mode: str, tokens: int, rows: int, low: int = 0) -> st.SearchStrategy[tuple[int, ...]]:
+    merged, batches = st.tuples(st.integers(low, tokens)), st.tuples(st.integers(low, 3), st.integers(low, rows))
     return {"BSND": batches, "TND": merged}.get(mode, st.one_of(merged, batches))
 
 
@@ -75,7 +63,7 @@ def prolog_calls(draw: st.DrawFn) -> tuple[str, str, str, Call]:
     """(op, soc, cann, arguments on meta) of sizes that the device takes there."""
     op, soc, cann, (wq, kv), mode = draw(st.sampled_from(scenarios()))
     allowed = meta.limits(op, soc, cann)
-    lead = draw(leads(mode, 40, 1 if 2 not in allowed.dims["S"] else 16))
+    lead = draw(leads(mode, 40, 1 if 2 not in allowed.dims["S"] else 16, allowed.dims["tokens"].low))
     sizes = {
         axis: draw(st.sampled_from([n for n in candidates if n in allowed.dims[axis]]))
         for axis, candidates in {
@@ -97,7 +85,7 @@ def prolog_calls(draw: st.DrawFn) -> tuple[str, str, str, Call]:
         device="meta",
     )
     call |= {"query_norm_flag": draw(st.booleans()), "qc_qr_scale": draw(st.floats(0.1, 9.0))}
-    return op, soc, cann, as_version(op, call)
+    return op, soc, cann, as_operator(op, call, cann)
 
 
 @st.composite
@@ -152,7 +140,7 @@ def tiny_calls(draw: st.DrawFn) -> tuple[str, Call]:
         smooth=smooth,
         seed=draw(st.integers(0, 99)),
     )
-    return op, as_version(op, call | {"query_norm_flag": draw(st.booleans())})
+    return op, as_operator(op, call | {"query_norm_flag": draw(st.booleans())})
 
 
 def outline(results: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -132,6 +132,7 @@ def kernel_objection(module: nn.Module, form: LatentForm) -> str:
     try:
         check(
             "npu_mla_prolog_v3",
+            path="graph",
             token_x=like(1, hidden),
             weight_dq=like(hidden, q_rank),
             weight_uq_qr=like(q_rank, heads * (dims.nope + dims.rope)),

@@ -1,0 +1,156 @@
+"""The fused operators that a model calls by hand: seen as they run, and run again with other arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from mla_fusion.compat import TorchDispatchMode, schema_of, tree_leaves
+from mla_fusion.meta.prolog import PROLOGS
+
+_OTHERS = (
+    "npu::npu_kv_rmsnorm_rope_cache",
+    "npu::npu_kv_rmsnorm_rope_cache_v2",
+    "npu::npu_kv_rmsnorm_rope_cache_v2_functional",
+    "atb::npu_mla_preprocess",
+    "atb::npu_mla_preprocess.out",
+)
+AUDITED = frozenset([*(f"npu::{name}" for name in PROLOGS), *_OTHERS])
+_CAST = ("npu::npu_format_cast", "npu::npu_format_cast_")
+_FRACTAL_NZ = 29
+_KEEPS_LAYOUT = ("aten::detach", "aten::alias", "aten::lift_fresh", *_CAST)
+_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, contextlib) if module.__file__)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: the operator, every argument by name (defaults filled in), and the caller's line.
+
+    reworked  arguments in FRACTAL_NZ that were changed after the cast, and by which operator
+    """
+
+    place: int
+    operator: str
+    arguments: dict[str, Any]
+    line: str
+    reworked: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def short(self) -> str:
+        return self.operator.partition("::")[2]
+
+
+Change = Callable[[Call], dict[str, Any]]  # arguments to be replaced, by name
+After = Callable[[Call, Any], None]  # done with the results of a call
+
+
+class Watch(TorchDispatchMode):
+    """Records the audited calls; makes each with the arguments that ``changes`` give instead."""
+
+    def __init__(
+        self, changes: Sequence[Change] = (), afterwards: Sequence[After] = (), line: Callable[[], str] = lambda: ""
+    ) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self._changes, self._afterwards, self._line = changes, afterwards, line
+        self._cast: dict[int, tuple[Tensor, str]] = {}  # kept alive, so that no other tensor has its id
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = schema_of(func).name + (f".{schema_of(func).overload_name}" if schema_of(func).overload_name else "")
+        if name not in AUDITED:
+            result = func(*args, **kwargs)
+            self._follow(schema_of(func).name, args, kwargs, result)
+            return result
+        arguments = _bound(func, args, kwargs)
+        reworked = {
+            key: self._cast[id(value)][1]
+            for key, value in arguments.items()
+            if isinstance(value, Tensor) and self._cast.get(id(value), (None, ""))[1]
+        }
+        call = Call(len(self.calls), name, arguments, self._line(), reworked)
+        self.calls.append(call)
+        for change in self._changes:
+            arguments = {**arguments, **change(replace(call, arguments=arguments))}
+        result = func(**arguments)
+        for done in self._afterwards:
+            done(replace(call, arguments=arguments), result)
+        return result
+
+    def _follow(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Remember tensors in FRACTAL_NZ, and what is made of them."""
+        if name in _CAST:
+            layout = args[1] if len(args) > 1 else kwargs.get("acl_format")
+            if layout == _FRACTAL_NZ and isinstance(result, Tensor):
+                self._cast[id(result)] = result, ""
+            return
+        flat = tree_leaves((args, kwargs))
+        sources = [self._cast[id(item)][1] for item in flat if isinstance(item, Tensor) and id(item) in self._cast]
+        if sources and isinstance(result, Tensor):
+            self._cast[id(result)] = result, next(filter(None, sources), "") or ("" if name in _KEEPS_LAYOUT else name)
+
+
+def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Every argument by name; of those left out, or given their default, the schema's default."""
+    schema = schema_of(func).arguments
+    given = {**dict(zip([argument.name for argument in schema], args, strict=False)), **kwargs}
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
+
+
+def run(target: Callable[..., Any], args: Sequence[Any], watch: Watch) -> Any:
+    """Call ``target`` under the watch; the lines of a graph's nodes are those of their ``stack_trace``."""
+    with torch.no_grad(), watch:
+        if isinstance(target, GraphModule):
+            return _Traced(target, watch).run(*args)
+        return target(*args)
+
+
+class _Traced(Interpreter):
+    """Runs a graph so that a call knows the line of its node."""
+
+    def __init__(self, gm: GraphModule, watch: Watch) -> None:
+        super().__init__(gm)
+        self._watch = watch
+
+    def run_node(self, n: Node) -> Any:
+        self._watch._line = lambda: _last_line(n.stack_trace or "")
+        return super().run_node(n)
+
+
+def _last_line(trace: str) -> str:
+    lines = [line.strip() for line in trace.splitlines() if line.strip()]
+    files = [place for place, line in enumerate(lines) if line.startswith("File ")]
+    return " ".join(lines[files[-1] : files[-1] + 2]) if files else ""
+
+
+def callers_line() -> str:
+    """The innermost line on the stack that is neither torch's nor this package's."""
+    frame = sys._getframe(1)
+    here = str(Path(__file__).parent)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*_LIBRARIES, here)) and "torch_npu" not in file and not file.startswith("<"):
+            return f'File "{file}", line {frame.f_lineno}, in {frame.f_code.co_name}'
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+@contextlib.contextmanager
+def buffers_kept(*models: object) -> Iterator[None]:
+    """Buffers of the models, caches among them, are as before afterwards."""
+    modules = [model for model in models if isinstance(model, torch.nn.Module)]
+    held = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in held:
+                buffer.copy_(before)
