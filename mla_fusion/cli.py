@@ -21,6 +21,7 @@ examples:
   mla-fusion lower model.py:example --out out   the graph that torchair would hand to an NPU
   mla-fusion inspect graph.pbtxt                prologues, copies of caches and weights, dynamic inputs of a dump
   mla-fusion diff before.pbtxt after.pbtxt      operators added and removed, whatever their names
+  mla-fusion audit hand.py:mine --reference model.py:example    does this hand-written call equal the model?
   mla-fusion optimize folder                    what of a Hugging Face checkpoint decodes absorbed, and what fuses
   mla-fusion selftest --out selftest.json       on an NPU: every scenario of the operator against the reference
 
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_lower(commands)
     _add_inspect(commands)
     _add_diff(commands)
+    _add_audit(commands)
     _add_selftest(commands)
     _add_bench(commands)
     _add_optimize(commands)
@@ -290,6 +292,16 @@ def _read_dump(path: Path) -> Any:
         return read(path)
     except (DumpError, OSError) as error:
         raise UserError(str(error)) from error
+
+
+# -- audit
+
+
+def _add_audit(commands: Any) -> None:
+    from mla_fusion import audit_cli
+
+    summary = "Check hand-written calls of the operators; with --reference, against the model that they stand for."
+    audit_cli.add_arguments(_command(commands, "audit", audit_cli.run, summary))
 
 
 # -- selftest
