@@ -77,7 +77,7 @@ def test_verification_catches_a_wrong_replacement(monkeypatch: pytest.MonkeyPatc
     from mla_fusion.emit import rows
 
     right = rows.table
-    monkeypatch.setattr(rows, "table", lambda b, table, lead: b.call(torch.ops.aten.neg.default, right(b, table, lead)))
+    monkeypatch.setattr(rows, "table", lambda b, *given: b.call(torch.ops.aten.neg.default, right(b, *given)))
     rejection = refused(graph_of(prologues.PagedRotateHalf(), *base.paged_args()))
     assert rejection.code == "verify.mismatch"
     assert str(verify.TOLERANCE) in rejection.message
