@@ -28,7 +28,7 @@ test: lint types
 
 # The order in which a product's terms are added depends on the processor. These settings choose the code that a
 # processor without AVX2, and one without AVX-512, would run.
-PORTABLE := $(BIN)/pytest -q -n 2 --dist worksteal -m portable tests/cli tests/fusion
+PORTABLE := $(BIN)/pytest -q -n 2 --dist worksteal -m portable tests/cli tests/fusion tests/weights
 
 test-portable: $(READY)
 	ATEN_CPU_CAPABILITY=default $(PORTABLE)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.fusion import spellings as s
-from tests.fusion.spellings import DR, HCKV, D
+from tests.catalogue import base, prologues
+from tests.catalogue.base import DR, HCKV, D
 
 Arguments = dict[str, Any]
 Fault = Callable[[Arguments], Arguments]
@@ -21,7 +21,7 @@ HEADS = 4
 class Hand(nn.Module):
     """The prologue of ``model`` as one call; attention is the model's."""
 
-    def __init__(self, model: s.Prologue, *faults: Fault, op: str = "npu_mla_prolog_v3") -> None:
+    def __init__(self, model: base.Prologue, *faults: Fault, op: str = "npu_mla_prolog_v3") -> None:
         super().__init__()
         self.model, self.faults, self.op = model, faults, op
 
@@ -47,13 +47,13 @@ class Hand(nn.Module):
         for fault in self.faults:
             arguments = fault(arguments)
         query, query_rope, *_ = getattr(npu, self.op)(**arguments)
-        return s.attend(query, query_rope, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+        return base.attend(query, query_rope, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
 
 
-def model() -> s.Prologue:
+def model() -> base.Prologue:
     """With norms whose weights are not one another's, and a second pair of the same widths beside them."""
-    found = s.PagedRotateHalf(HEADS)
-    found.other_norms = nn.ModuleList([s.HfNorm(s.HCQ), s.HfNorm(HCKV)])
+    found = prologues.PagedRotateHalf(HEADS)
+    found.other_norms = nn.ModuleList([base.HfNorm(base.HCQ), base.HfNorm(HCKV)])
     return found
 
 
@@ -153,8 +153,8 @@ FAULTS: dict[str, tuple[str, str, Fault]] = {
     "kc_scaled": ("scale.value", "kc_scale", given(kc_scale=2.0)),
     "slot_late": ("slots.off", "cache_index", on("cache_index", lambda v: v + 1)),
     "slot_early": ("slots.off", "cache_index", on("cache_index", lambda v: v - 1)),
-    "block_late": ("slots.off", "cache_index", on("cache_index", lambda v: v + s.BLOCK_SIZE)),
-    "block_early": ("slots.off", "cache_index", on("cache_index", lambda v: v - s.BLOCK_SIZE)),
+    "block_late": ("slots.off", "cache_index", on("cache_index", lambda v: v + base.BLOCK_SIZE)),
+    "block_early": ("slots.off", "cache_index", on("cache_index", lambda v: v - base.BLOCK_SIZE)),
     "slots_rolled": ("slots.rolled", "cache_index", on("cache_index", lambda v: v.roll(1, 0))),
     "slots_rolled_back": ("slots.rolled", "cache_index", on("cache_index", lambda v: v.roll(-1, 0))),
     "nz": ("cache_mode", "cache_mode", given(cache_mode="PA_NZ")),
@@ -163,8 +163,8 @@ FAULTS: dict[str, tuple[str, str, Fault]] = {
 
 def args() -> tuple[Tensor, ...]:
     """Slots with room on both sides of them."""
-    x, cos, sin, kv_cache, kr_cache, _ = s.paged_args()
-    middle = torch.randperm(2 * s.BLOCK_SIZE)[: x.shape[0]] + s.BLOCK_SIZE
+    x, cos, sin, kv_cache, kr_cache, _ = base.paged_args()
+    middle = torch.randperm(2 * base.BLOCK_SIZE)[: x.shape[0]] + base.BLOCK_SIZE
     return x, cos, sin, kv_cache, kr_cache, middle
 
 

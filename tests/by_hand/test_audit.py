@@ -14,8 +14,7 @@ import mla_fusion as mf
 from mla_fusion.by_hand import audit_dump
 from mla_fusion.cli import main
 from tests.by_hand.faults import FAULTS, Fault, Hand, args, combinations, given, model, on
-from tests.fusion import quantised as q
-from tests.fusion import spellings as s
+from tests.catalogue import base, int8
 
 npu = torch.ops.npu
 
@@ -64,7 +63,7 @@ def test_caches_that_are_not_written() -> None:
 
 def test_what_no_repair_explains() -> None:
     torch.manual_seed(0)
-    noise = torch.randn(s.HE, s.HCQ).bfloat16()
+    noise = torch.randn(base.HE, base.HCQ).bfloat16()
     module, inputs = model(), args()
     found = mf.audit(Hand(module, on("weight_dq", lambda weight: weight + noise)), module, *inputs, tries=150)
     assert found.equal is False and not named(found)
@@ -104,7 +103,7 @@ def test_one_layer_of_two() -> None:
 class HandInt8(nn.Module):
     """W8A8 by hand; the scale of c_q's weight is what a fault changes."""
 
-    def __init__(self, model: q.Full, fault: Fault) -> None:
+    def __init__(self, model: int8.Full, fault: Fault) -> None:
         super().__init__()
         self.model, self.fault = model, fault
 
@@ -134,7 +133,7 @@ class HandInt8(nn.Module):
             "weight_quant_mode": 2,
         }
         query, query_rope, *_ = npu.npu_mla_prolog_v3(**self.fault(arguments))
-        return s.attend(query, query_rope, kv_cache.view(-1, s.HCKV), kr_cache.view(-1, s.DR)), torch.zeros(1)
+        return base.attend(query, query_rope, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR)), torch.zeros(1)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ class HandInt8(nn.Module):
 )
 def test_int8(fault: Fault, code: str | None) -> None:
     torch.manual_seed(0)
-    module = q.Full()
+    module = int8.Full()
     found = mf.audit(HandInt8(module, fault), module, *args())
     assert {item for item, _ in named(found)} == ({code} if code else set()), str(found)
     assert found.equal is (code is None)
@@ -181,13 +180,13 @@ def test_what_a_call_shows_by_itself() -> None:
 class PaddedTooLate(Hand):
     """Heads are added to a weight that is in FRACTAL_NZ already."""
 
-    def __init__(self, model: s.Prologue, late: bool) -> None:
+    def __init__(self, model: base.Prologue, late: bool) -> None:
         super().__init__(model, self.padded)
         self.late = late
 
     def padded(self, arguments: dict[str, Any]) -> dict[str, Any]:
         def more(weight: Tensor) -> Tensor:
-            return torch.nn.functional.pad(weight, (0, 4 * (s.D + s.DR)))
+            return torch.nn.functional.pad(weight, (0, 4 * (base.D + base.DR)))
 
         weight = arguments["weight_uq_qr"]
         weight = more(npu.npu_format_cast(weight, 29)) if self.late else npu.npu_format_cast(more(weight), 29)

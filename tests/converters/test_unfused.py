@@ -12,6 +12,7 @@ from torch import Tensor
 import mla_fusion as mf
 from mla_fusion import converters
 from mla_fusion.compile.lowering import LoweringError
+from tests.catalogue import base, prologues
 
 UNTOUCHED = mf.Config(enable=False)
 
@@ -36,10 +37,10 @@ def inputs(graph: Any, kind: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", ["PagedRotateHalf", "EvenOdd", "BlockOffset", "Neox"])
-def test_unfused_prologues_compile(spellings: Any, name: str, dynamic: bool) -> None:
-    args = spellings.paged_args()
+def test_unfused_prologues_compile(name: str, dynamic: bool) -> None:
+    args = base.paged_args()
     with torch._dynamo.config.patch(specialize_float=True):
-        result = lowered(getattr(spellings, name)(), *args, dynamic=dynamic)
+        result = lowered(getattr(prologues, name)(), *args, dynamic=dynamic)
     assert result.ge_ops["ScatterNdUpdate"] == 2 and result.ge_ops["MlaPrologV3"] == 0
 
 

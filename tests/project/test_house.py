@@ -77,6 +77,14 @@ def test_every_folder_is_a_room_of_the_page() -> None:
 
 
 def test_a_file_can_be_read_in_one_sitting() -> None:
-    lengths = {path: len(path.read_text().splitlines()) for path in modules().values()}
+    files = [*modules().values(), *(ROOT / "tests").rglob("*.py")]
+    lengths = {path: len(path.read_text().splitlines()) for path in files}
     long = [str(path) for path, lines in lengths.items() if lines > MOST_LINES and not str(path).endswith(TABLES)]
     assert not long
+
+
+def test_the_tests_of_a_room_stand_in_a_folder_of_its_name() -> None:
+    """Beside these folders: whole fusions, what all tests share, attacks, and the project itself."""
+    others = {"fusion", "catalogue", "soundness", "project"}
+    folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("**/test_*.py"))}
+    assert folders - others <= set(rooms())
