@@ -15,7 +15,7 @@ MOST_LINES = 400
 TABLES = ("fx/operators.py", "dumps/ge_operators.py")  # longer, since they are tables
 
 
-COMMANDS = ("demo", "bench", "audit_cli")  # files of cli.py's
+COMMANDS = ("demo", "bench", "audit_cli", "selftest_cli")  # files of cli.py's
 
 
 def modules() -> dict[str, Path]:
