@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.fx import regions
+from mla_fusion.fx import subgraphs
 from tests.catalogue import base, prologues
 from tests.catalogue.base import Base
 from tests.harness import assert_as_exact, both_ways, clones, eager
@@ -120,7 +120,7 @@ def test_explaining_opens_nothing() -> None:
     kept = gm.graph
     assert len(mf.explain(gm).fused) == 2 and gm.graph is kept
     assert len(mf.fuse(gm).fused) == 2 and gm.graph is not kept
-    assert regions.laid_open(gm) is None
+    assert not subgraphs.found(gm)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad(), torch.autocast("cpu", enabled=False)], ids=["grad", "autocast"])
@@ -145,7 +145,7 @@ def test_calls_that_stay_closed(why: str) -> None:
     calls = [node for node in gm.graph.nodes if "_all_bases" in node.kwargs]
     body = gm.get_submodule(calls[0].kwargs["subgraph"].target).graph
     first, output = body.find_nodes(op="placeholder")[0], body.find_nodes(op="output")[0]
-    assert regions.laid_open(gm) is not None
+    assert subgraphs.found(gm)
     if why == "writes_early":
         with body.inserting_before(output):
             body.call_function(torch.ops.aten.neg.default, (first,))
@@ -154,4 +154,4 @@ def test_calls_that_stay_closed(why: str) -> None:
     else:
         result = gm.graph.find_nodes(op="output")[0]
         result.args = ((*result.args[0], *calls),)
-    assert regions.laid_open(gm) is None
+    assert not subgraphs.found(gm)

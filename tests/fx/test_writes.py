@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_fusion.fx import regions, writes
+from mla_fusion.fx import subgraphs, writes
 from mla_fusion.fx.walk import peel
 from tests.harness import flat
 
@@ -80,7 +80,7 @@ def test_the_same_values_in_memory_of_their_own(seed: int) -> None:
     args = torch.randn(4, 6), torch.randn(4, 6)
     gm = graph_of(Scribble(seed), args)
     wanted = flat(gm(*args))
-    gm.graph = regions.copied(gm)
+    gm.graph = subgraphs.copied(gm)
     writes.take_apart(gm)
     gm.graph.lint()
     gm.recompile()
@@ -109,7 +109,7 @@ def test_what_was_overwritten_is_gone() -> None:
     args = torch.randn(4, 6), torch.randn(4, 6)
     gm = graph_of(overwritten, args)
     assert scattered(gm)
-    gm.graph = regions.copied(gm)
+    gm.graph = subgraphs.copied(gm)
     writes.take_apart(gm)
     assert not scattered(gm)
     (joined,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.cat.default)
@@ -119,7 +119,7 @@ def test_what_was_overwritten_is_gone() -> None:
 def test_a_copy_that_is_given_out_stays_a_copy() -> None:
     args = torch.randn(4, 6), torch.randn(4, 6)
     gm = graph_of(given_out, args)
-    gm.graph = regions.copied(gm)
+    gm.graph = subgraphs.copied(gm)
     writes.take_apart(gm)
     gm.recompile()
     total, copied = gm(*args)

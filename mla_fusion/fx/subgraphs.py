@@ -1,7 +1,7 @@
-"""Regions inlined: layers that were traced once and are called, bodies under a switched-off grad or autocast mode.
+"""Subgraphs inlined: layers that were traced once and are called, bodies under a switched-off grad or autocast mode.
 
-A region is one node that calls a graph of its own, so nothing of a prologue inside it can be seen. It is called
-once and unconditionally, so its nodes can take the place of the call.
+A call of a subgraph is one node, so nothing of a prologue inside it can be seen. It is called once and
+unconditionally, so its nodes can take the place of the call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Region:
+class _Body:
     graph: Graph
     path: str
     call: _Call
@@ -44,20 +44,15 @@ class _Region:
 
 
 def found(gm: GraphModule) -> bool:
-    """Does ``gm.graph`` call regions that can be laid open?"""
-    return bool(_regions(gm, gm.graph, ""))
+    """Does ``gm.graph`` call subgraphs that can be inlined?
 
-
-def laid_open(gm: GraphModule) -> Graph | None:
-    """A copy of ``gm.graph`` with the nodes of every region in place of its call; None where there is no region.
-
-    Calls stay closed where the body was traced for other shapes, or writes into its operands before it ends.
+    Calls stay where the body was traced for other shapes, or writes into its operands before it ends.
     """
-    return copied(gm) if found(gm) else None
+    return bool(_calls(gm, gm.graph, ""))
 
 
 def copied(gm: GraphModule, into: Graph | None = None) -> Graph:
-    """A copy of ``gm.graph``, to be changed: the same nodes, with those of regions in place of their calls.
+    """A copy of ``gm.graph``, to be changed: the same nodes, with those of subgraphs in place of their calls.
 
     ``into``: an empty graph to be filled, instead of a new one.
     """
@@ -74,13 +69,13 @@ def _lay(
     gm: GraphModule, into: Graph, graph: Graph, values: dict[Node, Any], path: str, origin: Mapping[str, Any]
 ) -> None:
     """Copies ``graph``, which stands at ``path`` in the module, except for the nodes in ``values``; adds theirs."""
-    regions = _regions(gm, graph, path)
+    bodies = _calls(gm, graph, path)
     for node in graph.nodes:
         if node in values:
             continue
-        if node in regions:
-            values[node] = _results(gm, into, regions[node], values, origin)
-        elif is_getitem(node) and node.args[0] in regions:
+        if node in bodies:
+            values[node] = _results(gm, into, bodies[node], values, origin)
+        elif is_getitem(node) and node.args[0] in bodies:
             values[node] = values[node.args[0]][node.args[1]]
         else:
             values[node] = made = into.node_copy(node, values.__getitem__)
@@ -90,15 +85,15 @@ def _lay(
 
 
 def _results(
-    gm: GraphModule, into: Graph, region: _Region, outside: Mapping[Node, Any], origin: Mapping[str, Any]
+    gm: GraphModule, into: Graph, body: _Body, outside: Mapping[Node, Any], origin: Mapping[str, Any]
 ) -> list[Any]:
-    graph, call = region.graph, region.call
+    graph, call = body.graph, body.call
     (output,) = graph.find_nodes(op="output")
     copies = _last_copies(graph) if call.written else []
     inputs = graph.find_nodes(op="placeholder")
     given = (_value(outside, operand) for operand in call.operands)
     values: dict[Node, Any] = dict.fromkeys((output, *copies)) | dict(zip(inputs, given, strict=True))
-    _lay(gm, into, graph, values, f"{region.path}.", region.origin or origin)
+    _lay(gm, into, graph, values, f"{body.path}.", body.origin or origin)
     new = {values[node.args[0]]: _value(values, node.args[1]) for node in copies}  # type: ignore[index]
     written = (_value(outside, base) for base in call.written)
     return [*(_value(values, item) for item in output.args[0]), *(new.get(base, base) for base in written)]
@@ -108,9 +103,9 @@ def _value(values: Mapping[Node, Any], item: Any) -> Any:
     return values[item] if isinstance(item, Node) else item
 
 
-def _regions(gm: GraphModule, graph: Graph, path: str) -> dict[Node, _Region]:
-    """The calls in ``graph`` that can be laid open."""
-    found: dict[Node, _Region] = {}
+def _calls(gm: GraphModule, graph: Graph, path: str) -> dict[Node, _Body]:
+    """The calls in ``graph`` that can be inlined."""
+    found: dict[Node, _Body] = {}
     for node in graph.nodes:
         call = _READERS[name](node) if (name := _name(node.target)) in _READERS else None
         if call is None or not all(is_getitem(user) for user in node.users):
@@ -119,7 +114,7 @@ def _regions(gm: GraphModule, graph: Graph, path: str) -> dict[Node, _Region]:
         body = gm.get_submodule(body_path)
         if isinstance(body, GraphModule) and _fits(body.graph, call):
             origin = {key: node.meta[key] for key in _ORIGIN if call.shared and node.meta.get(key)}
-            found[node] = _Region(body.graph, body_path, call, origin)
+            found[node] = _Body(body.graph, body_path, call, origin)
     return found
 
 
