@@ -145,6 +145,7 @@ def _refuse_devices(torch: ModuleType) -> None:
     if hasattr(fake_tensor, "init_gpu_context"):  # it allocates on the first device a fake tensor names
         fake_tensor.__dict__["init_gpu_context"] = _no_context
     _replace("get_device_name", npu.get_device_name, lambda device_name=None: SOC_NAME)
+    override = import_module("mla_fusion.compat").override  # here: it imports torch
     libraries: dict[str, Any] = {}
     with warnings.catch_warnings():
         # Overriding a registered kernel is announced once per process; here it is meant.
@@ -153,7 +154,7 @@ def _refuse_devices(torch: ModuleType) -> None:
             namespace, _, operator = name.partition("::")
             if namespace not in libraries:
                 libraries[namespace] = torch.library.Library(namespace, "IMPL", "PrivateUse1")
-            libraries[namespace].impl(operator, _refusing(name), allow_override=True)
+            override(libraries[namespace], operator, _refusing(name))
     _state["registrations"] = libraries
 
 
