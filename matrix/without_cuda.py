@@ -6,9 +6,9 @@ the pinned-memory allocator under one name. Whoever uses torch_npu has the CPU b
 
 So torch's own CUDA libraries are taken away, and inert libraries (every function returns zero) stand for these and for
 all that they asked for, made as the offline runtime makes those of CANN; torch then says that it has no CUDA. What this
-leaves out: kernels of the CPU build's own (it is compiled by itself, with the same sources), and the local part of its
-version, which stays ``+cu..``. All operators on CPU, dynamo, AOT autograd and the dispatcher are those of the wheel. The
-product never does this: it is for the matrix alone.
+leaves out: the CPU build is compiled from the same sources by itself, and has no ``+cu..`` in its version. All operators
+on CPU, dynamo, AOT autograd and the dispatcher are those of the wheel. The product never does this: it is for the
+matrix alone.
 """
 
 from __future__ import annotations

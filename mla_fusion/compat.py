@@ -16,8 +16,10 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
 from operator import attrgetter
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -282,7 +284,22 @@ def inductor_pass() -> type:
     return base
 
 
-# -- torchair's converters
+# -- torchair
+
+_COMPILES_THROUGH = ("_compile_graph_with_aot", "_get_merged_decompositions", "_process_send_recv")
+
+
+def torchair_lacks() -> tuple[str, ...]:
+    """The functions by which graphs are compiled that the installed torchair does not define; it is not imported.
+
+    In releases where they are absent, importing torchair may fail already.
+    """
+    package = find_spec("torch_npu")
+    folders = (package.submodule_search_locations or ()) if package is not None else ()
+    files = [Path(folder, "dynamo", "torchair", "npu_fx_compiler.py") for folder in folders]
+    source = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    return tuple(name for name in _COMPILES_THROUGH if f"\ndef {name}(" not in source)
+
 
 
 def ge_operators() -> ModuleType:

@@ -60,6 +60,7 @@ def activate() -> None:
             "torch_npu was imported without CANN before mla_fusion.offline.activate() was called"
         )
     wheel = find_wheel()
+    import_module("mla_fusion.releases").require()  # here: it imports torch
     check_versions(wheel, torch.__version__)
     _check_requirements()
     # Nothing will ever be queued for a device, and the thread that clears the queue polls: a tenth of a core, for good.
