@@ -5,10 +5,10 @@ CUDA's libraries (3 GB of wheels), and that of torch 2.10 ends the process besid
 the pinned-memory allocator under one name. Whoever uses torch_npu has the CPU build.
 
 So torch's own CUDA libraries are taken away, and inert libraries (every function returns zero) stand for these and for
-all that they asked for, made as the offline runtime makes those of CANN; torch then says that it has no CUDA. What this
-leaves out: the CPU build is compiled from the same sources by itself, and has no ``+cu..`` in its version. All operators
-on CPU, dynamo, AOT autograd and the dispatcher are those of the wheel. The product never does this: it is for the
-matrix alone.
+all that they asked for, made as the offline runtime makes those of CANN; torch then says that it has no CUDA. What
+this leaves out: the CPU build is compiled from the same sources by itself, and has no ``+cu..`` in its version. All
+operators on CPU, dynamo, AOT autograd and the dispatcher are those of the wheel. The product never does this: it is
+for the matrix alone.
 """
 
 from __future__ import annotations
