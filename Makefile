@@ -62,11 +62,12 @@ docs: $(READY)
 site: docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The CPU build of torch first: resolved together with the rest, a CUDA build of several GB may be taken. An
+# The pair first: no extra names one, and resolved together with the rest a CUDA build of several GB may be taken. An
 # interrupted installation leaves no stamp, so the next call goes on with it.
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet torch_npu==2.13.0
 	$(BIN)/pip install --quiet -e '.[offline,hf,report,test]'
 	touch $@
 

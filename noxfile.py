@@ -36,8 +36,13 @@ nox.options.sessions = ["matrix"]
 
 
 def _param(release: Release) -> object:
-    tags = dict.fromkeys((release.torch_npu, release.torch))
+    tags = dict.fromkeys((release.torch_npu, _public(release.torch)))
     return nox.param(release, id=release.torch_npu, tags=list(tags))
+
+
+def _public(version: str) -> str:
+    """Without the local part: not every index serves CPU builds, and any build becomes one."""
+    return version.partition("+")[0]
 
 
 @nox.session
@@ -63,7 +68,7 @@ def _install(session: nox.Session, release: Release) -> None:
         return
     # Files of torch are changed afterwards: not those of uv's cache.
     environment = {"UV_LINK_MODE": "copy", "UV_NO_CACHE": "1", "UV_HTTP_TIMEOUT": "600"}
-    pair = (f"torch=={release.torch}", f"torch_npu=={release.torch_npu}")
+    pair = (f"torch=={_public(release.torch)}", f"torch_npu=={release.torch_npu}")
     session.install("--no-deps", *pair, env=environment)
     session.install(*TORCH_NEEDS, *NEEDS)
     session.install("--no-deps", "-e", ".")

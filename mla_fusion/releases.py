@@ -28,7 +28,7 @@ TORCHAIRS = {
 
 @dataclass(frozen=True)
 class Release:
-    """One release of torch_npu. ``tested``: it is a pair of the matrix."""
+    """One release of torch_npu. ``torch``: as its metadata asks for it. ``tested``: it is a pair of the matrix."""
 
     torch_npu: str
     torch: str
@@ -42,18 +42,18 @@ class Release:
 
 
 RELEASES = (
-    Release("2.6.0", "2.6.0", "absent", "absent", tested=True),
-    Release("2.6.0.post5", "2.6.0", "no dtypes", "old"),
-    Release("2.7.1", "2.7.1", "absent", "absent", tested=True),
-    Release("2.7.1.post11", "2.7.1", "whole", "whole", tested=True),
-    Release("2.8.0", "2.8.0", "absent", "absent", tested=True),
-    Release("2.8.0.post5", "2.8.0", "no dtypes", "whole", tested=True),
-    Release("2.9.0", "2.9.0", "no dtypes", "old", tested=True),
-    Release("2.9.0.post9", "2.9.0", "whole", "whole", tested=True),
-    Release("2.9.1", "2.9.1", "no dtypes", "whole"),
-    Release("2.10.0", "2.10.0", "no dtypes", "whole"),
-    Release("2.10.0.post7", "2.10.0", "whole", "whole", tested=True),
-    Release("2.11.0.post3", "2.11.0", "whole", "whole", tested=True),
+    Release("2.6.0", "2.6.0+cpu", "absent", "absent", tested=True),
+    Release("2.6.0.post5", "2.6.0+cpu", "no dtypes", "old"),
+    Release("2.7.1", "2.7.1+cpu", "absent", "absent", tested=True),
+    Release("2.7.1.post11", "2.7.1+cpu", "whole", "whole", tested=True),
+    Release("2.8.0", "2.8.0+cpu", "absent", "absent", tested=True),
+    Release("2.8.0.post5", "2.8.0+cpu", "no dtypes", "whole", tested=True),
+    Release("2.9.0", "2.9.0+cpu", "no dtypes", "old", tested=True),
+    Release("2.9.0.post9", "2.9.0+cpu", "whole", "whole", tested=True),
+    Release("2.9.1", "2.9.1+cpu", "no dtypes", "whole"),
+    Release("2.10.0", "2.10.0+cpu", "no dtypes", "whole"),
+    Release("2.10.0.post7", "2.10.0+cpu", "whole", "whole", tested=True),
+    Release("2.11.0.post3", "2.11.0+cpu", "whole", "whole", tested=True),
     Release("2.12.0.post3", "2.12.0", "whole", "whole", tested=True),
     Release("2.13.0", "2.13.0", "whole", "whole", tested=True),
     Release("2.14.0", "2.14.0", "whole", "whole", tested=True),

@@ -131,7 +131,7 @@ def test_a_release_that_lacks_functions_is_refused_before_it_is_imported(tmp_pat
     assert status == 1
     (problem,) = found["problems"]
     assert "lacks _compile_graph_with_aot" in problem["failed"]
-    assert "pip install torch==2.9.0 torch_npu==2.9.0.post9" in problem["failed"]
+    assert "pip install torch==2.9.0+cpu torch_npu==2.9.0.post9" in problem["failed"]
 
 
 def test_a_check_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def find_wheel() -> Wheel:
     if spec is None or not spec.submodule_search_locations:
         raise OfflineError(
             "torch_npu is not installed. The offline runtime uses the published wheel: "
-            "pip install 'mla-fusion[offline]', or torch_npu of the same version as torch."
+            f"{releases.command(releases.for_torch(metadata.version('torch')))}"
         )
     root = Path(next(iter(spec.submodule_search_locations)))
     try:
