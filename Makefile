@@ -58,6 +58,7 @@ bench: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/generate_operator.py
+	$(BIN)/python docs/generate_releases.py
 
 site: docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
