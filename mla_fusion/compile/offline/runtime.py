@@ -171,16 +171,17 @@ def _replace(name: str, original: Any, replacement: Any) -> None:
 
 
 def _tensor_makers(torch: ModuleType) -> list[str]:
-    """The operators with a kernel for device npu that take a device: they make a tensor where none was."""
-    takes_device = {
+    """The operators with a kernel for device npu that take a device and give a tensor: they make it where none was."""
+    makers = {
         f"{schema.name}.{schema.overload_name}".rstrip(".")
         for schema in torch._C._jit_get_all_schemas()
         if any(argument.name == "device" for argument in schema.arguments)
+        and any("Tensor" in str(result.type) for result in schema.returns)
     }
     return [
         name
         for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
-        if name in takes_device
+        if name in makers
     ]
 
 
