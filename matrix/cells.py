@@ -1,8 +1,9 @@
-"""The columns of the matrix: what each is called, and the tests behind it."""
+"""The columns of the matrix: what each is called, and the tests behind it: those whose outcome a release can change."""
 
 from __future__ import annotations
 
 _WAYS = "tests/matrix/test_ways.py::"
+_ACTIVATE = "tests/offline/test_activate.py::"
 
 IMPORT = {"import": ("tests/project/test_import.py",)}
 CPU = {
@@ -13,8 +14,24 @@ CPU = {
 # Of a release that works; the tests of one cell stand together.
 WORKS = {
     **IMPORT,
-    "doctor": ("tests/compile/test_doctor.py", "tests/compile/test_releases.py"),
-    "activate": ("tests/offline",),
+    "doctor": (
+        "tests/compile/test_doctor.py::test_survey_is_plain_data_about_this_machine",
+        "tests/compile/test_doctor.py::test_survey_says_who_converts_what",
+        "tests/compile/test_doctor.py::test_survey_says_which_hooks_are_in_place",
+        "tests/compile/test_doctor.py::test_traps_are_told_with_what_to_do",
+        "tests/compile/test_releases.py::test_what_the_installed_release_is_said_to_bring_is_there",
+        "tests/cli/test_cli.py::test_doctor",
+    ),
+    "activate": (
+        f"{_ACTIVATE}test_real_packages_import",
+        f"{_ACTIVATE}test_fake_tensors_go_through_the_real_dispatcher",
+        f"{_ACTIVATE}test_modules_with_gradients_pass_stream_guards",
+        f"{_ACTIVATE}test_no_thread_polls_a_queue",
+        f"{_ACTIVATE}test_device_work_is_refused_by_name",
+        f"{_ACTIVATE}test_compiled_graph_is_refused_where_it_would_run",
+        f"{_ACTIVATE}test_second_call_does_nothing",
+        f"{_ACTIVATE}test_interrupt_handler_stays_pythons",
+    ),
     "fused": (f"{_WAYS}test_fused",),
     "hook": (f"{_WAYS}test_hook",),
     "dynamic": (f"{_WAYS}test_dynamic",),

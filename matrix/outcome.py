@@ -31,8 +31,7 @@ def read(path: Path) -> dict[str, Any]:
     assert suite is not None
     found: dict[str, Counter[str]] = {}
     for case in suite.iter("testcase"):
-        cell = _cell(_node(case), release.works)
-        found.setdefault(cell, Counter())[_ending(case)] += 1
+        found.setdefault(_cell(_node(case), release.works), Counter())[_ending(case)] += 1
     return {
         "torch_npu": torch_npu,
         "torch": release.torch,
