@@ -61,6 +61,12 @@ REMARKS = """\
   same on all releases: the matrix compares it with a reader that is no product.
 * **torch_npu 2.8.0.post5 and others without the dtype arguments**: `npu_mla_prolog_v3` has no `token_x_dtype` and four
   like it; the pass passes none.
+
+## Machines
+
+All of this was run on x86-64. Nothing in the package is for x86-64 alone, by reading; nobody has run it on aarch64. No
+extra of the package names torch or torch_npu, so `pip install '.[torchair]'` leaves those of an NPU machine alone
+(`tests/project/test_install.py` asks pip's resolver).
 """
 
 
