@@ -6,10 +6,8 @@ _WAYS = "tests/matrix/test_ways.py::"
 _ACTIVATE = "tests/offline/test_activate.py::"
 
 IMPORT = {"import": ("tests/project/test_import.py",)}
-CPU = {
-    "backend on CPU": ("tests/matrix/test_backend.py",),
-    "reference": ("tests/reference/test_ops.py", "tests/reference/test_prolog_unquantised.py"),
-}
+BACKEND = {"backend on CPU": ("tests/matrix/test_backend.py",)}
+_KERNELS = "tests/reference/test_prolog_unquantised.py"
 
 # Of a release that works; the tests of one cell stand together.
 WORKS = {
@@ -39,12 +37,18 @@ WORKS = {
     "hand call": (f"{_WAYS}test_call_by_hand[in_place]",),
     "functional call": (f"{_WAYS}test_call_by_hand[functional]",),
     "parity": (f"{_WAYS}test_parity_with_the_call_by_hand", f"{_WAYS}test_parity_in_npugraph_ex"),
-    **CPU,
+    **BACKEND,
+    "reference": ("tests/reference/test_ops.py", _KERNELS),
     "converters": ("tests/converters",),
 }
 
 # Of one that is refused: that it is, and what does not need torchair.
-REFUSED = {**IMPORT, "refused by name": ("tests/matrix/test_refused.py",), **CPU}
+REFUSED = {
+    **IMPORT,
+    "refused by name": ("tests/matrix/test_refused.py",),
+    **BACKEND,
+    "reference": (_KERNELS,),
+}
 
 # What CI has time for beside the whole suite on 2.13.
 QUICK = ("import", "fused", "npugraph_ex", "hand call", "backend on CPU")
