@@ -49,7 +49,7 @@ types: $(READY)
 matrix: $(READY)
 	$(BIN)/pip install --quiet -e '.[matrix]'
 	rm -rf build/matrix
-	$(BIN)/nox -s matrix $(if $(PAIR),-t $(PAIR)) $(if $(WITH),--force-python $(WITH)) -- $(if $(QUICK),--quick); \
+	MATRIX_PYTHON=$(WITH) $(BIN)/nox -s matrix $(if $(PAIR),-t $(PAIR)) -- $(if $(QUICK),--quick); \
 	  ran=$$?; $(BIN)/python -m matrix.outcome && exit $$ran
 
 bench: $(READY)
