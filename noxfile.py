@@ -46,7 +46,7 @@ def _public(version: str) -> str:
     return version.partition("+")[0]
 
 
-@nox.session(python=PYTHON)
+@nox.session(python=[PYTHON])  # a list, so that it is part of the name of the environment
 @nox.parametrize("release", [_param(release) for release in RELEASES if release.tested])
 def matrix(session: nox.Session, release: Release) -> None:
     """Tests of one pair."""
