@@ -50,6 +50,7 @@ Where the package index has torch as a CUDA build only, torch's CUDA libraries a
 REMARKS = """\
 ## What differs between releases
 
+* **torch 2.6** has not all of the operator's dtypes: importing `mla_fusion` refuses it, with the pair to install.
 * **torch 2.7**: `Library.impl` has no `allow_override`, and `Graph.call_function` takes no `name`. Both are done
   otherwise.
 * **up to torch 2.10**: AOT autograd takes no fake tensors of another mode than dynamo's. `mf.lower` rebuilds its

@@ -42,7 +42,7 @@ class Release:
 
 
 RELEASES = (
-    Release("2.6.0", "2.6.0+cpu", "absent", "absent", tested=True),
+    Release("2.6.0", "2.6.0+cpu", "absent", "absent"),
     Release("2.6.0.post5", "2.6.0+cpu", "no dtypes", "old"),
     Release("2.7.1", "2.7.1+cpu", "absent", "absent", tested=True),
     Release("2.7.1.post11", "2.7.1+cpu", "whole", "whole", tested=True),
