@@ -41,7 +41,7 @@ MATRIX = """\
 
 `make matrix` installs each pair into an environment of its own and runs a named subset of the tests there
 (`matrix/cells.py`); `make matrix PAIR=2.10.0` does it for one, `WITH=3.12` with another interpreter, `QUICK=1` with
-fewer tests. "ok" is that all tests of a cell passed.
+fewer tests. "ok" is that all tests of a cell passed, "-" that none was run.
 
 Where the package index has torch as a CUDA build only, torch's CUDA libraries are replaced by inert ones
 (`matrix/without_cuda.py` says why, and what that leaves out). Nobody has run this on an NPU.
@@ -71,18 +71,20 @@ extra of the package names torch or torch_npu, so `pip install '.[torchair]'` le
 """
 
 
-def support() -> Iterator[str]:
+def support(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """The releases as a table."""
     yield "| torch_npu | torch | works | operator | torchair |"
     yield "| --- | --- | --- | --- | --- |"
+    ran = {row["torch_npu"] for row in rows}
     for row in RELEASES:
-        yield f"| {row.torch_npu} | {row.torch} | {_works(row)} | {SCHEMAS[row.schema]} | {TORCHAIRS[row.torchair]} |"
+        works = _works(row, row.torch_npu in ran)
+        yield f"| {row.torch_npu} | {row.torch} | {works} | {SCHEMAS[row.schema]} | {TORCHAIRS[row.torchair]} |"
 
 
-def _works(row: Release) -> str:
+def _works(row: Release, ran: bool) -> str:
     if not row.works:
         return f"refused: install {for_torch(row.torch).torch_npu}"
-    return "yes" if row.tested else "not tested"
+    return "yes" if ran else "by its files; not run"
 
 
 def short(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -106,7 +108,7 @@ def ran(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
-    return "\n".join([INTRODUCTION, *support(), "", MATRIX, *ran(rows), "", REMARKS])
+    return "\n".join([INTRODUCTION, *support(rows), "", MATRIX, *ran(rows), "", REMARKS])
 
 
 def readme(text: str, rows: Iterable[dict[str, Any]]) -> str:

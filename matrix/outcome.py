@@ -31,7 +31,9 @@ def read(path: Path) -> dict[str, Any]:
     assert suite is not None
     found: dict[str, Counter[str]] = {}
     for case in suite.iter("testcase"):
-        found.setdefault(_cell(_node(case), release.works), Counter())[_ending(case)] += 1
+        cell = _cell(_node(case), release.works)
+        if cell is not None:
+            found.setdefault(cell, Counter())[_ending(case)] += 1
     return {
         "torch_npu": torch_npu,
         "torch": release.torch,
@@ -50,11 +52,11 @@ def _node(case: ElementTree.Element) -> str:
     return f"{file}::{case.get('name')}"
 
 
-def _cell(node: str, works: bool) -> str:
+def _cell(node: str, works: bool) -> str | None:
     for name, tests in cells(works).items():
         if any(node.startswith(test) for test in tests):
             return name
-    return "other"
+    return None
 
 
 def _ending(case: ElementTree.Element) -> str:
