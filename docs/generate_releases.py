@@ -33,7 +33,7 @@ What decides is the post release: torch_npu 2.9.0 and 2.9.0.post9 are for the sa
 torchair that graphs are compiled through. A release without it is refused by `mf.lower`, `mf.offline.activate`,
 `mla-fusion doctor` and, on an NPU, `mf.backend`, with the release to install and before anything of it is imported
 (`mla_fusion.releases.UnsupportedRelease`). The backend on CPU tensors, `mf.fuse`, `mf.explain`, `mf.reference` and
-`mf.meta` need no torch_npu, and work beside any.
+`mf.meta` need no torch_npu, and work beside any, on torch 2.7 or newer.
 """
 
 MATRIX = """\
