@@ -133,10 +133,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from mla_fusion.report import text_tables
 
     found = doctor.survey()
+    problems = found["problems"]
     if arguments.json:
         print(json.dumps(found, indent=2, default=str))
-        return 0
+        return 1 if problems else 0
     for title, part in found.items():
+        if title == "problems":
+            continue
         if not isinstance(part, dict):
             print(f"{title}: {_word(part)}\n")
             continue
@@ -147,7 +150,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
             for name, value in part.items()
         ]
         print(f"{title}\n{text_tables.render(header, rows)}\n")
-    return 0
+    for problem in problems:
+        print(f"problem with {problem['check']}: {problem['failed']}\n  to do: {problem['to do']}\n")
+    return 1 if problems else 0
 
 
 def _word(value: Any) -> str:

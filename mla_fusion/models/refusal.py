@@ -13,7 +13,10 @@ CODES = {
     "kv_up.absent": "No projection from the latent to keys and values of all heads was found.",
     "kv_up.differs": "On a random probe the module expands latents to other keys or values than that projection gives.",
     "rope.absent": "The key has no part that is rotated, so there is nothing beside the latent to cache.",
-    "cache.expanded": "The module caches keys and values of all heads: its transformers release is older than 5.12.",
+    "cache.expanded": (
+        "The module caches keys and values of all heads, as those of transformers before 5.15 do: "
+        "pip install 'transformers>=5.15'."
+    ),
     "cache.kind": "A layer of this cache is none that pages of latents can replace.",
     "cache.full": "A cache of fixed size has no room for the tokens.",
     "cache.state": "A saved state does not belong to this cache.",

@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_fusion as mf
+from mla_fusion.compat import in_tracing_mode
 
 SHORT = "import mla_fusion as mf; mf.offline.activate(); import torch_npu, torchair; print('ready')"
 
@@ -83,7 +84,12 @@ def test_device_work_is_refused_by_name(call, named: str) -> None:
 def test_compiled_graph_is_refused_where_it_would_run() -> None:
     import torchair
 
-    compiled = torch.compile(lambda x: x + 1, backend=torchair.get_npu_backend(), fullgraph=True)
+    compile_graph = torchair.get_npu_backend()
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        return compile_graph(gm, in_tracing_mode(inputs))  # torch before 2.11 takes no others
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend, fullgraph=True)
     with FakeTensorMode():
         x = torch.empty(4, device="npu")
     with pytest.raises(mf.offline.NpuNotAvailable, match="running the compiled graph graph_"):
