@@ -52,7 +52,7 @@ matrix: $(READY)
 	$(BIN)/pip install --quiet -e '.[matrix]'
 	rm -rf build/matrix
 	MATRIX_PYTHON=$(WITH) $(BIN)/nox -s matrix $(if $(PAIR),-t $(PAIR)) -- $(if $(QUICK),--quick); \
-	  ran=$$?; $(BIN)/python -m matrix.outcome && exit $$ran
+	  ran=$$?; $(BIN)/python -m tests.matrix.outcome && exit $$ran
 
 bench: $(READY)
 	$(BIN)/python benchmarks/pass_time.py --json benchmarks/out/pass_time.json

@@ -6,7 +6,7 @@
     make matrix PAIR=2.14.0 QUICK=1    the subset that CI runs
 
 An environment stays in .nox, so that a second run installs nothing. Results go to build/matrix as JUnit XML, of which
-matrix/outcome.py makes the table.
+tests/matrix/outcome.py makes the table.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from matrix.cells import cells
 from mla_fusion.releases import RELEASES, Release
+from tests.matrix.cells import cells
 
 RESULTS = Path("build/matrix")
 # The interpreter of all environments; by default the one that nox runs with.
@@ -73,6 +73,6 @@ def _install(session: nox.Session, release: Release) -> None:
     session.install(*TORCH_NEEDS, *NEEDS)
     session.install("--no-deps", "-e", ".")
     folder = session.run_install("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True)
-    without_cuda = (sys.executable, "-m", "matrix.without_cuda", str(folder).strip())
+    without_cuda = (sys.executable, "-m", "tests.matrix.without_cuda", str(folder).strip())
     session.run_install(*without_cuda, external=True, env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     stamp.write_text(wanted)

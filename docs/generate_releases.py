@@ -16,8 +16,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from matrix import outcome  # noqa: E402
 from mla_fusion.releases import RELEASES, SCHEMAS, TORCHAIRS, Release, for_torch  # noqa: E402
+from tests.matrix import outcome  # noqa: E402
 
 PAGE = ROOT / "docs" / "releases.md"
 README = ROOT / "README.md"
@@ -27,7 +27,7 @@ INTRODUCTION = """\
 # Releases
 
 Which torch_npu works, what the others lack, and what was tested. Generated from `mla_fusion/releases.py` and
-`matrix/outcome.json` by `docs/generate_releases.py`; do not edit.
+`tests/matrix/outcome.json` by `docs/generate_releases.py`; do not edit.
 
 What decides is the post release: torch_npu 2.9.0 and 2.9.0.post9 are for the same torch, and only the second has the
 torchair that graphs are compiled through. A release without it is refused by `mf.lower`, `mf.offline.activate`,
@@ -40,11 +40,11 @@ MATRIX = """\
 ## The matrix
 
 `make matrix` installs each pair into an environment of its own and runs a named subset of the tests there
-(`matrix/cells.py`); `make matrix PAIR=2.10.0` does it for one, `WITH=3.12` with another interpreter, `QUICK=1` with
-fewer tests. "ok" is that all tests of a cell passed, "-" that none was run.
+(`tests/matrix/cells.py`); `make matrix PAIR=2.10.0` does it for one, `WITH=3.12` with another interpreter,
+`QUICK=1` with fewer tests. "ok" is that all tests of a cell passed, "-" that none was run.
 
 Where the package index has torch as a CUDA build only, torch's CUDA libraries are replaced by inert ones
-(`matrix/without_cuda.py` says why, and what that leaves out). Nobody has run this on an NPU.
+(`tests/matrix/without_cuda.py` says why, and what that leaves out). Nobody has run this on an NPU.
 """
 
 REMARKS = """\

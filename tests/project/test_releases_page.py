@@ -34,7 +34,7 @@ def test_each_release_has_one_row(generator: ModuleType) -> None:
 
 
 def test_nothing_failed_in_the_outcome_that_is_kept() -> None:
-    rows = json.loads((ROOT / "matrix" / "outcome.json").read_text())
+    rows = json.loads((ROOT / "tests" / "matrix" / "outcome.json").read_text())
     assert {row["torch_npu"] for row in rows} <= {release.torch_npu for release in RELEASES if release.tested}
     cells = [(row["torch_npu"], name, counts) for row in rows for name, counts in row["cells"].items()]
     assert cells and [cell for cell in cells if cell[2].get("failed")] == []
@@ -86,7 +86,7 @@ def test_a_newer_run_takes_the_place_of_an_older_one(generator: ModuleType) -> N
 
 
 def test_cells_name_tests_that_exist(generator: ModuleType) -> None:
-    from matrix.cells import REFUSED, WORKS
+    from tests.matrix.cells import REFUSED, WORKS
 
     for tests in (*WORKS.values(), *REFUSED.values()):
         for test in tests:

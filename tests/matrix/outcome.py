@@ -1,4 +1,4 @@
-"""Results of the matrix as one table: ``python -m matrix.outcome`` reads build/matrix and writes matrix/outcome.json.
+"""Results of the matrix as one table: ``python -m tests.matrix.outcome`` reads build/matrix and writes outcome.json.
 
 A row that was not run this time stays as it is, so that one pair can be run again.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from matrix.cells import REFUSED, WORKS, cells
 from mla_fusion.releases import RELEASES, numbers
 from mla_fusion.report import text_tables
+from tests.matrix.cells import REFUSED, WORKS, cells
 
 RESULTS = Path("build/matrix")
 KEPT = Path(__file__).with_name("outcome.json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _WAYS = "tests/matrix/test_ways.py::"
-_ACTIVATE = "tests/offline/test_activate.py::"
+_ACTIVATE = "tests/compile/offline/test_activate.py::"
 
 IMPORT = {"import": ("tests/project/test_import.py",)}
 BACKEND = {"backend on CPU": ("tests/matrix/test_backend.py",)}
