@@ -190,8 +190,8 @@ def test_positions_that_are_cut_show_far_out() -> None:
     table = plan.cos[0].base
     with gm.graph.inserting_after(table):
         cut = gm.graph.call_function(aten.neg.default, (table,))
-    cut.meta["val"] = base.meta["val"]
-    readers = [user for user in base.users if user is not cut]
+    cut.meta["val"] = table.meta["val"]
+    readers = [user for user in table.users if user is not cut]
     readers[0].replace_input_with(table, cut)
     with pytest.raises(mf.report.rejection.Refuse):  # type: ignore[attr-defined]
         verify.compare(View(gm), plan)
