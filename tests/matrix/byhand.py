@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.fusion import spellings as s
+from tests.catalogue import base
 
 
 def read(query: Tensor, query_rope: Tensor, kv_rows: Tensor, kr_rows: Tensor) -> Tensor:
@@ -29,12 +29,12 @@ class ByHand(nn.Module):
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(*shape).bfloat16())
 
-        self.dq = weight(s.HE, s.HCQ)
-        self.uq_qr = weight(s.HCQ, heads * (s.D + s.DR))
-        self.uk = weight(heads, s.D, s.HCKV)
-        self.dkv_kr = weight(s.HE, s.HCKV + s.DR)
-        self.gamma_cq = weight(s.HCQ)
-        self.gamma_ckv = weight(s.HCKV)
+        self.dq = weight(base.HE, base.HCQ)
+        self.uq_qr = weight(base.HCQ, heads * (base.D + base.DR))
+        self.uk = weight(heads, base.D, base.HCKV)
+        self.dkv_kr = weight(base.HE, base.HCKV + base.DR)
+        self.gamma_cq = weight(base.HCQ)
+        self.gamma_ckv = weight(base.HCKV)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
         operator = torch.ops.npu.npu_mla_prolog_v3_functional if self.functional else torch.ops.npu.npu_mla_prolog_v3
@@ -44,4 +44,4 @@ class ByHand(nn.Module):
         if self.functional:
             kv_cache.copy_(results[5])
             kr_cache.copy_(results[6])
-        return read(results[0], results[1], kv_cache.view(-1, s.HCKV), kr_cache.view(-1, s.DR))
+        return read(results[0], results[1], kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR))

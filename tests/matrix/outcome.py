@@ -89,8 +89,12 @@ def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 
 def merged(kept: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By pair and interpreter, the newest of each."""
-    rows = {(row["torch_npu"], row["python"]): row for row in (*kept, *new)}
+    """By pair and interpreter, the newest of each; but one with more cells stays: a quick run is none to keep."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in (*kept, *new):
+        key = row["torch_npu"], row["python"]
+        if len(row["cells"]) >= len(rows[key]["cells"] if key in rows else ()):
+            rows[key] = row
     order = {row.torch_npu: place for place, row in enumerate(RELEASES)}
     return [rows[key] for key in sorted(rows, key=lambda key: (order[key[0]], numbers(key[1])))]
 

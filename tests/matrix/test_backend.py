@@ -8,15 +8,17 @@ import pytest
 import torch
 
 import mla_fusion as mf
-from tests.fusion import spellings as s
+from tests.catalogue import base, prologues
+
+MODELS = (prologues.PagedRotateHalf, prologues.PagedFunctionalNorm, prologues.Neox, prologues.FusedQkvA)
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("model", [s.PagedRotateHalf, s.PagedFunctionalNorm, s.Neox, s.FusedQkvA])
+@pytest.mark.parametrize("model", MODELS)
 def test_compiled_results_are_those_of_the_model(model: type[torch.nn.Module], dynamic: bool | None) -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
-    module, args = model(), s.paged_args()
+    module, args = model(), base.paged_args()
     with torch.no_grad():
         expected_args = copy.deepcopy(args)
         expected = module(*expected_args)
