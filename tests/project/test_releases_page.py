@@ -77,11 +77,16 @@ def test_a_refused_release_says_so_where_it_has_no_cell(generator: ModuleType) -
 
 
 def test_a_newer_run_takes_the_place_of_an_older_one(generator: ModuleType) -> None:
-    old = [{"torch_npu": "2.14.0", "python": "3.11", "seconds": 1}, {"torch_npu": "2.8.0.post5", "python": "3.11"}]
-    new = [{"torch_npu": "2.14.0", "python": "3.11", "seconds": 2}, {"torch_npu": "2.14.0", "python": "3.9"}]
-    rows = generator.outcome.merged(old, new)
-    assert [(row["torch_npu"], row["python"], row.get("seconds")) for row in rows] == [
-        ("2.8.0.post5", "3.11", None), ("2.14.0", "3.9", None), ("2.14.0", "3.11", 2)
+    def row(torch_npu: str, python: str, *cells: str, seconds: int = 0) -> dict[str, object]:
+        done = {name: {"passed": 1} for name in cells}
+        return {"torch_npu": torch_npu, "python": python, "seconds": seconds, "cells": done}
+
+    old = [row("2.14.0", "3.11", "import", "fused", seconds=1), row("2.8.0.post5", "3.11", "import")]
+    new = [row("2.14.0", "3.11", "import", "fused", seconds=2), row("2.14.0", "3.9", "import")]
+    quick = [row("2.14.0", "3.11", "import", seconds=3)]
+    rows = generator.outcome.merged(old, [*new, *quick])
+    assert [(row["torch_npu"], row["python"], row["seconds"]) for row in rows] == [
+        ("2.8.0.post5", "3.11", 0), ("2.14.0", "3.9", 0), ("2.14.0", "3.11", 2)
     ]
 
 
