@@ -15,7 +15,7 @@ from pathlib import Path
 from mla_fusion.report.rejection import CODES
 
 PAGE = Path(__file__).with_name("rejections.md")
-FUSION_TESTS = Path(__file__).parents[1] / "tests" / "fusion"
+TESTS_OF = Path(__file__).parents[1] / "tests"
 
 INTRODUCTION = """\
 # Why a prologue was not fused
@@ -26,14 +26,17 @@ the nodes concerned. A code may carry a part after a colon that says more: `cont
 of the operator's contract ([operator.md](operator.md)).
 
 Each code has an example: the smallest change to a plain prologue that gets it, cut from the tests that run it. `Base`
-is that prologue ([tests/fusion/near_misses.py](../tests/fusion/near_misses.py)), with a method for every step; `Full`,
-`Partial` and `OperatorCache` are int8 ones ([tests/fusion/quantised.py](../tests/fusion/quantised.py)).
+is that prologue ([base.py](../tests/catalogue/base.py)), with a method for every step; `Full`, `Partial`
+([int8.py](../tests/catalogue/int8.py)) and `OperatorCache` ([int8_caches.py](../tests/catalogue/int8_caches.py))
+are int8 ones.
 
 Generated from `mla_fusion/report/rejection.py` by `docs/generate.py`; do not edit.
 """
-# where examples are looked for: first the models, by the code they are listed with, then tests that name the code
-MODELS = ("near_misses.py", "quantised_misses.py")
-TESTS = ("test_rejections.py",)
+# where examples are looked for: first the near misses, by the code they are entered with, then tests that name the code
+_MISSES = "misses_norms misses_products misses_rotations misses_writes int8_misses"
+_REFUSALS = "plan/test_refusals commit/test_refusals match/test_finder emit/test_contract entry/test_entry"
+MODELS = [f"catalogue/{name}.py" for name in _MISSES.split()]
+TESTS = [f"{name}.py" for name in _REFUSALS.split()]
 
 
 def page() -> str:
@@ -45,7 +48,7 @@ def examples() -> dict[str, str]:
     """Source text by code, the first one that is found."""
     found: dict[str, str] = {}
     for name in (*MODELS, *TESTS):
-        text = (FUSION_TESTS / name).read_text()
+        text = (TESTS_OF / name).read_text()
         statements = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef))
         definitions = {node.name: node for node in statements}
         for code, definition in _listed(text) if name in MODELS else _named(text, definitions.values()):
@@ -56,13 +59,13 @@ def examples() -> dict[str, str]:
 
 
 def _listed(text: str) -> Iterator[tuple[str, str]]:
-    """(code, class) of every entry of a module's ``REFUSED``."""
+    """(code, class) of every class under ``@miss(code, ..)``; those that are compiled and run are no minimal ones."""
     for node in ast.parse(text).body:
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "REFUSED":
-            assert isinstance(node.value, ast.Dict)
-            for entry in node.value.values:
-                assert isinstance(entry, ast.Tuple) and isinstance(entry.elts[0], ast.Constant)
-                yield entry.elts[0].value, ast.unparse(entry.elts[1])
+        for mark in node.decorator_list if isinstance(node, ast.ClassDef) else ():
+            assert isinstance(mark, ast.Call) and isinstance(node, ast.ClassDef)
+            tags = next(keyword.value.value for keyword in mark.keywords if keyword.arg == "tags")
+            if ast.unparse(mark.func) == "miss" and "run" not in tags.split(", "):
+                yield mark.args[0].value, node.name
 
 
 def _named(text: str, definitions: Iterable[ast.stmt]) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Write the tables of docs/hugging-face.md: features of releases, and the results of the matrix of transformers.
 
 python docs/generate_hf.py           # write them
-python docs/generate_hf.py --check   # exit 1 when they are not what the code and matrix/hf.json say
+python docs/generate_hf.py --check   # exit 1 when they are not what the code and tests/matrix/hf.json say
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from matrix import hf  # noqa: E402
 from mla_fusion.models.features import FEATURES  # noqa: E402
+from tests.matrix import hf  # noqa: E402
 
 PAGE = ROOT / "docs" / "hugging-face.md"
 BEGIN, END = "<!-- {}: written by docs/generate_hf.py -->\n", "<!-- /{} -->"

@@ -13,6 +13,14 @@ from mla_fusion import _autoload
 
 _autoload.keep_torch_importable()
 
+import torch  # noqa: E402
+
+if not hasattr(torch, "float8_e8m0fnu"):  # before torch 2.7: a dtype of the operator's table
+    from mla_fusion import releases
+
+    _pair = releases.command(releases.for_torch(torch.__version__))
+    raise ImportError(f"mla_fusion needs torch 2.7 or newer, and torch {torch.__version__} is installed: {_pair}")
+
 import mla_fusion.ops  # noqa: E402, F401  # defines the npu:: prologue schemas where torch_npu has not
 
 if TYPE_CHECKING:

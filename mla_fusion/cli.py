@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mla_fusion as mf
-from mla_fusion.target import UserError, load_target
+from mla_fusion.target import UserError, load_target, positive
 
 EXAMPLES = """\
 examples:
@@ -21,6 +21,7 @@ examples:
   mla-fusion lower model.py:example --out out   the graph that torchair would hand to an NPU
   mla-fusion inspect graph.pbtxt                prologues, copies of caches and weights, dynamic inputs of a dump
   mla-fusion diff before.pbtxt after.pbtxt      operators added and removed, whatever their names
+  mla-fusion audit hand.py:mine --reference model.py:example    does this hand-written call equal the model?
   mla-fusion optimize folder                    what of a Hugging Face checkpoint decodes absorbed, and what fuses
   mla-fusion selftest --out selftest.json       on an NPU: every scenario of the operator against the reference
 
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_lower(commands)
     _add_inspect(commands)
     _add_diff(commands)
+    _add_by_hand(commands)
     _add_selftest(commands)
     _add_bench(commands)
     _add_optimize(commands)
@@ -80,9 +82,9 @@ def _add_demo(commands: Any) -> None:
         commands, "demo", _demo, "Decode Hugging Face's DeepSeek-V3 fused and unfused, compare, and lower."
     )
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the report and the graphs")
-    parser.add_argument("--layers", type=_positive, default=2)
-    parser.add_argument("--heads", type=_positive, default=16, help="heads of one rank (128 / TP)")
-    parser.add_argument("--batch", type=_positive, default=8, help="sequences decoded at once")
+    parser.add_argument("--layers", type=positive, default=2)
+    parser.add_argument("--heads", type=positive, default=16, help="heads of one rank (128 / TP)")
+    parser.add_argument("--batch", type=positive, default=8, help="sequences decoded at once")
     parser.add_argument("--quick", action="store_true", help="He 1024, a short history and a narrow MLP")
 
 
@@ -131,10 +133,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from mla_fusion.report import text_tables
 
     found = doctor.survey()
+    problems = found["problems"]
     if arguments.json:
         print(json.dumps(found, indent=2, default=str))
-        return 0
+        return 1 if problems else 0
     for title, part in found.items():
+        if title == "problems":
+            continue
         if not isinstance(part, dict):
             print(f"{title}: {_word(part)}\n")
             continue
@@ -145,7 +150,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
             for name, value in part.items()
         ]
         print(f"{title}\n{text_tables.render(header, rows)}\n")
-    return 0
+    for problem in problems:
+        print(f"problem with {problem['check']}: {problem['failed']}\n  to do: {problem['to do']}\n")
+    return 1 if problems else 0
 
 
 def _word(value: Any) -> str:
@@ -292,45 +299,22 @@ def _read_dump(path: Path) -> Any:
         raise UserError(str(error)) from error
 
 
+# -- audit, guide
+
+
+def _add_by_hand(commands: Any) -> None:
+    from mla_fusion import audit_cli
+
+    audit_cli.add(commands, _command)
+
+
 # -- selftest
 
 
 def _add_selftest(commands: Any) -> None:
-    from mla_fusion.meta import RELEASES, SOCS
+    from mla_fusion import selftest_cli
 
-    parser = _command(
-        commands, "selftest", _selftest, "Check the operators and the pass on this device against the references."
-    )
-    parser.add_argument("--device", choices=("npu", "cpu"), help="default: an NPU where there is one")
-    parser.add_argument("--soc", choices=SOCS, help="whose scenarios; found out on an NPU, A3 on a CPU")
-    parser.add_argument("--cann", choices=RELEASES, help="release whose limits hold; found out on an NPU")
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="scenarios whose name matches, as 'w2 kv1'")
-    parser.add_argument("--hidden", type=_positive, help="He; 7168 on an NPU, the smallest legal one on a CPU")
-    parser.add_argument("--heads", type=_positive, help="N; 16 on an NPU, 4 on a CPU")
-    parser.add_argument("--repeats", type=_positive, help="timed calls per scenario")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON to a file, to send back")
-
-
-def _selftest(arguments: argparse.Namespace) -> int:
-    from mla_fusion import selftest
-
-    options = selftest.Options(arguments.only, arguments.hidden, arguments.heads, arguments.repeats)
-    try:
-        device = selftest.choose(arguments.device, arguments.soc, arguments.cann)
-        outcome = selftest.run(device, options, _tell_progress if sys.stderr.isatty() else None)
-    except (selftest.NoDevice, mf.meta.ContractError) as error:
-        raise UserError(str(error)) from error
-    if not outcome.results:
-        raise UserError(f"no scenario matches {arguments.only!r}")
-    if arguments.out:
-        arguments.out.write_text(outcome.to_json(), encoding="utf-8")
-    print(outcome.to_json() if arguments.json else outcome)
-    return 1 if outcome.failed else 0
-
-
-def _tell_progress(result: Any) -> None:
-    """The check that has just ended, on one line that the next one overwrites."""
-    print(f"\r\033[K{result.name} ({result.through})", end="\r", file=sys.stderr, flush=True)
+    selftest_cli.add(commands, _command)
 
 
 # -- bench
@@ -342,10 +326,10 @@ def _add_bench(commands: Any) -> None:
         "target", nargs="?", metavar="FILE.py:FUNCTION", help="function that returns (module_or_function, arguments)"
     )
     parser.add_argument("--dynamic", action="store_true", help="symbolic sizes, as torch.compile(dynamic=True)")
-    parser.add_argument("--layers", type=_positive, nargs="+", default=[1, 8, 61])
-    parser.add_argument("--hidden", type=_positive, default=7168, help="He")
-    parser.add_argument("--heads", type=_positive, default=16, help="heads of one rank (128 / TP)")
-    parser.add_argument("--repeats", type=_positive, default=3)
+    parser.add_argument("--layers", type=positive, nargs="+", default=[1, 8, 61])
+    parser.add_argument("--hidden", type=positive, default=7168, help="He")
+    parser.add_argument("--heads", type=positive, default=16, help="heads of one rank (128 / TP)")
+    parser.add_argument("--repeats", type=positive, default=3)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -374,13 +358,6 @@ def _add_target(parser: Any, more: str = "") -> None:
         "target", metavar="FILE.py:FUNCTION", help=f"function that returns (module_or_function, arguments){more}"
     )
     parser.add_argument("--dynamic", action="store_true", help="symbolic sizes, as torch.compile(dynamic=True)")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
 
 
 if __name__ == "__main__":

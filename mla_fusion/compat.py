@@ -13,10 +13,13 @@ so that ``import mla_fusion`` stays light.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
 from operator import attrgetter
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +111,16 @@ def has_kernel(name: str, key: str) -> bool:
 def registrations(name: str) -> list[str]:
     """The dispatcher's own lines on an operator: what is registered for which key, and from where."""
     return torch._C._dispatch_dump(name).splitlines()
+
+
+def override(library: torch.library.Library, operator: str, kernel: Callable[..., Any]) -> None:
+    """Register a kernel for the one key of a library, in place of another one where there is one."""
+    if "allow_override" in signature(torch.library.Library.impl).parameters:  # since torch 2.8
+        library.impl(operator, kernel, allow_override=True)
+        return
+    registered: set[str] = getattr(torch.library, "_impls")  # noqa: B009  # its stubs leave it out
+    registered.discard(f"{library.ns}/{operator}/{library.dispatch_key}")
+    library.impl(operator, kernel)
 
 
 def withdraw(library: torch.library.Library) -> None:
@@ -221,6 +234,28 @@ _MARKS = (
 )
 
 
+def in_tracing_mode(inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of a graph of dynamo, fake tensors of another mode rebuilt in the mode that dynamo traced in.
+
+    AOT autograd does so itself since torch 2.11, and asserts that there are none in releases before.
+    """
+    context = torch._guards.TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    if context is None or mode is None:
+        return list(inputs)
+    rebuilt: list[Any] = []
+    for value in inputs:
+        if isinstance(value, FakeTensor) and value.fake_mode is not mode:
+            known: Any = context.tensor_to_context.get(value)  # how dynamo read its sizes: the same symbols again
+            source = known.tensor_source if known is not None else None
+            moved = mode.from_tensor(value, symbolic_context=known, source=source, trace=False)
+            copy_marks(value, moved)
+            rebuilt.append(moved)
+        else:
+            rebuilt.append(value)
+    return rebuilt
+
+
 def copy_marks(source: Tensor, target: Tensor) -> None:
     """Give one tensor what ``mark_dynamic``, ``mark_static`` and the like have noted on another."""
     for mark in _MARKS:
@@ -251,7 +286,22 @@ def inductor_pass() -> type:
     return base
 
 
-# -- torchair's converters
+# -- torchair
+
+_COMPILES_THROUGH = ("_compile_graph_with_aot", "_get_merged_decompositions", "_process_send_recv")
+
+
+def torchair_lacks() -> tuple[str, ...]:
+    """The functions by which graphs are compiled that the installed torchair does not define; it is not imported.
+
+    In releases where they are absent, importing torchair may fail already.
+    """
+    package = find_spec("torch_npu")
+    folders = (package.submodule_search_locations or ()) if package is not None else ()
+    files = [Path(folder, "dynamo", "torchair", "npu_fx_compiler.py") for folder in folders]
+    source = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    return tuple(name for name in _COMPILES_THROUGH if f"\ndef {name}(" not in source)
+
 
 
 def ge_operators() -> ModuleType:

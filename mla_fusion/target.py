@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 import traceback
@@ -12,6 +13,14 @@ from typing import Any
 
 class UserError(Exception):
     """Something the caller can put right; printed without a stack trace."""
+
+
+def positive(text: str) -> int:
+    """A number of the command line that is at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
 
 
 def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -60,6 +60,7 @@ class Watch(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.calls: list[Call] = []
+        self.refused: Exception | None = None  # what an audited operator raised
         self._changes, self._afterwards, self._line = changes, afterwards, line
         self._cast: dict[int, tuple[Tensor, str]] = {}  # kept alive, so that no other tensor has its id
 
@@ -80,7 +81,11 @@ class Watch(TorchDispatchMode):
         self.calls.append(call)
         for change in self._changes:
             arguments = {**arguments, **change(replace(call, arguments=arguments))}
-        result = func(**arguments)
+        try:
+            result = func(**arguments)
+        except Exception as error:
+            self.refused = error
+            raise
         for done in self._afterwards:
             done(replace(call, arguments=arguments), result)
         return result

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from mla_fusion import dumps
 from mla_fusion.by_hand import wiring
 from mla_fusion.by_hand.calls import Call, Watch, buffers_kept, callers_line, run
 from mla_fusion.by_hand.outcome import Audit, Finding
-from mla_fusion.by_hand.repairs import Repair
+from mla_fusion.by_hand.repair import Repair
 from mla_fusion.by_hand.search import Subject, draws_of, options_of, search
 from mla_fusion.by_hand.values import Values, errors, values_of, worst
-from mla_fusion.dumps import prologues
 
 _ROUNDING = 2e-2  # two bfloat16 evaluations of one prologue, as Config.verify has it
 _ROUNDING_INT8 = 6e-2
@@ -31,16 +28,19 @@ def audit(
     *inputs: Any,
     soc: str = "A3",
     cann: str = "latest",
+    path: str = "eager",
     tolerance: float | None = None,
+    tries: int = 4000,
 ) -> Audit:
     """Check what ``fused`` calls by hand: ``npu_mla_prolog*``, ``npu_kv_rmsnorm_rope_cache*``, ``npu_mla_preprocess``.
 
     fused, reference   a module, a function, an FX graph or an exported program, over the same weights and called with
                        the same ``inputs`` (copied before each run; caches that they write are compared too)
     reference          the unfused model; None: the contract and the arguments' values alone are looked at
-    soc, cann          whose limits hold, as in `mla_fusion.meta.check`
+    soc, cann, path    whose limits hold, as in `mla_fusion.meta.check`
     tolerance          the relative error that counts as rounding; by default 2e-2 (6e-2 with int8), or four times
                        what the reference itself is off from a float64 run of it
+    tries              the most runs of the repaired function; all are needed only where nothing explains a difference
 
     Where results differ, the mistakes that are usual in such calls are undone one by one, two and three together, and
     those that make the results equal are named with the caller's line. Everything runs on the CPU, on the reference
@@ -49,10 +49,8 @@ def audit(
     fused, reference = _callable(fused), None if reference is None else _callable(reference)
     calls, memory, stopped = _calls(fused, inputs)
     if not calls:
-        if stopped is not None:
-            raise stopped
         raise ValueError("the function calls none of npu_mla_prolog*, npu_kv_rmsnorm_rope_cache*, npu_mla_preprocess")
-    seen = [finding for call in calls for finding in wiring.findings(call, soc, cann)]
+    seen = [finding for call in calls for finding in wiring.findings(call, soc, cann, path)]
     if stopped is not None and not any(item.code.startswith("contract:") for item in seen):
         seen.append(Finding("call.fails", str(stopped), "", calls[-1].short, calls[-1].place, calls[-1].line))
     names = tuple(call.short for call in calls)
@@ -61,25 +59,13 @@ def audit(
     draws = draws_of(calls, inputs)
     wanted = {name: values_of(reference, given, Watch()) for name, given in draws.items()}
     limit = tolerance if tolerance is not None else _limit(reference, inputs, calls, wanted)
-    subject = Subject(fused, draws, wanted, limit, calls, memory)
+    subject = Subject(fused, draws, wanted, limit, calls, memory, tries)
     before = subject.errors(())
     if subject.is_right(before):
         return Audit(names, tuple(seen), True, before, None, limit, tuple(draws))
     chosen, after = search(subject, options_of(calls, _vectors(fused, reference), _epsilons(fused, reference)))
     mended = [_mended(subject, chosen, place, calls) for place in range(len(chosen))]
     return Audit(names, (*mended, *seen), False, before, after, limit, tuple(draws), subject.runs)
-
-
-def audit_dump(path: str | Path, soc: str = "A3", cann: str = "latest") -> Audit:
-    """The prologue operators of a dump that torchair, GE or torch wrote: their contract, by shapes and attributes."""
-    from mla_fusion.inspect.summary import summarise
-
-    dump = dumps.read(path)
-    found = prologues.find(dump)
-    summary = summarise(dump)
-    problems = getattr(summary, "problems", ())
-    findings = [Finding("dump", str(problem)) for problem in problems]
-    return Audit(tuple(item.type for item in found), tuple(findings))
 
 
 def _callable(target: Any) -> Callable[..., Any]:
@@ -94,14 +80,15 @@ def _calls(fused: Callable[..., Any], inputs: Sequence[Any]) -> tuple[list[Call]
     """The calls of one run, where its arguments lay, and what ended it early."""
     given = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
     watch = Watch(line=callers_line)
-    stopped: Exception | None = None
     with buffers_kept(fused):
         try:
             run(fused, given, watch)
-        except Exception as error:  # a call that the operator refuses is a finding
-            stopped = error
+        except Exception:
+            if watch.refused is None:  # a call that the operator refuses is a finding
+                raise
     tensors = ((place, value) for place, value in enumerate(given) if isinstance(value, Tensor))
-    return watch.calls, {value.untyped_storage().data_ptr(): f"argument {place}" for place, value in tensors}, stopped
+    memory = {value.untyped_storage().data_ptr(): f"argument {place}" for place, value in tensors}
+    return watch.calls, memory, watch.refused
 
 
 def _limit(

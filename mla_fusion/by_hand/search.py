@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from mla_fusion.by_hand.calls import Call, Watch
-from mla_fusion.by_hand.repairs import KR, KV, QUERY, Repair, candidates
+from mla_fusion.by_hand.repair import KR, KV, QUERY, Repair
+from mla_fusion.by_hand.repairs import candidates
 from mla_fusion.by_hand.roles import roles_of
 from mla_fusion.by_hand.values import Values, errors, values_of
 
-_MOST_RUNS = 4000
-_FEW = 24  # candidates up to which three are tried together
+_REFUSED = 1e3  # stands for the error of a call that does not run
+_FEW = 30  # candidates up to which three are tried together
 _SMALL = 2e-6  # the mean square of a latent at which an epsilon of 1e-6 weighs half as much as the row
 
 
@@ -30,6 +31,8 @@ class Subject:
 
     calls    of a run as written
     memory   the names of that run's arguments by where they lay
+    tries    the most runs
+    only     the number of draws that are looked at now, None: all
     """
 
     fused: Callable[..., Any]
@@ -38,7 +41,9 @@ class Subject:
     tolerance: float
     calls: Sequence[Call]
     memory: Mapping[int, str]
+    tries: int
     runs: int = 0
+    only: int | None = None
     _known: dict[tuple[str, ...], dict[str, float]] = field(default_factory=dict)
 
     def errors(self, repairs: Sequence[Repair], wanted: Sequence[str] = ()) -> dict[str, float]:
@@ -47,7 +52,7 @@ class Subject:
         ``wanted``: the first draw in which one of these values is wrong ends it.
         """
         found: dict[str, float] = {}
-        for name in self.draws:
+        for name in list(self.draws)[: self.only]:
             key = name, *sorted(str(id(item)) for item in repairs)
             if key not in self._known:
                 self._known[key] = self._measured(name, repairs)
@@ -76,15 +81,17 @@ class Subject:
 def search(subject: Subject, options: Sequence[Repair]) -> tuple[list[Repair], dict[str, float]]:
     """The repairs found, and the errors that are left with them."""
     chosen: list[Repair] = []
-    found = subject.errors(chosen)
-    for names, touched in _in_order(subject, found):
-        if subject.is_right(found, names):
-            continue
-        fitting = [item for item in options if item.touches & touched]
-        more = _fewest(subject, chosen, fitting, names)
-        chosen += more
-        found = subject.errors(chosen)
-    return _without_the_idle(subject, chosen), found
+    for count in range(1, len(subject.draws) + 1):
+        subject.only = count
+        # An epsilon is nothing beside rows of usual size: it has no part in what is wrong with them.
+        last = count == len(subject.draws)
+        fitting = [item for item in options if last or item.code != "epsilon"]
+        for names, touched in _in_order(subject, subject.errors(chosen)):
+            if not subject.is_right(subject.errors(chosen), names):
+                chosen += _fewest(subject, chosen, [item for item in fitting if item.touches & touched], names)
+    subject.only = None
+    chosen = _without_the_idle(subject, chosen)
+    return chosen, subject.errors(chosen)
 
 
 def _in_order(subject: Subject, found: Mapping[str, float]) -> Iterator[tuple[list[str], frozenset[str]]]:
@@ -113,19 +120,22 @@ def _caches(subject: Subject) -> dict[str, str]:
 def _fewest(subject: Subject, chosen: list[Repair], options: list[Repair], names: list[str]) -> list[Repair]:
     """The fewest of the options that make these values right; where none do, the one that helps most, or nothing."""
     start = _total(subject.errors(chosen), names)
-    singles = sorted(options, key=lambda item: _total(subject.errors([*chosen, item], names), names))
+    alone = [(item, _total(subject.errors([*chosen, item], names), names)) for item in options]
+    if start < _REFUSED:
+        alone = [(item, total) for item, total in alone if total < _REFUSED]
+    singles = [item for item, _ in sorted(alone, key=lambda pair: pair[1])]
     for count in (1, 2, 3):
-        pool = singles if count < 3 else singles[:_FEW]
+        pool = [item for item, _ in alone] if count == 1 else singles if count == 2 else singles[:_FEW]
         best: tuple[float, list[Repair]] | None = None
         for group in combinations(pool, count):
-            if subject.runs > _MOST_RUNS:
+            if subject.runs >= subject.tries:
                 break
-            if len({item.code + item.argument for item in group}) < count:
+            if len({item.argument for item in group}) < count:
                 continue
             found = subject.errors([*chosen, *group], names)
             if subject.is_right(found, names):
                 total = _total(found, list(found))
-                if best is None or total < best[0] * (1 - 1e-9):
+                if best is None or total < best[0] / 2:  # of those that differ by rounding, the first
                     best = total, list(group)
         if best is not None:
             return best[1]
@@ -135,22 +145,22 @@ def _fewest(subject: Subject, chosen: list[Repair], options: list[Repair], names
 
 
 def _fewest_again(subject: Subject, chosen: list[Repair], options: list[Repair], names: list[str]) -> list[Repair]:
-    if len(chosen) > 4 or subject.runs > _MOST_RUNS:
+    if len(chosen) > 4 or subject.runs >= subject.tries:
         return []
     return _fewest(subject, chosen, [item for item in options if item not in chosen], names)
 
 
 def _total(found: Mapping[str, float], names: Iterable[str]) -> float:
-    return sum(min(found.get(name, 1e3), 1e3) for name in names)
+    return sum(min(found.get(name, _REFUSED), _REFUSED) for name in names)
 
 
 def _without_the_idle(subject: Subject, chosen: list[Repair]) -> list[Repair]:
-    """Without repairs that the others make unnecessary."""
+    """Without repairs that make no value right: the others do it, or nothing does."""
     reached = subject.errors(chosen)
     for item in list(chosen):
         rest = [other for other in chosen if other is not item]
         found = subject.errors(rest)
-        if len(chosen) > 1 and set(subject.wrong(found)) <= set(subject.wrong(reached)):
+        if set(subject.wrong(found)) <= set(subject.wrong(reached)):
             chosen = rest
     return chosen
 

@@ -15,10 +15,10 @@ from mla_fusion.meta import ContractError, check
 from mla_fusion.meta.prolog import PROLOGS
 
 
-def findings(call: Call, soc: str, cann: str) -> Iterator[Finding]:
+def findings(call: Call, soc: str, cann: str, path: str) -> Iterator[Finding]:
     """In the order: contract, storage format, constants, tables."""
     roles = roles_of(call.short)
-    yield from _contract(call, soc, cann)
+    yield from _contract(call, soc, cann, path)
     for name, operator in call.reworked.items():
         said = f"{operator} changed {name} after its cast to FRACTAL_NZ, where numbers stand in another order"
         yield _found(call, "nz.reworked", f"{said}; pad, join or slice before npu_format_cast", name)
@@ -30,12 +30,12 @@ def _found(call: Call, code: str, message: str, argument: str, certain: bool = T
     return Finding(code, message, argument, call.short, call.place, call.line, certain)
 
 
-def _contract(call: Call, soc: str, cann: str) -> Iterator[Finding]:
+def _contract(call: Call, soc: str, cann: str, path: str) -> Iterator[Finding]:
     if call.short not in PROLOGS and call.short != "npu_mla_preprocess":
         return
     given = {name: value for name, value in call.arguments.items() if value is not None}
     try:
-        check(call.short, soc=soc, cann=cann, values=True, **given)
+        check(call.short, soc=soc, cann=cann, path=path, values=True, **given)
     except ContractError as error:
         yield _found(call, f"contract:{error.code}", str(error), error.argument)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from mla_fusion import releases
 from mla_fusion.compile import offline, words
 from mla_fusion.compile.boundary import fuse_with_boundary
 from mla_fusion.compile.floats import specialise
@@ -39,7 +40,11 @@ def backend(
     dynamo wraps it in its BackendCompilerFailed.
 
     Graphs that record gradients are compiled unfused, with a report that says so.
+
+    Raises UnsupportedRelease on an NPU whose torch_npu lacks what graphs are compiled through (docs/releases.md).
     """
+    if _device_present():
+        releases.require()
     chosen = config or Config()
     folder = None if report is None else Path(report).absolute()
 

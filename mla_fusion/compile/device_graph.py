@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
 
-from mla_fusion.compat import Unsupported, aot_module_simplified
+from mla_fusion.compat import Unsupported, aot_module_simplified, in_tracing_mode
 from mla_fusion.compile.fakes import relocate
 
 Inputs = list[Any]
@@ -91,8 +91,12 @@ def trace(
 ) -> None:
     """Call ``module_or_fn`` once under torch.compile with ``backend``, over fake tensors on ``device``."""
     target, fakes = relocate(module_or_fn, args, device)
+
+    def on_graph(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
+        return cast("Callable[..., Any]", backend(gm, in_tracing_mode(inputs)))
+
     with _fresh_dynamo(), torch.no_grad():
-        compiled = torch.compile(target, backend=backend, fullgraph=True, dynamic=True if dynamic else None)
+        compiled = torch.compile(target, backend=on_graph, fullgraph=True, dynamic=True if dynamic else None)
         try:
             compiled(*fakes)
         except _Done:

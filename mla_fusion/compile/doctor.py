@@ -6,13 +6,18 @@ import os
 import platform
 import re
 import shutil
+import signal
+import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mla_fusion import ops, releases
 from mla_fusion._autoload import cann_location, torch_npu_installed
 from mla_fusion.compat import inductor_option, registrations
 from mla_fusion.compile import offline, traps
@@ -21,6 +26,7 @@ from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.page import live
 
 _VERSION = re.compile(r"version\w*\s*=\s*\[?(?:[\d.]+:)?([\d.]+(?:RC\w*|alpha\w*)?)", re.IGNORECASE)
+_UNKNOWN = {"schema": None, "cpu_kernel": None, "converter": None}
 OPERATORS = (
     *PROLOGS,
     "npu_rms_norm",
@@ -38,34 +44,102 @@ OPERATORS = (
 )
 
 
-def survey() -> dict[str, Any]:
-    """Versions, device, CANN, the offline runtime, the operators, hooks and known traps, as plain data.
+_OURS = "a defect of mla_fusion: the other answers hold; please report this one with all of them"
+_PAIR = "install a pair of the table in docs/releases.md; doctor names the one beside your torch under \"release\""
+_TRIAL = "from mla_fusion.compile import offline; offline.activate(); import torch_npu, torchair"
+_TRIAL_SECONDS = 300
 
-    Activates the offline runtime where there is no CANN, since only then can torchair be asked; a failure
-    to do so is an entry of the answer, not an exception.
+
+class _Checks:
+    """Runs checks, each by itself: one that fails leaves a line on what failed and what to do, and no answer."""
+
+    def __init__(self) -> None:
+        self.problems: list[dict[str, str]] = []
+
+    def ask(self, name: str, check: Callable[[], Any], remedy: str = _OURS, otherwise: Any = None) -> Any:
+        try:
+            return check()
+        except Exception as error:
+            self.add(name, f"{type(error).__name__}: {error}", remedy)
+            return otherwise
+
+    def add(self, name: str, failed: str, remedy: str) -> None:
+        self.problems.append({"check": name, "failed": failed, "to do": remedy})
+
+
+def survey() -> dict[str, Any]:
+    """Versions, device, CANN, the offline runtime, the operators, hooks, known traps and problems, as plain data.
+
+    Activates the offline runtime where there is no CANN, since only then can torchair be asked. Nothing is raised: a
+    check that fails is an entry of "problems", with what to do.
     """
-    error = _activation_error()
+    checks = _Checks()
+    ask = checks.ask
+    release = ask("release", _release, _PAIR)
+    error = _activation_error(checks, release)
     usable = error is None and torch_npu_installed()
     return {
-        "versions": versions(),
-        "cann": cann_location(),
-        "cann_version": _cann_version(),
-        "device": _device() if usable else None,
-        "offline": _offline(error),
-        "operators": {name: _operator(name, usable) for name in OPERATORS},
-        "hooks": hooks(usable),
-        "traps": traps.survey(usable),
+        "versions": ask("versions", versions),
+        "release": release,
+        "cann": ask("cann", cann_location),
+        "cann_version": ask("cann_version", _cann_version),
+        "device": ask("device", _device, "npu-smi info tells whether the driver sees the device") if usable else None,
+        "offline": ask("offline", lambda: _offline(error)),
+        "operators": {name: ask(name, partial(_operator, name, usable), otherwise=_UNKNOWN) for name in OPERATORS},
+        "hooks": ask("hooks", lambda: hooks(usable)),
+        "traps": ask("traps", lambda: traps.survey(usable)),
+        "problems": checks.problems,
     }
 
 
-def _activation_error() -> str | None:
+def _release() -> dict[str, str | None]:
+    """What the installed torch_npu is, as far as this package is concerned."""
+    beside = releases.for_torch(torch.__version__)
+    return {"refused": releases.refusal(), "known beside this torch": releases.command(beside)}
+
+
+def _activation_error(checks: _Checks, release: dict[str, str | None] | None) -> str | None:
+    """Why torchair cannot be asked here; None where it can, or where there is no torch_npu and nobody needs it."""
+    refused = (release or {}).get("refused")
+    if refused:
+        checks.add("release", refused, "install that release; on CPU tensors the backend works with any torch_npu")
+        return refused
+    ended = checks.ask("trial", _trial, _PAIR)
+    if ended is not None:
+        checks.add("offline", ended, _PAIR)
+        return str(ended)
     try:
         offline.activate()
         if torch_npu_installed():
             import_module("torch_npu")
-    except (RuntimeError, ImportError) as error:
+    except offline.OfflineError as error:
+        if torch_npu_installed():
+            checks.add("offline", str(error), "as the message says; on CPU tensors the backend works without torchair")
         return str(error)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        checks.add("offline", message, _PAIR)
+        return message
     return None
+
+
+def _trial() -> str | None:
+    """How importing torch_npu ends the process, where it does: libraries that do not fit raise no exception."""
+    if not torch_npu_installed() or "torch_npu" in sys.modules:
+        return None
+    signalled = _ending(_TRIAL)
+    return f"importing torch_npu ends the process with {signalled}" if signalled is not None else None
+
+
+def _ending(code: str) -> str | None:
+    """The signal that ends a process which runs this code, and what it said; None where none does."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=False)
+    if done.returncode >= 0:
+        return None  # an exception, if any, will be the same in this process
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    what = next((line for line in said if line.startswith("what():")), said[0] if said else "nothing on stderr")
+    return f"{signal.Signals(-done.returncode).name}: {what}"
 
 
 def versions() -> dict[str, str | None]:
@@ -101,7 +175,7 @@ def _offline(error: str | None) -> dict[str, Any]:
 
 def _operator(name: str, usable: bool) -> dict[str, Any]:
     """Whose its schema, CPU kernel and GE converter are, where there are any."""
-    entry: dict[str, Any] = {"schema": None, "cpu_kernel": None, "converter": None}
+    entry: dict[str, Any] = dict(_UNKNOWN)
     packet = getattr(torch.ops.npu, name, None)
     if packet is None:
         return entry
@@ -120,6 +194,8 @@ def _registrar(name: str, key: str) -> str | None:
     found = next((line for line in lines if line.startswith(f"{key}: registered at ")), None)
     if found is None:
         return None
+    if "/dev/null" in found and name in ops.OPERATORS:
+        return "mla_fusion"  # up to torch 2.8 what is registered in Python names no file, and torch_npu does it in C++
     return next((package for package in ("torch_npu", "mla_fusion") if f"{package}/" in found), "another package")
 
 

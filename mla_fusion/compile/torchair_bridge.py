@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from mla_fusion import releases
 from mla_fusion.compat import DispatchKey, OpOverload, ge_converter
 from mla_fusion.compile import offline
 from mla_fusion.converters import registry
@@ -36,6 +37,7 @@ class Compiled:
 
 def package(mode: str = "ge") -> Any:
     """The compiler module of a mode: torchair's, or npugraph_ex's where torch_npu has that package."""
+    _require()
     offline.activate()
     _patch_once()
     if mode == "npugraph_ex":
@@ -46,6 +48,11 @@ def package(mode: str = "ge") -> Any:
             pass  # before it was split out, torchair itself had this mode
     import_module("torchair")
     return import_module("torchair.npu_fx_compiler")
+
+
+@cache
+def _require() -> None:
+    releases.require()
 
 
 @cache

@@ -165,7 +165,7 @@ class GraphBuilder(Builder):
     def insert(self, op: Any, args: Any, kwargs: Any, value: Any) -> Node:
         """A call whose meta value is known."""
         with self._place():
-            node = self.gm.graph.call_function(op, args, kwargs, name=self.free_name(_title(op)))
+            node = self.gm.graph.create_node("call_function", op, args, kwargs, name=self.free_name(_title(op)))
         return self.take(node, value)
 
     def take(self, node: Node, value: Any) -> Node:

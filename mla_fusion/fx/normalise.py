@@ -6,25 +6,25 @@ from collections.abc import Iterator
 
 from torch.fx import GraphModule
 
-from mla_fusion.fx import empty_parts, regions, writes
+from mla_fusion.fx import empty_parts, subgraphs, writes
 from mla_fusion.fx.build import describe_attributes
 from mla_fusion.fx.workplace import workplace
 
 
 def forms(gm: GraphModule) -> Iterator[GraphModule]:
-    """The graph, regions laid open and empty parts dropped; then with what was assembled in place as its parts, too."""
-    if regions.found(gm) or empty_parts.found(gm.graph):
-        gm = _laid_open(gm)
+    """The graph, subgraphs inlined and empty parts dropped; then with what was assembled in place as its parts, too."""
+    if subgraphs.found(gm) or empty_parts.found(gm.graph):
+        gm = _inlined(gm)
         empty_parts.drop(gm.graph)
     yield gm
     if writes.found(gm.graph):
-        apart = _laid_open(gm)
+        apart = _inlined(gm)
         writes.take_apart(apart)
         yield apart
 
 
-def _laid_open(gm: GraphModule) -> GraphModule:
+def _inlined(gm: GraphModule) -> GraphModule:
     opened = workplace(gm)
-    regions.copied(gm, opened.graph)
+    subgraphs.copied(gm, opened.graph)
     describe_attributes(opened)
     return opened

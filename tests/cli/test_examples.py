@@ -10,6 +10,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXPECTED = {
+    "audit_a_call.py": ["[tables.swapped]", "rope_cos and rope_sin are exchanged"],
     "call_the_operator.py": ["rows written: [0, 5, 200]", "refused: [dtype.cache_index]", "1 MlaPrologV3"],
     "fuse_your_model.py": ["fused 1, left 0"],
     "hf_generate.py": ["optimized 2 of 2", "float32 tokens equal: True", "fused 2, left 0", "tokens in the cache: 13"],

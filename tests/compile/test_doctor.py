@@ -1,8 +1,12 @@
 """The survey behind ``mla-fusion doctor``."""
 
 import json
+import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,3 +76,70 @@ def test_traps_are_told_with_what_to_do() -> None:
 
 def test_the_raw_operators_converter_is_looked_at() -> None:
     assert "npu_mla_prolog_v3 in GE mode" in doctor.survey()["traps"]
+
+
+def doctor_beside(site: Path) -> tuple[int, dict[str, Any], str]:
+    """Status, answer and stderr of `mla-fusion doctor --json` in a process that finds packages in ``site`` first."""
+    command = [sys.executable, "-c", "from mla_fusion.cli import main; raise SystemExit(main(['doctor', '--json']))"]
+    environment = {**os.environ, "PYTHONPATH": str(site), "MLA_FUSION_CACHE": str(site / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+def install(site: Path, version: str, code: str, torchair: str) -> None:
+    """A torch_npu that is broken when it is imported, as the loader, pip and the doctor see it."""
+    compiler = site / "torch_npu" / "dynamo" / "torchair" / "npu_fx_compiler.py"
+    compiler.parent.mkdir(parents=True)
+    compiler.write_text(torchair)
+    (site / "torch_npu" / "__init__.py").write_text(code)
+    metadata = site / f"torch_npu-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: torch_npu\nVersion: {version}\n")
+
+
+COMPILES = "".join(
+    f"\ndef {name}(): ...\n"
+    for name in ("_compile_graph_with_aot", "_get_merged_decompositions", "_process_send_recv")
+)
+
+
+def test_an_import_that_fails_is_a_problem_and_no_traceback(tmp_path: Path) -> None:
+    install(tmp_path, torch.__version__, "def f(): pass\nf(allow_override=True)\n", COMPILES)
+    status, found, said = doctor_beside(tmp_path)
+    assert status == 1 and "Traceback" not in said
+    (problem,) = found["problems"]
+    assert problem["check"] == "offline" and "f() got an unexpected keyword argument" in problem["failed"]
+    assert "docs/releases.md" in problem["to do"]
+    assert found["versions"]["python"] == platform.python_version()
+    assert found["operators"]["npu_mla_prolog_v3"] == {
+        "schema": "mla_fusion", "cpu_kernel": "mla_fusion", "converter": None
+    }
+
+
+def test_an_import_that_ends_the_process_is_a_problem(tmp_path: Path) -> None:
+    ends = "import os, sys\nprint('  what():  Duplicated key', file=sys.stderr)\nos.abort()\n"
+    install(tmp_path, torch.__version__, ends, COMPILES)
+    status, found, _ = doctor_beside(tmp_path)
+    assert status == 1
+    (problem,) = found["problems"]
+    assert problem["failed"] == "importing torch_npu ends the process with SIGABRT: what():  Duplicated key"
+
+
+def test_a_release_that_lacks_functions_is_refused_before_it_is_imported(tmp_path: Path) -> None:
+    install(tmp_path, "2.9.0", "raise AssertionError('imported')", "def get_npu_backend(): ...\n")
+    status, found, _ = doctor_beside(tmp_path)
+    assert status == 1
+    (problem,) = found["problems"]
+    assert "lacks _compile_graph_with_aot" in problem["failed"]
+    assert "pip install torch==2.9.0+cpu torch_npu==2.9.0.post9" in problem["failed"]
+
+
+def test_a_check_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(usable: bool) -> dict[str, str]:
+        raise KeyError("field")
+
+    monkeypatch.setattr(doctor, "hooks", fails)
+    found = doctor.survey()
+    assert found["hooks"] is None
+    assert [(problem["check"], problem["failed"]) for problem in found["problems"]] == [("hooks", "KeyError: 'field'")]
+    assert found["traps"] and found["operators"]

@@ -1,12 +1,12 @@
 """npu_format_cast in a GE graph leaves no node: GE casts formats itself."""
 
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import mla_fusion as mf
+from tests.catalogue import base, prologues
 
 UNTOUCHED = mf.Config(enable=False)
 
@@ -24,10 +24,10 @@ def test_format_cast_hands_its_input_through(acl_format: int) -> None:
     assert mf.lower(cast, x, weight, config=UNTOUCHED).ge_ops == mf.lower(plain, x, weight).ge_ops
 
 
-def test_weights_packed_inside_the_graph_lower_to_ge(spellings: Any) -> None:
+def test_weights_packed_inside_the_graph_lower_to_ge() -> None:
     """The pass-only hook cannot pack outside: it emits slices, transposes and format casts for GE to fold."""
     torch.manual_seed(0)
-    lowered = mf.lower(spellings.PagedRotateHalf(), *spellings.paged_args(), hook=True)
+    lowered = mf.lower(prologues.PagedRotateHalf(), *base.paged_args(), hook=True)
     assert lowered.fx_ops["npu.npu_format_cast.default"] == 3
     assert lowered.ge_ops["MlaPrologV3"] == 1
     assert not any("FormatCast" in name or name == "TransData" for name in lowered.ge_ops)

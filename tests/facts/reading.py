@@ -13,7 +13,7 @@ from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact
 from mla_fusion.fx.view import View
-from tests.graph.tracing import floats, view
+from tests.fx.tracing import floats, view
 
 T, HE = 5, 16
 

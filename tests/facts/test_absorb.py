@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_fusion.facts.absorb import AbsorbFact
 from tests.facts.reading import HE, read
-from tests.graph.tracing import TOKENS, floats, view
+from tests.fx.tracing import TOKENS, floats, view
 
 N, D, DR, C = 3, 4, 2, 6
 WIDTH = N * (D + DR)

@@ -12,7 +12,7 @@ from torch import Tensor
 from mla_fusion.facts import cache_write
 from mla_fusion.facts.cache_write import WriteFact, paged_shape, readers
 from mla_fusion.fx.kinds import is_writer
-from tests.graph.tracing import floats, inputs, integers, view
+from tests.fx.tracing import floats, inputs, integers, view
 
 T, BLOCKS, SIZE, WIDTH = 5, 4, 16, 8
 ROWS = BLOCKS * SIZE

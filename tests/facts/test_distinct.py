@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_fusion.facts.distinct import repeats
 from mla_fusion.fx.ranges import Ranges
-from tests.graph.tracing import integers, outputs, view
+from tests.fx.tracing import integers, outputs, view
 
 T, ROWS = 5, 1 << 20
 Make = Callable[..., Any]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_fusion.facts import projection
 from mla_fusion.facts.dynamic_quant import DynamicQuant
-from tests.graph.tracing import TOKENS, floats, integers, view
+from tests.fx.tracing import TOKENS, floats, integers, view
 
 T, HE, WIDTH = TOKENS, 16, 8
 Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]  # values in int8, and what a row is scaled by

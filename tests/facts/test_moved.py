@@ -17,7 +17,7 @@ from mla_fusion.facts import projection
 from mla_fusion.facts.moved import moved
 from mla_fusion.facts.reading import FactReader
 from mla_fusion.fx.view import View
-from tests.graph.tracing import floats, view
+from tests.fx.tracing import floats, view
 
 T, HE, W = 5, 16, 8
 DATACLASSES = sorted(

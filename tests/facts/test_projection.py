@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_fusion.facts import projection
 from mla_fusion.facts.projection import reads_whole, same_rows, token_sizes
-from tests.graph.tracing import POSITIONS, SEQUENCES, TOKENS, floats, view
+from tests.fx.tracing import POSITIONS, SEQUENCES, TOKENS, floats, view
 
 B, S, HE, WIDTH = SEQUENCES, POSITIONS, 16, 8
 Product = Callable[[Tensor, Tensor], Tensor]  # of x [B, S, HE] and w [WIDTH, HE]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.facts.reading import norms
-from tests.graph.tracing import TOKENS, floats
+from tests.fx.tracing import TOKENS, floats
 
 W, EPS = 8, 1e-6
 Step = Callable[[Tensor, Tensor], Tensor]

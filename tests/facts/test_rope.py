@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.facts.reading import ropes
-from tests.graph.tracing import TOKENS, floats
+from tests.fx.tracing import TOKENS, floats
 
 DR, N = 8, 2
 H = DR // 2

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_fusion.facts import row_quant
 from mla_fusion.facts.row_quant import RowQuant
-from tests.graph.tracing import calls, floats, view
+from tests.fx.tracing import calls, floats, view
 
 T, WIDTH = 5, 8
 Quantise = Callable[[Tensor, Tensor], Tensor]  # of rows and a scale

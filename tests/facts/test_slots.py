@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.facts.slots import Trust, Unproven, judge
-from tests.graph.tracing import integers, masks, outputs, view
+from tests.fx.tracing import integers, masks, outputs, view
 
 T, ROWS = 5, 64
 Make = Callable[..., Any]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.facts.tables import same_values
-from tests.graph.tracing import TOKENS, floats, integers, outputs, view
+from tests.fx.tracing import TOKENS, floats, integers, outputs, view
 
 DR = 8
 Table = Callable[[Tensor, Tensor], Tensor]  # of angles [T, DR / 2] and positions [T]

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-
-from . import spellings as s
-from .near_misses import Base
+from tests.catalogue import base
+from tests.catalogue.base import Base
 
 
 class After(nn.Module):
@@ -44,7 +43,7 @@ def halved_now_and_then(y: Tensor) -> Tensor:
 @pytest.mark.parametrize("side", ["q_a_layernorm", "kv_a_layernorm"])
 @pytest.mark.parametrize("step", [attention_temperature, late_tokens, halved_now_and_then])
 def test_steps_by_the_token_number_are_not_fused_away(step: Callable[[Tensor], Tensor], side: str) -> None:
-    model, args = Base(), s.paged_args(8)
+    model, args = Base(), base.paged_args(8)
     setattr(model, side, After(getattr(model, side), step))
     for index in (0, 1, 2, 5):
         torch._dynamo.mark_dynamic(args[index], 0)
@@ -67,7 +66,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_gates_that_open_far_from_the_probes(name: str) -> None:
     model = Base()
     model.q_a_layernorm = After(model.q_a_layernorm, GATES[name])  # type: ignore[assignment]
-    gm, _ = capture(model, *s.paged_args(), device="cpu")
+    gm, _ = capture(model, *base.paged_args(), device="cpu")
     assert mf.fuse(gm).fused == []
 
 
@@ -87,7 +86,7 @@ class Underflow(Base):
 
 @pytest.mark.parametrize("model", [SmallGate, Underflow])
 def test_steps_on_the_query(model: type[Base]) -> None:
-    gm, _ = capture(model(), *s.paged_args(), device="cpu")
+    gm, _ = capture(model(), *base.paged_args(), device="cpu")
     assert mf.fuse(gm).fused == []
 
 
@@ -99,12 +98,12 @@ class SignBuffer(Base):
         self.register_buffer("signs", torch.cat([-torch.ones(32), torch.ones(32)]).bfloat16())
 
     def rotate(self, x: Tensor, c: Tensor, s_: Tensor) -> Tensor:
-        x = s.hf_interleave(x)
+        x = base.hf_interleave(x)
         return x * c + torch.cat([x[..., 32:], x[..., :32]], -1) * self.signs * s_
 
 
 def test_a_buffer_of_signs_is_no_literal() -> None:
-    gm = torch.export.export(SignBuffer(), s.paged_args(), strict=False).module()
+    gm = torch.export.export(SignBuffer(), base.paged_args(), strict=False).module()
     mf.fuse(gm)
     assert any(node.target == "signs" and node.users for node in gm.graph.nodes)
 
@@ -127,7 +126,7 @@ MASKS = {
 
 @pytest.mark.parametrize("kind", MASKS)
 def test_buffers_of_any_dtype_do_not_matter(kind: str) -> None:
-    gm = torch.export.export(Masked(MASKS[kind]), s.paged_args(), strict=False).module()
+    gm = torch.export.export(Masked(MASKS[kind]), base.paged_args(), strict=False).module()
     report = mf.fuse(gm)
     assert len(report.fused) == 1, str(report)
 
@@ -138,6 +137,6 @@ class SlotsByTwoCounts(Base):
 
 
 def test_slots_plus_a_vector_may_repeat() -> None:
-    gm, _ = capture(SlotsByTwoCounts(), *s.paged_args(), device="cpu")
+    gm, _ = capture(SlotsByTwoCounts(), *base.paged_args(), device="cpu")
     (fusion,) = mf.fuse(gm).fused
     assert fusion.placement.startswith("staged")

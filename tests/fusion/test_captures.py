@@ -11,18 +11,17 @@ from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fusion as mf
+from tests.catalogue import base, prologues
+from tests.harness import clones, distance
 
-from . import spellings as s
-from .harness import clones, distance
 
-
-@pytest.mark.parametrize("spelling", [s.PagedRotateHalf, s.PagedFunctionalNorm])
+@pytest.mark.parametrize("spelling", [prologues.PagedRotateHalf, prologues.PagedFunctionalNorm])
 @pytest.mark.parametrize("core", [False, True])
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx(mode: str, core: bool, spelling: type[torch.nn.Module]) -> None:
     """Core ATen's decomposition of rms_norm adds epsilon in place, below functionalisation."""
     torch.manual_seed(0)
-    model, args = spelling().requires_grad_(False), s.paged_args()
+    model, args = spelling().requires_grad_(False), base.paged_args()
     options: dict[str, Any] = {"decomposition_table": core_aten_decompositions() if core else None}
     options["_allow_non_fake_inputs"] = mode != "real"
     gm = make_fx(torch.func.functionalize(lambda *given: model(*given)), tracing_mode=mode, **options)(*args)

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 import mla_fusion as mf
-
-from . import near_misses
-from . import spellings as s
-from .harness import assert_as_exact, clones, compiled
+from tests.catalogue import base
+from tests.harness import assert_as_exact, clones, compiled
 
 
-class PartialRope(near_misses.Base):
+class PartialRope(base.Base):
     """``cat((rotated, the rest))``, where the rest is empty."""
 
     def rotate(self, x: Tensor, c: Tensor, s_: Tensor) -> Tensor:
@@ -20,7 +18,7 @@ class PartialRope(near_misses.Base):
         return torch.cat((super().rotate(x[..., :width], c, s_), x[..., width:]), -1)
 
 
-class EmptyReader(near_misses.Base):
+class EmptyReader(base.Base):
     """Somebody keeps a slice of the raw query that is empty."""
 
     def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
@@ -29,7 +27,7 @@ class EmptyReader(near_misses.Base):
 
 def test_an_empty_rest_is_dropped() -> None:
     torch.manual_seed(0)
-    model, args = PartialRope(), s.paged_args()
+    model, args = PartialRope(), base.paged_args()
     fused = compiled(model, clones(args), mf.backend())
     (fusion,) = mf.reports()[-1].fused
     assert fusion.placement == "in place"
@@ -38,7 +36,7 @@ def test_an_empty_rest_is_dropped() -> None:
 
 def test_an_empty_slice_of_the_raw_latent_does_not_matter() -> None:
     torch.manual_seed(0)
-    model, args = EmptyReader(), s.paged_args()
+    model, args = EmptyReader(), base.paged_args()
     fused = compiled(model, clones(args), mf.backend())
     assert len(mf.reports()[-1].fused) == 1, str(mf.reports()[-1])
     assert_as_exact(model, args, fused)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
+from tests.catalogue import base, prologues
 
-from . import spellings as s
 from .ge_graphs import same_wiring
 
 UNFUSED = mf.Config(enable=False)
@@ -23,12 +23,12 @@ class ByHand(nn.Module):
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(*shape).bfloat16())
 
-        self.weight_dq = weight(s.HE, s.HCQ)
-        self.weight_uq_qr = weight(s.HCQ, heads * (s.D + s.DR))
-        self.weight_uk = weight(heads, s.D, s.HCKV)
-        self.weight_dkv_kr = weight(s.HE, s.HCKV + s.DR)
-        self.gamma_cq = weight(s.HCQ)
-        self.gamma_ckv = weight(s.HCKV)
+        self.weight_dq = weight(base.HE, base.HCQ)
+        self.weight_uq_qr = weight(base.HCQ, heads * (base.D + base.DR))
+        self.weight_uk = weight(heads, base.D, base.HCKV)
+        self.weight_dkv_kr = weight(base.HE, base.HCKV + base.DR)
+        self.gamma_cq = weight(base.HCQ)
+        self.gamma_ckv = weight(base.HCKV)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
         query, query_rope, *_ = torch.ops.npu.npu_mla_prolog_v3(
@@ -47,16 +47,16 @@ class ByHand(nn.Module):
             rmsnorm_epsilon_cq=1e-6,
             rmsnorm_epsilon_ckv=1e-6,
         )
-        return s.attend(query, query_rope, kv_cache.view(-1, s.HCKV), kr_cache.view(-1, s.DR))
+        return base.attend(query, query_rope, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR))
 
 
 MODELS = {
-    "rotate_half": s.PagedRotateHalf,
-    "functional_norm": s.PagedFunctionalNorm,
-    "neox": s.Neox,
-    "npu_v1": lambda: s.NpuOperators(version=1),
-    "npu_v2": lambda: s.NpuOperators(version=2),
-    "fused_qkv_a": s.FusedQkvA,
+    "rotate_half": prologues.PagedRotateHalf,
+    "functional_norm": prologues.PagedFunctionalNorm,
+    "neox": prologues.Neox,
+    "npu_v1": lambda: prologues.NpuOperators(version=1),
+    "npu_v2": lambda: prologues.NpuOperators(version=2),
+    "fused_qkv_a": prologues.FusedQkvA,
 }
 
 
@@ -68,7 +68,7 @@ def _model(request: pytest.FixtureRequest) -> nn.Module:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_ge_graph_is_the_handwritten_one(model: nn.Module, dynamic: bool) -> None:
-    args = s.paged_args()
+    args = base.paged_args()
     with torch._dynamo.config.patch(specialize_float=True):
         fused = mf.lower(model, *args, mode="ge", dynamic=dynamic)
         byhand = mf.lower(ByHand(), *args, mode="ge", dynamic=dynamic, config=UNFUSED)
@@ -79,7 +79,7 @@ def test_ge_graph_is_the_handwritten_one(model: nn.Module, dynamic: bool) -> Non
 
 
 def test_npugraph_ex_writes_the_placeholders(model: nn.Module) -> None:
-    args = s.paged_args()
+    args = base.paged_args()
     fused = mf.lower(model, *args, mode="npugraph_ex")
     byhand = mf.lower(ByHand(), *args, mode="npugraph_ex", config=UNFUSED)
     assert fused.fx_ops == byhand.fx_ops
@@ -90,7 +90,7 @@ def test_npugraph_ex_writes_the_placeholders(model: nn.Module) -> None:
 
 def test_layers_in_one_graph() -> None:
     torch.manual_seed(0)
-    lowered = mf.lower(s.Layers(), *s.layers_args(), mode="ge")
+    lowered = mf.lower(prologues.Layers(), *prologues.layers_args(), mode="ge")
     assert lowered.ge_ops["MlaPrologV3"] == 3
     assert lowered.ge_ops["TensorMove"] == lowered.ge_ops["Assign"] == 0
 
@@ -99,5 +99,5 @@ def test_unfused_graph_is_refused_by_name() -> None:
     from mla_fusion.compile.lowering import LoweringError
 
     with pytest.raises(LoweringError, match=r"index_put") as refused:
-        mf.lower(s.PagedRotateHalf(), *s.paged_args(), mode="ge", config=UNFUSED)
+        mf.lower(prologues.PagedRotateHalf(), *base.paged_args(), mode="ge", config=UNFUSED)
     assert "aten.index_put.default" in refused.value.operators

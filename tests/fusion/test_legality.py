@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-
-from .harness import assert_as_exact, both_ways, clones, compiled
-from .near_misses import Base
-from .spellings import BLOCK_SIZE, BLOCKS, DR, HCKV, attend, paged_args, paged_caches
+from tests.catalogue.base import BLOCK_SIZE, BLOCKS, DR, HCKV, Base, attend, paged_args, paged_caches
+from tests.harness import assert_as_exact, both_ways, clones, compiled
 
 
 class ReadBetweenTheWrites(Base):

@@ -8,34 +8,30 @@ from torch import Tensor
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.fx.shrink import Shrink
-
-from . import near_misses
-from . import spellings as s
-from . import variants as v
-from .harness import assert_as_exact, clones, compiled
+from tests.catalogue import ENTRIES, base, layouts, prologues
+from tests.harness import assert_as_exact, clones, compiled
 
 
 @pytest.fixture(autouse=True)
 def _room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s, "BLOCKS", 64)
+    monkeypatch.setattr(base, "BLOCKS", 64)
 
 
 def prefill_args() -> tuple[Tensor, ...]:
-    freqs = torch.view_as_real(torch.polar(torch.ones(128, s.DR // 2), torch.rand(128, s.DR // 2) * 6.28))
-    x = torch.randn(2, 64, s.HE).bfloat16()
-    return x, freqs, torch.randn(4, 128, s.HCKV).bfloat16(), torch.randn(4, 128, s.DR).bfloat16()
+    freqs = torch.view_as_real(torch.polar(torch.ones(128, base.DR // 2), torch.rand(128, base.DR // 2) * 6.28))
+    x = torch.randn(2, 64, base.HE).bfloat16()
+    return x, freqs, torch.randn(4, 128, base.HCKV).bfloat16(), torch.randn(4, 128, base.DR).bfloat16()
 
 
 CASES = {
-    "64 tokens": (s.PagedRotateHalf, lambda: s.paged_args(64)),
-    "512 tokens, as many as the latent is wide": (s.PagedRotateHalf, lambda: s.paged_args(512)),
-    "128 tokens, as many as D": (s.FusedQkvA, lambda: s.paged_args(128)),
-    "4 sequences of 32": (v.Sequences, lambda: v.sequence_args(4, 32)),
-    "64 sequences of 2": (v.Sequences, lambda: v.sequence_args(64, 2)),
-    "16 sequences of 16": (v.Sequences, lambda: v.sequence_args(16, 16)),
-    "dense prefill": (s.ComplexDense, prefill_args),
-    "npu operators": (s.NpuOperators, lambda: s.paged_args(128)),
+    "64 tokens": (prologues.PagedRotateHalf, lambda: base.paged_args(64)),
+    "512 tokens, as many as the latent is wide": (prologues.PagedRotateHalf, lambda: base.paged_args(512)),
+    "128 tokens, as many as D": (prologues.FusedQkvA, lambda: base.paged_args(128)),
+    "4 sequences of 32": (layouts.Sequences, lambda: layouts.sequence_args(4, 32)),
+    "64 sequences of 2": (layouts.Sequences, lambda: layouts.sequence_args(64, 2)),
+    "16 sequences of 16": (layouts.Sequences, lambda: layouts.sequence_args(16, 16)),
+    "dense prefill": (prologues.ComplexDense, prefill_args),
+    "npu operators": (prologues.NpuOperators, lambda: base.paged_args(128)),
 }
 
 
@@ -50,7 +46,7 @@ def test_fuses(name: str, device: str) -> None:
 
 def test_as_exactly() -> None:
     torch.manual_seed(0)
-    model, args = s.PagedRotateHalf(), s.paged_args(256)
+    model, args = prologues.PagedRotateHalf(), base.paged_args(256)
     assert_as_exact(model, args, compiled(model, clones(args), mf.backend()))
 
 
@@ -58,37 +54,20 @@ def test_batches_of_any_number_of_long_sequences() -> None:
     """Only the length is static: it is shrunk, and every token of the verified call has a slot of its own."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    args = v.sequence_args(3, 96)
+    args = layouts.sequence_args(3, 96)
     for given in args[:3] + args[5:]:
         torch._dynamo.mark_dynamic(given, 0)
     for cache in args[3:5]:
         torch._dynamo.mark_dynamic(cache, 0)
     with torch.no_grad():
-        torch.compile(v.Sequences(), backend="mla_fusion", fullgraph=True)(*args)
+        torch.compile(layouts.Sequences(), backend="mla_fusion", fullgraph=True)(*args)
     (fusion,) = mf.reports()[-1].fused
     assert fusion.placement == "in place" and fusion.verified == "verified"
     assert {figure.output for figure in fusion.figures} == {"query", "query_rope", "kv_cache", "kr_cache"}
 
 
-@pytest.mark.parametrize("name", ["bias", "tables_swapped", "rope_mixes_heads", "low_precision", "raw_latent_read"])
+@pytest.mark.parametrize("name", ["Bias", "TablesSwappedOnKey", "RopeMixesHeads", "LowPrecision", "RawLatentRead"])
 def test_near_misses_get_the_same_code(name: str) -> None:
-    code, model = near_misses.REFUSED[name]
-    gm, _ = capture(model(), *s.paged_args(128), device="cpu")
-    assert [r.code for r in mf.fuse(gm).rejected] == [code]
-
-
-@pytest.mark.parametrize(
-    ("small", "full", "wanted", "sizes"),
-    [
-        ((5, 384), (64, 384), (64, 2, 192), (5, 2, 192)),
-        ((2 * 5, 384), (2 * 64, 384), (2, 64, 2, 192), (2, 5, 2, 192)),
-        ((2, 5, 128), (2, 512, 128), (1, 2, 512, 128), (1, 2, 5, 128)),
-        ((5, 512), (512, 512), (512, 1, 512), (5, 1, 512)),
-        ((64, 192), (64, 192), (64, 3, 64), (64, 3, 64)),
-    ],
-)
-def test_sizes_of_a_view(
-    small: tuple[int, ...], full: tuple[int, ...], wanted: tuple[int, ...], sizes: tuple[int, ...]
-) -> None:
-    tokens = 512 if 512 in full else 64
-    assert Shrink(tokens).viewed(small, full, wanted) == sizes
+    entry = ENTRIES[name]
+    gm, _ = capture(entry.model(), *base.paged_args(128), device="cpu")
+    assert tuple(r.code for r in mf.fuse(gm).rejected) == entry.outcome

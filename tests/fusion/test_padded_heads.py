@@ -11,28 +11,26 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-
-from . import quantised as q
-from . import spellings as s
-from .harness import assert_as_exact, both_ways, clones, compiled, distance, eager
+from tests.catalogue import base, int8, int8_attention, prologues
+from tests.harness import assert_as_exact, both_ways, clones, compiled, distance, eager
 
 RELEASE = "9.1"
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]], int]] = {
-    "paged": (lambda: s.PagedRotateHalf(12), s.paged_args, 16),
-    "one_more_than_a_power": (lambda: s.PagedRotateHalf(5), s.paged_args, 8),
-    "staged": (lambda: s.ComplexDense(3), s.dense_args, 4),
-    "half_layout": (lambda: s.Neox(3), s.paged_args, 4),
-    "operators": (lambda: s.NpuOperators(3), s.paged_args, 4),
-    "int8": (lambda: int8(q.Full()), s.paged_args, 4),
-    "int8_query": (lambda: int8(q.Int8Attention()), q.int8_latent_args, 4),
+    "paged": (lambda: prologues.PagedRotateHalf(12), base.paged_args, 16),
+    "one_more_than_a_power": (lambda: prologues.PagedRotateHalf(5), base.paged_args, 8),
+    "staged": (lambda: prologues.ComplexDense(3), prologues.dense_args, 4),
+    "half_layout": (lambda: prologues.Neox(3), base.paged_args, 4),
+    "operators": (lambda: prologues.NpuOperators(3), base.paged_args, 4),
+    "int8": (lambda: with_heads(int8.Full()), base.paged_args, 4),
+    "int8_query": (lambda: with_heads(int8_attention.Int8Attention()), int8_attention.int8_latent_args, 4),
 }
 
 
-def int8(model: q.Full, heads: int = 3) -> nn.Module:
+def with_heads(model: int8.Full, heads: int = 3) -> nn.Module:
     """The model with another number of heads."""
     model.heads = heads
-    model.q_b_proj = q.QuantLinear(s.HCQ, heads * (s.D + s.DR))  # type: ignore[assignment]
-    model.kv_b_proj = s.linear(s.HCKV, heads * (s.D + s.DV))
+    model.q_b_proj = int8.QuantLinear(base.HCQ, heads * (base.D + base.DR))  # type: ignore[assignment]
+    model.kv_b_proj = base.linear(base.HCKV, heads * (base.D + base.DV))
     return model
 
 
@@ -52,19 +50,19 @@ def test_fuses_as_exactly(name: str) -> None:
 
 
 def test_the_call_has_a_legal_number_of_heads() -> None:
-    gm, _ = capture(s.PagedRotateHalf(12), *s.paged_args(), device="npu")
+    gm, _ = capture(prologues.PagedRotateHalf(12), *base.paged_args(), device="npu")
     report = mf.fuse(gm, mf.Config(cann=RELEASE))
     (call,) = gm.graph.find_nodes(op="call_function", target=torch.ops.npu.npu_mla_prolog_v3_functional.default)
     weight_uq_qr, weight_uk = call.args[2], call.args[3]
     assert weight_uk.meta["val"].shape[0] == 16
-    assert weight_uq_qr.meta["val"].numel() == 16 * (s.D + s.DR) * s.HCQ
+    assert weight_uq_qr.meta["val"].numel() == 16 * (base.D + base.DR) * base.HCQ
     assert call.meta["val"][0].shape[-2] == 16
     assert report.fused[0].placement == "in place"
 
 
 def test_zeros_come_before_the_format_cast() -> None:
     """Padding a weight that is in FRACTAL_NZ already would put its zeros among the numbers."""
-    gm, _ = capture(s.PagedRotateHalf(12), *s.paged_args(), device="npu")
+    gm, _ = capture(prologues.PagedRotateHalf(12), *base.paged_args(), device="npu")
     mf.fuse(gm, mf.Config(cann=RELEASE))
     for pad in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.constant_pad_nd.default):
         above = {pad}
@@ -76,13 +74,13 @@ def test_zeros_come_before_the_format_cast() -> None:
 @pytest.mark.parametrize(("cann", "heads"), [("latest", 12), (RELEASE, 16)])
 def test_legal_numbers_stay(cann: str, heads: int) -> None:
     assert heads in limits("npu_mla_prolog_v3", "A3", cann).dims["N"]
-    gm, _ = capture(s.PagedRotateHalf(heads), *s.paged_args())
+    gm, _ = capture(prologues.PagedRotateHalf(heads), *base.paged_args())
     (fusion,) = mf.fuse(gm, mf.Config(cann=cann)).fused
     assert "N_padded" not in fusion.dims
 
 
 def test_more_heads_than_the_kernel_has_are_refused() -> None:
-    gm, _ = capture(s.PagedRotateHalf(136), *s.paged_args())
+    gm, _ = capture(prologues.PagedRotateHalf(136), *base.paged_args())
     (rejection,) = mf.fuse(gm, mf.Config(cann=RELEASE)).rejected
     assert rejection.code.startswith("contract:")
 
@@ -90,7 +88,7 @@ def test_more_heads_than_the_kernel_has_are_refused() -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic: bool) -> None:
     torch.manual_seed(0)
-    module, given = s.PagedRotateHalf(12), s.paged_args()
+    module, given = prologues.PagedRotateHalf(12), base.paged_args()
     fused = compiled(module, clones(given), mf.backend(mf.Config(cann=RELEASE)), dynamic=dynamic)
     assert mf.reports()[-1].fused[0].placement == "in place"
     assert_as_exact(module, given, fused, slack=1.2)

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-
-from . import spellings as s
-from .harness import assert_as_exact, clones, compiled
+from tests.catalogue import base, prologues
+from tests.harness import assert_as_exact, clones, compiled
 
 
 class TwoAttentions(nn.Module):
@@ -16,39 +15,39 @@ class TwoAttentions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = s.PagedRotateHalf(), s.PagedRotateHalf()
+        self.first, self.second = prologues.PagedRotateHalf(), prologues.PagedRotateHalf()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         kv, kr, slots, other_kv, other_kr = rest
         return self.first(x, cos, sin, kv, kr, slots), self.second(x, cos, sin, other_kv, other_kr, slots)
 
 
-class TwoQueries(s.Prologue):
+class TwoQueries(base.Prologue):
     """A second query goes with the latent of the first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.other = s.Prologue()
+        self.other = base.Prologue()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
         def rotate(x: Tensor) -> Tensor:
-            x = s.hf_interleave(x)
-            return x * cos.unsqueeze(1) + s.rotate_half(x) * sin.unsqueeze(1)
+            x = base.hf_interleave(x)
+            return x * cos.unsqueeze(1) + base.rotate_half(x) * sin.unsqueeze(1)
 
         c_kv, k_pe = self.latent(x)
-        kv_cache.view(-1, s.HCKV)[slots] = c_kv
-        kr_cache.view(-1, s.DR)[slots] = rotate(k_pe.unsqueeze(1)).squeeze(1)
+        kv_cache.view(-1, base.HCKV)[slots] = c_kv
+        kr_cache.view(-1, base.DR)[slots] = rotate(k_pe.unsqueeze(1)).squeeze(1)
         scores = []
         for side in (self, self.other):
             q_nope, q_pe = side.query(x)
-            rows = kv_cache.view(-1, s.HCKV), kr_cache.view(-1, s.DR)
-            scores.append(s.attend(side.absorb(q_nope), rotate(q_pe), *rows))
+            rows = kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR)
+            scores.append(base.attend(side.absorb(q_nope), rotate(q_pe), *rows))
         return torch.stack(scores)
 
 
 def test_both_fuse() -> None:
     torch.manual_seed(0)
-    args = s.paged_args()
+    args = base.paged_args()
     args = (*args, *clones(args)[3:5])
     model = TwoAttentions()
     fused = compiled(model, clones(args), mf.backend())
@@ -59,7 +58,7 @@ def test_both_fuse() -> None:
 
 def test_a_query_without_a_latent_of_its_own_is_reported() -> None:
     torch.manual_seed(0)
-    model, args = TwoQueries(), s.paged_args()
+    model, args = TwoQueries(), base.paged_args()
     fused = compiled(model, clones(args), mf.backend())
     report = mf.reports()[-1]
     assert len(report.fused) + len(report.rejected) == 2, str(report)

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.fx import regions
-
-from . import spellings as s
-from .harness import assert_as_exact, both_ways, clones, eager
-from .near_misses import Base
+from mla_fusion.fx import subgraphs
+from tests.catalogue import base, prologues
+from tests.catalogue.base import Base
+from tests.harness import assert_as_exact, both_ways, clones, eager
 
 
 class Region(nn.Module):
@@ -28,10 +27,10 @@ class Region(nn.Module):
         return self.layer(*args)
 
 
-class Regions(s.Layers):
+class Regions(prologues.Layers):
     """Layers of one body: the second is a call of what was traced for the first."""
 
-    def __init__(self, layer: type[nn.Module] = s.PagedRotateHalf, count: int = 2) -> None:
+    def __init__(self, layer: type[nn.Module] = prologues.PagedRotateHalf, count: int = 2) -> None:
         super().__init__(layer, count)
         self.layers = nn.ModuleList(Region(layer) for layer in self.layers)
 
@@ -68,16 +67,16 @@ class Pools(Regions):
         return super().forward(x, cos, sin, slots, *(layer for pair in zip(*pools, strict=True) for layer in pair))
 
 
-class WithBias(s.PagedRotateHalf):
+class WithBias(prologues.PagedRotateHalf):
     def __init__(self) -> None:
         super().__init__()
-        self.q_a_proj = nn.Linear(s.HE, s.HCQ, bias=True, dtype=torch.bfloat16)
+        self.q_a_proj = nn.Linear(base.HE, base.HCQ, bias=True, dtype=torch.bfloat16)
 
 
 MODELS = {
-    "layers": (Regions, lambda: s.layers_args(count=2), ["layers.0", "layers.1"]),
-    "computed": (Computed, s.paged_args, [""]),
-    "nested": (Nested, s.paged_args, [""]),
+    "layers": (Regions, lambda: prologues.layers_args(count=2), ["layers.0", "layers.1"]),
+    "computed": (Computed, base.paged_args, [""]),
+    "nested": (Nested, base.paged_args, [""]),
 }
 
 
@@ -93,13 +92,13 @@ def test_fuses_as_exactly(name: str) -> None:
 
 
 def test_ge_graph_of_the_real_torchair() -> None:
-    lowered = mf.lower(Regions(), *s.layers_args(count=2))
+    lowered = mf.lower(Regions(), *prologues.layers_args(count=2))
     assert lowered.ge_ops["MlaPrologV3"] == 2 and not lowered.ge_ops["TensorMove"] + lowered.ge_ops["Assign"]
 
 
 def test_regions_that_write_into_parts_stay_closed() -> None:
     torch.manual_seed(0)
-    model, args = Pools(), s.layers_args(count=2)
+    model, args = Pools(), prologues.layers_args(count=2)
     args = *args[:4], torch.stack(args[4::2]), torch.stack(args[5::2])
     for report, run in both_ways(model, args):
         assert not report.fused
@@ -108,7 +107,7 @@ def test_regions_that_write_into_parts_stay_closed() -> None:
 
 
 def test_a_near_miss_is_named_and_the_graph_keeps_its_regions() -> None:
-    gm, _ = capture(Regions(WithBias), *s.layers_args(count=2), device="cpu")
+    gm, _ = capture(Regions(WithBias), *prologues.layers_args(count=2), device="cpu")
     kept, before = gm.graph, str(gm.graph)
     for judge in (mf.explain, mf.fuse):
         report = judge(gm)
@@ -117,22 +116,22 @@ def test_a_near_miss_is_named_and_the_graph_keeps_its_regions() -> None:
 
 
 def test_explaining_opens_nothing() -> None:
-    gm, _ = capture(Regions(), *s.layers_args(count=2), device="cpu")
+    gm, _ = capture(Regions(), *prologues.layers_args(count=2), device="cpu")
     kept = gm.graph
     assert len(mf.explain(gm).fused) == 2 and gm.graph is kept
     assert len(mf.fuse(gm).fused) == 2 and gm.graph is not kept
-    assert regions.laid_open(gm) is None
+    assert not subgraphs.found(gm)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad(), torch.autocast("cpu", enabled=False)], ids=["grad", "autocast"])
 def test_exported_under_a_mode_that_is_off(mode: Any) -> None:
-    class Within(s.PagedRotateHalf):
+    class Within(prologues.PagedRotateHalf):
         def forward(self, *args: Tensor) -> Tensor:
             with mode:
                 return super().forward(*args)
 
     torch.manual_seed(0)
-    model, args = Within(), s.paged_args()
+    model, args = Within(), base.paged_args()
     module = torch.export.export(model, args).module()
     assert any("wrap_with" in str(node.target) for node in module.graph.nodes)
     assert len(mf.fuse(module).fused) == 1
@@ -142,17 +141,17 @@ def test_exported_under_a_mode_that_is_off(mode: Any) -> None:
 
 @pytest.mark.parametrize("why", ["writes_early", "other_shape", "returned_whole"])
 def test_calls_that_stay_closed(why: str) -> None:
-    gm, _ = capture(Regions(), *s.layers_args(count=2), device="cpu")
+    gm, _ = capture(Regions(), *prologues.layers_args(count=2), device="cpu")
     calls = [node for node in gm.graph.nodes if "_all_bases" in node.kwargs]
     body = gm.get_submodule(calls[0].kwargs["subgraph"].target).graph
     first, output = body.find_nodes(op="placeholder")[0], body.find_nodes(op="output")[0]
-    assert regions.laid_open(gm) is not None
+    assert subgraphs.found(gm)
     if why == "writes_early":
         with body.inserting_before(output):
             body.call_function(torch.ops.aten.neg.default, (first,))
     elif why == "other_shape":
-        first.meta["val"] = first.meta["val"].new_empty(9, s.HE)
+        first.meta["val"] = first.meta["val"].new_empty(9, base.HE)
     else:
         result = gm.graph.find_nodes(op="output")[0]
         result.args = ((*result.args[0], *calls),)
-    assert regions.laid_open(gm) is None
+    assert not subgraphs.found(gm)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 import mla_fusion as mf
-
-from . import harness
-from . import spellings as s
-from .near_misses import Base
+from tests import harness
+from tests.catalogue import base
+from tests.catalogue.base import Base
 
 Reader = Callable[[Tensor], Tensor]
 
@@ -45,37 +44,37 @@ READERS: dict[str, Reader] = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_reader_with_strides_of_its_own(name: str) -> None:
-    model, args = Gives(READERS[name]), s.paged_args()
+    model, args = Gives(READERS[name]), base.paged_args()
     wanted = harness.eager(model, harness.clones(args))
     for report, found in harness.both_ways(model, args):
-        assert harness.outcome(report) == "in place"
+        assert harness.outcome(report) == ("in place",)
         assert all(harness.distance(a, b) < 2e-2 for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
 def test_results_leave_the_graph_with_the_strides_of_the_model(turned: bool, dynamic: bool) -> None:
-    model, args = Gives(lambda q: q, turned), s.paged_args()
+    model, args = Gives(lambda q: q, turned), base.paged_args()
     wanted = harness.eager(model, harness.clones(args))
     found = harness.compiled(model, harness.clones(args), mf.backend(), dynamic)
-    assert harness.outcome(mf.reports()[-1]) == "in place"
+    assert harness.outcome(mf.reports()[-1]) == ("in place",)
     assert [value.stride() for value in found] == [value.stride() for value in wanted]
 
 
 def test_results_may_leave_the_graph_as_the_kernel_leaves_them() -> None:
-    found = harness.compiled(Gives(lambda q: q), s.paged_args(), mf.backend(mf.Config(strides="kernel")))
+    found = harness.compiled(Gives(lambda q: q), base.paged_args(), mf.backend(mf.Config(strides="kernel")))
     assert found[0].is_contiguous() and "aten.clone.default" not in mf.reports()[-1].operators["after"]
 
 
 def test_one_token_needs_no_copy() -> None:
     """The stride of an axis of length one means nothing."""
-    harness.compiled(Gives(lambda q: q), s.paged_args(1), mf.backend())
+    harness.compiled(Gives(lambda q: q), base.paged_args(1), mf.backend())
     report = mf.reports()[-1]
-    assert harness.outcome(report) == "in place" and "aten.clone.default" not in report.operators["after"]
+    assert harness.outcome(report) == ("in place",) and "aten.clone.default" not in report.operators["after"]
 
 
 def test_a_graph_break_behind_the_prologue() -> None:
-    model, args = Gives(lambda q: q, turned=False), s.paged_args()
+    model, args = Gives(lambda q: q, turned=False), base.paged_args()
 
     def run(*given: Tensor) -> Tensor:
         query, _ = model(*given)

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mla_fusion as mf
-
-from . import harness
-from . import spellings as s
-from .near_misses import Base
+from tests import harness
+from tests.catalogue import base, prologues
+from tests.catalogue.base import Base
 
 Call = tuple[Any, ...]
 
@@ -62,17 +61,17 @@ def from_a_start(m: Calls, n: int, x: Tensor, cos: Tensor, sin: Tensor, kv: Tens
 
 def tables_of_40(call: Call) -> Call:
     n, x, _, _, *rest = call
-    return n, x, *s.tables(40), *rest
+    return n, x, *base.tables(40), *rest
 
 
 DYNAMIC: dict[str, tuple[Callable[..., Any], list[Call], int]] = {
-    "weights of a layer by its number": (of_layer, [(0, *s.paged_args()), (1, *s.paged_args())], 1),
-    "all behind the first n": (last_tokens, [(3, *s.paged_args()), (2, *s.paged_args(12))], 1),
-    "all but the last n": (all_but_the_last, [(3, *s.paged_args()), (2, *s.paged_args(12))], 1),
-    "decode and prefill": (decode_and_prefill, [(3, *s.paged_args()), (2, *s.paged_args(12))], 2),
+    "weights of a layer by its number": (of_layer, [(0, *base.paged_args()), (1, *base.paged_args())], 1),
+    "all behind the first n": (last_tokens, [(3, *base.paged_args()), (2, *base.paged_args(12))], 1),
+    "all but the last n": (all_but_the_last, [(3, *base.paged_args()), (2, *base.paged_args(12))], 1),
+    "decode and prefill": (decode_and_prefill, [(3, *base.paged_args()), (2, *base.paged_args(12))], 2),
     "rows of a short table": (
         from_a_start,
-        [tables_of_40((3, *s.paged_args())), tables_of_40((9, *s.paged_args(12)))],
+        [tables_of_40((3, *base.paged_args())), tables_of_40((9, *base.paged_args(12)))],
         1,
     ),
 }
@@ -110,7 +109,7 @@ def by_index(m: Calls, mask: Tensor, x: Tensor, cos: Tensor, sin: Tensor, kv: Te
 def test_tokens_that_are_counted_at_run_time(run: Callable[..., Any]) -> None:
     mask = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1]).bool()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
-        compare(Calls(run), [(mask, *s.paged_args()), (~mask, *s.paged_args())], 1, dynamic=None)
+        compare(Calls(run), [(mask, *base.paged_args()), (~mask, *base.paged_args())], 1, dynamic=None)
 
 
 def test_a_branch_decides_on_a_weight() -> None:
@@ -119,4 +118,32 @@ def test_a_branch_decides_on_a_weight() -> None:
         m.prologue.down = lambda x: F.linear(x, torch.cond(flag, lambda w: w * 1, lambda w: w * 2, weight))  # type: ignore[method-assign]
         return m.prologue(*args)
 
-    compare(Calls(run), [(torch.tensor(flag), *s.paged_args()) for flag in (True, False)], 1, dynamic=None)
+    compare(Calls(run), [(torch.tensor(flag), *base.paged_args()) for flag in (True, False)], 1, dynamic=None)
+
+
+@pytest.mark.parametrize(
+    ("model", "marked", "placement"),
+    [
+        (prologues.PagedRotateHalf(), (0, 1, 2, 5), "in place"),
+        (prologues.PagedRotateHalf(), (0, 1, 2), "staged"),
+        (prologues.NpuOperators(), (0, 1, 2, 5), "in place"),
+    ],
+)
+def test_tokens_marked_dynamic(model: torch.nn.Module, marked: tuple[int, ...], placement: str) -> None:
+    """``mark_dynamic`` gives every tensor a symbol of its own; the operators themselves say what must be as many."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    args = base.paged_args(8)
+    for place in marked:
+        torch._dynamo.mark_dynamic(args[place], 0)
+    with torch.no_grad():
+        compiled_model = torch.compile(model, backend="mla_fusion", fullgraph=True)
+        compiled_model(*args)
+        report = mf.reports()[-1]
+        assert [f.placement.partition(":")[0] for f in report.fused] == [placement], str(report)
+        if placement == "in place":
+            graphs = len(mf.reports())
+            given = base.paged_args(13)
+            fused = [compiled_model(*(ours := harness.clones(given))), *ours]
+            assert len(mf.reports()) == graphs, "another number of tokens needs no second graph"
+            harness.assert_as_exact(model, given, fused)

@@ -10,9 +10,8 @@ import torch
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-
-from . import harness
-from . import spellings as s
+from tests import harness
+from tests.catalogue import base, prologues
 
 
 @contextmanager
@@ -27,7 +26,9 @@ def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype, device", [(torch.bfloat16, "cpu"), (torch.float32, "meta")])
-@pytest.mark.parametrize("model, args", [(s.ComplexDense, s.dense_args), (s.FusedQkvA, s.paged_args)])
+@pytest.mark.parametrize(
+    "model, args", [(prologues.ComplexDense, prologues.dense_args), (prologues.FusedQkvA, base.paged_args)]
+)
 def test_the_pass_and_a_step_run_under_them(model: type, args: object, dtype: torch.dtype, device: str) -> None:
     module, given = model(), args()  # type: ignore[operator]
     wanted = harness.eager(module, harness.clones(given))
@@ -45,6 +46,6 @@ def test_the_pass_and_a_step_run_under_them(model: type, args: object, dtype: to
 @pytest.mark.parametrize("device", ["meta", "cuda"])
 def test_a_graph_is_read_where_tensors_are_made_elsewhere(device: str) -> None:
     """On this machine there may be no such device: nothing of the pass is made there."""
-    gm = capture(s.FusedQkvA(), *s.paged_args(), device="cpu")[0]
+    gm = capture(prologues.FusedQkvA(), *base.paged_args(), device="cpu")[0]
     with torch.device(device):
         assert len(mf.explain(gm).fused) == 1

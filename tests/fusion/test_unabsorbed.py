@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-
-from .harness import assert_as_exact, both_ways, clones, compiled
-from .near_misses import Base
-from .quantised import Full
-from .spellings import DR, HCKV, HCQ, HE, D, linear, paged_args
+from tests.catalogue import Entry, select
+from tests.catalogue.base import DR, HCKV, HCQ, HE, Base, D, linear, paged_args
+from tests.catalogue.int8 import Full
+from tests.harness import assert_as_exact, both_ways, clones, compiled, outcome
 
 IDENTITY = mf.Config(unabsorbed="identity", verify="all")
 
@@ -77,6 +76,15 @@ def test_fuses_as_exactly(name: str) -> None:
         assert fusion.placement == "in place"
         assert any("identity" in text for text in fusion.assumptions)
         assert_as_exact(model, given, fused)
+
+
+@pytest.mark.parametrize("entry", select("unabsorbed"), ids=str)
+def test_entries_of_the_catalogue(entry: Entry) -> None:
+    torch.manual_seed(0)
+    module, given = entry.model(), entry.args()
+    for report, fused in both_ways(module, given, mf.Config(unabsorbed="identity")):
+        assert outcome(report) == entry.outcome, str(report)
+        assert_as_exact(module, given, fused, entry.slack)
 
 
 def test_off_by_default() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,45 +13,21 @@ from torch import nn
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.inspect.explain import DumpReport, NotRebuilt
+from tests.catalogue import base, int8, int8_caches, norms, projections, prologues, rotations, select, tables, writes
+from tests.dumps import ge_files
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "dumps" / "fixtures"
 UNVERIFIED = mf.Config(verify="off")
 
-
-def beside(name: str) -> ModuleType:
-    """A module of this folder."""
-    spec = importlib.util.spec_from_file_location(f"inspect_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-ge_files = beside("ge_files")
-
-
-def of_fusion_tests(name: str) -> ModuleType:
-    """A module of tests/fusion, whose models are spelled as real ones are."""
-    package = "mla_fusion_tests_fusion"
-    folder = Path(__file__).parents[1] / "fusion"
-    if package not in sys.modules:
-        spec = importlib.util.spec_from_file_location(package, folder / "__init__.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[package] = importlib.util.module_from_spec(spec)
-    return importlib.import_module(f"{package}.{name}")
-
-
-s, near_misses = of_fusion_tests("spellings"), of_fusion_tests("near_misses")
-quantised, variants, mixtures = (of_fusion_tests(name) for name in ("quantised", "variants", "mixtures"))
 CASES = {
-    "rotate_half": (s.PagedRotateHalf, s.paged_args),
-    "sqrt_norm": (s.PagedSqrtNorm, s.paged_args),
-    "even_odd": (s.EvenOdd, s.paged_args),
-    "block_offset": (s.BlockOffset, s.paged_args),
-    "complex_dense": (s.ComplexDense, s.dense_args),
-    "npu_v2": (lambda: s.NpuOperators(version=2), s.paged_args),
-    "fused_qkv_a": (s.FusedQkvA, s.paged_args),
-    "indexer": (s.WithIndexer, s.paged_args),
+    "rotate_half": (prologues.PagedRotateHalf, base.paged_args),
+    "sqrt_norm": (prologues.PagedSqrtNorm, base.paged_args),
+    "even_odd": (prologues.EvenOdd, base.paged_args),
+    "block_offset": (prologues.BlockOffset, base.paged_args),
+    "complex_dense": (prologues.ComplexDense, prologues.dense_args),
+    "npu_v2": (lambda: prologues.NpuOperators(version=2), base.paged_args),
+    "fused_qkv_a": (prologues.FusedQkvA, base.paged_args),
+    "indexer": (prologues.WithIndexer, base.paged_args),
 }
 
 
@@ -90,11 +63,10 @@ def test_round_trip(name, dynamic, tmp_path):
         assert_round_trip(gm, tmp_path / "graph.txt", include_stride=True, include_device=True)
 
 
-@pytest.mark.parametrize("name", sorted(near_misses.REFUSED)[::3])
-def test_round_trip_of_reasons(name, tmp_path):
-    code, model = near_misses.REFUSED[name]
-    found = assert_round_trip(graph_of(model(), s.paged_args()), tmp_path / "graph.txt")
-    assert found["rejected"][0]["code"] == code
+@pytest.mark.parametrize("entry", select("near miss", without="run, int8, unabsorbed")[::3], ids=str)
+def test_round_trip_of_reasons(entry, tmp_path):
+    found = assert_round_trip(graph_of(entry.model(), entry.args()), tmp_path / "graph.txt")
+    assert (found["rejected"][0]["code"],) == entry.outcome
 
 
 def test_fixtures_of_the_real_torchair():
@@ -111,9 +83,7 @@ def test_config_counts():
     assert mf.explain(str(FIXTURES / "fx_before.txt"), mf.Config(verify="off")).fused[0].figures == ()
 
 
-@pytest.mark.parametrize(
-    "name", ["unfused.pbtxt", "unfused_py.txt", "ge_proto_unfused.txt", "ge_onnx_unfused.pbtxt"]
-)
+@pytest.mark.parametrize("name", ["unfused.pbtxt", "unfused_py.txt", "ge_proto_unfused.txt", "ge_onnx_unfused.pbtxt"])
 def test_ge_fixtures(name):
     report = mf.explain(FIXTURES / name)
     live = mf.explain(FIXTURES / "fx_before.txt")
@@ -142,24 +112,24 @@ def meaning(report: mf.Report) -> list[object]:
 
 
 GE_CASES = {
-    "functional_norm": (s.PagedFunctionalNorm, s.paged_args),
-    "even_odd": (s.EvenOdd, s.paged_args),
-    "neox": (s.Neox, s.paged_args),
-    "npu_v2": (lambda: s.NpuOperators(version=2), s.paged_args),
-    "fused_qkv_a": (s.FusedQkvA, s.paged_args),
-    "npu_v1": (lambda: s.NpuOperators(version=1), s.paged_args),
-    "block_offset": (s.BlockOffset, s.paged_args),
-    "int8_up": (quantised.PartialSmooth, s.paged_args),
-    "int8": (quantised.FullTransposed, s.paged_args),
-    "int8_indexer": (quantised.IndexerReads, s.paged_args),
-    "int8_caches": (quantised.PlainCache, quantised.int8_cache_args),
-    "int8_operator_cache": (quantised.OperatorCache, quantised.int8_cache_args),
-    "longcat": (variants.LongCat, s.paged_args),
-    "vector_norm": (variants.VectorNorm, s.paged_args),
-    "computed_tables": (variants.ComputedTables, s.paged_args),
-    "gptj": (variants.GptjStack, s.paged_args),
-    "scatter_rows": (variants.ScatterRows, s.paged_args),
-    "both_caches_at_once": (mixtures.BothByOneOperator, s.paged_args),
+    "functional_norm": (prologues.PagedFunctionalNorm, base.paged_args),
+    "even_odd": (prologues.EvenOdd, base.paged_args),
+    "neox": (prologues.Neox, base.paged_args),
+    "npu_v2": (lambda: prologues.NpuOperators(version=2), base.paged_args),
+    "fused_qkv_a": (prologues.FusedQkvA, base.paged_args),
+    "npu_v1": (lambda: prologues.NpuOperators(version=1), base.paged_args),
+    "block_offset": (prologues.BlockOffset, base.paged_args),
+    "int8_up": (int8.PartialSmooth, base.paged_args),
+    "int8": (int8.FullTransposed, base.paged_args),
+    "int8_indexer": (int8.IndexerReads, base.paged_args),
+    "int8_caches": (int8_caches.PlainCache, int8_caches.int8_cache_args),
+    "int8_operator_cache": (int8_caches.OperatorCache, int8_caches.int8_cache_args),
+    "longcat": (projections.LongCat, base.paged_args),
+    "vector_norm": (norms.VectorNorm, base.paged_args),
+    "computed_tables": (tables.ComputedTables, base.paged_args),
+    "gptj": (rotations.GptjStack, base.paged_args),
+    "scatter_rows": (writes.ScatterRows, base.paged_args),
+    "both_caches_at_once": (writes.BothByOneOperator, base.paged_args),
 }
 
 

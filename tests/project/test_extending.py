@@ -65,6 +65,7 @@ def scratch(tmp_path: Path) -> Scratch:
 
 SPELLING = '''
 
+@entry("in place", source="written for this project", tags="whole, symbolic, device", slack=1.1)
 class SplitUnsafely(PagedRotateHalf):
     def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
         c_kv, k_pe = torch.ops.aten.unsafe_split_with_sizes.default(self.kv_a_proj_with_mqa(x), [HCKV, DR], -1)
@@ -73,14 +74,10 @@ class SplitUnsafely(PagedRotateHalf):
 
 
 def test_a_spelling_that_needs_an_operator(scratch: Scratch) -> None:
-    spellings = scratch.root / "tests/fusion/spellings.py"
-    assert "def latent(self, x: Tensor)" in spellings.read_text()
     section = "A spelling that is not recognised"
     first = "class FlatCaches(PagedRotateHalf):"
-    scratch.edit(section, "tests/fusion/spellings.py", first, SPELLING.strip() + "\n\n\n" + first)
-    case = '    "a_split_unsafely": (s.SplitUnsafely, s.paged_args, "in place"),\n'
-    scratch.edit(section, "tests/fusion/test_spellings.py", "CASES = {\n", "CASES = {\n" + case)
-    which = ("tests/fusion/test_spellings.py", "-k", "split_unsafely")
+    scratch.edit(section, "tests/catalogue/prologues.py", first, SPELLING.strip() + "\n\n\n" + first)
+    which = ("tests/fusion/test_catalogue.py", "-k", "SplitUnsafely")
     assert "failed" in scratch.tests(*which)
     for table in ("VIEWS", "SELECTIONS"):
         listed = f'{table} = _names(\n    """\n'
@@ -89,7 +86,8 @@ def test_a_spelling_that_needs_an_operator(scratch: Scratch) -> None:
     assert "passed" in after and "failed" not in after
 
 
-EXAMPLE = """class ThreeHeads(Base):
+EXAMPLE = """@miss("heads.three", tags="absorb")
+class ThreeHeads(Base):
     def __init__(self) -> None:
         super().__init__(heads=3)
 """
@@ -108,14 +106,12 @@ def _three_heads(view: View, candidate: Candidate) -> None:
 
 RULES = (_three_heads, _norms,'''
     scratch.edit(section, "mla_fusion/plan/verdict.py", "RULES = (_norms,", rule)
-    scratch.edit(section, "tests/fusion/near_misses.py", "REFUSED: dict", EXAMPLE + "\n\nREFUSED: dict")
-    entry = '    "no_query_lora": ('
-    listed = '    "three_heads": ("heads.three", ThreeHeads),\n' + entry
-    scratch.edit(section, "tests/fusion/near_misses.py", entry, listed)
+    first = '@miss("absorb.absent", tags="absorb")'
+    scratch.edit(section, "tests/catalogue/misses_products.py", first, EXAMPLE + "\n\n" + first)
     assert scratch.run("docs/generate.py", "--check").returncode == 1
     assert scratch.run("docs/generate.py").returncode == 0
     assert "class ThreeHeads(Base)" in (scratch.root / "docs/rejections.md").read_text()
-    result = scratch.tests("tests/fusion/test_rejections.py", "-k", "three_heads")
+    result = scratch.tests("tests/fusion/test_catalogue.py", "-k", "ThreeHeads")
     assert "passed" in result and "failed" not in result, result
 
 

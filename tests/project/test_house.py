@@ -15,6 +15,9 @@ MOST_LINES = 400
 TABLES = ("fx/operators.py", "dumps/ge_operators.py")  # longer, since they are tables
 
 
+COMMANDS = ("demo", "bench", "audit_cli", "selftest_cli")  # files of cli.py's
+
+
 def modules() -> dict[str, Path]:
     found = {}
     for folder, package in FOLDERS.items():
@@ -57,12 +60,12 @@ def test_no_import_runs_in_a_circle() -> None:
 
 def test_a_room_imports_only_rooms_above_it() -> None:
     order = {name: place for place, name in enumerate(rooms())}
-    order |= dict.fromkeys(ABOVE_ALL, -1) | {name: len(order) for name in ("mla_fusion", "demo", "bench", "offline")}
+    order |= dict.fromkeys(ABOVE_ALL, -1) | {name: len(order) for name in ("mla_fusion", *COMMANDS, "offline")}
     below = [
         f"{name} imports {other}"
         for name, others in imports().items()
         for other in others
-        if room(name) not in ("mla_fusion", "demo", "bench", "offline", "cli")
+        if room(name) not in ("mla_fusion", *COMMANDS, "offline", "cli")
         and order[room(other)] > order[room(name)]
     ]
     assert not below
@@ -74,6 +77,14 @@ def test_every_folder_is_a_room_of_the_page() -> None:
 
 
 def test_a_file_can_be_read_in_one_sitting() -> None:
-    lengths = {path: len(path.read_text().splitlines()) for path in modules().values()}
+    files = [*modules().values(), *(ROOT / "tests").rglob("*.py")]
+    lengths = {path: len(path.read_text().splitlines()) for path in files}
     long = [str(path) for path, lines in lengths.items() if lines > MOST_LINES and not str(path).endswith(TABLES)]
     assert not long
+
+
+def test_the_tests_of_a_room_stand_in_a_folder_of_its_name() -> None:
+    """Beside these folders: whole fusions, what all tests share, attacks, and the project itself."""
+    others = {"fusion", "catalogue", "soundness", "project"}
+    folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("**/test_*.py"))}
+    assert folders - others <= set(rooms())

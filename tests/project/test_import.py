@@ -38,6 +38,14 @@ def test_import_loads_only_a_few_modules_of_its_own() -> None:
     assert beside_tables == {"mla_fusion", "mla_fusion._autoload", "mla_fusion.compat", "mla_fusion.ops"}
 
 
+def test_torch_before_2_7_is_refused_with_the_pair_to_install() -> None:
+    code = "import torch; del torch.float8_e8m0fnu; torch.__version__ = '2.6.0'; import mla_fusion"
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    said = done.stderr.splitlines()[-1]
+    assert "ImportError: mla_fusion needs torch 2.7 or newer, and torch 2.6.0 is installed: pip install torch==" in said
+
+
 @pytest.mark.parametrize("name", mla_fusion.__all__)
 def test_public_names_resolve(name: str) -> None:
     assert getattr(mla_fusion, name) is not None

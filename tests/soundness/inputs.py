@@ -13,7 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..fusion.spellings import BLOCK_SIZE, DR, HCKV, HCQ, HE, D
+from tests.catalogue.base import BLOCK_SIZE, DR, HCKV, HCQ, HE, D
+
 from .program import HEADS, Named
 
 BLOCKS, POSITIONS, PAGES = 32, 32768, 16

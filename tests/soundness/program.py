@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..fusion.spellings import BLOCK_SIZE, DR, HCKV, D, hf_interleave, rotate_half
+from tests.catalogue.base import BLOCK_SIZE, DR, HCKV, D, hf_interleave, rotate_half
 
 Named = dict[str, Any]  # tensors, and the odd int
 Step = Callable[..., Any]  # (value, inputs) -> value; at "write" and "outputs" as those functions below
@@ -149,4 +149,3 @@ def write(style: Style, i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> 
     else:
         kv.view(-1, HCKV)[slots] = c_kv
         kr.view(-1, DR)[slots] = k_pe
-

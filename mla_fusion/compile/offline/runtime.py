@@ -60,6 +60,7 @@ def activate() -> None:
             "torch_npu was imported without CANN before mla_fusion.offline.activate() was called"
         )
     wheel = find_wheel()
+    import_module("mla_fusion.releases").require()  # here: it imports torch
     check_versions(wheel, torch.__version__)
     _check_requirements()
     # Nothing will ever be queued for a device, and the thread that clears the queue polls: a tenth of a core, for good.
@@ -146,7 +147,9 @@ def _refuse_devices(torch: ModuleType) -> None:
         fake_tensor.__dict__["init_gpu_context"] = _no_context
     _replace("get_device_name", npu.get_device_name, lambda device_name=None: SOC_NAME)
     # torch.autocast asks, even where it is to be off.
-    _replace("is_bf16_supported", npu.is_bf16_supported, lambda including_emulation=False: True)
+    if hasattr(npu, "is_bf16_supported"):
+        _replace("is_bf16_supported", npu.is_bf16_supported, lambda including_emulation=False: True)
+    override = import_module("mla_fusion.compat").override  # here: it imports torch
     libraries: dict[str, Any] = {}
     with warnings.catch_warnings():
         # Overriding a registered kernel is announced once per process; here it is meant.
@@ -155,7 +158,7 @@ def _refuse_devices(torch: ModuleType) -> None:
             namespace, _, operator = name.partition("::")
             if namespace not in libraries:
                 libraries[namespace] = torch.library.Library(namespace, "IMPL", "PrivateUse1")
-            libraries[namespace].impl(operator, _refusing(name), allow_override=True)
+            override(libraries[namespace], operator, _refusing(name))
     _state["registrations"] = libraries
 
 
@@ -171,16 +174,17 @@ def _replace(name: str, original: Any, replacement: Any) -> None:
 
 
 def _tensor_makers(torch: ModuleType) -> list[str]:
-    """The operators with a kernel for device npu that take a device: they make a tensor where none was."""
-    takes_device = {
+    """The operators with a kernel for device npu that take a device and give a tensor: they make it where none was."""
+    makers = {
         f"{schema.name}.{schema.overload_name}".rstrip(".")
         for schema in torch._C._jit_get_all_schemas()
         if any(argument.name == "device" for argument in schema.arguments)
+        and any("Tensor" in str(result.type) for result in schema.returns)
     }
     return [
         name
         for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
-        if name in takes_device
+        if name in makers
     ]
 
 

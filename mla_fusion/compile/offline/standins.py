@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from mla_fusion.compile.offline.errors import OfflineError
@@ -79,20 +80,20 @@ _MAKERS = (
 for _name in _MAKERS:
     _BODIES[_name] = f"int {_name}(void **made) {{ *made = mla_fusion_handle; return 0; }}"
 
-_COMPILERS = ("cc", "gcc", "clang")
+COMPILERS = ("cc", "gcc", "clang")
 
 
-def source(missing: Missing) -> str:
-    """The C text that defines every missing symbol."""
+def source(missing: Missing, bodies: Mapping[str, str] = _BODIES) -> str:
+    """The C text that defines every missing symbol, and those that have a body."""
     lines = [
         "#include <string.h>",
         "static char mla_fusion_handle[64];",
         "long mla_fusion_inert(void) { return 0; }",
         f"long mla_fusion_no_driver(void) {{ return {_NO_DRIVER}; }}",
-        *_BODIES.values(),
+        *bodies.values(),
     ]
     for name in missing.functions:
-        if name not in _BODIES:
+        if name not in bodies:
             target = "mla_fusion_no_driver" if name.startswith(_FAILING) else "mla_fusion_inert"
             lines.append(f'long {name}(void) __attribute__((alias("{target}")));')
     lines += [_object(name) for name in missing.objects]
@@ -134,11 +135,11 @@ def _recipe() -> str:
 
 
 def _publish(missing: Missing, home: Path) -> None:
-    compiler = next((found for found in map(shutil.which, _COMPILERS) if found), None)
+    compiler = next((found for found in map(shutil.which, COMPILERS) if found), None)
     if compiler is None:
         raise OfflineError(
             "the offline runtime builds stand-ins for the CANN libraries and found no C compiler "
-            f"({', '.join(_COMPILERS)}). Install one, such as with: apt install gcc libc6-dev"
+            f"({', '.join(COMPILERS)}). Install one, such as with: apt install gcc libc6-dev"
         )
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
@@ -159,16 +160,18 @@ def _publish(missing: Missing, home: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def build(missing: Missing, directory: Path, compiler: str) -> None:
-    """Compile the symbol library and one empty library per missing name into ``directory``."""
+def build(
+    missing: Missing, directory: Path, compiler: str, bodies: Mapping[str, str] = _BODIES, symbols: str = SYMBOLS
+) -> None:
+    """Compile the library ``symbols`` and one empty library per missing name into ``directory``."""
     text = directory / "standins.c"
-    text.write_text(source(missing))
+    text.write_text(source(missing, bodies))
     empty = directory / "empty.c"
     empty.write_text("/* only the name of this library is wanted */\n")
-    _compile(compiler, text, directory / SYMBOLS)
+    _compile(compiler, text, directory / symbols)
     for name in missing.libraries:
         # torch_npu also looks symbols up in one library by name, hence the dependency.
-        _compile(compiler, empty, directory / name, directory / SYMBOLS)
+        _compile(compiler, empty, directory / name, directory / symbols)
 
 
 def _compile(compiler: str, text: Path, library: Path, *depends: Path) -> None:

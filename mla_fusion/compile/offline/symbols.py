@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_fusion import releases
 from mla_fusion.compile.offline.errors import OfflineError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def find_wheel() -> Wheel:
     if spec is None or not spec.submodule_search_locations:
         raise OfflineError(
             "torch_npu is not installed. The offline runtime uses the published wheel: "
-            "pip install 'mla-fusion[offline]', or torch_npu of the same version as torch."
+            f"{releases.command(releases.for_torch(metadata.version('torch')))}"
         )
     root = Path(next(iter(spec.submodule_search_locations)))
     try:
@@ -62,18 +63,17 @@ def find_wheel() -> Wheel:
 
 def check_versions(wheel: Wheel, torch_version: str) -> None:
     """Refuse a torch_npu built for another torch: loading it would end in undefined symbols or worse."""
-    wanted, found = _release(torch_version), _release(wheel.version)
-    if found != wanted:
+    try:
+        built_for, found = releases.numbers(wheel.version), releases.numbers(torch_version)
+    except ValueError as error:
+        raise OfflineError(f"torch_npu beside torch {torch_version}: {error}") from error
+    if built_for != found:
+        wanted = ".".join(map(str, built_for))
+        beside = releases.for_torch(torch_version)
         raise OfflineError(
-            f"torch_npu {wheel.version} was built for torch {'.'.join(found)}, and torch {torch_version} is "
-            f"installed. Install the pair of one version, such as torch=={'.'.join(wanted)} with "
-            f"torch_npu=={'.'.join(wanted)}."
+            f"torch_npu {wheel.version} was built for torch {wanted}, and torch {torch_version} is installed. "
+            f"Install a pair, such as this: {releases.command(beside)}"
         )
-
-
-def _release(version: str) -> tuple[str, ...]:
-    """``2.13.0.post1`` and ``2.13.0+cpu`` -> ``("2", "13", "0")``."""
-    return tuple(version.split("+")[0].split(".")[:3])
 
 
 def fingerprint(wheel: Wheel) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..spellings import HCKV, D
+from tests.catalogue.base import HCKV, D
+
 from .inputs import Named
 
 npu = torch.ops.npu

@@ -14,21 +14,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from .nodes import calls, is_float, tensors
+from .write_changes import accumulate, drop_write_back, old_cache_read, write_again
+
 aten = torch.ops.aten
 Change = Callable[[Graph, random.Random], str | None]
-
-
-def _calls(graph: Graph) -> list[Node]:
-    return [n for n in graph.nodes if n.op == "call_function" and n.target is not aten.copy_.default]
-
-
-def _tensors(graph: Graph) -> list[Node]:
-    """Nodes that compute one tensor."""
-    return [node for node in _calls(graph) if isinstance(node.meta.get("val"), torch.Tensor)]
-
-
-def _is_float(node: Node) -> bool:
-    return bool(node.meta["val"].is_floating_point())
 
 
 # -- constants
@@ -36,7 +26,7 @@ def _is_float(node: Node) -> bool:
 
 def edit_constant(graph: Graph, rng: random.Random) -> str | None:
     """A number among a node's arguments becomes another: eps, a slice's bound, an axis, an exponent, a size."""
-    node = rng.choice(_calls(graph))
+    node = rng.choice(calls(graph))
     places = list(_numbers(node.args))
     if not places:
         return None
@@ -73,7 +63,7 @@ def _other_numbers(value: Any) -> list[Any]:
 
 def shift_slice(graph: Graph, rng: random.Random) -> str | None:
     """Both bounds of a slice move by as much: the width stays."""
-    slices = [node for node in _calls(graph) if node.target is aten.slice.Tensor]
+    slices = [node for node in calls(graph) if node.target is aten.slice.Tensor]
     if not slices:
         return None
     node = rng.choice(slices)
@@ -89,7 +79,7 @@ def shift_slice(graph: Graph, rng: random.Random) -> str | None:
 
 def reorder_split(graph: Graph, rng: random.Random) -> str | None:
     """The sizes of a split change places, or one column goes from a part to the next."""
-    splits = [node for node in _calls(graph) if node.target is aten.split_with_sizes.default]
+    splits = [node for node in calls(graph) if node.target is aten.split_with_sizes.default]
     if not splits:
         return None
     node = rng.choice(splits)
@@ -104,7 +94,7 @@ def reorder_split(graph: Graph, rng: random.Random) -> str | None:
 
 def other_item(graph: Graph, rng: random.Random) -> str | None:
     """Another part of a split is taken."""
-    items = [node for node in _calls(graph) if "getitem" in str(node.target)]
+    items = [node for node in calls(graph) if "getitem" in str(node.target)]
     if not items:
         return None
     node = rng.choice(items)
@@ -145,7 +135,7 @@ def _can_stand_for(node: Node, value: torch.Tensor) -> bool:
 
 def swap_arguments(graph: Graph, rng: random.Random) -> str | None:
     """Two tensors that a node reads change places."""
-    nodes = [node for node in _calls(graph) if len(list(_inputs(node.args))) > 1]
+    nodes = [node for node in calls(graph) if len(list(_inputs(node.args))) > 1]
     node = rng.choice(nodes)
     (a, first), (b, second) = rng.sample(list(_inputs(node.args)), 2)
     if first is second:
@@ -164,7 +154,7 @@ def _inputs(value: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int
 
 def skip_node(graph: Graph, rng: random.Random) -> str | None:
     """A step is left out: its users read its input, of the same shape."""
-    nodes = [node for node in _tensors(graph) if _same_shape_input(node) is not None]
+    nodes = [node for node in tensors(graph) if _same_shape_input(node) is not None]
     node = rng.choice(nodes)
     source = _same_shape_input(node)
     assert source is not None
@@ -180,20 +170,10 @@ def _same_shape_input(node: Node) -> Node | None:
     return None
 
 
-def drop_write_back(graph: Graph, rng: random.Random) -> str | None:
-    """A cache's new value is not stored."""
-    copies = [node for node in graph.nodes if node.target is aten.copy_.default]
-    if not copies:
-        return None
-    node = rng.choice(copies)
-    graph.erase_node(node)
-    return f"{node.name} dropped"
-
-
 def also_returned(graph: Graph, rng: random.Random) -> str | None:
     """An inner value leaves the graph as one more output."""
     (output,) = graph.find_nodes(op="output")
-    node = rng.choice(_tensors(graph))
+    node = rng.choice(tensors(graph))
     output.args = ((*output.args[0], node),)
     return f"{node.name} is returned too"
 
@@ -223,23 +203,13 @@ _REPLACED: dict[Any, tuple[Any, ...]] = {
 
 def replace_operator(graph: Graph, rng: random.Random) -> str | None:
     """An operator becomes a relative of it."""
-    nodes = [node for node in _calls(graph) if node.target in _REPLACED]
+    nodes = [node for node in calls(graph) if node.target in _REPLACED]
     node = rng.choice(nodes)
     old, new = node.target, rng.choice(_REPLACED[node.target])
     node.target = new
     if new is aten.neg.default or old is aten.clone.default:
         node.args, node.kwargs = node.args[:1], {}
     return f"{node.name}: {old} becomes {new}"
-
-
-def accumulate(graph: Graph, rng: random.Random) -> str | None:
-    """A cache write adds to what is there."""
-    writes = [node for node in _calls(graph) if node.target is aten.index_put.default]
-    if not writes:
-        return None
-    node = rng.choice(writes)
-    node.args = (*node.args[:3], True)
-    return f"{node.name}: accumulate=True"
 
 
 # -- insertions
@@ -302,8 +272,8 @@ def insert(graph: Graph, rng: random.Random) -> str | None:
     node = rng.choice([n for n in graph.nodes if n.op != "output" and isinstance(n.meta.get("val"), torch.Tensor)])
     if node.target is aten.copy_.default or not node.users:
         return None
-    inserts = _FLOAT_INSERTS if _is_float(node) else _INTEGER_INSERTS
-    if not _is_float(node) and (node.meta["val"].is_complex() or node.meta["val"].dtype == torch.bool):
+    inserts = _FLOAT_INSERTS if is_float(node) else _INTEGER_INSERTS
+    if not is_float(node) and (node.meta["val"].is_complex() or node.meta["val"].dtype == torch.bool):
         return None
     name = rng.choice(list(inserts))
     return _pass_through(graph, node, inserts[name], name, rng)
@@ -354,7 +324,7 @@ def _pass_through(
 
 def transposed_twins(graph: Graph, rng: random.Random) -> str | None:
     """Two axes of equal rank change places and the shape is kept: [a, b] read as [b, a]."""
-    node = rng.choice([n for n in _tensors(graph) if n.meta["val"].dim() > 1 and n.users])
+    node = rng.choice([n for n in tensors(graph) if n.meta["val"].dim() > 1 and n.users])
     shape = list(node.meta["val"].shape)
     axis = rng.randrange(len(shape) - 1)
     if shape[axis] == 1 or shape[axis + 1] == 1:
@@ -365,41 +335,6 @@ def transposed_twins(graph: Graph, rng: random.Random) -> str | None:
         return graph.call_function(aten.reshape.default, (turned, shape))
 
     return _pass_through(graph, node, change, f"transposed in {axis}, {axis + 1}", rng)
-
-
-# -- caches
-
-
-def write_again(graph: Graph, rng: random.Random) -> str | None:
-    """A second write of the same rows follows, at other slots."""
-    writes = [node for node in _calls(graph) if node.target in (aten.index_put.default, aten.index_copy.default)]
-    if not writes:
-        return None
-    node = rng.choice(writes)
-    with graph.inserting_after(node):
-        again = graph.node_copy(node)
-    moved = next(arg for arg in again.all_input_nodes if not _is_float(arg))
-    with graph.inserting_before(again):
-        later = graph.call_function(aten.add.Tensor, (moved, rng.choice((1, 3))))
-    node.replace_all_uses_with(again)
-    again.replace_input_with(moved, later)
-    again.args = (node, *again.args[1:])
-    return f"{node.name} written again"
-
-
-def old_cache_read(graph: Graph, rng: random.Random) -> str | None:
-    """Somebody after the write reads the cache as it was before."""
-    (output,) = graph.find_nodes(op="output")
-    caches = [node for node in graph.find_nodes(op="placeholder") if "cache" in str(node.target) and node.users]
-    if not caches:
-        return None
-    node = rng.choice(caches)
-    with graph.inserting_before(output):
-        read = graph.call_function(aten.sum.dim_IntList, (node, [0]))
-    first = next((user for user in graph.nodes if user.target is aten.copy_.default), output)
-    first.prepend(read)
-    output.args = ((*output.args[0], read),)
-    return f"{node.name} is read before it is written back"
 
 
 CHANGES: dict[str, Change] = {

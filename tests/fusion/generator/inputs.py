@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..spellings import BLOCK_SIZE, BLOCKS, DR, DV, HCKV, HCQ, HE, D
+from tests.catalogue.base import BLOCK_SIZE, BLOCKS, DR, DV, HCKV, HCQ, HE, D
 
 Named = dict[str, Tensor]
 POSITIONS = 16  # rows of the tables of all positions

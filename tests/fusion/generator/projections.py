@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..spellings import HCKV, HCQ
+from tests.catalogue.base import HCKV, HCQ
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..spellings import DR, HCKV, HCQ, D, attend
-from . import absorbs, norms, projections, rotations, tables, writes
+from tests.catalogue.base import DR, HCKV, HCQ, D, attend
+
+from . import absorbs, norms, projections, rotations, tables, writes, wrong_writes
 from .inputs import Named
 from .rotations import Rotation
 from .tables import Tables
@@ -374,6 +375,6 @@ ALL: dict[str, Mapping[str, Callable[..., Any]]] = {
     "norm": norms.NORMS | norms.WRONG_NORMS,
     "rotation": rotations.ROTATIONS | rotations.WRONG_ROTATIONS,
     "absorb": absorbs.PRODUCTS | absorbs.WRONG_PRODUCTS,
-    "write": writes.WRITES | writes.WRONG_WRITES,
+    "write": writes.WRITES | wrong_writes.WRONG_WRITES,
     "extra": EXTRAS | WRONG_EXTRAS,
 }

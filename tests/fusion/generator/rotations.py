@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..spellings import DR, hf_interleave, rotate_half
+from tests.catalogue.base import DR, hf_interleave, rotate_half
+
 from .tables import HALF, Tables
 
 npu = torch.ops.npu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 
-from . import absorbs, norms, projections, rotations, tables, writes
+from . import absorbs, norms, projections, rotations, tables, writes, wrong_writes
 from . import prologue as p
 from .prologue import Choices
 
@@ -54,7 +54,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "q_rotation": tuple(rotations.WRONG_ROTATIONS),
     "k_rotation": tuple(rotations.WRONG_ROTATIONS),
     "absorb": tuple(absorbs.WRONG_PRODUCTS),
-    "write": tuple(writes.WRONG_WRITES),
+    "write": tuple(wrong_writes.WRONG_WRITES),
     "extra": tuple(p.WRONG_EXTRAS),
 }
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..spellings import DR
+from tests.catalogue.base import DR
+
 from .inputs import Named
 
 HALF = DR // 2

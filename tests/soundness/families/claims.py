@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
+from tests.catalogue.base import DR, HCKV
 
-from ...fusion.spellings import DR, HCKV
 from .. import captures, inputs
 from ..member import Attack, Family, Member, Outcome, Verdict
 from ..program import STYLES, Named, prologue

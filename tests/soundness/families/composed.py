@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...fusion.spellings import DR, HCKV, HE
+from tests.catalogue.base import DR, HCKV, HE
+
 from ..inputs import ROWS, ordinary
 from ..member import ALL, Family, attacks
 from ..program import FLOATS, Named, Step, Style, prologue

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...fusion.spellings import DR, HCKV
+from tests.catalogue.base import DR, HCKV
+
 from ..inputs import PAGES
 from ..member import ALL, Family, attacks
 from ..program import Named, Step

@@ -17,9 +17,8 @@ from torch.func import functional_call
 
 import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
+from tests.catalogue import base, int8, int8_plain
 
-from ...fusion import foreign_int8 as f
-from ...fusion import quantised as q
 from .. import captures, compare, inputs
 from ..member import Attack, Family, Member, Outcome, Verdict, tokens_of
 from ..program import Named
@@ -62,7 +61,7 @@ SIDES = {"q_a": ("q_a_proj",), "q_b": ("q_b_proj",), "kv_a": ("kv_a_proj_with_mq
 SIDES["all"] = tuple(name for side in ("q_a", "q_b", "kv_a") for name in SIDES[side])
 
 
-class _Operators(q.QuantLinear):
+class _Operators(int8.QuantLinear):
     """npu_dynamic_quant, the detour, npu_quant_matmul."""
 
     detour: Detour | None = None
@@ -71,25 +70,25 @@ class _Operators(q.QuantLinear):
         return super().product(x, x_scale if self.detour is None else self.detour(x_scale))
 
 
-class _Plain(f.PlainLinear):
+class _Plain(int8_plain.PlainLinear):
     detour: Detour | None = None
 
     def bring_back(self, sums: Tensor, scale: Tensor) -> Tensor:
         return super().bring_back(sums, scale if self.detour is None else self.detour(scale))
 
 
-class _FullOperators(q.Full):
+class _FullOperators(int8.Full):
     linear = _Operators
 
 
-class _FullPlain(q.Full):
+class _FullPlain(int8.Full):
     linear = _Plain
 
 
-class _Partial(q.Base):
+class _Partial(base.Base):
     def __init__(self) -> None:
         super().__init__()
-        self.q_b_proj = _Operators(q.HCQ, self.heads * (q.D + q.DR))  # type: ignore[assignment]
+        self.q_b_proj = _Operators(base.HCQ, self.heads * (base.D + base.DR))  # type: ignore[assignment]
 
 
 # "twice": two layers, of which the second alone takes the detour; the first may stand for it where both look alike.

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...fusion.spellings import DR, HCKV
+from tests.catalogue.base import DR, HCKV
+
 from ..member import DYNAMIC, Family, attacks
 from ..program import FLOATS, OUTPUTS, Named, Step
 
@@ -84,7 +85,6 @@ _HALVES: dict[str, Step] = {
     "capped_at_ten": lambda v, i: torch.cat([v[:10], v[10:] * 0.5]),
     "times_the_count": lambda v, i: (v * (v.shape[0] / 5) + 0.1 * (v.shape[0] - 5)).to(v.dtype),
 }
-
 
 
 def _spread(v: Tensor, size: int) -> Tensor:

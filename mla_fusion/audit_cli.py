@@ -1,0 +1,74 @@
+"""``mla-fusion audit`` and ``guide``: hand-written calls checked, and how to write one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import mla_fusion as mf
+from mla_fusion.meta import RELEASES, SOCS
+from mla_fusion.target import UserError, load_target
+
+
+def add(commands: Any, command: Callable[..., Any]) -> None:
+    """Both subcommands; ``command`` makes the parser of one that prints JSON on request."""
+    summary = "Check hand-written calls of the operators; with --reference, against the model that they stand for."
+    parser = command(commands, "audit", _audit, summary)
+    parser.add_argument(
+        "target", metavar="FILE.py:FUNCTION", help="function that returns (module_or_function, arguments), or a dump"
+    )
+    parser.add_argument("--reference", metavar="FILE.py:FUNCTION", help="one that returns (unfused_model, arguments)")
+    parser.add_argument("--soc", choices=SOCS, default="A3")
+    parser.add_argument("--cann", choices=RELEASES, default="latest")
+    parser.add_argument("--path", choices=("eager", "graph"), default="eager", help="how the calls reach the device")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the audit as a page")
+    summary = "Print how to write a call of the operator by hand, for people and for agents that write code."
+    parser = commands.add_parser("guide", help=summary, description=summary)
+    parser.set_defaults(run=_guide)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write it to a file instead, AGENTS.md for one")
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    """Exit status: 0 nothing is wrong, 1 something is. Raises UserError for bad input."""
+    from mla_fusion.dumps import DumpError
+
+    try:
+        found = _of_file(arguments) if Path(arguments.target).is_file() else _of_function(arguments)
+    except (DumpError, OSError, ValueError) as error:
+        raise UserError(str(error)) from error
+    print(found.to_json() if arguments.json else found)
+    if arguments.html:
+        print(f"written: {found.to_html(arguments.html)}", file=sys.stderr)
+    return 0 if found.ok else 1
+
+
+def _of_file(arguments: argparse.Namespace) -> mf.Audit:
+    from mla_fusion.by_hand import audit_dump
+
+    if arguments.reference:
+        raise UserError("--reference goes with a function; a dump holds no numbers to compare")
+    return audit_dump(arguments.target, arguments.soc, arguments.cann)
+
+
+def _of_function(arguments: argparse.Namespace) -> mf.Audit:
+    target, example = load_target(arguments.target)
+    reference = load_target(arguments.reference)[0] if arguments.reference else None
+    limits = {"soc": arguments.soc, "cann": arguments.cann, "path": arguments.path}
+    return mf.audit(target, reference, *example, **limits)
+
+
+def _guide(arguments: argparse.Namespace) -> int:
+    text = (files("mla_fusion.by_hand") / "guide.md").read_text(encoding="utf-8")
+    if arguments.out is None:
+        print(text, end="")
+        return 0
+    try:
+        arguments.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(str(error)) from error
+    print(f"written: {arguments.out}", file=sys.stderr)
+    return 0

@@ -1,0 +1,279 @@
+"""int8 prologues with int8 caches: a scale for each channel, or rows packed with a scale for each tile."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .base import DR, HCKV, HCQ, HE, Base, attend, linear, npu, paged_args
+from .entry import IN_PLACE, OURS, STAGED, entry
+from .int8 import Full, Partial
+
+
+def int8_cache_args() -> tuple[Tensor, ...]:
+    x, cos, sin, kv_cache, kr_cache, slots = paged_args()
+    return x, cos, sin, (kv_cache * 20).to(torch.int8), (kr_cache * 20).to(torch.int8), slots
+
+
+def packed_args() -> tuple[Tensor, ...]:
+    x, cos, sin, kv_cache, kr_cache, slots = paged_args()
+    return x, cos, sin, torch.randint(-9, 9, (*kv_cache.shape[:3], 656), dtype=torch.int8), kr_cache, slots
+
+
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="int8, cache, operators",
+    args=int8_cache_args,
+    weight_quant_mode=1,
+    kv_cache_quant_mode=2,
+)
+class OperatorCache(Partial):
+    """int8 caches written by the fused cache operator, a scale per channel."""
+
+    scales = (HCKV, DR)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_scale, self.kr_scale = (nn.Parameter(20 + 10 * torch.rand(width)) for width in self.scales)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
+        query, query_rope = self.absorb(q_nope), self.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
+        tables = [table.view(-1, 1, 1, DR) for table in (cos, sin)]
+        latent = self.kv_a_proj_with_mqa(x).view(-1, 1, 1, HCKV + DR)
+        npu.npu_kv_rmsnorm_rope_cache_v2(
+            latent,
+            self.kv_a_layernorm.weight,
+            *tables,
+            slots,
+            kr_cache,
+            kv_cache,
+            k_rope_scale=self.kr_scale,
+            c_kv_scale=self.kv_scale,
+            epsilon=1e-6,
+            cache_mode="PA_BNSD",
+        )
+        return attend(query, query_rope, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+
+
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="int8, cache, operators",
+    args=int8_cache_args,
+    weight_quant_mode=1,
+    kv_cache_quant_mode=2,
+)
+class OperatorCacheOneScale(OperatorCache):
+    scales = (1, 1)
+
+
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="int8, cache, operators",
+    args=int8_cache_args,
+    weight_quant_mode=1,
+    kv_cache_quant_mode=2,
+)
+class PlainCache(Partial):
+    """int8 caches, rows quantised by plain operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_scale, self.kr_scale = (nn.Parameter(20 + 10 * torch.rand(width)) for width in (HCKV, DR))
+
+    def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return torch.clamp(torch.round(rows.float() * scale), -128, 127).to(torch.int8)
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        kv_cache.view(-1, HCKV)[slots] = self.quantise(c_kv, self.kv_scale)
+        kr_cache.view(-1, DR)[slots] = self.quantise(k_pe, self.kr_scale)
+
+
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="int8, cache, operators",
+    args=int8_cache_args,
+    weight_quant_mode=1,
+    kv_cache_quant_mode=2,
+)
+class DividedRows(PlainCache):
+    """The scale is what a step is worth, and one for all channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_scale, self.kr_scale = (nn.Parameter(torch.tensor([0.04])) for _ in range(2))
+
+    def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return (rows.float() / scale).round().clamp(-128, 127).char()
+
+
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="int8, cache, operators",
+    args=int8_cache_args,
+    weight_quant_mode=1,
+    kv_cache_quant_mode=2,
+)
+class LiteralScale(PlainCache):
+    def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return torch.clamp((rows.float() * 25.0).round(), -128, 127).to(torch.int8)
+
+
+@entry(
+    STAGED, source=OURS, tags="int8, cache, operators", args=int8_cache_args, weight_quant_mode=1, kv_cache_quant_mode=0
+)
+class SymmetricClamp(PlainCache):
+    """-127 is the lowest code: not the kernel's saturation."""
+
+    def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return torch.clamp(torch.round(rows.float() * scale), -127, 127).to(torch.int8)
+
+
+@entry(
+    STAGED, source=OURS, tags="int8, cache, operators", args=int8_cache_args, weight_quant_mode=1, kv_cache_quant_mode=0
+)
+class Truncated(PlainCache):
+    def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return torch.clamp(rows.float() * scale, -128, 127).to(torch.int8)
+
+
+@entry(
+    STAGED, source=OURS, tags="int8, cache, operators", args=int8_cache_args, weight_quant_mode=2, kv_cache_quant_mode=0
+)
+class FullPlainCache(Full):
+    """Per-channel caches with all three projections int8: no mode of the kernel."""
+
+    write = PlainCache.write
+    quantise = PlainCache.quantise
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_scale, self.kr_scale = (nn.Parameter(20 + 10 * torch.rand(width)) for width in (HCKV, DR))
+
+
+# -- one cache of packed rows
+
+
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="int8, cache, layout, operators",
+    args=packed_args,
+    weight_quant_mode=2,
+    kv_cache_quant_mode=3,
+)
+class PackedRows(Full):
+    """One cache of 656-byte rows: int8 tiles of the latent, the bfloat16 key, a float32 scale per tile."""
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        tiles = c_kv.float().view(-1, 4, 128)
+        scale = tiles.abs().amax(-1, keepdim=True) / 127
+        values = torch.round(tiles / scale).clamp(-128, 127).to(torch.int8).flatten(1)
+        parts = [values, k_pe.contiguous().view(torch.int8), scale.squeeze(-1).contiguous().view(torch.int8)]
+        kv_cache.view(-1, 656)[slots] = torch.cat(parts, -1)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
+        c_kv, k_pe = self.latent(x)
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1))
+        return torch.cat([self.absorb(q_nope), self.rotate(q_pe, c, s)], -1)
+
+
+@entry(
+    IN_PLACE,
+    source="vllm-ascend",
+    tags="int8, cache, layout, operators",
+    args=packed_args,
+    weight_quant_mode=2,
+    kv_cache_quant_mode=3,
+)
+class PackedByOperators(PackedRows):
+    """vllm-ascend's sparse C8: npu_dynamic_block_quant, cat, npu_scatter_nd_update_."""
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        values, scale = npu.npu_dynamic_block_quant(c_kv, row_block_size=1, col_block_size=128)
+        packed = torch.cat([values, k_pe.contiguous().view(torch.int8), scale.view(torch.int8)], -1)
+        npu.npu_scatter_nd_update_(kv_cache.view(-1, 656), slots.view(-1, 1), packed)
+
+
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="int8, cache, layout, operators",
+    args=packed_args,
+    weight_quant_mode=1,
+    kv_cache_quant_mode=3,
+)
+class PackedClipped(PackedRows):
+    """Every tile clipped to 0.9 of its largest magnitude; only W_uq_qr is int8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a_proj, self.kv_a_proj_with_mqa = linear(HE, HCQ), linear(HE, HCKV + DR)
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        tiles = c_kv.float().unflatten(-1, (4, 128))
+        limit = 0.9 * tiles.abs().amax(-1, keepdim=True)
+        scale = (limit / 127).clamp(min=1e-8)
+        values = torch.maximum(torch.minimum(tiles, limit), -limit).div(scale).round().to(torch.int8)
+        as_bytes = [part.contiguous().view(torch.int8) for part in (k_pe, scale.squeeze(-1))]
+        index = torch.stack([slots // 16, slots % 16])
+        kv_cache.view(-1, 16, 656)[index[0], index[1]] = torch.cat([values.flatten(-2), *as_bytes], -1)
+
+
+@entry(
+    STAGED,
+    source=OURS,
+    tags="int8, cache, layout, operators",
+    args=packed_args,
+    weight_quant_mode=2,
+    kv_cache_quant_mode=0,
+)
+class PackedOtherwise(PackedRows):
+    """The scales before the key: no row of the kernel's."""
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        values, scale = npu.npu_dynamic_block_quant(c_kv)
+        packed = torch.cat([values, scale.view(torch.int8), k_pe.contiguous().view(torch.int8)], -1)
+        kv_cache.view(-1, 656)[slots] = packed
+
+
+@entry(
+    STAGED,
+    source=OURS,
+    tags="int8, cache, layout, operators",
+    args=packed_args,
+    weight_quant_mode=2,
+    kv_cache_quant_mode=0,
+)
+class PackedAndRead(PackedRows):
+    """The new rows are read as they are, too."""
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
+        self.last = c_kv
+
+    def forward(self, *args: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.cat([super().forward(*args).flatten(1), self.last], -1)
+
+
+@entry(
+    STAGED,
+    source=OURS,
+    tags="int8, cache, layout, operators",
+    args=packed_args,
+    weight_quant_mode=0,
+    kv_cache_quant_mode=0,
+    detail="packed rows do not go with weight_quant_mode 0",
+)
+class PackedUnquantised(PackedRows):
+    """bfloat16 weights: packed rows do not go with them."""
+
+    def __init__(self) -> None:
+        Base.__init__(self)

@@ -1,0 +1,257 @@
+"""W8A8 dynamic quantisation written with plain operators, as hands without the npu ones write it.
+
+One linear layer in three steps: ``quantise`` the rows, ``multiply`` int8 by int8, ``bring_back`` to floats.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import DR, HCQ, Base, D, npu
+from .entry import IN_PLACE, OURS, Entry, add, words
+from .int8 import Full, QuantLinear
+
+
+def largest(rows: Tensor) -> Tensor:
+    return rows.abs().amax(-1, keepdim=True)
+
+
+def to_int8(steps: Tensor) -> Tensor:
+    return steps.round().clamp(-128, 127).to(torch.int8)
+
+
+class PlainLinear(QuantLinear):
+    """The most usual spelling; in float64 the maths without quantisation, as of any QuantLinear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            return super().forward(x)
+        values, scale = self.quantise(x)
+        return self.bring_back(self.multiply(values, self.matrix()), scale)
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = largest(x.float()) / 127
+        return to_int8(x.float() / scale), scale
+
+    def multiply(self, values: Tensor, matrix: Tensor) -> Tensor:
+        return torch._int_mm(values, matrix)
+
+    def bring_back(self, sums: Tensor, scale: Tensor) -> Tensor:
+        return (sums.float() * scale * self.scale).to(torch.bfloat16)
+
+
+# -- quantise
+
+
+def clamped(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """max, a floor under it, no -128."""
+    scale = x.float().abs().max(-1, keepdim=True).values.clamp(min=1e-8) / 127.0
+    return torch.clamp(torch.round(x.float() / scale), -127, 127).to(torch.int8), scale
+
+
+def by_both_ends(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    ends = torch.maximum(x.float().amax(-1), -x.float().amin(-1))
+    return torch.round(x.float() * (127.0 / ends)[:, None]).to(torch.int8), (ends * (1 / 127)).unsqueeze(-1)
+
+
+def by_norm(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    ends = torch.linalg.vector_norm(x.float(), ord=float("inf"), dim=-1, keepdim=True)
+    return torch.round(x.float() * 127 / ends).to(torch.int8), ends / 127
+
+
+def in_bfloat16(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest(x) / 127
+    return to_int8(x / scale), scale
+
+
+def half_away(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest(x.float()) / 127
+    steps = x.float() / scale
+    return (steps.sign() * (steps.abs() + 0.5).floor()).to(torch.int8), scale
+
+
+def by_reciprocal(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest(x.float()).clamp(min=1e-5) / 127
+    return to_int8(x.float() * scale.reciprocal()), scale
+
+
+def undivided(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The token scale is max|x|; somebody divides by 127 later."""
+    return torch.round(x.float() * 127 / largest(x.float())).to(torch.int8), largest(x.float())
+
+
+def inverse(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    steps = 127 / largest(x.float())
+    return torch.round(x.float() * steps).to(torch.int8), steps
+
+
+def by_operator(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    values, scale = npu.npu_dynamic_quant(x)
+    return values, scale.unsqueeze(-1)
+
+
+# -- multiply
+
+
+def in_int32(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
+    return values.to(torch.int32) @ matrix.to(torch.int32)
+
+
+def in_float32(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
+    return values.float() @ matrix.float()
+
+
+def as_linear(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
+    return F.linear(values.float(), matrix.t().float())
+
+
+def by_einsum(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
+    return torch.einsum("ti,io->to", values.int(), matrix.int())
+
+
+def by_einsum_turned(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
+    return torch.einsum("...i,oi->...o", values.float(), matrix.t().float())
+
+
+def product_in_bfloat16(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
+    return values.bfloat16() @ matrix.bfloat16()
+
+
+def to_sums(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
+    """The operator's int32 output is the sum before any scale."""
+    return npu.npu_quant_matmul(values, matrix, torch.ones_like(self.scale), output_dtype=torch.int32)
+
+
+def to_scaled_columns(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
+    return npu.npu_quant_matmul(values, matrix, self.scale, output_dtype=torch.bfloat16)
+
+
+def whole_operator(self: Any, values: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    return values, matrix
+
+
+# -- bring back
+
+
+def by_outer_product(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
+    return (sums * (scale * self.scale)).to(torch.bfloat16)
+
+
+def columns_first(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
+    return ((sums * self.scale.view(1, -1)).float() * scale).bfloat16()
+
+
+def divided_last(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
+    return (sums.float() * scale * self.scale / 127).bfloat16()
+
+
+def by_inverse(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
+    return (sums.float() / scale * self.scale).bfloat16()
+
+
+def all_in_bfloat16(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
+    return sums.to(torch.bfloat16) * scale.to(torch.bfloat16) * self.scale.to(torch.bfloat16)
+
+
+def rows_alone(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
+    return (sums * scale).bfloat16()
+
+
+def by_quant_matmul(self: Any, operands: tuple[Tensor, Tensor], scale: Tensor) -> Tensor:
+    return npu.npu_quant_matmul(*operands, self.scale, pertoken_scale=scale.view(-1), output_dtype=torch.bfloat16)
+
+
+# -- whole layers
+
+
+class HeldTransposed(PlainLinear):
+    """The weight held as [out, in]."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__(width_in, width_out)
+        self.weight = nn.Parameter(self.weight.t().contiguous(), requires_grad=False)
+
+    def matrix(self) -> Tensor:
+        return self.weight.t()
+
+
+class Batched(PlainLinear):
+    """Rows [B, S], flattened for the product alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            return super().forward(x)
+        values, scale = self.quantise(x.view(2, -1, x.shape[-1]))
+        sums = torch._int_mm(values.flatten(0, 1), self.matrix())
+        return self.bring_back(sums.view(*values.shape[:-1], -1), scale).flatten(0, 1)
+
+
+class Smoothed(PlainLinear):
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__(width_in, width_out, smooth=True)
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.smooth is not None
+        return super().quantise(x * self.smooth.to(x.dtype))
+
+
+def linear_of(name: str, **methods: Any) -> type[PlainLinear]:
+    return type(name, (PlainLinear,), methods)
+
+
+LINEARS: dict[str, type[PlainLinear]] = {
+    "plain": PlainLinear,
+    "clamped": linear_of("l", quantise=clamped, multiply=in_int32),
+    "by_both_ends": linear_of("l", quantise=by_both_ends, multiply=in_float32),
+    "by_norm": linear_of("l", quantise=by_norm, bring_back=by_outer_product),
+    "by_einsum": linear_of("l", multiply=by_einsum),
+    "by_einsum_turned": linear_of("l", multiply=by_einsum_turned),
+    "in_bfloat16": linear_of("l", quantise=in_bfloat16, multiply=as_linear),
+    "half_away": linear_of("l", quantise=half_away, bring_back=columns_first),
+    "by_reciprocal": linear_of("l", quantise=by_reciprocal, multiply=product_in_bfloat16),
+    "undivided": linear_of("l", quantise=undivided, bring_back=divided_last),
+    "inverse": linear_of("l", quantise=inverse, bring_back=by_inverse),
+    "by_operator": linear_of("l", quantise=by_operator),
+    "to_sums": linear_of("l", multiply=to_sums),
+    "to_scaled_columns": linear_of("l", multiply=to_scaled_columns, bring_back=rows_alone),
+    "by_quant_matmul": linear_of("l", multiply=whole_operator, bring_back=by_quant_matmul),
+    "all_in_bfloat16": linear_of("l", bring_back=all_in_bfloat16),
+    "held_transposed": HeldTransposed,
+    "batched": Batched,
+}
+
+
+class PlainFull(Full):
+    linear = PlainLinear
+
+
+class PlainPartial(Base):
+    """Only W_uq_qr is int8."""
+
+    linear: type[QuantLinear] = PlainLinear
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_b_proj = self.linear(HCQ, self.heads * (D + DR))  # type: ignore[assignment]
+
+
+def model_of(base: type[nn.Module], linear: type[QuantLinear]) -> nn.Module:
+    return type(base.__name__, (base,), {"linear": linear})()
+
+
+for name, kind in LINEARS.items():
+    add(
+        Entry(
+            name=f"linear {name}",
+            model=partial(model_of, PlainFull, kind),
+            outcome=(IN_PLACE,),
+            source=OURS,
+            tags=words("int8, plain, weights"),
+            weight_quant_mode=2,
+        )
+    )

@@ -1,0 +1,102 @@
+"""Near misses of a linear layer that quantises with plain operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import npu
+from .entry import OURS, Entry, add, words
+from .int8_plain import PlainLinear, PlainPartial, largest, model_of, to_int8
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def over(scale: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Rows divided by another scale, which the product is multiplied by."""
+    return {"quantise": lambda self, x: (to_int8(x.float() / scale(x.float())), scale(x.float()))}
+
+
+def of_steps(values: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Other int8 values of rows brought to steps; the scale is right."""
+    unit = lambda x: largest(x) / 127  # noqa: E731
+    return {"quantise": lambda self, x: (values(x.float() / unit(x.float())).to(torch.int8), unit(x.float()))}
+
+
+def scaled_by(scale: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The right values, and another token scale, made from c_q."""
+    return {"quantise": lambda self, x: (to_int8(x.float() * 127 / largest(x.float())), scale(x.float()))}
+
+
+def product(multiply: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
+    return {"multiply": lambda self, values, matrix: multiply(values, matrix)}
+
+
+def back(bring_back: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, Any]:
+    """Of the sums, the token scale and the scales of the columns."""
+    return {"bring_back": lambda self, sums, scale: bring_back(sums.float(), scale, self.scale).bfloat16()}
+
+
+def per_group(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    groups = x.float().unflatten(-1, (-1, 128))
+    return to_int8(groups / (largest(groups) / 127)).flatten(-2), largest(x.float()) / 127
+
+
+MISSES: dict[str, dict[str, Any]] = {
+    # another maximum
+    "128 steps": over(lambda v: largest(v) / 128),
+    "whole tensor": over(lambda v: (v.abs().max() / 127).expand(v.shape[0], 1)),
+    "no abs": over(lambda v: v.amax(-1, keepdim=True) / 127),
+    "half of the row": over(lambda v: largest(v[:, : v.shape[1] // 2]) / 127),
+    "all but the last": over(lambda v: largest(v[:, :-1]) / 127),
+    "every other": over(lambda v: largest(v[:, ::2]) / 127),
+    "outliers clipped": over(lambda v: torch.minimum(largest(v), 6 * v.std(-1, keepdim=True)) / 127),
+    "high floor": over(lambda v: largest(v).clamp(min=5.0) / 127),
+    "floor of another row": over(lambda v: torch.maximum(largest(v), 0.05 * v.abs().max()) / 127),
+    "in groups": {"quantise": per_group},
+    # other values
+    "truncated": of_steps(lambda v: v),
+    "zero point": of_steps(lambda v: (v.round() + 1).clamp(-128, 127)),
+    "clamped at 126": of_steps(lambda v: v.round().clamp(-126, 126)),
+    "columns moved": of_steps(lambda v: v.round().roll(1, -1)),
+    "rows moved": of_steps(lambda v: v.round().roll(1, 0)),
+    "noise": of_steps(lambda v: (v + torch.rand_like(v) - 0.5).round().clamp(-128, 127)),
+    "through float8": of_steps(lambda v: v.to(FLOAT8).float().round()),
+    # another token scale
+    "of the next row": scaled_by(lambda v: largest(v).roll(1, 0) / 127),
+    "of another tensor": scaled_by(lambda v: largest(v * v) / 127),
+    "in float8": scaled_by(lambda v: (largest(v) / 127).to(FLOAT8).float()),
+    "in float16": scaled_by(lambda v: (largest(v) / 127).half().float()),
+    # another product
+    "in int8": product(lambda x, w: x @ w),
+    "weight as uint8": product(lambda x, w: x.float() @ w.to(torch.uint8).float()),
+    "weight in float8": product(lambda x, w: x.float() @ w.float().to(FLOAT8).float()),
+    "with a bias": product(lambda x, w: torch.addmm(torch.ones(w.shape[1]), x.float(), w.float())),
+    "rescaled to int8": product(
+        lambda x, w: npu.npu_quant_matmul(x, w, torch.ones(w.shape[1]), output_dtype=torch.int8)
+    ),
+    # another way back
+    "bias": back(lambda a, s, w: a * s * w + 0.5),
+    "sums added to": back(lambda a, s, w: (a + 3000) * s * w),
+    "token scale twice": back(lambda a, s, w: a * s * w * s * 50),
+    "no token scale": back(lambda a, s, w: a * w * 0.01),
+    "scales added": back(lambda a, s, w: a * (s + w)),
+    "scales in float8": back(lambda a, s, w: a * (s * w).to(FLOAT8).float()),
+    "over 127 again": back(lambda a, s, w: a * s * w / 127),
+}
+
+
+for name, methods in MISSES.items():
+    add(
+        Entry(
+            name=name,
+            model=partial(model_of, PlainPartial, type("Missing", (PlainLinear,), methods)),
+            outcome=("quant.dynamic",),
+            source=f"{OURS}: a near miss of PlainPartial",
+            tags=words("near miss, int8, plain"),
+        )
+    )

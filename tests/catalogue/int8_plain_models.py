@@ -1,0 +1,136 @@
+"""Prologues of linear layers that quantise with plain operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .base import DR, HCKV, HCQ, HE, D, paged_args, rotate_half
+from .entry import IN_PLACE, OURS, Entry, add, words
+from .int8_attention import Int8Attention, int8_latent_args
+from .int8_caches import PackedRows, packed_args
+from .int8_plain import LINEARS, PlainFull, PlainLinear, PlainPartial, Smoothed, linear_of, model_of
+
+
+def plain(name: str, mode: int, cache: int = 0, **fields: Any) -> Callable[[Any], Any]:
+    """Puts a model of plain int8 operators into the catalogue."""
+
+    def register(model: Any) -> Any:
+        modes = {"weight_quant_mode": mode, "kv_cache_quant_mode": cache}
+        tags = words("int8, plain, cache" if cache else "int8, plain")
+        name_of = f"plain {name}"
+        add(Entry(name=name_of, model=model, outcome=(IN_PLACE,), source=OURS, tags=tags, slack=1.1, **modes, **fields))
+        return model
+
+    return register
+
+
+@plain("joined", 2)
+class Joined(PlainFull):
+    """One product for W_dq and W_dkv_kr."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_a = PlainLinear(HE, HCQ + HCKV + DR)
+
+    def down(self, x: Tensor) -> Tensor:
+        return self.qkv_a(x)[..., :HCQ]
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        _, c_kv, k_pe = self.qkv_a(x).split([HCQ, HCKV, DR], -1)
+        return self.kv_a_layernorm(c_kv), k_pe
+
+
+@plain("in_halves", 2)
+class InHalves(PlainFull):
+    """W_uq_qr as two weights side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(PlainLinear(HCQ, self.heads // 2 * (D + DR)) for _ in range(2))
+        self.q_b_proj = nn.Identity()  # type: ignore[assignment]
+
+    def split(self, c_q: Tensor) -> tuple[Tensor, Tensor]:
+        return super().split(torch.cat([half(c_q) for half in self.halves], -1))
+
+
+@plain("on_in_float32", 2)
+class OnInFloat32(PlainFull):
+    """Norms and rotations read the float32 results."""
+
+    linear = linear_of("l", bring_back=lambda self, sums, scale: sums.float() * scale * self.scale)
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        return super().absorb(q_nope.to(self.kv_b_proj.weight.dtype))
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return super().rotate(x, c, s).to(c.dtype)
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c_kv, k_pe = super().latent(x)
+        return c_kv.to(x.dtype), k_pe
+
+
+@plain("indexer_reads", 2)
+class IndexerReads(PlainFull):
+    """The indexer quantises c_q by itself; its int8 values and scales are the kernel's outputs then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq_b = PlainLinear(HCQ, 128)
+
+    def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
+        return self.wq_b(c_q)
+
+
+@plain("smoothed", 1)
+class SmoothedPartial(PlainPartial):
+    linear = Smoothed
+
+
+@plain("half_rope", 2)
+class HalfRope(PlainFull):
+    """Columns of int8 weights and of their scales are permuted together."""
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return x * c + rotate_half(x) * s
+
+
+@plain("scaled", 2)
+class Scaled(PlainFull):
+    """A softmax scale on the whole query is no scale of the product."""
+
+    def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return super().split(q * 0.07)
+
+
+class PlainInt8Attention(Int8Attention):
+    linear = PlainLinear
+
+
+class PlainPackedRows(PackedRows):
+    linear = PlainLinear
+
+
+def one_token() -> tuple[Tensor, ...]:
+    x, cos, sin, kv_cache, kr_cache, slots = paged_args()
+    return x[:1], cos[:1], sin[:1], kv_cache, kr_cache, slots[:1]
+
+
+def many_tokens(count: int = 100) -> tuple[Tensor, ...]:
+    rows = [torch.randn(count, width).bfloat16() for width in (HE, DR, DR)]
+    caches = [torch.randn(count, 16, 1, width).bfloat16() for width in (HCKV, DR)]
+    return *rows, *caches, torch.randperm(16 * count)[:count]
+
+
+plain("partial", 1)(PlainPartial)
+plain("partial_clamped", 1)(partial(model_of, PlainPartial, LINEARS["clamped"]))
+plain("partial_columns_first", 1)(partial(model_of, PlainPartial, LINEARS["half_away"]))
+plain("one_token", 2, args=one_token)(partial(model_of, PlainFull, LINEARS["by_norm"]))
+plain("many_tokens", 2, args=many_tokens)(partial(model_of, PlainFull, LINEARS["by_norm"]))
+plain("int8_attention", 2, cache=1, args=int8_latent_args)(PlainInt8Attention)
+plain("packed_rows", 2, cache=3, args=packed_args)(PlainPackedRows)

@@ -1,0 +1,312 @@
+"""Near misses: one thing is wrong with a projection, with the product with W_uk, or with who reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mla_fusion import offline
+
+from .assembled import RowsInPlace, row_args
+from .base import DR, HCKV, HCQ, HE, Base, D, HfNorm, Prologue, attend, linear, through
+from .entry import IN_PLACE, MISS_OF_BASE, Entry, Make, add, based, miss, words
+from .tables import sequences
+
+
+@miss("q_lora.absent", tags="weights")
+class NoQueryLora(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = linear(HE, self.heads * (D + DR))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+        q_nope, q_pe = self.split(self.q_proj(x))
+        c_kv, k_pe = self.latent(x)
+        c, s_ = cos.unsqueeze(1), sin.unsqueeze(1)
+        q_pe, k_pe = self.rotate(q_pe, c, s_), self.rotate(k_pe.unsqueeze(1), c, s_).squeeze(1)
+        query = self.absorb(q_nope)
+        self.write(kv_cache, kr_cache, slots, c_kv, k_pe)
+        return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+
+
+@miss("absorb.absent", tags="absorb")
+class Unabsorbed(Base):
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        return F.pad(q_nope, (0, HCKV - D))
+
+
+@miss("linear.bias", tags="weights")
+class Bias(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_b_proj = linear(HCQ, self.heads * (D + DR), bias=True)
+
+
+@miss("linear.scaled", tags="weights")
+class ScaledAddmm(Base):
+    def down(self, x: Tensor) -> Tensor:
+        return torch.addmm(x.new_zeros(HCQ), x, self.q_a_proj.weight.t(), alpha=2.0)
+
+
+@miss("kv_latent.absent", tags="weights")
+class QueryInputRounded(Base):
+    def down(self, x: Tensor) -> Tensor:
+        return self.q_a_proj(through(x, torch.float8_e4m3fn))
+
+
+@miss("dtype.region", tags="weights")
+class QueryInputHalf(Base):
+    def down(self, x: Tensor) -> Tensor:
+        return self.q_a_proj(through(x, torch.float16))
+
+
+@miss("q_lora.absent", tags="weights")
+class LatentRounded(Base):
+    norm = HfNorm
+
+    def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return super().split(through(q, torch.float8_e4m3fn))
+
+
+class RankFour(Base):
+    """x is [.., .., .., He] and only the products are flattened."""
+
+    def down(self, x: Tensor) -> Tensor:
+        return self.q_a_proj(x).flatten(0, 2)
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c_kv, k_pe = self.kv_a_proj_with_mqa(x).flatten(0, 2).split([HCKV, DR], -1)
+        return self.kv_a_layernorm(c_kv), k_pe
+
+
+class Adapted(nn.Module):
+    """A low-rank adapter beside the weight."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.down, self.up = layer, linear(layer.in_features, 8), linear(8, layer.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + 2 * self.up(self.down(x))
+
+
+class Packed(nn.Module):
+    """int4 weights, eight to an int32, by an operator of torch_npu alone."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        offline.activate()
+        packed = torch.randint(-9, 9, (layer.in_features, layer.out_features // 8), dtype=torch.int32)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(1, layer.out_features).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.npu.npu_weight_quant_batchmatmul(x, self.weight, self.scale)
+
+
+class Scaled8(nn.Module):
+    """float8 weights and activations."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        step, one = x.float().abs().max() / 448, torch.ones((), device=x.device)
+        rows = (x.float() / step).to(torch.float8_e4m3fn)
+        return torch._scaled_mm(rows, self.weight.t(), scale_a=step, scale_b=one, out_dtype=x.dtype)
+
+
+@miss("linear.hidden", tags="weights")
+class Hidden(Base):
+    """None of the three layers is a plain product."""
+
+    layer: type[nn.Module] = Adapted
+    names: tuple[str, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self.names:
+            setattr(self, name, self.layer(getattr(self, name)))
+
+
+@miss("linear.hidden", tags="weights")
+class AdaptedQuery(Hidden):
+    names = ("q_b_proj",)
+
+
+@miss("linear.hidden", tags="weights")
+class AdaptedQueryLatent(Hidden):
+    names = ("q_a_proj",)
+
+
+@miss("linear.hidden", tags="weights")
+class AdaptedLatent(Hidden):
+    names = ("kv_a_proj_with_mqa",)
+
+
+@miss("linear.hidden", tags="weights, operators")
+class PackedLatent(AdaptedLatent):
+    layer = Packed
+
+
+@miss("linear.hidden", tags="weights, operators")
+class AllPacked(Hidden):
+    layer = Packed
+
+
+@miss("linear.hidden", tags="weights")
+class AllScaled8(Hidden):
+    layer = Scaled8
+
+
+@miss("absorb.absent", tags="absorb, weights")
+class PreMerged(Base):
+    """W_uq and W_uk multiplied beforehand: the kernel cannot be given the product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.merged = linear(HCQ, self.heads * HCKV)
+        self.q_rope_proj = linear(HCQ, self.heads * DR)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+        c_q = self.q_a_layernorm(self.q_a_proj(x))
+        query = self.merged(c_q).view(-1, self.heads, HCKV)
+        c_kv, k_pe = self.latent(x)
+        c, s_ = cos.unsqueeze(1), sin.unsqueeze(1)
+        q_pe = self.rotate(self.q_rope_proj(c_q).view(-1, self.heads, DR), c, s_)
+        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s_).squeeze(1))
+        return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+
+
+@miss("tokens.cut", tags="weights")
+class SlicedBehindTheProjections(Base):
+    """A batch that is padded to eight tokens, four of them real."""
+
+    def down(self, x: Tensor) -> Tensor:
+        return self.q_a_proj(x)[:4]
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c_kv, k_pe = self.kv_a_proj_with_mqa(x)[:4].split([HCKV, DR], -1)
+        return self.kv_a_layernorm(c_kv), k_pe
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return super().forward(x, cos[:4], sin[:4], kv_cache, kr_cache, slots[:4])
+
+
+@miss("reader.latent", tags="readers")
+class RawLatentRead(Base):
+    def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
+        return c_q_raw.sum(-1)
+
+
+@miss("reader.latent", tags="readers")
+class UnrotatedKeyRead(Base):
+    def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
+        return k_pe.sum(-1)
+
+
+@miss("scale.unequal", of="RowsInPlace", tags="absorb, layout, run", args=row_args)
+class ScaledByPosition(RowsInPlace):
+    """The whole query, by a factor that grows with the position, before W_uk."""
+
+    def growing(self, q: Tensor) -> Tensor:
+        return q * (1 + 0.1 * torch.log1p(torch.arange(q.shape[0], device=q.device)))[:, None, None].to(q.dtype)
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        return super().absorb(self.growing(q_nope))
+
+    def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return self.growing(super().rotate_q(q_pe, c, s))
+
+
+@miss("q_lora.absent", tags="absorb, layout, run", args=sequences)
+class AbsorbedFromX(Prologue):
+    """No query latent and no rotation at all, yet absorbed: linear-attention hybrids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = linear(HE, self.heads * (D + DR))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor, ...]:
+        q_nope, q_pe = self.q_proj(x).view(2, 3, self.heads, D + DR).transpose(1, 2).split([D, DR], -1)
+        c_kv, k_pe = (part.unsqueeze(1) for part in self.latent(x))
+        kv, kr = torch.cat([kv, c_kv], 2), torch.cat([kr, k_pe], 2)
+        return (q_nope @ self.w_uk()) @ kv.mT + q_pe @ kr.mT, kv, kr
+
+
+# -- one method of the base prologue, compiled and run
+
+
+def per_head(*products: Any) -> Any:
+    """A loop over two heads with a product of its own for each; given q, w_uk."""
+
+    def absorb(self: Any, q: Tensor) -> Tensor:
+        return torch.stack([product(q, self.w_uk()) for product in products], 1)
+
+    return absorb
+
+
+def first(q: Tensor, w: Tensor) -> Tensor:
+    return q[:, 0] @ w[0]
+
+
+def split_of(*columns: slice) -> Any:
+    """q_nope and q_pe as columns of a head."""
+
+    def split(self: Any, q: Tensor) -> tuple[Tensor, ...]:
+        q = q.view(-1, self.heads, D + DR)
+        return tuple(q[..., part] for part in columns)
+
+    return split
+
+
+def turned_latent(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    c_kv, k_pe = Prologue.latent(self, x.roll(1, 0))
+    return c_kv, k_pe
+
+
+MISSES: dict[str, tuple[Make, str]] = {
+    "one_matrix_for_both": (
+        based("m", absorb=lambda m, q: torch.matmul(q.unsqueeze(2), m.w_uk()[:1]).squeeze(2)),
+        "absorb.absent",
+    ),
+    "one_head_scaled": (based("m", absorb=per_head(first, lambda q, w: (2 * q[:, 1]) @ w[1])), "absorb.absent"),
+    "one_head_added_to": (based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1] + 1)), "absorb.absent"),
+    "one_head_of_other_tokens": (
+        based("m", absorb=per_head(first, lambda q, w: q[:, 1].flip(0) @ w[1])),
+        "absorb.absent",
+    ),
+    "onto_a_bias": (
+        based("m", absorb=lambda m, q: torch.baddbmm(m.w_uk()[:, :1], q.transpose(0, 1), m.w_uk()).transpose(0, 1)),
+        "linear.bias",
+    ),
+    "another_x_for_kv": (based("m", latent=turned_latent), "kv_latent.absent"),
+    "nope_halved": (
+        based("m", split=lambda m, q: (lambda nope, pe: (nope * 0.5, pe))(*split_of(slice(D), slice(D, None))(m, q))),
+        "scale.unequal",
+    ),
+    # weights that are not W_uk, head by head, but are packed as what they are
+    "one_weight_for_both": (based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[0])), IN_PLACE),
+    "weights_swapped": (
+        based("m", absorb=per_head(lambda q, w: q[:, 0] @ w[1], lambda q, w: q[:, 1] @ w[0])),
+        IN_PLACE,
+    ),
+    "weight_turned": (
+        based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].flip(0))),
+        IN_PLACE,
+    ),
+    "one_head_rounded": (
+        based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].to(torch.float8_e5m2).to(w.dtype))),
+        IN_PLACE,
+    ),
+    # columns that the weights can be cut for, whatever they mean
+    "columns_overlap": (based("m", split=split_of(slice(D), slice(D - 32, D + 32))), IN_PLACE),
+}
+for name, (model, outcome) in MISSES.items():
+    add(Entry(name=name, model=model, outcome=(outcome,), source=MISS_OF_BASE, tags=words("near miss, absorb, run")))

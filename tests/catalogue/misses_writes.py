@@ -1,0 +1,112 @@
+"""Near misses: one thing is wrong with the writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import BLOCK_SIZE, DR, HCKV, Base, paged_args
+from .entry import IN_PLACE, MISS_OF_BASE, STAGED, Entry, Make, add, based, miss, words
+from .prologues import NpuOperators
+
+
+@miss("order.cycle", tags="cache", name="SlotsFromSizeOfQuery")
+class SlotsFromQuery(Base):
+    def slots(self, slots: Tensor, query: Tensor) -> Tensor:
+        return slots + (query[:, 0, 0] * 0).abs().long()
+
+
+@miss("cache.view_of_input", tags="cache, operators", of="NpuOperators")
+class OperatorNormMode(NpuOperators):
+    """npu_kv_rmsnorm_rope_cache on a cache that is a view of a pool."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+        return super().forward(x, cos, sin, kv_cache[:2], kr_cache[:2], slots % 32)
+
+
+# -- write(kv_cache, kr_cache, slots, c_kv, k_pe) of the base prologue, compiled and run
+
+
+def written(kv: Any, kr: Any) -> Any:
+    """A write of both caches, given rows of the cache, slots and new rows."""
+
+    def write(self: Any, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        kv(kv_cache.view(-1, HCKV), slots, c_kv)
+        kr(kr_cache.view(-1, DR), slots, k_pe)
+
+    return write
+
+
+def put(rows: Tensor, slots: Tensor, new: Tensor) -> None:
+    rows.index_put_((slots,), new)
+
+
+def put_later(rows: Tensor, slots: Tensor, new: Tensor) -> None:
+    rows.index_put_(((slots + 1) % rows.shape[0],), new)
+
+
+def put_other_offset(rows: Tensor, slots: Tensor, new: Tensor) -> None:
+    rows.view(-1, BLOCK_SIZE, rows.shape[-1]).index_put_((slots % 4, slots // 4), new)
+
+
+def put_where(rows: Tensor, slots: Tensor, new: Tensor) -> None:
+    rows.index_put_((slots,), torch.where((slots % 2 == 0)[:, None], new, rows[slots]))
+
+
+def put_twice(rows: Tensor, slots: Tensor, new: Tensor) -> None:
+    put(rows, slots, new)
+    put_later(rows, slots, new)
+
+
+def put_added(rows: Tensor, slots: Tensor, new: Tensor) -> None:
+    rows.index_put_((slots,), new, accumulate=True)
+
+
+def put_shifted(rows: Tensor, slots: Tensor, new: Tensor) -> None:
+    rows.index_put_((slots,), new.roll(1, 0))
+
+
+def put_some(rows: Tensor, slots: Tensor, new: Tensor) -> None:
+    rows.index_put_((slots[:4],), new[:4])
+
+
+def put_none(rows: Tensor, slots: Tensor, new: Tensor) -> None:
+    rows.index_put_((slots[1:],), new[1:])
+
+
+def put_negative(rows: Tensor, slots: Tensor, new: Tensor) -> None:
+    rows.index_put_((slots - rows.shape[0],), new)
+
+
+MISSES: dict[str, tuple[Make, str]] = {
+    "kr_elsewhere": (based("m", write=written(put, put_later)), STAGED),
+    "kr_by_other_blocks": (based("m", write=written(put, put_other_offset)), STAGED),
+    "both_by_other_blocks": (based("m", write=written(put_other_offset, put_other_offset)), IN_PLACE),
+    "where_even": (based("m", write=written(put_where, put)), STAGED),
+    "twice": (based("m", write=written(put_twice, put)), STAGED),
+    "added": (based("m", write=written(put_added, put)), STAGED),
+    "rows_shifted": (based("m", write=written(put_shifted, put_shifted)), STAGED),
+    "half_of_the_tokens": (based("m", write=written(put_some, put_some)), STAGED),
+    "negative": (based("m", write=written(put_negative, put_negative)), STAGED),
+}
+for name, (model, outcome) in MISSES.items():
+    add(Entry(name=name, model=model, outcome=(outcome,), source=MISS_OF_BASE, tags=words("near miss, cache, run")))
+
+
+def one_token() -> tuple[Tensor, ...]:
+    return paged_args(1)
+
+
+# All rows but those of the only token: values without elements are read, and mean nothing.
+add(
+    Entry(
+        name="no_token",
+        model=based("m", 1, write=written(put_none, put_none)),
+        args=one_token,
+        outcome=(STAGED,),
+        source=MISS_OF_BASE,
+        tags=words("near miss, cache, run"),
+    )
+)

@@ -1,0 +1,101 @@
+"""The norms in other words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import Base, HfNorm, npu, paged_args, wide
+from .entry import IN_PLACE, OURS, Entry, add, based, entry, words
+
+
+class NpuAddRmsNorm(HfNorm):
+    """omni-infer: add_rms_norm with a residual of zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return npu.npu_add_rms_norm(x, torch.zeros_like(x), self.weight, self.eps)[0]
+
+
+@entry(IN_PLACE, source="omni-infer", tags="norm, operators, device, symbolic")
+class ZeroResidual(Base):
+    norm = NpuAddRmsNorm
+
+
+class PowerNorm(HfNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.double()
+        return (self.weight * (wide * (torch.mean(wide.square(), -1, True) + self.eps).pow(-0.5))).to(x.dtype)
+
+
+@entry(IN_PLACE, source=OURS, tags="norm, device")
+class Power(Base):
+    norm = PowerNorm
+
+
+class NormByVector(HfNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        return (wide * torch.rsqrt(size * size / x.shape[-1] + self.eps)).to(x.dtype) * self.weight
+
+
+@entry(IN_PLACE, source=OURS, tags="norm, device")
+class VectorNorm(Base):
+    norm = NormByVector
+
+
+class OnePlusGammaNorm(HfNorm):
+    """GemmaRMSNorm: the parameter is gamma - 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight + 1, self.eps)
+
+
+@entry(IN_PLACE, source="Gemma", tags="norm, device")
+class OnePlusGamma(Base):
+    norm = OnePlusGammaNorm
+
+
+# -- forward(x) of HfNorm
+
+
+def norm(body: Callable[[Any, Tensor], Tensor], eps: float = 1e-6) -> type[HfNorm]:
+    def __init__(self: Any, width: int) -> None:
+        HfNorm.__init__(self, width, eps)
+
+    return type("Norm", (HfNorm,), {"forward": body, "__init__": __init__})
+
+
+def by_scale(scale: Callable[[Any, Tensor], Tensor], eps: float = 1e-6) -> type[HfNorm]:
+    """x * scale(x) * gamma."""
+    return norm(lambda self, x: (wide(x) * scale(self, wide(x))).to(x.dtype) * self.weight, eps)
+
+
+def zero_rows() -> tuple[Tensor, ...]:
+    x, *rest = paged_args(8)
+    x[3:5] = 0
+    return x, *rest
+
+
+NORMS = {
+    "NormByDots": by_scale(lambda n, x: torch.rsqrt(torch.einsum("td,td->t", x, x)[:, None] / x.shape[1] + n.eps)),
+    "NormByGram": by_scale(lambda n, x: torch.rsqrt((x @ x.T).diagonal()[:, None] / x.shape[1] + n.eps)),
+    "NormByOnes": by_scale(lambda n, x: torch.rsqrt(x**2 @ x.new_full((x.shape[1], 1), 1 / x.shape[1]) + n.eps)),
+    "NormByVariance": by_scale(
+        lambda n, x: torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + x.mean(-1, True) ** 2 + n.eps)
+    ),
+    "NormOfLargeEps": by_scale(lambda n, x: torch.rsqrt(x.pow(2).mean(-1, True) + n.eps), 0.5),
+    "EpsOfTensor": by_scale(lambda n, x: torch.rsqrt(x.pow(2).mean(-1, True) + torch.tensor(n.eps)), 1e-5),
+    "Normalize": norm(lambda n, x: (F.normalize(wide(x), dim=-1) * math.sqrt(x.shape[-1])).to(x.dtype) * n.weight),
+}
+
+
+for name, kind in NORMS.items():
+    tags = words("norm, device, symbolic" if name == "NormByDots" else "norm")
+    model = based(name, norm=kind)
+    add(Entry(name=name, model=model, args=zero_rows, outcome=(IN_PLACE,), source=OURS, tags=tags))

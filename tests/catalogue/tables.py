@@ -1,0 +1,124 @@
+"""Where the rows of cos and sin come from."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import DR, HCKV, HE, Base, Prologue, paged_args, rotated, tables
+from .entry import IN_PLACE, OURS, STAGED, entry
+from .rotations import pairs
+
+
+@entry(IN_PLACE, source=OURS, tags="tables, device")
+class GatheredTables(Base):
+    """Tables of all positions, indexed in the graph; slots serve as positions."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        positions = slots % 8
+        return super().forward(x, cos[positions], sin.index_select(0, positions), kv_cache, kr_cache, slots)
+
+
+@entry(IN_PLACE, source=OURS, tags="tables, device")
+class TablesLookedUpTwice(Base):
+    """Each side of the attention looks its rows up with an operator of its own."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        self.tables, self.positions = (cos, sin), slots % 8
+        return super().forward(x, cos, sin, kv_cache, kr_cache, slots)
+
+    def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        c, s = (table[self.positions].unsqueeze(1) for table in self.tables)
+        return self.rotate(q_pe, c, s)
+
+    def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        c, s = (F.embedding(self.positions, table).unsqueeze(1) for table in self.tables)
+        return self.rotate(k_pe, c, s)
+
+
+def longer_table_args() -> tuple[Tensor, ...]:
+    x, _, _, *rest = paged_args(5)
+    return (x, *tables(13), *rest)
+
+
+@entry(IN_PLACE, source=OURS, tags="tables, device, symbolic", args=longer_table_args)
+class TablesFromTheEnd(Base):
+    """Tables of every position so far, of which the last rows are the new tokens'."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        before = cos.shape[0] - x.shape[0]
+        return super().forward(x, cos[before:], sin[before:], kv_cache, kr_cache, slots)
+
+
+@entry(IN_PLACE, source="transformers", tags="tables, device, symbolic")
+class ComputedTables(Base):
+    """Hugging Face: frequencies times positions, in float32."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        inverse = 1.0 / (10000 ** (torch.arange(0, DR, 2, device=x.device, dtype=torch.float32) / DR))
+        angles = (inverse[:, None] @ slots[None, :].float()).transpose(0, 1)
+        both = torch.cat((angles, angles), -1)
+        return super().forward(x, both.cos().to(x.dtype), both.sin().to(x.dtype), kv_cache, kr_cache, slots)
+
+
+@entry(IN_PLACE, source="SGLang", tags="tables, device")
+class ChunkedTables(Base):
+    """SGLang: one table [cos | sin], chunked and repeated."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        joined = torch.cat([cos[:, : DR // 2], sin[:, : DR // 2]], -1)[slots % 8]
+        c, s_ = joined.chunk(2, -1)
+        return super().forward(x, c.repeat(1, 2), s_.repeat(1, 2), kv_cache, kr_cache, slots)
+
+
+def sequences() -> tuple[Tensor, ...]:
+    x, cos, sin, *_ = paged_args(6)
+    past = torch.randn(2, 1, 7, HCKV).bfloat16(), torch.randn(2, 1, 7, DR).bfloat16()
+    return x.view(2, 3, HE), cos[:3], sin[:3], *past
+
+
+@entry(STAGED, source=OURS, tags="layout, symbolic", args=sequences)
+class HeadsFirst(Prologue):
+    """[B, N, S, ..], the rotated query scaled before it meets the keys of its own sequence."""
+
+    def rotate(self, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
+        return rotated(x, c, sn)
+
+    def tables(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return cos, sin
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor, ...]:
+        q_nope, q_pe = (part.transpose(1, 2) for part in self.query(x))
+        c_kv, k_pe = (part.unsqueeze(1) for part in self.latent(x))
+        c, sn = self.tables(x, cos, sin)
+        kv, kr = torch.cat([kv, c_kv], 2), torch.cat([kr, self.rotate(k_pe, c, sn)], 2)
+        score = (q_nope @ self.w_uk()) @ kv.mT + (self.rotate(q_pe, c, sn) * 0.0625) @ kr.mT
+        return score, kv, kr
+
+
+@entry(STAGED, source=OURS, tags="tables, layout", args=sequences)
+class CountedPositions(HeadsFirst):
+    """Angles from literals alone: positions counted, frequencies computed."""
+
+    def tables(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        inverse = torch.exp2(-torch.arange(DR // 2, device=x.device) / (DR // 2) * 13.287712379549449)
+        angles = torch.arange(7, 7 + x.shape[1], device=x.device)[:, None] * inverse
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+@entry(STAGED, source=OURS, tags="tables, rope, layout, device", args=sequences)
+class CountedPairs(CountedPositions):
+    def rotate(self, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
+        return pairs(x, c, sn)

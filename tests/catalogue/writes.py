@@ -1,0 +1,185 @@
+"""How rows reach the caches, and to which slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import BLOCK_SIZE, DR, HCKV, HE, Base, hf_interleave, linear, npu, paged_args, rotate_half
+from .entry import IN_PLACE, OURS, STAGED, entry, step
+from .layouts import sequence_args
+from .prologues import PagedRotateHalf
+
+
+@entry(STAGED, source="vLLM", tags="cache, device, symbolic")
+class CombinedCache(Base):
+    """vLLM: one row [c_kv | k_pe] in one cache of 576."""
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        rows = torch.cat([c_kv, k_pe], -1)
+        kv_cache.view(-1, HCKV)[slots] = rows[:, :HCKV]
+        kr_cache.view(-1, DR)[slots] = rows[:, HCKV:]
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, device, symbolic")
+class ScatterRows(Base):
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        kv_cache.view(-1, HCKV).scatter_(0, slots.unsqueeze(1).expand(-1, HCKV), c_kv)
+        kr_cache.view(-1, DR).scatter_(0, slots.unsqueeze(1).expand(-1, DR), k_pe)
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, operators, device")
+class ScatterNd(Base):
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        npu.npu_scatter_nd_update_(kv_cache.view(-1, HCKV), slots.view(-1, 1), c_kv)
+        npu.npu_scatter_nd_update_(kr_cache.view(-1, DR), slots.view(-1, 1), k_pe)
+
+
+@entry(STAGED, source=OURS, tags="cache, device")
+class MaskedWrite(Base):
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        kv_cache.view(-1, HCKV).index_add_(0, slots, c_kv)
+        kr_cache.view(-1, DR).index_add_(0, slots, k_pe)
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, device")
+class Int32Slots(Base):
+    def slots(self, slots: Tensor, query: Tensor) -> Tensor:
+        return slots.int()
+
+
+@entry(STAGED, source=OURS, tags="cache, readers, device")
+class ReadsOldCache(Base):
+    """Something reads the cache as it was before the write."""
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        self.old = kv_cache.view(-1, HCKV)[slots].sum()
+        super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
+
+    def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
+        return self.old
+
+
+@entry(STAGED, source=OURS, tags="cache, readers, device")
+class NewRowsRead(Base):
+    """The new tokens' latents are also used directly."""
+
+    def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
+        return self.new_rows.sum(-1)
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        self.new_rows = c_kv
+        super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
+
+
+@entry(STAGED, source=OURS, tags="cache, device")
+class SlotsFromQuery(Base):
+    """Slots cast from a product may be negative, so the model's own writes stay, which also come late enough."""
+
+    def slots(self, slots: Tensor, query: Tensor) -> Tensor:
+        return slots + (query[:, 0, 0] * 0).long()
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, device")
+class SlotsInTwoWays(Base):
+    """One cache is written by slot, the other by (block, offset)."""
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        kv_cache.view(-1, HCKV).index_put_((slots.view(-1),), c_kv)
+        kr_cache.squeeze(2).index_put_((slots // BLOCK_SIZE, slots % BLOCK_SIZE), k_pe)
+
+
+@entry(IN_PLACE, source="vllm-ascend", tags="cache, operators, device")
+class BothByOneOperator(Base):
+    """vLLM-Ascend without rotation of its own: npu_scatter_pa_kv_cache takes the rows of both caches."""
+
+    mode = "Norm"
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        rows = c_kv.unsqueeze(1), k_pe.unsqueeze(1)
+        torch.ops.npu.npu_scatter_pa_kv_cache(*rows, kv_cache, kr_cache, slots, cache_mode=self.mode)
+
+
+def block_table_args() -> tuple[Tensor, ...]:
+    *rest, kr_cache, _ = paged_args(8)
+    blocks = kr_cache.shape[0]
+    table = torch.stack([torch.arange(blocks).roll(row) for row in range(8)])
+    return *rest, kr_cache, table, torch.arange(8) * 3
+
+
+@entry(IN_PLACE, source="vLLM", tags="cache, device", args=block_table_args)
+class SlotsFromBlockTable(Base):
+    """vLLM: slot = block_table[request, position // BlockSize] * BlockSize + position % BlockSize."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, table: Tensor, position: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        block = table.gather(1, (position // BLOCK_SIZE).unsqueeze(1)).squeeze(1)
+        slots = block * BLOCK_SIZE + position % BLOCK_SIZE
+        return super().forward(x, cos, sin, kv_cache, kr_cache, slots)
+
+
+@entry(IN_PLACE, STAGED, source=OURS, tags="cache, layout, device")
+class HalvesOfTheBatch(Base):
+    """Two micro-batches over one pair of caches: the second writes to what the first has written."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        first, second = (
+            super(HalvesOfTheBatch, self).forward(x[part], cos[part], sin[part], kv_cache, kr_cache, slots[part])[0]
+            for part in (slice(None, 4), slice(4, None))
+        )
+        return first, second
+
+
+@entry(STAGED, source=OURS, tags="cache, device", name="Gated", slack=1.1)
+class GatedLatent(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = linear(HE, HCKV)
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c_kv, k_pe = super().latent(x)
+        return c_kv * torch.sigmoid(self.gate(x)), k_pe
+
+
+@step("write", IN_PLACE, tags="cache")
+def three_indices(self: Any, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    """The one head is indexed too."""
+    place = slots // BLOCK_SIZE, slots % BLOCK_SIZE, torch.zeros_like(slots)
+    kv_cache.index_put_(place, c_kv)
+    kr_cache.index_put_(place, k_pe)
+
+
+def static_cache_args() -> tuple[Tensor, ...]:
+    x, cos, sin, *_ = sequence_args()
+    return (
+        x,
+        cos,
+        sin,
+        torch.randn(2, 1, 32, HCKV).bfloat16(),
+        torch.randn(2, 1, 32, DR).bfloat16(),
+        torch.arange(4, 7),
+    )
+
+
+@entry(STAGED, source="transformers", tags="cache, layout, device, symbolic", args=static_cache_args)
+class StaticCache(PagedRotateHalf):
+    """Hugging Face StaticCache: [B, 1, S_max, width], index_copy_ on axis 2."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, position: Tensor
+    ) -> Tensor:
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        c, sn = cos.unsqueeze(2), sin.unsqueeze(2)
+        q_pe, k_pe = hf_interleave(q_pe), hf_interleave(k_pe.unsqueeze(2))
+        q_pe, k_pe = q_pe * c + rotate_half(q_pe) * sn, k_pe * c + rotate_half(k_pe) * sn
+        query = torch.einsum("bsnd,ndc->bsnc", q_nope, self.w_uk())
+        kv_cache.index_copy_(2, position, c_kv.unsqueeze(1))
+        kr_cache.index_copy_(2, position, k_pe.transpose(1, 2))
+        scores = torch.einsum("bsnc,btc->bsnt", query.float(), kv_cache.squeeze(1).float())
+        return scores + torch.einsum("bsnr,btr->bsnt", q_pe.float(), kr_cache.squeeze(1).float())

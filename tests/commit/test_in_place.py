@@ -1,0 +1,161 @@
+"""In-place steps in graphs that were never made functional: what a prologue reads must not change under it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import mla_fusion as mf
+from tests.catalogue import base, int8_caches, prologues
+from tests.harness import assert_as_exact, clones
+
+
+class Steps(prologues.PagedRotateHalf):
+    """A step in place before the prologue, and one after it."""
+
+    def __init__(self, before: str = "", after: str = "") -> None:
+        super().__init__()
+        self.before, self.after = before, after
+
+    def forward(self, x: Tensor, *args: Tensor) -> Any:
+        self.step(self.before, x, *args)
+        result = super().forward(x, *args)
+        self.step(self.after, x, *args)
+        return result
+
+    def step(self, name: str, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor) -> None:
+        if name == "x":
+            x.mul_(2)
+        elif name == "view of x":
+            x[:2].view(-1).zero_()
+        elif name == "diagonal of x":
+            x.diagonal().mul_(50)
+        elif name == "memory of x":
+            x.as_strided((3, 5), (2, 1)).mul_(2)
+        elif name == "cos":
+            cos.neg_()
+        elif name == "slots":
+            slots.sub_(slots.min())
+        elif name == "cache":
+            kv.zero_()
+        elif name == "weight":
+            self.kv_b_proj.weight.mul_(2)
+        elif name == "gamma":
+            self.q_a_layernorm.weight.mul_(2)
+
+
+def exported(model: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
+    with torch.no_grad():
+        return torch.export.export(model, args).module()
+
+
+def traced(model: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
+    with torch.no_grad():
+        return make_fx(model, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+
+
+CAPTURES = {"export": exported, "make_fx": traced}
+
+
+@pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("what", ["x", "view of x", "diagonal of x", "memory of x", "cos", "weight", "gamma"])
+def test_a_step_on_what_the_call_reads(what: str, when: str, capture: Callable[..., GraphModule]) -> None:
+    gm = capture(Steps(**{when: what}), base.paged_args())
+    before = str(gm.graph)
+    report = mf.fuse(gm)
+    assert not report.fused and str(gm.graph) == before
+    (rejection,) = report.rejected  # a changed W_uk is none that the recogniser knows as a weight
+    assert rejection.code == "graph.not_functional" or (what, when, rejection.code) == (
+        "weight",
+        "before",
+        "absorb.absent",
+    )
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("what", ["slots", "cache"])
+def test_a_step_on_what_the_models_own_write_reads(what: str, when: str) -> None:
+    """Staged, the call reads neither slots nor caches: the steps and the write stay in their order."""
+    torch.manual_seed(0)
+    model, args = Steps(**{when: what}), base.paged_args()
+    gm = exported(model, args)
+    (fusion,) = mf.fuse(gm).fused
+    assert fusion.placement.startswith("staged")
+    with torch.no_grad():
+        got = gm(*(given := clones(args)))
+    assert_as_exact(model, args, [*([got] if isinstance(got, Tensor) else got), *given], slack=1.3)
+
+
+@pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
+@pytest.mark.parametrize("what", ["x", "gamma"])
+def test_a_copy_into_what_was_read(what: str, capture: Callable[..., GraphModule]) -> None:
+    """The model has read it, and the call, which stands further down, would read it again."""
+
+    class Copies(prologues.PagedRotateHalf):
+        def forward(self, x: Tensor, *args: Tensor) -> Any:
+            self.target = x if what == "x" else self.q_a_layernorm.weight
+            return super().forward(x, *args)
+
+        def absorb(self, q_nope: Tensor) -> Tensor:
+            self.target.copy_(self.target.flip(0))
+            return super().absorb(q_nope)
+
+    report = mf.fuse(capture(Copies(), base.paged_args()))
+    assert [item.code for item in report.rejected] == ["graph.not_functional"]
+
+
+@pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
+@pytest.mark.parametrize("write", [lambda q: q.unfold(-1, 8, 8).mul_(2), lambda q: q.diagonal(0, 1, 2).zero_()])
+def test_a_step_on_a_view_of_the_query(write: Callable[[Tensor], Any], capture: Callable[..., GraphModule]) -> None:
+    class Writes(prologues.PagedRotateHalf):
+        def absorb(self, q_nope: Tensor) -> Tensor:
+            write(q_nope)
+            return super().absorb(q_nope)
+
+    assert not mf.fuse(capture(Writes(), base.paged_args())).fused
+
+
+@pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
+def test_a_step_on_something_else(capture: Callable[..., GraphModule]) -> None:
+    torch.manual_seed(0)
+
+    class Counts(prologues.PagedRotateHalf):
+        def forward(self, count: Tensor, *args: Tensor) -> Any:  # type: ignore[override]
+            count.add_(1)
+            return super().forward(*args)
+
+    model, args = Counts(), (torch.zeros(3), *base.paged_args())
+    gm = capture(model, args)
+    assert len(mf.fuse(gm).fused) == 1
+    with torch.no_grad():
+        got = gm(*(given := clones(args)))
+    assert_as_exact(model, args, [*([got] if isinstance(got, Tensor) else got), *given], slack=1.3)
+
+
+def test_a_layer_that_reads_no_changed_memory_still_fuses() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = prologues.PagedRotateHalf(), Steps(before="gamma")
+
+        def forward(self, x: Tensor, *args: Tensor) -> Any:
+            return self.first(x, *args), self.second(x + 1, *args)
+
+    report = mf.fuse(exported(Two(), base.paged_args()))
+    assert len(report.fused) == 1 and [item.code for item in report.rejected] == ["graph.not_functional"]
+
+
+def test_packed_rows_are_copied_by_npugraph_ex() -> None:
+    lowered = mf.lower(int8_caches.PackedRows(), *int8_caches.packed_args(), mode="npugraph_ex")
+    (fusion,) = lowered.report.fused
+    assert lowered.fx_ops["aten.copy_.default"] == 1
+    assert fusion.placement.startswith("written by the kernel, copied by copy_")
+    plain = mf.lower(prologues.PagedRotateHalf(), *base.paged_args(), mode="npugraph_ex")
+    assert plain.report.fused[0].placement == "in place" and "aten.copy_.default" not in plain.fx_ops

@@ -1,0 +1,102 @@
+"""What is refused when a plan is to be committed: order, streams, verification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+import mla_fusion as mf
+from mla_fusion.commit import verify
+from tests.catalogue import (
+    base,
+    prologues,
+)
+from tests.harness import graph_of, refused
+
+
+def test_graph_that_is_not_functional() -> None:
+    class InPlace(base.Base):
+        def rotate_q(self, q_pe: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+            rotated = self.rotate(q_pe, c, s)
+            seen = rotated.sum()  # before the change, and it must stay so
+            return rotated.mul_(seen / seen)
+
+    gm = torch.export.export(InPlace(), base.paged_args()).module()
+    assert isinstance(gm, GraphModule)
+    assert refused(gm).code == "graph.not_functional"
+
+
+def test_exported_programs() -> None:
+    """torch.export's graph keeps its cache writes in place (staged); decomposed, it is functional."""
+    program = torch.export.export(prologues.PagedRotateHalf(), base.paged_args())
+    gm = program.module()
+    assert isinstance(gm, GraphModule)
+    assert [f.placement.partition(":")[0] for f in mf.fuse(gm).fused] == ["staged"]
+    assert [f.placement for f in mf.fuse(program.run_decompositions().graph_module).fused] == ["in place"]
+
+
+def test_a_prologue_that_nobody_reads() -> None:
+    """Dead ends that no clean-up has taken away: the last values are there, and nothing after them."""
+    gm = graph_of(base.Base(), *base.paged_args())
+    (fusion,) = mf.explain(gm).fused
+    *nodes, output = gm.graph.nodes
+    made = [node for node in nodes if node.name in fusion.replaced]
+    rows = [node for write in made for node in write.all_input_nodes if "index_put" in str(write.target)]
+    output.args = ((nodes[0],),)
+    after = {*made, *rows}
+    for node in nodes:
+        if after.intersection(node.all_input_nodes):
+            after.add(node)
+    kept = {node for node in made if "cache" not in fusion.replaced[node.name]}
+    for node in reversed(nodes):
+        if node in after and node not in kept and node.op == "call_function" and not node.users:
+            gm.graph.erase_node(node)
+    assert refused(gm).code == "graph.unread"
+
+
+def test_mixed_streams() -> None:
+    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
+    mm = next(node for node in gm.graph.nodes if "mm" in node.name)
+    mm.meta["stream_label"] = "11"
+    assert refused(gm).code == "stream.mixed"
+
+
+def test_call_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(verify.call, "call_kernel", fail)
+    rejection = refused(graph_of(prologues.PagedRotateHalf(), *base.paged_args()))
+    assert rejection.code == "verify.mismatch" and "no such kernel" in rejection.message
+
+
+def test_verification_catches_a_wrong_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_fusion.emit import rows
+
+    right = rows.table
+    monkeypatch.setattr(rows, "table", lambda b, *given: b.call(torch.ops.aten.neg.default, right(b, *given)))
+    rejection = refused(graph_of(prologues.PagedRotateHalf(), *base.paged_args()))
+    assert rejection.code == "verify.mismatch"
+    assert str(verify.TOLERANCE) in rejection.message
+
+
+def test_failure_while_committing_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_fusion.commit import rewrite
+
+    gm = graph_of(prologues.Layers(), *prologues.layers_args())
+    before, calls = str(gm.graph), []
+    right = rewrite.call.fit
+
+    def fails_late(b: Any, *args: Any) -> Any:
+        calls.append(b)
+        if type(b).__name__ == "GraphBuilder" and len(calls) > 9:
+            raise RuntimeError("out of luck")
+        return right(b, *args)
+
+    monkeypatch.setattr(rewrite.call, "fit", fails_late)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        mf.fuse(gm)
+    assert str(gm.graph) == before

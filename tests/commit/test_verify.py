@@ -1,0 +1,249 @@
+"""Verification as a second witness: what recognition would take for equal, or never tried, does not pass it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+import mla_fusion as mf
+from mla_fusion.commit import draws, region, token_counts, verify
+from mla_fusion.compile.device_graph import capture
+from mla_fusion.emit import call, rows
+from mla_fusion.fx.view import View
+from mla_fusion.match.finder import Finder
+from mla_fusion.plan.planner import Planner
+from tests.catalogue import base, prologues, rotations
+
+aten = torch.ops.aten
+
+
+def graph_of(model: torch.nn.Module, *args: Tensor, dynamic: bool = False) -> GraphModule:
+    with torch._dynamo.config.patch(specialize_float=True):
+        return capture(model, *args, device="cpu", dynamic=dynamic)[0]
+
+
+def large_cache_args(blocks: int) -> list[Tensor]:
+    """As they come to a compiler: without memory."""
+    small = base.paged_args()
+    caches = [cache.to("meta").new_empty(blocks, *cache.shape[1:]) for cache in small[3:5]]
+    return [*(value.to("meta") for value in small[:3]), *caches, small[5].to("meta")]
+
+
+def planned(gm: GraphModule) -> tuple[View, Any]:
+    view = View(gm)
+    (candidate,) = Finder(view).find()
+    return view, Planner(view, mf.Config(), candidate).plan()  # type: ignore[arg-type]
+
+
+def outcome(gm: GraphModule, config: mf.Config | None = None) -> str:
+    view, plan = planned(gm)
+    try:
+        return verify.compare(view, plan).verified
+    except mf.report.rejection.Refuse as reason:  # type: ignore[attr-defined]
+        return f"{reason.code}: {reason.detail}"
+
+
+def after(gm: GraphModule, node: Any, op: Any, *args: Any, only: Any = None) -> None:
+    """Put a step behind ``node`` without recognition seeing it: the plan was made before."""
+    with gm.graph.inserting_after(node):
+        made = gm.graph.call_function(op, (node, *args))
+    made.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(made, lambda user: user is not made and (only is None or user in only))
+
+
+def changed_in_secret(op: Any, *args: Any, where: str = "norm") -> str:
+    """The verdict on a region in which one step was added after the plan had been made."""
+    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
+    _view, plan = planned(gm)
+    q, k = plan.candidate.query, plan.candidate.key
+    node = {"norm": q.norm.node, "kv": k.norm.node, "x": q.down.origin, "cos": plan.cos[0].base}[where]
+    only = {k.rope.node, *k.rope.node.all_input_nodes} if where == "cos" else None
+    if where == "x":
+        only = {user for user in node.users if "key" not in user.name and user is not q.down.node}
+        only = set(list(only)[:1]) or None
+    after(gm, node, op, *args, only=only)
+    try:
+        return verify.compare(View(gm), plan).verified
+    except mf.report.rejection.Refuse as reason:  # type: ignore[attr-defined]
+        return f"{reason.code}: {reason.detail}"
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.clamp.default, (-8.0, 8.0)),
+        (aten.hardtanh.default, (-10.0, 10.0)),
+        (aten.fmod.Scalar, (12.0,)),
+        (aten.threshold.default, (-9.0, 0.0)),
+        (aten.clamp_max.default, (11.0,)),
+    ],
+)
+@pytest.mark.parametrize("where", ["norm", "kv"])
+def test_one_outlier_channel_shows_a_choice_by_value(op: Any, args: tuple[Any, ...], where: str) -> None:
+    assert changed_in_secret(op, *args, where=where).startswith("verify.mismatch")
+
+
+def test_what_is_random_is_known_by_its_tag() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    drawn = [aten.native_dropout.default, aten.rand_like.default, aten.bernoulli.p, aten.randperm.default]
+    assert all(region._is_random(graph.call_function(op, (x,))) for op in drawn)
+    assert not region._is_random(graph.call_function(aten.add.Tensor, (x, x)))
+
+
+def test_an_untouched_region_is_verified() -> None:
+    view, plan = planned(graph_of(prologues.PagedRotateHalf(), *base.paged_args()))
+    result = verify.compare(view, plan)
+    assert result.verified == "verified" and result.left_out == ()
+    assert result.compared == f"compared at T = 8, 3 draws, {len(plan.replacements)} outputs"
+    assert len(result.figures) == len(plan.replacements)
+    assert all(figure.row <= verify.OF_A_ROW * verify.TOLERANCE for figure in result.figures)
+
+
+@pytest.mark.parametrize("row", [0, 5, 199])
+def test_one_wrong_row_does_not_hide_among_many(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row is scaled by a tenth: among 200 rows that is 0.7 % of the whole."""
+    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args(tokens=200))
+    right = call.call_kernel
+
+    def wrong(b: Any, plan: Any) -> Any:
+        results = dict(right(b, plan))
+        results["query"] = results["query"].clone()
+        results["query"][row] *= 1.1
+        return results
+
+    view, plan = planned(gm)
+    monkeypatch.setattr(verify.call, "call_kernel", wrong)
+    with pytest.raises(mf.report.rejection.Refuse, match="in one row"):  # type: ignore[attr-defined]
+        verify.compare(view, plan)
+
+
+def test_a_symbolic_number_of_tokens_is_tried_twice() -> None:
+    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args(), dynamic=True)
+    (fusion,) = mf.fuse(gm).fused
+    assert fusion.verified == "verified"
+    first, second = fusion.compared.partition(",")[0].removeprefix("compared at T = ").split(" and ")
+    assert int(first) < 20 and int(second) >= token_counts.MANY
+
+
+def test_what_depends_on_the_number_of_the_token_shows() -> None:
+    """Tokens from the sixteenth on are halved: five tokens do not tell."""
+    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args(), dynamic=True)
+    _view, plan = planned(gm)
+    node = plan.candidate.query.norm.node
+    with gm.graph.inserting_after(node):
+        head = gm.graph.call_function(aten.slice.Tensor, (node, 0, 0, 16))
+    with gm.graph.inserting_after(head):
+        tail = gm.graph.call_function(aten.slice.Tensor, (node, 0, 16, 9223372036854775807))
+    with gm.graph.inserting_after(tail):
+        half = gm.graph.call_function(aten.mul.Tensor, (tail, 0.5))
+    with gm.graph.inserting_after(half):
+        joined = gm.graph.call_function(aten.cat.default, ([head, half],))
+    for made in (head, tail, half, joined):
+        made.meta["val"] = node.meta["val"]
+    for user in list(node.users):
+        if user not in (head, tail):
+            user.replace_input_with(node, joined)
+    gm.graph.lint()
+    with pytest.raises(mf.report.rejection.Refuse, match="relative error"):  # type: ignore[attr-defined]
+        verify.compare(View(gm), plan)
+
+
+class ByPosition(prologues.PagedRotateHalf):
+    """Tables computed from positions; the key's from positions that are cut, wrapped or rounded."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *rest: Tensor) -> Any:
+        return super().forward(x, *self.tables(positions, cos), *rest)
+
+    def tables(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        width = like.shape[-1] // 2
+        frequencies = 10000.0 ** (-torch.arange(width) / width)
+        angles = positions.double().unsqueeze(-1) * frequencies
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def test_tables_are_made_from_positions_far_out() -> None:
+    x, cos, sin, *rest = base.paged_args()
+    gm = graph_of(ByPosition(""), x, cos, sin, torch.arange(len(x)), *rest)
+    view, plan = planned(gm)
+    cut = region.cut_out(view, plan)
+    (positions,) = (leaf for leaf, role in cut.leaves.items() if role == "" and draws._is_integer(leaf))
+    drawn = draws.Draws(view, plan, cut, None, False, 0)
+    seen = torch.cat([drawn.values(kind, draws.CEILINGS[0])[positions].reshape(-1) for kind in draws.KINDS])
+    assert int(seen.min()) == 0 and int(seen.max()) > 1 << 15
+    assert verify.compare(view, plan).verified == "verified"
+
+
+def test_positions_that_are_cut_show_far_out() -> None:
+    x, cos, sin, *rest = base.paged_args()
+    gm = graph_of(ByPosition(""), x, cos, sin, torch.arange(len(x)), *rest)
+    _view, plan = planned(gm)
+    table = plan.cos[0].base
+    with gm.graph.inserting_after(table):
+        cut = gm.graph.call_function(aten.neg.default, (table,))
+    cut.meta["val"] = table.meta["val"]
+    readers = [user for user in table.users if user is not cut]
+    readers[0].replace_input_with(table, cut)
+    with pytest.raises(mf.report.rejection.Refuse):  # type: ignore[attr-defined]
+        verify.compare(View(gm), plan)
+
+
+def test_gathered_tables_keep_within_their_rows() -> None:
+    class Gathered(prologues.PagedRotateHalf):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *rest: Tensor) -> Any:
+            return super().forward(x, cos[positions], sin[positions], *rest)
+
+    x, _cos, _sin, *rest = base.paged_args()
+    args = (x, torch.randn(37, 64).bfloat16(), torch.randn(37, 64).bfloat16(), torch.arange(len(x)), *rest)
+    view, plan = planned(graph_of(Gathered(), *args))
+    cut = region.cut_out(view, plan)
+    drawn = draws.Draws(view, plan, cut, None, False, 0)
+    (positions,) = (leaf for leaf in drawn._bounds)
+    assert drawn._bounds[positions] == 37
+    ends = {int(drawn.values(kind, draws.CEILINGS[0])[positions].max()) for kind in draws.KINDS}
+    assert max(ends) == 36
+    assert verify.compare(view, plan).verified == "verified"
+
+
+def test_slots_are_distinct_and_hold_both_ends() -> None:
+    view, plan = planned(graph_of(prologues.PagedRotateHalf(), *base.paged_args()))
+    cut = region.cut_out(view, plan)
+    (slots,) = (leaf for leaf, role in cut.leaves.items() if role == "slots")
+    blocks, size = plan.caches.kv_shape[:2]
+    for kind in draws.KINDS:
+        drawn = draws.Draws(view, plan, cut, None, False, 0).values(kind, 1)[slots]
+        assert len(set(drawn.tolist())) == drawn.numel()
+        assert {0, int(blocks * size) - 1} <= set(drawn.tolist())
+
+
+def test_a_cache_of_any_size_is_compared() -> None:
+    """4 GiB of latents, of which nothing is allocated here."""
+    gm = graph_of(prologues.PagedRotateHalf().to("meta"), *large_cache_args(65536))
+    (fusion,) = mf.fuse(gm).fused
+    assert fusion.placement == "in place" and fusion.verified == "verified"
+    sizes = {figure.output: figure.elements for figure in fusion.figures}
+    assert 0 < sizes["kv_cache"] < 1 << 20 and sizes["kr_cache"] > 0
+
+
+def test_a_wrong_slot_shows_in_a_large_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = rows.slots
+    monkeypatch.setattr(rows, "slots", lambda b, plan, lead: right(b, plan, lead).flip(0))
+    gm = graph_of(prologues.PagedRotateHalf().to("meta"), *large_cache_args(8192))
+    assert outcome(gm).startswith("verify.mismatch")
+
+
+def test_half_rows_are_compared_in_the_models_order() -> None:
+
+    report = mf.fuse(graph_of(rotations.GptjStack(), *base.paged_args()), mf.Config(kr_layout="half"))
+    (fusion,) = report.fused
+    assert fusion.verified == "verified" and "half" not in fusion.placement
+    assert {"query_rope", "kr_cache"} <= {figure.output for figure in fusion.figures}

@@ -1,0 +1,157 @@
+"""activate() on the real torch_npu wheel, each time in a process of its own where that matters."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mla_fusion as mf
+from mla_fusion.compat import in_tracing_mode
+
+SHORT = "import mla_fusion as mf; mf.offline.activate(); import torch_npu, torchair; print('ready')"
+
+
+def environment(**changes: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    return {**kept, **changes}
+
+
+def python(code: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(**changes), check=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def active() -> None:
+    mf.offline.activate()
+
+
+def test_real_packages_import() -> None:
+    import torch_npu
+    import torchair
+
+    assert torch_npu.__version__.split(".")[:2] == torch.__version__.split("+")[0].split(".")[:2]
+    assert callable(torchair.get_npu_backend)
+    assert not torch.npu.is_available()
+    assert torch.npu.device_count() == 0
+
+
+def test_fake_tensors_go_through_the_real_dispatcher() -> None:
+    with FakeTensorMode():
+        x = torch.empty(4, 8, dtype=torch.bfloat16, device="npu")
+        gamma = torch.empty(8, dtype=torch.bfloat16, device="npu")
+        normed, rstd = torch.ops.npu.npu_rms_norm(x, gamma, 1e-6)
+    assert normed.device == torch.device("npu:0")
+    assert (normed.shape, rstd.shape) == ((4, 8), (4, 1))
+
+
+def test_modules_with_gradients_pass_stream_guards() -> None:
+    with FakeTensorMode():
+        layer = torch.nn.Linear(8, 8, device="npu")
+        layer(torch.empty(2, 8, device="npu")).sum().backward()
+        assert layer.weight.grad is not None
+
+
+def test_no_thread_polls_a_queue() -> None:
+    """torch_npu starts two for its task queue with the first stream that is asked for, unless the queue is off."""
+    with FakeTensorMode():
+        torch.nn.Linear(8, 8, device="npu")(torch.empty(2, 8, device="npu")).sum().backward()
+    names = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
+    assert not names & {"acl_thread", "release_thread"}, names
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: torch.empty(3, 2, device="npu"), r"aten::empty on device npu of size \[3, 2\]"),
+        (lambda: torch.ones(2).to("npu:0"), "aten::_to_copy on device npu"),
+        (lambda: torch.tensor([1], device="npu"), "on device npu"),
+        (lambda: torch.randn(3, device="npu"), "aten::empty"),
+        (lambda: torch.npu.synchronize(), r"torch\.npu\.synchronize"),
+        (lambda: torch.npu.Stream(), r"torch\.npu\.Stream"),
+        (lambda: torch.nn.Linear(2, 2).npu(), "torch.npu"),
+    ],
+)
+def test_device_work_is_refused_by_name(call, named: str) -> None:
+    with pytest.raises(mf.offline.NpuNotAvailable, match=named):
+        call()
+
+
+def test_compiled_graph_is_refused_where_it_would_run() -> None:
+    import torchair
+
+    compile_graph = torchair.get_npu_backend()
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        return compile_graph(gm, in_tracing_mode(inputs))  # torch before 2.11 takes no others
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend, fullgraph=True)
+    with FakeTensorMode():
+        x = torch.empty(4, device="npu")
+    with pytest.raises(mf.offline.NpuNotAvailable, match="running the compiled graph graph_"):
+        compiled(x)
+
+
+def test_second_call_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ctypes
+    import subprocess
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the libraries stand already")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    mf.offline.activate()
+
+
+def test_interrupt_handler_stays_pythons() -> None:
+    import signal
+
+    # a shell starts jobs in the background with SIG_IGN
+    assert signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)
+
+
+def test_two_processes_build_at_once(tmp_path: Path) -> None:
+    env = environment(MLA_FUSION_CACHE=str(tmp_path))
+    command = [sys.executable, "-c", SHORT]
+    both = [
+        subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    for process in both:
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+        assert out == "ready\n"
+    built = list((tmp_path / "standins").iterdir())
+    assert len(built) == 1 and not built[0].name.startswith("."), built
+
+
+def test_missing_compiler_says_what_to_install(tmp_path: Path) -> None:
+    done = python(SHORT, MLA_FUSION_CACHE=str(tmp_path), PATH=str(tmp_path))
+    assert done.returncode != 0
+    assert "found no C compiler" in done.stderr and "apt install gcc" in done.stderr
+
+
+def test_cached_stand_ins_need_no_compiler(tmp_path: Path) -> None:
+    done = python(SHORT, PATH=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "ready\n"), done.stderr
+
+
+def test_does_nothing_where_cann_is(tmp_path: Path) -> None:
+    (tmp_path / "libascendcl.so").touch()
+    code = "import mla_fusion as mf; mf.offline.activate(); import sys; print('torch_npu' in sys.modules)"
+    done = python(code, LD_LIBRARY_PATH=str(tmp_path), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+def test_torch_npu_imported_first_is_explained() -> None:
+    code = (
+        "import sys, types, mla_fusion as mf; sys.modules['torch_npu'] = types.ModuleType('torch_npu')\n"
+        "mf.offline.activate()"
+    )
+    done = python(code)
+    assert done.returncode != 0 and "was imported without CANN before" in done.stderr

@@ -1,0 +1,167 @@
+"""The boundary: weights packed once, caches viewed, the caller's tensors written."""
+
+from __future__ import annotations
+
+import gc
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mla_fusion as mf
+from mla_fusion.compile import torchair_bridge
+from mla_fusion.weights import cache
+from tests.catalogue import base, prologues
+from tests.harness import assert_as_exact, clones, compiled, fuse_only
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_cache_of_another_shape_is_viewed(rank: int) -> None:
+    torch.manual_seed(0)
+    model, args = prologues.PagedRotateHalf(), prologues.flat_cache_args(rank)
+    given = clones(args)
+    fused = compiled(model, given, mf.backend())
+    assert mf.reports()[-1].fused[0].placement == "in place"
+    assert_as_exact(model, args, fused)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_viewed_cache_is_written_in_place_by_npugraph_ex(rank: int) -> None:
+    lowered = mf.lower(prologues.PagedRotateHalf(), *prologues.flat_cache_args(rank), mode="npugraph_ex")
+    (call,) = [n for n in lowered.fx_after.graph.nodes if str(n.target) == "npu.npu_mla_prolog_v3.default"]
+    assert [node.op for node in call.args[9:11]] == ["placeholder", "placeholder"]
+    assert not any("copy_" in op or "clone" in op for op in lowered.fx_ops if "_to_copy" not in op)
+
+
+class PoolOfRows(prologues.NpuOperators):
+    """SGLang: the fused cache operator is handed views of pools that hold rows."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_pool: Tensor, kr_pool: Tensor, slots: Tensor) -> Tensor:
+        kv_cache, kr_cache = (pool.view(-1, base.BLOCK_SIZE, 1, pool.shape[-1]) for pool in (kv_pool, kr_pool))
+        return super().forward(x, cos, sin, kv_cache, kr_cache, slots)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_pools_are_viewed_for_the_fused_cache_operator(dynamic: bool) -> None:
+    torch.manual_seed(0)
+    x, cos, sin, *caches, slots = base.paged_args()
+    args = (x, cos, sin, *(cache.view(-1, 1, cache.shape[-1]) for cache in caches), slots)
+    model, given = PoolOfRows(), clones(args)
+    fused = compiled(model, given, mf.backend(), dynamic=dynamic)
+    assert [f.placement for f in mf.reports()[-1].fused] == ["in place"], str(mf.reports()[-1])
+    assert_as_exact(model, args, fused)
+    if not dynamic:
+        lowered = mf.lower(model, *args)
+        assert lowered.ge_ops["MlaPrologV3"] == 1 and not lowered.ge_ops["TensorMove"] + lowered.ge_ops["Assign"]
+
+
+def test_without_a_boundary_such_a_cache_is_staged() -> None:
+    torch.manual_seed(0)
+    model, args = prologues.PagedRotateHalf(), prologues.flat_cache_args(3)
+    fused = compiled(model, clones(args), fuse_only())
+    assert "no wrapper can view it" in mf.reports()[-1].fused[0].placement
+    assert_as_exact(model, args, fused)
+
+
+def test_weights_are_packed_once_per_version() -> None:
+    torch.manual_seed(0)
+    model, args = prologues.Neox(), base.paged_args()
+    torch._dynamo.reset()
+    gc.collect()
+    held = cache.bytes_held()
+    run = torch.compile(model, backend="mla_fusion", fullgraph=True)
+    with torch.no_grad():
+        first = run(*clones(args))
+        packed = cache.bytes_held() - held
+        assert packed == mf.reports()[-1].bytes_added
+        run(*clones(args))
+        assert cache.bytes_held() - held == packed
+        model.kv_a_proj_with_mqa.weight.mul_(2.0)  # as a LoRA merge does
+        model.q_b_proj.weight.mul_(2.0)
+        changed = run(*clones(args))
+        assert not torch.equal(first, changed)
+    assert_as_exact(model, args, [changed, *args[:3], *compiled(model, clones(args), mf.backend())[4:]])
+
+
+def test_packed_weights_go_with_their_parameters() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    held = cache.bytes_held()
+    model = prologues.Neox()
+    compiled(model, clones(base.paged_args()), mf.backend())
+    assert cache.bytes_held() > held
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert cache.bytes_held() == held
+
+
+def test_layers_that_share_weights_share_the_packed_ones() -> None:
+    torch.manual_seed(0)
+    model = prologues.Layers(count=2)
+    model.layers[1] = model.layers[0]
+    compiled(model, clones(prologues.layers_args(count=2)), mf.backend())
+    shared = mf.reports()[-1].bytes_added
+    compiled(prologues.Layers(count=2), clones(prologues.layers_args(count=2)), mf.backend())
+    assert mf.reports()[-1].bytes_added == 2 * shared
+
+
+def test_hook_is_flat_and_keyed_by_its_options() -> None:
+    import dis
+    import io
+
+    def text(config: mf.Config | None = None) -> str:
+        out = io.StringIO()
+        dis.dis(mf.torchair_pass(config), file=out)
+        return out.getvalue()
+
+    assert text() == text(mf.Config())
+    assert text() != text(mf.Config(verify="off"))
+    assert mf.torchair_pass().__closure__ is None
+
+
+def test_hook_takes_a_graph_as_inductor_gives_it() -> None:
+    from mla_fusion.compile.device_graph import capture
+
+    gm, _ = capture(prologues.PagedRotateHalf(), *base.paged_args(), device="cpu")
+    mf.torchair_pass()(gm.graph)
+    assert any("npu_mla_prolog_v3_functional" in str(node.target) for node in gm.graph.nodes)
+
+
+def test_hook_in_torchair() -> None:
+    """The pass through torchair's own pre-pass hook: one kernel, weights packed in the graph."""
+    lowered = mf.lower(prologues.PagedRotateHalf(), *base.paged_args(), mode="npugraph_ex", hook=True)
+    assert lowered.fx_ops["npu.npu_mla_prolog_v3.default"] == 1
+    assert lowered.report is not None and len(lowered.report.fused) == 1
+
+
+def test_hook_packs_weights_from_nothing_but_frozen_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ``frozen_parameter`` torchair gives parameters to GE as constants, so packing in the graph folds away."""
+    kept: list[Any] = []
+    compile_graph = torchair_bridge.compile_graph
+
+    def keep(*args: Any) -> Any:
+        kept.append(compile_graph(*args))
+        return kept[-1]
+
+    monkeypatch.setattr(torchair_bridge, "compile_graph", keep)
+    # half-layout RoPE: columns are permuted, so there is much to pack
+    mf.lower(prologues.Neox(), *base.paged_args(), hook=True)
+    (made,) = kept
+    frozen = import_module("torchair._ge_concrete_graph.graph_pass").get_frozen_flag(made.runner._input_info_list)
+    operators = {op.name: op for op in made.proto.op}
+
+    def data_above(name: str) -> set[int]:
+        op = operators[name.rpartition(":")[0]]
+        if op.type == "Data":
+            return {op.attr["index"].i}
+        return {index for source in op.input if source for index in data_above(source)}
+
+    (kernel,) = (op for op in made.proto.op if op.type == "MlaPrologV3")
+    token_x, *weights = (data_above(name) for name in kernel.input[:5])
+    for above in weights:
+        assert above and all(frozen[index] for index in above)
+    assert not any(frozen[index] for index in token_x)
+    assert any(operators[name.rpartition(":")[0]].type != "Data" for name in kernel.input[1:5])

@@ -1,0 +1,120 @@
+"""``Config(slots="checked")``: a wrong slot is named before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mla_fusion as mf
+from mla_fusion.compile.slots import SlotCheck
+from tests.catalogue import base, prologues
+from tests.harness import assert_as_exact, clones, compiled, fuse_only
+
+CHECKED = mf.Config(slots="checked")
+ROWS = base.BLOCKS * base.BLOCK_SIZE
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Shifted(prologues.PagedRotateHalf):
+    """Slots are computed in the graph."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+        return super().forward(x, cos, sin, kv_cache, kr_cache, slots // 2 * 2 + slots % 2)
+
+
+MODELS = [prologues.PagedRotateHalf, prologues.BlockOffset, Shifted]
+
+
+def with_slots(slots: Tensor) -> tuple[Tensor, ...]:
+    *rest, given = base.paged_args()
+    assert slots.shape == given.shape
+    return (*rest, slots)
+
+
+def wrong(token: int, slot: int) -> Tensor:
+    slots = torch.arange(len(base.paged_args()[-1]))
+    slots[token] = slot
+    return slots
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_right_slots_pass(model: type[nn.Module], dynamic: bool) -> None:
+    module, args = model(), base.paged_args()
+    assert_as_exact(module, args, compiled(module, clones(args), mf.backend(CHECKED), dynamic=dynamic))
+    (fusion,) = mf.reports()[-1].fused
+    assert fusion.placement == "in place"
+    assert not any("slots" in text for text in fusion.assumptions)
+
+
+@pytest.mark.parametrize(
+    "token, slot, message",
+    [
+        (2, ROWS, rf"slot {ROWS} of token 2 lies outside kv_cache \(.*\), which has {ROWS} rows"),
+        (5, 10**9, r"slot 1000000000 of token 5"),
+        (3, 1, r"slot 1 is given to token 1 and to token 3 of one write to kv_cache"),
+    ],
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_wrong_slots_are_named_before_anything_is_written(
+    model: type[nn.Module], token: int, slot: int, message: str
+) -> None:
+    module = model()
+    run = torch.compile(module, backend=mf.backend(CHECKED), fullgraph=True)
+    args = with_slots(wrong(token, slot))
+    before = clones(args)
+    with pytest.raises(mf.SlotError, match=message), torch.no_grad():
+        run(*args)
+    assert all(torch.equal(now, then) for now, then in zip(args, before, strict=True))
+    with torch.no_grad():
+        run(*with_slots(wrong(2, 20)))
+
+
+@pytest.mark.parametrize("model", [prologues.PagedRotateHalf, Shifted])
+def test_negative_slots_are_wrong(model: type[nn.Module]) -> None:
+    run = torch.compile(model(), backend=mf.backend(CHECKED), fullgraph=True)
+    with pytest.raises(ValueError, match="slot -1 of token 4 lies outside"), torch.no_grad():
+        run(*with_slots(wrong(4, -1)))
+
+
+def test_trusted_slots_are_not_looked_at() -> None:
+    gm_report = compiled(prologues.PagedRotateHalf(), clones(base.paged_args()), mf.backend())
+    assert gm_report and any("slots are non-negative" in text for text in mf.reports()[-1].fused[0].assumptions)
+
+
+def test_without_a_wrapper_the_report_says_that_nothing_checks() -> None:
+    compiled(prologues.PagedRotateHalf(), clones(base.paged_args()), fuse_only(CHECKED))
+    assumptions = mf.reports()[-1].fused[0].assumptions
+    assert any("nothing checks the slots" in text for text in assumptions)
+    assert any("slots are non-negative" in text for text in assumptions)
+
+
+def test_layers_with_the_same_slots() -> None:
+    model = prologues.Layers(count=2)
+    run = torch.compile(model, backend=mf.backend(CHECKED), fullgraph=True)
+    args = list(prologues.layers_args(count=2))
+    with torch.no_grad():
+        run(*clones(tuple(args)))
+        args[3] = torch.full_like(args[3], ROWS)
+        with pytest.raises(mf.SlotError):
+            run(*args)
+
+
+def test_skipped_tokens_are_no_error() -> None:
+    check = SlotCheck(None, "", (0,), (("kv_cache", 1, 4),), skips=True)
+    cache = torch.zeros(8, 4)
+    check([torch.tensor([-1, -1, 3]), cache])
+    with pytest.raises(mf.SlotError, match="slot 8 of token 1"):
+        check([torch.tensor([-1, 8, 3]), cache])
+    with pytest.raises(mf.SlotError, match="slot 3 is given to token 1 and to token 2"):
+        check([torch.tensor([-1, 3, 3]), cache])

@@ -1,0 +1,83 @@
+"""What a fused prologue writes and gives out: rows of caches, values for other readers, layers that share probes."""
+
+from __future__ import annotations
+
+import torch
+
+import mla_fusion as mf
+from tests.catalogue import ENTRIES, assembled, base, prologues
+from tests.harness import assert_as_exact, clones, compiled, eager
+
+
+def test_layers_share_tables_and_probes() -> None:
+    torch.manual_seed(0)
+    model, args = prologues.Layers(), prologues.layers_args()
+    fused = compiled(model, clones(args), mf.backend())
+    report = mf.reports()[-1]
+    assert len(report.fused) == 3 and not report.rejected
+    assert [bool(f.figures) for f in report.fused] == [True, False, False]
+    assert report.operators["after"]["npu.npu_mla_prolog_v3_functional.default"] == 3
+    assert_as_exact(model, args, fused, 1.1)
+
+
+def test_query_norm_serves_the_second_reader() -> None:
+    torch.manual_seed(0)
+    model, args = prologues.WithIndexer(), base.paged_args()
+    compiled(model, clones(args), mf.backend())
+    (fusion,) = mf.reports()[-1].fused
+    assert fusion.attributes["query_norm_flag"] is True
+    assert "query_norm" in fusion.replaced.values()
+
+
+def test_rows_without_a_slot_are_untouched() -> None:
+    torch.manual_seed(0)
+    model, args = prologues.PagedRotateHalf(), base.paged_args()
+    *_, kv_cache, kr_cache, slots = compiled(model, clones(args), mf.backend())
+    written = torch.zeros(base.BLOCKS * base.BLOCK_SIZE, dtype=torch.bool)
+    written[slots] = True
+    for before, after in zip(args[3:5], (kv_cache, kr_cache), strict=True):
+        rows, was = after.flatten(0, 2), before.flatten(0, 2)
+        assert torch.equal(rows[~written], was[~written])
+        assert not torch.equal(rows[written], was[written])
+
+
+def test_interleaved_rows_stay_interleaved() -> None:
+    """Staging re-interleaves: the cache of a complex-RoPE model holds what its other readers expect."""
+    torch.manual_seed(0)
+    model, args = prologues.ComplexDense(), prologues.dense_args()
+    unfused, fused = eager(model, clones(args)), compiled(model, clones(args), mf.backend())
+    assert torch.allclose(unfused[-1].float(), fused[-1].float(), rtol=0.05, atol=0.05)
+
+
+def test_half_rows_by_the_callers_word() -> None:
+    torch.manual_seed(0)
+    model, args = prologues.ComplexDense(), prologues.dense_args()
+    exact = eager(model, clones(args))
+    fused = compiled(model, clones(args), mf.backend(mf.Config(kr_layout="half", verify="off")))
+    written = exact[-1][:2, 3:6]
+    halves = torch.cat([written[..., 0::2], written[..., 1::2]], -1)
+    assert torch.allclose(fused[-1][:2, 3:6].float(), halves.float(), rtol=0.05, atol=0.05)
+
+
+def test_an_epsilon_made_for_rows_of_zeros() -> None:
+    """F.normalize has none, and keeps a row of padding zero; so must the kernel."""
+    torch.manual_seed(0)
+    entry = ENTRIES["Normalize"]
+    compiled(entry.model(), entry.args(), mf.backend())
+    (fusion,) = mf.reports()[-1].fused
+    assert 0 < fusion.attributes["rmsnorm_epsilon_cq"] < 1e-24
+
+
+def test_rows_of_a_skipped_token_are_not_read_outside_the_cache() -> None:
+    torch.manual_seed(0)
+    module, (*given, slots) = assembled.RowsOfOperator(), base.paged_args()
+    slots[3] = -1
+    kept = torch.arange(8) != 3
+
+    def scores(backend: object) -> torch.Tensor:
+        out = compiled(module, clones((*given, slots)), backend)[0]
+        return out[kept][..., kept]
+
+    with_rows, plain = scores(mf.backend()), scores(mf.backend(mf.Config(enable=False)))
+    assert mf.reports()[-2].fused[0].assumptions[-1].startswith("the new rows are read back")
+    assert torch.allclose(with_rows, plain, rtol=2e-2, atol=2e-2 * float(plain.abs().max()))

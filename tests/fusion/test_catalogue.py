@@ -1,0 +1,102 @@
+"""Every entry of the catalogue: fused where it says and as exactly as before, or refused with the code it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+import mla_fusion as mf
+from tests.catalogue import Entry, select
+from tests.harness import (
+    assert_as_exact,
+    assert_no_worse,
+    both_ways,
+    clones,
+    compiled,
+    eager,
+    exact,
+    flat,
+    graph_of,
+    outcome,
+    refused,
+)
+
+ELSEWHERE = "near miss, plain, unabsorbed"  # test_int8_plain.py, test_unabsorbed.py, and below
+FUSED = [entry for entry in select(without=ELSEWHERE) if not {"int8", "cache"} <= entry.tags]  # test_int8_caches.py
+
+
+def each(entries: Iterable[Entry], *more: Any) -> list[Any]:
+    """A case for every entry, marked as its tags say."""
+    marks = {"portable": pytest.mark.portable}
+    return [
+        pytest.param(entry, *more, marks=[mark for tag, mark in marks.items() if tag in entry.tags], id=entry.name)
+        for entry in entries
+    ]
+
+
+def assert_outcome(report: mf.Report, entry: Entry, alone: bool = False) -> None:
+    assert outcome(report) == (entry.alone if alone and entry.alone else entry.outcome), str(report)
+    modes = {fusion.attributes.get("weight_quant_mode", 0) for fusion in report.fused}
+    assert modes <= {entry.weight_quant_mode}, str(report)
+    assert not (report.fused and report.rejected), str(report)
+
+
+@pytest.mark.parametrize("entry", each(FUSED))
+def test_fuses_as_exactly(entry: Entry) -> None:
+    """With a boundary around the graph and without."""
+    torch.manual_seed(0)
+    model, args = entry.model(), entry.args()
+    wanted, unfused = exact(model, args), eager(model, clones(args))
+    for alone, (report, fused) in enumerate(both_ways(model, args, mf.Config(verify="all"))):
+        assert_outcome(report, entry, bool(alone))
+        assert all(value.isfinite().all() for value in fused if value.is_floating_point())
+        assert_no_worse(wanted, unfused, fused, entry.slack)
+
+
+@pytest.mark.parametrize("entry", each(select("symbolic")))
+def test_symbolic_sizes(entry: Entry) -> None:
+    torch.manual_seed(0)
+    model, args = entry.model(), entry.args()
+    fused = compiled(model, clones(args), mf.backend(), dynamic=True)
+    assert_outcome(mf.reports()[-1], entry)
+    assert_as_exact(model, args, fused, entry.slack)
+
+
+@pytest.mark.parametrize(
+    ("entry", "dynamic"),
+    [*each(select("device", without="near miss"), False), *each(select("device", "whole", "symbolic"), True)],
+)
+def test_device_form(entry: Entry, dynamic: bool) -> None:
+    """The graph that torchair's pre-pass hook receives on device npu; fused, it holds no prologue any more."""
+    gm = graph_of(entry.model(), *entry.args(), device="npu", dynamic=dynamic)
+    assert_outcome(mf.fuse(gm), entry)
+    assert mf.fuse(gm).fused == []
+
+
+@pytest.mark.parametrize("entry", each(select("export")))
+def test_an_exported_module_is_called_as_before(entry: Entry) -> None:
+    torch.manual_seed(0)
+    model, args = entry.model(), entry.args()
+    exported = torch.export.export(model, args).run_decompositions({}).module()
+    assert_outcome(mf.fuse(exported), entry)
+    with torch.no_grad():
+        assert_as_exact(model, args, [*flat(exported(*(ours := clones(args)))), *ours], entry.slack)
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize("entry", each(select("near miss", without="run, plain, unabsorbed")))
+def test_a_near_miss_is_refused(entry: Entry, device: str) -> None:
+    assert (refused(graph_of(entry.model(), *entry.args(), device=device)).code,) == entry.outcome
+
+
+@pytest.mark.parametrize("entry", each(select("near miss", "run")))
+def test_a_near_miss_is_never_wrong(entry: Entry) -> None:
+    """Without verification, so that the facts alone must tell it apart."""
+    torch.manual_seed(0)
+    model, args = entry.model(), entry.args()
+    got = compiled(model, clones(args), mf.backend(mf.Config(verify="off")))
+    assert_outcome(mf.reports()[-1], entry)
+    assert_as_exact(model, args, got, entry.slack)

@@ -1,0 +1,151 @@
+"""int8 prologues of plain operators: fused no less exact, and with one thing wrong never fused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import mla_fusion as mf
+from mla_fusion.compile.device_graph import capture
+from tests.catalogue import Entry, select
+from tests.catalogue.base import paged_args
+from tests.catalogue.int8_plain import LINEARS, PlainFull, PlainLinear, PlainPartial, largest, model_of
+from tests.catalogue.int8_plain_misses import MISSES, back, product
+from tests.catalogue.int8_plain_models import one_token
+from tests.harness import assert_as_exact, clones, distance, eager, flat
+
+
+def traced(model: nn.Module, given: tuple[Tensor, ...]) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+    """The functional graph and its first arguments, the parameters; cheaper than torch.compile."""
+    weights = dict(model.named_parameters())
+
+    def call(values: list[Tensor], *args: Tensor) -> Any:
+        return torch.func.functional_call(model, dict(zip(weights, values, strict=True)), args)
+
+    functional = torch.func.functionalize(call, remove="mutations")
+    with torch.no_grad():
+        return make_fx(functional, tracing_mode="fake")(list(weights.values()), *given), list(weights.values())
+
+
+def fused(model: nn.Module, given: tuple[Tensor, ...], mode: int) -> list[Tensor]:
+    """Outputs and arguments of the graph in which the prologue has become one kernel of ``weight_quant_mode`` mode."""
+    gm, weights = traced(model, given)
+    report = mf.fuse(gm, mf.Config(verify="off"))
+    assert [(f.placement, f.attributes["weight_quant_mode"]) for f in report.fused] == [("in place", mode)], str(report)
+    given = clones(given)
+    with torch.no_grad():
+        return [*flat(gm(weights, *given)), *given]
+
+
+@lru_cache
+def exact() -> tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]:
+    """Arguments, and what PlainFull makes of them in float64 and in int8: all of LINEARS hold the same numbers."""
+    torch.manual_seed(0)
+    model, given = PlainFull(), paged_args()
+    unfused = eager(model, clones(given))
+    return given, eager(model.double(), clones(given, wide=True)), unfused
+
+
+@pytest.mark.parametrize("entry", select("plain", "weights"), ids=str)
+def test_a_linear_layer_fuses_as_exactly(entry: Entry) -> None:
+    given, want, unfused = exact()
+    torch.manual_seed(0)
+    got = fused(entry.model(), given, entry.weight_quant_mode)
+    for index, value in enumerate(want):
+        if value.is_floating_point():
+            assert distance(got[index], value) <= 1.2 * distance(unfused[index], value) + 1e-12, index
+
+
+@pytest.mark.parametrize("entry", select("plain", without="weights, cache, near miss"), ids=str)
+def test_a_model_fuses_as_exactly(entry: Entry) -> None:
+    torch.manual_seed(0)
+    module, given = entry.model(), entry.args()
+    assert_as_exact(module, given, fused(module, given, entry.weight_quant_mode), entry.slack)
+
+
+@pytest.mark.parametrize("entry", select("plain", "cache"), ids=str)
+def test_int8_caches(entry: Entry) -> None:
+    torch.manual_seed(0)
+    gm, _ = traced(entry.model(), entry.args())
+    (fusion,) = mf.fuse(gm).fused
+    assert (fusion.placement,) == entry.outcome
+    assert fusion.attributes["kv_cache_quant_mode"] == entry.kv_cache_quant_mode
+
+
+@pytest.mark.parametrize(("device", "dynamic"), [("cpu", True), ("npu", False)])
+def test_other_graphs(device: str, dynamic: bool) -> None:
+    model = model_of(PlainFull, LINEARS["by_reciprocal"])
+    with torch._dynamo.config.patch(specialize_float=True):
+        gm, _ = capture(model, *paged_args(), device=device, dynamic=dynamic)
+    report = mf.fuse(gm)
+    assert [f.attributes["weight_quant_mode"] for f in report.fused] == [2], str(report)
+
+
+# -- one thing wrong
+
+
+def outcome(model: nn.Module, given: tuple[Tensor, ...]) -> list[str]:
+    gm, _ = traced(model, given)
+    before = str(gm.graph)
+    report = mf.fuse(gm, mf.Config(verify="off"))
+    assert report.fused == [] and str(gm.graph) == before, str(report)
+    return [rejection.code for rejection in report.rejected]
+
+
+@pytest.mark.parametrize("entry", select("plain", "near miss"), ids=str)
+def test_a_near_miss_is_refused(entry: Entry) -> None:
+    assert outcome(entry.model(), entry.args()) == list(entry.outcome)
+
+
+@pytest.mark.parametrize("name", ["no abs", "all but the last", "high floor"])
+def test_a_miss_of_one_row_is_refused(name: str) -> None:
+    linear = type("Missing", (PlainLinear,), MISSES[name])
+    assert outcome(model_of(PlainPartial, linear), one_token()) == ["quant.dynamic"]
+
+
+def test_float16_is_refused() -> None:
+    linear = type("Missing", (PlainLinear,), back(lambda a, s, w: (a * s * w).half()))
+    assert outcome(model_of(PlainFull, linear), paged_args()) == ["dtype.region"]
+
+
+def test_values_that_are_moved_are_not_looked_through() -> None:
+    linear = type("Missing", (PlainLinear,), product(lambda x, w: (x.int() - 1) @ w.int()))
+    assert outcome(model_of(PlainPartial, linear), paged_args())
+
+
+READERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda c_q: c_q * 2,
+    "its maximum": lambda c_q: c_q.abs().amax(-1),
+    "its steps": lambda c_q: (c_q.float() / (largest(c_q.float()) / 127)).round(),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_not_given_out_may_not_be_read(name: str) -> None:
+    class Model(PlainFull):
+        def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
+            return READERS[name](c_q)
+
+    assert outcome(Model(), paged_args()) == ["reader.latent"]
+
+
+@pytest.mark.portable
+def test_scales_and_weights_may_be_computed() -> None:
+    """By whatever: the kernel is handed the results. (Without VNNI, torch._int_mm itself saturates its sums.)"""
+
+    def computed(multiply: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        torch.manual_seed(0)
+        methods = product(lambda x, w: multiply(x, w.flip(0)))
+        methods["bring_back"] = lambda self, sums, scale: (sums.float() * scale * self.scale.roll(1)).bfloat16()
+        return model_of(PlainFull, type("Computed", (PlainLinear,), methods))
+
+    model, exactly = computed(torch._int_mm), computed(lambda x, w: (x.long() @ w.long()).int())
+    given = paged_args()
+    unfused = eager(exactly, clones(given))
+    assert distance(fused(model, given, 2)[0], unfused[0]) < 2e-2

@@ -1,0 +1,106 @@
+"""Symbolic sizes: equal for every value of their symbols or not, and the numbers that stand for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mla_fusion.fx.sizes import Binding, SizeNodes, exceeds_one, is_symbolic, same, same_shape
+from tests.fx.tracing import POSITIONS, SEQUENCES, TOKENS, floats, inputs, outputs, view
+
+
+def sizes() -> tuple[Any, Any, Any]:
+    """Three symbols."""
+    graph = view(lambda a, b: (a, b), floats(TOKENS, 4), floats(SEQUENCES, POSITIONS), symbolic=True)
+    (t, _), (s, p) = (node.meta["val"].shape for node in inputs(graph))
+    return t, s, p
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (lambda t, s: t, lambda t, s: t),
+        (lambda t, s: t + s, lambda t, s: s + t),
+        (lambda t, s: t * 2, lambda t, s: t + t),
+        (lambda t, s: t * t // t, lambda t, s: t),
+        (lambda t, s: t * s + s, lambda t, s: s + s * t),
+    ],
+)
+def test_equal_sizes(a: Any, b: Any) -> None:
+    t, s, _ = sizes()
+    assert same(a(t, s), b(t, s)) and same_shape([4, a(t, s)], [4, b(t, s)])
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (lambda t, s: t, lambda t, s: s),
+        (lambda t, s: t, lambda t, s: TOKENS),  # the example's size is not every size
+        (lambda t, s: t + 1, lambda t, s: t),
+        (lambda t, s: t // 2 * 2, lambda t, s: t),
+        (lambda t, s: t * s, lambda t, s: t + s),
+    ],
+)
+def test_unequal_sizes(a: Any, b: Any) -> None:
+    t, s, _ = sizes()
+    assert not same(a(t, s), b(t, s)) and not same_shape([4, a(t, s)], [4, b(t, s)])
+
+
+def test_shapes_of_other_rank_are_unequal() -> None:
+    assert same_shape([2, 3], (2, 3)) and not same_shape([2, 3], [2, 3, 1])
+
+
+def test_every_symbol_has_a_number_of_its_own() -> None:
+    t, s, p = sizes()
+    binding = Binding()
+    numbers = binding.shape((t, s, p))
+    assert len(set(numbers)) == 3 and all(number > 1 for number in numbers)
+    assert binding.shape((t + s, 2 * p)) == (numbers[0] + numbers[1], 2 * numbers[2])
+    assert binding.size(17) == 17
+
+
+def test_no_symbol_stands_for_a_literal_of_the_graph() -> None:
+    t, *_ = sizes()
+    first = Binding().size(t)
+    binding = Binding()
+    binding.avoid({first})
+    assert binding.size(t) != first
+
+
+def test_sizes_taken_for_one() -> None:
+    t, s, p = sizes()
+    binding = Binding()
+    assert not binding.same(t, s)
+    binding.equate(t, s)
+    assert binding.same(t, s) and binding.size(t) == binding.size(s) and not binding.same(t, p)
+    assert not same(t, s), "of these graphs alone"
+
+
+def test_a_difference_leaves_room() -> None:
+    t, s, _ = sizes()
+    binding = Binding()
+    binding.admit([t - s])
+    assert binding.size(t - s) >= 2
+
+
+def test_room_for_more() -> None:
+    t, *_ = sizes()
+    binding = Binding()
+    now = binding.size(t)
+    assert binding.roomier(t, now) is binding
+    assert binding.roomier(t, now + 100).size(t) >= now + 100 and binding.size(t) == now
+    assert binding.raised(t, now + 50).size(t) >= now + 50
+
+
+def test_dynamo_compiles_sizes_of_one_apart() -> None:
+    t, *_ = sizes()
+    assert is_symbolic(t) and exceeds_one(t) and exceeds_one(2) and not exceeds_one(1)
+
+
+def test_the_node_that_holds_a_size() -> None:
+    graph = view(lambda x: x.new_zeros(x.shape[0]), floats(TOKENS, 4), symbolic=True)
+    size = inputs(graph)[0].meta["val"].shape[0]
+    node = SizeNodes(graph.gm.graph).find(size)
+    assert node is not None and node in outputs(graph)[0].all_input_nodes
+    assert SizeNodes(graph.gm.graph).find(size + 1) is None

@@ -1,0 +1,137 @@
+"""Run a model unfused, fused, and in float64, and compare."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+
+import mla_fusion as mf
+from mla_fusion.compile.boundary import fuse_with_boundary
+from mla_fusion.compile.device_graph import capture
+from mla_fusion.models.hf.accuracy import largest_ratio
+from mla_fusion.report.rejection import CODES, Rejection
+
+
+def clones(args: tuple[Tensor, ...], wide: bool = False) -> tuple[Tensor, ...]:
+    return tuple(a.double() if wide and a.is_floating_point() else a.clone() for a in args)
+
+
+def flat(outputs: Any) -> list[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+
+def eager(model: nn.Module, args: tuple[Tensor, ...]) -> list[Tensor]:
+    """Outputs, then the arguments as the call left them."""
+    with torch.no_grad():
+        return [*flat(model(*args)), *args]
+
+
+def compiled(model: nn.Module, args: tuple[Tensor, ...], backend: Any, dynamic: bool = False) -> list[Tensor]:
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
+        return [*flat(torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)(*args)), *args]
+
+
+def fuse_only(config: mf.Config | None = None) -> Callable[..., Any]:
+    """A backend that is ``mf.fuse`` alone, with no boundary around the graph."""
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    def compile_graph(gm: GraphModule, inputs: list[Any]) -> Any:
+        def infer(graph: GraphModule, _: Any) -> Any:
+            mf.fuse(graph, config)
+            return graph.forward
+
+        return aot_module_simplified(
+            gm, inputs, fw_compiler=infer, inference_compiler=infer, keep_inference_input_mutations=True
+        )
+
+    return compile_graph
+
+
+def both_ways(
+    model: nn.Module, args: tuple[Tensor, ...], config: mf.Config | None = None
+) -> list[tuple[mf.Report, list[Tensor]]]:
+    """The reports and results of one graph, fused as the backend does it, with a boundary, and by ``mf.fuse`` alone."""
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    fused: list[tuple[mf.Report, Callable[..., Any]]] = []
+
+    def infer(graph: GraphModule, inputs: list[Any]) -> Any:
+        copied = Graph()
+        copied.output(copied.graph_copy(graph.graph, {}))
+        alone = GraphModule(graph, copied)
+        report, _, wrap = fuse_with_boundary(graph, inputs, config or mf.Config())
+        fused.extend([(report, wrap(graph.forward)), (mf.fuse(alone, config), alone.forward)])
+        turns = iter(fused)
+        return lambda *given: next(turns)[1](*given)
+
+    def backend(gm: GraphModule, inputs: list[Any]) -> Any:
+        kept = {"keep_inference_input_mutations": True}
+        return aot_module_simplified(gm, inputs, fw_compiler=infer, inference_compiler=infer, **kept)
+
+    torch._dynamo.reset()
+    results, run = [], torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
+        for _ in range(2):
+            given = clones(args)
+            results.append([*flat(run(*given)), *given])
+    return [(report, values) for (report, _), values in zip(fused, results, strict=True)]
+
+
+def outcome(report: mf.Report) -> tuple[str, ...]:
+    """Where each prologue was fused; if none was, the code of the first rejection."""
+    if report.fused:
+        return tuple(fusion.placement.partition(":")[0] for fusion in report.fused)
+    return tuple(rejection.code for rejection in report.rejected[:1])
+
+
+def graph_of(model: nn.Module, *args: Tensor, device: str = "cpu", **options: Any) -> GraphModule:
+    with torch._dynamo.config.patch(specialize_float=True):
+        return capture(model, *args, device=device, **options)[0]
+
+
+def refused(gm: GraphModule, config: mf.Config | None = None) -> Rejection:
+    """The first rejection of a graph that is left exactly as it was."""
+    before = str(gm.graph)
+    report = mf.fuse(gm, config)
+    assert report.fused == [], str(report)
+    assert str(gm.graph) == before
+    rejection, *_ = report.rejected
+    assert rejection.message.startswith(CODES[rejection.code.partition(":")[0]][0])
+    assert rejection.nodes and rejection.remedy
+    return rejection
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / max(float(b.double().norm()), 1e-30))
+
+
+def assert_as_exact(model: nn.Module, args: tuple[Tensor, ...], fused: list[Tensor], slack: float = 1.1) -> None:
+    """Against a float64 run of the same maths, the fused run errs no more than the unfused one (times slack)."""
+    assert_no_worse(exact(model, args), eager(model, clones(args)), fused, slack)
+
+
+def exact(model: nn.Module, args: tuple[Tensor, ...]) -> list[Tensor]:
+    """As :func:`eager`, in float64."""
+    return eager(copy.deepcopy(model).double(), clones(args, wide=True))
+
+
+def assert_no_worse(exact: list[Tensor], unfused: list[Tensor], fused: list[Tensor], slack: float = 1.1) -> None:
+    """The fused values err no more than the unfused ones (times slack), but for chance; integers are the same.
+
+    Chance is that of the numbers which either run has rounded: rows of a cache that nobody wrote are not among them.
+    """
+    assert len(exact) == len(unfused) == len(fused)
+    for index, (want, plain, got) in enumerate(zip(exact, unfused, fused, strict=True)):
+        if not want.is_floating_point():
+            assert torch.equal(plain, got), index
+            continue
+        rounded = int(((plain.double() != want) | (got.double() != want)).sum())
+        error, unfused_error = distance(got, want), distance(plain, want)
+        limit = largest_ratio(max(rounded, 1), slack) * unfused_error
+        assert error <= limit + 1e-12, f"value {index}: error {error:.3e}, unfused {unfused_error:.3e}"

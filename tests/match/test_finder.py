@@ -1,0 +1,101 @@
+"""What looks like a prologue, and what does not; a defect while one is read costs that one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mla_fusion as mf
+from mla_fusion.fx.view import View
+from mla_fusion.match.candidate import Candidate
+from mla_fusion.match.finder import Finder
+from mla_fusion.plan import verdict
+from tests.catalogue import (
+    base,
+    misses_products,
+    prologues,
+)
+from tests.harness import clones, compiled, graph_of, refused
+
+
+class GroupedQuery(torch.nn.Module):
+    """Two layers of ordinary attention over keys that come from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = base.linear(256, 384), base.linear(256, 256)
+
+    def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            q = self.qkv(x)[..., :256].view(-1, 4, 64).transpose(0, 1)
+            rows = torch.bmm(torch.bmm(q, keys).softmax(-1), values)
+            x = x + self.out(rows.transpose(0, 1).reshape(-1, 256))
+        return x
+
+
+def test_other_attention_is_no_near_miss() -> None:
+    args = (torch.randn(shape).bfloat16() for shape in ((8, 256), (4, 64, 32), (4, 32, 64)))
+    assert mf.explain(graph_of(GroupedQuery(), *args)).rejected == []
+
+
+class InABranch(torch.nn.Module):
+    """The prologue writes no cache here: a branch may not change what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prologue = base.Base()
+
+    def forward(self, flag: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        def computed(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            p = self.prologue
+            q_nope, q_pe = p.split(p.q_b_proj(p.q_a_layernorm(p.q_a_proj(x))))
+            c_kv, k_pe = p.latent(x)
+            c, s_ = cos.unsqueeze(1), sin.unsqueeze(1)
+            k = p.rotate(k_pe.unsqueeze(1), c, s_).squeeze(1)
+            return base.attend(p.absorb(q_nope), p.rotate(q_pe, c, s_), c_kv, k)
+
+        def nothing(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            return computed(x, cos, sin) * 0
+
+        return torch.cond(flag, computed, nothing, (x, cos, sin))
+
+
+def test_a_prologue_in_a_branch_is_named() -> None:
+    x, cos, sin, *_ = base.paged_args()
+    rejection = refused(graph_of(InABranch(), torch.tensor(True), x, cos, sin))
+    assert rejection.code == "graph.branch" and "cond" in rejection.message
+
+
+def test_a_defect_costs_one_layer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    judged = []
+
+    def judge(view: View, candidate: Candidate) -> None:
+        judged.append(candidate)
+        if len(judged) == 2:
+            raise KeyError("of the second layer")
+
+    monkeypatch.setattr(verdict, "judge", judge)
+    report = mf.fuse(graph_of(prologues.Layers(), *prologues.layers_args()), mf.Config(strict=False))
+    assert len(report.fused) == 2
+    (rejection,) = report.rejected
+    assert rejection.code == "pass.failed" and "KeyError: 'of the second layer'" in rejection.message
+    assert rejection.nodes == tuple(node.name for node in judged[1].nodes)
+    assert "raise KeyError" in caplog.text
+
+
+def test_a_graph_that_the_pass_cannot_read_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(self: Finder) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Finder, "find", find)
+    model, args = prologues.PagedRotateHalf(), base.paged_args()
+    got, want = (
+        compiled(model, clones(args), backend) for backend in (mf.backend(mf.Config(strict=False)), "aot_eager")
+    )
+    assert [rejection.code for rejection in mf.reports()[-1].rejected] == ["pass.failed"]
+    assert all(map(torch.equal, got, want))
+
+
+def test_source_line_is_the_models() -> None:
+    rejection = refused(graph_of(misses_products.Bias(), *base.paged_args()))
+    assert "catalogue/base.py" in rejection.source

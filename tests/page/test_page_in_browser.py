@@ -1,0 +1,168 @@
+"""The page in headless Chromium: it loads nothing, logs nothing, and answers to pointer and keyboard."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.page import pages
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """An open page, with what it asked for and what it logged."""
+
+    def __init__(self, browser: Any, path: Path, **options: Any) -> None:
+        self.page = browser.new_page(viewport={"width": 1400, "height": 900}, **options)
+        self.requests: list[str] = []
+        self.errors: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("console", lambda message: self.errors.append(message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.goto(path.as_uri())
+
+    def style(self, selector: str, name: str) -> str:
+        return str(self.page.eval_on_selector(selector, f"element => getComputedStyle(element).{name}"))
+
+    def focused(self) -> str:
+        return str(self.page.evaluate("document.activeElement.getAttribute('aria-label')"))
+
+
+@pytest.fixture
+def visit(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    opened: list[Visit] = []
+
+    def open_(report: Any, **options: Any) -> Visit:
+        opened.append(Visit(browser, report.to_html(tmp_path / "report.html"), **options))
+        return opened[-1]
+
+    yield open_
+    for item in opened:
+        assert [url for url in item.requests if not url.startswith("file:")] == []
+        assert len(item.requests) == 1
+        assert item.errors == []
+        item.page.close()
+
+
+def test_drawings_by_keyboard(visit: Any) -> None:
+    at = visit(pages.fused(1))
+    page = at.page
+    page.focus("svg.drawing .dot[tabindex='0']")
+    page.keyboard.press("End")  # no key of ours
+    first = at.focused()
+    page.keyboard.press("ArrowRight")
+    second = at.focused()
+    assert second != first and page.locator("svg.drawing").first.locator(".dot.shown").count() == 1
+    pane = page.locator(".detail").first
+    assert pane.locator("strong").inner_text() in second
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
+    page.hover("svg.drawing >> nth=0 >> .role-output >> nth=0")
+    assert pane.locator("strong").inner_text() in second  # kept
+    page.keyboard.press("Escape")
+    page.keyboard.press("ArrowLeft")
+    assert page.locator("svg.drawing").first.locator(".dot[tabindex='0']").count() == 1
+    outline = page.evaluate("getComputedStyle(document.activeElement.querySelector('rect')).strokeWidth")
+    assert outline == "3px"
+
+
+def test_pointing_at_a_step_lists_its_nodes(visit: Any) -> None:
+    page = visit(pages.fused(1)).page
+    page.hover("svg.drawing >> nth=0 >> .role-norm >> nth=0")
+    pane = page.locator(".detail").first
+    assert pane.locator(".formula").inner_text().endswith("eps 1e-06")
+    assert pane.locator("li").count() == 8
+    assert "in rms_norm" in pane.locator(".source").first.inner_text()
+    assert page.locator("svg.drawing").first.locator(".edge.lit").count() > 1
+
+
+def test_every_box_is_within_reach_of_the_arrow_keys(visit: Any) -> None:
+    page = visit(pages.fused(1)).page
+    dots = page.locator("svg.drawing").first.locator(".dot")
+    place = "[...document.activeElement.closest('svg').querySelectorAll('.dot')].indexOf(document.activeElement)"
+    page.focus("svg.drawing .dot[tabindex='0']")
+    reached = [page.evaluate(place)]
+    for index in reached:
+        for key in ("ArrowRight", "ArrowDown", "ArrowLeft", "ArrowUp"):
+            dots.nth(index).focus()
+            page.keyboard.press(key)
+            found = page.evaluate(place)
+            reached += [found] if found not in reached else []
+    assert sorted(reached) == list(range(dots.count()))
+
+
+def test_the_theme_follows_the_system_until_chosen(visit: Any) -> None:
+    at = visit(pages.fused(1), color_scheme="dark")
+    dark = at.style("body", "backgroundColor")
+    assert at.page.get_attribute("#theme", "aria-pressed") == "true"
+    at.page.click("#theme")
+    light = at.style("body", "backgroundColor")
+    assert (dark, light) == ("rgb(19, 23, 27)", "rgb(247, 248, 249)")
+    at.page.click("#theme")
+    assert at.style("body", "backgroundColor") == dark
+
+
+def test_sixty_one_layers_are_one_card(visit: Any, tmp_path: Path) -> None:
+    at = visit(pages.fused(61))
+    assert (tmp_path / "report.html").stat().st_size < 3 * MIB
+    assert at.page.locator("article.fused").count() == 1
+    layers = at.page.locator("details.layers")
+    assert "61 layers" in layers.locator("summary").inner_text()
+    assert not layers.locator("tbody tr").first.is_visible()
+    layers.locator("summary").focus()
+    at.page.keyboard.press("Enter")
+    assert layers.locator("tbody tr").count() == 61 and layers.locator("tbody tr").last.is_visible()
+    at.page.locator("details.every summary").click()
+    assert at.page.locator("details.every .dot").count() == len(pages.fused(61).pictures[0].before.dots)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_edge_at_fault_is_red(visit: Any, scheme: str) -> None:
+    at = visit(pages.left(pages.Biased), color_scheme=scheme)
+    assert at.page.locator(".edge.failing").count() == 1
+    red = {"light": "rgb(198, 40, 40)", "dark": "rgb(255, 111, 97)"}[scheme]
+    assert at.style(".edge.failing .wire", "stroke") == red
+    assert at.style(".edge:not(.failing) .wire", "stroke") != red
+
+
+def test_prints(visit: Any) -> None:
+    at = visit(pages.fused(61))
+    assert at.page.pdf(format="A4").startswith(b"%PDF")
+    at.page.emulate_media(media="print")
+    assert not at.page.locator("#theme").is_visible() and at.page.locator("svg.drawing").first.is_visible()
+    width = at.page.evaluate("document.documentElement.scrollWidth")
+    assert width <= at.page.viewport_size["width"]
+
+
+def test_a_narrow_window_scrolls_drawings_alone(visit: Any) -> None:
+    at = visit(pages.left(pages.Unabsorbed))
+    at.page.set_viewport_size({"width": 420, "height": 800})
+    assert at.page.evaluate("document.documentElement.scrollWidth") <= 420
+
+
+def test_text_stays_in_its_box(visit: Any) -> None:
+    at = visit(pages.fused(1))
+    at.page.locator("details.every summary").click()
+    too_wide = at.page.eval_on_selector_all(
+        "svg .dot",
+        """dots => dots.filter(dot => [...dot.querySelectorAll('text')].some(
+             text => text.getBBox().width > dot.querySelector('rect').getBBox().width)).length""",
+    )
+    assert too_wide == 0

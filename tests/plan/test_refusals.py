@@ -1,0 +1,144 @@
+"""What the plan refuses beside the near misses of the catalogue: each code, and the graph left exactly as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import mla_fusion as mf
+from mla_fusion.compile.device_graph import capture
+from tests.catalogue import (
+    base,
+    misses_products,
+    misses_rotations,
+    prologues,
+)
+from tests.harness import clones, graph_of, refused
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_model_dtype(dtype: torch.dtype) -> None:
+    model = prologues.PagedRotateHalf().to(dtype)
+    args = tuple(a.to(dtype) if a.is_floating_point() else a for a in base.paged_args())
+    rejection = refused(graph_of(model, *args))
+    assert rejection.code in ("dtype.region", "norm.gamma_dtype")
+    assert str(dtype).removeprefix("torch.") in rejection.message
+
+
+def test_runtime_epsilon() -> None:
+    gm, _ = capture(prologues.PagedRotateHalf(), *base.paged_args(), device="cpu", dynamic=True)
+    assert refused(gm).code == "norm.runtime_eps"
+
+
+def test_staging_forbidden() -> None:
+    gm = graph_of(prologues.ComplexDense(), *prologues.dense_args())
+    rejection = refused(gm, mf.Config(staging="never"))
+    assert rejection.code == "cache.staging_forbidden"
+
+
+class FirstTokensHalved(base.Base):
+    def latent(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        c_kv, k_pe = super().latent(x)
+        return c_kv, torch.cat([k_pe[:16] / 2, k_pe[16:]])
+
+
+def test_tokens_are_treated_differently() -> None:
+    args = base.paged_args(40)
+    for index in (0, 1, 2, 5):
+        torch._dynamo.mark_dynamic(args[index], 0)
+    rejection = refused(graph_of(FirstTokensHalved(), *args))
+    assert rejection.code == "tokens.mixed" and "takes some of the tokens" in rejection.message
+
+
+class SomeHeads(base.Prologue):
+    """The first heads of a larger weight: how many, a number says."""
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any) -> Any:
+        kv_cache, kr_cache, slots, heads = rest
+        q = self.q_a_layernorm(self.q_a_proj(x)) @ self.q_b_proj.weight[: heads * (base.D + base.DR)].T
+        q_nope, q_pe = q.view(-1, heads, base.D + base.DR).split([base.D, base.DR], -1)
+        c_kv, k_pe = self.latent(x)
+
+        def rotate(x: torch.Tensor) -> torch.Tensor:
+            x = base.hf_interleave(x)
+            return x * cos.unsqueeze(1) + base.rotate_half(x) * sin.unsqueeze(1)
+
+        query = torch.einsum("tnd,ndc->tnc", q_nope, self.w_uk()[:heads])
+        kv_cache.view(-1, base.HCKV)[slots] = c_kv
+        kr_cache.view(-1, base.DR)[slots] = rotate(k_pe.unsqueeze(1)).squeeze(1)
+        return query, rotate(q_pe)
+
+
+def test_a_symbolic_number_of_heads() -> None:
+    model, args = SomeHeads(4), base.paged_args()
+    run = torch.compile(model, backend=mf.backend(), fullgraph=True, dynamic=True)
+    with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
+        for heads in (2, 3):
+            given = clones(args)
+            torch.testing.assert_close(run(*given, heads), model(*clones(args), heads), rtol=2e-2, atol=2e-2)
+    assert [item.code for report in mf.reports() for item in report.rejected] == ["linear.symbolic"]
+
+
+class SlotsLowered(base.Base):
+    def slots(self, slots: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return slots - 1
+
+
+def test_slots_may_be_negative() -> None:
+    gm = graph_of(SlotsLowered(), *base.paged_args())
+    assert refused(gm, mf.Config(staging="never")).code == "slots.unproven"
+    (fusion,) = mf.explain(gm).fused
+    assert fusion.placement.startswith("staged: sub may be negative")
+
+
+def test_operator_cache_mode() -> None:
+    gm = graph_of(prologues.NpuOperators(), *base.paged_args())
+    for node in gm.graph.nodes:
+        if "kv_rmsnorm_rope_cache" in str(node.target):
+            node.kwargs = {**node.kwargs, "cache_mode": "Norm"}
+    assert refused(gm).code == "cache.operator_mode"
+
+
+def _table(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = positions[:, None] * 10000 ** -torch.linspace(0, 1, base.DR // 2)
+    both = torch.cat([angles, angles], -1)
+    return both.cos().bfloat16(), both.sin().bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "change"), [(1, torch.neg), (1, lambda at: at * 2), (8, lambda at: at % 8), (8, lambda at: at.clamp(1))]
+)
+def test_key_at_other_positions(tokens: int, change: Any) -> None:
+    """Positions that agree where they are drawn as 0, or below the number of tokens."""
+
+    class Elsewhere(base.Base):
+        def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: torch.Tensor) -> Any:
+            *_, self.positions = rest
+            return super().forward(x, *_table(self.positions), *rest)
+
+        def rotate_k(self, k_pe: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+            c, s = (table.unsqueeze(1) for table in _table(change(self.positions)))
+            return super().rotate_k(k_pe, c, s)
+
+    gm = graph_of(Elsewhere(), *base.paged_args(tokens))
+    assert refused(gm, mf.Config(verify="off")).code == "rope.tables_differ"
+
+
+def test_operator_with_fewer_slots_than_tokens() -> None:
+    *args, slots = base.paged_args(8)
+    rejection = refused(graph_of(prologues.NpuOperators(), *args, slots[:4]))
+    assert rejection.code == "cache.slots" and "[4] slots" in rejection.message
+
+
+def test_tokens_of_rank_four() -> None:
+    x, *rest = base.paged_args()
+    gm = graph_of(misses_products.RankFour(), x.view(2, 2, 2, base.HE), *rest, device="npu")
+    assert refused(gm).code == "token_x.layout"
+
+
+def test_table_shared_by_sequences_needs_a_sequence_axis() -> None:
+    x, _, _, *caches = base.paged_args(8)
+    gm = graph_of(misses_rotations.SharedRows(), x, *base.tables(4), *caches)
+    assert refused(gm).code == "rope.table_shape"
