@@ -6,8 +6,8 @@
         $(python -m tests.matrix.hf --tests)
 
 writes its results, and `python -m tests.matrix.hf` reads all that lie in build/transformers into hf.json beside this
-file, which the table of docs/hugging-face.md is written from. A row that was not run this time stays as it is; of a test that was run
-again, in another file beside the first, the last result counts.
+file, which the table of docs/hugging-face.md is written from. A row that was not run this time stays as it is; of a
+test that was run again, in another file beside the first, the last result counts.
 """
 
 from __future__ import annotations
