@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -146,16 +146,3 @@ def callers_line() -> str:
             return f'File "{file}", line {frame.f_lineno}, in {frame.f_code.co_name}'
         frame = frame.f_back  # type: ignore[assignment]
     return ""
-
-
-@contextlib.contextmanager
-def buffers_kept(*models: object) -> Iterator[None]:
-    """Buffers of the models, caches among them, are as before afterwards."""
-    modules = [model for model in models if isinstance(model, torch.nn.Module)]
-    held = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in held:
-                buffer.copy_(before)

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from mla_fusion.by_hand import wiring
-from mla_fusion.by_hand.calls import Call, Watch, buffers_kept, callers_line, run
+from mla_fusion.by_hand import memory, wiring
+from mla_fusion.by_hand.calls import Call, Watch, callers_line, run
+from mla_fusion.by_hand.draws import Draw, draws_of
 from mla_fusion.by_hand.outcome import Audit, Finding
 from mla_fusion.by_hand.repair import Repair
-from mla_fusion.by_hand.search import Subject, draws_of, options_of, search
+from mla_fusion.by_hand.roles import roles_of
+from mla_fusion.by_hand.search import Subject, options_of, search
 from mla_fusion.by_hand.values import Values, errors, values_of, worst
+from mla_fusion.compat import tree_map_only
 
 _ROUNDING = 2e-2  # two bfloat16 evaluations of one prologue, as Config.verify has it
 _ROUNDING_INT8 = 6e-2
 _NOISE = 4.0  # times the reference's own distance from float64
+_MOST_NOISE = 0.2  # a reference further off than this computes something else in float64, and tells nothing
 
 
 def audit(
@@ -31,41 +38,49 @@ def audit(
     path: str = "eager",
     tolerance: float | None = None,
     tries: int = 4000,
+    seconds: float = 120.0,
 ) -> Audit:
     """Check what ``fused`` calls by hand: ``npu_mla_prolog*``, ``npu_kv_rmsnorm_rope_cache*``, ``npu_mla_preprocess``.
 
     fused, reference   a module, a function, an FX graph or an exported program, over the same weights and called with
-                       the same ``inputs`` (copied before each run; caches that they write are compared too)
+                       the same ``inputs`` (copied before each run). What either writes is compared too: arguments,
+                       also in lists and dicts, buffers, and tensors that modules hold as plain attributes
     reference          the unfused model; None: the contract and the arguments' values alone are looked at
     soc, cann, path    whose limits hold, as in `mla_fusion.meta.check`
     tolerance          the relative error that counts as rounding; by default 2e-2 (6e-2 with int8), or four times
-                       what the reference itself is off from a float64 run of it
-    tries              the most runs of the repaired function; all are needed only where nothing explains a difference
+                       what the reference itself is off from a float64 run of it, value by value
+    tries, seconds     the most runs of the repaired function, and the longest search; both are reached only where
+                       nothing explains a difference
 
     Where results differ, the mistakes that are usual in such calls are undone one by one, two and three together, and
     those that make the results equal are named with the caller's line. Everything runs on the CPU, on the reference
     kernels. Raises ValueError where ``fused`` calls none of the operators.
     """
     fused, reference = _callable(fused), None if reference is None else _callable(reference)
-    calls, memory, stopped = _calls(fused, inputs)
+    names = memory.paired(fused, reference)
+    calls, places, stopped = _calls(fused, inputs, names)
     if not calls:
         raise ValueError("the function calls none of npu_mla_prolog*, npu_kv_rmsnorm_rope_cache*, npu_mla_preprocess")
     seen = [finding for call in calls for finding in wiring.findings(call, soc, cann, path)]
     if stopped is not None and not any(item.code.startswith("contract:") for item in seen):
         seen.append(Finding("call.fails", str(stopped), "", calls[-1].short, calls[-1].place, calls[-1].line))
-    names = tuple(call.short for call in calls)
+    operators = tuple(call.short for call in calls)
     if reference is None:
-        return Audit(names, tuple(seen))
-    draws = draws_of(calls, inputs)
-    wanted = {name: values_of(reference, given, Watch()) for name, given in draws.items()}
-    limit = tolerance if tolerance is not None else _limit(reference, inputs, calls, wanted)
-    subject = Subject(fused, draws, wanted, limit, calls, memory, tries)
-    before = subject.errors(())
+        return Audit(operators, tuple(seen))
+    seen += _not_compared(calls, places)
+    draws = draws_of(calls, inputs, reference)
+    wanted = [_values(reference, draw) for draw in draws]
+    limits = _limits(reference, inputs, calls, wanted[0], tolerance)
+    subject = Subject(fused, draws, wanted, limits, calls, places, names, tries, perf_counter() + seconds)
+    before, said = subject.errors(()), tuple(draw.name for draw in draws)
     if subject.is_right(before):
-        return Audit(names, tuple(seen), True, before, None, limit, tuple(draws))
+        seen += _other_epsilons(calls, reference, ())
+        return Audit(operators, tuple(seen), True, before, None, {name: limits[name] for name in before}, said)
     chosen, after = search(subject, options_of(calls, _vectors(fused, reference), _epsilons(fused, reference)))
     mended = [_mended(subject, chosen, place, calls) for place in range(len(chosen))]
-    return Audit(names, (*mended, *seen), False, before, after, limit, tuple(draws), subject.runs)
+    seen += _other_epsilons(calls, reference, [item.argument for item in mended])
+    kept = {name: limits[name] for name in before}
+    return Audit(operators, (*mended, *seen), False, before, after, kept, said, subject.runs)
 
 
 def _callable(target: Any) -> Callable[..., Any]:
@@ -76,38 +91,71 @@ def _callable(target: Any) -> Callable[..., Any]:
     return target
 
 
-def _calls(fused: Callable[..., Any], inputs: Sequence[Any]) -> tuple[list[Call], dict[int, str], Exception | None]:
-    """The calls of one run, where its arguments lay, and what ended it early."""
-    given = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
+def _calls(
+    fused: Callable[..., Any], inputs: Sequence[Any], names: dict[str, str]
+) -> tuple[list[Call], dict[int, str], Exception | None]:
+    """The calls of one run, where that could write, and what ended it early."""
+    given = memory.copied(inputs)
     watch = Watch(line=callers_line)
-    with buffers_kept(fused):
+    with memory.kept(fused):
         try:
             run(fused, given, watch)
         except Exception:
             if watch.refused is None:  # a call that the operator refuses is a finding
                 raise
-    tensors = ((place, value) for place, value in enumerate(given) if isinstance(value, Tensor))
-    memory = {value.untyped_storage().data_ptr(): f"argument {place}" for place, value in tensors}
-    return watch.calls, memory, watch.refused
+    return watch.calls, memory.places(given, fused, names), watch.refused
 
 
-def _limit(
-    reference: Callable[..., Any], inputs: Sequence[Any], calls: Sequence[Call], wanted: dict[str, Values]
-) -> float:
-    """What is rounding, for this model."""
+def _values(reference: Callable[..., Any], draw: Draw) -> Values:
+    with draw.of_reference():
+        return values_of(reference, draw.inputs, Watch())
+
+
+def _not_compared(calls: Sequence[Call], places: dict[int, str]) -> Iterator[Finding]:
+    """Caches that are nobody's: what is written there is lost, or seen by nobody here."""
+    for call in calls:
+        roles = roles_of(call.short)
+        for name in (roles.kv_cache, roles.kr_cache):
+            cache = call.arguments.get(name)
+            if isinstance(cache, Tensor) and cache.numel() and cache.untyped_storage().data_ptr() not in places:
+                said = f"{name} is memory of no argument and no module (a copy?): what is written there is not compared"
+                yield Finding("cache.elsewhere", said, name, call.short, call.place, call.line, certain=False)
+
+
+def _other_epsilons(calls: Sequence[Call], reference: object, named: Sequence[str]) -> Iterator[Finding]:
+    """Epsilons that the reference's modules do not hold; results need not show them."""
+    held = _epsilons(reference)
+    for call in calls:
+        for name in roles_of(call.short).epsilons:
+            value = call.arguments[name]
+            if held and name not in named and not any(math.isclose(value, other, rel_tol=1e-6) for other in held):
+                theirs = " and ".join(f"{other:g}" for other in held)
+                said = f"{name} is {value:g}; the reference's modules hold {theirs}"
+                yield Finding("epsilon.differs", said, name, call.short, call.place, call.line, certain=False)
+
+
+def _limits(
+    reference: Callable[..., Any],
+    inputs: Sequence[Any],
+    calls: Sequence[Call],
+    wanted: Values,
+    tolerance: float | None,
+) -> dict[str, float]:
+    """Of each value, what is rounding."""
     int8 = any(
         isinstance(value, Tensor) and value.dtype == torch.int8 for call in calls for value in call.arguments.values()
     )
-    usual = _ROUNDING_INT8 if int8 else _ROUNDING
-    if not isinstance(reference, nn.Module):
-        return usual
+    usual = tolerance if tolerance is not None else _ROUNDING_INT8 if int8 else _ROUNDING
+    limits: dict[str, float] = defaultdict(lambda: usual)
+    if tolerance is not None or not isinstance(reference, nn.Module):
+        return limits
     try:
         wide = copy.deepcopy(reference).double()
-        given = [v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in inputs]
-        exact = values_of(wide, given, Watch())
+        given = tree_map_only(Tensor, lambda v: v.double() if v.is_floating_point() else v, list(inputs))
+        noise = errors(values_of(wide, given, Watch()), wanted)
     except Exception:  # a model that runs in its own dtypes alone
-        return usual
-    return max(usual, _NOISE * worst(errors(exact, next(iter(wanted.values())))))
+        return limits
+    return limits | {name: _NOISE * error for name, error in noise.items() if usual < _NOISE * error < _MOST_NOISE}
 
 
 def _vectors(*models: object) -> list[tuple[str, Tensor]]:

@@ -40,6 +40,7 @@ class Audit:
     """equal      is every compared value the reference's? None where there was no reference
     errors     relative error of each compared value, as written
     repaired   the same with every repair that was found
+    tolerance  of each value, the error that is rounding
     tried      how many runs of the repaired function it took
     """
 
@@ -48,7 +49,7 @@ class Audit:
     equal: bool | None = None
     errors: dict[str, float] | None = None
     repaired: dict[str, float] | None = None
-    tolerance: float | None = None
+    tolerance: dict[str, float] | None = None
     draws: tuple[str, ...] = ()
     tried: int = 0
 
@@ -74,12 +75,13 @@ class Audit:
         }[self.equal]
         lines = [f"mla_fusion audit: {calls}; {verdict}"]
         if self.errors:
-            lines.append(f"  compared on {' and '.join(self.draws)}; an error up to {self.tolerance:.2g} is rounding")
+            lines.append(f"  compared on {' and '.join(self.draws)}")
             width = max(map(len, self.errors))
             for name, error in self.errors.items():
                 after = (self.repaired or {}).get(name)
                 mended = f"   repaired {after:.2g}" if after is not None and self.equal is False else ""
-                lines.append(f"    {name:<{width}}  error {error:.2g}{mended}")
+                limit = (self.tolerance or {}).get(name, 0.0)
+                lines.append(f"    {name:<{width}}  error {error:.2g}{mended}   rounding up to {limit:.2g}")
         lines += map(str, self.findings)
         if self.equal is False and not any(item.error is not None for item in self.findings):
             lines.append("  no repair that is known explains it")

@@ -13,6 +13,7 @@ from mla_fusion.by_hand.calls import Call, Change
 from mla_fusion.by_hand.columns import of_columns
 from mla_fusion.by_hand.repair import KR, KV, QUERY, Repair, both, on, touching
 from mla_fusion.by_hand.roles import Roles, roles_of
+from mla_fusion.meta.prolog import PROLOGS
 
 OPERATORS_EPSILON = 1e-5  # of every audited operator
 _EPSILONS = (1e-6, 1e-5, 1e-8, 1e-12, 1e-3)
@@ -74,13 +75,21 @@ def _tables(roles: Roles) -> Iterator[Repair]:
         of_each(lambda table: torch.cat([table[..., 0::2], table[..., 0::2]], -1)),
     )
     for shift, where in ((-1, "one position later"), (1, "one position earlier")):
-        yield Repair(
-            "tables.position",
-            f"{tables} are those of the token {'before' if shift < 0 else 'behind'}: each row belongs {where}",
-            tables,
-            touches,
-            of_each(lambda table, shift=shift: table.roll(shift, 0)),  # type: ignore[misc]
-        )
+        for of_sequence in (False, True):
+
+            def rolled(table: Tensor, shift: int = shift, of_sequence: bool = of_sequence) -> Tensor:
+                """Along the tokens, or along those of each sequence."""
+                if of_sequence:
+                    return table.roll(shift, -2) if table.dim() > 2 else table
+                return table.flatten(0, -2).roll(shift, 0).reshape(table.shape)
+
+            yield Repair(
+                "tables.position",
+                f"{tables} are those of the token {'before' if shift < 0 else 'behind'}: each row belongs {where}",
+                tables,
+                touches,
+                of_each(rolled),
+            )
 
 
 # -- norms
@@ -160,8 +169,9 @@ def _slots(roles: Roles, call: Call) -> Iterator[Repair]:
 
 def _modes(call: Call) -> Iterator[Repair]:
     mode = call.arguments.get("cache_mode")
-    for other in ("PA_BSND", "PA_NZ"):
-        if mode in ("PA_BSND", "PA_NZ") and other != mode:
+    modes = ("PA_BSND", "PA_NZ") if call.short in PROLOGS else ("Norm", "PA", "PA_BNSD", "PA_NZ")
+    for other in modes:
+        if mode in modes and other != mode:
             text = f"cache_mode is {mode}; attention reads the caches as {other} writes them"
             yield Repair("cache_mode", text, "cache_mode", touching(KV, KR), lambda _, m=other: {"cache_mode": m})  # type: ignore[misc]
     for name in ("weight_quant_mode", "kv_cache_quant_mode", "query_quant_mode"):

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_fusion.by_hand.calls import Call, Watch
+from mla_fusion.by_hand.draws import Draw
 from mla_fusion.by_hand.repair import KR, KV, QUERY, Repair
 from mla_fusion.by_hand.repairs import candidates
 from mla_fusion.by_hand.roles import roles_of
@@ -22,29 +24,37 @@ from mla_fusion.by_hand.values import Values, errors, values_of
 
 _REFUSED = 1e3  # stands for the error of a call that does not run
 _FEW = 30  # candidates up to which three are tried together
-_SMALL = 2e-6  # the mean square of a latent at which an epsilon of 1e-6 weighs half as much as the row
 
 
 @dataclass
 class Subject:
     """A hand-written function beside the one that it should equal, on some draws of the inputs.
 
+    wanted   the reference's values in each draw
+    limits   of each value, the error that is rounding
     calls    of a run as written
-    memory   the names of that run's arguments by where they lay
-    tries    the most runs
+    places   the names of what that run could write, by where it lay
+    names    the reference's names of what ``fused`` holds
+    tries    the most runs; ``until``: when to stop, as perf_counter has it
     only     the number of draws that are looked at now, None: all
     """
 
     fused: Callable[..., Any]
-    draws: dict[str, Sequence[Any]]
-    wanted: dict[str, Values]
-    tolerance: float
+    draws: Sequence[Draw]
+    wanted: Sequence[Values]
+    limits: Mapping[str, float]
     calls: Sequence[Call]
-    memory: Mapping[int, str]
+    places: Mapping[int, str]
+    names: Mapping[str, str]
     tries: int
+    until: float
     runs: int = 0
     only: int | None = None
-    _known: dict[tuple[str, ...], dict[str, float]] = field(default_factory=dict)
+    _known: dict[tuple[int, ...], dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        return self.runs >= self.tries or perf_counter() > self.until
 
     def errors(self, repairs: Sequence[Repair], wanted: Sequence[str] = ()) -> dict[str, float]:
         """Of each value, the largest over the draws; infinite for all where the repaired call does not run.
@@ -52,30 +62,36 @@ class Subject:
         ``wanted``: the first draw in which one of these values is wrong ends it.
         """
         found: dict[str, float] = {}
-        for name in list(self.draws)[: self.only]:
-            key = name, *sorted(str(id(item)) for item in repairs)
+        for place in range(len(self.draws))[: self.only]:
+            key = place, *sorted(map(id, repairs))
             if key not in self._known:
-                self._known[key] = self._measured(name, repairs)
+                self._known[key] = self._measured(place, repairs)
             for value, error in self._known[key].items():
                 found[value] = max(found.get(value, 0.0), error)
             if wanted and not self.is_right(found, wanted):
                 break
         return found
 
-    def _measured(self, draw: str, repairs: Sequence[Repair]) -> dict[str, float]:
-        watch = Watch([item.change for item in repairs], [item.after for item in repairs if item.after])
+    def _measured(self, place: int, repairs: Sequence[Repair]) -> dict[str, float]:
+        draw, want = self.draws[place], self.wanted[place]
+        changes = [item.change for item in repairs]
+        watch = Watch([draw.change, *changes] if draw.change else changes, [r.after for r in repairs if r.after])
         self.runs += 1
-        want = self.wanted[draw]
         try:
-            return errors(want, values_of(self.fused, self.draws[draw], watch))
+            return errors(want, values_of(self.fused, draw.inputs, watch, self.names))
         except Exception:  # a mode, a shape or a slot that the operator refuses
-            return dict.fromkeys(errors(want, Values({}, {})), float("inf"))
+            return {name: float("inf") for name in want.held if name not in want.before or _written(want, name)}
 
     def is_right(self, found: Mapping[str, float], names: Iterable[str] | None = None) -> bool:
-        return all(found.get(name, float("inf")) <= self.tolerance for name in (names if names is not None else found))
+        wanted = found if names is None else names
+        return all(found.get(name, float("inf")) <= self.limits[name] for name in wanted)
 
     def wrong(self, found: Mapping[str, float]) -> list[str]:
-        return [name for name, error in found.items() if not error <= self.tolerance]
+        return [name for name, error in found.items() if not error <= self.limits[name]]
+
+
+def _written(values: Values, name: str) -> bool:
+    return not torch.equal(values.held[name], values.before[name])
 
 
 def search(subject: Subject, options: Sequence[Repair]) -> tuple[list[Repair], dict[str, float]]:
@@ -112,7 +128,7 @@ def _caches(subject: Subject) -> dict[str, str]:
         for role, part in ((roles.kv_cache, KV), (roles.kr_cache, KR)):
             cache = call.arguments.get(role)
             if isinstance(cache, Tensor) and cache.numel():
-                name = subject.memory.get(cache.untyped_storage().data_ptr(), "")
+                name = subject.places.get(cache.untyped_storage().data_ptr(), "")
                 found[name] = part if found.get(name, part) == part else ""
     return found
 
@@ -128,7 +144,7 @@ def _fewest(subject: Subject, chosen: list[Repair], options: list[Repair], names
         pool = [item for item, _ in alone] if count == 1 else singles if count == 2 else singles[:_FEW]
         best: tuple[float, list[Repair]] | None = None
         for group in combinations(pool, count):
-            if subject.runs >= subject.tries:
+            if subject.is_over:
                 break
             if len({item.argument for item in group}) < count:
                 continue
@@ -145,7 +161,7 @@ def _fewest(subject: Subject, chosen: list[Repair], options: list[Repair], names
 
 
 def _fewest_again(subject: Subject, chosen: list[Repair], options: list[Repair], names: list[str]) -> list[Repair]:
-    if len(chosen) > 4 or subject.runs >= subject.tries:
+    if len(chosen) > 4 or subject.is_over:
         return []
     return _fewest(subject, chosen, [item for item in options if item not in chosen], names)
 
@@ -173,36 +189,3 @@ def options_of(calls: Sequence[Call], vectors: list[tuple[str, Tensor]], epsilon
     if len(calls) > 1:
         found += [item.at(call.place) for call in calls for item in candidates(call, vectors, epsilons)]
     return found
-
-
-def draws_of(calls: Sequence[Call], inputs: Sequence[Any]) -> dict[str, Sequence[Any]]:
-    """The inputs as given; and, where x is one of them, so small that an epsilon counts."""
-    draws: dict[str, Sequence[Any]] = {"the inputs as given": inputs}
-    factor = _factor(calls)
-    if factor is not None:
-        width, times = factor
-        small = [
-            value * times
-            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1 and value.shape[-1] == width
-            else value
-            for value in inputs
-        ]
-        if any(a is not b for a, b in zip(small, inputs, strict=True)):
-            draws["x so small that an epsilon counts"] = small
-    return draws
-
-
-def _factor(calls: Sequence[Call]) -> tuple[int, float] | None:
-    """The width of x, and what makes a latent's mean square about an epsilon."""
-    for call in calls:
-        roles = roles_of(call.short)
-        x, weight = call.arguments.get(roles.x), call.arguments.get(roles.down_query or roles.down)
-        if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2 or roles.transposed:
-            continue
-        if x.dtype == torch.int8 or weight.dtype == torch.int8:
-            continue
-        latent = x.double().flatten(0, -2) @ weight.double()
-        square = float(latent.square().mean())
-        if square > 0:
-            return int(x.shape[-1]), (_SMALL / square) ** 0.5
-    return None

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fusion.by_hand.calls import Watch, buffers_kept, run
+from mla_fusion.by_hand import memory
+from mla_fusion.by_hand.calls import Watch, run
 from mla_fusion.compat import tree_leaves
 
 WEIGHT_OF_A_ROW = 2.5  # a row may be so many times as far off as the whole
@@ -17,24 +18,23 @@ WEIGHT_OF_A_ROW = 2.5  # a row may be so many times as far off as the whole
 
 @dataclass(frozen=True)
 class Values:
-    """Results, then the arguments and buffers as the run left them, by name; ``before``: as it found the latter."""
+    """Results, then what the run was given and what its modules hold, as it left them; ``before``: as it found them."""
 
     held: dict[str, Tensor]
     before: dict[str, Tensor]
 
 
-def values_of(target: Callable[..., Any], inputs: Sequence[Any], watch: Watch) -> Values:
-    """Run ``target`` on copies of the inputs."""
-    given = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
-    buffers = dict(target.named_buffers()) if isinstance(target, torch.nn.Module) else {}
-    before = {f"argument {place}": value for place, value in enumerate(inputs) if isinstance(value, Tensor)}
-    before |= {f"buffer {name}": value.detach().clone() for name, value in buffers.items()}
-    with buffers_kept(target):
-        results = run(target, given, watch)
-        leaves = enumerate(tree_leaves(results))
-        held = {f"output {place}": value for place, value in leaves if isinstance(value, Tensor)}
-        held |= {f"argument {place}": value for place, value in enumerate(given) if isinstance(value, Tensor)}
-        held |= {f"buffer {name}": value.detach().clone() for name, value in buffers.items()}
+def values_of(
+    target: Callable[..., Any], inputs: Sequence[Any], watch: Watch, names: Mapping[str, str] | None = None
+) -> Values:
+    """Run ``target`` on copies of the inputs. ``names``: what to call the tensors that its modules hold."""
+    names, given = names or {}, memory.copied(inputs)
+    states = {names.get(name, name): value for name, value in memory.held_by(target).items()}
+    before = memory.named(inputs) | {name: value.detach().clone() for name, value in states.items()}
+    with memory.kept(target):
+        leaves = enumerate(tree_leaves(run(target, given, watch)))
+        held = {f"output {place}": value.detach().clone() for place, value in leaves if isinstance(value, Tensor)}
+        held |= memory.named(given) | {name: value.detach().clone() for name, value in states.items()}
     return Values(held, before)
 
 
@@ -42,43 +42,48 @@ def errors(want: Values, got: Values) -> dict[str, float]:
     """The relative error of each result, and of each tensor that either run has changed. Infinite for another shape.
 
     Of memory that is written, rows that neither run has changed are left out: the error is that of the rows written,
-    and a row that only one of them wrote is wrong as a whole.
+    and a row that only one of them wrote is wrong as a whole. What only one of the two holds is not compared.
     """
     found: dict[str, float] = {}
     for name, value in want.held.items():
-        other = got.held.get(name)
-        if name in want.before:
-            if other is None:
-                if not torch.equal(value, want.before[name]):
-                    found[name] = float("inf")
-                continue
-            before = want.before[name]
-            if before.shape != value.shape or other.shape != value.shape:
-                continue
-            changed = _rows(value) != _rows(before)
-            changed |= _rows(other) != _rows(got.before.get(name, before))
-            rows = changed.any(-1)
-            if bool(rows.any()):
-                found[name] = _error(_rows(value)[rows], _rows(other)[rows])
-        else:
+        other, before = got.held.get(name), want.before.get(name)
+        if before is None:
             same_size = other is not None and value.numel() == other.numel()
             found[name] = _error(_rows(value), _rows(other)) if other is not None and same_size else float("inf")
+        elif other is not None and before.shape == value.shape == other.shape:
+            rows = _changed(value, before) | _changed(other, got.before[name])
+            if bool(rows.any()):
+                found[name] = _error(_rows(value)[rows], _rows(other)[rows])
     return found
+
+
+def _changed(after: Tensor, before: Tensor) -> Tensor:
+    """Which rows. Memory that nobody has written may hold NaN, which is not equal to itself."""
+    a, b = _rows(after), _rows(before)
+    return ((a != b) & ~(a.isnan() & b.isnan())).any(-1)
 
 
 def _rows(value: Tensor) -> Tensor:
     value = value.detach().to("cpu")
     wide = value.double() if not value.is_complex() else torch.view_as_real(value).flatten(-2).double()
+    if not wide.numel():
+        return wide.reshape(0, 1)
     return wide.reshape(-1, wide.shape[-1]) if wide.dim() else wide.reshape(1, 1)
 
 
 def _error(want: Tensor, got: Tensor) -> float:
+    """Masked scores are infinite, and unwritten memory may be NaN: there both must be so, and the rest is measured."""
     got = got.reshape(want.shape)
+    if not want.numel():
+        return 0.0
+    odd = ~(want.isfinite() & got.isfinite())
+    if not bool(((want == got) | (want.isnan() & got.isnan()))[odd].all()):
+        return float("inf")
+    want, got = want.masked_fill(odd, 0.0), got.masked_fill(odd, 0.0)
     off, size = (got - want).square().sum(-1), want.square().sum(-1)
     whole = (off.sum() / size.sum().clamp_min(1e-60)).sqrt()
-    of_rows = (off / size.clamp_min(1e-60)).sqrt()
-    error = torch.maximum(whole, of_rows.max() / WEIGHT_OF_A_ROW) if len(of_rows) else whole
-    return float("inf") if bool(error.isnan()) else float(error)
+    of_rows = torch.where(off == 0, 0.0, (off / size.clamp_min(1e-60)).sqrt())
+    return float(torch.maximum(whole, of_rows.max() / WEIGHT_OF_A_ROW))
 
 
 def worst(found: Mapping[str, float]) -> float:

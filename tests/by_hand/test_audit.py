@@ -36,7 +36,8 @@ def test_one_fault(name: str) -> None:
     found = audited(fault)
     assert found.equal is False and not found.ok
     assert named(found) == {(code, argument)}, str(found)
-    assert found.repaired is not None and max(found.repaired.values()) <= (found.tolerance or 0.0)
+    assert found.repaired is not None and found.tolerance is not None
+    assert all(error <= found.tolerance[name] for name, error in found.repaired.items())
     assert all("faults.py" in item.line for item in found.findings)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.paging import dequantise_rows
-from tests.catalogue import ENTRIES, Entry, select
+from tests.catalogue import ENTRIES, Entry, base, int8, select
 from tests.catalogue.base import HCKV
 from tests.catalogue.int8_caches import PackedRows, packed_args
 from tests.harness import clones, compiled, distance, eager, outcome
@@ -143,3 +143,11 @@ def test_rows_packed_otherwise_stay_with_the_model(name: str) -> None:
     gm, _ = capture(Model(), *packed_args(), device="cpu")
     (fusion,) = mf.fuse(gm, mf.Config(verify="off")).fused
     assert fusion.placement.startswith("staged"), name
+
+
+def test_symbolic_sizes_of_int8_weights() -> None:
+    """The width of x is a symbol beside a static weight: the product says that they are one."""
+    torch.manual_seed(0)
+    module, given = int8.Full(), base.paged_args()
+    compiled(module, clones(given), mf.backend(), dynamic=True)
+    assert outcome(mf.reports()[-1]) == "in place", str(mf.reports()[-1])
