@@ -1,4 +1,4 @@
-"""Where caches lie, what memory holds that nobody wrote, what stands before the prologue: none of it hides a mistake."""
+"""Where caches lie, what memory holds that nobody wrote, what stands before the prologue: nothing hides a mistake."""
 
 from __future__ import annotations
 

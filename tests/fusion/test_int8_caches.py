@@ -150,4 +150,4 @@ def test_symbolic_sizes_of_int8_weights() -> None:
     torch.manual_seed(0)
     module, given = int8.Full(), base.paged_args()
     compiled(module, clones(given), mf.backend(), dynamic=True)
-    assert outcome(mf.reports()[-1]) == "in place", str(mf.reports()[-1])
+    assert outcome(mf.reports()[-1]) == ("in place",), str(mf.reports()[-1])
