@@ -12,9 +12,10 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
+import mla_fusion as mf  # before torch, where torch_npu is installed without CANN
 
-import mla_fusion as mf
+# isort: split
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

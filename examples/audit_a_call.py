@@ -4,10 +4,11 @@
     mla-fusion audit examples/audit_a_call.py:by_hand --reference examples/audit_a_call.py:unfused
 """
 
+import mla_fusion as mf  # before torch, where torch_npu is installed without CANN
+
+# isort: split
 import torch
 from torch import nn
-
-import mla_fusion as mf
 
 HE, HCQ, HCKV, N, D, DR = 1024, 1536, 512, 4, 128, 64
 torch.manual_seed(0)
