@@ -42,9 +42,9 @@ def audit(
 ) -> Audit:
     """Check what ``fused`` calls by hand: ``npu_mla_prolog*``, ``npu_kv_rmsnorm_rope_cache*``, ``npu_mla_preprocess``.
 
-    fused, reference   a module, a function, an FX graph or an exported program, over the same weights and called with
-                       the same ``inputs`` (copied before each run). What either writes is compared too: arguments,
-                       also in lists and dicts, buffers, and tensors that modules hold as plain attributes
+    fused, reference   a module, a method of one, a function, an FX graph or an exported program, over the same weights
+                       and called with the same ``inputs`` (copied before each run). What either writes is compared
+                       too: arguments, also in lists and dicts, buffers, and tensors that modules hold as attributes
     reference          the unfused model; None: the contract and the arguments' values alone are looked at
     soc, cann, path    whose limits hold, as in `mla_fusion.meta.check`
     tolerance          the relative error that counts as rounding; by default 2e-2 (6e-2 with int8), or four times
@@ -88,7 +88,19 @@ def _callable(target: Any) -> Callable[..., Any]:
         return target.module()
     if not callable(target):
         raise TypeError(f"expected a module, a function, a graph or an exported program, got {type(target).__name__}")
-    return target
+    owner = getattr(target, "__self__", None)
+    return _Method(owner, target.__name__) if isinstance(owner, nn.Module) else target
+
+
+class _Method(nn.Module):
+    """A module's method, as a module: what it holds is found, and a float64 copy runs."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.owner, self.name = owner, name
+
+    def forward(self, *inputs: Any) -> Any:
+        return getattr(self.owner, self.name)(*inputs)
 
 
 def _calls(
