@@ -78,7 +78,7 @@ def joined(fn: Product, *shapes: tuple[int, ...]) -> contraction.Contraction | N
 
 def test_a_weight_in_chunks_is_one_product() -> None:
     found = joined(lambda x, v, w: torch.cat([x @ v, x @ w], -1), (T, K), (K, 2), (K, 3))
-    assert found is not None and len(found.parts) == 2
+    assert found is not None and len(found.pieces) == 2
 
 
 @pytest.mark.parametrize(
