@@ -191,6 +191,11 @@ def symbolic_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
+def take_for_one(a: Any, b: Any) -> None:
+    """Two sizes that an operator needs to be equal: symbols are one from here on; numbers that differ raise."""
+    torch._check(a == b)
+
+
 def new_size(mode: FakeTensorMode, name: str, hint: int, largest: int) -> torch.SymInt:
     """A symbolic size of that name, from 2 to ``largest``; torch takes it for ``hint`` where it needs a number."""
     import sympy

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion import meta
+from mla_fusion.compat import take_for_one
 from mla_fusion.meta.prolog import CACHES, PROLOGS
 
 # results that are caches, and the arguments whose strides they keep
@@ -127,7 +128,7 @@ def npu_quant_matmul(x1: Tensor, x2: Tensor, scale: Tensor, **options: Any) -> T
     from mla_fusion.reference.matmul_scatter_quant import OUTPUT_DTYPES
 
     dtype = OUTPUT_DTYPES[options.get("output_dtype")]
-    torch._check(x1.shape[-1] == x2.shape[0])  # where both are symbols, they are one from here on
+    take_for_one(x1.shape[-1], x2.shape[0])
     return x1.new_empty([*x1.shape[:-1], x2.shape[-1]], dtype=dtype)
 
 
