@@ -68,7 +68,9 @@ def _by_weights(calls: Sequence[Call], inputs: Sequence[Any], reference: Callabl
         factor = 2.0 ** round(math.log2((_SMALL / square) ** 0.5))  # a power of two changes no rounding
         factors[call.place] = names, factor
         for name in names:
-            sources = [parameter for parameter in held if _made_of(call.arguments[name], parameter)]
+            value = call.arguments[name]
+            mark = _fingerprint(value)
+            sources = [parameter for parameter in held if _holds(parameter, value.numel(), mark)]
             if not sources:
                 return None
             scaled |= {id(parameter): (parameter, factor) for parameter in sources}
@@ -103,15 +105,15 @@ def _mean_square(roles: Roles, call: Call) -> float:
     return float(latent.square().mean())
 
 
-def _made_of(value: Tensor, parameter: nn.Parameter) -> bool:
-    """Are the numbers of an argument those of a parameter, or of its first or last rows, in whatever order?"""
-    if not parameter.is_floating_point() or parameter.numel() < value.numel() or not parameter.dim():
+def _holds(parameter: nn.Parameter, numbers: int, mark: tuple[float, ...]) -> bool:
+    """Are so many numbers of that fingerprint those of a parameter, or of its first or last rows?"""
+    if not parameter.is_floating_point() or parameter.numel() < numbers or not parameter.dim():
         return False
     rows = parameter.detach().reshape(parameter.shape[0], -1)
-    count, rest = divmod(value.numel(), rows.shape[1])
+    count, rest = divmod(numbers, rows.shape[1])
     if rest or not count or count > len(rows):
         return False
-    return any(_fingerprint(value) == _fingerprint(part) for part in (rows[:count], rows[-count:]))
+    return any(_fingerprint(part) == mark for part in (rows[:count], rows[-count:]))
 
 
 def _fingerprint(value: Tensor) -> tuple[float, ...]:

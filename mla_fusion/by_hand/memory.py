@@ -57,14 +57,14 @@ def held_by(target: object) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def kept(*targets: object) -> Iterator[None]:
-    """What the modules hold is as before afterwards."""
-    held = [(value, value.detach().clone()) for target in targets for value in held_by(target).values()]
+def kept(target: object) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """What a module holds is as before afterwards. Yields it by name, each with a copy of what it was."""
+    held = {name: (value, value.detach().clone()) for name, value in held_by(target).items()}
     try:
-        yield
+        yield held
     finally:
         with torch.no_grad():
-            for value, before in held:
+            for value, before in held.values():
                 value.copy_(before)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fusion.by_hand.calls import Call, Change
+from mla_fusion.by_hand.calls import After, Call, Change
 from mla_fusion.by_hand.columns import of_columns
 from mla_fusion.by_hand.repair import KR, KV, QUERY, Repair, both, on, touching
 from mla_fusion.by_hand.roles import Roles, roles_of
@@ -183,23 +183,22 @@ def _modes(call: Call) -> Iterator[Repair]:
 
 
 def _written_back(roles: Roles, call: Call) -> Iterator[Repair]:
-    """Of an operator that returns its caches: into the model's."""
-    for cache, place, touched in roles.returned_caches:
+    """Of an operator that returns its caches: into the model's, each alone and all together."""
 
-        def after(call: Call, results: Any, cache: str = cache, place: int = place) -> None:
-            value = call.arguments[cache]
-            if results[place].shape == value.shape:
-                value.copy_(results[place])
-
-        text = f"{call.short} writes nothing: copy the new {cache}, its result {place}, into the model's cache"
-        yield Repair("cache.not_written", text, cache, touching(touched), after=after)
-    if roles.returned_caches:
-
-        def every(call: Call, results: Any) -> None:
-            for cache, place, _ in roles.returned_caches:
+    def copying(*returned: tuple[str, int, str]) -> After:
+        def after(call: Call, results: Any) -> None:
+            for cache, place, _ in returned:
                 if results[place].shape == call.arguments[cache].shape:
                     call.arguments[cache].copy_(results[place])
 
-        names = ", ".join(cache for cache, _, _ in roles.returned_caches)
+        return after
+
+    every = roles.returned_caches
+    for cache, place, touched in every:
+        text = f"{call.short} writes nothing: copy the new {cache}, its result {place}, into the model's cache"
+        after = copying((cache, place, touched))
+        yield Repair("cache.not_written", text, cache, touching(touched), after=after)
+    if every:
+        names = ", ".join(cache for cache, _, _ in every)
         text = f"{call.short} writes nothing: copy the new caches, its last results, into {names}"
-        yield Repair("cache.not_written", text, names, touching(KV, KR), after=every)
+        yield Repair("cache.not_written", text, names, touching(KV, KR), after=copying(*every))

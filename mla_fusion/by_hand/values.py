@@ -29,12 +29,12 @@ def values_of(
 ) -> Values:
     """Run ``target`` on copies of the inputs. ``names``: what to call the tensors that its modules hold."""
     names, given = names or {}, memory.copied(inputs)
-    states = {names.get(name, name): value for name, value in memory.held_by(target).items()}
-    before = memory.named(inputs) | {name: value.detach().clone() for name, value in states.items()}
-    with memory.kept(target):
+    with memory.kept(target) as states:
+        before = memory.named(inputs) | {names.get(name, name): was for name, (_, was) in states.items()}
         leaves = enumerate(tree_leaves(run(target, given, watch)))
         held = {f"output {place}": value.detach().clone() for place, value in leaves if isinstance(value, Tensor)}
-        held |= memory.named(given) | {name: value.detach().clone() for name, value in states.items()}
+        held |= memory.named(given)
+        held |= {names.get(name, name): value.detach().clone() for name, (value, _) in states.items()}
     return Values(held, before)
 
 

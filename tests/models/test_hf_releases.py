@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 from importlib.metadata import version
@@ -13,6 +12,7 @@ import pytest
 
 from mla_fusion.models.features import FEATURES, OLDEST
 from mla_fusion.models.hf import modeling
+from tests.project.pages import script
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,11 +23,7 @@ def numbers(release: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_hf", ROOT / "docs" / "generate_hf.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("generate_hf")
 
 
 def test_the_page_is_current(generator: ModuleType) -> None:

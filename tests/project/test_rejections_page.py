@@ -1,6 +1,5 @@
 """docs/rejections.md lists the codes that the pass gives."""
 
-import importlib.util
 import itertools
 import re
 from pathlib import Path
@@ -9,17 +8,14 @@ from types import ModuleType
 import pytest
 
 from mla_fusion.report.rejection import CODES
+from tests.project.pages import script
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_rejections", ROOT / "docs" / "generate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("generate")
 
 
 def test_the_page_is_current(generator: ModuleType) -> None:

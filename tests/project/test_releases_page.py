@@ -1,6 +1,5 @@
 """docs/releases.md and the table of README say what the table of releases and the outcome of the matrix say."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -9,17 +8,14 @@ from types import ModuleType
 import pytest
 
 from mla_fusion.releases import RELEASES
+from tests.project.pages import script
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_releases", ROOT / "docs" / "generate_releases.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("generate_releases")
 
 
 def test_the_page_and_the_readme_are_current(generator: ModuleType) -> None:
