@@ -2,6 +2,7 @@
 #
 #   make demo    everything end to end, written to out/
 #   make test    lint, types and the whole test suite
+#   make test-all    the exhaustive tests too, in about twice the time; before a release
 #   make test-portable    tests of numbers as other processors compute them
 #   make matrix  the matrix of torch and torch_npu (PAIR=2.10.0 for one; noxfile.py says more)
 #   make bench   pass times beside Inductor's matcher
@@ -18,7 +19,7 @@ READY := $(VENV)/.ready
 # torch_npu is installed beside a torch without CANN; left to itself, `import torch` would try to load it.
 export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 
-.PHONY: demo test test-portable lint types matrix bench docs site clean
+.PHONY: demo test test-all test-portable lint types matrix bench docs site clean
 
 demo: $(READY)
 	$(BIN)/mla-fusion demo --out out
@@ -26,12 +27,16 @@ demo: $(READY)
 # Two processes: torch is kept to one thread each, and most tests compile graphs in Python. The interpreter itself has died
 # in some of these runs, once in ten thousand tests and in no test twice (a frame on the stack had lost its code). A test
 # that ends so is run once more, which pytest counts as "rerun" (the traceback is on stderr); one that fails is not.
+PYTEST := $(BIN)/pytest -q -n 2 --dist worksteal
 test: lint types
-	$(BIN)/pytest -q -n 2 --dist worksteal --reruns 1 --only-rerun 'no failure says this: only crashes run again'
+	$(PYTEST) --reruns 1 --only-rerun 'no failure says this: only crashes run again'
+
+test-all: lint types
+	$(PYTEST) -m ''
 
 # The order in which a product's terms are added depends on the processor. These settings choose the code that a
 # processor without AVX2, and one without AVX-512, would run.
-PORTABLE := $(BIN)/pytest -q -n 2 --dist worksteal -m portable tests/cli tests/fusion tests/weights
+PORTABLE := $(PYTEST) -m 'portable and not exhaustive' tests/cli tests/fusion tests/weights
 
 test-portable: $(READY)
 	ATEN_CPU_CAPABILITY=default $(PORTABLE)

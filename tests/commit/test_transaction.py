@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 import mla_fusion as mf
@@ -107,12 +107,20 @@ def test_code_that_cannot_be_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state(gm) == before
 
 
+@pytest.fixture(scope="module", name="layers_model")
+def _layers_model() -> tuple[nn.Module, tuple[Tensor, ...], list[Tensor]]:
+    """A model of three layers, its arguments, and what both are after a run without the pass."""
+    model, args = prologues.Layers(), prologues.layers_args()
+    return model, args, compiled(model, clones(args), "aot_eager")
+
+
 @pytest.mark.parametrize(
     "stage", [*(stage for stage in STAGES if stage != "lint"), *(f"boundary {stage}" for stage in OF_BOUNDARY)]
 )
-def test_a_compiled_model_runs_as_if_the_pass_were_not_there(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, args = prologues.Layers(), prologues.layers_args()
-    want = compiled(model, clones(args), "aot_eager")
+def test_a_compiled_model_runs_as_if_the_pass_were_not_there(
+    stage: str, layers_model: tuple[nn.Module, tuple[Tensor, ...], list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, args, want = layers_model
     where = OF_BOUNDARY[stage.removeprefix("boundary ")] if stage.startswith("boundary") else STAGES[stage]
     if where[:2] in ((build.GraphBuilder, "finish"), (build.GraphBuilder, "close")):
         where = (BoundaryBuilder, *where[1:])

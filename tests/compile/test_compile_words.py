@@ -51,8 +51,7 @@ def call(run: Any, tokens: int = 4) -> mf.Report:
     return mf.reports()[-1] if mf.reports() else mf.Report(mf.Config())
 
 
-@pytest.mark.parametrize("dynamic", [None, False, True])
-@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize(("dynamic", "fullgraph"), [(None, False), (False, True), (True, False)])
 def test_dynamic_and_fullgraph(backend: Any, dynamic: bool | None, fullgraph: bool) -> None:
     report = call(torch.compile(model(), backend=backend, dynamic=dynamic, fullgraph=fullgraph))
     assert len(report.fused) == 1, str(report)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -50,6 +52,11 @@ class ByHand(nn.Module):
         return base.attend(query, query_rope, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR))
 
 
+@cache
+def by_hand(mode: str, dynamic: bool = False) -> mf.Lowering:
+    return mf.lower(ByHand(), *base.paged_args(), mode=mode, dynamic=dynamic, config=UNFUSED)
+
+
 MODELS = {
     "rotate_half": prologues.PagedRotateHalf,
     "functional_norm": prologues.PagedFunctionalNorm,
@@ -71,7 +78,7 @@ def test_ge_graph_is_the_handwritten_one(model: nn.Module, dynamic: bool) -> Non
     args = base.paged_args()
     with torch._dynamo.config.patch(specialize_float=True):
         fused = mf.lower(model, *args, mode="ge", dynamic=dynamic)
-        byhand = mf.lower(ByHand(), *args, mode="ge", dynamic=dynamic, config=UNFUSED)
+        byhand = by_hand("ge", dynamic)
     assert fused.ge_ops == byhand.ge_ops
     assert same_wiring(fused.ge_graph, byhand.ge_graph)
     assert fused.ge_ops["MlaPrologV3"] == 1
@@ -79,10 +86,8 @@ def test_ge_graph_is_the_handwritten_one(model: nn.Module, dynamic: bool) -> Non
 
 
 def test_npugraph_ex_writes_the_placeholders(model: nn.Module) -> None:
-    args = base.paged_args()
-    fused = mf.lower(model, *args, mode="npugraph_ex")
-    byhand = mf.lower(ByHand(), *args, mode="npugraph_ex", config=UNFUSED)
-    assert fused.fx_ops == byhand.fx_ops
+    fused = mf.lower(model, *base.paged_args(), mode="npugraph_ex")
+    assert fused.fx_ops == by_hand("npugraph_ex").fx_ops
     (call,) = [n for n in fused.fx_after.graph.nodes if str(n.target) == "npu.npu_mla_prolog_v3.default"]
     assert [cache.op for cache in call.args[9:11]] == ["placeholder", "placeholder"]
     assert not any("clone" in name or "copy_" in name for name in fused.fx_ops if name != "aten._to_copy.default")
