@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ class Call:
     """One call: the operator, every argument by name (defaults filled in), and the caller's line.
 
     reworked  arguments in FRACTAL_NZ that were changed after the cast, and by which operator
+    held      what the run could write, by name
     """
 
     place: int
@@ -42,6 +43,7 @@ class Call:
     arguments: dict[str, Any]
     line: str
     reworked: dict[str, str] = field(default_factory=dict)
+    held: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def short(self) -> str:
@@ -61,6 +63,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
         self.refused: Exception | None = None  # what an audited operator raised
+        self.held: Mapping[str, Tensor] = {}  # what the run can write, by name
         self._changes, self._afterwards, self._line = changes, afterwards, line
         self._cast: dict[int, tuple[Tensor, str]] = {}  # kept alive, so that no other tensor has its id
 
@@ -77,7 +80,7 @@ class Watch(TorchDispatchMode):
             for key, value in arguments.items()
             if isinstance(value, Tensor) and self._cast.get(id(value), (None, ""))[1]
         }
-        call = Call(len(self.calls), name, arguments, self._line(), reworked)
+        call = Call(len(self.calls), name, arguments, self._line(), reworked, self.held)
         self.calls.append(call)
         for change in self._changes:
             arguments = {**arguments, **change(replace(call, arguments=arguments))}

@@ -48,6 +48,7 @@ class Draw:
                     parameter.copy_(value)
 
 
+@torch.no_grad()
 def draws_of(calls: Sequence[Call], inputs: Sequence[Any], reference: Callable[..., Any]) -> list[Draw]:
     """The inputs as given; then the small latents, by the weights or else by x, where either can be had."""
     found = [Draw(AS_GIVEN, inputs)]
@@ -69,7 +70,7 @@ def _by_weights(calls: Sequence[Call], inputs: Sequence[Any], reference: Callabl
         factors[call.place] = names, factor
         for name in names:
             value = call.arguments[name]
-            mark = _fingerprint(value)
+            mark = fingerprint(value)
             sources = [parameter for parameter in held if _holds(parameter, value.numel(), mark)]
             if not sources:
                 return None
@@ -113,10 +114,10 @@ def _holds(parameter: nn.Parameter, numbers: int, mark: tuple[float, ...]) -> bo
     count, rest = divmod(numbers, rows.shape[1])
     if rest or not count or count > len(rows):
         return False
-    return any(_fingerprint(part) == mark for part in (rows[:count], rows[-count:]))
+    return any(fingerprint(part) == mark for part in (rows[:count], rows[-count:]))
 
 
-def _fingerprint(value: Tensor) -> tuple[float, ...]:
+def fingerprint(value: Tensor) -> tuple[float, ...]:
     """Equal for the same numbers in another order (sums of whole multiples of a small step are exact)."""
     wide = value.detach().double().flatten()
     steps = (wide * 2.0**40).round()

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from mla_fusion.by_hand import memory, wiring
 from mla_fusion.by_hand.calls import Call, Watch, callers_line, run
 from mla_fusion.by_hand.draws import Draw, draws_of
+from mla_fusion.by_hand.others import parameters_of
 from mla_fusion.by_hand.outcome import Audit, Finding
 from mla_fusion.by_hand.repair import Repair
 from mla_fusion.by_hand.roles import roles_of
@@ -26,6 +27,7 @@ from mla_fusion.compat import tree_map_only
 _ROUNDING = 2e-2  # two bfloat16 evaluations of one prologue, as Config.verify has it
 _ROUNDING_INT8 = 6e-2
 _NOISE = 4.0  # times the reference's own distance from float64
+_PER_TILE = 3  # of kv_cache_quant_mode
 _MOST_NOISE = 0.2  # a reference further off than this computes something else in float64, and tells nothing
 
 
@@ -38,7 +40,7 @@ def audit(
     path: str = "eager",
     tolerance: float | None = None,
     tries: int = 4000,
-    seconds: float = 120.0,
+    seconds: float = 45.0,
 ) -> Audit:
     """Check what ``fused`` calls by hand: ``npu_mla_prolog*``, ``npu_kv_rmsnorm_rope_cache*``, ``npu_mla_preprocess``.
 
@@ -71,14 +73,17 @@ def audit(
     draws = draws_of(calls, inputs, reference)
     wanted = [_values(reference, draw) for draw in draws]
     limits = _limits(reference, inputs, calls, wanted[0], tolerance)
-    subject = Subject(fused, draws, wanted, limits, calls, places, names, tries, perf_counter() + seconds)
+    until, tiles = perf_counter() + seconds, _tiles(calls, places)
+    subject = Subject(fused, draws, wanted, limits, calls, places, names, tiles, tries, until)
     before, said = subject.errors(()), tuple(draw.name for draw in draws)
     if subject.is_right(before):
         seen += _other_epsilons(calls, reference, ())
         return Audit(operators, tuple(seen), True, before, None, {name: limits[name] for name in before}, said)
-    chosen, after = search(subject, options_of(calls, _vectors(fused, reference), _epsilons(fused, reference)))
+    chosen, after = search(subject, options_of(calls, parameters_of(fused, reference), _epsilons(fused, reference)))
     mended = [_mended(subject, chosen, place, calls) for place in range(len(chosen))]
     seen += _other_epsilons(calls, reference, [item.argument for item in mended])
+    copies = [item.argument for item in mended if item.code == "cache.other"]
+    seen = [item for item in seen if item.code != "cache.elsewhere" or item.argument not in copies]
     kept = {name: limits[name] for name in before}
     return Audit(operators, (*mended, *seen), False, before, after, kept, said, subject.runs)
 
@@ -109,18 +114,30 @@ def _calls(
     """The calls of one run, where that could write, and what ended it early."""
     given = memory.copied(inputs)
     watch = Watch(line=callers_line)
+    watch.held = memory.reachable(given, fused, names)
     with memory.kept(fused):
         try:
             run(fused, given, watch)
         except Exception:
             if watch.refused is None:  # a call that the operator refuses is a finding
                 raise
-    return watch.calls, memory.places(given, fused, names), watch.refused
+    return watch.calls, memory.places(watch.held), watch.refused
 
 
 def _values(reference: Callable[..., Any], draw: Draw) -> Values:
     with draw.of_reference():
         return values_of(reference, draw.inputs, Watch())
+
+
+def _tiles(calls: Sequence[Call], places: dict[int, str]) -> dict[str, tuple[int, int]]:
+    """The caches whose rows are int8 tiles, their scales and a bfloat16 key: Hckv and the tile's size."""
+    found = {}
+    for call in calls:
+        cache = call.arguments.get(roles_of(call.short).kv_cache)
+        if call.arguments.get("kv_cache_quant_mode") == _PER_TILE and isinstance(cache, Tensor):
+            hckv = call.arguments["rmsnorm_gamma_ckv"].shape[-1]
+            found[places.get(cache.untyped_storage().data_ptr(), "")] = hckv, call.arguments["tile_size"]
+    return found
 
 
 def _not_compared(calls: Sequence[Call], places: dict[int, str]) -> Iterator[Finding]:
@@ -168,16 +185,6 @@ def _limits(
     except Exception:  # a model that runs in its own dtypes alone
         return limits
     return limits | {name: _NOISE * error for name, error in noise.items() if usual < _NOISE * error < _MOST_NOISE}
-
-
-def _vectors(*models: object) -> list[tuple[str, Tensor]]:
-    """Parameters of one axis that a norm may have been meant to have."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for model in models:
-        for name, value in model.named_parameters() if isinstance(model, nn.Module) else ():
-            if value.dim() == 1:
-                found.setdefault(value.data_ptr(), (name, value))
-    return list(found.values())
 
 
 def _epsilons(*models: object) -> list[float]:

@@ -87,7 +87,11 @@ def paired(fused: object, reference: object) -> dict[str, str]:
     return found
 
 
-def places(inputs: Sequence[Any], target: object, names: Mapping[str, str]) -> dict[int, str]:
-    """Where each of them lies, with its name; ``names``: the reference's, for what the target holds."""
-    held = {names.get(name, name): value for name, value in held_by(target).items()}
-    return {value.untyped_storage().data_ptr(): name for name, value in (held | named(inputs)).items() if value.numel()}
+def reachable(inputs: Sequence[Any], target: object, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """All of them by name; ``names``: the reference's, for what the target holds."""
+    return {names.get(name, name): value for name, value in held_by(target).items()} | named(inputs)
+
+
+def places(held: Mapping[str, Tensor]) -> dict[int, str]:
+    """Where each of them lies, with its name."""
+    return {value.untyped_storage().data_ptr(): name for name, value in held.items() if value.numel()}

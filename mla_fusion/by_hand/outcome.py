@@ -84,7 +84,7 @@ class Audit:
                 lines.append(f"    {name:<{width}}  error {error:.2g}{mended}   rounding up to {limit:.2g}")
         lines += map(str, self.findings)
         if self.equal is False and not any(item.error is not None for item in self.findings):
-            lines.append("  no repair that is known explains it")
+            lines.append(f"  no repair that is known explains it ({self.tried} runs; `tries` and `seconds` allow more)")
         return "\n".join(lines)
 
     def to_html(self, path: str | Path) -> Path:

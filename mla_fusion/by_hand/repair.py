@@ -33,9 +33,7 @@ class Repair:
             if call.place == place and self.after is not None:
                 self.after(call, results)
 
-        return Repair(
-            self.code, self.text, self.argument, self.touches, change, after if self.after else None, place
-        )
+        return Repair(self.code, self.text, self.argument, self.touches, change, after if self.after else None, place)
 
 
 def on(name: str, function: Callable[[Tensor], Tensor | None]) -> Change:

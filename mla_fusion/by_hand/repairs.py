@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mla_fusion.by_hand.calls import After, Call, Change
 from mla_fusion.by_hand.columns import of_columns
+from mla_fusion.by_hand.others import Parameters, of_others
 from mla_fusion.by_hand.repair import KR, KV, QUERY, Repair, both, on, touching
 from mla_fusion.by_hand.roles import Roles, roles_of
 from mla_fusion.meta.prolog import PROLOGS
@@ -20,22 +21,23 @@ _EPSILONS = (1e-6, 1e-5, 1e-8, 1e-12, 1e-3)
 _SAME = 1e-12  # relative: two epsilons are one
 
 
-def candidates(call: Call, vectors: Iterable[tuple[str, Tensor]], epsilons: Iterable[float]) -> list[Repair]:
+def candidates(call: Call, parameters: Parameters, epsilons: Iterable[float]) -> list[Repair]:
     """Every repair that changes something of ``call``.
 
-    vectors    parameters of one axis, by name, which a norm may have been meant to have
-    epsilons   those that the models hold
+    parameters   those of the models, by name: one may have been meant where another is given
+    epsilons     those that the models hold
     """
     roles = roles_of(call.short)
     found = [
         *_tables(roles),
         *of_columns(roles, call),
         *_epsilons(roles, call, epsilons),
-        *_gammas(roles, call, vectors),
+        *_gammas(roles, call),
         *_scales(roles, call),
         *_slots(roles, call),
         *_modes(call),
         *_written_back(roles, call),
+        *of_others(roles, call, parameters),
     ]
     return [repair for repair in found if repair.after is not None or _has_effect(repair, call)]
 
@@ -44,7 +46,8 @@ def _has_effect(repair: Repair, call: Call) -> bool:
     for name, value in repair.change(call).items():
         before = call.arguments[name]
         if isinstance(value, Tensor) and isinstance(before, Tensor):
-            if value.shape != before.shape or not torch.equal(value, before):
+            another = any(value is held for held in call.held.values())  # to be written, whatever it holds
+            if another or value.shape != before.shape or not torch.equal(value, before):
                 return True
         elif value != before:
             return True
@@ -106,20 +109,11 @@ def _epsilons(roles: Roles, call: Call, held: Iterable[float]) -> Iterator[Repai
                 yield Repair("epsilon", text, name, frozenset(touched), lambda _, n=name, e=epsilon: {n: e})  # type: ignore[misc]
 
 
-def _gammas(roles: Roles, call: Call, vectors: Iterable[tuple[str, Tensor]]) -> Iterator[Repair]:
-    vectors = list(vectors)
+def _gammas(roles: Roles, call: Call) -> Iterator[Repair]:
     for name, touched in roles.gammas.items():
-        gamma = call.arguments.get(name)
-        if not isinstance(gamma, Tensor):
-            continue
         touches = frozenset(touched)
         for text, shift in (("the weight is kept as gamma - 1 and 1 is not added", 1), ("1 is added to it twice", -1)):
             yield Repair("gamma.offset", f"{name}: {text}", name, touches, on(name, lambda g, s=shift: g + s))  # type: ignore[misc]
-        for source, vector in vectors:
-            if vector.numel() == gamma.numel():
-                value = vector.detach().reshape(gamma.shape).to(gamma.dtype)
-                text = f"{name} is not the norm's weight: {source} is"
-                yield Repair("gamma.other", text, name, touches, lambda _, n=name, v=value: {n: v})  # type: ignore[misc]
 
 
 # -- scales
@@ -188,17 +182,24 @@ def _written_back(roles: Roles, call: Call) -> Iterator[Repair]:
     def copying(*returned: tuple[str, int, str]) -> After:
         def after(call: Call, results: Any) -> None:
             for cache, place, _ in returned:
-                if results[place].shape == call.arguments[cache].shape:
-                    call.arguments[cache].copy_(results[place])
+                given, made = call.arguments[cache], results[place]
+                if given.shape == made.shape and roles.fresh and made.dim() == 4:
+                    slots = call.arguments[roles.slots].long()
+                    given.flatten(0, 2)[slots] = made.flatten(0, 2)[slots]
+                elif given.shape == made.shape:
+                    given.copy_(made)
 
         return after
 
     every = roles.returned_caches
+    out = "call its out overload with the model's caches as results"
     for cache, place, touched in every:
-        text = f"{call.short} writes nothing: copy the new {cache}, its result {place}, into the model's cache"
+        remedy = out if roles.fresh else f"copy the new {cache}, its result {place}, into the model's cache"
+        text = f"{call.short} does not write {cache}: {remedy}"
         after = copying((cache, place, touched))
         yield Repair("cache.not_written", text, cache, touching(touched), after=after)
     if every:
         names = ", ".join(cache for cache, _, _ in every)
-        text = f"{call.short} writes nothing: copy the new caches, its last results, into {names}"
+        remedy = out if roles.fresh else f"copy the new caches, its last results, into {names}"
+        text = f"{call.short} does not write {names}: {remedy}"
         yield Repair("cache.not_written", text, names, touching(KV, KR), after=copying(*every))

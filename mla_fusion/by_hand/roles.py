@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ class Roles:
     down         the weight whose columns are [c_kv | k_pe ..]; ``down_also_query``: [c_kv | k_pe | c_q]
     down_vectors what else has those columns
     epsilons, gammas, scales   with the values that each touches
-    returned_caches            cache, its place among the results, "kv" or "kr"
+    returned_caches            cache, its place among the results, "kv" or "kr"; ``fresh``: of their rows, only those
+                               of the slots are defined
     """
 
     x: str
@@ -47,6 +48,7 @@ class Roles:
     transposed: bool = False
     of_rows: bool = False
     returned_caches: tuple[tuple[str, int, str], ...] = field(default=())
+    fresh: bool = False
 
     def columns(self, matrix: Tensor) -> Tensor | None:
         """The matrix, or a vector of scales, with its columns last; None for other storage (FRACTAL_NZ's 4-D shape)."""
@@ -164,4 +166,7 @@ def roles_of(name: str) -> Roles:
     """Of an operator by its name without namespace."""
     if name in PROLOGS:
         return _of_prolog(name)
+    if name == "npu_mla_preprocess":
+        returned = (("kv_cache", 1, "kv"), ("kv_cache_rope", 3, "kr"))
+        return replace(_PREPROCESS, returned_caches=returned, fresh=True)
     return _PREPROCESS if name.startswith("npu_mla_preprocess") else _KEY_OPERATOR

@@ -35,6 +35,7 @@ class Subject:
     calls    of a run as written
     places   the names of what that run could write, by where it lay
     names    the reference's names of what ``fused`` holds
+    tiles    the caches of int8 tiles among the values
     tries    the most runs; ``until``: when to stop, as perf_counter has it
     only     the number of draws that are looked at now, None: all
     """
@@ -46,6 +47,7 @@ class Subject:
     calls: Sequence[Call]
     places: Mapping[int, str]
     names: Mapping[str, str]
+    tiles: Mapping[str, tuple[int, int]]
     tries: int
     until: float
     runs: int = 0
@@ -78,7 +80,7 @@ class Subject:
         watch = Watch([draw.change, *changes] if draw.change else changes, [r.after for r in repairs if r.after])
         self.runs += 1
         try:
-            return errors(want, values_of(self.fused, draw.inputs, watch, self.names))
+            return errors(want, values_of(self.fused, draw.inputs, watch, self.names), self.tiles)
         except Exception:  # a mode, a shape or a slot that the operator refuses
             return {name: float("inf") for name in want.held if name not in want.before or _written(want, name)}
 
@@ -181,11 +183,11 @@ def _without_the_idle(subject: Subject, chosen: list[Repair]) -> list[Repair]:
     return chosen
 
 
-def options_of(calls: Sequence[Call], vectors: list[tuple[str, Tensor]], epsilons: list[float]) -> list[Repair]:
+def options_of(calls: Sequence[Call], parameters: list[tuple[str, Tensor]], epsilons: list[float]) -> list[Repair]:
     """The repairs of every call together, then, of several calls, those of each."""
     if not calls:
         return []
-    found = candidates(calls[0], vectors, epsilons)
+    found = candidates(calls[0], parameters, epsilons)
     if len(calls) > 1:
-        found += [item.at(call.place) for call in calls for item in candidates(call, vectors, epsilons)]
+        found += [item.at(call.place) for call in calls for item in candidates(call, parameters, epsilons)]
     return found

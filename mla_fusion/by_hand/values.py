@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from mla_fusion.by_hand import memory
 from mla_fusion.by_hand.calls import Watch, run
 from mla_fusion.compat import tree_leaves
+from mla_fusion.paging.tiles import dequantise_rows
 
 WEIGHT_OF_A_ROW = 2.5  # a row may be so many times as far off as the whole
 
@@ -31,6 +33,7 @@ def values_of(
     names, given = names or {}, memory.copied(inputs)
     with memory.kept(target) as states:
         before = memory.named(inputs) | {names.get(name, name): was for name, (_, was) in states.items()}
+        watch.held = memory.reachable(given, target, names)
         leaves = enumerate(tree_leaves(run(target, given, watch)))
         held = {f"output {place}": value.detach().clone() for place, value in leaves if isinstance(value, Tensor)}
         held |= memory.named(given)
@@ -38,8 +41,11 @@ def values_of(
     return Values(held, before)
 
 
-def errors(want: Values, got: Values) -> dict[str, float]:
+def errors(want: Values, got: Values, tiles: Mapping[str, tuple[int, int]] | None = None) -> dict[str, float]:
     """The relative error of each result, and of each tensor that either run has changed. Infinite for another shape.
+
+    ``tiles``: the caches of int8 tiles, each with its Hckv and tile size; their rows are compared as the numbers that
+    they stand for.
 
     Of memory that is written, rows that neither run has changed are left out: the error is that of the rows written,
     and a row that only one of them wrote is wrong as a whole. What only one of the two holds is not compared.
@@ -53,7 +59,8 @@ def errors(want: Values, got: Values) -> dict[str, float]:
         elif other is not None and before.shape == value.shape == other.shape:
             rows = _changed(value, before) | _changed(other, got.before[name])
             if bool(rows.any()):
-                found[name] = _error(_rows(value)[rows], _rows(other)[rows])
+                decode = _rows if name not in (tiles or {}) else partial(_numbers, *(tiles or {})[name])
+                found[name] = _error(decode(value)[rows], decode(other)[rows])
     return found
 
 
@@ -69,6 +76,12 @@ def _rows(value: Tensor) -> Tensor:
     if not wide.numel():
         return wide.reshape(0, 1)
     return wide.reshape(-1, wide.shape[-1]) if wide.dim() else wide.reshape(1, 1)
+
+
+def _numbers(hckv: int, tile: int, cache: Tensor) -> Tensor:
+    dr = (cache.shape[-1] - hckv - 4 * (hckv // tile)) // 2
+    latent, rope = dequantise_rows(cache.detach().contiguous(), hckv=hckv, dr=dr, tile=tile)
+    return _rows(torch.cat([latent, rope.float()], -1))
 
 
 def _error(want: Tensor, got: Tensor) -> float:

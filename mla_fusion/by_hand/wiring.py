@@ -11,7 +11,7 @@ from mla_fusion.by_hand.calls import Call
 from mla_fusion.by_hand.outcome import Finding
 from mla_fusion.by_hand.repairs import OPERATORS_EPSILON
 from mla_fusion.by_hand.roles import Roles, roles_of
-from mla_fusion.meta import ContractError, check
+from mla_fusion.meta import ContractError, check, preprocess
 from mla_fusion.meta.prolog import PROLOGS
 
 
@@ -31,11 +31,13 @@ def _found(call: Call, code: str, message: str, argument: str, certain: bool = T
 
 
 def _contract(call: Call, soc: str, cann: str, path: str) -> Iterator[Finding]:
-    if call.short not in PROLOGS and call.short != "npu_mla_preprocess":
+    operator = call.short.removesuffix(".out")
+    if operator not in (*PROLOGS, preprocess.OP):
         return
-    given = {name: value for name, value in call.arguments.items() if value is not None}
+    results = preprocess.RESULTS if operator == preprocess.OP else ()
+    given = {name: value for name, value in call.arguments.items() if value is not None and name not in results}
     try:
-        check(call.short, soc=soc, cann=cann, path=path, values=True, **given)
+        check(operator, soc=soc, cann=cann, path=path, values=True, **given)
     except ContractError as error:
         yield _found(call, f"contract:{error.code}", str(error), error.argument)
 

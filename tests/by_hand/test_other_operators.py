@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
+from mla_fusion.reference.sample import sample_call
 from mla_fusion.reference.sample_preprocess import SMALL, sample_preprocess
 from tests.by_hand.test_audit import named
 
@@ -64,6 +65,43 @@ def test_preprocess(fault: Fault | None, found: set[tuple[str, str]]) -> None:
     torch.manual_seed(0)
     call = sample_preprocess(dims=SMALL | {"C": 512, "R": 64})
     audit = audited(torch.ops.atb.npu_mla_preprocess, call, fault)
+    assert named(audit) == found, str(audit)
+    assert audit.equal is (not found)
+
+
+def test_preprocess_writes_caches_of_its_own() -> None:
+    """Only the overload ``out`` writes the caller's."""
+    torch.manual_seed(0)
+    call = sample_preprocess(dims=SMALL | {"C": 512, "R": 64})
+    atb = torch.ops.atb.npu_mla_preprocess
+    outs = {"kv_cache_out0": "kv_cache", "kv_cache_out1": "kv_cache_rope"}
+
+    def out(**given: Any) -> Any:
+        caches = {name: given[cache] for name, cache in outs.items()}
+        wide = {"q_out0": 512, "q_out1": 64}
+        queries = {name: given["input"].new_empty(5, 2, width) for name, width in wide.items()}
+        return atb.out(**given, **queries, **caches)
+
+    right = Calls(out, call)
+    audit = mf.audit(Calls(atb, call), right, *(call[name] for name in right.names))
+    assert {code for code, _ in named(audit)} == {"cache.not_written"}, str(audit)
+
+
+@pytest.mark.parametrize(
+    ("modes", "fault", "found"),
+    [
+        ((2, 1), None, set()),
+        ((2, 1), on("quant_scale_ckv", torch.reciprocal), {("scale.inverted", "quant_scale_ckv")}),
+        ((1, 3), None, set()),
+        ((1, 3), on("cache_index", lambda v: v.roll(1, 0)), {("slots.rolled", "cache_index")}),
+        ((2, 3), on("rmsnorm_gamma_ckv", lambda gamma: gamma - 1), {("gamma.offset", "rmsnorm_gamma_ckv")}),
+    ],
+)
+def test_int8_caches(modes: tuple[int, int], fault: Fault | None, found: set[tuple[str, str]]) -> None:
+    """One step for all numbers, and one for each tile of a row of bytes."""
+    dims = dict(He=1024, Hcq=1536, N=2, D=128, Dr=64, Hckv=512, BlockNum=4, BlockSize=16, Nkv=1)
+    call = sample_call(weight_quant_mode=modes[0], kv_cache_quant_mode=modes[1], dims=dims, lead=(8,))
+    audit = audited(torch.ops.npu.npu_mla_prolog_v3, call, fault)
     assert named(audit) == found, str(audit)
     assert audit.equal is (not found)
 
