@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_fusion.reference.numerics import matmul
 from mla_fusion.reference.quantize import int8_matmul, to_int8
 
 
@@ -36,7 +37,7 @@ def npu_transpose_batchmatmul(
         raise ValueError(f"npu_transpose_batchmatmul: perm_y is [1, 0, 2], not {list(perm_y or ())}")
     left = input.permute(*(perm_x1 or (0, 1, 2)))
     right = weight.permute(*(perm_x2 or (0, 1, 2)))
-    y = torch.bmm(left, right).transpose(0, 1)
+    y = matmul(left, right).transpose(0, 1)
     factor = batch_split_factor or 1
     if factor > 1:
         m, batch, n = y.shape

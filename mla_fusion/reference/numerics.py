@@ -8,10 +8,15 @@ any bfloat16 rounding, which is what verifying a fusion needs; the NPU itself ta
 
 from __future__ import annotations
 
+import platform
+
 import torch
 from torch import Tensor
 
 FLT_EPS = 1.1920928955078125e-07
+
+# OpenBLAS, with which builds of torch for other processors multiply bfloat16, rounds the sum of every 512 products.
+_ROUNDS_PARTIAL_SUMS = platform.machine() not in ("x86_64", "AMD64")
 
 
 def working_dtype(activation: torch.dtype) -> torch.dtype:
@@ -32,6 +37,8 @@ def nz_weight_to_nd(weight: Tensor) -> Tensor:
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` with wide accumulation and one rounding at the end (fixpipe F322BF16)."""
+    if _ROUNDS_PARTIAL_SUMS and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.matmul(a.float(), b.float()).to(a.dtype)
     return torch.matmul(a, b)
 
 
