@@ -230,7 +230,9 @@ def source_name(placeholder: Node) -> str:
 
 # -- dynamo and Inductor
 
+HELD = "_mla_fusion_holds_bfloat16"  # ours, on a fake tensor: what the parameter holds for which it stands
 _MARKS = (
+    HELD,
     "_dynamo_dynamic_indices",
     "_dynamo_dynamic_range",
     "_dynamo_hint_overrides",

@@ -118,7 +118,7 @@ class Draws:
         elif role in ("cache_scale", "inverse"):
             pool = (1 + pool.clamp(-4, 4) / 8) * (_INT8 if role == "cache_scale" else 1 / _INT8)
         elif role == "gamma":
-            pool = 1 + pool / 8
+            pool = (1 + pool / 8).bfloat16()  # what a wider one holds too
         start = 4099 * self._place[node]
         if dtype.is_complex:
             parts = [_repeat(pool, shape, start + shift) for shift in (0, 17)]

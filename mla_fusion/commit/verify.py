@@ -272,7 +272,7 @@ class _Builder(TensorBuilder):
         super().__init__(values, binding)
         self._packed, self._changing = packed, changing
 
-    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:
+    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: bool = False) -> Any:
         if not self._changing.isdisjoint(leaves):
             return recipe(self)
         if name not in self._packed:
