@@ -97,7 +97,7 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
     asked = {replacement.output for replacement in plan.replacements}
     for name, made, width in (("c_kv", "kv_cache", len(k.columns)), ("k_pe", "kr_cache", k.rope_dim)):
         if name in asked and index:
-            results[name] = rows.written(b, results[made], index["cache_index"], (*lead, width))
+            results[name] = rows.written(b, results[made], index["cache_index"], (*lead, width), plan.cache_mode)
         elif name in asked:
             results[name] = b.reshape(results.pop(made), (*lead, width))
     if not isinstance(q.absorb, AbsorbFact):

@@ -81,15 +81,31 @@ def slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
     return b.once(("slots", slots, tuple(map(str, lead))), build)
 
 
-def written(b: Builder, cache: Any, slots: Any, shape: Sequence[Any]) -> Any:
+def written(b: Builder, cache: Any, slots: Any, shape: Sequence[Any], mode: str) -> Any:
     """The new rows, read back from where the kernel wrote them; of a skipped token (slot below 0) some other row."""
-    flat = b.call(aten.reshape.default, cache, [-1, shape[-1]])
 
     def places(b: Builder) -> Any:
         return b.call(aten.clamp_min.default, b.call(aten.reshape.default, slots, [-1]), 0)
 
-    index = b.once(("places", slots), places)
+    index, piece = b.once(("places", slots), places), shape[-1]
+    if mode == "PA_NZ":  # a row lies in pieces, a block of rows apart
+        piece = _NZ_COLUMNS
+        index = b.once(("pieces", slots, shape[-1]), lambda b: _pieces(b, index, b.shape(cache)[1], shape[-1] // piece))
+    flat = b.call(aten.reshape.default, cache, [-1, piece])
     return b.reshape(b.call(aten.index_select.default, flat, 0, index), shape)
+
+
+_NZ_COLUMNS = 16  # of bfloat16, in a piece of FRACTAL_NZ
+
+
+def _pieces(b: Builder, rows: Any, block_size: Any, count: int) -> Any:
+    """Where the pieces of rows lie in a cache [BlockNum, count, BlockSize, _NZ_COLUMNS]."""
+    size = b.sizes([block_size])[0]
+    offset = b.call(aten.remainder.Scalar, rows, size)
+    block = b.call(aten.mul.Tensor, b.call(aten.sub.Tensor, rows, offset), count)
+    first = b.reshape(b.call(aten.add.Tensor, block, offset), (*b.shape(rows), 1))
+    steps = b.call(aten.mul.Tensor, b.constant(range(count), rows), size)
+    return b.call(aten.reshape.default, b.call(aten.add.Tensor, first, steps), [-1])
 
 
 def buffer(b: Builder, x: Any, lead: Sequence[Any], width: int) -> Any:

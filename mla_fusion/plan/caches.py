@@ -265,8 +265,10 @@ class CachePlanner:
         found: list[Replacement] = []
         for index, name, width in ((k_pe, "k_pe", self.candidate.key.rope_dim), (c_kv, "c_kv", self._latent_dim)):
             if index in parts:
-                if not operator.gives_rows or operator.cache_mode != "PA_BSND" or operator.kv_scale is not None:
-                    raise Refuse("reader.latent", f"{parts[index].name} reads the new {name} rows", (parts[index],))
+                if not operator.gives_rows or operator.kv_scale is not None:
+                    why = "the cache holds in int8" if operator.gives_rows else "are given with is_output_kv alone"
+                    detail = f"{parts[index].name} reads the new {name} rows, which {why}"
+                    raise Refuse("reader.latent", detail, (parts[index],))
                 shape = (*token_x.meta["val"].shape[:-1], width)
                 found += whole_readers(parts[index], name, shape, same_shape)
         for index, name, cache in ((kv, "kv_cache", operator.kv_cache), (kr, "kr_cache", operator.kr_cache)):
@@ -297,7 +299,7 @@ class CachePlanner:
             raise Refuse("cache.view_of_input", f"{cache.name} in {operator.name}", (operator, cache))
         others = cache_write.readers(found, operator)
         if others:
-            raise Refuse("cache.view_of_input", f"{others[0].name} also reads {found.name}", (others[0], found))
+            raise Refuse("cache.also_read", f"{others[0].name} reads {found.name}", (others[0], found))
         return found
 
 

@@ -36,6 +36,14 @@ CODES: dict[str, tuple[str, str]] = {
         "Query and key leave RoPE in different element orders.",
         "Use one RoPE layout for both.",
     ),
+    "rope.normed_key": (
+        "The key is normalised before it is rotated; the kernel rotates W_kr x as it is.",
+        "Nothing in the graph: the kernel has no norm of the key.",
+    ),
+    "rope.heads_differ": (
+        "The query has another number of rotated parts than of heads; the kernel rotates one for each head.",
+        "Project a rotated part for each head: repeat the columns of its weight.",
+    ),
     "absorb.absent": (
         "q_nope is not multiplied by W_uk in this graph, so the kernel's query output has no counterpart.",
         "Absorb W_uk (mla_fusion.models), or set Config(unabsorbed='identity').",
@@ -131,6 +139,10 @@ CODES: dict[str, tuple[str, str]] = {
     "cache.slots": (
         "The fused cache operator is not known to be given one slot for each token.",
         "Give index as many elements as there are tokens; under mark_dynamic, mark x, cos, sin and index alike.",
+    ),
+    "cache.also_read": (
+        "The fused cache operator writes a cache that something else reads, or gives out, as another view.",
+        "Read, and return, the caches that the operator returns, or nothing: the caller has the memory.",
     ),
     "cache.view_of_input": (
         "The fused cache operator is handed a view of a graph input; each step would copy the whole cache.",
