@@ -136,12 +136,14 @@ class Finder:
         if keys and partial is None:
             partial = self.why.quantised_otherwise(facts)
         if keys and partial is not None:
-            return partial
+            return self.why.interrupted(facts) or partial
         unnormed = (self.why.hidden_query(group[0].origin) if keys else None) or self.why.unnormed(facts)
         if unnormed is not None:
             return unnormed
         if partial is not None and sum(len(cone.norms) for cone in facts.values()) > 1:
             return self.why.normed_key(facts, partial.nodes[0]) or partial
+        if keys and (direct := self.why.direct(facts, has_key=True)) is not None:
+            return direct
         if keys:
             nodes = tuple(fact.node for fact in (keys[0].norm, keys[0].rope, keys[0].operator) if fact is not None)
             return NearMiss(Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}"), nodes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -29,12 +29,14 @@ Facts = Mapping[Projection, ConeFacts]  # of the projections of one x
 class NearMiss:
     """Parts of a prologue, and why they are not one.
 
-    score   how much of a prologue was found, from 0 to 1
+    score     how much of a prologue was found, from 0 to 1
+    certain   is the reason one that no step beside it can be to blame for?
     """
 
     reason: Refuse
     nodes: tuple[Node, ...]
     score: float = 0.0
+    certain: bool = False
 
 
 class Diagnosis:
@@ -119,18 +121,28 @@ class Diagnosis:
                 return NearMiss(Refuse("norm.absent", detail), nodes)
         return None
 
+    def interrupted(self, facts: Facts) -> NearMiss | None:
+        """What is made of a normed latent and is not it, or of it and something else, is projected up and absorbed."""
+        for cone in facts.values():
+            for norm in cone.norms:
+                for up in self._ups_after(norm.node, facts):
+                    if up.origin is not norm.node and self.absorbs(up):
+                        detail = f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
+                        return NearMiss(Refuse("q_lora.interrupted", detail), (up.origin, norm.node, up.node))
+        return None
+
     def _rotated_after(self, start: Node, group: Collection[Projection]) -> Projection | None:
         """The projection of what is made of ``start``, by any operators but products, whose result is rotated."""
+        return next((up for up in self._ups_after(start, group) if self.reader.read(up).ropes), None)
+
+    def _ups_after(self, start: Node, group: Collection[Projection]) -> Iterator[Projection]:
         seen, stack = {start}, [start]
         while stack:
             node = stack.pop()
-            for up in self.above.get(node, ()):
-                if up.is_flat and up not in group and self.reader.read(up).ropes:
-                    return up
+            yield from (up for up in self.above.get(node, ()) if up.is_flat and up not in group)
             following = [user for user in node.users if user not in seen and user not in self.view.contractions]
             seen.update(following)
             stack.extend(following)
-        return None
 
     def cut(self, facts: Facts) -> NearMiss | None:
         """Some of the projected tokens are taken, and what is made of these is projected up and rotated."""
@@ -194,15 +206,17 @@ class Diagnosis:
                     return node
         return None
 
-    def direct(self, facts: Facts) -> NearMiss | None:
-        """A query that is absorbed as it comes from x, beside a normed latent, and nothing rotated (NoPE)."""
-        for query in facts:
-            for absorb in self.absorbs(query):
-                latent = (n for cone in facts.values() for n in cone.norms if len(n.columns) == absorb.latent_dim)
-                norm = next(latent, None)
-                if norm is not None:
-                    detail = f"{query.node.name}, absorbed at {absorb.node.name}, is projected from {query.origin.name}"
-                    return NearMiss(Refuse("q_lora.absent", detail), (norm.node, absorb.node))
+    def direct(self, facts: Facts, has_key: bool = False) -> NearMiss | None:
+        """A query that is absorbed, or (beside a key) rotated by heads, as it comes from x, and a normed latent."""
+        norms = [norm for cone in facts.values() for norm in cone.norms]
+        for query, cone in facts.items():
+            absorbed = [fact.node for fact in self.absorbs(query)]
+            rotated = [rope.node for rope in cone.ropes if has_key and rope.heads > 1]
+            if norms and (absorbed or rotated):
+                how = f"absorbed at {absorbed[0].name}" if absorbed else f"rotated at {rotated[0].name}"
+                detail = f"{query.node.name}, {how}, is projected from {query.origin.name}"
+                nodes = (norms[0].node, *(absorbed or rotated)[:1])
+                return NearMiss(Refuse("q_lora.absent", detail), nodes, certain=True)
         return None
 
     # -- layers that are no plain product: an unknown operator, or a sum of products (an adapter beside a weight)

@@ -8,6 +8,7 @@ score longer. Few queries over many tokens are absorbed, many over few are expan
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,10 +57,13 @@ def absorbed_attention(
     dims: LatentDims,
     *,
     scaling: float,
+    factor: Any = None,
     mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries ``[B, N, S, D]`` and ``[B, N, S, Dr]`` over ``[B, 1, L, R]`` and ``[B, 1, L, Dr]``.
+
+    ``factor`` is what the query is multiplied by beside ``scaling``, spread over ``[B, N, S, *]``.
 
     kv_up is ``[N * (D + Dv), R]``, head by head W_uk then W_uv. The mask is boolean (True: attend) or added to the
     scores, ``[B or 1, N or 1, S, L]``. Returns the output ``[B, S, N, Dv]`` and the weights ``[B, N, S, L]``.
@@ -76,6 +80,7 @@ def absorbed_attention(
 
     scores = torch.bmm(absorbed, c_kv.transpose(1, 2)).float() + torch.bmm(q_pe, k_pe.transpose(1, 2)).float()
     scores = scores.view(batch, heads, length, -1) * scaling
+    scores = scores if factor is None else scores * factor
     if mask is not None:
         scores = masked(scores, mask)
     weights = torch.softmax(scores, dim=-1).to(q_nope.dtype)

@@ -100,6 +100,7 @@ class Functions:
                     local(getattr(module, form.kv_up).weight),
                     form.dims,
                     scaling=options.get("scaling") or (form.dims.nope + form.dims.rope) ** -0.5,
+                    factor=parts.factor,
                     mask=attention_mask,
                     dropout=options.get("dropout", 0.0),
                 )

@@ -19,14 +19,28 @@ from mla_fusion.models.refusal import OptimizeError
 
 
 class SplitQuery:
-    """``[B, N, S, D]`` and ``[B, N, S, Dr]`` in place of their concatenation."""
+    """``[B, N, S, D]`` and ``[B, N, S, Dr]`` in place of their concatenation.
 
-    def __init__(self, nope: Tensor, rope: Tensor) -> None:
+    factor   what the query is multiplied by (a number for each token, say), None where it is not: put off until there
+             are scores, so that the absorbed product reads q_nope as the projection gives it
+    """
+
+    def __init__(self, nope: Tensor, rope: Tensor, factor: Any = None) -> None:
         self.nope = nope
         self.rope = rope
+        self.factor = factor
 
     def __mul__(self, factor: Any) -> SplitQuery:
-        return SplitQuery(self.nope * factor, self.rope * factor)
+        return SplitQuery(self.nope, self.rope, factor if self.factor is None else self.factor * factor)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> SplitQuery:
+        """Dynamo, and a tensor on the left, ask here for products with tensors."""
+        if function not in _PRODUCTS or len(args) != 2:
+            return NotImplemented
+        one, other = args
+        product: SplitQuery = one * other if isinstance(one, SplitQuery) else other.__mul__(one)
+        return product
 
     @property
     def shape(self) -> torch.Size:
@@ -37,7 +51,11 @@ class SplitQuery:
         return self.nope.dtype
 
     def joined(self) -> Tensor:
-        return torch.cat((self.nope, self.rope), dim=-1)
+        whole = torch.cat((self.nope, self.rope), dim=-1)
+        return whole if self.factor is None else whole * self.factor
+
+
+_PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 
 
 class PutOff:
