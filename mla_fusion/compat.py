@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 if TYPE_CHECKING:
     from torch._dynamo.exc import BackendCompilerFailed, Unsupported
     from torch._functorch.aot_autograd import aot_module_simplified
+    from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import statically_known_true
     from torch.utils._sympy.functions import FloorDiv
 
@@ -52,6 +53,7 @@ __all__ = [  # names of torch as they are; the functions of this file come besid
     "TorchDispatchMode",
     "Unsupported",
     "aot_module_simplified",
+    "make_fx",
     "statically_known_true",
     "tree_leaves",
     "tree_map_only",
@@ -65,6 +67,7 @@ _LATE = {  # loaded on first use
     "FloorDiv": "torch.utils._sympy.functions",
     "Unsupported": "torch._dynamo.exc",
     "aot_module_simplified": "torch._functorch.aot_autograd",
+    "make_fx": "torch.fx.experimental.proxy_tensor",
     "statically_known_true": "torch.fx.experimental.symbolic_shapes",
 }
 
