@@ -107,6 +107,15 @@ def has_schema(name: str) -> bool:
     return True
 
 
+def has_argument(operator: str, name: str) -> bool:
+    """Is there an operator of that name (``namespace::name``), and does its schema name that argument?"""
+    if not has_schema(operator):
+        return False
+    namespace, _, packet = operator.partition("::")
+    overload = getattr(getattr(torch.ops, namespace), packet).default
+    return any(argument.name == name for argument in schema_of(overload).arguments)
+
+
 def has_kernel(name: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 

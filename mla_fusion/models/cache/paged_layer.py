@@ -74,8 +74,11 @@ class PagedLatentLayer(CacheLayerMixin):
         return pool
 
     def _write(self, pool: Tensor, slots: Tensor, states: Tensor) -> None:
-        width = pool.shape[-1]
-        pool.view(-1, width)[slots] = states.reshape(-1, width)
+        rows, states = pool.view(-1, pool.shape[-1]), states.reshape(-1, pool.shape[-1])
+        if pool.device.type == "npu":  # torchair has no converter for index_put, and rows may stay unfused
+            torch.ops.npu.npu_scatter_nd_update_(rows, slots.unsqueeze(1), states)
+        else:
+            rows[slots] = states
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Take pools for latents ``[B, 1, *, R]`` and rotated keys ``[B, 1, *, Dr]``; ahead of time, older releases

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mla_fusion.models.attention import sparse
 from mla_fusion.models.features import TWO_WIDTHS
 from mla_fusion.models.hf.latent_attention import LatentDims
 from mla_fusion.models.hf.latent_form import LatentForm
@@ -125,14 +126,35 @@ def _check_widths(cache: Any, index: int) -> None:
         )
 
 
-class LatentSelf:
-    """The module as its own forward sees it: without its expansion of latents."""
+SPARSE = "npu_sparse"  # an attention implementation that is neither sdpa nor eager
 
-    def __init__(self, module: nn.Module, form: LatentForm) -> None:
-        self.module = module
-        self.form = form
+
+class SparseConfig:
+    """A configuration under which a forward hands its picks over."""
+
+    _attn_implementation = SPARSE
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     def __getattr__(self, name: str) -> Any:
+        return getattr(self.config, name)
+
+
+class LatentSelf:
+    """The module as its own forward sees it: without its expansion of latents.
+
+    picks   on an NPU, the tokens that an indexer picks are handed to the attention function, not made a mask
+    """
+
+    def __init__(self, module: nn.Module, form: LatentForm, picks: bool = False) -> None:
+        self.module = module
+        self.form = form
+        self.picks = picks
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "config" and self.picks and sparse.runs_on(getattr(self.module, self.form.kv_up).weight):
+            return SparseConfig(self.module.config)
         if self.form.after_cache:
             return _same if name == "expand_kv" else getattr(self.module, name)
         return self._put_off if name == self.form.kv_up else getattr(self.module, name)
