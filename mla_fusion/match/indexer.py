@@ -1,7 +1,7 @@
 """The indexer beside a prologue (DSA): it picks the tokens that attention reads, by a query of c_q and a key of x.
 
 Its own prologue is a projection of c_q and one of x, a norm and RoPE of some columns of the key, and the key's rows in
-a cache of their own. No operator of torch_npu has all of that, in no release of the matrix, so it stays as the model
+a cache of their own. No operator of torch_npu has all of that (2.13 and 2.14, by their schemas), so it stays as the model
 has it; the kernel gives c_q out for it (``query_norm``).
 """
 
