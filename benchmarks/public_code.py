@@ -67,12 +67,15 @@ def of_entry(entry: Entry) -> Row:
     torch.manual_seed(0)
     model, args = entry.model(), entry.args()
     config = mf.Config(unabsorbed="identity" if IDENTITY in entry.tags else "skip", verify="all")
-    wanted, unfused = exact(model, args), eager(model, clones(args))
+    by_bytes = {"int8", "cache"} <= entry.tags  # rows of int8 have no form in float64: tests compare them otherwise
+    wanted, unfused = ([], []) if by_bytes else (exact(model, args), eager(model, clones(args)))
     fused = compiled(model, clones(args), mf.backend(config))
     report = mf.reports()[-1]
     right = outcome(report) == entry.outcome
     if not report.fused:
         return Row(entry.source, entry.name, _words(outcome(report)), "", right and bool(report.rejected))
+    if by_bytes:
+        return Row(entry.source, entry.name, _words(outcome(report)), "", right)
     try:
         assert_no_worse(wanted, unfused, fused, entry.slack)
     except AssertionError:

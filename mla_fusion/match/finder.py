@@ -136,7 +136,8 @@ class Finder:
         if keys and partial is None:
             partial = self.why.quantised_otherwise(facts)
         if keys and partial is not None:
-            return self.why.interrupted(facts) or partial
+            unabsorbed = partial.reason.code == "absorb.absent"
+            return (self.why.interrupted(facts) if unabsorbed else None) or partial
         unnormed = (self.why.hidden_query(group[0].origin) if keys else None) or self.why.unnormed(facts)
         if unnormed is not None:
             return unnormed

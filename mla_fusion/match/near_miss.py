@@ -188,7 +188,7 @@ class Diagnosis:
     def unabsorbed(self, facts: Facts) -> NearMiss | None:
         """Two normed latents on one x, each projected up, whose projections meet in attention: nothing is rotated."""
         norms = [norm for cone in facts.values() for norm in cone.norms if norm.gamma is not None]
-        ups = [(norm, up) for norm in norms for up in self.above[norm.node] if up.is_flat and up not in facts]
+        ups = [(norm, up) for norm in norms for up in self._ups_after(norm.node, facts)]
         for norm, query in ups:
             for other, key in ups:
                 meeting = self._meeting(query, key) if norm.node is not other.node else None

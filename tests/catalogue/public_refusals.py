@@ -33,17 +33,17 @@ class Unabsorbed(Base):
         return F.scaled_dot_product_attention(*(part.transpose(0, 1)[None] for part in (q, k, value)))
 
 
-entry("absorb.absent", source="remote code of DeepSeek's checkpoints", tags="near miss, whole", name="Hub")(Unabsorbed)
+entry("absorb.absent", source="remote code of DeepSeek's checkpoints", tags="near miss, public, whole", name="Hub")(Unabsorbed)
 
 
-@entry("absorb.absent", source="litgpt", tags="near miss, whole")
+@entry("absorb.absent", source="litgpt", tags="near miss, public, whole")
 class Litgpt(Unabsorbed):
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
 
 
-@entry("absorb.absent", source="torchtitan", tags="near miss, whole")
+@entry("absorb.absent", source="torchtitan", tags="near miss, public, whole")
 class Torchtitan(Unabsorbed):
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turn = torch.complex(cos[..., :H].float(), sin[..., :H].float())
@@ -51,7 +51,7 @@ class Torchtitan(Unabsorbed):
         return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
 
 
-@entry("absorb.absent", source="fla", tags="near miss, whole")
+@entry("absorb.absent", source="fla", tags="near miss, public, whole")
 class Fla(Litgpt):
     """The rotated key has a projection of its own."""
 
@@ -63,7 +63,7 @@ class Fla(Litgpt):
         return self.kv_a_layernorm(self.kv_a_proj_with_mqa(x)), self.k_rope(x)
 
 
-@entry("absorb.absent", source="NeMo", tags="near miss, whole")
+@entry("absorb.absent", source="NeMo", tags="near miss, public, whole")
 class Nemo(Unabsorbed):
     """Keys before values, all heads of each."""
 
@@ -72,7 +72,7 @@ class Nemo(Unabsorbed):
         return k.view(-1, self.heads, D), v.view(-1, self.heads, DV)
 
 
-@entry("absorb.absent", source="Kimi-K3", tags="near miss, whole")
+@entry("absorb.absent", source="Kimi-K3", tags="near miss, public, whole")
 class NothingRotatedUnabsorbed(Unabsorbed):
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return x
@@ -83,17 +83,17 @@ class NoNorm(HfNorm):
         return x
 
 
-@entry("norm.absent", source="minimal models", tags="near miss, norm")
+@entry("norm.absent", source="minimal models", tags="near miss, public, norm")
 class Normless(Unabsorbed):
     norm = NoNorm
 
 
-@entry("norm.absent", source="minimal models", tags="near miss, norm")
+@entry("norm.absent", source="minimal models", tags="near miss, public, norm")
 class NormlessAbsorbed(Base):
     norm = NoNorm
 
 
-@entry("q_lora.absent", source="DeepSeek-V2-Lite and Bailing", tags="near miss, weights")
+@entry("q_lora.absent", source="DeepSeek-V2-Lite and Bailing", tags="near miss, public, weights")
 class QueryOfHidden(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -106,12 +106,12 @@ class QueryOfHidden(Base):
         c_kv, k_pe = self.latent(x)
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
         self.write(kv_cache, kr_cache, slots, c_kv, rotated(k_pe.unsqueeze(1), c, s).squeeze(1))
-        gate = torch.sigmoid(F.linear(x, self.q_proj.weight[:HCKV]).float()).unsqueeze(1)
+        gate = torch.sigmoid(F.linear(x, self.kv_a_proj_with_mqa.weight[:HCKV]).float()).unsqueeze(1)
         rows = kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)
         return attend(self.absorb(q_nope) * gate, rotated(q_pe, c, s), *rows)
 
 
-@entry("q_lora.interrupted", source="A.X-K2", tags="near miss, readers")
+@entry("q_lora.interrupted", source="A.X-K2", tags="near miss, public, readers")
 class RawAndNormed(Base):
     """The query is projected from c_q beside what c_q was before its norm; an indexer reads c_q alone."""
 
@@ -133,7 +133,7 @@ class RawAndNormed(Base):
         return attend(self.absorb(q_nope), rotated(q_pe, c, s), *rows), picked
 
 
-@entry("rope.normed_key", source="dots3", tags="near miss, rope")
+@entry("rope.normed_key", source="dots3", tags="near miss, public, rope")
 class Dots3(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -143,13 +143,13 @@ class Dots3(Base):
         return self.rotate(self.k_norm(k_pe), c, s)
 
 
-@entry("rope.normed_key", source="dots3", tags="near miss, rope")
+@entry("rope.normed_key", source="dots3", tags="near miss, public, rope")
 class Dots3Unabsorbed(Dots3):
     def absorb(self, q_nope: Tensor) -> Tensor:
         return F.pad(q_nope, (0, HCKV - D))
 
 
-@entry("kv_latent.absent", source="graphs that a latent's norm stands outside of", tags="near miss, norm")
+@entry("kv_latent.absent", source="graphs that a latent's norm stands outside of", tags="near miss, public, norm")
 class NormElsewhere(Base):
     def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
         c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([HCKV, DR], -1)
@@ -159,7 +159,7 @@ class NormElsewhere(Base):
         return F.pad(q_nope, (0, HCKV - D))
 
 
-@entry("rope.heads_differ", source="educational models", tags="near miss, rope")
+@entry("rope.heads_differ", source="educational models", tags="near miss, public, rope")
 class OneRotatedPart(Base):
     """One rotated part of the query for all of its heads."""
 
@@ -178,14 +178,14 @@ class OneRotatedPart(Base):
         return attend(self.absorb(q_nope), spread, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
 
 
-@entry("linear.bias", source="models with attention_bias", tags="near miss, weights")
+@entry("linear.bias", source="models with attention_bias", tags="near miss, public, weights")
 class AttentionBias(Base):
     def __init__(self) -> None:
         super().__init__()
         self.q_a_proj = linear(HE, HCQ, bias=True)
 
 
-@entry("norm.gamma_dtype", source="DeepSeek's own code, V3.2", tags="near miss, norm")
+@entry("norm.gamma_dtype", source="DeepSeek's own code, V3.2", tags="near miss, public, norm")
 class TrainedFloat32Norms(Base):
     """Float32 weights that are no bfloat16 numbers."""
 
@@ -219,7 +219,7 @@ class MixedBatch(NpuOperators):
         return made
 
 
-entry("tokens.cut", source="vllm-ascend", tags="near miss, operators, layout", name="MixedBatch")(MixedBatch)
+entry("tokens.cut", source="vllm-ascend", tags="near miss, public, operators, layout", name="MixedBatch")(MixedBatch)
 
 
 class OfOperatorNz(NpuOperators):
