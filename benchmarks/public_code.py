@@ -101,6 +101,7 @@ def of_model(name: str) -> Row:
         own = MODELS[kind][1]
         changes |= {"num_hidden_layers": own["num_hidden_layers"]} if "num_hidden_layers" in own else {}
         changes |= DIRECT if own.get("q_lora_rank", 0) is None else {}
+        changes |= {"num_hidden_layers": 2} if kind == "longcat_flash" else {}  # one layer has two attentions
         changes |= LORA if "," in name else {}
         changes["first_k_dense_replace"] = changes["num_hidden_layers"]
     attention = "eager" if kind == WITH_SINKS[0] else "sdpa"

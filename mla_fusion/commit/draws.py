@@ -163,7 +163,7 @@ class Draws:
     def _slots(self, kind: str) -> dict[Node, torch.Tensor]:
         """Distinct rows of the cache, its first and its last among them."""
         caches = self.plan.caches
-        if not isinstance(caches, InPlace):
+        if not isinstance(caches, InPlace) or caches.slots.span is not None:
             return {}
         blocks, size = self.view.binding.shape(caches.kv_shape[:2])
         rows = (self.blocks or blocks) * size

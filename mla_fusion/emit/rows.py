@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mla_fusion.facts.cache_write import Slots
+from mla_fusion.facts.dense_write import Span
 from mla_fusion.facts.rope import Table, TableRun
 from mla_fusion.fx.build import Builder
 from mla_fusion.plan.plan import InPlace, Plan
@@ -70,7 +71,9 @@ def slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
     block_size = plan.caches.kv_shape[1]
 
     def build(b: Builder) -> Any:
-        if slots.index is not None:
+        if slots.span is not None:
+            value = _assigned(b, slots.span, plan.token_x.meta["val"].device)
+        elif slots.index is not None:
             value = b.value(slots.index)
         else:
             assert slots.block is not None and slots.offset is not None
@@ -79,6 +82,17 @@ def slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
         return b.cast(b.reshape(value, lead), torch.int64)
 
     return b.once(("slots", slots, tuple(map(str, lead))), build)
+
+
+def _assigned(b: Builder, span: Span, device: torch.device) -> Any:
+    """The slots [sequences, length] of rows that the model assigns by slices."""
+    sequences, length = b.sizes([span.sequences, span.length])
+    first, start = (
+        b.call(aten.add.Tensor, b.call(aten.arange.default, size, device=device), begin)
+        for size, begin in ((sequences, span.first), (length, span.start))
+    )
+    row = b.call(aten.unsqueeze.default, b.call(aten.mul.Tensor, first, span.rows), 1)
+    return b.call(aten.add.Tensor, row, start)
 
 
 def written(b: Builder, cache: Any, slots: Any, shape: Sequence[Any], mode: str) -> Any:

@@ -177,11 +177,11 @@ class CachePlanner:
         value = write.cache.meta["val"]
         if not self.boundary and not same_shape(value.shape, shape):
             return f"{write.cache.name} has shape {list(value.shape)}, and no wrapper can view it as {list(shape)}"
-        slots = write.slots.nodes[0].meta["val"].shape
+        slots = write.slots.shape
         if not self._as_many(slots, token_x):
             tokens = list(token_x.meta["val"].shape[:-1])
-            return f"{write.slots.nodes[0].name} has {list(slots)} slots for tokens {tokens}"
-        late = cache_write.readers(write.cache, write.node, write.result)
+            return f"{write.slots} has {list(slots)} slots for tokens {tokens}"
+        late = cache_write.readers(write.cache, write.node, write.result, *write.inside)
         if late:
             return f"{late[0].name} reads {write.cache.name} as it was before the write"
         width = self.view.binding.size(value.shape[-1])
@@ -196,6 +196,8 @@ class CachePlanner:
         return self.view.binding.same(math.prod(token_x.meta["val"].shape[:-1]), math.prod(slots))
 
     def _same_slots(self, a: Slots, b: Slots) -> bool:
+        if a.span != b.span:
+            return False
         pairs = zip((a.index, a.block, a.offset), (b.index, b.block, b.offset), strict=True)
         return all(
             x is y or (x is not None and y is not None and self.view.terms.same(x, y)) for x, y in pairs

@@ -151,7 +151,7 @@ class Planner:
             if self.config.staging == "never":
                 raise Refuse(caches.code or "cache.staging_forbidden", caches.reason, self.candidate.nodes[-2:])
             of_caches = [r for name in ("c_kv", "k_pe") for r in self.trees[name].replacements(name, shapes[name])]
-        slots_given = isinstance(caches, InPlace) and k.operator is None
+        slots_given = isinstance(caches, InPlace) and k.operator is None and caches.slots.span is None
         checked = self.boundary and self.config.slots == "checked"
         read_back = isinstance(caches, InPlace) and any(item.output in ("c_kv", "k_pe") for item in of_caches)
         ratio = rotation_ratio(self.view, q, k)
