@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 if TYPE_CHECKING:
     from torch._dynamo.exc import BackendCompilerFailed, Unsupported
     from torch._functorch.aot_autograd import aot_module_simplified
+    from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import statically_known_true
     from torch.utils._sympy.functions import FloorDiv
 
@@ -52,6 +53,7 @@ __all__ = [  # names of torch as they are; the functions of this file come besid
     "TorchDispatchMode",
     "Unsupported",
     "aot_module_simplified",
+    "make_fx",
     "statically_known_true",
     "tree_leaves",
     "tree_map_only",
@@ -65,6 +67,7 @@ _LATE = {  # loaded on first use
     "FloorDiv": "torch.utils._sympy.functions",
     "Unsupported": "torch._dynamo.exc",
     "aot_module_simplified": "torch._functorch.aot_autograd",
+    "make_fx": "torch.fx.experimental.proxy_tensor",
     "statically_known_true": "torch.fx.experimental.symbolic_shapes",
 }
 
@@ -102,6 +105,15 @@ def has_schema(name: str) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def has_argument(operator: str, name: str) -> bool:
+    """Is there an operator of that name (``namespace::name``), and does its schema name that argument?"""
+    if not has_schema(operator):
+        return False
+    namespace, _, packet = operator.partition("::")
+    overload = getattr(getattr(torch.ops, namespace), packet).default
+    return any(argument.name == name for argument in schema_of(overload).arguments)
 
 
 def has_kernel(name: str, key: str) -> bool:
@@ -230,7 +242,9 @@ def source_name(placeholder: Node) -> str:
 
 # -- dynamo and Inductor
 
+HELD = "_mla_fusion_holds_bfloat16"  # ours, on a fake tensor: what the parameter holds for which it stands
 _MARKS = (
+    HELD,
     "_dynamo_dynamic_indices",
     "_dynamo_dynamic_range",
     "_dynamo_hint_overrides",

@@ -95,6 +95,9 @@ _SIGNATURES: dict[str, tuple[str, str]] = {
     ),
 }
 
+# operators of torch_npu that get a CPU kernel where they are, and no schema where they are not
+_KERNELS_ALONE = ("npu_sparse_flash_attention",)
+
 # in-place operator -> (its functional form, positions of the mutated arguments); the new values of those come
 # last among the functional form's results
 _IN_PLACE: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -141,6 +144,9 @@ def provide() -> None:
             _add(library, name, "Meta", _lazy("mla_fusion.reference.shapes", kernel))
             if name in _IN_PLACE and name in missing:
                 _add(library, name, "Functionalize", _functionalize(name))
+        if namespace == "npu":
+            for name in filter(defined, _KERNELS_ALONE):
+                _add(library, name, "CPU", _lazy("mla_fusion.reference.kernels", name))
 
 
 def withdraw() -> None:

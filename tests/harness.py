@@ -60,17 +60,19 @@ def both_ways(
     from torch._functorch.aot_autograd import aot_module_simplified
 
     fused: list[tuple[mf.Report, Callable[..., Any]]] = []
+    held: list[Any] = []
 
     def infer(graph: GraphModule, inputs: list[Any]) -> Any:
         copied = Graph()
         copied.output(copied.graph_copy(graph.graph, {}))
         alone = GraphModule(graph, copied)
-        report, _, wrap = fuse_with_boundary(graph, inputs, config or mf.Config())
+        report, _, wrap = fuse_with_boundary(graph, inputs, config or mf.Config(), held)
         fused.extend([(report, wrap(graph.forward)), (mf.fuse(alone, config), alone.forward)])
         turns = iter(fused)
         return lambda *given: next(turns)[1](*given)
 
     def backend(gm: GraphModule, inputs: list[Any]) -> Any:
+        held.extend(inputs)
         kept = {"keep_inference_input_mutations": True}
         return aot_module_simplified(gm, inputs, fw_compiler=infer, inference_compiler=infer, **kept)
 

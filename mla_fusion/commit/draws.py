@@ -118,7 +118,7 @@ class Draws:
         elif role in ("cache_scale", "inverse"):
             pool = (1 + pool.clamp(-4, 4) / 8) * (_INT8 if role == "cache_scale" else 1 / _INT8)
         elif role == "gamma":
-            pool = 1 + pool / 8
+            pool = (1 + pool / 8).bfloat16()  # what a wider one holds too
         start = 4099 * self._place[node]
         if dtype.is_complex:
             parts = [_repeat(pool, shape, start + shift) for shift in (0, 17)]
@@ -163,7 +163,7 @@ class Draws:
     def _slots(self, kind: str) -> dict[Node, torch.Tensor]:
         """Distinct rows of the cache, its first and its last among them."""
         caches = self.plan.caches
-        if not isinstance(caches, InPlace):
+        if not isinstance(caches, InPlace) or caches.slots.span is not None:
             return {}
         blocks, size = self.view.binding.shape(caches.kv_shape[:2])
         rows = (self.blocks or blocks) * size

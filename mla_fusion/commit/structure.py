@@ -60,7 +60,7 @@ def _of_plan(plan: Plan, numbers: dict[Node, int]) -> object:
             for scale in (plan.caches.kv_scale, plan.caches.kr_scale)
         )
         slots = tuple(node and numbers.get(node, -1) for node in _slots(plan.caches))
-        caches = held, scales, slots, plan.caches.mode, plan.caches.copies
+        caches = held, scales, slots, plan.caches.slots.span, plan.caches.mode, plan.caches.copies
     lead = _sizes(plan.token_x.meta["val"].shape[:-1])
     shape = lead, plan.kernel_heads
     return tables, columns, outputs, caches, plan.interleave, shape, tuple(call.attributes(plan).items())

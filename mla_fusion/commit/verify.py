@@ -272,7 +272,7 @@ class _Builder(TensorBuilder):
         super().__init__(values, binding)
         self._packed, self._changing = packed, changing
 
-    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:
+    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: bool = False) -> Any:
         if not self._changing.isdisjoint(leaves):
             return recipe(self)
         if name not in self._packed:
@@ -328,7 +328,7 @@ def _elements(view: View, cache: Node) -> int:
 
 def _fewer_blocks(view: View, plan: Plan) -> int | None:
     """How many blocks of a large cache are enough for the test; None where it is taken as it is."""
-    if not isinstance(plan.caches, InPlace):
+    if not isinstance(plan.caches, InPlace) or plan.caches.slots.span is not None:
         return None
     held = [cache for _, cache, _ in plan.caches.held]
     blocks, size = view.binding.shape(plan.caches.kv_shape[:2])

@@ -34,6 +34,7 @@ class Packed:
 
     inverse     how the one argument is read out of the packed weight, where it may become a view of it
     trusted     whether version counters are taken at their word
+    exact       whether it must hold the numbers of the one argument, in another dtype
     """
 
     program: GraphModule
@@ -41,10 +42,11 @@ class Packed:
     positions: tuple[int, ...]
     inverse: Inverse | None = None
     trusted: bool = False
+    exact: bool = False
     packing: cache.Packing = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        packing = cache.Packing(self.program, self.signature, self.inverse, self.trusted)
+        packing = cache.Packing(self.program, self.signature, self.inverse, self.trusted, self.exact)
         object.__setattr__(self, "packing", packing)
 
     def __call__(self, args: Sequence[Any]) -> torch.Tensor:

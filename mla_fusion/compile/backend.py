@@ -74,7 +74,7 @@ def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config, folder: Pa
 
     def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         with live.into(folder):
-            _, _, wrap = fuse_with_boundary(graph, examples, config)
+            _, _, wrap = fuse_with_boundary(graph, examples, config, inputs)
         return wrap(graph.forward)
 
     compilers: dict[str, Any] = {
@@ -97,7 +97,7 @@ def _with_torchair(
 
     def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         with live.into(folder):
-            _, examples, wrap = fuse_with_boundary(graph, examples, config)
+            _, examples, wrap = fuse_with_boundary(graph, examples, config, inputs)
         return wrap(compile_further(graph, examples))
 
     return torchair_bridge.backend(mode, chosen, infer)(gm, list(inputs))

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import expression_of, storage_id
+from mla_fusion.compile import narrow
 from mla_fusion.compile.adapted import Adapted, Adaptor, Packed, Same, Viewed
 from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.config import Config
@@ -59,15 +60,15 @@ class BoundaryBuilder(GraphBuilder):
         self.examples: list[Any] = []
         self.bytes_packed = 0
 
-    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:
+    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: bool = False) -> Any:
         try:
             program, positions, result = self._program(recipe, leaves)
         except (_Unpackable, LookupError):  # the sizes of the weight are not known before the graph runs
             return recipe(self)
         if program is None:
             return self.value(result)
-        inverse = self._inverse(program, positions)
-        made = Packed(program, cache.describe(program), positions, inverse, self._trusted)
+        inverse = None if exact else self._inverse(program, positions)
+        made = Packed(program, cache.describe(program), positions, inverse, self._trusted, exact)
         return self._input(f"packed_{name}", made, result.meta["val"])
 
     def check_slots(
@@ -268,9 +269,13 @@ class _PackingBuilder(GraphBuilder):
 
 
 def fuse_with_boundary(
-    gm: GraphModule, inputs: Sequence[Any], config: Config
+    gm: GraphModule, inputs: Sequence[Any], config: Config, given: Sequence[Any] = ()
 ) -> tuple[Report, list[Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """Fuse ``gm`` in place; the new example inputs, and the wrapper that keeps the caller's signature."""
+    """Fuse ``gm`` in place; the new example inputs, and the wrapper that keeps the caller's signature.
+
+    ``given``: what the inputs stand for, where that is known: parameters whose numbers can be looked at.
+    """
+    narrow.mark(gm, given)
     made: list[BoundaryBuilder] = []
 
     class Builder(BoundaryBuilder):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mla_fusion.compat import FakeTensorMode, copy_marks, storage_id
+from mla_fusion.compile import narrow
 
 
 class Relocation:
@@ -67,6 +68,7 @@ class Relocation:
         else:
             fake.requires_grad_(tensor.requires_grad)
         copy_marks(tensor, fake)
+        narrow.remember(tensor, fake)
         return fake
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -113,6 +113,7 @@ class _Session:
         self.compiler_config = torchair_bridge.compiler_config(mode)
         if config.enable and hook:
             self.compiler_config.post_grad_custom_pre_pass = torchair_pass(config)
+        self.given: list[Any] = []
         self.before: GraphModule | None = None
         self.compiled: torchair_bridge.Compiled | None = None
         self.error: LoweringError | None = None
@@ -126,6 +127,7 @@ class _Session:
 
         def compile_as_our_backend(gm: GraphModule, inputs: list[Any]) -> Any:
             specialise(gm)
+            self.given = inputs
             return compile_graph(gm, inputs)
 
         return compile_as_our_backend
@@ -135,7 +137,7 @@ class _Session:
         earlier = reports()[-1:]
         try:
             if self.at_boundary:
-                _, inputs, _ = fuse_with_boundary(gm, inputs, self.config)
+                _, inputs, _ = fuse_with_boundary(gm, inputs, self.config, self.given)
             self.compiled = torchair_bridge.compile_graph(self.mode, self.compiler_config, gm, list(inputs))
         except Exception as error:
             self.error = self._explain(gm, error)

@@ -68,7 +68,8 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
         held = {name: b.cache(cache, shape) for name, cache, shape in plan.caches.held}
         kv_cache, kr_cache = held["kv_cache"], held["kr_cache"] if "kr_cache" in held else rows.nothing(b, x)
         skips = k.operator is not None
-        b.check_slots(lambda b: rows.slots(b, plan, lead), plan.caches.slots.nodes, plan.caches.held, skips)
+        if plan.caches.slots.span is None:
+            b.check_slots(lambda b: rows.slots(b, plan, lead), plan.caches.slots.nodes, plan.caches.held, skips)
         index = {"cache_index": rows.slots(b, plan, lead)}
     else:
         kv_cache, kr_cache = (rows.buffer(b, x, lead, width) for width in (len(k.columns), k.rope_dim))
@@ -80,8 +81,8 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
         pack.weight(b, plan, "weight_uq_qr", pack.uq_qr, q.up_nope, q.up_rope),
         pack.weight_uk(b, plan),
         pack.weight(b, plan, "weight_dkv_kr", pack.dkv_kr, k.down, k.down_rope),
-        pack.vector(b, q.norm.gamma),
-        pack.vector(b, k.gamma),
+        pack.vector(b, "rmsnorm_gamma_cq", q.norm.gamma),
+        pack.vector(b, "rmsnorm_gamma_ckv", k.gamma),
         rows.table(b, plan.sin, (*lead, k.rope_dim), 0.0, x),
         rows.table(b, plan.cos, (*lead, k.rope_dim), 1.0, x),
         kv_cache,
@@ -97,7 +98,7 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
     asked = {replacement.output for replacement in plan.replacements}
     for name, made, width in (("c_kv", "kv_cache", len(k.columns)), ("k_pe", "kr_cache", k.rope_dim)):
         if name in asked and index:
-            results[name] = rows.written(b, results[made], index["cache_index"], (*lead, width))
+            results[name] = rows.written(b, results[made], index["cache_index"], (*lead, width), plan.cache_mode)
         elif name in asked:
             results[name] = b.reshape(results.pop(made), (*lead, width))
     if not isinstance(q.absorb, AbsorbFact):

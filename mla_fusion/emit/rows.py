@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mla_fusion.facts.cache_write import Slots
+from mla_fusion.facts.dense_write import Span
 from mla_fusion.facts.rope import Table, TableRun
 from mla_fusion.fx.build import Builder
 from mla_fusion.plan.plan import InPlace, Plan
@@ -70,7 +71,9 @@ def slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
     block_size = plan.caches.kv_shape[1]
 
     def build(b: Builder) -> Any:
-        if slots.index is not None:
+        if slots.span is not None:
+            value = _assigned(b, slots.span, plan.token_x.meta["val"].device)
+        elif slots.index is not None:
             value = b.value(slots.index)
         else:
             assert slots.block is not None and slots.offset is not None
@@ -81,15 +84,42 @@ def slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
     return b.once(("slots", slots, tuple(map(str, lead))), build)
 
 
-def written(b: Builder, cache: Any, slots: Any, shape: Sequence[Any]) -> Any:
+def _assigned(b: Builder, span: Span, device: torch.device) -> Any:
+    """The slots [sequences, length] of rows that the model assigns by slices."""
+    sequences, length = b.sizes([span.sequences, span.length])
+    first, start = (
+        b.call(aten.add.Tensor, b.call(aten.arange.default, size, device=device), begin)
+        for size, begin in ((sequences, span.first), (length, span.start))
+    )
+    row = b.call(aten.unsqueeze.default, b.call(aten.mul.Tensor, first, span.rows), 1)
+    return b.call(aten.add.Tensor, row, start)
+
+
+def written(b: Builder, cache: Any, slots: Any, shape: Sequence[Any], mode: str) -> Any:
     """The new rows, read back from where the kernel wrote them; of a skipped token (slot below 0) some other row."""
-    flat = b.call(aten.reshape.default, cache, [-1, shape[-1]])
 
     def places(b: Builder) -> Any:
         return b.call(aten.clamp_min.default, b.call(aten.reshape.default, slots, [-1]), 0)
 
-    index = b.once(("places", slots), places)
+    index, piece = b.once(("places", slots), places), shape[-1]
+    if mode == "PA_NZ":  # a row lies in pieces, a block of rows apart
+        piece = _NZ_COLUMNS
+        index = b.once(("pieces", slots, shape[-1]), lambda b: _pieces(b, index, b.shape(cache)[1], shape[-1] // piece))
+    flat = b.call(aten.reshape.default, cache, [-1, piece])
     return b.reshape(b.call(aten.index_select.default, flat, 0, index), shape)
+
+
+_NZ_COLUMNS = 16  # of bfloat16, in a piece of FRACTAL_NZ
+
+
+def _pieces(b: Builder, rows: Any, block_size: Any, count: int) -> Any:
+    """Where the pieces of rows lie in a cache [BlockNum, count, BlockSize, _NZ_COLUMNS]."""
+    size = b.sizes([block_size])[0]
+    offset = b.call(aten.remainder.Scalar, rows, size)
+    block = b.call(aten.mul.Tensor, b.call(aten.sub.Tensor, rows, offset), count)
+    first = b.reshape(b.call(aten.add.Tensor, block, offset), (*b.shape(rows), 1))
+    steps = b.call(aten.mul.Tensor, b.constant(range(count), rows), size)
+    return b.call(aten.reshape.default, b.call(aten.add.Tensor, first, steps), [-1])
 
 
 def buffer(b: Builder, x: Any, lead: Sequence[Any], width: int) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fusion.facts import dense_write
+from mla_fusion.facts.dense_write import Span
 from mla_fusion.facts.slots import Unproven, judge
 from mla_fusion.fx.kinds import argument, is_getitem, is_view, op_name
 from mla_fusion.fx.measured import measured
@@ -25,15 +27,25 @@ from mla_fusion.fx.walk import INPUTS, origin, unit_selections
 
 @dataclass(frozen=True)
 class Slots:
-    """Row numbers: ``index``, or ``block * block_size + offset`` where the graph holds no such tensor."""
+    """Row numbers: ``index``, ``block * block_size + offset`` where the graph holds no such tensor, or a ``span``."""
 
     index: Node | None
     block: Node | None = None
     offset: Node | None = None
+    span: Span | None = None
 
     @property
     def nodes(self) -> tuple[Node, ...]:
         return tuple(node for node in (self.index, self.block, self.offset) if node is not None)
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        if self.span is not None:
+            return self.span.sequences, self.span.length
+        return tuple(self.nodes[0].meta["val"].shape)
+
+    def __str__(self) -> str:
+        return self.nodes[0].name if self.nodes else "the slices assigned"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +53,7 @@ class WriteFact:
     """``cache`` (a graph input), with rows of ``value`` at ``slots``, is ``result``.
 
     trusted   inputs of the graph whose slots are assumed, not shown, to be non-negative
+    inside    nodes that the write consists of, where it is more than one
     """
 
     node: Node
@@ -49,6 +62,7 @@ class WriteFact:
     slots: Slots
     result: Node
     trusted: tuple[Node, ...] = ()
+    inside: tuple[Node, ...] = ()
 
 
 def paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
@@ -75,6 +89,8 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | str:
     name = op_name(writer)
     if name == _SCATTER_PA:
         return _paged_pair(view, writer, value)
+    if name in ("aten::copy", "aten::slice_scatter"):
+        return _assigned(writer, value)
     base = writer.args[0]
     if name not in _INDEX_OF or not isinstance(base, Node):
         return f"{writer.name} ({name or writer.op}) is not a write of rows by index"
@@ -99,6 +115,16 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | str:
     return WriteFact(
         node=writer, cache=cache, value=value, slots=slots, result=_whole(writer, cache), trusted=trust.inputs
     )
+
+
+def _assigned(writer: Node, value: Node) -> WriteFact | str:
+    found = dense_write.find(writer, value)
+    if isinstance(found, str):
+        return found
+    if paged_shape(found.cache) is None:
+        return f"{found.cache.name} of shape {list(found.cache.meta['val'].shape)} is not rows in blocks"
+    slots, inside = Slots(None, span=found.span), found.inside
+    return WriteFact(node=writer, cache=found.cache, value=value, slots=slots, result=found.result, inside=inside)
 
 
 _SCATTER_PA = "npu::npu_scatter_pa_kv_cache_functional"

@@ -17,6 +17,7 @@ from mla_fusion.fx.cone import Cone
 from mla_fusion.fx.kinds import is_faithful_cast, is_view, is_writer, op_name
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.operators import JOINERS
+from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 
 
@@ -59,12 +60,19 @@ def _are_read_unrotated(view: View, roots: list[Node]) -> bool:
     stack = list(roots)
     for node in stack:  # grows as it is walked
         for user in node.users:
-            passes = is_view(user) or is_faithful_cast(user) or op_name(user) in JOINERS
+            passes = is_view(user) or is_faithful_cast(user) or op_name(user) in JOINERS or _is_multiple(user)
+            if is_symbolic(user.meta.get("val")):  # a size
+                continue
             if passes and user not in stack:
                 stack.append(user)
             elif not (passes or _reads_rows(view, user)):
                 return False
     return True
+
+
+def _is_multiple(node: Node) -> bool:
+    """Is it one number times a value, as attention scales both of its sides?"""
+    return op_name(node) in ("aten::mul", "aten::div") and isinstance(node.args[1], (int, float))
 
 
 def _reads_rows(view: View, user: Node) -> bool:

@@ -61,8 +61,8 @@ class Builder(ABC):
     def close(self) -> None:  # noqa: B027  # nothing to do is a good default
         """Nobody changes the graph any more: last chance to fail before it is put in place."""
 
-    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node]) -> Any:
-        """A weight made by ``recipe`` from ``leaves``: here, where it is used."""
+    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: bool = False) -> Any:
+        """A weight made by ``recipe`` from ``leaves``: here, where it is used. ``exact``: it may not round numbers."""
         return recipe(self)
 
     def check_slots(  # noqa: B027  # trusted, unless somebody stands before the graph

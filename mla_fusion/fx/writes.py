@@ -86,9 +86,11 @@ class _Parts:
         self.selected: set[Node] = set()  # views of a part of the row
         self.origin: dict[Node, Node] = {}  # of a reshape that no axis survives, what it reshapes
         self.replaced: list[tuple[Node, Node]] = []  # (new, old)
+        self.written: set[Node] = set()  # what the values that are written into were made by
 
     def rewrite(self, graph: Graph) -> None:
         touched = []
+        self.written = {origin(node, written) for node in found(graph)}
         with self.b.propagating():
             for node in list(graph.nodes):
                 self.b.at(node, _origin(node))
@@ -112,6 +114,8 @@ class _Parts:
     def _follow(self, node: Node) -> bool:
         if _is_assembly(node):
             return self._write(node)
+        if node in self.written and op_name(node) == "aten::cat":
+            return self._join(node)
         source = views(node)
         if source in self.rows:
             self._view(node, source, self.rows[source])
@@ -161,6 +165,19 @@ class _Parts:
         row = known if known is not None and known.axis == axis else _Row(axis, (_Piece(base, 0, whole),))
         pieces = (*row.cut(0, start), *self._pieces(src, axis, 0, stop - start), *row.cut(stop, whole))
         self.rows[node] = _Row(axis, pieces)
+        return True
+
+    def _join(self, node: Node) -> bool:
+        """A join that is written into later: what it joins are its pieces until then."""
+        axis, joined = argument(node, "dim", 0) % len(_shape(node)), node.args[0]
+        if not isinstance(joined, (list, tuple)):
+            return False
+        parts = [part for part in joined if isinstance(part, Node) and len(_shape(part)) == len(_shape(node))]
+        sizes = [_shape(part)[axis] for part in parts]
+        if len(parts) != len(joined) or not _known(*sizes) or not all(_alike(part, node) for part in parts):
+            return False
+        pieces = (piece for part, size in zip(parts, sizes, strict=True) for piece in self._pieces(part, axis, 0, size))
+        self.rows[node] = _Row(axis, tuple(pieces))
         return True
 
     def _overwrite(self, node: Node, src: Node) -> bool:

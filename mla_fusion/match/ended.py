@@ -27,7 +27,7 @@ def because_of_a_step(view: View, facts: Facts, ups: Iterable[Projection], miss:
     """The near miss with the code of the step that ended the proof, where there is one."""
     if miss.reason.code == "q_lora.interrupted":
         return _mixed(facts, miss)
-    if miss.reason.code not in _VAGUE:
+    if miss.reason.code not in _VAGUE or miss.certain:
         return miss
     starts = [*(item.node for item in facts), *(item.node for item in ups)]
     for product in dict.fromkeys(starts):

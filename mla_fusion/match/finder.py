@@ -131,18 +131,25 @@ class Finder:
         if queries:
             seen = (queries[0].norm.node, queries[0].absorb.node)
             absent = NearMiss(Refuse("kv_latent.absent", f"x is {group[0].origin.name}"), seen)
-            return self.why.hidden_latent(group[0].origin, queries[0].down) or absent
+            why = self.why.hidden_latent(group[0].origin, queries[0].down)
+            return why or self.why.normed_key(facts, queries[0].norm.node) or absent
         if keys and partial is None:
             partial = self.why.quantised_otherwise(facts)
         if keys and partial is not None:
-            return partial
+            unabsorbed = partial.reason.code == "absorb.absent"
+            return (self.why.interrupted(facts) if unabsorbed else None) or partial
         unnormed = (self.why.hidden_query(group[0].origin) if keys else None) or self.why.unnormed(facts)
         if unnormed is not None:
             return unnormed
+        if partial is not None and sum(len(cone.norms) for cone in facts.values()) > 1:
+            return self.why.normed_key(facts, partial.nodes[0]) or partial
+        if keys and (direct := self.why.direct(facts, has_key=True)) is not None:
+            return direct
         if keys:
             nodes = tuple(fact.node for fact in (keys[0].norm, keys[0].rope, keys[0].operator) if fact is not None)
             return NearMiss(Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}"), nodes)
-        return self.why.unrotated(facts) or self.why.direct(facts) or self.why.cut(facts) or []
+        why = self.why
+        return why.unrotated(facts) or why.direct(facts) or why.cut(facts) or why.unabsorbed(facts) or []
 
     def _paired(self, queries: list[QuerySide], keys: list[KeySide]) -> list[Candidate | NearMiss]:
         """Each query with a key of its own; what is left of either is a near miss (two attentions may read one x)."""
@@ -186,7 +193,7 @@ class Finder:
                 if rotations and not absorbs:
                     detail = f"{rotations[0][1].heads} heads rotated at {rotations[0][1].node.name}, none absorbed"
                     absent = NearMiss(Refuse("absorb.absent", detail), (norm.node, rotations[0][1].node))
-                    partial = self.why.scaled_before(ups, heads) or absent
+                    partial = self.why.scaled_before(ups, heads) or self.why.shared(ups, rotations[0][1]) or absent
                 elif absorbs and not rotations:
                     detail = f"{absorbs[0][1].heads} heads absorbed at {absorbs[0][1].node.name}, none rotated"
                     partial = NearMiss(Refuse("rope.absent", detail), (norm.node, absorbs[0][1].node))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -15,10 +15,11 @@ from mla_fusion.facts.absorb import AbsorbFact, uniform_factor
 from mla_fusion.facts.dynamic_quant import int8_behind
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
+from mla_fusion.facts.rope import RopeFact
 from mla_fusion.fx.kinds import MODEL_FLOATS, is_cast, is_view, op_name
 from mla_fusion.fx.sizes import same
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import origin, peel
+from mla_fusion.fx.walk import origin, peel, upward, views_and_model_casts
 from mla_fusion.report.rejection import Refuse
 
 Facts = Mapping[Projection, ConeFacts]  # of the projections of one x
@@ -28,12 +29,14 @@ Facts = Mapping[Projection, ConeFacts]  # of the projections of one x
 class NearMiss:
     """Parts of a prologue, and why they are not one.
 
-    score   how much of a prologue was found, from 0 to 1
+    score     how much of a prologue was found, from 0 to 1
+    certain   is the reason one that no step beside it can be to blame for?
     """
 
     reason: Refuse
     nodes: tuple[Node, ...]
     score: float = 0.0
+    certain: bool = False
 
 
 class Diagnosis:
@@ -66,6 +69,14 @@ class Diagnosis:
                         return NearMiss(Refuse("scale.unequal", detail), (up.node, item.node))
         return None
 
+    def shared(self, ups: Collection[Projection], rope: RopeFact) -> NearMiss | None:
+        """Absorbed heads beside rotated columns that are not as many heads: one query key for all of them, say."""
+        absorb = next((fact for up in ups for fact in self.absorbs(up)), None)
+        if absorb is None or absorb.heads == rope.heads:
+            return None
+        detail = f"{absorb.heads} heads absorbed at {absorb.node.name}, {rope.heads} rotated at {rope.node.name}"
+        return NearMiss(Refuse("rope.heads_differ", detail), (rope.node, absorb.node))
+
     def _heads(self, item: Projection) -> int:
         shape = self.view.binding.shape(item.weight.meta["val"].shape)
         return prod(shape[item.weight_labels.index(label)] for label in item.batch)
@@ -93,6 +104,10 @@ class Diagnosis:
         for down, cone in facts.items():
             for norm in cone.norms:
                 up = self._rotated_after(norm.node, facts)
+                if up is not None and up.origin is norm.node:
+                    rope = next(rope for cone in facts.values() for rope in cone.ropes if rope.heads == 1)
+                    detail = f"the key is rotated at {rope.node.name}, and no latent beside it is normed in this graph"
+                    return NearMiss(Refuse("kv_latent.absent", detail), (norm.node, rope.node))
                 if up is not None:
                     code = "q_lora.interrupted" if up.quantised is None else "quant.scale"
                     detail = f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
@@ -106,18 +121,28 @@ class Diagnosis:
                 return NearMiss(Refuse("norm.absent", detail), nodes)
         return None
 
+    def interrupted(self, facts: Facts) -> NearMiss | None:
+        """What is made of a normed latent and is not it, or of it and something else, is projected up and absorbed."""
+        for cone in facts.values():
+            for norm in cone.norms:
+                for up in self._ups_after(norm.node, facts):
+                    if up.origin is not norm.node and self.absorbs(up):
+                        detail = f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
+                        return NearMiss(Refuse("q_lora.interrupted", detail), (up.origin, norm.node, up.node))
+        return None
+
     def _rotated_after(self, start: Node, group: Collection[Projection]) -> Projection | None:
         """The projection of what is made of ``start``, by any operators but products, whose result is rotated."""
+        return next((up for up in self._ups_after(start, group) if self.reader.read(up).ropes), None)
+
+    def _ups_after(self, start: Node, group: Collection[Projection]) -> Iterator[Projection]:
         seen, stack = {start}, [start]
         while stack:
             node = stack.pop()
-            for up in self.above.get(node, ()):
-                if up.is_flat and up not in group and self.reader.read(up).ropes:
-                    return up
+            yield from (up for up in self.above.get(node, ()) if up.is_flat and up not in group)
             following = [user for user in node.users if user not in seen and user not in self.view.contractions]
             seen.update(following)
             stack.extend(following)
-        return None
 
     def cut(self, facts: Facts) -> NearMiss | None:
         """Some of the projected tokens are taken, and what is made of these is projected up and rotated."""
@@ -126,11 +151,28 @@ class Diagnosis:
                 source = node.args[0] if is_view(node) else None
                 if not isinstance(source, Node) or not _takes_rows(node, source):
                     continue
-                up = self._rotated_after(node, facts)
+                up = self._projected(node, facts) or self._rotated_after(node, facts)
                 if up is not None:
                     detail = f"{node.name} takes some rows of {down.node.name}, and {up.node.name} projects these"
                     return NearMiss(Refuse("tokens.cut", detail), (node, down.node, up.node))
         return None
+
+    def _projected(self, rows: Node, group: Collection[Projection]) -> Projection | None:
+        """The projection of these rows whose result is rotated or absorbed."""
+        ups = (up for up in self.above.get(peel(rows), ()) if up.is_flat and up not in group)
+        read = (up for up in ups if rows in upward(up.activation, views_and_model_casts))
+        return next((up for up in read if self.reader.read(up).ropes or self.absorbs(up)), None)
+
+    def normed_key(self, facts: Facts, query: Node) -> NearMiss | None:
+        """Beside the query's latent two norms, of which the narrower stands where the key would be rotated as it is."""
+        others = [norm for cone in facts.values() for norm in cone.norms if norm.node is not query]
+        if len(others) < 2:
+            return None
+        latent, key = max(others, key=lambda norm: len(norm.columns)), min(others, key=lambda norm: len(norm.columns))
+        if len(latent.columns) == len(key.columns) or set(latent.columns) & set(key.columns):
+            return None
+        detail = f"{key.node.name} normalises {len(key.columns)} columns beside the latent {latent.node.name}"
+        return NearMiss(Refuse("rope.normed_key", detail), (key.node, latent.node, query))
 
     def unrotated(self, facts: Facts) -> NearMiss | None:
         """Two weighted norms on one x, one of them projected up and absorbed, and nothing rotated (NoPE)."""
@@ -143,15 +185,38 @@ class Diagnosis:
                     return NearMiss(Refuse("rope.absent", detail), (norm.node, absorbed[0].node))
         return None
 
-    def direct(self, facts: Facts) -> NearMiss | None:
-        """A query that is absorbed as it comes from x, beside a normed latent, and nothing rotated (NoPE)."""
-        for query in facts:
-            for absorb in self.absorbs(query):
-                latent = (n for cone in facts.values() for n in cone.norms if len(n.columns) == absorb.latent_dim)
-                norm = next(latent, None)
-                if norm is not None:
-                    detail = f"{query.node.name}, absorbed at {absorb.node.name}, is projected from {query.origin.name}"
-                    return NearMiss(Refuse("q_lora.absent", detail), (norm.node, absorb.node))
+    def unabsorbed(self, facts: Facts) -> NearMiss | None:
+        """Two normed latents on one x, each projected up, whose projections meet in attention: nothing is rotated."""
+        norms = [norm for cone in facts.values() for norm in cone.norms if norm.gamma is not None]
+        ups = [(norm, up) for norm in norms for up in self._ups_after(norm.node, facts)]
+        for norm, query in ups:
+            for other, key in ups:
+                meeting = self._meeting(query, key) if norm.node is not other.node else None
+                if meeting is not None:
+                    detail = f"{meeting.name} reads what {query.node.name} and {key.node.name} make, nothing rotated"
+                    return NearMiss(Refuse("absorb.absent", detail), (norm.node, other.node, meeting))
+        return None
+
+    def _meeting(self, query: Projection, key: Projection) -> Node | None:
+        """The product, or the operator of attention, that reads both."""
+        for node in self.view.nodes:
+            if node in self.view.contractions or "attention" in op_name(node):
+                read = [self.view.sources(operand) for operand in node.all_input_nodes[:2]]
+                if len(read) == 2 and query.node in read[0] and key.node in read[1]:
+                    return node
+        return None
+
+    def direct(self, facts: Facts, has_key: bool = False) -> NearMiss | None:
+        """A query that is absorbed, or (beside a key) rotated by heads, as it comes from x, and a normed latent."""
+        norms = [norm for cone in facts.values() for norm in cone.norms]
+        for query, cone in facts.items():
+            absorbed = [fact.node for fact in self.absorbs(query)]
+            rotated = [rope.node for rope in cone.ropes if has_key and rope.heads > 1]
+            if norms and (absorbed or rotated):
+                how = f"absorbed at {absorbed[0].name}" if absorbed else f"rotated at {rotated[0].name}"
+                detail = f"{query.node.name}, {how}, is projected from {query.origin.name}"
+                nodes = (norms[0].node, *(absorbed or rotated)[:1])
+                return NearMiss(Refuse("q_lora.absent", detail), nodes, certain=True)
         return None
 
     # -- layers that are no plain product: an unknown operator, or a sum of products (an adapter beside a weight)

@@ -13,6 +13,7 @@ from mla_fusion.fx import module_path
 from mla_fusion.fx.view import View
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.finder import Finder
+from mla_fusion.match.indexer import beside
 from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.observe import draw, proof
 from mla_fusion.plan.plan import InPlace, Plan
@@ -60,6 +61,7 @@ class Record:
             source=module_path.source(q.down.node),
             picture=self._picture(structure, partial(draw.fused, self._finder, plan)),
             proof=(*self._proof(plan, structure), compared or verified),
+            beside=str(beside(self._finder, plan.candidate) or "") if plan.query_norm else "",
         ))
 
     def rejected(self, item: Candidate | NearMiss, reason: Refuse) -> None:

@@ -177,11 +177,11 @@ class CachePlanner:
         value = write.cache.meta["val"]
         if not self.boundary and not same_shape(value.shape, shape):
             return f"{write.cache.name} has shape {list(value.shape)}, and no wrapper can view it as {list(shape)}"
-        slots = write.slots.nodes[0].meta["val"].shape
+        slots = write.slots.shape
         if not self._as_many(slots, token_x):
             tokens = list(token_x.meta["val"].shape[:-1])
-            return f"{write.slots.nodes[0].name} has {list(slots)} slots for tokens {tokens}"
-        late = cache_write.readers(write.cache, write.node, write.result)
+            return f"{write.slots} has {list(slots)} slots for tokens {tokens}"
+        late = cache_write.readers(write.cache, write.node, write.result, *write.inside)
         if late:
             return f"{late[0].name} reads {write.cache.name} as it was before the write"
         width = self.view.binding.size(value.shape[-1])
@@ -196,6 +196,8 @@ class CachePlanner:
         return self.view.binding.same(math.prod(token_x.meta["val"].shape[:-1]), math.prod(slots))
 
     def _same_slots(self, a: Slots, b: Slots) -> bool:
+        if a.span != b.span:
+            return False
         pairs = zip((a.index, a.block, a.offset), (b.index, b.block, b.offset), strict=True)
         return all(
             x is y or (x is not None and y is not None and self.view.terms.same(x, y)) for x, y in pairs
@@ -265,8 +267,10 @@ class CachePlanner:
         found: list[Replacement] = []
         for index, name, width in ((k_pe, "k_pe", self.candidate.key.rope_dim), (c_kv, "c_kv", self._latent_dim)):
             if index in parts:
-                if not operator.gives_rows or operator.cache_mode != "PA_BSND" or operator.kv_scale is not None:
-                    raise Refuse("reader.latent", f"{parts[index].name} reads the new {name} rows", (parts[index],))
+                if not operator.gives_rows or operator.kv_scale is not None:
+                    why = "the cache holds in int8" if operator.gives_rows else "are given with is_output_kv alone"
+                    detail = f"{parts[index].name} reads the new {name} rows, which {why}"
+                    raise Refuse("reader.latent", detail, (parts[index],))
                 shape = (*token_x.meta["val"].shape[:-1], width)
                 found += whole_readers(parts[index], name, shape, same_shape)
         for index, name, cache in ((kv, "kv_cache", operator.kv_cache), (kr, "kr_cache", operator.kr_cache)):
@@ -297,7 +301,7 @@ class CachePlanner:
             raise Refuse("cache.view_of_input", f"{cache.name} in {operator.name}", (operator, cache))
         others = cache_write.readers(found, operator)
         if others:
-            raise Refuse("cache.view_of_input", f"{others[0].name} also reads {found.name}", (others[0], found))
+            raise Refuse("cache.also_read", f"{others[0].name} reads {found.name}", (others[0], found))
         return found
 
 

@@ -33,6 +33,7 @@ _SLOTS_ASSUMED = "slots are non-negative{whose} and distinct (the kernel skips n
 _UNCHECKED = "nothing checks the slots (Config.slots is 'checked'): no wrapper stands around the graph"
 _ROWS_READ_BACK = "the new rows are read back from the caches: of a token without a slot nobody reads them"
 
+_NARROW = "the float32 norm weights hold bfloat16 numbers (looked at, and again whenever they are packed)"
 _IDENTITY = "q_nope, finite, is taken through weight_uk = [I | 0] (Config.unabsorbed is 'identity')"
 
 
@@ -150,7 +151,7 @@ class Planner:
             if self.config.staging == "never":
                 raise Refuse(caches.code or "cache.staging_forbidden", caches.reason, self.candidate.nodes[-2:])
             of_caches = [r for name in ("c_kv", "k_pe") for r in self.trees[name].replacements(name, shapes[name])]
-        slots_given = isinstance(caches, InPlace) and k.operator is None
+        slots_given = isinstance(caches, InPlace) and k.operator is None and caches.slots.span is None
         checked = self.boundary and self.config.slots == "checked"
         read_back = isinstance(caches, InPlace) and any(item.output in ("c_kv", "k_pe") for item in of_caches)
         ratio = rotation_ratio(self.view, q, k)
@@ -176,6 +177,7 @@ class Planner:
                     (_UNCHECKED, slots_given and not checked and self.config.slots == "checked"),
                     (_ROWS_READ_BACK, read_back),
                     (_IDENTITY, query == "q_nope"),
+                    (_NARROW, any(_is_wide(gamma) for gamma in (q.norm.gamma, k.gamma))),
                 )
                 if taken
             ),
@@ -257,6 +259,10 @@ def _heads_of_call(heads: int, config: Config) -> int:
 
 
 _MOST_HEADS = 128
+
+
+def _is_wide(gamma: Node | None) -> bool:
+    return gamma is not None and gamma.meta["val"].dtype != torch.bfloat16
 
 
 def _fills_its_memory(value: torch.Tensor) -> bool:

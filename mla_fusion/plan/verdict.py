@@ -10,11 +10,12 @@ from torch.fx import Node
 
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.projection import Projection
+from mla_fusion.fx.kinds import HOLDS_BFLOAT16
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import peel, upward, views_and_model_casts
+from mla_fusion.fx.walk import origin, peel, upward, views_and_exact_casts, views_and_model_casts
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.finder import rotation_ratio
 from mla_fusion.report.rejection import Refuse
@@ -51,9 +52,10 @@ def _norms(view: View, candidate: Candidate) -> None:
             raise Refuse("norm.low_precision", f"{low_precision.name} of {name} is {dtype}", (node, low_precision))
         if gamma is None:
             raise Refuse("norm.gamma_absent", f"{name} = {node.name}", (node,))
-        if gamma.meta["val"].dtype != torch.bfloat16:
-            dtype = str(gamma.meta["val"].dtype).removeprefix("torch.")
-            raise Refuse("norm.gamma_dtype", f"{gamma.name} of {name} is {dtype}", (node, gamma))
+        if not _holds_bfloat16(gamma):
+            dtype, looked_at = str(gamma.meta["val"].dtype).removeprefix("torch."), HOLDS_BFLOAT16 in _above(gamma).meta
+            why = "some of its numbers are no bfloat16 numbers" if looked_at else "its numbers cannot be looked at here"
+            raise Refuse("norm.gamma_dtype", f"{gamma.name} of {name} is {dtype}, and {why}", (node, gamma))
 
 
 @measured
@@ -176,8 +178,14 @@ def _dtypes(view: View, candidate: Candidate) -> None:
 
 def _holds_bfloat16(node: Node) -> bool:
     """Are the numbers, though in a wider dtype, bfloat16's?"""
+    if _above(node).meta.get(HOLDS_BFLOAT16):
+        return True
     dtypes = (above.meta["val"].dtype for above in upward(node, views_and_model_casts))
     return next((dtype for dtype in dtypes if dtype not in (torch.float32, torch.float64)), None) == torch.bfloat16
+
+
+def _above(node: Node) -> Node:
+    return origin(node, views_and_exact_casts)
 
 
 def _region(candidate: Candidate) -> Iterator[Node]:

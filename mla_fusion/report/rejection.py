@@ -36,6 +36,14 @@ CODES: dict[str, tuple[str, str]] = {
         "Query and key leave RoPE in different element orders.",
         "Use one RoPE layout for both.",
     ),
+    "rope.normed_key": (
+        "The key is normalised before it is rotated; the kernel rotates W_kr x as it is.",
+        "Nothing in the graph: the kernel has no norm of the key.",
+    ),
+    "rope.heads_differ": (
+        "The query has another number of rotated parts than of heads; the kernel rotates one for each head.",
+        "Project a rotated part for each head: repeat the columns of its weight.",
+    ),
     "absorb.absent": (
         "q_nope is not multiplied by W_uk in this graph, so the kernel's query output has no counterpart.",
         "Absorb W_uk (mla_fusion.models), or set Config(unabsorbed='identity').",
@@ -46,8 +54,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "norm.gamma_absent": ("A latent is normalised without a weight.", "Give the norm a weight of ones."),
     "norm.gamma_dtype": (
-        "A norm weight is not bfloat16; rounding it would change results.",
-        "Store the norm weights in bfloat16.",
+        "A norm weight is not bfloat16, and is not known to hold bfloat16 numbers alone; rounding it may change results.",
+        "Store the norm weights in bfloat16; float32 ones that hold bfloat16 numbers go through mla_fusion.backend().",
     ),
     "norm.low_precision": (
         "The norm's statistic is computed below float32, which the kernel does not reproduce.",
@@ -131,6 +139,10 @@ CODES: dict[str, tuple[str, str]] = {
     "cache.slots": (
         "The fused cache operator is not known to be given one slot for each token.",
         "Give index as many elements as there are tokens; under mark_dynamic, mark x, cos, sin and index alike.",
+    ),
+    "cache.also_read": (
+        "The fused cache operator writes a cache that something else reads, or gives out, as another view.",
+        "Read, and return, the caches that the operator returns, or nothing: the caller has the memory.",
     ),
     "cache.view_of_input": (
         "The fused cache operator is handed a view of a graph input; each step would copy the whole cache.",

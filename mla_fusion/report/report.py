@@ -38,6 +38,7 @@ class Fusion:
     proof       why the fusion is exact, a line for each fact, and last what verification compared
     compared    what verification ran: at how many tokens, on how many draws, how many outputs; empty where figures is
     picture     its place in ``Report.pictures``; layers of equal structure share one
+    beside      what else was recognised that reads the prologue, and stays as it is (an indexer)
     """
 
     layer: str
@@ -55,6 +56,7 @@ class Fusion:
     picture: int | None = None
     compared: str = ""
     proof: tuple[str, ...] = ()
+    beside: str = ""
 
 
 @dataclass
@@ -97,6 +99,7 @@ class Report:
             worst = max((figure.relative for figure in item.figures), default=None)
             checked = f"relative error {worst:.1e}" if worst is not None else item.verified
             lines.append(f"  + {item.layer or item.nodes[0]}: {item.cache_mode}, {item.placement}; {checked}")
+            lines += [f"      beside it: {item.beside}"] if item.beside else []
         for rejection in self.rejected:
             lines.append(
                 f"  - {rejection.layer or ', '.join(rejection.nodes[:2])}: [{rejection.code}] {rejection.message}"

@@ -28,6 +28,10 @@ _Key = tuple[str, bool, tuple[object, ...]]
 _ND = 2  # the storage format of plain memory, as npu_format_cast numbers them
 
 
+class WeightError(ValueError):
+    """A parameter has changed to what the compiled graph was not made for."""
+
+
 class Entry:
     """A packed weight, None once it is void. ``inverse`` is set where the parameter has become a view of it.
 
@@ -90,29 +94,48 @@ class Packing:
     program     takes the sources: tensors, and numbers where sizes are symbolic
     inverse     how the one source may become a view of the packed weight, if it is to
     trusted     whether version counters are taken at their word (``Config(updates="trusted")``)
+    exact       whether what is packed must hold the numbers of its one source, in a narrower dtype
     """
 
     def __init__(
-        self, program: GraphModule, signature: str, inverse: Inverse | None = None, trusted: bool = False
+        self,
+        program: GraphModule,
+        signature: str,
+        inverse: Inverse | None = None,
+        trusted: bool = False,
+        exact: bool = False,
     ) -> None:
         self.program, self.signature, self.inverse, self.trusted = program, signature, inverse, trusted
+        self.exact = exact
         self._held: dict[_Key, Entry] = {}
 
     def of(self, sources: Sequence[Any]) -> Entry:
-        """The weight packed of these sources, made anew where there is none or they have changed."""
+        """The weight packed of these sources, made anew where there is none or they have changed.
+
+        Raises WeightError where that would round a number that must not be.
+        """
         with _LOCK, _writing():
             key = self._key(sources)
             entry = _ENTRIES.get(key)
             if entry is None or not entry.fits(sources):
                 if entry is not None:
                     entry.packed = None  # whoever holds it asks again
-                entry = Entry(sources, self.program(*sources), self.trusted)
+                entry = Entry(sources, self._made(sources), self.trusted)
             if self.inverse is not None and not entry.asked_to_share and entry.share(sources[0], self.inverse):
                 _ENTRIES.pop(key, None)
                 self._held.pop(key, None)
                 key = self._key(sources)  # the parameter has moved
             _ENTRIES[key] = self._held[key] = entry
             return entry
+
+    def _made(self, sources: Sequence[Any]) -> torch.Tensor:
+        packed: torch.Tensor = self.program(*sources)
+        if self.exact and not torch.equal(packed.to(sources[0].dtype), sources[0].reshape(packed.shape)):
+            raise WeightError(
+                "[norm.gamma_dtype] a float32 norm weight whose numbers were bfloat16 numbers when the model was "
+                "compiled has changed, and they are no longer; compile the model again"
+            )
+        return packed
 
     def bytes(self, sources: Sequence[Any]) -> int:
         """What the weight packed of these sources takes beside them, once it has been made."""

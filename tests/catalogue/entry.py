@@ -32,6 +32,7 @@ TAGS = {
     "plain": "int8 by plain operators alone",
     # what it is
     "near miss": "one thing is wrong: it stays unfused, or is fused as what it is",
+    "public": "a near miss that public code writes so: one thing is otherwise than the kernel has it",
     "operators": "calls npu operators",
     # what tests do with it beside compiling it
     "run": "a near miss that is compiled and run without verification, its numbers compared",

@@ -149,9 +149,12 @@ def two_of_four() -> tuple[Tensor, ...]:
     return x.view(2, 1, HE), cos[0], sin[0]
 
 
-@entry(STAGED, source="DeepSeek's own code", tags="layout, cache, symbolic", args=two_of_four)
+@entry(IN_PLACE, source="DeepSeek's own code", tags="layout, cache, symbolic", args=two_of_four, alone=(STAGED,))
 class FourSequences(Base):
     """Buffers for so many at most, of which a batch takes the first."""
+
+    of_key = slice(5, 6)
+    sequences = slice(0, 2)
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,10 +166,30 @@ class FourSequences(Base):
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
         q_pe, k_pe = rotated(q_pe, c, sn), rotated(k_pe.unsqueeze(2), c, sn)
-        self.kv_cache[:batch, 5:6], self.kr_cache[:batch, 5:6] = c_kv, k_pe.squeeze(2)
+        self.kv_cache[:batch, 5:6] = c_kv
+        self.kr_cache[self.sequences if self.sequences.start else slice(batch), self.of_key] = k_pe.squeeze(2)
         query = torch.einsum("bsnd,ndc->bsnc", q_nope, self.w_uk())
         of_latent = torch.einsum("bsnc,btc->bsnt", query, self.kv_cache[:batch, :6])
         return of_latent + torch.einsum("bsnr,btr->bsnt", q_pe, self.kr_cache[:batch, :6])
+
+
+@entry(STAGED, source=OURS, tags="layout, cache", args=two_of_four)
+class OtherRowsOfTheKey(FourSequences):
+    """The key's rows stand one further on."""
+
+    of_key = slice(6, 7)
+
+
+@entry(STAGED, source=OURS, tags="layout, cache", args=two_of_four)
+class OtherSequencesOfTheKey(FourSequences):
+    sequences = slice(1, 3)
+
+
+@entry(STAGED, source=OURS, tags="layout, cache, readers", args=two_of_four)
+class ReadsBuffersBefore(FourSequences):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        before = 0 * self.kv_cache[:2, 5:6].float().sum()  # buffers keep what the last call has written
+        return super().forward(x, cos, sin) + before
 
 
 def grown_args() -> tuple[Tensor, ...]:

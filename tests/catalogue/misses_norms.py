@@ -146,7 +146,7 @@ class WrongMean(Base):
     norm = NormOverHalf
 
 
-@miss("kv_latent.absent", tags="norm, rope")
+@miss("rope.normed_key", tags="norm, rope")
 class NormedKey(Base):
     def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
         return self.rotate(F.rms_norm(k_pe, (DR,)), c, s)

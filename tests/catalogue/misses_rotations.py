@@ -14,6 +14,15 @@ from .rotations import by_einsum, matrices
 from .tables import CountedPositions, sequences
 
 
+@miss("rope.heads_differ", tags="rope")
+class OneRotatedHead(Base):
+    """The first head's rotated part stands for all heads."""
+
+    def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        q_nope, q_pe = super().split(q)
+        return q_nope, q_pe[:, :1]
+
+
 @miss("rope.tables_differ", tags="rope")
 class TablesSwappedOnKey(Base):
     def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:

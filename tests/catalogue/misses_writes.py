@@ -26,6 +26,15 @@ class OperatorNormMode(NpuOperators):
         return super().forward(x, cos, sin, kv_cache[:2], kr_cache[:2], slots % 32)
 
 
+@miss("cache.also_read", tags="cache, operators", of="NpuOperators")
+class OperatorAndSum(NpuOperators):
+    """The rows that the operator overwrites are read as they were."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+        before = kv_cache.float().sum()
+        return super().forward(x, cos, sin, kv_cache, kr_cache, slots) + before
+
+
 # -- write(kv_cache, kr_cache, slots, c_kv, k_pe) of the base prologue, compiled and run
 
 

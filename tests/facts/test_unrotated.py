@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import Tensor
 
 from mla_fusion.facts import unrotated
@@ -33,6 +34,7 @@ SPELLINGS: dict[str, tuple[Step, float]] = {
     "heads first": (lambda y, rows: rope(y).transpose(0, 1) @ rows, 1.0),
     "scaled": (lambda y, rows: (rope(y) * 0.5) @ rows, 0.5),
     "given out": (lambda y, rows: rope(y), 1.0),
+    "scaled behind a join": (lambda y, rows: (torch.cat([rope(y), rope(y)], 0) * 0.5) @ rows, 1.0),
     "cast": (lambda y, rows: rope(y).double() @ rows.double(), 1.0),
 }
 
@@ -47,6 +49,7 @@ def test_spelling(name: str) -> None:
 
 
 MISSES: dict[str, Step] = {
+    "scaled and rolled": lambda y, rows: (rope(y) * 0.5).roll(1, 0) * rows.t()[:1] @ rows,
     "half of it negated": lambda y, rows: (rope(y) * rows.t()[:1]) @ rows,
     "clamped": lambda y, rows: rope(y).clamp(-1, 1) @ rows,
     "a bias": lambda y, rows: (rope(y) + 1) @ rows,

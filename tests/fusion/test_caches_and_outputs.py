@@ -57,6 +57,7 @@ def test_half_rows_by_the_callers_word() -> None:
     written = exact[-1][:2, 3:6]
     halves = torch.cat([written[..., 0::2], written[..., 1::2]], -1)
     assert torch.allclose(fused[-1][:2, 3:6].float(), halves.float(), rtol=0.05, atol=0.05)
+    assert [fusion.placement for fusion in mf.reports()[-1].fused] == ["in place"]  # slices say which rows
 
 
 def test_an_epsilon_made_for_rows_of_zeros() -> None:

@@ -254,7 +254,7 @@ class TokensShifted(NoRope):
 MISSES: dict[str, tuple[type[nn.Module], set[str]]] = {
     "only_query_rotated": (OnlyQueryRotated, {"kv_latent.absent", "rope.absent"}),
     "only_key_rotated": (OnlyKeyRotated, {"rope.absent", "q_lora.absent"}),
-    "only_rope_scaled": (OnlyRopeScaled, {"scale.unequal"}),
+    "only_rope_scaled": (OnlyRopeScaled, {IN_PLACE}),  # what reads the columns scales them, as attention may
     "only_nope_scaled": (OnlyNopeScaled, {"scale.unequal"}),
     "biased": (Biased, {"rope.absent"}),
     "clamped": (Clamped, {"rope.absent", "step.choice"}),

@@ -99,6 +99,26 @@ def overwritten(x: Tensor, y: Tensor) -> Tensor:
     return row
 
 
+def joined_and_overwritten(x: Tensor, y: Tensor) -> Tensor:
+    row = torch.cat([x * 2, y + 1], -1)
+    row[:, 6:] = row[:, 6:].abs()
+    return row * 3
+
+
+def test_a_join_that_is_written_into_is_its_parts() -> None:
+    args = torch.randn(4, 6), torch.randn(4, 6)
+    gm = graph_of(joined_and_overwritten, args)
+    wanted = gm(*args)
+    gm.graph = subgraphs.copied(gm)
+    writes.take_apart(gm)
+    gm.recompile()
+    assert torch.equal(gm(*args), wanted) and not scattered(gm)
+    (joined,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.cat.default)
+    assert [part.target for part in joined.args[0]] == [torch.ops.aten.mul.Tensor, torch.ops.aten.abs.default]
+    (rotated,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.abs.default)
+    assert rotated.args[0].target is torch.ops.aten.add.Tensor
+
+
 def given_out(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     total, copied = x + y, torch.empty_like(x)
     copied.copy_(total)

@@ -45,6 +45,9 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {
     # Their experts are chosen by value, which ends a graph; the attentions stay whole.
     "longcat_flash": ("in place", {"num_hidden_layers": 2}, {"qc_qr_scale": (1024 / 1536) ** 0.5, "kc_scale": 2**0.5}),
     "glm4_moe_lite": ("in place", ONE | {"qk_nope_head_dim": 192, "v_head_dim": 192}, {}),
+    "mistral4": ("in place", ONE, {}),  # its query is multiplied by a number for each token
+    "deepseek_v32": ("in place", ONE, {"query_norm_flag": True}),
+    "glm_moe_dsa": ("in place", ONE, {"query_norm_flag": True}),
     # Interleaved output of complex RoPE: exact only beside the cache.
     "deepseek_v2": ("staged", ONE, {}),
 }

@@ -266,12 +266,27 @@ def test_summary_of_kernel_dims() -> None:
     assert "optimized 3 of 3 attentions" in str(summary) and "fusable in bfloat16" in str(summary)
 
 
+def test_the_summary_says_where_rows_go() -> None:
+    summary = hf.optimize(build("deepseek_v2", KERNEL, dtype=torch.float32))
+    assert {item.placement for item in summary.converted} == {"staged"}
+    assert "fusable in bfloat16, staged" in str(summary)
+
+
+def test_what_cannot_be_traced_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("deepseek_v3", KERNEL)
+    monkeypatch.setattr(type(model.model.layers[0].self_attn.q_a_layernorm), "forward", lambda self, x: x.tolist())
+    summary = hf.optimize(model)
+    assert summary.fusable == 0 and summary.converted[0].kernel.startswith("pass.failed: its step cannot be traced")
+
+
 @pytest.mark.parametrize(
     "name, changes, objection",
     [
         ("deepseek_v2_lite", {}, "q_lora.absent"),
         ("deepseek_v3_bias", {}, "linear.bias"),
         ("deepseek_v3", {"hidden_size": 1152}, "dims.he"),
+        ("axk2", {}, "q_lora.interrupted"),
+        ("bailing_hybrid", {}, "q_lora.absent"),
     ],
 )
 def test_absorbed_but_not_for_the_kernel(name: str, changes: dict[str, Any], objection: str) -> None:

@@ -11,7 +11,9 @@ import torch
 import mla_fusion as mf
 from mla_fusion.models import hf
 
-R, DR, LAYERS, BLOCK = 32, 8, 2, 16
+from .hf_models import config_of
+
+R, DR, DI, LAYERS, BLOCK = 32, 8, 16, 2, 16
 
 
 def config() -> Any:
@@ -23,20 +25,27 @@ def config() -> Any:
     )
 
 
+def indexed_config() -> Any:
+    """Of a model whose attentions keep an indexer's keys beside their latents."""
+    mf.offline.activate()
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": 32, "kv_lora_rank": R, "qk_rope_head_dim": DR}
+    return config_of("deepseek_v32", {**sizes, "num_attention_heads": 2, "index_head_dim": DI})
+
+
 class Pair:
     """One sequence of operations on both caches; what they hold is compared after each."""
 
-    def __init__(self, max_cache_len: int | None, batch: int = 3) -> None:
+    def __init__(self, max_cache_len: int | None, batch: int = 3, indexed: bool = False) -> None:
         self.generator = torch.Generator().manual_seed(0)
-        self.paged = hf.MlaPagedCache(config(), max_cache_len=max_cache_len, block_size=BLOCK)
+        self.config, self.indexed = indexed_config() if indexed else config(), indexed
+        self.paged = hf.MlaPagedCache(self.config, max_cache_len=max_cache_len, block_size=BLOCK)
         self.plain = self.empty()
         self.batch = batch
 
-    @staticmethod
-    def empty() -> Any:
+    def empty(self) -> Any:
         from transformers import DynamicCache
 
-        return DynamicCache(config=config())
+        return DynamicCache(config=self.config)
 
     def update(self, tokens: int) -> None:
         for layer in range(LAYERS):
@@ -44,6 +53,10 @@ class Pair:
             found, wanted = (cache.update(*states, layer) for cache in (self.paged, self.plain))
             for a, b in zip(found, wanted, strict=True):
                 assert torch.equal(a[:, :, : b.shape[2]], b)
+            if self.indexed:
+                keys = torch.randn(self.batch, tokens, DI, generator=self.generator)
+                a, b = (cache.update_indexer(keys, layer) for cache in (self.paged, self.plain))
+                assert torch.equal(a[:, : b.shape[1]], b)
 
     def both(self, name: str, *arguments: Any) -> None:
         for cache in (self.paged, self.plain):
@@ -53,13 +66,22 @@ class Pair:
     def check(self) -> None:
         assert int(self.paged.get_seq_length()) == self.plain.get_seq_length()
         for mine, other in zip(self.paged.paged_layers, self.plain.layers, strict=True):
-            for a, b in zip(mine.rows(), (other.keys, other.values), strict=True):
+            keys = (other.indexer_keys.unsqueeze(1),) if self.indexed else ()
+            for a, b in zip(mine.rows(), (other.keys, other.values, *keys), strict=True):
                 assert torch.equal(a, b)
 
 
-@pytest.fixture(params=[None, 200], ids=["growing", "static"])
+@pytest.fixture(
+    params=[(None, False), (200, False), (None, True), (200, True)],
+    ids=["growing", "static", "growing indexed", "static indexed"],
+)
 def pair(request: pytest.FixtureRequest) -> Pair:
-    return Pair(request.param)
+    limit, indexed = request.param
+    if indexed:
+        cache_utils = pytest.importorskip("transformers.cache_utils")
+        if not hasattr(cache_utils, "StaticIndexedLayer"):
+            pytest.skip("this transformers keeps an indexer's keys elsewhere")
+    return Pair(limit, indexed=indexed)
 
 
 def positive_crops() -> bool:
@@ -86,7 +108,7 @@ def test_prefill_and_steps(pair: Pair) -> None:
         pair.update(tokens)
     pair.check()
     cache = pair.paged
-    assert cache.bytes_per_token == LAYERS * (R + DR) * 4
+    assert cache.bytes_per_token == LAYERS * (R + DR + pair.indexed * DI) * 4
     assert [list(pool.shape[1:]) for pool in (cache.layers[0].kv_cache, cache.layers[0].kr_cache)] == [
         [BLOCK, 1, R],
         [BLOCK, 1, DR],
@@ -168,17 +190,28 @@ def test_state_is_saved_and_restored(pair: Pair) -> None:
     state = pair.paged.state_dict()
     assert state["layers"][0][0].shape == (3, 1, 37, R)
     for limit in (None, 64):
-        again = hf.MlaPagedCache(config(), max_cache_len=limit, block_size=32)
+        again = hf.MlaPagedCache(pair.config, max_cache_len=limit, block_size=32)
         again.load_state_dict(state)
         pair.paged = again
         pair.check()
     with pytest.raises(hf.OptimizeError, match=r"\[cache.full\]"):
-        hf.MlaPagedCache(config(), max_cache_len=36).load_state_dict(state)
+        hf.MlaPagedCache(pair.config, max_cache_len=36).load_state_dict(state)
     with pytest.raises(hf.OptimizeError, match=r"\[cache.state\]"):
-        hf.MlaPagedCache(config()).load_state_dict(state | {"layers": state["layers"][:1]})
+        hf.MlaPagedCache(pair.config).load_state_dict(state | {"layers": state["layers"][:1]})
     mixed = [state["layers"][0], tuple(rows[:, :, :5] for rows in state["layers"][1])]
     with pytest.raises(hf.OptimizeError, match=r"\[cache.state\]"):
-        hf.MlaPagedCache(config()).load_state_dict(state | {"layers": mixed})
+        hf.MlaPagedCache(pair.config).load_state_dict(state | {"layers": mixed})
+
+
+def test_an_indexer_s_keys_come_after_their_latents() -> None:
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+    if not hasattr(cache_utils, "StaticIndexedLayer"):
+        pytest.skip("this transformers keeps an indexer's keys elsewhere")
+    pair = Pair(20, indexed=True)
+    with pytest.raises(hf.OptimizeError, match=r"\[cache.kind\]"):
+        pair.paged.update_indexer(torch.zeros(3, 1, DI), 0)
+    pair.update(2)
+    pair.check()
 
 
 def test_a_full_cache_says_so() -> None:

@@ -8,10 +8,12 @@ score longer. Few queries over many tokens are absorbed, many over few are expan
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mla_fusion.models.attention import sparse
 from mla_fusion.models.refusal import OptimizeError
 
 
@@ -47,6 +49,41 @@ class LatentDims:
         return absorbed < expanded
 
 
+def sparse_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    c_kv: Tensor,
+    k_pe: Tensor,
+    kv_up: Tensor,
+    dims: LatentDims,
+    picks: Tensor,
+    *,
+    scaling: float,
+    factor: Any = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """As :func:`absorbed_attention`, over the tokens ``picks [B, S, k]`` alone, by the operator for it."""
+    batch, heads, length, _ = q_nope.shape
+    w_uk, w_uv = _halves(kv_up, heads, dims)
+    absorbed = torch.bmm(q_nope.transpose(0, 1).reshape(heads, batch * length, dims.nope), w_uk)
+    query = absorbed.view(heads, batch, length, dims.rank).permute(1, 2, 0, 3)
+    query_rope = q_pe.transpose(1, 2)
+    if factor is not None:  # of the query [B, N, S, *]
+        by_token = factor.transpose(1, 2) if isinstance(factor, Tensor) and factor.dim() > 2 else factor
+        query, query_rope = query * by_token, query_rope * by_token
+    picks = sparse.allowed(picks, mask)
+    context = sparse.attend(query, query_rope, c_kv.squeeze(1), k_pe.squeeze(1), picks, scaling)
+    rows = context.reshape(batch * length, heads, dims.rank).transpose(0, 1)
+    output = torch.bmm(w_uv, rows.transpose(1, 2)).view(heads, dims.value, batch, length)
+    return output.permute(2, 3, 0, 1), None
+
+
+def _halves(kv_up: Tensor, heads: int, dims: LatentDims) -> tuple[Tensor, Tensor]:
+    """W_uk ``[N, D, R]`` and W_uv ``[N, Dv, R]``."""
+    w_uk, w_uv = kv_up.view(heads, dims.nope + dims.value, dims.rank).split([dims.nope, dims.value], dim=1)
+    return w_uk, w_uv
+
+
 def absorbed_attention(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -56,17 +93,20 @@ def absorbed_attention(
     dims: LatentDims,
     *,
     scaling: float,
+    factor: Any = None,
     mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries ``[B, N, S, D]`` and ``[B, N, S, Dr]`` over ``[B, 1, L, R]`` and ``[B, 1, L, Dr]``.
+
+    ``factor`` is what the query is multiplied by beside ``scaling``, spread over ``[B, N, S, *]``.
 
     kv_up is ``[N * (D + Dv), R]``, head by head W_uk then W_uv. The mask is boolean (True: attend) or added to the
     scores, ``[B or 1, N or 1, S, L]``. Returns the output ``[B, S, N, Dv]`` and the weights ``[B, N, S, L]``.
     """
     batch, heads, length, _ = q_nope.shape
     c_kv, k_pe = c_kv.squeeze(1), k_pe.squeeze(1)
-    w_uk, w_uv = kv_up.view(heads, dims.nope + dims.value, dims.rank).split([dims.nope, dims.value], dim=1)
+    w_uk, w_uv = _halves(kv_up, heads, dims)
 
     # All heads read the same latents, so heads and tokens of a sequence are rows of one product.
     q_nope = q_nope.transpose(0, 1).reshape(heads, batch * length, dims.nope)
@@ -76,6 +116,7 @@ def absorbed_attention(
 
     scores = torch.bmm(absorbed, c_kv.transpose(1, 2)).float() + torch.bmm(q_pe, k_pe.transpose(1, 2)).float()
     scores = scores.view(batch, heads, length, -1) * scaling
+    scores = scores if factor is None else scores * factor
     if mask is not None:
         scores = masked(scores, mask)
     weights = torch.softmax(scores, dim=-1).to(q_nope.dtype)

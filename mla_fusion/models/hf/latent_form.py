@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mla_fusion.models.attention import sparse
 from mla_fusion.models.hf.latent_attention import LatentDims
 
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -32,6 +33,11 @@ class LatentForm:
     heads: int
     kv_up: str
     after_cache: bool
+
+    @property
+    def is_for_sparse_operator(self) -> bool:
+        """Has the installed torch_npu an operator for attention of these dims over picked tokens?"""
+        return sparse.is_there() and sparse.takes(self.heads, self.dims.rank, self.dims.rope)
 
     def expand(self, module: nn.Module, c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all heads from ``[B, 1, L, R]`` and ``[B, 1, L, Dr]``, as the module makes them."""

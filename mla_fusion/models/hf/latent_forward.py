@@ -17,9 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from mla_fusion.models.features import ASKS_FOR_INTERFACE
-from mla_fusion.models.hf.latent_attention import absorbed_attention
+from mla_fusion.models.hf.latent_attention import absorbed_attention, sparse_attention
 from mla_fusion.models.hf.latent_form import IMPLEMENTATIONS, LatentForm
-from mla_fusion.models.hf.stand_ins import LatentCache, LatentKey, LatentSelf, SplitQuery, cat_of, split_of
+from mla_fusion.models.hf.stand_ins import (
+    SPARSE,
+    LatentCache,
+    LatentKey,
+    LatentSelf,
+    SplitQuery,
+    cat_of,
+    split_of,
+)
 from mla_fusion.models.refusal import OptimizeError
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -43,6 +51,7 @@ def latent_forward(forward: Callable[..., Any], form: LatentForm) -> Callable[..
     # No module's name: torch.compile would look names up in that module.
     again = FunctionType(source.__code__, scope, source.__name__, source.__defaults__, source.__closure__)
     again.__kwdefaults__ = source.__kwdefaults__
+    picks = hands_over_picks(source.__code__) and form.is_for_sparse_operator
     place = list(inspect.signature(source).parameters).index(CACHE) - 1
 
     def over_latents(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -51,9 +60,15 @@ def latent_forward(forward: Callable[..., Any], form: LatentForm) -> Callable[..
                 kwargs = {**kwargs, CACHE: LatentCache(kwargs[CACHE])}
             elif len(args) > place and args[place] is not None:
                 args = (*args[:place], LatentCache(args[place]), *args[place + 1 :])
-        return again(LatentSelf(module, form), *args, **kwargs)
+        return again(LatentSelf(module, form, picks), *args, **kwargs)
 
     return over_latents
+
+
+def hands_over_picks(code: CodeType) -> bool:
+    """Does the forward give its attention function the indices that an indexer has picked, unless that is eager?"""
+    keywords = (constant for constant in code.co_consts if isinstance(constant, tuple))
+    return any("indices" in names for names in keywords)
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -72,6 +87,8 @@ class Functions:
         self.form = form
 
     def get_interface(self, implementation: str, eager: Attention) -> Attention:
+        if implementation == SPARSE:
+            return self.over_latents(eager)
         _known(implementation)
         return self.over_latents(self.functions.get_interface(implementation, eager))
 
@@ -90,6 +107,14 @@ class Functions:
             # Without a cache they come as the forward put them off.
             c_kv, k_pe = (keys.c_kv, keys.k_pe) if isinstance(keys, LatentKey) else (keys, values)
             length = query.shape[2]
+            picks = options.get("indices")
+            if picks is not None:
+                parts = query if isinstance(query, SplitQuery) else SplitQuery(*form.dims.split_query(query))
+                weight, scaling = local(getattr(module, form.kv_up).weight), options["scaling"]
+                return sparse_attention(
+                    parts.nope, parts.rope, c_kv, k_pe, weight, form.dims, picks,
+                    scaling=scaling, factor=parts.factor, mask=attention_mask,
+                )  # fmt: skip
             if form.dims.absorbs(length, c_kv.shape[2]) and (attention_mask is not None or length == 1):
                 parts = query if isinstance(query, SplitQuery) else SplitQuery(*form.dims.split_query(query))
                 return absorbed_attention(
@@ -100,6 +125,7 @@ class Functions:
                     local(getattr(module, form.kv_up).weight),
                     form.dims,
                     scaling=options.get("scaling") or (form.dims.nope + form.dims.rope) ** -0.5,
+                    factor=parts.factor,
                     mask=attention_mask,
                     dropout=options.get("dropout", 0.0),
                 )

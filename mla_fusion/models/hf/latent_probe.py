@@ -60,7 +60,7 @@ def probe(module: nn.Module, name: str, rank: int, rope: int, hidden: int) -> La
     if up.bias is not None:
         return Refusal("kv_up.bias", f"{name} has a bias")
     after_cache = EXPANDS_AFTER_CACHE.has(type(module))
-    inputs = list(_inputs(module, weight, rope, hidden))
+    inputs = list(arguments_of(module, weight, rope, hidden))
     with torch.no_grad():
         try:
             answer = _by_expansion(module, weight, rank, rope) if after_cache else _by_forward(module, up, inputs, rope)
@@ -145,10 +145,12 @@ def _cached(module: nn.Module, forward: Callable[..., Any], inputs: list[dict[st
     raise _Unanswered(reasons[0])
 
 
-def _inputs(module: nn.Module, weight: Tensor, rope: int, hidden: int) -> Iterator[dict[str, Any]]:
+def arguments_of(
+    module: nn.Module, weight: Tensor, rope: int, hidden: int, batch: int = 1, tokens: int = TOKENS
+) -> Iterator[dict[str, Any]]:
     """Arguments of the module's forward; rotary tables are a pair of cosines and sines, or complex numbers."""
-    positions = torch.arange(TOKENS, device=weight.device)
-    angles = _random(weight, 1, TOKENS, rope // 2).float()
+    positions = torch.arange(tokens, device=weight.device)
+    angles = _random(weight, 1, tokens, rope // 2).float()
     both = torch.cat((angles, angles), dim=-1)
     tables = (
         (both.cos().to(weight.dtype), both.sin().to(weight.dtype)),
@@ -157,7 +159,7 @@ def _inputs(module: nn.Module, weight: Tensor, rope: int, hidden: int) -> Iterat
     taken = inspect.signature(inspect.unwrap(type(module).forward)).parameters
     for table in tables:
         arguments = {
-            "hidden_states": _random(weight, 1, TOKENS, hidden),
+            "hidden_states": _random(weight, batch, tokens, hidden),
             "position_embeddings": table,
             "attention_mask": None,
             "position_ids": positions.unsqueeze(0),

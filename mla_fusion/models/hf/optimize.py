@@ -7,15 +7,17 @@ expanded, whether before or after they are cached, and the attention function th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
+from mla_fusion.models.hf.asked import Asked
 from mla_fusion.models.hf.examine import examine, is_attention
 from mla_fusion.models.hf.latent_form import LatentForm, Refusal
 from mla_fusion.models.hf.latent_forward import latent_forward
-from mla_fusion.models.hf.summary import Converted, Skipped, Summary, kernel_objection
+from mla_fusion.models.hf.summary import Converted, Skipped, Summary
 from mla_fusion.models.refusal import OptimizeError
 
 BLOCK_SIZE = 128
@@ -34,21 +36,18 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
     if known is not None:
         return known
     verdicts = [(name, module, examine(module)) for name, module in model.named_modules() if is_attention(module)]
-    converted, skipped = [], []
+    converted, skipped, forwards, asked = [], [], [], Asked()
     for name, module, verdict in verdicts:
         if isinstance(verdict, Refusal):
             skipped.append(Skipped(name, verdict.code, verdict.message))
             continue
         size = getattr(module, verdict.kv_up).weight.element_size()
-        objection = kernel_objection(module, verdict)
-        converted.append(Converted(name, int(module.layer_idx), verdict.heads, verdict.dims, size, objection))
+        forward = latent_forward(type(module).forward, verdict)
+        forwards.append((module, verdict, forward))
+        ask = partial(asked.of, module, verdict, forward)
+        converted.append(Converted(name, int(module.layer_idx), verdict.heads, verdict.dims, size, ask))
     summary = Summary(tuple(converted), tuple(skipped))
     # All made before any is set, so that an error leaves the model as it was.
-    forwards = [
-        (module, verdict, latent_forward(type(module).forward, verdict))
-        for _, module, verdict in verdicts
-        if isinstance(verdict, LatentForm)
-    ]
     for module, form, forward in forwards:
         _convert(module, form, forward)
     if converted:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mla_fusion.models.attention import sparse
 from mla_fusion.models.features import TWO_WIDTHS
 from mla_fusion.models.hf.latent_attention import LatentDims
 from mla_fusion.models.hf.latent_form import LatentForm
@@ -19,14 +20,28 @@ from mla_fusion.models.refusal import OptimizeError
 
 
 class SplitQuery:
-    """``[B, N, S, D]`` and ``[B, N, S, Dr]`` in place of their concatenation."""
+    """``[B, N, S, D]`` and ``[B, N, S, Dr]`` in place of their concatenation.
 
-    def __init__(self, nope: Tensor, rope: Tensor) -> None:
+    factor   what the query is multiplied by (a number for each token, say), None where it is not: put off until there
+             are scores, so that the absorbed product reads q_nope as the projection gives it
+    """
+
+    def __init__(self, nope: Tensor, rope: Tensor, factor: Any = None) -> None:
         self.nope = nope
         self.rope = rope
+        self.factor = factor
 
     def __mul__(self, factor: Any) -> SplitQuery:
-        return SplitQuery(self.nope * factor, self.rope * factor)
+        return SplitQuery(self.nope, self.rope, factor if self.factor is None else self.factor * factor)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> SplitQuery:
+        """Dynamo, and a tensor on the left, ask here for products with tensors."""
+        if function not in _PRODUCTS or len(args) != 2:
+            return NotImplemented
+        one, other = args
+        product: SplitQuery = one * other if isinstance(one, SplitQuery) else other.__mul__(one)
+        return product
 
     @property
     def shape(self) -> torch.Size:
@@ -37,7 +52,11 @@ class SplitQuery:
         return self.nope.dtype
 
     def joined(self) -> Tensor:
-        return torch.cat((self.nope, self.rope), dim=-1)
+        whole = torch.cat((self.nope, self.rope), dim=-1)
+        return whole if self.factor is None else whole * self.factor
+
+
+_PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 
 
 class PutOff:
@@ -107,14 +126,35 @@ def _check_widths(cache: Any, index: int) -> None:
         )
 
 
-class LatentSelf:
-    """The module as its own forward sees it: without its expansion of latents."""
+SPARSE = "npu_sparse"  # an attention implementation that is neither sdpa nor eager
 
-    def __init__(self, module: nn.Module, form: LatentForm) -> None:
-        self.module = module
-        self.form = form
+
+class SparseConfig:
+    """A configuration under which a forward hands its picks over."""
+
+    _attn_implementation = SPARSE
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     def __getattr__(self, name: str) -> Any:
+        return getattr(self.config, name)
+
+
+class LatentSelf:
+    """The module as its own forward sees it: without its expansion of latents.
+
+    picks   on an NPU, the tokens that an indexer picks are handed to the attention function, not made a mask
+    """
+
+    def __init__(self, module: nn.Module, form: LatentForm, picks: bool = False) -> None:
+        self.module = module
+        self.form = form
+        self.picks = picks
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "config" and self.picks and sparse.runs_on(getattr(self.module, self.form.kv_up).weight):
+            return SparseConfig(self.module.config)
         if self.form.after_cache:
             return _same if name == "expand_kv" else getattr(self.module, name)
         return self._put_off if name == self.form.kv_up else getattr(self.module, name)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from mla_fusion.meta import ContractError, check
+from mla_fusion.models.hf.asked import Answer
 from mla_fusion.models.hf.latent_attention import LatentDims
-from mla_fusion.models.hf.latent_form import LatentForm
 
 
 @dataclass(frozen=True)
 class Converted:
     """One attention in absorbed form.
 
-    kernel  "" where ``npu_mla_prolog_v3`` takes its dims in bfloat16, otherwise ``code: message``
+    ask        the pass, when its answer is first wanted (half a second for each kind of attention)
+    kernel     "" where the pass fuses its prologue in a compiled decode step in bfloat16, otherwise ``code: message``
+    placement  where the kernel writes then: "in place", or "staged"
     """
 
     name: str
@@ -28,7 +26,19 @@ class Converted:
     heads: int
     dims: LatentDims
     itemsize: int
-    kernel: str = ""
+    ask: Callable[[], Answer] = field(repr=False, compare=False)
+
+    @property
+    def kernel(self) -> str:
+        return self.ask().kernel
+
+    @property
+    def placement(self) -> str:
+        return self.ask().placement
+
+    def to_dict(self) -> dict[str, Any]:
+        known = {name: getattr(self, name) for name in ("name", "layer", "heads", "itemsize", "kernel", "placement")}
+        return known | {"dims": asdict(self.dims)}
 
     @property
     def bytes_per_token(self) -> int:
@@ -67,12 +77,12 @@ class Summary:
 
     @property
     def fusable(self) -> int:
-        """Converted layers whose dims the kernel takes in bfloat16."""
+        """Converted layers whose prologue is fused in a compiled decode step in bfloat16."""
         return sum(not item.kernel for item in self.converted)
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "converted": [asdict(item) for item in self.converted],
+            "converted": [item.to_dict() for item in self.converted],
             "skipped": [asdict(item) for item in self.skipped],
             "fusable": self.fusable,
             "bytes_per_token": self.bytes_per_token,
@@ -88,6 +98,7 @@ class Summary:
         for (dims, heads, kernel), items in _grouped(self.converted, lambda item: (item.dims, item.heads, item.kernel)):
             shape = f"N {heads}, D {dims.nope}, Dr {dims.rope}, Dv {dims.value}, Hckv {dims.rank}"
             verdict = f"not fusable: {kernel}" if kernel else "fusable in bfloat16"
+            verdict += ", staged" if items[0].placement == "staged" else ""
             lines.append(f"  + {_span(items)}: {shape}; {verdict}")
         for (code, message), items in _grouped(self.skipped, lambda item: (item.code, item.message)):
             lines.append(f"  - {_span(items)}: [{code}] {message}")
@@ -107,45 +118,3 @@ def _grouped(items: Iterable[Any], key: Any) -> Iterable[tuple[Any, list[Any]]]:
 def _span(items: list[Any]) -> str:
     first, last = items[0].name, items[-1].name
     return first if len(items) == 1 else f"{first} to {last} ({len(items)})"
-
-
-def kernel_objection(module: nn.Module, form: LatentForm) -> str:
-    """What keeps the kernel from the prologue of this attention, as ``code: message``; "" for nothing."""
-    dims, heads = form.dims, form.heads
-    weights = {name: child.weight for name, child in module.named_children() if isinstance(child, nn.Linear)}
-    hidden = next((w.shape[1] for w in weights.values() if w.shape[0] == dims.rank + dims.rope), None)
-    ups = [w.shape[1] for name, w in weights.items() if w.shape[0] == heads * (dims.nope + dims.rope)]
-    q_rank = next((width for width in ups if width != hidden), None)
-    if hidden is None or q_rank is None:
-        return "q_lora.absent: the query is projected from the hidden state directly"
-    biased = [
-        name
-        for name, child in module.named_children()
-        if isinstance(child, nn.Linear) and child.bias is not None and child.weight.shape[1] != heads * dims.value
-    ]
-    if biased:
-        return f"linear.bias: {', '.join(biased)} adds a bias"
-
-    def like(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
-
-    try:
-        check(
-            "npu_mla_prolog_v3",
-            path="graph",
-            token_x=like(1, hidden),
-            weight_dq=like(hidden, q_rank),
-            weight_uq_qr=like(q_rank, heads * (dims.nope + dims.rope)),
-            weight_uk=like(heads, dims.nope, dims.rank),
-            weight_dkv_kr=like(hidden, dims.rank + dims.rope),
-            rmsnorm_gamma_cq=like(q_rank),
-            rmsnorm_gamma_ckv=like(dims.rank),
-            rope_sin=like(1, dims.rope),
-            rope_cos=like(1, dims.rope),
-            kv_cache=like(1, 128, 1, dims.rank),
-            kr_cache=like(1, 128, 1, dims.rope),
-            cache_index=torch.empty(1, dtype=torch.int64, device="meta"),
-        )
-    except ContractError as error:
-        return f"{error.code}: expected {error.expected}, found {error.found}"
-    return ""

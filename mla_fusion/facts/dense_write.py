@@ -1,0 +1,97 @@
+"""Rows that a model assigns by slices, ``cache[:B, start:start + S] = rows``, as slots that follow from the sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from mla_fusion.fx.kinds import argument, has_effect, op_name
+from mla_fusion.fx.sizes import same, same_shape
+from mla_fusion.fx.walk import INPUTS
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Of a cache ``[.., rows, width]`` the rows from ``start`` on, of ``sequences`` from ``first`` on, ``length`` each."""
+
+    first: int
+    start: int
+    rows: int
+    sequences: Any
+    length: Any
+
+    def __str__(self) -> str:
+        """Equal for equal spans: sizes may be symbolic, which have no hash."""
+        return f"{self.first}+{self.sequences}, {self.start}+{self.length} of {self.rows}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Span) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+@dataclass(frozen=True)
+class DenseWrite:
+    """``inside``: the nodes between the rows and the cache, ``result`` the last."""
+
+    cache: Node
+    span: Span
+    inside: tuple[Node, ...]
+
+    @property
+    def result(self) -> Node:
+        return self.inside[-1]
+
+
+def find(writer: Node, value: Node) -> DenseWrite | str:
+    """The write that ``writer`` begins, the one reader of ``value`` (which may be a copy onto the slice already)."""
+    inside: list[Node] = [value] if op_name(value) == "aten::copy" else []
+    starts: dict[int, int] = {}
+    if op_name(writer) == "aten::copy" and len(writer.users) == 1 and writer.args[1] is value:
+        if not same_shape(_shape(value), _shape(writer)):
+            return f"{writer.name} spreads {value.name}"
+        inside, value, writer = [writer], writer, next(iter(writer.users))
+    if op_name(writer) != "aten::slice_scatter" or writer.args[1] is not value:
+        return f"{writer.name} does not assign {value.name} to a slice"
+    inside.append(writer)
+    while True:
+        scatter = inside[-1]
+        base, axis = scatter.args[0], argument(scatter, "dim", 0)
+        start, whole = argument(scatter, "start") or 0, _shape(scatter)[axis]
+        if not isinstance(base, Node) or argument(scatter, "step", 1) != 1 or not isinstance(start, int) or start < 0:
+            return f"{scatter.name} assigns no run of rows that is known"
+        starts[axis] = start
+        if base.op in INPUTS:
+            break
+        outer = next((user for user in scatter.users if _puts_back(user, scatter, base)), None)
+        if outer is None or len(scatter.users) != 1:
+            return f"{base.name} is not a graph input seen as rows"
+        inside.append(outer)
+    if any(not isinstance(size, int) for size in _shape(base)):
+        return f"{base.name} of shape {list(_shape(base))} has sizes that are known when the graph runs"
+    rank, assigned = len(_shape(base)), _shape(value)
+    if rank not in (2, 3) or len(assigned) != rank or not starts.keys() <= set(range(rank - 1)):
+        return f"{inside[-1].name} does not assign whole rows"
+    if not same(assigned[-1], _shape(base)[-1]):
+        return f"{inside[-1].name} does not assign whole rows"
+    rows = _shape(base)[rank - 2]
+    sequences = assigned[0] if rank == 3 else 1
+    start = starts.get(rank - 2, 0)
+    span = Span(starts.get(0, 0) if rank == 3 else 0, start, rows, sequences, assigned[rank - 2])
+    return DenseWrite(base, span, tuple(inside))
+
+
+def _puts_back(user: Node, scatter: Node, base: Node) -> bool:
+    """Is the scattered slice put back where it was taken from?"""
+    if op_name(user) != "aten::slice_scatter" or user.args[1] is not scatter or has_effect(user):
+        return False
+    names = ("dim", "start", "end", "step")
+    taken = [argument(base, name) for name in names] if op_name(base) == "aten::slice" else None
+    return taken == [argument(user, name) for name in names] and base.args[0] is user.args[0]
+
+
+def _shape(node: Node) -> Any:
+    return node.meta["val"].shape

@@ -1,0 +1,249 @@
+"""The pages of one layer: latents and rotated keys, and an indexer's keys where the attention has one (DSA)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from mla_fusion.compat import mark_static_address
+from mla_fusion.models.cache.page_table import PageTable
+from mla_fusion.models.features import EXPANDS_AFTER_CACHE
+from mla_fusion.models.refusal import OptimizeError
+
+
+class PagedLatentLayer(CacheLayerMixin):
+    """The pages of one attention. ``keys`` and ``values`` are the pools, as kv_cache and kr_cache."""
+
+    names: tuple[str, ...] = ("keys", "values")
+    """The pools, by the names that ``transformers`` has for what they hold."""
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, index: int, table: PageTable, widths: tuple[int, int], last: bool) -> None:
+        super().__init__()
+        self.index = index
+        self.widths = widths
+        self.table = table
+        self.last = last
+        self.length = 0  # of this layer alone; not kept where the size is fixed
+
+    def __repr__(self) -> str:
+        kind = f"max {self.table.max_len}" if self.table.static else "growing"
+        return f"{type(self).__name__}({kind}, blocks of {self.table.block_size})"
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        return self.table.static
+
+    @property
+    def kv_cache(self) -> Tensor | None:
+        """``[BlockNum, BlockSize, 1, R]`` latents, None before the first token."""
+        return self.keys
+
+    @property
+    def kr_cache(self) -> Tensor | None:
+        """``[BlockNum, BlockSize, 1, Dr]`` rotated keys, None before the first token."""
+        return self.values
+
+    @property
+    def max_cache_len(self) -> int:
+        return self.get_max_length()
+
+    @property
+    def batch_size(self) -> int:
+        return self.table.batch if self.is_initialized else -1
+
+    max_batch_size = batch_size  # its older name
+
+    def pools(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that there are: ``[BlockNum, BlockSize, 1, width]`` each."""
+        for name in self.names:
+            pool = getattr(self, name)
+            if pool is not None:
+                yield name, pool
+
+    def _pool(self, states: Tensor, width: int) -> Tensor:
+        table = self.table
+        pool = states.new_zeros(table.batch * table.blocks, table.block_size, 1, width)
+        if table.static and not torch.compiler.is_compiling():
+            mark_static_address(pool)
+        return pool
+
+    def _write(self, pool: Tensor, slots: Tensor, states: Tensor) -> None:
+        rows, states = pool.view(-1, pool.shape[-1]), states.reshape(-1, pool.shape[-1])
+        if pool.device.type == "npu":  # torchair has no converter for index_put, and rows may stay unfused
+            torch.ops.npu.npu_scatter_nd_update_(rows, slots.unsqueeze(1), states)
+        else:
+            rows[slots] = states
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Take pools for latents ``[B, 1, *, R]`` and rotated keys ``[B, 1, *, Dr]``; ahead of time, older releases
+        give one tensor for both."""
+        value_states = key_states if value_states is None else value_states
+        if key_states.shape[1] != 1 or value_states.shape[1] != 1:
+            raise OptimizeError(
+                "cache.kind",
+                f"layer {self.index} caches {key_states.shape[1]} heads; pages hold one latent a token."
+                " `hf.optimize` the model, or use one that caches latents as it is:"
+                f" {EXPANDS_AFTER_CACHE.install}",
+            )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        table = self.table
+        if table.tables is None:
+            table.allot(key_states.shape[0], self.device)
+        if key_states.shape[0] != table.batch:
+            raise OptimizeError("cache.kind", f"the cache holds {table.batch} sequences, got {key_states.shape[0]}")
+        widths = key_states.shape[-1], value_states.shape[-1]
+        if key_states.shape[-2] == 0:  # initialised ahead, by states of one width for both
+            widths = self.widths
+        self.keys, self.values = (self._pool(key_states, width) for width in widths)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write ``[B, 1, S, R]`` and ``[B, 1, S, Dr]`` into the pages; all tokens of this layer, in the same form."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        tokens = key_states.shape[-2]
+        if key_states.shape[0] != self.table.batch:
+            raise OptimizeError(
+                "cache.kind", f"the cache holds {self.table.batch} sequences, got {key_states.shape[0]}"
+            )
+        if not self.table.static:
+            self._grow(self.length + tokens)
+        slots = self._slots(tokens)
+        self._write(self.keys, slots, key_states)
+        self._write(self.values, slots, value_states)
+        if self.last:
+            self.table.step_slots = None
+        if not self.table.static:
+            self.length += tokens
+        return self.read(self.keys), self.read(self.values)
+
+    def _slots(self, tokens: int) -> Tensor:
+        return self.table.advance(self.index, tokens, self.length)
+
+    def read(self, pool: Tensor) -> Tensor:
+        """``[B, 1, L, width]``: a view where no block is shared."""
+        table = self.table
+        assert table.tables is not None
+        length = table.max_len if table.max_len is not None else self.length
+        if table.shared:
+            used = -(-length // table.block_size)
+            pool = pool[table.tables[:, :used]]
+        rows = pool.view(table.batch, -1, pool.shape[-1])
+        return rows[:, :length].unsqueeze(1)
+
+    def _grow(self, tokens: int) -> None:
+        """Room for ``tokens`` tokens in the table and in this layer's pools."""
+        table = self.table
+        blocks = table.needs(tokens)
+        if blocks != table.blocks:
+            table.widen(blocks)
+        for name, pool in list(self.pools()):
+            held = pool.shape[0] // table.batch
+            if held != table.blocks:
+                setattr(self, name, self._stretched(pool, held))
+
+    def _stretched(self, pool: Tensor, held: int) -> Tensor:
+        grown = pool.new_zeros(self.table.batch, self.table.blocks, *pool.shape[1:])
+        grown[:, :held] = pool.view(self.table.batch, held, *pool.shape[1:])
+        return grown.flatten(0, 1)
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """The tokens held, ``[B, 1, length, width]`` of each pool, as copies."""
+        held = self.held()
+        return tuple(self.read(pool)[:, :, :held].clone() for _, pool in self.pools())
+
+    def held(self) -> int:
+        """Tokens of a sequence, as a number."""
+        return int(self.table.length) if self.table.static else self.length
+
+    def refill(self, *held: Tensor) -> None:
+        """Replace all tokens, by rows as :meth:`rows` gives them; the table must already be that of the new batch and
+        unshared."""
+        table = self.table
+        for (name, pool), rows in zip(list(self.pools()), held, strict=True):
+            shape = (table.batch * table.blocks, *pool.shape[1:])
+            fresh = pool.zero_() if pool.shape == shape else pool.new_zeros(shape)
+            fresh.view(table.batch, -1, shape[-1])[:, : rows.shape[2]] = rows.squeeze(1)
+            if fresh is not pool:
+                setattr(self, name, fresh)
+        self.length = held[0].shape[2]
+
+    def restore(self, *held: Tensor) -> None:
+        """Take over rows as :meth:`rows` gives them, in place of nothing."""
+        self.update(held[0], held[1])
+
+    def copy_partial_block(self, beam_idx: Tensor) -> None:
+        """The last block, still being written, of each chosen sequence into the home of the one that takes over."""
+        block, rest = divmod(self.held(), self.table.block_size)
+        for _, pool in self.pools() if rest else ():
+            homes = pool.view(self.table.batch, -1, *pool.shape[1:])
+            homes[:, block] = homes[beam_idx, block]
+
+    def get_seq_length(self) -> Any:
+        if not self.is_initialized:
+            return 0
+        return self.table.length if self.table.static else self.length
+
+    def get_max_length(self) -> int:
+        return -1 if self.table.max_len is None else self.table.max_len
+
+    get_max_cache_shape = get_max_length  # its older name
+
+    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
+        """``query`` is the number of new tokens, or in older releases their positions."""
+        if self.table.max_len is not None:
+            return self.table.max_len, 0
+        return self.length + (query.shape[0] if isinstance(query, Tensor) else query), 0
+
+    def reset(self) -> None:
+        """Zeros where the size is fixed, otherwise no pages; the table is the cache's to rewind."""
+        if self.table.static:
+            for _, pool in self.pools():
+                pool.zero_()
+            self.length = 0
+        else:
+            self.forget()
+
+    def forget(self) -> None:
+        """As if no token had ever come."""
+        for name in self.names:
+            setattr(self, name, None)
+        self.is_initialized, self.length = False, 0
+
+
+class PagedIndexedLayer(PagedLatentLayer):
+    """With the keys by which an indexer picks tokens, in pages of their own: ``[BlockNum, BlockSize, 1, width]``."""
+
+    names = ("keys", "values", "indexer_keys")
+    indexer_keys: Tensor | None = None
+    _new: Tensor | None = None  # slots of the step, between its latents and its indexer's keys
+
+    def _slots(self, tokens: int) -> Tensor:
+        self._new = super()._slots(tokens)
+        return self._new
+
+    def update_indexer(self, states: Tensor) -> Tensor:
+        """Write ``[B, S, width]`` of the tokens whose latents came last; all tokens of this layer, ``[B, L, width]``."""
+        if self._new is None:
+            raise OptimizeError("cache.kind", f"layer {self.index} is given an indexer's keys before their latents")
+        if self.indexer_keys is None:
+            self.indexer_keys = self._pool(states, states.shape[-1])
+        self._write(self.indexer_keys, self._new, states)
+        self._new = None
+        return self.read(self.indexer_keys).squeeze(1)
+
+    @property
+    def is_indexer_initialized(self) -> bool:
+        return self.indexer_keys is not None
+
+    def restore(self, *held: Tensor) -> None:
+        super().restore(*held)
+        if len(held) > 2:
+            self.update_indexer(held[2].squeeze(1))

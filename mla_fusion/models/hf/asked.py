@@ -1,0 +1,134 @@
+"""Would a compiled decode step have the kernel's prologue? Asked of the pass itself, on the converted forward.
+
+The forward is traced once for each kind of attention, on fake tensors in bfloat16, over pages as ``MlaPagedCache`` has
+them: one token of each of two sequences. Nothing is allocated, and the module is not touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mla_fusion.compat import FakeTensorMode, make_fx
+from mla_fusion.config import Config
+from mla_fusion.entry import explain
+from mla_fusion.models.hf.latent_form import LatentForm
+from mla_fusion.models.hf.latent_probe import arguments_of
+from mla_fusion.report.report import Report
+
+BATCH, LENGTH, BLOCK_SIZE = 2, 32, 16
+
+
+class Answer(NamedTuple):
+    """kernel: "" where the pass would fuse the prologue, else ``code: detail``; placement: as the report has it."""
+
+    kernel: str
+    placement: str = ""
+
+
+class Asked:
+    """Asks once for all attentions that differ in nothing but the layer."""
+
+    def __init__(self) -> None:
+        self._answers: dict[object, Answer] = {}
+
+    def of(self, module: nn.Module, form: LatentForm, forward: Callable[..., Any]) -> Answer:
+        shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in module.named_parameters())
+        kind = type(module), form, shapes, id(getattr(module, "config", None))
+        if kind not in self._answers:
+            self._answers[kind] = _ask(module, form, forward)
+        return self._answers[kind]
+
+
+def _ask(module: nn.Module, form: LatentForm, forward: Callable[..., Any]) -> Answer:
+    try:
+        report = _report(module, form, forward)
+    except Exception as error:  # code of any kind: whatever it raises, its step cannot be foretold
+        reason = str(error).strip().split("\n", 1)[0]
+        return Answer(f"pass.failed: its step cannot be traced: {type(error).__name__}: {reason}")
+    if report.fused:
+        return Answer("", report.fused[0].placement.partition(":")[0])
+    worst = max(report.rejected, key=lambda item: item.score, default=None)
+    code = worst.code.removeprefix("contract:") if worst is not None else ""
+    return Answer(f"{code}: {worst.message}" if worst is not None else "kv_latent.absent: no part of it was found")
+
+
+def _report(module: nn.Module, form: LatentForm, forward: Callable[..., Any]) -> Report:
+    with FakeTensorMode():
+        stand_in = _in_bfloat16(module)
+        weight = getattr(stand_in, form.kv_up).weight
+        pools = [weight.new_empty(BATCH * LENGTH // BLOCK_SIZE, BLOCK_SIZE, 1, width) for width in _widths(form)]
+        slots, mask = torch.empty(BATCH, dtype=torch.int64), weight.new_empty(BATCH, 1, 1, LENGTH)
+        held = {f"module.{name}": value for name, value in (*stand_in.named_parameters(), *stand_in.named_buffers())}
+
+        def step(held: dict[str, Tensor], pools: list[Tensor], slots: Tensor, given: dict[str, Any]) -> Any:
+            called = _Called(stand_in, forward, {**given, "past_key_values": _Pages(pools, slots)})
+            return torch.func.functional_call(called, held, ())[0]
+
+        errors: list[Exception] = []
+        for given in arguments_of(stand_in, weight, form.dims.rope, _hidden(stand_in, form), BATCH, 1):
+            del given["past_key_values"]
+            given = {**given, "attention_mask": mask} if "attention_mask" in given else given
+            try:
+                gm = make_fx(torch.func.functionalize(step), tracing_mode="fake")(held, pools, slots, given)
+                return explain(gm, Config(verify="off"))
+            except (RuntimeError, AttributeError, TypeError, ValueError) as error:  # its tables are of another kind
+                errors.append(error)
+        raise errors[0]
+
+
+def _in_bfloat16(module: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers are fake."""
+    memo: dict[int, Any] = {}
+    for value in (*module.parameters(), *module.buffers()):
+        dtype = torch.bfloat16 if value.is_floating_point() and isinstance(value, nn.Parameter) else value.dtype
+        fake = torch.empty(value.shape, dtype=dtype)
+        memo[id(value)] = nn.Parameter(fake, requires_grad=False) if isinstance(value, nn.Parameter) else fake
+    return copy.deepcopy(module, memo)
+
+
+def _widths(form: LatentForm) -> tuple[int, int]:
+    return form.dims.rank, form.dims.rope
+
+
+def _hidden(module: nn.Module, form: LatentForm) -> int:
+    """Columns of the hidden state: what the latent's down projection reads."""
+    down = (child.weight for child in module.children() if isinstance(child, nn.Linear))
+    return next(weight.shape[1] for weight in down if weight.shape[0] == sum(_widths(form)))
+
+
+class _Called(nn.Module):
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._call = forward, arguments
+
+    def forward(self) -> Any:
+        forward, arguments = self._call
+        return inspect.unwrap(forward)(self.module, **arguments)
+
+
+class _Pages:
+    """A cache of one layer: rows by slot, read as ``[B, 1, L, width]``; an indexer's keys likewise."""
+
+    def __init__(self, pools: list[Tensor], slots: Tensor) -> None:
+        self.pools, self.slots = pools, slots
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        for pool, states in zip(self.pools, (keys, values), strict=True):
+            width = pool.shape[-1]
+            pool.view(-1, width)[self.slots] = states.reshape(-1, width)
+        first, second = (pool.view(BATCH, 1, LENGTH, -1) for pool in self.pools)
+        return first, second
+
+    def update_indexer(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The keys themselves, as often as there are tokens: what becomes of them is no part of the prologue."""
+        return states.expand(BATCH, LENGTH, -1)
+
+    def get_seq_length(self, *args: Any) -> int:
+        return LENGTH - 1
