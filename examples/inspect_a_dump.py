@@ -11,9 +11,7 @@ import tempfile
 from pathlib import Path
 
 import mla_fusion as mf
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fuse_your_model import example
+from mla_fusion.examples.fuse_your_model import example
 
 
 def main(folder: Path) -> None:

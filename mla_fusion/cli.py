@@ -31,7 +31,7 @@ model.py:example names a function without arguments that returns (module_or_func
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Exit status: 0 done, 1 a check failed or nothing fused, 2 bad input."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
         return status
@@ -45,15 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Of the whole command line."""
+    command = argparse.ArgumentParser(
         prog="mla-fusion",
         description="Fuse DeepSeek MLA prologues into the single Ascend NPU kernel. Needs no NPU and no CANN.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    command.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
+    commands = command.add_subparsers(dest="command", required=True, metavar="command")
     _add_demo(commands)
     _add_doctor(commands)
     _add_explain(commands)
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_selftest(commands)
     _add_bench(commands)
     _add_optimize(commands)
-    return parser
+    return command
 
 
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str) -> Any:

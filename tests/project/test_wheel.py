@@ -10,7 +10,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
-SOURCES = {"mla_fusion": "mla_fusion", "meta": "mla_fusion/meta", "converters": "mla_fusion/converters"}
+SOURCES = {
+    "mla_fusion": "mla_fusion",
+    "meta": "mla_fusion/meta",
+    "converters": "mla_fusion/converters",
+    "examples": "mla_fusion/examples",
+}
 
 
 @pytest.fixture(scope="module")
