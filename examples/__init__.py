@@ -1,1 +1,1 @@
-"""Installed as ``mla_fusion.examples``, so that each file runs from anywhere: ``python -m mla_fusion.examples.NAME``."""
+"""Installed as ``mla_fusion.examples``: ``python -m mla_fusion.examples.NAME`` runs one from anywhere."""

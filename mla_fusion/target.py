@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import importlib.util
 import sys
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from mla_fusion import machine
 
 
 class UserError(Exception):
@@ -23,6 +26,72 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return value
+
+
+def existing(text: str) -> Path:
+    """A file of the command line."""
+    if not Path(text).is_file():
+        raise UserError(f"no such file: {text}")
+    return Path(text)
+
+
+def folder(text: str) -> Path:
+    """A folder of the command line."""
+    if not Path(text).is_dir():
+        raise UserError(f"no such folder: {text}")
+    return Path(text)
+
+
+def target(text: str) -> str:
+    """``FILE.py:FUNCTION``, told from what cannot be one before anything is imported."""
+    file, separator, name = text.rpartition(":")
+    if separator and name.isidentifier():
+        if file.endswith(".py"):
+            existing(file)
+        return text
+    if text.endswith(".py"):
+        functions = _functions(existing(text))
+        raise UserError(
+            f"which function of {text}? FILE.py:FUNCTION, as {text}:{functions[0]}; it defines {', '.join(functions)}"
+            if functions
+            else f"{text} defines no function without arguments"
+        )
+    raise UserError(f"{text!r} is not of the form FILE.py:FUNCTION")
+
+
+def target_or_dump(text: str) -> str:
+    """The same, or the file of a dump; the Python that torchair writes is told by having no function."""
+    path = Path(text)
+    if ":" not in text and not path.is_file():
+        raise UserError(f"no such file: {text}")
+    return text if path.is_file() and not (path.suffix == ".py" and _functions(path)) else target(text)
+
+
+def _functions(path: Path) -> list[str]:
+    """Those of a file that can be called without arguments."""
+    try:
+        statements = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError):
+        return []
+    functions = [node for node in statements if isinstance(node, ast.FunctionDef)]
+    return [one.name for one in functions if len(one.args.args) + len(one.args.kwonlyargs) == len(one.args.defaults)]
+
+
+def add_limits(parser: Any, default: str = machine.AUTO) -> None:
+    """``--soc`` and ``--cann``, checked at once."""
+    of = "by default that of the NPU here, or A3 and the newest" if default == machine.AUTO else f"by default {default}"
+    parser.add_argument("--soc", type=_named(machine.soc_named), default=default, help=f"chip, as A2 or 910B; {of}")
+    parser.add_argument("--cann", type=_named(machine.release_named), default=default, help="release whose limits hold")
+
+
+def _named(known: Callable[[str], str]) -> Callable[[str], str]:
+    def checked(text: str) -> str:
+        try:
+            return text if text == machine.AUTO else known(text)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+    return checked
 
 
 def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:

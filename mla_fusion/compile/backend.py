@@ -45,7 +45,7 @@ def backend(
     """
     if _device_present():
         releases.require()
-    chosen = config or Config()
+    chosen = Config.given(config)
     folder = None if report is None else Path(report).absolute()
 
     def compile_graph(

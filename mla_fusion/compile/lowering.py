@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class LoweringError(RuntimeError):
         self.operators = operators
 
 
-@dataclass
+@dataclass(repr=False)
 class Lowering:
     """The stages of one lowered graph.
 
@@ -53,9 +53,13 @@ class Lowering:
     fx_after: GraphModule
     fx_ops: Counter[str]
     ge_ops: Counter[str]
-    ge_text: str = field(repr=False)
-    ge_graph: Any = field(repr=False)
+    ge_text: str
+    ge_graph: Any
     report: Report | None = None
+
+    def __repr__(self) -> str:
+        operators = self.ge_ops or self.fx_ops
+        return f"<Lowering: mode {self.mode}, {sum(operators.values())} operators, report {self.report!r}>"
 
     def save(self, directory: str | Path) -> list[Path]:
         """Write fx_before.txt, fx_after.txt and, where they exist, graph.pbtxt and report.json."""
@@ -92,7 +96,7 @@ def lower(
     """
     if mode not in torchair_bridge.MODES:
         raise ValueError(f"mode must be one of {', '.join(torchair_bridge.MODES)}, got {mode!r}")
-    session = _Session(mode, config or Config(), hook)
+    session = _Session(mode, Config.given(config), hook)
     try:
         trace(session.backend(), module_or_fn, args, device="npu", dynamic=dynamic)
     except CaptureError as error:
