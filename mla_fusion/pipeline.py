@@ -73,9 +73,9 @@ def run(gm: GraphModule, config: Config, builder: BuilderOf | None, boundary: bo
     if report.committed:
         keep(report)
     unasked = [item for item in report.rejected if item.code != "skip"]
-    if unasked and not report.fused:
+    if unasked and not report.fused and report.committed:
         worst = max(unasked, key=lambda item: item.score)
-        log.warning("no MLA prologue was fused; nearest miss %s: [%s] %s", worst.layer, worst.code, worst.message)
+        log.warning("no MLA prologue was fused; nearest miss %s: [%s] %s", worst.where, worst.code, worst.message)
     return report
 
 

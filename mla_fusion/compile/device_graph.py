@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule
 
 from mla_fusion.compat import Unsupported, aot_module_simplified, in_tracing_mode
+from mla_fusion.compile import names
 from mla_fusion.compile.fakes import relocate
 from mla_fusion.compile.floats import specialise
 
@@ -61,13 +62,16 @@ def capture(
 def aot_backend(on_graph: OnGraph, decompositions: dict[Any, Any], specialised: bool = False) -> Callable[..., Any]:
     """A torch.compile backend that hands the AOT inference graph to ``on_graph`` and runs nothing."""
 
-    def compiler(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        on_graph(gm, list(example_inputs))
-        return stop
-
     def backend(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
         if specialised:
             specialise(gm)
+        name = names.of(gm)
+
+        def compiler(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            name(gm)
+            on_graph(gm, list(example_inputs))
+            return stop
+
         return aot_module_simplified(
             gm,
             inputs,

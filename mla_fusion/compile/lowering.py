@@ -18,7 +18,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from mla_fusion.compat import BackendCompilerFailed, OpOverload
-from mla_fusion.compile import torchair_bridge
+from mla_fusion.compile import names, torchair_bridge
 from mla_fusion.compile.boundary import fuse_with_boundary
 from mla_fusion.compile.copies import correct
 from mla_fusion.compile.device_graph import CaptureError, stop, trace
@@ -120,6 +120,7 @@ class _Session:
         self.before: GraphModule | None = None
         self.compiled: torchair_bridge.Compiled | None = None
         self.error: LoweringError | None = None
+        self.name: Callable[[Any], None] = lambda gm: None
         self.report: Report | None = None
 
     def backend(self) -> Callable[..., Any]:
@@ -130,11 +131,13 @@ class _Session:
 
         def compile_as_our_backend(gm: GraphModule, inputs: list[Any]) -> Any:
             specialise(gm)
+            self.name = names.of(gm)
             return compile_graph(gm, inputs)
 
         return compile_as_our_backend
 
     def _on_graph(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.name(gm)
         self.before = snapshot(gm)
         earlier = reports()[-1:]
         try:

@@ -109,7 +109,7 @@ class Report:
             lines.append(f"  + {item.layer or item.nodes[0]}: {item.cache_mode}, {item.placement}; {checked}")
         for rejection in self.rejected:
             lines.append(
-                f"  - {rejection.layer or ', '.join(rejection.nodes[:2])}: [{rejection.code}] {rejection.message}"
+                f"  - {rejection.where}: [{rejection.code}] {rejection.message}"
             )
             lines.append(f"      to fuse: {rejection.remedy}")
             if rejection.source:
