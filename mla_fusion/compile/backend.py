@@ -21,7 +21,7 @@ from mla_fusion.config import Config
 from mla_fusion.page import live
 from mla_fusion.pipeline import explain
 from mla_fusion.report.rejection import CODES, Rejection
-from mla_fusion.report.report import Report, keep
+from mla_fusion.report.report import Fusion, Report, keep
 
 log = logging.getLogger("mla_fusion")
 Backend = Callable[..., Callable[..., Any]]
@@ -120,7 +120,8 @@ def _with_torchair(
 def _declined(graph: GraphModule, config: Config, folder: Path | None) -> Callable[..., Any]:
     """A graph with gradients stays as it is; the report names the layers that would fuse without."""
     said = explain(graph, replace(config, verify="off", strict=False), boundary=True)
-    found = [*said.fused, *(one for one in said.rejected if one.score == 1.0)]  # what is kept for backward is read
+    found: list[Fusion | Rejection] = [*said.fused]
+    found += (one for one in said.rejected if one.score == 1.0)  # what is kept for backward is read
     meaning = CODES["autograd"][0]
     layers = [Rejection("autograd", meaning, one.nodes, one.layer, one.source, score=1.0) for one in found]
     report = Report(config, rejected=layers or [Rejection("autograd", meaning)], nodes_before=len(graph.graph.nodes))

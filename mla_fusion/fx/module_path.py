@@ -8,7 +8,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, cached_property
 
 from torch.fx import Graph, Node
 
@@ -28,6 +28,8 @@ def layer(nodes: Iterable[Node]) -> str:
         if stack:
             path = str(list(stack.values())[-1][0])
             paths.append(_plain(path).split("."))
+        elif node.op == "call_function" and "stack_trace" in node.meta:  # by the module that was compiled itself
+            paths.append([])
     shared: list[str] = []
     while paths:  # what nearly all share: a step that two layers have in common is a node of the first alone
         depth = len(shared)
@@ -84,13 +86,18 @@ class Labels:
     """Puts the names that a user knows into a text that names nodes of a graph."""
 
     def __init__(self, graph: Graph) -> None:
-        self._graph, self._known = graph, dict[str, str]()
-        self.whole = ""
+        self._graph = graph
+
+    @cached_property
+    def whole(self) -> str:
+        """The class of the module that was compiled."""
+        return root(self._graph.nodes)
+
+    @cached_property
+    def _known(self) -> dict[str, str]:
+        return {node.name: label(node, self.whole) for node in self._graph.nodes}
 
     def __call__(self, text: str) -> str:
-        if not self._known:
-            self.whole = root(self._graph.nodes)
-            self._known = {node.name: label(node, self.whole) for node in self._graph.nodes}
         return _WORD.sub(self._instead, text)
 
     def _instead(self, found: re.Match[str]) -> str:

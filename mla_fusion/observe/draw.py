@@ -145,16 +145,19 @@ class _Region:
             facts = self.finder.reader.read(item)
             for norm in facts.norms:
                 if norm.node in inside:
-                    self.claim(norm.node, "norm", f"RMSNorm {self._title(norm.node)}", f"RMSNorm, eps {norm.eps:g}")
+                    self.claim(norm.node, "norm", f"RMSNorm {self._place(norm.node)}", f"RMSNorm, eps {norm.eps:g}")
             for rope in facts.ropes:
                 if rope.node in inside:
-                    self.claim(rope.node, "rope", f"RoPE {self._title(rope.node)}", f"RoPE, heads {rope.heads}")
+                    self.claim(rope.node, "rope", f"RoPE {self._place(rope.node)}", f"RoPE, heads {rope.heads}")
 
     def _title(self, node: Node) -> str:
         """What the user calls it; two steps of one name are told apart by the graph's."""
         title = module_path.label(node, self._whole)
         first = self._titles.setdefault(title, node)
         return title if first is node else f"{title} ({node.name})"
+
+    def _place(self, node: Node) -> str:
+        return self._title(node).partition("'s ")[0]
 
     def _products_behind(self, node: Node) -> frozenset[Node]:
         """The products that a node is made of; of a step at which the proof ends, those that its operands are."""

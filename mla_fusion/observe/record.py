@@ -82,7 +82,7 @@ class Record:
 
     def _layer(self, nodes: Sequence[Node]) -> str:
         """The module path; of a whole model its class."""
-        return module_path.layer(nodes) or module_path.root(nodes)
+        return module_path.layer(nodes) or self._named.whole
 
     def _proof(self, plan: Plan, structure: int) -> tuple[str, ...]:
         """Equal for layers of equal structure, but for what each says of its slots."""

@@ -18,7 +18,7 @@ from mla_fusion.report.rejection import Rejection
 Layer = nn.Module
 Arguments = tuple[Tensor, ...]
 # Names of nodes and of AOT autograd's inputs, which no user has ever seen.
-INTERNAL = re.compile(r"\b(?<!'s )(?:arg\d+_1|(?:mm|addmm|bmm|matmul|mul|add|view|_to_copy)(?:_\d+)?)\b")
+INTERNAL = re.compile(r"\b(?<!'s )(?<!\.)(?:arg\d+_1|(?:mm|addmm|bmm|matmul|mul|add|view|_to_copy)(?:_\d+)?)\b")
 
 
 class Norm(nn.Module):
