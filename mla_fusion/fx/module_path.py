@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from mla_fusion.fx.kinds import op_name
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?!File ")(?P<code>.*))?')
 
 
 _NEARLY_ALL = 0.8
@@ -131,4 +131,5 @@ def source(node: Node) -> str:
     if not frames:
         return ""
     last = frames[-1]
-    return f"{last['file']}:{last['line']} in {last['function']}: {last['code'].strip()}"
+    code = f": {last['code'].strip()}" if last["code"] else ""  # none where the source was not a file
+    return f"{last['file']}:{last['line']} in {last['function']}{code}"

@@ -202,8 +202,9 @@ def _numbers(report: Report) -> list[tuple[str, str]]:
         ("nodes before", f"{report.nodes_before:,}"),
         ("nodes after", f"{report.nodes_after:,}"),
         ("pass time", duration(report.seconds)),
-        ("weights added", size(report.bytes_added)),
     ]
+    if report.committed:
+        found.append(("weights added", size(report.bytes_added)))
     if report.bytes_on_npu is not None:
         found.append(("weights added on an NPU", size(report.bytes_on_npu)))
     return [*found, ("largest error", f"{max(figures):.1e}")] if figures else found

@@ -13,6 +13,8 @@ from mla_fusion.config import Config
 from mla_fusion.report.picture import Picture
 from mla_fusion.report.rejection import Rejection
 
+SCHEMA = 1  # of the JSON; docs/stability.md says when it changes
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -87,6 +89,9 @@ class Report:
         data["config"]["skip"] = [str(entry) for entry in self.config.skip]
         data["seconds"] = self.seconds
         data["machine"] = str(self.config.machine)
+        data["schema"] = SCHEMA
+        for row, item in zip(data["rejected"], self.rejected, strict=True):
+            row["remedy"] = item.remedy
         return json.dumps(data, indent=2, default=str)
 
     def to_html(self, path: str | Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import re
 import shlex
 from dataclasses import dataclass
@@ -71,7 +72,9 @@ def settled(text: str) -> str:
 
 
 def _python(block: Block, where: str, scope: dict[str, Any]) -> None:
-    code = compile("\n" * block.line + block.text, where, "exec")
+    source = "\n" * block.line + block.text
+    code = compile(source, where, "exec")
+    linecache.cache[where] = (len(source), None, source.splitlines(keepends=True), where)  # as of a file
     if block.title != ON_AN_NPU:
         exec(code, scope)
         return
