@@ -7,9 +7,14 @@ torch has the npu:: operators, before or after this package.
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_fusion import _autoload, _lazy
+
+if not Path(__file__).with_name("meta").exists():
+    # A source tree, perhaps before its installation on sys.path: meta/, converters/ and examples/ stand beside it.
+    __path__.append(str(Path(__file__).parents[1]))
 
 _autoload.keep_torch_importable()
 _lazy.operators_with_torch()
