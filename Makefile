@@ -7,6 +7,8 @@
 #   make matrix  the matrix of torch and torch_npu (PAIR=2.10.0 for one; noxfile.py says more)
 #   make bench   pass times beside Inductor's matcher
 #   make docs    the pages that are generated from the code
+#   make package     wheel and source archive, each installed and tried in an empty environment
+#   make pictures    the pictures of README (needs a Chromium)
 #   make site    the documentation as a site, in build/site
 #
 # PYTHON is the interpreter (3.10 or newer, with venv) that the first call makes .venv from.
@@ -19,7 +21,7 @@ READY := $(VENV)/.ready
 # torch_npu is installed beside a torch without CANN; left to itself, `import torch` would try to load it.
 export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 
-.PHONY: demo test test-all test-portable lint types matrix bench docs site clean
+.PHONY: demo test test-all test-portable lint types matrix bench docs pictures package site clean
 
 demo: $(READY)
 	$(BIN)/mla-fusion demo --out out
@@ -67,6 +69,12 @@ docs: $(READY)
 	$(BIN)/python docs/generate_operator.py
 	$(BIN)/python docs/generate_hf.py
 	$(BIN)/python docs/generate_releases.py
+	$(BIN)/python docs/generate_support.py
+	$(BIN)/python docs/generate_cli.py
+	$(BIN)/python docs/generate_notebook.py
+
+pictures: $(READY)
+	$(BIN)/python docs/pictures.py
 
 site: docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -79,6 +87,15 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet torch_npu==2.13.0
 	$(BIN)/pip install --quiet -e '.[offline,hf,report,test]'
 	touch $@
+
+# Each in an environment that holds nothing but pip: what the metadata asks for is what gets installed.
+package: $(READY)
+	rm -rf build/package && mkdir -p build/package
+	$(BIN)/python -c "from setuptools import build_meta as b; b.build_wheel('build/package'); b.build_sdist('build/package')"
+	for file in build/package/*.whl build/package/*.tar.gz; do \
+	  rm -rf build/package/env && $(PYTHON) -m venv build/package/env && build/package/env/bin/pip install --quiet torch==2.13.0 && \
+	  build/package/env/bin/pip install --quiet $$file && \
+	  (cd build/package && env/bin/python -m mla_fusion.examples.fuse_your_model && env/bin/mla-fusion --version) || exit 1; done
 
 clean:
 	rm -rf $(VENV) .nox build out benchmarks/out

@@ -20,7 +20,7 @@ from mla_fusion.releases import RELEASES, SCHEMAS, TORCHAIRS, Release, for_torch
 from tests.matrix import outcome  # noqa: E402
 
 PAGE = ROOT / "docs" / "releases.md"
-README = ROOT / "README.md"
+READMES = (ROOT / "README.md", ROOT / "README.zh.md")
 BEGIN, END = "<!-- releases: written by docs/generate_releases.py -->\n", "<!-- /releases -->"
 
 INTRODUCTION = """\
@@ -119,7 +119,7 @@ def readme(text: str, rows: Iterable[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     rows = json.loads(outcome.KEPT.read_text())
-    wanted = {PAGE: page(rows), README: readme(README.read_text(), rows)}
+    wanted = {PAGE: page(rows), **{path: readme(path.read_text(), rows) for path in READMES}}
     if "--check" in arguments:
         return int(any(not path.exists() or path.read_text() != text for path, text in wanted.items()))
     for path, text in wanted.items():

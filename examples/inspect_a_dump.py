@@ -10,10 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import mla_fusion as mf
+from mla_fusion.examples.fuse_your_model import example
 
-sys.path.insert(0, str(Path(__file__).parent))
-from fuse_your_model import example
+import mla_fusion as mf
 
 
 def main(folder: Path) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.prolog import PROLOGS
 
-RELEASES = ("8.2", "8.3", "8.5", "9.0", "9.1", "latest")
-SOCS = ("A2", "A3", "A5")
+from mla_fusion.machine import RELEASES, SOCS
+
 # how a call reaches the device: torch_npu allocates the results and calls aclnn, or GE infers their shapes in a graph;
 # both end in the operator's tiling, which checks the call
 PATHS = ("eager", "graph")

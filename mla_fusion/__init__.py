@@ -1,27 +1,23 @@
 """Fuse DeepSeek MLA prologues in FX graphs into the single Ascend NPU kernel.
 
-The names below are the whole public surface; each loads its module on first use, so that
-``import mla_fusion`` costs nothing beyond ``import torch``.
+The names below are the whole public surface; each loads its module on first use, and torch with it. Whoever imports
+torch has the npu:: operators, before or after this package.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_fusion import _autoload
+from mla_fusion import _autoload, _lazy
+
+if not Path(__file__).with_name("meta").exists():
+    # A source tree, perhaps before its installation on sys.path: meta/, converters/ and examples/ stand beside it.
+    __path__.append(str(Path(__file__).parents[1]))
 
 _autoload.keep_torch_importable()
-
-import torch  # noqa: E402
-
-if not hasattr(torch, "float8_e8m0fnu"):  # before torch 2.7: a dtype of the operator's table
-    from mla_fusion import releases
-
-    _pair = releases.command(releases.for_torch(torch.__version__))
-    raise ImportError(f"mla_fusion needs torch 2.7 or newer, and torch {torch.__version__} is installed: {_pair}")
-
-import mla_fusion.ops  # noqa: E402, F401  # defines the npu:: prologue schemas where torch_npu has not
+_lazy.operators_with_torch()
 
 if TYPE_CHECKING:
     from mla_fusion import inspect, meta, offline, paging, reference
@@ -33,6 +29,7 @@ if TYPE_CHECKING:
     from mla_fusion.config import Config
     from mla_fusion.entry import explain, fuse
     from mla_fusion.report.report import Report, reports
+    from mla_fusion.weights.cache import release
 
 __version__: str
 
@@ -48,6 +45,7 @@ _HOME = {
     "explain": "mla_fusion.entry",
     "fuse": "mla_fusion.entry",
     "lower": "mla_fusion.compile.lowering",
+    "release": "mla_fusion.weights.cache",
     "reports": "mla_fusion.entry",
     "torchair_pass": "mla_fusion.compile.hook",
 }
@@ -69,6 +67,7 @@ __all__ = [
     "offline",
     "paging",
     "reference",
+    "release",
     "reports",
     "torchair_pass",
 ]

@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import mla_fusion as mf
-from mla_fusion.meta import RELEASES, SOCS
-from mla_fusion.target import UserError, load_target
+from mla_fusion.target import UserError, add_limits, load_target, target, target_or_dump
 
 
 def add(commands: Any, command: Callable[..., Any]) -> None:
     """Both subcommands; ``command`` makes the parser of one that prints JSON on request."""
     summary = "Check hand-written calls of the operators; with --reference, against the model that they stand for."
-    parser = command(commands, "audit", _audit, summary)
+    parser = command(commands, "audit", _audit, summary, "Exit status 1: something is wrong with a call.")
     parser.add_argument(
         "target", metavar="FILE.py:FUNCTION", help="function that returns (module_or_function, arguments), or a dump"
     )
     parser.add_argument("--reference", metavar="FILE.py:FUNCTION", help="one that returns (unfused_model, arguments)")
-    parser.add_argument("--soc", choices=SOCS, default="A3")
-    parser.add_argument("--cann", choices=RELEASES, default="latest")
+    add_limits(parser)
     parser.add_argument("--path", choices=("eager", "graph"), default="eager", help="how the calls reach the device")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the audit as a page")
     summary = "Print how to write a call of the operator by hand, for people and for agents that write code."
@@ -34,6 +32,9 @@ def add(commands: Any, command: Callable[..., Any]) -> None:
 
 def _audit(arguments: argparse.Namespace) -> int:
     """Exit status: 0 nothing is wrong, 1 something is. Raises UserError for bad input."""
+    target_or_dump(arguments.target)
+    if arguments.reference:
+        target(arguments.reference)
     from mla_fusion.dumps import DumpError
 
     try:
@@ -51,14 +52,15 @@ def _of_file(arguments: argparse.Namespace) -> mf.Audit:
 
     if arguments.reference:
         raise UserError("--reference goes with a function; a dump holds no numbers to compare")
-    return audit_dump(arguments.target, arguments.soc, arguments.cann)
+    limits = mf.Config(soc=arguments.soc, cann=arguments.cann).machine
+    return audit_dump(arguments.target, limits.soc, limits.cann)
 
 
 def _of_function(arguments: argparse.Namespace) -> mf.Audit:
-    target, example = load_target(arguments.target)
+    model, example = load_target(arguments.target)
     reference = load_target(arguments.reference)[0] if arguments.reference else None
-    limits = {"soc": arguments.soc, "cann": arguments.cann, "path": arguments.path}
-    return mf.audit(target, reference, *example, **limits)
+    limits = mf.Config(soc=arguments.soc, cann=arguments.cann).machine
+    return mf.audit(model, reference, *example, soc=limits.soc, cann=limits.cann, path=arguments.path)
 
 
 def _guide(arguments: argparse.Namespace) -> int:

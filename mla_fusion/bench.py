@@ -58,12 +58,17 @@ class Decoder(nn.Module):
 
 def decoder_graph(layers: int, he: int, heads: int) -> GraphModule:
     """The AOT graph of ``layers`` plain prologues, 8 tokens; weights and caches are meta tensors."""
+    return decoder(layers, he, heads)[0]
+
+
+def decoder(layers: int, he: int, heads: int) -> tuple[GraphModule, list[Any]]:
+    """That graph, and its inputs."""
     dims = dict(DEEPSEEK_V3, He=he, N=heads, BlockNum=8)
     layer = Prologue(FORMS[0], dims).to("meta")
     *inputs, kv_cache, kr_cache = (tensor.to("meta") for tensor in arguments(FORMS[0], dims))
     caches = [torch.empty_like(cache) for _ in range(layers) for cache in (kv_cache, kr_cache)]
     model = Decoder([copy.deepcopy(layer) for _ in range(layers)])
-    return capture(model, *inputs, *caches, device="cpu")[0]
+    return capture(model, *inputs, *caches, device="cpu")
 
 
 def measure(name: str, gm: GraphModule, config: Config, repeats: int) -> Timing:

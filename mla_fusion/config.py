@@ -6,13 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mla_fusion.meta.limits import RELEASES, SOCS
+from mla_fusion.machine import AUTO, Machine, release_named, settled, soc_named
 
 Skip = str | Callable[[Any], bool]
 
 _CHOICES = {
-    "cann": RELEASES,
-    "soc": SOCS,
     "verify": ("off", "first", "all"),
     "staging": ("auto", "always", "never"),
     "kr_layout": ("exact", "half"),
@@ -32,8 +30,10 @@ class Config:
     enable      False leaves every graph untouched.
     verify      Run the cut-out region against its replacement on seeded CPU inputs:
                 "off" never, "first" once per distinct region, "all" for every fusion.
-    cann        CANN release whose limits hold ("8.2" .. "9.1", or "latest").
-    soc         Chip generation whose limits hold ("A2", "A3", "A5").
+    cann        CANN release whose limits hold: "8.2" .. "9.1", "latest", or a version as CANN writes it ("8.3.RC1").
+    soc         Chip generation whose limits hold: "A2", "A3", "A5", or a chip's name ("910B", "Ascend910_93", "950PR").
+                "auto", the default of both, asks the NPU of this process; without one, A3 and the latest release are
+                taken. The report says which.
     staging     May the kernel write small buffers from which the model's own cache writes go on?
                 "auto" where the in-kernel write would not be exact, "always", or "never".
     kr_layout   "exact" never changes what a cache row holds. "half" is the caller's word that every
@@ -60,8 +60,8 @@ class Config:
 
     enable: bool = True
     verify: str = "first"
-    cann: str = "latest"
-    soc: str = "A3"
+    cann: str = AUTO
+    soc: str = AUTO
     staging: str = "auto"
     kr_layout: str = "exact"
     unabsorbed: str = "skip"
@@ -77,6 +77,25 @@ class Config:
             value = getattr(self, field)
             if value not in choices:
                 raise ValueError(f"Config.{field} must be one of {', '.join(map(str, choices))}, got {value!r}")
+        for field, named in (("soc", soc_named), ("cann", release_named)):
+            if (value := getattr(self, field)) != AUTO:
+                try:
+                    object.__setattr__(self, field, named(value))
+                except ValueError as error:
+                    raise ValueError(f"Config.{field}: {error}") from None
         if isinstance(self.skip, str):
             raise ValueError(f"Config.skip takes a sequence, got the string {self.skip!r}; write ({self.skip!r},)")
         object.__setattr__(self, "skip", tuple(self.skip))
+
+    @classmethod
+    def given(cls, config: Config | None) -> Config:
+        """What a function was called with, the default for None. Raises TypeError for anything else."""
+        if config is None or isinstance(config, cls):
+            return config or cls()
+        said = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"
+        raise TypeError(f"config must be a mla_fusion.Config, such as Config(verify='all'), got {said}")
+
+    @property
+    def machine(self) -> Machine:
+        """``soc`` and ``cann`` with "auto" found out."""
+        return settled(self.soc, self.cann)

@@ -17,12 +17,16 @@ __all__ = ["Report", "explain", "fuse", "reports"]
 fuse = pipeline.fuse
 
 
-def explain(gm: GraphModule | str | PathLike[str], config: Config | None = None) -> Report:
+def explain(
+    gm: GraphModule | str | PathLike[str], config: Config | None = None, *, boundary: bool = False
+) -> Report:
     """What :func:`fuse` would do, with the same reasons, changing nothing.
+
+    ``boundary``: what :func:`backend` would do, which views caches in the kernel's shape before it calls the graph.
 
     ``gm`` may be the path of a dump that torchair or torch wrote, from which the graph is rebuilt; a dump that
     cannot be read, or does not hold enough, raises a ValueError that says why.
     """
     if isinstance(gm, (str, PathLike)):
-        return explain_dump(gm, config)
-    return pipeline.explain(gm, config)
+        return explain_dump(gm, config, boundary=boundary)
+    return pipeline.explain(gm, config, boundary=boundary)

@@ -45,16 +45,17 @@ def fuse(gm: GraphModule, config: Config | None = None) -> Report:
 
     Raises TypeError for anything but a GraphModule, ValueError for a graph without ``meta["val"]``.
     """
-    return run(gm, config or Config(), GraphBuilder)
+    return run(gm, Config.given(config), GraphBuilder)
 
 
-def explain(gm: GraphModule, config: Config | None = None) -> Report:
-    """What :func:`fuse` would do, with the same reasons, changing nothing."""
-    return run(gm, config or Config(), None)
+def explain(gm: GraphModule, config: Config | None = None, *, boundary: bool = False) -> Report:
+    """What :func:`fuse` would do, with the same reasons, changing nothing; ``boundary``: what the backend would."""
+    return run(gm, Config.given(config), None, boundary)
 
 
-def run(gm: GraphModule, config: Config, builder: BuilderOf | None) -> Report:
-    """One pass over ``gm``; ``builder`` is the kind that makes the graph's changes, None for none.
+def run(gm: GraphModule, config: Config, builder: BuilderOf | None, boundary: bool = False) -> Report:
+    """One pass over ``gm``; ``builder`` is the kind that makes the graph's changes, None for none: ``boundary`` then
+    says whether to judge as if a wrapper stood around the graph, as that of ``mf.backend`` does.
 
     Either all of it succeeds, or ``gm`` stays as it is: a defect of the pass is reported as ``pass.failed``, and raised
     under ``Config(strict=True)``. Raises what a predicate of ``Config.skip`` raises, as SkipError.
@@ -65,7 +66,7 @@ def run(gm: GraphModule, config: Config, builder: BuilderOf | None) -> Report:
     if config.enable:
         # A compiler calls with its fake mode on; probes are real tensors.
         with without_modes(), paused(), torch_defaults(), threads(1) as usual:
-            report = _all_or_nothing(gm, config, builder, usual)
+            report = _all_or_nothing(gm, config, builder, usual, builder.has_boundary if builder else boundary)
     report.nodes_before = nodes
     report.timings["total"] = perf_counter() - started
     report.nodes_after = len(gm.graph.nodes)
@@ -74,7 +75,7 @@ def run(gm: GraphModule, config: Config, builder: BuilderOf | None) -> Report:
     unasked = [item for item in report.rejected if item.code != "skip"]
     if unasked and not report.fused and report.committed:
         worst = max(unasked, key=lambda item: item.score)
-        log.warning("no MLA prologue was fused; nearest miss %s: [%s] %s", worst.layer, worst.code, worst.message)
+        log.warning("no MLA prologue was fused; nearest miss %s: [%s] %s", worst.where, worst.code, worst.message)
     return report
 
 
@@ -91,12 +92,14 @@ def _check_graph(gm: object) -> None:
             )
 
 
-def _all_or_nothing(gm: GraphModule, config: Config, builder: BuilderOf | None, usual_threads: int) -> Report:
+def _all_or_nothing(
+    gm: GraphModule, config: Config, builder: BuilderOf | None, usual_threads: int, boundary: bool
+) -> Report:
     """The report; a defect leaves one rejection that names it, and the graph as it was."""
     described: list[Node] = []
     try:
         described = describe_attributes(gm)
-        return _of_best_form(gm, config, builder, usual_threads)
+        return _of_best_form(gm, config, builder, usual_threads, boundary)
     except SkipError:
         raise
     except Exception as error:
@@ -108,7 +111,9 @@ def _all_or_nothing(gm: GraphModule, config: Config, builder: BuilderOf | None, 
             del node.meta["val"]
 
 
-def _of_best_form(gm: GraphModule, config: Config, builder: BuilderOf | None, usual_threads: int) -> Report:
+def _of_best_form(
+    gm: GraphModule, config: Config, builder: BuilderOf | None, usual_threads: int, boundary: bool
+) -> Report:
     """The report on the first form of the graph in which something fuses, else on the first of all."""
     reports: list[Report] = []
     graphs = Graphs()
@@ -116,7 +121,7 @@ def _of_best_form(gm: GraphModule, config: Config, builder: BuilderOf | None, us
     for form in forms(gm):  # normalise
         graphs.write("normalised", form)
         reports.append(report := Report(config, committed=builder is not None))
-        plans = _plans(form, config, builder, usual_threads, report)
+        plans = _plans(form, config, boundary, usual_threads, report)
         if plans and builder is not None:
             _commit(gm, form, plans, config, builder, report)
             graphs.write("fused", gm)
@@ -126,7 +131,7 @@ def _of_best_form(gm: GraphModule, config: Config, builder: BuilderOf | None, us
 
 
 def _plans(
-    gm: GraphModule, config: Config, builder: BuilderOf | None, usual_threads: int, report: Report
+    gm: GraphModule, config: Config, boundary: bool, usual_threads: int, report: Report
 ) -> list[Plan]:
     """What can be fused; what became of each prologue goes to the report. Changes nothing."""
     clock = Clock(report.timings)
@@ -135,7 +140,7 @@ def _plans(
     finder, found = search(view, config.unabsorbed == "identity")
     found += in_bodies(gm)
     clock.stop("match")
-    legal_plans = Plans(view, config, boundary=builder is not None and builder.has_boundary)
+    legal_plans = Plans(view, config, boundary)
     verified = Verified(view, config, usual_threads)
     record, plans = Record(view, finder, config, report), []
     for item in found:

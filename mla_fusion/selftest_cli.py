@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import mla_fusion as mf
-from mla_fusion.meta import RELEASES, SOCS
-from mla_fusion.target import UserError, positive
+from mla_fusion.machine import AUTO
+from mla_fusion.target import UserError, add_limits, positive
 
 
 def add(commands: Any, command: Callable[..., Any]) -> None:
     """The subcommand; ``command`` makes the parser of one that prints JSON on request."""
     parser = command(
-        commands, "selftest", _selftest, "Check the operators and the pass on this device against the references."
-    )
+        commands, "selftest", _selftest, "Check the operators and the pass on this device against the references.",
+        "Exit status 1: a check failed.",
+    )  # fmt: skip
     parser.add_argument("--device", choices=("npu", "cpu"), help="default: an NPU where there is one")
-    parser.add_argument("--soc", choices=SOCS, help="whose scenarios; found out on an NPU, A3 on a CPU")
-    parser.add_argument("--cann", choices=RELEASES, help="release whose limits hold; found out on an NPU")
+    add_limits(parser)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="scenarios whose name matches, as 'w2 kv1'")
     parser.add_argument("--hidden", type=positive, help="He; 7168 on an NPU, the smallest legal one on a CPU")
     parser.add_argument("--heads", type=positive, help="N; 16 on an NPU, 4 on a CPU")
@@ -37,8 +37,8 @@ def _selftest(arguments: argparse.Namespace) -> int:
         return _compared(arguments)
     options = selftest.Options(arguments.only, arguments.hidden, arguments.heads, arguments.repeats)
     try:
-        device = selftest.choose(arguments.device, arguments.soc, arguments.cann)
-        outcome = selftest.run(device, options, _tell_progress if sys.stderr.isatty() else None)
+        device = selftest.choose(arguments.device, _given(arguments.soc), _given(arguments.cann))
+        outcome = selftest.run(device, options, _tell_progress)
     except (selftest.NoDevice, mf.meta.ContractError) as error:
         raise UserError(str(error)) from error
     if not outcome.results:
@@ -47,6 +47,10 @@ def _selftest(arguments: argparse.Namespace) -> int:
         arguments.out.write_text(outcome.to_json(), encoding="utf-8")
     print(outcome.to_json() if arguments.json else outcome)
     return 1 if outcome.failed else 0
+
+
+def _given(option: str) -> str | None:
+    return None if option == AUTO else option
 
 
 def _compared(arguments: argparse.Namespace) -> int:
@@ -65,5 +69,6 @@ def _compared(arguments: argparse.Namespace) -> int:
 
 
 def _tell_progress(result: Any) -> None:
-    """The check that has just ended, on one line that the next one overwrites."""
-    print(f"\r\033[K{result.name} ({result.through})", end="\r", file=sys.stderr, flush=True)
+    """The check that has just ended: on a terminal one line that the next one overwrites."""
+    before, after = ("\r\033[K", "\r") if sys.stderr.isatty() else ("", "\n")
+    print(f"{before}{result.name} ({result.through})", end=after, file=sys.stderr, flush=True)

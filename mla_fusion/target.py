@@ -1,14 +1,19 @@
-"""A function that the command line names, ``FILE.py:FUNCTION``, and what it returns."""
+"""A function that the command line names, ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``, and what it returns."""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib
 import importlib.util
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from mla_fusion import machine
 
 
 class UserError(Exception):
@@ -23,41 +28,126 @@ def positive(text: str) -> int:
     return value
 
 
+def existing(text: str) -> Path:
+    """A file of the command line."""
+    if not Path(text).is_file():
+        raise UserError(f"no such file: {text}")
+    return Path(text)
+
+
+def folder(text: str) -> Path:
+    """A folder of the command line."""
+    if not Path(text).is_dir():
+        raise UserError(f"no such folder: {text}")
+    return Path(text)
+
+
+def target(text: str) -> str:
+    """``FILE.py:FUNCTION``, told from what cannot be one before anything is imported."""
+    file, separator, name = text.rpartition(":")
+    if separator and name.isidentifier():
+        if file.endswith(".py"):
+            existing(file)
+        return text
+    if text.endswith(".py"):
+        functions = _functions(existing(text))
+        raise UserError(
+            f"which function of {text}? FILE.py:FUNCTION, as {text}:{functions[0]}; it defines {', '.join(functions)}"
+            if functions
+            else f"{text} defines no function without arguments"
+        )
+    raise UserError(f"{text!r} is not of the form FILE.py:FUNCTION")
+
+
+def target_or_dump(text: str) -> str:
+    """The same, or the file of a dump; the Python that torchair writes is told by having no function."""
+    path = Path(text)
+    if ":" not in text and not path.is_file():
+        raise UserError(f"no such file: {text}")
+    return text if path.is_file() and not (path.suffix == ".py" and _functions(path)) else target(text)
+
+
+def _functions(path: Path) -> list[str]:
+    """Those of a file that can be called without arguments."""
+    try:
+        statements = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError):
+        return []
+    functions = [node for node in statements if isinstance(node, ast.FunctionDef)]
+    return [one.name for one in functions if len(one.args.args) + len(one.args.kwonlyargs) == len(one.args.defaults)]
+
+
+def add_limits(parser: Any, default: str = machine.AUTO) -> None:
+    """``--soc`` and ``--cann``, checked at once."""
+    of = "by default that of the NPU here, or A3 and the newest" if default == machine.AUTO else f"by default {default}"
+    parser.add_argument("--soc", type=_named(machine.soc_named), default=default, help=f"chip, as A2 or 910B; {of}")
+    parser.add_argument("--cann", type=_named(machine.release_named), default=default, help="release whose limits hold")
+
+
+def _named(known: Callable[[str], str]) -> Callable[[str], str]:
+    def checked(text: str) -> str:
+        try:
+            return text if text == machine.AUTO else known(text)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+    return checked
+
+
 def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """What ``FILE.py:FUNCTION`` returns. Raises UserError for everything that is wrong with it."""
     file, separator, name = text.rpartition(":")
     if not separator or not name.isidentifier():
         raise UserError(f"{text!r} is not of the form FILE.py:FUNCTION")
-    path = Path(file)
-    if not path.is_file():
-        raise UserError(f"no such file: {file}")
-    own_name = f"_mla_fusion_target_{path.stem}"  # a file named torch.py must not become torch
-    spec = importlib.util.spec_from_file_location(own_name, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))  # as for a script: its neighbours can be imported
-    sys.modules[own_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"{file} cannot be imported: {_brief(error, path)}") from error
+    module = _imported(file)
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"{file} defines no function {name!r}")
     try:
         found = function()
     except Exception as error:
-        raise UserError(f"{name}() failed: {_brief(error, path)}") from error
+        raise UserError(f"{name}() failed: {_brief(error, module.__file__ or file)}") from error
     pair = isinstance(found, tuple) and len(found) == 2
     if not (pair and callable(found[0]) and isinstance(found[1], (tuple, list))):
         raise UserError(f"{name}() returned {type(found).__name__}, expected (module_or_function, arguments)")
     return found[0], tuple(found[1])
 
 
-def _brief(error: Exception, path: Path) -> str:
+def _imported(name: str) -> ModuleType:
+    """The module of a file, or the one of that name where there is no such file."""
+    path = Path(name)
+    if not path.is_file() and (path.suffix == ".py" or not _is_module(name)):
+        raise UserError(f"no such file: {name}")
+    try:
+        return _of_file(path) if path.is_file() else importlib.import_module(name)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{name} cannot be imported: {_brief(error, name)}") from error
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return all(map(str.isidentifier, name.split("."))) and importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package that it would stand in
+        return False
+
+
+def _of_file(path: Path) -> ModuleType:
+    name = f"_mla_fusion_target_{path.stem}"  # a file named torch.py must not become torch
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))  # as for a script: its neighbours can be imported
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _brief(error: Exception, file: str) -> str:
     """The error with the last line of the caller's file that led to it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
-    frames = frames or [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
+    path = Path(file)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) in (path.resolve(), path)]
     where = f" (line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -9,7 +9,6 @@ import mla_fusion as mf  # before torch, where torch_npu is installed without CA
 import torch
 from torch import nn
 
-from mla_fusion.compile.fakes import relocate
 from mla_fusion.models.attention import mla_paged_attention
 
 T, HE, HCQ, HCKV, N, D, DR, DV = 4, 1024, 1536, 512, 16, 128, 64, 128
@@ -72,12 +71,10 @@ def example():
 
 def on_npu(model, arguments):
     """Both on an NPU, weights in FRACTAL_NZ; without one as fake tensors, which compile and cannot run."""
-    mf.offline.activate()  # does nothing where there is CANN
+    model, arguments = mf.offline.on_npu(model, arguments)
     import torch_npu
 
-    if not torch_npu.npu.is_available():
-        return relocate(model, arguments, "npu")
-    model = model.npu()
-    for weight in (model.w_dq, model.w_uq_qr, model.w_dkv_kr):
-        weight.data = torch_npu.npu_format_cast(weight.data, NZ)
-    return model, tuple(argument.npu() if isinstance(argument, torch.Tensor) else argument for argument in arguments)
+    if torch_npu.npu.is_available():
+        for weight in (model.w_dq, model.w_uq_qr, model.w_dkv_kr):
+            weight.data = torch_npu.npu_format_cast(weight.data, NZ)
+    return model, arguments

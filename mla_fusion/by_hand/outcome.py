@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from mla_fusion.report import plain_page
 
 
 @dataclass(frozen=True)
@@ -89,39 +90,18 @@ class Audit:
 
     def to_html(self, path: str | Path) -> Path:
         """Write a page that stands alone."""
-        rows = "".join(
-            f"<tr><td>{html.escape(name)}</td><td>{error:.2g}</td>"
-            f"<td>{(self.repaired or {}).get(name, error):.2g}</td></tr>"
-            for name, error in (self.errors or {}).items()
-        )
-        found = "".join(
-            f"<li class='{'wrong' if item.certain else 'maybe'}'><code>{html.escape(item.code)}</code> "
-            f"{html.escape(item.operator)}: {html.escape(item.message)}"
-            + (f"<br>largest error then {item.error:.2g}" if item.error is not None else "")
-            + (f"<br><small>{html.escape(item.line)}</small>" if item.line else "")
-            + "</li>"
+        repaired = self.repaired or {}
+        rows = [
+            (name, f"{error:.2g}", f"{repaired.get(name, error):.2g}") for name, error in (self.errors or {}).items()
+        ]
+        notes = [
+            (
+                "wrong" if item.certain else "maybe",
+                f"[{item.code}] {item.operator}: {item.message}",
+                [f"largest error then {item.error:.2g}"] * (item.error is not None) + [item.line] * bool(item.line),
+            )
             for item in self.findings
-        )
-        title = html.escape(str(self).splitlines()[0])
-        table = f"<table><tr><th>value</th><th>error</th><th>repaired</th></tr>{rows}</table>" if rows else ""
-        listed = f"<ul>{found}</ul>" if found else "<p>Nothing found.</p>"
-        text = _PAGE.format(title=title, findings=listed, table=table)
-        file = Path(path)
-        file.write_text(text, encoding="utf-8")
-        return file
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>mla_fusion audit</title>
-<style>
-:root {{ color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }}
-body {{ max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
-h1 {{ font-size: 1.2rem }}
-li {{ margin: .6rem 0; padding-left: .6rem; border-left: 4px solid #c33; list-style: none }}
-li.maybe {{ border-color: #c90 }}
-table {{ border-collapse: collapse }} th, td {{ text-align: left; padding: .2rem 1rem .2rem 0 }}
-small {{ opacity: .8; overflow-wrap: anywhere }}
-</style></head>
-<body><h1>{title}</h1>{findings}{table}</body></html>
-"""
+        ]
+        header = ("value", "error", "repaired")
+        headings = str(self).splitlines()[:1]
+        return plain_page.write(path, "mla_fusion audit", headings, notes, header, rows, "Nothing found.")

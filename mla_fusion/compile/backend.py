@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,16 @@ import torch
 from torch.fx import GraphModule
 
 from mla_fusion import releases
-from mla_fusion.compile import offline, words
+from mla_fusion.compile import names, offline, words
 from mla_fusion.compile.boundary import fuse_with_boundary
 from mla_fusion.compile.floats import specialise
 from mla_fusion.config import Config
 from mla_fusion.page import live
+from mla_fusion.pipeline import explain
 from mla_fusion.report.rejection import CODES, Rejection
-from mla_fusion.report.report import Report, keep
+from mla_fusion.report.report import Fusion, Report, keep
 
+log = logging.getLogger("mla_fusion")
 Backend = Callable[..., Callable[..., Any]]
 
 
@@ -45,7 +49,7 @@ def backend(
     """
     if _device_present():
         releases.require()
-    chosen = config or Config()
+    chosen = Config.given(config)
     folder = None if report is None else Path(report).absolute()
 
     def compile_graph(
@@ -72,13 +76,20 @@ def mla_fusion(
 def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config, folder: Path | None) -> Callable[..., Any]:
     from mla_fusion.compat import aot_module_simplified
 
+    name = names.of(gm)
+
     def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        name(graph)
         with live.into(folder):
             _, _, wrap = fuse_with_boundary(graph, examples, config, inputs)
         return wrap(graph.forward)
 
+    def decline(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        name(graph)
+        return _declined(graph, config, folder)
+
     compilers: dict[str, Any] = {
-        "fw_compiler": lambda graph, _: _declined(graph, config, folder),
+        "fw_compiler": decline,
         "bw_compiler": lambda graph, _: graph.forward,
         "inference_compiler": infer,
     }
@@ -95,7 +106,10 @@ def _with_torchair(
     chosen = compiler_config or torchair_bridge.compiler_config(mode)
     compile_further = torchair_bridge.package(mode).get_compiler(chosen)
 
+    name = names.of(gm)
+
     def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        name(graph)
         with live.into(folder):
             _, examples, wrap = fuse_with_boundary(graph, examples, config, inputs)
         return wrap(compile_further(graph, examples))
@@ -104,10 +118,17 @@ def _with_torchair(
 
 
 def _declined(graph: GraphModule, config: Config, folder: Path | None) -> Callable[..., Any]:
-    """A graph with gradients stays as it is."""
+    """A graph with gradients stays as it is; the report names the layers that would fuse without."""
+    said = explain(graph, replace(config, verify="off", strict=False), boundary=True)
+    found: list[Fusion | Rejection] = [*said.fused]
+    found += (one for one in said.rejected if one.score == 1.0)  # what is kept for backward is read
     meaning = CODES["autograd"][0]
+    layers = [Rejection("autograd", meaning, one.nodes, one.layer, one.source, score=1.0) for one in found]
+    report = Report(config, rejected=layers or [Rejection("autograd", meaning)], nodes_before=len(graph.graph.nodes))
+    for left in layers[:1]:
+        log.warning("no MLA prologue was fused: %d of them, %s first: [autograd] %s", len(layers), left.layer, meaning)
     with live.into(folder):
-        keep(Report(config, rejected=[Rejection("autograd", meaning)], nodes_before=len(graph.graph.nodes)))
+        keep(report)
     return graph.forward
 
 

@@ -59,12 +59,14 @@ class BoundaryBuilder(GraphBuilder):
         self.adaptors: list[Adaptor] = []
         self.examples: list[Any] = []
         self.bytes_packed = 0
+        self._bytes_on_npu: dict[object, int] = {}
 
     def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: bool = False) -> Any:
         try:
             program, positions, result = self._program(recipe, leaves)
         except (_Unpackable, LookupError):  # the sizes of the weight are not known before the graph runs
             return recipe(self)
+        self._count_on_npu(recipe, leaves)
         if program is None:
             return self.value(result)
         inverse = None if exact else self._inverse(program, positions)
@@ -130,13 +132,25 @@ class BoundaryBuilder(GraphBuilder):
                     if isinstance(source, Node) and same_shape(source.meta["val"].shape, viewed.meta["val"].shape):
                         user.args = (viewed, source)
 
+    def _count_on_npu(self, recipe: Recipe, leaves: Sequence[Node]) -> None:
+        """The bytes that the weight would add where weights are laid out for an NPU."""
+        program, positions, result = self._program(recipe, leaves, as_on_npu=True)
+        value = result.meta["val"]
+        if program is not None and not _has_symbolic_sizes(result) and not self._shares_memory(value, positions):
+            self._bytes_on_npu[cache.describe(program), positions] = value.nbytes
+
+    @property
+    def bytes_on_npu(self) -> int:
+        """What :attr:`bytes_packed` would be on an NPU; the same, where weights share memory: those are laid out so."""
+        return self.bytes_packed if self._share_weights else sum(self._bytes_on_npu.values())
+
     def _program(
-        self, recipe: Recipe, leaves: Sequence[Node]
+        self, recipe: Recipe, leaves: Sequence[Node], as_on_npu: bool = False
     ) -> tuple[GraphModule | None, tuple[int, ...], Node]:
         """The recipe as a graph over the caller's inputs; no graph where it is one of them as it is."""
         graph, copies = self._copied(leaves)
         end = graph.output(None)
-        inner = _PackingBuilder(GraphModule(self.gm, graph), copies, self._fake_mode, self._share_weights)
+        inner = _PackingBuilder(GraphModule(self.gm, graph), copies, self._fake_mode, self._share_weights or as_on_npu)
         inner.at(end, {})
         result = recipe(inner)
         given = {copied: node for node, copied in copies.items() if node.op == "placeholder"}
@@ -215,8 +229,8 @@ class BoundaryBuilder(GraphBuilder):
         return sum(
             node.meta["val"].nbytes
             for node, made in self.made_outside.items()
-            if isinstance(made, Packed) and made.inverse is None and not self._is_view(node, made)
-            if not _has_symbolic_sizes(node)
+            if isinstance(made, Packed) and made.inverse is None
+            if not self._shares_memory(node.meta["val"], made.positions) and not _has_symbolic_sizes(node)
         )
 
     @property
@@ -225,10 +239,9 @@ class BoundaryBuilder(GraphBuilder):
         made = (node for node, adaptor in self.made_outside.items() if isinstance(adaptor, Packed))
         return any(map(_has_symbolic_sizes, made))
 
-    def _is_view(self, node: Node, made: Packed) -> bool:
-        sources = (self._originals[place].meta["val"] for place in made.positions)
-        storages = {storage_id(value) for value in sources if not is_symbolic(value)}
-        return storage_id(node.meta["val"]) in storages
+    def _shares_memory(self, value: Tensor, positions: Sequence[int]) -> bool:
+        sources = (self._originals[place].meta["val"] for place in positions)
+        return storage_id(value) in {storage_id(source) for source in sources if not is_symbolic(source)}
 
 
 def _has_symbolic_sizes(node: Node) -> bool:
@@ -287,7 +300,7 @@ def fuse_with_boundary(
     builder = made[-1] if report.fused else None
     if builder is None or not (builder.made_outside or builder.slot_checks):
         return report, list(inputs), lambda compiled: compiled
-    report.bytes_added = builder.bytes_packed
+    report.bytes_added, report.bytes_on_npu = builder.bytes_packed, builder.bytes_on_npu
     live.save(report)
     unsettled = report if config.weights == "shared" or builder.has_symbolic_weights else None
     checks = tuple(builder.slot_checks.values())

@@ -16,7 +16,9 @@ import torch
 from torch.fx import GraphModule
 
 from mla_fusion.compat import Unsupported, aot_module_simplified, in_tracing_mode
+from mla_fusion.compile import names
 from mla_fusion.compile.fakes import relocate
+from mla_fusion.compile.floats import specialise
 
 Inputs = list[Any]
 OnGraph = Callable[[GraphModule, Inputs], Any]
@@ -31,13 +33,14 @@ class _Done(BaseException):
 
 
 def capture(
-    module_or_fn: Callable[..., Any], *args: Any, device: str = "npu", dynamic: bool = False
+    module_or_fn: Callable[..., Any], *args: Any, device: str = "npu", dynamic: bool = False, as_backend: bool = False
 ) -> tuple[GraphModule, Inputs]:
     """The AOT inference graph of one call, with its example inputs (fake tensors).
 
     Arguments, parameters and buffers may lie anywhere, the meta device included; nothing is allocated and
     nothing of the caller's is changed. ``dynamic`` means what it means to torch.compile; a dimension can
-    also be marked with ``torch._dynamo.mark_dynamic``. Raises CaptureError where the function is more than
+    also be marked with ``torch._dynamo.mark_dynamic``. ``as_backend``: epsilons that are attributes of modules stay
+    numbers under ``dynamic``, as ``mf.backend`` sees to. Raises CaptureError where the function is more than
     one graph.
     """
     found: list[tuple[GraphModule, Inputs]] = []
@@ -47,7 +50,7 @@ def capture(
 
         decompositions = default_decompositions()
     trace(
-        aot_backend(lambda gm, inputs: found.append((gm, inputs)), decompositions),
+        aot_backend(lambda gm, inputs: found.append((gm, inputs)), decompositions, as_backend),
         module_or_fn,
         args,
         device=device,
@@ -56,14 +59,19 @@ def capture(
     return found[0]
 
 
-def aot_backend(on_graph: OnGraph, decompositions: dict[Any, Any]) -> Callable[..., Any]:
+def aot_backend(on_graph: OnGraph, decompositions: dict[Any, Any], specialised: bool = False) -> Callable[..., Any]:
     """A torch.compile backend that hands the AOT inference graph to ``on_graph`` and runs nothing."""
 
-    def compiler(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        on_graph(gm, list(example_inputs))
-        return stop
-
     def backend(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
+        if specialised:
+            specialise(gm)
+        name = names.of(gm)
+
+        def compiler(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            name(gm)
+            on_graph(gm, list(example_inputs))
+            return stop
+
         return aot_module_simplified(
             gm,
             inputs,

@@ -39,7 +39,7 @@ def torchair_pass(config: Config | None = None) -> Callable[..., None]:
     Raises ValueError where ``Config.skip`` holds a predicate that is not a module-level function: its code
     could not be told apart in a compile cache.
     """
-    return _generate(config or Config())
+    return _generate(Config.given(config))
 
 
 @cache

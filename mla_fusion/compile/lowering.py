@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from mla_fusion.compat import BackendCompilerFailed, OpOverload
-from mla_fusion.compile import torchair_bridge
+from mla_fusion.compile import names, torchair_bridge
 from mla_fusion.compile.boundary import fuse_with_boundary
 from mla_fusion.compile.copies import correct
 from mla_fusion.compile.device_graph import CaptureError, stop, trace
@@ -36,7 +36,7 @@ class LoweringError(RuntimeError):
         self.operators = operators
 
 
-@dataclass
+@dataclass(repr=False)
 class Lowering:
     """The stages of one lowered graph.
 
@@ -53,9 +53,13 @@ class Lowering:
     fx_after: GraphModule
     fx_ops: Counter[str]
     ge_ops: Counter[str]
-    ge_text: str = field(repr=False)
-    ge_graph: Any = field(repr=False)
+    ge_text: str
+    ge_graph: Any
     report: Report | None = None
+
+    def __repr__(self) -> str:
+        operators = self.ge_ops or self.fx_ops
+        return f"<Lowering: mode {self.mode}, {sum(operators.values())} operators, report {self.report!r}>"
 
     def save(self, directory: str | Path) -> list[Path]:
         """Write fx_before.txt, fx_after.txt and, where they exist, graph.pbtxt and report.json."""
@@ -92,7 +96,7 @@ def lower(
     """
     if mode not in torchair_bridge.MODES:
         raise ValueError(f"mode must be one of {', '.join(torchair_bridge.MODES)}, got {mode!r}")
-    session = _Session(mode, config or Config(), hook)
+    session = _Session(mode, Config.given(config), hook)
     try:
         trace(session.backend(), module_or_fn, args, device="npu", dynamic=dynamic)
     except CaptureError as error:
@@ -117,6 +121,7 @@ class _Session:
         self.before: GraphModule | None = None
         self.compiled: torchair_bridge.Compiled | None = None
         self.error: LoweringError | None = None
+        self.name: Callable[[Any], None] = lambda gm: None
         self.report: Report | None = None
 
     def backend(self) -> Callable[..., Any]:
@@ -128,11 +133,13 @@ class _Session:
         def compile_as_our_backend(gm: GraphModule, inputs: list[Any]) -> Any:
             specialise(gm)
             self.given = inputs
+            self.name = names.of(gm)
             return compile_graph(gm, inputs)
 
         return compile_as_our_backend
 
     def _on_graph(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.name(gm)
         self.before = snapshot(gm)
         earlier = reports()[-1:]
         try:

@@ -44,7 +44,7 @@ def recognise(head: str) -> str:
         if word.startswith(("ir_version", "producer_name", "model_version")):
             return "onnx"
         break
-    raise DumpError("not a graph dump that is known: " + ", ".join(FORMATS.values()), 1)
+    raise DumpError(f"not a graph dump that is known; read are: {'; '.join(FORMATS.values())}", 1)
 
 
 def _read(path: Path) -> Dump:

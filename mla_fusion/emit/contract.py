@@ -21,7 +21,8 @@ from mla_fusion.report.rejection import Refuse
 @measured
 def ask(plan: Plan, config: Config) -> None:
     """Raise ``Refuse("contract:<code>")`` with the specification's own message."""
-    op, soc, cann, attributes = call.KERNEL.name, config.soc, config.cann, call.attributes(plan)
+    op, attributes = call.KERNEL.name, call.attributes(plan)
+    soc, cann = config.machine.soc, config.machine.cann
     try:
         check(op, soc=soc, cann=cann, path="graph", **_arguments(plan), **attributes)
     except ContractError as error:

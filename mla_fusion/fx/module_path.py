@@ -1,14 +1,23 @@
-"""Where in the user's model a node comes from."""
+"""Where in the user's model a node comes from, and by which name the user knows it."""
 
 from __future__ import annotations
 
+import ast
+import linecache
+import operator
 import re
+from collections import Counter
 from collections.abc import Iterable
-from itertools import takewhile
+from functools import cache, cached_property
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
+from mla_fusion.fx.kinds import op_name
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?!File ")(?P<code>.*))?')
+
+
+_NEARLY_ALL = 0.8
 
 
 def layer(nodes: Iterable[Node]) -> str:
@@ -19,10 +28,94 @@ def layer(nodes: Iterable[Node]) -> str:
         if stack:
             path = str(list(stack.values())[-1][0])
             paths.append(_plain(path).split("."))
-    if not paths:
-        return ""
-    shared = takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
-    return ".".join(names[0] for names in shared)
+        elif node.op == "call_function" and "stack_trace" in node.meta:  # by the module that was compiled itself
+            paths.append([])
+    shared: list[str] = []
+    while paths:  # what nearly all share: a step that two layers have in common is a node of the first alone
+        depth = len(shared)
+        name, count = Counter(path[depth] if depth < len(path) else "" for path in paths).most_common(1)[0]
+        if not name or count < _NEARLY_ALL * len(paths):
+            break
+        shared.append(name)
+        paths = [path for path in paths if path[depth : depth + 1] == [name]]
+    return ".".join(shared)
+
+
+def root(nodes: Iterable[Node]) -> str:
+    """The class of the module that was compiled, ``Attention``; "" where no node was made by its own code."""
+    own = (node for node in nodes if node.op == "call_function" and not node.meta.get("nn_module_stack"))
+    frames = (frame for node in own for frame in _FRAME.finditer(node.meta.get("stack_trace") or ""))
+    return next((name for frame in frames if (name := _class_at(frame["file"], int(frame["line"])))), "")
+
+
+def _class_at(file: str, line: int) -> str:
+    """The innermost class around a line of a file."""
+    inside = [(first, name) for first, last, name in _classes(file) if first <= line <= last]
+    return max(inside)[1] if inside else ""
+
+
+@cache
+def _classes(file: str) -> tuple[tuple[int, int, str], ...]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ()
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    return tuple((node.lineno, node.end_lineno or node.lineno, node.name) for node in found)
+
+
+NAME = "mla_fusion_name"  # in a placeholder's meta: what the user calls it
+
+
+def label(node: Node, whole: str = "") -> str:
+    """``q_b.weight`` for an input, ``q_b's addmm`` for what a module computes; the node's name where there is no other.
+
+    ``whole``: what stands for the path of the module that was compiled, its class.
+    """
+    if node.op == "placeholder":
+        return str(node.meta.get(NAME, node.name))
+    if node.op != "call_function":
+        return node.name
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
+        return label(node.args[0], whole)
+    path, step = layer([node]) or whole, op_name(node).rpartition(":")[2].strip("_")
+    return f"{path}'s {'cast' if step == 'to_copy' else step}" if path else node.name
+
+
+class Labels:
+    """Puts the names that a user knows into a text that names nodes of a graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+
+    @cached_property
+    def whole(self) -> str:
+        """The class of the module that was compiled."""
+        return root(self._graph.nodes)
+
+    @cached_property
+    def _known(self) -> dict[str, str]:
+        return {node.name: label(node, self.whole) for node in self._graph.nodes}
+
+    def __call__(self, text: str) -> str:
+        return _WORD.sub(self._instead, text)
+
+    def _instead(self, found: re.Match[str]) -> str:
+        """Some words are English too ("no wrapper can view it"): they count at the beginning, and before a target."""
+        word = found[0]
+        surely = word not in _ENGLISH or not found.start() or found.string.startswith(" (", found.end())
+        return self._known.get(word, word) if surely else word
+
+
+_ENGLISH = frozenset("view index split copy where sum add norm select repeat slice clone scatter square t".split())
+_WORD = re.compile(r"(?<![\w.:])\w+(?![\w:]|\.\w)")
+
+
+def plain(path: str) -> str:
+    """A source of dynamo's as users write it: ``L['self']._modules['q_a']._parameters['bias']`` is ``q_a.bias``."""
+    whole = re.sub(r"^L\['\w+'\](?=\._(?:modules|parameters|buffers))", "", path)  # the module that was compiled
+    whole = re.sub(r"\._(?:parameters|buffers)\['(\w+)'\]", r".\1", whole)
+    return _plain(re.sub(r"^L\['(\w+)'\]", r"\1", whole))
 
 
 def _plain(path: str) -> str:
@@ -38,4 +131,5 @@ def source(node: Node) -> str:
     if not frames:
         return ""
     last = frames[-1]
-    return f"{last['file']}:{last['line']} in {last['function']}: {last['code'].strip()}"
+    code = f": {last['code'].strip()}" if last["code"] else ""  # none where the source was not a file
+    return f"{last['file']}:{last['line']} in {last['function']}{code}"

@@ -20,7 +20,7 @@ from mla_fusion.report.report import Report
 __all__ = ["DumpReport", "NotRebuilt", "explain"]
 
 
-@dataclass
+@dataclass(repr=False)
 class DumpReport(Report):
     """A Report on a dump. ``remarks`` say what the dump does not tell, and what the verdicts therefore leave out."""
 
@@ -31,7 +31,9 @@ class DumpReport(Report):
         return "\n".join([super().__str__(), *(f"  note: {remark}" for remark in self.remarks)])
 
 
-def explain(path: str | PathLike[str] | Dump, config: Config | None = None) -> DumpReport:
+def explain(
+    path: str | PathLike[str] | Dump, config: Config | None = None, *, boundary: bool = False
+) -> DumpReport:
     """What the pass says of the graph in a dump. Layers are unnamed: dumps hold no module paths.
 
     Raises DumpError for a file that is no dump, and NotRebuilt, with the reason, for one that does not hold enough.
@@ -39,7 +41,7 @@ def explain(path: str | PathLike[str] | Dump, config: Config | None = None) -> D
     dump = path if isinstance(path, Dump) else read(Path(fspath(path)))
     with paused():
         gm, remarks = _rebuilt(dump)
-        report = pipeline.explain(gm, config)
+        report = pipeline.explain(gm, config, boundary=boundary)
     kernels = sum(count for kind, count in dump.counts.items() if is_prologue(kind))
     if kernels:
         remarks.append(f"{kernels} prologues of the graph are fused already")

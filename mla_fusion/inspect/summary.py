@@ -14,7 +14,8 @@ from mla_fusion.page.page import size
 from mla_fusion.report import text_tables
 
 _INPUTS = frozenset(("Data", "RefData", "placeholder"))
-_HELD = _INPUTS | {"Const", "Constant", "ConstPlaceHolder", "get_attr"}
+_CONSTANTS = frozenset(("Const", "Constant", "ConstPlaceHolder"))
+_HELD = _INPUTS | _CONSTANTS | {"get_attr"}
 # Operators that make a second tensor of the same numbers.
 _COPIES = {
     "TensorMove": "copy", "Assign": "write back", "Cast": "cast", "TransData": "format cast", "Transpose": "transpose",
@@ -45,7 +46,10 @@ _WRITERS = frozenset(
 
 @dataclass(frozen=True)
 class Copy:
-    """A cache or weight that the graph copies at every run. ``bytes`` is None where the shape is not known."""
+    """A cache or weight that the graph copies at every run. ``bytes`` is None where the shape is not known.
+
+    ``folded``: why GE may make no copy of it after all, "" where the copy is certain.
+    """
 
     operator: str
     type: str
@@ -54,6 +58,7 @@ class Copy:
     role: str
     bytes: int | None
     source: str = ""
+    folded: str = ""
 
 
 @dataclass
@@ -145,8 +150,19 @@ def find_copies(dump: Dump) -> list[Copy]:
         role = "cache" if held.name in caches else "weight" if _is_weight(dump, operator, held) else ""
         if role == "cache" or (role == "weight" and what not in ("write back",)):
             bytes_ = _bytes(dump, operator, held)
-            found.append(Copy(operator.name, operator.type, what, held.name, role, bytes_, operator.source))
+            folded = _folded(dump, operator, held)
+            found.append(Copy(operator.name, operator.type, what, held.name, role, bytes_, operator.source, folded))
     return found
+
+
+def _folded(dump: Dump, operator: Operator, held: Operator) -> str:
+    """GE computes what is made of constants when it compiles, and a product can read its operand transposed."""
+    if held.type in _CONSTANTS:
+        return "made of a constant when GE compiles"
+    readers = [reader for reader, _ in dump.readers[operator.name]]
+    if operator.type in ("Transpose", "TransposeD") and readers and all(one.type in _PRODUCTS for one in readers):
+        return "part of the product that reads it"
+    return ""
 
 
 def _root(dump: Dump, edge: Edge) -> Operator | None:
@@ -245,8 +261,14 @@ def _kernel(group: list[Prologue]) -> str:
 
 
 def _copies(found: list[Copy]) -> str:
-    if not found:
-        return "No copies of caches or weights."
+    certain = [item for item in found if not item.folded]
+    parts = [_copied("Copies at every run", certain)] if certain else ["No copies of caches or weights."]
+    for why in dict.fromkeys(item.folded for item in found if item.folded):
+        parts.append(_copied(f"Copies in this graph that GE may fold ({why})", [i for i in found if i.folded == why]))
+    return "\n\n".join(parts)
+
+
+def _copied(title: str, found: list[Copy]) -> str:
     groups: dict[tuple[str, str, str, int | None], list[Copy]] = {}
     for item in found:
         groups.setdefault((item.role, item.type, item.what, item.bytes), []).append(item)
@@ -256,6 +278,6 @@ def _copies(found: list[Copy]) -> str:
     ]
     known = sum(item.bytes for item in found if item.bytes is not None)
     header = ("copied", "operator", "how", "count", "each", "first of")
-    return f"Copies at every run: {size(known)}\n{text_tables.render(header, rows)}"
+    return f"{title}: {size(known)}\n{text_tables.render(header, rows)}"
 
 

@@ -192,7 +192,8 @@ class Finder:
                             ))
                 if rotations and not absorbs:
                     detail = f"{rotations[0][1].heads} heads rotated at {rotations[0][1].node.name}, none absorbed"
-                    absent = NearMiss(Refuse("absorb.absent", detail), (norm.node, rotations[0][1].node))
+                    at_query = (rotations[0][0].node, rotations[0][1].node)  # its line is where W_uk is missing
+                    absent = NearMiss(Refuse("absorb.absent", detail, at_query), (norm.node, rotations[0][1].node))
                     partial = self.why.scaled_before(ups, heads) or self.why.shared(ups, rotations[0][1]) or absent
                 elif absorbs and not rotations:
                     detail = f"{absorbs[0][1].heads} heads absorbed at {absorbs[0][1].node.name}, none rotated"

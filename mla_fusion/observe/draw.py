@@ -71,6 +71,8 @@ class _Region:
         self.failing: set[tuple[Node, Node]] = set()
         self.missing: list[tuple[Node, str, bool]] = []  # node, what, does it come before the node?
         self._stops: set[Node] = set()
+        self._titles: dict[str, Node] = {}
+        self._whole = module_path.root(self.view.gm.graph.nodes)
 
     def claim(self, end: Node, role: str, step: str, formula: str = "") -> None:
         if formula:
@@ -83,7 +85,7 @@ class _Region:
             if node in self.boundary:
                 self.steps[node] = self.boundary[node]
             elif node.op in _HELD or node in self._stops:
-                self.steps[node] = ("input", node.name)
+                self.steps[node] = ("input", self._title(node))
             else:
                 self.steps[node] = (role, step)
                 stack += node.all_input_nodes
@@ -135,17 +137,27 @@ class _Region:
         self._stops = {item.origin for item in products.values()} - inside - products.keys()
         for node in sorted({*products, *nodes}, key=self.view.position.__getitem__):
             if node not in products:
-                self.claim(node, "other", node.name)
+                self.claim(node, "other", self._title(node))
                 continue
             item = products[node]
-            self.claim(item.node, "product", item.node.name, f"{item.origin.name} times {item.weight.name}")
+            factors = f"{self._title(item.origin)} times {self._title(item.weight)}"
+            self.claim(item.node, "product", self._title(item.node), factors)
             facts = self.finder.reader.read(item)
             for norm in facts.norms:
                 if norm.node in inside:
-                    self.claim(norm.node, "norm", f"RMSNorm {norm.node.name}", f"RMSNorm, eps {norm.eps:g}")
+                    self.claim(norm.node, "norm", f"RMSNorm {self._place(norm.node)}", f"RMSNorm, eps {norm.eps:g}")
             for rope in facts.ropes:
                 if rope.node in inside:
-                    self.claim(rope.node, "rope", f"RoPE {rope.node.name}", f"RoPE, heads {rope.heads}")
+                    self.claim(rope.node, "rope", f"RoPE {self._place(rope.node)}", f"RoPE, heads {rope.heads}")
+
+    def _title(self, node: Node) -> str:
+        """What the user calls it; two steps of one name are told apart by the graph's."""
+        title = module_path.label(node, self._whole)
+        first = self._titles.setdefault(title, node)
+        return title if first is node else f"{title} ({node.name})"
+
+    def _place(self, node: Node) -> str:
+        return self._title(node).partition("'s ")[0]
 
     def _products_behind(self, node: Node) -> frozenset[Node]:
         """The products that a node is made of; of a step at which the proof ends, those that its operands are."""
@@ -156,7 +168,7 @@ class _Region:
     def fail(self, code: str, nodes: Sequence[Node]) -> None:
         """Mark the edges between the nodes at fault; where there are none, those into them, or to what is missing."""
         for node in nodes:
-            self.steps.setdefault(node, ("other", node.name))
+            self.steps.setdefault(node, ("other", self._title(node)))
         if code in _ABSENT and nodes:
             self.missing.append((self._anchor(code, nodes), _ABSENT[code], code == "norm.gamma_absent"))
             return
@@ -177,7 +189,7 @@ class _Region:
         if not readers or (sources and not outward):
             return sources
         for reader in readers:
-            self.steps.setdefault(reader, ("other", reader.name))
+            self.steps.setdefault(reader, ("other", self._title(reader)))
         return {(node, reader) for reader in readers}
 
     def _anchor(self, code: str, nodes: Sequence[Node]) -> Node:

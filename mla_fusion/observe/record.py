@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch.fx import Node
@@ -29,6 +30,7 @@ class Record:
         self._view, self._finder, self._config, self._report = view, finder, config, report
         self._pictures: dict[object, int | None] = {}
         self._proofs: dict[int, tuple[str, ...]] = {}
+        self._named = module_path.Labels(view.gm.graph)
 
     def fused(self, plan: Plan, structure: int, verified: str, figures: tuple[Figure, ...], compared: str) -> None:
         """``structure``: equal for layers that differ in nothing but their nodes; the rest: what verification found."""
@@ -46,21 +48,21 @@ class Record:
         if plan.kernel_heads > plan.heads:
             dims["N_padded"] = plan.kernel_heads
         self._report.fused.append(Fusion(
-            layer=module_path.layer(plan.candidate.nodes),
+            layer=self._layer(plan.candidate.nodes),
             nodes=tuple(node.name for node in plan.candidate.nodes),
             dims=dims,
             cache_mode=plan.cache_mode,
-            placement="in place" if isinstance(plan.caches, InPlace) else f"staged: {plan.caches.reason}",
+            placement="in place" if isinstance(plan.caches, InPlace) else f"staged: {self._named(plan.caches.reason)}",
             rope=f"{q.rope.input_layout} in, {q.rope.layout} out" if q.rope.rotates else "none: cos is 1, sin is 0",
             attributes=call.attributes(plan),
             replaced={item.node.name: item.output for item in plan.replacements},
-            assumptions=plan.assumptions,
+            assumptions=tuple(map(self._named, plan.assumptions)),
             verified=verified,
             figures=figures,
             compared=compared,
             source=module_path.source(q.down.node),
             picture=self._picture(structure, partial(draw.fused, self._finder, plan)),
-            proof=(*self._proof(plan, structure), compared or verified),
+            proof=(*map(self._named, self._proof(plan, structure)), compared or verified),
             beside=str(beside(self._finder, plan.candidate) or "") if plan.query_norm else "",
         ))
 
@@ -72,13 +74,17 @@ class Record:
         alike = reason.code, source, *(str(node.target) for node in (*item.nodes, *nodes) if node.op == "call_function")
         self._report.rejected.append(Rejection(
             code=reason.code,
-            message=reason.message,
+            message=replace(reason, detail=self._named(reason.detail)).message,
             nodes=tuple(node.name for node in nodes),
-            layer=module_path.layer(item.nodes),
+            layer=self._layer(item.nodes),
             source=source,
             picture=self._picture(alike, partial(draw.rejected, self._finder, item, reason.code, nodes)),
             score=item.score if isinstance(item, NearMiss) else 1.0,
         ))
+
+    def _layer(self, nodes: Sequence[Node]) -> str:
+        """The module path; of a whole model its class."""
+        return module_path.layer(nodes) or self._named.whole
 
     def _proof(self, plan: Plan, structure: int) -> tuple[str, ...]:
         """Equal for layers of equal structure, but for what each says of its slots."""

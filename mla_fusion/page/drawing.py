@@ -47,8 +47,10 @@ def steps(drawing: Drawing) -> tuple[list[Box], list[Line]]:
     for index, dot in enumerate(drawing.dots):
         if dot.role in _ENDS:
             key: object = root.get(index, index)
-        elif dot.step not in apart or (dot.role == "product" and index not in at_fault):
+        elif dot.step not in apart:
             key = dot.step
+        elif dot.role == "product" and index not in at_fault:  # views of what is multiplied go with the product
+            key = next((at for at in sorted(at_fault) if at > index and drawing.dots[at].step == dot.step), dot.step)
         else:
             key = index
         keys.setdefault(key, []).append(index)
@@ -78,6 +80,9 @@ def nodes(drawing: Drawing) -> tuple[list[Box], list[Line]]:
     return boxes, _lines(boxes, drawing.arrows)
 
 
+_SMALLEST = 0.7  # of its size, to which a drawing shrinks on a narrow screen; there it scrolls
+
+
 def svg(boxes: Sequence[Box], lines: Sequence[Line], picture: str, label: str, across: bool = True) -> str:
     """The drawing. ``picture`` says where its dots stand in the report's JSON, for the page's script."""
     gap = (14, 28) if across else (16, 26)
@@ -85,6 +90,7 @@ def svg(boxes: Sequence[Box], lines: Sequence[Line], picture: str, label: str, a
     width, height = laid.width + 2 * _MARGIN, laid.height + 2 * _MARGIN
     parts = [
         f'<svg class="drawing" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
+        f'style="min-width:{_SMALLEST * width:.0f}px" '
         f'role="group" aria-label="{escape(label)}" data-picture="{escape(picture)}">'
     ]
     columns = _columns(boxes, laid.middles)
@@ -114,7 +120,8 @@ def _box(drawing: Drawing, places: Sequence[int], apart: Collection[str] | None 
     elif first.role == "kernel":
         title, text = first.name, ""
     elif alone and len(places) > 1:
-        title = f"views of {first.step}"
+        failing = {place for arrow in drawing.arrows if arrow.failing for place in (arrow.start, arrow.end)}
+        title = first.step if failing & {*places} else f"views of {first.step}"
     elif alone and not (first.role == "product" and apart is not None):
         title, text = first.op.rpartition(".")[2] or first.name, first.name
     return Box(tuple(places), first.role, title, text, hint)

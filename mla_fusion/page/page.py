@@ -97,7 +97,7 @@ def render(report: Report, sections: Sequence[Section] = ()) -> str:
             rejected=rejected_cards(report, safe),
             sections=sections,
             operators=operators,
-            config=[(key, value) for key, value in asdict(report.config).items()],
+            config=[*asdict(report.config).items(), ("machine", str(report.config.machine))],
             data=safe(embeddable(report.to_json())),
             version=__version__,
         )
@@ -136,7 +136,7 @@ def fused_cards(report: Report, safe: Callable[[str], Any] = str) -> list[Card]:
     for index, card in enumerate(cards):
         card.item = next((one for one in card.members if one.figures), card.item)
         card.dims = ", ".join(f"{name} {value}" for name, value in card.item.dims.items())
-        card.roofline = roofline(card.item, report.config.soc, report.config.cann)
+        card.roofline = roofline(card.item, report.config.machine)
         if card.item.picture is not None:
             card.plates = _before_and_after(report, card.item.picture, safe, every=index < _IN_FULL)
     return cards
@@ -202,8 +202,11 @@ def _numbers(report: Report) -> list[tuple[str, str]]:
         ("nodes before", f"{report.nodes_before:,}"),
         ("nodes after", f"{report.nodes_after:,}"),
         ("pass time", duration(report.seconds)),
-        ("weights added", size(report.bytes_added)),
     ]
+    if report.committed:
+        found.append(("weights added", size(report.bytes_added)))
+    if report.bytes_on_npu is not None:
+        found.append(("weights added on an NPU", size(report.bytes_on_npu)))
     return [*found, ("largest error", f"{max(figures):.1e}")] if figures else found
 
 

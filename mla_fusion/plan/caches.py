@@ -156,7 +156,8 @@ class CachePlanner:
 
     def _takes(self, mode: int) -> bool:
         """Is the kv_cache_quant_mode one that goes with the weights' mode, on this chip and release?"""
-        legal = limits("npu_mla_prolog_v3", self.config.soc, self.config.cann).quant_modes
+        machine = self.config.machine
+        legal = limits("npu_mla_prolog_v3", machine.soc, machine.cann).quant_modes
         return (self.candidate.weight_quant_mode, mode) in legal
 
     def _joint_reason(self, token_x: Node, kv: WriteFact, kr: WriteFact) -> str:

@@ -254,7 +254,8 @@ def _duplicates(absorb: AbsorbFact | UnabsorbedFact) -> tuple[tuple[Node, torch.
 
 def _heads_of_call(heads: int, config: Config) -> int:
     """The least number of heads, no fewer than the model's, that the kernel takes; the model's where there is none."""
-    taken = limits("npu_mla_prolog_v3", config.soc, config.cann).dims["N"]
+    machine = config.machine
+    taken = limits("npu_mla_prolog_v3", machine.soc, machine.cann).dims["N"]
     return next((count for count in range(heads, _MOST_HEADS + 1) if count in taken), heads)
 
 

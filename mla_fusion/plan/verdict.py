@@ -37,6 +37,16 @@ def projections(candidate: Candidate) -> list[Projection]:
 
 
 @measured
+def _model(view: View, candidate: Candidate) -> None:
+    """A model in another precision hears that first: its norms and products are wrong for the same reason."""
+    for node in (candidate.query.down.weight, candidate.key.down.weight):
+        dtype = node.meta["val"].dtype
+        if dtype in (torch.float16, torch.float64) or (dtype == torch.float32 and not _holds_bfloat16(node)):
+            name = str(dtype).removeprefix("torch.")
+            raise Refuse("dtype.region", f"weight {peel(node).name} is {name}, the kernel takes bfloat16", (node,))
+
+
+@measured
 def _norms(view: View, candidate: Candidate) -> None:
     q, k = candidate.query.norm, candidate.key
     sides = [("c_q", q.node, q.gamma, q.runtime_eps, q.low_precision)]
@@ -166,7 +176,8 @@ def _dtypes(view: View, candidate: Candidate) -> None:
                 continue  # the kernel adds up in float32 too; a product of float32 operands has those refused
             if dtype != wanted:
                 names = [str(kind).removeprefix("torch.") for kind in (dtype, wanted)]
-                raise Refuse("dtype.region", f"{role} {node.name} is {names[0]}, the kernel takes {names[1]}", (node,))
+                detail = f"{role} {peel(node).name} is {names[0]}, the kernel takes {names[1]}"
+                raise Refuse("dtype.region", detail, (node,))
     for node in _region(candidate):
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype not in _REGION_DTYPES:
@@ -218,4 +229,4 @@ def _streams(view: View, candidate: Candidate) -> None:
         raise Refuse("stream.mixed", f"labels {found}", candidate.nodes)
 
 
-RULES = (_norms, _projections, _quantisation, _rotation, _dtypes, _streams)
+RULES = (_model, _norms, _projections, _quantisation, _rotation, _dtypes, _streams)

@@ -46,7 +46,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "absorb.absent": (
         "q_nope is not multiplied by W_uk in this graph, so the kernel's query output has no counterpart.",
-        "Absorb W_uk (mla_fusion.models), or set Config(unabsorbed='identity').",
+        "Multiply q_nope by W_uk, and attend over latents: docs/absorb.md has the recipe for any model, "
+        "mla_fusion.models.hf.optimize does it to one of Hugging Face. Config(unabsorbed='identity') fuses without.",
     ),
     "norm.absent": (
         "The query's latent is no RMSNorm: another norm, none at all, or an operator that nothing is known of.",
@@ -63,7 +64,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "norm.runtime_eps": (
         "The norm's epsilon is an input of the graph, so its value is unknown at compile time.",
-        "Use the mla_fusion backend or mark_dynamic, or set torch._dynamo.config.specialize_float = True.",
+        "Make it a Python float (self.eps = 1e-6), not a tensor or an argument. Where dynamic=True has made an input "
+        "of it: compile through mla_fusion.backend(), or set torch._dynamo.config.specialize_float = True.",
     ),
     "linear.bias": (
         "A projection has a bias; the kernel adds none.",
@@ -114,7 +116,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "dtype.region": (
         "A product is not of bfloat16 numbers, or a value between products is of neither bfloat16 nor float32.",
-        "Run the model in bfloat16.",
+        "Run the model in bfloat16: model.to(torch.bfloat16), and its caches and tables with it.",
     ),
     "scale.unequal": (
         "q_nope, q_pe or k_pe are scaled by different factors, which no attribute of the kernel expresses.",
@@ -166,7 +168,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "step.choice": (
         "A step of the prologue picks by the values it reads, so the kernel computes something else for some inputs.",
-        "Leave the step out, or show that it never picks: a clamp from 0 of squares, a mask of literals.",
+        "Leave the step out, or move it out of the prologue: in front of its input x, or behind the query.",
     ),
     "step.random": (
         "A step of the prologue draws random numbers, which the kernel does not.",
@@ -232,6 +234,11 @@ class Rejection:
     source: str = ""
     picture: int | None = None
     score: float = 0.0
+
+    @property
+    def where(self) -> str:
+        """The layer, or the first nodes where it has no name."""
+        return self.layer or ", ".join(self.nodes[:2]) or "unnamed"
 
     @property
     def remedy(self) -> str:

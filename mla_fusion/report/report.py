@@ -13,6 +13,8 @@ from mla_fusion.config import Config
 from mla_fusion.report.picture import Picture
 from mla_fusion.report.rejection import Rejection
 
+SCHEMA = 1  # of the JSON; docs/stability.md says when it changes
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -59,11 +61,12 @@ class Fusion:
     beside: str = ""
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """fused, rejected: one entry per prologue, in graph order. seconds: wall time by stage, "total" among them.
 
-    pictures: what the page draws, one for each structure.
+    pictures: what the page draws, one for each structure. bytes_added: of packed weights, in this process;
+    bytes_on_npu: what they would be on an NPU, where they lie in FRACTAL_NZ; None where no wrapper packs them.
     """
 
     config: Config
@@ -74,6 +77,7 @@ class Report:
     nodes_after: int = 0
     committed: bool = True
     bytes_added: int = 0
+    bytes_on_npu: int | None = None
     operators: dict[str, dict[str, int]] = field(default_factory=dict)
     pictures: list[Picture] = field(default_factory=list)
 
@@ -86,15 +90,26 @@ class Report:
         data = asdict(self)
         data["config"]["skip"] = [str(entry) for entry in self.config.skip]
         data["seconds"] = self.seconds
+        data["machine"] = str(self.config.machine)
+        data["schema"] = SCHEMA
+        for row, item in zip(data["rejected"], self.rejected, strict=True):
+            row["remedy"] = item.remedy
         return json.dumps(data, indent=2, default=str)
 
     def to_html(self, path: str | Path) -> Path:
         """Write one self-contained HTML page; returns its path."""
         return _page[0](self, Path(path))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._summary()}>"
+
+    def _summary(self) -> str:
         verb = "fused" if self.committed else "would fuse"
-        lines = [f"mla_fusion: {verb} {len(self.fused)}, left {len(self.rejected)}, in {self.seconds * 1e3:.0f} ms"]
+        took = f"in {self.seconds * 1e3:.0f} ms"
+        return f"{verb} {len(self.fused)}, left {len(self.rejected)}, {took}, for {self.config.machine}"
+
+    def __str__(self) -> str:
+        lines = [f"mla_fusion: {self._summary()}"]
         for item in self.fused:
             worst = max((figure.relative for figure in item.figures), default=None)
             checked = f"relative error {worst:.1e}" if worst is not None else item.verified
@@ -102,7 +117,7 @@ class Report:
             lines += [f"      beside it: {item.beside}"] if item.beside else []
         for rejection in self.rejected:
             lines.append(
-                f"  - {rejection.layer or ', '.join(rejection.nodes[:2])}: [{rejection.code}] {rejection.message}"
+                f"  - {rejection.where}: [{rejection.code}] {rejection.message}"
             )
             lines.append(f"      to fuse: {rejection.remedy}")
             if rejection.source:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -11,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fusion.meta import RELEASES
+from mla_fusion.machine import cann_version, device_name, release_named, soc_named
 
 FRACTAL_NZ = 29
 NZ_WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_dkv_kr")
-_NAMES = (("Ascend910_93", "A3"), ("Ascend910B", "A2"), ("Ascend910_95", "A5"), ("Ascend950", "A5"))
 
 
 class NoDevice(RuntimeError):
@@ -67,11 +67,20 @@ def choose(kind: str | None = None, soc: str | None = None, cann: str | None = N
     present = _npu_present()
     kind = kind or ("npu" if present else "cpu")
     if kind == "cpu":
-        return Device("cpu", "CPU reference kernels", soc or "A3", cann or "latest")
+        soc, cann = _known(soc_named, soc or "A3", "soc"), _known(release_named, cann or "latest", "cann")
+        return Device("cpu", "CPU reference kernels", soc, cann)
     if not present:
         raise NoDevice("no NPU is available here; --device cpu runs the CPU kernels in its place")
-    name = str(torch.npu.get_device_name())  # type: ignore[attr-defined]
-    return Device("npu", name, soc or _soc(name), cann or _cann())
+    name = device_name(torch)
+    release = cann or _known(partial(release_named, found=True), cann_version(), "cann")
+    return Device("npu", name, _known(soc_named, soc or name, "soc"), release)
+
+
+def _known(named: Callable[[str], str], text: str, option: str) -> str:
+    try:
+        return named(text)
+    except ValueError as error:
+        raise NoDevice(f"{error}; give --{option}") from error
 
 
 def _npu_present() -> bool:
@@ -83,33 +92,3 @@ def _npu_present() -> bool:
     import torch_npu  # noqa: F401  # registers torch.npu
 
     return bool(torch.npu.is_available())  # type: ignore[attr-defined]
-
-
-def _soc(name: str) -> str:
-    for start, soc in _NAMES:
-        if name.startswith(start):
-            return soc
-    raise NoDevice(f"{name} is not known to this self-test; give --soc A2, A3 or A5")
-
-
-def _cann() -> str:
-    """The release of the installed CANN, as the newest one in our tables that is not newer."""
-    from torch_npu.npu.utils import get_cann_version
-
-    found = str(get_cann_version())
-    return release(found)
-
-
-def release(version: str) -> str:
-    """``9.0.1`` is 9.0, ``8.3.RC1`` is 8.3; newer than the tables is "latest"; older raises NoDevice."""
-    numbers = version.split(".")[:2]
-    if len(numbers) < 2 or not all(number.isdigit() for number in numbers):
-        raise NoDevice(f"CANN release {version!r} is not understood; give --cann, one of {', '.join(RELEASES)}")
-    wanted = tuple(map(int, numbers))
-    known = {text: tuple(map(int, text.split("."))) for text in RELEASES if text != "latest"}
-    if wanted > max(known.values()):
-        return "latest"
-    fitting = [text for text, release_numbers in known.items() if release_numbers <= wanted]
-    if not fitting:
-        raise NoDevice(f"CANN {version} is older than {min(known, key=known.__getitem__)}, the first with the operator")
-    return max(fitting, key=known.__getitem__)

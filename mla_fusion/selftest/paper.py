@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mla_fusion.report import text_tables
+from mla_fusion.report import plain_page, text_tables
 
 _FIELDS = ("device", "versions", "results")
 _SLOWER = 1.25  # times the other's time: worth a look
@@ -108,19 +107,13 @@ class Paper:
 
     def to_html(self, path: str | Path) -> Path:
         """Write a page that stands alone."""
-        cells = lambda tag, row: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)  # noqa: E731
-        body = "".join(f"<tr>{cells('td', row)}</tr>" for row in self._rows())
-        notes = [*(f"differs: {text}" for text in self.differences)]
-        notes += [f"FAILED {line.name} ({line.through}): {text}" for line in self.lines for text in line.failures]
-        titles = "".join(
-            f"<h1>{html.escape(title)}: {passed} passed, {failed} failed</h1>"
-            for title, (passed, failed) in zip(self.titles, self.counts, strict=True)
-        )
-        listed = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
-        table = f"<table><tr>{cells('th', self._header)}</tr>{body}</table>" if body else "<p>No check differs.</p>"
-        file = Path(path)
-        file.write_text(_PAGE.format(titles=titles, notes=f"<ul>{listed}</ul>", table=table), encoding="utf-8")
-        return file
+        failed = [f"FAILED {line.name} ({line.through}): {text}" for line in self.lines for text in line.failures]
+        notes = [("maybe", f"differs: {text}", ()) for text in self.differences]
+        notes += [("wrong", text, ()) for text in failed]
+        counted = zip(self.titles, self.counts, strict=True)
+        headings = [f"{title}: {passed} passed, {failed} failed" for title, (passed, failed) in counted]
+        rows, nothing = self._rows(), "No check differs."
+        return plain_page.write(path, "mla_fusion selftest", headings, notes, self._header, rows, nothing)
 
 
 def read(first: str | Path, second: str | Path | None = None) -> Paper:
@@ -191,16 +184,3 @@ def _word(passed: bool | None) -> str:
 
 def _time(milliseconds: float | None) -> str:
     return "-" if milliseconds is None else f"{milliseconds:.2f}"
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>mla_fusion selftest</title>
-<style>
-:root {{ color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }}
-body {{ max-width: 70rem; margin: 2rem auto; padding: 0 1rem; overflow-x: auto }}
-h1 {{ font-size: 1.1rem }}
-table {{ border-collapse: collapse }} th, td {{ text-align: left; padding: .2rem 1rem .2rem 0; white-space: nowrap }}
-</style></head>
-<body>{titles}{notes}{table}</body></html>
-"""

@@ -68,15 +68,18 @@ class Outcome:
 
     def __str__(self) -> str:
         header = ("scenario", "through", "worst output", "largest", "differing", "others", "ms", "unfused ms", "check")
-        lines = [text_tables.render(header, [_row(result) for result in self.results], indent="")]
+        rows = [_row(result, self.device.kind == "npu") for result in self.results]
+        lines = [text_tables.render(header, rows, indent="")]
         lines += [f"FAILED {r.name} ({r.through}): {text}" for r in self.failed for text in r.failures]
         device = f"{self.device.kind} ({self.device.name}), {self.device.soc}, CANN {self.device.cann}"
         passed = len(self.results) - len(self.failed)
+        if self.device.kind != "npu":
+            lines.append("A CPU stands in for the device: its times mean nothing, and are not shown.")
         lines.append(f"{device}: {passed} of {len(self.results)} checks passed in {self.seconds:.0f} s")
         return "\n".join(lines)
 
 
-def _row(result: Result) -> Sequence[str]:
+def _row(result: Result, timed: bool) -> Sequence[str]:
     worst = result.worst
     return (
         result.name,
@@ -85,8 +88,8 @@ def _row(result: Result) -> Sequence[str]:
         f"{worst.largest:.2g}" if worst else "-",
         f"{worst.differing:.2%}" if worst else "-",
         "same" if result.others_untouched else "CHANGED",
-        _time(result.milliseconds),
-        _time(result.unfused_milliseconds),
+        _time(result.milliseconds if timed else None),
+        _time(result.unfused_milliseconds if timed else None),
         "FAILED" if result.failures else "ok",
     )
 

@@ -79,7 +79,9 @@ BROKEN = "import torch\n\ndef raises():\n    raise RuntimeError('no such weights
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("model.py", "not of the form FILE.py:FUNCTION"),
+        ("model.py", "no such file: model.py"),
+        ("model:1", "not of the form FILE.py:FUNCTION"),
+        ("broken.py", "which function of broken.py? FILE.py:FUNCTION, as broken.py:raises; it defines raises, wrong"),
         ("absent.py:example", "no such file: absent.py"),
         ("broken.py:absent", "defines no function 'absent'"),
         ("broken.py:raises", "raises() failed: RuntimeError: no such weights (line 4)"),

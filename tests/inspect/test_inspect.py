@@ -49,6 +49,13 @@ def test_copies_of_caches():
     assert "No copies of caches or weights." in str(summarise(fixture("fused.pbtxt")))
 
 
+def test_what_ge_may_fold_is_told_apart():
+    """A product reads its operand transposed; whether GE lets it is not known here."""
+    text = str(summarise(fixture("unfused.pbtxt")))
+    assert "No copies of caches or weights." in text or "Copies at every run" in text
+    assert "Copies in this graph that GE may fold (part of the product that reads it): 5.2 MiB" in text
+
+
 def test_copies_of_weights():
     found = [copy for copy in summarise(fixture("unfused.pbtxt")).copies if copy.role == "weight"]
     assert [(copy.type, copy.of, copy.bytes) for copy in found] == [

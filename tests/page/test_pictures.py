@@ -70,7 +70,7 @@ def test_the_edge_at_fault():
     assert (before.dots[wrong.start].name, before.dots[wrong.end].name) == report.rejected[0].nodes[::-1]
     boxes, lines = drawing.steps(before)
     red = [(boxes[start].title, boxes[end].title) for start, end, failing, _ in lines if failing]
-    assert red == [(before.dots[wrong.start].name, "W_uq_qr")]
+    assert red == [("q_b.bias", "W_uq_qr")]
 
 
 def test_the_step_at_fault_hangs_on_the_product_that_it_reads():

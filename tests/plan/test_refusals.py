@@ -90,7 +90,7 @@ def test_slots_may_be_negative() -> None:
     gm = graph_of(SlotsLowered(), *base.paged_args())
     assert refused(gm, mf.Config(staging="never")).code == "slots.unproven"
     (fusion,) = mf.explain(gm).fused
-    assert fusion.placement.startswith("staged: sub may be negative")
+    assert fusion.placement.startswith("staged: Base's sub may be negative")
 
 
 def test_operator_cache_mode() -> None:

@@ -145,6 +145,11 @@ REFUSED: dict[str, tuple[str, str, Change]] = {
         PLAIN,
         lambda c: changed(c, "query.absorb", factor=2 * c.query.absorb.factor),
     ),
+    "_model: a weight in float16": (
+        "dtype.region",
+        PLAIN,
+        lambda c: down(c, weight=like(c.query.down.weight, dtype=torch.float16)),
+    ),
     "_dtypes: x in float16": (
         "dtype.region",
         PLAIN,

@@ -10,12 +10,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"mla_fusion": "mla_fusion", "meta": "mla_fusion.meta", "converters": "mla_fusion.converters"}
-ABOVE_ALL = ("_autoload", "_version")  # small files that any room may import
+ABOVE_ALL = ("_autoload", "_lazy", "_version")  # small files that any room may import
 MOST_LINES = 400
 TABLES = ("fx/operators.py", "dumps/ge_operators.py")  # longer, since they are tables
 
 
-COMMANDS = ("demo", "bench", "audit_cli", "selftest_cli")  # files of cli.py's
+COMMANDS = ("demo", "bench", "graphs_cli", "audit_cli", "selftest_cli")  # files of cli.py's
 
 
 def modules() -> dict[str, Path]:

@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import mla_fusion
+from mla_fusion._lazy import LIGHT
 
 HEAVY = "torch_npu torchair npugraph_ex transformers jinja2 sympy elftools torch._dynamo torch._inductor".split()
 LISTING = "import json, sys; print(json.dumps(sorted(sys.modules)))"
@@ -20,22 +22,46 @@ def modules_after(statement: str) -> set[str]:
     """The modules loaded in a fresh interpreter after a statement, torch's backend autoload off."""
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", f"{statement}; {LISTING}"], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", f"{statement}\n{LISTING}"], env=environment, capture_output=True, text=True, check=True
     )
     return set(json.loads(done.stdout))
 
 
 def test_import_adds_nothing_heavy_to_torch() -> None:
-    added = modules_after("import mla_fusion") - modules_after("import torch")
+    added = modules_after("import mla_fusion, torch") - modules_after("import torch")
     found = sorted(name for name in added if any(name == heavy or name.startswith(heavy + ".") for heavy in HEAVY))
     assert not found
 
 
 def test_import_loads_only_a_few_modules_of_its_own() -> None:
-    """The operators' tables among them, of which the schemas are made."""
-    own = {name for name in modules_after("import mla_fusion") if name.split(".")[0] == "mla_fusion"}
+    """The operators' tables among them, of which the schemas are made, once torch is there."""
+    own = {name for name in modules_after("import mla_fusion, torch") if name.split(".")[0] == "mla_fusion"}
     beside_tables = {name for name in own if name.split(".")[1:2] != ["meta"]}
-    assert beside_tables == {"mla_fusion", "mla_fusion._autoload", "mla_fusion.compat", "mla_fusion.ops"}
+    wanted = "_autoload _lazy machine compat ops".split()
+    assert beside_tables == {"mla_fusion", *(f"mla_fusion.{part}" for part in wanted)}
+
+
+WRONG = "mla_fusion.cli.main([{}])"
+CALLS = (
+    "'--help'", "'explain'", "'explain', 'absent.py:f'", "'explain', 'absent.txt'", "'lower', 'a.py:b', '--mode', 'e'",
+    "'inspect', 'absent'", "'diff', 'a', 'b'", "'check-model', 'absent'", "'explain', 'm:f', '--soc', 'H100'", "'fly'",
+)  # fmt: skip
+
+
+def test_help_and_wrong_calls_need_no_torch() -> None:
+    """Nor do the modules that say so of themselves."""
+    calls = "".join(f"\ntry: assert {WRONG.format(call)} == 2\nexcept SystemExit: pass" for call in CALLS)
+    light = ", ".join(sorted(LIGHT))
+    script = f"import contextlib, io, mla_fusion.cli, {light}\nwith contextlib.redirect_stdout(io.StringIO()):\n"
+    loaded = modules_after(script + textwrap.indent(calls.strip(), "  ") + "\npass")
+    assert "mla_fusion.cli" in loaded and not {"torch", "mla_fusion.ops"} & loaded
+
+
+def test_whoever_imports_torch_has_the_operators() -> None:
+    """Behind this package, in whatever way torch is looked for; and by way of a module that needs it."""
+    looked_for = "import importlib.util, mla_fusion; importlib.util.find_spec('torch'); import torch"
+    for statement in (f"{looked_for}; torch.ops.npu.npu_mla_prolog_v3.default", "from mla_fusion.meta import check"):
+        assert "mla_fusion.ops" in modules_after(statement)
 
 
 def test_torch_before_2_7_is_refused_with_the_pair_to_install() -> None:

@@ -23,7 +23,7 @@ EXTRAS = "torchair,offline"
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources, where pip may write beside them."""
     copied = tmp_path_factory.mktemp("source")
-    for folder in ("mla_fusion", "meta", "converters"):
+    for folder in ("mla_fusion", "meta", "converters", "examples"):
         shutil.copytree(ROOT / folder, copied / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, copied)

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -10,7 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
-SOURCES = {"mla_fusion": "mla_fusion", "meta": "mla_fusion/meta", "converters": "mla_fusion/converters"}
+SOURCES = {
+    "mla_fusion": "mla_fusion",
+    "meta": "mla_fusion/meta",
+    "converters": "mla_fusion/converters",
+    "examples": "mla_fusion/examples",
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +43,20 @@ def test_every_module_is_shipped(names: set[str]) -> None:
     for folder, home in SOURCES.items():
         for path in (ROOT / folder).rglob("*.py"):
             assert f"{home}/{path.relative_to(ROOT / folder).as_posix()}" in names
+
+
+def test_the_source_archive_holds_what_a_wheel_is_built_from(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    left_out = shutil.ignore_patterns(".*", "build", "tests", "docs", "__pycache__", "*.egg-info")
+    shutil.copytree(ROOT, source, ignore=left_out)
+    build = BUILD.replace("build_wheel", "build_sdist")
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as held:
+        names = {name.partition("/")[2] for name in held.getnames()}
+    wanted = [path.relative_to(ROOT) for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.is_file()]
+    missing = [path for path in wanted if "__pycache__" not in path.parts and path.as_posix() not in names]
+    assert not missing and {"pyproject.toml", "LICENSE", "CHANGELOG.md"} <= names
 
 
 def test_data_files_are_shipped(names: set[str]) -> None:

@@ -7,7 +7,6 @@ import torch
 
 from mla_fusion.reference import hifloat8
 from mla_fusion.selftest.compare import compare, same_bits
-from mla_fusion.selftest.device import NoDevice, release
 
 
 def values(dtype: torch.dtype, rows: int = 64) -> torch.Tensor:
@@ -72,17 +71,3 @@ def test_same_bits_tells_zeros_apart_and_nans_not():
     assert same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert same_bits(torch.empty(0), torch.empty(0))
-
-
-@pytest.mark.parametrize(
-    ("version", "expected"),
-    [("8.2.RC1", "8.2"), ("8.3.0", "8.3"), ("8.4", "8.3"), ("9.1.0", "9.1"), ("10.0", "latest")],
-)
-def test_the_release_of_a_cann_version(version, expected):
-    assert release(version) == expected
-
-
-@pytest.mark.parametrize("version", ["8.1.RC1", "7.0", "unknown", "8"])
-def test_a_cann_version_without_scenarios(version):
-    with pytest.raises(NoDevice, match="CANN"):
-        release(version)

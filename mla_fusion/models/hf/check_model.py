@@ -1,9 +1,9 @@
-"""``mla-fusion optimize``: what ``optimize`` makes of a checkpoint folder, and whether its tokens stay the same."""
+"""``mla-fusion check-model``: what ``optimize`` makes of a checkpoint folder, and whether its tokens stay the same."""
 
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -37,17 +37,6 @@ class Comparison:
             f" {self.seconds_before:.2f} s before, {self.seconds_after:.2f} s after;"
             f" cache {self.cache_bytes_before:,} and {self.cache_bytes_after:,} bytes"
         )
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="checkpoint folder: config.json, and weights for --tokens")
-    parser.add_argument("--tokens", type=int, default=0, help="load the weights, generate so many tokens and compare")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="of the weights for --tokens (in the narrow ones, tokens may differ by rounding)",
-    )
 
 
 def run(arguments: Namespace) -> int:

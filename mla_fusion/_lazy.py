@@ -1,0 +1,63 @@
+"""``import mla_fusion`` without torch: the npu:: operators are defined once torch is there.
+
+They have to stand before anybody uses them, and torch takes seconds to load, for which ``mla-fusion --help`` and a
+wrong call need not wait. So a finder watches for the first import of torch, or of a module here that needs it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import ModuleType
+
+# Modules that load without torch; tests/project/test_import.py holds them to it.
+LIGHT = frozenset(
+    f"mla_fusion.{name}"
+    for name in "_autoload _lazy _version cli graphs_cli audit_cli selftest_cli target machine".split()
+)
+
+
+def operators_with_torch() -> None:
+    """Define the operators now, if torch is loaded, or else as soon as it is."""
+    if "torch" in sys.modules:
+        _define()
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _define() -> None:
+    import torch
+
+    if not hasattr(torch, "float8_e8m0fnu"):  # before torch 2.7: a dtype of the operator's table
+        releases = import_module("mla_fusion.releases")
+        pair = releases.command(releases.for_torch(torch.__version__))
+        raise ImportError(f"mla_fusion needs torch 2.7 or newer, and torch {torch.__version__} is installed: {pair}")
+    import_module("mla_fusion.ops")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets torch be found by the others, and defines the operators behind it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.startswith("mla_fusion.") and fullname not in LIGHT:
+            import_module("torch")  # first: no module of ours is half imported when the operators are defined
+        if fullname != "torch":
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def followed(module: ModuleType, execute: Callable[[ModuleType], None] = execute) -> None:
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                execute(module)
+                _define()
+
+            spec.loader.exec_module = followed  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,25 @@
+"""The names by which a user knows the inputs of a compiled graph, which AOT autograd numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import GraphModule
+
+from mla_fusion.compat import source_name
+from mla_fusion.fx.module_path import NAME, plain
+
+
+def of(gm: GraphModule) -> Callable[[Any], None]:
+    """Of dynamo's graph; what is returned writes them to the placeholders of the graph that AOT autograd makes."""
+    names = [plain(source_name(node)) for node in gm.graph.find_nodes(op="placeholder")]
+
+    def give(made: GraphModule) -> None:
+        placeholders = made.graph.find_nodes(op="placeholder")
+        if len(placeholders) == len(names):  # a tensor subclass, say, is several inputs
+            for node, name in zip(placeholders, names, strict=True):
+                if name:
+                    node.meta[NAME] = name
+
+    return give
