@@ -22,14 +22,14 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch
+import torch  # noqa: E402
 
-import mla_fusion as mf
-from mla_fusion.models import hf
-from tests.catalogue import ENTRIES, Entry
-from tests.catalogue.entry import OURS
-from tests.harness import assert_no_worse, clones, compiled, distance, eager, exact, outcome
-from tests.models.hf_models import KERNEL, MODELS, WITH_SINKS, build
+import mla_fusion as mf  # noqa: E402
+from mla_fusion.models import hf  # noqa: E402
+from tests.catalogue import ENTRIES, Entry  # noqa: E402
+from tests.catalogue.entry import OURS  # noqa: E402
+from tests.harness import assert_no_worse, clones, compiled, distance, eager, exact, outcome  # noqa: E402
+from tests.models.hf_models import KERNEL, MODELS, WITH_SINKS, build  # noqa: E402
 
 PAGE = ROOT / "docs" / "public-code.md"
 BEGIN, END = "<!-- {}: written by benchmarks/public_code.py -->\n", "<!-- /{} -->"

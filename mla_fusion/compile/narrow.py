@@ -28,7 +28,7 @@ def mark(gm: GraphModule, given: Sequence[Any]) -> None:
 
 
 def holds_bfloat16(value: Any) -> bool | None:
-    """Are all numbers of a float32 vector, a parameter, bfloat16 numbers? None for anything else, or without numbers."""
+    """Are all numbers of a float32 vector, a parameter, bfloat16 numbers? None for anything else."""
     if isinstance(value, FakeTensor):
         known: bool | None = getattr(value, HELD, None)
         return known

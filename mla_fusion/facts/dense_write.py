@@ -14,7 +14,7 @@ from mla_fusion.fx.walk import INPUTS
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Of a cache ``[.., rows, width]`` the rows from ``start`` on, of ``sequences`` from ``first`` on, ``length`` each."""
+    """Of a cache ``[.., rows, width]`` ``length`` rows from ``start`` on, of ``sequences`` from ``first`` on."""
 
     first: int
     start: int
@@ -52,7 +52,7 @@ def find(writer: Node, value: Node) -> DenseWrite | str:
     starts: dict[int, int] = {}
     if op_name(writer) == "aten::copy" and len(writer.users) == 1 and writer.args[1] is value:
         if not same_shape(_shape(value), _shape(writer)):
-            return f"{writer.name} spreads {value.name}"
+            return f"{writer.name} is of another shape than {value.name}, which it copies"
         inside, value, writer = [writer], writer, next(iter(writer.users))
     if op_name(writer) != "aten::slice_scatter" or writer.args[1] is not value:
         return f"{writer.name} does not assign {value.name} to a slice"
@@ -60,7 +60,7 @@ def find(writer: Node, value: Node) -> DenseWrite | str:
     while True:
         scatter = inside[-1]
         base, axis = scatter.args[0], argument(scatter, "dim", 0)
-        start, whole = argument(scatter, "start") or 0, _shape(scatter)[axis]
+        start = argument(scatter, "start") or 0
         if not isinstance(base, Node) or argument(scatter, "step", 1) != 1 or not isinstance(start, int) or start < 0:
             return f"{scatter.name} assigns no run of rows that is known"
         starts[axis] = start

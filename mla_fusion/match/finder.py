@@ -131,8 +131,8 @@ class Finder:
         if queries:
             seen = (queries[0].norm.node, queries[0].absorb.node)
             absent = NearMiss(Refuse("kv_latent.absent", f"x is {group[0].origin.name}"), seen)
-            why = self.why.hidden_latent(group[0].origin, queries[0].down)
-            return why or self.why.normed_key(facts, queries[0].norm.node) or absent
+            hidden = self.why.hidden_latent(group[0].origin, queries[0].down)
+            return hidden or self.why.normed_key(facts, queries[0].norm.node) or absent
         if keys and partial is None:
             partial = self.why.quantised_otherwise(facts)
         if keys and partial is not None:

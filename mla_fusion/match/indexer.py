@@ -1,8 +1,8 @@
 """The indexer beside a prologue (DSA): it picks the tokens that attention reads, by a query of c_q and a key of x.
 
 Its own prologue is a projection of c_q and one of x, a norm and RoPE of some columns of the key, and the key's rows in
-a cache of their own. No operator of torch_npu has all of that (2.13 and 2.14, by their schemas), so it stays as the model
-has it; the kernel gives c_q out for it (``query_norm``).
+a cache of their own. No operator of torch_npu has all of that (2.13 and 2.14, by their schemas), so it stays as the
+model has it; the kernel gives c_q out for it (``query_norm``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FARTHEST = 64  # nodes from the key's projection to the product with the query
 
 @dataclass(frozen=True)
 class Indexer:
-    """heads, width: of its query, whose first product is ``query``; ``key``: its key's; ``cache``: what holds its keys."""
+    """heads, width: of its query, whose product is ``query``; ``key``: its key's; ``cache``: what holds its keys."""
 
     query: Node
     key: Node

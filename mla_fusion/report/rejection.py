@@ -55,7 +55,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "norm.gamma_absent": ("A latent is normalised without a weight.", "Give the norm a weight of ones."),
     "norm.gamma_dtype": (
-        "A norm weight is not bfloat16, and is not known to hold bfloat16 numbers alone; rounding it may change results.",
+        "A norm weight is not bfloat16, nor known to hold bfloat16 numbers alone; rounding it may change results.",
         "Store the norm weights in bfloat16; float32 ones that hold bfloat16 numbers go through mla_fusion.backend().",
     ),
     "norm.low_precision": (

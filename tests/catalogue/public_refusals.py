@@ -33,7 +33,7 @@ class Unabsorbed(Base):
         return F.scaled_dot_product_attention(*(part.transpose(0, 1)[None] for part in (q, k, value)))
 
 
-entry("absorb.absent", source="remote code of DeepSeek's checkpoints", tags="near miss, public, whole", name="Hub")(Unabsorbed)
+entry("absorb.absent", source="DeepSeek's remote code", tags="near miss, public, whole", name="Hub")(Unabsorbed)
 
 
 @entry("absorb.absent", source="litgpt", tags="near miss, public, whole")

@@ -116,8 +116,8 @@ class Decode(Base):
 def rows_args(tokens: int = 8) -> tuple[Tensor, ...]:
     angles = torch.rand(64, H) * 6
     table = torch.cat([angles.cos(), angles.sin()], -1).bfloat16()
-    slots = torch.randperm(64)[:tokens]
-    return torch.randn(tokens, HE).bfloat16(), table, torch.arange(tokens) * 3, torch.randn(64, 1, ROW).bfloat16(), slots
+    x, rows = torch.randn(tokens, HE).bfloat16(), torch.randn(64, 1, ROW).bfloat16()
+    return x, table, torch.arange(tokens) * 3, rows, torch.randperm(64)[:tokens]
 
 
 entry(STAGED, source="SGLang 0.4", tags="whole, layout, cache, device", name="SglangDecode", args=rows_args)(Decode)

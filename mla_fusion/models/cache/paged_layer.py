@@ -230,7 +230,7 @@ class PagedIndexedLayer(PagedLatentLayer):
         return self._new
 
     def update_indexer(self, states: Tensor) -> Tensor:
-        """Write ``[B, S, width]`` of the tokens whose latents came last; all tokens of this layer, ``[B, L, width]``."""
+        """Write ``[B, S, width]`` of the tokens whose latents came last; all of this layer, ``[B, L, width]``."""
         if self._new is None:
             raise OptimizeError("cache.kind", f"layer {self.index} is given an indexer's keys before their latents")
         if self.indexer_keys is None:
