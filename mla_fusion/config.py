@@ -46,7 +46,7 @@ class Config:
                 packed weight, so that memory does not grow. It keeps its shape and values, and gets other strides.
     updates     How a wrapper notices that a parameter of which a packed copy exists has changed: "checked" also by its
                 content, read at every call; "trusted" by torch's version counter where it has one and memory of its
-                own, which ``parameter.data.add_(..)`` passes by (``mla_fusion.weights.release`` tells of such updates).
+                own, which ``parameter.data.add_(..)`` passes by (``mla_fusion.release`` tells of such updates).
     slots       What an input that holds cache slots is taken at: "trusted" at its word (non-negative, in range and
                 distinct, listed under the report's assumptions), "checked" before each call where a wrapper stands
                 around the graph (``mla_fusion.SlotError``); where none does, the assumptions say that nothing checks.

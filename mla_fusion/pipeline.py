@@ -9,6 +9,7 @@ import logging
 from time import perf_counter
 
 from torch.fx import GraphModule, Node
+from torch.nn import Module
 
 from mla_fusion.commit import rewrite, transaction
 from mla_fusion.commit.legal import Plans
@@ -81,7 +82,8 @@ def run(gm: GraphModule, config: Config, builder: BuilderOf | None, boundary: bo
 
 def _check_graph(gm: object) -> None:
     if not isinstance(gm, GraphModule):
-        raise TypeError(f"expected a torch.fx.GraphModule, got {type(gm).__name__}")
+        hint = "; a module is compiled: torch.compile(model, backend='mla_fusion')" if isinstance(gm, Module) else ""
+        raise TypeError(f"expected a torch.fx.GraphModule, got {type(gm).__name__}{hint}")
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "call_function") and "val" not in node.meta:
             if not node.users:  # an unused input, an assertion

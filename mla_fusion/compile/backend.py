@@ -51,6 +51,8 @@ def backend(
         releases.require()
     chosen = Config.given(config)
     folder = None if report is None else Path(report).absolute()
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise ValueError(f"report names a folder for reports, and {report} is a file")
 
     def compile_graph(
         gm: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None

@@ -158,14 +158,14 @@ def _writing() -> Iterator[None]:
         yield
 
 
-def release(parameters: Iterable[torch.Tensor]) -> int:
-    """Drop the packed weights made of these parameters; how many. The next call of a compiled graph packs anew.
+def release(parameters: Iterable[torch.Tensor] | torch.nn.Module) -> int:
+    """Drop the packed weights made of these parameters, or of a module's; how many. The next call packs anew.
 
     Parameters that are views of packed weights (``Config(weights="shared")``) get contiguous memory of their own
     again. To be called before weights are loaded into a model that has run on an NPU, and, under
     ``Config(updates="trusted")``, after updates that leave no trace, such as ``parameter.data.copy_(..)``.
     """
-    given = list(parameters)
+    given = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
     wanted = {storage_id(parameter) for parameter in given}
     dropped = 0
     with _LOCK, _writing():

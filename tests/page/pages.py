@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -18,6 +19,15 @@ HE, HCQ, HCKV, N, D, DR = 1024, 1536, 512, 4, 128, 64
 def fused(layers: int) -> mf.Report:
     """Plain prologues of equal structure, fused."""
     return mf.fuse(bench.decoder_graph(layers, HE, N))
+
+
+@cache
+def many(layers: int) -> mf.Report:
+    """The report of a deeper model: that of two layers, the second said of all others."""
+    report = fused(2)
+    first, second = report.fused
+    others = [replace(second, layer=f"layers.{place}") for place in range(1, layers)]
+    return replace(report, fused=[first, *others])
 
 
 class Biased(nn.Module):
