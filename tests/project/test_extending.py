@@ -104,8 +104,8 @@ def _three_heads(view: View, candidate: Candidate) -> None:
         raise Refuse("heads.three", candidate.query.absorb.node.name, (candidate.query.absorb.node,))
 
 
-RULES = (_three_heads, _norms,'''
-    scratch.edit(section, "mla_fusion/plan/verdict.py", "RULES = (_norms,", rule)
+RULES = (_three_heads, _model,'''
+    scratch.edit(section, "mla_fusion/plan/verdict.py", "RULES = (_model,", rule)
     first = '@miss("absorb.absent", tags="absorb")'
     scratch.edit(section, "tests/catalogue/misses_products.py", first, EXAMPLE + "\n\n" + first)
     assert scratch.run("docs/generate.py", "--check").returncode == 1
@@ -153,7 +153,7 @@ assert 9999 in limits("npu_mla_prolog_v3", "A3").dims["He"], "latest holds what 
 
 def test_a_release_of_cann(scratch: Scratch) -> None:
     section = "A version of the operator"
-    scratch.edit(section, "meta/limits.py", '"9.1", "latest")\n', '"9.1", "9.2", "latest")\n')
+    scratch.edit(section, "mla_fusion/machine.py", '"9.1", "latest")\n', '"9.1", "9.2", "latest")\n')
     row = '    Limit("Hcq", _of(1536)),\n'
     scratch.edit(section, "meta/limits.py", row, '    Limit("He", _of(9999), "9.2"),\n' + row)
     done = scratch.run("-c", RELEASE)
