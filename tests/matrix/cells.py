@@ -51,7 +51,7 @@ REFUSED = {
 }
 
 # What CI has time for beside the whole suite on 2.13.
-QUICK = ("import", "fused", "npugraph_ex", "hand call", "backend on CPU")
+QUICK = ("fused", "npugraph_ex", "hand call")
 
 
 def cells(works: bool, quick: bool = False) -> dict[str, tuple[str, ...]]:
