@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.fx import Graph, GraphModule
 import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
 from mla_fusion.compile.device_graph import capture
+from mla_fusion.fx import module_path
 from mla_fusion.models.hf.accuracy import largest_ratio
 from mla_fusion.report.rejection import CODES, Rejection
 
@@ -106,6 +108,10 @@ def refused(gm: GraphModule, config: mf.Config | None = None) -> Rejection:
     rejection, *_ = report.rejected
     assert rejection.message.startswith(CODES[rejection.code.partition(":")[0]][0])
     assert rejection.nodes and rejection.remedy
+    whole, numbered = module_path.root(gm.graph.nodes), re.compile(r"(?<![\w.])(?!npu_)\w*\d\w*(?![\w.])")
+    names = {node.name: module_path.label(node, whole) for node in gm.graph.nodes}
+    internal = [name for name in numbered.findall(rejection.message) if names.get(name, name) != name]
+    assert not internal, f"{internal} in {rejection.message}"
     return rejection
 
 

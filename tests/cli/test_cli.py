@@ -125,3 +125,23 @@ def test_bench_on_decoders_and_on_a_target(capsys):
     assert cli.main(["bench", TARGET, "--repeats", "1", "--json"]) == 0
     (timing,) = json.loads(capsys.readouterr().out)
     assert (timing["fused"], timing["rejected"]) == (1, 0) and timing["unverified"] > 0
+
+
+def test_a_report_is_one_line() -> None:
+    report = mf.Report(mf.Config())
+    assert repr(report) == "<Report: fused 0, left 0, in 0 ms, for A3, CANN latest (assumed, no NPU here)>"
+    assert "\n" not in repr(report)
+
+
+def test_a_file_is_no_folder_for_reports(tmp_path) -> None:
+    (tmp_path / "report").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        mf.backend(report=tmp_path / "report")
+
+
+def test_a_module_that_can_be_imported_is_a_target(capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["explain", "mla_fusion.examples.fuse_your_model:example", "--soc", "910C", "--cann", "9.1.0"]) == 0
+    assert "for A3, CANN 9.1\n" in capsys.readouterr().out
+    assert cli.main(["explain", "mla_fusion.absent.module:example"]) == 2
+    assert "no such file: mla_fusion.absent.module" in capsys.readouterr().err
