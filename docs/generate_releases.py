@@ -69,7 +69,8 @@ All of this was run on x86-64. On aarch64, emulated (qemu-user; Python 3.11, tor
 from their aarch64 wheels), these passed once: the reference of v3, the backend on CPU, offline activation, `mf.lower`
 to GE and npugraph_ex graphs, their parity with the call by hand, RoPE's facts and the weights' numbers, 90 tests.
 OpenBLAS, with which those builds of torch multiply bfloat16, rounds partial sums; the reference works in float32 there.
-Python 3.14 was run with Debian's interpreter. No extra of the package names torch or torch_npu, so `pip install '.[torchair]'` leaves those of an NPU machine alone
+Python 3.14 was run with Debian's interpreter. No extra of the package names torch or torch_npu, so
+`pip install '.[torchair]'` leaves those of an NPU machine alone
 (`tests/project/test_install.py` asks pip's resolver).
 """
 
