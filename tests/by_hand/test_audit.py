@@ -64,9 +64,9 @@ def test_caches_that_are_not_written() -> None:
 
 def test_what_no_repair_explains() -> None:
     torch.manual_seed(0)
-    noise = torch.randn(base.HE, base.HCQ).bfloat16()
     module, inputs = model(), args()
-    found = mf.audit(Hand(module, on("weight_dq", lambda weight: weight + noise)), module, *inputs, tries=150)
+    noise = torch.randn(inputs[0].shape).bfloat16()
+    found = mf.audit(Hand(module, on("token_x", lambda x: x + noise)), module, *inputs, tries=150)
     assert found.equal is False and not named(found)
     assert "no repair that is known explains it" in str(found)
 
