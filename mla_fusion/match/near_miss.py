@@ -164,7 +164,7 @@ class Diagnosis:
                 for node in self.view.members(up.node) if up.is_flat else ():
                     source = node.args[0] if is_view(node) else None
                     if isinstance(source, Node) and _takes_rows(node, source):
-                        detail = f"{node.name} takes some rows of {up.node.name}, which {norm.node.name} is projected by"
+                        detail = f"{node.name} takes some rows of {up.node.name}, made of {norm.node.name}"
                         return NearMiss(Refuse("tokens.cut", detail), (node, norm.node, up.node), certain=True)
         return None
 
