@@ -145,6 +145,8 @@ class Finder:
             return self.why.normed_key(facts, partial.nodes[0]) or partial
         if keys and (direct := self.why.direct(facts, has_key=True)) is not None:
             return direct
+        if keys and (cut := self.why.cut(facts) or self.why.cut_query(facts)) is not None:
+            return cut
         if keys:
             nodes = tuple(fact.node for fact in (keys[0].norm, keys[0].rope, keys[0].operator) if fact is not None)
             return NearMiss(Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}"), nodes)

@@ -151,17 +151,29 @@ class Diagnosis:
                 source = node.args[0] if is_view(node) else None
                 if not isinstance(source, Node) or not _takes_rows(node, source):
                     continue
-                up = self._projected(node, facts) or self._rotated_after(node, facts)
+                up = self._projected(node, down.node, facts) or self._rotated_after(node, facts)
                 if up is not None:
                     detail = f"{node.name} takes some rows of {down.node.name}, and {up.node.name} projects these"
                     return NearMiss(Refuse("tokens.cut", detail), (node, down.node, up.node))
         return None
 
-    def _projected(self, rows: Node, group: Collection[Projection]) -> Projection | None:
-        """The projection of these rows whose result is rotated or absorbed."""
-        ups = (up for up in self.above.get(peel(rows), ()) if up.is_flat and up not in group)
-        read = (up for up in ups if rows in upward(up.activation, views_and_model_casts))
-        return next((up for up in read if self.reader.read(up).ropes or self.absorbs(up)), None)
+    def cut_query(self, facts: Facts) -> NearMiss | None:
+        """Of a normed latent that is projected up, some of the tokens are taken behind that product."""
+        for norm in (norm for cone in facts.values() for norm in cone.norms):
+            for up in self.above[norm.node]:
+                for node in self.view.members(up.node) if up.is_flat else ():
+                    source = node.args[0] if is_view(node) else None
+                    if isinstance(source, Node) and _takes_rows(node, source):
+                        detail = f"{node.name} takes some rows of {up.node.name}, made of {norm.node.name}"
+                        return NearMiss(Refuse("tokens.cut", detail), (node, norm.node, up.node), certain=True)
+        return None
+
+    def _projected(self, rows: Node, down: Node, group: Collection[Projection]) -> Projection | None:
+        """The projection of these rows, or of what is made of them and of no other product, beside another of x."""
+        ups = [up for up in self.above.get(peel(rows), ()) if up.is_flat and up not in group]
+        read = [up for up in ups if rows in upward(up.activation, views_and_model_casts)]
+        made = (up for up in (*read, *self._ups_after(rows, group)) if self.view.sources(up.origin) == {down})
+        return next(made, None) if len(group) > 1 else None
 
     def normed_key(self, facts: Facts, query: Node) -> NearMiss | None:
         """Beside the query's latent two norms, of which the narrower stands where the key would be rotated as it is."""

@@ -211,6 +211,19 @@ class Grown(Base):
         return torch.matmul(q_nope, self.w_uk()) @ rows.mT + rotated(q_pe, c, sn) @ rope.mT, rows, rope
 
 
+@entry(STAGED, source="Kimi-K3", tags="layout, cache, symbolic", args=grown_args)
+class GrownUnrotated(Base):
+    """Nothing rotated, over a cache that is concatenated, by attention that scales both of its sides."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_past: Tensor, kr_past: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        q_nope, q_pe = (part.transpose(1, 2) for part in self.query(x))
+        c_kv, k_pe = self.latent(x)
+        rows, rope = torch.cat([kv_past, c_kv.unsqueeze(1)], 2), torch.cat([kr_past, k_pe.unsqueeze(1)], 2)
+        query, key = torch.cat([torch.matmul(q_nope, self.w_uk()), q_pe], -1), torch.cat([rows, rope], -1)
+        spread = (value.expand(-1, self.heads, -1, -1) for value in (key, rows))
+        return F.scaled_dot_product_attention(query, *spread), rows, rope
+
+
 entry(IN_PLACE, source=OURS, tags="layout, tables, device", name="SequencesShareRows", args=shared_table_args)(
     Sequences
 )

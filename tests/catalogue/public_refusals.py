@@ -222,6 +222,21 @@ class MixedBatch(NpuOperators):
 entry("tokens.cut", source="vllm-ascend", tags="near miss, public, operators, layout", name="MixedBatch")(MixedBatch)
 
 
+@entry("tokens.cut", source="vllm-ascend", tags="near miss, public, layout")
+class DecodeRows(Base):
+    """The query is projected from all tokens, and attention reads those that decode."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))[:5])
+        c_kv, k_pe = self.latent(x)
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        self.write(kv_cache, kr_cache, slots, c_kv, rotated(k_pe.unsqueeze(1), c, s).squeeze(1))
+        rows = kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)
+        return attend(self.absorb(q_nope), rotated(q_pe, c[:5], s[:5]), *rows)
+
+
 class OfOperatorNz(NpuOperators):
     """Keys and values are made of the rows that the cache operator gives out beside NZ pages."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from importlib import import_module
 from typing import Any
 
@@ -123,7 +124,7 @@ def config_of(model_type: str, values: dict[str, Any]) -> Any:
         values = {key: value for key, value in values.items() if key != "rope_parameters"}
         values |= {"rope_theta": rope["rope_theta"]}
         values |= {"rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"}}
-    return AutoConfig.for_model(model_type, **values)
+    return AutoConfig.for_model(model_type, **copy.deepcopy(values))  # configurations add to what they are given
 
 
 def prompt(batch: int = 2, length: int = 9, padded: int = 4) -> dict[str, torch.Tensor]:

@@ -71,7 +71,7 @@ def _report(module: nn.Module, form: LatentForm, forward: Callable[..., Any]) ->
             return torch.func.functional_call(called, held, ())[0]
 
         errors: list[Exception] = []
-        for given in arguments_of(stand_in, weight, form.dims.rope, _hidden(stand_in, form), BATCH, 1):
+        for given in arguments_of(stand_in, weight, form.dims.rope, form.hidden, BATCH, 1):
             del given["past_key_values"]
             given = {**given, "attention_mask": mask} if "attention_mask" in given else given
             try:
@@ -94,12 +94,6 @@ def _in_bfloat16(module: nn.Module) -> nn.Module:
 
 def _widths(form: LatentForm) -> tuple[int, int]:
     return form.dims.rank, form.dims.rope
-
-
-def _hidden(module: nn.Module, form: LatentForm) -> int:
-    """Columns of the hidden state: what the latent's down projection reads."""
-    down = (child.weight for child in module.children() if isinstance(child, nn.Linear))
-    return next(weight.shape[1] for weight in down if weight.shape[0] == sum(_widths(form)))
 
 
 class _Called(nn.Module):

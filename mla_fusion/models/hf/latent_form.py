@@ -26,6 +26,7 @@ class LatentForm:
     """What the absorbed form needs to know of one attention.
 
     kv_up         name of the child that expands latents
+    hidden        columns of the hidden state
     after_cache   does the module expand what it has read from its cache (by its ``expand_kv``), or before it caches?
     """
 
@@ -33,6 +34,7 @@ class LatentForm:
     heads: int
     kv_up: str
     after_cache: bool
+    hidden: int
 
     @property
     def is_for_sparse_operator(self) -> bool:

@@ -68,13 +68,13 @@ def probe(module: nn.Module, name: str, rank: int, rope: int, hidden: int) -> La
             unknown = "kv_up.differs" if after_cache else "cache.expanded"
             advice = "" if after_cache else f" ({EXPANDS_AFTER_CACHE.install})"
             return Refusal(unknown, f"{name} expands no latents of {rank} and {rope}: {error}{advice}")
-        form = _compared(up, name, answer, after_cache)
+        form = _compared(up, name, answer, after_cache, hidden)
         if isinstance(form, LatentForm) and not after_cache:
             return _converted(module, form, answer, inputs)
         return form
 
 
-def _compared(up: Any, name: str, answer: Answer, after_cache: bool) -> LatentForm | Refusal:
+def _compared(up: Any, name: str, answer: Answer, after_cache: bool, hidden: int) -> LatentForm | Refusal:
     """Are keys and values those of the up projection's weights?"""
     c_kv, k_pe, keys, values = answer
     heads, rope = keys.shape[1], k_pe.shape[-1]
@@ -85,7 +85,7 @@ def _compared(up: Any, name: str, answer: Answer, after_cache: bool) -> LatentFo
     wanted = expanded(both, k_pe, dims)
     if not keys.is_meta and not (torch.equal(keys, wanted[0]) and torch.equal(values, wanted[1])):
         return Refusal("kv_up.differs", f"the module makes other keys or values than the weight of {name}")
-    return LatentForm(dims, heads, name, after_cache)
+    return LatentForm(dims, heads, name, after_cache, hidden)
 
 
 def _by_expansion(module: Any, weight: Tensor, rank: int, rope: int) -> Answer:
