@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mla_fusion as mf
-from mla_fusion.weights.cache import WeightError
+from mla_fusion.weights import WeightError
 from tests.catalogue.base import paged_args
 from tests.catalogue.public_serving import Float32Norms
 from tests.harness import clones
