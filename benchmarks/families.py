@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each")
     parser.add_argument("--family", action="append", default=[], metavar="NAME", help="a family, or a prefix of some")
+    parser.add_argument("--target", default="v3", help="the one of Config.targets that is asked for")
     parser.add_argument("--no-controls", action="store_true")
     parser.add_argument("--json", type=Path, help="write every outcome to this file")
     given = parser.parse_args()
@@ -40,8 +41,8 @@ def main() -> int:
     if not names:
         parser.error(f"no such family; there are {', '.join(FAMILIES)}")
     started = perf_counter()
-    chosen = campaign.members(given.members, given.seed, names)
-    chosen += [] if given.no_controls else campaign.controls(names)
+    chosen = campaign.members(given.members, given.seed, names, given.target)
+    chosen += [] if given.no_controls else campaign.controls(names, given.target)
     outcomes = [_shown(outcome) for outcome in campaign.judged(chosen, given.jobs)]
     _print_table(outcomes)
     print(f"\n{len(outcomes)} graphs in {perf_counter() - started:.0f} s")

@@ -28,12 +28,14 @@ of the operator's contract ([operator.md](operator.md)).
 Each code has an example: the smallest change to a plain prologue that gets it, cut from the tests that run it. `Base`
 is that prologue ([base.py](../tests/catalogue/base.py)), with a method for every step; `Full`, `Partial`
 ([int8.py](../tests/catalogue/int8.py)) and `OperatorCache` ([int8_caches.py](../tests/catalogue/int8_caches.py))
-are int8 ones.
+are int8 ones. `Lite` ([keys.py](../tests/catalogue/keys.py)) has no query latent, and is read under
+`Config(targets=("key",))`; `Static` ([static.py](../tests/catalogue/static.py)) is in static W8A8, under
+`Config(targets=("preprocess",))`.
 
 Generated from `mla_fusion/report/rejection.py` by `docs/generate.py`; do not edit.
 """
 # where examples are looked for: first the near misses, by the code they are entered with, then tests that name the code
-_MISSES = "misses_norms misses_products misses_rotations misses_writes int8_misses"
+_MISSES = "misses_norms misses_products misses_rotations misses_writes int8_misses misses_keys static"
 _REFUSALS = "plan/test_refusals commit/test_refusals match/test_finder emit/test_contract entry/test_entry"
 MODELS = [f"catalogue/{name}.py" for name in _MISSES.split()]
 TESTS = [f"{name}.py" for name in _REFUSALS.split()]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from mla_fusion.meta import contradictions, preprocess, preprocess_csrc, spec
+from mla_fusion.meta import contradictions, key_operator, preprocess, preprocess_csrc, spec
 from mla_fusion.meta.limits import RELEASES, SOCS, Limits
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.meta.stricter import STRICTER, Scope
@@ -29,8 +29,9 @@ CALL_DIMS = dict(He=1024, Hcq=1536, N=8, D=128, Dr=64, Hckv=512, BlockNum=2, Blo
 INTRODUCTION = """\
 # The operator contract
 
-`npu_mla_prolog_v3` in every scenario, and its older versions. Generated from `mla_fusion.meta.spec`, `limits`,
-`stricter`, `tiling_key` and `contradictions` by `docs/generate_operator.py`; do not edit.
+`npu_mla_prolog_v3` in every scenario, its older versions, and the operators beside it. Generated from
+`mla_fusion.meta.spec`, `limits`, `stricter`, `tiling_key`, `contradictions` and the tables of the other operators by
+`docs/generate_operator.py`; do not edit.
 
 T tokens (`B*S`), He hidden size, Hcq query rank, Hckv KV rank, N heads, D nope head dim, Dr rope head dim. *lead* is
 `T` or `B, S`, as token_x has it; *tokens* is T or `B*S`. `mla_fusion.meta.check` applies these tables to a call,
@@ -65,6 +66,18 @@ KEYS = """\
 ## Tiling keys
 
 `explain_call(..., cann=..).tiling_key` is the key that the tiling of that release returns, by fields. Bits, from 0 on:
+"""
+
+KEY_INTRODUCTION = f"""\
+## npu_kv_rmsnorm_rope_cache
+
+Also `_v2`, which says that it writes its caches, and `_v2_functional`: RMSNorm of the first C columns of kv, RoPE of
+the other R (pairs in, halves out), both cast once and written; A2, A3, and A5 from CANN {key_operator.SINCE["A5"]} on.
+C is 512 and R 64 but on A5. kv [B, 1, S, C+R], gamma [C], cos and sin [B, 1, S or 1, R], all bfloat16 or all float16;
+index int64. Caches have kv's dtype; an int8 one needs its scale, float32 [width] or [1, width], which multiplies.
+BlockSize is a multiple of 16, with an int8 cache of 32; the newest operator asks for B*ceil(S/BlockSize) blocks.
+Negative slots skip their token. `is_output_kv` gives the new rows too, in the paged modes. The form with a separate
+`v` is another network's.
 """
 
 ATB_INTRODUCTION = f"""\
@@ -121,6 +134,8 @@ def page() -> str:
         table(("field", *key_releases()), key_fields()),
         "CACHE_MODE and QUANT_MODE (`wq/kv`) are these numbers; SCENARIO is 1 without quantisation and 2 with it.\n",
         table(("number", "CACHE_MODE", *(f"QUANT_MODE, from {since}" for since in QUANT_NUMBERS)), key_numbers()),
+        KEY_INTRODUCTION,
+        table(("cache_mode", "k_cache, ckv_cache", "index", "int8"), key_caches()),
         ATB_INTRODUCTION,
         table(("cache_mode", "kv_cache", "kv_cache_rope", "q_out0", "q_out1"), atb_caches()),
         CSRC_INTRODUCTION,
@@ -324,6 +339,15 @@ def key_numbers() -> Iterator[list[str]]:
 def merged(row: list[str]) -> list[str]:
     """A cell equal to the one before it becomes an arrow: the eye goes to what changed."""
     return [row[0], *("=" if i > 1 and row[i] == row[i - 1] else row[i] for i in range(1, len(row)))]
+
+
+def key_caches() -> Iterator[list[str]]:
+    for name in key_operator.MODES:
+        paged = name != "Norm"
+        cache = "[BlockNum, BlockSize, 1, width]" + (" in the NZ layout" if name.endswith("NZ") else "")
+        index = "[B*ceil(S/BlockSize)], blocks" if name in key_operator.BLOCKS else "[B*S], slots"
+        row = [cache, index, "yes"] if paged else ["[B, 1, Scache, width]", "[B, S], rows", "on A5"]
+        yield [f"`{name}`", *row]
 
 
 def atb_caches() -> Iterator[list[str]]:

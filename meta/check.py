@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from mla_fusion.meta import preprocess, preprocess_csrc
+from mla_fusion.meta import key_operator, preprocess, preprocess_csrc
 from mla_fusion.meta.call import Call
 from mla_fusion.meta.limits import known_path, limits
 from mla_fusion.meta.signature import complete, named
@@ -28,7 +28,8 @@ def check(
     size is never specialised, only what is statically known to be wrong is refused. ``values=True`` also
     reads cache_index and actual_seq_len, which the device does not check (see `mla_fusion.meta.values`).
     ``op`` is an operator of torch_npu: ``npu_mla_prolog``, ``_v2``, ``_v3``, ``_v3_functional``,
-    ``npu_mla_preprocess`` (also ``mla_preprocess``), or ``mla_preprocess_csrc``, vllm-ascend's fork of the last.
+    ``npu_kv_rmsnorm_rope_cache``, ``_v2``, ``_v2_functional``, ``npu_mla_preprocess`` (also ``mla_preprocess``), or
+    ``mla_preprocess_csrc``, vllm-ascend's fork of the last.
     """
     known_path(path)
     name = named(op)
@@ -36,6 +37,8 @@ def check(
         return preprocess.check_preprocess(soc, cann, values, arguments)
     if name == preprocess_csrc.OP:
         return preprocess_csrc.check_csrc(soc, cann, values, arguments)
+    if name in key_operator.OPERATORS:
+        return key_operator.check_key_operator(name, soc, cann, values, complete(name, arguments))
     call = checked(op, soc, cann, arguments, path)
     if values:
         check_values(op, call.full, call.dims)

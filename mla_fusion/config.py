@@ -10,6 +10,12 @@ from mla_fusion.machine import AUTO, Machine, release_named, settled, soc_named
 
 Skip = str | Callable[[Any], bool]
 
+TARGETS = {  # the ladder: each is tried where those above it, as far as they are asked for, are not possible
+    "v3": "npu_mla_prolog_v3, for the whole prologue",
+    "identity": "the same where no W_uk product follows, with weight_uk = [I | 0]",
+    "preprocess": "npu_mla_preprocess (ATB), for prologues in W8A8 by scales fixed ahead of time",
+    "key": "npu_kv_rmsnorm_rope_cache_v2, for the key's norm, rotation and cache writes alone",
+}
 _CHOICES = {
     "verify": ("off", "first", "all"),
     "staging": ("auto", "always", "never"),
@@ -38,7 +44,11 @@ class Config:
                 "auto" where the in-kernel write would not be exact, "always", or "never".
     kr_layout   "exact" never changes what a cache row holds. "half" is the caller's word that every
                 reader and writer of kr_cache uses the half layout that the kernel writes.
-    unabsorbed  "identity" also fuses prologues without a W_uk product, by weight_uk = [I | 0].
+    targets     Operators that may be emitted, tried in this order whatever the order given: "v3" for whole prologues;
+                "identity", the same for those without a W_uk product, by weight_uk = [I | 0]; "preprocess",
+                npu_mla_preprocess for static W8A8 (not in GE graphs); "key",
+                npu_kv_rmsnorm_rope_cache_v2 for the key's half alone, where no other target takes the prologue.
+    unabsorbed  "identity" is the target of that name.
     skip        What to leave alone without a warning: layers by module path, prologues that would be rejected with a
                 code ("absorb.absent", "contract", "contract:dims.he"), or candidates for which a predicate holds.
     weights     Where packed weights live, when a wrapper stands around the graph (``mf.backend``): "copy" beside the
@@ -64,6 +74,7 @@ class Config:
     soc: str = AUTO
     staging: str = "auto"
     kr_layout: str = "exact"
+    targets: tuple[str, ...] = ("v3",)
     unabsorbed: str = "skip"
     skip: tuple[Skip, ...] = ()
     weights: str = "copy"
@@ -83,9 +94,21 @@ class Config:
                     object.__setattr__(self, field, named(value))
                 except ValueError as error:
                     raise ValueError(f"Config.{field}: {error}") from None
-        if isinstance(self.skip, str):
-            raise ValueError(f"Config.skip takes a sequence, got the string {self.skip!r}; write ({self.skip!r},)")
-        object.__setattr__(self, "skip", tuple(self.skip))
+        for field in ("skip", "targets"):
+            value = getattr(self, field)
+            if isinstance(value, str):
+                raise ValueError(f"Config.{field} takes a sequence, got the string {value!r}; write ({value!r},)")
+            object.__setattr__(self, field, tuple(value))
+        self._set_targets()
+
+    def _set_targets(self) -> None:
+        """In the ladder's order, and in agreement with ``unabsorbed``."""
+        known = tuple(TARGETS)
+        if not self.targets or any(name not in known for name in self.targets):
+            raise ValueError(f"Config.targets must name some of {', '.join(known)}, got {self.targets!r}")
+        wanted = {*self.targets, *(["identity"] if self.unabsorbed == "identity" else [])}
+        object.__setattr__(self, "targets", tuple(name for name in TARGETS if name in wanted))
+        object.__setattr__(self, "unabsorbed", "identity" if "identity" in wanted else "skip")
 
     @classmethod
     def given(cls, config: Config | None) -> Config:

@@ -23,17 +23,11 @@ from typing import Any
 import torch
 
 from mla_fusion import compat
+from mla_fusion.meta import key_operator
+from mla_fusion.meta.key_operator import V2
 from mla_fusion.meta.preprocess import ATB
 from mla_fusion.meta.prolog import PROLOGS, V3
 
-_KV_CACHE = (
-    "Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, "
-    "Tensor{a} k_cache, Tensor{b} ckv_cache, *, "
-    "Tensor? k_rope_scale=None, Tensor? c_kv_scale=None, Tensor? k_rope_offset=None, "
-    "Tensor? c_kv_offset=None, Tensor? v=None, "
-    "float epsilon=1e-5, str cache_mode='Norm', bool is_output_kv=False"
-)
-_KV_CACHE_V2 = _KV_CACHE + ", int? k_cache_dtype=None, int? ckv_cache_dtype=None"
 _SCATTER_PA = (
     "Tensor key, Tensor value, Tensor{a} key_cache, Tensor{b} value_cache, Tensor slot_mapping, *, "
     "Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, Tensor? seq_lens=None, "
@@ -48,7 +42,7 @@ def _tensors(count: int) -> str:
 
 # name -> (arguments, results), exactly as torch_npu 2.13 defines them
 _SIGNATURES: dict[str, tuple[str, str]] = {
-    **{name: operator.schema for name, operator in PROLOGS.items()},
+    **{name: operator.schema for name, operator in (PROLOGS | key_operator.OPERATORS).items()},
     "npu_rms_norm": ("Tensor input, Tensor gamma, float epsilon=1e-06", _tensors(2)),
     "npu_add_rms_norm": ("Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06", _tensors(3)),
     "npu_interleave_rope": ("Tensor x, Tensor cos, Tensor sin", "Tensor"),
@@ -56,9 +50,6 @@ _SIGNATURES: dict[str, tuple[str, str]] = {
         "Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None",
         "Tensor",
     ),
-    "npu_kv_rmsnorm_rope_cache": (_KV_CACHE.format(**_PURE), _tensors(4)),
-    "npu_kv_rmsnorm_rope_cache_v2": (_KV_CACHE_V2.format(**_MUTABLE), _tensors(2)),
-    "npu_kv_rmsnorm_rope_cache_v2_functional": (_KV_CACHE_V2.format(**_PURE), _tensors(4)),
     "npu_transpose_batchmatmul": (
         "Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None, int[]? perm_x1=None, "
         "int[]? perm_x2=None, int[]? perm_y=None, int? batch_split_factor=1",
@@ -102,7 +93,7 @@ _KERNELS_ALONE = ("npu_sparse_flash_attention",)
 # last among the functional form's results
 _IN_PLACE: dict[str, tuple[str, tuple[int, ...]]] = {
     V3.name: (V3.functional, V3.places(*V3.written)),
-    "npu_kv_rmsnorm_rope_cache_v2": ("npu_kv_rmsnorm_rope_cache_v2_functional", (5, 6)),
+    V2.name: (V2.functional, V2.places(*V2.written)),
     "npu_scatter_nd_update_": ("npu_scatter_nd_update", (0,)),
     "npu_scatter_pa_kv_cache": ("npu_scatter_pa_kv_cache_functional", (2, 3)),
 }

@@ -22,9 +22,10 @@ from mla_fusion.fx.collector import paused
 from mla_fusion.fx.normalise import forms
 from mla_fusion.fx.view import View
 from mla_fusion.fx.workplace import workplace
-from mla_fusion.match.candidate import Candidate
+from mla_fusion.ladder import Rung, descend
+from mla_fusion.match.candidate import KeyHalf
 from mla_fusion.match.closed import in_bodies
-from mla_fusion.match.finder import search
+from mla_fusion.match.finder import Found, search
 from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.observe.clock import Clock, threads, torch_defaults
 from mla_fusion.observe.graphs import Graphs, count_operators
@@ -139,27 +140,34 @@ def _plans(
     clock = Clock(report.timings)
     view = View(gm)
     clock.stop("view")
-    finder, found = search(view, config.unabsorbed == "identity")
+    finder, found = search(view, config.targets)
     found += in_bodies(gm)
     clock.stop("match")
     legal_plans = Plans(view, config, boundary)
     verified = Verified(view, config, usual_threads)
-    record, plans = Record(view, finder, config, report), []
-    for item in found:
+    record, plans = Record(view, finder, config, report), list[Plan]()
+
+    def fitted(rung: Rung, above: Refuse | None = None) -> Refuse | None:
+        """Plan a rung of the ladder, or say why not; ``above``: why it is not the one above."""
         try:
-            legal = legal_plans.of(_wanted(item, config))  # plan, contract
+            legal = legal_plans.of(rung.target, _wanted(rung.item, config))  # plan, contract
             clock.stop("plan")
             outcome = verified.of(legal)
             clock.stop("verify")
-            record.fused(legal.plan, legal.structure, outcome.verified, outcome.figures, outcome.compared)
+            record.fused(legal.plan, legal.structure, outcome.verified, outcome.figures, outcome.compared, above)
             plans.append(legal.plan)
+            return None
         except Refuse as reason:
-            record.rejected(item, reason)
+            return reason
         except SkipError:
             raise
         except Exception as error:  # costs this prologue alone: nothing has been changed yet
-            record.rejected(item, _defect(error, config))
-        clock.stop("plan")
+            return _defect(error, config)
+        finally:
+            clock.stop("plan")
+
+    for item in found:
+        descend(item, config, fitted, record.rejected)
     return plans
 
 
@@ -184,7 +192,7 @@ class SkipError(RuntimeError):
     """A predicate of ``Config.skip`` raised."""
 
 
-def _wanted(item: Candidate | NearMiss, config: Config) -> Candidate:
+def _wanted(item: Found, config: Config) -> KeyHalf:
     """The candidate. Raises the reason of a near miss, and ``Refuse("skip")`` for what ``Config.skip`` names."""
     if isinstance(item, NearMiss):
         raise item.reason

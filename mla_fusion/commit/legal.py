@@ -9,10 +9,10 @@ from mla_fusion.commit.in_place import InPlaceSteps
 from mla_fusion.commit.region import Region, cut_out
 from mla_fusion.config import Config
 from mla_fusion.emit import contract
+from mla_fusion.emit.targets import TARGETS
 from mla_fusion.fx.view import View
-from mla_fusion.match.candidate import Candidate
+from mla_fusion.match.candidate import KeyHalf
 from mla_fusion.plan.plan import InPlace, Plan
-from mla_fusion.plan.planner import Planner
 from mla_fusion.report.rejection import Refuse
 
 
@@ -35,15 +35,15 @@ class Plans:
         self._structures: dict[object, int] = {}  # a number for each: hashing one takes as long as a fact
         self._accepted: set[int] = set()
 
-    def of(self, candidate: Candidate) -> Legal:
-        """A plan of the candidate, or of the next of its alternatives that has one.
+    def of(self, target: str, candidate: KeyHalf) -> Legal:
+        """A plan of the candidate for a target, or of the next of its alternatives that has one.
 
         Raises ``Refuse`` with the reason of the first where there is none.
         """
         first: Refuse | None = None
         for alternative in (candidate, *candidate.others):
             try:
-                found = self._accepted_by_contract(alternative)
+                found = self._accepted_by_contract(target, alternative)
                 self._steps.judge(found.plan, found.region, rewrite.prove(found.plan))
                 return found
             except Refuse as reason:
@@ -51,9 +51,9 @@ class Plans:
         assert first is not None
         raise first
 
-    def _accepted_by_contract(self, candidate: Candidate) -> Legal:
+    def _accepted_by_contract(self, target: str, candidate: KeyHalf) -> Legal:
         """Where the contract refuses the caches alone, the staged plan."""
-        planner = Planner(self._view, self._config, candidate, self._boundary)
+        planner = TARGETS[target].planner(self._view, self._config, candidate, self._boundary)
         found = self._described(planner.plan())
         if found.structure in self._accepted:
             return found

@@ -6,7 +6,7 @@ computes twice, where :func:`same_integers` proves them equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,14 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.compat import expression_of
-from mla_fusion.emit import call
+from mla_fusion.emit.targets import target_of
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fx.kinds import filled_with, operator_of, tensor_held
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes_and_exact_casts, views_and_casts
+from mla_fusion.match.candidate import Candidate
 from mla_fusion.plan.plan import InPlace, Plan
-from mla_fusion.plan.verdict import projections
 
 _INTEGERS = (torch.int64, torch.int32)
 INPUTS = ("placeholder", "get_attr")
@@ -54,12 +54,12 @@ def same_integers(view: View, a: Node, b: Node) -> bool:
 def cut_out(view: View, plan: Plan) -> Region:
     """The region of a plan."""
     targets = tuple(dict.fromkeys(item.node for item in plan.replacements))
-    reads = tuple(call.inputs(plan))
+    reads = tuple(target_of(plan).inputs(plan))
     roles = _roles(plan)
-    above = _above_x(plan.candidate.query.down.origin)
-    x = _leaf_of_x(plan)
-    walk = _Walk(view, plan, {x: "x", **roles})
-    reached = walk.run([*targets, *reads], stop_at=above - {x})
+    xs = plan.read_from or (_leaf_of_x(plan),)
+    above = set[Node]() if plan.read_from else _above_x(plan.candidate.down.origin)
+    walk = _Walk(view, plan, {**dict.fromkeys(xs, "x"), **roles})
+    reached = walk.run([*targets, *reads], stop_at=above.difference(xs))
     if reached:  # x is computed a second time from what lies above it: that is drawn, and both are computed
         walk = _Walk(view, plan, {**dict.fromkeys(reached, "x"), **roles})
         walk.run([*targets, *reads])
@@ -136,30 +136,37 @@ def same_attribute(node: Node) -> object:
 
 def _roles(plan: Plan) -> dict[Node, str]:
     """The parts that graph inputs and weights play in the plan."""
-    q, k = plan.candidate.query, plan.candidate.key
-    found: dict[Node, str] = {}
-    quantised = [item.quantised for item in projections(plan.candidate) if item.quantised is not None]
-    weights = [item.weight for item in projections(plan.candidate)]
-    weights += q.absorb.weights if isinstance(q.absorb, AbsorbFact) else []
-    smooth = [item.dynamic.smooth for item in quantised if item.dynamic is not None]
-    parts: list[tuple[Iterable[Node | None], str, Callable[[Node], Node]]] = [
-        (weights, "weight", _source),
-        ((q.norm.gamma, k.gamma, *smooth), "gamma", _source),
-        ((item.weight_scale for item in quantised), "scale", _source),
-    ]
-    if q.down.quantised is not None and q.down.quantised.dynamic is None:
-        parts.append(((q.down.quantised.token_scale,), "token_scale", _source))
+    parts: list[tuple[Iterable[Node | None], str, Callable[[Node], Node]]] = []
+    if isinstance(plan.candidate, Candidate):
+        parts += _roles_of_query(plan.candidate)
+    parts.append(((plan.candidate.key.gamma,), "gamma", _source))
+    parts += [((node,), role, _source) for node, role in plan.parts]
     if isinstance(plan.caches, InPlace):
         for scale in (plan.caches.kv_scale, plan.caches.kr_scale):
             if scale is not None:
                 parts.append(((scale.node,), "inverse" if scale.inverse else "cache_scale", _source))
         parts.append((plan.caches.slots.nodes, "slots", same_elements))
         parts.append(((cache for _, cache, _ in plan.caches.held), "cache", lambda node: node))
+    found: dict[Node, str] = {}
     for nodes, role, above in parts:
         for node in nodes:
             if node is not None:
                 found.setdefault(above(node), role)
     return found
+
+
+def _roles_of_query(candidate: Candidate) -> Iterator[tuple[Iterable[Node | None], str, Callable[[Node], Node]]]:
+    """Those of the weights, and of what else only a whole prologue has."""
+    q = candidate.query
+    quantised = [item.quantised for item in candidate.projections if item.quantised is not None]
+    yield [item.weight for item in candidate.projections], "weight", _source
+    if isinstance(q.absorb, AbsorbFact):
+        yield q.absorb.weights, "weight", _source
+    smooth = [item.dynamic.smooth for item in quantised if item.dynamic is not None]
+    yield (q.norm.gamma, *smooth), "gamma", _source
+    yield [item.weight_scale for item in quantised], "scale", _source
+    if q.down.quantised is not None and q.down.quantised.dynamic is None:
+        yield (q.down.quantised.token_scale,), "token_scale", _source
 
 
 def _source(node: Node) -> Node:
@@ -175,7 +182,7 @@ def same_elements(node: Node) -> Node:
 
 def _leaf_of_x(plan: Plan) -> Node:
     """Of the x that the call reads and the x that the projections read, the one from which the other is computed."""
-    origin, above = plan.candidate.query.down.origin, [plan.token_x]
+    origin, above = plan.candidate.down.origin, [plan.token_x]
     for node in above:  # grows as it is walked
         if node is origin:
             return origin

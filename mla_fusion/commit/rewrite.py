@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.emit import call
+from mla_fusion.emit import results, targets
 from mla_fusion.fx import strides
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import has_effect
+from mla_fusion.fx.kinds import has_effect, op_name
 from mla_fusion.fx.workplace import copied
+from mla_fusion.match.candidate import Candidate
 from mla_fusion.plan.plan import InPlace, Plan
-from mla_fusion.plan.verdict import projections
 from mla_fusion.report.rejection import Refuse
 
 _CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
@@ -28,11 +28,11 @@ def prove(plan: Plan) -> Node:
     products = _products_of_query(plan)
     readers = [user for item in plan.replacements for user in item.node.users if user not in products]
     if not readers:
-        raise Refuse("graph.unread", f"{plan.candidate.query.down.node.name} and what follows it", plan.candidate.nodes)
+        raise Refuse("graph.unread", f"{plan.candidate.down.node.name} and what follows it", plan.candidate.nodes)
     point = min(readers)
     replaced = {replacement.node for replacement in plan.replacements}
     seen: set[Node] = set()
-    stack = [node for node in call.inputs(plan) if not node < point]
+    stack = [node for node in targets.target_of(plan).inputs(plan) if not node < point]
     while stack:
         node = stack.pop()
         if node in replaced or (has_effect(node) and not node < point):
@@ -58,7 +58,7 @@ def write(builder: GraphBuilder, plans: Sequence[Plan], exact_strides: bool = Tr
 def clean(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
     """Eliminate dead code where a product of a region is still in the graph, kept by a node nobody reads; then lint."""
     graph = builder.gm.graph
-    if any(item.node in builder.copies for plan in plans for item in projections(plan.candidate)):
+    if any(item.node in builder.copies for plan in plans for item in plan.candidate.projections):
         graph.eliminate_dead_code()
     graph.lint()
 
@@ -100,8 +100,17 @@ class _Writer:
                 self._write_caches_back()
             if node in self._borrowers:
                 self._lend(node)
-            elif node not in self._copies and node not in self._unread:
+            elif node not in self._copies and node not in self._unread and not self._is_written_already(node):
                 self._copy(node)
+
+    def _is_written_already(self, node: Node) -> bool:
+        """Would it copy into a cache what the call has written there?"""
+        if op_name(node) != "aten::copy_":
+            return False
+        target, source = node.args[:2]
+        number = self._plan_of.get(source)  # type: ignore[arg-type]
+        caches = self._plans[number].caches if number is not None and self._plans[number].writes_inputs else None
+        return isinstance(caches, InPlace) and any(target is cache for _, cache, _ in caches.held)
 
     def _copy(self, node: Node) -> Node:
         made = self._copies[node] = copied(node, self.b.gm.graph, lambda read: self._input(node, read))
@@ -140,16 +149,16 @@ class _Writer:
             return
         plan = self._plans[number]
         if number in self._begun:
-            raise RuntimeError(f"the call for {plan.candidate.query.down.node.name} waits for itself")
+            raise RuntimeError(f"the call for {plan.candidate.down.node.name} waits for itself")
         self._begun.add(number)
         self.b.at(None, _carried_meta(plan))
-        results = self._results[number] = call.call_kernel(self.b, plan)
+        made = self._results[number] = targets.call_kernel(self.b, plan)
         for item in plan.replacements:
-            self._values[item.node] = call.fit(self.b, item, results[item.output])
+            self._values[item.node] = results.fit(self.b, item, made[item.output])
 
     def _lend(self, borrower: Node) -> None:
         self.b.at(None, borrower.meta)
-        self._values[borrower] = call.lend(self.b, self._borrowers[borrower], borrower)
+        self._values[borrower] = results.lend(self.b, self._borrowers[borrower], borrower)
 
     def _write_caches_back(self) -> None:
         """The model's operator changed its caches unseen; say so in the graph, where torchair looks for it."""
@@ -189,10 +198,12 @@ def _left_over(plan: Plan) -> list[Node]:
 
 def _products_of_query(plan: Plan) -> frozenset[Node]:
     """The query's up-projections: they die with the region, whatever they read."""
+    if not isinstance(plan.candidate, Candidate):
+        return frozenset()
     q = plan.candidate.query
     return frozenset(part.node for item in (q.up_nope, q.up_rope) for part in item.by_weight)
 
 
 def _carried_meta(plan: Plan) -> dict[str, Any]:
-    meta = plan.candidate.query.down.node.meta
+    meta = plan.candidate.down.node.meta
     return {key: meta[key] for key in _CARRIED if key in meta}

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from mla_fusion.commit.region import Region, same_attribute
 from mla_fusion.compat import expression_of
-from mla_fusion.emit import call
+from mla_fusion.emit.targets import target_of
 from mla_fusion.fx.kinds import tensor_held
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.plan.plan import InPlace, Plan
@@ -42,7 +42,6 @@ def key(region: Region, plan: Plan) -> object:
 
 def _of_plan(plan: Plan, numbers: dict[Node, int]) -> object:
     """What the call does with the nodes that it reads."""
-    q, k = plan.candidate.query, plan.candidate.key
     tables = tuple(
         tuple(
             (numbers.get(run.base, -1), run.field, run.start, run.step, run.count, run.factor, run.rows)
@@ -50,7 +49,6 @@ def _of_plan(plan: Plan, numbers: dict[Node, int]) -> object:
         )
         for table in (plan.cos, plan.sin)
     )
-    columns = q.norm.columns, q.absorb.columns, q.rope.first, q.rope.second, k.columns, k.first, k.second
     outputs = tuple((numbers.get(item.node, -1), item.output, item.order) for item in plan.replacements)
     caches: object = None
     if isinstance(plan.caches, InPlace):
@@ -61,9 +59,9 @@ def _of_plan(plan: Plan, numbers: dict[Node, int]) -> object:
         )
         slots = tuple(node and numbers.get(node, -1) for node in _slots(plan.caches))
         caches = held, scales, slots, plan.caches.slots.span, plan.caches.mode, plan.caches.copies
-    lead = _sizes(plan.token_x.meta["val"].shape[:-1])
-    shape = lead, plan.kernel_heads
-    return tables, columns, outputs, caches, plan.interleave, shape, tuple(call.attributes(plan).items())
+    given = target_of(plan).attributes(plan).items()
+    call = plan.target, _sizes(plan.lead), plan.heads_of_call, *given
+    return tables, plan.candidate.columns, outputs, caches, plan.interleave, call
 
 
 def _slots(caches: InPlace) -> Sequence[Node | None]:

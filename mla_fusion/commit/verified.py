@@ -29,10 +29,10 @@ class Verified:
         if self._config.verify == "first" and legal.structure in self._known:
             return Outcome(f"equal in structure to {self._known[legal.structure]}")
         plan = legal.plan
-        query = plan.candidate.query
-        half_rows = self._config.kr_layout == "half" and query.rope.layout == "interleaved"
+        layout = plan.candidate.key.layout
+        half_rows = self._config.kr_layout == "half" and layout == "interleaved" and not plan.interleave
         few = prod(self._view.binding.shape(plan.token_x.meta["val"].shape)) <= _FEW
         with threads(1 if few else self._threads):
             outcome = verify.compare(self._view, plan, half_rows, region=legal.region)
-        self._known[legal.structure] = module_path.layer(plan.candidate.nodes) or query.down.node.name
+        self._known[legal.structure] = module_path.layer(plan.candidate.nodes) or plan.candidate.down.node.name
         return outcome

@@ -18,7 +18,8 @@ from torch.fx import Node
 from mla_fusion.commit.draws import CEILINGS, Draws, has_large_channels
 from mla_fusion.commit.region import Region, cut_out, same_elements
 from mla_fusion.commit.token_counts import counts, kinds_at
-from mla_fusion.emit import call, rows
+from mla_fusion.emit import results as of_call
+from mla_fusion.emit import rows, targets
 from mla_fusion.fx.build import Recipe, TensorBuilder
 from mla_fusion.fx.kinds import is_mutating
 from mla_fusion.fx.measured import measured
@@ -124,7 +125,7 @@ class _Witness:
         packed = self._packed.setdefault(has_large_channels(kind), {})
         builder = _Builder(values, self.view.binding, packed, self._changing)
         try:
-            results = call.call_kernel(builder, self.plan)
+            results = targets.call_kernel(builder, self.plan)
         except (RuntimeError, ValueError) as error:
             nodes = self.plan.candidate.nodes
             raise Refuse("verify.mismatch", f"the call does not run on CPU: {error}", nodes) from error
@@ -195,8 +196,8 @@ class _Witness:
             width = want.shape[-1] if want.numel() != result.numel() else result.shape[-1]
             owner = torch.arange(want.numel()) // width
         else:
-            got = call.arrange(builder, item, result)
-            owner = call.arrange(builder, item, _owners(result, 1 if "scale" in name else self.plan.lead_rank))
+            got = of_call.arrange(builder, item, result)
+            owner = of_call.arrange(builder, item, _owners(result, 1 if "scale" in name else len(self.plan.lead)))
         return self._judged(item, want, got.to(want.dtype), owner, kind)
 
     def _judged(self, item: Replacement, want: Any, got: Any, owner: torch.Tensor, kind: str) -> Figure:
@@ -229,11 +230,10 @@ class _Witness:
         itself has lost in the row may happen to be nothing. A quantised x takes no notice of small changes, and then
         nor does anything behind it: hence the second place.)
         """
-        region, q, k = self.region, self.plan.candidate.query, self.plan.candidate.key
+        region = self.region
         leaves = [*region.leaves, *region.twins]
         x = [leaf for leaf, role in region.leaves.items() if role == "x" and leaf.meta["val"].is_floating_point()]
-        down = {part.node for item in (q.down, k.down, k.down_rope) for part in item.by_weight}
-        made = [node for node in region.nodes if node in down]
+        made = [node for node in region.nodes if node in self.plan.candidate.made_of_x]
         memory = dict(zip(leaves, map(_wide, self._given), strict=True))
         program = self._in_float64(leaves)
         values = program.run(_copies(memory[leaf] for leaf in leaves))

@@ -15,31 +15,31 @@ from mla_fusion.facts.quant import Quantised
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fx.build import Builder
 from mla_fusion.plan.cache_modes import scale_shapes
-from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.plan.plan import InPlace, PrologPlan
 from mla_fusion.weights.columns import describe
 
 aten = torch.ops.aten
 Matrix = Callable[[Builder, Projection], Any]  # a weight as [in, out], or its scales as [1, out]
-Arrange = Callable[[Builder, Plan, Matrix], Any]  # their columns as the kernel wants them
+Arrange = Callable[[Builder, PrologPlan, Matrix], Any]  # their columns as the kernel wants them
 FRACTAL_NZ = 29
 
 
-def weight(b: Builder, plan: Plan, name: str, arrange: Arrange, *projections: Projection) -> Any:
+def weight(b: Builder, plan: PrologPlan, name: str, arrange: Arrange, *projections: Projection) -> Any:
     def recipe(b: Builder) -> Any:
-        return _dense(b, arrange(b, plan, _matrix), nz=True)
+        return dense(b, arrange(b, plan, matrix), nz=True)
 
     return b.packed(name, recipe, [part.weight for item in projections for part in item.by_weight])
 
 
-def _scale(b: Builder, plan: Plan, name: str, arrange: Arrange, *projections: Projection) -> Any:
+def _scale(b: Builder, plan: PrologPlan, name: str, arrange: Arrange, *projections: Projection) -> Any:
     def recipe(b: Builder) -> Any:
-        return _dense(b, b.cast(arrange(b, plan, _scale_matrix), torch.float32), nz=False)
+        return dense(b, b.cast(arrange(b, plan, scale_matrix), torch.float32), nz=False)
 
     parts = [part for item in projections for part in item.by_weight]
     return b.packed(name, recipe, [part.quantised.weight_scale for part in parts if part.quantised is not None])
 
 
-def quantisation(b: Builder, plan: Plan) -> dict[str, Any]:
+def quantisation(b: Builder, plan: PrologPlan) -> dict[str, Any]:
     """The scales of weight_quant_mode 1 and 2, [1, columns] and [T, 1] in float32."""
     q, k = plan.candidate.query, plan.candidate.key
     if q.up_nope.quantised is None:
@@ -60,11 +60,11 @@ def quantisation(b: Builder, plan: Plan) -> dict[str, Any]:
         }
         device = plan.token_x.meta["val"].device
         for name, shape in scale_shapes(plan.kv_cache_quant_mode, len(k.columns), k.rope_dim).items():
-            given[name] = _of_cache(b, scales[name], shape, device)
+            given[name] = cache_scale(b, scales[name], shape, device)
     return given
 
 
-def _of_cache(b: Builder, scale: CacheScale | None, shape: tuple[int, ...], device: torch.device) -> Any:
+def cache_scale(b: Builder, scale: CacheScale | None, shape: tuple[int, ...], device: torch.device) -> Any:
     """What a cache's rows are multiplied by (or clipped at), [1] or one row of channels, [1, width]."""
     assert scale is not None
     if scale.node is None:
@@ -103,10 +103,10 @@ def _token_scale(b: Builder, quantised: Quantised) -> Any:
     return column if quantised.token_factor == 1.0 else b.call(aten.mul.Tensor, column, quantised.token_factor)
 
 
-def _matrix(b: Builder, projection: Projection) -> Any:
+def matrix(b: Builder, projection: Projection) -> Any:
     """The weight as [in, out]; of several pieces, side by side."""
     if projection.pieces:
-        return b.call(aten.cat.default, [_matrix(b, piece) for piece in projection.pieces], 1)
+        return b.call(aten.cat.default, [matrix(b, piece) for piece in projection.pieces], 1)
     weight, labels = _operand(b, projection.weight), projection.weight_labels
     order = [labels.index(label) for label in (*projection.batch, *projection.summed, *projection.column_labels)]
     order = [axis for axis in range(len(labels)) if axis not in order] + order
@@ -124,17 +124,17 @@ def _operand(b: Builder, weight: Node) -> Any:
     return value if b.dtype(value) == torch.int8 else b.cast(value, torch.bfloat16)
 
 
-def _scale_matrix(b: Builder, projection: Projection) -> Any:
+def scale_matrix(b: Builder, projection: Projection) -> Any:
     """The scales of an int8 weight's columns as [1, out], so that they are arranged as the weight is."""
     if projection.pieces:
-        return b.call(aten.cat.default, [_scale_matrix(b, piece) for piece in projection.pieces], 1)
+        return b.call(aten.cat.default, [scale_matrix(b, piece) for piece in projection.pieces], 1)
     assert projection.quantised is not None
     scale = projection.quantised.weight_scale
     columns = projection.weight.meta["val"].shape[projection.weight_labels.index(projection.column_labels[0])]
     return b.reshape(b.value(scale), (1, columns))
 
 
-def _take(b: Builder, matrix: Any, columns: tuple[int, ...], groups: int = 1) -> Any:
+def take(b: Builder, matrix: Any, columns: tuple[int, ...], groups: int = 1) -> Any:
     """``matrix[:, columns]`` by views where the columns are regular groups, else by index."""
     rows, width = b.shape(matrix)
     if columns == tuple(range(width)):
@@ -158,13 +158,13 @@ def _take(b: Builder, matrix: Any, columns: tuple[int, ...], groups: int = 1) ->
     return b.reshape(matrix, (rows, len(columns)))
 
 
-def _pairs(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+def pairs(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
     return tuple(column for pair in zip(first, second, strict=True) for column in pair)
 
 
-def dq(b: Builder, plan: Plan, of: Matrix) -> Any:
+def dq(b: Builder, plan: PrologPlan, of: Matrix) -> Any:
     q = plan.candidate.query
-    return _take(b, of(b, q.down), q.norm.columns)
+    return take(b, of(b, q.down), q.norm.columns)
 
 
 class _HeadColumns(NamedTuple):
@@ -183,13 +183,13 @@ class _HeadColumns(NamedTuple):
 def _head_columns(
     nope: tuple[tuple[int, ...], ...], first: tuple[tuple[int, ...], ...], second: tuple[tuple[int, ...], ...]
 ) -> _HeadColumns:
-    rope = tuple(_pairs(f, s) for f, s in zip(first, second, strict=True))
+    rope = tuple(pairs(f, s) for f, s in zip(first, second, strict=True))
     merged = [column for n, r in zip(nope, rope, strict=True) for column in (*n, *r)]
     all_nope, all_rope = (tuple(column for head in part for column in head) for part in (nope, rope))
     return _HeadColumns(all_nope, all_rope, merged == list(range(len(merged))), len(nope[0]) + len(rope[0]))
 
 
-def uq_qr(b: Builder, plan: Plan, of: Matrix) -> Any:
+def uq_qr(b: Builder, plan: PrologPlan, of: Matrix) -> Any:
     """Per head [D nope | Dr rope], the rope columns as interleaved pairs."""
     q = plan.candidate.query
     heads = len(q.absorb.columns)
@@ -200,7 +200,7 @@ def uq_qr(b: Builder, plan: Plan, of: Matrix) -> Any:
             return _more_columns(b, matrix, columns.width * (plan.kernel_heads - heads))
     parts = []
     for projection, flat in ((q.up_nope, columns.nope), (q.up_rope, columns.rope)):
-        taken = _take(b, of(b, projection), flat, heads)
+        taken = take(b, of(b, projection), flat, heads)
         parts.append(b.reshape(taken, (b.shape(taken)[0], heads, len(flat) // heads)))
     joined = b.call(aten.cat.default, parts, -1)
     rows, _, width = b.shape(joined)
@@ -212,21 +212,21 @@ def _more_columns(b: Builder, matrix: Any, count: int) -> Any:
     return b.call(aten.constant_pad_nd.default, matrix, [0, count]) if count else matrix
 
 
-def dkv_kr(b: Builder, plan: Plan, of: Matrix) -> Any:
+def dkv_kr(b: Builder, plan: PrologPlan, of: Matrix) -> Any:
     k = plan.candidate.key
-    rope = _pairs(k.first, k.second)
+    rope = pairs(k.first, k.second)
     if k.down.node is k.down_rope.node:
         matrix = of(b, k.down)
         merged = (*k.columns, *rope)
         if describe(merged, 1) is not None:
-            return _take(b, matrix, merged)
-        parts = [_take(b, matrix, k.columns), _take(b, matrix, rope)]
+            return take(b, matrix, merged)
+        parts = [take(b, matrix, k.columns), take(b, matrix, rope)]
     else:
-        parts = [_take(b, of(b, k.down), k.columns), _take(b, of(b, k.down_rope), rope)]
+        parts = [take(b, of(b, k.down), k.columns), take(b, of(b, k.down_rope), rope)]
     return b.call(aten.cat.default, parts, -1)
 
 
-def weight_uk(b: Builder, plan: Plan) -> Any:
+def weight_uk(b: Builder, plan: PrologPlan) -> Any:
     absorb = plan.candidate.query.absorb
     if isinstance(absorb, AbsorbFact):
         more = plan.kernel_heads - plan.heads
@@ -240,7 +240,7 @@ def _absorbed(b: Builder, absorb: AbsorbFact, more: int) -> Any:
     """``more``: heads of zeros behind the model's."""
     parts = [_heads(b, part) for part in absorb.by_weight]
     weight = parts[0] if len(parts) == 1 else b.call(aten.cat.default, parts)
-    return _dense(b, b.call(aten.constant_pad_nd.default, weight, [0, 0, 0, 0, 0, more]) if more else weight, nz=False)
+    return dense(b, b.call(aten.constant_pad_nd.default, weight, [0, 0, 0, 0, 0, more]) if more else weight, nz=False)
 
 
 def _heads(b: Builder, absorb: AbsorbFact) -> Any:
@@ -259,7 +259,7 @@ def _identity(b: Builder, shape: tuple[int, int, int], device: torch.device) -> 
     return b.call(aten.clone.default, heads, memory_format=torch.contiguous_format)
 
 
-def _dense(b: Builder, weight: Any, nz: bool) -> Any:
+def dense(b: Builder, weight: Any, nz: bool) -> Any:
     """Contiguous, and on a device in the format that the kernel reads (weight_uk stays ND)."""
     if b.device_type(weight) == "cpu":
         return weight  # the reference kernel reads any strides; copying weights at every call would be waste
@@ -274,11 +274,11 @@ def _is_input(weight: Any) -> bool:
     return isinstance(weight, Node) and weight.op in ("placeholder", "get_attr")
 
 
-def vector(b: Builder, name: str, gamma: Node) -> Any:
-    """The weight of a norm; one that is wider holds bfloat16 numbers (the verdict has seen to that)."""
+def vector(b: Builder, name: str, gamma: Node, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The weight of a norm; one that is wider than ``dtype`` holds its numbers (the verdict has seen to that)."""
     value = gamma.meta["val"]
 
     def recipe(b: Builder) -> Any:
-        return b.cast(b.reshape(b.value(gamma), (value.shape[-1],)), torch.bfloat16)
+        return b.cast(b.reshape(b.value(gamma), (value.shape[-1],)), dtype)
 
-    return recipe(b) if value.dtype == torch.bfloat16 else b.packed(name, recipe, [gamma], exact=True)
+    return recipe(b) if value.dtype == dtype else b.packed(name, recipe, [gamma], exact=True)

@@ -16,27 +16,29 @@ from mla_fusion.plan.plan import InPlace, Plan
 aten = torch.ops.aten
 
 
-def table(b: Builder, table: Table, shape: Sequence[Any], without: float, x: Any) -> Any:
-    """The full-width table, lead + [Dr], in bfloat16; ``without`` a rotation, of that number."""
+def table(
+    b: Builder, table: Table, shape: Sequence[Any], without: float, x: Any, dtype: torch.dtype = torch.bfloat16
+) -> Any:
+    """The full-width table, lead + [Dr]; ``without`` a rotation, of that number."""
     if not table:
         return b.once(("no rotation", without, tuple(map(str, shape))), lambda b: _filled(b, x, shape, without))
     *lead, _ = shape
-    return b.once(("table", table, tuple(map(str, lead))), lambda b: _build_table(b, table, lead))
+    return b.once(("table", table, tuple(map(str, lead)), dtype), lambda b: _build_table(b, table, lead, dtype))
 
 
 def _filled(b: Builder, x: Any, shape: Sequence[Any], number: float) -> Any:
     return b.call(aten.new_full.default, x, b.sizes(shape), number, dtype=torch.bfloat16)
 
 
-def _build_table(b: Builder, table: Table, lead: Sequence[Any]) -> Any:
+def _build_table(b: Builder, table: Table, lead: Sequence[Any], dtype: torch.dtype) -> Any:
     parts = {run: _run(b, run) for run in dict.fromkeys(table)}
     if len({(run.rows, tuple(map(str, b.shape(part)[:-1]))) for run, part in parts.items()}) > 1:
         spread = {run: _spread(b, part, run.rows, run.count, lead) for run, part in parts.items()}
-        return b.cast(b.call(aten.cat.default, [spread[run] for run in table], -1), torch.bfloat16)
+        return b.cast(b.call(aten.cat.default, [spread[run] for run in table], -1), dtype)
     value = (
         next(iter(parts.values())) if len(table) == 1 else b.call(aten.cat.default, [parts[run] for run in table], -1)
     )
-    return b.cast(_spread(b, value, table[0].rows, sum(run.count for run in table), lead), torch.bfloat16)
+    return b.cast(_spread(b, value, table[0].rows, sum(run.count for run in table), lead), dtype)
 
 
 def _spread(b: Builder, value: Any, rows: str, width: int, lead: Sequence[Any]) -> Any:

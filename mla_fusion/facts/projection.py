@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch.fx import Node
 
-from mla_fusion.facts import dynamic_quant, quant
+from mla_fusion.facts import dynamic_quant, quant, static_quant
 from mla_fusion.facts.dynamic_quant import DynamicQuantReader
 from mla_fusion.facts.quant import Quantised
 from mla_fusion.fx.contraction import Contraction, Labels
@@ -99,12 +99,12 @@ def rows(view: View, item: Projection) -> torch.Tensor | None:
     same rows of it.
     """
     item = item.by_weight[0]
-    dynamic = item.quantised.dynamic if item.quantised is not None else None
+    source = item.quantised.source if item.quantised is not None else None
     shape = view.binding.shape(item.origin.meta["val"].shape)
     held = torch.arange(math.prod(shape)).reshape(shape)
     legs = [(item.origin, item.activation)]
-    if dynamic is not None:
-        legs = [(item.origin, dynamic.source), (peel(item.activation), item.activation)]
+    if source is not None:
+        legs = [(item.origin, source), (peel(item.activation), item.activation)]
     for start, end in legs:
         if not _keeps_tokens(view, start, end):
             return None
@@ -155,8 +155,8 @@ def reads_whole(view: View, item: Projection) -> bool:
 
 def _between(item: Projection) -> list[Node]:
     """Views and casts from the activation up to its origin, on both sides of a dynamic quantisation."""
-    dynamic = item.quantised.dynamic if item.quantised is not None else None
-    chains = [item.activation] if dynamic is None else [item.activation, dynamic.source]
+    source = item.quantised.source if item.quantised is not None else None
+    chains = [item.activation] if source is None else [item.activation, source]
     return [node for start in chains for node in list(upward(start, views_and_model_casts))[:-1]]
 
 
@@ -256,6 +256,17 @@ def unsmoothed(view: View, item: Projection) -> Projection | None:
     if quantised is None or other is None:
         return None
     return replace(item, origin=peel(other.source), quantised=replace(quantised, dynamic=other))
+
+
+def statically_quantised(item: Projection) -> Projection | None:
+    """The projection read as one of what one scale has quantised; None where nothing was, or not so."""
+    quantised = item.quantised
+    if quantised is None or quantised.dynamic is not None or quantised.token_scale is not None or item.pieces:
+        return None
+    fact = static_quant.by_operator(dynamic_quant.int8_behind(item.activation))
+    if fact is None:
+        return None
+    return replace(item, origin=peel(fact.source), quantised=replace(quantised, static=fact))
 
 
 def _is_one(size: object) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from mla_fusion.facts.dynamic_quant import DynamicQuant, DynamicQuantReader
+from mla_fusion.facts.static_quant import StaticQuant
 from mla_fusion.fx.contraction import Scales
 
 
@@ -18,6 +19,7 @@ class Quantised:
     """Of one projection. ``dynamic`` is None where the activation enters the graph as int8, or is not of the kind
     that the kernel does itself.
 
+    static                        how the activation was quantised, where one scale for all tokens did
     token_factor, token_inverse   a token's rows are multiplied by token_factor * token_scale (over it with inverse)
     """
 
@@ -27,6 +29,13 @@ class Quantised:
     dynamic: DynamicQuant | None
     token_factor: float = 1.0
     token_inverse: bool = False
+    static: StaticQuant | None = None
+
+    @property
+    def source(self) -> Node | None:
+        """What was quantised, where that is known."""
+        how = self.dynamic or self.static
+        return how.source if how is not None else None
 
 
 def read(reader: DynamicQuantReader, activation: Node, scales: Scales) -> Quantised:

@@ -1,6 +1,6 @@
 """Where the plan's operations go: into a graph, or straight onto tensors.
 
-The replacement is written once (:mod:`mla_fusion.emit.call`) against :class:`Builder`; committing it and
+The replacement is written once (:mod:`mla_fusion.emit.targets`) against :class:`Builder`; committing it and
 verifying it run the very same code.
 """
 
@@ -55,6 +55,10 @@ class Builder(ABC):
         """A cache in the kernel's shape."""
         return self.reshape(self.value(node), shape)
 
+    def target(self, value: Any) -> Any:
+        """A value that the next call writes."""
+        return value
+
     def finish(self) -> None:  # noqa: B027  # nothing to do is a good default
         """All calls are in: last changes before dead code is dropped."""
 
@@ -83,7 +87,11 @@ class Builder(ABC):
     def reshape(self, value: Any, shape: Sequence[Any]) -> Any:
         if same_shape(self.shape(value), shape):
             return value
-        return self.call(aten.reshape.default, value, self.sizes(shape))
+        sizes = self.sizes(shape)
+        unknown = [place for place, size in enumerate(sizes) if type(size) is not int]
+        if len(unknown) == 1 and -1 not in sizes:  # what the others leave of it: no node has to be packed with them
+            sizes[unknown[0]] = -1
+        return self.call(aten.reshape.default, value, sizes)
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         return value if self.dtype(value) == dtype else self.call(aten._to_copy.default, value, dtype=dtype)
@@ -101,6 +109,9 @@ class TensorBuilder(Builder):
     def cache(self, node: Node, shape: Sequence[Any]) -> torch.Tensor:
         """A cache of however many blocks its value has."""
         return self.value(node).reshape(-1, *self.sizes(shape[1:]))
+
+    def target(self, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()  # what was drawn is drawn for other runs too
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:

@@ -24,22 +24,23 @@ from mla_fusion.facts.rope import RopeFact, Table, TableRun
 from mla_fusion.facts.tables import same_values
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, table_columns
-from mla_fusion.match import ended
-from mla_fusion.match.candidate import Candidate, KeySide, QuerySide
+from mla_fusion.match import ended, halves
+from mla_fusion.match.candidate import Candidate, KeyHalf, KeySide, QuerySide
 from mla_fusion.match.near_miss import Diagnosis, Facts, NearMiss
 from mla_fusion.report.rejection import Refuse
 
+Found = KeyHalf | NearMiss  # a Candidate is a KeyHalf with a query
 _ALTERNATIVES = 7  # of one prologue that are tried where the first has no plan
 
 
 class Finder:
     """Finds candidates and near misses in one view, in graph order."""
 
-    def __init__(self, view: View, identity: bool = False, shrinks: bool = True) -> None:
-        """``identity``: a query that no W_uk product follows is one too (Config.unabsorbed); ``shrinks``: may many
-        tokens be probed as few?
+    def __init__(self, view: View, targets: Collection[str] = ("v3",), shrinks: bool = True) -> None:
+        """``targets``: those of Config. With "identity", a query that no W_uk product follows is one too; with "key", a
+        key needs no query. ``shrinks``: may many tokens be probed as few?
         """
-        self.view, self.identity = view, identity
+        self.view, self.targets = view, targets
         self.projections = projection.find(view)
         self.operators = kv_operator.find(view)
         latents = [operator.latent for operator in self.operators]
@@ -47,18 +48,19 @@ class Finder:
         self.above: dict[Node, list[Projection]] = defaultdict(list)
         self.on_operand: dict[Node, list[Projection]] = defaultdict(list)
         for item in self.projections:
-            for form in (item, projection.unsmoothed(view, item)):
+            static = projection.statically_quantised(item) if "preprocess" in targets else None
+            for form in (item, projection.unsmoothed(view, item), static):
                 if form is not None:
                     self.above[form.origin].append(form)
             self.on_operand[item.activation].append(item)
         self.why = Diagnosis(view, self.reader, self.projections, self.above, self.on_operand, self.absorbs)
 
-    def find(self) -> list[Candidate | NearMiss]:
+    def find(self) -> list[Found]:
         groups: dict[int, list[Projection]] = defaultdict(list)
         for item in self.projections:
             if item.is_flat:
                 groups[self.view.number(item.origin)].append(item)
-        found: list[Candidate | NearMiss] = []
+        found: list[Found] = []
         for group in groups.values():
             for same in self._of_same_rows(group):
                 found += self._join(same) if self._may_be_down(same) else []
@@ -98,15 +100,19 @@ class Finder:
                 alike.append(item)
         return classes
 
-    def _join(self, group: list[Projection]) -> list[Candidate | NearMiss]:
+    def _join(self, group: list[Projection]) -> list[Found]:
         """Query sides and key sides of one x, joined; nothing where the group is not MLA at all."""
         facts = {item: self.reader.read(item) for item in group}
-        joined = self._candidates(facts)
+        keys = self._keys(facts)
+        joined = self._candidates(facts, keys)
         if isinstance(joined, NearMiss):
             ups = [up for cone in facts.values() for norm in cone.norms for up in self.above[norm.node]]
             joined = ended.because_of_a_step(self.view, facts, ups, joined)
-            return [replace(joined, score=self._score(facts, ups))]
-        return joined
+            return [replace(joined, score=self._score(facts, ups), halves=self._halves(keys))]
+        return [*joined, *self._halves(keys, [item.key for item in joined if isinstance(item, Candidate)])]
+
+    def _halves(self, keys: Sequence[KeySide], used: Sequence[KeySide] = ()) -> tuple[KeyHalf, ...]:
+        return halves.of(keys, used, self.reader.shrink, self.reader.tokens) if "key" in self.targets else ()
 
     def _score(self, facts: Facts, ups: list[Projection]) -> float:
         """How much of a prologue there is: the norms, the rotations of query and key, an absorbed product."""
@@ -117,13 +123,12 @@ class Finder:
         absorbed = [up for up in ups if up.is_flat and self.absorbs(up)]
         return sum(map(bool, (norms, norms[1:], of_key, of_query, absorbed))) / 5
 
-    def _candidates(self, facts: Facts) -> list[Candidate | NearMiss] | NearMiss:
+    def _candidates(self, facts: Facts, keys: list[KeySide]) -> list[Candidate | NearMiss] | NearMiss:
         group = list(facts)
-        keys = self._keys(facts)
         queries, partial = self._queries(facts)
         if not keys and not queries:
             queries, keys = self._unrotated(facts)
-        if self.identity and keys and not queries:
+        if "identity" in self.targets and keys and not queries:
             queries = self._unabsorbed(facts, len(keys[0].columns))
         if keys and queries:
             queries.sort(key=lambda query: not _equally_scaled(self.view, query, keys[0]))
@@ -136,17 +141,13 @@ class Finder:
         if keys and partial is None:
             partial = self.why.quantised_otherwise(facts)
         if keys and partial is not None:
-            unabsorbed = partial.reason.code == "absorb.absent"
-            return (self.why.interrupted(facts) if unabsorbed else None) or partial
-        unnormed = (self.why.hidden_query(group[0].origin) if keys else None) or self.why.unnormed(facts)
-        if unnormed is not None:
+            return (self.why.interrupted(facts) if partial.reason.code == "absorb.absent" else None) or partial
+        if unnormed := (self.why.hidden_query(group[0].origin) if keys else None) or self.why.unnormed(facts):
             return unnormed
         if partial is not None and sum(len(cone.norms) for cone in facts.values()) > 1:
             return self.why.normed_key(facts, partial.nodes[0]) or partial
-        if keys and (direct := self.why.direct(facts, has_key=True)) is not None:
-            return direct
-        if keys and (cut := self.why.cut(facts) or self.why.cut_query(facts)) is not None:
-            return cut
+        if keys and (told := self.why.direct(facts, has_key=True) or self.why.cut(facts) or self.why.cut_query(facts)):
+            return told
         if keys:
             nodes = tuple(fact.node for fact in (keys[0].norm, keys[0].rope, keys[0].operator) if fact is not None)
             return NearMiss(Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}"), nodes)
@@ -322,19 +323,19 @@ class Finder:
 _LARGEST = 1 << 24  # elements of a product that is probed with all of its tokens
 
 
-def search(view: View, identity: bool = False) -> tuple[Finder, list[Candidate | NearMiss]]:
+def search(view: View, targets: Collection[str] = ("v3",)) -> tuple[Finder, list[Found]]:
     """What a view holds. Where many tokens were probed as few and a step does not treat all alike, with all of them."""
-    finder = Finder(view, identity)
+    finder = Finder(view, targets)
     found = finder.find()
     if finder.reader.shrink is not None and any(_is_mixed(item) for item in found):
         sizes = [prod(view.binding.shape(item.node.meta["val"].shape)) for item in finder.projections]
         if max(sizes) <= _LARGEST:
-            whole = Finder(view, identity, shrinks=False)
+            whole = Finder(view, targets, shrinks=False)
             return whole, whole.find()
     return finder, found
 
 
-def _is_mixed(item: Candidate | NearMiss) -> bool:
+def _is_mixed(item: Found) -> bool:
     return isinstance(item, NearMiss) and item.reason.code == "tokens.mixed"
 
 

@@ -20,6 +20,7 @@ from mla_fusion.fx.kinds import MODEL_FLOATS, is_cast, is_view, op_name
 from mla_fusion.fx.sizes import same
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, peel, upward, views_and_model_casts
+from mla_fusion.match.candidate import KeyHalf
 from mla_fusion.report.rejection import Refuse
 
 Facts = Mapping[Projection, ConeFacts]  # of the projections of one x
@@ -31,12 +32,14 @@ class NearMiss:
 
     score     how much of a prologue was found, from 0 to 1
     certain   is the reason one that no step beside it can be to blame for?
+    halves    the key's side of it, one for each latent
     """
 
     reason: Refuse
     nodes: tuple[Node, ...]
     score: float = 0.0
     certain: bool = False
+    halves: tuple[KeyHalf, ...] = ()
 
 
 class Diagnosis:
@@ -109,7 +112,8 @@ class Diagnosis:
                     detail = f"the key is rotated at {rope.node.name}, and no latent beside it is normed in this graph"
                     return NearMiss(Refuse("kv_latent.absent", detail), (norm.node, rope.node))
                 if up is not None:
-                    code = "q_lora.interrupted" if up.quantised is None else "quant.scale"
+                    static = up.quantised is not None and up.quantised.token_scale is None
+                    code = "quant.static" if static else "quant.scale" if up.quantised else "q_lora.interrupted"
                     detail = f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
                     barrier = self.view.barriers.get(up.origin)
                     detail += f"; {barrier.detail}" if barrier is not None else ""

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.emit import call
+from mla_fusion.emit.targets import target_of
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.rope import RopeFact
 from mla_fusion.fx import module_path
 from mla_fusion.fx.kinds import is_view, op_name
-from mla_fusion.match.candidate import Candidate
-from mla_fusion.match.finder import Finder
-from mla_fusion.match.near_miss import NearMiss
+from mla_fusion.match.candidate import Candidate, KeyHalf, KeySide
+from mla_fusion.match.finder import Finder, Found
 from mla_fusion.plan.outputs import Replacement
-from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
 from mla_fusion.report.picture import INPUTS, Arrow, Dot, Drawing, Picture
 
 _MOST = 400  # nodes; what is larger is no prologue and helps nobody as a drawing
@@ -47,10 +46,10 @@ def fused(finder: Finder, plan: Plan) -> Picture | None:
     return Picture(module_path.layer(plan.candidate.nodes), region.drawing(), _after(plan))
 
 
-def rejected(finder: Finder, item: Candidate | NearMiss, code: str, nodes: Sequence[Node]) -> Picture | None:
+def rejected(finder: Finder, item: Found, code: str, nodes: Sequence[Node]) -> Picture | None:
     """What was found, with the edges that keep it from being fused."""
-    region = _Region(finder, _operands(item) if isinstance(item, Candidate) else {})
-    if isinstance(item, Candidate):
+    region = _Region(finder, _operands(item) if isinstance(item, KeyHalf) else {})
+    if isinstance(item, KeyHalf):
         region.claim_candidate(item)
     else:
         region.claim_found((*item.nodes, *nodes[:1]) if code.startswith(_OF_A_STEP) else item.nodes)
@@ -90,9 +89,22 @@ class _Region:
                 self.steps[node] = (role, step)
                 stack += node.all_input_nodes
 
-    def claim_candidate(self, item: Candidate) -> None:
-        q, k = item.query, item.key
-        heads = q.absorb.heads
+    def claim_candidate(self, item: KeyHalf) -> None:
+        if isinstance(item, Candidate):
+            self._claim_query(item)
+        else:
+            for projection, _, step, formula in _products_of_key(item.key):
+                self.claim(projection.node, "product", step, formula)
+        k = item.key
+        if k.operator is not None:
+            self.claim(k.operator.node, "write", "npu_kv_rmsnorm_rope_cache", f"norm, RoPE and write, eps {k.eps:g}")
+        if k.norm is not None:
+            self.claim(k.norm.node, "norm", "RMSNorm c_kv", f"c_kv = RMSNorm(x W_dkv), eps {k.eps:g}{_times(k.scale)}")
+        if k.rope is not None:
+            self.claim(k.rope.node, "rope", "RoPE k", f"k_pe = {_rotated(k.rope, 'x W_kr')}")
+
+    def _claim_query(self, item: Candidate) -> None:
+        q, heads = item.query, item.query.absorb.heads
         for projection, _, step, formula in _products(item)[:3]:
             self.claim(projection.node, "product", step, formula)
         normed = f"RMSNorm(x W_dq), eps {q.norm.eps:g}{_times(q.norm.scale)}"
@@ -102,12 +114,6 @@ class _Region:
         self.claim(q.rope.node, "rope", "RoPE q", f"query_rope = {_rotated(q.rope, 'q_pe')}, {heads} heads")
         absorbed = "query = q_nope W_uk" if isinstance(q.absorb, AbsorbFact) else "q_nope, which no W_uk follows"
         self.claim(q.absorb.node, "product", "absorb", f"{absorbed}, {heads} heads")
-        if k.operator is not None:
-            self.claim(k.operator.node, "write", "npu_kv_rmsnorm_rope_cache", f"norm, RoPE and write, eps {k.eps:g}")
-        if k.norm is not None:
-            self.claim(k.norm.node, "norm", "RMSNorm c_kv", f"c_kv = RMSNorm(x W_dkv), eps {k.eps:g}{_times(k.scale)}")
-        if k.rope is not None:
-            self.claim(k.rope.node, "rope", "RoPE k", f"k_pe = {_rotated(k.rope, 'x W_kr')}")
 
     def claim_output(self, item: Replacement) -> None:
         written = item.output in ("kv_cache", "kr_cache")
@@ -243,19 +249,27 @@ def _products(item: Candidate) -> list[tuple[Projection, str, str, str]]:
     q, k = item.query, item.key
     shared = q.down.node is k.down.node
     down = "W_dq, W_dkv_kr" if shared else "W_dq"
-    key = "W_dkv_kr" if k.down.node is k.down_rope.node else "W_dkv"
     up = "W_uq_qr" if q.up_nope.node is q.up_rope.node else "W_uq"
     return [
         (q.down, "weight_dq", down, "[c_q | c_kv | k_pe] = x [W_dq | W_dkv_kr]" if shared else "c_q = x W_dq"),
-        (k.down, "weight_dkv_kr", key, "[c_kv | k_pe] = x W_dkv_kr" if key == "W_dkv_kr" else "c_kv = x W_dkv"),
-        (k.down_rope, "weight_dkv_kr", "W_kr", "k_pe = x W_kr"),
+        *_products_of_key(k),
         (q.up_nope, "weight_uq_qr", up, "[q_nope | q_pe] = c_q W_uq_qr" if up == "W_uq_qr" else "q_nope = c_q W_uq"),
         (q.up_rope, "weight_uq_qr", "W_qr", "q_pe = c_q W_qr"),
     ]
 
 
-def _operands(item: Candidate) -> Labels:
+def _products_of_key(k: KeySide) -> list[tuple[Projection, str, str, str]]:
+    key = "W_dkv_kr" if k.down.node is k.down_rope.node else "W_dkv"
+    return [
+        (k.down, "weight_dkv_kr", key, "[c_kv | k_pe] = x W_dkv_kr" if key == "W_dkv_kr" else "c_kv = x W_dkv"),
+        (k.down_rope, "weight_dkv_kr", "W_kr", "k_pe = x W_kr"),
+    ]
+
+
+def _operands(item: KeyHalf) -> Labels:
     """Tensors at the boundary that the facts name."""
+    if not isinstance(item, Candidate):
+        return _operands_of_key(item)
     q, k = item.query, item.key
     found: Labels = {q.down.origin: ("input", "token_x")}
     for projection, argument, _, _ in _products(item):
@@ -273,18 +287,31 @@ def _operands(item: Candidate) -> Labels:
     return found
 
 
+def _operands_of_key(half: KeyHalf) -> Labels:
+    k = half.key
+    found: Labels = dict.fromkeys(half.taken, ("input", "kv"))
+    if k.gamma is not None:
+        _add(found, k.gamma, "weight", "gamma")
+    for table, argument in ((k.cos, "cos"), (k.sin, "sin")):
+        for run in table:
+            _add(found, run.base, "table", argument)
+    return found
+
+
 def _arguments(plan: Plan) -> Labels:
     """Every node that the kernel reads, with the names of its arguments."""
-    found: Labels = {plan.token_x: ("input", "token_x")}
+    whole = isinstance(plan, PrologPlan)
+    found: Labels = {plan.token_x: ("input", "token_x")} if whole else {}
     if isinstance(plan.caches, InPlace):
         for name, cache, _ in plan.caches.held:
             _add(found, cache, "cache", name)
         for node in plan.caches.slots.nodes:
-            _add(found, node, "input", "cache_index")
+            _add(found, node, "input", "cache_index" if whole else "index")
     for node, (role, label) in _operands(plan.candidate).items():
         _add(found, node, role, label)
-    for node in call.scales(plan):
-        _add(found, node, "weight", "scale")
+    for node in target_of(plan).inputs(plan):
+        if node not in found:
+            _add(found, node, "weight", "scale")
     return found
 
 
@@ -296,12 +323,13 @@ def _add(found: Labels, node: Node, role: str, argument: str) -> None:
 
 def _after(plan: Plan) -> Drawing:
     """The kernel with its arguments and what becomes of its results."""
-    read = set(call.inputs(plan))
+    target = target_of(plan)
+    read = set(target.inputs(plan))
     labels = {node: label for node, label in _arguments(plan).items() if node in read}
     dots = [_dot(node, role, step) for node, (role, step) in labels.items()]
     kernel = len(dots)
-    given = ", ".join(f"{name}={value}" for name, value in call.attributes(plan).items())
-    name = call.KERNEL.name
+    given = ", ".join(f"{name}={value}" for name, value in target.attributes(plan).items())
+    name = target.operator.name
     dots.append(Dot(name, f"npu.{name}", "kernel", name))
     formulas = {name: given}
     arrows = [Arrow(index, kernel) for index in range(kernel)]

@@ -11,7 +11,7 @@ from mla_fusion.facts.rope import RopeFact, Table
 from mla_fusion.fx.kinds import Kind, is_cast, kind_of
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
-from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
 
 
 def lines(view: View, plan: Plan) -> tuple[str, ...]:
@@ -20,25 +20,28 @@ def lines(view: View, plan: Plan) -> tuple[str, ...]:
 
 
 def _lines(view: View, plan: Plan) -> Iterator[str]:
-    q, k = plan.candidate.query, plan.candidate.key
-    yield f"RMSNorm of {len(q.norm.columns)} columns: {_steps(q.down.node, q.norm.node)}"
+    k, whole = plan.candidate.key, plan.candidate if isinstance(plan, PrologPlan) else None
+    if whole is not None:
+        q = whole.query
+        yield f"RMSNorm of {len(q.norm.columns)} columns: {_steps(q.down.node, q.norm.node)}"
     if k.norm is not None:
         yield f"RMSNorm of {len(k.columns)} columns: {_steps(k.down.node, k.norm.node)}"
-    of_heads = f"{q.rope.heads} heads, {q.rope.rope_dim} columns each"
-    yield f"{_rotation(q.rope)} of {of_heads}: {_steps(q.up_rope.node, q.rope.node)}"
+    if whole is not None:
+        of_heads = f"{q.rope.heads} heads, {q.rope.rope_dim} columns each"
+        yield f"{_rotation(q.rope)} of {of_heads}: {_steps(q.up_rope.node, q.rope.node)}"
     if k.rope is not None:
         yield f"{_rotation(k.rope)} of one head, {k.rope_dim} columns: {_steps(k.down_rope.node, k.rope.node)}"
     if k.operator is not None:
         yield f"latent, key and caches: {k.operator.node.target}, by its documentation"
-    if isinstance(q.absorb, AbsorbFact):
+    if whole is not None and isinstance(q.absorb, AbsorbFact):
         ends = [part.projection.activation for part in q.absorb.by_weight]
         yield f"W_uk: {_steps(q.up_nope.node, *ends)}, then a product of {q.absorb.heads} heads"
-    if plan.kernel_heads > plan.heads:
+    if isinstance(plan, PrologPlan) and plan.kernel_heads > plan.heads:
         yield f"heads: {plan.heads}, and {plan.kernel_heads - plan.heads} of zeros, whose results are cut off"
     yield f"tokens: {plan.candidate.tokens.summary() or 'all of them are probed'}"
     if not plan.cos:
         yield "tables: cos is 1 and sin is 0"
-    else:
+    elif whole is not None:
         yield f"tables: {_tables(view, (*q.rope.cos, *q.rope.sin), (*k.cos, *k.sin))}"
 
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from torch.fx import Node
 
 from mla_fusion.config import Config
-from mla_fusion.emit import call
+from mla_fusion.emit.targets import target_of
 from mla_fusion.fx import module_path
 from mla_fusion.fx.view import View
-from mla_fusion.match.candidate import Candidate
-from mla_fusion.match.finder import Finder
+from mla_fusion.match.finder import Finder, Found
 from mla_fusion.match.indexer import beside
 from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.observe import draw, proof
-from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
 from mla_fusion.report.picture import Picture
 from mla_fusion.report.rejection import Refuse, Rejection
 from mla_fusion.report.report import Figure, Fusion, Report
@@ -32,41 +31,44 @@ class Record:
         self._proofs: dict[int, tuple[str, ...]] = {}
         self._named = module_path.Labels(view.gm.graph)
 
-    def fused(self, plan: Plan, structure: int, verified: str, figures: tuple[Figure, ...], compared: str) -> None:
-        """``structure``: equal for layers that differ in nothing but their nodes; the rest: what verification found."""
-        q, k = plan.candidate.query, plan.candidate.key
-        x = plan.token_x.meta["val"]
-        dims = {
-            "T": "*".join(str(size) for size in x.shape[:-1]),
-            "He": int(x.shape[-1]),
-            "Hcq": len(q.norm.columns),
-            "Hckv": len(k.columns),
-            "N": plan.heads,
-            "D": q.absorb.nope_dim,
-            "Dr": q.rope.rope_dim,
-        }
-        if plan.kernel_heads > plan.heads:
-            dims["N_padded"] = plan.kernel_heads
+    def fused(
+        self,
+        plan: Plan,
+        structure: int,
+        verified: str,
+        figures: tuple[Figure, ...],
+        compared: str,
+        above: Refuse | None = None,
+    ) -> None:
+        """``structure``: equal for layers that differ in nothing but their nodes; ``above``: why a target above it did
+        not take the prologue; the rest: what verification found.
+        """
+        rope, target = plan.candidate.rotation, target_of(plan)
+        given = target.attributes(plan)
         self._report.fused.append(Fusion(
             layer=self._layer(plan.candidate.nodes),
             nodes=tuple(node.name for node in plan.candidate.nodes),
-            dims=dims,
-            cache_mode=plan.cache_mode,
+            dims=plan.dims,
+            cache_mode=given["cache_mode"],
             placement="in place" if isinstance(plan.caches, InPlace) else f"staged: {self._named(plan.caches.reason)}",
-            rope=f"{q.rope.input_layout} in, {q.rope.layout} out" if q.rope.rotates else "none: cos is 1, sin is 0",
-            attributes=call.attributes(plan),
+            rope=f"{rope.input_layout} in, {rope.layout} out" if rope.rotates else "none: cos is 1, sin is 0",
+            attributes=given,
             replaced={item.node.name: item.output for item in plan.replacements},
             assumptions=tuple(map(self._named, plan.assumptions)),
             verified=verified,
             figures=figures,
             compared=compared,
-            source=module_path.source(q.down.node),
+            source=module_path.source(plan.candidate.down.node),
             picture=self._picture(structure, partial(draw.fused, self._finder, plan)),
             proof=(*map(self._named, self._proof(plan, structure)), compared or verified),
-            beside=str(beside(self._finder, plan.candidate) or "") if plan.query_norm else "",
+            target=plan.target,
+            operator=target.operator.name.removesuffix("_functional"),
+            instead_of=above.text if above is not None else "",
+            beside=self._beside(plan),
         ))
 
-    def rejected(self, item: Candidate | NearMiss, reason: Refuse) -> None:
+    def rejected(self, item: Found, reason: Refuse, below: Iterable[Refuse] = ()) -> None:
+        """``below``: why the targets that were tried after the first did not take it either."""
         nodes: tuple[Node, ...] = reason.nodes or item.nodes
         if any(code in self._config.skip for code in (reason.code, reason.code.partition(":")[0])):
             reason = Refuse("skip", f"{reason.code} is in Config.skip; {reason.detail}", nodes)
@@ -80,7 +82,13 @@ class Record:
             source=source,
             picture=self._picture(alike, partial(draw.rejected, self._finder, item, reason.code, nodes)),
             score=item.score if isinstance(item, NearMiss) else 1.0,
+            below=tuple(why.text for why in below),
         ))
+
+    def _beside(self, plan: Plan) -> str:
+        """What reads c_q, where it is one that is known."""
+        is_read = isinstance(plan, PrologPlan) and plan.query_norm
+        return str(beside(self._finder, plan.candidate) or "") if is_read else ""
 
     def _layer(self, nodes: Sequence[Node]) -> str:
         """The module path; of a whole model its class."""

@@ -7,27 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from mla_fusion.config import Config
-from mla_fusion.facts import cache_write, packed_rows, row_quant
-from mla_fusion.facts.absorb import AbsorbFact
+from mla_fusion.facts import cache_write, row_quant
 from mla_fusion.facts.cache_write import Slots, WriteFact
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.facts.slots import Unproven
-from mla_fusion.fx.kinds import is_getitem, op_name
-from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes, reshapes_and_exact_casts, upward
-from mla_fusion.match.candidate import Candidate
-from mla_fusion.meta import limits
-from mla_fusion.plan import int8_query
+from mla_fusion.match.candidate import KeyHalf
 from mla_fusion.plan.int8_query import Int8Query
-from mla_fusion.plan.outputs import Replacement, ValueTree, leads_only_to, live_users, whole_readers
+from mla_fusion.plan.outputs import Replacement, ValueTree, live_users, whole_readers
 from mla_fusion.plan.plan import InPlace, Staged
-from mla_fusion.report.rejection import Refuse
 
 
 @dataclass(frozen=True)
@@ -39,39 +32,58 @@ class Placement:
     query: Int8Query | None = None
 
 
-class CachePlanner:
-    """Places the rows of one candidate. Raises ``Refuse`` where the model's own operator cannot be replaced."""
+class WritePlanner:
+    """Two caches, each written by plain nodes: what every operator that writes caches asks of them."""
 
     def __init__(
-        self, view: View, config: Config, candidate: Candidate, trees: dict[str, ValueTree], boundary: bool
+        self, view: View, config: Config, candidate: KeyHalf, trees: dict[str, ValueTree], boundary: bool
     ) -> None:
         """``trees``: the values by name, as the graph reads them; ``boundary``: a cache can be viewed outside."""
-        self.view, self.config, self.candidate, self.trees, self.boundary = view, config, candidate, trees, boundary
-        self._int8_queries: dict[CacheScale, Int8Query | str] = {}
+        self.view, self.config, self.trees, self.boundary = view, config, trees, boundary
+        self.key = candidate.key
 
     def place(self, token_x: Node, interleaved: bool, stage_because: str) -> Placement:
         """Write the model's caches in the kernel where that is exact, else say why not."""
-        if self.candidate.key.operator is not None:
-            return self._by_operator(token_x)
         if stage_because:
             return Placement(Staged(stage_because))
         if interleaved:
             return Placement(Staged("RoPE leaves interleaved rows and the kernel writes half rows"))
-        return self._packed(token_x) or self._apart(token_x)
+        return self.packed(token_x) or self._apart(token_x)
+
+    # -- what differs from operator to operator
+
+    def packed(self, token_x: Node) -> Placement | None:
+        """One cache of packed rows; None where the graph, or the operator, packs no such rows."""
+        return None
+
+    def as_quantised(self, kv: CacheScale | None, kr: CacheScale | None) -> Int8Query | str | None:
+        """The query that goes with caches scaled so (None: none of its own), or why the operator does not scale so."""
+        return None
+
+    def write_of(self, name: str) -> tuple[WriteFact | str, CacheScale | None]:
+        """The write of the new rows by which the operator's takes its place; why there is none."""
+        return self.single_write(name)
+
+    def check_order(self, writer: Node) -> None:
+        """Raise ``Refuse`` where the operator would need its slots before they exist."""
+
+    def shape_of_slots(self, token_x: Node) -> Sequence[object]:
+        shape: Sequence[object] = token_x.meta["val"].shape
+        return shape[:-1]
 
     # -- two caches, each written by plain nodes
 
     def _apart(self, token_x: Node) -> Placement:
         writes, scales = [], []
         for name in ("c_kv", "k_pe"):
-            write, scale = self._single_write(name)
+            write, scale = self.write_of(name)
             if isinstance(write, str):
-                return Placement(_staged(write))
+                return Placement(staged_by(write))
             writes.append(write)
             scales.append(scale)
         kv, kr = writes
         reason = self._joint_reason(token_x, kv, kr)
-        query = None if reason else self._as_quantised(*scales)
+        query = None if reason else self.as_quantised(*scales)
         if reason or isinstance(query, str):
             return Placement(Staged(reason or str(query)))
         kv_shape, kr_shape = (cache_write.paged_shape(write.cache) for write in writes)
@@ -81,7 +93,7 @@ class CachePlanner:
             for name, write, shape in (("kv_cache", kv, kv_shape), ("kr_cache", kr, kr_shape))
             for r in whole_readers(write.result, name, shape, same_shape)
         ]
-        slots = _shaped(_source_of_both(kv.slots, kr.slots), token_x.meta["val"].shape[:-1])
+        slots = shaped(_source_of_both(kv.slots, kr.slots), self.shape_of_slots(token_x))
         trusted = tuple(dict.fromkeys((*kv.trusted, *kr.trusted)))
         in_place = InPlace(
             kv_cache=kv.cache,
@@ -92,10 +104,10 @@ class CachePlanner:
             mode="PA_BSND",
             trusted=trusted,
         )
-        in_place = replace(in_place, kv_scale=_in_ratio(scales[0], query), kr_scale=scales[1])
+        in_place = replace(in_place, kv_scale=in_ratio(scales[0], query), kr_scale=scales[1])
         return Placement(in_place, tuple(found), query)
 
-    def _single_write(self, name: str) -> tuple[WriteFact | str, CacheScale | None]:
+    def single_write(self, name: str) -> tuple[WriteFact | str, CacheScale | None]:
         """The one write that takes the new rows, whole and in token order, and what they are scaled by into int8."""
         tree = self.trees[name]
         readers = tree.readers()
@@ -104,61 +116,18 @@ class CachePlanner:
         ((value, users),) = readers.items()
         if len(users) != 1:
             return f"{value.name} is read by {', '.join(user.name for user in users)}", None
-        codes = tree.codes[value]
-        if not isinstance(codes, torch.Tensor) or not torch.equal(
-            codes.reshape(-1).long(), torch.arange(codes.numel())
-        ):
+        if not tree.in_order(value):
             return f"{value.name} does not hold the rows in token order", None
         quantised = row_quant.find(self.view, value)
         if quantised is None:
             write = cache_write.find(self.view, users[0], value)
             if isinstance(write, Unproven):
-                self._check_order(users[0])
+                self.check_order(users[0])
             return write, None
         writers = live_users(quantised.node)
         if len(writers) != 1:
             return f"{quantised.node.name} is read by {', '.join(user.name for user in writers)}", None
         return cache_write.find(self.view, writers[0], quantised.node), quantised.scale
-
-    def _check_order(self, writer: Node) -> None:
-        """Slots that the query decides, and that the model itself keeps from being negative, are the kernel's but for
-        their time: it writes before its query can say where to.
-        """
-        made = self.candidate.query.down.node
-        for index in _integers(writer):
-            above = nodes_between((), index) if self.view.depends_on_products(index) else []
-            if made in above and any(op_name(node) in _NEVER_NEGATIVE for node in above):
-                raise Refuse("order.cycle", f"{index.name} is needed by the kernel before it can exist", (index,))
-
-    def _as_quantised(self, kv: CacheScale | None, kr: CacheScale | None) -> Int8Query | str | None:
-        """The query that goes with caches scaled so (None: in bfloat16), or why they are no mode of the kernel.
-
-        Both per channel is mode 2, the latent cache alone mode 1: its scale is one value, and the query is int8.
-        """
-        if kv is None and kr is None:
-            return None
-        weights = self.candidate.weight_quant_mode
-        mode = 2 if kr is not None else 1
-        if kv is None or not self._takes(mode):
-            which = "both caches" if kv and kr else "one cache"
-            return f"int8 rows of {which} do not go with weight_quant_mode {weights}"
-        if mode == 2:
-            return None
-        if kv.node is not None and math.prod(kv.node.meta["val"].shape) != 1:
-            return f"{kv.node.name} scales each channel of the latent, and the key is not int8"
-        if not isinstance(self.candidate.query.absorb, AbsorbFact):
-            return "the kernel would quantise the absorbed query, and this one is not absorbed"
-        if kv not in self._int8_queries:
-            query, rope, width = self.trees["query"], self.trees["query_rope"], self.candidate.query.absorb.latent_dim
-            how = self.candidate.shrink, self.candidate.tokens
-            self._int8_queries[kv] = int8_query.find(self.view, query, rope, width, kv, *how)
-        return self._int8_queries[kv]
-
-    def _takes(self, mode: int) -> bool:
-        """Is the kv_cache_quant_mode one that goes with the weights' mode, on this chip and release?"""
-        machine = self.config.machine
-        legal = limits("npu_mla_prolog_v3", machine.soc, machine.cann).quant_modes
-        return (self.candidate.weight_quant_mode, mode) in legal
 
     def _joint_reason(self, token_x: Node, kv: WriteFact, kr: WriteFact) -> str:
         """Why two writes are not the pair that the kernel does, or ""."""
@@ -169,17 +138,17 @@ class CachePlanner:
             return f"{kv.cache.name} and {kr.cache.name} differ in blocks"
         if not self._same_slots(kv.slots, kr.slots):
             return f"{kv.cache.name} and {kr.cache.name} are written at different slots"
-        key = self.candidate.key
-        return self._reason(token_x, kv, len(key.columns)) or self._reason(token_x, kr, key.rope_dim)
+        key = self.key
+        return self.reason(token_x, kv, len(key.columns)) or self.reason(token_x, kr, key.rope_dim)
 
-    def _reason(self, token_x: Node, write: WriteFact, wanted: int) -> str:
+    def reason(self, token_x: Node, write: WriteFact, wanted: int) -> str:
         """Why the kernel cannot do this write, of rows ``wanted`` wide, or ""."""
         shape = cache_write.paged_shape(write.cache) or ()
         value = write.cache.meta["val"]
         if not self.boundary and not same_shape(value.shape, shape):
             return f"{write.cache.name} has shape {list(value.shape)}, and no wrapper can view it as {list(shape)}"
         slots = write.slots.shape
-        if not self._as_many(slots, token_x):
+        if not self.as_many(slots, token_x):
             tokens = list(token_x.meta["val"].shape[:-1])
             return f"{write.slots} has {list(slots)} slots for tokens {tokens}"
         late = cache_write.readers(write.cache, write.node, write.result, *write.inside)
@@ -192,7 +161,7 @@ class CachePlanner:
             return f"{write.cache.name} is {value.dtype}"
         return ""
 
-    def _as_many(self, slots: Sequence[Any], token_x: Node) -> bool:
+    def as_many(self, slots: Sequence[Any], token_x: Node) -> bool:
         """Is there, whenever the graph runs, a slot for each token?"""
         return self.view.binding.same(math.prod(token_x.meta["val"].shape[:-1]), math.prod(slots))
 
@@ -204,133 +173,17 @@ class CachePlanner:
             x is y or (x is not None and y is not None and self.view.terms.same(x, y)) for x, y in pairs
         )
 
-    # -- one cache of packed rows
 
-    def _packed(self, token_x: Node) -> Placement | None:
-        """Rows of int8 tiles, key and scales in one cache; None where the graph packs no such rows."""
-        if torch.int8 not in self.view.held_dtypes:
-            return None
-        latent, key = self.trees["c_kv"], self.trees["k_pe"]
-        columns, rope, shrink = len(self.candidate.key.columns), self.candidate.key.rope_dim, self.candidate.shrink
-        of_latent, of_key = (_rows(tree, width) for tree, width in ((latent, columns), (key, rope)))
-        rows = packed_rows.find(self.view, of_latent, of_key, shrink) if of_latent and of_key else None
-        if rows is None:
-            return None
-        if not self._takes(3):
-            return Placement(Staged(f"packed rows do not go with weight_quant_mode {self.candidate.weight_quant_mode}"))
-        readers = [user for tree in (latent, key) for users in tree.readers().values() for user in users]
-        other = leads_only_to(readers, [rows.node])
-        writers = live_users(rows.node)
-        if other is not None or len(writers) != 1:
-            culprit = other or (writers or [rows.node])[-1]
-            return Placement(Staged(f"{culprit.name} reads the new rows beside their cache"))
-        write = cache_write.find(self.view, writers[0], rows.node)
-        if isinstance(write, str):
-            return Placement(_staged(write))
-        reason = self._reason(token_x, write, self.view.binding.size(rows.node.meta["val"].shape[-1]))
-        if reason:
-            return Placement(Staged(reason))
-        shape = cache_write.paged_shape(write.cache)
-        assert shape is not None
-        slots = _shaped(write.slots, token_x.meta["val"].shape[:-1])
-        in_place = InPlace(
-            kv_cache=write.cache,
-            kr_cache=None,
-            kv_shape=shape,
-            kr_shape=(0,),
-            slots=slots,
-            mode="PA_BSND",
-            trusted=write.trusted,
-        )
-        in_place = replace(in_place, clip_alpha=rows.alpha)
-        return Placement(in_place, tuple(whole_readers(write.result, "kv_cache", shape, same_shape)))
-
-    # -- the model's own fused operator
-
-    def _by_operator(self, token_x: Node) -> Placement:
-        operator = self.candidate.key.operator
-        assert operator is not None
-        slots = operator.index.meta["val"].shape
-        if not self._as_many(slots, token_x):
-            tokens = list(token_x.meta["val"].shape[:-1])
-            detail = f"{operator.index.name} has {list(slots)} slots for tokens {tokens}"
-            raise Refuse("cache.slots", detail, (operator.node, operator.index))
-        if operator.cache_mode is None or operator.other is not None:
-            detail = f"{operator.node.name} has {operator.other or 'another cache_mode'}"
-            raise Refuse("cache.operator_mode", detail, (operator.node,))
-        scales = [CacheScale(node) if node is not None else None for node in (operator.kv_scale, operator.kr_scale)]
-        query = self._as_quantised(*scales)
-        if isinstance(query, str):
-            raise Refuse("quant.cache", f"{operator.node.name}: {query}", (operator.node,))
-        inputs = [self._input_of_operator(operator.node, cache) for cache in (operator.kv_cache, operator.kr_cache)]
-        parts = {node.args[1]: node for node in operator.node.users if is_getitem(node) and live_users(node)}
-        k_pe, c_kv, kr, kv = operator.results
-        found: list[Replacement] = []
-        for index, name, width in ((k_pe, "k_pe", self.candidate.key.rope_dim), (c_kv, "c_kv", self._latent_dim)):
-            if index in parts:
-                if not operator.gives_rows or operator.kv_scale is not None:
-                    why = "the cache holds in int8" if operator.gives_rows else "are given with is_output_kv alone"
-                    detail = f"{parts[index].name} reads the new {name} rows, which {why}"
-                    raise Refuse("reader.latent", detail, (parts[index],))
-                shape = (*token_x.meta["val"].shape[:-1], width)
-                found += whole_readers(parts[index], name, shape, same_shape)
-        for index, name, cache in ((kv, "kv_cache", operator.kv_cache), (kr, "kr_cache", operator.kr_cache)):
-            if index in parts:
-                found += whole_readers(parts[index], name, cache.meta["val"].shape, same_shape)
-        kv_shape, kr_shape = (tuple(cache.meta["val"].shape) for cache in (operator.kv_cache, operator.kr_cache))
-        in_place = InPlace(
-            kv_cache=inputs[0],
-            kr_cache=inputs[1],
-            kv_shape=kv_shape,
-            kr_shape=kr_shape,
-            slots=_shaped(Slots(operator.index), token_x.meta["val"].shape[:-1]),
-            mode=operator.cache_mode,
-            copies=operator.hidden_write,
-            kv_scale=_in_ratio(scales[0], query),
-            kr_scale=scales[1],
-        )
-        return Placement(in_place, tuple(found), query)
-
-    @property
-    def _latent_dim(self) -> int:
-        return len(self.candidate.key.columns)
-
-    def _input_of_operator(self, operator: Node, cache: Node) -> Node:
-        """The graph input that the operator writes to: its operand itself, or what a wrapper can view so."""
-        found = cache_write.input_behind(cache)
-        if found is None or (found is not cache and not self.boundary):
-            raise Refuse("cache.view_of_input", f"{cache.name} in {operator.name}", (operator, cache))
-        others = cache_write.readers(found, operator)
-        if others:
-            raise Refuse("cache.also_read", f"{others[0].name} reads {found.name}", (others[0], found))
-        return found
-
-
-def _integers(writer: Node) -> list[Node]:
-    """The operands of a writer that say where rows go."""
-    values = ((node, node.meta.get("val")) for node in writer.all_input_nodes)
-    return [node for node, value in values if isinstance(value, torch.Tensor) and value.dtype in _INDICES]
-
-
-_INDICES = (torch.int32, torch.int64)
-_NEVER_NEGATIVE = frozenset("aten::abs aten::relu aten::clamp aten::clamp_min aten::argsort aten::nonzero".split())
-
-
-def _staged(reason: str) -> Staged:
+def staged_by(reason: str) -> Staged:
     return Staged(reason, "slots.unproven" if isinstance(reason, Unproven) else "")
 
 
-def _in_ratio(scale: CacheScale | None, query: Int8Query | None) -> CacheScale | None:
+def in_ratio(scale: CacheScale | None, query: Int8Query | None) -> CacheScale | None:
     """The scale of the cache as the query was multiplied by it; what is left of the factor goes to kc_scale."""
     return scale if scale is None or query is None else replace(scale, factor=scale.factor * query.ratio)
 
 
-def _rows(tree: ValueTree, width: int) -> packed_rows.Rows | None:
-    codes = tree.codes[tree.roots[0]]
-    return packed_rows.Rows(tree.roots[0], codes, width) if isinstance(codes, torch.Tensor) else None
-
-
-def _shaped(slots: Slots, lead: Sequence[object]) -> Slots:
+def shaped(slots: Slots, lead: Sequence[object]) -> Slots:
     """The slots as what they reshape, where that already has the wanted shape (saves a reshape)."""
     above = upward(slots.index, reshapes) if slots.index is not None else ()
     shaped = next((node for node in above if same_shape(node.meta["val"].shape, lead)), None)

@@ -117,6 +117,13 @@ class ValueTree:
                 if not self._tokens.knows(node):
                     self.codes[node] = None
 
+    def in_order(self, node: Node) -> bool:
+        """Does the node hold the whole value, element after element?"""
+        codes = self.codes[node]
+        if not isinstance(codes, torch.Tensor):
+            return False
+        return torch.equal(codes.reshape(-1).long(), torch.arange(codes.numel()))
+
     def readers(self, ignored: Collection[Node] = ()) -> dict[Node, list[Node]]:
         """Nodes of the tree whose values something outside reads, with who reads them."""
         inside, skip = set(self.nodes), set(ignored)

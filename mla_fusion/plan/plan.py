@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch.fx import Node
 from mla_fusion.facts.cache_write import Slots
 from mla_fusion.facts.rope import Table
 from mla_fusion.facts.row_quant import CacheScale
-from mla_fusion.match.candidate import Candidate
+from mla_fusion.facts.static_quant import StaticQuant
+from mla_fusion.match.candidate import Candidate, KeyHalf
 from mla_fusion.plan.outputs import Replacement
 
 
@@ -68,47 +70,144 @@ class Staged:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One call of ``npu_mla_prolog_v3_functional`` and what becomes of its results.
+    """One call and what becomes of its results, whatever the operator.
 
-    token_x       [T, He] or [B, S, He]; its rank decides that of every other token axis
-    kernel_heads  N of the call: the model's, or the next number that the kernel takes
+    target        the rung of ``Config.targets`` that it is
+    token_x       a node whose leading axes are the tokens', [T, ..] or [B, S, ..]
+    cos, sin      tables of the rotation; empty where nothing rotates
     interleave    outputs whose rows go from the kernel's half layout back to interleaved pairs
-    eps_cq ...    attributes of the call
     assumptions   what the fusion takes for granted, for the report
     borrowers     readers that want only the dtype and device of a value that goes away
     """
 
-    candidate: Candidate
+    target: str
+    candidate: KeyHalf
     token_x: Node
-    kernel_heads: int
     cos: Table
     sin: Table
     caches: InPlace | Staged
-    query_norm: bool
-    eps_cq: float
-    eps_ckv: float
-    qc_qr_scale: float
-    kc_scale: float
     replacements: tuple[Replacement, ...]
-    interleave: frozenset[str]
+    interleave: frozenset[str] = frozenset()
     assumptions: tuple[str, ...] = ()
     borrowers: tuple[Node, ...] = ()
 
     @property
-    def lead_rank(self) -> int:
-        return len(self.token_x.meta["val"].shape) - 1
+    def lead(self) -> Sequence[Any]:
+        """The sizes of the tokens' axes."""
+        return self.token_x.meta["val"].shape[:-1]
 
     @property
-    def cache_mode(self) -> str:
-        if isinstance(self.caches, InPlace):
-            return self.caches.mode
-        return "BSND" if self.lead_rank == 2 else "TND"
+    def dims(self) -> dict[str, Any]:
+        """Sizes of the axes, by the names of the operator's documents."""
+        k, tokens = self.candidate.key, "*".join(map(str, self.lead))
+        he = int(self.token_x.meta["val"].shape[-1])
+        return {"T": tokens, "He": he, "Hckv": len(k.columns), "Dr": k.rope_dim}
+
+    @property
+    def read_from(self) -> tuple[Node, ...]:
+        """Where all that the call computes begins; empty where that is x, in whichever form lies highest."""
+        return self.candidate.taken
+
+    @property
+    def parts(self) -> tuple[tuple[Node, str], ...]:
+        """Nodes that a drawn value must suit, beside those of the facts, with the parts that they play."""
+        return ()
+
+    @property
+    def writes_inputs(self) -> bool:
+        """Does the call write the caches themselves, so that nothing need be copied into them?"""
+        return False
+
+    @property
+    def heads_of_call(self) -> int:
+        """N of the call; 1 where the query is none of its business."""
+        return 1
 
     @property
     def kv_cache_quant_mode(self) -> int:
         return self.caches.quant_mode if isinstance(self.caches, InPlace) else 0
 
+
+@dataclass(frozen=True, kw_only=True)
+class PrologPlan(Plan):
+    """One call of ``npu_mla_prolog_v3_functional``.
+
+    token_x       [T, He] or [B, S, He], which the call reads; its rank decides that of every other token axis
+    kernel_heads  N of the call: the model's, or the next number that the kernel takes
+    eps_cq ...    attributes of the call
+    """
+
+    candidate: Candidate
+    kernel_heads: int
+    query_norm: bool
+    eps_cq: float
+    eps_ckv: float
+    qc_qr_scale: float
+    kc_scale: float
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        q, known = self.candidate.query, super().dims
+        found = {
+            "T": known["T"],
+            "He": known["He"],
+            "Hcq": len(q.norm.columns),
+            "Hckv": known["Hckv"],
+            "N": self.heads,
+            "D": q.absorb.nope_dim,
+            "Dr": known["Dr"],
+        }
+        return found | ({"N_padded": self.kernel_heads} if self.kernel_heads > self.heads else {})
+
+    @property
+    def cache_mode(self) -> str:
+        if isinstance(self.caches, InPlace):
+            return self.caches.mode
+        return "BSND" if len(self.lead) == 2 else "TND"
+
+    @property
+    def heads_of_call(self) -> int:
+        return self.kernel_heads
+
     @property
     def heads(self) -> int:
         """Of the model."""
         return self.candidate.query.absorb.heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessPlan(PrologPlan):
+    """One call of ``npu_mla_preprocess``, which writes its results into tensors that it is given.
+
+    token_x    the hidden state, before its norm
+    gamma      of that norm
+    begins     what the hidden state and its norm are computed from
+    down, up   how the norms of x and of c_q are quantised
+    """
+
+    gamma: Node
+    begins: tuple[Node, ...]
+    down: StaticQuant
+    up: StaticQuant
+
+    @property
+    def read_from(self) -> tuple[Node, ...]:
+        return self.begins
+
+    @property
+    def parts(self) -> tuple[tuple[Node, str], ...]:
+        return (self.gamma, "gamma"), *((how.scale, "token_scale") for how in (self.down, self.up))
+
+    @property
+    def writes_inputs(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyPlan(Plan):
+    """One call of ``npu_kv_rmsnorm_rope_cache_v2_functional``.
+
+    gives_rows   the new rows are read beside the caches
+    """
+
+    gives_rows: bool

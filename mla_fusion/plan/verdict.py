@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 
 import torch
@@ -16,11 +16,9 @@ from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, peel, upward, views_and_exact_casts, views_and_model_casts
-from mla_fusion.match.candidate import Candidate
+from mla_fusion.match.candidate import Candidate, KeyHalf, KeySide
 from mla_fusion.match.finder import rotation_ratio
 from mla_fusion.report.rejection import Refuse
-
-_REGION_DTYPES = (torch.bfloat16, torch.float32, torch.complex64)
 
 
 def judge(view: View, candidate: Candidate) -> None:
@@ -29,11 +27,16 @@ def judge(view: View, candidate: Candidate) -> None:
         rule(view, candidate)
 
 
-def projections(candidate: Candidate) -> list[Projection]:
-    """The distinct projections of the region, each with one weight, absorbed product included."""
-    q, k = candidate.query, candidate.key
-    every = [q.down, q.up_nope, q.up_rope, q.absorb.projection, k.down, k.down_rope]
-    return list({part.node: part for item in every for part in item.by_weight}.values())
+def judge_static(view: View, candidate: Candidate) -> None:
+    """The same for an operator whose products are int8 by fixed scales, each with an int32 bias or none."""
+    for rule in (_norms, _int8_products, _rotation, _dtypes, _streams):
+        rule(view, candidate)
+
+
+def judge_half(view: View, half: KeyHalf) -> None:
+    """The same for the key's side alone."""
+    for rule in RULES_OF_HALF:
+        rule(view, half)
 
 
 @measured
@@ -47,9 +50,11 @@ def _model(view: View, candidate: Candidate) -> None:
 
 
 @measured
-def _norms(view: View, candidate: Candidate) -> None:
-    q, k = candidate.query.norm, candidate.key
-    sides = [("c_q", q.node, q.gamma, q.runtime_eps, q.low_precision)]
+def _norms(view: View, candidate: KeyHalf) -> None:
+    k, sides = candidate.key, []
+    if isinstance(candidate, Candidate):
+        q = candidate.query.norm
+        sides.append(("c_q", q.node, q.gamma, q.runtime_eps, q.low_precision))
     if k.norm is not None:
         sides.append(("c_kv", k.norm.node, k.gamma, k.norm.runtime_eps, k.norm.low_precision))
     elif k.operator is not None:
@@ -62,7 +67,7 @@ def _norms(view: View, candidate: Candidate) -> None:
             raise Refuse("norm.low_precision", f"{low_precision.name} of {name} is {dtype}", (node, low_precision))
         if gamma is None:
             raise Refuse("norm.gamma_absent", f"{name} = {node.name}", (node,))
-        if not _holds_bfloat16(gamma):
+        if not _is_dtype(gamma, candidate.dtype):
             dtype, looked_at = str(gamma.meta["val"].dtype).removeprefix("torch."), HOLDS_BFLOAT16 in _above(gamma).meta
             why = "some of its numbers are no bfloat16 numbers" if looked_at else "its numbers cannot be looked at here"
             raise Refuse("norm.gamma_dtype", f"{gamma.name} of {name} is {dtype}, and {why}", (node, gamma))
@@ -70,7 +75,7 @@ def _norms(view: View, candidate: Candidate) -> None:
 
 @measured
 def _projections(view: View, candidate: Candidate) -> None:
-    for item in projections(candidate):
+    for item in candidate.projections:
         out = zip(item.product.out_labels, item.node.meta["val"].shape, strict=True)
         if any(is_symbolic(size) for label, size in out if label in item.column_labels):
             sizes = list(item.node.meta["val"].shape)
@@ -88,6 +93,25 @@ def _is_zero(view: View, bias: Node) -> bool:
     program = Program([], nodes_between((), bias), view.binding)
     value = program.run([])[program.slot(bias)]
     return isinstance(value, torch.Tensor) and not bool(value.any())
+
+
+@measured
+def _int8_products(view: View, candidate: Candidate) -> None:
+    """One scale for each column, and nothing beside it but an int32 bias."""
+    absorbed = candidate.query.absorb.projection.node
+    for item in (item for item in candidate.projections if item.node is not absorbed):
+        how, bias = item.quantised, item.product.bias
+        if how is None or how.token_scale is not None or item.activation.meta["val"].dtype != torch.int8:
+            raise Refuse("quant.not_static", f"{item.node.name} by {item.weight.name}", (item.node, item.weight))
+        columns = item.weight.meta["val"].shape[item.weight_labels.index(item.column_labels[0])]
+        scale = how.weight_scale.meta["val"]
+        if scale.dtype != torch.float32 or how.offset is not None or item.product.factors != (1.0, 1.0):
+            raise Refuse("quant.scale", f"{how.weight_scale.name} of {item.node.name}", (item.node, how.weight_scale))
+        for vector in (scale, *([bias.meta["val"]] if bias is not None else [])):
+            if prod(view.binding.shape(vector.shape)) != view.binding.size(columns):
+                raise Refuse("quant.scale", f"{list(vector.shape)} for {columns} columns", (item.node,))
+        if bias is not None and bias.meta["val"].dtype != torch.int32:
+            raise Refuse("linear.bias", f"{item.node.name} adds {bias.name}, which is no int32", (item.node, bias))
 
 
 @measured
@@ -167,7 +191,7 @@ def _rotation(view: View, candidate: Candidate) -> None:
 
 @measured
 def _dtypes(view: View, candidate: Candidate) -> None:
-    for item in projections(candidate):
+    for item in candidate.projections:
         operand = torch.int8 if item.quantised is not None else torch.bfloat16
         roles = (("activation", item.activation, operand), ("weight", item.weight, operand))
         for role, node, wanted in (*roles, ("product", item.node, torch.bfloat16)):
@@ -178,13 +202,46 @@ def _dtypes(view: View, candidate: Candidate) -> None:
                 names = [str(kind).removeprefix("torch.") for kind in (dtype, wanted)]
                 detail = f"{role} {peel(node).name} is {names[0]}, the kernel takes {names[1]}"
                 raise Refuse("dtype.region", detail, (node,))
-    for node in _region(candidate):
+    _between(_region(candidate), candidate.dtype)
+
+
+def _between(region: Iterable[Node], dtype: torch.dtype) -> None:
+    """Are the floats between products ``dtype``, or no narrower than the kernel's float32?"""
+    for node in region:
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype not in _REGION_DTYPES:
-            if value.dtype == torch.float64:
-                continue  # wider than the kernel's float32
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype not in (dtype, *_WIDE):
             found = str(value.dtype).removeprefix("torch.")
             raise Refuse("dtype.region", f"{node.name} is {found}", (node,))
+
+
+_WIDE = (torch.float32, torch.float64)
+
+
+@measured
+def _half_dtypes(view: View, half: KeyHalf) -> None:
+    """The products are read as they are: both of one dtype, of 16 bits, with which norm and rotation begin."""
+    for product in half.taken:
+        dtype = product.meta["val"].dtype
+        if dtype not in _OF_16_BITS or dtype != half.dtype:
+            found = f"product {product.name} is {str(dtype).removeprefix('torch.')}"
+            raise Refuse("dtype.region", f"{found}, the operator takes bfloat16 or float16", (product,))
+    _between(_region_of_key(half.key), half.dtype)
+
+
+_OF_16_BITS = (torch.bfloat16, torch.float16)
+
+
+@measured
+def _half_scale(view: View, half: KeyHalf) -> None:
+    """A multiple of the norm is none of what the operator computes; it has no argument for the factor."""
+    k = half.key
+    if k.norm is not None and k.scale != 1.0:
+        raise Refuse("norm.scaled", f"{k.norm.node.name} is {k.scale:g} times the norm", (k.norm.node,))
+
+
+def _is_dtype(gamma: Node, dtype: torch.dtype) -> bool:
+    """Can the norm's weight be given in ``dtype``, the model's, with every number as it is?"""
+    return _holds_bfloat16(gamma) if dtype == torch.bfloat16 else gamma.meta["val"].dtype == dtype
 
 
 def _holds_bfloat16(node: Node) -> bool:
@@ -202,7 +259,7 @@ def _above(node: Node) -> Node:
 def _region(candidate: Candidate) -> Iterator[Node]:
     """Plain nodes between the projections and the norms and rotations."""
     q, k = candidate.query, candidate.key
-    for item in projections(candidate):
+    for item in candidate.projections:
         yield from (node for node in upward(item.activation, views_and_model_casts) if item.quantised is None)
         dynamic = item.quantised.dynamic if item.quantised is not None else None
         if dynamic is not None:
@@ -215,6 +272,10 @@ def _region(candidate: Candidate) -> Iterator[Node]:
     absorbed = isinstance(q.absorb, AbsorbFact)
     for end in [p.activation for p in q.absorb.projection.by_weight] if absorbed else [q.absorb.node]:
         yield from nodes_between((q.up_nope.node,), end)
+    yield from _region_of_key(k)
+
+
+def _region_of_key(k: KeySide) -> Iterator[Node]:
     if k.norm is not None:
         yield from nodes_between((k.down.node,), k.norm.node)
     if k.rope is not None:
@@ -222,11 +283,12 @@ def _region(candidate: Candidate) -> Iterator[Node]:
 
 
 @measured
-def _streams(view: View, candidate: Candidate) -> None:
+def _streams(view: View, candidate: KeyHalf) -> None:
     labels = {node.meta.get("stream_label") for node in candidate.nodes}
     if len(labels) > 1:
         found = ", ".join(sorted(str(label) for label in labels))
         raise Refuse("stream.mixed", f"labels {found}", candidate.nodes)
 
 
-RULES = (_model, _norms, _projections, _quantisation, _rotation, _dtypes, _streams)
+RULES = (_model, _norms, _quantisation, _projections, _rotation, _dtypes, _streams)
+RULES_OF_HALF = (_half_dtypes, _norms, _half_scale, _streams)

@@ -10,7 +10,8 @@ CODES: dict[str, tuple[str, str]] = {
     # code: (meaning, what would make it fuse)
     "q_lora.absent": (
         "The query is projected from the hidden state directly; the kernel needs W_dq, RMSNorm and W_uq_qr.",
-        "Nothing in the graph: the kernel has no form without a query LoRA.",
+        "Nothing in the graph: the kernel has no form without a query LoRA. For the key's half alone, "
+        "Config(targets=('v3', 'key')).",
     ),
     "q_lora.interrupted": (
         "Between the query latent's norm and W_uq_qr stands what the kernel has no place for, such as a collective.",
@@ -47,7 +48,8 @@ CODES: dict[str, tuple[str, str]] = {
     "absorb.absent": (
         "q_nope is not multiplied by W_uk in this graph, so the kernel's query output has no counterpart.",
         "Multiply q_nope by W_uk, and attend over latents: docs/absorb.md has the recipe for any model, "
-        "mla_fusion.models.hf.optimize does it to one of Hugging Face. Config(unabsorbed='identity') fuses without.",
+        "mla_fusion.models.hf.optimize does it to one of Hugging Face. Config(unabsorbed='identity') fuses without, "
+        "and 'key' in Config.targets the key's half.",
     ),
     "norm.absent": (
         "The query's latent is no RMSNorm: another norm, none at all, or an operator that nothing is known of.",
@@ -57,6 +59,18 @@ CODES: dict[str, tuple[str, str]] = {
     "norm.gamma_dtype": (
         "A norm weight is not bfloat16, nor known to hold bfloat16 numbers alone; rounding it may change results.",
         "Store the norm weights in bfloat16; float32 ones that hold bfloat16 numbers go through mla_fusion.backend().",
+    ),
+    "norm.of_input": (
+        "x is not shown to be RMSNorm of the hidden state with epsilon 1e-6, which npu_mla_preprocess computes itself.",
+        "Keep the input's norm in the graph, by npu_rms_norm or plain operators; the number of tokens must be static.",
+    ),
+    "norm.epsilon": (
+        "npu_mla_preprocess has 1e-6 for the epsilon of every norm.",
+        "Nothing: another epsilon is another norm.",
+    ),
+    "norm.scaled": (
+        "The latent is a multiple of its norm, inside one step; the key's operator gives out the norm itself.",
+        "Multiply after the norm.",
     ),
     "norm.low_precision": (
         "The norm's statistic is computed below float32, which the kernel does not reproduce.",
@@ -85,7 +99,12 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "quant.static": (
         "A projection is quantised with a scale fixed ahead of time; the kernel quantises per token.",
-        "Use npu_dynamic_quant and pass its scale as pertoken_scale.",
+        "Use npu_dynamic_quant and pass its scale as pertoken_scale, or add 'preprocess' to Config.targets, or 'key' "
+        "for the key's half alone.",
+    ),
+    "quant.not_static": (
+        "npu_mla_preprocess takes int8 weights, and activations quantised by one scale and one offset for all tokens.",
+        "Quantise by npu_quantize, with one bfloat16 scale that the graph shows to be one.",
     ),
     "quant.weights_only": (
         "A weight is int8 and what it multiplies is not (W8A16); the kernel has no such mode.",
@@ -210,6 +229,10 @@ CODES: dict[str, tuple[str, str]] = {
         "The graph records gradients; the kernel has no backward.",
         "Compile under torch.no_grad().",
     ),
+    "target.unlisted": (
+        "No target that Config.targets names takes this prologue, and one that it leaves out might.",
+        "Add 'v3' to Config.targets.",
+    ),
     "skip": ("Config.skip asked to leave this prologue alone.", "Remove it from Config.skip."),
 }
 
@@ -225,6 +248,7 @@ class Rejection:
     source    the line of the model that the first node came from, where the graph carries it
     picture   its place in ``Report.pictures``
     score     how much of a prologue was found, from 0 to 1: the nearest miss has the highest
+    below     why the targets that were tried after the first did not take it either, ``[code] message``
     """
 
     code: str
@@ -234,6 +258,7 @@ class Rejection:
     source: str = ""
     picture: int | None = None
     score: float = 0.0
+    below: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
@@ -261,3 +286,8 @@ class Refuse(Exception):
     @property
     def message(self) -> str:
         return f"{CODES[self.code.partition(':')[0]][0]} ({self.detail})"
+
+    @property
+    def text(self) -> str:
+        """With the code, for a line."""
+        return f"[{self.code}] {self.message}"

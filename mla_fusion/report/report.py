@@ -34,6 +34,8 @@ class Figure:
 class Fusion:
     """One prologue that became one kernel call (or, from ``explain``, would).
 
+    target      the one of ``Config.targets`` that took it; operator: what is called
+    instead_of  why the target above in the ladder did not take it, ``[code] message``; empty for the first
     placement   "in place" (the kernel writes the model's caches) or "staged: <reason>"
     figures     per output, fused against unfused on seeded inputs; empty where ``verified`` says another
                 layer of equal structure stood for this one, or verification was off
@@ -58,6 +60,9 @@ class Fusion:
     picture: int | None = None
     compared: str = ""
     proof: tuple[str, ...] = ()
+    target: str = "v3"
+    operator: str = ""
+    instead_of: str = ""
     beside: str = ""
 
 
@@ -113,12 +118,15 @@ class Report:
         for item in self.fused:
             worst = max((figure.relative for figure in item.figures), default=None)
             checked = f"relative error {worst:.1e}" if worst is not None else item.verified
-            lines.append(f"  + {item.layer or item.nodes[0]}: {item.cache_mode}, {item.placement}; {checked}")
+            named = "" if item.operator == "npu_mla_prolog_v3" else f"{item.operator}, "
+            lines.append(f"  + {item.layer or item.nodes[0]}: {named}{item.cache_mode}, {item.placement}; {checked}")
+            lines += [f"      in place of the target above: {item.instead_of}"] if item.instead_of else []
             lines += [f"      beside it: {item.beside}"] if item.beside else []
         for rejection in self.rejected:
             lines.append(
                 f"  - {rejection.where}: [{rejection.code}] {rejection.message}"
             )
+            lines += [f"      nor by the next target: {text}" for text in rejection.below]
             lines.append(f"      to fuse: {rejection.remedy}")
             if rejection.source:
                 lines.append(f"      at {rejection.source}")

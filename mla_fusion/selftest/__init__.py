@@ -15,7 +15,7 @@ from time import perf_counter
 from mla_fusion.compile import doctor
 from mla_fusion.reference import chip
 from mla_fusion.reference.sample import DEEPSEEK_V3
-from mla_fusion.selftest import fused, operator, preprocess
+from mla_fusion.selftest import fused, key_operator, operator, preprocess
 from mla_fusion.selftest.device import Device, NoDevice, choose
 from mla_fusion.selftest.result import Outcome, Result
 from mla_fusion.selftest.scenarios import Scenario, scenarios
@@ -59,12 +59,15 @@ def _results(device: Device, options: Options) -> Iterator[Result]:
     for other in preprocess.scenarios(device.soc, heads):
         if fnmatch(other.name, f"*{options.only}*"):
             yield preprocess.run(other, device, repeats=repeats)
+    for key in key_operator.scenarios(device.soc):
+        if fnmatch(key.name, f"*{options.only}*"):
+            yield key_operator.run(key, device, repeats=repeats)
     for scenario in _one_per_quantisation(planned):
         if fnmatch(scenario.name, f"*{options.only}*"):
             yield operator.run(scenario, device, through="graph", repeats=repeats)
     dims, modes = planned[0].dims, {scenario.cache_mode for scenario in planned}
     for form in FORMS:
-        possible = form.in_place or modes & {"TND", "BSND"}  # staging is a call in one of these modes
+        possible = form.in_place or modes & {"TND", "BSND"} or form.target == "key"  # a whole is staged in these modes
         if possible and fnmatch(form.name, f"*{options.only}*"):
             yield fused.run(form, device, dims, repeats=repeats)
 

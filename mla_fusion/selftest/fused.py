@@ -58,7 +58,7 @@ class _Run:
 
 def _measure(model: Prologue, given: tuple[Tensor, ...], device: Device, enable: bool, repeats: int) -> _Run:
     """Compile with the pass on or off, and call once for the values, then for the time."""
-    config = Config(enable=enable, soc=device.soc, cann=device.cann)
+    config = Config(enable=enable, soc=device.soc, cann=device.cann, targets=("v3", "key"))
     placed = [device.place(tensor) for tensor in given]
     before = [cache.data_ptr() for cache in placed[-2:]]
     torch.compiler.reset()
@@ -100,7 +100,9 @@ def _what_the_pass_did(form: Form) -> list[str]:
     if len(report.fused) != 1:
         reasons = "; ".join(f"[{item.code}] {item.message}" for item in report.rejected) or "no prologue was found"
         return [f"not fused: {reasons}"]
-    placement = report.fused[0].placement
+    placement, target = report.fused[0].placement, report.fused[0].target
+    if target != form.target:
+        return [f"fused by target {target}, expected {form.target}"]
     if (placement == "in place") != form.in_place:
         return [f"fused {placement}, expected {'in place' if form.in_place else 'staged'}"]
     return []

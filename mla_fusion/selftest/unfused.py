@@ -13,13 +13,17 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Form:
-    """How a prologue is written. ``rope``: layouts of its input and output columns, "half" or "pairs"."""
+    """How a prologue is written. ``rope``: layouts of its input and output columns, "half" or "pairs".
+
+    target   of ``Config.targets``, the one that takes it: "key" has a query without a latent
+    """
 
     name: str
     rope: tuple[str, str] = ("half", "half")
     lead: tuple[int, ...] = (8,)
     reads_c_q: bool = False
     in_place: bool = True
+    target: str = "v3"
 
 
 FORMS = (
@@ -28,6 +32,8 @@ FORMS = (
     Form("RoPE from pairs to halves", rope=("pairs", "half")),
     Form("RoPE in pairs", rope=("pairs", "pairs"), in_place=False),
     Form("c_q read by an indexer", reads_c_q=True),
+    Form("key half", rope=("pairs", "half"), target="key"),
+    Form("key half, RoPE in pairs", rope=("pairs", "pairs"), in_place=False, target="key"),
 )
 
 
@@ -44,7 +50,8 @@ class Prologue(nn.Module):
             values = torch.randn(shape, generator=make) * shape[-1] ** -0.5
             return nn.Parameter(values.bfloat16(), requires_grad=False)
 
-        self.q_a, self.q_b, self.kv_a = weight(hcq, he), weight(n * (d + dr), hcq), weight(hckv + dr, he)
+        of_query = he if form.target == "key" else hcq
+        self.q_a, self.q_b, self.kv_a = weight(hcq, he), weight(n * (d + dr), of_query), weight(hckv + dr, he)
         self.w_uk = weight(n, d, hckv)
         self.q_gamma, self.kv_gamma = (nn.Parameter(1 + weight(width), requires_grad=False) for width in (hcq, hckv))
 
@@ -54,7 +61,7 @@ class Prologue(nn.Module):
         """x [.., He]; cos, sin [.., Dr]; slots [T]; caches [BlockNum, BlockSize, 1, Hckv or Dr]."""
         n, d, dr, hckv = (self.dims[axis] for axis in ("N", "D", "Dr", "Hckv"))
         lead = x.shape[:-1]
-        c_q = rms_norm(x @ self.q_a.t(), self.q_gamma)
+        c_q = x if self.form.target == "key" else rms_norm(x @ self.q_a.t(), self.q_gamma)
         q_nope, q_pe = (c_q @ self.q_b.t()).view(-1, n, d + dr).split([d, dr], -1)
         query = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
         tables = [table.reshape(-1, 1, dr) for table in (cos, sin)]

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+import mla_fusion as mf
+
 from .base import Base, Prologue, paged_args
 
 IN_PLACE, STAGED = "in place", "staged"
@@ -40,6 +42,8 @@ TAGS = {
     "device": "also captured for device npu",
     "export": "also exported",
     "portable": "its numbers are compared under other instruction sets too",
+    "key": "its key half alone is fused, under its own Config.targets",
+    "static": "in W8A8 by fixed scales, under its own Config.targets",
     "unabsorbed": 'has no product with W_uk: read under Config(unabsorbed="identity")',
 }
 
@@ -58,6 +62,8 @@ class Entry:
     weight_quant_mode: int = 0
     kv_cache_quant_mode: int = 0
     slack: float = 1.2  # how much more than the unfused run the fused one may err
+    targets: tuple[str, ...] = ("v3",)  # of Config
+    instead_of: str = ""  # why the whole prologue is not what is fused
     detail: str = ""  # what the report says behind the placement, where that is part of the outcome
 
     def __post_init__(self) -> None:
@@ -67,6 +73,10 @@ class Entry:
 
     def __str__(self) -> str:
         return self.name
+
+    def config(self, **options: Any) -> mf.Config:
+        """With the entry's targets."""
+        return mf.Config(targets=self.targets, **options)
 
 
 ENTRIES: dict[str, Entry] = {}

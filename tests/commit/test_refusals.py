@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 import mla_fusion as mf
 from mla_fusion.commit import verify
+from mla_fusion.emit import targets
 from tests.catalogue import (
     base,
     prologues,
@@ -68,7 +69,7 @@ def test_call_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(verify.call, "call_kernel", fail)
+    monkeypatch.setattr(targets, "call_kernel", fail)
     rejection = refused(graph_of(prologues.PagedRotateHalf(), *base.paged_args()))
     assert rejection.code == "verify.mismatch" and "no such kernel" in rejection.message
 
@@ -84,11 +85,11 @@ def test_verification_catches_a_wrong_replacement(monkeypatch: pytest.MonkeyPatc
 
 
 def test_failure_while_committing_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_fusion.commit import rewrite
+    from mla_fusion.emit import results
 
     gm = graph_of(prologues.Layers(), *prologues.layers_args())
     before, calls = str(gm.graph), []
-    right = rewrite.call.fit
+    right = results.fit
 
     def fails_late(b: Any, *args: Any) -> Any:
         calls.append(b)
@@ -96,7 +97,7 @@ def test_failure_while_committing_puts_everything_back(monkeypatch: pytest.Monke
             raise RuntimeError("out of luck")
         return right(b, *args)
 
-    monkeypatch.setattr(rewrite.call, "fit", fails_late)
+    monkeypatch.setattr(results, "fit", fails_late)
     with pytest.raises(RuntimeError, match="out of luck"):
         mf.fuse(gm)
     assert str(gm.graph) == before

@@ -14,7 +14,7 @@ import mla_fusion as mf
 from mla_fusion.commit import rewrite, transaction, verify
 from mla_fusion.compile.boundary import BoundaryBuilder
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.emit import call, contract
+from mla_fusion.emit import contract, results, targets
 from mla_fusion.fx import build, strides
 from mla_fusion.match.finder import Finder
 from mla_fusion.observe import draw
@@ -29,9 +29,9 @@ STAGES: dict[str, tuple[Any, str, int]] = {
     "picture": (draw, "fused", 0),
     "verification": (verify, "compare", 0),
     "place": (rewrite, "prove", 4),
-    "first call": (call, "call_kernel", 3),  # the first ones are made by verification
-    "last call": (call, "call_kernel", 5),
-    "result": (call, "fit", 12),
+    "first call": (targets, "call_kernel", 3),  # the first ones are made by verification
+    "last call": (targets, "call_kernel", 5),
+    "result": (results, "fit", 12),
     "propagation": (build.GraphBuilder, "propagate", 8),
     "copy": (rewrite, "copied", 100),
     "strides": (strides, "follow", 0),

@@ -12,10 +12,10 @@ from torch.fx import GraphModule
 import mla_fusion as mf
 from mla_fusion.commit import draws, region, token_counts, verify
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.emit import call, rows
+from mla_fusion.emit import rows, targets
 from mla_fusion.fx.view import View
 from mla_fusion.match.finder import Finder
-from mla_fusion.plan.planner import Planner
+from mla_fusion.plan.whole import PrologPlanner
 from tests.catalogue import base, prologues, rotations
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ def large_cache_args(blocks: int) -> list[Tensor]:
 def planned(gm: GraphModule) -> tuple[View, Any]:
     view = View(gm)
     (candidate,) = Finder(view).find()
-    return view, Planner(view, mf.Config(), candidate).plan()  # type: ignore[arg-type]
+    return view, PrologPlanner(view, mf.Config(), candidate).plan()  # type: ignore[arg-type]
 
 
 def outcome(gm: GraphModule, config: mf.Config | None = None) -> str:
@@ -108,7 +108,7 @@ def test_an_untouched_region_is_verified() -> None:
 def test_one_wrong_row_does_not_hide_among_many(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row is scaled by a tenth: among 200 rows that is 0.7 % of the whole."""
     gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args(tokens=200))
-    right = call.call_kernel
+    right = targets.call_kernel
 
     def wrong(b: Any, plan: Any) -> Any:
         results = dict(right(b, plan))
@@ -117,7 +117,7 @@ def test_one_wrong_row_does_not_hide_among_many(row: int, monkeypatch: pytest.Mo
         return results
 
     view, plan = planned(gm)
-    monkeypatch.setattr(verify.call, "call_kernel", wrong)
+    monkeypatch.setattr(targets, "call_kernel", wrong)
     with pytest.raises(mf.report.rejection.Refuse, match="in one row"):  # type: ignore[attr-defined]
         verify.compare(view, plan)
 

@@ -45,6 +45,8 @@ def _seeded() -> None:
 
 def assert_outcome(report: mf.Report, entry: Entry, alone: bool = False) -> None:
     assert outcome(report) == (entry.alone if alone and entry.alone else entry.outcome), str(report)
+    assert {fusion.target for fusion in report.fused} <= {entry.targets[-1]}, str(report)
+    assert all(fusion.instead_of.startswith(f"[{entry.instead_of}") for fusion in report.fused if entry.instead_of)
     modes = {fusion.attributes.get("weight_quant_mode", 0) for fusion in report.fused}
     assert modes <= {entry.weight_quant_mode}, str(report)
     assert not (report.fused and report.rejected), str(report)
@@ -53,7 +55,7 @@ def assert_outcome(report: mf.Report, entry: Entry, alone: bool = False) -> None
 @pytest.mark.parametrize("entry", each(FUSED))
 def test_fuses_as_exactly(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
-    fused = compiled(model, clones(args), mf.backend(mf.Config(verify="all")))
+    fused = compiled(model, clones(args), mf.backend(entry.config(verify="all")))
     assert_outcome(mf.reports()[-1], entry)
     assert all(value.isfinite().all() for value in fused if value.is_floating_point())
     assert_as_exact(model, args, fused, entry.slack)
@@ -62,7 +64,7 @@ def test_fuses_as_exactly(entry: Entry) -> None:
 @pytest.mark.parametrize("entry", each(FUSED, of=3))
 def test_fuses_without_a_boundary(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
-    fused = compiled(model, clones(args), fuse_only(mf.Config(verify="all")))
+    fused = compiled(model, clones(args), fuse_only(entry.config(verify="all")))
     assert_outcome(mf.reports()[-1], entry, alone=True)
     assert_as_exact(model, args, fused, entry.slack)
 
@@ -70,7 +72,7 @@ def test_fuses_without_a_boundary(entry: Entry) -> None:
 @pytest.mark.parametrize("entry", each(select("symbolic"), of=3, first=1))
 def test_symbolic_sizes(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
-    fused = compiled(model, clones(args), mf.backend(), dynamic=True)
+    fused = compiled(model, clones(args), mf.backend(entry.config()), dynamic=True)
     assert_outcome(mf.reports()[-1], entry)
     assert_as_exact(model, args, fused, entry.slack)
 
@@ -85,15 +87,15 @@ def test_symbolic_sizes(entry: Entry) -> None:
 def test_device_form(entry: Entry, dynamic: bool) -> None:
     """The graph that torchair's pre-pass hook receives on device npu; fused, it holds no prologue any more."""
     gm = graph_of(entry.model(), *entry.args(), device="npu", dynamic=dynamic)
-    assert_outcome(mf.fuse(gm), entry)
-    assert mf.fuse(gm).fused == []
+    assert_outcome(mf.fuse(gm, entry.config()), entry)
+    assert mf.fuse(gm, entry.config()).fused == []
 
 
 @pytest.mark.parametrize("entry", each(select("export")))
 def test_an_exported_module_is_called_as_before(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
     exported = torch.export.export(model, args).run_decompositions({}).module()
-    assert_outcome(mf.fuse(exported), entry)
+    assert_outcome(mf.fuse(exported, entry.config()), entry)
     with torch.no_grad():
         assert_as_exact(model, args, [*flat(exported(*(ours := clones(args)))), *ours], entry.slack)
 
@@ -103,13 +105,14 @@ MISSES = select("near miss", without="run, plain, unabsorbed")
 
 @pytest.mark.parametrize(("entry", "device"), [*each(MISSES, "cpu", of=2), *each(MISSES, "npu", of=2, first=1)])
 def test_a_near_miss_is_refused(entry: Entry, device: str) -> None:
-    assert (refused(graph_of(entry.model(), *entry.args(), device=device)).code,) == entry.outcome
+    gm = graph_of(entry.model(), *entry.args(), device=device)
+    assert (refused(gm, entry.config()).code,) == entry.outcome
 
 
 @pytest.mark.parametrize("entry", each(select("near miss", "run")))
 def test_a_near_miss_is_never_wrong(entry: Entry) -> None:
     """Without verification, so that the facts alone must tell it apart."""
     model, args = entry.model(), entry.args()
-    got = compiled(model, clones(args), mf.backend(mf.Config(verify="off")))
+    got = compiled(model, clones(args), mf.backend(entry.config(verify="off")))
     assert_outcome(mf.reports()[-1], entry)
     assert_as_exact(model, args, got, entry.slack)

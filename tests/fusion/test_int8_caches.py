@@ -16,7 +16,7 @@ from tests.catalogue.base import HCKV
 from tests.catalogue.int8_caches import PackedRows, packed_args
 from tests.harness import clones, compiled, distance, eager, outcome
 
-FUSED = "near miss, plain"
+FUSED = "near miss, key, plain"
 
 
 def assert_fused(entry: Entry) -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from mla_fusion import cli, meta, selftest
-from mla_fusion.selftest import fused, operator, unfused
+from mla_fusion.selftest import fused, key_operator, operator, unfused
 from mla_fusion.selftest.device import Device
 from mla_fusion.selftest.scenarios import Scenario, scenarios
 
 CPU = Device("cpu", "CPU reference kernels", "A3", "latest")
+CPU_OF_A5 = Device("cpu", "CPU reference kernels", "A5", "latest")
 SCENARIOS = scenarios("A3")
 
 
@@ -135,6 +136,26 @@ def test_a_prologue_that_is_not_fused_fails_with_the_reason(monkeypatch):
     monkeypatch.setattr(fused, "Prologue", Gated)
     result = fused.run(unfused.FORMS[0], CPU, SCENARIOS[0].dims, repeats=1)
     assert result.failures and result.failures[0].startswith("not fused: [")
+
+
+def test_the_keys_operator(monkeypatch):
+    planned = list(key_operator.scenarios("A5"))
+    assert [key_operator.run(scenario, CPU_OF_A5, repeats=1).failures for scenario in planned] == [[]] * len(planned)
+    honest = key_operator._step
+
+    def touches_a_neighbour(placed: dict[str, Any]) -> dict[str, torch.Tensor]:
+        found = honest(placed)
+        row = next(row for row in range(128) if row not in placed["index"])
+        found["ckv_cache"].flatten(0, 2)[row] += 1
+        return found
+
+    monkeypatch.setattr(key_operator, "_step", touches_a_neighbour)
+    assert key_operator.run(planned[0], CPU_OF_A5, repeats=1).failures
+
+
+def test_the_keys_half_is_fused():
+    form = next(form for form in unfused.FORMS if form.target == "key")
+    assert not fused.run(form, CPU, SCENARIOS[0].dims, repeats=1).failures
 
 
 def test_the_command_prints_a_table_and_writes_json(capsys, tmp_path):

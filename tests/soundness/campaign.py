@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing import get_context
 
 import torch
@@ -14,7 +15,7 @@ from .judge import judge
 from .member import Member, Outcome
 
 
-def members(count: int, seed: int, names: tuple[str, ...] = ()) -> list[Member]:
+def members(count: int, seed: int, names: tuple[str, ...] = (), target: str = "v3") -> list[Member]:
     """``count`` members (fewer where the families hold no more), distinct, the families in turn."""
     turns = [FAMILIES[name].sample(seed) for name in (names or FAMILIES)]
     found: list[Member] = []
@@ -25,11 +26,12 @@ def members(count: int, seed: int, names: tuple[str, ...] = ()) -> list[Member]:
                 turns.remove(turn)
             else:
                 found.append(member)
-    return found[:count]
+    return [replace(member, target=target) for member in found[:count]]
 
 
-def controls(names: tuple[str, ...] = ()) -> list[Member]:
-    return [member for name in (names or FAMILIES) for member in FAMILIES[name].control_members()]
+def controls(names: tuple[str, ...] = (), target: str = "v3") -> list[Member]:
+    found = (member for name in (names or FAMILIES) for member in FAMILIES[name].control_members())
+    return [replace(member, target=target) for member in found]
 
 
 def judged(given: list[Member], jobs: int = 1) -> Iterator[Outcome]:

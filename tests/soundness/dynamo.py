@@ -14,7 +14,9 @@ from .captures import PER_TOKEN, Program, _used
 from .program import Named
 
 
-def compiled(program: Program, example: Named) -> tuple[Callable[[], list[mf.Report]], Callable[[Named], Any]]:
+def compiled(
+    program: Program, example: Named, config: mf.Config
+) -> tuple[Callable[[], list[mf.Report]], Callable[[Named], Any]]:
     """The reports made so far, and the compiled program.
 
     Where the program reads the int ``n``, it is compiled at a second value too: torch then makes it a symbol.
@@ -26,7 +28,7 @@ def compiled(program: Program, example: Named) -> tuple[Callable[[], list[mf.Rep
     def model(*given: Any) -> tuple[Tensor, ...]:
         return program(dict(zip(names, given, strict=True)))
 
-    function = torch.compile(model, backend=mf.backend(mf.Config()), fullgraph=True)
+    function = torch.compile(model, backend=mf.backend(config), fullgraph=True)
 
     def run(named: Named) -> Any:
         given = []

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
 from tests.catalogue.base import DR, HCKV
 
@@ -35,7 +34,7 @@ def _judge(member: Member) -> Outcome:
     model = captures._Model(lambda i: prologue(i, style), names, example)
     gm = captures._aot(model, [fakes[name] for name in names])
     given = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    config = mf.Config(verify=member.regime, staging="always" if member.place == "staged" else "auto")
+    config = member.config(verify=member.regime, staging="always" if member.place == "staged" else "auto")
     try:
         report, _, _ = fuse_with_boundary(gm, given, config)
     except Exception as error:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
 from tests.catalogue import base, int8, int8_plain
 
@@ -158,7 +157,7 @@ def _judge(member: Member) -> Outcome:
     except Exception as error:
         raise Invalid(f"it is not captured: {type(error).__name__}: {error}") from error
     try:
-        report, _, wrap = fuse_with_boundary(captured.graph, captured.inputs, mf.Config())
+        report, _, wrap = fuse_with_boundary(captured.graph, captured.inputs, member.config())
     except Exception as error:
         return Outcome(member, Verdict.RAISED, f"the pass: {type(error).__name__}: {error}")
     run, wrong, compared = on(captured, wrap(captured.graph.forward)), None, 0

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
 
 from .. import captures, inputs
@@ -168,7 +167,7 @@ def _judge(member: Member) -> Outcome:
         return prologue(i, style)
 
     captured = captures.static(program, inputs.ordinary(8))
-    report, _, wrap = fuse_with_boundary(captured.graph, captured.inputs, mf.Config(weights=member.regime))
+    report, _, wrap = fuse_with_boundary(captured.graph, captured.inputs, member.config(weights=member.regime))
     run = on(captured, wrap(captured.graph.forward))
     wrong = None
     before = run_seeded(program, named)

@@ -1,30 +1,24 @@
-"""The replacement itself: one call of the kernel, what goes in and what is made of what comes out.
-
-Written against :class:`~mla_fusion.fx.build.Builder`, so the same lines rewrite the graph and run on tensors
-when the fusion is verified.
-"""
+"""The call of the whole prologue's operator: what goes in, and its results by name."""
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from mla_fusion.emit import pack, rows
+from mla_fusion.emit.results import result_of
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fx.build import Builder
-from mla_fusion.fx.kinds import argument, op_name
 from mla_fusion.meta.prolog import V3_FUNCTIONAL as KERNEL
 from mla_fusion.plan import cache_modes
-from mla_fusion.plan.outputs import Replacement
-from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.plan.plan import InPlace, PrologPlan
 
 aten = torch.ops.aten
 
 
-def inputs(plan: Plan) -> list[Node]:
+def inputs(plan: PrologPlan) -> list[Node]:
     """Nodes of the graph that the replacement reads."""
     q, k = plan.candidate.query, plan.candidate.key
     every = (q.down, q.up_nope, q.up_rope, k.down, k.down_rope)
@@ -40,7 +34,7 @@ def inputs(plan: Plan) -> list[Node]:
     return list(dict.fromkeys([plan.token_x, *weights, *gammas, *tables, *caches]))
 
 
-def scales(plan: Plan) -> list[Node]:
+def scales(plan: PrologPlan) -> list[Node]:
     """Scales of the int8 products and caches, and what smooths c_q; empty where nothing is quantised."""
     q, k = plan.candidate.query, plan.candidate.key
     found: list[Node | None] = []
@@ -58,12 +52,12 @@ def scales(plan: Plan) -> list[Node]:
 _PER_HEAD = frozenset({"query", "query_rope", "dequant_scale_q_nope"})  # [.., N, width]
 
 
-def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
+def call_kernel(b: Builder, plan: PrologPlan) -> dict[str, Any]:
     """Emit the call; its results by name (with ``c_kv`` and ``k_pe`` where they are staged)."""
     q, k = plan.candidate.query, plan.candidate.key
     assert q.norm.gamma is not None and k.gamma is not None
     x = b.value(plan.token_x)
-    lead = plan.token_x.meta["val"].shape[:-1]
+    lead = plan.lead
     if isinstance(plan.caches, InPlace):
         held = {name: b.cache(cache, shape) for name, cache, shape in plan.caches.held}
         kv_cache, kr_cache = held["kv_cache"], held["kr_cache"] if "kr_cache" in held else rows.nothing(b, x)
@@ -91,7 +85,7 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
         **pack.quantisation(b, plan),
         **attributes(plan),
     )
-    results = {name: _item(b, fused, place) for place, name in enumerate(KERNEL.results) if name in _used(plan)}
+    results = {name: result_of(b, fused, place) for place, name in enumerate(KERNEL.results) if name in _used(plan)}
     if plan.kernel_heads > plan.heads:
         for name in _PER_HEAD & results.keys():
             results[name] = b.call(aten.slice.Tensor, results[name], -2, 0, plan.heads)
@@ -108,7 +102,7 @@ def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
     return results
 
 
-def attributes(plan: Plan) -> dict[str, Any]:
+def attributes(plan: PrologPlan) -> dict[str, Any]:
     """Keyword attributes of the call. Both epsilons are always given: the operator's default is not the models'."""
     given: dict[str, Any] = {
         "rmsnorm_epsilon_cq": plan.eps_cq,
@@ -127,52 +121,8 @@ def attributes(plan: Plan) -> dict[str, Any]:
     return given
 
 
-def _used(plan: Plan) -> set[str]:
+def _used(plan: PrologPlan) -> set[str]:
     names = {replacement.output for replacement in plan.replacements} | {"query", "query_rope"}
     names |= {"kv_cache"} if "c_kv" in names else set()
     names |= {"kr_cache"} if "k_pe" in names else set()
     return names | ({name for name, _, _ in plan.caches.held} if isinstance(plan.caches, InPlace) else set())
-
-
-def _item(b: Builder, results: Any, place: int) -> Any:
-    return b.call(operator.getitem, results, place)
-
-
-def fit(b: Builder, replacement: Replacement, result: Any) -> Any:
-    """The kernel's result in the shape, order and dtype of the node that it replaces."""
-    return b.cast(arrange(b, replacement, result), replacement.node.meta["val"].dtype)
-
-
-def arrange(b: Builder, replacement: Replacement, result: Any) -> Any:
-    """The kernel's result in the shape and order of the node that it replaces."""
-    wanted = replacement.node.meta["val"]
-    order = replacement.order
-    if order is not None and order != tuple(range(len(order))):
-        moved = [axis for axis, source in enumerate(order) if axis != source]
-        if len(moved) == 2:
-            result = b.call(aten.transpose.int, result, *moved)
-        else:
-            result = b.call(aten.permute.default, result, list(order))
-    if order is not None:
-        result = b.reshape(result, wanted.shape)
-    return result
-
-
-_MADE_FROM = {  # of what a borrower is called with, the sizes and the number are given anew
-    "aten::new_zeros": aten.new_zeros,
-    "aten::zeros_like": aten.new_zeros,
-    "aten::new_ones": aten.new_ones,
-    "aten::ones_like": aten.new_ones,
-    "aten::new_full": aten.new_full,
-    "aten::full_like": aten.new_full,
-}
-
-
-def lend(b: Builder, plan: Plan, borrower: Node) -> Any:
-    """What the borrower makes, with its device taken from x instead of from a value that is replaced."""
-    value = borrower.meta["val"]
-    new = _MADE_FROM.get(op_name(borrower), aten.new_empty)
-    fill = argument(borrower, "fill_value")
-    number = [b.value(fill) if isinstance(fill, Node) else fill] if new is aten.new_full else []
-    x = b.value(plan.candidate.query.down.origin)
-    return b.call(new.default, x, b.sizes(value.shape), *number, dtype=value.dtype)

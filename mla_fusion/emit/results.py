@@ -1,0 +1,61 @@
+"""What is made of an operator's results: shape, order and dtype of the nodes that they replace."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.fx.build import Builder
+from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.plan.outputs import Replacement
+from mla_fusion.plan.plan import Plan
+
+aten = torch.ops.aten
+
+
+def result_of(b: Builder, results: Any, place: int) -> Any:
+    """One of several results."""
+    return b.call(operator.getitem, results, place)
+
+
+def fit(b: Builder, replacement: Replacement, result: Any) -> Any:
+    """The kernel's result in the shape, order and dtype of the node that it replaces."""
+    return b.cast(arrange(b, replacement, result), replacement.node.meta["val"].dtype)
+
+
+def arrange(b: Builder, replacement: Replacement, result: Any) -> Any:
+    """The kernel's result in the shape and order of the node that it replaces."""
+    wanted = replacement.node.meta["val"]
+    order = replacement.order
+    if order is not None and order != tuple(range(len(order))):
+        moved = [axis for axis, source in enumerate(order) if axis != source]
+        if len(moved) == 2:
+            result = b.call(aten.transpose.int, result, *moved)
+        else:
+            result = b.call(aten.permute.default, result, list(order))
+    if order is not None:
+        result = b.reshape(result, wanted.shape)
+    return result
+
+
+_MADE_FROM = {  # of what a borrower is called with, the sizes and the number are given anew
+    "aten::new_zeros": aten.new_zeros,
+    "aten::zeros_like": aten.new_zeros,
+    "aten::new_ones": aten.new_ones,
+    "aten::ones_like": aten.new_ones,
+    "aten::new_full": aten.new_full,
+    "aten::full_like": aten.new_full,
+}
+
+
+def lend(b: Builder, plan: Plan, borrower: Node) -> Any:
+    """What the borrower makes, with its device taken from x instead of from a value that is replaced."""
+    value = borrower.meta["val"]
+    new = _MADE_FROM.get(op_name(borrower), aten.new_empty)
+    fill = argument(borrower, "fill_value")
+    number = [b.value(fill) if isinstance(fill, Node) else fill] if new is aten.new_full else []
+    x = b.value(plan.candidate.down.origin)
+    return b.call(new.default, x, b.sizes(value.shape), *number, dtype=value.dtype)

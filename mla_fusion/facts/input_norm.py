@@ -1,0 +1,121 @@
+"""RMSNorm of the hidden state itself: ``normed = gamma * h / sqrt(mean(h^2) + 1e-6)``, whatever operators say it.
+
+No product stands before it, so there is no cone: the nodes between h and its norm are run at their full, static size,
+on float64 numbers of several magnitudes. That is a proof where each is analytic on a connected domain: the operators
+of the list below, roots and quotients only of what ranges show to be positive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.fx.kinds import MODEL_FLOATS, is_cast, is_getitem, is_view, op_name
+from mla_fusion.fx.measured import measured
+from mla_fusion.fx.program import Program, nodes_between
+from mla_fusion.fx.sizes import is_symbolic, same_shape
+from mla_fusion.fx.view import View
+
+EPSILON = 1e-6
+_FARTHEST = 16
+_MAGNITUDES = (1e-3, 1.0, 50.0)
+_EXACT = 1e-9
+_SMOOTH = frozenset("aten::mul aten::square aten::mean aten::sum aten::add npu::npu_rms_norm".split())
+_OF_POSITIVE = frozenset("aten::rsqrt aten::sqrt aten::reciprocal".split())
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputNorm:
+    """``normed`` is the norm of ``hidden``, which has as many axes, by ``gamma``, [H].
+
+    begins   what both are computed from: ``hidden``, or the two that one operator adds up and norms
+    """
+
+    hidden: Node
+    normed: Node
+    gamma: Node
+    begins: tuple[Node, ...]
+
+
+@measured
+def find(view: View, normed: Node) -> InputNorm | None:
+    """The norm whose result ``normed`` is; the hidden state is the nearest bfloat16 value of which that is shown."""
+    shape = normed.meta["val"].shape
+    if any(map(is_symbolic, shape)):
+        return None
+    by_addition = _of_sum(normed)
+    if by_addition is not None:
+        return by_addition
+    seen, stack = {normed}, [normed]
+    while stack and len(seen) < _FARTHEST:
+        node = stack.pop(0)
+        if not _is_step(view, node):
+            continue
+        for read in node.all_input_nodes:
+            value = read.meta.get("val")
+            if read in seen or not isinstance(value, (torch.Tensor, tuple, list)):
+                continue
+            seen.add(read)
+            stack.append(read)
+            if isinstance(value, torch.Tensor) and same_shape(value.shape, shape) and value.dtype == torch.bfloat16:
+                fact = _check(view, read, normed)
+                if fact is not None:
+                    return fact
+    return None
+
+
+def _of_sum(normed: Node) -> InputNorm | None:
+    """npu_add_rms_norm: the sum that it norms is its third result."""
+    operator = normed.args[0] if is_getitem(normed) and normed.args[1] == 0 else None
+    if not isinstance(operator, Node) or op_name(operator) != "npu::npu_add_rms_norm":
+        return None
+    total = next((user for user in operator.users if is_getitem(user) and user.args[1] == 2), None)
+    epsilon = operator.args[3] if len(operator.args) > 3 else operator.kwargs.get("epsilon", EPSILON)
+    gamma = operator.args[2]
+    if total is None or not isinstance(gamma, Node) or not isinstance(epsilon, float) or epsilon != EPSILON:
+        return None
+    return InputNorm(hidden=total, normed=normed, gamma=gamma, begins=tuple(operator.all_input_nodes[:2]))
+
+
+def _is_step(view: View, node: Node) -> bool:
+    name = op_name(node)
+    if is_view(node) or is_getitem(node) or name in _SMOOTH:
+        return True
+    if is_cast(node):
+        return node.meta["val"].dtype in MODEL_FLOATS
+    if name == "aten::pow":
+        return node.args[1] == 2 or (node.args[1] == -0.5 and _positive(view, node.args[0]))
+    if name == "aten::div":
+        return len(node.args) == 2 and not node.kwargs and _positive(view, node.args[1])
+    return name in _OF_POSITIVE and _positive(view, node.args[0])
+
+
+def _positive(view: View, value: object) -> bool:
+    return value > 0 if isinstance(value, (int, float)) else isinstance(value, Node) and view.ranges.of(value)[0] > 0
+
+
+def _check(view: View, hidden: Node, normed: Node) -> InputNorm | None:
+    nodes = nodes_between((hidden,), normed)
+    inside = {hidden, *nodes}
+    leaves = [node for node in nodes if not node.all_input_nodes]
+    steps = [node for node in nodes if node not in leaves]
+    if len(leaves) != 1 or not all(_is_step(view, node) for node in steps):
+        return None
+    (gamma,) = leaves
+    shape = hidden.meta["val"].shape
+    if not same_shape(gamma.meta["val"].shape, shape[-1:]) or not inside.issuperset(steps):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    program = Program([hidden, gamma], steps, view.binding)
+    for magnitude in _MAGNITUDES:
+        h = magnitude * torch.randn(shape, generator=generator, dtype=torch.float64)
+        weight = torch.randn(shape[-1:], generator=generator, dtype=torch.float64)
+        found = program.run([h, weight])[program.slot(normed)]
+        wanted = weight * h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPSILON)
+        if not isinstance(found, torch.Tensor) or found.shape != wanted.shape:
+            return None
+        if float((found - wanted).abs().max()) > _EXACT * float(wanted.abs().max()):
+            return None
+    return InputNorm(hidden=hidden, normed=normed, gamma=gamma, begins=(hidden,))

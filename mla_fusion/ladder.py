@@ -1,0 +1,75 @@
+"""The ladder of targets: a prologue that one of them does not take is offered to the next of ``Config.targets``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from mla_fusion.config import Config
+from mla_fusion.facts.unabsorbed import UnabsorbedFact
+from mla_fusion.match import halves
+from mla_fusion.match.candidate import Candidate, KeyHalf
+from mla_fusion.match.finder import Found
+from mla_fusion.match.near_miss import NearMiss
+from mla_fusion.report.rejection import Refuse
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What to plan for a target; a near miss has nothing to plan, and a reason."""
+
+    target: str
+    item: Found
+
+
+Fit = Callable[[Rung, Refuse | None], Refuse | None]
+Reject = Callable[[Found, Refuse, Iterable[Refuse]], None]
+
+
+def descend(item: Found, config: Config, fit: Fit, reject: Reject) -> None:
+    """Fit the first rung that takes the item. ``fit`` is told why the one above it did not take the item."""
+    whole, below = _whole(item, config), _halves(item) if "key" in config.targets else ()
+    above: Refuse | None = None
+    others: list[Refuse] = []
+    for rung in whole:
+        why = fit(rung, above)
+        if why is None:
+            return
+        others += [why] if above is not None else []
+        above = above or why
+        if _is_final(why, config):
+            below = ()
+            break
+    if not whole and not below:
+        above = Refuse("target.unlisted", f"Config.targets is {', '.join(config.targets)}", item.nodes[:1])
+    failed = [(half, why) for half in below if (why := fit(Rung("key", half), above)) is not None]
+    if above is not None and len(failed) == len(below):
+        reject(item, above, [*others, *(why for _, why in failed)])
+    else:
+        for half, why in failed:
+            reject(half, why, ())
+
+
+def _whole(item: Found, config: Config) -> list[Rung]:
+    """The rungs of a whole prologue that are asked for."""
+    if isinstance(item, NearMiss):
+        asked = not item.halves or any(target in config.targets for target in ("v3", "identity", "preprocess"))
+        return [Rung("v3", item)] if asked else []
+    if not isinstance(item, Candidate):
+        return []
+    wholes = ("identity",) if isinstance(item.query.absorb, UnabsorbedFact) else ("v3", "preprocess")
+    return [Rung(target, item) for target in wholes if target in config.targets]
+
+
+def _halves(item: Found) -> tuple[KeyHalf, ...]:
+    if isinstance(item, NearMiss):
+        return item.halves
+    if not isinstance(item, Candidate):
+        return (item,)
+    return halves.of_whole(item)
+
+
+def _is_final(reason: Refuse, config: Config) -> bool:
+    """Is the prologue to be left alone, whatever could be done with it?"""
+    asked = any(code in config.skip for code in (reason.code, reason.code.partition(":")[0]))
+    return asked or reason.code in ("skip", "pass.failed")

@@ -1,0 +1,125 @@
+"""Plans of the whole prologue for ``npu_mla_preprocess``: W8A8 by fixed scales, the input's norm inside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.config import Config
+from mla_fusion.facts import input_norm
+from mla_fusion.facts import projection as of_projection
+from mla_fusion.facts.absorb import AbsorbFact
+from mla_fusion.facts.input_norm import EPSILON, InputNorm
+from mla_fusion.facts.projection import Projection
+from mla_fusion.facts.row_quant import CacheScale
+from mla_fusion.facts.static_quant import StaticQuant
+from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import peel
+from mla_fusion.match.candidate import Candidate
+from mla_fusion.match.finder import rotation_ratio
+from mla_fusion.plan import verdict
+from mla_fusion.plan.caches import Placement
+from mla_fusion.plan.int8_query import Int8Query
+from mla_fusion.plan.plan import PreprocessPlan, PrologPlan, Staged
+from mla_fusion.plan.whole import PrologPlanner
+from mla_fusion.plan.whole_caches import CachesOfWhole
+from mla_fusion.report.rejection import Refuse
+
+
+class PreprocessPlanner(PrologPlanner):
+    """Plans one candidate. Raises ``Refuse`` where no exact plan exists."""
+
+    def __init__(self, view: View, config: Config, candidate: Candidate, boundary: bool = False) -> None:
+        super().__init__(view, config, candidate, boundary)
+        self.caches = _Caches(view, config, candidate, self.trees, boundary)
+        self._down: StaticQuant | None = None
+        self._up: StaticQuant | None = None
+        self._input: InputNorm | None = None
+
+    def judge(self) -> None:
+        verdict.judge_static(self.view, self.candidate)
+        q, k = self.candidate.query, self.candidate.key
+        if not isinstance(q.absorb, AbsorbFact):
+            raise Refuse("absorb.absent", f"q_nope at {q.absorb.node.name}", (q.absorb.node,))
+        self._down = self._quantised((q.down, k.down, k.down_rope))
+        self._up = self._quantised((q.up_nope, q.up_rope))
+        if peel(self._up.source) is not peel(q.norm.node):
+            raise Refuse("quant.not_static", f"{self._up.node.name} is not of {q.norm.node.name}", (self._up.node,))
+        for name, eps, node in (("c_q", q.norm.eps, q.norm.node), ("c_kv", k.eps, k.latent)):
+            if not math.isclose(eps, EPSILON, rel_tol=1e-6):
+                raise Refuse("norm.epsilon", f"that of {name} is {eps:g}", (node,))
+        factors = (q.norm.scale, k.scale, q.absorb.factor, rotation_ratio(self.view, q, k) or 0.0)
+        if any(abs(factor - 1.0) > 1e-6 for factor in factors):
+            text = ", ".join(f"{factor:g}" for factor in factors)
+            raise Refuse("scale.unequal", f"c_q, c_kv, q_nope, q_pe by {text}, not by 1", (q.down.node,))
+        self._input = input_norm.find(self.view, peel(self._down.source))
+        if self._input is None:
+            quantised = self._down.node, self._down.source
+            raise Refuse("norm.of_input", f"{quantised[0].name} quantises {quantised[1].name}", quantised)
+        gamma = self._input.gamma
+        if gamma.meta["val"].dtype != self.candidate.dtype:
+            raise Refuse("norm.gamma_dtype", f"{gamma.name} is {gamma.meta['val'].dtype}", (gamma,))
+
+    def _quantised(self, sides: tuple[Projection, ...]) -> StaticQuant:
+        """How all of these are quantised: by one operator, whose rows they read in order."""
+        found: dict[Node, StaticQuant] = {}
+        for item in dict.fromkeys(sides):
+            fact = item.quantised.static if item.quantised is not None else None
+            form = item if fact is not None else of_projection.statically_quantised(item)
+            if form is None or form.quantised is None or form.quantised.static is None:
+                raise Refuse("quant.not_static", f"{item.node.name} multiplies {item.activation.name}", (item.node,))
+            if not of_projection.reads_whole(self.view, form):
+                detail = f"{item.node.name} reads {form.origin.name} in another order"
+                raise Refuse("token_x.layout", detail, (item.node,))
+            found[form.quantised.static.node] = form.quantised.static
+        first, *others = found.values()
+        if others and not all(self.view.same(first.node, other.node) for other in others):
+            names = ", ".join(node.name for node in found)
+            raise Refuse("quant.tokens_differ", f"int8 activations {names}", tuple(found))
+        return first
+
+    def token_choices(self, wanted: torch.dtype | None = None) -> list[Node]:
+        assert self._input is not None
+        value = self._input.hidden.meta["val"]
+        taken = value.dim() in (2, 3) and value.dtype == torch.bfloat16 and not any(map(is_symbolic, value.shape))
+        return [self._input.hidden] if taken else []
+
+    def sources_of_rows(self) -> Iterator[Node]:
+        return iter(())
+
+    def plan_at(self, token_x: Node) -> PreprocessPlan:
+        assert self._input is not None and self._down is not None and self._up is not None
+        plan = super().plan_at(token_x)
+        readers = [item.node for item in plan.replacements if item.output == "query_norm"]
+        if readers:
+            raise Refuse("reader.latent", f"{readers[0].name} reads c_q, which the operator keeps", (readers[0],))
+        found = vars(plan) | {"target": "preprocess", "kernel_heads": plan.heads}
+        norm = self._input
+        return PreprocessPlan(**found, gamma=norm.gamma, begins=norm.begins, down=self._down, up=self._up)
+
+    def borrowers(self, plan: PrologPlan) -> list[Node]:
+        """Whoever else reads a product, or the quantised x, goes on reading it."""
+        return []
+
+
+class _Caches(CachesOfWhole):
+    """Two caches of bfloat16 rows."""
+
+    def packed(self, token_x: Node) -> Placement | None:
+        return None
+
+    def as_quantised(self, kv: CacheScale | None, kr: CacheScale | None) -> Int8Query | str | None:
+        return None if kv is None and kr is None else "the operator's int8 caches are in the NZ layout"
+
+    def place(self, token_x: Node, interleaved: bool, stage_because: str) -> Placement:
+        found = super().place(token_x, interleaved, stage_because)
+        if not isinstance(found.caches, Staged) and found.caches.mode != "PA_BSND":
+            raise Refuse("cache.operator_mode", f"{found.caches.mode} on {found.caches.kv_cache.name}", (token_x,))
+        if not isinstance(found.caches, Staged) and found.caches.copies:
+            return replace(found, caches=replace(found.caches, copies=False))
+        return found

@@ -1,0 +1,177 @@
+"""Plans of the whole prologue: one call of ``npu_mla_prolog_v3``, its outputs and attributes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.config import Config
+from mla_fusion.facts.absorb import AbsorbFact
+from mla_fusion.facts.unabsorbed import UnabsorbedFact
+from mla_fusion.fx.kinds import borrows_only, has_effect, is_getitem
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import peel
+from mla_fusion.match.candidate import Candidate
+from mla_fusion.match.finder import rotation_ratio
+from mla_fusion.meta import limits
+from mla_fusion.plan import verdict
+from mla_fusion.plan.outputs import Replacement, ValueTree, is_live, keeps_nothing, leads_only_to, quantised_rows
+from mla_fusion.plan.plan import InPlace, PrologPlan, Staged
+from mla_fusion.plan.planner import Planner
+from mla_fusion.plan.whole_caches import CachesOfWhole
+from mla_fusion.report.rejection import Refuse
+
+_ROWS_READ_BACK = "the new rows are read back from the caches: of a token without a slot nobody reads them"
+
+_IDENTITY = "q_nope, finite, is taken through weight_uk = [I | 0] (Config.unabsorbed is 'identity')"
+
+
+class PrologPlanner(Planner[Candidate, PrologPlan]):
+    """Plans one candidate. Raises ``Refuse`` where no exact plan exists."""
+
+    def __init__(self, view: View, config: Config, candidate: Candidate, boundary: bool = False) -> None:
+        super().__init__(view, config, candidate, boundary)
+        q, how = candidate.query, (candidate.shrink, candidate.tokens)
+        self.trees |= {
+            "query": ValueTree(view, q.absorb.node, q.absorb.codes, _duplicates(q.absorb), *how),
+            "query_rope": ValueTree(view, q.rope.node, q.rope.codes, q.rope.duplicates, *how),
+            "query_norm": ValueTree(view, q.norm.node, q.norm.codes, (), *how),
+        }
+        self._normed: tuple[str, ...] = ("query_norm",)
+        self.caches = CachesOfWhole(view, config, candidate, self.trees, boundary)
+
+    def judge(self) -> None:
+        verdict.judge(self.view, self.candidate)
+        if self.candidate.weight_quant_mode:
+            self._follow_quantised_norm()
+
+    def _follow_quantised_norm(self) -> None:
+        """The kernel gives c_q out as int8 and scales, so those are what its readers must read."""
+        candidate = self.candidate
+        if self._normed == ("query_norm",):
+            self._normed = ("query_norm", "dequant_scale_q_norm")
+            quantised = candidate.query.up_nope.quantised
+            assert quantised is not None and quantised.dynamic is not None
+            dynamic, c_q = quantised.dynamic, self.trees["query_norm"]
+            width, how = len(candidate.query.norm.columns), (candidate.shrink, candidate.tokens)
+            trees = quantised_rows(self.view, c_q, width, dynamic, *how)
+            if trees is None:
+                detail = f"{dynamic.node.name} does not quantise c_q token by token"
+                raise Refuse("quant.tokens_differ", detail, (dynamic.node,))
+            self._normed = self._normed if trees[1] is not None else ("query_norm",)
+            self.trees |= {name: tree for name, tree in zip(self._normed, trees, strict=False) if tree is not None}
+
+    def token_choices(self, wanted: torch.dtype | None = None) -> list[Node]:
+        return super().token_choices(torch.bfloat16 if self.candidate.query.down.quantised is None else torch.int8)
+
+    def plan_at(self, token_x: Node) -> PrologPlan:
+        q, k = self.candidate.query, self.candidate.key
+        lead = self.lead_of(token_x)
+        shapes = {
+            "query": (*lead, q.absorb.heads, q.absorb.latent_dim),
+            "q_nope": (*lead, q.absorb.heads, q.absorb.nope_dim),
+            "query_rope": (*lead, q.rope.heads, q.rope.rope_dim),
+            "dequant_scale_q_nope": (math.prod(lead), q.absorb.heads, 1),
+            "query_norm": (*lead, len(q.norm.columns)),
+            "dequant_scale_q_norm": (math.prod(lead), 1),
+        }
+        ups = [part.node for item in (q.up_nope, q.up_rope) for part in item.by_weight]
+        interleaved = q.rope.layout == "interleaved" and self.config.kr_layout == "exact"
+        placement = self.caches.place(token_x, interleaved, self.stage_because)
+        query = "query" if isinstance(q.absorb, AbsorbFact) else "q_nope"
+        trees = {query: self.trees["query"], "query_rope": self.trees["query_rope"]}
+        trees |= placement.query.trees if placement.query is not None else {}
+        replacements = [r for name, tree in trees.items() for r in tree.replacements(name, shapes[name])]
+        normed = [r for name in self._normed for r in self._of_normed(name, shapes[name], ups)]
+        if normed and q.absorb.factor != 1.0:
+            raise Refuse("reader.latent", f"{normed[0].node.name} reads c_q before it is scaled", (normed[0].node,))
+        caches, of_caches = placement.caches, list(placement.found)
+        if isinstance(caches, Staged):
+            of_caches = self.staged(caches, {"c_kv": (*lead, len(k.columns)), "k_pe": (*lead, k.rope_dim)})
+        read_back = isinstance(caches, InPlace) and any(item.output in ("c_kv", "k_pe") for item in of_caches)
+        ratio = rotation_ratio(self.view, q, k)
+        assert ratio is not None  # judged
+        return PrologPlan(
+            target="v3" if query == "query" else "identity",
+            candidate=self.candidate,
+            token_x=token_x,
+            kernel_heads=_heads_of_call(q.absorb.heads, self.config),
+            cos=k.cos,
+            sin=k.sin,
+            caches=caches,
+            query_norm=bool(normed),
+            eps_cq=q.norm.eps,
+            eps_ckv=k.eps,
+            qc_qr_scale=q.norm.scale * ratio,
+            kc_scale=k.scale / placement.query.ratio if placement.query is not None else k.scale,
+            replacements=(*replacements, *normed, *of_caches),
+            interleave=frozenset({"query_rope", "k_pe"}) if interleaved else frozenset(),
+            assumptions=(
+                *self.assumed(caches),
+                *([_ROWS_READ_BACK] if read_back else []),
+                *([_IDENTITY] if query == "q_nope" else []),
+                *self.narrowed(q.norm.gamma, k.gamma),
+            ),
+        )
+
+    def _of_normed(self, name: str, shape: tuple[int, ...], ups: list[Node]) -> list[Replacement]:
+        """What reads c_q beside the products ``ups`` (and the nodes inside them)."""
+        tree = self.trees[name]
+        readers = {user for users in tree.readers().values() for user in users}
+        return tree.replacements(name, shape, {user for user in readers if leads_only_to([user], ups) is None})
+
+    # -- what must be dead afterwards
+
+    def borrowers(self, plan: PrologPlan) -> list[Node]:
+        """After the replacements nothing may keep a product of the region alive."""
+        cut = {replacement.node for replacement in plan.replacements}
+        q, key = self.candidate.query, self.candidate.key
+        joined = {item.node for item in (q.down, q.up_nope, q.up_rope, key.down, key.down_rope)}
+        region = joined | {item.node for item in self.candidate.projections}
+        stops = cut | region
+        if self.candidate.weight_quant_mode:  # the quantisation of c_q: its results are the replaced ones
+            stops |= {node for root in self.trees["query_norm"].roots for node in root.all_input_nodes}
+        stops |= {base.args[0] for base in map(peel, cut) if is_getitem(base)}  # type: ignore[misc]  # of the int8 query
+        if key.operator is not None:
+            stops.add(key.operator.node)
+        if isinstance(plan.caches, InPlace) and key.operator is None:
+            stops |= {
+                user for name in ("c_kv", "k_pe") for users in self.trees[name].readers().values() for user in users
+            }
+        borrowers: dict[Node, None] = {}
+        for product in sorted(region - cut, key=self.view.position.__getitem__):
+            seen, stack = {product}, [product]
+            while stack:
+                node = stack.pop()
+                for user in node.users:
+                    if user in seen or user in stops:
+                        continue
+                    nothing = keeps_nothing(user)
+                    if not nothing and not is_live(user):
+                        continue
+                    seen.add(user)
+                    if nothing or borrows_only(user):
+                        borrowers[user] = None
+                        continue
+                    if user.op == "output" or has_effect(user) or self.view.ends_walk(user):
+                        path = next((n for n in user.all_input_nodes if n in seen), product)
+                        detail = f"{user.name} reads {path.name}, made from {product.name}"
+                        raise Refuse("reader.latent", detail, (product, path, user))
+                    stack.append(user)
+        return list(borrowers)
+
+
+def _duplicates(absorb: AbsorbFact | UnabsorbedFact) -> tuple[tuple[Node, torch.Tensor], ...]:
+    return absorb.roots[1:] if isinstance(absorb, UnabsorbedFact) else ()
+
+
+def _heads_of_call(heads: int, config: Config) -> int:
+    """The least number of heads, no fewer than the model's, that the kernel takes; the model's where there is none."""
+    machine = config.machine
+    taken = limits("npu_mla_prolog_v3", machine.soc, machine.cann).dims["N"]
+    return next((count for count in range(heads, _MOST_HEADS + 1) if count in taken), heads)
+
+
+_MOST_HEADS = 128
