@@ -84,11 +84,10 @@ def call_kernel(b: Builder, plan: PreprocessPlan) -> dict[str, Any]:
     results = {name: b.reshape(made[name], (*plan.lead, *b.shape(made[name])[1:])) for name in outs}
     if isinstance(plan.caches, InPlace):
         results |= {name: made[name] for name in ("kv_cache", "kr_cache")}
-    index = slots if isinstance(plan.caches, InPlace) else None
     asked = {item.output for item in plan.replacements}
     for name, cache, width in (("c_kv", "kv_cache", latent), ("k_pe", "kr_cache", rope)):
-        if name in asked and index is not None:
-            results[name] = rows.written(b, made[cache], index, (*plan.lead, width), plan.caches.mode)
+        if name in asked and isinstance(plan.caches, InPlace):
+            results[name] = rows.written(b, made[cache], slots, (*plan.lead, width), plan.caches.mode)
         elif name in asked:
             flat = b.reshape(made[cache], (-(-tokens // _BLOCK) * _BLOCK, width))
             results[name] = b.reshape(b.call(aten.slice.Tensor, flat, 0, 0, tokens), (*plan.lead, width))

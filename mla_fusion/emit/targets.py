@@ -70,7 +70,7 @@ _KEY = Target(
     arguments=key_half.arguments,
     nodes=key_half.nodes,
 )
-_PREPROCESS = Target(
+_PREPROCESS: Target[Any] = Target(
     operator=preprocess.KERNEL,
     planner=PreprocessPlanner,
     inputs=preprocess.inputs,

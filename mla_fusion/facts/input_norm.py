@@ -86,7 +86,7 @@ def _is_step(view: View, node: Node) -> bool:
     if is_cast(node):
         return node.meta["val"].dtype in MODEL_FLOATS
     if name == "aten::pow":
-        return node.args[1] == 2 or (node.args[1] == -0.5 and _positive(view, node.args[0]))
+        return bool(node.args[1] == 2 or (node.args[1] == -0.5 and _positive(view, node.args[0])))
     if name == "aten::div":
         return len(node.args) == 2 and not node.kwargs and _positive(view, node.args[1])
     return name in _OF_POSITIVE and _positive(view, node.args[0])

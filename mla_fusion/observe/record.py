@@ -87,8 +87,9 @@ class Record:
 
     def _beside(self, plan: Plan) -> str:
         """What reads c_q, where it is one that is known."""
-        is_read = isinstance(plan, PrologPlan) and plan.query_norm
-        return str(beside(self._finder, plan.candidate) or "") if is_read else ""
+        if not isinstance(plan, PrologPlan) or not plan.query_norm:
+            return ""
+        return str(beside(self._finder, plan.candidate) or "")
 
     def _layer(self, nodes: Sequence[Node]) -> str:
         """The module path; of a whole model its class."""
