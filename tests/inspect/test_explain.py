@@ -42,7 +42,7 @@ def assert_round_trip(gm: torch.fx.GraphModule, file: Path, **options: bool) -> 
     for node in gm.graph.nodes:  # names of modules and arguments, and outer frames, are not in dumps
         node.meta.pop("nn_module_stack", None), node.meta.pop(module_path.NAME, None)
         if "stack_trace" in node.meta:
-            node.meta["stack_trace"] = "\n".join(node.meta["stack_trace"].splitlines()[-2:])
+            node.meta["stack_trace"] = node.meta["stack_trace"][node.meta["stack_trace"].rindex("File ") :]
     file.write_text(gm.print_readable(False, **options), encoding="utf-8")
     live, dumped = facts(mf.explain(gm)), facts(mf.explain(str(file)))
     assert dumped == live
