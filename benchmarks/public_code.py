@@ -66,7 +66,7 @@ def public() -> list[Entry]:
 def of_entry(entry: Entry) -> Row:
     torch.manual_seed(0)
     model, args = entry.model(), entry.args()
-    config = mf.Config(unabsorbed="identity" if IDENTITY in entry.tags else "skip", verify="all")
+    config = entry.config(unabsorbed="identity" if IDENTITY in entry.tags else "skip", verify="all")
     by_bytes = {"int8", "cache"} <= entry.tags  # rows of int8 have no form in float64: tests compare them otherwise
     wanted, unfused = ([], []) if by_bytes else (exact(model, args), eager(model, clones(args)))
     fused = compiled(model, clones(args), mf.backend(config))

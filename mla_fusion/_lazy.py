@@ -38,6 +38,20 @@ def _define() -> None:
     import_module("mla_fusion.ops")
 
 
+class _Loaded(importlib.abc.Loader):
+    """Gives a module that was loaded while it was looked for; loaded again, it would have its classes twice."""
+
+    def __init__(self, module: ModuleType, spec: importlib.machinery.ModuleSpec) -> None:
+        self._module, self._spec, self._loader = module, spec, spec.loader
+        spec.loader = self
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._spec.loader = self._loader
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Lets torch be found by the others, and defines the operators behind it."""
 
@@ -46,6 +60,10 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname.startswith("mla_fusion.") and fullname not in LIGHT:
             import_module("torch")  # first: no module of ours is half imported when the operators are defined
+            found = sys.modules.get(fullname)
+            if found is not None and found.__spec__ is not None:  # it came with the operators; Python takes its spec
+                _Loaded(found, found.__spec__)
+                return found.__spec__
         if fullname != "torch":
             return None
         others = (finder for finder in sys.meta_path if finder is not self)

@@ -102,7 +102,7 @@ def _what_the_pass_did(form: Form) -> list[str]:
         return [f"not fused: {reasons}"]
     placement, target = report.fused[0].placement, report.fused[0].target
     if target != form.target:
-        return [f"fused by target {target}, expected {form.target}"]
+        return [f"fused by target {target}, expected {form.target}: {report.fused[0].instead_of}"]
     if (placement == "in place") != form.in_place:
         return [f"fused {placement}, expected {'in place' if form.in_place else 'staged'}"]
     return []

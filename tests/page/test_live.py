@@ -61,7 +61,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     file = tmp_path / "file"
     file.write_text("")
     with caplog.at_level(logging.WARNING, "mla_fusion"):
-        run(report=file)
+        run(report=file / "reports")
     assert "no report was written" in caplog.text
 
 

@@ -104,3 +104,16 @@ def test_entry_points_load() -> None:
     assert callable(backend.load())
     (script,) = metadata.entry_points(group="console_scripts", name="mla-fusion")
     assert callable(script.load())
+
+
+@pytest.mark.parametrize("name", ["ops", "meta", "compat", "report.report"])
+def test_a_module_that_the_operators_need_is_loaded_once(name: str) -> None:
+    """Whichever is imported first: the operators, which come with torch, hold the same module."""
+    code = (
+        f"import mla_fusion.{name} as first, sys, mla_fusion.ops\n"
+        f"assert sys.modules['mla_fusion.{name}'] is first and first.__spec__.origin.endswith('.py')\n"
+        "from mla_fusion import ops, compat\n"
+        "assert ops.compat is compat and len(ops._libraries) == 2\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

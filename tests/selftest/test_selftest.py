@@ -135,7 +135,7 @@ def test_a_prologue_that_is_not_fused_fails_with_the_reason(monkeypatch):
 
     monkeypatch.setattr(fused, "Prologue", Gated)
     result = fused.run(unfused.FORMS[0], CPU, SCENARIOS[0].dims, repeats=1)
-    assert result.failures and result.failures[0].startswith("not fused: [")
+    assert result.failures and result.failures[0].startswith("fused by target key, expected v3: [")
 
 
 def test_the_keys_operator(monkeypatch):
