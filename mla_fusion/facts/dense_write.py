@@ -63,7 +63,7 @@ def find(writer: Node, value: Node) -> DenseWrite | str:
         start = argument(scatter, "start") or 0
         if not isinstance(base, Node) or argument(scatter, "step", 1) != 1 or not isinstance(start, int) or start < 0:
             return f"{scatter.name} assigns no run of rows that is known"
-        starts[axis] = start
+        starts[axis] = starts.get(axis, 0) + start  # a slice of a slice
         if base.op in INPUTS:
             break
         outer = next((user for user in scatter.users if _puts_back(user, scatter, base)), None)

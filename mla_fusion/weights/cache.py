@@ -130,10 +130,10 @@ class Packing:
 
     def _made(self, sources: Sequence[Any]) -> torch.Tensor:
         packed: torch.Tensor = self.program(*sources)
-        if self.exact and not torch.equal(packed.to(sources[0].dtype), sources[0].reshape(packed.shape)):
+        if self.exact and not torch.equal(sources[0].to(packed.dtype).to(sources[0].dtype), sources[0]):
             raise WeightError(
-                "[norm.gamma_dtype] a float32 norm weight whose numbers were bfloat16 numbers when the model was "
-                "compiled has changed, and they are no longer; compile the model again"
+                "[norm.gamma_dtype] the numbers of a float32 norm weight are not all bfloat16 numbers, as they were "
+                "when this graph was compiled: it has changed, or is another model's; call torch.compiler.reset()"
             )
         return packed
 

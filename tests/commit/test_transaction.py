@@ -115,7 +115,12 @@ def _layers_model() -> tuple[nn.Module, tuple[Tensor, ...], list[Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "stage", [*(stage for stage in STAGES if stage != "lint"), *(f"boundary {stage}" for stage in OF_BOUNDARY)]
+    "stage",
+    [
+        "recognition",
+        *(f"boundary {stage}" for stage in OF_BOUNDARY),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in STAGES if name not in ("lint", "recognition")),
+    ],
 )
 def test_a_compiled_model_runs_as_if_the_pass_were_not_there(
     stage: str, layers_model: tuple[nn.Module, tuple[Tensor, ...], list[Tensor]], monkeypatch: pytest.MonkeyPatch

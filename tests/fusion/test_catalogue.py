@@ -61,7 +61,7 @@ def test_fuses_as_exactly(entry: Entry) -> None:
     assert_as_exact(model, args, fused, entry.slack)
 
 
-@pytest.mark.parametrize("entry", each(FUSED, of=3))
+@pytest.mark.parametrize("entry", each(FUSED, of=6))
 def test_fuses_without_a_boundary(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
     fused = compiled(model, clones(args), fuse_only(entry.config(verify="all")))
@@ -69,7 +69,7 @@ def test_fuses_without_a_boundary(entry: Entry) -> None:
     assert_as_exact(model, args, fused, entry.slack)
 
 
-@pytest.mark.parametrize("entry", each(select("symbolic"), of=3, first=1))
+@pytest.mark.parametrize("entry", each(select("symbolic"), of=5, first=1))
 def test_symbolic_sizes(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
     fused = compiled(model, clones(args), mf.backend(entry.config()), dynamic=True)
@@ -80,8 +80,8 @@ def test_symbolic_sizes(entry: Entry) -> None:
 @pytest.mark.parametrize(
     ("entry", "dynamic"),
     [
-        *each(select("device", without="near miss"), False, of=3, first=2),
-        *each(select("device", "whole", "symbolic"), True, of=3, first=0),
+        *each(select("device", without="near miss"), False, of=5, first=2),
+        *each(select("device", "whole", "symbolic"), True, of=5, first=0),
     ],
 )
 def test_device_form(entry: Entry, dynamic: bool) -> None:

@@ -75,8 +75,8 @@ class WithBias(prologues.PagedRotateHalf):
 
 MODELS = {
     "layers": (Regions, lambda: prologues.layers_args(count=2), ["layers.0", "layers.1"]),
-    "computed": (Computed, base.paged_args, [""]),
-    "nested": (Nested, base.paged_args, [""]),
+    "computed": (Computed, base.paged_args, ["Computed"]),
+    "nested": (Nested, base.paged_args, ["Computed"]),
 }
 
 

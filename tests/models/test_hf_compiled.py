@@ -52,10 +52,11 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {
     "deepseek_v2": ("staged", ONE, {}),
 }
 BREAKS = ("longcat_flash", "glm4_moe_lite")
+LIKE_OTHERS = ("deepseek_v3_half", "deepseek_v3_yarn", "glm4_moe_lite", "glm_moe_dsa")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == PLAIN else [pytest.mark.slow]) for name in STEPS]
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name in LIKE_OTHERS else []) for name in STEPS]
 )
 def test_fused_steps_on_cpu(name: str) -> None:
     """Logits as near to float32 as the eager model's: relative L2 error 1.1 times as large and a rounding at most."""

@@ -1,0 +1,53 @@
+"""Rows assigned by slices, of slices too: the rows written are the model's, also where nothing is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import mla_fusion as mf
+from tests.catalogue.base import DR, HCKV, Base, paged_args
+from tests.harness import assert_as_exact, clones, compiled
+
+Part = Callable[[Tensor], Tensor]  # of a cache, the slice that is assigned
+
+
+class Assigns(Base):
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.part = part
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        for cache, rows in ((kv_cache, c_kv), (kr_cache, k_pe)):
+            part = self.part(cache)
+            part[:] = rows.view(part.shape)
+
+
+FLAT: dict[str, Part] = {
+    "one": lambda c: c[8:16],
+    "of a slice": lambda c: c[2:][6:14],
+    "of two": lambda c: c[2:60][4:][2:10],
+    "from the start": lambda c: c[:40][8:16],
+}
+DENSE: dict[str, Part] = {
+    "rows": lambda c: c[:2, 4:8],
+    "rows of rows": lambda c: c[:2, 4:][:, 2:6],
+    "sequences of sequences": lambda c: c[1:][1:3, 4:8],
+    "both": lambda c: c[:, 4:12][:2][:, 2:6],
+}
+
+
+@pytest.mark.parametrize("name", [*FLAT, *DENSE])
+def test_rows_are_the_models(name: str) -> None:
+    torch.manual_seed(0)
+    x, cos, sin, *_, slots = paged_args()
+    shape = (64,) if name in FLAT else (4, 32)
+    caches = (torch.randn(*shape, width).bfloat16() for width in (HCKV, DR))
+    model, args = Assigns((FLAT | DENSE)[name]), (x, cos, sin, *caches, slots)
+    fused = compiled(model, clones(args), mf.backend(mf.Config(verify="off")))
+    (fusion,) = mf.reports()[-1].fused
+    assert fusion.placement == "in place" or name in DENSE
+    assert_as_exact(model, args, fused)
