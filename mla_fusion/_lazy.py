@@ -60,10 +60,10 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname.startswith("mla_fusion.") and fullname not in LIGHT:
             import_module("torch")  # first: no module of ours is half imported when the operators are defined
-            found = sys.modules.get(fullname)
-            if found is not None and found.__spec__ is not None:  # it came with the operators; Python takes its spec
-                _Loaded(found, found.__spec__)
-                return found.__spec__
+            loaded = sys.modules.get(fullname)
+            if loaded is not None and loaded.__spec__ is not None:  # it came with the operators; Python takes its spec
+                _Loaded(loaded, loaded.__spec__)
+                return loaded.__spec__
         if fullname != "torch":
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
