@@ -223,19 +223,11 @@ class Diagnosis:
         return None
 
     def direct(self, facts: Facts, has_key: bool = False) -> NearMiss | None:
-        """A query that is absorbed, or (beside a key) rotated by heads, as it comes from x, and a normed latent.
-
-        One that is absorbed and rotated is none of another attention's, even where no latent can be read.
-        """
+        """A query that is absorbed, or (beside a key) rotated by heads, as it comes from x, and a normed latent."""
         norms = [norm for cone in facts.values() for norm in cone.norms]
         for query, cone in facts.items():
             absorbed = [fact.node for fact in self.absorbs(query)]
-            by_heads = [rope.node for rope in cone.ropes if rope.heads > 1]
-            rotated = by_heads if has_key else []
-            if absorbed and by_heads and not norms:
-                detail = f"{query.node.name}, absorbed and rotated, is projected from {query.origin.name}"
-                unread = f"{detail}; no normed latent is read beside it"
-                return NearMiss(Refuse("q_lora.absent", unread), (absorbed[0], by_heads[0]))
+            rotated = [rope.node for rope in cone.ropes if has_key and rope.heads > 1]
             if norms and (absorbed or rotated):
                 how = f"absorbed at {absorbed[0].name}" if absorbed else f"rotated at {rotated[0].name}"
                 detail = f"{query.node.name}, {how}, is projected from {query.origin.name}"

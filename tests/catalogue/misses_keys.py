@@ -60,22 +60,6 @@ class WideProduct(Lite):
         return super().rotate_k(k_pe, c, s).bfloat16()
 
 
-@miss("step.choice", tags="key, norm")
-class ClampedLatent(Lite):
-    """Nothing of the key can be read; what is left is a query that is absorbed and rotated."""
-
-    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([HCKV, DR], -1)
-        return self.kv_a_layernorm(c_kv.clamp(-1, 1)), k_pe
-
-
-@miss("q_lora.absent", tags="key, norm")
-class AddedLatent(Lite):
-    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([HCKV, DR], -1)
-        return self.kv_a_layernorm(c_kv + 1), k_pe
-
-
 class NarrowLatent(Lite):
     """A latent of 256 columns; the caches hold it and as many zeros."""
 
