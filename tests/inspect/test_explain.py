@@ -66,7 +66,10 @@ def test_round_trip(name, dynamic, tmp_path):
         assert_round_trip(gm, tmp_path / "graph.txt", include_stride=True, include_device=True)
 
 
-@pytest.mark.parametrize("entry", select("near miss", without="run, int8, unabsorbed, key, static")[::3], ids=str)
+MISSES = select("near miss", without="run, int8, unabsorbed")[::3]
+
+
+@pytest.mark.parametrize("entry", [entry for entry in MISSES if entry.targets == ("v3",)], ids=str)
 def test_round_trip_of_reasons(entry, tmp_path):
     found = assert_round_trip(graph_of(entry.model(), entry.args()), tmp_path / "graph.txt")
     assert (found["rejected"][0]["code"],) == entry.outcome
