@@ -59,18 +59,22 @@ class BoundaryBuilder(GraphBuilder):
         self.adaptors: list[Adaptor] = []
         self.examples: list[Any] = []
         self.bytes_packed = 0
-        self._bytes_on_npu: dict[object, int] = {}
+        self._bytes_on_npu: dict[object, int] = {}  # by what is packed
+        self._added_on_npu: dict[object, int] = {}  # by how it is packed
 
     def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: bool = False) -> Any:
         try:
             program, positions, result = self._program(recipe, leaves)
         except (_Unpackable, LookupError):  # the sizes of the weight are not known before the graph runs
             return recipe(self)
-        self._count_on_npu(recipe, leaves)
+        signature = cache.describe(program) if program is not None else ""
+        if not self._share_weights:
+            places = positions if program is not None else (self._position[result],)
+            self._bytes_on_npu[signature, places] = self._on_npu(name, signature, result, recipe, leaves)
         if program is None:
             return self.value(result)
         inverse = None if exact else self._inverse(program, positions)
-        made = Packed(program, cache.describe(program), positions, inverse, self._trusted, exact)
+        made = Packed(program, signature, positions, inverse, self._trusted, exact)
         return self._input(f"packed_{name}", made, result.meta["val"])
 
     def check_slots(
@@ -132,12 +136,15 @@ class BoundaryBuilder(GraphBuilder):
                     if isinstance(source, Node) and same_shape(source.meta["val"].shape, viewed.meta["val"].shape):
                         user.args = (viewed, source)
 
-    def _count_on_npu(self, recipe: Recipe, leaves: Sequence[Node]) -> None:
-        """The bytes that the weight would add where weights are laid out for an NPU."""
-        program, positions, result = self._program(recipe, leaves, as_on_npu=True)
-        value = result.meta["val"]
-        if program is not None and not _has_symbolic_sizes(result) and not self._shares_memory(value, positions):
-            self._bytes_on_npu[cache.describe(program), positions] = value.nbytes
+    def _on_npu(self, name: str, signature: str, result: Node, recipe: Recipe, leaves: Sequence[Node]) -> int:
+        """The bytes that a weight would add where weights are laid out for an NPU; tried once for equal layers."""
+        form = name, signature, str(result.meta["val"].shape), result.meta["val"].dtype
+        if form not in self._added_on_npu:
+            program, positions, made = self._program(recipe, leaves, as_on_npu=True)
+            value = made.meta["val"]
+            adds = program is not None and not _has_symbolic_sizes(made) and not self._shares_memory(value, positions)
+            self._added_on_npu[form] = value.nbytes if adds else 0
+        return self._added_on_npu[form]
 
     @property
     def bytes_on_npu(self) -> int:
