@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from written import write
+
 from mla_fusion.report.rejection import CODES
 
 PAGE = Path(__file__).with_name("rejections.md")
@@ -95,11 +97,7 @@ def sections() -> Iterator[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    wanted = page()
-    if "--check" in arguments:
-        return int(not PAGE.exists() or PAGE.read_text() != wanted)
-    PAGE.write_text(wanted)
-    return 0
+    return write({PAGE: page()}, arguments)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from written import write  # noqa: E402
+
 from mla_fusion import cli  # noqa: E402
 
 PAGE = ROOT / "docs" / "command-line.md"
@@ -86,11 +88,7 @@ def variables() -> Iterator[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    wanted = page()
-    if "--check" in arguments:
-        return int(not PAGE.exists() or PAGE.read_text() != wanted)
-    PAGE.write_text(wanted)
-    return 0
+    return write({PAGE: page()}, arguments)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from written import between, write  # noqa: E402
+
 from mla_fusion.models.features import FEATURES  # noqa: E402
 from tests.matrix import hf  # noqa: E402
 
@@ -48,19 +50,12 @@ def written(text: str) -> str:
     """The page with its tables as they should be."""
     kept = json.loads(hf.KEPT.read_text())
     for name, table in (("features", features()), ("results", results(kept))):
-        begin, end = BEGIN.format(name), END.format(name)
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
+        text = between(text, BEGIN.format(name), END.format(name), f"\n{table}\n")
     return text
 
 
 def main(arguments: Sequence[str]) -> int:
-    text = PAGE.read_text()
-    wanted = written(text)
-    if "--check" in arguments:
-        return int(text != wanted)
-    PAGE.write_text(wanted)
-    return 0
+    return write({PAGE: written(PAGE.read_text())}, arguments)
 
 
 if __name__ == "__main__":

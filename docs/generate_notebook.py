@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from written import write
+
 ROOT = Path(__file__).parents[1]
 PAGE, NOTEBOOK = ROOT / "docs" / "index.md", ROOT / "examples" / "quick_start.ipynb"
 _CODE = re.compile(r"^```python\n(.*?)^```\n\n```text\n.*?^```\n", re.DOTALL | re.MULTILINE)
@@ -36,10 +38,7 @@ def notebook() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if "--check" in arguments:
-        return int(not NOTEBOOK.exists() or NOTEBOOK.read_text() != notebook())
-    NOTEBOOK.write_text(notebook())
-    return 0
+    return write({NOTEBOOK: notebook()}, arguments)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from mla_fusion.meta.limits import RELEASES, SOCS, Limits
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.meta.stricter import STRICTER, Scope
 from mla_fusion.meta.tiling_key import CACHE_NUMBERS, LAYOUTS, QUANT_NUMBERS
+from written import write
 
 from mla_fusion import meta
 from mla_fusion.reference.sample import sample_call
@@ -369,11 +370,7 @@ def disagreements() -> Iterator[list[str]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    wanted = page()
-    if "--check" in arguments:
-        return int(not PAGE.exists() or PAGE.read_text() != wanted)
-    PAGE.write_text(wanted)
-    return 0
+    return write({PAGE: page()}, arguments)
 
 
 if __name__ == "__main__":

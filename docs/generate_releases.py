@@ -7,7 +7,6 @@ python docs/generate_releases.py --check   # exit 1 when they are not what the t
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+
+from written import between, write  # noqa: E402
 
 from mla_fusion.releases import RELEASES, SCHEMAS, TORCHAIRS, Release, for_torch  # noqa: E402
 from tests.matrix import outcome  # noqa: E402
@@ -118,17 +119,12 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
 def readme(text: str, rows: Iterable[dict[str, Any]]) -> str:
     """README with the table of today."""
     table = "\n".join(short(list(rows)))
-    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}{table}\n{END}", text, flags=re.DOTALL)
+    return between(text, BEGIN, END, f"{table}\n")
 
 
 def main(arguments: Sequence[str]) -> int:
     rows = json.loads(outcome.KEPT.read_text())
-    wanted = {PAGE: page(rows), **{path: readme(path.read_text(), rows) for path in READMES}}
-    if "--check" in arguments:
-        return int(any(not path.exists() or path.read_text() != text for path, text in wanted.items()))
-    for path, text in wanted.items():
-        path.write_text(text)
-    return 0
+    return write({PAGE: page(rows), **{path: readme(path.read_text(), rows) for path in READMES}}, arguments)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ python docs/generate_support.py --check   # exit 1 when they are not what the ta
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mla_fusion.meta.limits import limits  # noqa: E402
+from written import between, write  # noqa: E402
 
 from mla_fusion.machine import RELEASES, SOCS  # noqa: E402
 
@@ -97,16 +97,11 @@ def page() -> str:
 def readme(text: str) -> str:
     """The README with the table of models of today."""
     table = "\n".join(models())
-    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n{table}\n{END}", text, flags=re.DOTALL)
+    return between(text, BEGIN, END, f"\n{table}\n")
 
 
 def main(arguments: Sequence[str]) -> int:
-    wanted = {PAGE: page(), **{path: readme(path.read_text()) for path in READMES}}
-    if "--check" in arguments:
-        return int(any(not path.exists() or path.read_text() != text for path, text in wanted.items()))
-    for path, text in wanted.items():
-        path.write_text(text)
-    return 0
+    return write({PAGE: page(), **{path: readme(path.read_text()) for path in READMES}}, arguments)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from mla_fusion import meta
-
-_FILE = Path(__file__).parents[2] / "docs" / "generate_operator.py"
+from tests.project.pages import script
 
 
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_operator", _FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("generate_operator")
 
 
 def test_the_page_is_current(generator: ModuleType) -> None:
