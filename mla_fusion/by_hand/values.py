@@ -13,7 +13,7 @@ from torch import Tensor
 from mla_fusion.by_hand import memory
 from mla_fusion.by_hand.calls import Watch, run
 from mla_fusion.compat import tree_leaves
-from mla_fusion.paging.tiles import dequantise_rows
+from mla_fusion.paging.tiles import numbers_of_rows
 
 WEIGHT_OF_A_ROW = 2.5  # a row may be so many times as far off as the whole
 
@@ -80,8 +80,7 @@ def _rows(value: Tensor) -> Tensor:
 
 def _numbers(hckv: int, tile: int, cache: Tensor) -> Tensor:
     dr = (cache.shape[-1] - hckv - 4 * (hckv // tile)) // 2
-    latent, rope = dequantise_rows(cache.detach().contiguous(), hckv=hckv, dr=dr, tile=tile)
-    return _rows(torch.cat([latent, rope.float()], -1))
+    return _rows(numbers_of_rows(cache.detach(), hckv=hckv, dr=dr, tile=tile))
 
 
 def _error(want: Tensor, got: Tensor) -> float:

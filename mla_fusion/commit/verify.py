@@ -27,7 +27,7 @@ from mla_fusion.fx.program import Failed, Program
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.view import View
 from mla_fusion.meta.spec import TILE_SIZE
-from mla_fusion.paging.tiles import dequantise_rows
+from mla_fusion.paging.tiles import numbers_of_rows
 from mla_fusion.plan.outputs import Replacement
 from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.report.rejection import Refuse
@@ -315,8 +315,7 @@ def _wide(value: Any) -> Any:
 def _unpacked(plan: Plan, value: torch.Tensor) -> torch.Tensor:
     """Rows of int8 tiles as the numbers that they stand for."""
     key = plan.candidate.key
-    latent, rope = dequantise_rows(value.contiguous(), hckv=len(key.columns), dr=key.rope_dim, tile=TILE_SIZE)
-    return torch.cat([latent, rope.float()], -1)
+    return numbers_of_rows(value, hckv=len(key.columns), dr=key.rope_dim, tile=TILE_SIZE)
 
 
 # -- large caches

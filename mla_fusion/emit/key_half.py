@@ -43,10 +43,7 @@ def call_kernel(b: Builder, plan: KeyPlan) -> dict[str, Any]:
     tables = [_table(b, plan, table, without, kv) for table, without in ((plan.cos, 1.0), (plan.sin, 0.0))]
     if isinstance(plan.caches, InPlace):
         held = {name: b.cache(cache, shape) for name, cache, shape in plan.caches.held}
-        flat = (prod(plan.lead),)
-        if plan.caches.slots.span is None:
-            b.check_slots(lambda b: rows.slots(b, plan, flat), plan.caches.slots.nodes, plan.caches.held, False)
-        index = rows.slots(b, plan, flat)
+        index = rows.checked_slots(b, plan, (prod(plan.lead),))
     else:
         widths = {"kr_cache": k.rope_dim, "kv_cache": len(k.columns)}
         held = {name: _buffer(b, kv, _shape(lead, width)) for name, width in widths.items()}

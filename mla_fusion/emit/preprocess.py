@@ -44,9 +44,7 @@ def call_kernel(b: Builder, plan: PreprocessPlan) -> dict[str, Any]:
     x = b.reshape(b.value(plan.token_x), (tokens, plan.token_x.meta["val"].shape[-1]))
     if isinstance(plan.caches, InPlace):
         held = {name: b.target(b.cache(cache, shape)) for name, cache, shape in plan.caches.held}
-        if plan.caches.slots.span is None:
-            b.check_slots(lambda b: rows.slots(b, plan, (tokens,)), plan.caches.slots.nodes, plan.caches.held, False)
-        slots = rows.slots(b, plan, (tokens,))
+        slots = rows.checked_slots(b, plan, (tokens,))
     else:
         pool = (-(-tokens // _BLOCK), _BLOCK, 1)
         held = {name: _new(b, x, (*pool, width)) for name, width in (("kv_cache", latent), ("kr_cache", rope))}

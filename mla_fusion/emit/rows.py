@@ -67,6 +67,17 @@ def _run(b: Builder, run: TableRun) -> Any:
     return value if run.factor == 1.0 else b.call(aten.mul.Tensor, value, run.factor)
 
 
+def checked_slots(b: Builder, plan: Plan, lead: Sequence[Any], skips: bool = False) -> Any:
+    """The slots of caches that are written in place, looked at before the graph runs where somebody asks for that.
+
+    ``skips``: negative ones are the model's own, of tokens that are not kept. Slices that are assigned need no look.
+    """
+    assert isinstance(plan.caches, InPlace)
+    if plan.caches.slots.span is None:
+        b.check_slots(lambda b: slots(b, plan, lead), plan.caches.slots.nodes, plan.caches.held, skips)
+    return slots(b, plan, lead)
+
+
 def slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
     assert isinstance(plan.caches, InPlace)
     slots: Slots = plan.caches.slots

@@ -61,10 +61,7 @@ def call_kernel(b: Builder, plan: PrologPlan) -> dict[str, Any]:
     if isinstance(plan.caches, InPlace):
         held = {name: b.cache(cache, shape) for name, cache, shape in plan.caches.held}
         kv_cache, kr_cache = held["kv_cache"], held["kr_cache"] if "kr_cache" in held else rows.nothing(b, x)
-        skips = k.operator is not None
-        if plan.caches.slots.span is None:
-            b.check_slots(lambda b: rows.slots(b, plan, lead), plan.caches.slots.nodes, plan.caches.held, skips)
-        index = {"cache_index": rows.slots(b, plan, lead)}
+        index = {"cache_index": rows.checked_slots(b, plan, lead, skips=k.operator is not None)}
     else:
         kv_cache, kr_cache = (rows.buffer(b, x, lead, width) for width in (len(k.columns), k.rope_dim))
         index = {}

@@ -55,6 +55,12 @@ def unpack_rows(
     return ckv, kr.view(kr_dtype), scale.view(torch.float32)
 
 
+def numbers_of_rows(rows: Tensor, *, hckv: int, dr: int, tile: int) -> Tensor:
+    """What rows of tiles stand for, ``[.., hckv + dr]`` in float32; they may have any strides."""
+    latent, rope = dequantise_rows(rows.contiguous(), hckv=hckv, dr=dr, tile=tile)
+    return torch.cat([latent, rope.float()], -1)
+
+
 def dequantise_rows(rows: Tensor, *, hckv: int = 512, dr: int = 64, tile: int = 128) -> tuple[Tensor, Tensor]:
     """``(ckv [.., hckv] float32, kr [.., dr] bfloat16)``: each tile times its scale; uint8 is hifloat8."""
     ckv, kr, scale = unpack_rows(rows, hckv=hckv, dr=dr, tile=tile)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from tests.soundness import campaign
 from tests.soundness.families import FAMILIES, transaction
@@ -49,7 +48,7 @@ def _quiet() -> None:
     campaign.quiet()
 
 
-def _each() -> list[ParameterSet]:
+def _each() -> list[object]:
     """Of every family one each time, the others with `make test-all`."""
     first, key = _sample(1), _sample(1, "key")
     others = [member for member in _sample(EACH) if member not in first]

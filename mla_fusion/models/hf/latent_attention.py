@@ -65,8 +65,7 @@ def sparse_attention(
     """As :func:`absorbed_attention`, over the tokens ``picks [B, S, k]`` alone, by the operator for it."""
     batch, heads, length, _ = q_nope.shape
     w_uk, w_uv = _halves(kv_up, heads, dims)
-    absorbed = torch.bmm(q_nope.transpose(0, 1).reshape(heads, batch * length, dims.nope), w_uk)
-    query = absorbed.view(heads, batch, length, dims.rank).permute(1, 2, 0, 3)
+    query = _absorbed(q_nope, w_uk).permute(1, 2, 0, 3)
     query_rope = q_pe.transpose(1, 2)
     if factor is not None:  # of the query [B, N, S, *]
         by_token = factor.transpose(1, 2) if isinstance(factor, Tensor) and factor.dim() > 2 else factor
@@ -74,14 +73,27 @@ def sparse_attention(
     picks = sparse.allowed(picks, mask)
     context = sparse.attend(query, query_rope, c_kv.squeeze(1), k_pe.squeeze(1), picks, scaling)
     rows = context.reshape(batch * length, heads, dims.rank).transpose(0, 1)
-    output = torch.bmm(w_uv, rows.transpose(1, 2)).view(heads, dims.value, batch, length)
-    return output.permute(2, 3, 0, 1), None
+    return _of_values(rows, w_uv, batch), None
 
 
 def _halves(kv_up: Tensor, heads: int, dims: LatentDims) -> tuple[Tensor, Tensor]:
     """W_uk ``[N, D, R]`` and W_uv ``[N, Dv, R]``."""
     w_uk, w_uv = kv_up.view(heads, dims.nope + dims.value, dims.rank).split([dims.nope, dims.value], dim=1)
     return w_uk, w_uv
+
+
+def _absorbed(q_nope: Tensor, w_uk: Tensor) -> Tensor:
+    """``[B, N, S, D]`` by W_uk: ``[N, B, S, R]``."""
+    batch, heads, length, nope = q_nope.shape
+    rows = q_nope.transpose(0, 1).reshape(heads, batch * length, nope)
+    return torch.bmm(rows, w_uk).view(heads, batch, length, -1)
+
+
+def _of_values(context: Tensor, w_uv: Tensor, batch: int) -> Tensor:
+    """``[N, B * S, R]`` by W_uv: ``[B, S, N, Dv]``."""
+    # W_uv on the left: as rows it is read as it lies, transposed it would be copied element by element.
+    output = torch.bmm(w_uv, context.transpose(1, 2))
+    return output.view(*output.shape[:2], batch, -1).permute(2, 3, 0, 1)
 
 
 def absorbed_attention(
@@ -109,9 +121,7 @@ def absorbed_attention(
     w_uk, w_uv = _halves(kv_up, heads, dims)
 
     # All heads read the same latents, so heads and tokens of a sequence are rows of one product.
-    q_nope = q_nope.transpose(0, 1).reshape(heads, batch * length, dims.nope)
-    absorbed = torch.bmm(q_nope, w_uk).view(heads, batch, length, dims.rank).transpose(0, 1)
-    absorbed = absorbed.reshape(batch, heads * length, dims.rank)
+    absorbed = _absorbed(q_nope, w_uk).transpose(0, 1).reshape(batch, heads * length, dims.rank)
     q_pe = q_pe.reshape(batch, heads * length, dims.rope)
 
     scores = torch.bmm(absorbed, c_kv.transpose(1, 2)).float() + torch.bmm(q_pe, k_pe.transpose(1, 2)).float()
@@ -123,10 +133,7 @@ def absorbed_attention(
     weights = torch.nn.functional.dropout(weights, p=dropout, training=dropout > 0.0)
 
     context = torch.bmm(weights.view(batch, heads * length, -1), c_kv).view(batch, heads, length, dims.rank)
-    context = context.transpose(0, 1).reshape(heads, batch * length, dims.rank)
-    # W_uv on the left: as rows it is read as it lies, transposed it would be copied element by element.
-    output = torch.bmm(w_uv, context.transpose(1, 2)).view(heads, dims.value, batch, length)
-    return output.permute(2, 3, 0, 1), weights
+    return _of_values(context.transpose(0, 1).reshape(heads, batch * length, dims.rank), w_uv, batch), weights
 
 
 def masked(scores: Tensor, mask: Tensor) -> Tensor:
