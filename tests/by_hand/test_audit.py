@@ -15,6 +15,7 @@ from mla_fusion.by_hand import audit_dump
 from mla_fusion.cli import main
 from tests.by_hand.faults import FAULTS, Fault, Hand, args, combinations, given, model, on
 from tests.catalogue import base, int8
+from tests.exhaustive import one_in
 
 npu = torch.ops.npu
 
@@ -30,7 +31,7 @@ def named(found: mf.Audit) -> set[tuple[str, str]]:
     return {(item.code, item.argument) for item in found.findings if item.error is not None}
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", one_in(2, FAULTS))
 def test_one_fault(name: str) -> None:
     code, argument, fault = FAULTS[name]
     found = audited(fault)

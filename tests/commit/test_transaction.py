@@ -19,6 +19,7 @@ from mla_fusion.fx import build, strides
 from mla_fusion.match.finder import Finder
 from mla_fusion.observe import draw
 from tests.catalogue import base, prologues
+from tests.exhaustive import one_in
 from tests.harness import assert_as_exact, clones, compiled
 
 # Where something may go wrong: an attribute, and how many calls of it go well. The layers model has three prologues.
@@ -76,7 +77,7 @@ def state(gm: GraphModule) -> tuple[Any, ...]:
     return gm.graph, str(gm.graph), gm.code, nodes, held, sorted(vars(gm))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", one_in(2, STAGES))
 def test_a_defect_leaves_the_graph_as_it_was(
     stage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,9 +118,8 @@ def _layers_model() -> tuple[nn.Module, tuple[Tensor, ...], list[Tensor]]:
 @pytest.mark.parametrize(
     "stage",
     [
-        "recognition",
-        *(f"boundary {stage}" for stage in OF_BOUNDARY),
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in STAGES if name not in ("lint", "recognition")),
+        *one_in(2, [f"boundary {stage}" for stage in OF_BOUNDARY]),
+        *one_in(len(STAGES), ["recognition", *(name for name in STAGES if name not in ("lint", "recognition"))]),
     ],
 )
 def test_a_compiled_model_runs_as_if_the_pass_were_not_there(

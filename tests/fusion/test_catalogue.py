@@ -109,7 +109,7 @@ def test_a_near_miss_is_refused(entry: Entry, device: str) -> None:
     assert (refused(gm, entry.config()).code,) == entry.outcome
 
 
-@pytest.mark.parametrize("entry", each(select("near miss", "run")))
+@pytest.mark.parametrize("entry", each(select("near miss", "run"), of=2))
 def test_a_near_miss_is_never_wrong(entry: Entry) -> None:
     """Without verification, so that the facts alone must tell it apart."""
     model, args = entry.model(), entry.args()

@@ -14,6 +14,7 @@ from mla_fusion.paging import dequantise_rows
 from tests.catalogue import ENTRIES, Entry, base, int8, select
 from tests.catalogue.base import HCKV
 from tests.catalogue.int8_caches import PackedRows, packed_args
+from tests.exhaustive import one_in
 from tests.harness import clones, compiled, distance, eager, outcome
 
 FUSED = "near miss, key, plain"
@@ -78,7 +79,7 @@ def test_packed_rows(entry: Entry) -> None:
         assert distance(*latents) < 1e-2
 
 
-@pytest.mark.parametrize("entry", select("int8", "cache", "absorb", without=FUSED), ids=str)
+@pytest.mark.parametrize("entry", one_in(2, select("int8", "cache", "absorb", without=FUSED)), ids=str)
 def test_int8_query_and_cache(entry: Entry) -> None:
     torch.manual_seed(0)
     module, given = entry.model(), entry.args()
@@ -134,7 +135,7 @@ OTHER_ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHER_ROWS)
+@pytest.mark.parametrize("name", one_in(2, OTHER_ROWS))
 def test_rows_packed_otherwise_stay_with_the_model(name: str) -> None:
     class Model(PackedRows):
         def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:

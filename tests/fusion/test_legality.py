@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from tests.catalogue.base import BLOCK_SIZE, BLOCKS, DR, HCKV, Base, attend, paged_args, paged_caches
+from tests.exhaustive import one_in
 from tests.harness import assert_as_exact, both_ways, clones, compiled
 
 
@@ -141,7 +142,7 @@ LEGAL: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]
 }
 
 
-@pytest.mark.parametrize("name", LEGAL)
+@pytest.mark.parametrize("name", one_in(2, LEGAL))
 def test_fused_run_is_the_models(name: str) -> None:
     torch.manual_seed(0)
     model, args, placements = LEGAL[name]

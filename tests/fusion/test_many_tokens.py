@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from tests.catalogue import ENTRIES, base, layouts, prologues
+from tests.exhaustive import one_in
 from tests.harness import assert_as_exact, clones, compiled
 
 
@@ -35,9 +38,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("device", ["cpu", "npu"])
-@pytest.mark.parametrize("name", CASES)
-def test_fuses(name: str, device: str) -> None:
+@pytest.mark.parametrize(("device", "name"), one_in(3, itertools.product(("cpu", "npu"), CASES)))
+def test_fuses(device: str, name: str) -> None:
     model, args = CASES[name]
     gm, _ = capture(model(), *args(), device=device)
     report = mf.fuse(gm)

@@ -13,6 +13,7 @@ import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from tests.catalogue import base, int8
 from tests.catalogue.base import DR, HCKV, HCQ, HE, Base, D
+from tests.exhaustive import one_in
 from tests.harness import assert_as_exact, both_ways, clones, compiled, outcome
 
 npu = torch.ops.npu
@@ -106,7 +107,7 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", one_in(2, FUSED))
 def test_fuses_as_exactly(name: str) -> None:
     torch.manual_seed(0)
     model, placement = FUSED[name]
@@ -117,14 +118,14 @@ def test_fuses_as_exactly(name: str) -> None:
         assert_as_exact(module, given, fused, slack=1.2)
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", one_in(2, FUSED, first=1))
 def test_device_form(name: str) -> None:
     model, placement = FUSED[name]
     gm, _ = capture(model(), *base.paged_args(), device="npu")
     assert outcome(mf.fuse(gm)) == (placement,)
 
 
-@pytest.mark.parametrize("name", ["plain", "key_apart", "joined", "prefill"])
+@pytest.mark.parametrize("name", one_in(2, ["plain", "key_apart", "joined", "prefill"]))
 def test_symbolic_sizes(name: str) -> None:
     torch.manual_seed(0)
     model, placement = FUSED[name]
@@ -262,7 +263,7 @@ MISSES: dict[str, tuple[type[nn.Module], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MISSES)
+@pytest.mark.parametrize("name", one_in(2, MISSES))
 def test_a_miss_is_never_wrong(name: str) -> None:
     torch.manual_seed(0)
     model, expected = MISSES[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from mla_fusion.fx import module_path
 from mla_fusion.inspect.explain import DumpReport, NotRebuilt
 from tests.catalogue import base, int8, int8_caches, norms, projections, prologues, rotations, select, tables, writes
 from tests.dumps import ge_files
+from tests.exhaustive import one_in
 
 FIXTURES = Path(__file__).parents[1] / "dumps" / "fixtures"
 UNVERIFIED = mf.Config(verify="off")
@@ -55,9 +57,8 @@ def graph_of(model: nn.Module, args: tuple[torch.Tensor, ...], dynamic: bool = F
         return capture(model, *args, device="cpu", dynamic=dynamic)[0]
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", CASES)
-def test_round_trip(name, dynamic, tmp_path):
+@pytest.mark.parametrize(("dynamic", "name"), one_in(3, itertools.product((False, True), CASES)))
+def test_round_trip(dynamic, name, tmp_path):
     torch.manual_seed(0)
     model, args = CASES[name]
     gm = graph_of(model(), args(), dynamic)
@@ -139,7 +140,7 @@ GE_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", GE_CASES)
+@pytest.mark.parametrize("name", one_in(2, GE_CASES))
 def test_ge_dump_means_what_the_live_graph_means(name, tmp_path, monkeypatch):
     from mla_fusion import converters
     from mla_fusion.compile import torchair_bridge

@@ -12,6 +12,7 @@ import torch
 
 import mla_fusion as mf
 from mla_fusion.models.features import TWO_WIDTHS
+from tests.exhaustive import one_in
 
 from .hf_models import config_of
 
@@ -85,7 +86,7 @@ def compiled_logits(model: torch.nn.Module, **inputs: Any) -> tuple[torch.Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", one_in(2, FUSED))
 def test_fuses_every_layer_as_exactly(name: str) -> None:
     model_type, changes, attributes = FUSED[name]
     model = build(model_type, changes)

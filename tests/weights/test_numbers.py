@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from tests.catalogue import base, prologues
+from tests.exhaustive import one_in
 from tests.harness import assert_no_worse, clones, eager, exact
 
 
@@ -65,8 +67,7 @@ class Padded(Numbered):
 MODELS = {Scaled: True, Longer: False, Padded: True}  # is the packed weight a copy?
 
 
-@pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "automatic"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "dynamic"), one_in(3, itertools.product(MODELS, (True, None))))
 def test_every_number_has_its_own_weight(model: type[Numbered], dynamic: bool | None) -> None:
     module, args = model(), base.paged_args()
     run = torch.compile(module, backend=mf.backend(), fullgraph=True, dynamic=dynamic)
