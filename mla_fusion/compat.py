@@ -135,9 +135,30 @@ def override(library: torch.library.Library, operator: str, kernel: Callable[...
     library.impl(operator, kernel)
 
 
-def withdraw(library: torch.library.Library) -> None:
-    """Take back all that a library has registered."""
+def withdraw(library: torch.library.Library) -> list[OpOverloadPacket]:
+    """Take back all that a library has registered. Returns what others may hold of the operators it defined."""
+    names = {name.partition("::")[2].partition(".")[0] for name in library._op_defs}
+    held = [packet for name, packet in vars(getattr(torch.ops, library.ns)).items() if name in names]
     library._destroy()
+    return held
+
+
+def renew(packet: OpOverloadPacket) -> None:
+    """Make an operator that is held since before it was defined anew, and its overloads, those of now.
+
+    Called as they were they would read the memory of a definition that is gone.
+    """
+    namespace, _, name = packet_name(packet).partition("::")
+    now = getattr(getattr(torch.ops, namespace), name)
+    for overload in now.overloads():
+        if overload in vars(packet):
+            _become(getattr(packet, overload), getattr(now, overload))
+    _become(packet, now)
+
+
+def _become(stale: object, now: object) -> None:
+    vars(stale).clear()
+    vars(stale).update(vars(now))
 
 
 # -- functionalisation

@@ -5,7 +5,8 @@
 which makes AOT graphs hold the ``_functional`` operator plus ``copy_`` into the caches, as torch_npu's own
 does. ``withdraw()`` removes all of it, because a second definition of a schema is an error in torch: a
 finder on ``sys.meta_path`` calls it just before a later ``import torch_npu`` runs and ``provide()`` just
-after. Graphs compiled before that import hold the withdrawn operators and must be compiled again.
+after. Graphs compiled before that import hold the withdrawn operators: these run (``provide()`` makes them those of
+now), but what is registered for the new ones does not know them, so such graphs must be compiled again for an NPU.
 
 Kernels live in `mla_fusion.reference` and `mla_fusion.meta` and are imported on their first call.
 """
@@ -108,6 +109,7 @@ ATB_OPERATORS: tuple[str, ...] = tuple(_ATB_SIGNATURES)
 _BY_NAMESPACE = {"npu": _SIGNATURES, "atb": _ATB_SIGNATURES}
 
 _libraries: list[torch.library.Library] = []
+_withdrawn: list[Any] = []  # operators that graphs and callers may still hold
 
 
 def schema(name: str, namespace: str = "npu") -> str:
@@ -138,12 +140,14 @@ def provide() -> None:
         if namespace == "npu":
             for name in filter(defined, _KERNELS_ALONE):
                 _add(library, name, "CPU", _lazy("mla_fusion.reference.kernels", name))
+    while _withdrawn:
+        compat.renew(_withdrawn.pop())
 
 
 def withdraw() -> None:
     """Remove every schema and kernel of ours, so that torch_npu can define its own."""
     while _libraries:
-        compat.withdraw(_libraries.pop())
+        _withdrawn.extend(compat.withdraw(_libraries.pop()))
 
 
 def _add(library: torch.library.Library, name: str, key: str, kernel: Callable[..., Any]) -> None:

@@ -199,6 +199,30 @@ assert torch.ops.npu.npu_mla_prolog_v3_functional(*args, **options)[0].shape == 
 print("withdrawn and back")
 """
 
+_HELD = """
+from mla_fusion import ops
+import torch
+packet, norm = torch.ops.npu.npu_rms_norm, torch.ops.npu.npu_rms_norm.default
+graph = torch.fx.Graph()
+x, gamma = graph.placeholder("x"), graph.placeholder("gamma")
+graph.output(graph.call_function(norm, (x, gamma)))
+module = torch.fx.GraphModule({}, graph)
+given = torch.randn(2, 8), torch.ones(8)
+want = norm(*given)[0]
+ops.withdraw()
+ops.provide()
+assert torch.ops.npu.npu_rms_norm.default is not norm
+found = [norm(*given), packet(*given), packet.default(*given), torch.fx.Interpreter(module).run(*given)]
+assert all(torch.equal(each[0], want) for each in found)
+assert norm._schema.name == "npu::npu_rms_norm"
+print("held operators run")
+"""
+
+
+def test_operators_held_since_before_a_withdrawal_run() -> None:
+    """Their handles would point at a definition that is gone: what calls them would read freed memory."""
+    assert "held operators run" in run_python(_HELD)
+
 
 def test_provide_is_idempotent_and_withdraw_removes() -> None:
     assert "withdrawn and back" in run_python(_ALONE)
