@@ -23,7 +23,7 @@ from mla_fusion.fx.walk import peel
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.finder import rotation_ratio
 from mla_fusion.plan import verdict
-from mla_fusion.plan.caches import Placement
+from mla_fusion.plan.caches import Placement, WritePlanner
 from mla_fusion.plan.int8_query import Int8Query
 from mla_fusion.plan.plan import PreprocessPlan, PrologPlan, Staged
 from mla_fusion.plan.whole import PrologPlanner
@@ -109,6 +109,8 @@ class PreprocessPlanner(PrologPlanner):
 
 class _Caches(CachesOfWhole):
     """Two caches of bfloat16 rows."""
+
+    writable = WritePlanner.writable
 
     def packed(self, token_x: Node) -> Placement | None:
         return None
