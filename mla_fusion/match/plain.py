@@ -39,8 +39,8 @@ class Plain:
             for rope in self._handed_on(up_rope, _flat(absorb.columns) if up_rope is up else (), absorb.heads)
         ]
         latents = {query.norm.node for query in queries}
-        keys = self._keys(facts, queries[0].rope.rope_dim) if queries else ()
-        keys = [key for key in keys if key.norm is not None and key.norm.node not in latents]
+        found = self._keys(facts, queries[0].rope.rope_dim) if queries else ()
+        keys = [key for key in found if key.norm is not None and key.norm.node not in latents]
         return (queries, keys) if keys else ([], [])
 
     def unabsorbed(self, facts: Facts, keys: list[KeySide]) -> Sides:
