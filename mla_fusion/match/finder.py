@@ -153,8 +153,8 @@ class Finder:
         if keys:
             nodes = tuple(fact.node for fact in (keys[0].norm, keys[0].rope, keys[0].operator) if fact is not None)
             return NearMiss(Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}"), nodes)
-        why = self.why
-        return why.unrotated(facts) or why.direct(facts) or why.cut(facts) or why.unabsorbed(facts) or []
+        why, direct = self.why, self.why.direct(facts, halves="key" in self.targets)
+        return why.unrotated(facts) or direct or why.cut(facts) or why.unabsorbed(facts) or []
 
     def _paired(self, queries: list[QuerySide], keys: list[KeySide]) -> list[Candidate | NearMiss]:
         """Each query with a key of its own; what is left of either is a near miss (two attentions may read one x)."""
