@@ -39,7 +39,7 @@ class Plain:
             for rope in self._handed_on(up_rope, _flat(absorb.columns) if up_rope is up else (), absorb.heads)
         ]
         latents = {query.norm.node for query in queries}
-        found = self._keys(facts, queries[0].rope.rope_dim) if queries else ()
+        found = self.keys(facts, queries[0].rope.rope_dim) if queries else ()
         keys = [key for key in found if key.norm is not None and key.norm.node not in latents]
         return (queries, keys) if keys else ([], [])
 
@@ -58,7 +58,7 @@ class Plain:
 
     def _neither(self, facts: Facts) -> Sides:
         """Of each head as many columns as the key has are handed on beside the others."""
-        for key in self._keys(facts):
+        for key in self.keys(facts):
             others = [found for found in _norms(facts) if key.norm is not None and found[1].node is not key.norm.node]
             pieces = ((*found, up, rope) for found in others for up, rope in self._pieces(found[1], key.rope_dim))
             queries = [query for found in pieces for query in self._beside(*found, len(key.columns))]
@@ -83,7 +83,7 @@ class Plain:
             for nope in unabsorbed.find(self.view, self.reader.read(up).cone, up, own, rope.heads, latent_dim):
                 yield QuerySide(down=down, norm=norm, up_nope=up, up_rope=up_rope, absorb=nope, rope=rope)
 
-    def _keys(self, facts: Facts, width: int | None = None) -> Iterator[KeySide]:
+    def keys(self, facts: Facts, width: int | None = None) -> Iterator[KeySide]:
         """Latents beside columns of one head that nothing norms and nothing rotates."""
         for down, cone in facts.items():
             for norm in reversed(cone.norms):

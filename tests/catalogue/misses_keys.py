@@ -94,6 +94,17 @@ class AdapterBesideKey(Lite):
         return self.kv_a_layernorm(both[..., :HCKV]), both[..., HCKV:]
 
 
+@miss("q_lora.absent", tags="key, rope")
+class KeyTimesCos(Lite):
+    """Nothing is rotated, and the key is multiplied by a table."""
+
+    def rotate_q(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return x
+
+    def rotate_k(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return x * c
+
+
 class NarrowLatent(Lite):
     """A latent of 256 columns; the caches hold it and as many zeros."""
 
