@@ -108,7 +108,7 @@ class Finder:
         keys = self._keys(facts)
         joined = self._candidates(facts, keys)
         if "key" in self.targets and joined and not keys:
-            keys = [key for key in self.plain.keys(facts) if key.down is key.down_rope]  # columns of others are a query's
+            keys = [key for key in self.plain.keys(facts) if key.down is key.down_rope]  # not a query's columns
         if isinstance(joined, NearMiss):
             ups = [up for cone in facts.values() for norm in cone.norms for up in self.above[norm.node]]
             joined = ended.because_of_a_step(self.view, facts, ups, joined)
