@@ -11,7 +11,7 @@ from mla_fusion.fx.build import describe_attributes
 from mla_fusion.fx.workplace import workplace
 
 
-def forms(gm: GraphModule, boundary: bool) -> Iterator[GraphModule]:
+def forms(gm: GraphModule, boundary: bool = False) -> Iterator[GraphModule]:
     """The graph, subgraphs inlined and empty parts dropped; then with what was assembled in place as its parts, too.
 
     ``boundary``: a wrapper can make inputs of what it is given, of each layer of a pool for one.
