@@ -121,7 +121,7 @@ def _of_best_form(
     reports: list[Report] = []
     graphs = Graphs()
     graphs.write("given", gm)
-    for form in forms(gm):  # normalise
+    for form in forms(gm, boundary):  # normalise
         graphs.write("normalised", form)
         reports.append(report := Report(config, committed=builder is not None))
         plans = _plans(form, config, boundary, usual_threads, report)

@@ -140,7 +140,7 @@ def _roles(plan: Plan) -> dict[Node, str]:
     if isinstance(plan.candidate, Candidate):
         parts += _roles_of_query(plan.candidate)
     parts.append(((plan.candidate.key.gamma,), "gamma", _source))
-    parts += [((node,), role, _source) for node, role in plan.parts]
+    parts += [((node,), role, _only_input) for node, role in plan.parts]
     if isinstance(plan.caches, InPlace):
         for scale in (plan.caches.kv_scale, plan.caches.kr_scale):
             if scale is not None:
@@ -173,6 +173,14 @@ def _source(node: Node) -> Node:
     """The graph input of which the node is a view or a cast, or the node itself where something computes it."""
     above = origin(node, views_and_casts)
     return above if above.op in INPUTS else node
+
+
+def _only_input(node: Node) -> Node:
+    """The graph input that the node is computed from, where there is one alone: a model may compute it twice."""
+    found = node
+    while found.op not in INPUTS and len(found.all_input_nodes) == 1:
+        (found,) = found.all_input_nodes
+    return found if found.op in INPUTS else _source(node)
 
 
 def same_elements(node: Node) -> Node:

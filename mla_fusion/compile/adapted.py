@@ -67,14 +67,20 @@ class Packed:
 
 @dataclass(frozen=True)
 class Viewed:
-    """A cache seen in the kernel's shape: the caller's memory, no copy. Raises where it is not contiguous."""
+    """A cache, or one layer of a pool of them, seen in the kernel's shape: the caller's memory, no copy.
+
+    shape   None: its own. Raises where the cache is not contiguous and would have to be.
+    """
 
     position: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
+    layer: int | None = None
 
     def __call__(self, args: Sequence[Any]) -> torch.Tensor:
         cache: torch.Tensor = args[self.position]
-        return cache.view(self.shape)
+        if self.layer is not None:
+            cache = cache.select(0, self.layer)
+        return cache if self.shape is None else cache.view(self.shape)
 
 
 Adaptor = Same | Packed | Viewed

@@ -23,6 +23,7 @@ from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.config import Config
 from mla_fusion.fx.build import GraphBuilder, Recipe
 from mla_fusion.fx.kinds import filled_with, is_reshape, op_name
+from mla_fusion.fx.pools import layer_of
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.page import live
@@ -48,7 +49,9 @@ class BoundaryBuilder(GraphBuilder):
         super().__init__(gm, source)
         self._share_weights = config.weights == "shared"
         self._trusted = config.updates == "trusted"
-        self._originals = source.find_nodes(op="placeholder")
+        inputs = source.find_nodes(op="placeholder")
+        self._originals = [node for node in inputs if layer_of(node) is None]
+        self._layers = [node for node in inputs if layer_of(node) is not None]
         self._position = {node: place for place, node in enumerate(self._originals)}
         self._last_input: Node | None = None
         self.made_outside: dict[Node, Packed | Viewed] = {}
@@ -82,7 +85,9 @@ class BoundaryBuilder(GraphBuilder):
     ) -> None:
         if not self._checks_slots:
             return
-        places = tuple((f"{name} ({node.name})", self._position[node], int(shape[-1])) for name, node, shape in caches)
+        places = tuple(
+            (f"{name} ({node.name})", self._seen(node, shape), int(shape[-1])) for name, node, shape in caches
+        )
         try:
             program, positions, given = self._program(recipe, leaves)
         except (_Unpackable, LookupError) as error:
@@ -104,12 +109,18 @@ class BoundaryBuilder(GraphBuilder):
         if same_shape(node.meta["val"].shape, shape):
             return self.value(node)
         if node not in self._caches:
-            # one size may be symbolic; the caller's tensor tells it
-            viewed = Viewed(self._position[node], tuple(-1 if is_symbolic(size) else size for size in shape))
+            viewed = self._seen(node, shape)
             with self._fake_mode:
-                value = node.meta["val"].view(viewed.shape)
+                value = node.meta["val"].view(viewed.shape or ())
             self._caches[node] = self._input(f"viewed_{node.name}", viewed, value)
         return self._caches[node]
+
+    def _seen(self, node: Node, shape: Sequence[Any]) -> Viewed:
+        """A cache in this shape. Of another than its own one size may be symbolic; the caller's tensor tells it."""
+        position, layer = layer_of(node) or (self._position[node], None)
+        if same_shape(node.meta["val"].shape, shape):
+            return Viewed(position, None, layer)
+        return Viewed(position, tuple(-1 if is_symbolic(size) else size for size in shape), layer)
 
     def _input(self, name: str, adaptor: Packed | Viewed, value: Any) -> Node:
         """A new input of the graph; layers that share parameters share the packed weight."""
@@ -204,6 +215,9 @@ class BoundaryBuilder(GraphBuilder):
 
     def close(self) -> None:
         """Settle what the callable around the graph needs."""
+        for node in self._layers:
+            if node in self.copies and self.copies[node].users:
+                self.made_outside[self.copies[node]] = self._seen(node, node.meta["val"].shape)
         if self.made_outside or self.slot_checks:
             self.adaptors = self._inputs()
             self.examples = [node.meta["val"] for node in self.gm.graph.find_nodes(op="placeholder")]

@@ -6,7 +6,7 @@ tokens with one slot either row may stay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,14 @@ class SlotCheck:
     """The slots of one kernel call, made of the caller's arguments.
 
     program     from the arguments at ``positions`` to the slots [T] or [B, S]; None where the one argument is they
-    caches      of each cache: its name, the position of its argument, and the width of a row
+    caches      of each cache: its name, what makes it of the caller's arguments, and the width of a row
     skips       a token whose slot is negative is left out, by the model as by the kernel
     """
 
     program: GraphModule | None
     signature: str
     positions: tuple[int, ...]
-    caches: tuple[tuple[str, int, int], ...]
+    caches: tuple[tuple[str, Callable[[Sequence[Any]], torch.Tensor], int], ...]
     skips: bool = False
 
     def __call__(self, args: Sequence[Any]) -> None:
@@ -41,8 +41,8 @@ class SlotCheck:
         if self.skips:
             own = -1 - torch.arange(len(slots), device=slots.device)  # each its own, below every cache
             slots = torch.where(slots < 0, own, slots)
-        for name, position, width in self.caches:
-            _test(slots, args[position].numel() // width, name, self.skips)
+        for name, cache, width in self.caches:
+            _test(slots, cache(args).numel() // width, name, self.skips)
 
 
 def _test(slots: torch.Tensor, rows: int, name: str, skips: bool) -> None:

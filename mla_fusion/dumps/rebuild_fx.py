@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -148,9 +147,11 @@ def _numbers(shape: Any) -> list[int]:
     return [size if isinstance(size, int) else 1 for size in shape]
 
 
-@lru_cache(maxsize=1024)
 def resolve(name: str) -> Any:
-    """The operator of a name such as ``aten.mm.default``, ``getitem`` or ``torch.sym_max``; None for none."""
+    """The operator of a name such as ``aten.mm.default``, ``getitem`` or ``torch.sym_max``; None for none.
+
+    Asked of torch each time: torch_npu, where it is loaded later, defines operators anew.
+    """
     if name in OPERATORS:
         return OPERATORS[name]
     owner: Any = torch if name.startswith("torch.") else torch.ops

@@ -171,7 +171,7 @@ def nodes(plan: KeyPlan) -> dict[str, Node]:
     found = {"kv": k.down.node}
     if k.gamma is not None:
         found["gamma"] = k.gamma
-    found |= {"cos": plan.cos[0].base, "sin": plan.sin[0].base}
+    found |= {name: table[0].base for name, table in (("cos", plan.cos), ("sin", plan.sin)) if table}
     if isinstance(plan.caches, InPlace):
         found |= {_ARGUMENT[name]: cache for name, cache, _ in plan.caches.held}
         if plan.caches.slots.index is not None:

@@ -21,13 +21,10 @@ def table(
 ) -> Any:
     """The full-width table, lead + [Dr]; ``without`` a rotation, of that number."""
     if not table:
-        return b.once(("no rotation", without, tuple(map(str, shape))), lambda b: _filled(b, x, shape, without))
+        of = "no rotation", without, tuple(map(str, shape)), dtype
+        return b.once(of, lambda b: b.call(aten.new_full.default, x, b.sizes(shape), without, dtype=dtype))
     *lead, _ = shape
     return b.once(("table", table, tuple(map(str, lead)), dtype), lambda b: _build_table(b, table, lead, dtype))
-
-
-def _filled(b: Builder, x: Any, shape: Sequence[Any], number: float) -> Any:
-    return b.call(aten.new_full.default, x, b.sizes(shape), number, dtype=torch.bfloat16)
 
 
 def _build_table(b: Builder, table: Table, lead: Sequence[Any], dtype: torch.dtype) -> Any:

@@ -1,8 +1,7 @@
 """RMSNorm of the hidden state itself: ``normed = gamma * h / sqrt(mean(h^2) + 1e-6)``, whatever operators say it.
 
 No product stands before it, so there is no cone: the nodes between h and its norm are run at their full, static size,
-on float64 numbers of several magnitudes. That is a proof where each is analytic on a connected domain: the operators
-of the list below, roots and quotients only of what ranges show to be positive.
+on float64 numbers of several magnitudes. That is a proof where each is movement or analytic on its domain.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import MODEL_FLOATS, is_cast, is_getitem, is_view, op_name
+from mla_fusion.fx.kinds import is_getitem, op_name
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.sizes import is_symbolic, same_shape
@@ -22,8 +21,6 @@ EPSILON = 1e-6
 _FARTHEST = 16
 _MAGNITUDES = (1e-3, 1.0, 50.0)
 _EXACT = 1e-9
-_SMOOTH = frozenset("aten::mul aten::square aten::mean aten::sum aten::add npu::npu_rms_norm".split())
-_OF_POSITIVE = frozenset("aten::rsqrt aten::sqrt aten::reciprocal".split())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +48,7 @@ def find(view: View, normed: Node) -> InputNorm | None:
     seen, stack = {normed}, [normed]
     while stack and len(seen) < _FARTHEST:
         node = stack.pop(0)
-        if not _is_step(view, node):
+        if view.step_ends_proof(node):
             continue
         for read in node.all_input_nodes:
             value = read.meta.get("val")
@@ -79,29 +76,12 @@ def _of_sum(normed: Node) -> InputNorm | None:
     return InputNorm(hidden=total, normed=normed, gamma=gamma, begins=tuple(operator.all_input_nodes[:2]))
 
 
-def _is_step(view: View, node: Node) -> bool:
-    name = op_name(node)
-    if is_view(node) or is_getitem(node) or name in _SMOOTH:
-        return True
-    if is_cast(node):
-        return node.meta["val"].dtype in MODEL_FLOATS
-    if name == "aten::pow":
-        return bool(node.args[1] == 2 or (node.args[1] == -0.5 and _positive(view, node.args[0])))
-    if name == "aten::div":
-        return len(node.args) == 2 and not node.kwargs and _positive(view, node.args[1])
-    return name in _OF_POSITIVE and _positive(view, node.args[0])
-
-
-def _positive(view: View, value: object) -> bool:
-    return value > 0 if isinstance(value, (int, float)) else isinstance(value, Node) and view.ranges.of(value)[0] > 0
-
-
 def _check(view: View, hidden: Node, normed: Node) -> InputNorm | None:
     nodes = nodes_between((hidden,), normed)
     inside = {hidden, *nodes}
     leaves = [node for node in nodes if not node.all_input_nodes]
     steps = [node for node in nodes if node not in leaves]
-    if len(leaves) != 1 or not all(_is_step(view, node) for node in steps):
+    if len(leaves) != 1 or any(map(view.step_ends_proof, steps)):
         return None
     (gamma,) = leaves
     shape = hidden.meta["val"].shape

@@ -6,16 +6,21 @@ from collections.abc import Iterator
 
 from torch.fx import GraphModule
 
-from mla_fusion.fx import empty_parts, subgraphs, writes
+from mla_fusion.fx import empty_parts, pools, subgraphs, writes
 from mla_fusion.fx.build import describe_attributes
 from mla_fusion.fx.workplace import workplace
 
 
-def forms(gm: GraphModule) -> Iterator[GraphModule]:
-    """The graph, subgraphs inlined and empty parts dropped; then with what was assembled in place as its parts, too."""
-    if subgraphs.found(gm) or empty_parts.found(gm.graph):
+def forms(gm: GraphModule, boundary: bool = False) -> Iterator[GraphModule]:
+    """The graph, subgraphs inlined and empty parts dropped; then with what was assembled in place as its parts, too.
+
+    ``boundary``: a wrapper can make inputs of what it is given, of each layer of a pool for one.
+    """
+    if subgraphs.found(gm) or empty_parts.found(gm.graph) or (boundary and pools.found(gm.graph)):
         gm = _inlined(gm)
         empty_parts.drop(gm.graph)
+        if boundary:
+            pools.take_apart(gm)
     yield gm
     if writes.found(gm.graph):
         apart = _inlined(gm)

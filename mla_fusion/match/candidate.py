@@ -176,3 +176,23 @@ class Candidate(KeyHalf):
         q = self.query
         named = [q.down.node, q.norm.node, q.up_nope.node, q.up_rope.node, q.absorb.node, q.rope.node]
         return tuple(dict.fromkeys([*named, *super().nodes]))
+
+
+def plain_key(down: Projection, down_rope: Projection, norm: NormFact, rope: RopeFact) -> KeySide:
+    """The key's side, of plain nodes."""
+    return KeySide(
+        down=down,
+        down_rope=down_rope,
+        columns=norm.columns,
+        gamma=norm.gamma,
+        eps=norm.eps,
+        scale=norm.scale,
+        norm=norm,
+        first=rope.first[0],
+        second=rope.second[0],
+        layout=rope.layout,
+        cos=rope.cos,
+        sin=rope.sin,
+        rope=rope,
+        operator=None,
+    )

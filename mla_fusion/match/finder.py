@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch.fx import Node
 
-from mla_fusion.facts import kv_operator, projection, unabsorbed, unrotated
+from mla_fusion.facts import kv_operator, projection
 from mla_fusion.facts.absorb import AbsorbFact, join_heads, uniform_factor
 from mla_fusion.facts.kv_operator import KvOperatorFact
 from mla_fusion.facts.projection import Projection
@@ -25,8 +25,9 @@ from mla_fusion.facts.tables import same_values
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, table_columns
 from mla_fusion.match import ended, halves
-from mla_fusion.match.candidate import Candidate, KeyHalf, KeySide, QuerySide
+from mla_fusion.match.candidate import Candidate, KeyHalf, KeySide, QuerySide, plain_key
 from mla_fusion.match.near_miss import Diagnosis, Facts, NearMiss
+from mla_fusion.match.plain import Plain
 from mla_fusion.report.rejection import Refuse
 
 Found = KeyHalf | NearMiss  # a Candidate is a KeyHalf with a query
@@ -53,6 +54,7 @@ class Finder:
                 if form is not None:
                     self.above[form.origin].append(form)
             self.on_operand[item.activation].append(item)
+        self.plain = Plain(view, self.reader, self._ups, self.absorbs)
         self.why = Diagnosis(view, self.reader, self.projections, self.above, self.on_operand, self.absorbs)
 
     def find(self) -> list[Found]:
@@ -105,6 +107,8 @@ class Finder:
         facts = {item: self.reader.read(item) for item in group}
         keys = self._keys(facts)
         joined = self._candidates(facts, keys)
+        if "key" in self.targets and joined and not keys:
+            keys = [key for key in self.plain.keys(facts) if key.down is key.down_rope]  # not a query's columns
         if isinstance(joined, NearMiss):
             ups = [up for cone in facts.values() for norm in cone.norms for up in self.above[norm.node]]
             joined = ended.because_of_a_step(self.view, facts, ups, joined)
@@ -127,9 +131,9 @@ class Finder:
         group = list(facts)
         queries, partial = self._queries(facts)
         if not keys and not queries:
-            queries, keys = self._unrotated(facts)
-        if "identity" in self.targets and keys and not queries:
-            queries = self._unabsorbed(facts, len(keys[0].columns))
+            queries, keys = self.plain.unrotated(facts)
+        if "identity" in self.targets and not queries:
+            queries, keys = self.plain.unabsorbed(facts, keys)
         if keys and queries:
             queries.sort(key=lambda query: not _equally_scaled(self.view, query, keys[0]))
             return self._paired(queries, keys)
@@ -151,8 +155,8 @@ class Finder:
         if keys:
             nodes = tuple(fact.node for fact in (keys[0].norm, keys[0].rope, keys[0].operator) if fact is not None)
             return NearMiss(Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}"), nodes)
-        why = self.why
-        return why.unrotated(facts) or why.direct(facts) or why.cut(facts) or why.unabsorbed(facts) or []
+        why, direct = self.why, self.why.direct(facts, halves="key" in self.targets)
+        return why.unrotated(facts) or direct or why.cut(facts) or why.unabsorbed(facts) or []
 
     def _paired(self, queries: list[QuerySide], keys: list[KeySide]) -> list[Candidate | NearMiss]:
         """Each query with a key of its own; what is left of either is a near miss (two attentions may read one x)."""
@@ -203,54 +207,8 @@ class Finder:
                     partial = NearMiss(Refuse("rope.absent", detail), (norm.node, absorbs[0][1].node))
         return found, partial
 
-    def _unrotated(self, facts: Facts) -> tuple[list[QuerySide], list[KeySide]]:
-        """Both sides of a prologue without RoPE; nothing where one of them is rotated."""
-        queries = [
-            QuerySide(down=down, norm=norm, up_nope=up, up_rope=up_rope, absorb=absorb, rope=rope)
-            for down, cone in facts.items()
-            for norm in cone.norms
-            for up in self._ups(norm)
-            for absorb in self.absorbs(up)
-            for up_rope in self._ups(norm)
-            for rope in self._handed_on(up_rope, _columns_of(absorb) if up_rope is up else (), absorb.heads)
-        ]
-        if not queries:
-            return [], []
-        latents = {query.norm.node for query in queries}
-        width = queries[0].rope.rope_dim
-        keys = []
-        for down, cone in facts.items():
-            for norm in (norm for norm in reversed(cone.norms) if norm.node not in latents):
-                for other, of_other in facts.items():
-                    taken = {column for held in of_other.norms for column in held.columns}
-                    for rope in unrotated.find(self.view, of_other.cone, taken, 1, width):
-                        if rope.factor == 1.0:
-                            keys.append(_plain_side(down, other, norm, rope))
-        return (queries, keys) if keys else ([], [])
-
     def _ups(self, norm: NormFact) -> list[Projection]:
         return [up for up in self.above[norm.node] if up.is_flat and projection.reads_whole(self.view, up)]
-
-    def _handed_on(self, up: Projection, absorbed: Collection[int], heads: int) -> list[RopeFact]:
-        read = self.reader.read(up)
-        return [] if read.ropes else unrotated.find(self.view, read.cone, absorbed, heads)
-
-    def _unabsorbed(self, facts: Facts, latent_dim: int) -> list[QuerySide]:
-        """Normed latents whose projection is rotated in part; the rest, of it or of another projection, is q_nope."""
-        found = []
-        for down, cone in facts.items():
-            for norm in cone.norms:
-                ups = self._ups(norm)
-                for up_rope, rope in ((up, rope) for up in ups for rope in self.reader.read(up).ropes):
-                    rotated = {column for head in (*rope.first, *rope.second) for column in head}
-                    for up in ups:
-                        own = rotated if up is up_rope else ()
-                        cone_of_up = self.reader.read(up).cone
-                        for nope in unabsorbed.find(self.view, cone_of_up, up, own, rope.heads, latent_dim):
-                            found.append(QuerySide(
-                                down=down, norm=norm, up_nope=up, up_rope=up_rope, absorb=nope, rope=rope
-                            ))
-        return found
 
     def absorbs(self, up: Projection, heads: Collection[int] = ()) -> list[AbsorbFact]:
         """Absorbed products of the projection; those of fewer ``heads`` than are rotated are pieces of one."""
@@ -277,7 +235,7 @@ class Finder:
                 for down_rope, other in facts.items():
                     for rope in other.ropes:
                         if rope.heads == 1 and not (down is down_rope and _overlap(norm, rope)):
-                            found.append(_plain_side(down, down_rope, norm, rope))
+                            found.append(plain_key(down, down_rope, norm, rope))
         return found
 
     def _operator_side(self, down: Projection, cone: ConeFacts, operator: KvOperatorFact) -> KeySide | None:
@@ -337,29 +295,6 @@ def search(view: View, targets: Collection[str] = ("v3",)) -> tuple[Finder, list
 
 def _is_mixed(item: Found) -> bool:
     return isinstance(item, NearMiss) and item.reason.code == "tokens.mixed"
-
-
-def _plain_side(down: Projection, down_rope: Projection, norm: NormFact, rope: RopeFact) -> KeySide:
-    return KeySide(
-        down=down,
-        down_rope=down_rope,
-        columns=norm.columns,
-        gamma=norm.gamma,
-        eps=norm.eps,
-        scale=norm.scale,
-        norm=norm,
-        first=rope.first[0],
-        second=rope.second[0],
-        layout=rope.layout,
-        cos=rope.cos,
-        sin=rope.sin,
-        rope=rope,
-        operator=None,
-    )
-
-
-def _columns_of(absorb: AbsorbFact) -> set[int]:
-    return {column for head in absorb.columns for column in head}
 
 
 def _is_latent_of(query: QuerySide, key: KeySide) -> bool:

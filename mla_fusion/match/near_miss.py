@@ -12,11 +12,12 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.absorb import AbsorbFact, uniform_factor
+from mla_fusion.facts.cache_write import input_behind
 from mla_fusion.facts.dynamic_quant import int8_behind
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.facts.rope import RopeFact
-from mla_fusion.fx.kinds import MODEL_FLOATS, is_cast, is_view, op_name
+from mla_fusion.fx.kinds import MODEL_FLOATS, is_cast, is_view, is_writer, op_name
 from mla_fusion.fx.sizes import same
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, peel, upward, views_and_model_casts
@@ -222,17 +223,38 @@ class Diagnosis:
                     return node
         return None
 
-    def direct(self, facts: Facts, has_key: bool = False) -> NearMiss | None:
-        """A query that is absorbed, or (beside a key) rotated by heads, as it comes from x, and a normed latent."""
+    def direct(self, facts: Facts, has_key: bool = False, halves: bool = False) -> NearMiss | None:
+        """A query that is absorbed, or (beside a key) rotated by heads, as it comes from x, and a normed latent.
+
+        Where no latent can be read, one that is absorbed and rotated, beside a product that a cache keeps. ``halves``:
+        would the key's side alone do? Then a step that hides the latent says more.
+        """
         norms = [norm for cone in facts.values() for norm in cone.norms]
         for query, cone in facts.items():
             absorbed = [fact.node for fact in self.absorbs(query)]
-            rotated = [rope.node for rope in cone.ropes if has_key and rope.heads > 1]
+            by_heads = [rope.node for rope in cone.ropes if rope.heads > 1]
+            rotated = by_heads if has_key else []
+            kept = self._kept(query) if absorbed and by_heads and not norms else None
+            if kept is not None:
+                detail = f"{query.node.name}, absorbed at {absorbed[0].name}, is projected from {query.origin.name}"
+                detail += f", and no RMSNorm of what {kept.node.name} makes is read beside it"
+                return NearMiss(Refuse("q_lora.absent", detail), (kept.node, absorbed[0]), certain=not halves)
             if norms and (absorbed or rotated):
                 how = f"absorbed at {absorbed[0].name}" if absorbed else f"rotated at {rotated[0].name}"
                 detail = f"{query.node.name}, {how}, is projected from {query.origin.name}"
                 nodes = (norms[0].node, *(absorbed or rotated)[:1])
                 return NearMiss(Refuse("q_lora.absent", detail), nodes, certain=True)
+        return None
+
+    def _kept(self, query: Projection) -> Projection | None:
+        """Another product of the same x, values made of which, by no further product, are written to a graph input."""
+        for item in self.above.get(query.origin, ()):
+            following = [item.node] if item.is_flat and item.node is not query.node else []
+            for node in following:  # grows as it is walked
+                if is_writer(node) and isinstance(node.args[0], Node) and input_behind(node.args[0]) is not None:
+                    return item
+                users = (user for user in node.users if user.op == "call_function" and user not in following)
+                following += [user for user in users if user not in self.view.contractions]
         return None
 
     # -- layers that are no plain product: an unknown operator, or a sum of products (an adapter beside a weight)

@@ -18,6 +18,7 @@ from mla_fusion.fx.sizes import same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes, reshapes_and_exact_casts, upward
 from mla_fusion.match.candidate import KeyHalf
+from mla_fusion.meta import layout
 from mla_fusion.plan.int8_query import Int8Query
 from mla_fusion.plan.outputs import Replacement, ValueTree, live_users, whole_readers
 from mla_fusion.plan.plan import InPlace, Staged
@@ -66,6 +67,10 @@ class WritePlanner:
 
     def check_order(self, writer: Node) -> None:
         """Raise ``Refuse`` where the operator would need its slots before they exist."""
+
+    def writable(self, cache: Any) -> bool:
+        """Do rows that the operator writes to a cache with these strides arrive there?"""
+        return layout.writable(cache, first_axis_free=False, ones_free=True)
 
     def shape_of_slots(self, token_x: Node) -> Sequence[object]:
         shape: Sequence[object] = token_x.meta["val"].shape
@@ -147,6 +152,8 @@ class WritePlanner:
         value = write.cache.meta["val"]
         if not self.boundary and not same_shape(value.shape, shape):
             return f"{write.cache.name} has shape {list(value.shape)}, and no wrapper can view it as {list(shape)}"
+        if not self.writable(value):
+            return f"{write.cache.name} has strides {list(value.stride())}, and rows written to such do not arrive"
         slots = write.slots.shape
         if not self.as_many(slots, token_x):
             tokens = list(token_x.meta["val"].shape[:-1])

@@ -23,7 +23,7 @@ from mla_fusion.fx.walk import peel
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.finder import rotation_ratio
 from mla_fusion.plan import verdict
-from mla_fusion.plan.caches import Placement
+from mla_fusion.plan.caches import Placement, WritePlanner
 from mla_fusion.plan.int8_query import Int8Query
 from mla_fusion.plan.plan import PreprocessPlan, PrologPlan, Staged
 from mla_fusion.plan.whole import PrologPlanner
@@ -61,9 +61,7 @@ class PreprocessPlanner(PrologPlanner):
         if self._input is None:
             quantised = self._down.node, self._down.source
             raise Refuse("norm.of_input", f"{quantised[0].name} quantises {quantised[1].name}", quantised)
-        gamma = self._input.gamma
-        if gamma.meta["val"].dtype != self.candidate.dtype:
-            raise Refuse("norm.gamma_dtype", f"{gamma.name} is {gamma.meta['val'].dtype}", (gamma,))
+        verdict.judge_gamma("x", self._input.normed, self._input.gamma, self.candidate.dtype)
 
     def _quantised(self, sides: tuple[Projection, ...]) -> StaticQuant:
         """How all of these are quantised: by one operator, whose rows they read in order."""
@@ -98,8 +96,9 @@ class PreprocessPlanner(PrologPlanner):
         readers = [item.node for item in plan.replacements if item.output == "query_norm"]
         if readers:
             raise Refuse("reader.latent", f"{readers[0].name} reads c_q, which the operator keeps", (readers[0],))
-        found = vars(plan) | {"target": "preprocess", "kernel_heads": plan.heads}
         norm = self._input
+        assumptions = tuple(dict.fromkeys((*plan.assumptions, *self.narrowed(norm.gamma))))
+        found = vars(plan) | {"target": "preprocess", "kernel_heads": plan.heads, "assumptions": assumptions}
         return PreprocessPlan(**found, gamma=norm.gamma, begins=norm.begins, down=self._down, up=self._up)
 
     def borrowers(self, plan: PrologPlan) -> list[Node]:
@@ -109,6 +108,8 @@ class PreprocessPlanner(PrologPlanner):
 
 class _Caches(CachesOfWhole):
     """Two caches of bfloat16 rows."""
+
+    writable = WritePlanner.writable
 
     def packed(self, token_x: Node) -> Placement | None:
         return None

@@ -67,10 +67,16 @@ def _norms(view: View, candidate: KeyHalf) -> None:
             raise Refuse("norm.low_precision", f"{low_precision.name} of {name} is {dtype}", (node, low_precision))
         if gamma is None:
             raise Refuse("norm.gamma_absent", f"{name} = {node.name}", (node,))
-        if not _is_dtype(gamma, candidate.dtype):
-            dtype, looked_at = str(gamma.meta["val"].dtype).removeprefix("torch."), HOLDS_BFLOAT16 in _above(gamma).meta
-            why = "some of its numbers are no bfloat16 numbers" if looked_at else "its numbers cannot be looked at here"
-            raise Refuse("norm.gamma_dtype", f"{gamma.name} of {name} is {dtype}, and {why}", (node, gamma))
+        judge_gamma(name, node, gamma, candidate.dtype)
+
+
+def judge_gamma(name: str, node: Node, gamma: Node, dtype: torch.dtype) -> None:
+    """Can the weight of this norm be given in ``dtype``, the model's, with every number as it is?"""
+    if _holds_bfloat16(gamma) if dtype == torch.bfloat16 else gamma.meta["val"].dtype == dtype:
+        return
+    held, looked_at = str(gamma.meta["val"].dtype).removeprefix("torch."), HOLDS_BFLOAT16 in _above(gamma).meta
+    why = "some of its numbers are no bfloat16 numbers" if looked_at else "its numbers cannot be looked at here"
+    raise Refuse("norm.gamma_dtype", f"{gamma.name} of {name} is {held}, and {why}", (node, gamma))
 
 
 @measured
@@ -237,11 +243,6 @@ def _half_scale(view: View, half: KeyHalf) -> None:
     k = half.key
     if k.norm is not None and k.scale != 1.0:
         raise Refuse("norm.scaled", f"{k.norm.node.name} is {k.scale:g} times the norm", (k.norm.node,))
-
-
-def _is_dtype(gamma: Node, dtype: torch.dtype) -> bool:
-    """Can the norm's weight be given in ``dtype``, the model's, with every number as it is?"""
-    return _holds_bfloat16(gamma) if dtype == torch.bfloat16 else gamma.meta["val"].dtype == dtype
 
 
 def _holds_bfloat16(node: Node) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -18,7 +19,7 @@ from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.match.candidate import Candidate
-from mla_fusion.meta import limits
+from mla_fusion.meta import layout, limits
 from mla_fusion.plan import int8_query
 from mla_fusion.plan.caches import Placement, WritePlanner, in_ratio, shaped, staged_by
 from mla_fusion.plan.int8_query import Int8Query
@@ -51,6 +52,12 @@ class CachesOfWhole(WritePlanner):
             above = nodes_between((), index) if self.view.depends_on_products(index) else []
             if made in above and any(op_name(node) in _NEVER_NEGATIVE for node in above):
                 raise Refuse("order.cycle", f"{index.name} is needed by the kernel before it can exist", (index,))
+
+    def writable(self, cache: Any) -> bool:
+        machine = self.config.machine
+        allowed = limits("npu_mla_prolog_v3", machine.soc, machine.cann, "graph")
+        free, compares = allowed.strided_caches, allowed.compares_strides
+        return layout.writable(cache, first_axis_free=free, ones_free=not compares)
 
     def as_quantised(self, kv: CacheScale | None, kr: CacheScale | None) -> Int8Query | str | None:
         """The query that goes with caches scaled so (None: in bfloat16), or why they are no mode of the kernel.
@@ -178,6 +185,9 @@ class CachesOfWhole(WritePlanner):
         found = cache_write.input_behind(cache)
         if found is None or (found is not cache and not self.boundary):
             raise Refuse("cache.view_of_input", f"{cache.name} in {operator.name}", (operator, cache))
+        if not self.writable(found.meta["val"]):
+            detail = f"{found.name} has strides {list(found.meta['val'].stride())}"
+            raise Refuse("contract:contiguous.kv_cache", detail, (operator, found))
         others = cache_write.readers(found, operator)
         if others:
             raise Refuse("cache.also_read", f"{others[0].name} reads {found.name}", (others[0], found))

@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from time import perf_counter
 
 from mla_fusion.compile import doctor
+from mla_fusion.meta.preprocess import SOCS as PREPROCESS_SOCS
 from mla_fusion.reference import chip
 from mla_fusion.reference.sample import DEEPSEEK_V3
 from mla_fusion.selftest import fused, key_operator, operator, preprocess
@@ -68,6 +69,7 @@ def _results(device: Device, options: Options) -> Iterator[Result]:
     dims, modes = planned[0].dims, {scenario.cache_mode for scenario in planned}
     for form in FORMS:
         possible = form.in_place or modes & {"TND", "BSND"} or form.target == "key"  # a whole is staged in these modes
+        possible = possible and (form.target != "preprocess" or device.soc in PREPROCESS_SOCS)
         if possible and fnmatch(form.name, f"*{options.only}*"):
             yield fused.run(form, device, dims, repeats=repeats)
 

@@ -31,7 +31,7 @@ def run(form: Form, device: Device, dims: Mapping[str, int], *, repeats: int = 3
     the result's problem.
     """
     result = Result(form.name, "fused")
-    model, given = Prologue(form, dims), arguments(form, dims)
+    model, given = Prologue(form, form.dims(dims)), arguments(form, form.dims(dims))
     exact_arguments = [t.double() if t.is_floating_point() else t.clone() for t in given]
     exact = _values(given, copy.deepcopy(model).double()(*exact_arguments), exact_arguments)
     try:
@@ -58,13 +58,13 @@ class _Run:
 
 def _measure(model: Prologue, given: tuple[Tensor, ...], device: Device, enable: bool, repeats: int) -> _Run:
     """Compile with the pass on or off, and call once for the values, then for the time."""
-    config = Config(enable=enable, soc=device.soc, cann=device.cann, targets=("v3", "key"))
+    config = Config(enable=enable, soc=device.soc, cann=device.cann, targets=("v3", "preprocess", "key"))
     placed = [device.place(tensor) for tensor in given]
     before = [cache.data_ptr() for cache in placed[-2:]]
     torch.compiler.reset()
-    compiled = torch.compile(
-        copy.deepcopy(model).to(device.kind), backend=backend(config), fullgraph=True, dynamic=False
-    )
+    on_device = copy.deepcopy(model).to(device.kind)
+    mode = model.form.mode if device.kind == "npu" else None
+    compiled = torch.compile(on_device, backend=backend(config), fullgraph=True, dynamic=False, mode=mode)
     with torch.no_grad():
         outputs = [output.cpu() for output in compiled(*placed)]
         home = [tensor.to("cpu", copy=True) for tensor in placed]  # timing writes the caches again

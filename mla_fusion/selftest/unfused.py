@@ -15,7 +15,8 @@ EPS = 1e-6
 class Form:
     """How a prologue is written. ``rope``: layouts of its input and output columns, "half" or "pairs".
 
-    target   of ``Config.targets``, the one that takes it: "key" has a query without a latent
+    target   of ``Config.targets``, the one that takes it: "key" has a query without a latent, "preprocess" static
+             W8A8 and the norm of x
     """
 
     name: str
@@ -25,7 +26,17 @@ class Form:
     in_place: bool = True
     target: str = "v3"
 
+    @property
+    def mode(self) -> str | None:
+        """Of torch.compile: npu_mla_preprocess has no GE converter, and is in captured graphs alone."""
+        return "reduce-overhead" if self.target == "preprocess" else None
 
+    def dims(self, dims: Mapping[str, int]) -> dict[str, int]:
+        """These, the hidden size as wide as the operator takes it."""
+        return dict(dims, He=max(dims["He"], _NARROWEST)) if self.target == "preprocess" else dict(dims)
+
+
+_NARROWEST = 2048  # hidden size of npu_mla_preprocess
 FORMS = (
     Form("half RoPE"),
     Form("half RoPE, [B, S]", lead=(4, 2)),
@@ -34,7 +45,36 @@ FORMS = (
     Form("c_q read by an indexer", reads_c_q=True),
     Form("key half", rope=("pairs", "half"), target="key"),
     Form("key half, RoPE in pairs", rope=("pairs", "pairs"), in_place=False, target="key"),
+    Form("static W8A8", rope=("pairs", "half"), target="preprocess"),
 )
+
+
+class _Linear(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+class _Static(nn.Module):
+    """int8 weight, a scale for each column; one scale for x. In float64 the same weight, x as it is."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        scale = weight.float().abs().amax(1) / 127
+        codes = (weight.float() / scale[:, None]).round().to(torch.int8).t().contiguous()
+        self.codes, self.scale = (nn.Parameter(t, requires_grad=False) for t in (codes, scale))
+        self.x_scale = nn.Parameter(torch.tensor([2.0**-5]).bfloat16(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            return x @ (self.codes.double() * self.scale)
+        codes = torch.ops.npu.npu_quantize(x, self.x_scale, None, 1, -1, True)
+        weights = self.codes, self.scale * self.x_scale.float()
+        made: Tensor = torch.ops.npu.npu_quant_matmul(codes, *weights, output_dtype=torch.bfloat16)
+        return made
 
 
 class Prologue(nn.Module):
@@ -51,7 +91,12 @@ class Prologue(nn.Module):
             return nn.Parameter(values.bfloat16(), requires_grad=False)
 
         of_query = he if form.target == "key" else hcq
-        self.q_a, self.q_b, self.kv_a = weight(hcq, he), weight(n * (d + dr), of_query), weight(hckv + dr, he)
+        linear = _Static if form.target == "preprocess" else _Linear
+        every = (hcq, he), (n * (d + dr), of_query), (hckv + dr, he)
+        self.q_a, self.q_b, self.kv_a = (linear(weight(*shape)) for shape in every)
+        if form.target == "preprocess":
+            self.kv_a.x_scale = self.q_a.x_scale  # of one x
+        self.x_gamma = nn.Parameter(1 + weight(he), requires_grad=False)
         self.w_uk = weight(n, d, hckv)
         self.q_gamma, self.kv_gamma = (nn.Parameter(1 + weight(width), requires_grad=False) for width in (hcq, hckv))
 
@@ -61,12 +106,14 @@ class Prologue(nn.Module):
         """x [.., He]; cos, sin [.., Dr]; slots [T]; caches [BlockNum, BlockSize, 1, Hckv or Dr]."""
         n, d, dr, hckv = (self.dims[axis] for axis in ("N", "D", "Dr", "Hckv"))
         lead = x.shape[:-1]
-        c_q = x if self.form.target == "key" else rms_norm(x @ self.q_a.t(), self.q_gamma)
-        q_nope, q_pe = (c_q @ self.q_b.t()).view(-1, n, d + dr).split([d, dr], -1)
+        if self.form.target == "preprocess":
+            x = rms_norm(x, self.x_gamma)
+        c_q = x if self.form.target == "key" else rms_norm(self.q_a(x), self.q_gamma)
+        q_nope, q_pe = self.q_b(c_q).view(-1, n, d + dr).split([d, dr], -1)
         query = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
         tables = [table.reshape(-1, 1, dr) for table in (cos, sin)]
         query_rope = self.rotate(q_pe, *tables)
-        c_kv, k_pe = (x @ self.kv_a.t()).view(-1, hckv + dr).split([hckv, dr], -1)
+        c_kv, k_pe = self.kv_a(x).view(-1, hckv + dr).split([hckv, dr], -1)
         rows = rms_norm(c_kv, self.kv_gamma), self.rotate(k_pe.unsqueeze(1), *tables).view(-1, dr)
         for cache, row in zip((kv_cache, kr_cache), rows, strict=True):
             torch.ops.npu.npu_scatter_nd_update_(cache.view(-1, row.shape[-1]), slots.view(-1, 1), row)

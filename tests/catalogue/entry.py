@@ -102,9 +102,9 @@ def entry(*outcome: str, source: str, tags: str, name: str = "", **fields: Any) 
     return register
 
 
-def miss(code: str, *, tags: str, of: str = "the base prologue", **fields: Any) -> Callable[[Kind], Kind]:
-    """Puts a near miss into the catalogue, with what becomes of it: a rejection code, or a placement."""
-    return entry(code, source=f"{OURS}: a near miss of {of}", tags=f"near miss, {tags}", **fields)
+def miss(*outcome: str, tags: str, of: str = "the base prologue", **fields: Any) -> Callable[[Kind], Kind]:
+    """Puts a near miss into the catalogue, with what becomes of it: a rejection code, or placements."""
+    return entry(*outcome, source=f"{OURS}: a near miss of {of}", tags=f"near miss, {tags}", **fields)
 
 
 def based(name: str, heads: int = 2, **methods: Any) -> Make:

@@ -53,6 +53,14 @@ class PagedLite(Lite):
     """Tables gathered by position, halves by view and transpose, pages."""
 
 
+@entry(IN_PLACE, source="Kimi Linear", tags="key, whole, symbolic, device")
+class UnrotatedLite(Lite):
+    """Nothing is rotated: cos = 1, sin = 0."""
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return x
+
+
 @any_entry(
     STAGED,
     source="DeepSeek's own code, q_lora_rank 0",

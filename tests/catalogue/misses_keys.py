@@ -60,6 +60,51 @@ class WideProduct(Lite):
         return super().rotate_k(k_pe, c, s).bfloat16()
 
 
+@miss("step.choice", tags="key, norm")
+class ClampedLatent(Lite):
+    """Nothing of the key can be read; what is left is a query that is absorbed and rotated beside a cache write."""
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([HCKV, DR], -1)
+        return self.kv_a_layernorm(c_kv.clamp(-1, 1)), k_pe
+
+
+@miss("q_lora.absent", tags="key, norm", targets=("v3",))
+class ClampedLatentOfWhole(ClampedLatent):
+    """No step is to blame where the whole is asked for."""
+
+
+@miss("q_lora.absent", tags="key, norm")
+class AddedLatent(Lite):
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([HCKV, DR], -1)
+        return self.kv_a_layernorm(c_kv + 1), k_pe
+
+
+@miss("q_lora.absent", tags="key, weights")
+class AdapterBesideKey(Lite):
+    """A LoRA beside W_dkv_kr."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora_a, self.lora_b = linear(HE, 16), linear(16, HCKV + DR)
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        both = self.kv_a_proj_with_mqa(x) + self.lora_b(self.lora_a(x))
+        return self.kv_a_layernorm(both[..., :HCKV]), both[..., HCKV:]
+
+
+@miss("q_lora.absent", tags="key, rope")
+class KeyTimesCos(Lite):
+    """Nothing is rotated, and the key is multiplied by a table."""
+
+    def rotate_q(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return x
+
+    def rotate_k(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return x * c
+
+
 class NarrowLatent(Lite):
     """A latent of 256 columns; the caches hold it and as many zeros."""
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import DR, DV, HCKV, HCQ, HE, Base, D, H, HfNorm, attend, linear, npu, rotated, wide
-from .entry import IN_PLACE, entry
+from .entry import IN_PLACE, STAGED, entry
 from .prologues import NpuOperators
 
 
@@ -76,6 +76,11 @@ class Nemo(Unabsorbed):
 class NothingRotatedUnabsorbed(Unabsorbed):
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return x
+
+
+entry(STAGED, source="Kimi-K3, prefill", tags="readers, unabsorbed", name="NothingRotatedIdentity")(
+    NothingRotatedUnabsorbed
+)
 
 
 class NoNorm(HfNorm):

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import DR, HCKV, HCQ, Base, D, HfNorm, npu, paged_args, rotate_half
-from .entry import IN_PLACE, STAGED
+from .entry import IN_PLACE, OURS, STAGED
 from .entry import entry as any_entry
 from .entry import miss as any_miss
 from .prologues import NpuNorm
+from .public_serving import Float32Norm
 
 H = 2048  # the narrowest that the operator takes
 BOTH = ("v3", "preprocess")
@@ -159,6 +160,13 @@ class LayerNormed(Static):
 
     def forward(self, x: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return Base.forward(self, self.input_layernorm(x - x.mean(-1, keepdim=True)), *args)
+
+
+@entry(IN_PLACE, source=OURS, tags="static, int8, operators, norm", alone=("norm.gamma_dtype",))
+class StaticFloat32Norms(Static):
+    """Weights of float32 that hold bfloat16 numbers, that of x's norm among them."""
+
+    norm = Float32Norm
 
 
 class WideWeightNorm(HfNorm):

@@ -62,8 +62,25 @@ class RopeFirst(Padded):
         return q_nope, q_pe
 
 
+class NothingRotated(Padded):
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return x
+
+
+class QueryAloneRotated(NothingRotated):
+    def rotate_q(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return super(NothingRotated, self).rotate(x, c, s)
+
+
+class QueryMultiplied(NothingRotated):
+    """By numbers, one for each column."""
+
+    def rotate_q(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return x * c
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    model.__name__: model for model in (Padded, PaddedInt8, ReadTwice, SeparateProjections, RopeFirst)
+    model.__name__: model for model in (Padded, PaddedInt8, ReadTwice, SeparateProjections, RopeFirst, NothingRotated)
 }
 
 
@@ -85,6 +102,14 @@ def test_entries_of_the_catalogue(entry: Entry) -> None:
     for report, fused in both_ways(module, given, mf.Config(unabsorbed="identity")):
         assert outcome(report) == entry.outcome, str(report)
         assert_as_exact(module, given, fused, entry.slack)
+
+
+@pytest.mark.parametrize("kind", [QueryAloneRotated, QueryMultiplied])
+def test_rotated_on_one_side_or_otherwise(kind: type[Padded]) -> None:
+    torch.manual_seed(0)
+    gm, _ = capture(kind(), *paged_args(), device="cpu")
+    report = mf.fuse(gm, mf.Config(unabsorbed="identity", verify="off"))
+    assert not report.fused
 
 
 def test_off_by_default() -> None:

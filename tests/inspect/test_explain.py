@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import mla_fusion as mf
+from mla_fusion.compat import withdraw
 from mla_fusion.compile.device_graph import capture
+from mla_fusion.dumps import rebuild_fx
 from mla_fusion.fx import module_path
 from mla_fusion.inspect.explain import DumpReport, NotRebuilt
 from tests.catalogue import base, int8, int8_caches, norms, projections, prologues, rotations, select, tables, writes
@@ -213,3 +215,17 @@ def test_unknown_operators_are_remarked(tmp_path):
 def test_constants_without_values_are_remarked(tmp_path):
     file = listing(tmp_path, 'b: "f32[2]" = self.sign', "return (b,)")
     assert "no values of constants (sign)" in str(mf.explain(file))
+
+
+def test_operators_are_those_that_are_there_now():
+    """torch_npu may be loaded after the first dump was read, and defines its operators anew."""
+    found = []
+    for _ in range(2):
+        library = torch.library.Library("mla_fusion_test", "DEF")
+        library.define("moved(Tensor x) -> Tensor")
+        found.append(rebuild_fx.resolve("mla_fusion_test.moved.default"))
+        assert found[-1] is torch.ops.mla_fusion_test.moved.default
+        withdraw(library)
+        if hasattr(torch.ops.mla_fusion_test, "moved"):
+            delattr(torch.ops.mla_fusion_test, "moved")
+    assert found[0] is not found[1] and rebuild_fx.resolve("mla_fusion_test.moved.default") is None

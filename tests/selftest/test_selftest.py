@@ -28,7 +28,13 @@ def test_every_check_passes_on_the_cpu_kernels():
 
 
 @pytest.mark.parametrize(
-    ("only", "through"), [("v3* w[02]*PA_BSND T8", {"eager", "graph"}), ("preprocess", {"eager"}), ("half", {"fused"})]
+    ("only", "through"),
+    [
+        ("v3* w[02]*PA_BSND T8", {"eager", "graph"}),
+        ("preprocess", {"eager"}),
+        ("half", {"fused"}),
+        ("static", {"fused"}),
+    ],
 )
 def test_some_checks_of_each_kind_pass(only, through):
     outcome = selftest.run(CPU, selftest.Options(only=only))

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from mla_fusion.compile.boundary import fuse_with_boundary
 from tests.catalogue import base, int8, int8_plain
 
-from .. import captures, compare, inputs
-from ..member import Attack, Family, Member, Outcome, Verdict, tokens_of
+from .. import inputs, modelled
+from ..member import Attack, Family, Member, Outcome, tokens_of
 from ..program import Named
-from ..running import Invalid, attempt, on, verdict
 
 Detour = Callable[[Tensor], Tensor]
 REGIMES = ("T8", "T64", "sym")
@@ -143,46 +141,7 @@ def _draws(style: str, regime: str) -> Iterator[tuple[str, Named]]:
 def _judge(member: Member) -> Outcome:
     detour = {**ATTACKS, **CONTROLS}[member.attack]
     program, usual = (_program(member.style, member.place, step) for step in (detour, None))
-    draws = list(_draws(member.style, member.regime))
-    wanted = {label: attempt(program, named) for label, named in draws}
-    if wanted["as compiled"] is None:
-        raise Invalid("it does not run at all")
-    if not member.control and not any(
-        want is not None and _differs(want, attempt(usual, named) or ())
-        for (_, named), want in zip(draws, wanted.values(), strict=True)
-    ):
-        raise Invalid("it means what its control means on every input")
-    try:
-        captured = (captures.symbolic if member.regime == "sym" else captures.static)(program, draws[0][1])
-    except Exception as error:
-        raise Invalid(f"it is not captured: {type(error).__name__}: {error}") from error
-    try:
-        report, _, wrap = fuse_with_boundary(captured.graph, captured.inputs, member.config())
-    except Exception as error:
-        return Outcome(member, Verdict.RAISED, f"the pass: {type(error).__name__}: {error}")
-    run, wrong, compared = on(captured, wrap(captured.graph.forward)), None, 0
-    for label, named in draws:
-        want = wanted[label]
-        if want is None or not captured.serves(named):
-            continue
-        compared += 1
-        got = attempt(run, named)
-        if got is None:
-            wrong = wrong or (Verdict.RAISED, f"on {label}")
-        elif _differs(got, want):
-            wrong = wrong or (Verdict.WRONG, f"on {label}: {_differs(got, want)}")
-    return verdict(member, [report], wrong, compared)
-
-
-def _differs(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> str:
-    """A few int8 values differ by one step between two roundings of c_q: three times the usual allowance."""
-    for new, old in zip(got, want, strict=True):
-        if new.shape != old.shape:
-            return f"{list(new.shape)} instead of {list(old.shape)}"
-        error, whole = compare.errors(new, old)
-        if not whole <= 2 * compare.WHOLE or not float(error.max()) <= 3 * compare.ROW:
-            return f"relative error {whole:.2e}, of the worst row {float(error.max()):.2e}"
-    return ""
+    return modelled.judge(member, program, usual, list(_draws(member.style, member.regime)), member.config())
 
 
 def _nothing(*_: Any) -> None:

@@ -1,0 +1,137 @@
+"""Caches of layers that are stacked in one tensor: layer i writes to ``pool[i]``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import BLOCK_SIZE, BLOCKS, DR, HCKV, Base, npu, paged_args
+from .entry import IN_PLACE, OURS, STAGED, entry, miss
+from .prologues import NpuOperators
+
+LAYERS = 2
+
+
+def pool_args() -> tuple[Tensor, ...]:
+    x, cos, sin, _, _, slots = paged_args()
+    pools = (torch.randn(LAYERS, BLOCKS, BLOCK_SIZE, 1, width).bfloat16() for width in (HCKV, DR))
+    return (x, cos, sin, *pools, slots)
+
+
+BOTH, NEITHER = (IN_PLACE, IN_PLACE), (STAGED, STAGED)
+COMMON: dict[str, Any] = {"tags": "cache, layout", "args": pool_args, "alone": NEITHER}
+
+
+@entry(*BOTH, source="SGLang", **COMMON | {"tags": "cache, layout, symbolic"})
+class LayersOfAPool(Base):
+    """Two layers, each over its part of both pools; the second reads what the first has attended to."""
+
+    places = 0, 1
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_pool: Tensor, kr_pool: Tensor, slots: Tensor
+    ) -> tuple[Tensor, ...]:
+        outputs = []
+        for place in self.places:
+            caches = self.layer(kv_pool, place), self.layer(kr_pool, place)
+            scores, _ = super().forward(x, cos, sin, *caches, slots)
+            outputs.append(scores)
+            x = x + self.between(kv_pool, scores).to(x.dtype)
+        return tuple(outputs)
+
+    def layer(self, pool: Tensor, place: int) -> Tensor:
+        return pool[place]
+
+    def between(self, kv_pool: Tensor, scores: Tensor) -> Tensor:
+        return scores.mean((1, 2)).unsqueeze(-1).tanh()
+
+
+@entry(*BOTH, source=OURS, **COMMON)
+class UnboundLayers(LayersOfAPool):
+    def layer(self, pool: Tensor, place: int) -> Tensor:
+        return pool.unbind(0)[place]
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        kv_cache.view(-1, HCKV).index_copy_(0, slots, c_kv)
+        kr_cache.view(-1, DR).index_copy_(0, slots, k_pe)
+
+
+@entry(*BOTH, source=OURS, **COMMON | {"tags": "cache, layout, operators"})
+class LayersAsRows(LayersOfAPool):
+    """The pool is seen as rows of each layer first; one operator of torch_npu writes them, a scatter the keys."""
+
+    def layer(self, pool: Tensor, place: int) -> Tensor:
+        return pool.view(LAYERS, -1, pool.shape[-1]).select(0, place)
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        npu.npu_scatter_nd_update_(kv_cache, slots.view(-1, 1), c_kv)
+        kr_cache.scatter_(0, slots.unsqueeze(1).expand(-1, DR), k_pe)
+
+
+class _OfOperator(NpuOperators):
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_pool: Tensor, kr_pool: Tensor, slots: Tensor
+    ) -> tuple[Tensor, ...]:
+        outputs = []
+        for kv_cache, kr_cache in zip(kv_pool.unbind(), kr_pool, strict=True):
+            outputs.append(super().forward(x, cos, sin, kv_cache, kr_cache, slots))
+            x = x + 1
+        return tuple(outputs)
+
+
+@entry(*BOTH, source="vllm-ascend", **COMMON | {"tags": "cache, layout, operators", "alone": ("cache.view_of_input",)})
+class LayersByOperator(_OfOperator):
+    """npu_kv_rmsnorm_rope_cache, whose schema does not say that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__(version=1)
+
+
+@entry(*BOTH, source="vllm-ascend", **COMMON | {"tags": "cache, layout, operators", "alone": ("cache.view_of_input",)})
+class LayersByOperatorV2(_OfOperator):
+    pass
+
+
+@miss(IN_PLACE, STAGED, of="LayersOfAPool", **COMMON | {"tags": "cache, run"})
+class OneLayerForTwo(LayersOfAPool):
+    """The second writes to what the first has written."""
+
+    places = 1, 1
+
+
+@miss(*NEITHER, of="LayersOfAPool", **COMMON | {"tags": "cache, run"})
+class PoolReadBetween(LayersOfAPool):
+    """Somebody reads all layers at once."""
+
+    def between(self, kv_pool: Tensor, scores: Tensor) -> Tensor:
+        return super().between(kv_pool, scores) + kv_pool.float().mean((0, 2, 3, 4))[0]
+
+
+@miss(IN_PLACE, STAGED, of="LayersOfAPool", **COMMON | {"tags": "cache, run"})
+class LayerCopiedToTheNext(LayersOfAPool):
+    """A layer holds rows of another one, as they were when it was written."""
+
+    def between(self, kv_pool: Tensor, scores: Tensor) -> Tensor:
+        kv_pool[1].copy_(kv_pool[0])
+        return super().between(kv_pool, scores)
+
+
+def place_args() -> tuple[Tensor, ...]:
+    return (*pool_args(), torch.tensor([1]))
+
+
+@miss(STAGED, of="LayersOfAPool", **COMMON | {"tags": "cache, run", "args": place_args})
+class LayerByTensor(Base):
+    """Which layer it is, a tensor says."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_pool: Tensor, kr_pool: Tensor, slots: Tensor, place: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        self.place = place
+        return super().forward(x, cos, sin, kv_pool, kr_pool, slots)
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        kv_cache.view(LAYERS, -1, HCKV)[self.place, slots] = c_kv
+        kr_cache.view(LAYERS, -1, DR)[self.place, slots] = k_pe

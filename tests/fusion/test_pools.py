@@ -1,0 +1,45 @@
+"""Layers of one pool are written in place: each its own part, by the kernel, and no pool is copied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mla_fusion as mf
+from mla_fusion.compile.slots import SlotError
+from tests.catalogue.base import Base, paged_args
+from tests.catalogue.pools import LAYERS, LayersOfAPool, UnboundLayers, pool_args
+from tests.harness import compiled, graph_of, outcome
+
+
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", [LayersOfAPool, UnboundLayers])
+def test_as_lowered_no_pool_is_copied(kind: type[LayersOfAPool], dynamic: bool) -> None:
+    with torch._dynamo.config.patch(specialize_float=True):
+        ge = mf.lower(kind(), *pool_args(), mode="ge", dynamic=dynamic)
+        ex = mf.lower(kind(), *pool_args(), mode="npugraph_ex", dynamic=dynamic)
+    assert ge.ge_ops["MlaPrologV3"] == LAYERS
+    assert not {"TensorMove", "Assign", "Slice", "ScatterUpdate", "Select", "ConcatV2"} & ge.ge_ops.keys()
+    calls = [node for node in ex.fx_after.graph.nodes if str(node.target) == "npu.npu_mla_prolog_v3.default"]
+    caches = [cache for call in calls for cache in call.args[9:11]]
+    assert len(caches) == 2 * LAYERS == len(set(caches)) and {cache.op for cache in caches} == {"placeholder"}
+    assert not any("scatter" in name or "copy_" in name or "clone" in name for name in ex.fx_ops if "_to_" not in name)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_cache_that_lies_in_wider_rows_is_staged(pooled: bool) -> None:
+    """Rows that the kernel writes to such a cache do not arrive."""
+    torch.manual_seed(0)
+    x, cos, sin, kv_pool, *_, slots = pool_args() if pooled else paged_args()
+    caches = (torch.randn(*kv_pool.shape[:-1], 576).bfloat16()[..., :width] for width in (512, 64))
+    model, args = LayersOfAPool() if pooled else Base(), (x, cos, sin, *caches, slots)
+    report = mf.explain(graph_of(model, *args), boundary=True)
+    assert set(outcome(report)) == {"staged"} and "strides" in report.fused[0].placement
+
+
+def test_slots_are_checked_against_their_layer() -> None:
+    torch.manual_seed(0)
+    *rest, slots = pool_args()
+    slots[0] = rest[3][0].numel() // rest[3].shape[-1]  # the first row of the next layer
+    with pytest.raises(SlotError, match="has 64 rows"):
+        compiled(LayersOfAPool(), (*rest, slots), mf.backend(mf.Config(slots="checked")))
