@@ -55,9 +55,10 @@ class Failed:
 
 
 def _widen(dtype: torch.dtype) -> torch.dtype:
+    """Numbers of one byte stay what they are: products read them by their format."""
     if dtype.is_complex:
         return torch.complex128
-    return torch.float64 if dtype.is_floating_point else dtype
+    return torch.float64 if dtype.is_floating_point and dtype.itemsize > 1 else dtype
 
 
 def _cast(value: Any, *args: Any, **kwargs: Any) -> Any:

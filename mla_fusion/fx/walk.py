@@ -63,6 +63,15 @@ def peel(node: Node) -> Node:
     return origin(node, views_and_model_casts)
 
 
+def codes_of(node: Node) -> Node:
+    """The bytes of which the node is another reading (e8m0 scales, held as uint8), or itself."""
+    source = input_of(node)
+    reads_bytes = op_name(node) == "aten::view" and isinstance(node.args[1], torch.dtype)
+    if not reads_bytes or source is None:
+        return node
+    return source if source.meta["val"].dtype.itemsize == node.meta["val"].dtype.itemsize == 1 else node
+
+
 # -- policies
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.absorb import AbsorbFact, uniform_factor
-from mla_fusion.facts.dynamic_quant import int8_behind
+from mla_fusion.facts.dynamic_quant import quantised_behind
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.facts.rope import RopeFact
@@ -85,9 +85,9 @@ class Diagnosis:
         return prod(shape[item.weight_labels.index(label)] for label in item.batch)
 
     def quantised_otherwise(self, facts: Facts) -> NearMiss | None:
-        """A normed latent that reaches a linear layer as int8, but not by the kernel's quantisation."""
+        """A normed latent that reaches a linear layer quantised, but not by the kernel's quantisation."""
         for item in self.projections:
-            values = int8_behind(item.activation) if item.is_flat else None
+            values = quantised_behind(item.activation) if item.is_flat else None
             if values is None:
                 continue
             for down, cone in facts.items():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mla_fusion import meta
 from mla_fusion.compat import take_for_one
+from mla_fusion.meta import number_formats
 from mla_fusion.meta.prolog import CACHES, PROLOGS
 
 # results that are caches, and the arguments whose strides they keep
@@ -112,7 +113,15 @@ def npu_scatter_pa_kv_cache_functional(*args: Tensor, **options: Any) -> tuple[T
 
 
 def npu_dynamic_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(input, dtype=torch.int8), input.new_empty(input.shape[:-1], dtype=torch.float32)
+    form = number_formats.of_dst_type(options.get("dst_type"))
+    dtype = torch.int8 if form is None else form.element
+    return torch.empty_like(input, dtype=dtype), input.new_empty(input.shape[:-1], dtype=torch.float32)
+
+
+def npu_dynamic_mx_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    pairs = (input.shape[-1] + 2 * number_formats.BLOCK - 1) // (2 * number_formats.BLOCK)
+    scales = input.new_empty((*input.shape[:-1], pairs, 2), dtype=torch.uint8)
+    return torch.empty_like(input, dtype=torch.float8_e4m3fn), scales
 
 
 def npu_dynamic_block_quant(x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

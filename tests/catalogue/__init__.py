@@ -7,6 +7,7 @@ from . import (
     absorbs,
     assembled,
     base,
+    floats,
     int8,
     int8_attention,
     int8_caches,
