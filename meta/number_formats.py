@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-
 from mla_fusion.meta.spec import HIFLOAT8 as HIFLOAT8_NUMBER
 from mla_fusion.meta.spec import WEIGHT_MODES
 

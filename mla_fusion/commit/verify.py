@@ -21,7 +21,7 @@ from mla_fusion.commit.token_counts import counts, kinds_at
 from mla_fusion.emit import results as of_call
 from mla_fusion.emit import rows, targets
 from mla_fusion.fx.build import Recipe, TensorBuilder
-from mla_fusion.fx.kinds import is_mutating
+from mla_fusion.fx.kinds import MODEL_FLOATS, is_mutating
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Failed, Program
 from mla_fusion.fx.shrink import Shrink
@@ -244,7 +244,7 @@ class _Witness:
         """
         region = self.region
         leaves = [*region.leaves, *region.twins]
-        x = [leaf for leaf, role in region.leaves.items() if role == "x" and leaf.meta["val"].is_floating_point()]
+        x = [leaf for leaf, role in region.leaves.items() if role == "x" and leaf.meta["val"].dtype in MODEL_FLOATS]
         made = [node for node in region.nodes if node in self.plan.candidate.made_of_x]
         memory = dict(zip(leaves, map(_wide, self._given), strict=True))
         program = self._in_float64(leaves)

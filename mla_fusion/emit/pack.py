@@ -141,7 +141,7 @@ def _operand(b: Builder, weight: Node) -> Any:
 
 
 def scale_matrix(b: Builder, projection: Projection) -> Any:
-    """The scales of a weight's columns as [1, out], or of its blocks [in/32, out]: they are arranged as the weight is."""
+    """The scales of a weight's columns as [1, out], or of its blocks as [in/32, out]: arranged as the weight is."""
     if projection.pieces:
         return b.call(aten.cat.default, [scale_matrix(b, piece) for piece in projection.pieces], 1)
     assert projection.quantised is not None

@@ -1,9 +1,9 @@
 """Quantisation of rows as the kernel does it: by an npu operator, or to int8 by whatever nodes compute the same.
 
 ``values = round(rows * 127 / max|rows|)``, ``scale = max|rows| / 127``; of float formats, and of blocks of a row, an
-operator says it by its arguments. Nodes are run on rows of many magnitudes, with the largest element of either sign first, last and elsewhere. Another number of steps, a truncation, or a maximum
-over less or more than a row changes the result. A floor under the maximum that no normed row comes near does not, and
-is allowed.
+operator says it by its arguments. Nodes are run on rows of many magnitudes, with the largest element of either sign
+first, last and elsewhere. Another number of steps, a truncation, or a maximum over less or more than a row changes the
+result. A floor under the maximum that no normed row comes near does not, and is allowed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FARTHEST = 24  # nodes from int8 values up to the rows
 # standard deviations, so that clipped outliers show.
 _SIZES = ((0.1, 0.0), (1.0, 3.0), (10.0, 30.0))
 _CLOSE = 1e-3  # of a step, and of a scale: 128 steps instead of 127 differ by eight times that
-# What arguments of the operators must be, where a release has them and they are given, for the kernel's own quantisation
+# What arguments of the operators must be for the kernel's own quantisation, where a release has them.
 _ROWS, _BLOCKS = "npu::npu_dynamic_quant", "npu::npu_dynamic_mx_quant"
 _PLAIN: dict[str, dict[str, object]] = {
     _ROWS: {"quant_mode": "pertoken", "dst_type_max": 0.0},
@@ -75,6 +75,13 @@ def by_operator(operator: Node) -> DynamicQuant | None:
     if form is None or int(argument(operator, "axis", -1)) % rank != rank - 1:
         return None
     return DynamicQuant(node=operator, source=source, smooth=argument(operator, "smooth_scales"), format=form)
+
+
+def of_values(values: Node) -> DynamicQuant | None:
+    """The operator's quantisation of which ``values`` are views of the first result."""
+    base = peel(values)
+    maker = base.args[0] if is_getitem(base) and base.args[1] == 0 else None
+    return by_operator(maker) if isinstance(maker, Node) else None
 
 
 def quantised_behind(activation: Node) -> Node | None:
@@ -132,10 +139,9 @@ class DynamicQuantReader:
     def of_product(self, values: Node, scales: Scales) -> DynamicQuant | None:
         """The quantisation of which ``values`` (an operand) and the token scale of its product are the results."""
         base, token = peel(values), scales.token
-        operator = base.args[0] if is_getitem(base) and base.args[1] == 0 else None
-        if not isinstance(operator, Node):
+        if not is_getitem(base):
             return self._by_nodes(base, token, scales.factor, scales.inverse) if token is not None else None
-        dynamic = by_operator(operator)
+        dynamic = of_values(values)
         if dynamic is None or token is None:
             return dynamic  # without a token scale for the verdict to refuse
         if dynamic.format is not scales.format:
@@ -146,7 +152,7 @@ class DynamicQuantReader:
         if scales.factor != 1.0 or scales.inverse or not is_getitem(of_scale):
             return None
         maker = of_scale.args[0]
-        theirs = of_scale.args[1] == 1 and isinstance(maker, Node) and self.view.same(maker, operator)
+        theirs = of_scale.args[1] == 1 and isinstance(maker, Node) and self.view.same(maker, dynamic.node)
         return dynamic if theirs else None  # else it is scaled by something else than what it was divided by
 
     def _by_nodes(self, values: Node, token: Node, factor: float, inverse: bool) -> DynamicQuant | None:

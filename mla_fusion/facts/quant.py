@@ -1,7 +1,7 @@
 """Quantised projections: the scales of a product, and the dynamic quantisation that its activation went through.
 
-``y = (x_int8 @ w_int8) * weight_scale * token_scale`` with ``x_int8, token_scale = npu_dynamic_quant(x, smooth)``; in the
-float formats alike.
+``y = (x_int8 @ w_int8) * weight_scale * token_scale`` with ``x_int8, token_scale = npu_dynamic_quant(x, smooth)``;
+alike in the float formats.
 """
 
 from __future__ import annotations

@@ -210,8 +210,8 @@ def _quant_matmul(node: Node) -> Contraction | None:
     given = [(weight, argument(node, "scale_dtype")), (token, argument(node, "pertoken_scale_dtype"))]
     scales = [(scale.meta["val"].dtype, number) if scale is not None else None for scale, number in given]
     form = number_formats.of_product(dtypes, numbers, scales, argument(node, "group_sizes"))
-    weight, token = (scale if scale is None else codes_of(scale) for scale in (weight, token))
-    return replace(made, bias=bias, scales=Scales(weight, token, offset, format=form))
+    held = Scales(codes_of(weight), codes_of(token) if token is not None else None, offset, format=form)
+    return replace(made, bias=bias, scales=held)
 
 
 def _weight_quant_batchmatmul(node: Node) -> Contraction | None:

@@ -65,11 +65,15 @@ def peel(node: Node) -> Node:
 
 def codes_of(node: Node) -> Node:
     """The bytes of which the node is another reading (e8m0 scales, held as uint8), or itself."""
-    source = input_of(node)
-    reads_bytes = op_name(node) == "aten::view" and isinstance(node.args[1], torch.dtype)
-    if not reads_bytes or source is None:
+    reading = origin(node, _detached)  # AOT detaches what view.dtype gives
+    source = input_of(reading)
+    if op_name(reading) != "aten::view" or not isinstance(reading.args[1], torch.dtype) or source is None:
         return node
     return source if source.meta["val"].dtype.itemsize == node.meta["val"].dtype.itemsize == 1 else node
+
+
+def _detached(node: Node) -> Node | None:
+    return input_of(node) if op_name(node) == "aten::detach" else None
 
 
 # -- policies

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.absorb import AbsorbFact, uniform_factor
-from mla_fusion.facts.dynamic_quant import quantised_behind
+from mla_fusion.facts.dynamic_quant import of_values, quantised_behind
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.facts.rope import RopeFact
@@ -112,8 +112,7 @@ class Diagnosis:
                     detail = f"the key is rotated at {rope.node.name}, and no latent beside it is normed in this graph"
                     return NearMiss(Refuse("kv_latent.absent", detail), (norm.node, rope.node))
                 if up is not None:
-                    static = up.quantised is not None and up.quantised.token_scale is None
-                    code = "quant.static" if static else "quant.scale" if up.quantised else "q_lora.interrupted"
+                    code = _between_norm_and(up)
                     detail = f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
                     barrier = self.view.barriers.get(up.origin)
                     detail += f"; {barrier.detail}" if barrier is not None else ""
@@ -327,6 +326,18 @@ class Diagnosis:
 
     def _numel(self, value: torch.Tensor) -> int:
         return prod(self.view.binding.shape(value.shape))
+
+
+def _between_norm_and(up: Projection) -> str:
+    """The code of what stands between a norm and the projection of it."""
+    if up.quantised is None:
+        return "q_lora.interrupted"
+    if up.quantised.token_scale is None:
+        return "quant.static"
+    if up.quantised.dynamic is not None:
+        return "q_lora.interrupted"  # before it was quantised
+    known = of_values(up.activation)
+    return "quant.scale" if known is not None and known.format is up.quantised.format else "quant.dynamic"
 
 
 _QUANTISING = frozenset("aten::div aten::mul aten::round aten::clamp".split())

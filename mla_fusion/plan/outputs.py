@@ -165,8 +165,8 @@ class ValueTree:
 def quantised_rows(
     view: View, rows: ValueTree, width: int, dynamic: DynamicQuant, shrink: Shrink | None, tokens: Tokens | None = None
 ) -> tuple[ValueTree, ValueTree | None] | None:
-    """The quantised values of ``rows`` and their scales, over all quantisations that equal ``dynamic`` (a projection and an
-    indexer may each have their own); None where one is not of whole rows, each ``width`` wide.
+    """The quantised values of ``rows`` and their scales, over all quantisations that equal ``dynamic``; None where one
+    is not of whole rows, each ``width`` wide. (A projection and an indexer may each have their own.)
     """
     values: dict[Node, torch.Tensor] = {}
     scales: dict[Node, torch.Tensor] = {}

@@ -113,15 +113,21 @@ def npu_scatter_pa_kv_cache_functional(*args: Tensor, **options: Any) -> tuple[T
 
 
 def npu_dynamic_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    form = number_formats.of_dst_type(options.get("dst_type"))
-    dtype = torch.int8 if form is None else form.element
+    number = options.get("dst_type")
+    form = number_formats.of_dst_type(number)
+    dtype = form.element if form is not None else _FLOAT8.get(number, torch.int8)
     return torch.empty_like(input, dtype=dtype), input.new_empty(input.shape[:-1], dtype=torch.float32)
+
+
+_FLOAT8: dict[Any, torch.dtype] = dict.fromkeys((23, 291), torch.float8_e5m2) | dict.fromkeys(
+    (24, 292), torch.float8_e4m3fn
+)
 
 
 def npu_dynamic_mx_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     pairs = (input.shape[-1] + 2 * number_formats.BLOCK - 1) // (2 * number_formats.BLOCK)
     scales = input.new_empty((*input.shape[:-1], pairs, 2), dtype=torch.uint8)
-    return torch.empty_like(input, dtype=torch.float8_e4m3fn), scales
+    return torch.empty_like(input, dtype=_FLOAT8[options.get("dst_type")]), scales
 
 
 def npu_dynamic_block_quant(x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,9 @@ npu_quant_matmul multiplies.
 from __future__ import annotations
 
 import torch
+from mla_fusion.meta import number_formats
 from torch import Tensor, nn
 
-from mla_fusion.meta import number_formats
 from mla_fusion.reference import formats, hifloat8
 
 from .base import DR, HCKV, HCQ, HE, Base, D, npu, paged_args, rotate_half
@@ -67,8 +67,9 @@ class MxLinear(FloatLinear):
         )
 
     def matrix(self) -> Tensor:
-        blocks = self.scale.permute(0, 2, 1).flatten(0, 1)
-        return self.weight.double() * (blocks.double() - 127).exp2().repeat_interleave(32, 0)
+        blocks = self.scale.permute(0, 2, 1).flatten(0, 1).double()
+        powers = (blocks - 127).exp2() if self.scale.dtype == torch.uint8 else blocks
+        return self.weight.double() * powers.repeat_interleave(32, 0)
 
 
 class RowLinear(FloatLinear):
@@ -215,6 +216,26 @@ class MxInterleavedRope(Floats):
     def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         c, s = (t[..., : DR // 2].repeat_interleave(2, -1) for t in (c, s))
         return x * c + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * s
+
+
+class _Viewed(MxLinear):
+    """The scales as what they are, float8_e8m0fnu."""
+
+    def product(self, x: Tensor, x_scale: Tensor) -> Tensor:
+        return super().product(x, x_scale.view(torch.float8_e8m0fnu))
+
+
+@entry(
+    IN_PLACE, source="vllm-ascend", tags="floats, operators, device, weights", weight_quant_mode=3, soc="A5", slack=1.1
+)
+class MxViewed(Floats):
+    linear = _Viewed
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.q_a_proj, self.q_b_proj, self.kv_a_proj_with_mqa):
+            scale = module.scale.view(torch.float8_e8m0fnu)  # type: ignore[operator]
+            module.scale = nn.Parameter(scale, requires_grad=False)  # type: ignore[assignment]
 
 
 class Indexed(Floats):
