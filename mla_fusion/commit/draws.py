@@ -113,7 +113,7 @@ class Draws:
         if role in ("scale", "token_scale"):
             wanted = (1 + pool.clamp(-4, 4) / 8) / (elements * (32 if role == "scale" else 1))
             pool = wanted if form is None or not form.in_blocks else wanted.log2().round() + _OF_ONE
-        elif form is not None and role == "weight" and dtype == form.element:
+        elif form is not None and role in ("weight", "cache") and dtype == form.element:
             pool = _as_elements(pool, dtype)
         elif dtype == torch.int8:
             pool = (_INT8 * pool).clamp(-127, 127)

@@ -45,7 +45,7 @@ _OF_ROUNDING = 6.0  # times what rounding can do to it, where a row of small num
 _STEP, _JITTERS = 2.0**-8, 4
 _CACHES = ("kv_cache", "kr_cache")
 _ROTATED = ("query_rope", "k_pe", "kr_cache")
-_QUANTISED = ("query_norm", "dequant_scale_q_norm")
+_QUANTISED = ("query", "query_norm", "dequant_scale_q_norm", "kv_cache")
 _SMALL_CACHE = 1 << 20  # elements up to which a cache is taken as it is
 _LARGEST_CACHE = 1 << 28
 
@@ -270,7 +270,7 @@ class _Witness:
     def _in_float64(self, inputs: Sequence[Node]) -> Program:
         """The region from these nodes on."""
         nodes = [node for node in self.region.nodes if node not in inputs]
-        return Program(inputs, nodes, self.view.binding, shrink=self._shrink, sized=True)
+        return Program(inputs, nodes, self.view.binding, shrink=self._shrink, sized=True, narrows=True)
 
 
 def _copies(values: Iterable[Any]) -> list[Any]:

@@ -73,7 +73,8 @@ def quantisation(b: Builder, plan: PrologPlan) -> dict[str, Any]:
             "k_nope_clip_alpha": CacheScale(None, factor=plan.caches.clip_alpha or 1.0),
         }
         device = plan.token_x.meta["val"].device
-        for name, shape in scale_shapes(plan.kv_cache_quant_mode, len(k.columns), k.rope_dim).items():
+        modes = plan.kv_cache_quant_mode, plan.candidate.weight_quant_mode
+        for name, shape in scale_shapes(modes[0], len(k.columns), k.rope_dim, modes[1]).items():
             given[name] = cache_scale(b, scales[name], shape, device)
     return given
 

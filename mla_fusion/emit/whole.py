@@ -108,7 +108,7 @@ def attributes(plan: PrologPlan) -> dict[str, Any]:
     }
     if plan.query_norm:
         given["query_norm_flag"] = True
-    given |= weight_modes.attributes(plan.candidate.weight_quant_mode)
+    given |= weight_modes.attributes(plan.candidate.weight_quant_mode, plan.kv_cache_quant_mode)
     given |= cache_modes.attributes(plan.kv_cache_quant_mode)
     if plan.qc_qr_scale != 1.0:
         given["qc_qr_scale"] = plan.qc_qr_scale

@@ -60,7 +60,7 @@ def arguments(plan: PrologPlan) -> dict[str, Any]:
         for name, cache, shape in plan.caches.held:
             arguments[name] = like(*shape, dtype=cache.meta["val"].dtype)
         arguments["cache_index"] = like(*lead, dtype=torch.int64)
-        for name, shape in scale_shapes(plan.kv_cache_quant_mode, len(k.columns), k.rope_dim).items():
+        for name, shape in scale_shapes(plan.kv_cache_quant_mode, len(k.columns), k.rope_dim, mode).items():
             arguments[name] = like(*shape, dtype=torch.float32)
     else:
         arguments["kv_cache"] = like(*lead, 1, len(k.columns))

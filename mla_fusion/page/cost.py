@@ -121,13 +121,13 @@ def _call(fusion: Fusion, tokens: int) -> dict[str, Any]:
         "kv_cache": empty(*lead, 1, packed if cache.kr is None else hckv, dtype=_dtype(cache.kv, of_kind)),
         "kr_cache": empty(0) if cache.kr is None else empty(*lead, 1, rope, dtype=_dtype(cache.kr, of_kind)),
         "cache_mode": fusion.cache_mode if paged else "TND",
-        **weight_modes.attributes(quant),
+        **weight_modes.attributes(quant, kv_quant),
         **cache_modes.attributes(kv_quant),
     }
     sizes = {"He": he, "Hcq": hcq, "Hckv": hckv, "N": heads, "D": nope, "Dr": rope, "tokens": tokens}
     for name, (shape, dtype) in weight_modes.scales(quant, sizes).items():
         call[name] = empty(*shape, dtype=dtype)
-    for name, shape in cache_modes.scale_shapes(kv_quant, hckv, rope).items():
+    for name, shape in cache_modes.scale_shapes(kv_quant, hckv, rope, quant).items():
         call[name] = empty(*shape, dtype=torch.float32)
     return call | ({"cache_index": empty(tokens, dtype=torch.int64)} if paged else {})
 

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 
 from mla_fusion.meta.number_formats import BLOCK, NumberFormat
-from mla_fusion.meta.spec import ACTIVATION, DERIVED, ELEMENT, HIFLOAT8, WEIGHT_MODES
+from mla_fusion.meta.spec import ACTIVATION, CACHE_QUANTS, DERIVED, ELEMENT, HIFLOAT8, WEIGHT_MODES
 
 _NUMBERED = ("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr")
 
 
-def attributes(mode: int) -> dict[str, int]:
-    """Those that are not the operator's default."""
+def attributes(mode: int, cache_mode: int = 0) -> dict[str, int]:
+    """Those that are not the operator's default; ``cache_mode``: kv_cache_quant_mode."""
     if not mode:
         return {}
-    numbered = _NUMBERED if WEIGHT_MODES[mode].element == torch.uint8 else ()
+    names = (*_NUMBERED, *(["kv_cache"] if CACHE_QUANTS[cache_mode].kv == ELEMENT else []))
+    numbered = names if WEIGHT_MODES[mode].element == torch.uint8 else ()
     return {"weight_quant_mode": mode, **{f"{name}_dtype": HIFLOAT8 for name in numbered}}
 
 

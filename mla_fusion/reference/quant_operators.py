@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.meta import number_formats
-from mla_fusion.reference.formats import format_of, mx_quant
+from mla_fusion.reference.formats import FP8_MAXIMUM, format_of, mx_quant, to_fp8
 from mla_fusion.reference.numerics import working_dtype
 from mla_fusion.reference.quantize import to_int8
 
@@ -80,15 +80,23 @@ def npu_dynamic_block_quant(
     """``(int8 [.., M, N], float32 scale [.., M, ceil(N/128)])`` of ``x [M, N]`` or ``[B, M, N]``.
 
     ``scale = max(max|block|/127, min_scale)`` over 128 neighbours in a row, ``y = round(x/scale)``: all that A2 and
-    A3 have. Raises ValueError for another rank, block, rounding or dst_type.
+    A3 have. With dst_type float8_e4m3fn 448 takes the place of 127. Raises ValueError for another rank, block, rounding
+    or dst_type.
     """
-    if x.dim() not in (2, 3) or (round_mode, dst_type, row_block_size, col_block_size) != ("rint", 1, 1, 128):
+    form = number_formats.of_dst_type(dst_type)
+    plain = (round_mode, row_block_size, col_block_size) == ("rint", 1, 128) and not dst_type_max
+    if x.dim() not in (2, 3) or not plain or form not in (number_formats.INT8, number_formats.FP8):
         raise ValueError(
-            "npu_dynamic_block_quant: the CPU kernel quantises blocks of 1 x 128 of a 2-D or 3-D tensor to int8 (rint)"
+            "npu_dynamic_block_quant: the CPU kernel quantises blocks of 1 x 128 of a 2-D or 3-D tensor to int8 or "
+            "float8_e4m3fn (rint)"
         )
     width = x.shape[-1]
     blocks = torch.nn.functional.pad(x.float(), (0, -width % col_block_size)).unflatten(-1, (-1, col_block_size))
-    scale = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=min_scale)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    if form is number_formats.FP8:
+        scale = (largest * torch.tensor(1 / FP8_MAXIMUM)).clamp(min=min_scale)
+        return to_fp8(blocks / scale).flatten(-2)[..., :width].contiguous(), scale.squeeze(-1).contiguous()
+    scale = (largest / 127).clamp(min=min_scale)
     return to_int8(blocks / scale).flatten(-2)[..., :width].contiguous(), scale.squeeze(-1).contiguous()
 
 

@@ -13,8 +13,8 @@ from mla_fusion.meta.number_formats import FP8, HIFLOAT8, MXFP8, NumberFormat
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from tests.catalogue import ENTRIES, base
-from tests.harness import graph_of, refused
+from tests.catalogue import ENTRIES, Entry, base, select
+from tests.harness import clones, compiled, distance, eager, graph_of, outcome, refused
 
 from .ge_graphs import same_wiring
 
@@ -137,3 +137,40 @@ def test_npugraph_ex_calls_as_by_hand(name: str) -> None:
 def test_modes_go_with_their_chip_and_release(name: str, machine: dict[str, str], code: str) -> None:
     gm = graph_of(ENTRIES[name].model(), *base.paged_args())
     assert refused(gm, mf.Config(**machine)).code == code
+
+
+@pytest.mark.parametrize("entry", select("floats", "cache"), ids=str)
+def test_caches_in_float_formats(entry: Entry) -> None:
+    """Fused where it says, in the modes it says; rows that nobody writes keep their bits; scores as unfused."""
+    torch.manual_seed(0)
+    module, given = entry.model(), entry.args()
+    unfused = eager(module, clones(given))
+    fused = compiled(module, clones(given), mf.backend(entry.config(verify="all")))
+    report = mf.reports()[-1]
+    assert outcome(report) == entry.outcome, str(report)
+    modes = [report.fused[0].attributes.get(name, 0) for name in ("weight_quant_mode", "kv_cache_quant_mode")]
+    assert modes == [entry.weight_quant_mode, entry.kv_cache_quant_mode], str(report)
+    for before, plain, got in zip(given[3:5], unfused[-3:-1], fused[-3:-1], strict=True):
+        old, wanted, new = (bytes_of(cache) for cache in (before, plain, got))
+        others = torch.ones(len(new), dtype=torch.bool)
+        others[given[5]] = False
+        assert torch.equal(new[others], old[others])
+        assert float((new != wanted).float().mean()) < 0.05
+    assert distance(fused[0], unfused[0]) < 3e-2
+
+
+def bytes_of(cache: Tensor) -> Tensor:
+    return cache.reshape(-1, cache.shape[-1]).view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", ["MxAttentionByOperator", "HifAttentionByOperator", "MxPacked"])
+def test_caches_in_the_ge_graph(name: str) -> None:
+    """The kernel writes the model's caches, and no cache is copied."""
+    torch.manual_seed(0)
+    entry = ENTRIES[name]
+    lowering = mf.lower(entry.model(), *entry.args(), config=entry.config())
+    operators = lowering.ge_ops
+    assert lowering.report.fused[0].attributes["kv_cache_quant_mode"] == entry.kv_cache_quant_mode
+    assert operators["MlaPrologV3"] == 1
+    assert operators["TensorMove"] == (1 if entry.kv_cache_quant_mode == 3 else 0)  # of the kr_cache of no elements
+    assert not {"Assign", "RmsNorm", "DynamicBlockQuant", "ScatterNdUpdate"} & operators.keys()
