@@ -14,13 +14,14 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.quantising import only_quantises
+from mla_fusion.fx.kinds import argument
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel
 from mla_fusion.meta.number_formats import FP8, INT8, NumberFormat
-from mla_fusion.reference.formats import format_of
+from mla_fusion.reference.formats import FP8_MAXIMUM, format_of
 
 _LONGEST = 12  # nodes from the rows to the int8 tensor
 _TYPICAL = 30.0
@@ -57,6 +58,8 @@ def find(view: View, rows: Node) -> RowQuant | None:
     if chain is None:
         return None
     form = _FORMATS[chain[-1].meta["val"].dtype]
+    if form is FP8 and not _clamps(chain):
+        return None
     inside = {rows, *chain}
     sides = [arg for node in chain for arg in node.all_input_nodes if arg not in inside]
     bases = list(dict.fromkeys(peel(side) for side in sides if not view.is_constant(side)))
@@ -87,6 +90,12 @@ def _to_bytes(rows: Node) -> list[Node] | None:
         if node.meta["val"].dtype in _FORMATS:
             return chain
     return None
+
+
+def _clamps(chain: list[Node]) -> bool:
+    """Is saturation written out? What a cast to float8 alone does with larger numbers differs from torch to torch."""
+    ends = [argument(node, name) for node in chain for name in ("min", "max")]
+    return FP8_MAXIMUM in ends and -FP8_MAXIMUM in ends
 
 
 def _is_scale(view: View, base: Node, width: object) -> bool:

@@ -156,7 +156,8 @@ def test_caches_in_float_formats(entry: Entry) -> None:
         others[given[5]] = False
         assert torch.equal(new[others], old[others])
         assert float((new != wanted).float().mean()) < 0.05
-    assert distance(fused[0], unfused[0]) < 3e-2
+    # of the largest numbers, hifloat8 holds one bit behind the first
+    assert distance(fused[0], unfused[0]) < (1e-1 if entry.weight_quant_mode == HIFLOAT8.full else 3e-2)
 
 
 def bytes_of(cache: Tensor) -> Tensor:
@@ -165,12 +166,14 @@ def bytes_of(cache: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ["MxAttentionByOperator", "HifAttentionByOperator", "MxPacked"])
 def test_caches_in_the_ge_graph(name: str) -> None:
-    """The kernel writes the model's caches, and no cache is copied."""
+    """The kernel writes the model's caches; none but one in hifloat8 is copied."""
     torch.manual_seed(0)
     entry = ENTRIES[name]
     lowering = mf.lower(entry.model(), *entry.args(), config=entry.config())
     operators = lowering.ge_ops
     assert lowering.report.fused[0].attributes["kv_cache_quant_mode"] == entry.kv_cache_quant_mode
     assert operators["MlaPrologV3"] == 1
-    assert operators["TensorMove"] == (1 if entry.kv_cache_quant_mode == 3 else 0)  # of the kr_cache of no elements
+    # of the kr_cache of no elements; of a hifloat8 cache, which the converter has to read as another type
+    copies = entry.kv_cache_quant_mode == 3 or entry.weight_quant_mode == HIFLOAT8.full
+    assert operators["TensorMove"] == (1 if copies else 0)
     assert not {"Assign", "RmsNorm", "DynamicBlockQuant", "ScatterNdUpdate"} & operators.keys()
