@@ -103,7 +103,8 @@ def _int8_products(view: View, candidate: Candidate) -> None:
     absorbed = candidate.query.absorb.projection.node
     for item in (item for item in candidate.projections if item.node is not absorbed):
         how, bias = item.quantised, item.product.bias
-        if how is None or how.token_scale is not None or item.activation.meta["val"].dtype != torch.int8:
+        by_scale = how is not None and how.token_scale is None and how.format is INT8
+        if how is None or not by_scale or item.activation.meta["val"].dtype != torch.int8:
             raise Refuse("quant.not_static", f"{item.node.name} by {item.weight.name}", (item.node, item.weight))
         columns = item.weight.meta["val"].shape[item.weight_labels.index(item.column_labels[0])]
         scale = how.weight_scale.meta["val"]
