@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from tests.catalogue import ENTRIES, Entry, base, select
+from tests.exhaustive import one_in
 from tests.harness import clones, compiled, distance, eager, graph_of, outcome, refused
 
 from .ge_graphs import same_wiring
@@ -116,7 +117,7 @@ def test_ge_graph_is_the_handwritten_one(name: str, dynamic: bool) -> None:
     assert not {"QuantBatchMatmulV4", "RmsNorm"} & fused.ge_ops.keys()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", one_in(3, FORMATS))
 def test_npugraph_ex_calls_as_by_hand(name: str) -> None:
     fused, by_hand = lowered(name, "npugraph_ex")
     assert fused.fx_ops == without(by_hand.fx_ops, "aten.detach.default")
@@ -139,7 +140,7 @@ def test_modes_go_with_their_chip_and_release(name: str, machine: dict[str, str]
     assert refused(gm, mf.Config(**machine)).code == code
 
 
-@pytest.mark.parametrize("entry", select("floats", "cache"), ids=str)
+@pytest.mark.parametrize("entry", one_in(2, select("floats", "cache")), ids=str)
 def test_caches_in_float_formats(entry: Entry) -> None:
     """Fused where it says, in the modes it says; rows that nobody writes keep their bits; scores as unfused."""
     torch.manual_seed(0)
