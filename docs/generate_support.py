@@ -42,9 +42,15 @@ QUANTISATIONS = {
     (2, 0): ("W8A8 dynamic on all three projections", "fused"),
     (2, 1): ("the same, an int8 latent cache with one scale, int8 query", "fused"),
     (2, 3): ("the same, caches of 656 bytes a row, a scale a tile", "fused"),
-    (3, 0): ("mxfp8", "by hand: `mf.meta`, `mf.reference`, `mf.audit`"),
-    (4, 0): ("float8", "by hand"),
-    (5, 0): ("hifloat8", "by hand"),
+    (3, 0): ("mxfp8 on all three projections, by npu operators", "fused"),
+    (3, 1): ("the same, a float8 latent cache with one scale, float8 query", "fused"),
+    (3, 3): ("the same, caches of 656 bytes a row, a scale a tile", "fused"),
+    (4, 0): ("float8_e4m3fn on all three projections, by npu operators", "fused"),
+    (4, 1): ("the same, a float8 latent cache with one scale, float8 query", "fused"),
+    (4, 3): ("the same, caches of 656 bytes a row, a scale a tile", "fused"),
+    (5, 0): ("hifloat8 on all three projections, by npu operators", "fused"),
+    (5, 1): ("the same, a hifloat8 latent cache with one scale, hifloat8 query", "fused"),
+    (5, 3): ("the same, caches of 656 bytes a row, a scale a tile", "by hand: `mf.meta`, `mf.reference`, `mf.audit`"),
 }
 INTRODUCTION = """\
 # What goes together

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,6 +17,23 @@ AUTO = "auto"
 _ASSUMED = "A3", "latest"
 # How the names of a generation start, without "Ascend" and "Atlas", in capitals and without "_".
 _NAMES = {"A2": ("A2", "910B"), "A3": ("A3", "910C", "91093"), "A5": ("A5", "950", "91095")}
+
+
+_target: ContextVar[str] = ContextVar("mla_fusion.machine", default=_ASSUMED[0])
+
+
+@contextmanager
+def compiling_for(soc: str) -> Iterator[None]:
+    """Inside, torch_npu answers questions about the chip as on this one, where there is none (`mla_fusion.offline`)."""
+    token = _target.set(soc)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+def compiled_for() -> str:
+    return _target.get()
 
 
 @dataclass(frozen=True)

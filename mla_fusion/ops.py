@@ -65,6 +65,11 @@ _SIGNATURES: dict[str, tuple[str, str]] = {
         'str quant_mode="pertoken", float dst_type_max=0.0',
         _tensors(2),
     ),
+    "npu_dynamic_mx_quant": (
+        'Tensor input, *, int axis=-1, str round_mode="rint", int dst_type=296, int block_size=32, int? scale_alg=0, '
+        "float dst_type_max=0.0, float max_low_bound=0.0",
+        _tensors(2),
+    ),
     "npu_dynamic_block_quant": (
         'Tensor x, *, float min_scale=0.0, str round_mode="rint", int dst_type=1, int row_block_size=1, '
         "int col_block_size=128, float dst_type_max=0.0",

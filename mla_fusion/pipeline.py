@@ -23,6 +23,7 @@ from mla_fusion.fx.normalise import forms
 from mla_fusion.fx.view import View
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.ladder import Rung, descend
+from mla_fusion.machine import compiling_for
 from mla_fusion.match.candidate import KeyHalf
 from mla_fusion.match.closed import in_bodies
 from mla_fusion.match.finder import Found, search
@@ -67,7 +68,8 @@ def run(gm: GraphModule, config: Config, builder: BuilderOf | None, boundary: bo
     report = Report(config, committed=builder is not None)
     if config.enable:
         # A compiler calls with its fake mode on; probes are real tensors.
-        with without_modes(), paused(), torch_defaults(), threads(1) as usual:
+        for_chip = compiling_for(config.machine.soc)
+        with without_modes(), for_chip, paused(), torch_defaults(), threads(1) as usual:
             report = _all_or_nothing(gm, config, builder, usual, builder.has_boundary if builder else boundary)
     report.nodes_before = nodes
     report.timings["total"] = perf_counter() - started

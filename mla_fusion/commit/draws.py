@@ -20,9 +20,11 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.commit.region import Region, same_attribute, same_elements
-from mla_fusion.fx.kinds import argument, is_cast, is_view, op_name, tensor_held
+from mla_fusion.fx.kinds import MODEL_FLOATS, argument, is_cast, is_view, op_name, tensor_held
 from mla_fusion.fx.view import View
+from mla_fusion.meta.number_formats import ELEMENTS
 from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.reference import hifloat8
 
 KINDS = ("normal", "outliers", "edges")
 # Largest integer of a leaf of which no reader says how large it may be. Each is tried where a step fails at the one
@@ -30,6 +32,7 @@ KINDS = ("normal", "outliers", "edges")
 CEILINGS = (100_000, 2_048, 64, 8, 2, 1)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 _INT8 = 40  # standard deviation of drawn int8 values
+_OF_ONE = 127  # the e8m0 code of 1
 _CHANGING = frozenset(("x", "slots", "token_scale", ""))  # drawn anew each time; "" where they are integers or flags
 
 
@@ -41,6 +44,7 @@ class Draws:
     ) -> None:
         """``blocks``: of a cache cut to fewer of them; ``row_constant``: kr_cache holds one number a row."""
         self.view, self.plan, self.region, self.blocks = view, plan, region, blocks
+        self._format = plan.candidate.format
         self._generator = torch.Generator().manual_seed(seed)
         self._pool = torch.randn(65537, generator=self._generator)  # prime length: no period lines up with a row
         self._row_constant = row_constant
@@ -87,7 +91,7 @@ class Draws:
         if value.dtype == torch.bool or (role == "" and value.dtype in _INTEGERS):
             return self._integers(node, shape, value.dtype, kind, ceiling)
         drawn = self._numbers(node, shape, value.dtype, role)
-        if role == "weight" and has_large_channels(kind) and value.is_floating_point():
+        if role == "weight" and has_large_channels(kind) and value.dtype in MODEL_FLOATS:
             for axis in {0, len(shape) - 1}:
                 for place, factor in zip((shape[axis] // 3, shape[axis] // 2), (60, 15), strict=True):
                     drawn.select(axis, place).mul_(factor)
@@ -102,19 +106,21 @@ class Draws:
         return (shape[0] * self.blocks // whole, *shape[1:])
 
     def _numbers(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype, role: str) -> torch.Tensor:
-        pool = self._pool
+        pool, form = self._pool, self._format
         if role == "cache" and self.plan.kv_cache_quant_mode == 3:
             return torch.zeros(shape, dtype=dtype)  # rows that are not written are compared as numbers too
-        if dtype == torch.int8:
+        elements = _INT8 if form is None or form.element == torch.int8 else 1
+        if role in ("scale", "token_scale"):
+            wanted = (1 + pool.clamp(-4, 4) / 8) / (elements * (32 if role == "scale" else 1))
+            pool = wanted if form is None or not form.in_blocks else wanted.log2().round() + _OF_ONE
+        elif form is not None and role in ("weight", "cache") and dtype == form.element:
+            pool = _as_elements(pool, dtype)
+        elif dtype == torch.int8:
             pool = (_INT8 * pool).clamp(-127, 127)
         elif dtype == torch.uint8:
             pool = (_INT8 * pool).abs()
         elif role == "weight":
             pool = (pool / 32).bfloat16()  # what a wider weight holds too
-        elif role == "scale":
-            pool = (1 + pool.clamp(-4, 4) / 8) / (32 * _INT8)
-        elif role == "token_scale":
-            pool = (1 + pool.clamp(-4, 4) / 8) / _INT8
         elif role in ("cache_scale", "inverse"):
             pool = (1 + pool.clamp(-4, 4) / 8) * (_INT8 if role == "cache_scale" else 1 / _INT8)
         elif role == "gamma":
@@ -123,15 +129,16 @@ class Draws:
         if dtype.is_complex:
             parts = [_repeat(pool, shape, start + shift) for shift in (0, 17)]
             return torch.complex(*parts).to(dtype)
-        drawn = _repeat(pool.to(dtype), shape, start)
+        is_codes = dtype == torch.float8_e8m0fnu
+        drawn = _repeat(pool.to(torch.uint8).view(dtype) if is_codes else pool.to(dtype), shape, start)
         is_kr = isinstance(self.plan.caches, InPlace) and node is self.plan.caches.kr_cache
         return drawn[..., :1].expand(shape).contiguous() if self._row_constant and is_kr else drawn
 
     def _tokens(self, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> torch.Tensor:
         tokens, width = math.prod(shape[:-1]), shape[-1]
         x = torch.randn((tokens, width), generator=self._generator)
-        if dtype == torch.int8:
-            return (_INT8 * x).clamp(-127, 127).to(dtype).reshape(shape)
+        if dtype in ELEMENTS:
+            return _as_elements(x, dtype).reshape(shape)
         if kind == "normal":
             x = x * 10 ** (torch.rand((tokens, 1), generator=self._generator) * 3 - 2)  # 0.01 to 10
         if kind == "outliers":
@@ -186,6 +193,13 @@ class Draws:
             block: (slots // size).to(value.dtype),
             offset: (slots % size).reshape(shape).to(offset.meta["val"].dtype),
         }
+
+
+def _as_elements(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Standard normal numbers in a format of one byte."""
+    if dtype == torch.int8:
+        return (_INT8 * numbers).clamp(-127, 127).to(dtype)
+    return hifloat8.encode(numbers) if dtype == torch.uint8 else numbers.to(dtype)
 
 
 def has_large_channels(kind: str) -> bool:

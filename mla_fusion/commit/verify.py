@@ -21,7 +21,7 @@ from mla_fusion.commit.token_counts import counts, kinds_at
 from mla_fusion.emit import results as of_call
 from mla_fusion.emit import rows, targets
 from mla_fusion.fx.build import Recipe, TensorBuilder
-from mla_fusion.fx.kinds import is_mutating
+from mla_fusion.fx.kinds import MODEL_FLOATS, is_mutating
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Failed, Program
 from mla_fusion.fx.shrink import Shrink
@@ -30,6 +30,7 @@ from mla_fusion.meta.spec import TILE_SIZE
 from mla_fusion.paging.tiles import numbers_of_rows
 from mla_fusion.plan.outputs import Replacement
 from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.reference import hifloat8
 from mla_fusion.report.rejection import Refuse
 from mla_fusion.report.report import Figure
 
@@ -44,6 +45,7 @@ _OF_ROUNDING = 6.0  # times what rounding can do to it, where a row of small num
 _STEP, _JITTERS = 2.0**-8, 4
 _CACHES = ("kv_cache", "kr_cache")
 _ROTATED = ("query_rope", "k_pe", "kr_cache")
+_QUANTISED = ("query", "query_norm", "dequant_scale_q_norm", "kv_cache")
 _SMALL_CACHE = 1 << 20  # elements up to which a cache is taken as it is
 _LARGEST_CACHE = 1 << 28
 
@@ -207,6 +209,7 @@ class _Witness:
         if want.shape != got.shape:
             detail = f"{where}: shape {list(got.shape)} in place of {list(want.shape)}"
             raise Refuse("verify.mismatch", detail, (item.node,))
+        want, got = (self._numbers(item, value) for value in (want, got))
         wrong, size = _squares(want, got, owner)
         relative = math.sqrt(float(wrong.sum()) / (float(size.sum()) or 1.0))
         of_rows = torch.where(wrong == 0, 0.0, (wrong / size).sqrt())  # a row of zeros must be one; NaN stays NaN
@@ -220,6 +223,15 @@ class _Witness:
         largest = float((want.double() - got.double()).abs().max()) if want.numel() else 0.0
         return Figure(item.output, relative, largest, want.numel(), row)
 
+    def _numbers(self, item: Replacement, value: torch.Tensor) -> torch.Tensor:
+        """What bytes of a float format stand for."""
+        form = self.plan.candidate.format
+        if form is None or item.output not in _QUANTISED or value.dtype not in (form.element, torch.uint8):
+            return value
+        if item.output == "dequant_scale_q_norm":
+            return value.view(torch.float8_e8m0fnu).float()
+        return hifloat8.decode(value) if form.element == torch.uint8 else value.float()
+
     def _is_rounding(
         self, item: Replacement, want: torch.Tensor, wrong: torch.Tensor, rows_over: torch.Tensor, owner: torch.Tensor
     ) -> bool:
@@ -232,7 +244,7 @@ class _Witness:
         """
         region = self.region
         leaves = [*region.leaves, *region.twins]
-        x = [leaf for leaf, role in region.leaves.items() if role == "x" and leaf.meta["val"].is_floating_point()]
+        x = [leaf for leaf, role in region.leaves.items() if role == "x" and leaf.meta["val"].dtype in MODEL_FLOATS]
         made = [node for node in region.nodes if node in self.plan.candidate.made_of_x]
         memory = dict(zip(leaves, map(_wide, self._given), strict=True))
         program = self._in_float64(leaves)
@@ -241,6 +253,7 @@ class _Witness:
         exact = memory[item.node]
         if not isinstance(exact, torch.Tensor) or exact.shape != want.shape:
             return False
+        exact = self._numbers(item, exact)
         moved, _ = _squares(exact, want, owner)
         generator = torch.Generator().manual_seed(self._seed)
         for changed, inputs in ((x, leaves), (made, [*leaves, *made])):
@@ -250,14 +263,14 @@ class _Witness:
                 for node in changed:
                     given[node] *= 1 + _STEP * torch.randn(given[node].shape, generator=generator, dtype=torch.float64)
                 slot = program.slot(item.node)
-                other = program.run(list(given.values()), [slot])[slot]
+                other = self._numbers(item, program.run(list(given.values()), [slot])[slot])
                 moved = torch.maximum(moved, _squares(exact, other, owner)[0])
         return bool((wrong[rows_over] <= _OF_ROUNDING**2 * moved[rows_over]).all())
 
     def _in_float64(self, inputs: Sequence[Node]) -> Program:
         """The region from these nodes on."""
         nodes = [node for node in self.region.nodes if node not in inputs]
-        return Program(inputs, nodes, self.view.binding, shrink=self._shrink, sized=True)
+        return Program(inputs, nodes, self.view.binding, shrink=self._shrink, sized=True, narrows=True)
 
 
 def _copies(values: Iterable[Any]) -> list[Any]:
@@ -307,7 +320,10 @@ def _squares(want: torch.Tensor, got: torch.Tensor, owner: torch.Tensor) -> tupl
 
 
 def _wide(value: Any) -> Any:
+    """Floats in float64, but for numbers of one byte, which products read by their format."""
     if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return value
+    if value.dtype.itemsize == 1:
         return value
     return value.to(torch.complex128 if value.is_complex() else torch.float64)
 

@@ -25,6 +25,7 @@ from mla_fusion.compile.device_graph import CaptureError, stop, trace
 from mla_fusion.compile.floats import specialise
 from mla_fusion.compile.hook import torchair_pass
 from mla_fusion.config import Config
+from mla_fusion.machine import compiling_for
 from mla_fusion.report.report import Report, reports
 
 
@@ -98,7 +99,8 @@ def lower(
         raise ValueError(f"mode must be one of {', '.join(torchair_bridge.MODES)}, got {mode!r}")
     session = _Session(mode, Config.given(config), hook)
     try:
-        trace(session.backend(), module_or_fn, args, device="npu", dynamic=dynamic)
+        with compiling_for(session.config.machine.soc):
+            trace(session.backend(), module_or_fn, args, device="npu", dynamic=dynamic)
     except CaptureError as error:
         raise LoweringError(str(error)) from error
     except BackendCompilerFailed as error:

@@ -14,12 +14,13 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.quant import Quantised
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fx.build import Builder
+from mla_fusion.meta.number_formats import ELEMENTS
 from mla_fusion.plan.cache_modes import scale_shapes
 from mla_fusion.plan.plan import InPlace, PrologPlan
 from mla_fusion.weights.columns import describe
 
 aten = torch.ops.aten
-Matrix = Callable[[Builder, Projection], Any]  # a weight as [in, out], or its scales as [1, out]
+Matrix = Callable[[Builder, Projection], Any]  # a weight as [in, out], or its scales with as many columns
 Arrange = Callable[[Builder, PrologPlan, Matrix], Any]  # their columns as the kernel wants them
 FRACTAL_NZ = 29
 
@@ -33,14 +34,27 @@ def weight(b: Builder, plan: PrologPlan, name: str, arrange: Arrange, *projectio
 
 def _scale(b: Builder, plan: PrologPlan, name: str, arrange: Arrange, *projections: Projection) -> Any:
     def recipe(b: Builder) -> Any:
-        return dense(b, b.cast(arrange(b, plan, scale_matrix), torch.float32), nz=False)
+        arranged = arrange(b, plan, scale_matrix)
+        if not _in_blocks(plan):
+            return dense(b, b.cast(arranged, torch.float32), nz=False)
+        return _as_e8m0(b, dense(b, b.call(aten.t.default, arranged), nz=False))
 
     parts = [part for item in projections for part in item.by_weight]
     return b.packed(name, recipe, [part.quantised.weight_scale for part in parts if part.quantised is not None])
 
 
+def _in_blocks(plan: PrologPlan) -> bool:
+    form = plan.candidate.format
+    return form is not None and form.in_blocks
+
+
+def _as_e8m0(b: Builder, codes: Any) -> Any:
+    dtype = torch.float8_e8m0fnu
+    return codes if b.dtype(codes) == dtype else b.call(aten.view.dtype, codes, dtype)
+
+
 def quantisation(b: Builder, plan: PrologPlan) -> dict[str, Any]:
-    """The scales of weight_quant_mode 1 and 2, [1, columns] and [T, 1] in float32."""
+    """The scales of a quantised call: [1, columns] and [T, 1] in float32, or [columns, k/32] and [T, k/32] in e8m0."""
     q, k = plan.candidate.query, plan.candidate.key
     if q.up_nope.quantised is None:
         return {}
@@ -49,7 +63,7 @@ def quantisation(b: Builder, plan: PrologPlan) -> dict[str, Any]:
     if smooth is not None:
         given["smooth_scales_cq"] = b.cast(_row(b, b.value(smooth)), torch.float32)
     if q.down.quantised is not None and q.down.quantised.token_scale is not None:
-        given["dequant_scale_x"] = _token_scale(b, q.down.quantised)
+        given["dequant_scale_x"] = _token_scale(b, plan, q.down.quantised)
         given["dequant_scale_w_dq"] = _scale(b, plan, "dequant_scale_w_dq", dq, q.down)
         given["dequant_scale_w_dkv_kr"] = _scale(b, plan, "dequant_scale_w_dkv_kr", dkv_kr, k.down, k.down_rope)
     if isinstance(plan.caches, InPlace):
@@ -59,7 +73,8 @@ def quantisation(b: Builder, plan: PrologPlan) -> dict[str, Any]:
             "k_nope_clip_alpha": CacheScale(None, factor=plan.caches.clip_alpha or 1.0),
         }
         device = plan.token_x.meta["val"].device
-        for name, shape in scale_shapes(plan.kv_cache_quant_mode, len(k.columns), k.rope_dim).items():
+        modes = plan.kv_cache_quant_mode, plan.candidate.weight_quant_mode
+        for name, shape in scale_shapes(modes[0], len(k.columns), k.rope_dim, modes[1]).items():
             given[name] = cache_scale(b, scales[name], shape, device)
     return given
 
@@ -91,11 +106,13 @@ def _row(b: Builder, value: Any) -> Any:
     return value if len(shape) == 2 else b.reshape(value, (1, shape[-1]))
 
 
-def _token_scale(b: Builder, quantised: Quantised) -> Any:
-    """One scale a token, [T, 1] whatever the number of token axes."""
+def _token_scale(b: Builder, plan: PrologPlan, quantised: Quantised) -> Any:
+    """One row of scales a token, [T, 1] or [T, He/32], whatever the number of token axes."""
     assert quantised.token_scale is not None
     value = b.value(quantised.token_scale)
     shape = b.shape(value)
+    if _in_blocks(plan):
+        return _as_e8m0(b, b.call(aten.reshape.default, value, [-1, 2 * shape[-2]]))
     column = value if len(shape) == 2 and shape[1] == 1 else b.call(aten.reshape.default, value, [-1, 1])
     column = b.cast(column, torch.float32)
     if quantised.token_inverse:
@@ -121,17 +138,21 @@ def matrix(b: Builder, projection: Projection) -> Any:
 def _operand(b: Builder, weight: Node) -> Any:
     """As the kernel multiplies it: a model that adds up in float32 widens its bfloat16 weights."""
     value = b.value(weight)
-    return value if b.dtype(value) == torch.int8 else b.cast(value, torch.bfloat16)
+    return value if b.dtype(value) in ELEMENTS else b.cast(value, torch.bfloat16)
 
 
 def scale_matrix(b: Builder, projection: Projection) -> Any:
-    """The scales of an int8 weight's columns as [1, out], so that they are arranged as the weight is."""
+    """The scales of a weight's columns as [1, out], or of its blocks as [in/32, out]: arranged as the weight is."""
     if projection.pieces:
         return b.call(aten.cat.default, [scale_matrix(b, piece) for piece in projection.pieces], 1)
     assert projection.quantised is not None
     scale = projection.quantised.weight_scale
+    form = projection.quantised.format
     columns = projection.weight.meta["val"].shape[projection.weight_labels.index(projection.column_labels[0])]
-    return b.reshape(b.value(scale), (1, columns))
+    if form is None or not form.in_blocks:
+        return b.reshape(b.value(scale), (1, columns))
+    pairs = scale.meta["val"].shape[0]
+    return b.reshape(b.call(aten.permute.default, b.value(scale), [0, 2, 1]), (2 * pairs, columns))
 
 
 def take(b: Builder, matrix: Any, columns: tuple[int, ...], groups: int = 1) -> Any:

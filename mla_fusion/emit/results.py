@@ -30,6 +30,8 @@ def arrange(b: Builder, replacement: Replacement, result: Any) -> Any:
     """The kernel's result in the shape and order of the node that it replaces."""
     wanted = replacement.node.meta["val"]
     order = replacement.order
+    if b.dtype(result) == torch.float8_e8m0fnu and wanted.dtype == torch.uint8:  # the codes of the same scales
+        result = b.call(aten.view.dtype, result, torch.uint8)
     if order is not None and order != tuple(range(len(order))):
         moved = [axis for axis, source in enumerate(order) if axis != source]
         if len(moved) == 2:

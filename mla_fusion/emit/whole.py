@@ -12,7 +12,7 @@ from mla_fusion.emit.results import result_of
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fx.build import Builder
 from mla_fusion.meta.prolog import V3_FUNCTIONAL as KERNEL
-from mla_fusion.plan import cache_modes
+from mla_fusion.plan import cache_modes, weight_modes
 from mla_fusion.plan.plan import InPlace, PrologPlan
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ def inputs(plan: PrologPlan) -> list[Node]:
 
 
 def scales(plan: PrologPlan) -> list[Node]:
-    """Scales of the int8 products and caches, and what smooths c_q; empty where nothing is quantised."""
+    """Scales of the quantised products and caches, and what smooths c_q; empty where nothing is quantised."""
     q, k = plan.candidate.query, plan.candidate.key
     found: list[Node | None] = []
     for item in (q.up_nope, q.up_rope, q.down, k.down, k.down_rope):
@@ -108,8 +108,7 @@ def attributes(plan: PrologPlan) -> dict[str, Any]:
     }
     if plan.query_norm:
         given["query_norm_flag"] = True
-    if plan.candidate.weight_quant_mode:
-        given["weight_quant_mode"] = plan.candidate.weight_quant_mode
+    given |= weight_modes.attributes(plan.candidate.weight_quant_mode, plan.kv_cache_quant_mode)
     given |= cache_modes.attributes(plan.kv_cache_quant_mode)
     if plan.qc_qr_scale != 1.0:
         given["qc_qr_scale"] = plan.qc_qr_scale

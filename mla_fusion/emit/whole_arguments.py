@@ -12,6 +12,7 @@ from mla_fusion.config import Config
 from mla_fusion.emit import whole
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.meta import limits
+from mla_fusion.plan import weight_modes
 from mla_fusion.plan.cache_modes import scale_shapes
 from mla_fusion.plan.plan import InPlace, PrologPlan
 from mla_fusion.report.rejection import Refuse
@@ -35,32 +36,31 @@ def arguments(plan: PrologPlan) -> dict[str, Any]:
     def like(*shape: Any, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return x.new_empty(shape, dtype=dtype)
 
-    of_down, of_up = (torch.bfloat16 if side.quantised is None else torch.int8 for side in (q.down, q.up_nope))
+    mode = plan.candidate.weight_quant_mode
+    element = weight_modes.elements(mode)
     arguments: dict[str, Any] = {
         "token_x": x,
-        "weight_dq": like(x.shape[-1], len(q.norm.columns), dtype=of_down),
-        "weight_uq_qr": like(len(q.norm.columns), heads * (nope + rope), dtype=of_up),
+        "weight_dq": like(x.shape[-1], len(q.norm.columns), dtype=element["weight_dq"]),
+        "weight_uq_qr": like(len(q.norm.columns), heads * (nope + rope), dtype=element["weight_uq_qr"]),
         "weight_uk": like(heads, nope, q.absorb.latent_dim),
-        "weight_dkv_kr": like(x.shape[-1], len(k.columns) + k.rope_dim, dtype=of_down),
+        "weight_dkv_kr": like(x.shape[-1], len(k.columns) + k.rope_dim, dtype=element["weight_dkv_kr"]),
         "rmsnorm_gamma_cq": like(len(q.norm.columns)),
         "rmsnorm_gamma_ckv": like(len(k.columns)),
         "rope_sin": like(*lead, rope),
         "rope_cos": like(*lead, rope),
     }
-    if q.up_nope.quantised is not None and q.up_nope.quantised.dynamic is not None:
-        arguments["dequant_scale_w_uq_qr"] = like(1, heads * (nope + rope), dtype=torch.float32)
-        if (smooth := q.up_nope.quantised.dynamic.smooth) is not None:
-            arguments["smooth_scales_cq"] = like(1, smooth.meta["val"].numel(), dtype=torch.float32)
-    if q.down.quantised is not None:
-        arguments["dequant_scale_x"] = like(prod(lead), 1, dtype=torch.float32)
-        arguments["dequant_scale_w_dq"] = like(1, len(q.norm.columns), dtype=torch.float32)
-        arguments["dequant_scale_w_dkv_kr"] = like(1, len(k.columns) + k.rope_dim, dtype=torch.float32)
+    sizes = {"He": x.shape[-1], "Hcq": len(q.norm.columns), "Hckv": len(k.columns), "N": heads, "D": nope, "Dr": rope}
+    for name, (shape, dtype) in weight_modes.scales(mode, sizes | {"tokens": prod(lead)}).items():
+        arguments[name] = like(*shape, dtype=dtype)
+    dynamic = q.up_nope.quantised.dynamic if q.up_nope.quantised is not None else None
+    if dynamic is not None and dynamic.smooth is not None:
+        arguments["smooth_scales_cq"] = like(1, dynamic.smooth.meta["val"].numel(), dtype=torch.float32)
     if isinstance(plan.caches, InPlace):
         arguments["kr_cache"] = like(0)
         for name, cache, shape in plan.caches.held:
             arguments[name] = like(*shape, dtype=cache.meta["val"].dtype)
         arguments["cache_index"] = like(*lead, dtype=torch.int64)
-        for name, shape in scale_shapes(plan.kv_cache_quant_mode, len(k.columns), k.rope_dim).items():
+        for name, shape in scale_shapes(plan.kv_cache_quant_mode, len(k.columns), k.rope_dim, mode).items():
             arguments[name] = like(*shape, dtype=torch.float32)
     else:
         arguments["kv_cache"] = like(*lead, 1, len(k.columns))

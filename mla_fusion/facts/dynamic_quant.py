@@ -1,9 +1,9 @@
-"""Per-token quantisation to int8: by npu_dynamic_quant, or by whatever nodes compute the same.
+"""Quantisation of rows as the kernel does it: by an npu operator, or to int8 by whatever nodes compute the same.
 
-``values = round(rows * 127 / max|rows|)``, ``scale = max|rows| / 127``. Nodes are run on rows of many magnitudes,
-with the largest element of either sign first, last and elsewhere. Another number of steps, a truncation, or a maximum
-over less or more than a row changes the result. A floor under the maximum that no normed row comes near does not, and
-is allowed.
+``values = round(rows * 127 / max|rows|)``, ``scale = max|rows| / 127``; of float formats, and of blocks of a row, an
+operator says it by its arguments. Nodes are run on rows of many magnitudes, with the largest element of either sign
+first, last and elsewhere. Another number of steps, a truncation, or a maximum over less or more than a row changes the
+result. A floor under the maximum that no normed row comes near does not, and is allowed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,31 @@ from mla_fusion.fx.shrink import WORTHWHILE, Shrink
 from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, peel, reshapes, upward, views_and_casts
+from mla_fusion.meta import number_formats
+from mla_fusion.meta.number_formats import ELEMENTS, INT8, NumberFormat
 
 _FARTHEST = 24  # nodes from int8 values up to the rows
 # Of a probe: the size of a tenth to ten times which its rows are, and what is added to the largest element of each, in
 # standard deviations, so that clipped outliers show.
 _SIZES = ((0.1, 0.0), (1.0, 3.0), (10.0, 30.0))
 _CLOSE = 1e-3  # of a step, and of a scale: 128 steps instead of 127 differ by eight times that
+# What arguments of the operators must be for the kernel's own quantisation, where a release has them.
+_ROWS, _BLOCKS = "npu::npu_dynamic_quant", "npu::npu_dynamic_mx_quant"
+_PLAIN: dict[str, dict[str, object]] = {
+    _ROWS: {"quant_mode": "pertoken", "dst_type_max": 0.0},
+    _BLOCKS: {
+        "round_mode": "rint",
+        "block_size": number_formats.BLOCK,
+        "scale_alg": 0,
+        "dst_type_max": 0.0,
+        "max_low_bound": 0.0,
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicQuant:
-    """``node`` quantises every row of ``source`` to int8, ``smooth`` (per column) multiplied onto it before.
+    """``node`` quantises every row of ``source`` to ``format``, ``smooth`` (per column) multiplied onto it before.
 
     node      the operator, or the int8 values where other nodes compute them
     by_nodes  they do
@@ -45,23 +59,35 @@ class DynamicQuant:
     smooth: Node | None
     by_nodes: bool = False
     scale: Node | None = None
+    format: NumberFormat = INT8
 
 
 def by_operator(operator: Node) -> DynamicQuant | None:
-    """What ``operator`` does, where it is a per-token quantisation to int8."""
-    if op_name(operator) != "npu::npu_dynamic_quant" or operator.meta["val"][0].dtype != torch.int8:
+    """What ``operator`` does, where it is a quantisation that the kernel does itself."""
+    plain = _PLAIN.get(op_name(operator))
+    source = operator.args[0] if plain is not None else None
+    if plain is None or not isinstance(source, Node) or argument(operator, "group_index") is not None:
         return None
-    source, smooth = operator.args[0], argument(operator, "smooth_scales")
-    per_token = argument(operator, "group_index") is None and argument(operator, "quant_mode") == "pertoken"
-    if not per_token or argument(operator, "dst_type_max", 0.0):
+    if any(argument(operator, name) not in (None, wanted) for name, wanted in plain.items()):
         return None
-    return DynamicQuant(node=operator, source=source, smooth=smooth) if isinstance(source, Node) else None
+    in_blocks, rank = op_name(operator) == _BLOCKS, source.meta["val"].dim()
+    form = number_formats.of_dst_type(argument(operator, "dst_type"), in_blocks)
+    if form is None or int(argument(operator, "axis", -1)) % rank != rank - 1:
+        return None
+    return DynamicQuant(node=operator, source=source, smooth=argument(operator, "smooth_scales"), format=form)
 
 
-def int8_behind(activation: Node) -> Node | None:
-    """The int8 tensor that an operand re-indexes or casts, or None."""
+def of_values(values: Node) -> DynamicQuant | None:
+    """The operator's quantisation of which ``values`` are views of the first result."""
+    base = peel(values)
+    maker = base.args[0] if is_getitem(base) and base.args[1] == 0 else None
+    return by_operator(maker) if isinstance(maker, Node) else None
+
+
+def quantised_behind(activation: Node) -> Node | None:
+    """The numbers of one byte that an operand re-indexes or casts, or None."""
     above = upward(activation, views_and_casts)
-    return next((node for node in above if node.meta["val"].dtype == torch.int8), None)
+    return next((node for node in above if node.meta["val"].dtype in ELEMENTS), None)
 
 
 def unsmoothed(view: View, dynamic: DynamicQuant) -> DynamicQuant | None:
@@ -82,7 +108,7 @@ def unsmoothed(view: View, dynamic: DynamicQuant) -> DynamicQuant | None:
 
 
 def results(view: View, dynamic: DynamicQuant, rows: Node) -> Iterator[tuple[Node, bool]]:
-    """What holds int8 values (True) or scales (False) of ``rows``, quantised as ``dynamic`` does."""
+    """What holds quantised values (True) or scales (False) of ``rows``, quantised as ``dynamic`` does."""
     if not dynamic.by_nodes:
         for user in rows.users:
             if view.same(user, dynamic.node):
@@ -113,19 +139,20 @@ class DynamicQuantReader:
     def of_product(self, values: Node, scales: Scales) -> DynamicQuant | None:
         """The quantisation of which ``values`` (an operand) and the token scale of its product are the results."""
         base, token = peel(values), scales.token
-        operator = base.args[0] if is_getitem(base) and base.args[1] == 0 else None
-        if not isinstance(operator, Node):
+        if not is_getitem(base):
             return self._by_nodes(base, token, scales.factor, scales.inverse) if token is not None else None
-        dynamic = by_operator(operator)
+        dynamic = of_values(values)
         if dynamic is None or token is None:
             return dynamic  # without a token scale for the verdict to refuse
+        if dynamic.format is not scales.format:
+            return None  # its numbers are multiplied as other ones
         of_scale = peel(token)
         if not self.view.in_order(of_scale, token):
             return None  # the scales of other tokens than the rows'
         if scales.factor != 1.0 or scales.inverse or not is_getitem(of_scale):
             return None
         maker = of_scale.args[0]
-        theirs = of_scale.args[1] == 1 and isinstance(maker, Node) and self.view.same(maker, operator)
+        theirs = of_scale.args[1] == 1 and isinstance(maker, Node) and self.view.same(maker, dynamic.node)
         return dynamic if theirs else None  # else it is scaled by something else than what it was divided by
 
     def _by_nodes(self, values: Node, token: Node, factor: float, inverse: bool) -> DynamicQuant | None:

@@ -6,12 +6,15 @@ Argument order of the operator: cos before sin, rope cache before latent cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import argument, op_name
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.view import View
+from mla_fusion.meta import number_formats
+from mla_fusion.meta.number_formats import INT8, NumberFormat
 
 _RESULTS = {  # operator -> index of (k_pe, c_kv, kr_cache, kv_cache) among its results
     "npu::npu_kv_rmsnorm_rope_cache": (2, 3, 0, 1),
@@ -28,7 +31,7 @@ class KvOperatorFact:
     """One such node. ``hidden_write`` (v1): the caches change though the schema does not say so.
 
     gives_rows           are the new rows among its results (``is_output_kv``)?
-    kv_scale, kr_scale   multiplied onto the rows before they are rounded to int8; None: rows are cast
+    kv_scale, kr_scale   multiplied onto the rows before they are rounded to a format of one byte; None: rows are cast
     other                an argument that the kernel has no counterpart of (an offset, a separate v), or None
     """
 
@@ -48,6 +51,8 @@ class KvOperatorFact:
     kv_scale: Node | None
     kr_scale: Node | None
     other: str | None
+    kv_format: NumberFormat | None = INT8
+    kr_format: NumberFormat | None = INT8
 
 
 def is_one(node: Node) -> bool:
@@ -78,6 +83,14 @@ def find(view: View) -> list[KvOperatorFact]:
                 kv_scale=argument(node, "c_kv_scale"),
                 kr_scale=argument(node, "k_rope_scale"),
                 other=next((name for name in foreign if argument(node, name) is not None), None),
+                kv_format=_format(tensors["kv_cache"], argument(node, "ckv_cache_dtype")),
+                kr_format=_format(tensors["kr_cache"], argument(node, "k_cache_dtype")),
             )
         )
     return found
+
+
+def _format(cache: Any, number: int | None) -> NumberFormat | None:
+    """What the cache's rows are rounded to where a scale is given; None: none of the known formats."""
+    dtype = cache.meta["val"].dtype
+    return number_formats.of_product((dtype,), (number,))

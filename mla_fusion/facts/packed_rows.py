@@ -1,8 +1,10 @@
-"""Rows of a per-tile quantised cache (kv_cache_quant_mode 3): ``int8 c_kv | bfloat16 k_pe | float32 scales``.
+"""Rows of a per-tile quantised cache (kv_cache_quant_mode 3): ``int8 c_kv | bfloat16 k_pe | float32 scales``; in a
+float format of A5 its numbers in the place of int8.
 
 Read off by running the nodes between the latent, the key and the int8 rows as they are, dtypes and all, on numbers
 that bfloat16 holds: then the key's bytes must come out bit for bit, every scale be ``alpha * max|tile| / 127`` and
 every int8 the nearest number of steps. Another order of the parts, another tile or a truncation is another function.
+In a float format npu_dynamic_block_quant alone may quantise, and everything else moves bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import is_reshape
+from mla_fusion.fx.kinds import Kind, argument, is_cast, is_faithful_cast, is_reshape, kind_of, op_name
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
@@ -20,7 +22,9 @@ from mla_fusion.fx.sizes import is_symbolic, same
 from mla_fusion.fx.view import View
 from mla_fusion.meta.spec import DERIVED, TILE_SIZE
 from mla_fusion.paging.tiles import unpack_rows
+from mla_fusion.reference.formats import FP8, FP8_MAXIMUM
 
+_FLOOR = 1e-4  # under which the kernel keeps no tile's largest
 _FARTHEST = 48  # nodes looked at on the way from the latent to the rows
 
 
@@ -42,35 +46,61 @@ class PackedRows:
 
 
 @measured
-def find(view: View, latent: Rows, key: Rows, shrink: Shrink | None = None) -> PackedRows | None:
-    """The packed rows made of ``latent`` (c_kv) and ``key`` (k_pe), or None."""
+def find(
+    view: View, latent: Rows, key: Rows, shrink: Shrink | None = None, element: torch.dtype = torch.int8
+) -> PackedRows | None:
+    """The packed rows made of ``latent`` (c_kv) and ``key`` (k_pe), or None; ``element``: of a tile."""
     width = DERIVED["Dtile"]({"Hckv": latent.width, "Dr": key.width, "tile": TILE_SIZE})
-    packed = _rows_of_bytes(latent.node, width)
+    packed = _rows_of_bytes(latent.node, width, element)
     if packed is None or latent.width % TILE_SIZE:
         return None
-    program = Program(
-        [latent.node, key.node],
-        nodes_between((latent.node, key.node), packed),
-        view.binding,
-        exact=True,
-        shrink=shrink,
-    )
+    between = nodes_between((latent.node, key.node), packed)
+    if element != torch.int8 and not all(_moves(node) or _quantises_tiles(node, element) for node in between):
+        return None
+    program = Program([latent.node, key.node], between, view.binding, exact=True, shrink=shrink)
     generator = torch.Generator().manual_seed(0)
     tokens = latent.codes.numel() // latent.width
     c_kv, k_pe = (torch.randn(tokens, part.width, generator=generator).bfloat16() for part in (latent, key))
     found = program.run([_arranged(c_kv, latent), _arranged(k_pe, key)])[program.slot(packed)]
     if not isinstance(found, torch.Tensor) or found.numel() != tokens * width:
         return None
-    alpha = _clip(found.reshape(tokens, width).contiguous(), c_kv, k_pe)
+    rows = found.reshape(tokens, width).contiguous()
+    if element != torch.int8:
+        return PackedRows(packed, 1.0) if _is_packed(rows, c_kv, k_pe) else None
+    alpha = _clip(rows, c_kv, k_pe)
     return PackedRows(packed, alpha) if alpha is not None else None
 
 
-def _rows_of_bytes(source: Node, width: int) -> Node | None:
-    """The first int8 tensor of rows that wide which is made of ``source``, through the reshapes behind it."""
+def _moves(node: Node) -> bool:
+    """Bytes, whatever they are read as."""
+    if op_name(node) == "aten::view":  # view.dtype among them
+        return True
+    return kind_of(node) is Kind.MOVEMENT and (not is_cast(node) or is_faithful_cast(node))
+
+
+def _quantises_tiles(node: Node, element: torch.dtype) -> bool:
+    """Is the node npu_dynamic_block_quant of tiles to ``element`` as the kernel does it?"""
+    wanted = {"row_block_size": 1, "col_block_size": TILE_SIZE, "round_mode": "rint", "dst_type_max": 0.0}
+    if op_name(node) != "npu::npu_dynamic_block_quant" or node.meta["val"][0].dtype != element:
+        return False
+    floor = argument(node, "min_scale", 0.0)
+    plain = all(argument(node, name) in (None, value) for name, value in wanted.items())
+    return plain and 0 <= floor <= _FLOOR / FP8_MAXIMUM
+
+
+def _is_packed(rows: torch.Tensor, c_kv: torch.Tensor, k_pe: torch.Tensor) -> bool:
+    values, bits, scale = unpack_rows(rows, hckv=c_kv.shape[-1], dr=k_pe.shape[-1], tile=TILE_SIZE)
+    wanted, of_tiles = FP8.per_tile(c_kv.float(), None, TILE_SIZE)
+    same = torch.equal(values.view(torch.uint8), wanted.view(torch.uint8)) and torch.equal(scale, of_tiles)
+    return same and torch.equal(bits.view(torch.int16), k_pe.view(torch.int16))
+
+
+def _rows_of_bytes(source: Node, width: int, element: torch.dtype) -> Node | None:
+    """The first tensor of bytes of rows that wide which is made of ``source``, through the reshapes behind it."""
     nodes = [source]
     for node in nodes:  # grows as it is walked
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dtype == torch.int8 and same(value.shape[-1], width):
+        if isinstance(value, torch.Tensor) and value.dtype == element and same(value.shape[-1], width):
             readers = list(node.users)
             while len(readers) == 1 and is_reshape(readers[0]):
                 node, readers = readers[0], list(readers[0].users)

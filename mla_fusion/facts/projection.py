@@ -29,7 +29,7 @@ class Projection:
 
     activation, weight   operands of the product
     origin               what the activation re-indexes, casts or quantises: equal for projections of one x
-    quantised            of an int8 product, None of any other
+    quantised            of a quantised product, None of any other
     pieces               projections whose columns stand side by side in this one (a weight in chunks); weight,
                          scales and labels are then the first one's
     """
@@ -228,7 +228,7 @@ def _orient(view: View, product: Contraction, sides: _Sides, reader: DynamicQuan
     left, right = (not view.sources(operand) for operand in (product.left, product.right))
     if not left and not right:
         return None
-    open_question = left and right and product.scales is None  # of an int8 product, the columns have the scales
+    open_question = left and right and product.scales is None  # of a quantised product, the columns have the scales
     turned = open_question and ((_varies(product.right) and not _varies(product.left)) or sides.turned(product))
     right_is_weight = right and not turned
     if right_is_weight:
@@ -263,7 +263,7 @@ def statically_quantised(item: Projection) -> Projection | None:
     quantised = item.quantised
     if quantised is None or quantised.dynamic is not None or quantised.token_scale is not None or item.pieces:
         return None
-    fact = static_quant.by_operator(dynamic_quant.int8_behind(item.activation))
+    fact = static_quant.by_operator(dynamic_quant.quantised_behind(item.activation))
     if fact is None:
         return None
     return replace(item, origin=peel(fact.source), quantised=replace(quantised, static=fact))

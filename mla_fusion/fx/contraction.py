@@ -16,16 +16,21 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import argument, op_name
-from mla_fusion.fx.walk import origin, row_reshapes
+from mla_fusion.fx.walk import codes_of, origin, row_reshapes
+from mla_fusion.meta import number_formats
+from mla_fusion.meta.number_formats import INT8, NumberFormat
 
 Labels = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Scales:
-    """What an int8 product is multiplied by: ``weight`` per column, ``token`` per row (None: static quantisation).
+    """What a quantised product is multiplied by: ``weight`` per column, ``token`` per row (None: static quantisation).
 
-    Rows are multiplied by ``factor * token``, with ``inverse`` by ``factor / token``.
+    Rows are multiplied by ``factor * token``, with ``inverse`` by ``factor / token``. Of a format in blocks both hold
+    the codes of a power of two for each block, ``[k/64, n, 2]`` and ``[.., k/64, 2]``.
+
+    format  of both operands; None: one that no prologue has
     """
 
     weight: Node
@@ -33,6 +38,7 @@ class Scales:
     offset: Node | None = None
     factor: float = 1.0
     inverse: bool = False
+    format: NumberFormat | None = INT8
 
 
 @dataclass(frozen=True)
@@ -192,14 +198,20 @@ def _transpose_batchmatmul(node: Node) -> Contraction | None:
 
 
 def _quant_matmul(node: Node) -> Contraction | None:
-    """int8 by int8, scaled to a float; the packed, grouped and requantising forms are none of a prologue's."""
-    if any(argument(node, name) for name in ("group_sizes", "y_scale")):
+    """One byte by one byte, scaled to a float; the packed and requantising forms are none of a prologue's."""
+    made, requantised = _matmul(node), argument(node, "y_scale")
+    numbers = [argument(node, name) for name in ("x1_dtype", "x2_dtype")]
+    if made is None or requantised is not None or not {*numbers} <= {None, number_formats.HIFLOAT8.number}:
         return None
-    made = _matmul(node)
-    if made is None or any(side.meta["val"].dtype != torch.int8 for side in (made.left, made.right)):
+    dtypes = [side.meta["val"].dtype for side in (made.left, made.right)]
+    if any(dtype.itemsize != 1 for dtype in dtypes):
         return None
     weight, token, offset, bias = (argument(node, name) for name in ("scale", "pertoken_scale", "offset", "bias"))
-    return replace(made, bias=bias, scales=Scales(weight, token, offset))
+    given = [(weight, argument(node, "scale_dtype")), (token, argument(node, "pertoken_scale_dtype"))]
+    scales = [(scale.meta["val"].dtype, number) if scale is not None else None for scale, number in given]
+    form = number_formats.of_product(dtypes, numbers, scales, argument(node, "group_sizes"))
+    held = Scales(codes_of(weight), codes_of(token) if token is not None else None, offset, format=form)
+    return replace(made, bias=bias, scales=held)
 
 
 def _weight_quant_batchmatmul(node: Node) -> Contraction | None:

@@ -162,7 +162,7 @@ _CHOICE = _names(
     log_sigmoid_forward gcd lcm cumprod digamma lgamma asin acos atan2 acosh atanh xlogy special_xlog1py
     quantize_per_tensor quantize_per_channel dequantize isreal isin
     python::lt python::le python::gt python::ge python::eq python::ne python::mod python::floordiv
-    npu::npu_dynamic_quant npu::npu_quantize
+    npu::npu_dynamic_quant npu::npu_dynamic_mx_quant npu::npu_quantize
     """
 )
 

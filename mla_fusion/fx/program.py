@@ -55,9 +55,10 @@ class Failed:
 
 
 def _widen(dtype: torch.dtype) -> torch.dtype:
+    """Numbers of one byte stay what they are: products read them by their format."""
     if dtype.is_complex:
         return torch.complex128
-    return torch.float64 if dtype.is_floating_point else dtype
+    return torch.float64 if dtype.is_floating_point and dtype.itemsize > 1 else dtype
 
 
 def _cast(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +73,7 @@ def _cast(value: Any, *args: Any, **kwargs: Any) -> Any:
         return value
     wide_in = value.is_floating_point() or value.is_complex()
     if wide_in and (wanted.is_floating_point or wanted.is_complex):
-        if value.is_complex() != wanted.is_complex:
+        if value.is_complex() != wanted.is_complex or wanted.itemsize == 1:
             return value.to(_widen(wanted))
         return value
     return value.to(_widen(wanted))
@@ -149,7 +150,7 @@ class Program:
     nodes that compute what an input holds. A node that cannot be probed becomes a step that fails, and so
     does whatever reads it. ``exact`` keeps every dtype and cast as the graph has it; ``sized``: inputs have the
     sizes that ``binding`` gives, so symbolic slices of them can be taken; ``shrink`` runs on fewer tokens than the
-    graph has.
+    graph has; with ``narrows`` a cast to float8 is done, which is else a step that fails.
     """
 
     def __init__(
@@ -161,8 +162,10 @@ class Program:
         exact: bool = False,
         shrink: Shrink | None = None,
         sized: bool = False,
+        narrows: bool = False,
     ) -> None:
         self._binding = binding
+        self._narrows = narrows
         self._exact = exact
         self._sized = sized or exact
         self._shrink = shrink
@@ -239,7 +242,7 @@ class Program:
             return Step(_full, (self._binding.shape(value.shape), filling, dtype), {}, name)
         call: Callable[..., Any]
         if is_cast(node) and not self._exact:
-            _refuse_narrow_cast(node)
+            _refuse_narrow_cast(node, self._narrows)
             call = _cast
         else:
             target = operator_of(node).target
@@ -308,11 +311,11 @@ def _refuse_symbolic_ends(node: Node, name: str) -> None:
         raise Unprobeable(f"{node.name} ({name}) takes a symbolic part")
 
 
-def _refuse_narrow_cast(node: Node) -> None:
+def _refuse_narrow_cast(node: Node, narrows: bool) -> None:
     """A cast through float8 is quantisation; it is never looked through."""
     produced = node.meta.get("val")
     source = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
-    for value in (produced, source):
+    for value in (source,) if narrows else (produced, source):
         dtype = getattr(value, "dtype", None)
         if dtype is not None and dtype.is_floating_point and dtype not in MODEL_FLOATS:
             raise Unprobeable(f"cast to or from {str(dtype).removeprefix('torch.')}")

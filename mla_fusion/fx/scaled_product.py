@@ -19,6 +19,7 @@ from mla_fusion.fx.contraction import Contraction, Labels, Scales
 from mla_fusion.fx.kinds import is_cast, is_reshape, op_name
 from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.walk import exact_casts, input_of, origin, upward
+from mla_fusion.meta.number_formats import INT8
 
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
@@ -42,7 +43,7 @@ def read(product: Contraction) -> Contraction | None:
         return None
     steps = _Steps(node, node.meta["val"].shape[-1], is_int8=rows[0].meta["val"].dtype == torch.int8)
     if given is not None:
-        if given.token is not None or given.offset is not None:
+        if given.token is not None or given.offset is not None or given.format is not INT8:
             return None
         if node.meta["val"].dtype != torch.int32:  # that is npu_quant_matmul's sum before it is scaled
             steps.weight = given.weight

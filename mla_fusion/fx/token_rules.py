@@ -70,9 +70,10 @@ class RuledAxis(TokenAxis):
         return replace(place, axis=place.axis - (axis < place.axis))
 
     def _quantised(self, node: Node) -> Place:
-        """npu_dynamic_quant: values, and a scale for each row."""
-        place = self._place(node.args[0])
-        if place.axis == len(shape_of(node)) - 1:
+        """Values, and scales of each row's own: of a whole row, or of blocks along an ``axis``."""
+        place, rank = self._place(node.args[0]), len(shape_of(node))
+        per_row = argument(node, "quant_mode", "pertoken") == "pertoken" and argument(node, "group_index") is None
+        if place.axis == int(argument(node, "axis", -1)) % rank or not per_row:
             raise Break(f"{node.name} ({node.target}) has one scale for many tokens")
         return place
 
@@ -255,5 +256,6 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("aten::index", "aten::_unsafe_index"), RuledAxis._indexed),
     "aten::index_select": RuledAxis._index_selected,
     "npu::npu_dynamic_quant": RuledAxis._quantised,
+    "npu::npu_dynamic_mx_quant": RuledAxis._quantised,
     **dict.fromkeys(("aten::slice_scatter", "aten::select_scatter", "aten::copy"), RuledAxis._written),
 }

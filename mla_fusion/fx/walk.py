@@ -63,6 +63,19 @@ def peel(node: Node) -> Node:
     return origin(node, views_and_model_casts)
 
 
+def codes_of(node: Node) -> Node:
+    """The bytes of which the node is another reading (e8m0 scales, held as uint8), or itself."""
+    reading = origin(node, _detached)  # AOT detaches what view.dtype gives
+    source = input_of(reading)
+    if op_name(reading) != "aten::view" or not isinstance(reading.args[1], torch.dtype) or source is None:
+        return node
+    return source if source.meta["val"].dtype.itemsize == node.meta["val"].dtype.itemsize == 1 else node
+
+
+def _detached(node: Node) -> Node | None:
+    return input_of(node) if op_name(node) == "aten::detach" else None
+
+
 # -- policies
 
 

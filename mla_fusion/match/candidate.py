@@ -16,6 +16,7 @@ from mla_fusion.facts.rope import RopeFact, Table
 from mla_fusion.facts.unabsorbed import UnabsorbedFact
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.tokens import Tokens
+from mla_fusion.meta.number_formats import NumberFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +118,11 @@ class KeyHalf:
         return 0
 
     @property
+    def format(self) -> NumberFormat | None:
+        """Of the weights of the projections that the call replaces, some at least; None: bfloat16."""
+        return None
+
+    @property
     def nodes(self) -> tuple[Node, ...]:
         """The rare nodes, for messages."""
         k = self.key
@@ -166,10 +172,16 @@ class Candidate(KeyHalf):
 
     @property
     def weight_quant_mode(self) -> int:
-        """0 no int8 weight, 1 W_uq_qr alone, 2 all three projections (the verdict has seen that it is one of them)."""
-        if self.query.up_nope.quantised is None:
+        """0 nothing quantised, else that of the format (the verdict has seen that there is one)."""
+        form = self.format
+        if form is None:
             return 0
-        return 1 if self.query.down.quantised is None else 2
+        return form.partial or 0 if self.query.down.quantised is None else form.full
+
+    @property
+    def format(self) -> NumberFormat | None:
+        quantised = self.query.up_nope.quantised
+        return quantised.format if quantised is not None else None
 
     @property
     def nodes(self) -> tuple[Node, ...]:

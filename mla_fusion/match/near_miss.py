@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from mla_fusion.facts.absorb import AbsorbFact, uniform_factor
 from mla_fusion.facts.cache_write import input_behind
-from mla_fusion.facts.dynamic_quant import int8_behind
+from mla_fusion.facts.dynamic_quant import of_values, quantised_behind
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.facts.rope import RopeFact
@@ -86,9 +86,9 @@ class Diagnosis:
         return prod(shape[item.weight_labels.index(label)] for label in item.batch)
 
     def quantised_otherwise(self, facts: Facts) -> NearMiss | None:
-        """A normed latent that reaches a linear layer as int8, but not by the kernel's quantisation."""
+        """A normed latent that reaches a linear layer quantised, but not by the kernel's quantisation."""
         for item in self.projections:
-            values = int8_behind(item.activation) if item.is_flat else None
+            values = quantised_behind(item.activation) if item.is_flat else None
             if values is None:
                 continue
             for down, cone in facts.items():
@@ -113,8 +113,7 @@ class Diagnosis:
                     detail = f"the key is rotated at {rope.node.name}, and no latent beside it is normed in this graph"
                     return NearMiss(Refuse("kv_latent.absent", detail), (norm.node, rope.node))
                 if up is not None:
-                    static = up.quantised is not None and up.quantised.token_scale is None
-                    code = "quant.static" if static else "quant.scale" if up.quantised else "q_lora.interrupted"
+                    code = _between_norm_and(up)
                     detail = f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
                     barrier = self.view.barriers.get(up.origin)
                     detail += f"; {barrier.detail}" if barrier is not None else ""
@@ -349,6 +348,18 @@ class Diagnosis:
 
     def _numel(self, value: torch.Tensor) -> int:
         return prod(self.view.binding.shape(value.shape))
+
+
+def _between_norm_and(up: Projection) -> str:
+    """The code of what stands between a norm and the projection of it."""
+    if up.quantised is None:
+        return "q_lora.interrupted"
+    if up.quantised.token_scale is None:
+        return "quant.static"
+    if up.quantised.dynamic is not None:
+        return "q_lora.interrupted"  # before it was quantised
+    known = of_values(up.activation)
+    return "quant.scale" if known is not None and known.format is up.quantised.format else "quant.dynamic"
 
 
 _QUANTISING = frozenset("aten::div aten::mul aten::round aten::clamp".split())

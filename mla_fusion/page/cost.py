@@ -12,8 +12,8 @@ from mla_fusion.machine import Machine
 from mla_fusion.meta import ContractError, explain_call
 from mla_fusion.meta.explain import CallExplanation
 from mla_fusion.meta.roofline import Cost
-from mla_fusion.meta.spec import DERIVED, TILE_SIZE
-from mla_fusion.plan.cache_modes import attributes, scale_shapes
+from mla_fusion.meta.spec import ACTIVATION, CACHE_QUANTS, DERIVED, ELEMENT, TILE_SIZE, Dtype
+from mla_fusion.plan import cache_modes, weight_modes
 
 if TYPE_CHECKING:
     from mla_fusion.report.report import Fusion
@@ -102,37 +102,38 @@ def _call(fusion: Fusion, tokens: int) -> dict[str, Any]:
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    outer = torch.int8 if quant == 2 else torch.bfloat16
-    inner = torch.int8 if quant else torch.bfloat16
-    of_kv, of_kr = (torch.int8 if kv_quant in modes else torch.bfloat16 for modes in ((1, 2, 3), (2,)))
+    element = weight_modes.elements(quant)
+    cache = CACHE_QUANTS[kv_quant]
+    of_kind = {ACTIVATION: torch.bfloat16, ELEMENT: element["weight_uq_qr"]}
     packed = DERIVED["Dtile"]({"Hckv": hckv, "Dr": rope, "tile": TILE_SIZE})
     paged = fusion.cache_mode.startswith("PA")
     lead = (-(-tokens // _BLOCK), _BLOCK) if paged else (tokens,)
     call: dict[str, Any] = {
-        "token_x": empty(tokens, he, dtype=outer),
-        "weight_dq": empty(he, hcq, dtype=outer),
-        "weight_uq_qr": empty(hcq, heads * (nope + rope), dtype=inner),
+        "token_x": empty(tokens, he, dtype=element["token_x"]),
+        "weight_dq": empty(he, hcq, dtype=element["weight_dq"]),
+        "weight_uq_qr": empty(hcq, heads * (nope + rope), dtype=element["weight_uq_qr"]),
         "weight_uk": empty(heads, nope, hckv),
-        "weight_dkv_kr": empty(he, hckv + rope, dtype=outer),
+        "weight_dkv_kr": empty(he, hckv + rope, dtype=element["weight_dkv_kr"]),
         "rmsnorm_gamma_cq": empty(hcq),
         "rmsnorm_gamma_ckv": empty(hckv),
         "rope_sin": empty(tokens, rope),
         "rope_cos": empty(tokens, rope),
-        "kv_cache": empty(*lead, 1, packed if kv_quant == 3 else hckv, dtype=of_kv),
-        "kr_cache": empty(0) if kv_quant == 3 else empty(*lead, 1, rope, dtype=of_kr),
+        "kv_cache": empty(*lead, 1, packed if cache.kr is None else hckv, dtype=_dtype(cache.kv, of_kind)),
+        "kr_cache": empty(0) if cache.kr is None else empty(*lead, 1, rope, dtype=_dtype(cache.kr, of_kind)),
         "cache_mode": fusion.cache_mode if paged else "TND",
-        "weight_quant_mode": quant,
-        **attributes(kv_quant),
+        **weight_modes.attributes(quant, kv_quant),
+        **cache_modes.attributes(kv_quant),
     }
-    scales = {
-        "dequant_scale_w_uq_qr": (quant, (1, heads * (nope + rope))),
-        "dequant_scale_x": (quant == 2, (tokens, 1)),
-        "dequant_scale_w_dq": (quant == 2, (1, hcq)),
-        "dequant_scale_w_dkv_kr": (quant == 2, (1, hckv + rope)),
-    }
-    shapes = {name: shape for name, (given, shape) in scales.items() if given} | scale_shapes(kv_quant, hckv, rope)
-    call |= {name: empty(*shape, dtype=torch.float32) for name, shape in shapes.items()}
+    sizes = {"He": he, "Hcq": hcq, "Hckv": hckv, "N": heads, "D": nope, "Dr": rope, "tokens": tokens}
+    for name, (shape, dtype) in weight_modes.scales(quant, sizes).items():
+        call[name] = empty(*shape, dtype=dtype)
+    for name, shape in cache_modes.scale_shapes(kv_quant, hckv, rope, quant).items():
+        call[name] = empty(*shape, dtype=torch.float32)
     return call | ({"cache_index": empty(tokens, dtype=torch.int64)} if paged else {})
+
+
+def _dtype(kind: Dtype, of_kind: dict[str, torch.dtype]) -> torch.dtype:
+    return of_kind[kind] if isinstance(kind, str) else kind
 
 
 def _row(tokens: int, name: str, cost: Cost) -> tuple[str, ...]:

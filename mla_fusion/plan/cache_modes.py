@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mla_fusion.meta.spec import CACHE_QUANTS
+from mla_fusion.meta.spec import CACHE_QUANTS, CLIP_WEIGHT_MODES
 
 
 def attributes(mode: int) -> dict[str, int]:
@@ -17,7 +17,13 @@ def attributes(mode: int) -> dict[str, int]:
     return {name: value for name, value in given.items() if value}
 
 
-def scale_shapes(mode: int, latent: int, rope: int) -> dict[str, tuple[int, ...]]:
-    """The float32 arguments of a mode, by name; ``latent`` is Hckv, ``rope`` Dr."""
+def scale_shapes(mode: int, latent: int, rope: int, weight_mode: int) -> dict[str, tuple[int, ...]]:
+    """The float32 arguments of a mode beside a weight_quant_mode, by name; ``latent`` is Hckv, ``rope`` Dr."""
     sizes = {"1": 1, "Hckv": latent, "Dr": rope}
-    return {name: tuple(sizes[axis] for axis in axes.split()) for name, axes in CACHE_QUANTS[mode].required.items()}
+    required = CACHE_QUANTS[mode].required.items()
+    clips = weight_mode in CLIP_WEIGHT_MODES
+    return {
+        name: tuple(sizes[axis] for axis in axes.split())
+        for name, axes in required
+        if clips or name != "k_nope_clip_alpha"
+    }

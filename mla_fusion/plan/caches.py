@@ -19,6 +19,7 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes, reshapes_and_exact_casts, upward
 from mla_fusion.match.candidate import KeyHalf
 from mla_fusion.meta import layout
+from mla_fusion.meta.number_formats import INT8
 from mla_fusion.plan.int8_query import Int8Query
 from mla_fusion.plan.outputs import Replacement, ValueTree, live_users, whole_readers
 from mla_fusion.plan.plan import InPlace, Staged
@@ -59,7 +60,8 @@ class WritePlanner:
 
     def as_quantised(self, kv: CacheScale | None, kr: CacheScale | None) -> Int8Query | str | None:
         """The query that goes with caches scaled so (None: none of its own), or why the operator does not scale so."""
-        return None
+        others = [scale.format.name for scale in (kv, kr) if scale is not None and scale.format is not INT8]
+        return f"the operator writes no {others[0]} rows" if others else None
 
     def write_of(self, name: str) -> tuple[WriteFact | str, CacheScale | None]:
         """The write of the new rows by which the operator's takes its place; why there is none."""

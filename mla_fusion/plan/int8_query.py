@@ -1,5 +1,5 @@
-"""The query as int8 attention wants it (query_quant_mode 1): int8 with a scale for each token and head, and
-query_rope brought to the scale of the products of int8 query and int8 cache.
+"""The query as int8 or float8 attention wants it (query_quant_mode 1): in the cache's format with a scale for each
+token and head, and query_rope brought to the scale of the products of such a query and cache.
 
     query_int8, scale = npu_dynamic_quant(query)        query_rope * (quant_scale_ckv / scale)
 
@@ -41,12 +41,13 @@ def find(
     view: View, query: ValueTree, rope: ValueTree, latent_dim: int, cache_scale: CacheScale, shrink: Shrink | None,
     tokens: Tokens | None = None,
 ) -> Int8Query | str:
-    """The int8 query, or why the graph does not use the query so."""
+    """The quantised query, or why the graph does not use the query so."""
     readers = [user for users in query.readers().values() for user in users]
     dynamic = dynamic_quant.by_operator(readers[0]) if readers else None
     others = [user for user in readers if dynamic is None or not view.same(user, dynamic.node)]
-    if dynamic is None or dynamic.smooth is not None or others:
-        return f"{(others or readers or query.roots)[0].name} reads the query in bfloat16"
+    if dynamic is None or dynamic.smooth is not None or dynamic.format is not cache_scale.format or others:
+        reader = (others or readers or query.roots)[0]
+        return f"{reader.name} reads the query otherwise than in {cache_scale.format.name}"
     trees = quantised_rows(view, query, latent_dim, dynamic, shrink, tokens)
     if trees is None or trees[1] is None:
         return f"{dynamic.node.name} does not quantise the query of each token and head by itself"
@@ -84,7 +85,7 @@ def _brought_to_scale(
 
 
 def _unscaled(node: Node) -> str:
-    return f"{node.name} reads query_rope before it is brought to the scale of the int8 query"
+    return f"{node.name} reads query_rope before it is brought to the scale of the quantised query"
 
 
 def _forward(starts: list[Node]) -> list[Node]:

@@ -27,6 +27,7 @@ from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
+from mla_fusion.plan.weight_modes import scales_of_row
 from mla_fusion.report.rejection import Refuse
 
 
@@ -164,8 +165,8 @@ class ValueTree:
 def quantised_rows(
     view: View, rows: ValueTree, width: int, dynamic: DynamicQuant, shrink: Shrink | None, tokens: Tokens | None = None
 ) -> tuple[ValueTree, ValueTree | None] | None:
-    """The int8 values of ``rows`` and their scales, over all quantisations that equal ``dynamic`` (a projection and an
-    indexer may each have their own); None where one is not of whole rows, each ``width`` wide.
+    """The quantised values of ``rows`` and their scales, over all quantisations that equal ``dynamic``; None where one
+    is not of whole rows, each ``width`` wide. (A projection and an indexer may each have their own.)
     """
     values: dict[Node, torch.Tensor] = {}
     scales: dict[Node, torch.Tensor] = {}
@@ -181,6 +182,9 @@ def quantised_rows(
             number = codes[..., 0] // width
             if dynamic.by_nodes and len(result.meta["val"].shape) == codes.dim():
                 number = number.unsqueeze(-1)
+            if dynamic.format.in_blocks:  # in pairs, [.., width / 64, 2]
+                of_row = torch.arange(scales_of_row(dynamic.format, width)).reshape(-1, 2)
+                number = number[..., None, None] * of_row.numel() + of_row
             (values if holds_values else scales)[result] = codes if holds_values else number
     if not values or not (scales or dynamic.by_nodes):
         return None

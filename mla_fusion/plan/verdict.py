@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import prod
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -18,6 +19,7 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, peel, upward, views_and_exact_casts, views_and_model_casts
 from mla_fusion.match.candidate import Candidate, KeyHalf, KeySide
 from mla_fusion.match.finder import rotation_ratio
+from mla_fusion.meta.number_formats import BLOCK, INT8, NumberFormat
 from mla_fusion.report.rejection import Refuse
 
 
@@ -107,7 +109,8 @@ def _int8_products(view: View, candidate: Candidate) -> None:
     absorbed = candidate.query.absorb.projection.node
     for item in (item for item in candidate.projections if item.node is not absorbed):
         how, bias = item.quantised, item.product.bias
-        if how is None or how.token_scale is not None or item.activation.meta["val"].dtype != torch.int8:
+        by_scale = how is not None and how.token_scale is None and how.format is INT8
+        if how is None or not by_scale or item.activation.meta["val"].dtype != torch.int8:
             raise Refuse("quant.not_static", f"{item.node.name} by {item.weight.name}", (item.node, item.weight))
         columns = item.weight.meta["val"].shape[item.weight_labels.index(item.column_labels[0])]
         scale = how.weight_scale.meta["val"]
@@ -122,7 +125,7 @@ def _int8_products(view: View, candidate: Candidate) -> None:
 
 @measured
 def _quantisation(view: View, candidate: Candidate) -> None:
-    """One of the weight_quant_modes 0, 1 and 2, each int8 value and its scales used by all that share it."""
+    """One of the weight_quant_modes, each quantised value and its scales used by all that share it."""
     q, k = candidate.query, candidate.key
     down = [part for item in (q.down, k.down, k.down_rope) for part in item.by_weight]
     up = [part for item in (q.up_nope, q.up_rope) for part in item.by_weight]
@@ -130,21 +133,33 @@ def _quantisation(view: View, candidate: Candidate) -> None:
     if not quantised:
         return
     for item in quantised:
-        _scales(view, item)
-    of_down, of_up = ({item.quantised is not None for item in items} for items in (down, up))
-    if len(of_down) > 1 or of_up != {True}:
-        unquantised = [item.node.name for item in (*down, *up) if item.quantised is None]
-        names = ", ".join(item.node.name for item in quantised)
-        raise Refuse("quant.mixed", f"{names} int8, {', '.join(unquantised)} not", (quantised[0].node,))
-    for items in (down, up) if of_down == {True} else (up,):
-        first, *others = (_int8_input(view, item) for item in items)
+        if _format(item) is not None:
+            _scales(view, item)
+    of_down, of_up = ({_format(item) for item in items} for items in (down, up))
+    form = _format(up[0])
+    whole = of_down == of_up == {form}
+    if not whole and (of_up != {form} or of_down != {None} or form is None or form.partial is None):
+        names = ", ".join(f"{item.node.name} {_name_of(item)}" for item in (*down, *up))
+        raise Refuse("quant.mixed", names, (quantised[0].node,))
+    for items in (down, up) if whole else (up,):
+        first, *others = (_quantised_input(view, item) for item in items)
         if any(other != first for other in others):
             names = ", ".join(dict.fromkeys(item.activation.name for item in items))
-            raise Refuse("quant.tokens_differ", f"int8 activations {names}", tuple(item.node for item in items))
+            raise Refuse("quant.tokens_differ", f"quantised activations {names}", tuple(item.node for item in items))
 
 
-def _int8_input(view: View, item: Projection) -> tuple[object, ...]:
-    """What is equal for projections that read one int8 tensor with one scale a token."""
+def _format(item: Projection) -> NumberFormat | None:
+    return item.quantised.format if item.quantised is not None else None
+
+
+def _name_of(item: Projection) -> str:
+    """The format as messages have it."""
+    form = _format(item)
+    return form.name if form is not None else "in bfloat16" if item.quantised is None else "in another format"
+
+
+def _quantised_input(view: View, item: Projection) -> tuple[object, ...]:
+    """What is equal for projections that read one quantised tensor with the same scales."""
     quantised = item.quantised
     assert quantised is not None and quantised.token_scale is not None
     numbers = _value(view, item.activation), _value(view, quantised.token_scale)
@@ -161,21 +176,34 @@ def _value(view: View, node: Node) -> tuple[str, int]:
 def _scales(view: View, item: Projection) -> None:
     quantised = item.quantised
     assert quantised is not None
-    if item.activation.meta["val"].dtype != torch.int8:
+    if quantised.format is INT8 and item.activation.meta["val"].dtype != torch.int8:
         detail = f"{item.node.name} multiplies {item.activation.name} by {item.weight.name}"
         raise Refuse("quant.weights_only", detail, (item.node, item.weight))
     if quantised.token_scale is None:
         raise Refuse("quant.static", f"{item.node.name} has no pertoken_scale", (item.node,))
     if quantised.offset is not None:
         raise Refuse("quant.scale", f"{item.node.name} adds {quantised.offset.name}", (item.node, quantised.offset))
-    columns = item.weight.meta["val"].shape[item.weight_labels.index(item.column_labels[0])]
-    tokens = view.binding.shape(item.node.meta["val"].shape[:-1])
-    for scale, wanted in ((quantised.weight_scale, columns), (quantised.token_scale, prod(tokens))):
-        value = scale.meta["val"]
-        count = prod(view.binding.shape(value.shape))
-        if value.dtype not in (torch.float32, torch.bfloat16) or count != view.binding.size(wanted):
+    for scale, wanted in zip((quantised.weight_scale, quantised.token_scale), _scale_shapes(item), strict=True):
+        value, of_blocks = scale.meta["val"], quantised.format is not None and quantised.format.in_blocks
+        shape, needed = view.binding.shape(value.shape), view.binding.shape(wanted)
+        fits = shape == needed if of_blocks else prod(shape) == prod(needed)
+        if value.dtype not in (_CODES if of_blocks else _FACTORS) or not fits:
             found = f"{scale.name} of {item.node.name} is {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-            raise Refuse("quant.scale", f"{found}, {wanted} values are needed", (item.node, scale))
+            raise Refuse("quant.scale", f"{found}, {list(wanted)} is needed", (item.node, scale))
+
+
+def _scale_shapes(item: Projection) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Of the weight's scales and of the tokens', as npu_quant_matmul has them."""
+    form, weight, labels = _format(item), item.weight.meta["val"].shape, item.weight_labels
+    columns, lead = weight[labels.index(item.column_labels[0])], item.activation.meta["val"].shape[:-1]
+    if form is None or not form.in_blocks:
+        return (columns,), tuple(lead)
+    pairs = weight[labels.index(item.summed[0])] // (2 * BLOCK)
+    return (pairs, columns, 2), (*lead, pairs, 2)
+
+
+_FACTORS = (torch.float32, torch.bfloat16)
+_CODES = (torch.uint8, torch.float8_e8m0fnu)
 
 
 @measured
@@ -198,7 +226,8 @@ def _rotation(view: View, candidate: Candidate) -> None:
 @measured
 def _dtypes(view: View, candidate: Candidate) -> None:
     for item in candidate.projections:
-        operand = torch.int8 if item.quantised is not None else torch.bfloat16
+        form = _format(item)
+        operand = form.element if form is not None else torch.bfloat16
         roles = (("activation", item.activation, operand), ("weight", item.weight, operand))
         for role, node, wanted in (*roles, ("product", item.node, torch.bfloat16)):
             dtype = node.meta["val"].dtype

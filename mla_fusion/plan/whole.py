@@ -20,6 +20,7 @@ from mla_fusion.plan import verdict
 from mla_fusion.plan.outputs import Replacement, ValueTree, is_live, keeps_nothing, leads_only_to, quantised_rows
 from mla_fusion.plan.plan import InPlace, PrologPlan, Staged
 from mla_fusion.plan.planner import Planner
+from mla_fusion.plan.weight_modes import scales_of_row
 from mla_fusion.plan.whole_caches import CachesOfWhole
 from mla_fusion.report.rejection import Refuse
 
@@ -48,7 +49,7 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
             self._follow_quantised_norm()
 
     def _follow_quantised_norm(self) -> None:
-        """The kernel gives c_q out as int8 and scales, so those are what its readers must read."""
+        """The kernel gives c_q out quantised, with its scales, so those are what its readers must read."""
         candidate = self.candidate
         if self._normed == ("query_norm",):
             self._normed = ("query_norm", "dequant_scale_q_norm")
@@ -64,7 +65,8 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
             self.trees |= {name: tree for name, tree in zip(self._normed, trees, strict=False) if tree is not None}
 
     def token_choices(self, wanted: torch.dtype | None = None) -> list[Node]:
-        return super().token_choices(torch.bfloat16 if self.candidate.query.down.quantised is None else torch.int8)
+        form = self.candidate.format if self.candidate.query.down.quantised is not None else None
+        return super().token_choices(torch.bfloat16 if form is None else form.element)
 
     def plan_at(self, token_x: Node) -> PrologPlan:
         q, k = self.candidate.query, self.candidate.key
@@ -75,7 +77,7 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
             "query_rope": (*lead, q.rope.heads, q.rope.rope_dim),
             "dequant_scale_q_nope": (math.prod(lead), q.absorb.heads, 1),
             "query_norm": (*lead, len(q.norm.columns)),
-            "dequant_scale_q_norm": (math.prod(lead), 1),
+            "dequant_scale_q_norm": (math.prod(lead), scales_of_row(self.candidate.format, len(q.norm.columns))),
         }
         ups = [part.node for item in (q.up_nope, q.up_rope) for part in item.by_weight]
         interleaved = q.rope.layout == "interleaved" and self.config.kr_layout == "exact"

@@ -20,6 +20,7 @@ from mla_fusion.fx.sizes import same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.meta import layout, limits
+from mla_fusion.meta.number_formats import INT8
 from mla_fusion.plan import int8_query
 from mla_fusion.plan.caches import Placement, WritePlanner, in_ratio, shaped, staged_by
 from mla_fusion.plan.int8_query import Int8Query
@@ -68,9 +69,11 @@ class CachesOfWhole(WritePlanner):
             return None
         weights = self.candidate.weight_quant_mode
         mode = 2 if kr is not None else 1
-        if kv is None or not self._takes(mode):
-            which = "both caches" if kv and kr else "one cache"
-            return f"int8 rows of {which} do not go with weight_quant_mode {weights}"
+        element = self.candidate.format.element if self.candidate.format is not None else None
+        others = [scale.format.name for scale in (kv, kr) if scale is not None and scale.format.element != element]
+        if kv is None or others or not self._takes(mode):
+            which, name = "both caches" if kv and kr else "one cache", (others or ["quantised"])[0]
+            return f"{name} rows of {which} do not go with weight_quant_mode {weights}"
         if mode == 2:
             return None
         if kv.node is not None and math.prod(kv.node.meta["val"].shape) != 1:
@@ -92,13 +95,14 @@ class CachesOfWhole(WritePlanner):
     # -- one cache of packed rows
 
     def packed(self, token_x: Node) -> Placement | None:
-        """Rows of int8 tiles, key and scales in one cache; None where the graph packs no such rows."""
-        if torch.int8 not in self.view.held_dtypes:
+        """Rows of quantised tiles, key and scales in one cache; None where the graph packs no such rows."""
+        form = self.candidate.format or INT8
+        if form.element not in self.view.held_dtypes:
             return None
         latent, key = self.trees["c_kv"], self.trees["k_pe"]
         columns, rope, shrink = len(self.key.columns), self.key.rope_dim, self.candidate.shrink
         of_latent, of_key = (_rows(tree, width) for tree, width in ((latent, columns), (key, rope)))
-        rows = packed_rows.find(self.view, of_latent, of_key, shrink) if of_latent and of_key else None
+        rows = packed_rows.find(self.view, of_latent, of_key, shrink, form.element) if of_latent and of_key else None
         if rows is None:
             return None
         if not self._takes(3):
@@ -143,7 +147,10 @@ class CachesOfWhole(WritePlanner):
         if operator.cache_mode is None or operator.other is not None:
             detail = f"{operator.node.name} has {operator.other or 'another cache_mode'}"
             raise Refuse("cache.operator_mode", detail, (operator.node,))
-        scales = [CacheScale(node) if node is not None else None for node in (operator.kv_scale, operator.kr_scale)]
+        both = ((operator.kv_scale, operator.kv_format), (operator.kr_scale, operator.kr_format))
+        if any(node is not None and form is None for node, form in both):
+            raise Refuse("quant.cache", f"{operator.node.name} writes a cache of another format", (operator.node,))
+        scales = [CacheScale(node, format=form) if node is not None and form else None for node, form in both]
         query = self.as_quantised(*scales)
         if isinstance(query, str):
             raise Refuse("quant.cache", f"{operator.node.name}: {query}", (operator.node,))

@@ -23,12 +23,18 @@ from mla_fusion.reference.norm_rope import (
 from mla_fusion.reference.preprocess_forms import npu_mla_preprocess, npu_mla_preprocess_out
 from mla_fusion.reference.prolog import npu_mla_prolog_v3, npu_mla_prolog_v3_functional
 from mla_fusion.reference.prolog_v1_v2 import npu_mla_prolog, npu_mla_prolog_v2
-from mla_fusion.reference.quant_operators import npu_dynamic_block_quant, npu_dynamic_quant, npu_quantize
+from mla_fusion.reference.quant_operators import (
+    npu_dynamic_block_quant,
+    npu_dynamic_mx_quant,
+    npu_dynamic_quant,
+    npu_quantize,
+)
 from mla_fusion.reference.sparse_attention import npu_sparse_flash_attention
 
 __all__ = [
     "npu_add_rms_norm",
     "npu_dynamic_block_quant",
+    "npu_dynamic_mx_quant",
     "npu_dynamic_quant",
     "npu_format_cast",
     "npu_interleave_rope",

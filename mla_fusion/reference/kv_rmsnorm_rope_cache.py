@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_fusion.reference import cache
+from mla_fusion.reference import cache, hifloat8
+from mla_fusion.reference.formats import to_fp8
 from mla_fusion.reference.numerics import interleave_rope, rms_norm, working_dtype
 from mla_fusion.reference.quantize import to_int8
 
@@ -122,7 +123,10 @@ def _cast(x: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Tensor | 
     if scale is None:
         return x.to(dtype)
     x = x * scale.to(x.dtype)
-    return to_int8(x if offset is None else x + offset.to(x.dtype))
+    return _ROUNDED[dtype](x if offset is None else x + offset.to(x.dtype))
+
+
+_ROUNDED = {torch.int8: to_int8, torch.float8_e4m3fn: to_fp8, torch.uint8: hifloat8.encode}
 
 
 def _write(target: Tensor, new: Tensor, index: Tensor, cache_mode: str, argument: str) -> None:

@@ -1,4 +1,4 @@
-"""CPU kernels of the remaining NPU operators of MLA graphs: batched matmul, scatter, int8 product, format
+"""CPU kernels of the remaining NPU operators of MLA graphs: batched matmul, scatter, quantised product, format
 cast.
 """
 
@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_fusion.meta import number_formats
+from mla_fusion.meta.number_formats import INT8, NumberFormat
+from mla_fusion.reference.formats import format_of
 from mla_fusion.reference.numerics import matmul
 from mla_fusion.reference.quantize import int8_matmul, to_int8
 
@@ -86,7 +89,14 @@ def npu_scatter_pa_kv_cache_functional(
     return caches
 
 
-OUTPUT_DTYPES = {None: torch.int8, 1: torch.int8, 3: torch.int32, 5: torch.float16, 15: torch.bfloat16}
+OUTPUT_DTYPES = {
+    None: torch.int8,
+    1: torch.int8,
+    3: torch.int32,
+    5: torch.float16,
+    6: torch.float32,
+    15: torch.bfloat16,
+}
 
 
 def npu_quant_matmul(
@@ -105,30 +115,56 @@ def npu_quant_matmul(
     group_sizes: Sequence[int] | None = None,
     y_scale: Tensor | None = None,
 ) -> Tensor:
-    """``(x1 @ x2 [+ int32 bias]) * scale [* pertoken_scale] [+ bias] [+ offset]`` from int8, rounded once.
+    """``(x1 @ x2 [+ int32 bias]) * scale [* pertoken_scale] [+ bias] [+ offset]``, rounded once.
 
-    ``output_dtype`` is a torch dtype number: 1 int8 (default), 3 int32, 5 float16, 15 bfloat16; int32
-    returns the accumulator. Raises ValueError for packed 4-bit, group-wise or y_scale forms.
+    Of int8; of float8_e4m3fn, or hifloat8 (uint8, and 290 for both operands' dtype), with a scale for each column and
+    token; of float8_e4m3fn with e8m0 scales for blocks of 32 along k, ``scale [k/64, n, 2]``, ``pertoken_scale
+    [.., k/64, 2]``. ``output_dtype`` is a torch dtype number: 1 int8 (default), 3 int32, 5 float16, 6 float32, 15
+    bfloat16; int32 returns the accumulator of int8. Raises ValueError for any other form.
     """
-    if x1.dtype != torch.int8 or x2.dtype != torch.int8 or x2.dim() != 2 or group_sizes or y_scale is not None:
-        raise ValueError("npu_quant_matmul: the CPU kernel multiplies int8 [..., k] by int8 [k, n], without groups")
+    token = None if pertoken_scale is None else (pertoken_scale.dtype, pertoken_scale_dtype)
+    scales = (scale.dtype, scale_dtype), token
+    form = number_formats.of_product((x1.dtype, x2.dtype), (x1_dtype, x2_dtype), scales, group_sizes)
+    if form is None or x2.dim() != 2 or y_scale is not None:
+        raise ValueError(
+            "npu_quant_matmul: the CPU kernel multiplies [..., k] by [k, n] of int8, float8_e4m3fn or hifloat8, in no "
+            "groups but blocks of 32 with e8m0 scales"
+        )
     if output_dtype not in OUTPUT_DTYPES:
-        raise ValueError(f"npu_quant_matmul: output_dtype is 1, 3, 5 or 15, not {output_dtype}")
+        raise ValueError(f"npu_quant_matmul: output_dtype is 1, 3, 5, 6 or 15, not {output_dtype}")
     dtype = OUTPUT_DTYPES[output_dtype]
-    total = int8_matmul(x1.reshape(-1, x1.shape[-1]), x2)
-    if bias is not None and bias.dtype == torch.int32:
-        total = total + bias.reshape(-1)
-    if dtype == torch.int32:
-        return total.view(*x1.shape[:-1], x2.shape[-1])
-    y = total.float() * scale.float().reshape(-1)
-    if pertoken_scale is not None:
-        y = y * pertoken_scale.reshape(-1, 1)
+    shape = (*x1.shape[:-1], x2.shape[-1])
+    x1 = x1.reshape(-1, x1.shape[-1])
+    if form is INT8:
+        total = int8_matmul(x1, x2)
+        if bias is not None and bias.dtype == torch.int32:
+            total = total + bias.reshape(-1)
+        if dtype == torch.int32:
+            return total.view(shape)
+        y = total.float() * scale.float().reshape(-1)
+        if pertoken_scale is not None:
+            y = y * pertoken_scale.reshape(-1, 1)
+    else:
+        y = _float_product(form, x1, x2, scale, pertoken_scale)
     if bias is not None and bias.dtype != torch.int32:
         y = y + bias.float().reshape(-1)
     if offset is not None:
         y = y + offset.reshape(-1)
     rounded = to_int8(y) if dtype == torch.int8 else y.to(dtype)
-    return rounded.view(*x1.shape[:-1], x2.shape[-1])
+    return rounded.view(shape)
+
+
+def _float_product(form: NumberFormat, x1: Tensor, x2: Tensor, scale: Tensor, token: Tensor | None) -> Tensor:
+    """In float32, by the arithmetic of the prologue's own products."""
+    kernel = format_of(form.full, "A5")
+    assert kernel is not None
+    if form.in_blocks:
+        assert token is not None
+        of_columns = scale.view(torch.uint8).permute(1, 0, 2).reshape(x2.shape[1], -1)
+        of_rows = token.view(torch.uint8).reshape(x1.shape[0], -1)
+        return kernel.product(x1, x2, *(codes.view(torch.float8_e8m0fnu) for codes in (of_rows, of_columns)))
+    of_rows = torch.ones(1) if token is None else token.float().reshape(-1, 1)
+    return kernel.product(x1, x2, of_rows, scale.float().reshape(1, -1))
 
 
 def npu_format_cast(

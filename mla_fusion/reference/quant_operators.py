@@ -1,12 +1,14 @@
-"""CPU kernels of the npu operators that quantise rows to int8: per token, per block of a row, by given scales."""
+"""CPU kernels of the npu operators that quantise rows: per token, per block of a row, by given scales."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from mla_fusion.meta import number_formats
+from mla_fusion.reference.formats import FP8_MAXIMUM, format_of, mx_quant, to_fp8
 from mla_fusion.reference.numerics import working_dtype
-from mla_fusion.reference.quantize import dynamic_scale, to_int8
+from mla_fusion.reference.quantize import to_int8
 
 
 def npu_dynamic_quant(
@@ -18,18 +20,51 @@ def npu_dynamic_quant(
     quant_mode: str = "pertoken",
     dst_type_max: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """``(int8, float32 scale)`` per token: ``scale = max|x*smooth|/127``, ``y = round(x*smooth/scale)``.
+    """``(numbers, float32 scale)`` per token: ``scale = max|x*smooth|/127``, ``y = round(x*smooth/scale)`` in int8.
 
-    Raises ValueError for group_index, for a dst_type other than int8 and for a quant_mode other than
-    "pertoken".
+    With ``dst_type`` float8_e4m3fn 448 takes the place of 127, with hifloat8 (which comes as uint8) 32768. Raises
+    ValueError for group_index, for any other dst_type and for a quant_mode other than "pertoken".
     """
-    if group_index is not None or quant_mode != "pertoken" or dst_type not in (None, 1):
+    form = number_formats.of_dst_type(dst_type)
+    if group_index is not None or quant_mode != "pertoken" or form is None:
         raise ValueError(
-            "npu_dynamic_quant: the CPU kernel quantises per token to int8 (dst_type None or 1), without group_index"
+            "npu_dynamic_quant: the CPU kernel quantises per token, without group_index, to int8 (dst_type None or 1), "
+            "float8_e4m3fn (24 or 292) or hifloat8 (290)"
         )
+    kernel = format_of(form.full, "A3")
+    assert kernel is not None
     x = input.float() if smooth_scales is None else input.float() * smooth_scales.float()
-    quantised, scale = dynamic_scale(x)
-    return to_int8(quantised), scale.squeeze(-1).contiguous()
+    quantised, scale = kernel.dynamic_quant(x)
+    return quantised, scale.squeeze(-1).contiguous()
+
+
+def npu_dynamic_mx_quant(
+    input: Tensor,
+    *,
+    axis: int = -1,
+    round_mode: str = "rint",
+    dst_type: int = 296,
+    block_size: int = 32,
+    scale_alg: int | None = 0,
+    dst_type_max: float = 0.0,
+    max_low_bound: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """``(float8_e4m3fn, e8m0 scales as uint8 [.., ceil(n/64), 2])``: one power of two for 32 neighbours in a row.
+
+    ``scale = 2**(floor(log2(max|block|)) - 8)``, ``y = round(x / scale)`` saturating at 448, as the prologue quantises
+    c_q in weight_quant_mode 3. Raises ValueError for any other axis, rounding, dst_type, block or way to the scale.
+    """
+    blocks_of_rows = (axis % input.dim(), round_mode, block_size) == (input.dim() - 1, "rint", number_formats.BLOCK)
+    plain = blocks_of_rows and not scale_alg and not dst_type_max and not max_low_bound
+    if not plain or number_formats.of_dst_type(dst_type, in_blocks=True) is None:
+        raise ValueError(
+            "npu_dynamic_mx_quant: the CPU kernel quantises blocks of 32 along the last axis to float8_e4m3fn "
+            "(dst_type 24 or 292; rint, scale_alg 0, no bounds)"
+        )
+    width = input.shape[-1]
+    padded = torch.nn.functional.pad(input.float(), (0, -width % (2 * number_formats.BLOCK)))
+    data, codes = mx_quant(padded)
+    return data[..., :width].contiguous(), codes.view(torch.uint8).unflatten(-1, (codes.shape[-1] // 2, 2))
 
 
 def npu_dynamic_block_quant(
@@ -45,15 +80,23 @@ def npu_dynamic_block_quant(
     """``(int8 [.., M, N], float32 scale [.., M, ceil(N/128)])`` of ``x [M, N]`` or ``[B, M, N]``.
 
     ``scale = max(max|block|/127, min_scale)`` over 128 neighbours in a row, ``y = round(x/scale)``: all that A2 and
-    A3 have. Raises ValueError for another rank, block, rounding or dst_type.
+    A3 have. With dst_type float8_e4m3fn 448 takes the place of 127. Raises ValueError for another rank, block, rounding
+    or dst_type.
     """
-    if x.dim() not in (2, 3) or (round_mode, dst_type, row_block_size, col_block_size) != ("rint", 1, 1, 128):
+    form = number_formats.of_dst_type(dst_type)
+    plain = (round_mode, row_block_size, col_block_size) == ("rint", 1, 128) and not dst_type_max
+    if x.dim() not in (2, 3) or not plain or form not in (number_formats.INT8, number_formats.FP8):
         raise ValueError(
-            "npu_dynamic_block_quant: the CPU kernel quantises blocks of 1 x 128 of a 2-D or 3-D tensor to int8 (rint)"
+            "npu_dynamic_block_quant: the CPU kernel quantises blocks of 1 x 128 of a 2-D or 3-D tensor to int8 or "
+            "float8_e4m3fn (rint)"
         )
     width = x.shape[-1]
     blocks = torch.nn.functional.pad(x.float(), (0, -width % col_block_size)).unflatten(-1, (-1, col_block_size))
-    scale = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=min_scale)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    if form is number_formats.FP8:
+        scale = (largest * torch.tensor(1 / FP8_MAXIMUM)).clamp(min=min_scale)
+        return to_fp8(blocks / scale).flatten(-2)[..., :width].contiguous(), scale.squeeze(-1).contiguous()
+    scale = (largest / 127).clamp(min=min_scale)
     return to_int8(blocks / scale).flatten(-2)[..., :width].contiguous(), scale.squeeze(-1).contiguous()
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mla_fusion import meta
 from mla_fusion.compat import take_for_one
+from mla_fusion.meta import number_formats
 from mla_fusion.meta.prolog import CACHES, PROLOGS
 
 # results that are caches, and the arguments whose strides they keep
@@ -112,12 +113,27 @@ def npu_scatter_pa_kv_cache_functional(*args: Tensor, **options: Any) -> tuple[T
 
 
 def npu_dynamic_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(input, dtype=torch.int8), input.new_empty(input.shape[:-1], dtype=torch.float32)
+    number = options.get("dst_type")
+    form = number_formats.of_dst_type(number)
+    dtype = form.element if form is not None else _FLOAT8.get(number, torch.int8)
+    return torch.empty_like(input, dtype=dtype), input.new_empty(input.shape[:-1], dtype=torch.float32)
+
+
+_FLOAT8: dict[Any, torch.dtype] = dict.fromkeys((23, 291), torch.float8_e5m2) | dict.fromkeys(
+    (24, 292), torch.float8_e4m3fn
+)
+
+
+def npu_dynamic_mx_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    pairs = (input.shape[-1] + 2 * number_formats.BLOCK - 1) // (2 * number_formats.BLOCK)
+    scales = input.new_empty((*input.shape[:-1], pairs, 2), dtype=torch.uint8)
+    return torch.empty_like(input, dtype=_FLOAT8[options.get("dst_type")]), scales
 
 
 def npu_dynamic_block_quant(x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     blocks = (x.shape[-1] + 127) // 128
-    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((*x.shape[:-1], blocks), dtype=torch.float32)
+    dtype = _FLOAT8.get(options.get("dst_type"), torch.int8)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], blocks), dtype=torch.float32)
 
 
 def npu_quantize(input: Tensor, *args: Any, **options: Any) -> Tensor:

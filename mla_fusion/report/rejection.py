@@ -111,27 +111,30 @@ CODES: dict[str, tuple[str, str]] = {
         "Quantise the activation too (npu_dynamic_quant), or hold the weight in bfloat16.",
     ),
     "quant.dynamic": (
-        "c_q is taken to int8 and multiplied, but not as the kernel does it: round(c_q * 127 / max|c_q|) of each "
-        "token, and the product times max|c_q| / 127 and one scale per column.",
+        "c_q is quantised and multiplied, but not as the kernel does it: round(c_q * 127 / max|c_q|) of each token, "
+        "and the product times max|c_q| / 127 and one scale per column; 448 or 32768 in the place of 127 in float8 "
+        "and hifloat8, a power of two for every 32 neighbours in mxfp8.",
         "Quantise c_q per token and symmetrically, round to the nearest, and let nothing but its scales follow the "
-        "product.",
+        "product; in float formats by npu_dynamic_quant or npu_dynamic_mx_quant.",
     ),
     "quant.mixed": (
-        "Some of the projections are int8 and some are not, in a combination that is no weight_quant_mode.",
-        "Quantise W_uq_qr alone (mode 1), or W_dq, W_uq_qr and W_dkv_kr together (mode 2).",
+        "The projections are quantised in different formats, or some are not, in a combination that is no "
+        "weight_quant_mode.",
+        "Quantise W_uq_qr alone to int8 (mode 1), or W_dq, W_uq_qr and W_dkv_kr together, to one format.",
     ),
     "quant.tokens_differ": (
-        "Two projections of one value read int8 forms of it that are not provably the same.",
+        "Two projections of one value read quantised forms of it that are not provably the same.",
         "Quantise the value once, with one smooth_scales.",
     ),
     "quant.scale": (
-        "The scales of an int8 product are not what the kernel multiplies by: one float per column and one per token.",
-        "Use float32 or bfloat16 scales of that shape, and no offset.",
+        "The scales of a quantised product are not what the kernel multiplies by: one float per column and one per "
+        "token; in mxfp8 a power of two for every block of 32 of each.",
+        "Use float32 or bfloat16 scales of that shape, those that the quantisation gave for the tokens, and no offset.",
     ),
     "quant.cache": (
         "The fused cache operator quantises the cache in a way that goes with no weight_quant_mode of the kernel.",
-        "Per-channel scales of both caches go with int8 W_uq_qr alone, one scale of the latent cache with full int8 "
-        "and an int8 query.",
+        "Per-channel scales of both caches go with int8 W_uq_qr alone, one scale of the latent cache with all three "
+        "projections and the query in its format.",
     ),
     "dtype.region": (
         "A product is not of bfloat16 numbers, or a value between products is of neither bfloat16 nor float32.",

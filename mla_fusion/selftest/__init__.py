@@ -67,9 +67,11 @@ def _results(device: Device, options: Options) -> Iterator[Result]:
         if fnmatch(scenario.name, f"*{options.only}*"):
             yield operator.run(scenario, device, through="graph", repeats=repeats)
     dims, modes = planned[0].dims, {scenario.cache_mode for scenario in planned}
+    formats = {scenario.weight_quant_mode for scenario in planned}
     for form in FORMS:
         possible = form.in_place or modes & {"TND", "BSND"} or form.target == "key"  # a whole is staged in these modes
         possible = possible and (form.target != "preprocess" or device.soc in PREPROCESS_SOCS)
+        possible = possible and (form.format is None or form.format.full in formats)
         if possible and fnmatch(form.name, f"*{options.only}*"):
             yield fused.run(form, device, dims, repeats=repeats)
 

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mla_fusion.meta.number_formats import BLOCK, E8M0_NUMBER, FORMATS, MXFP8, NumberFormat
+from mla_fusion.reference import hifloat8
+from mla_fusion.reference.formats import format_of
+
 EPS = 1e-6
 
 
@@ -17,6 +21,7 @@ class Form:
 
     target   of ``Config.targets``, the one that takes it: "key" has a query without a latent, "preprocess" static
              W8A8 and the norm of x
+    format   of the weights of the projections, which the rows are quantised to; None: bfloat16
     """
 
     name: str
@@ -25,6 +30,7 @@ class Form:
     reads_c_q: bool = False
     in_place: bool = True
     target: str = "v3"
+    format: NumberFormat | None = None
 
     @property
     def mode(self) -> str | None:
@@ -43,13 +49,15 @@ FORMS = (
     Form("RoPE from pairs to halves", rope=("pairs", "half")),
     Form("RoPE in pairs", rope=("pairs", "pairs"), in_place=False),
     Form("c_q read by an indexer", reads_c_q=True),
+    *(Form(f"{form.name} weights", format=form) for form in FORMATS),
+    Form("mxfp8 weights, c_q read by an indexer", reads_c_q=True, format=MXFP8),
     Form("key half", rope=("pairs", "half"), target="key"),
     Form("key half, RoPE in pairs", rope=("pairs", "pairs"), in_place=False, target="key"),
     Form("static W8A8", rope=("pairs", "half"), target="preprocess"),
 )
 
 
-class _Linear(nn.Module):
+class Linear(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
@@ -58,7 +66,7 @@ class _Linear(nn.Module):
         return x @ self.weight.t()
 
 
-class _Static(nn.Module):
+class StaticLinear(nn.Module):
     """int8 weight, a scale for each column; one scale for x. In float64 the same weight, x as it is."""
 
     def __init__(self, weight: nn.Parameter) -> None:
@@ -77,6 +85,38 @@ class _Static(nn.Module):
         return made
 
 
+class QuantisedLinear(nn.Module):
+    """[out, in] in a format of one byte, rows quantised by an npu operator; in float64 the same weight as numbers."""
+
+    def __init__(self, weight: nn.Parameter, form: NumberFormat) -> None:
+        super().__init__()
+        self.form = form
+        kernel = format_of(form.full, "A5")
+        assert kernel is not None
+        held, scale = kernel.dynamic_quant(weight.float())
+        numbers = hifloat8.decode(held) if held.dtype == torch.uint8 else held.float()
+        self.wide = numbers.double() * scale.double().repeat_interleave(weight.shape[1] // scale.shape[1], -1)
+        if form.in_blocks:
+            scale = scale.view(torch.uint8).unflatten(-1, (-1, 2)).transpose(0, 1)
+        self.weight = nn.Parameter(held, requires_grad=False)
+        self.scale = nn.Parameter(scale if form.in_blocks else scale.flatten(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        npu, form = torch.ops.npu, self.form
+        if x.dtype == torch.float64:
+            return x @ self.wide.t()
+        dst_type = form.number or form.element
+        if form.in_blocks:
+            x, token = npu.npu_dynamic_mx_quant(x, dst_type=dst_type)
+            named = {"scale_dtype": E8M0_NUMBER, "pertoken_scale_dtype": E8M0_NUMBER, "group_sizes": [1, 1, BLOCK]}
+        else:
+            x, token = npu.npu_dynamic_quant(x, dst_type=dst_type)
+            named = {"x1_dtype": form.number, "x2_dtype": form.number}
+        return npu.npu_quant_matmul(
+            x, self.weight.t(), self.scale, pertoken_scale=token, output_dtype=torch.bfloat16, **named
+        )
+
+
 class Prologue(nn.Module):
     """x to query and query_rope, and the new latents into paged caches; bfloat16 with float32 norms."""
 
@@ -90,13 +130,18 @@ class Prologue(nn.Module):
             values = torch.randn(shape, generator=make) * shape[-1] ** -0.5
             return nn.Parameter(values.bfloat16(), requires_grad=False)
 
+        def linear(*shape: int) -> nn.Module:
+            held = weight(*shape)
+            if form.format is not None:
+                return QuantisedLinear(held, form.format)
+            return StaticLinear(held) if form.target == "preprocess" else Linear(held)
+
         of_query = he if form.target == "key" else hcq
-        linear = _Static if form.target == "preprocess" else _Linear
-        every = (hcq, he), (n * (d + dr), of_query), (hckv + dr, he)
-        self.q_a, self.q_b, self.kv_a = (linear(weight(*shape)) for shape in every)
+        self.q_a, self.q_b, self.kv_a = linear(hcq, he), linear(n * (d + dr), of_query), linear(hckv + dr, he)
         if form.target == "preprocess":
             self.kv_a.x_scale = self.q_a.x_scale  # of one x
         self.x_gamma = nn.Parameter(1 + weight(he), requires_grad=False)
+        self.indexer = linear(128, hcq) if form.reads_c_q and form.format is not None else None
         self.w_uk = weight(n, d, hckv)
         self.q_gamma, self.kv_gamma = (nn.Parameter(1 + weight(width), requires_grad=False) for width in (hcq, hckv))
 
@@ -118,7 +163,9 @@ class Prologue(nn.Module):
         for cache, row in zip((kv_cache, kr_cache), rows, strict=True):
             torch.ops.npu.npu_scatter_nd_update_(cache.view(-1, row.shape[-1]), slots.view(-1, 1), row)
         outputs = query.reshape(*lead, n, hckv), query_rope.reshape(*lead, n, dr)
-        return (*outputs, c_q) if self.form.reads_c_q else outputs
+        if not self.form.reads_c_q:
+            return outputs
+        return *outputs, c_q if self.indexer is None else self.indexer(c_q)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """RoPE of the last axis; cos and sin hold each angle in both halves."""

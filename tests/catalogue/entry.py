@@ -32,6 +32,7 @@ TAGS = {
     "readers": "who reads what the kernel keeps to itself, or gives out once",
     "int8": "int8 weights, queries or caches",
     "plain": "int8 by plain operators alone",
+    "floats": "weights in the float formats of A5: mxfp8, fp8, hifloat8",
     # what it is
     "near miss": "one thing is wrong: it stays unfused, or is fused as what it is",
     "public": "a near miss that public code writes so: one thing is otherwise than the kernel has it",
@@ -63,6 +64,7 @@ class Entry:
     kv_cache_quant_mode: int = 0
     slack: float = 1.2  # how much more than the unfused run the fused one may err
     targets: tuple[str, ...] = ("v3",)  # of Config
+    soc: str = "A3"  # of Config
     instead_of: str = ""  # why the whole prologue is not what is fused
     detail: str = ""  # what the report says behind the placement, where that is part of the outcome
 
@@ -75,8 +77,8 @@ class Entry:
         return self.name
 
     def config(self, **options: Any) -> mf.Config:
-        """With the entry's targets."""
-        return mf.Config(targets=self.targets, **options)
+        """With the entry's targets and chip."""
+        return mf.Config(targets=self.targets, soc=self.soc, **options)
 
 
 ENTRIES: dict[str, Entry] = {}

@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from mla_fusion.meta.number_formats import FP8, HIFLOAT8, INT8, MXFP8, NumberFormat
 from torch import Tensor
 
-from mla_fusion.facts import projection
+from mla_fusion.facts import dynamic_quant, projection
 from mla_fusion.facts.dynamic_quant import DynamicQuant
 from tests.fx.tracing import TOKENS, floats, integers, view
 
+npu = torch.ops.npu
 T, HE, WIDTH = TOKENS, 16, 8
 Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]  # values in int8, and what a row is scaled by
 
@@ -89,3 +91,33 @@ def test_miss(name: str) -> None:
     """What was done before the rows may be a step of its own: then the rows are what came out of it."""
     found = read(MISSES[name])
     assert found is None or found.source.op != "placeholder"
+
+
+OF_OPERATORS: dict[str, tuple[NumberFormat | None, Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
+    "int8": (INT8, lambda x: npu.npu_dynamic_quant(x)),
+    "fp8": (FP8, lambda x: npu.npu_dynamic_quant(x, dst_type=torch.float8_e4m3fn)),
+    "fp8 by torch_npu's number": (FP8, lambda x: npu.npu_dynamic_quant(x, dst_type=292)),
+    "hifloat8": (HIFLOAT8, lambda x: npu.npu_dynamic_quant(x, dst_type=290)),
+    "mxfp8": (MXFP8, lambda x: npu.npu_dynamic_mx_quant(x, dst_type=24)),
+    "mxfp8, the axis by its number": (MXFP8, lambda x: npu.npu_dynamic_mx_quant(x, axis=1, dst_type=292)),
+    "another float8": (None, lambda x: npu.npu_dynamic_quant(x, dst_type=torch.float8_e5m2)),
+    "another largest number": (None, lambda x: npu.npu_dynamic_quant(x, dst_type=24, dst_type_max=240.0)),
+    "per tensor": (None, lambda x: npu.npu_dynamic_quant(x, dst_type=24, quant_mode="pertensor")),
+    "mxfp8 along the tokens": (None, lambda x: npu.npu_dynamic_mx_quant(x, axis=0, dst_type=24)),
+    "mxfp8 rounded down": (None, lambda x: npu.npu_dynamic_mx_quant(x, round_mode="floor", dst_type=24)),
+    "mxfp8 in larger blocks": (None, lambda x: npu.npu_dynamic_mx_quant(x, block_size=64, dst_type=24)),
+    "mxfp8 by another scale": (None, lambda x: npu.npu_dynamic_mx_quant(x, scale_alg=1, dst_type=24)),
+    "mxfp8 of another largest": (None, lambda x: npu.npu_dynamic_mx_quant(x, dst_type=24, dst_type_max=6.0)),
+    "mxfp8 with a bound": (None, lambda x: npu.npu_dynamic_mx_quant(x, dst_type=24, max_low_bound=0.1)),
+    "another mx format": (None, lambda x: npu.npu_dynamic_mx_quant(x, dst_type=23)),
+}
+
+
+@pytest.mark.parametrize("name", OF_OPERATORS)
+def test_by_operators(name: str) -> None:
+    """By its arguments alone; every other is none of the kernel's."""
+    wanted, quantise = OF_OPERATORS[name]
+    graph = view(lambda x: quantise(x)[0], torch.empty(64, 128, dtype=torch.bfloat16, device="meta"))
+    (operator,) = (node for node in graph.nodes if "quant" in str(node.target))
+    found = dynamic_quant.by_operator(operator)
+    assert (found.format if found is not None else None) == wanted

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from mla_fusion.meta.number_formats import FP8
 from torch import Tensor
 
 from mla_fusion.facts import row_quant
@@ -99,3 +100,28 @@ def test_rows_that_somebody_else_reads_on_the_way() -> None:
     graph = view(both, floats(T, WIDTH), EACH)
     (rows,) = calls(graph, "cos")
     assert row_quant.find(graph, rows) is None
+
+
+def in_float8(numbers: Tensor) -> Tensor:
+    return numbers.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("scale", [ONE, EACH], ids=["one", "each"])
+def test_float8(scale: Tensor) -> None:
+    found = read(lambda v, s: in_float8(v.float() / s), scale)
+    assert found is not None and found.scale.format is FP8 and found.scale.inverse
+
+
+@pytest.mark.parametrize(
+    "quantise",
+    [
+        lambda v, s: (v * s).to(torch.float8_e4m3fn),  # saturation is the cast's own
+        lambda v, s: (v * s).clamp(-440, 440).to(torch.float8_e4m3fn),
+        lambda v, s: (v * s).clamp(-448, 448).to(torch.float8_e5m2),
+        lambda v, s: in_float8((v * s).round()),
+        lambda v, s: in_float8(v * s + 1.0),
+        lambda v, s: in_float8((v * s).to(torch.float8_e4m3fn).float() * 2),
+    ],
+)
+def test_another_way_to_float8(quantise: Quantise) -> None:
+    assert read(quantise, ONE) is None

@@ -8,12 +8,17 @@ import networkx as nx
 
 
 def wiring(proto: Any) -> nx.MultiDiGraph:
-    """Operators by type and attributes; an edge per input, labelled with both ends' places."""
-    graph = nx.MultiDiGraph()
-    for op in proto.op:
+    """Operators by type and attributes; an edge per input, labelled with both ends' places.
+
+    An Identity, which AOT's detach becomes, is passed through.
+    """
+    graph, passed = nx.MultiDiGraph(), {f"{op.name}:0": op.input[0] for op in proto.op if op.type == "Identity"}
+    operators = [op for op in proto.op if op.type != "Identity"]
+    for op in operators:
         graph.add_node(op.name, kind=(op.type, _attributes(op)))
-    for op in proto.op:
+    for op in operators:
         for place, name in enumerate(op.input):
+            name = passed.get(name, name)
             if name:
                 source, _, output = name.rpartition(":")
                 graph.add_edge(source, op.name, label=(int(output), place if op.type != "NetOutput" else -1))

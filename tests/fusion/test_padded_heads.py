@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from tests.catalogue import base, int8, int8_attention, prologues
+from tests.catalogue import base, floats, int8, int8_attention, prologues
 from tests.exhaustive import one_in
 from tests.harness import assert_as_exact, both_ways, clones, compiled, distance, eager
 
@@ -23,14 +23,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]
     "half_layout": (lambda: prologues.Neox(3), base.paged_args, 4),
     "operators": (lambda: prologues.NpuOperators(3), base.paged_args, 4),
     "int8": (lambda: with_heads(int8.Full()), base.paged_args, 4),
+    "mxfp8": (lambda: with_heads(floats.Floats(), linear=floats.MxLinear), base.paged_args, 4),
     "int8_query": (lambda: with_heads(int8_attention.Int8Attention()), int8_attention.int8_latent_args, 4),
 }
 
 
-def with_heads(model: int8.Full, heads: int = 3) -> nn.Module:
+def with_heads(model: base.Base, heads: int = 3, linear: type[nn.Module] = int8.QuantLinear) -> nn.Module:
     """The model with another number of heads."""
     model.heads = heads
-    model.q_b_proj = int8.QuantLinear(base.HCQ, heads * (base.D + base.DR))  # type: ignore[assignment]
+    model.q_b_proj = linear(base.HCQ, heads * (base.D + base.DR))  # type: ignore[assignment]
     model.kv_b_proj = base.linear(base.HCKV, heads * (base.D + base.DV))
     return model
 
@@ -40,7 +41,7 @@ def test_fuses_as_exactly(name: str) -> None:
     torch.manual_seed(0)
     model, args, padded = CASES[name]
     module, given = model(), args()
-    for report, fused in both_ways(module, given, mf.Config(cann=RELEASE)):
+    for report, fused in both_ways(module, given, mf.Config(cann=RELEASE, soc="A5" if name == "mxfp8" else "A3")):
         (fusion,) = report.fused
         assert fusion.dims["N_padded"] == padded
         assert any(line.startswith(f"heads: {fusion.dims['N']}, and") for line in fusion.proof)

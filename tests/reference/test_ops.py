@@ -75,6 +75,9 @@ def test_opcheck_passes_on_the_small_operators() -> None:
         ),
         (npu.npu_dynamic_quant, (x,), {}),
         (npu.npu_dynamic_quant, (x.transpose(0, 1),), {}),
+        *((npu.npu_dynamic_quant, (x,), {"dst_type": number}) for number in (24, 292, 290)),
+        (npu.npu_dynamic_mx_quant, (noise(3, 4, 128),), {"dst_type": 24}),
+        (npu.npu_dynamic_mx_quant, (noise(3, 96),), {"dst_type": 292}),
         (npu.npu_dynamic_block_quant, (noise(3, 256),), {}),
         (npu.npu_dynamic_block_quant, (noise(3, 2, 200).transpose(0, 1),), {}),
         (npu.npu_quantize, (x, torch.rand(8) + 1, None, 1), {"axis": -1}),
@@ -87,6 +90,15 @@ def test_opcheck_passes_on_the_small_operators() -> None:
     ]
     for op, args, options in calls:
         torch.library.opcheck(op.default, args, options)
+
+
+def test_shapes_of_a_product_in_blocks() -> None:
+    """The other checks of opcheck compute with what they are given, which torch cannot do in float8."""
+    mx, weight = (npu.npu_dynamic_mx_quant(torch.randn(rows, 128).bfloat16(), dst_type=24) for rows in (6, 5))
+    options = {"pertoken_scale": mx[1], "scale_dtype": 293, "pertoken_scale_dtype": 293, "output_dtype": 15}
+    args = mx[0], weight[0].t(), weight[1].transpose(0, 1)
+    options["group_sizes"] = [1, 1, 32]
+    torch.library.opcheck(npu.npu_quant_matmul.default, args, options, test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("cache_mode", ["krope_ctkv", "int8_nzcache"])

@@ -42,6 +42,12 @@ def test_some_checks_of_each_kind_pass(only, through):
     assert {result.through for result in outcome.results} == through
 
 
+def test_a_fused_prologue_in_a_format_of_a5_passes():
+    outcome = selftest.run(CPU_OF_A5, selftest.Options(only="mxfp8 weights"))
+    assert not outcome.failed, str(outcome)
+    assert [result.through for result in outcome.results] == ["fused"] * len(outcome.results) != []
+
+
 @pytest.mark.parametrize("only", ["w[345]*PA_BSND T8", pytest.param("w[345]", marks=pytest.mark.exhaustive)])
 def test_the_formats_of_a5_pass(only):
     """In a process of its own: torch_npu's meta kernels, once loaded, refuse mode 3 on the chip of the stand-ins."""

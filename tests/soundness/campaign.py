@@ -15,6 +15,9 @@ from .judge import judge
 from .member import Member, Outcome
 
 
+LOGGERS = ("mla_fusion", "torch._subclasses.fake_tensor", "torch._dynamo", "torch")
+
+
 def members(count: int, seed: int, names: tuple[str, ...] = (), target: str = "v3") -> list[Member]:
     """``count`` members (fewer where the families hold no more), distinct, the families in turn."""
     turns = [FAMILIES[name].sample(seed) for name in (names or FAMILIES)]
@@ -48,7 +51,7 @@ def quiet() -> None:
     """One thread a process; near misses would be logged by the thousand."""
     torch.set_num_threads(1)
     torch._logging.set_logs(all=logging.CRITICAL)
-    for name in ("mla_fusion", "torch._subclasses.fake_tensor", "torch._dynamo", "torch"):
+    for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 

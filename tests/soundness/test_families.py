@@ -6,6 +6,8 @@ A failure is named by its family, the attack, the place it stands at, the regime
 from __future__ import annotations
 
 import itertools
+import logging
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -37,8 +39,12 @@ def _one_control_each() -> list[Member]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quiet() -> None:
+def _quiet() -> Iterator[None]:
+    levels = {name: logging.getLogger(name).level for name in campaign.LOGGERS}
     campaign.quiet()
+    yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 def _each() -> list[object]:

@@ -33,11 +33,13 @@ from mla_fusion._autoload import cann_location, keep_torch_importable
 from mla_fusion.compile.offline.errors import NpuNotAvailable, OfflineError
 from mla_fusion.compile.offline.standins import SOC_NAME, SYMBOLS, standins
 from mla_fusion.compile.offline.symbols import check_versions, find_wheel
+from mla_fusion.machine import compiled_for
 
 _BUILT_ON = ("Linux", "x86_64")
 
-# Questions about the chip, which the stand-ins answer.
-_ANSWERED = ("get_soc_version",)
+# Names of chips, and the numbers of torch_npu's SocVersion.
+_CHIPS = {"A2": ("Ascend910B1", 220), "A3": (SOC_NAME, 250), "A5": ("Ascend950PR", 260)}
+
 _COMPILERS = ("torchair", "npugraph_ex", "torch_npu.dynamo")
 
 _state: dict[str, Any] = {"active": False, "standins": None, "libraries": []}
@@ -145,7 +147,8 @@ def _refuse_devices(torch: ModuleType) -> None:
     fake_tensor = import_module("torch._subclasses.fake_tensor")
     if hasattr(fake_tensor, "init_gpu_context"):  # it allocates on the first device a fake tensor names
         fake_tensor.__dict__["init_gpu_context"] = _no_context
-    _replace("get_device_name", npu.get_device_name, lambda device_name=None: SOC_NAME)
+    _replace("get_device_name", npu.get_device_name, lambda device_name=None: _chip()[0])
+    _replace("get_soc_version", import_module("torch_npu.npu.utils").get_soc_version, lambda: _chip()[1])
     # torch.autocast asks, even where it is to be off.
     if hasattr(npu, "is_bf16_supported"):
         _replace("is_bf16_supported", npu.is_bf16_supported, lambda including_emulation=False: True)
@@ -160,6 +163,11 @@ def _refuse_devices(torch: ModuleType) -> None:
                 libraries[namespace] = torch.library.Library(namespace, "IMPL", "PrivateUse1")
             override(libraries[namespace], operator, _refusing(name))
     _state["registrations"] = libraries
+
+
+def _chip() -> tuple[str, int]:
+    """Name and number of the chip that is compiled for."""
+    return _CHIPS[compiled_for()]
 
 
 def _no_context(device: Any) -> None:
@@ -199,7 +207,7 @@ def _refuse_device() -> None:
     asked = None
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(_COMPILERS) or frame.f_code.co_name in _ANSWERED:
+        if module.startswith(_COMPILERS):
             return
         if module.startswith("torch_npu"):
             asked = f"torch.npu.{_public_name(frame)}"

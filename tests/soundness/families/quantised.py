@@ -1,13 +1,14 @@
-"""The path of a per-token int8 scale: permuted, sliced or expanded on its way, it belongs to other tokens.
+"""The path of a per-token scale: permuted, sliced or expanded on its way, it belongs to other tokens, or other blocks.
 
-Full and partial W8A8 by npu_dynamic_quant and npu_quant_matmul, or by plain operators. The scale of one projection
-takes a detour. A detour that comes back is a control; every other is another model, however much alike two scales are.
-The scale of W_dq x alone is no place: the norm behind it takes every factor of a token out again.
+Full and partial W8A8 by npu_dynamic_quant and npu_quant_matmul, or by plain operators; fp8 and mxfp8 by operators. The
+scale of one projection takes a detour. A detour that comes back is a control; every other is another model, however
+much alike two scales are. The scale of W_dq x alone is no place: the norm behind it takes every factor of a token out
+again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tests.catalogue import base, int8, int8_plain
+from tests.catalogue import base, floats, int8, int8_plain
 
 from .. import inputs, modelled
 from ..member import Attack, Family, Member, Outcome, tokens_of
@@ -47,6 +48,19 @@ ATTACKS: dict[str, Detour] = {
     "squared": lambda s: s * s * 50,
     "through_half": lambda s: (s * 1e-5).half().float() * 1e5,
 }
+# Of scales for blocks, [T, k/64, 2], which are codes of powers of two.
+OF_BLOCKS: dict[str, Detour] = {
+    **{name: ATTACKS[name] for name in ("first_for_all", "flipped", "rolled", "halves_swapped", "one_before")},
+    "pairs_swapped": lambda s: s.flip(-1),
+    "blocks_flipped": lambda s: s.flip(-2),
+    "pairs_turned": lambda s: s.transpose(-1, -2).reshape(s.shape),
+    "first_block_for_all": lambda s: s[:, :1, :1].expand(s.shape),
+    "largest_block_for_all": lambda s: s.amax((-1, -2), keepdim=True).expand(s.shape),
+    "twice_as_large": lambda s: s + 1,
+    "bounded_codes": lambda s: s.clamp(min=119),
+    "through_another_power": lambda s: (s // 2) * 2,
+    "rows_as_blocks": lambda s: s.flatten(0, 1).roll(1, 0).view(s.shape),
+}
 CONTROLS: dict[str, Detour] = {
     "as_it_is": lambda s: s,
     "viewed_and_back": lambda s: s.reshape(-1, 1).view(s.shape),
@@ -74,6 +88,28 @@ class _Plain(int8_plain.PlainLinear):
         return super().bring_back(sums, scale if self.detour is None else self.detour(scale))
 
 
+class _Mx(floats.MxLinear):
+    detour: Detour | None = None
+
+    def product(self, x: Tensor, x_scale: Tensor) -> Tensor:
+        return super().product(x, x_scale if self.detour is None else self.detour(x_scale))
+
+
+class _Fp8(floats.RowLinear):
+    detour: Detour | None = None
+
+    def product(self, x: Tensor, x_scale: Tensor) -> Tensor:
+        return super().product(x, x_scale if self.detour is None else self.detour(x_scale))
+
+
+class _FullMx(floats.Floats):
+    linear = _Mx
+
+
+class _FullFp8(floats.Floats):
+    linear = _Fp8
+
+
 class _FullOperators(int8.Full):
     linear = _Operators
 
@@ -93,7 +129,11 @@ MODELS: dict[str, type[nn.Module]] = {"operators": _FullOperators, "plain": _Ful
 MODELS |= {f"{name} twice": model for name, model in list(MODELS.items())[:2]}
 
 
-@lru_cache(maxsize=5)
+FLOATS: dict[str, type[nn.Module]] = {"fp8": _FullFp8, "mxfp8": _FullMx}
+MODELS |= FLOATS
+
+
+@lru_cache(maxsize=7)
 def _model(name: str) -> nn.Module:
     torch.manual_seed(3)
     return MODELS[name]().requires_grad_(False)
@@ -106,7 +146,7 @@ def _program(style: str, place: str, detour: Detour | None) -> Callable[[Named],
     def set_out(detour: Detour | None) -> None:
         for side in SIDES["all"]:
             module = getattr(model, side)
-            if isinstance(module, (_Operators, _Plain)):
+            if isinstance(module, (_Operators, _Plain, _Mx, _Fp8)):
                 module.detour = detour if side in SIDES[place] else None
 
     def scores(i: Named, number: str) -> Tensor:
@@ -139,9 +179,10 @@ def _draws(style: str, regime: str) -> Iterator[tuple[str, Named]]:
 
 
 def _judge(member: Member) -> Outcome:
-    detour = {**ATTACKS, **CONTROLS}[member.attack]
+    detour = {**ATTACKS, **OF_BLOCKS, **CONTROLS}[member.attack]
     program, usual = (_program(member.style, member.place, step) for step in (detour, None))
-    return modelled.judge(member, program, usual, list(_draws(member.style, member.regime)), member.config())
+    config = member.config(soc="A5" if member.style in FLOATS else "A3")
+    return modelled.judge(member, program, usual, list(_draws(member.style, member.regime)), config)
 
 
 def _nothing(*_: Any) -> None:
@@ -149,11 +190,20 @@ def _nothing(*_: Any) -> None:
 
 
 def _cases(steps: dict[str, Detour], regimes: tuple[str, ...]) -> tuple[Attack, ...]:
-    styles = tuple(name for name in MODELS if name != "partial")
+    styles = tuple(name for name in MODELS if name not in ("partial", *FLOATS))
     return tuple(Attack(name, _nothing, ("q_b", "kv_a", "all"), regimes, styles) for name in steps)
 
 
 _HALF = tuple(Attack(f"{name}", _nothing, ("q_b",), REGIMES, ("partial",)) for name in ATTACKS)
+# Without those whose numbers are int8's, and one that five tokens cannot take.
+_OF_TOKENS = [name for name in ATTACKS if name not in ("bounded", "bounded_below", "doubled_late", "turned_in_two")]
+
+
+def _of_floats(style: str, steps: Iterable[str], regimes: tuple[str, ...] = REGIMES) -> tuple[Attack, ...]:
+    return tuple(Attack(name, _nothing, ("q_b", "kv_a", "all"), regimes, (style,)) for name in steps)
+
+
+_MX_CONTROLS = ("as_it_is", "unsqueezed")
 FAMILIES = [
     Family(
         "quantised.scales",
@@ -163,4 +213,18 @@ FAMILIES = [
         judge=_judge,
     ),
     Family("quantised.partial", "the same where only W_uq_qr is int8", _HALF, judge=_judge),
+    Family(
+        "quantised.fp8",
+        "the per-token scale of an fp8 product takes a detour",
+        _of_floats("fp8", _OF_TOKENS),
+        _of_floats("fp8", CONTROLS, ("T8",)),
+        judge=_judge,
+    ),
+    Family(
+        "quantised.mxfp8",
+        "the scales of the blocks of an mxfp8 product take a detour",
+        _of_floats("mxfp8", OF_BLOCKS),
+        _of_floats("mxfp8", _MX_CONTROLS, ("T8",)),
+        judge=_judge,
+    ),
 ]

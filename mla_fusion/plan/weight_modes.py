@@ -1,0 +1,46 @@
+"""What goes with each weight_quant_mode of a planned call, read from the operator's specification."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mla_fusion.meta.number_formats import BLOCK, NumberFormat
+from mla_fusion.meta.spec import ACTIVATION, CACHE_QUANTS, DERIVED, ELEMENT, HIFLOAT8, WEIGHT_MODES
+
+_NUMBERED = ("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr")
+
+
+def attributes(mode: int, cache_mode: int = 0) -> dict[str, int]:
+    """Those that are not the operator's default; ``cache_mode``: kv_cache_quant_mode."""
+    if not mode:
+        return {}
+    names = (*_NUMBERED, *(["kv_cache"] if CACHE_QUANTS[cache_mode].kv == ELEMENT else []))
+    numbered = names if WEIGHT_MODES[mode].element == torch.uint8 else ()
+    return {"weight_quant_mode": mode, **{f"{name}_dtype": HIFLOAT8 for name in numbered}}
+
+
+def elements(mode: int) -> dict[str, torch.dtype]:
+    """The dtypes of token_x and of the weights of the projections."""
+    weights = WEIGHT_MODES[mode]
+    known: dict[Any, Any] = {ACTIVATION: torch.bfloat16, ELEMENT: weights.element}
+    dtypes = {name: known.get(kind, kind) for name, kind in weights.dtypes.items()}
+    dtypes = {name: known.get(kind, kind) for name, kind in dtypes.items()}
+    return {"token_x": dtypes.pop("x"), **dtypes}
+
+
+def scales(mode: int, dims: Mapping[str, Any]) -> dict[str, tuple[tuple[Any, ...], torch.dtype]]:
+    """Shape and dtype of the scales that a mode needs; ``dims`` has "tokens" among the axes."""
+    weights = WEIGHT_MODES[mode]
+    shapes = {name: text.split() for name, text in weights.required.items()}
+    return {
+        name: (tuple(DERIVED[axis](dims) if axis in DERIVED else dims[axis] for axis in axes), weights.scale_dtype)
+        for name, axes in shapes.items()
+    }
+
+
+def scales_of_row(form: NumberFormat | None, width: int) -> int:
+    """How many scales a row of so many numbers has."""
+    return width // BLOCK if form is not None and form.in_blocks else 1

@@ -1,0 +1,235 @@
+"""Prologues in float formats with caches in them: query and latent in float8, or rows packed with a scale a tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mla_fusion.reference import hifloat8
+
+from .base import DR, HCKV, npu, paged_args
+from .entry import IN_PLACE, OURS, STAGED, entry
+from .floats import HIF8, VLLM, Floats, HifLinear, RowLinear
+
+TAGS = "floats, cache, operators"
+
+
+def latent_args() -> tuple[Tensor, ...]:
+    """The latent cache in float8."""
+    x, cos, sin, kv_cache, kr_cache, slots = paged_args()
+    return x, cos, sin, (20 * kv_cache).to(torch.float8_e4m3fn), kr_cache, slots
+
+
+def latent_args_in_hifloat8() -> tuple[Tensor, ...]:
+    x, cos, sin, kv_cache, kr_cache, slots = paged_args()
+    return x, cos, sin, hifloat8.encode(20 * kv_cache), kr_cache, slots
+
+
+def packed_float_args() -> tuple[Tensor, ...]:
+    x, cos, sin, kv_cache, kr_cache, slots = paged_args()
+    rows = torch.randint(0, 60, (*kv_cache.shape[:3], 656), dtype=torch.uint8)
+    return x, cos, sin, rows.view(torch.float8_e4m3fn), kr_cache, slots
+
+
+class FloatAttention(Floats):
+    """Query and latent cache in float8, the key and its query in bfloat16; scores are brought back by both scales."""
+
+    dst_type: torch.dtype | int = torch.float8_e4m3fn
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_scale = nn.Parameter(torch.tensor([25.0]))
+
+    def numbers(self, values: Tensor) -> Tensor:
+        return values.float()
+
+    def quantise(self, rows: Tensor) -> Tensor:
+        return (rows.float() * self.kv_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    def in_bytes(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        return npu.npu_dynamic_quant(query, dst_type=self.dst_type)
+
+    def to_scale(self, query_rope: Tensor, scale: Tensor) -> Tensor:
+        return (query_rope.float() * (self.kv_scale / scale.unsqueeze(-1))).to(query_rope.dtype)
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        kv_cache.view(-1, HCKV)[slots] = self.quantise(c_kv)
+        kr_cache.view(-1, DR)[slots] = k_pe
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        query, scale = self.in_bytes(self.absorb(q_nope))
+        query_rope = self.to_scale(self.rotate(q_pe, c, s), scale)
+        self.write_rows(x, c, s, kv_cache, kr_cache, slots)
+        scores = torch.einsum("tnc,sc->tns", self.numbers(query), self.numbers(kv_cache.view(-1, HCKV)))
+        scores = scores + torch.einsum("tnc,sc->tns", query_rope.float(), kr_cache.view(-1, DR).float())
+        return scores * scale.unsqueeze(-1) / self.kv_scale
+
+    def write_rows(self, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> None:
+        c_kv, k_pe = self.latent(x)
+        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1))
+
+
+@entry(
+    IN_PLACE, source=VLLM, tags=TAGS, weight_quant_mode=3, kv_cache_quant_mode=1, soc="A5", args=latent_args
+)
+class MxAttention(FloatAttention):
+    pass
+
+
+@entry(
+    IN_PLACE, source=OURS, tags=TAGS, weight_quant_mode=4, kv_cache_quant_mode=1, soc="A5", args=latent_args
+)
+class Fp8Attention(FloatAttention):
+    linear = RowLinear
+
+
+class _ByOperator(FloatAttention):
+    """vllm-ascend's fa_quant on A5: the fused cache operator with one scale."""
+
+
+
+    def write_rows(self, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> None:
+        npu.npu_kv_rmsnorm_rope_cache_v2(
+            self.kv_a_proj_with_mqa(x).view(-1, 1, 1, HCKV + DR),
+            self.kv_a_layernorm.weight,
+            c.unsqueeze(1),
+            s.unsqueeze(1),
+            slots,
+            kr_cache,
+            kv_cache,
+            c_kv_scale=self.kv_scale,
+            epsilon=1e-6,
+            cache_mode="PA_BNSD",
+            **self.named(),
+        )
+
+    def named(self) -> dict[str, int]:
+        return {}
+
+
+@entry(
+    IN_PLACE, source=VLLM, tags=TAGS, weight_quant_mode=3, kv_cache_quant_mode=1, soc="A5", args=latent_args
+)
+class MxAttentionByOperator(_ByOperator):
+    pass
+
+
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags=TAGS,
+    weight_quant_mode=5,
+    kv_cache_quant_mode=1,
+    soc="A5",
+    args=latent_args_in_hifloat8,
+)
+class HifAttentionByOperator(_ByOperator):
+    linear = HifLinear
+    dst_type = HIF8  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", hifloat8.decode(torch.arange(256, dtype=torch.uint8)))
+
+    def numbers(self, values: Tensor) -> Tensor:
+        return self.codes[values.long()]
+
+    def named(self) -> dict[str, int]:
+        return {"ckv_cache_dtype": HIF8}
+
+
+@entry(STAGED, source=OURS, tags=TAGS, weight_quant_mode=3, soc="A5", args=latent_args)
+class MxAttentionOverflows(FloatAttention):
+    """What becomes of numbers out of range is left to the cast, which is NaN in one torch and 448 in another."""
+
+    def quantise(self, rows: Tensor) -> Tensor:
+        return (rows.float() * self.kv_scale).to(torch.float8_e4m3fn)
+
+
+@entry(STAGED, source=OURS, tags=TAGS, weight_quant_mode=3, soc="A5", args=latent_args)
+class MxAttentionBounded(FloatAttention):
+    """Clipped where ordinary rows do not reach."""
+
+    def quantise(self, rows: Tensor) -> Tensor:
+        return (rows.float() * self.kv_scale).clamp(-440, 440).to(torch.float8_e4m3fn)
+
+
+@entry(STAGED, source=OURS, tags=TAGS, weight_quant_mode=3, soc="A5", args=latent_args)
+class MxAttentionQueryInInt8(FloatAttention):
+    """The query in another format than the cache."""
+
+    dst_type = None  # type: ignore[assignment]
+
+
+class Packed(Floats):
+    """One cache of 656-byte rows: tiles of the latent in float8, the bfloat16 key, a float32 scale per tile."""
+
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def pack(self, c_kv: Tensor, k_pe: Tensor) -> Tensor:
+        values, scale = npu.npu_dynamic_block_quant(c_kv, dst_type=torch.float8_e4m3fn, **dict(self.options))
+        return torch.cat([values, *(part.contiguous().view(torch.float8_e4m3fn) for part in (k_pe, scale))], -1)
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        npu.npu_scatter_nd_update_(kv_cache.view(-1, 656), slots.view(-1, 1), self.pack(c_kv, k_pe))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
+        c_kv, k_pe = self.latent(x)
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1))
+        return torch.cat([self.absorb(q_nope), self.rotate(q_pe, c, s)], -1)
+
+
+@entry(
+    IN_PLACE,
+    source="vllm-ascend, sparse attention of GLM-5",
+    tags=f"{TAGS}, layout",
+    weight_quant_mode=3,
+    kv_cache_quant_mode=3,
+    soc="A5",
+    args=packed_float_args,
+)
+class MxPacked(Packed):
+    pass
+
+
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags=f"{TAGS}, layout",
+    weight_quant_mode=4,
+    kv_cache_quant_mode=3,
+    soc="A5",
+    args=packed_float_args,
+)
+class Fp8Packed(Packed):
+    linear = RowLinear
+
+
+@entry(STAGED, source=OURS, tags=f"{TAGS}, layout", weight_quant_mode=3, soc="A5", args=packed_float_args)
+class MxPackedWithFloor(Packed):
+    """No scale below a hundredth: the kernel's floor is far lower."""
+
+    options = (("min_scale", 0.01),)
+
+
+@entry(STAGED, source=OURS, tags=f"{TAGS}, layout", weight_quant_mode=3, soc="A5", args=packed_float_args)
+class MxPackedClipped(Packed):
+    """The latent is clipped where ordinary rows do not reach."""
+
+    def pack(self, c_kv: Tensor, k_pe: Tensor) -> Tensor:
+        return super().pack(c_kv.clamp(-30, 30), k_pe)
+
+
+@entry(STAGED, source=OURS, tags=f"{TAGS}, layout", weight_quant_mode=3, soc="A5", args=packed_float_args)
+class MxPackedOtherwise(Packed):
+    """The scales before the key: no row of the kernel's."""
+
+    def pack(self, c_kv: Tensor, k_pe: Tensor) -> Tensor:
+        values, key, scale = super().pack(c_kv, k_pe).split([HCKV, 2 * DR, 16], -1)
+        return torch.cat([values, scale, key], -1)
