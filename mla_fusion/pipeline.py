@@ -194,16 +194,17 @@ class SkipError(RuntimeError):
 
 def _wanted(item: Found, config: Config) -> KeyHalf:
     """The candidate. Raises the reason of a near miss, and ``Refuse("skip")`` for what ``Config.skip`` names."""
-    if isinstance(item, NearMiss):
-        raise item.reason
-    where = module_path.layer(item.nodes) if config.skip else ""
+    near = isinstance(item, NearMiss)
+    where = module_path.layer(item.nodes) or module_path.root(item.nodes[0].graph.nodes) if config.skip else ""
     for entry in config.skip:
         try:
-            hit = entry(item) if callable(entry) else entry == where or where.endswith("." + entry)
+            hit = not near and entry(item) if callable(entry) else entry == where or where.endswith("." + entry)
         except Exception as error:
             raise SkipError(f"{entry!r} in Config.skip raised {type(error).__name__}: {error}") from error
         if hit:
             raise Refuse("skip", f"layer {where or 'unknown'} matches {entry!r}", item.nodes[:1])
+    if isinstance(item, NearMiss):
+        raise item.reason
     return item
 
 

@@ -43,7 +43,7 @@ def layer(nodes: Iterable[Node]) -> str:
 
 def root(nodes: Iterable[Node]) -> str:
     """The class of the module that was compiled, ``Attention``; "" where no node was made by its own code."""
-    own = (node for node in nodes if node.op == "call_function" and not node.meta.get("nn_module_stack"))
+    own = (node for node in nodes if node.op == "call_function" and not layer([node]))
     frames = (frame for node in own for frame in _FRAME.finditer(node.meta.get("stack_trace") or ""))
     return next((name for frame in frames if (name := _class_at(frame["file"], int(frame["line"])))), "")
 

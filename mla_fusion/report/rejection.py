@@ -19,7 +19,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "kv_latent.absent": (
         "A normed query latent was found, but no kv latent (RMSNorm of W_dkv x beside a rotated W_kr x) on the same x.",
-        "Keep kv_a_proj, its norm, RoPE and the query projections in one graph.",
+        "Keep kv_a_proj, its norm, RoPE and the query projections in one graph, on one x, with nothing else between.",
     ),
     "rope.absent": (
         "The latents are there, but no rotation of the kind the kernel computes was found on the query or the key.",
@@ -55,7 +55,10 @@ CODES: dict[str, tuple[str, str]] = {
         "The query's latent is no RMSNorm: another norm, none at all, or an operator that nothing is known of.",
         "Write RMSNorm with plain operators, F.rms_norm or npu_rms_norm; the kernel has no other norm.",
     ),
-    "norm.gamma_absent": ("A latent is normalised without a weight.", "Give the norm a weight of ones."),
+    "norm.gamma_absent": (
+        "A latent is normalised without a weight.",
+        "Give the norm a weight of ones, held as a parameter.",
+    ),
     "norm.gamma_dtype": (
         "A norm weight is not bfloat16, nor known to hold bfloat16 numbers alone; rounding it may change results.",
         "Store the norm weights in bfloat16; float32 ones that hold bfloat16 numbers go through mla_fusion.backend().",
@@ -167,7 +170,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "cache.view_of_input": (
         "The fused cache operator is handed a view of a graph input; each step would copy the whole cache.",
-        "Compile through mla_fusion.backend(), which views the tensor outside, or pass the 4-D cache.",
+        "Pass the 4-D cache itself. A reshape of an input, but no slice of one, mla_fusion.backend() makes outside.",
     ),
     "contract": (
         "The operator's host check would refuse the call.",
@@ -203,7 +206,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "tokens.mixed": (
         "A step of the prologue does not treat every token alike, or is not known to, and their number is symbolic.",
-        "Keep slices, joins and masks along the tokens out of the prologue, or compile for a fixed number of tokens.",
+        "Keep slices, joins and masks along the tokens out of the prologue. Those that change nothing are seen through "
+        "where the number of tokens is fixed.",
     ),
     "slots.unproven": (
         "The cache slots may be negative or repeat, and the new rows may not be staged (Config.staging is 'never').",
