@@ -67,9 +67,11 @@ def explain_call(
 ) -> CallExplanation:
     """Explain one call: scenario, sizes, the tiling key that ``cann`` selects with its fields, and roofline.
 
-    Arguments as `mla_fusion.meta.check`, which refuses an illegal call first; tensors may be meta or fake, of
-    concrete sizes. ``chip`` is a name in `mla_fusion.meta.CHIPS` or a `Chip` with numbers of your own;
-    without it no times are given. Raises ContractError: those of `check`, ``chip``, and ``explain.symbolic``.
+    op, soc, cann, path, arguments  as `mla_fusion.meta.check` takes them, of concrete sizes; it refuses an illegal
+                call first
+    chip        a name in `mla_fusion.meta.CHIPS` or a `Chip` with numbers of your own; without it no times are given
+
+    Raises ContractError: those of `check`, ``chip``, and ``explain.symbolic``.
     """
     device = roofline.chip_named(chip)
     call = checked(op, soc, cann, arguments, path)

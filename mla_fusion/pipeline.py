@@ -41,9 +41,12 @@ BuilderOf = type[GraphBuilder]  # made of the module whose graph is written, and
 def fuse(gm: GraphModule, config: Config | None = None) -> Report:
     """Rewrite every MLA prologue of ``gm`` that the kernel computes exactly, in place.
 
-    ``gm`` is a functionalised ATen graph whose nodes carry ``meta["val"]``, as AOT autograd, torch.export and
-    make_fx make it. Its inputs and outputs stay as they are; weights are packed inside the graph. A graph
-    in which nothing can be fused is left untouched, with a reason for each candidate in the report.
+    gm      a functionalised ATen graph whose nodes carry ``meta["val"]``, as AOT autograd, torch.export and make_fx
+            make it
+    config  options of the pass
+
+    The graph's inputs and outputs stay as they are; weights are packed inside it. A graph in which nothing can be
+    fused is left untouched, with a reason for each candidate in the report.
 
     Raises TypeError for anything but a GraphModule, ValueError for a graph without ``meta["val"]``.
     """

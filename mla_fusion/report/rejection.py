@@ -248,7 +248,7 @@ class Rejection:
     code      stable; the part before ":" is a key of ``CODES`` (``contract:dims.he``)
     message   one sentence with dims and node names
     nodes     names of the nodes concerned
-    layer     module path of the prologue, from node meta
+    layer     module path of the prologue, from node meta; of a model that is one layer its class
     source    the line of the model that the first node came from, where the graph carries it
     picture   its place in ``Report.pictures``
     score     how much of a prologue was found, from 0 to 1: the nearest miss has the highest
