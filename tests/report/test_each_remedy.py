@@ -24,6 +24,7 @@ from .walks import (
     ReadApart,
     RepeatedColumns,
     Reshaped,
+    ScaledColumns,
     Sequences,
     Told,
     branched,
@@ -143,7 +144,11 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
     ),
     "scale.unequal": (
         entry("ScaledRope"),
-        {"Scale the whole query": of(changed(split=doubled_both)), "fold the factor into the softmax scale": BASE},
+        {
+            "Scale the whole query by one number": of(changed(split=doubled_both)),
+            "into the weight": of(ScaledColumns),
+            "into the softmax scale": BASE,
+        },
     ),
     "token_x.layout": (
         of(misses_products.RankFour, with_x(2, 2, 2), device="npu"),

@@ -99,6 +99,14 @@ class RepeatedColumns(Base):
         rows[:, base.D :] = rows[:1, base.D :].clone()
 
 
+class ScaledColumns(Base):
+    """The rotated columns of the weight are twice as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_b_proj.weight.data.view(self.heads, base.D + base.DR, base.HCQ)[:, base.D :] *= 2
+
+
 class GammaOfOnes(misses_norms.NoGamma):
     def __init__(self) -> None:
         super().__init__()
