@@ -53,6 +53,9 @@ class CallExplanation:
         where = "" if self.chip is None else f" on {self.chip.name} ({self.chip.source})"
         lines.append(f"  at least{where}, matmuls and memory only")
         lines += [_cost_line("fused", self.fused), _cost_line("unfused", self.unfused)]
+        added = (f"{cost.kernels * roofline.LAUNCH * 1e6:.1f}" for cost in (self.fused, self.unfused))
+        each = f"{roofline.LAUNCH * 1e6:.1f} us a kernel, {roofline.LAUNCH_SOURCE}"
+        lines.append(f"  launches are not in it; an estimate of what they add: {' and '.join(added)} us ({each})")
         return "\n".join(lines)
 
 

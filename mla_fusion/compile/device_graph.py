@@ -103,7 +103,7 @@ def trace(
     dynamic: bool,
 ) -> None:
     """Call ``module_or_fn`` once under torch.compile with ``backend``, over fake tensors on ``device``."""
-    _check_arguments(module_or_fn, args)
+    check_arguments(module_or_fn, args)
     target, fakes = relocate(module_or_fn, args, device)
 
     def on_graph(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
@@ -120,7 +120,8 @@ def trace(
     raise CaptureError(f"{_name(module_or_fn)} holds no tensor operation, so there is no graph")
 
 
-def _check_arguments(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def check_arguments(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Raise CaptureError where a function does not take so many."""
     called = target.forward if isinstance(target, torch.nn.Module) else target
     try:
         inspect.signature(called).bind(*args)
