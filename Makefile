@@ -72,6 +72,7 @@ docs: $(READY)
 	$(BIN)/python docs/generate_support.py
 	$(BIN)/python docs/generate_cli.py
 	$(BIN)/python docs/generate_notebook.py
+	$(BIN)/python docs/generate_api.py
 
 pictures: $(READY)
 	$(BIN)/python docs/pictures.py

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 _OUTSIDE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>\.\./[^)\s]+)\)")
-_ROLE = re.compile(r":(?:func|class|meth|data|mod|attr):(?=<code>)")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -20,8 +19,3 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"`{path}`" if is_name else f"{link['text']} (`{path}`)"
 
     return _OUTSIDE.sub(named, markdown)
-
-
-def on_page_content(html: str, **_: Any) -> str:
-    """Docstrings name things as Sphinx does; the code font is enough here."""
-    return _ROLE.sub("", html)

@@ -20,16 +20,18 @@ def check(
 ) -> None:
     """Raise ContractError unless the operator takes this call on ``soc`` with CANN ``cann``.
 
-    ``path`` is how the call reaches the device: "eager", by hand through torch_npu, or "graph", where GE infers the
-    shapes of the results first and takes less: no 4-D storage of weight_dq from 9.1 on, for one. What "graph" takes,
-    "eager" takes too. The default is for calls made by hand; ask "graph" of a call that is compiled, as the pass does.
+    op         an operator of torch_npu: ``npu_mla_prolog``, ``_v2``, ``_v3``, ``_v3_functional``,
+               ``npu_kv_rmsnorm_rope_cache``, ``_v2``, ``_v2_functional``, ``npu_mla_preprocess`` (also
+               ``mla_preprocess``), or ``mla_preprocess_csrc``, vllm-ascend's fork of the last
+    soc, cann  whose limits hold
+    path       how the call reaches the device: "eager", by hand through torch_npu, or "graph", where GE infers the
+               shapes of the results first and takes less: no 4-D storage of weight_dq from 9.1 on, for one
+    values     also read cache_index and actual_seq_len, which the device does not check (`mla_fusion.meta.values`)
+    arguments  the operator's own, by name; tensors may be meta or fake, sizes symbolic: a symbolic size is never
+               specialised, only what is statically known to be wrong is refused
 
-    ``arguments`` are the operator's own, by name; tensors may be meta or fake, sizes symbolic: a symbolic
-    size is never specialised, only what is statically known to be wrong is refused. ``values=True`` also
-    reads cache_index and actual_seq_len, which the device does not check (see `mla_fusion.meta.values`).
-    ``op`` is an operator of torch_npu: ``npu_mla_prolog``, ``_v2``, ``_v3``, ``_v3_functional``,
-    ``npu_kv_rmsnorm_rope_cache``, ``_v2``, ``_v2_functional``, ``npu_mla_preprocess`` (also ``mla_preprocess``), or
-    ``mla_preprocess_csrc``, vllm-ascend's fork of the last.
+    What "graph" takes, "eager" takes too. The default is for calls made by hand; ask "graph" of a call that is
+    compiled, as the pass does.
     """
     known_path(path)
     name = named(op)

@@ -53,6 +53,9 @@ class CallExplanation:
         where = "" if self.chip is None else f" on {self.chip.name} ({self.chip.source})"
         lines.append(f"  at least{where}, matmuls and memory only")
         lines += [_cost_line("fused", self.fused), _cost_line("unfused", self.unfused)]
+        added = (f"{cost.kernels * roofline.LAUNCH * 1e6:.1f}" for cost in (self.fused, self.unfused))
+        each = f"{roofline.LAUNCH * 1e6:.1f} us a kernel, {roofline.LAUNCH_SOURCE}"
+        lines.append(f"  launches are not in it; an estimate of what they add: {' and '.join(added)} us ({each})")
         return "\n".join(lines)
 
 
@@ -67,9 +70,11 @@ def explain_call(
 ) -> CallExplanation:
     """Explain one call: scenario, sizes, the tiling key that ``cann`` selects with its fields, and roofline.
 
-    Arguments as `mla_fusion.meta.check`, which refuses an illegal call first; tensors may be meta or fake, of
-    concrete sizes. ``chip`` is a name in `mla_fusion.meta.CHIPS` or a `Chip` with numbers of your own;
-    without it no times are given. Raises ContractError: those of `check`, ``chip``, and ``explain.symbolic``.
+    op, soc, cann, path, arguments  as `mla_fusion.meta.check` takes them, of concrete sizes; it refuses an illegal
+                call first
+    chip        a name in `mla_fusion.meta.CHIPS` or a `Chip` with numbers of your own; without it no times are given
+
+    Raises ContractError: those of `check`, ``chip``, and ``explain.symbolic``.
     """
     device = roofline.chip_named(chip)
     call = checked(op, soc, cann, arguments, path)

@@ -51,11 +51,14 @@ def _readable(op: str, argument: str, value: Any, ranks: tuple[int, ...]) -> Non
 def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: Any) -> list[Result]:
     """``[(shape, dtype), ...]`` in the operator's result order; the caches of the functional form come last.
 
-    ``path`` "graph": what the operator's own inference says in that release; "eager": what torch_npu allocates. They
-    differ before CANN 8.5, where query_norm and its scale are ``[1]`` whatever ``query_norm_flag`` says, and in 8.5,
-    where the scale of mxfp8 is ``[T, 1]`` float32. Absent results are ``[0]`` from CANN 8.5 on, ``[1]`` before it and
-    for dequant_scale_q_nope of v2. Raises ContractError for a missing or unknown argument, a CANN release or path that
-    does not exist, and a tensor without the axes that results are read off; the rest is `check`'s.
+    op, arguments  as `check` takes them
+    cann       the release whose inference it is
+    path       "graph": what the operator's own inference says in that release; "eager": what torch_npu allocates
+
+    The two differ before CANN 8.5, where query_norm and its scale are ``[1]`` whatever ``query_norm_flag`` says, and in
+    8.5, where the scale of mxfp8 is ``[T, 1]`` float32. Absent results are ``[0]`` from CANN 8.5 on, ``[1]`` before
+    it and for dequant_scale_q_nope of v2. Raises ContractError for a missing or unknown argument, a CANN release or
+    path that does not exist, and a tensor without the axes that results are read off; the rest is `check`'s.
     """
     eager = known_path(path) == "eager"
     name = named(op)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import mla_fusion as mf
@@ -57,10 +58,29 @@ def _of_file(arguments: argparse.Namespace) -> mf.Audit:
 
 
 def _of_function(arguments: argparse.Namespace) -> mf.Audit:
+    import torch
+
+    from mla_fusion.compile.device_graph import CaptureError, check_arguments
+
     model, example = load_target(arguments.target)
     reference = load_target(arguments.reference)[0] if arguments.reference else None
     limits = mf.Config(soc=arguments.soc, cann=arguments.cann).machine
-    return mf.audit(model, reference, *example, soc=limits.soc, cann=limits.cann, path=arguments.path)
+    try:
+        for function in (model, reference):
+            if function is not None:
+                check_arguments(function, example)
+        return mf.audit(model, reference, *example, soc=limits.soc, cann=limits.cann, path=arguments.path)
+    except ValueError:  # in words already
+        raise
+    except CaptureError as error:
+        raise UserError(str(error)) from error
+    except Exception as error:
+        ours, frames = str(Path(mf.__file__).parent), extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith((ours, str(Path(torch.__file__).parent)))]
+        if not own or frames[-1].filename.startswith(ours):  # a defect of the audit
+            raise
+        where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}"
+        raise UserError(f"the function fails when it is run: {type(error).__name__}: {error}\n  at {where}") from error
 
 
 def _guide(arguments: argparse.Namespace) -> int:

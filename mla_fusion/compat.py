@@ -13,8 +13,9 @@ so that ``import mla_fusion`` stays light.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -35,7 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
 if TYPE_CHECKING:
-    from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+    from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -51,6 +52,7 @@ __all__ = [  # names of torch as they are; the functions of this file come besid
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
+    "TorchRuntimeError",
     "Unsupported",
     "aot_module_simplified",
     "make_fx",
@@ -65,6 +67,7 @@ __all__ = [  # names of torch as they are; the functions of this file come besid
 _LATE = {  # loaded on first use
     "BackendCompilerFailed": "torch._dynamo.exc",
     "FloorDiv": "torch.utils._sympy.functions",
+    "TorchRuntimeError": "torch._dynamo.exc",
     "Unsupported": "torch._dynamo.exc",
     "aot_module_simplified": "torch._functorch.aot_autograd",
     "make_fx": "torch.fx.experimental.proxy_tensor",
@@ -372,3 +375,14 @@ def ge_converter(overload: Any) -> Callable[..., Any] | None:
 
 def set_ge_converter(overload: Any, converter: Callable[..., Any] | None) -> None:
     overload._ge_converter = converter
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Fake tensors log the stack of an error that is raised as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

@@ -49,8 +49,9 @@ class Config:
                 npu_mla_preprocess for static W8A8 (not in GE graphs); "key",
                 npu_kv_rmsnorm_rope_cache_v2 for the key's half alone, where no other target takes the prologue.
     unabsorbed  "identity" is the target of that name.
-    skip        What to leave alone without a warning: layers by module path, prologues that would be rejected with a
-                code ("absorb.absent", "contract", "contract:dims.he"), or candidates for which a predicate holds.
+    skip        What to leave alone without a warning: layers by the name that a report gives them, prologues that
+                would be rejected with a code ("absorb.absent", "contract", "contract:dims.he"), or candidates for which
+                a predicate holds.
     weights     Where packed weights live, when a wrapper stands around the graph (``mf.backend``): "copy" beside the
                 parameters, or "shared": a parameter whose packing only changes its layout becomes a view of the
                 packed weight, so that memory does not grow. It keeps its shape and values, and gets other strides.

@@ -22,10 +22,12 @@ def explain(
 ) -> Report:
     """What :func:`fuse` would do, with the same reasons, changing nothing.
 
-    ``boundary``: what :func:`backend` would do, which views caches in the kernel's shape before it calls the graph.
+    gm        a graph as :func:`fuse` takes it, or the path of a dump that torchair or torch wrote, from which the
+              graph is rebuilt
+    config    options of the pass
+    boundary  say what :func:`backend` would do, which views caches in the kernel's shape before it calls the graph
 
-    ``gm`` may be the path of a dump that torchair or torch wrote, from which the graph is rebuilt; a dump that
-    cannot be read, or does not hold enough, raises a ValueError that says why.
+    A dump that cannot be read, or does not hold enough, raises a ValueError that says why.
     """
     if isinstance(gm, (str, PathLike)):
         return explain_dump(gm, config, boundary=boundary)

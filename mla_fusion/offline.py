@@ -13,8 +13,10 @@ __all__ = ["NpuNotAvailable", "activate", "on_npu"]
 def on_npu(module_or_fn: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A module and its arguments on the NPU; where there is none, copies of both over fake tensors on device npu.
 
-    Those go through torch.compile and torchair as real ones would, up to where the device would run the compiled graph:
-    there ``NpuNotAvailable`` is raised. Calls :func:`activate`.
+    module_or_fn, arguments  what :func:`lower` or torch.compile would be given
+
+    Fake ones go through torch.compile and torchair as real ones would, up to where the device would run the compiled
+    graph: there ``NpuNotAvailable`` is raised. Calls :func:`activate`.
     """
     from mla_fusion.compile.fakes import relocate
 

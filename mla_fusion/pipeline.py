@@ -42,9 +42,12 @@ BuilderOf = type[GraphBuilder]  # made of the module whose graph is written, and
 def fuse(gm: GraphModule, config: Config | None = None) -> Report:
     """Rewrite every MLA prologue of ``gm`` that the kernel computes exactly, in place.
 
-    ``gm`` is a functionalised ATen graph whose nodes carry ``meta["val"]``, as AOT autograd, torch.export and
-    make_fx make it. Its inputs and outputs stay as they are; weights are packed inside the graph. A graph
-    in which nothing can be fused is left untouched, with a reason for each candidate in the report.
+    gm      a functionalised ATen graph whose nodes carry ``meta["val"]``, as AOT autograd, torch.export and make_fx
+            make it
+    config  options of the pass
+
+    The graph's inputs and outputs stay as they are; weights are packed inside it. A graph in which nothing can be
+    fused is left untouched, with a reason for each candidate in the report.
 
     Raises TypeError for anything but a GraphModule, ValueError for a graph without ``meta["val"]``.
     """
@@ -196,16 +199,17 @@ class SkipError(RuntimeError):
 
 def _wanted(item: Found, config: Config) -> KeyHalf:
     """The candidate. Raises the reason of a near miss, and ``Refuse("skip")`` for what ``Config.skip`` names."""
-    if isinstance(item, NearMiss):
-        raise item.reason
-    where = module_path.layer(item.nodes) if config.skip else ""
+    near = isinstance(item, NearMiss)
+    where = module_path.layer(item.nodes) or module_path.root(item.nodes[0].graph.nodes) if config.skip else ""
     for entry in config.skip:
         try:
-            hit = entry(item) if callable(entry) else entry == where or where.endswith("." + entry)
+            hit = not near and entry(item) if callable(entry) else entry == where or where.endswith("." + entry)
         except Exception as error:
             raise SkipError(f"{entry!r} in Config.skip raised {type(error).__name__}: {error}") from error
         if hit:
             raise Refuse("skip", f"layer {where or 'unknown'} matches {entry!r}", item.nodes[:1])
+    if isinstance(item, NearMiss):
+        raise item.reason
     return item
 
 

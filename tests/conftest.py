@@ -1,5 +1,6 @@
 """Settings that must stand before torch is imported."""
 
+import functools
 import gc
 import os
 import sys
@@ -52,6 +53,7 @@ def defects_are_raised() -> Iterator[None]:
 
     made = Config.__init__
 
+    @functools.wraps(made)
     def strict(self: Config, *args: object, **given: object) -> None:
         made(self, *args, **{"strict": True, **given})
 

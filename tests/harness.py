@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
@@ -97,6 +98,18 @@ def outcome(report: mf.Report) -> tuple[str, ...]:
 def graph_of(model: nn.Module, *args: Tensor, device: str = "cpu", **options: Any) -> GraphModule:
     with torch._dynamo.config.patch(specialize_float=True):
         return capture(model, *args, device=device, **options)[0]
+
+
+def traced(model: nn.Module, given: tuple[Tensor, ...]) -> tuple[GraphModule, list[Tensor]]:
+    """The functional graph and its first arguments, the parameters; cheaper than torch.compile."""
+    weights = dict(model.named_parameters())
+
+    def call(values: list[Tensor], *args: Tensor) -> Any:
+        return torch.func.functional_call(model, dict(zip(weights, values, strict=True)), args)
+
+    functional = torch.func.functionalize(call, remove="mutations")
+    with torch.no_grad():
+        return make_fx(functional, tracing_mode="fake")(list(weights.values()), *given), list(weights.values())
 
 
 def refused(gm: GraphModule, config: mf.Config | None = None) -> Rejection:

@@ -44,15 +44,18 @@ def audit(
 ) -> Audit:
     """Check what ``fused`` calls by hand: ``npu_mla_prolog*``, ``npu_kv_rmsnorm_rope_cache*``, ``npu_mla_preprocess``.
 
-    fused, reference   a module, a method of one, a function, an FX graph or an exported program, over the same weights
-                       and called with the same ``inputs`` (copied before each run). What either writes is compared
-                       too: arguments, also in lists and dicts, buffers, and tensors that modules hold as attributes
-    reference          the unfused model; None: the contract and the arguments' values alone are looked at
-    soc, cann, path    whose limits hold, as in `mla_fusion.meta.check`
-    tolerance          the relative error that counts as rounding; by default 2e-2 (6e-2 with int8), or four times
-                       what the reference itself is off from a float64 run of it, value by value
-    tries, seconds     the most runs of the repaired function, and the longest search; both are reached only where
-                       nothing explains a difference
+    fused            a module, a method of one, a function, an FX graph or an exported program
+    reference        the unfused model, in any of these forms, over the same weights; None: the contract and the
+                     arguments' values alone are looked at
+    inputs           what both are called with, copied before each run
+    soc, cann, path  whose limits hold, as in `mla_fusion.meta.check`
+    tolerance        the relative error that counts as rounding; by default 2e-2 (6e-2 with int8), or four times
+                     what the reference itself is off from a float64 run of it, value by value
+    tries            the most runs of the repaired function, reached only where nothing explains a difference
+    seconds          the longest search, reached only then
+
+    What either writes is compared too: arguments, also in lists and dicts, buffers, and tensors that modules hold as
+    attributes.
 
     Where results differ, the mistakes that are usual in such calls are undone one by one, two and three together, and
     those that make the results equal are named with the caller's line. Everything runs on the CPU, on the reference

@@ -14,6 +14,10 @@ class Finding:
     """One thing that is wrong, or looks so.
 
     code      stable: "tables.swapped", "epsilon", "contract:..", ..
+    message   what is wrong, and what would be right
+    argument  the operator's argument at fault, where it is one
+    operator  that of the call
+    call      its number among the calls
     certain   shown by numbers or by the contract; else a suspicion
     line      of the caller's code
     error     the largest error that is left when this, and all findings before it, are mended
@@ -38,7 +42,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """equal      is every compared value the reference's? None where there was no reference
+    """What an audit found.
+
+    operators  those that were called, in order
+    findings   what is wrong, or looks so
+    draws      on which inputs values were compared
+    equal      is every compared value the reference's? None where there was no reference
     errors     relative error of each compared value, as written
     repaired   the same with every repair that was found
     tolerance  of each value, the error that is rounding

@@ -32,12 +32,13 @@ def backend(
 ) -> Backend:
     """A backend for ``torch.compile``.
 
-    For tensors on a device: AOT autograd, the pass, then torchair with ``compiler_config`` (a torchair
-    ``CompilerConfig``; by default torchair's own). Without: AOT autograd, the pass, then the graph itself,
-    its kernel call run by the CPU reference, so that the same script runs anywhere.
+    config           options of the pass
+    compiler_config  a torchair ``CompilerConfig``; by default torchair's own
+    report           a folder to which the report of every graph is written as JSON and HTML; for all entry points of a
+                     process, the environment variable ``MLA_FUSION_REPORT`` does the same
 
-    ``report`` names a folder to which the report of every graph is written as JSON and HTML; for all entry points
-    of a process, the environment variable ``MLA_FUSION_REPORT`` does the same.
+    For tensors on a device: AOT autograd, the pass, then torchair. Without: AOT autograd, the pass, then the graph
+    itself, its kernel call run by the CPU reference, so that the same script runs anywhere.
 
     Of torch.compile's own words, ``options={"verify": "all"}`` sets fields of ``config`` for that model, and ``mode``
     picks torchair's compiler (:mod:`mla_fusion.compile.words`). Raises ValueError for an option that there is not;

@@ -9,19 +9,24 @@ touched.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
 
-from mla_fusion.compat import Unsupported, aot_module_simplified, in_tracing_mode
+from mla_fusion.compat import TorchRuntimeError, Unsupported, aot_module_simplified, in_tracing_mode, quiet_fakes
 from mla_fusion.compile import names
 from mla_fusion.compile.fakes import relocate
 from mla_fusion.compile.floats import specialise
 
 Inputs = list[Any]
 OnGraph = Callable[[GraphModule, Inputs], Any]
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 class CaptureError(RuntimeError):
@@ -98,22 +103,48 @@ def trace(
     dynamic: bool,
 ) -> None:
     """Call ``module_or_fn`` once under torch.compile with ``backend``, over fake tensors on ``device``."""
+    check_arguments(module_or_fn, args)
     target, fakes = relocate(module_or_fn, args, device)
 
     def on_graph(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
         return cast("Callable[..., Any]", backend(gm, in_tracing_mode(inputs)))
 
-    with _fresh_dynamo(), torch.no_grad():
+    with _fresh_dynamo(), quiet_fakes(), torch.no_grad():
         compiled = torch.compile(target, backend=on_graph, fullgraph=True, dynamic=True if dynamic else None)
         try:
             compiled(*fakes)
         except _Done:
             return
-        except Unsupported as error:
-            raise CaptureError(
-                f"{_name(module_or_fn)} does not compile to one graph (a graph break): {error}"
-            ) from error
+        except (Unsupported, TorchRuntimeError) as error:
+            raise CaptureError(f"{_name(module_or_fn)} {_why(str(error))}") from error
     raise CaptureError(f"{_name(module_or_fn)} holds no tensor operation, so there is no graph")
+
+
+def check_arguments(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Raise CaptureError where a function does not take so many."""
+    called = target.forward if isinstance(target, torch.nn.Module) else target
+    try:
+        inspect.signature(called).bind(*args)
+    except ValueError:  # it has no signature: the call will tell
+        return
+    except TypeError as error:
+        raise CaptureError(f"{_name(target)} does not take these {len(args)} arguments: {error}") from error
+
+
+_RAISED = re.compile(r"(?:raised exception|\bgot) (\w+\(.*)")
+_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
+
+
+def _why(text: str) -> str:
+    """Of what dynamo says: what the function raised, or what broke the graph, and the user's line."""
+    said, _, stack = text.partition("from user code:")
+    own = [found for found in _LINE.finditer(stack) if not found["file"].startswith(_TORCH)]
+    where = "\n  at {file}:{line} in {function}: {code}".format(**own[-1].groupdict()) if own else ""
+    raised = _RAISED.search(said)
+    if raised is not None:
+        return f"fails when it is run: {raised[1].rstrip()}{where}"
+    broken = said.partition("  Developer debug context")[0].rstrip()
+    return f"does not compile to one graph (a graph break): {broken}{where}"
 
 
 def _name(target: Any) -> str:

@@ -31,6 +31,8 @@ def mla_fusion_pass(gm, example_inputs=None, config=None):
 def torchair_pass(config: Config | None = None) -> Callable[..., None]:
     """A hook for ``CompilerConfig.post_grad_custom_pre_pass``, npugraph_ex and Inductor's custom passes.
 
+    config  options of the pass
+
     It takes (gm, example_inputs, config) as torchair calls it, or one ``fx.Graph`` as Inductor does, and
     edits in place. No wrapper stands around the compiled graph here, so weights are packed by operations
     inside it (GE folds them under ``frozen_parameter``) and caches must have the kernel's shape to be

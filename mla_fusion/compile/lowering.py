@@ -41,12 +41,13 @@ class LoweringError(RuntimeError):
 class Lowering:
     """The stages of one lowered graph.
 
-    * ``fx_before``: the AOT graph as torch.compile hands it over
-    * ``fx_after``: the FX graph that torchair holds at the end (mode "npugraph_ex": after re-inplace)
-    * ``fx_ops``: how often each target occurs in ``fx_after``
-    * ``ge_ops``: how often each operator type occurs in the optimised GE graph; empty in mode "npugraph_ex"
-    * ``ge_text``, ``ge_graph``: that graph as pbtxt and as protobuf; "" and None in mode "npugraph_ex"
-    * ``report``: what the fusion pass did, or None where it did not run
+    mode               as it was asked of :func:`lower`
+    fx_before          the AOT graph as torch.compile hands it over
+    fx_after           the FX graph that torchair holds at the end (mode "npugraph_ex": after re-inplace)
+    fx_ops             how often each target occurs in ``fx_after``
+    ge_ops             how often each operator type occurs in the optimised GE graph; empty in mode "npugraph_ex"
+    ge_text, ge_graph  that graph as pbtxt and as protobuf; "" and None in mode "npugraph_ex"
+    report             what the fusion pass did, or None where it did not run
     """
 
     mode: str
@@ -63,7 +64,10 @@ class Lowering:
         return f"<Lowering: mode {self.mode}, {sum(operators.values())} operators, report {self.report!r}>"
 
     def save(self, directory: str | Path) -> list[Path]:
-        """Write fx_before.txt, fx_after.txt and, where they exist, graph.pbtxt and report.json."""
+        """Write fx_before.txt, fx_after.txt and, where they exist, graph.pbtxt and report.json; returns their paths.
+
+        directory  made where there is none
+        """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         texts = {"fx_before.txt": _readable(self.fx_before), "fx_after.txt": _readable(self.fx_after)}
@@ -86,6 +90,8 @@ def lower(
 ) -> Lowering:
     """Compile one call of ``module_or_fn`` with the real torchair and return what it made.
 
+    module_or_fn  a module or a function
+    args        what it is called with
     mode        "ge" for torchair's GE graph, "npugraph_ex" for the FX graph of the ACL-graph path.
     dynamic     as torch.compile's; tensors may also carry ``torch._dynamo.mark_dynamic``.
     config      options of the fusion pass; ``Config(enable=False)`` lowers the graph as it is.

@@ -17,7 +17,12 @@ _HEAD = 1 << 16  # characters looked at to tell the format
 
 
 def read(path: str | Path) -> Dump:
-    """The graph in a dump file. Raises DumpError for a foreign or damaged file, OSError for one that cannot be read."""
+    """The graph in a dump file.
+
+    path  what torchair (pbtxt, py, txt), GE or torch (TORCH_LOGS, ExportedProgram) wrote
+
+    Raises DumpError for a foreign or damaged file, OSError for one that cannot be read.
+    """
     path = Path(path)
     try:
         with paused():

@@ -42,10 +42,13 @@ def layer(nodes: Iterable[Node]) -> str:
 
 
 def root(nodes: Iterable[Node]) -> str:
-    """The class of the module that was compiled, ``Attention``; "" where no node was made by its own code."""
-    own = (node for node in nodes if node.op == "call_function" and not node.meta.get("nn_module_stack"))
-    frames = (frame for node in own for frame in _FRAME.finditer(node.meta.get("stack_trace") or ""))
-    return next((name for frame in frames if (name := _class_at(frame["file"], int(frame["line"])))), "")
+    """The class of the module that was compiled, ``Attention``, or the function's name; "" where no node tells."""
+    own = (node for node in nodes if node.op == "call_function" and not layer([node]))
+    stacks = [list(_FRAME.finditer(node.meta.get("stack_trace") or "")) for node in own]
+    for frame in (frame for stack in stacks for frame in stack):
+        if name := _class_at(frame["file"], int(frame["line"])):
+            return name
+    return next((stack[0]["function"] for stack in stacks if stack and stack[0]["function"].isidentifier()), "")
 
 
 def _class_at(file: str, line: int) -> str:

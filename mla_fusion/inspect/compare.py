@@ -72,7 +72,12 @@ def _line(change: Change) -> str:
 
 
 def diff(first: Dump, second: Dump) -> Difference:
-    """What changes from one graph to the other. Raises ValueError for an FX and a GE graph."""
+    """What changes from one graph to the other.
+
+    first, second  as :func:`read` gives them
+
+    Raises ValueError for an FX and a GE graph.
+    """
     if first.is_fx != second.is_fx:
         raise ValueError("an FX graph and a GE graph have no operators in common")
     # Generated Python leaves out attributes that have their defaults.

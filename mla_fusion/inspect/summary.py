@@ -96,7 +96,10 @@ class Summary:
 
 
 def summarise(dump: Dump) -> Summary:
-    """Reads one dump; the unfused prologues are those that ``explain`` finds, without running them."""
+    """What stands in a dump; the unfused prologues are those that ``explain`` finds, without running them.
+
+    dump  as :func:`read` gives it
+    """
     unfused, remarks = _unfused(dump)
     if dump.format == "python":
         remarks.append("this form is written while converting: GE's passes may have removed copies that stand here")

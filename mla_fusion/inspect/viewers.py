@@ -23,7 +23,11 @@ class ExportError(ValueError):
 
 
 def export(graph: Dump | GraphModule, path: str | Path) -> Path:
-    """Write ``graph`` in the form that the suffix of ``path`` names; returns the path."""
+    """Write a graph in the form that a viewer reads; returns the path.
+
+    graph  a dump, or a graph of torch
+    path   its suffix names the form
+    """
     path = Path(path)
     if path.suffix not in _WRITERS:
         raise ExportError(f"{path.name}: the suffix must be one of {', '.join(_WRITERS)}")

@@ -150,12 +150,13 @@ class Finder:
             return unnormed
         if partial is not None and sum(len(cone.norms) for cone in facts.values()) > 1:
             return self.why.normed_key(facts, partial.nodes[0]) or partial
-        if keys and (told := self.why.direct(facts, has_key=True) or self.why.cut(facts) or self.why.cut_query(facts)):
-            return told
+        why = self.why
         if keys:
+            told = why.direct(facts, has_key=True) or why.cut(facts) or why.cut_query(facts)
+            told = told or why.undecoded(facts, {key.latent for key in keys})
             nodes = tuple(fact.node for fact in (keys[0].norm, keys[0].rope, keys[0].operator) if fact is not None)
-            return NearMiss(Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}"), nodes)
-        why, direct = self.why, self.why.direct(facts, halves="key" in self.targets)
+            return told or NearMiss(Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}"), nodes)
+        direct = why.direct(facts, halves="key" in self.targets)
         return why.unrotated(facts) or direct or why.cut(facts) or why.unabsorbed(facts) or []
 
     def _paired(self, queries: list[QuerySide], keys: list[KeySide]) -> list[Candidate | NearMiss]:

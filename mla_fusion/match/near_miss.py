@@ -59,7 +59,16 @@ class Diagnosis:
         self.view, self.reader, self.projections, self.absorbs = view, reader, projections, absorbs
         self.above, self.on_operand = above, on_operand
 
-    def scaled_before(self, ups: Collection[Projection], heads: Collection[int]) -> NearMiss | None:
+    def undecoded(self, facts: Facts, latents: Collection[Node]) -> NearMiss | None:
+        """A norm beside the key's ``latents`` is projected up, and nothing of that is a rotated or an absorbed part."""
+        for norm in (norm for cone in facts.values() for norm in cone.norms if norm.node not in latents):
+            ups = [up for up in self.above[norm.node] if up.is_flat]
+            if ups:
+                detail = f"of what {ups[0].node.name} makes of {norm.node.name} nothing is rotated, or absorbed"
+                return self.scaled_before(ups) or NearMiss(Refuse("rope.absent", detail), (ups[0].node, norm.node))
+        return None
+
+    def scaled_before(self, ups: Collection[Projection], heads: Collection[int] | None = None) -> NearMiss | None:
         """A product head by head of what would be q_nope, had a value of the graph not been multiplied onto it."""
         for up in ups:
             cone = self.reader.read(up)
@@ -67,7 +76,7 @@ class Diagnosis:
                 if not reading.single or reading.degree != 1:
                     continue
                 for item in self.on_operand[operand]:
-                    by_head = item.batch and not item.is_flat and self._heads(item) in heads
+                    by_head = item.batch and not item.is_flat and (heads is None or self._heads(item) in heads)
                     if by_head and uniform_factor(cone.cone, cone.probe, reading) is None:
                         detail = f"{item.node.name} multiplies {operand.name}, {up.node.name} not scaled by one number"
                         return NearMiss(Refuse("scale.unequal", detail), (up.node, item.node))

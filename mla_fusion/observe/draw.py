@@ -48,7 +48,8 @@ def fused(finder: Finder, plan: Plan) -> Picture | None:
 
 def rejected(finder: Finder, item: Found, code: str, nodes: Sequence[Node]) -> Picture | None:
     """What was found, with the edges that keep it from being fused."""
-    region = _Region(finder, _operands(item) if isinstance(item, KeyHalf) else {})
+    layer = module_path.layer(item.nodes)
+    region = _Region(finder, _operands(item) if isinstance(item, KeyHalf) else {}, layer)
     if isinstance(item, KeyHalf):
         region.claim_candidate(item)
     else:
@@ -56,13 +57,15 @@ def rejected(finder: Finder, item: Found, code: str, nodes: Sequence[Node]) -> P
     region.fail(code, nodes)
     if len(region.steps) > _MOST:
         return None
-    return Picture(module_path.layer(item.nodes), region.drawing())
+    return Picture(layer, region.drawing())
 
 
 class _Region:
     """Nodes claimed step by step, each with all that it needs and nobody has claimed."""
 
-    def __init__(self, finder: Finder, boundary: Labels) -> None:
+    def __init__(self, finder: Finder, boundary: Labels, layer: str = "") -> None:
+        """``layer``: whose path titles leave out, as what stands above the picture says it."""
+        self._above = [f"{path}." for path in (layer, layer.rpartition(".")[0]) if path]
         self.view, self.finder, self.boundary = finder.view, finder, boundary
         self.steps: dict[Node, tuple[str, str]] = {}  # role, step
         self.formulas: dict[str, str] = {}
@@ -159,6 +162,7 @@ class _Region:
     def _title(self, node: Node) -> str:
         """What the user calls it; two steps of one name are told apart by the graph's."""
         title = module_path.label(node, self._whole)
+        title = title.removeprefix(next((path for path in self._above if title.startswith(path)), ""))
         first = self._titles.setdefault(title, node)
         return title if first is node else f"{title} ({node.name})"
 

@@ -11,7 +11,7 @@ import torch
 from mla_fusion.machine import Machine
 from mla_fusion.meta import ContractError, explain_call
 from mla_fusion.meta.explain import CallExplanation
-from mla_fusion.meta.roofline import Cost
+from mla_fusion.meta.roofline import LAUNCH, LAUNCH_SOURCE, Cost
 from mla_fusion.meta.spec import ACTIVATION, CACHE_QUANTS, DERIVED, ELEMENT, TILE_SIZE, Dtype
 from mla_fusion.plan import cache_modes, weight_modes
 
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 CHIP_OF_SOC = {"A3": "910C"}
 _TOKENS = (1, 16, 64, 256)  # where the graph leaves their number open
 _BLOCK = 128
-# No figure for a launch is published. A small kernel whose bytes take next to nothing is one launch and little more.
-LAUNCH = 3.5e-6
-_LAUNCH_SOURCE = "what a small fused vector kernel took in all in vllm-ascend's pull request 10730"
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ def roofline(fusion: Fusion, machine: Machine) -> Roofline | None:
     timed = f"Lower bounds on {chip.name}: {chip.source}" if chip else f"No peaks are known for {soc}"
     note = (
         f"Each byte and product counted once; unfused is one kernel a step. {timed}, without launches. What these "
-        f"may add is an estimate: {LAUNCH * 1e6:.1f} us a kernel, {_LAUNCH_SOURCE}; captured graphs hide a part of it."
+        f"may add is an estimate: {LAUNCH * 1e6:.1f} us a kernel, {LAUNCH_SOURCE}; captured graphs hide a part of it."
     )
     return Roofline(("T", "kernels", "GFLOP", "MB moved", "FLOP/byte", "at least", "launches, up to"), rows, bars, note)
 

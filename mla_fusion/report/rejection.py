@@ -19,7 +19,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "kv_latent.absent": (
         "A normed query latent was found, but no kv latent (RMSNorm of W_dkv x beside a rotated W_kr x) on the same x.",
-        "Keep kv_a_proj, its norm, RoPE and the query projections in one graph.",
+        "Keep kv_a_proj, its norm, RoPE and the query projections in one graph, on one x, with nothing else between.",
     ),
     "rope.absent": (
         "The latents are there, but no rotation of the kind the kernel computes was found on the query or the key.",
@@ -55,7 +55,10 @@ CODES: dict[str, tuple[str, str]] = {
         "The query's latent is no RMSNorm: another norm, none at all, or an operator that nothing is known of.",
         "Write RMSNorm with plain operators, F.rms_norm or npu_rms_norm; the kernel has no other norm.",
     ),
-    "norm.gamma_absent": ("A latent is normalised without a weight.", "Give the norm a weight of ones."),
+    "norm.gamma_absent": (
+        "A latent is normalised without a weight.",
+        "Give the norm a weight of ones, held as a parameter.",
+    ),
     "norm.gamma_dtype": (
         "A norm weight is not bfloat16, nor known to hold bfloat16 numbers alone; rounding it may change results.",
         "Store the norm weights in bfloat16; float32 ones that hold bfloat16 numbers go through mla_fusion.backend().",
@@ -142,7 +145,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "scale.unequal": (
         "q_nope, q_pe or k_pe are scaled by different factors, which no attribute of the kernel expresses.",
-        "Scale the whole query, or fold the factor into the softmax scale.",
+        "Scale the whole query by one number; fold factors of heads or columns into the weight, others into the "
+        "softmax scale.",
     ),
     "token_x.layout": (
         "The hidden state reaches the projections in a form that is not rows of tokens.",
@@ -170,7 +174,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "cache.view_of_input": (
         "The fused cache operator is handed a view of a graph input; each step would copy the whole cache.",
-        "Compile through mla_fusion.backend(), which views the tensor outside, or pass the 4-D cache.",
+        "Pass the 4-D cache itself. A reshape of an input, but no slice of one, mla_fusion.backend() makes outside.",
     ),
     "contract": (
         "The operator's host check would refuse the call.",
@@ -206,7 +210,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "tokens.mixed": (
         "A step of the prologue does not treat every token alike, or is not known to, and their number is symbolic.",
-        "Keep slices, joins and masks along the tokens out of the prologue, or compile for a fixed number of tokens.",
+        "Keep slices, joins and masks along the tokens out of the prologue. Those that change nothing are seen through "
+        "where the number of tokens is fixed.",
     ),
     "slots.unproven": (
         "The cache slots may be negative or repeat, and the new rows may not be staged (Config.staging is 'never').",
@@ -247,7 +252,7 @@ class Rejection:
     code      stable; the part before ":" is a key of ``CODES`` (``contract:dims.he``)
     message   one sentence with dims and node names
     nodes     names of the nodes concerned
-    layer     module path of the prologue, from node meta
+    layer     module path of the prologue, from node meta; of a model that is one layer its class
     source    the line of the model that the first node came from, where the graph carries it
     picture   its place in ``Report.pictures``
     score     how much of a prologue was found, from 0 to 1: the nearest miss has the highest

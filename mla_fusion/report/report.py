@@ -34,7 +34,17 @@ class Figure:
 class Fusion:
     """One prologue that became one kernel call (or, from ``explain``, would).
 
-    target      the one of ``Config.targets`` that took it; operator: what is called
+    layer       module path of the prologue; of a model that is one layer its class
+    source      the line of the model that its first product came from
+    nodes       names of the nodes that recognition rests on
+    dims        sizes by the kernel's names of them
+    cache_mode, attributes  of the call
+    rope        element order of the rotation, in and out
+    replaced    names of nodes, and the result of the kernel that stands for each
+    assumptions  what is taken on trust of inputs, a line for each
+    verified    what verification found, in words
+    target      the one of ``Config.targets`` that took it
+    operator    what is called
     instead_of  why the target above in the ladder did not take it, ``[code] message``; empty for the first
     placement   "in place" (the kernel writes the model's caches) or "staged: <reason>"
     figures     per output, fused against unfused on seeded inputs; empty where ``verified`` says another
@@ -68,10 +78,17 @@ class Fusion:
 
 @dataclass(repr=False)
 class Report:
-    """fused, rejected: one entry per prologue, in graph order. seconds: wall time by stage, "total" among them.
+    """What the pass did to one graph; printed, the summary of it.
 
-    pictures: what the page draws, one for each structure. bytes_added: of packed weights, in this process;
-    bytes_on_npu: what they would be on an NPU, where they lie in FRACTAL_NZ; None where no wrapper packs them.
+    config           the options it ran under
+    fused, rejected  one entry per prologue, in graph order
+    timings          wall time by stage in seconds, "total" among them
+    nodes_before, nodes_after  how many the graph has
+    committed        False where nothing was to be changed (:func:`explain`)
+    bytes_added      of packed weights, in this process
+    bytes_on_npu     what they would be on an NPU, where they lie in FRACTAL_NZ; None where no wrapper packs them
+    operators        how often which operator stands in the graph, before and after
+    pictures         what the page draws, one for each structure
     """
 
     config: Config
@@ -102,7 +119,10 @@ class Report:
         return json.dumps(data, indent=2, default=str)
 
     def to_html(self, path: str | Path) -> Path:
-        """Write one self-contained HTML page; returns its path."""
+        """Write one self-contained HTML page; returns its path.
+
+        path  of the page
+        """
         return _page[0](self, Path(path))
 
     def __repr__(self) -> str:

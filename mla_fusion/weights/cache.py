@@ -159,7 +159,9 @@ def _writing() -> Iterator[None]:
 
 
 def release(parameters: Iterable[torch.Tensor] | torch.nn.Module) -> int:
-    """Drop the packed weights made of these parameters, or of a module's; how many. The next call packs anew.
+    """Drop packed weights, and say how many. The next call packs anew.
+
+    parameters  those that the weights were made of, or a module that has them
 
     Parameters that are views of packed weights (``Config(weights="shared")``) get contiguous memory of their own
     again. To be called before weights are loaded into a model that has run on an NPU, and, under

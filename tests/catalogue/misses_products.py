@@ -63,7 +63,7 @@ class QueryInputHalf(Base):
         return self.q_a_proj(through(x, torch.float16))
 
 
-@miss("q_lora.absent", tags="weights")
+@miss("rope.absent", tags="weights")
 class LatentRounded(Base):
     norm = HfNorm
 
@@ -209,6 +209,28 @@ class RawLatentRead(Base):
 class UnrotatedKeyRead(Base):
     def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
         return k_pe.sum(-1)
+
+
+@miss("scale.unequal", tags="absorb")
+class HeadsScaled(Base):
+    """The whole query, by a factor of each head that a buffer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factors", torch.tensor([1.0, 0.5]).bfloat16())
+
+    def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        factors: Any = self.factors
+        return super().split((q.view(-1, self.heads, D + DR) * factors[:, None]).flatten(1))
+
+
+@miss("rope.absent", tags="absorb, rope")
+class QueryNeitherRotatedNorAbsorbed(Base):
+    def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return q_pe
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        return F.pad(q_nope, (0, HCKV - D))
 
 
 @miss("scale.unequal", of="RowsInPlace", tags="absorb, layout, run", args=row_args)

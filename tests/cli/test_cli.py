@@ -111,6 +111,27 @@ def test_graph_break_is_the_users_error(tmp_path, capsys):
     assert "graph break" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["explain", "lower", "audit", "bench"])
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ("f, (torch.zeros(3), torch.zeros(3))", "f does not take these 2 arguments: too many positional arguments"),
+        ("f, (torch.zeros(3, 4),)", " fails when it is run: RuntimeError"),
+        ("f, (torch.zeros(3, 5, 1),)", "model.py:4 in f: return x @ w"),
+        ("g, (torch.zeros(3),)", " fails when it is run: AttributeError"),
+    ],
+)
+def test_a_function_that_does_not_run_is_the_users_error(tmp_path, capsys, command, example, message):
+    file = tmp_path / "model.py"
+    file.write_text(
+        "import torch\nw = torch.zeros(5, 5)\ndef f(x):\n    return x @ w\n"
+        f"def g(x):\n    return torch.no_such(x)\ndef example():\n    return {example}\n"
+    )
+    assert cli.main([command, f"{file}:example"]) == 2
+    said = capsys.readouterr().err.partition(f"mla-fusion {command}: ")[2]
+    assert message in said and len(said.splitlines()) == 1 + ("\n  at " in said)
+
+
 @pytest.mark.parametrize("arguments", [["demo", "--layers", "0"], ["lower", "m.py:f", "--mode", "eager"], ["fly"]])
 def test_bad_options_are_status_2(arguments):
     with pytest.raises(SystemExit) as done:

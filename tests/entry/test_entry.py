@@ -65,6 +65,14 @@ def test_skip_by_layer_and_predicate(entry: Any) -> None:
     assert [(r.code, r.layer) for r in report.rejected] == [("skip", "layers.1")]
 
 
+@pytest.mark.parametrize("model", [base.Base, misses_products.Bias, misses_products.Unabsorbed])
+def test_skip_takes_the_name_that_the_report_gives(model: type[torch.nn.Module]) -> None:
+    gm = graph_of(model(), *base.paged_args())
+    report = mf.explain(gm)
+    (found,) = (*report.fused, *report.rejected)
+    assert refused(gm, mf.Config(skip=(found.layer,))).code == "skip"
+
+
 @pytest.mark.parametrize("entry", ["contract", "contract:dims.he"])
 def test_skip_by_code_is_silent(entry: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(base, "HE", 1152)

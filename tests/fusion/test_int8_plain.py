@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
@@ -19,19 +18,7 @@ from tests.catalogue.int8_plain import LINEARS, PlainFull, PlainLinear, PlainPar
 from tests.catalogue.int8_plain_misses import MISSES, back, product
 from tests.catalogue.int8_plain_models import one_token
 from tests.exhaustive import one_in
-from tests.harness import assert_as_exact, clones, distance, eager, flat
-
-
-def traced(model: nn.Module, given: tuple[Tensor, ...]) -> tuple[torch.fx.GraphModule, list[Tensor]]:
-    """The functional graph and its first arguments, the parameters; cheaper than torch.compile."""
-    weights = dict(model.named_parameters())
-
-    def call(values: list[Tensor], *args: Tensor) -> Any:
-        return torch.func.functional_call(model, dict(zip(weights, values, strict=True)), args)
-
-    functional = torch.func.functionalize(call, remove="mutations")
-    with torch.no_grad():
-        return make_fx(functional, tracing_mode="fake")(list(weights.values()), *given), list(weights.values())
+from tests.harness import assert_as_exact, clones, distance, eager, flat, traced
 
 
 def fused(model: nn.Module, given: tuple[Tensor, ...], mode: int) -> list[Tensor]:

@@ -44,6 +44,11 @@ def test_the_unquantised_decode_step_of_deepseek_v3() -> None:
     assert found.unfused.seconds is not None and found.unfused.seconds > found.fused.seconds
 
 
+def test_launches_are_said_not_to_be_in_the_times_and_estimated() -> None:
+    said = str(meta.explain_call(V3, chip="910C", **call()))
+    assert "launches are not in it" in said and "3.5 and 35.0 us" in said and "pull request" in said
+
+
 def test_a_long_prefill_is_bound_by_products() -> None:
     found = meta.explain_call(V3, chip="910C", **call(tokens=16))
     long = meta.explain_call(V3, chip=meta.Chip("mine", 1e12, 1e12), **call(tokens=16))

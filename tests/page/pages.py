@@ -59,6 +59,17 @@ class Cut(Biased):
         self.kv_norm = nn.Sequential(nn.Hardtanh(-50, 50), self.kv_norm)  # type: ignore[assignment]
 
 
+class Inside(nn.Module):
+    """One of these as the layer of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Cut()])
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        return self.layers[0](*given)
+
+
 class Unabsorbed(Biased):
     """One that multiplies no W_uk."""
 

@@ -82,6 +82,13 @@ def test_the_step_at_fault_hangs_on_the_product_that_it_reads():
     assert before.dots[wrong.start].role == "product"
 
 
+def test_titles_leave_out_the_path_of_the_layer():
+    report = pages.left(pages.Inside)
+    titles = [box.title for box in drawing.steps(report.pictures[0].before)[0]]
+    assert report.rejected[0].layer == "layers.0"
+    assert not [title for title in titles if "layers.0." in title] and any("q_a" in title for title in titles), titles
+
+
 def test_what_is_absent_hangs_on_the_product():
     report = pages.left(pages.Unabsorbed)
     before = report.pictures[report.rejected[0].picture].before

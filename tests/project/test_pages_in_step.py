@@ -20,9 +20,14 @@ ROOT = DOCS.parent
 TRANSLATED = {ROOT / "README.md": ROOT / "README.zh.md", DOCS / "index.md": DOCS / "index.zh.md"}
 
 
-@pytest.mark.parametrize("name", ["generate_support", "generate_cli", "generate_notebook"])
+@pytest.mark.parametrize("name", ["generate_support", "generate_cli", "generate_notebook", "generate_api"])
 def test_a_generated_page_is_current(name: str) -> None:
     assert script(name).main(["--check"]) == 0, "run `make docs`"
+
+
+def test_every_public_name_has_its_place_among_the_tasks() -> None:
+    named = {name.partition(".")[0] for names in script("generate_api").TASKS.values() for name in names.split()}
+    assert set(mf.__all__) - {"paging", "reference"} <= named  # those two: by a sentence
 
 
 @pytest.mark.parametrize("page", TRANSLATED, ids=lambda page: page.name)

@@ -14,7 +14,6 @@ from .families import FAMILIES
 from .judge import judge
 from .member import Member, Outcome
 
-
 LOGGERS = ("mla_fusion", "torch._subclasses.fake_tensor", "torch._dynamo", "torch")
 
 

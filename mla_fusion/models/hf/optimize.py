@@ -26,6 +26,7 @@ BLOCK_SIZE = 128
 def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SIZE) -> Summary:
     """Convert every MLA attention of ``model`` in place; parameters are shared, not copied.
 
+    model       of transformers, loaded
     cache       let ``generate()`` make an ``MlaPagedCache`` where it would make a dynamic or a static cache
     block_size  tokens a page of that cache, a multiple of 16 up to 1024
 
@@ -60,7 +61,12 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
 
 
 def revert(model: nn.Module) -> None:
-    """Undo ``optimize``: the same modules, parameters and results as before. Raises OptimizeError ``model.state``."""
+    """Undo ``optimize``: the same modules, parameters and results as before.
+
+    model  that ``optimize`` has converted
+
+    Raises OptimizeError ``model.state``.
+    """
     if getattr(model, "_mla_fusion_summary", None) is None:
         raise OptimizeError("model.state", f"this {type(model).__name__} is not optimised")
     for module in model.modules():

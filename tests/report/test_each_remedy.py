@@ -1,0 +1,243 @@
+"""Each rejection code walked: a model that gets it, what its remedy says is done to the model, and that fuses.
+
+A remedy that names several ways has an entry for each. ``None``: the remedy says that there is none.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from mla_fusion.report.rejection import CODES
+from tests.catalogue import int8, keys, misses_norms, misses_products, misses_rotations, prologues
+from tests.match.test_finder import InABranch
+from tests.plan import test_refusals as of_plan
+
+from .walks import (
+    Base,
+    BeforeTheBranch,
+    Dropped,
+    GammaOfOnes,
+    JoinedAgain,
+    Merged,
+    NumbersOfBfloat16,
+    ReadAfterwards,
+    ReadApart,
+    RepeatedColumns,
+    Reshaped,
+    ScaledColumns,
+    Sequences,
+    Told,
+    branched,
+    changed,
+    clamped_input,
+    clamped_query,
+    compiled,
+    doubled_both,
+    doubled_later,
+    doubled_weight,
+    dynamic,
+    edited,
+    entry,
+    epsilon,
+    exported,
+    few_rows,
+    few_slots,
+    flat_caches,
+    functional,
+    gathered,
+    half_precision,
+    in_blocks,
+    labelled,
+    mode,
+    of,
+    of_normed,
+    paged_args,
+    sliced,
+    with_heads,
+    with_x,
+)
+
+PAGED = of(prologues.PagedRotateHalf)
+BASE = of(Base)
+# code: a report that has it; what its remedy says, and the report once that is done (None: there is nothing to do)
+WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
+    "q_lora.absent": (
+        entry("NoQueryLora"),
+        {"Nothing in the graph": None, "Config(targets=('v3', 'key'))": entry("NoQueryLora", targets=("v3", "key"))},
+    ),
+    "q_lora.interrupted": (entry("LatentClamped"), {"leave c_q to the kernel": BASE}),
+    "kv_latent.absent": (entry("KeyNotNormed"), {"Keep kv_a_proj, its norm, RoPE": BASE}),
+    "rope.absent": (entry("RopeMixesHeads"), {"Rotate q_pe and k_pe with tables": BASE}),
+    "rope.tables_differ": (entry("KeyOnePositionLater"), {"Use one cos and one sin tensor for both": BASE}),
+    "rope.table_shape": (
+        of(misses_rotations.SharedRows, few_rows),
+        {"Gather the tables by position before RoPE": of(changed(forward=gathered), few_rows)},
+    ),
+    "rope.layouts_differ": (entry("LayoutsDiffer"), {"Use one RoPE layout for both": BASE}),
+    "rope.normed_key": (entry("NormedKey"), {"Nothing in the graph": None}),
+    "rope.heads_differ": (entry("OneRotatedHead"), {"repeat the columns of its weight": of(RepeatedColumns)}),
+    "absorb.absent": (
+        entry("Unabsorbed"),
+        {
+            "Multiply q_nope by W_uk": BASE,
+            "Config(unabsorbed='identity')": entry("Unabsorbed", unabsorbed="identity"),
+            "'key' in Config.targets": entry("Unabsorbed", targets=("v3", "key")),
+        },
+    ),
+    "norm.absent": (entry("LayerNormInstead"), {"Write RMSNorm": BASE}),
+    "norm.gamma_absent": (entry("NoGamma"), {"a weight of ones, held as a parameter": of(GammaOfOnes)}),
+    "norm.gamma_dtype": (
+        entry("Fp32Gamma"),
+        {
+            "norm weights in bfloat16": of(lambda: misses_norms.Fp32Gamma().bfloat16()),
+            "go through mla_fusion.backend()": compiled(NumbersOfBfloat16),
+        },
+    ),
+    "norm.of_input": (entry("AlreadyNormed"), {"Keep the input's norm in the graph": entry("StaticW8A8")}),
+    "norm.epsilon": (entry("OtherEpsilon"), {"Nothing:": None}),
+    "norm.scaled": (
+        entry("Doubled"),
+        {"Multiply after the norm": of(changed(keys.Lite, latent=doubled_later), targets=("key",))},
+    ),
+    "norm.low_precision": (entry("LowPrecision"), {"Upcast to float32 before squaring": BASE}),
+    "norm.runtime_eps": (
+        epsilon(),
+        {
+            "torch._dynamo.config.specialize_float = True": epsilon(specialised=True),
+            "compile through mla_fusion.backend()": epsilon(as_backend=True),
+        },
+    ),
+    "linear.bias": (entry("Bias"), {"Nothing:": None}),
+    "linear.scaled": (entry("ScaledAddmm"), {"Scale the weight instead": of(changed(down=doubled_weight))}),
+    "linear.symbolic": (with_heads(dynamic=True), {"dynamic=False": with_heads(dynamic=False)}),
+    "linear.hidden": (entry("AdaptedQuery"), {"merge adapters into the weights": of(Merged)}),
+    "quant.static": (
+        entry("StaticW8A8", targets=("v3",)),
+        {
+            "Use npu_dynamic_quant and pass its scale as pertoken_scale": of(int8.Full),
+            "add 'preprocess' to Config.targets": entry("StaticW8A8", targets=("v3", "preprocess")),
+            "or 'key'": entry("StaticW8A8", targets=("v3", "key")),
+        },
+    ),
+    "quant.not_static": (entry("ScaleOfEachChannel"), {"with one bfloat16 scale": entry("StaticW8A8")}),
+    "quant.weights_only": (
+        entry("WeightsOnly"),
+        {"Quantise the activation too (npu_dynamic_quant)": of(int8.Full), "hold the weight in bfloat16": BASE},
+    ),
+    "quant.dynamic": (entry("TruncatedLatent"), {"round to the nearest": of(int8.Partial)}),
+    "quant.mixed": (
+        entry("QueryLatentAlone"),
+        {"Quantise W_uq_qr alone (mode 1)": of(int8.Partial), "together (mode 2)": of(int8.Full)},
+    ),
+    "quant.tokens_differ": (entry("SmoothedOnce"), {"once, with one smooth_scales": of(int8.FullSmooth)}),
+    "quant.scale": (entry("OneScale"), {"scales of that shape": of(int8.Full)}),
+    "quant.cache": (
+        entry("FullWithChannelCaches"),
+        {
+            "Per-channel scales of both caches go with int8 W_uq_qr alone": entry("OperatorCache"),
+            "one scale of the latent cache with full int8 and an int8 query": entry("Int8AttentionOperator"),
+        },
+    ),
+    "dtype.region": (
+        of(lambda: prologues.PagedRotateHalf().half(), half_precision),
+        {"model.to(torch.bfloat16), and its caches and tables with it": PAGED},
+    ),
+    "scale.unequal": (
+        entry("ScaledRope"),
+        {
+            "Scale the whole query by one number": of(changed(split=doubled_both)),
+            "into the weight": of(ScaledColumns),
+            "into the softmax scale": BASE,
+        },
+    ),
+    "token_x.layout": (
+        of(misses_products.RankFour, with_x(2, 2, 2), device="npu"),
+        {"Keep x as [T, He]": BASE, "[B, S, He]": of(Sequences, with_x(2, 4), device="npu")},
+    ),
+    "reader.latent": (
+        entry("RawLatentRead"),
+        {
+            "Compute that value from x apart": of(ReadApart),
+            "from the normed latent": of(changed(extra=of_normed)),
+        },
+    ),
+    "cache.staging_forbidden": (
+        entry("ComplexDense", staging="never"),
+        {"Allow staging": entry("ComplexDense"), "[BlockNum, BlockSize, 1, width]": of(Base, staging="never")},
+    ),
+    "cache.operator_mode": (
+        edited(mode("Norm"), prologues.NpuOperators),
+        {name: edited(mode(name), prologues.NpuOperators) for name in ("PA", "PA_BNSD", "PA_NZ")},
+    ),
+    "cache.slots": (
+        of(prologues.NpuOperators, few_slots),
+        {"as many elements as there are tokens": of(prologues.NpuOperators)},
+    ),
+    "cache.also_read": (entry("OperatorAndSum"), {"Read, and return, the caches": of(ReadAfterwards)}),
+    "cache.view_of_input": (
+        entry("OperatorNormMode"),
+        {
+            "Pass the 4-D cache itself": of(prologues.NpuOperators),
+            "A reshape of an input": of(Reshaped, flat_caches, boundary=True),
+        },
+    ),
+    "contract": (
+        of(prologues.PagedRotateHalf, in_blocks(8), staging="never"),
+        {"it names the argument": of(prologues.PagedRotateHalf, in_blocks(16), staging="never")},
+    ),
+    "graph.not_functional": (exported, {"ExportedProgram.run_decompositions()": functional}),
+    "graph.branch": (
+        of(InABranch, branched, device="cpu"),
+        {"Compute the prologue before the branch": of(BeforeTheBranch, branched, device="cpu")},
+    ),
+    "step.choice": (
+        entry("LatentOutliersCut"),
+        {
+            "Leave the step out": BASE,
+            "in front of its input x": of(changed(forward=clamped_input)),
+            "behind the query": of(changed(absorb=clamped_query)),
+        },
+    ),
+    "step.random": (of(Dropped, device="cpu"), {"model.eval()": of(lambda: Dropped().eval())}),
+    "step.unknown": (entry("OpaqueScale"), {"Write it with operators of torch": BASE}),
+    "tokens.cut": (entry("SlicedBehindTheProjections"), {"Slice x": of(changed(forward=sliced))}),
+    "tokens.mixed": (
+        dynamic(of_plan.FirstTokensHalved),
+        {"out of the prologue": dynamic(Base), "fixed": of(JoinedAgain, lambda: paged_args(40))},
+    ),
+    "slots.unproven": (
+        of(of_plan.SlotsLowered, staging="never"),
+        {"as one input of the graph": of(Base, staging="never"), "allow staging": of(of_plan.SlotsLowered)},
+    ),
+    "stream.mixed": (edited(labelled("11", "0")), {"Keep the prologue on one stream": edited(labelled("11", "11"))}),
+    "order.cycle": (entry("SlotsFromSizeOfQuery"), {"independently of the prologue's results": BASE}),
+    "autograd": (compiled(Base, gradients=True), {"Compile under torch.no_grad()": compiled(Base)}),
+    "target.unlisted": (
+        entry("OperatorAlready"),
+        {"Add 'v3' to Config.targets": entry("OperatorAlready", targets=("v3", "key"))},
+    ),
+    "skip": (of(Base, device="cpu", skip=("Base",)), {"Remove it from Config.skip": BASE}),
+}
+# no graph of a user has these
+ALONE = {
+    "graph.unread": "every entry eliminates dead code; a graph edited by hand may have it (commit/test_refusals.py)",
+    "verify.mismatch": "a defect of the pass",
+    "pass.failed": "a defect of the pass",
+}
+
+
+def test_every_code_is_walked_but_those_that_no_model_gets() -> None:
+    assert WALKS.keys() | ALONE.keys() == CODES.keys() and not WALKS.keys() & ALONE.keys()
+    assert all("report the graph" in CODES[code][1] for code, why in ALONE.items() if why == "a defect of the pass")
+
+
+@pytest.mark.parametrize("code", WALKS)
+def test_what_the_remedy_of_a_code_says_fuses(code: str) -> None:
+    broken, ways = WALKS[code]
+    left, *_ = (before := broken()).rejected
+    assert (left.code.partition(":")[0], before.fused) == (code, []), left.message
+    assert all(words in left.remedy for words in ways), left.remedy
+    assert (None in ways.values()) == left.remedy.startswith("Nothing")
+    for words, repaired in ways.items():
+        after = repaired() if repaired else None
+        assert after is None or (after.fused and not after.rejected), f"{words}: {after}"
