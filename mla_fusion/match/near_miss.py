@@ -13,15 +13,16 @@ from torch.fx import Node
 
 from mla_fusion.facts.absorb import AbsorbFact, uniform_factor
 from mla_fusion.facts.cache_write import input_behind
-from mla_fusion.facts.dynamic_quant import of_values, quantised_behind
+from mla_fusion.facts.dynamic_quant import quantised_behind
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.facts.rope import RopeFact
-from mla_fusion.fx.kinds import MODEL_FLOATS, is_cast, is_view, is_writer, op_name
+from mla_fusion.fx.kinds import is_cast, is_view, is_writer, op_name
 from mla_fusion.fx.sizes import same
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import origin, peel, upward, views_and_model_casts
+from mla_fusion.fx.walk import peel, upward, views_and_model_casts
 from mla_fusion.match.candidate import KeyHalf
+from mla_fusion.match.quantising import before_quantisation, between_norm_and, first_rows, is_rows
 from mla_fusion.report.rejection import Refuse
 
 Facts = Mapping[Projection, ConeFacts]  # of the projections of one x
@@ -122,7 +123,7 @@ class Diagnosis:
                     detail = f"the key is rotated at {rope.node.name}, and no latent beside it is normed in this graph"
                     return NearMiss(Refuse("kv_latent.absent", detail), (norm.node, rope.node))
                 if up is not None:
-                    code = _between_norm_and(up)
+                    code = between_norm_and(up)
                     detail = f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
                     barrier = self.view.barriers.get(up.origin)
                     detail += f"; {barrier.detail}" if barrier is not None else ""
@@ -325,9 +326,9 @@ class Diagnosis:
         for node in self.view.nodes:
             barrier = self.view.barriers.get(node)
             if barrier is not None and barrier.is_opaque and not is_cast(node):
-                read = _first_rows(node) if _is_rows(node) else None
+                read = first_rows(node) if is_rows(node) else None
                 if read is not None:
-                    found[node] = _before_quantisation(read)
+                    found[node] = before_quantisation(read)
         return found
 
     @cached_property
@@ -357,42 +358,6 @@ class Diagnosis:
 
     def _numel(self, value: torch.Tensor) -> int:
         return prod(self.view.binding.shape(value.shape))
-
-
-def _between_norm_and(up: Projection) -> str:
-    """The code of what stands between a norm and the projection of it."""
-    if up.quantised is None:
-        return "q_lora.interrupted"
-    if up.quantised.token_scale is None:
-        return "quant.static"
-    if up.quantised.dynamic is not None:
-        return "q_lora.interrupted"  # before it was quantised
-    known = of_values(up.activation)
-    return "quant.scale" if known is not None and known.format is up.quantised.format else "quant.dynamic"
-
-
-_QUANTISING = frozenset("aten::div aten::mul aten::round aten::clamp".split())
-
-
-def _before_quantisation(node: Node) -> Node:
-    """What is scaled and cast to a narrow type, or the node itself; through views and casts."""
-    if node.meta["val"].dtype in MODEL_FLOATS:
-        return peel(node)
-
-    def quantisation(step: Node) -> Node | None:
-        passed = is_view(step) or is_cast(step) or (step is not node and op_name(step) in _QUANTISING)
-        return _first_rows(step) if passed else None
-
-    return peel(origin(node, quantisation))
-
-
-def _first_rows(node: Node) -> Node | None:
-    return next((arg for arg in node.all_input_nodes if _is_rows(arg)), None)
-
-
-def _is_rows(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1
 
 
 def _takes_rows(node: Node, source: Node) -> bool:

@@ -1,0 +1,47 @@
+"""What stands between a value and the product that reads it quantised, where no prologue is found."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.facts.dynamic_quant import of_values
+from mla_fusion.facts.projection import Projection
+from mla_fusion.fx.kinds import MODEL_FLOATS, is_cast, is_view, op_name
+from mla_fusion.fx.walk import origin, peel
+
+
+def between_norm_and(up: Projection) -> str:
+    """The code of what stands between a norm and the projection of it."""
+    if up.quantised is None:
+        return "q_lora.interrupted"
+    if up.quantised.token_scale is None:
+        return "quant.static"
+    if up.quantised.dynamic is not None:
+        return "q_lora.interrupted"  # before it was quantised
+    known = of_values(up.activation)
+    return "quant.scale" if known is not None and known.format is up.quantised.format else "quant.dynamic"
+
+
+_QUANTISING = frozenset("aten::div aten::mul aten::round aten::clamp".split())
+
+
+def before_quantisation(node: Node) -> Node:
+    """What is scaled and cast to a narrow type, or the node itself; through views and casts."""
+    if node.meta["val"].dtype in MODEL_FLOATS:
+        return peel(node)
+
+    def quantisation(step: Node) -> Node | None:
+        passed = is_view(step) or is_cast(step) or (step is not node and op_name(step) in _QUANTISING)
+        return first_rows(step) if passed else None
+
+    return peel(origin(node, quantisation))
+
+
+def first_rows(node: Node) -> Node | None:
+    return next((arg for arg in node.all_input_nodes if is_rows(arg)), None)
+
+
+def is_rows(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1
