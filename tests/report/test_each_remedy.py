@@ -127,7 +127,7 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
     "quant.dynamic": (entry("TruncatedLatent"), {"round to the nearest": of(int8.Partial)}),
     "quant.mixed": (
         entry("QueryLatentAlone"),
-        {"Quantise W_uq_qr alone (mode 1)": of(int8.Partial), "together (mode 2)": of(int8.Full)},
+        {"Quantise W_uq_qr alone to int8 (mode 1)": of(int8.Partial), "together, to one format": of(int8.Full)},
     ),
     "quant.tokens_differ": (entry("SmoothedOnce"), {"once, with one smooth_scales": of(int8.FullSmooth)}),
     "quant.scale": (entry("OneScale"), {"scales of that shape": of(int8.Full)}),
@@ -135,7 +135,9 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
         entry("FullWithChannelCaches"),
         {
             "Per-channel scales of both caches go with int8 W_uq_qr alone": entry("OperatorCache"),
-            "one scale of the latent cache with full int8 and an int8 query": entry("Int8AttentionOperator"),
+            "one scale of the latent cache with all three projections and the query in its format": entry(
+                "Int8AttentionOperator"
+            ),
         },
     ),
     "dtype.region": (
