@@ -16,6 +16,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -147,21 +148,30 @@ def withdraw(library: torch.library.Library) -> list[OpOverloadPacket]:
 
 
 def renew(packet: OpOverloadPacket) -> None:
-    """Make an operator that is held since before it was defined anew, and its overloads, those of now.
-
-    Called as they were they would read the memory of a definition that is gone.
-    """
+    """Make a held operator, defined anew since, and its overloads those of now: they would read freed memory."""
     namespace, _, name = packet_name(packet).partition("::")
     now = getattr(getattr(torch.ops, namespace), name)
-    for overload in now.overloads():
-        if overload in vars(packet):
-            _become(getattr(packet, overload), getattr(now, overload))
+    held = {name: vars(packet)[name] for name in now.overloads() if name in vars(packet)}
+    for name, overload in held.items():
+        _become(overload, getattr(now, name))
     _become(packet, now)
+    vars(packet).update(held)
 
 
-def _become(stale: object, now: object) -> None:
-    vars(stale).clear()
-    vars(stale).update(vars(now))
+def _become(held: Any, now: Any) -> None:
+    called = _Called(now._op)
+    called.hashed = hash(held)
+    vars(held).clear()
+    vars(held).update(vars(now), _op=called)
+
+
+class _Called(partial[Any]):
+    """What a held operator calls. Operators have the hash of that, and graphs keep tables by operators."""
+
+    hashed: int
+
+    def __hash__(self) -> int:
+        return self.hashed
 
 
 # -- functionalisation

@@ -145,8 +145,8 @@ def provide() -> None:
         if namespace == "npu":
             for name in filter(defined, _KERNELS_ALONE):
                 _add(library, name, "CPU", _lazy("mla_fusion.reference.kernels", name))
-    while _withdrawn:
-        compat.renew(_withdrawn.pop())
+    for packet in _withdrawn:
+        compat.renew(packet)
 
 
 def withdraw() -> None:
