@@ -20,11 +20,11 @@ from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import is_symbolic, same
 from mla_fusion.fx.view import View
+from mla_fusion.meta.number_formats import of_dst_type
 from mla_fusion.meta.spec import DERIVED, TILE_SIZE
 from mla_fusion.paging.tiles import unpack_rows
-from mla_fusion.reference.formats import FP8, FP8_MAXIMUM
+from mla_fusion.reference.formats import FP8, HIFLOAT8
 
-_FLOOR = 1e-4  # under which the kernel keeps no tile's largest
 _FARTHEST = 48  # nodes looked at on the way from the latent to the rows
 
 
@@ -55,7 +55,10 @@ def find(
     if packed is None or latent.width % TILE_SIZE:
         return None
     between = nodes_between((latent.node, key.node), packed)
-    if element != torch.int8 and not all(_moves(node) or _quantises_tiles(node, element) for node in between):
+    by_operator = [node for node in between if op_name(node) == "npu::npu_dynamic_block_quant"]
+    if not all(_quantises_tiles(node, element) for node in by_operator):
+        return None
+    if element != torch.int8 and not all(_moves(node) or node in by_operator for node in between):
         return None
     program = Program([latent.node, key.node], between, view.binding, exact=True, shrink=shrink)
     generator = torch.Generator().manual_seed(0)
@@ -79,18 +82,18 @@ def _moves(node: Node) -> bool:
 
 
 def _quantises_tiles(node: Node, element: torch.dtype) -> bool:
-    """Is the node npu_dynamic_block_quant of tiles to ``element`` as the kernel does it?"""
-    wanted = {"row_block_size": 1, "col_block_size": TILE_SIZE, "round_mode": "rint", "dst_type_max": 0.0}
-    if op_name(node) != "npu::npu_dynamic_block_quant" or node.meta["val"][0].dtype != element:
+    """Does npu_dynamic_block_quant make tiles of ``element`` as the kernel does, also of rows that no probe has?"""
+    made = of_dst_type(argument(node, "dst_type", 1))
+    if made is None or made.element != element or argument(node, "round_mode", "rint") != made.block_rounding:
         return False
-    floor = argument(node, "min_scale", 0.0)
-    plain = all(argument(node, name) in (None, value) for name, value in wanted.items())
-    return plain and 0 <= floor <= _FLOOR / FP8_MAXIMUM
+    wanted = {"row_block_size": 1, "col_block_size": TILE_SIZE, "min_scale": 0.0, "dst_type_max": 0.0}
+    return all(argument(node, name) in (None, value) for name, value in wanted.items())
 
 
 def _is_packed(rows: torch.Tensor, c_kv: torch.Tensor, k_pe: torch.Tensor) -> bool:
+    kernel = HIFLOAT8 if rows.dtype == torch.uint8 else FP8
     values, bits, scale = unpack_rows(rows, hckv=c_kv.shape[-1], dr=k_pe.shape[-1], tile=TILE_SIZE)
-    wanted, of_tiles = FP8.per_tile(c_kv.float(), None, TILE_SIZE)
+    wanted, of_tiles = kernel.per_tile(c_kv.float(), None, TILE_SIZE)
     same = torch.equal(values.view(torch.uint8), wanted.view(torch.uint8)) and torch.equal(scale, of_tiles)
     return same and torch.equal(bits.view(torch.int16), k_pe.view(torch.int16))
 

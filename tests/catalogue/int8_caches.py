@@ -196,10 +196,20 @@ class PackedRows(Full):
 class PackedByOperators(PackedRows):
     """vllm-ascend's sparse C8: npu_dynamic_block_quant, cat, npu_scatter_nd_update_."""
 
+    min_scale = 0.0
+
     def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
-        values, scale = npu.npu_dynamic_block_quant(c_kv, row_block_size=1, col_block_size=128)
+        options = {"row_block_size": 1, "col_block_size": 128, "min_scale": self.min_scale}
+        values, scale = npu.npu_dynamic_block_quant(c_kv, **options)
         packed = torch.cat([values, k_pe.contiguous().view(torch.int8), scale.view(torch.int8)], -1)
         npu.npu_scatter_nd_update_(kv_cache.view(-1, 656), slots.view(-1, 1), packed)
+
+
+@entry(STAGED, source=OURS, tags="int8, cache, layout, operators", args=packed_args, weight_quant_mode=2)
+class PackedWithFloor(PackedByOperators):
+    """No scale below a hundredth, which ordinary rows do not reach."""
+
+    min_scale = 0.01
 
 
 @entry(
