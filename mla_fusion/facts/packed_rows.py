@@ -9,11 +9,13 @@ In a float format npu_dynamic_block_quant alone may quantise, and everything els
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
+from mla_fusion.facts.quantising import only_quantises
 from mla_fusion.fx.kinds import Kind, argument, is_cast, is_faithful_cast, is_reshape, kind_of, op_name
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
@@ -58,7 +60,10 @@ def find(
     by_operator = [node for node in between if op_name(node) == "npu::npu_dynamic_block_quant"]
     if not all(_quantises_tiles(node, element) for node in by_operator):
         return None
-    if element != torch.int8 and not all(_moves(node) or node in by_operator for node in between):
+    others = [node for node in between if node not in by_operator and not _moves(node)]
+    inside = {latent.node, key.node, *between}
+    choices = [node for node in others if not _bounds_by_rows(node, inside)]
+    if (others and element != torch.int8) or not only_quantises(view, choices):
         return None
     program = Program([latent.node, key.node], between, view.binding, exact=True, shrink=shrink)
     generator = torch.Generator().manual_seed(0)
@@ -79,6 +84,13 @@ def _moves(node: Node) -> bool:
     if op_name(node) == "aten::view":  # view.dtype among them
         return True
     return kind_of(node) is Kind.MOVEMENT and (not is_cast(node) or is_faithful_cast(node))
+
+
+def _bounds_by_rows(node: Node, inside: Collection[Node]) -> bool:
+    """Is it a clip whose bounds are made of the rows alone, as ``alpha * max|tile|`` is? Which, the numbers say."""
+    literal = any(isinstance(argument(node, name), (int, float)) for name in ("min", "max"))
+    clips = op_name(node) in ("aten::clamp", "aten::minimum", "aten::maximum") and not literal
+    return clips and all(read in inside for read in node.all_input_nodes)
 
 
 def _quantises_tiles(node: Node, element: torch.dtype) -> bool:
