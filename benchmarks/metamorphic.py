@@ -1,6 +1,7 @@
 """The pass against generated graphs: spellings that must fuse, and mutants that must not be misread.
 
     python benchmarks/metamorphic.py --spellings 500 --mutants 2000 --seed 0 --jobs 2
+    python benchmarks/metamorphic.py --spellings 0 --mutants 0 --quantised 250
 
 Exit status 1 where a spelling does not fuse as exactly, or where a mutant is fused wrongly, makes the pass raise, or is
 misread and stopped by verification alone.
@@ -21,13 +22,15 @@ from tests.fusion.generator import campaign
 from tests.fusion.generator.campaign import Outcome
 from tests.fusion.generator.judge import Verdict
 
-GOOD = {"spelling": {Verdict.FUSED}, "mutant": {Verdict.FUSED, Verdict.DECLINED}}
+_NOT_WRONG = {Verdict.FUSED, Verdict.DECLINED}
+GOOD = {"spelling": {Verdict.FUSED}, "mutant": _NOT_WRONG, "quantised mutant": _NOT_WRONG}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spellings", type=int, default=500)
     parser.add_argument("--mutants", type=int, default=2000)
+    parser.add_argument("--quantised", type=int, default=0, help="mutants of quantised graphs of the catalogue")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each")
     given = parser.parse_args()
@@ -36,11 +39,14 @@ def main() -> int:
     for sort, outcomes in (
         ("spelling", campaign.spellings(given.spellings, given.seed, given.jobs)),
         ("mutant", campaign.mutants(given.mutants, given.seed, given.jobs)),
+        ("quantised mutant", campaign.quantised_mutants(given.quantised, given.seed, given.jobs)),
     ):
         started = perf_counter()
         found = [_shown(outcome, sort) for outcome in outcomes]
         failures += sum(outcome.verdict not in GOOD[sort] for outcome in found)
         _print_verdicts(sort, found, perf_counter() - started)
+        if not found:
+            continue
         if sort == "spelling":
             _print_misses(found)
         else:

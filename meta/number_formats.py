@@ -44,6 +44,11 @@ class NumberFormat(NamedTuple):
         """What the *_dtype arguments say of its tensors, where their dtype does not."""
         return HIFLOAT8_NUMBER if self.element == torch.uint8 else None
 
+    @property
+    def block_rounding(self) -> str:
+        """The one round_mode of npu_dynamic_block_quant to it: of a tie hifloat8 takes the larger number."""
+        return "round" if self.number else "rint"
+
 
 INT8 = NumberFormat("int8", 2, 1)
 MXFP8 = NumberFormat("mxfp8", 3)

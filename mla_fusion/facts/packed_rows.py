@@ -9,22 +9,24 @@ In a float format npu_dynamic_block_quant alone may quantise, and everything els
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
+from mla_fusion.facts.quantising import only_quantises
 from mla_fusion.fx.kinds import Kind, argument, is_cast, is_faithful_cast, is_reshape, kind_of, op_name
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import is_symbolic, same
 from mla_fusion.fx.view import View
+from mla_fusion.meta.number_formats import of_dst_type
 from mla_fusion.meta.spec import DERIVED, TILE_SIZE
 from mla_fusion.paging.tiles import unpack_rows
-from mla_fusion.reference.formats import FP8, FP8_MAXIMUM
+from mla_fusion.reference.formats import FP8, HIFLOAT8
 
-_FLOOR = 1e-4  # under which the kernel keeps no tile's largest
 _FARTHEST = 48  # nodes looked at on the way from the latent to the rows
 
 
@@ -55,7 +57,13 @@ def find(
     if packed is None or latent.width % TILE_SIZE:
         return None
     between = nodes_between((latent.node, key.node), packed)
-    if element != torch.int8 and not all(_moves(node) or _quantises_tiles(node, element) for node in between):
+    by_operator = [node for node in between if op_name(node) == "npu::npu_dynamic_block_quant"]
+    if not all(_quantises_tiles(node, element) for node in by_operator):
+        return None
+    others = [node for node in between if node not in by_operator and not _moves(node)]
+    inside = {latent.node, key.node, *between}
+    choices = [node for node in others if not _bounds_by_rows(node, inside)]
+    if (others and element != torch.int8) or not only_quantises(view, choices):
         return None
     program = Program([latent.node, key.node], between, view.binding, exact=True, shrink=shrink)
     generator = torch.Generator().manual_seed(0)
@@ -78,19 +86,26 @@ def _moves(node: Node) -> bool:
     return kind_of(node) is Kind.MOVEMENT and (not is_cast(node) or is_faithful_cast(node))
 
 
+def _bounds_by_rows(node: Node, inside: Collection[Node]) -> bool:
+    """Is it a clip whose bounds are made of the rows alone, as ``alpha * max|tile|`` is? Which, the numbers say."""
+    literal = any(isinstance(argument(node, name), (int, float)) for name in ("min", "max"))
+    clips = op_name(node) in ("aten::clamp", "aten::minimum", "aten::maximum") and not literal
+    return clips and all(read in inside for read in node.all_input_nodes)
+
+
 def _quantises_tiles(node: Node, element: torch.dtype) -> bool:
-    """Is the node npu_dynamic_block_quant of tiles to ``element`` as the kernel does it?"""
-    wanted = {"row_block_size": 1, "col_block_size": TILE_SIZE, "round_mode": "rint", "dst_type_max": 0.0}
-    if op_name(node) != "npu::npu_dynamic_block_quant" or node.meta["val"][0].dtype != element:
+    """Does npu_dynamic_block_quant make tiles of ``element`` as the kernel does, also of rows that no probe has?"""
+    made = of_dst_type(argument(node, "dst_type", 1))
+    if made is None or made.element != element or argument(node, "round_mode", "rint") != made.block_rounding:
         return False
-    floor = argument(node, "min_scale", 0.0)
-    plain = all(argument(node, name) in (None, value) for name, value in wanted.items())
-    return plain and 0 <= floor <= _FLOOR / FP8_MAXIMUM
+    wanted = {"row_block_size": 1, "col_block_size": TILE_SIZE, "min_scale": 0.0, "dst_type_max": 0.0}
+    return all(argument(node, name) in (None, value) for name, value in wanted.items())
 
 
 def _is_packed(rows: torch.Tensor, c_kv: torch.Tensor, k_pe: torch.Tensor) -> bool:
+    kernel = HIFLOAT8 if rows.dtype == torch.uint8 else FP8
     values, bits, scale = unpack_rows(rows, hckv=c_kv.shape[-1], dr=k_pe.shape[-1], tile=TILE_SIZE)
-    wanted, of_tiles = FP8.per_tile(c_kv.float(), None, TILE_SIZE)
+    wanted, of_tiles = kernel.per_tile(c_kv.float(), None, TILE_SIZE)
     same = torch.equal(values.view(torch.uint8), wanted.view(torch.uint8)) and torch.equal(scale, of_tiles)
     return same and torch.equal(bits.view(torch.int16), k_pe.view(torch.int16))
 

@@ -13,13 +13,15 @@ from mla_fusion.config import Config
 from mla_fusion.facts import input_norm
 from mla_fusion.facts import projection as of_projection
 from mla_fusion.facts.absorb import AbsorbFact
+from mla_fusion.facts.cache_write import WriteFact
 from mla_fusion.facts.input_norm import EPSILON, InputNorm
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.facts.static_quant import StaticQuant
+from mla_fusion.fx.kinds import op_name
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import peel
+from mla_fusion.fx.walk import peel, reshapes, upward
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.finder import rotation_ratio
 from mla_fusion.plan import verdict
@@ -116,6 +118,13 @@ class _Caches(CachesOfWhole):
 
     def as_quantised(self, kv: CacheScale | None, kr: CacheScale | None) -> Int8Query | str | None:
         return None if kv is None and kr is None else "the operator's int8 caches are in the NZ layout"
+
+    def reason(self, token_x: Node, write: WriteFact, wanted: int) -> str:
+        """The operator writes to memory: it must be where the graph stores the new rows, too."""
+        copies = [user for user in write.cache.users if op_name(user) == "aten::copy_" and user.args[0] is write.cache]
+        stored = any(write.result in upward(user.args[1], reshapes) for user in copies)  # type: ignore[arg-type]
+        kept = "" if stored else f"{write.cache.name} keeps its old rows, the new ones are in {write.result.name} alone"
+        return super().reason(token_x, write, wanted) or kept
 
     def place(self, token_x: Node, interleaved: bool, stage_because: str) -> Placement:
         found = super().place(token_x, interleaved, stage_because)

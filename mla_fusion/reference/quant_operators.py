@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
 from mla_fusion.meta import number_formats
+from mla_fusion.reference import hifloat8
 from mla_fusion.reference.formats import FP8_MAXIMUM, format_of, mx_quant, to_fp8
 from mla_fusion.reference.numerics import working_dtype
 from mla_fusion.reference.quantize import to_int8
@@ -80,24 +83,32 @@ def npu_dynamic_block_quant(
     """``(int8 [.., M, N], float32 scale [.., M, ceil(N/128)])`` of ``x [M, N]`` or ``[B, M, N]``.
 
     ``scale = max(max|block|/127, min_scale)`` over 128 neighbours in a row, ``y = round(x/scale)``: all that A2 and
-    A3 have. With dst_type float8_e4m3fn 448 takes the place of 127. Raises ValueError for another rank, block, rounding
-    or dst_type.
+    A3 have. On A5 ``scale = min(max|block|/maximum, 1/min_scale)``, with dst_type float8_e4m3fn and the maximum 448, or
+    with hifloat8, 32768 and round_mode "round". Raises ValueError for another rank, block, rounding or dst_type.
     """
     form = number_formats.of_dst_type(dst_type)
-    plain = (round_mode, row_block_size, col_block_size) == ("rint", 1, 128) and not dst_type_max
-    if x.dim() not in (2, 3) or not plain or form not in (number_formats.INT8, number_formats.FP8):
+    plain = (row_block_size, col_block_size) == (1, 128) and not dst_type_max
+    if x.dim() not in (2, 3) or not plain or form is None or round_mode != form.block_rounding:
         raise ValueError(
             "npu_dynamic_block_quant: the CPU kernel quantises blocks of 1 x 128 of a 2-D or 3-D tensor to int8 or "
-            "float8_e4m3fn (rint)"
+            "float8_e4m3fn (rint), or to hifloat8 (round)"
         )
     width = x.shape[-1]
     blocks = torch.nn.functional.pad(x.float(), (0, -width % col_block_size)).unflatten(-1, (-1, col_block_size))
     largest = blocks.abs().amax(-1, keepdim=True)
-    if form is number_formats.FP8:
-        scale = (largest * torch.tensor(1 / FP8_MAXIMUM)).clamp(min=min_scale)
-        return to_fp8(blocks / scale).flatten(-2)[..., :width].contiguous(), scale.squeeze(-1).contiguous()
-    scale = (largest / 127).clamp(min=min_scale)
-    return to_int8(blocks / scale).flatten(-2)[..., :width].contiguous(), scale.squeeze(-1).contiguous()
+    encode, maximum = _OF_BLOCKS[form]
+    if form is number_formats.INT8:
+        scale = (largest / maximum).clamp(min=min_scale)
+    else:
+        scale = (largest * torch.tensor(1 / maximum)).clamp(max=1 / min_scale if min_scale else torch.inf)
+    return encode(blocks / scale).flatten(-2)[..., :width].contiguous(), scale.squeeze(-1).contiguous()
+
+
+_OF_BLOCKS: Mapping[number_formats.NumberFormat, tuple[Callable[[Tensor], Tensor], float]] = {
+    number_formats.INT8: (to_int8, 127.0),
+    number_formats.FP8: (to_fp8, FP8_MAXIMUM),
+    number_formats.HIFLOAT8: (hifloat8.encode, hifloat8.MAXIMUM),
+}
 
 
 _QINT8 = (1, 12)  # torch.int8 and torch.qint8 among the numbers of scalar types

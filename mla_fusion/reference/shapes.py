@@ -132,7 +132,8 @@ def npu_dynamic_mx_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]
 
 def npu_dynamic_block_quant(x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     blocks = (x.shape[-1] + 127) // 128
-    dtype = _FLOAT8.get(options.get("dst_type"), torch.int8)
+    form = number_formats.of_dst_type(options.get("dst_type"))
+    dtype = form.element if form is not None else _FLOAT8.get(options.get("dst_type"), torch.int8)
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], blocks), dtype=torch.float32)
 
 

@@ -33,6 +33,11 @@ def packed_float_args() -> tuple[Tensor, ...]:
     return x, cos, sin, rows.view(torch.float8_e4m3fn), kr_cache, slots
 
 
+def packed_hifloat8_args() -> tuple[Tensor, ...]:
+    x, cos, sin, kv_cache, kr_cache, slots = packed_float_args()
+    return x, cos, sin, kv_cache.view(torch.uint8), kr_cache, slots
+
+
 class FloatAttention(Floats):
     """Query and latent cache in float8, the key and its query in bfloat16; scores are brought back by both scales."""
 
@@ -168,11 +173,11 @@ class MxAttentionQueryInInt8(FloatAttention):
 class Packed(Floats):
     """One cache of 656-byte rows: tiles of the latent in float8, the bfloat16 key, a float32 scale per tile."""
 
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = (("dst_type", torch.float8_e4m3fn),)
 
     def pack(self, c_kv: Tensor, k_pe: Tensor) -> Tensor:
-        values, scale = npu.npu_dynamic_block_quant(c_kv, dst_type=torch.float8_e4m3fn, **dict(self.options))
-        return torch.cat([values, *(part.contiguous().view(torch.float8_e4m3fn) for part in (k_pe, scale))], -1)
+        values, scale = npu.npu_dynamic_block_quant(c_kv, **dict(self.options))
+        return torch.cat([values, *(part.contiguous().view(values.dtype) for part in (k_pe, scale))], -1)
 
     def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
         npu.npu_scatter_nd_update_(kv_cache.view(-1, 656), slots.view(-1, 1), self.pack(c_kv, k_pe))
@@ -211,11 +216,33 @@ class Fp8Packed(Packed):
     linear = RowLinear
 
 
-@entry(STAGED, source=OURS, tags=f"{TAGS}, layout", weight_quant_mode=3, soc="A5", args=packed_float_args)
-class MxPackedWithFloor(Packed):
-    """No scale below a hundredth: the kernel's floor is far lower."""
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags=f"{TAGS}, layout",
+    weight_quant_mode=5,
+    kv_cache_quant_mode=3,
+    soc="A5",
+    args=packed_hifloat8_args,
+)
+class HifPacked(Packed):
+    linear = HifLinear
+    options = (("dst_type", HIF8), ("round_mode", "round"))
 
-    options = (("min_scale", 0.01),)
+
+@entry(STAGED, source=OURS, tags=f"{TAGS}, layout", weight_quant_mode=5, soc="A5", args=packed_hifloat8_args)
+class HifPackedClipped(HifPacked):
+    """The latent is clipped where ordinary rows do not reach."""
+
+    def pack(self, c_kv: Tensor, k_pe: Tensor) -> Tensor:
+        return super().pack(c_kv.clamp(-30, 30), k_pe)
+
+
+@entry(STAGED, source=OURS, tags=f"{TAGS}, layout", weight_quant_mode=3, soc="A5", args=packed_float_args)
+class MxPackedWithBound(Packed):
+    """No scale above a hundred: the kernel has no bound."""
+
+    options = (*Packed.options, ("min_scale", 0.01))
 
 
 @entry(STAGED, source=OURS, tags=f"{TAGS}, layout", weight_quant_mode=3, soc="A5", args=packed_float_args)

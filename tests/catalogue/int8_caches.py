@@ -196,10 +196,20 @@ class PackedRows(Full):
 class PackedByOperators(PackedRows):
     """vllm-ascend's sparse C8: npu_dynamic_block_quant, cat, npu_scatter_nd_update_."""
 
+    min_scale = 0.0
+
     def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
-        values, scale = npu.npu_dynamic_block_quant(c_kv, row_block_size=1, col_block_size=128)
+        options = {"row_block_size": 1, "col_block_size": 128, "min_scale": self.min_scale}
+        values, scale = npu.npu_dynamic_block_quant(c_kv, **options)
         packed = torch.cat([values, k_pe.contiguous().view(torch.int8), scale.view(torch.int8)], -1)
         npu.npu_scatter_nd_update_(kv_cache.view(-1, 656), slots.view(-1, 1), packed)
+
+
+@entry(STAGED, source=OURS, tags="int8, cache, layout, operators", args=packed_args, weight_quant_mode=2)
+class PackedWithFloor(PackedByOperators):
+    """No scale below a hundredth, which ordinary rows do not reach."""
+
+    min_scale = 0.01
 
 
 @entry(
@@ -277,3 +287,15 @@ class PackedUnquantised(PackedRows):
 
     def __init__(self) -> None:
         Base.__init__(self)
+
+
+@entry(STAGED, source=OURS, tags="int8, cache, layout, operators", args=packed_args, weight_quant_mode=2)
+class PackedBounded(PackedRows):
+    """No tile's largest counts for more than fifty, which ordinary rows do not reach."""
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        tiles = c_kv.float().view(-1, 4, 128)
+        scale = tiles.abs().amax(-1, keepdim=True).clamp(max=50.0) / 127
+        values = torch.round(tiles / scale).clamp(-128, 127).to(torch.int8).flatten(1)
+        parts = [values, k_pe.contiguous().view(torch.int8), scale.squeeze(-1).contiguous().view(torch.int8)]
+        kv_cache.view(-1, 656)[slots] = torch.cat(parts, -1)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import DR, HCKV, HCQ, Base, D, HfNorm, npu, paged_args, rotate_half
+from .base import DR, HCKV, HCQ, Base, D, HfNorm, Parts, npu, paged_args, rotate_half
 from .entry import IN_PLACE, OURS, STAGED
 from .entry import entry as any_entry
 from .entry import miss as any_miss
@@ -248,3 +248,15 @@ class StaticSlotsDiffer(Static):
     def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
         kv_cache.view(-1, HCKV)[slots] = c_kv
         kr_cache.view(-1, DR)[(slots + 1) % 64] = k_pe
+
+
+@miss(STAGED, tags="static, int8, operators, cache, run")
+class StaticRowsNotStored(Static, Parts):
+    """The scores read the new rows, and the latent cache keeps its old ones."""
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        self.kv = kv_cache.view(-1, HCKV).index_put((slots,), c_kv)
+        kr_cache.view(-1, DR)[slots] = k_pe
+
+    def scores(self, q_nope: Tensor, q_pe: Tensor, kv_rows: Tensor, kr_rows: Tensor) -> Tensor:
+        return super().scores(q_nope, q_pe, self.kv, kr_rows)

@@ -165,7 +165,7 @@ def bytes_of(cache: Tensor) -> Tensor:
     return cache.reshape(-1, cache.shape[-1]).view(torch.uint8)
 
 
-@pytest.mark.parametrize("name", ["MxAttentionByOperator", "HifAttentionByOperator", "MxPacked"])
+@pytest.mark.parametrize("name", ["MxAttentionByOperator", "HifAttentionByOperator", "MxPacked", "HifPacked"])
 def test_caches_in_the_ge_graph(name: str) -> None:
     """The kernel writes the model's caches; none but one in hifloat8 is copied."""
     torch.manual_seed(0)
@@ -175,6 +175,6 @@ def test_caches_in_the_ge_graph(name: str) -> None:
     assert lowering.report.fused[0].attributes["kv_cache_quant_mode"] == entry.kv_cache_quant_mode
     assert operators["MlaPrologV3"] == 1
     # of the kr_cache of no elements; of a hifloat8 cache, which the converter has to read as another type
-    copies = entry.kv_cache_quant_mode == 3 or entry.weight_quant_mode == HIFLOAT8.full
-    assert operators["TensorMove"] == (1 if copies else 0)
+    copies = [entry.kv_cache_quant_mode == 3, entry.weight_quant_mode == HIFLOAT8.full]
+    assert operators["TensorMove"] == sum(copies)
     assert not {"Assign", "RmsNorm", "DynamicBlockQuant", "ScatterNdUpdate"} & operators.keys()

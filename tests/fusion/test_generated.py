@@ -29,3 +29,10 @@ def test_no_mutant_is_fused_wrongly() -> None:
     allowed = (Verdict.FUSED, Verdict.DECLINED)
     assert [str(outcome) for outcome in outcomes if outcome.verdict not in allowed] == []
     assert {outcome.verdict for outcome in outcomes} == set(allowed)
+
+
+def test_no_quantised_mutant_is_fused_wrongly() -> None:
+    outcomes = list(campaign.quantised_mutants(10, SEED))
+    allowed = (Verdict.FUSED, Verdict.DECLINED)
+    assert [str(outcome) for outcome in outcomes if outcome.verdict not in allowed] == []
+    assert {outcome.verdict for outcome in outcomes} == set(allowed)

@@ -84,7 +84,13 @@ def test_what_has_no_kernel_is_refused(call: Any) -> None:
         call()
 
 
-def test_tiles_in_float8() -> None:
-    values, scale = kernels.npu_dynamic_block_quant(noise(3, 512), dst_type=24)
-    wanted, of_tiles = formats.FP8.per_tile(noise(3, 512).float(), None, 128)
+@pytest.mark.parametrize(
+    ("form", "named"), [(formats.FP8, {"dst_type": 24}), (formats.HIFLOAT8, {"dst_type": HIF8, "round_mode": "round"})]
+)
+def test_tiles_in_float_formats(form: formats.Format, named: dict[str, Any]) -> None:
+    values, scale = kernels.npu_dynamic_block_quant(noise(3, 512), **named)
+    wanted, of_tiles = form.per_tile(noise(3, 512).float(), None, 128)
     assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8)) and torch.equal(scale, of_tiles)
+    bound = float(of_tiles.amin()) / 2
+    _, bounded = kernels.npu_dynamic_block_quant(noise(3, 512), min_scale=1 / bound, **named)
+    assert torch.equal(bounded, torch.full_like(scale, bound))

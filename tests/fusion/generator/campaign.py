@@ -11,9 +11,10 @@ from typing import TypeVar
 
 import torch
 
+from . import quantised
 from .graphs import capture, structure
-from .judge import Verdict, judge
-from .mutants import Recipe, recipes
+from .judge import Judgement, Verdict, judge
+from .mutants import Mutant, Recipe, recipes
 from .prologue import Choices
 from .spellings import sample
 
@@ -45,6 +46,25 @@ def mutants(count: int, seed: int, jobs: int = 1) -> Iterator[Outcome]:
     return itertools.islice(_distinct(itertools.chain.from_iterable(_spread(_mutants, recipes(seed), jobs))), count)
 
 
+def quantised_mutants(count: int, seed: int, jobs: int = 1) -> Iterator[Outcome]:
+    """The same of quantised graphs of the catalogue."""
+    found = itertools.chain.from_iterable(_spread(_quantised, quantised.recipes(seed), jobs))
+    return itertools.islice(_distinct(found), count)
+
+
+def _quantised(recipe: tuple[str, int]) -> list[Outcome]:
+    return [
+        _outcome(mutant, judgement)
+        for mutant, judgement in quantised.mutants(recipe)
+        if judgement.verdict is not Verdict.INVALID
+    ]
+
+
+def _outcome(mutant: Mutant, judgement: Judgement) -> Outcome:
+    key = structure(mutant.case.graph)
+    return Outcome(key, judgement.verdict, judgement.detail, mutant.case.choices, mutant.kind, mutant.change)
+
+
 def _spelling(choices: Choices) -> Outcome:
     case = capture(choices)
     judgement = judge(case)
@@ -56,9 +76,7 @@ def _mutants(recipe: Recipe) -> list[Outcome]:
     for mutant in recipe.make():
         judgement = judge(mutant.case)
         if judgement.verdict is not Verdict.INVALID and mutant.changes_meaning():
-            key = structure(mutant.case.graph)
-            choices = mutant.case.choices
-            found.append(Outcome(key, judgement.verdict, judgement.detail, choices, mutant.kind, mutant.change))
+            found.append(_outcome(mutant, judgement))
     return found
 
 

@@ -19,41 +19,54 @@ from .write_changes import accumulate, drop_write_back, old_cache_read, write_ag
 
 aten = torch.ops.aten
 Change = Callable[[Graph, random.Random], str | None]
+Place = tuple[int | str, ...]  # of a value among arguments
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 # -- constants
 
 
 def edit_constant(graph: Graph, rng: random.Random) -> str | None:
-    """A number among a node's arguments becomes another: eps, a slice's bound, an axis, an exponent, a size."""
+    """A number or dtype among a node's arguments becomes another: eps, a bound, an axis, an exponent, a size."""
     node = rng.choice(calls(graph))
-    places = list(_numbers(node.args))
+    places = list(_numbers((node.args, node.kwargs)))
     if not places:
         return None
     place, value = rng.choice(places)
     new = rng.choice(_other_numbers(value))
     if new == value:
         return None
-    node.args = _replaced(node.args, place, new)
+    node.args, node.kwargs = _replaced((node.args, node.kwargs), place, new)
     return f"{node.name}: {value} becomes {new}"
 
 
-def _numbers(value: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+def _leaves(value: Any, kinds: type | tuple[type, ...], place: Place = ()) -> Iterator[tuple[Place, Any]]:
     if isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
-            yield from _numbers(item, (*place, index))
-    elif isinstance(value, (int, float, bool)):
+            yield from _leaves(item, kinds, (*place, index))
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _leaves(item, kinds, (*place, name))
+    elif isinstance(value, kinds):
         yield place, value
 
 
-def _replaced(value: Any, place: tuple[int, ...], new: Any) -> Any:
+def _numbers(value: Any) -> Iterator[tuple[Place, Any]]:
+    return _leaves(value, (int, float, bool, torch.dtype))
+
+
+def _replaced(value: Any, place: Place, new: Any) -> Any:
     if not place:
         return new
+    if isinstance(value, dict):
+        return {name: _replaced(item, place[1:], new) if name == place[0] else item for name, item in value.items()}
     items = [_replaced(item, place[1:], new) if index == place[0] else item for index, item in enumerate(value)]
     return type(value)(items)
 
 
 def _other_numbers(value: Any) -> list[Any]:
+    if isinstance(value, torch.dtype):
+        return list(_DTYPES)
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -135,21 +148,17 @@ def _can_stand_for(node: Node, value: torch.Tensor) -> bool:
 
 def swap_arguments(graph: Graph, rng: random.Random) -> str | None:
     """Two tensors that a node reads change places."""
-    nodes = [node for node in calls(graph) if len(list(_inputs(node.args))) > 1]
+    nodes = [node for node in calls(graph) if len(_inputs(node)) > 1]
     node = rng.choice(nodes)
-    (a, first), (b, second) = rng.sample(list(_inputs(node.args)), 2)
+    (a, first), (b, second) = rng.sample(_inputs(node), 2)
     if first is second:
         return None
-    node.args = _replaced(_replaced(node.args, a, second), b, first)
+    node.args, node.kwargs = _replaced(_replaced((node.args, node.kwargs), a, second), b, first)
     return f"{node.name}: {first.name} and {second.name} swapped"
 
 
-def _inputs(value: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Node]]:
-    if isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from _inputs(item, (*place, index))
-    elif isinstance(value, Node):
-        yield place, value
+def _inputs(node: Node) -> list[tuple[Place, Node]]:
+    return list(_leaves((node.args, node.kwargs), Node))
 
 
 def skip_node(graph: Graph, rng: random.Random) -> str | None:

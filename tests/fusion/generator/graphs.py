@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,7 +42,7 @@ class Case:
         graph.output(graph.graph_copy(self.graph.graph, copied))
         for node, twin in copied.items():
             twin.meta = dict(node.meta)
-        return Case(GraphModule(self.graph, graph), self.choices)
+        return replace(self, graph=GraphModule(self.graph, graph))
 
 
 def capture(choices: Choices) -> Case:

@@ -58,7 +58,7 @@ class Recipe:
     def make(self) -> Iterator[Mutant]:
         rng, origin = random.Random(self.seed), capture(self.choices)
         for _ in range(CHANGES_A_GRAPH):
-            mutant = _change(origin, rng.choice(list(CHANGES)), rng)
+            mutant = change(origin, rng.choice(list(CHANGES)), rng)
             if mutant is not None:
                 yield mutant
         for axis, mistake in self.mistakes:
@@ -89,11 +89,11 @@ def _has_a_part(axis: str, choices: Choices) -> bool:
     return axis != "up" or choices["query_scale"] != "before"
 
 
-def _change(origin: Case, kind: str, rng: random.Random) -> Mutant | None:
+def change(origin: Case, kind: str, rng: random.Random) -> Mutant | None:
     case = origin.copy()
     try:
-        change = CHANGES[kind](case.graph.graph, rng)
-        if change is None:
+        what = CHANGES[kind](case.graph.graph, rng)
+        if what is None:
             return None
         _propagate(case.graph)
     except Exception:  # nonsense: an operator refuses it, or there is nothing to change
@@ -101,7 +101,7 @@ def _change(origin: Case, kind: str, rng: random.Random) -> Mutant | None:
     case.graph.graph.eliminate_dead_code()
     if structure(case.graph) == structure(origin.graph):
         return None
-    return Mutant(case, origin, kind, change)
+    return Mutant(case, origin, kind, what)
 
 
 def _propagate(gm: GraphModule) -> None:
