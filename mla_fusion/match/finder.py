@@ -153,11 +153,12 @@ class Finder:
         why = self.why
         if keys:
             told = why.direct(facts, has_key=True) or why.cut(facts) or why.cut_query(facts)
-            told = told or why.undecoded(facts, {key.latent for key in keys})
+            told = told or why.undecoded(facts, {key.latent for key in keys}) or why.scaled_by_others(group[0])
             nodes = tuple(fact.node for fact in (keys[0].norm, keys[0].rope, keys[0].operator) if fact is not None)
             return told or NearMiss(Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}"), nodes)
         direct = why.direct(facts, halves="key" in self.targets)
-        return why.unrotated(facts) or direct or why.cut(facts) or why.unabsorbed(facts) or []
+        needed = "identity" not in self.targets
+        return why.unrotated(facts) or direct or why.cut(facts) or why.unabsorbed(facts, needed) or []
 
     def _paired(self, queries: list[QuerySide], keys: list[KeySide]) -> list[Candidate | NearMiss]:
         """Each query with a key of its own; what is left of either is a near miss (two attentions may read one x)."""

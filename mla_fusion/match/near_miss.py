@@ -108,6 +108,15 @@ class Diagnosis:
                     return NearMiss(Refuse("quant.dynamic", detail), (norm.node, values, item.node))
         return None
 
+    def scaled_by_others(self, item: Projection) -> NearMiss | None:
+        """A product of values quantised in this graph, by token scales that are not what quantised them gave."""
+        values = quantised_behind(item.activation)
+        read = item.quantised
+        if values is None or values.op == "placeholder" or read is None or read.token_scale is None or read.dynamic:
+            return None
+        detail = f"{item.node.name} multiplies by {read.token_scale.name}, which is not the scale of {values.name}"
+        return NearMiss(Refuse("quant.scale", detail), (values, item.node))
+
     def _size_of_rows(self, node: Node) -> int:
         return self.view.binding.size(node.meta["val"].shape[-1])
 
@@ -211,8 +220,11 @@ class Diagnosis:
                     return NearMiss(Refuse("rope.absent", detail), (norm.node, absorbed[0].node))
         return None
 
-    def unabsorbed(self, facts: Facts) -> NearMiss | None:
-        """Two normed latents on one x, each projected up, whose projections meet in attention: nothing is rotated."""
+    def unabsorbed(self, facts: Facts, needed: bool) -> NearMiss | None:
+        """Two normed latents on one x, each projected up, whose projections meet in attention: nothing is rotated.
+
+        needed: is a product with W_uk? If not, what is absent is the part that is rotated, or handed on as it is.
+        """
         norms = [norm for cone in facts.values() for norm in cone.norms if norm.gamma is not None]
         ups = [(norm, up) for norm in norms for up in self._ups_after(norm.node, facts)]
         for norm, query in ups:
@@ -220,7 +232,8 @@ class Diagnosis:
                 meeting = self._meeting(query, key) if norm.node is not other.node else None
                 if meeting is not None:
                     detail = f"{meeting.name} reads what {query.node.name} and {key.node.name} make, nothing rotated"
-                    return NearMiss(Refuse("absorb.absent", detail), (norm.node, other.node, meeting))
+                    code = "absorb.absent" if needed else "rope.absent"
+                    return NearMiss(Refuse(code, detail), (norm.node, other.node, meeting))
         return None
 
     def _meeting(self, query: Projection, key: Projection) -> Node | None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.exhaustive import one_in
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXPECTED = {
     "audit_a_call.py": ["[tables.swapped]", "rope_cos and rope_sin are exchanged"],
@@ -31,7 +33,7 @@ def test_every_example_is_run_and_listed():
     assert missing == []
 
 
-@pytest.mark.parametrize("name", sorted(EXPECTED))
+@pytest.mark.parametrize("name", one_in(2, sorted(EXPECTED)))
 def test_example_runs(name, tmp_path):
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, cwd=tmp_path, timeout=300

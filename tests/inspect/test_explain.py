@@ -59,7 +59,7 @@ def graph_of(model: nn.Module, args: tuple[torch.Tensor, ...], dynamic: bool = F
         return capture(model, *args, device="cpu", dynamic=dynamic)[0]
 
 
-@pytest.mark.parametrize(("dynamic", "name"), one_in(3, itertools.product((False, True), CASES)))
+@pytest.mark.parametrize(("dynamic", "name"), one_in(5, itertools.product((False, True), CASES)))
 def test_round_trip(dynamic, name, tmp_path):
     torch.manual_seed(0)
     model, args = CASES[name]
@@ -142,7 +142,7 @@ GE_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(3, GE_CASES))
+@pytest.mark.parametrize("name", one_in(5, GE_CASES))
 def test_ge_dump_means_what_the_live_graph_means(name, tmp_path, monkeypatch):
     from mla_fusion import converters
     from mla_fusion.compile import torchair_bridge

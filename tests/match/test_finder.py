@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 import mla_fusion as mf
 from mla_fusion.fx.view import View
@@ -14,7 +15,9 @@ from tests.catalogue import (
     base,
     misses_products,
     prologues,
+    public_refusals,
 )
+from tests.catalogue.floats import Fp8Full, RowLinear
 from tests.harness import clones, compiled, graph_of, refused
 
 
@@ -99,3 +102,32 @@ def test_a_graph_that_the_pass_cannot_read_runs_as_it_is(monkeypatch: pytest.Mon
 def test_source_line_is_the_models() -> None:
     rejection = refused(graph_of(misses_products.Bias(), *base.paged_args()))
     assert "catalogue/base.py" in rejection.source
+
+
+class ScaledByOthers(RowLinear):
+    """The key's product, each token by the scale of another one."""
+
+    def product(self, x: Tensor, x_scale: Tensor) -> Tensor:
+        return super().product(x, x_scale.flip(0))
+
+
+def test_a_product_by_scales_of_other_tokens_is_said_to_be_one() -> None:
+    class Model(Fp8Full):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kv_a_proj_with_mqa = ScaledByOthers(base.HE, base.HCKV + base.DR)
+
+    report = mf.fuse(graph_of(Model(), *base.paged_args()), mf.Config(soc="A5", verify="off"))
+    assert not report.fused and "quant.scale" in [item.code for item in report.rejected], str(report)
+    assert "q_lora.absent" not in [item.code for item in report.rejected], str(report)
+
+
+@pytest.mark.parametrize(("unabsorbed", "code"), [("identity", "rope.absent"), ("skip", "absorb.absent")])
+def test_a_key_that_is_neither_rotated_nor_handed_on(unabsorbed: str, code: str) -> None:
+    class Model(public_refusals.Unabsorbed):
+        def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            return x + cos
+
+    graph = graph_of(Model(), *base.paged_args())
+    (rejection,) = mf.fuse(graph, mf.Config(unabsorbed=unabsorbed, verify="off")).rejected
+    assert rejection.code == code

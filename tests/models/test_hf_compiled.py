@@ -53,7 +53,7 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {
     "deepseek_v2": ("staged", ONE, {}),
 }
 BREAKS = ("longcat_flash", "glm4_moe_lite")
-LIKE_OTHERS = ("deepseek_v3_half", "deepseek_v3_yarn", "glm4_moe_lite", "glm_moe_dsa")
+LIKE_OTHERS = ("deepseek_v3_half", "deepseek_v3_yarn", "longcat_flash", "glm4_moe_lite", "mistral4", "glm_moe_dsa")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mla_fusion as mf
+from tests.exhaustive import one_in
 
 FOLDER = Path(__file__).parents[2] / "examples" / "serving"
 SAID = {
@@ -38,7 +39,7 @@ def test_every_example_is_listed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(SAID))
+@pytest.mark.parametrize("name", one_in(2, sorted(SAID)))
 def test_example_runs(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(FOLDER / name)], capture_output=True, text=True, cwd=tmp_path, timeout=300
