@@ -26,9 +26,10 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 demo: $(READY)
 	$(BIN)/mla-fusion demo --out out
 
-# Two processes: torch is kept to one thread each, and most tests compile graphs in Python. The interpreter itself has died
-# in some of these runs, once in ten thousand tests and in no test twice (a frame on the stack had lost its code). A test
-# that ends so is run once more, which pytest counts as "rerun" (the traceback is on stderr); one that fails is not.
+# Two processes: torch is kept to one thread each, and most tests compile graphs in Python. The interpreter died in some
+# of these runs, once in ten thousand tests; what was found to end it (tests/__init__.py, mla_fusion/compat.py `renew`)
+# is mended. Until many runs have shown that nothing is left, a test that ends so is run once more, which pytest counts as
+# "rerun" (the traceback is on stderr); one that fails is not.
 PYTEST := $(BIN)/pytest -q -n 2 --dist worksteal
 test: lint types
 	$(PYTEST) --reruns 1 --only-rerun 'no failure says this: only crashes run again'
