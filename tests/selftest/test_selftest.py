@@ -42,6 +42,7 @@ def test_some_checks_of_each_kind_pass(only, through):
     outcome = selftest.run(CPU, selftest.Options(only=only))
     assert not outcome.failed, str(outcome)
     assert {result.through for result in outcome.results} == through
+    assert "A CPU stands in for the device: its times mean nothing" in str(outcome)
 
 
 def test_a_fused_prologue_in_a_format_of_a5_passes():
