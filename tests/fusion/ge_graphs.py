@@ -1,10 +1,14 @@
-"""GE graphs as networkx graphs, compared as wirings."""
+"""GE graphs as networkx graphs, compared as wirings, and the call that somebody would write by hand."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import networkx as nx
+import torch
+from torch import Tensor, nn
+
+from tests.catalogue import base
 
 
 def wiring(proto: Any) -> nx.MultiDiGraph:
@@ -39,3 +43,26 @@ def _attributes(op: Any) -> str:
         return ""  # numbered by position among the graph's inputs, which is what the comparison is free in
     kept = {key: str(value) for key, value in op.attr.items() if not key.startswith("_")}
     return str(sorted(kept.items()))
+
+
+def called_by_hand(
+    held: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor, **options: Any
+) -> Tensor:
+    """Attention over what the kernel makes of ``x`` with the weights that ``held`` has under the operator's names."""
+    query, query_rope, *_ = torch.ops.npu.npu_mla_prolog_v3(
+        x,
+        held.weight_dq,
+        held.weight_uq_qr,
+        held.weight_uk,
+        held.weight_dkv_kr,
+        held.gamma_cq,
+        held.gamma_ckv,
+        sin,
+        cos,
+        *caches,
+        cache_index=slots,
+        rmsnorm_epsilon_cq=1e-6,
+        rmsnorm_epsilon_ckv=1e-6,
+        **options,
+    )
+    return base.attend(query, query_rope, caches[0].view(-1, base.HCKV), caches[1].view(-1, base.DR))

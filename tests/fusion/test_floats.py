@@ -17,7 +17,7 @@ from tests.catalogue import ENTRIES, Entry, base, select
 from tests.exhaustive import one_in
 from tests.harness import clones, compiled, distance, eager, graph_of, outcome, refused
 
-from .ge_graphs import same_wiring
+from .ge_graphs import called_by_hand, same_wiring
 
 npu = torch.ops.npu
 A5 = {"soc": "A5"}
@@ -57,27 +57,9 @@ class ByHand(nn.Module):
         named = ("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr") if self.form.number else ()
         options: dict[str, Any] = {f"{name}_dtype": self.form.number for name in named}
         scales = ("dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr")
-        query, query_rope, *_ = npu.npu_mla_prolog_v3(
-            x,
-            self.weight_dq,
-            self.weight_uq_qr,
-            self.weight_uk,
-            self.weight_dkv_kr,
-            self.gamma_cq,
-            self.gamma_ckv,
-            sin,
-            cos,
-            kv_cache,
-            kr_cache,
-            cache_index=slots,
-            dequant_scale_x=scale,
-            **{name: getattr(self, name) for name in scales},
-            rmsnorm_epsilon_cq=1e-6,
-            rmsnorm_epsilon_ckv=1e-6,
-            weight_quant_mode=self.form.full,
-            **options,
-        )
-        return base.attend(query, query_rope, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR))
+        options |= {name: getattr(self, name) for name in scales}
+        options |= {"dequant_scale_x": scale, "weight_quant_mode": self.form.full}
+        return called_by_hand(self, x, cos, sin, (kv_cache, kr_cache), slots, **options)
 
 
 class First(nn.Module):

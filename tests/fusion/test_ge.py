@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from tests.catalogue import base, prologues
 
-from .ge_graphs import same_wiring
+from .ge_graphs import called_by_hand, same_wiring
 
 UNFUSED = mf.Config(enable=False)
 
@@ -33,23 +33,7 @@ class ByHand(nn.Module):
         self.gamma_ckv = weight(base.HCKV)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
-        query, query_rope, *_ = torch.ops.npu.npu_mla_prolog_v3(
-            x,
-            self.weight_dq,
-            self.weight_uq_qr,
-            self.weight_uk,
-            self.weight_dkv_kr,
-            self.gamma_cq,
-            self.gamma_ckv,
-            sin,
-            cos,
-            kv_cache,
-            kr_cache,
-            cache_index=slots,
-            rmsnorm_epsilon_cq=1e-6,
-            rmsnorm_epsilon_ckv=1e-6,
-        )
-        return base.attend(query, query_rope, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR))
+        return called_by_hand(self, x, cos, sin, (kv_cache, kr_cache), slots)
 
 
 @cache
