@@ -17,6 +17,8 @@ if ROOT not in sys.path:
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 # One thread of compilation: the suite runs on small machines, and nothing here is compiled by Inductor.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Garbage is collected below, not after every compilation too.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 # Of several test processes each keeps to one core.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,6 +46,17 @@ def guards_are_not_timed() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compilations_are_not_traced() -> Iterator[None]:
+    """torch writes its trace (every graph as text) where a handler stands; pytest gives one to each logger."""
+    from torch._logging._internal import trace_log
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace_log, "addHandler", lambda _: None)
+        patch.setattr(trace_log, "handlers", [])
         yield
 
 

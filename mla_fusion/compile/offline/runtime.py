@@ -122,11 +122,26 @@ def _import_torch_npu() -> None:
     ``mla_fusion.ops`` watches this import and takes its own npu:: operators out of the way.
     """
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(said), _current_directory_not_searched():
         import_module("torch_npu")
     for line in said.getvalue().splitlines():
         if "ASCEND_HOME_PATH" not in line:
             print(line)
+
+
+@contextlib.contextmanager
+def _current_directory_not_searched() -> Iterator[None]:
+    """torch_npu looks for a file with CANN's version below ASCEND_HOME_PATH, which is unset: all of this directory."""
+    here, walk = os.path.realpath(""), os.walk
+
+    def elsewhere(top: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return iter(()) if top == here else walk(top, *args, **kwargs)
+
+    os.walk = elsewhere
+    try:
+        yield
+    finally:
+        os.walk = walk
 
 
 def _refuse_devices(torch: ModuleType) -> None:

@@ -14,6 +14,8 @@ from mla_fusion.compat import in_tracing_mode
 
 SHORT = "import mla_fusion as mf; mf.offline.activate(); import torch_npu, torchair; print('ready')"
 
+BUILD = "from mla_fusion.compile.offline import standins as s, symbols; s.standins(symbols.find_wheel()); print(1)"
+
 
 def environment(**changes: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
@@ -117,7 +119,7 @@ def test_interrupt_handler_stays_pythons() -> None:
 
 def test_two_processes_build_at_once(tmp_path: Path) -> None:
     env = environment(MLA_FUSION_CACHE=str(tmp_path))
-    command = [sys.executable, "-c", SHORT]
+    command = [sys.executable, "-c", BUILD]
     both = [
         subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for _ in range(2)
@@ -125,7 +127,7 @@ def test_two_processes_build_at_once(tmp_path: Path) -> None:
     for process in both:
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0, err
-        assert out == "ready\n"
+        assert out == "1\n"
     built = list((tmp_path / "standins").iterdir())
     assert len(built) == 1 and not built[0].name.startswith("."), built
 
@@ -136,9 +138,13 @@ def test_missing_compiler_says_what_to_install(tmp_path: Path) -> None:
     assert "found no C compiler" in done.stderr and "apt install gcc" in done.stderr
 
 
-def test_cached_stand_ins_need_no_compiler(tmp_path: Path) -> None:
-    done = python(SHORT, PATH=str(tmp_path))
-    assert (done.returncode, done.stdout) == (0, "ready\n"), done.stderr
+def test_cached_stand_ins_need_no_compiler_and_no_walk(tmp_path: Path) -> None:
+    """torch_npu looks for the file that has CANN's version; without CANN below the current directory, all of it."""
+    (tmp_path / "ascend_toolkit_install.info").write_text("version=9.9\n")
+    command = [sys.executable, "-c", SHORT + "; import os, torch; print(torch.version.cann, *os.walk('.'))"]
+    given = environment(PATH=str(tmp_path))
+    done = subprocess.run(command, capture_output=True, text=True, env=given, check=False, cwd=tmp_path)
+    assert done.stdout == "ready\nnot known ('.', [], ['ascend_toolkit_install.info'])\n", done.stderr
 
 
 def test_does_nothing_where_cann_is(tmp_path: Path) -> None:
