@@ -20,6 +20,8 @@ READY := $(VENV)/.ready
 
 # torch_npu is installed beside a torch without CANN; left to itself, `import torch` would try to load it.
 export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
+# What is imported is compiled once, not in each of the processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-portable lint types matrix bench docs pictures package site clean
 
