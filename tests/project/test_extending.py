@@ -23,7 +23,7 @@ class Scratch:
         self.root = at
         for name in COPIED:
             source = ROOT / name
-            kept = shutil.ignore_patterns("__pycache__", "*.pyc", "fixtures", "assets")
+            kept = shutil.ignore_patterns("fixtures", "assets")
             if source.is_dir():
                 shutil.copytree(source, at / name, ignore=kept)
             else:
@@ -42,11 +42,7 @@ class Scratch:
         path.write_text(held.replace(before, after))
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {
-            "PYTHONPATH": str(self.root),
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
+        environment = os.environ | {"PYTHONPATH": str(self.root), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
         return subprocess.run(
             [sys.executable, *command], cwd=self.root, env=environment, capture_output=True, text=True, check=False

@@ -37,11 +37,11 @@ def test_each_code_has_one_row_with_its_remedy(generator: ModuleType) -> None:
 
 def test_each_code_has_an_example_that_a_test_runs(generator: ModuleType) -> None:
     """The examples are cut from the tests, so each is either a listed near miss or a test itself."""
-    examples = generator.examples()
+    examples, page = generator.examples(), generator.page()
     assert examples.keys() == CODES.keys()
     for code, source in examples.items():
         assert source.startswith(("class ", "def test_")), code
-        assert f"`{code}`:\n\n```python\n{source}\n```" in generator.page()
+        assert f"`{code}`:\n\n```python\n{source}\n```" in page
 
 
 def test_codes_of_one_family_stand_together() -> None:
