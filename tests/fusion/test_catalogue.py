@@ -53,7 +53,7 @@ def assert_outcome(report: mf.Report, entry: Entry, alone: bool = False) -> None
     assert not (report.fused and report.rejected), str(report)
 
 
-@pytest.mark.parametrize("entry", each(FUSED, of=2))
+@pytest.mark.parametrize("entry", each(FUSED, of=3))
 def test_fuses_as_exactly(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
     fused = compiled(model, clones(args), mf.backend(entry.config(verify="all")))
@@ -104,7 +104,7 @@ def test_an_exported_module_is_called_as_before(entry: Entry) -> None:
 MISSES = select("near miss", without="run, plain, unabsorbed")
 
 
-@pytest.mark.parametrize(("entry", "device"), [*each(MISSES, "cpu", of=3), *each(MISSES, "npu", of=3, first=1)])
+@pytest.mark.parametrize(("entry", "device"), [*each(MISSES, "cpu", of=4), *each(MISSES, "npu", of=4, first=2)])
 def test_a_near_miss_is_refused(entry: Entry, device: str) -> None:
     gm = graph_of(entry.model(), *entry.args(), device=device)
     assert (refused(gm, entry.config()).code,) == entry.outcome

@@ -38,7 +38,7 @@ def of(
     device: str = "",
     **config: Any,
 ) -> Told:
-    return lambda: told(_graph(model, args, device), **config)
+    return cache(lambda: told(_graph(model, args, device), **config))  # BASE is where many remedies lead
 
 
 @cache

@@ -53,8 +53,8 @@ def _each() -> list[object]:
     samples = [sample for sample in _samples() if sample]
     first, others = [sample[0] for sample in samples], [member for sample in samples for member in sample[1:]]
     key = [replace(member, target="key") for member in first]
-    now = [*first, *key[::4]]
-    more = [*others, *(member for number, member in enumerate(key) if number % 4)]
+    now = [*first, *key[::8]]
+    more = [*others, *(member for number, member in enumerate(key) if number % 8)]
     marked = [pytest.param(member, marks=pytest.mark.exhaustive, id=str(member)) for member in more]
     return [*(pytest.param(member, id=str(member)) for member in now), *marked]
 
@@ -65,7 +65,7 @@ def test_no_attack_is_fused_wrongly(member: Member) -> None:
     assert outcome.verdict not in (Verdict.WRONG, Verdict.RAISED), outcome.detail
 
 
-@pytest.mark.parametrize("member", one_in(2, [m for m in _one_control_each() if m.regime != "dynamo"]), ids=str)
+@pytest.mark.parametrize("member", one_in(3, [m for m in _one_control_each() if m.regime != "dynamo"]), ids=str)
 def test_a_control_fuses(member: Member) -> None:
     outcome = judge(member)
     assert outcome.verdict in (Verdict.FUSED, Verdict.STAGED), f"{outcome.verdict.value}: {outcome.detail}"
