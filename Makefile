@@ -23,7 +23,7 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 # What is imported is compiled once, not in each of the processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-portable lint types matrix bench docs pictures package site clean
+.PHONY: demo test suite test-all test-portable lint types matrix bench docs pictures package site clean
 
 demo: $(READY)
 	$(BIN)/mla-fusion demo --out out
@@ -33,7 +33,10 @@ demo: $(READY)
 # is mended. Until many runs have shown that nothing is left, a test that ends so is run once more, which pytest counts as
 # "rerun" (the traceback is on stderr); one that fails is not.
 PYTEST := $(BIN)/pytest -q -n 2 --dist worksteal
-test: lint types
+test: lint
+	$(MAKE) --no-print-directory -j2 types suite
+
+suite: $(READY)
 	$(PYTEST) --reruns 1 --only-rerun 'no failure says this: only crashes run again'
 
 test-all: lint types

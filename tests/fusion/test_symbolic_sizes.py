@@ -91,7 +91,7 @@ def compare(model: nn.Module, calls: list[Call], fused: int, dynamic: bool | Non
     assert len(report.fused) == fused and not report.rejected, str(report)
 
 
-@pytest.mark.parametrize("name", one_in(2, DYNAMIC))
+@pytest.mark.parametrize("name", one_in(3, DYNAMIC))
 def test_dynamic_numbers(name: str) -> None:
     run, calls, fused = DYNAMIC[name]
     compare(Calls(run), calls, fused, dynamic=True)

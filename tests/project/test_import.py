@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -18,13 +19,14 @@ HEAVY = "torch_npu torchair npugraph_ex transformers jinja2 sympy elftools torch
 LISTING = "import json, sys; print(json.dumps(sorted(sys.modules)))"
 
 
-def modules_after(statement: str) -> set[str]:
+@cache
+def modules_after(statement: str) -> frozenset[str]:
     """The modules loaded in a fresh interpreter after a statement, torch's backend autoload off."""
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run(
         [sys.executable, "-c", f"{statement}\n{LISTING}"], env=environment, capture_output=True, text=True, check=True
     )
-    return set(json.loads(done.stdout))
+    return frozenset(json.loads(done.stdout))
 
 
 def test_import_adds_nothing_heavy_to_torch() -> None:
