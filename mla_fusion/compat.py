@@ -276,15 +276,16 @@ def source_name(placeholder: Node) -> str:
 
 # -- dynamo and Inductor
 
-HELD = "_mla_fusion_holds_bfloat16"  # ours, on a fake tensor: what the parameter holds for which it stands
-_MARKS = (
-    HELD,
-    "_dynamo_dynamic_indices",
-    "_dynamo_dynamic_range",
-    "_dynamo_hint_overrides",
-    "_dynamo_static_indices",
-    "_dynamo_static_input_type",
-)
+_OF_SIZES = ("dynamic_indices", "dynamic_range", "hint_overrides", "static_indices")
+HELD = "_mla_fusion_numbers"  # ours, on a fake tensor: what the vector holds for which it stands
+_STATIC = "_dynamo_static_input_type"
+_MARKS = (HELD, _STATIC, *(f"_dynamo_{mark}" for mark in _OF_SIZES))
+
+
+def is_of_model(value: Any) -> bool:
+    """Is a tensor a parameter or a buffer, as far as can be told? Dynamo marks those of the modules that it traces."""
+    is_marked = getattr(value, _STATIC, None) is not None
+    return isinstance(value, torch.nn.Parameter) or (isinstance(value, torch.Tensor) and is_marked)
 
 
 def in_tracing_mode(inputs: Sequence[Any]) -> list[Any]:

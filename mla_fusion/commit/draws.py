@@ -107,6 +107,8 @@ class Draws:
 
     def _numbers(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype, role: str) -> torch.Tensor:
         pool, form = self._pool, self._format
+        if role.startswith("one_"):
+            return self._one(node, role).to(dtype).expand(shape).contiguous()
         if role == "cache" and self.plan.kv_cache_quant_mode == 3:
             return torch.zeros(shape, dtype=dtype)  # rows that are not written are compared as numbers too
         elements = _INT8 if form is None or form.element == torch.int8 else 1
@@ -133,6 +135,14 @@ class Draws:
         drawn = _repeat(pool.to(torch.uint8).view(dtype) if is_codes else pool.to(dtype), shape, start)
         is_kr = isinstance(self.plan.caches, InPlace) and node is self.plan.caches.kr_cache
         return drawn[..., :1].expand(shape).contiguous() if self._row_constant and is_kr else drawn
+
+    def _one(self, node: Node, role: str) -> torch.Tensor:
+        """What a vector repeats: an offset, or a scale that bfloat16 holds, or the reciprocal of one."""
+        number = self._pool[4099 * self._place[node] % len(self._pool)].clamp(-3, 3)
+        if role == "one_offset":
+            return (_INT8 * number).round()
+        scale = ((1 + number / 8) / _INT8).bfloat16().float()
+        return scale.reciprocal() if role == "one_inverse" else scale
 
     def _tokens(self, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> torch.Tensor:
         tokens, width = math.prod(shape[:-1]), shape[-1]

@@ -34,7 +34,8 @@ class Region:
 
     nodes     from the leaves to the targets and to what the call reads
     leaves    what is drawn, with the part that it plays: "x", "weight", "gamma", "scale", "token_scale", "cache",
-              "inverse", "slots", "constant" (its real value is taken), or "" for anything else
+              "inverse", "slots", "one_scale", "one_inverse", "one_offset" (vectors that repeat one number), "constant"
+              (its real value is taken), or "" for anything else
     twins     integers that are, by proof, the very integers of another node
     targets   what the call replaces
     """

@@ -21,6 +21,7 @@ from mla_fusion.commit.token_counts import counts, kinds_at
 from mla_fusion.emit import results as of_call
 from mla_fusion.emit import rows, targets
 from mla_fusion.fx.build import Recipe, TensorBuilder
+from mla_fusion.fx.held import Exact
 from mla_fusion.fx.kinds import MODEL_FLOATS, is_mutating
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Failed, Program
@@ -285,7 +286,7 @@ class _Builder(TensorBuilder):
         super().__init__(values, binding)
         self._packed, self._changing = packed, changing
 
-    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: bool = False) -> Any:
+    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None) -> Any:
         if not self._changing.isdisjoint(leaves):
             return recipe(self)
         if name not in self._packed:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from mla_fusion.compat import storage_id, version_of
 from mla_fusion.compile.slots import SlotCheck
+from mla_fusion.fx.held import Exact
 from mla_fusion.page import live
 from mla_fusion.report.report import Report
 from mla_fusion.weights import cache
@@ -34,7 +35,7 @@ class Packed:
 
     inverse     how the one argument is read out of the packed weight, where it may become a view of it
     trusted     whether version counters are taken at their word
-    exact       whether it must hold the numbers of the one argument, in another dtype
+    exact       which numbers of the one argument it must hold
     """
 
     program: GraphModule
@@ -42,7 +43,7 @@ class Packed:
     positions: tuple[int, ...]
     inverse: Inverse | None = None
     trusted: bool = False
-    exact: bool = False
+    exact: Exact | None = None
     packing: cache.Packing = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from mla_fusion.compile.adapted import Adapted, Adaptor, Packed, Same, Viewed
 from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.config import Config
 from mla_fusion.fx.build import GraphBuilder, Recipe
+from mla_fusion.fx.held import Exact
 from mla_fusion.fx.kinds import filled_with, is_reshape, op_name
 from mla_fusion.fx.pools import layer_of
 from mla_fusion.fx.program import nodes_between
@@ -65,10 +66,12 @@ class BoundaryBuilder(GraphBuilder):
         self._bytes_on_npu: dict[object, int] = {}  # by what is packed
         self._added_on_npu: dict[object, int] = {}  # by how it is packed
 
-    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: bool = False) -> Any:
+    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None) -> Any:
         try:
             program, positions, result = self._program(recipe, leaves)
         except (_Unpackable, LookupError):  # the sizes of the weight are not known before the graph runs
+            if exact is not None:
+                raise  # in the graph nothing would be looked at
             return recipe(self)
         signature = cache.describe(program) if program is not None else ""
         if not self._share_weights:
@@ -76,7 +79,7 @@ class BoundaryBuilder(GraphBuilder):
             self._bytes_on_npu[signature, places] = self._on_npu(name, signature, result, recipe, leaves)
         if program is None:
             return self.value(result)
-        inverse = None if exact else self._inverse(program, positions)
+        inverse = None if exact is not None else self._inverse(program, positions)
         made = Packed(program, signature, positions, inverse, self._trusted, exact)
         return self._input(f"packed_{name}", made, result.meta["val"])
 

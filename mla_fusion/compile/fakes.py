@@ -68,7 +68,8 @@ class Relocation:
         else:
             fake.requires_grad_(tensor.requires_grad)
         copy_marks(tensor, fake)
-        narrow.remember(tensor, fake)
+        if isinstance(tensor, torch.nn.Parameter):
+            narrow.remember(tensor, fake)
         return fake
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -94,6 +95,8 @@ class Relocation:
         memo: dict[int, Any] = {}
         for part in module.modules():
             self._remember_tensors(vars(part), memo)
+        for buffer in module.buffers():
+            narrow.remember(buffer, self(buffer))
         return copy.deepcopy(module, memo)
 
     def _remember_tensors(self, value: Any, memo: dict[int, Any]) -> None:

@@ -1,7 +1,8 @@
-"""Norm weights that are held in float32 although each of their numbers is a bfloat16 one, as in DeepSeek-V3.2's code.
+"""Looks at the vectors of a model: float32 norm weights whose numbers are bfloat16's, as in DeepSeek-V3.2's code, and
+static scales that were repeated for every channel when a checkpoint was loaded, as vllm-ascend does.
 
-The kernel takes them in bfloat16, which changes nothing then. That is a matter of values: they are looked at when a
-graph is compiled, where parameters are at hand, and again whenever they are packed (:mod:`mla_fusion.weights.cache`).
+What they hold is a matter of values: they are looked at when a graph is compiled, where parameters are at hand, and
+again whenever they are packed (:mod:`mla_fusion.weights.cache`).
 """
 
 from __future__ import annotations
@@ -12,35 +13,40 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from mla_fusion.compat import HELD, FakeTensor, without_fake_mode
-from mla_fusion.fx.kinds import HOLDS_BFLOAT16
+from mla_fusion.compat import HELD, FakeTensor, is_of_model, without_fake_mode
+from mla_fusion.fx.held import NUMBERS, Numbers
 
 
 def mark(gm: GraphModule, given: Sequence[Any]) -> None:
-    """Note on the inputs of an AOT graph what the parameters hold that its caller gives, one for each input."""
+    """Note on the inputs of an AOT graph what the vectors hold that its caller gives, one for each input."""
     inputs = gm.graph.find_nodes(op="placeholder")
     if len(inputs) != len(given):  # AOT autograd has taken some for one another, or apart
         return
     for node, value in zip(inputs, given, strict=True):
-        held = holds_bfloat16(value)
+        held = looked_at(value) if isinstance(value, FakeTensor) or is_of_model(value) else None
         if held is not None and _same_form(node.meta.get("val"), value):
-            node.meta[HOLDS_BFLOAT16] = held
+            node.meta[NUMBERS] = held
 
 
-def holds_bfloat16(value: Any) -> bool | None:
-    """Are all numbers of a float32 vector, a parameter, bfloat16 numbers? None for anything else."""
+def looked_at(value: torch.Tensor) -> Numbers | None:
+    """What a vector holds; None for anything else."""
     if isinstance(value, FakeTensor):
-        known: bool | None = getattr(value, HELD, None)
+        known: Numbers | None = getattr(value, HELD, None)
         return known
-    if not isinstance(value, torch.nn.Parameter) or value.dtype != torch.float32 or value.dim() != 1 or value.is_meta:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.dim() != 1 or value.is_meta:
+        return None
+    if value.dtype not in _LOOKED_AT:
         return None
     with torch.no_grad(), without_fake_mode():
-        return bool((value.to(torch.bfloat16).to(value.dtype) == value).all())
+        return Numbers.of(value)
+
+
+_LOOKED_AT = (torch.bfloat16, torch.float32, torch.int8, torch.int32)
 
 
 def remember(source: torch.Tensor, fake: torch.Tensor) -> None:
-    """A fake tensor that stands for a parameter knows what it holds."""
-    held = holds_bfloat16(source)
+    """A fake tensor that stands for a parameter or a buffer knows what it holds."""
+    held = looked_at(source)
     if held is not None:
         setattr(fake, HELD, held)
 

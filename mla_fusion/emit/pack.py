@@ -14,6 +14,8 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.quant import Quantised
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fx.build import Builder
+from mla_fusion.fx.held import Exact
+from mla_fusion.fx.module_path import label
 from mla_fusion.meta.number_formats import ELEMENTS
 from mla_fusion.plan.cache_modes import scale_shapes
 from mla_fusion.plan.plan import InPlace, PrologPlan
@@ -302,4 +304,7 @@ def vector(b: Builder, name: str, gamma: Node, dtype: torch.dtype = torch.bfloat
     def recipe(b: Builder) -> Any:
         return b.cast(b.reshape(b.value(gamma), (value.shape[-1],)), dtype)
 
-    return recipe(b) if value.dtype == dtype else b.packed(name, recipe, [gamma], exact=True)
+    if value.dtype == dtype:
+        return recipe(b)
+    what = f"the numbers of {label(gamma)}, a norm weight in {value.dtype}, are not all {dtype} numbers"
+    return b.packed(name, recipe, [gamma], exact=Exact("norm.gamma_dtype", what.replace("torch.", "")))

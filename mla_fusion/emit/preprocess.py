@@ -12,7 +12,7 @@ from mla_fusion.emit import pack, rows, whole
 from mla_fusion.emit.results import result_of
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.projection import Projection
-from mla_fusion.facts.static_quant import StaticQuant
+from mla_fusion.facts.static_quant import One, StaticQuant
 from mla_fusion.fx.build import Builder
 from mla_fusion.meta.preprocess import OP, STATIC
 from mla_fusion.meta.prolog import Argument, Operator
@@ -26,7 +26,7 @@ _BLOCK = 128  # rows of a block of the buffers that new rows are staged in
 def inputs(plan: PreprocessPlan) -> list[Node]:
     """Nodes of the graph that the call reads."""
     biases = [part.product.bias for part in plan.candidate.projections]
-    scales = [value for how in (plan.down, plan.up) for value in (how.scale, how.offset)]
+    scales = [one.node for how in (plan.down, plan.up) for one in (how.scale, how.offset) if one is not None]
     of_whole = [node for node in whole.inputs(plan) if node is not None]
     more = [node for node in (plan.gamma, *biases, *scales) if isinstance(node, Node)]
     return list(dict.fromkeys([*of_whole, *more]))
@@ -109,12 +109,25 @@ def _table(b: Builder, plan: PreprocessPlan, table: Any, without: float, x: Any)
 
 def _static(b: Builder, x: Any, how: StaticQuant, stage: str) -> dict[str, Any]:
     """Scale and offset, [1] each."""
-    scale = b.reshape(b.value(how.scale), (1,))
-    if how.offset is not None:
-        offset = b.reshape(b.value(how.offset), (1,))
-    else:
+    if how.offset is None:
         offset = b.call(aten.new_zeros.default, x, [1], dtype=torch.int8)
-    return {f"quant_scale{stage}": scale, f"quant_offset{stage}": offset}
+    else:
+        offset = _one(b, f"quant_offset{stage}", how.offset)
+    return {f"quant_scale{stage}": _one(b, f"quant_scale{stage}", how.scale), f"quant_offset{stage}": offset}
+
+
+def _one(b: Builder, name: str, one: One) -> Any:
+    if not one.repeated:
+        return b.reshape(b.value(one.node), (1,))
+
+    def recipe(b: Builder) -> Any:
+        first = b.call(aten.slice.Tensor, b.value(one.node), 0, 0, 1)
+        if one.inverse:
+            first = b.call(aten.reciprocal.default, b.cast(first, torch.float32))
+        # memory of its own, whatever the dtypes: a change of any number of the vector is then seen
+        return b.call(aten.clone.default, b.cast(first, one.dtype), memory_format=torch.contiguous_format)
+
+    return b.packed(name, recipe, [one.node], exact=one.exact)
 
 
 # -- weights, scales and biases: columns of the projections, [C | R | Q] and head by head [D | R], halves of RoPE apart

@@ -1,4 +1,9 @@
-"""Quantisation to int8 by one scale fixed ahead of time: ``int8(sat(round(x / scale + offset)))``, by npu_quantize."""
+"""Quantisation to int8 by one scale fixed ahead of time: ``int8(sat(round(x / scale + offset)))``, by npu_quantize.
+
+That the scale is one is seen in the graph (one element, or an expansion of one), or in a vector of the model's whose
+numbers were looked at and are all the same: checkpoints are loaded so, each scale and offset repeated for every channel
+(:mod:`mla_fusion.fx.held` says what such a fact rests on).
+"""
 
 from __future__ import annotations
 
@@ -8,83 +13,140 @@ from math import prod
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.fx.held import Exact, narrowed, numbers
+from mla_fusion.fx.kinds import argument, is_cast, op_name, reads_by_strides
 from mla_fusion.fx.measured import measured
+from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import same
-from mla_fusion.fx.walk import origin, repeats, upward, views_and_exact_casts
+from mla_fusion.fx.walk import EXPANDS, INPUTS, input_of, origin, upward, views_and_exact_casts
+
+
+@dataclass(frozen=True, kw_only=True)
+class One:
+    """One number, of ``dtype``.
+
+    node       holds it: as its only element, or, ``repeated``, as every element of an input of the graph
+    inverse    what is repeated is its reciprocal
+    """
+
+    node: Node
+    dtype: torch.dtype
+    repeated: bool = False
+    inverse: bool = False
+
+    @property
+    def part(self) -> str:
+        """What a drawn value plays, where it must suit; "" of an offset that is any int8 number."""
+        if not self.repeated:
+            return "" if self.dtype == torch.int8 else "token_scale"
+        return "one_offset" if self.dtype == torch.int8 else "one_inverse" if self.inverse else "one_scale"
+
+    @property
+    def exact(self) -> Exact:
+        """What must be seen of the number whenever it is taken from what repeats it."""
+        kind = str(self.dtype).removeprefix("torch.")
+        kind = "the reciprocal of one " + kind + " number" if self.inverse else "one " + kind + " number"
+        return Exact("quant.not_static", f"the numbers of {label(self.node)} are not all {kind}", True, self.inverse)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StaticQuant:
     """``node`` quantises ``source``.
 
-    scale    one bfloat16 value
-    offset   one int8 value; None: 0
+    scale    a bfloat16 number
+    offset   an int8 number; None: 0
     """
 
     node: Node
     source: Node
-    scale: Node
-    offset: Node | None
+    scale: One
+    offset: One | None
+
+
+class NotStatic(Exception):
+    """Why an operator is none that quantises by one scale and one offset."""
 
 
 @measured
 def by_operator(operator: Node | None) -> StaticQuant | None:
     """What ``operator`` does, where it is npu_quantize with one scale, and one offset, for all that it is given."""
-    if operator is None or op_name(operator) != "npu::npu_quantize" or operator.meta["val"].dtype != torch.int8:
+    try:
+        return _read(operator)
+    except NotStatic:
         return None
+
+
+def why_not(operator: Node | None) -> str:
+    """Why :func:`by_operator` has nothing to say; "" where it has, or where there is nothing that quantises."""
+    try:
+        _read(operator)
+    except NotStatic as reason:
+        return str(reason)
+    return ""
+
+
+def _read(operator: Node | None) -> StaticQuant:
+    if operator is None:
+        raise NotStatic
     source, scales, zero = operator.args[0], argument(operator, "scales"), argument(operator, "zero_points")
-    if not isinstance(source, Node) or not isinstance(scales, Node):
-        return None
+    is_known = op_name(operator) == "npu::npu_quantize" and operator.meta["val"].dtype == torch.int8
+    if not is_known or not isinstance(source, Node) or not isinstance(scales, Node):
+        raise NotStatic(f"{operator.name} ({operator.target}) is not npu_quantize to int8")
+    width = source.meta["val"].shape[int(argument(operator, "axis", 1))]
     divides = bool(argument(operator, "div_mode", True))
-    scale = _scale(scales) if divides else _inverse(scales)
-    offset = _one(zero) if isinstance(zero, Node) else None
-    if scale is None or (zero is not None and (offset is None or _narrow(offset) is None)):
-        return None
-    return StaticQuant(node=operator, source=source, scale=scale, offset=_narrow(offset) if offset else None)
+    scale = _one(scales, torch.bfloat16, width) if divides else _inverse(scales, width)
+    offset = _one(zero, torch.int8, width) if isinstance(zero, Node) else None
+    return StaticQuant(node=operator, source=source, scale=scale, offset=offset)
 
 
-def _one(node: Node) -> Node | None:
-    """The one value that a vector repeats; None where that is not seen."""
-    for above in (node, *upward(origin(node, views_and_exact_casts), repeats)):
-        shape = above.meta["val"].shape
-        if all(isinstance(size, int) for size in shape) and same(prod(shape), 1):
-            return above
-    return None
+def _inverse(node: Node, width: object) -> One:
+    """The scale of which ``node`` holds the reciprocal."""
+    base = origin(node, _repeated)
+    if op_name(base) == "aten::reciprocal" and isinstance(base.args[0], Node):
+        return _one(base.args[0], torch.bfloat16, width)
+    return _one(node, torch.bfloat16, width, inverse=True)
 
 
-def _scale(node: Node) -> Node | None:
-    """As a bfloat16 value: another dtype's would be rounded."""
-    one = _one(node)
-    return next((above for above in _exact(one) if above.meta["val"].dtype == torch.bfloat16), None) if one else None
-
-
-def _inverse(node: Node) -> Node | None:
-    """The scale of which the vector repeats the reciprocal."""
-    one = _one(node)
-    base = origin(one, views_and_exact_casts) if one is not None else None
-    if base is None or op_name(base) != "aten::reciprocal" or not isinstance(base.args[0], Node):
-        return None
-    return _scale(base.args[0])
-
-
-def _narrow(offset: Node) -> Node | None:
-    """The int8 value behind an offset in a wider dtype."""
-    return next((above for above in _exact(offset) if above.meta["val"].dtype == torch.int8), None)
-
-
-def _exact(node: Node) -> list[Node]:
-    found = [node]
-    for above in upward(node, _widened):
-        found.append(above)
+def _one(node: Node, dtype: torch.dtype, width: object, inverse: bool = False) -> One:
+    """The number of ``dtype`` that ``node`` is, or repeats; with ``inverse``, of which it holds the reciprocal."""
+    for above in upward(node, _repeated):
+        if not inverse and above.meta["val"].dtype == dtype and same(_count(above), 1):
+            return One(node=above, dtype=dtype)
+    held = origin(node, _repeated)
+    if held.op not in INPUTS:
+        raise NotStatic(f"{node.name} is computed in the graph, and not seen to hold one number")
+    known, count = numbers(held), _count(held)
+    if known is None:
+        raise NotStatic(f"the numbers of {held.name} cannot be looked at here")
+    if known.one is None:
+        raise NotStatic(f"the numbers of {held.name} differ")
+    if not same(count, 1) and not same(count, width):
+        raise NotStatic(f"{held.name} has {count} numbers for {width} channels")
+    found = One(node=held, dtype=dtype, repeated=True, inverse=inverse)
+    vector = torch.tensor([known.one], dtype=held.meta["val"].dtype)
+    if not found.exact.holds(narrowed(vector, dtype, inverse), vector):
+        raise NotStatic(f"{found.exact.what}: {known.one:g}")
     return found
 
 
-def _widened(node: Node) -> Node | None:
-    """Up through views and through casts to a wider dtype, integers' among them."""
+def _count(node: Node) -> object:
+    return prod(node.meta["val"].shape)
+
+
+def _repeated(node: Node) -> Node | None:
+    """Up through views, copies that repeat, and casts that keep every number, those of int8 among them: what holds no
+    other numbers.
+    """
+    if reads_by_strides(node):
+        return None
     above = views_and_exact_casts(node)
-    if above is not None:
-        return above
-    source = node.args[0] if node.args else None
-    is_cast = op_name(node) in ("aten::_to_copy", "prims::convert_element_type")
-    return source if is_cast and isinstance(source, Node) and source.meta["val"].dtype == torch.int8 else None
+    if above is None and (op_name(node) in _REPEATS or (is_cast(node) and _is_int8(input_of(node)))):
+        above = input_of(node)
+    return above
+
+
+_REPEATS = (*EXPANDS, "aten::repeat")
+
+
+def _is_int8(node: Node | None) -> bool:
+    return node is not None and bool(node.meta["val"].dtype == torch.int8)

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import FakeTensor, OpOverload, schema_of, storage_id, without_fake_mode
+from mla_fusion.fx.held import Exact
 from mla_fusion.fx.kinds import attribute
 from mla_fusion.fx.sizes import Binding, SizeNodes, is_symbolic, same_shape
 
@@ -65,8 +66,8 @@ class Builder(ABC):
     def close(self) -> None:  # noqa: B027  # nothing to do is a good default
         """Nobody changes the graph any more: last chance to fail before it is put in place."""
 
-    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: bool = False) -> Any:
-        """A weight made by ``recipe`` from ``leaves``: here, where it is used. ``exact``: it may not round numbers."""
+    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None) -> Any:
+        """A weight made by ``recipe`` from ``leaves``: here, where it is used. ``exact``: what must be seen of it."""
         return recipe(self)
 
     def check_slots(  # noqa: B027  # trusted, unless somebody stands before the graph

@@ -34,9 +34,6 @@ __all__ = ["Kind", "is_getitem"]
 # that a float16 model is recognised, and then refused by name; float8 and integers are quantisation.
 MODEL_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-HOLDS_BFLOAT16 = "holds_bfloat16"
-"""In the meta of an input that is wider: whether its numbers, which were looked at, are all bfloat16 numbers."""
-
 
 def operator_of(node: Node) -> Operator:
     """What the node calls; of an in-place step on a tensor that nothing else reads, the functional form."""

@@ -49,13 +49,14 @@ class Finder:
         self.above: dict[Node, list[Projection]] = defaultdict(list)
         self.on_operand: dict[Node, list[Projection]] = defaultdict(list)
         for item in self.projections:
-            static = projection.statically_quantised(item) if "preprocess" in targets else None
-            for form in (item, projection.unsmoothed(view, item), static):
+            by_one_scale = projection.statically_quantised(item) if "preprocess" in targets else None
+            for form in (item, projection.unsmoothed(view, item), by_one_scale):
                 if form is not None:
                     self.above[form.origin].append(form)
             self.on_operand[item.activation].append(item)
         self.plain = Plain(view, self.reader, self._ups, self.absorbs)
-        self.why = Diagnosis(view, self.reader, self.projections, self.above, self.on_operand, self.absorbs)
+        static = "preprocess" in targets
+        self.why = Diagnosis(view, self.reader, self.projections, self.above, self.on_operand, self.absorbs, static)
 
     def find(self) -> list[Found]:
         groups: dict[int, list[Projection]] = defaultdict(list)

@@ -55,10 +55,13 @@ class Diagnosis:
         above: Mapping[Node, list[Projection]],
         on_operand: Mapping[Node, list[Projection]],
         absorbs: Callable[[Projection], list[AbsorbFact]],
+        static: bool,
     ) -> None:
-        """``above``: projections by origin, ``on_operand``: by activation; ``absorbs``: absorbed products of one."""
+        """``above``: projections by origin, ``on_operand``: by activation; ``absorbs``: absorbed products of one;
+        ``static``: is there a target for scales that are fixed ahead of time?
+        """
         self.view, self.reader, self.projections, self.absorbs = view, reader, projections, absorbs
-        self.above, self.on_operand = above, on_operand
+        self.above, self.on_operand, self._static = above, on_operand, static
 
     def undecoded(self, facts: Facts, latents: Collection[Node]) -> NearMiss | None:
         """A norm beside the key's ``latents`` is projected up, and nothing of that is a rotated or an absorbed part."""
@@ -132,10 +135,11 @@ class Diagnosis:
                     detail = f"the key is rotated at {rope.node.name}, and no latent beside it is normed in this graph"
                     return NearMiss(Refuse("kv_latent.absent", detail), (norm.node, rope.node))
                 if up is not None:
-                    code = between_norm_and(up)
+                    code, why = between_norm_and(up, self._static)
                     detail = f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
                     barrier = self.view.barriers.get(up.origin)
-                    detail += f"; {barrier.detail}" if barrier is not None else ""
+                    why = why or (barrier.detail if barrier is not None else "")
+                    detail += f"; {why}" if why else ""
                     return NearMiss(Refuse(code, detail), (up.origin, norm.node, up.node))
             up = self._rotated_after(down.node, facts)
             if up is not None:

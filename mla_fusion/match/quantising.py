@@ -5,22 +5,25 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from mla_fusion.facts.dynamic_quant import of_values
+from mla_fusion.facts.dynamic_quant import of_values, quantised_behind
 from mla_fusion.facts.projection import Projection
+from mla_fusion.facts.static_quant import why_not
 from mla_fusion.fx.kinds import MODEL_FLOATS, is_cast, is_view, op_name
 from mla_fusion.fx.walk import origin, peel
 
 
-def between_norm_and(up: Projection) -> str:
-    """The code of what stands between a norm and the projection of it."""
-    if up.quantised is None:
-        return "q_lora.interrupted"
+def between_norm_and(up: Projection, static: bool) -> tuple[str, str]:
+    """The code of what stands between a norm and the projection of it, and more about it; ``static``: one scale fixed
+    ahead of time would do.
+    """
+    if up.quantised is None or up.quantised.dynamic is not None:  # before it was quantised
+        return "q_lora.interrupted", ""
     if up.quantised.token_scale is None:
-        return "quant.static"
-    if up.quantised.dynamic is not None:
-        return "q_lora.interrupted"  # before it was quantised
+        why = why_not(quantised_behind(up.activation)) if static else ""
+        return ("quant.not_static", why) if why else ("quant.static", "")
     known = of_values(up.activation)
-    return "quant.scale" if known is not None and known.format is up.quantised.format else "quant.dynamic"
+    is_format = known is not None and known.format is up.quantised.format
+    return "quant.scale" if is_format else "quant.dynamic", ""
 
 
 _QUANTISING = frozenset("aten::div aten::mul aten::round aten::clamp".split())

@@ -196,7 +196,8 @@ class PreprocessPlan(PrologPlan):
 
     @property
     def parts(self) -> tuple[tuple[Node, str], ...]:
-        return (self.gamma, "gamma"), *((how.scale, "token_scale") for how in (self.down, self.up))
+        ones = (one for how in (self.down, self.up) for one in (how.scale, how.offset) if one is not None)
+        return (self.gamma, "gamma"), *((one.node, one.part) for one in ones if one.part)
 
     @property
     def writes_inputs(self) -> bool:

@@ -10,10 +10,11 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.config import Config
-from mla_fusion.facts import input_norm
+from mla_fusion.facts import input_norm, static_quant
 from mla_fusion.facts import projection as of_projection
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.cache_write import WriteFact
+from mla_fusion.facts.dynamic_quant import quantised_behind
 from mla_fusion.facts.input_norm import EPSILON, InputNorm
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.row_quant import CacheScale
@@ -31,6 +32,8 @@ from mla_fusion.plan.plan import PreprocessPlan, PrologPlan, Staged
 from mla_fusion.plan.whole import PrologPlanner
 from mla_fusion.plan.whole_caches import CachesOfWhole
 from mla_fusion.report.rejection import Refuse
+
+_REPEATED = "static scales and offsets repeat one number (looked at, and again whenever they are packed)"
 
 
 class PreprocessPlanner(PrologPlanner):
@@ -72,7 +75,9 @@ class PreprocessPlanner(PrologPlanner):
             fact = item.quantised.static if item.quantised is not None else None
             form = item if fact is not None else of_projection.statically_quantised(item)
             if form is None or form.quantised is None or form.quantised.static is None:
-                raise Refuse("quant.not_static", f"{item.node.name} multiplies {item.activation.name}", (item.node,))
+                why = static_quant.why_not(quantised_behind(item.activation))
+                detail = f"{item.node.name} multiplies {item.activation.name}" + (f"; {why}" if why else "")
+                raise Refuse("quant.not_static", detail, (item.node,))
             if not of_projection.reads_whole(self.view, form):
                 detail = f"{item.node.name} reads {form.origin.name} in another order"
                 raise Refuse("token_x.layout", detail, (item.node,))
@@ -99,7 +104,9 @@ class PreprocessPlanner(PrologPlanner):
         if readers:
             raise Refuse("reader.latent", f"{readers[0].name} reads c_q, which the operator keeps", (readers[0],))
         norm = self._input
-        assumptions = tuple(dict.fromkeys((*plan.assumptions, *self.narrowed(norm.gamma))))
+        ones = (one for how in (self._down, self._up) for one in (how.scale, how.offset) if one is not None)
+        repeated = [_REPEATED] if any(one.repeated for one in ones) else []
+        assumptions = tuple(dict.fromkeys((*plan.assumptions, *self.narrowed(norm.gamma), *repeated)))
         found = vars(plan) | {"target": "preprocess", "kernel_heads": plan.heads, "assumptions": assumptions}
         return PreprocessPlan(**found, gamma=norm.gamma, begins=norm.begins, down=self._down, up=self._up)
 

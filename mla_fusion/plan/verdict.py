@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.projection import Projection
-from mla_fusion.fx.kinds import HOLDS_BFLOAT16
+from mla_fusion.fx.held import numbers
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.sizes import is_symbolic
@@ -76,7 +76,7 @@ def judge_gamma(name: str, node: Node, gamma: Node, dtype: torch.dtype) -> None:
     """Can the weight of this norm be given in ``dtype``, the model's, with every number as it is?"""
     if _holds_bfloat16(gamma) if dtype == torch.bfloat16 else gamma.meta["val"].dtype == dtype:
         return
-    held, looked_at = str(gamma.meta["val"].dtype).removeprefix("torch."), HOLDS_BFLOAT16 in _above(gamma).meta
+    held, looked_at = str(gamma.meta["val"].dtype).removeprefix("torch."), numbers(_above(gamma)) is not None
     why = "some of its numbers are no bfloat16 numbers" if looked_at else "its numbers cannot be looked at here"
     raise Refuse("norm.gamma_dtype", f"{gamma.name} of {name} is {held}, and {why}", (node, gamma))
 
@@ -276,7 +276,8 @@ def _half_scale(view: View, half: KeyHalf) -> None:
 
 def _holds_bfloat16(node: Node) -> bool:
     """Are the numbers, though in a wider dtype, bfloat16's?"""
-    if _above(node).meta.get(HOLDS_BFLOAT16):
+    held = numbers(_above(node))
+    if held is not None and held.bfloat16:
         return True
     dtypes = (above.meta["val"].dtype for above in upward(node, views_and_model_casts))
     return next((dtype for dtype in dtypes if dtype not in (torch.float32, torch.float64)), None) == torch.bfloat16

@@ -107,7 +107,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "quant.not_static": (
         "npu_mla_preprocess takes int8 weights, and activations quantised by one scale and one offset for all tokens.",
-        "Quantise by npu_quantize, with one bfloat16 scale that the graph shows to be one.",
+        "Quantise by npu_quantize, with one bfloat16 scale that the graph shows to be one; vectors in which a loader "
+        "has repeated scale and offset go through mla_fusion.backend().",
     ),
     "quant.weights_only": (
         "A weight is int8 and what it multiplies is not (W8A16); the kernel has no such mode.",

@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
 from mla_fusion.compat import holders, is_view, storage_id
+from mla_fusion.fx.held import Exact
 from mla_fusion.weights.share import Inverse, re_express
 from mla_fusion.weights.source import Source, place
 
@@ -94,7 +95,7 @@ class Packing:
     program     takes the sources: tensors, and numbers where sizes are symbolic
     inverse     how the one source may become a view of the packed weight, if it is to
     trusted     whether version counters are taken at their word (``Config(updates="trusted")``)
-    exact       whether what is packed must hold the numbers of its one source, in a narrower dtype
+    exact       which numbers of its one source what is packed must hold
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Packing:
         signature: str,
         inverse: Inverse | None = None,
         trusted: bool = False,
-        exact: bool = False,
+        exact: Exact | None = None,
     ) -> None:
         self.program, self.signature, self.inverse, self.trusted = program, signature, inverse, trusted
         self.exact = exact
@@ -112,7 +113,7 @@ class Packing:
     def of(self, sources: Sequence[Any]) -> Entry:
         """The weight packed of these sources, made anew where there is none or they have changed.
 
-        Raises WeightError where that would round a number that must not be.
+        Raises WeightError where what is packed would not hold the numbers that it must.
         """
         with _LOCK, _writing():
             key = self._key(sources)
@@ -130,10 +131,10 @@ class Packing:
 
     def _made(self, sources: Sequence[Any]) -> torch.Tensor:
         packed: torch.Tensor = self.program(*sources)
-        if self.exact and not torch.equal(sources[0].to(packed.dtype).to(sources[0].dtype), sources[0]):
+        if self.exact is not None and not self.exact.holds(packed, sources[0]):
             raise WeightError(
-                "[norm.gamma_dtype] the numbers of a float32 norm weight are not all bfloat16 numbers, as they were "
-                "when this graph was compiled: it has changed, or is another model's; call torch.compiler.reset()"
+                f"[{self.exact.code}] {self.exact.what}, as they were when this graph was compiled: it has changed, or "
+                "is another model's; call torch.compiler.reset()"
             )
         return packed
 

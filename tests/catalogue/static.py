@@ -141,6 +141,54 @@ class StaticSymmetric(Static):
         return torch.stack([even * c - odd * s, odd * c + even * s], -1).flatten(-2)
 
 
+class RepeatedLinear(StaticLinear):
+    """Loaded with scale, reciprocal and offset repeated for every channel, in the activation's dtype."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__(width_in, width_out)
+        scale = torch.tensor([0.0311]).bfloat16().repeat(width_in)  # whose reciprocal bfloat16 does not hold
+        self.input_scale = nn.Parameter(scale, requires_grad=False)
+        self.input_scale_reciprocal = nn.Parameter(1.0 / scale, requires_grad=False)
+        self.input_offset = nn.Parameter(self.input_offset.repeat(width_in).bfloat16(), requires_grad=False)
+
+    def quantised(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            return x * self.input_scale_reciprocal + self.input_offset
+        return npu.npu_quantize(x, self.input_scale_reciprocal, self.input_offset, 1, -1, False)
+
+
+@entry(
+    IN_PLACE, source="SGLang, vllm-ascend", tags="static, int8, operators, weights", alone=("quant.not_static",)
+)
+class RepeatedScales(StaticFused):
+    """What every vector of scales and offsets repeats is seen in its numbers alone, which the backend looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = RepeatedLinear(H, HCQ + HCKV + DR)
+        self.q_b_proj = RepeatedLinear(HCQ, self.heads * (D + DR))  # type: ignore[assignment]
+
+
+class BufferLinear(StaticLinear):
+    """Vectors as buffers, as they are divided by; the offset in int8."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__(width_in, width_out)
+        scale, offset = self.input_scale.data, self.input_offset.data
+        del self.input_scale, self.input_offset
+        self.register_buffer("input_scale", scale.repeat(width_in).float())
+        self.register_buffer("input_offset", offset.repeat(width_in))
+
+
+@entry(IN_PLACE, source=OURS, tags="static, int8, operators, weights", alone=("quant.static",))
+class RepeatedBuffers(Static):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a_proj, self.kv_a_proj_with_mqa = BufferLinear(H, HCQ), BufferLinear(H, HCKV + DR)  # type: ignore[assignment]
+        self.kv_a_proj_with_mqa.input_scale = self.q_a_proj.input_scale
+        self.kv_a_proj_with_mqa.input_offset = self.q_a_proj.input_offset
+
+
 # -- near misses
 
 miss = partial(any_miss, of="Static", targets=("preprocess",), args=static_args)
@@ -210,12 +258,27 @@ class TwoScales(Static):
 
 @miss("quant.not_static", tags="static, int8, operators")
 class ScaleOfEachChannel(Static):
-    """A scale for each channel of x, that may differ."""
+    """A scale for each channel of x: one of them is another."""
 
     def __init__(self) -> None:
         super().__init__()
         scales = nn.Parameter(torch.full((H,), 0.03125).bfloat16(), requires_grad=False)
+        scales[7] *= 2
         self.q_a_proj.input_scale = self.kv_a_proj_with_mqa.input_scale = scales
+
+
+class ComputedLinear(StaticLinear):
+    """A scale for each channel is made of x; they are all the same, whatever x is."""
+
+    def quantised(self, x: Tensor) -> Tensor:
+        return npu.npu_quantize(x, self.input_scale + 0 * x[0].square(), self.input_offset, 1, -1, True)
+
+
+@miss("quant.not_static", tags="static, int8, operators")
+class ScaleOfX(Static):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_b_proj = ComputedLinear(HCQ, self.heads * (D + DR))  # type: ignore[assignment]
 
 
 class FloatBiasLinear(StaticLinear):

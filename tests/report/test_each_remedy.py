@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from mla_fusion.report.rejection import CODES
-from tests.catalogue import int8, keys, misses_norms, misses_products, misses_rotations, prologues
+from tests.catalogue import int8, keys, misses_norms, misses_products, misses_rotations, prologues, static
 from tests.match.test_finder import InABranch
 from tests.plan import test_refusals as of_plan
 
@@ -119,7 +119,15 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
             "or 'key'": entry("StaticW8A8", targets=("v3", "key")),
         },
     ),
-    "quant.not_static": (entry("ScaleOfEachChannel"), {"with one bfloat16 scale": entry("StaticW8A8")}),
+    "quant.not_static": (
+        entry("ScaleOfEachChannel"),
+        {
+            "with one bfloat16 scale": entry("StaticW8A8"),
+            "go through mla_fusion.backend()": compiled(
+                static.RepeatedScales, static.static_args, targets=("preprocess",)
+            ),
+        },
+    ),
     "quant.weights_only": (
         entry("WeightsOnly"),
         {"Quantise the activation too (npu_dynamic_quant)": of(int8.Full), "hold the weight in bfloat16": BASE},

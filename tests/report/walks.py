@@ -51,14 +51,19 @@ def entry(name: str, **config: Any) -> Told:
     return of(found.model, found.args, **{"targets": found.targets, **config})
 
 
-def compiled(model: Callable[[], nn.Module], gradients: bool = False) -> Told:
+def compiled(
+    model: Callable[[], nn.Module],
+    args: Callable[[], tuple[Any, ...]] = paged_args,
+    gradients: bool = False,
+    **config: Any,
+) -> Told:
     """As the backend has it."""
 
     def run() -> mf.Report:
         torch._dynamo.reset()
         with torch.set_grad_enabled(gradients):
-            given = tuple(value.clone() for value in paged_args())
-            torch.compile(model(), backend=mf.backend(mf.Config(verify="off")))(*given)
+            given = tuple(value.clone() for value in args())
+            torch.compile(model(), backend=mf.backend(mf.Config(verify="off", **config)))(*given)
         return mf.reports()[-1]
 
     return run
