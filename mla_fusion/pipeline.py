@@ -31,7 +31,7 @@ from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.observe.clock import Clock, threads, torch_defaults
 from mla_fusion.observe.graphs import Graphs, count_operators
 from mla_fusion.observe.record import Record
-from mla_fusion.plan.plan import Plan
+from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.report.rejection import Refuse, Rejection
 from mla_fusion.report.report import Report, keep
 
@@ -122,20 +122,28 @@ def _all_or_nothing(
 def _of_best_form(
     gm: GraphModule, config: Config, builder: BuilderOf | None, usual_threads: int, boundary: bool
 ) -> Report:
-    """The report on the first form of the graph in which something fuses, else on the first of all."""
-    reports: list[Report] = []
+    """The report on the form of the graph in which most fuses; of equal ones on the first."""
+    looked_at: list[tuple[GraphModule, list[Plan], Report]] = []
     graphs = Graphs()
     graphs.write("given", gm)
     for form in forms(gm, boundary):  # normalise
         graphs.write("normalised", form)
-        reports.append(report := Report(config, committed=builder is not None))
+        report = Report(config, committed=builder is not None)
         plans = _plans(form, config, boundary, usual_threads, report)
-        if plans and builder is not None:
-            _commit(gm, form, plans, config, builder, report)
-            graphs.write("fused", gm)
-        if plans:
-            return report
-    return reports[0]
+        looked_at.append((form, plans, report))
+        if plans and not report.rejected and all(isinstance(plan.caches, InPlace) for plan in plans):
+            break
+    form, plans, report = max(looked_at, key=lambda found: _worth(found[1], config))
+    if plans and builder is not None:
+        _commit(gm, form, plans, config, builder, report)
+        graphs.write("fused", gm)
+    return report
+
+
+def _worth(plans: list[Plan], config: Config) -> list[tuple[int, int]]:
+    """For comparison: by target, the first of the ladder first, how many prologues are fused, and in place."""
+    by_target = [[plan for plan in plans if plan.target == target] for target in config.targets]
+    return [(len(some), sum(isinstance(plan.caches, InPlace) for plan in some)) for some in by_target]
 
 
 def _plans(

@@ -169,6 +169,35 @@ class WideLite(Lite):
         return (wide * c.float() + rotate_half(wide) * s.float()).to(x.dtype)
 
 
+class AssembledKey(Lite):
+    """The rotation is assigned into a fresh join of latent and key, of which each cache takes its part."""
+
+    def assemble(self, c_kv: Tensor, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        rows = torch.cat([c_kv, k_pe], -1).unsqueeze(1)
+        rows[..., HCKV:] = self.rotate(rows[..., HCKV:], c, s)
+        return rows.squeeze(1)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+        q_nope, q_pe = self.split(self.q_proj(x))
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        rows = self.assemble(*self.latent(x), c, s)
+        self.write(kv_cache, kr_cache, slots, rows[:, :HCKV], rows[:, HCKV:])
+        caches = kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)
+        return attend(self.absorb(q_nope), self.rotate(q_pe, c, s), *caches)
+
+
+entry(IN_PLACE, source="ShallowMLA", tags="key, layout, symbolic, device")(AssembledKey)
+
+
+@entry(IN_PLACE, source=OURS, tags="key, layout, device")
+class KeyInEmptyRows(AssembledKey):
+    def assemble(self, c_kv: Tensor, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        rows = c_kv.new_empty(*c_kv.shape[:-1], HCKV + DR)
+        rows[..., :HCKV] = c_kv
+        rows[..., HCKV:].copy_(self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1))
+        return rows
+
+
 @entry(IN_PLACE, source=OURS, tags="key, readers, device, symbolic")
 class RawKeyRead(Lite):
     """Who reads the product itself goes on doing so."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .base import DR, HCKV, HE, HfNorm, linear, npu
 from .entry import IN_PLACE, STAGED
 from .entry import miss as any_miss
-from .keys import Lite
+from .keys import AssembledKey, Lite
 from .prologues import NpuOperators
 
 miss = partial(any_miss, of="Lite", targets=("key",))
@@ -121,6 +121,26 @@ class NarrowLatent(Lite):
 
 
 # -- fused as what they mean
+
+
+@miss(STAGED, tags="key, run, layout", of="AssembledKey")
+class KeyTooEarly(AssembledKey):
+    """The rotated key lands eight columns too early in the join: both caches take columns of both."""
+
+    def assemble(self, c_kv: Tensor, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        rows = torch.cat([c_kv, k_pe], -1)
+        rows[..., HCKV - 8 : -8] = self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1)
+        return rows
+
+
+@miss(STAGED, tags="key, run, layout", of="AssembledKey")
+class SomeKeysAssigned(AssembledKey):
+    """The first token's key is cached as it was projected."""
+
+    def assemble(self, c_kv: Tensor, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        rows = torch.cat([c_kv, k_pe], -1)
+        rows[1:, HCKV:] = self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1)[1:]
+        return rows
 
 
 @miss(STAGED, tags="key, run, cache")
