@@ -12,6 +12,7 @@ from mla_fusion.facts import kv_operator
 from mla_fusion.facts.projection import Projection
 from mla_fusion.fx.analytic import Barrier
 from mla_fusion.fx.kinds import has_effect, is_cast, is_writer
+from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
 from mla_fusion.match.near_miss import Facts, NearMiss
 from mla_fusion.report.rejection import Refuse
@@ -29,15 +30,27 @@ def because_of_a_step(view: View, facts: Facts, ups: Iterable[Projection], miss:
         return _mixed(facts, miss)
     if miss.reason.code not in _VAGUE or miss.certain:
         return miss
-    starts = [*(item.node for item in facts), *(item.node for item in ups)]
-    for product in dict.fromkeys(starts):
+    read = [*facts, *ups]
+    quantising = {node for item in read for node in _quantising(item)}
+    for product in dict.fromkeys(item.node for item in read):
         for node, barrier in _ends(view, product):
+            if node in quantising:
+                continue
             code = barrier.code
             if miss.reason.code == "norm.absent" and (code == "step.unknown" or _is_statistic(node, product)):
                 code = miss.reason.code  # it is no RMSNorm; what it is, the detail says
             reason = Refuse(code, f"{barrier.detail}; {miss.reason.detail}", (node, *miss.nodes[:1]))
             return replace(miss, reason=reason)
     return _mixed(facts, miss)
+
+
+def _quantising(item: Projection) -> list[Node]:
+    """The steps of a quantisation that is read as a whole: they hide nothing."""
+    how, source = item.quantised, item.quantised.source if item.quantised is not None else None
+    if how is None or source is None:
+        return []
+    ends = [end for end in (item.activation, how.token_scale) if end is not None]
+    return [node for end in ends for node in nodes_between((source,), end)]
 
 
 def _ends(view: View, product: Node) -> Iterator[tuple[Node, Barrier]]:

@@ -24,7 +24,8 @@ from mla_fusion.facts.rope import RopeFact, Table, TableRun
 from mla_fusion.facts.tables import same_values
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, table_columns
-from mla_fusion.match import ended, halves
+from mla_fusion.match import apart, ended, halves
+from mla_fusion.match.apart import Part
 from mla_fusion.match.candidate import Candidate, KeyHalf, KeySide, QuerySide, plain_key
 from mla_fusion.match.near_miss import Diagnosis, Facts, NearMiss
 from mla_fusion.match.plain import Plain
@@ -55,19 +56,27 @@ class Finder:
                     self.above[form.origin].append(form)
             self.on_operand[item.activation].append(item)
         self.plain = Plain(view, self.reader, self._ups, self.absorbs)
-        static = "preprocess" in targets
-        self.why = Diagnosis(view, self.reader, self.projections, self.above, self.on_operand, self.absorbs, static)
+        self._static = "preprocess" in targets
+        given = self.projections, self.above, self.on_operand, self.absorbs, self._static
+        self.why = Diagnosis(view, self.reader, *given)
 
     def find(self) -> list[Found]:
         groups: dict[int, list[Projection]] = defaultdict(list)
         for item in self.projections:
             if item.is_flat:
                 groups[self.view.number(item.origin)].append(item)
-        found: list[Found] = []
-        for group in groups.values():
-            for same in self._of_same_rows(group):
-                found += self._join(same) if self._may_be_down(same) else []
-        return found or [*self.why.hidden_queries()]
+        parts = [part for group in groups.values() for part in self._of_same_rows(group)]
+        return self._found(parts) or [*self.why.hidden_queries()]
+
+    def _found(self, parts: list[list[Projection]]) -> list[Found]:
+        """What is found on each x; halves of one prologue that read two forms of one are told as one."""
+        every = [self._join(part) if self._may_be_down(part) else [] for part in parts]
+        alone = [found[0] if len(found) == 1 and isinstance(found[0], NearMiss) else None for found in every]
+        told = zip(parts, alone, every, strict=True)
+        known = [Part(part, miss, done=bool(found) and miss is None) for part, miss, found in told]
+        for place, miss in apart.joined(self.view, known, self.why.has_query, self._static).items():
+            every[place] = [miss] if miss is not None else []
+        return [item for found in every for item in found]
 
     def _may_be_down(self, group: list[Projection]) -> bool:
         """Could these be W_dq and W_dkv_kr? Spares reading what most layers hold besides: an output projection.
@@ -140,7 +149,7 @@ class Finder:
             return self._paired(queries, keys)
         if queries:
             seen = (queries[0].norm.node, queries[0].absorb.node)
-            absent = NearMiss(Refuse("kv_latent.absent", f"x is {group[0].origin.name}"), seen)
+            absent = NearMiss(Refuse("kv_latent.absent", f"x is {group[0].origin.name}"), seen, lacks="key")
             hidden = self.why.hidden_latent(group[0].origin, queries[0].down)
             return hidden or self.why.normed_key(facts, queries[0].norm.node) or absent
         if keys and partial is None:
@@ -154,9 +163,10 @@ class Finder:
         why = self.why
         if keys:
             told = why.direct(facts, has_key=True) or why.cut(facts) or why.cut_query(facts)
-            told = told or why.undecoded(facts, {key.latent for key in keys}) or why.scaled_by_others(group[0])
+            told = told or why.undecoded(facts, {key.latent for key in keys})
             nodes = tuple(fact.node for fact in (keys[0].norm, keys[0].rope, keys[0].operator) if fact is not None)
-            return told or NearMiss(Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}"), nodes)
+            alone = Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}")
+            return told or replace(why.scaled_by_others(group[0]) or NearMiss(alone, nodes), lacks="query")
         direct = why.direct(facts, halves="key" in self.targets)
         needed = "identity" not in self.targets
         return why.unrotated(facts) or direct or why.cut(facts) or why.unabsorbed(facts, needed) or []

@@ -35,6 +35,7 @@ class NearMiss:
     score     how much of a prologue was found, from 0 to 1
     certain   is the reason one that no step beside it can be to blame for?
     halves    the key's side of it, one for each latent
+    lacks     "query" or "key", where the other side is there, and that one may be beside it
     """
 
     reason: Refuse
@@ -42,6 +43,7 @@ class NearMiss:
     score: float = 0.0
     certain: bool = False
     halves: tuple[KeyHalf, ...] = ()
+    lacks: str = ""
 
 
 class Diagnosis:
@@ -157,6 +159,11 @@ class Diagnosis:
                         detail = f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
                         return NearMiss(Refuse("q_lora.interrupted", detail), (up.origin, norm.node, up.node))
         return None
+
+    def has_query(self, group: list[Projection]) -> bool:
+        """Is there a normed latent on this x that is projected up, through whatever quantises it, and rotated?"""
+        norms = (norm for item in group for norm in self.reader.read(item).norms)
+        return any(self._rotated_after(norm.node, group) is not None for norm in norms)
 
     def _rotated_after(self, start: Node, group: Collection[Projection]) -> Projection | None:
         """The projection of what is made of ``start``, by any operators but products, whose result is rotated."""

@@ -112,7 +112,7 @@ class MxScaleOfAnotherRow(QueryAs):
     other = _FlippedRows
 
 
-@miss("step.choice", tags=FULL, of="MxFull", soc="A5")
+@miss("quant.scale", tags=FULL, of="MxFull", soc="A5")
 class MxKeyScaleOfAnotherRow(Floats):
     """W_dkv_kr x by the scales of other rows than W_dq x."""
 

@@ -247,7 +247,7 @@ class OtherEpsilonOfInput(Static):
         self.input_layernorm.eps = 1e-5
 
 
-@miss("step.choice", tags="static, int8, operators")
+@miss("quant.tokens_differ", tags="static, int8, operators")
 class TwoScales(Static):
     """x is quantised by one scale for W_dq, by another for W_dkv_kr."""
 
