@@ -33,7 +33,8 @@ def looked_at(value: torch.Tensor) -> Numbers | None:
     if isinstance(value, FakeTensor):
         known: Numbers | None = getattr(value, HELD, None)
         return known
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.dim() != 1 or value.is_meta:
+    is_plain = isinstance(value, torch.nn.Parameter) or type(value) is torch.Tensor
+    if not is_plain or value.dim() != 1 or value.is_meta:
         return None
     if value.dtype not in _LOOKED_AT:
         return None
