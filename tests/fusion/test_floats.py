@@ -149,7 +149,7 @@ def test_caches_in_float_formats(entry: Entry) -> None:
     wanted_scores, wanted_rows = in_float64(module, given)
     assert_no_worse([wanted_scores], unfused[:1], fused[:1])
     rows = [torch.cat(rows_of(module, result[-3:-1]), -1)[given[5]] for result in (unfused, fused)]
-    for part in (slice(HCKV), slice(HCKV, None)):
+    for part in (slice(HCKV), slice(HCKV, None)) if entry.kv_cache_quant_mode else ():  # else the model writes them
         assert_no_worse([wanted_rows[:, part]], [rows[0][:, part]], [rows[1][:, part]])
 
 
