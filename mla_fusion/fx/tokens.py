@@ -29,6 +29,7 @@ class Tokens:
         """``meaning``: the expression of a size (``Binding.meaning``: equal sizes have one)."""
         self._shrink, self._meaning = shrink, meaning
         self._axes: dict[Any, RuledAxis] = {}
+        self._of_product: dict[Node, frozenset[Any]] = {}
 
     @classmethod
     def of(
@@ -47,10 +48,11 @@ class Tokens:
 
     def start(self, product: Node, lead: Shape, axes: Sequence[int]) -> None:
         """``lead``: the token axes before any were merged; ``axes``: where they stand in the product, in order."""
-        shape = shape_of(product)
+        shape, probed = shape_of(product), []
         for at, size in enumerate(lead):
             if not (is_symbolic(size) or self._is_shrunk(lead, at)):
                 continue
+            probed.append(self._meaning(size))
             after = count_of(lead[at + 1 :], self._meaning)
             key = self._meaning(size)
             axis = self._axes.setdefault(key, RuledAxis(size, after, self._meaning))
@@ -59,10 +61,25 @@ class Tokens:
                 if inner is not None and divides(axis.size * inner, self._meaning(shape[standing])):
                     axis.start(product, Place(standing, inner))
                     break
+        if all(self._meaning(size) in probed or not self._shrinks(size) for size in lead):
+            self._of_product[product] = frozenset(probed)
+
+    def among(self, products: Iterable[Node]) -> Tokens:
+        """Those of these products alone: a graph may have several kinds (rows that decode, rows that are prefilled).
+
+        All of them for a product that is probed shorter than it is along an axis that nothing follows.
+        """
+        own = [self._of_product.get(product, self._axes.keys()) for product in products]
+        found = Tokens(self._shrink, self._meaning)
+        found._axes = {key: axis for key, axis in self._axes.items() if any(key in keys for keys in own)}
+        return found
 
     def _is_shrunk(self, lead: Shape, at: int) -> bool:
         full = self._shrink.full if self._shrink is not None else 0
         return bool(full) and lead[at] == full and full not in lead[at + 1 :]
+
+    def _shrinks(self, size: Any) -> bool:
+        return self._shrink is not None and isinstance(size, int) and size % self._shrink.full == 0
 
     def start_outside(self, nodes: Iterable[Node]) -> None:
         for axis in self._axes.values():
@@ -76,6 +93,7 @@ class Tokens:
     def copy(self, move: Mapping[Node, Node]) -> None:
         for axis in self._axes.values():
             axis.copy(move)
+        self._of_product |= {move[node]: keys for node, keys in self._of_product.items() if node in move}
 
     def broken(self, node: Node) -> Broken | None:
         """The step above the node, or at it, that does not keep the tokens apart."""

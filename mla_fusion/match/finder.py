@@ -190,7 +190,9 @@ class Finder:
         return found
 
     def _candidate(self, query: QuerySide, key: KeySide) -> Candidate:
-        return Candidate(query=query, key=key, shrink=self.reader.shrink, tokens=self.reader.tokens)
+        products = (query.down, query.up_nope, query.up_rope, key.down, key.down_rope)
+        tokens = self.reader.tokens.among(item.node for item in products)
+        return Candidate(query=query, key=key, shrink=self.reader.shrink, tokens=tokens)
 
     def _same(self, some: Sequence[Node], others: Sequence[Node]) -> bool:
         """Is any of these the value of its counterpart? (A layer may compute its query twice.)"""

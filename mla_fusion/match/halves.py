@@ -25,7 +25,10 @@ def of(
     while left:
         pairs = [key for key in left if _share(key, left[0])]
         left = [key for key in left if key not in pairs]
-        halves = [KeyHalf(key=key, shrink=shrink, tokens=tokens) for key in pairs[: _ALTERNATIVES + 1]]
+        halves = [
+            KeyHalf(key=key, shrink=shrink, tokens=tokens.among((key.down.node, key.down_rope.node)))
+            for key in pairs[: _ALTERNATIVES + 1]
+        ]
         found.append(replace(halves[0], others=tuple(halves[1:])))
     return tuple(found)
 

@@ -207,7 +207,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "tokens.cut": (
         "Some of the tokens are taken behind the projections of x, which the kernel does itself.",
-        "Slice x, not what is projected from it: the rows of a product are those of x.",
+        "Slice x, not what is projected from it: proj(x[:n]), not proj(x)[:n]. The rows of a product are those of x. "
+        "Rows that decode and rows that are prefilled (x[n:]) are then two prologues, each fused or not for itself.",
     ),
     "tokens.mixed": (
         "A step of the prologue does not treat every token alike, or is not known to, and their number is symbolic.",

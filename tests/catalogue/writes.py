@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import BLOCK_SIZE, DR, HCKV, HE, Base, hf_interleave, linear, npu, paged_args, rotate_half
+from .base import BLOCK_SIZE, DR, HCKV, HE, Base, hf_interleave, linear, npu, paged_args, paged_caches, rotate_half
 from .entry import IN_PLACE, OURS, STAGED, entry, step
 from .layouts import sequence_args
 from .prologues import PagedRotateHalf
@@ -133,6 +133,24 @@ class HalvesOfTheBatch(Base):
             for part in (slice(None, 4), slice(4, None))
         )
         return first, second
+
+
+def two_caches() -> tuple[Tensor, ...]:
+    *given, slots = paged_args()
+    return (*given, *paged_caches(), slots)
+
+
+@entry(IN_PLACE, IN_PLACE, source="SGLang", tags="cache, layout, symbolic", args=two_caches)
+class TwoKindsOfRows(Base):
+    """Rows of two batches, each over caches of its own: with dynamic sizes their numbers differ."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, *caches_and_slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        *caches, slots = caches_and_slots
+        scores, _ = super().forward(x[:3], cos[:3], sin[:3], *caches[:2], slots[:3])
+        others, _ = super().forward(x[3:], cos[3:], sin[3:], *caches[2:], slots[3:])
+        return scores, others
 
 
 @entry(STAGED, source=OURS, tags="cache, device", name="Gated", slack=1.1)

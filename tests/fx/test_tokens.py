@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
+from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.token_axis import Broken, Place
 from mla_fusion.fx.token_rules import RuledAxis
 from mla_fusion.fx.tokens import Tokens
@@ -218,3 +219,27 @@ def test_where_every_token_is_probed_nothing_needs_a_proof() -> None:
     tokens = Tokens(None)
     tokens.start(inputs(graph)[0], (TOKENS,), (0,))
     assert not tokens and tokens.broken(outputs(graph)[0]) is None
+
+
+def test_of_several_kinds_those_of_the_products_asked_for() -> None:
+    graph = view(lambda v, w: (v * 2, w * 2), floats(TOKENS, WIDTH), floats(SEQUENCES, WIDTH), symbolic=True)
+    v, w = inputs(graph)
+    tokens = Tokens(None)
+    for product in (v, w):
+        tokens.start(product, product.meta["val"].shape[:1], (0,))
+    tokens.follow(graph.nodes)
+    of_v, of_w = outputs(graph)
+    assert not tokens.knows(of_v) and not tokens.knows(of_w)
+    assert tokens.among([v]).knows(of_v) and not tokens.among([v]).knows(of_w)
+    assert not tokens.among([v, w]).knows(of_v)
+
+
+def test_a_product_shrunk_along_an_axis_that_nothing_follows_needs_every_proof() -> None:
+    graph = view(lambda v, w: (v * 2, w.roll(1, 0)), floats(64, WIDTH), floats(128, WIDTH))
+    v, w = inputs(graph)
+    tokens = Tokens(Shrink(64))
+    tokens.start(v, (64,), (0,))
+    tokens.start(w, (128,), (0,))  # two times as many: probed with ten
+    tokens.follow(graph.nodes)
+    assert tokens.among([v]).knows(outputs(graph)[0])
+    assert not tokens.among([w]).knows(outputs(graph)[1])
