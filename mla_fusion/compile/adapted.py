@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from mla_fusion.compat import storage_id, version_of
 from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.fx.held import Exact
+from mla_fusion.fx.pool_parts import Part
 from mla_fusion.page import live
 from mla_fusion.report.report import Report
 from mla_fusion.weights import cache
@@ -68,19 +69,19 @@ class Packed:
 
 @dataclass(frozen=True)
 class Viewed:
-    """A cache, or one layer of a pool of them, seen in the kernel's shape: the caller's memory, no copy.
+    """A cache, or a part of a pool of them, seen in the kernel's shape: the caller's memory, no copy.
 
     shape   None: its own. Raises where the cache is not contiguous and would have to be.
     """
 
     position: int
     shape: tuple[int, ...] | None
-    layer: int | None = None
+    part: Part | None = None
 
     def __call__(self, args: Sequence[Any]) -> torch.Tensor:
         cache: torch.Tensor = args[self.position]
-        if self.layer is not None:
-            cache = cache.select(0, self.layer)
+        if self.part is not None:
+            cache = self.part.of(cache)
         return cache if self.shape is None else cache.view(self.shape)
 
 

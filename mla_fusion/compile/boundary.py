@@ -24,7 +24,7 @@ from mla_fusion.config import Config
 from mla_fusion.fx.build import GraphBuilder, Recipe
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.kinds import filled_with, is_reshape, op_name
-from mla_fusion.fx.pools import layer_of
+from mla_fusion.fx.pools import part_of
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.page import live
@@ -51,8 +51,8 @@ class BoundaryBuilder(GraphBuilder):
         self._share_weights = config.weights == "shared"
         self._trusted = config.updates == "trusted"
         inputs = source.find_nodes(op="placeholder")
-        self._originals = [node for node in inputs if layer_of(node) is None]
-        self._layers = [node for node in inputs if layer_of(node) is not None]
+        self._originals = [node for node in inputs if part_of(node) is None]
+        self._parts = [node for node in inputs if part_of(node) is not None]
         self._position = {node: place for place, node in enumerate(self._originals)}
         self._last_input: Node | None = None
         self.made_outside: dict[Node, Packed | Viewed] = {}
@@ -120,10 +120,10 @@ class BoundaryBuilder(GraphBuilder):
 
     def _seen(self, node: Node, shape: Sequence[Any]) -> Viewed:
         """A cache in this shape. Of another than its own one size may be symbolic; the caller's tensor tells it."""
-        position, layer = layer_of(node) or (self._position[node], None)
+        position, part = part_of(node) or (self._position[node], None)
         if same_shape(node.meta["val"].shape, shape):
-            return Viewed(position, None, layer)
-        return Viewed(position, tuple(-1 if is_symbolic(size) else size for size in shape), layer)
+            return Viewed(position, None, part)
+        return Viewed(position, tuple(-1 if is_symbolic(size) else size for size in shape), part)
 
     def _input(self, name: str, adaptor: Packed | Viewed, value: Any) -> Node:
         """A new input of the graph; layers that share parameters share the packed weight."""
@@ -218,7 +218,7 @@ class BoundaryBuilder(GraphBuilder):
 
     def close(self) -> None:
         """Settle what the callable around the graph needs."""
-        for node in self._layers:
+        for node in self._parts:
             if node in self.copies and self.copies[node].users:
                 self.made_outside[self.copies[node]] = self._seen(node, node.meta["val"].shape)
         if self.made_outside or self.slot_checks:

@@ -17,6 +17,7 @@ from torch.fx import Node
 from mla_fusion.facts import dense_write
 from mla_fusion.facts.dense_write import Span
 from mla_fusion.facts.slots import Unproven, judge
+from mla_fusion.fx import pools
 from mla_fusion.fx.kinds import argument, is_getitem, is_view, op_name
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
@@ -96,7 +97,7 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | str:
         return f"{writer.name} ({name or writer.op}) is not a write of rows by index"
     cache = input_behind(base)
     if cache is None:
-        return f"{base.name} is not a graph input seen as rows"
+        return pools.no_input(base)
     paged = paged_shape(cache)
     if paged is None:
         return f"{cache.name} of shape {list(cache.meta['val'].shape)} is not [BlockNum, BlockSize, 1, width]"

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from mla_fusion.fx import pools
 from mla_fusion.fx.kinds import argument, has_effect, op_name
 from mla_fusion.fx.sizes import same, same_shape
 from mla_fusion.fx.walk import INPUTS
@@ -68,7 +69,7 @@ def find(writer: Node, value: Node) -> DenseWrite | str:
             break
         outer = next((user for user in scatter.users if _puts_back(user, scatter, base)), None)
         if outer is None or len(scatter.users) != 1:
-            return f"{base.name} is not a graph input seen as rows"
+            return pools.no_input(base)
         inside.append(outer)
     if any(not isinstance(size, int) for size in _shape(base)):
         return f"{base.name} of shape {list(_shape(base))} has sizes that are known when the graph runs"

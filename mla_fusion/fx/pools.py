@@ -1,14 +1,13 @@
-"""Caches of layers that are stacked in one input, ``pool[i]`` with ``i`` a literal, read as an input for each layer.
+"""Caches that are stacked in one input, each read as an input of its own.
 
-Functional, a write to one layer is a ``select_scatter`` over the whole pool, and the next layer selects from that.
-Where every reader of the pool goes through one of its layers, layers have nothing to do with each other: each is an
-input of its own, written and copied back alone. A wrapper around the graph makes these inputs, views of the pool.
+Functional, a write to ``pool[i]`` is a ``select_scatter`` over the whole pool, and the next layer selects from that.
+What literal selections, slices and splits along the outermost axis take, and reshapes of it, is a run of the pool's
+elements in their order (a span). Spans that overlap are one part; parts have nothing to do with each other. Each is an
+input of its own, written and copied back alone: a wrapper around the graph makes these inputs, views of the pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,166 +15,152 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.fx import strides
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import argument, has_effect, is_getitem, is_mutating, is_view, op_name
+from mla_fusion.fx.kinds import is_getitem, is_writer, op_name
 from mla_fusion.fx.module_path import NAME, label
-from mla_fusion.fx.sizes import is_symbolic, same
-from mla_fusion.fx.walk import INPUTS, input_of, origin, reshapes, shared_memory
+from mla_fusion.fx.pool_parts import RESHAPES, SCATTERS, Part, Pool, Span, may_be_one, read_pool
+from mla_fusion.fx.walk import INPUTS, input_of, origin, reshapes, views, written
 
 aten = torch.ops.aten
-_LAYER_OF = "mla_fusion_layer_of"
+_PART_OF = "mla_fusion_part_of"
 
 
-def layer_of(node: Node) -> tuple[int, int] | None:
-    """Of an input that is a layer of a pool: which input the pool is, and the number of the layer."""
-    found: tuple[int, int] | None = node.meta.get(_LAYER_OF)
+def part_of(node: Node) -> tuple[int, Part] | None:
+    """Of an input that is a part of a pool: which input the pool is, and the part."""
+    found: tuple[int, Part] | None = node.meta.get(_PART_OF)
     return found
 
 
-@dataclass(frozen=True)
-class _Pool:
-    """What is made of a pool, in graph order.
-
-    stacked    the pool itself, reshapes of it, and it with one layer exchanged
-    layers     a layer of one of these, with its number
-    back       the step that copies the last of these into the pool
-    """
-
-    stacked: tuple[Node, ...]
-    layers: tuple[tuple[Node, int], ...]
-    back: Node | None
-
-
-def found(graph: Graph) -> list[_Pool]:
+def found(graph: Graph) -> list[Pool]:
     """The pools that can be taken apart."""
-    pools = (_read(node) for node in graph.find_nodes(op="placeholder") if _may_be_one(node))
-    return [pool for pool in pools if pool is not None]
+    pools = (read_pool(node) for node in graph.find_nodes(op="placeholder") if may_be_one(node))
+    return [pool for pool in pools if isinstance(pool, Pool)]
 
 
 def take_apart(gm: GraphModule) -> None:
-    """Rewrite the module's graph so that each layer of its pools is an input."""
+    """Rewrite the module's graph so that each part of its pools is an input."""
     builder = GraphBuilder(gm)
-    *_, last = gm.graph.find_nodes(op="placeholder")
     positions = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     with builder.propagating():
         for pool in found(gm.graph):
-            last = _take_apart(builder, pool, positions[pool.stacked[0]], last)
+            _Rewrite(builder, pool, positions[pool.whole]).run()
 
 
-def _may_be_one(node: Node) -> bool:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() < 3:
-        return False
-    return any(op_name(user) in ("aten::select", "aten::unbind", *_RESHAPES) for user in node.users)
+def no_input(node: Node) -> str:
+    """Why a node is no input of the graph seen otherwise, nor a part of one that could be one."""
+    whole = origin(node, written)
+    if whole.op not in INPUTS:
+        return f"{node.name} is not a graph input seen as rows"
+    maker = origin(node, views)
+    if is_writer(maker) and op_name(maker) not in SCATTERS:
+        return f"{node.name} is {whole.name} as {maker.name} has written it, and the kernel would write it once more"
+    if part_of(whole) is not None:
+        return f"{node.name} is a part of {whole.name}, of which the graph takes other runs that overlap it"
+    pool = read_pool(whole)
+    why = pool if isinstance(pool, str) else "only a wrapper around the graph, as that of mf.backend(), can hand it in"
+    return f"{node.name} is a part of {whole.name}, and no input of its own: {why}"
 
 
-def _read(pool: Node) -> _Pool | None:
-    """None where something reads the pool as a whole, or nothing writes to it."""
-    count = pool.meta["val"].shape[0]
-    stacked, layers, back = [pool], list[tuple[Node, Any]](), list[Node]()
-    for node in stacked:  # grows as it is walked
-        for user in node.users:
-            name, on_layers = op_name(user), user.args[:1] == (node,) and argument(user, "dim", 0) == 0
-            if name == "aten::select" and on_layers:
-                layers.append((user, argument(user, "index")))
-            elif name == "aten::unbind" and on_layers and all(map(is_getitem, user.users)):
-                layers += [(part, part.args[1]) for part in user.users]
-            elif _stays_stacked(user, node, count):
-                stacked.append(user)
-            elif name == "aten::copy_" and user.args[0] is pool:
-                back += [user] if user not in back else []
-            elif node is not pool or not is_symbolic(user.meta.get("val")):
-                return None
-    scattered = [node for node in stacked if op_name(node) == "aten::select_scatter"]
-    if not layers or not all(map(_is_number, (*map(_index, scattered), *(number for _, number in layers)))):
-        return None
-    readers = list(_through([node for node, _ in layers]))
-    if scattered or back:  # functional: then nothing else may change the pool, and no layer be another one's rows
-        late = len(back) == 1 and any(back[0] < user for node in stacked for user in node.users)
-        if len(back) != 1 or late or back[0].args[1] not in stacked or any(map(_changes, readers)):
-            return None
-        sources = (origin(node.args[1], shared_memory) for node in scattered)  # type: ignore[arg-type]
-        if any(source.op in INPUTS or source in stacked for source in sources):
-            return None
-    elif not any(map(has_effect, readers)):
-        return None
-    return _Pool(tuple(sorted(stacked)), tuple(layers), back[0] if back else None)
+class _Rewrite:
+    """One pool, taken apart: of each node made of it, what its parts are by now."""
 
+    def __init__(self, builder: GraphBuilder, pool: Pool, position: int) -> None:
+        self.b, self.pool = builder, pool
+        self.held: dict[Node, dict[Span, Node]] = {pool.whole: self._inputs(position)}
+        self.made_of = {node: (input_of(node), node.args[1:2]) for node in pool.spans}  # as long as nothing is replaced
+        self.replaced: list[tuple[Node, Node]] = []
 
-def _stays_stacked(user: Node, node: Node, count: int) -> bool:
-    if op_name(user) == "aten::select_scatter":
-        return user.args[0] is node and user.args[1] is not node and argument(user, "dim", 0) == 0
-    return op_name(user) in _RESHAPES and user.args[0] is node and same((*user.meta["val"].shape, 0)[0], count)
+    def run(self) -> None:
+        whole, inputs = self.pool.whole, dict(self.held[self.pool.whole])
+        nodes = sorted(self.pool.spans)
+        last: Any = self.pool.back.args[1] if self.pool.back is not None else None
+        if self.pool.spans[whole] in inputs:  # a pool of one
+            *_, behind = self.b.gm.graph.find_nodes(op="placeholder")
+            self.b.at(behind.next, {})
+            own = self._shaped(inputs[self.pool.spans[whole]], whole)
+            whole.replace_all_uses_with(own)
+            self.held[whole] = {self.pool.spans[whole]: own}
+        for node in nodes[1:]:
+            self.b.at(node, node.meta)
+            self._follow(node)
+        graph, back = self.b.gm.graph, self.pool.back
+        if back is not None:
+            self.b.at(back, back.meta)
+            for span, new in self.held[last].items():
+                own = inputs[span]
+                if origin(new, reshapes) is not own:
+                    self.b.insert(aten.copy_.default, (own, self._shaped(new, own)), {}, own.meta["val"])
+            graph.erase_node(back)
+        strides.follow(self.b, [(new, node) for new, node in self.replaced if new.users])
+        for node in nodes:
+            if op_name(node) in SCATTERS and self.pool.spans[node] not in self.held.get(node, {self.pool.spans[node]}):
+                node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]  # sizes alone are read of it
+        left = {*nodes[1:], *inputs.values(), *(new for new, _ in self.replaced)}
+        left |= {node.args[0] for node in left if is_getitem(node)}  # type: ignore[misc]
+        for node in sorted(left, reverse=True):
+            if not node.users:
+                graph.erase_node(node)
 
+    def _follow(self, node: Node) -> None:
+        span, base = self.pool.spans[node], self.made_of[node][0]
+        of_base = self.held.get(base)  # type: ignore[arg-type]
+        if of_base is None:  # the base is inside a part, and so is this
+            return
+        is_part = self.pool.spans[base] in of_base  # type: ignore[index]
+        if op_name(node) in SCATTERS:
+            self._exchange(node, of_base, is_part)
+            return
+        inside = {part: value for part, value in of_base.items() if part.within(span)}
+        if span in inside and not (is_part and op_name(node) in RESHAPES):
+            inside[span] = self._replace(node, self._shaped(inside[span], node))
+        elif span in inside:
+            inside[span] = node
+        elif not inside and not is_part:
+            around = next((part for part in of_base if span.within(part)), None)
+            if around is None:  # nobody reads it
+                return
+            flat = self.b.reshape(of_base[around], (int(around.stop) - around.start,))
+            places = (span.start - around.start, int(span.stop) - around.start)
+            self._replace(node, self._shaped(self.b.call(aten.slice.Tensor, flat, 0, *places), node))
+        if inside:
+            self.held[node] = inside
 
-_RESHAPES = frozenset(f"aten::{name}" for name in "view _unsafe_view reshape squeeze unsqueeze alias".split())
-
-
-def _changes(reader: Node) -> bool:
-    return is_mutating(reader) or has_effect(reader)
-
-
-def _index(scatter: Node) -> Any:
-    return argument(scatter, "index")
-
-
-def _is_number(index: object) -> bool:
-    """Counted from the first layer: how many there are may be symbolic."""
-    return isinstance(index, int) and index >= 0
-
-
-def _through(nodes: list[Node]) -> Iterator[Node]:
-    """What reads the nodes, or views of them."""
-    for node in nodes:  # grows as it is walked
-        for user in node.users:
-            yield user
-            if is_view(user):
-                nodes.append(user)
-
-
-def _take_apart(b: GraphBuilder, pool: _Pool, position: int, last: Node) -> Node:
-    """The last input of the graph afterwards; ``last``: before."""
-    whole, graph = pool.stacked[0], b.gm.graph
-    read = {number for _, number in pool.layers}
-    read |= {_index(node) for node in pool.stacked if op_name(node) == "aten::select_scatter"}
-    inputs = _layers(graph, whole, position, sorted(read), last)
-    held: dict[Node, dict[int, Any]] = {whole: dict(inputs)}  # of what is stacked, its layers
-    made: list[Node] = []
-    for node in pool.stacked[1:]:
-        layers = held[node.args[0]]  # type: ignore[index]
-        if op_name(node) == "aten::select_scatter":
-            held[node] = layers | {_index(node): node.args[1]}
+    def _exchange(self, scatter: Node, of_base: dict[Span, Node], is_part: bool) -> None:
+        put, (source,) = self.pool.put(scatter), self.made_of[scatter][1]
+        assert isinstance(source, Node)
+        if source in self.held and self.pool.spans[source] == put:
+            new = of_base | self.held[source]
+        elif put in of_base:
+            new = of_base | {put: source}
+        elif is_part:
+            new = dict.fromkeys(of_base, scatter)
         else:
-            b.at(node, node.meta)
-            held[node] = {number: b.reshape(layer, node.meta["val"].shape[1:]) for number, layer in layers.items()}
-            made += [new for number, new in held[node].items() if new is not layers[number]]
-    replaced: list[tuple[Node, Node]] = []
-    for node, number in pool.layers:
-        new = held[input_of(node)][number]  # type: ignore[index]
+            around, value = next((part, value) for part, value in of_base.items() if put.within(part))
+            flat = self.b.reshape(value, (int(around.stop) - around.start,))
+            rows = self.b.reshape(source, (int(put.stop) - put.start,))
+            places = (put.start - around.start, int(put.stop) - around.start)
+            new = of_base | {around: self.b.call(aten.slice_scatter.default, flat, rows, 0, *places)}
+        span = self.pool.spans[scatter]
+        if span in new and new[span] is not scatter:
+            new[span] = self._replace(scatter, self._shaped(new[span], scatter))
+        self.held[scatter] = new
+
+    def _shaped(self, value: Node, like: Node) -> Node:
+        return self.b.reshape(value, like.meta["val"].shape)
+
+    def _replace(self, node: Node, new: Node) -> Node:
         node.replace_all_uses_with(new)
-        replaced.append((new, node))
-    if pool.back is not None:
-        b.at(pool.back, pool.back.meta)
-        for number, new in held[pool.back.args[1]].items():  # type: ignore[index]
-            own = inputs[number]
-            if origin(new, reshapes) is not own:
-                b.insert(aten.copy_.default, (own, b.reshape(new, own.meta["val"].shape)), {}, own.meta["val"])
-        graph.erase_node(pool.back)
-    strides.follow(b, [(new, node) for new, node in replaced if new.users])
-    left = {*(node for node, _ in pool.layers), *pool.stacked[1:], *inputs.values(), *made}
-    left |= {node.args[0] for node in left if is_getitem(node)}  # type: ignore[misc]
-    for node in sorted(left, reverse=True):
-        if not node.users:
-            graph.erase_node(node)
-    *_, last = graph.find_nodes(op="placeholder")
-    return last
+        self.replaced.append((new, node))
+        return new
 
-
-def _layers(graph: Graph, whole: Node, position: int, numbers: list[int], last: Node) -> dict[int, Node]:
-    """A new input for each layer of a pool, by its number."""
-    made: dict[int, Node] = {}
-    for number in numbers:
-        with graph.inserting_after(last):
-            last = made[number] = graph.create_node("placeholder", f"{whole.target}_layer{number}")
-        last.meta["val"] = whole.meta["val"].select(0, number)
-        last.meta |= {_LAYER_OF: (position, number), NAME: f"{label(whole)}[{number}]"}
-    return made
+    def _inputs(self, position: int) -> dict[Span, Node]:
+        """A new input for each part of the pool, behind the others."""
+        whole, graph = self.pool.whole, self.b.gm.graph
+        *_, last = graph.find_nodes(op="placeholder")
+        made: dict[Span, Node] = {}
+        for number, (span, part) in enumerate(self.pool.parts.items()):
+            with graph.inserting_after(last):
+                last = made[span] = graph.create_node("placeholder", f"{whole.target}_part{number}")
+            last.meta["val"] = part.of(whole.meta["val"])
+            place = part.start if part.shape is None else f"{span.start}:{span.stop} of its elements"
+            last.meta |= {_PART_OF: (position, part), NAME: f"{label(whole)}[{place}]"}
+        return made

@@ -14,9 +14,9 @@ from .prologues import NpuOperators
 LAYERS = 2
 
 
-def pool_args() -> tuple[Tensor, ...]:
+def pool_args(layers: int = LAYERS) -> tuple[Tensor, ...]:
     x, cos, sin, _, _, slots = paged_args()
-    pools = (torch.randn(LAYERS, BLOCKS, BLOCK_SIZE, 1, width).bfloat16() for width in (HCKV, DR))
+    pools = (torch.randn(layers, BLOCKS, BLOCK_SIZE, 1, width).bfloat16() for width in (HCKV, DR))
     return (x, cos, sin, *pools, slots)
 
 
@@ -70,6 +70,47 @@ class LayersAsRows(LayersOfAPool):
         kr_cache.scatter_(0, slots.unsqueeze(1).expand(-1, DR), k_pe)
 
 
+@entry(*BOTH, source=OURS, **COMMON)
+class CountedFromTheEnd(LayersOfAPool):
+    def layer(self, pool: Tensor, place: int) -> Tensor:
+        return pool[place - LAYERS]
+
+
+@entry(*BOTH, source=OURS, **COMMON | {"tags": "cache, layout, symbolic"})
+class LayersOfSlices(LayersOfAPool):
+    """Of a part of the pool, its first layer."""
+
+    def layer(self, pool: Tensor, place: int) -> Tensor:
+        return pool[place : place + 2][0]
+
+
+@entry(*BOTH, source=OURS, **COMMON | {"tags": "cache, layout, symbolic"})
+class SplitLayers(LayersOfAPool):
+    def layer(self, pool: Tensor, place: int) -> Tensor:
+        return pool.split(1)[place].squeeze(0)
+
+
+@entry(*BOTH, source=OURS, **COMMON)
+class BlocksOfLayers(LayersOfAPool):
+    """The blocks of all layers, one after the other."""
+
+    def layer(self, pool: Tensor, place: int) -> Tensor:
+        return pool.flatten(0, 1)[place * BLOCKS : (place + 1) * BLOCKS]
+
+
+@entry(*BOTH, source=OURS, **COMMON)
+class RowsOfLayers(LayersOfAPool):
+    """The rows of all layers, one after the other."""
+
+    def layer(self, pool: Tensor, place: int) -> Tensor:
+        return pool.view(-1, pool.shape[-1]).narrow(0, (place - LAYERS) * BLOCKS * BLOCK_SIZE, BLOCKS * BLOCK_SIZE)
+
+
+@entry(IN_PLACE, source=OURS, **COMMON | {"args": lambda: pool_args(1), "alone": (STAGED,)})
+class PoolOfOne(LayersOfAPool):
+    places = (-1,)
+
+
 class _OfOperator(NpuOperators):
     def forward(  # type: ignore[override]
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_pool: Tensor, kr_pool: Tensor, slots: Tensor
@@ -116,6 +157,45 @@ class LayerCopiedToTheNext(LayersOfAPool):
     def between(self, kv_pool: Tensor, scores: Tensor) -> Tensor:
         kv_pool[1].copy_(kv_pool[0])
         return super().between(kv_pool, scores)
+
+
+@miss(*NEITHER, of="LayersOfSlices", **COMMON | {"tags": "cache, run"})
+class SteppedLayers(LayersOfAPool):
+    """Of every other layer the first."""
+
+    def layer(self, pool: Tensor, place: int) -> Tensor:
+        return pool[place::2][0]
+
+
+@miss(*NEITHER, of="BlocksOfLayers", **COMMON | {"tags": "cache, run"})
+class OverlappingLayers(LayersOfAPool):
+    """The second cache begins in the middle of the first."""
+
+    def layer(self, pool: Tensor, place: int) -> Tensor:
+        return pool.flatten(0, 1)[place * 2 : place * 2 + BLOCKS]
+
+
+THREE: dict[str, Any] = {"args": lambda: pool_args(3), "alone": (STAGED,) * 3}
+
+
+@miss(IN_PLACE, STAGED, STAGED, of="BlocksOfLayers", **COMMON | {"tags": "cache, run"} | THREE)
+class TwoOfThreeOverlap(LayersOfAPool):
+    """The first layer has blocks of its own; those of the others overlap."""
+
+    places = 0, 4, 6
+
+    def layer(self, pool: Tensor, place: int) -> Tensor:
+        return pool.flatten(0, 1)[place:][:BLOCKS]
+
+
+@miss(STAGED, IN_PLACE, STAGED, of="LayersOfAPool", **COMMON | {"tags": "cache, run"} | THREE)
+class LayersReadTogether(LayersOfAPool):
+    """Somebody reads the first and the second layer at once."""
+
+    places = 0, 2, 1
+
+    def between(self, kv_pool: Tensor, scores: Tensor) -> Tensor:
+        return super().between(kv_pool, scores) + kv_pool[:2].float().mean((0, 2, 3, 4))[0]
 
 
 def place_args() -> tuple[Tensor, ...]:

@@ -8,12 +8,32 @@ import torch
 import mla_fusion as mf
 from mla_fusion.compile.slots import SlotError
 from tests.catalogue.base import Base, paged_args
-from tests.catalogue.pools import LAYERS, LayersOfAPool, UnboundLayers, pool_args
+from tests.catalogue.pools import (
+    LAYERS,
+    BlocksOfLayers,
+    CountedFromTheEnd,
+    LayersOfAPool,
+    LayersOfSlices,
+    UnboundLayers,
+    pool_args,
+)
 from tests.harness import compiled, graph_of, outcome
 
+MORE = pytest.mark.exhaustive
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("kind", [LayersOfAPool, UnboundLayers])
+
+@pytest.mark.parametrize(
+    ("kind", "dynamic"),
+    [
+        (LayersOfAPool, False),
+        (BlocksOfLayers, False),
+        pytest.param(LayersOfAPool, True, marks=MORE),
+        pytest.param(UnboundLayers, False, marks=MORE),
+        pytest.param(UnboundLayers, True, marks=MORE),
+        pytest.param(LayersOfSlices, True, marks=MORE),
+        pytest.param(CountedFromTheEnd, False, marks=MORE),
+    ],
+)
 def test_as_lowered_no_pool_is_copied(kind: type[LayersOfAPool], dynamic: bool) -> None:
     with torch._dynamo.config.patch(specialize_float=True):
         ge = mf.lower(kind(), *pool_args(), mode="ge", dynamic=dynamic)

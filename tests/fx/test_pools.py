@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fusion.fx import pools
 from mla_fusion.fx.kinds import op_name
+from mla_fusion.fx.pool_parts import Part
 
 LAYERS = 3
 Step = Callable[[Tensor, Tensor], list[Tensor]]
@@ -32,11 +33,29 @@ def rows() -> Tensor:
     return torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
 
 
+SPELLINGS: tuple[Callable[[Tensor, int], Tensor], ...] = (
+    lambda pool, number: pool[number],
+    lambda pool, number: pool[number - LAYERS],
+    lambda pool, number: pool.unbind(0)[number],
+    lambda pool, number: pool.view(LAYERS, 2, 4)[number].view(4, 2),
+    lambda pool, number: pool[number:][0],
+    lambda pool, number: pool.split(1)[number].squeeze(0),
+    lambda pool, number: pool.view(1, LAYERS, 4, 2)[0, number],
+    lambda pool, number: pool.flatten(0, 1)[number * 4 : number * 4 + 4],
+    lambda pool, number: pool.view(-1).narrow(0, (number - LAYERS) * 8, 8).view(4, 2),
+)
+RUNS = (
+    *SPELLINGS,
+    lambda pool, number: pool.flatten(0, 1)[number * 2 :][:4],
+    lambda pool, number: pool[:2][number % 2],
+)
+
+
 class Scribble:
     """Writes to layers of a pool and readings of them, drawn from a seed."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, spellings: Sequence[Callable[[Tensor, int], Tensor]]) -> None:
+        self.seed, self.spellings = seed, spellings
 
     def __call__(self, pool: Tensor, rows: Tensor) -> list[Tensor]:
         draw, seen = random.Random(self.seed), []
@@ -55,32 +74,38 @@ class Scribble:
                 layer.copy_(self.layer(draw, pool))
         return [*seen, self.layer(draw, pool).sum()]
 
-    @staticmethod
-    def layer(draw: random.Random, pool: Tensor) -> Tensor:
-        number, kind = draw.randrange(LAYERS), draw.randrange(3)
-        if kind == 0:
-            return pool[number]
-        return pool.unbind(0)[number] if kind == 1 else pool.view(LAYERS, 2, 4)[number].view(4, 2)
+    def layer(self, draw: random.Random, pool: Tensor) -> Tensor:
+        return draw.choice(self.spellings)(pool, draw.randrange(LAYERS))
 
 
 def run(gm: GraphModule) -> list[Tensor]:
     """What the graph gives out, and the pool afterwards."""
     whole = pool()
     inputs = gm.graph.find_nodes(op="placeholder")
-    layers = [pools.layer_of(node) for node in inputs]
-    given = [rows() if at == 1 else whole if of is None else whole[of[1]] for at, of in enumerate(layers)]
+    layers = [pools.part_of(node) for node in inputs]
+    given = [rows() if at == 1 else whole if of is None else of[1].of(whole) for at, of in enumerate(layers)]
     return [*gm.forward(*given), whole]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_taken_apart_it_computes_the_same(seed: int) -> None:
-    gm = functional(Scribble(seed))
+    gm = functional(Scribble(seed, SPELLINGS))
     wanted, is_written = run(gm), "aten::copy_" in map(op_name, gm.graph.nodes)
     assert bool(pools.found(gm.graph)) == is_written
+    assert_same_apart(gm, wanted)
+    assert not is_written or not gm.graph.find_nodes(op="placeholder")[0].users
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_runs_that_overlap_are_one_part(seed: int) -> None:
+    gm = functional(Scribble(seed, RUNS))
+    assert_same_apart(gm, run(gm))
+
+
+def assert_same_apart(gm: GraphModule, wanted: list[Tensor]) -> None:
     pools.take_apart(gm)
     gm.graph.lint()
     gm.recompile()
-    assert not is_written or not gm.graph.find_nodes(op="placeholder")[0].users
     assert all(map(torch.equal, run(gm), wanted))
 
 
@@ -125,4 +150,5 @@ def test_only_layers_that_are_written() -> None:
 def test_layers_are_numbered_by_their_pool() -> None:
     gm = functional(lambda pool, rows: [*only_written(pool, rows), pool[2] + 1])
     pools.take_apart(gm)
-    assert [pools.layer_of(node) for node in gm.graph.find_nodes(op="placeholder")] == [None, None, (0, 0), (0, 2)]
+    parts = [pools.part_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+    assert parts == [None, None, (0, Part(0, (2, 2))), (0, Part(2))]  # two rows are all that is taken of the first

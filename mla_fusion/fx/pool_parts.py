@@ -1,0 +1,262 @@
+"""Which parts of one input a graph takes: runs of its elements that literals name, and what overlaps as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+from torch import Tensor
+from torch.fx import Node
+
+from mla_fusion.fx.kinds import argument, has_effect, is_getitem, is_mutating, is_view, op_name
+from mla_fusion.fx.module_path import label
+from mla_fusion.fx.sizes import is_symbolic, same
+from mla_fusion.fx.token_axis import count_of, divided, is_one, shape_of
+from mla_fusion.fx.walk import INPUTS, input_of, origin, shared_memory
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a tensor entry ``start`` of its first axis; with a ``shape``, so many of its elements from ``start`` on."""
+
+    start: int
+    shape: tuple[int, ...] | None = None
+
+    def of(self, pool: Tensor) -> Tensor:
+        """As a view. Raises where the tensor is not contiguous and would have to be."""
+        if self.shape is None:
+            return pool.select(0, self.start)
+        return pool.view(-1).narrow(0, self.start, math.prod(self.shape)).view(self.shape)
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """A run of a pool's elements, counted in its grains."""
+
+    start: int
+    stop: float
+
+    def within(self, other: Span) -> bool:
+        return other.start <= self.start and self.stop <= other.stop
+
+    def cuts(self, other: Span) -> bool:
+        apart = self.stop <= other.start or other.stop <= self.start
+        return not (apart or self.within(other) or other.within(self))
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What is made of a pool.
+
+    grain   how many elements a place counts: one, or the whole entries of the first axis where these are symbolic
+    spans   of the pool, of its parts, and of those with a part of them exchanged
+    parts   by their spans, in order
+    back    the step that copies what has become of the pool into it
+    """
+
+    whole: Node
+    grain: Any
+    spans: dict[Node, Span]
+    parts: dict[Span, Part]
+    back: Node | None
+
+    def put(self, scatter: Node) -> Span:
+        """The span that a scatter exchanges."""
+        span = _taken(scatter, self.spans[scatter], self.grain)
+        assert span is not None
+        return span
+
+
+def may_be_one(node: Node) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return False
+    return any(op_name(user) in RESHAPES or op_name(user) in _SELECTIONS for user in node.users)
+
+
+def read_pool(whole: Node) -> Pool | str:
+    """The parts of a pool, or why it has none."""
+    entry = count_of(shape_of(whole)[1:])
+    grain = 1 if isinstance(entry, int) else entry
+    every = _number(count_of(shape_of(whole)), grain)
+    pool = Pool(whole, grain, {whole: Span(0, math.inf if every is None else every)}, {}, None)
+    read, others, back = _follow(pool)
+    scatters = [node for node in pool.spans if op_name(node) in SCATTERS]
+    if not (scatters or back or any(map(has_effect, _through(others)))):
+        return "nothing writes to it"
+    if not read or any(span.start == span.stop for span in read):
+        return "no element of it is read"
+    selected = [node for node in pool.spans if node is not whole and op_name(node) not in RESHAPES]
+    of_one = bool(selected) and is_one(shape_of(whole)[0])  # all that there is, and an entry
+    if pool.spans[whole] in read and not of_one:
+        return f"{read[pool.spans[whole]].name} takes all of it, or a part that no literals name"
+    spans = _parts(pool, read)
+    if pool.spans[whole] in spans and not of_one:
+        return "the runs of it that are read overlap"
+    if scatters or back:  # functional: then nothing else may change the pool, and no part be another one's rows
+        reason = _not_functional(pool, spans, scatters, others, back)
+        if reason:
+            return reason
+    elif not _is_contiguous(whole):  # a reshape would not be the memory that is written
+        return "it is not contiguous"
+    parts: dict[Span, Part] = {}
+    for span in spans:
+        part = _handed_in(pool, span)
+        if part is None:
+            return "a part of it is no entry of its first axis, and the whole is of symbolic sizes or not contiguous"
+        parts[span] = part
+    return replace(pool, parts=parts, back=back[0] if back else None)
+
+
+def _follow(pool: Pool) -> tuple[dict[Span, Node], list[Node], list[Node]]:
+    """Fills in the spans. What is read or exchanged as it is, and by whom; these readers; the steps that copy back."""
+    read: dict[Span, Node] = {}
+    others: list[Node] = []
+    back: list[Node] = []
+    nodes = [pool.whole]
+    for node in nodes:  # grows as it is walked
+        of_node = pool.spans[node]
+        for user in (piece for reader in node.users for piece in _pieces(reader)):
+            if user in pool.spans or is_symbolic(user.meta.get("val")):  # a size
+                continue
+            if op_name(user) == "aten::copy_" and user.args[0] is pool.whole:
+                back += [user] if user not in back else []
+                continue
+            span = _span_of(user, node, pool)
+            if span is not None:
+                pool.spans[user] = span
+                nodes.append(user)
+            elif op_name(user) not in SCATTERS or user.args[0] is node:
+                others.append(user)
+                read.setdefault(of_node, user)
+    for node in nodes:
+        if op_name(node) in SCATTERS and pool.spans.get(node.all_input_nodes[-1]) != pool.put(node):
+            read.setdefault(pool.put(node), node)
+    return read, others, back
+
+
+def _pieces(user: Node) -> list[Node]:
+    """The user, or the results of a split."""
+    return [*user.users] if isinstance(user.meta.get("val"), (tuple, list)) and op_name(user) in _SELECTIONS else [user]
+
+
+def _span_of(user: Node, node: Node, pool: Pool) -> Span | None:
+    """The span of a view of the node, or of the node with a part of it exchanged; None: it is neither."""
+    of_node = pool.spans[node]
+    if input_of(user) is not node:
+        return None
+    if op_name(user) in SCATTERS:
+        return of_node if user.args[1] is not node and _taken(user, of_node, pool.grain) is not None else None
+    return of_node if op_name(user) in RESHAPES else _taken(user, of_node, pool.grain)
+
+
+def _taken(node: Node, whole: Span, grain: Any) -> Span | None:
+    """What a selection takes of a span, or a scatter puts there; None where it is no run of its elements."""
+    selects: Any = node.args[0] if is_getitem(node) else node
+    place: Any = node.args[1] if len(node.args) > 1 else None  # or what a scatter puts there
+    name = op_name(selects).removesuffix("_scatter")
+    if name not in _SELECTIONS or argument(selects, "step", 1) != 1:
+        return None
+    shape, axis = shape_of(selects.args[0]), argument(selects, "dim", 0)
+    if not isinstance(axis, int) or not all(map(is_one, shape[: axis % len(shape)])):
+        return None
+    axis %= len(shape)
+    start: Any = argument(selects, "index" if name == "aten::select" else "start") or 0
+    length: Any = 1
+    if is_getitem(node):
+        lengths = [1 if name == "aten::unbind" else piece.shape[axis] for piece in selects.meta["val"]]
+        start, length = sum(lengths[:place]), lengths[place]
+    elif name != "aten::select":
+        length = shape_of(place if op_name(node) in SCATTERS else node)[axis]
+    size, step = shape[axis], _number(count_of(shape[axis + 1 :]), grain)
+    if is_one(size) and length == 1:
+        return whole
+    if not (isinstance(start, int) and isinstance(length, int) and isinstance(size if start < 0 else 0, int)):
+        return None
+    first = start + size if start < 0 else start
+    return None if step is None else Span(whole.start + first * step, whole.start + (first + length) * step)
+
+
+def _number(count: Any, grain: Any) -> int | None:
+    """How many grains that is, whatever the symbols are."""
+    number = divided(count, grain)
+    return int(number) if number is not None and sympy.sympify(number).is_Integer else None
+
+
+RESHAPES = frozenset(f"aten::{name}" for name in "view _unsafe_view reshape squeeze unsqueeze alias".split())
+_SELECTIONS = frozenset(f"aten::{name}" for name in "select slice narrow unbind split split_with_sizes chunk".split())
+SCATTERS = frozenset(("aten::select_scatter", "aten::slice_scatter"))
+
+
+def _through(nodes: list[Node]) -> Iterator[Node]:
+    """The nodes, and what reads views among them."""
+    nodes = list(dict.fromkeys(nodes))
+    for node in nodes:  # grows as it is walked
+        yield node
+        nodes += [user for user in node.users if user not in nodes] if is_view(node) else ()
+
+
+def _parts(pool: Pool, read: Collection[Span]) -> list[Span]:
+    """What is read, what overlaps as one: each value made of the pool holds all of a part, none of it, or is inside."""
+    spans = set(read)
+    while True:
+        parts = _merged(spans)
+        cut = {span for span in set(pool.spans.values()) if any(span.cuts(part) for part in parts)}
+        if not cut:
+            return parts
+        spans |= cut
+
+
+def _merged(spans: Collection[Span]) -> list[Span]:
+    """Those that overlap as one."""
+    found: list[Span] = []
+    for span in sorted(spans):
+        if found and span.start < found[-1].stop:
+            found[-1] = Span(found[-1].start, max(found[-1].stop, span.stop))
+        else:
+            found.append(span)
+    return found
+
+
+def _not_functional(
+    pool: Pool, parts: list[Span], scatters: list[Node], others: list[Node], back: list[Node]
+) -> str:
+    """Why the parts of a graph that is functional cannot be copied back each alone, or ""."""
+    changes = next((node for node in _through(others) if is_mutating(node) or has_effect(node)), None)
+    if changes is not None:
+        return f"{changes.name} writes to it in place"
+    if len(back) != 1 or back[0].args[1] not in pool.spans:
+        return "it is not copied back from its own parts, once"
+    late = next((user for node in pool.spans for user in node.users if back[0] < user), None)
+    if late is not None:
+        return f"{late.name} reads it after it was copied back"
+    for scatter in scatters:
+        span, source = pool.put(scatter), scatter.all_input_nodes[-1]
+        lies, own = origin(source, shared_memory), pool.spans.get(source)
+        if own != span and (lies in pool.spans or (lies.op in INPUTS and any(part.within(span) for part in parts))):
+            return f"{scatter.name} puts rows of {label(lies)} there as they are"
+    return ""
+
+
+def _handed_in(pool: Pool, span: Span) -> Part | None:
+    """The part as a wrapper makes it: an entry of the first axis, or elements in the shape in which they are read."""
+    shape: Any = shape_of(pool.whole)
+    entry = _number(count_of(shape[1:]), pool.grain)
+    if entry and span.start % entry == 0 and span.stop - span.start == entry:
+        return Part(span.start // entry)
+    if pool.grain != 1 or any(map(is_symbolic, shape)) or not _is_contiguous(pool.whole):
+        return None
+    read = (shape_of(node) for node, of_node in pool.spans.items() if of_node == span)
+    return Part(span.start, next((tuple(shape) for shape in read), (int(span.stop) - span.start,)))
+
+
+def _is_contiguous(node: Node) -> bool:
+    value, step = node.meta["val"], 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not is_one(size) and not same(stride, step):
+            return False
+        step *= size
+    return True
