@@ -176,8 +176,11 @@ def _taken(node: Node, whole: Span, grain: Any) -> Span | None:
         return whole
     if not (isinstance(start, int) and isinstance(length, int) and isinstance(size if start < 0 else 0, int)):
         return None
-    first = start + size if start < 0 else start
-    return None if step is None else Span(whole.start + first * step, whole.start + (first + length) * step)
+    first = max(start + size, 0) if start < 0 else start  # a slice may begin in front of its first entry
+    if step is None:
+        return None
+    found = Span(whole.start + first * step, whole.start + (first + length) * step)
+    return found if found.within(whole) else None
 
 
 def _number(count: Any, grain: Any) -> int | None:

@@ -43,6 +43,9 @@ SPELLINGS: tuple[Callable[[Tensor, int], Tensor], ...] = (
     lambda pool, number: pool.view(1, LAYERS, 4, 2)[0, number],
     lambda pool, number: pool.flatten(0, 1)[number * 4 : number * 4 + 4],
     lambda pool, number: pool.view(-1).narrow(0, (number - LAYERS) * 8, 8).view(4, 2),
+    lambda pool, number: pool[-9 : number + 1][-1],
+    lambda pool, number: pool.flatten(0, 1)[-99 : number * 4 + 4][-4:],
+    lambda pool, number: pool[number:99][0],
 )
 RUNS = (
     *SPELLINGS,
