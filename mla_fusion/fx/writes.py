@@ -271,7 +271,7 @@ def _span(node: Node, whole: Any) -> tuple[int, int] | None:
         return (place % whole, place % whole + 1) if isinstance(place, int) else None
     if op_name(node) == "aten::narrow":
         start, length = argument(node, "start"), argument(node, "length")
-        return _clamped(start, start + length, whole) if _known(start, length, whole) else None
+        return (start % whole, start % whole + length) if length and _known(start, length, whole) else None
     start, stop = argument(node, "start"), argument(node, "end")
     start, stop = 0 if start is None else start, whole if stop is None else stop
     return _clamped(start, stop, whole) if _known(start, stop, whole) and argument(node, "step", 1) == 1 else None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fusion.fx import subgraphs, writes
@@ -63,7 +63,7 @@ class Scribble:
         if kind == 2:
             return value[(slice(None),) * axis + (slice(draw.randrange(size), None, 2),)]
         start = draw.randrange(size)
-        return value.narrow(axis, start, draw.randint(1, size - start))
+        return value.narrow(axis, start - draw.choice((0, size)), draw.randint(1, size - start))
 
 
 def graph_of(model: Any, args: tuple[Tensor, ...]) -> GraphModule:
@@ -152,3 +152,12 @@ def test_writes_into_inputs_are_left_alone() -> None:
         return cache.sum()
 
     assert not writes.found(graph_of(cached, (torch.zeros(8, 6), torch.ones(2, 6))).graph)
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 1), (-3, 2), (-4, 4), (0, 3), (2, 2)])
+def test_the_run_that_narrow_takes(start: int, length: int) -> None:
+    """It keeps its own operator in graphs from before dispatch."""
+    graph = Graph()
+    taken = graph.call_function(torch.ops.aten.narrow.default, (graph.placeholder("x"), 0, start, length))
+    span = writes._span(taken, 4)
+    assert span is not None and [*range(*span)] == torch.arange(4).narrow(0, start, length).tolist()
