@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 
@@ -43,6 +44,7 @@ MODELS = [f"catalogue/{name}.py" for name in _MISSES.split()]
 TESTS = [f"{name}.py" for name in _REFUSALS.split()]
 
 
+@cache
 def page() -> str:
     """The whole page as Markdown."""
     return "\n".join([INTRODUCTION, *sections()])

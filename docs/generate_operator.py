@@ -6,6 +6,7 @@ python docs/generate_operator.py --check   # exit 1 when the page is not what th
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -106,6 +107,7 @@ only their first axis may be strided. These are the kernels; other combinations 
 """
 
 
+@functools.cache
 def page() -> str:
     """The whole page as Markdown."""
     sections = (

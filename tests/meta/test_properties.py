@@ -327,7 +327,7 @@ def raises_nothing_else(what: Any, *args: Any, **options: Any) -> bool:
     return False
 
 
-@draws(700)
+@draws(350)
 @given(st.data())
 def test_an_illegal_prologue_raises_nothing_but_contract_error(data: st.DataObject) -> None:
     op, soc, cann, call = data.draw(prolog_calls())
