@@ -71,6 +71,7 @@ class FactReader:
         projections = list(projections)
         self.shrink = _shrink(view, projections) if shrinks else None
         self.tokens = Tokens(self.shrink, view.binding.meaning)
+        self.is_lost = False  # are there tokens that cannot be probed as few? (Cone)
         self._operands = {projection.activation for projection in projections} | set(operands)
         self._alike: dict[object, list[ConeFacts]] = defaultdict(list)
         self._facts: dict[Node, ConeFacts] = {}
@@ -104,6 +105,7 @@ class FactReader:
     def _anew(self, projection: Projection) -> ConeFacts:
         lead = token_sizes(projection)
         cone = Cone(self.view, projection.product, projection.weight_is_left, self.shrink, self.tokens, lead)
+        self.is_lost |= cone.is_lost
         facts = self._probe(cone)
         self._alike[outline(self.view, projection.product, projection.weight_is_left)].append(facts)
         return facts

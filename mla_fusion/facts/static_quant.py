@@ -116,6 +116,8 @@ def _one(node: Node, dtype: torch.dtype, width: object, inverse: bool = False) -
     if held.op not in INPUTS:
         raise NotStatic(f"{node.name} is computed in the graph, and not seen to hold one number")
     known, count = numbers(held), _count(held)
+    if inverse and not _is_wider(node, held):
+        raise NotStatic(f"{node.name} is a narrower form of the reciprocal {held.name}")
     if known is None:
         raise NotStatic(f"the numbers of {held.name} cannot be looked at here")
     if known.one is None:
@@ -140,7 +142,7 @@ def _repeated(node: Node) -> Node | None:
     if reads_by_strides(node):
         return None
     above = views_and_exact_casts(node)
-    if above is None and (op_name(node) in _REPEATS or (is_cast(node) and _is_int8(input_of(node)))):
+    if above is None and (op_name(node) in _REPEATS or _holds_int8(node)):
         above = input_of(node)
     return above
 
@@ -148,5 +150,18 @@ def _repeated(node: Node) -> Node | None:
 _REPEATS = (*EXPANDS, "aten::repeat")
 
 
-def _is_int8(node: Node | None) -> bool:
-    return node is not None and bool(node.meta["val"].dtype == torch.int8)
+def _holds_int8(node: Node) -> bool:
+    """Is it a cast of int8 to a dtype that has each of its numbers?"""
+    source = input_of(node) if is_cast(node) else None
+    if source is None or source.meta["val"].dtype != torch.int8:
+        return False
+    return node.meta["val"].dtype in (torch.int16, torch.int32, torch.int64, *_FLOATS)
+
+
+def _is_wider(node: Node, held: Node) -> bool:
+    """Has no cast from ``held`` down to the node rounded its numbers?"""
+    dtypes = [above.meta["val"].dtype for above in (node, *upward(node, _repeated))]
+    return all(torch.promote_types(dtype, held.meta["val"].dtype) == dtype for dtype in dtypes)
+
+
+_FLOATS = (torch.bfloat16, torch.float32, torch.float64)

@@ -33,6 +33,7 @@ class Cone:
     codes    int64, of the product's shape: token * width + column of every element
     tokens   T, as bound for probing (all_tokens: in the graph);  width: columns of the weight
     mixed    the first step that does not keep the tokens apart, where they are probed fewer than they are
+    is_lost  is an axis probed shorter that is none of the token axes followed, if as long? It has no members
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Cone:
         self.view = view
         self.token_proof = token_proof if token_proof is not None else Tokens(shrink, view.binding.meaning)
         self.mixed: Broken | None = None
+        self.is_lost = False
         self.product = product
         self.shrink = shrink
         self.node = product.node
@@ -60,8 +62,12 @@ class Cone:
         self.all_tokens = _product(shape[axis] for axis in tokens)
         self.token_proof.start(self.node, lead or [symbolic[axis] for axis in tokens], tokens)
         if shrink is not None:
-            small = iter(shrink.lead([shape[axis] for axis in tokens]))
-            shape = tuple(size if axis in columns else next(small) for axis, size in enumerate(shape))
+            rows = tuple(shape[axis] for axis in tokens)
+            small = shrink.lead(rows)
+            if small != rows and shrink.full not in view.binding.shape(lead or [symbolic[axis] for axis in tokens]):
+                self.is_lost, self.nodes = True, []
+            sizes = iter(small)
+            shape = tuple(size if axis in columns else next(sizes) for axis, size in enumerate(shape))
         order = tokens + columns
         self.width = _product(shape[axis] for axis in columns)
         self.tokens = _product(shape[axis] for axis in tokens)

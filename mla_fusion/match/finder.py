@@ -300,7 +300,8 @@ def search(view: View, targets: Collection[str] = ("v3",)) -> tuple[Finder, list
     """What a view holds. Where many tokens were probed as few and a step does not treat all alike, with all of them."""
     finder = Finder(view, targets)
     found = finder.find()
-    if finder.reader.shrink is not None and any(_is_mixed(item) for item in found):
+    reader = finder.reader
+    if reader.shrink is not None and (reader.is_lost or any(_is_mixed(item) for item in found)):
         sizes = [prod(view.binding.shape(item.node.meta["val"].shape)) for item in finder.projections]
         if max(sizes) <= _LARGEST:
             whole = Finder(view, targets, shrinks=False)

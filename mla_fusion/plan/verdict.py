@@ -74,10 +74,13 @@ def _norms(view: View, candidate: KeyHalf) -> None:
 
 def judge_gamma(name: str, node: Node, gamma: Node, dtype: torch.dtype) -> None:
     """Can the weight of this norm be given in ``dtype``, the model's, with every number as it is?"""
-    if _holds_bfloat16(gamma) if dtype == torch.bfloat16 else gamma.meta["val"].dtype == dtype:
+    known = numbers(origin(gamma, views_and_exact_casts))
+    if dtype == torch.bfloat16 and (_holds_bfloat16(gamma) or (known is not None and known.bfloat16)):
+        return  # looked at again whenever it is packed
+    if dtype != torch.bfloat16 and gamma.meta["val"].dtype == dtype:
         return
-    held, looked_at = str(gamma.meta["val"].dtype).removeprefix("torch."), numbers(_above(gamma)) is not None
-    why = "some of its numbers are no bfloat16 numbers" if looked_at else "its numbers cannot be looked at here"
+    held = str(gamma.meta["val"].dtype).removeprefix("torch.")
+    why = "its numbers cannot be looked at here" if known is None else "some of its numbers are no bfloat16 numbers"
     raise Refuse("norm.gamma_dtype", f"{gamma.name} of {name} is {held}, and {why}", (node, gamma))
 
 
@@ -275,16 +278,9 @@ def _half_scale(view: View, half: KeyHalf) -> None:
 
 
 def _holds_bfloat16(node: Node) -> bool:
-    """Are the numbers, though in a wider dtype, bfloat16's?"""
-    held = numbers(_above(node))
-    if held is not None and held.bfloat16:
-        return True
+    """Are the numbers, though in a wider dtype, bfloat16's by a cast?"""
     dtypes = (above.meta["val"].dtype for above in upward(node, views_and_model_casts))
     return next((dtype for dtype in dtypes if dtype not in (torch.float32, torch.float64)), None) == torch.bfloat16
-
-
-def _above(node: Node) -> Node:
-    return origin(node, views_and_exact_casts)
 
 
 def _region(candidate: Candidate) -> Iterator[Node]:

@@ -34,6 +34,8 @@ OTHERS: dict[str, Spelling] = {
     "an offset that is no integer": lambda x, s, o: npu.npu_quantize(x, s, s, 1, -1, True),
     "an offset for each channel": lambda x, s, o: npu.npu_quantize(x, s.expand(8), x[0], 1, -1, True),
     "narrowed on its way": lambda x, s, o: npu.npu_quantize(x, s.expand(8).half().bfloat16(), o, 1, -1, True),
+    "an offset that wraps": lambda x, s, o: npu.npu_quantize(x, s, o.to(torch.uint8), 1, -1, True),
+    "an offset that is 0 or 1": lambda x, s, o: npu.npu_quantize(x, s, o.bool().expand(8), 1, -1, True),
     "a number": lambda x, s, o: npu.npu_quantize(x, torch.full((8,), 0.03), o, 1, -1, True),
     "by each token": lambda x, s, o: npu.npu_dynamic_quant(x)[0],
 }
@@ -148,3 +150,12 @@ def test_views_of_one_number_are_that_number() -> None:
     for step in (lambda s: s[2:].repeat(2)[:8], lambda s: s.view(2, 4).t().contiguous().view(-1), lambda s: s[3:4]):
         operator = read_vectors(REPEATED["scales"], step=step)
         assert static_quant.by_operator(operator) is not None, static_quant.why_not(operator)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_reciprocals_that_the_graph_rounds(rounded: bool) -> None:
+    operator = read_vectors(
+        (1 / SCALE.float(), THREE, False), step=(lambda s: s.bfloat16()) if rounded else lambda s: s.double().float()
+    )
+    assert (static_quant.by_operator(operator) is None) == rounded
+    assert not rounded or "narrower form" in static_quant.why_not(operator)

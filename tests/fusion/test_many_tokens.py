@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -73,3 +74,39 @@ def test_near_misses_get_the_same_code(name: str) -> None:
     entry = ENTRIES[name]
     gm, _ = capture(entry.model(), *base.paged_args(128), device="cpu")
     assert tuple(r.code for r in mf.fuse(gm).rejected) == entry.outcome
+
+
+class TwoBatches(base.Base):
+    """The second batch's rows may pass a step of their own on the way to its cache."""
+
+    step = staticmethod(lambda c_kv: c_kv)
+
+    def forward(self, first: Tensor, second: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        *tables, kv, kr, other_kv, other_kr, slots, other_slots = rest
+        scores, _ = super().forward(first.flatten(0, 1), *tables, kv, kr, slots)
+        self.is_second = True
+        others, _ = super().forward(second.flatten(0, 1), *tables, other_kv, other_kr, other_slots)
+        self.is_second = False
+        return scores, others
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c_kv, k_pe = super().latent(x)
+        return (self.step(c_kv) if getattr(self, "is_second", False) else c_kv), k_pe
+
+
+@pytest.mark.parametrize(
+    ("step", "is_plain"),
+    [(lambda c: c, True), (lambda c: c.roll(5, 0), False), (lambda c: torch.cat([c[:16], c[16:] / 2]), False)],
+)
+def test_a_batch_with_as_many_rows_as_another_is_long(step: Callable[[Tensor], Tensor], is_plain: bool) -> None:
+    """[2, 64] and [2, 32]: the 64 rows of the second are no token axis that is followed; all of them are probed."""
+    torch.manual_seed(0)
+    model, (_, _, _, *caches, _) = TwoBatches(), base.paged_args(128)
+    model.step = step  # type: ignore[method-assign]
+    rows = torch.randperm(64 * base.BLOCK_SIZE)
+    batches = (torch.randn(2, length, base.HE).bfloat16() for length in (64, 32))
+    args = (*batches, *base.tables(1), *caches, *clones(tuple(caches)), rows[:128], rows[:64])
+    fused = compiled(model, clones(args), mf.backend(mf.Config(verify="off")))
+    placements = [fusion.placement.partition(":")[0] for fusion in mf.reports()[-1].fused]
+    assert placements == ["in place", "in place" if is_plain else "staged"]
+    assert_as_exact(model, args, fused)
