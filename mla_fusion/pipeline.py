@@ -131,7 +131,8 @@ def _of_best_form(
         report = Report(config, committed=builder is not None)
         plans = _plans(form, config, boundary, usual_threads, report)
         looked_at.append((form, plans, report))
-        if plans and not report.rejected and all(isinstance(plan.caches, InPlace) for plan in plans):
+        stepped_down = any(fusion.instead_of for fusion in report.fused)
+        if plans and not (report.rejected or stepped_down) and all(isinstance(plan.caches, InPlace) for plan in plans):
             break
     form, plans, report = max(looked_at, key=lambda found: _worth(found[1], config))
     if plans and builder is not None:

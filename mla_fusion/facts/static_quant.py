@@ -36,10 +36,10 @@ class One:
 
     @property
     def part(self) -> str:
-        """What a drawn value plays, where it must suit; "" of an offset that is any int8 number."""
-        if not self.repeated:
-            return "" if self.dtype == torch.int8 else "token_scale"
-        return "one_offset" if self.dtype == torch.int8 else "one_inverse" if self.inverse else "one_scale"
+        """What a drawn value plays, where it must suit."""
+        if self.dtype == torch.int8:
+            return "one_offset"
+        return "token_scale" if not self.repeated else "one_inverse" if self.inverse else "one_scale"
 
     @property
     def exact(self) -> Exact:

@@ -63,6 +63,22 @@ class QueryInputHalf(Base):
         return self.q_a_proj(through(x, torch.float16))
 
 
+@miss("dtype.region", tags="weights, run")
+class FlatWeightOfBfloat16(Base):
+    """Its numbers are bfloat16's today; a product of it is no place where that is looked at again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        signs = torch.randint(0, 2, self.kv_a_proj_with_mqa.weight.shape).float() * 2 - 1
+        self.flat = nn.Parameter((signs / 32).reshape(-1), requires_grad=False)
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weight = self.flat.view(HCKV + DR, HE)
+        product = (x.to(torch.promote_types(x.dtype, weight.dtype)) @ weight.t()).to(x.dtype)
+        c_kv, k_pe = product.split([HCKV, DR], -1)
+        return self.kv_a_layernorm(c_kv), k_pe
+
+
 @miss("rope.absent", tags="weights")
 class LatentRounded(Base):
     norm = HfNorm
