@@ -22,6 +22,8 @@ class Rung:
     item: Found
 
 
+_FOLLOWED = {"quant.static": "preprocess"}  # codes whose remedy is to ask for another whole target
+
 Fit = Callable[[Rung, Refuse | None], Refuse | None]
 Reject = Callable[[Found, Refuse, Iterable[Refuse]], None]
 
@@ -35,8 +37,10 @@ def descend(item: Found, config: Config, fit: Fit, reject: Reject) -> None:
         why = fit(rung, above)
         if why is None:
             return
-        others += [why] if above is not None else []
-        above = above or why
+        if above is None or _FOLLOWED.get(above.code) == rung.target:
+            above = why  # what that code's remedy says is done: this is the reason now
+        else:
+            others.append(why)
         if _is_final(why, config):
             below = ()
             break

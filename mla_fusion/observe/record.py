@@ -63,7 +63,7 @@ class Record:
             proof=(*map(self._named, self._proof(plan, structure)), compared or verified),
             target=plan.target,
             operator=target.operator.name.removesuffix("_functional"),
-            instead_of=above.text if above is not None else "",
+            instead_of=self._named(above.text) if above is not None else "",
             beside=self._beside(plan),
         ))
 
@@ -82,7 +82,7 @@ class Record:
             source=source,
             picture=self._picture(alike, partial(draw.rejected, self._finder, item, reason.code, nodes)),
             score=item.score if isinstance(item, NearMiss) else 1.0,
-            below=tuple(why.text for why in below),
+            below=tuple(self._named(why.text) for why in below),
         ))
 
     def _beside(self, plan: Plan) -> str:

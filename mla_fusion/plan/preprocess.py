@@ -65,7 +65,9 @@ class PreprocessPlanner(PrologPlanner):
         self._input = input_norm.find(self.view, peel(self._down.source))
         if self._input is None:
             quantised = self._down.node, self._down.source
-            raise Refuse("norm.of_input", f"{quantised[0].name} quantises {quantised[1].name}", quantised)
+            symbolic = any(map(is_symbolic, quantised[1].meta["val"].shape))
+            why = ", of which the number is known when the graph runs" if symbolic else ""
+            raise Refuse("norm.of_input", f"{quantised[0].name} quantises rows of {quantised[1].name}{why}", quantised)
         verdict.judge_gamma("x", self._input.normed, self._input.gamma, self.candidate.dtype)
 
     def _quantised(self, sides: tuple[Projection, ...]) -> StaticQuant:

@@ -134,8 +134,8 @@ class Packing:
         if self.exact is not None and not self.exact.holds(packed, sources[0]):
             raise WeightError(
                 f"[{self.exact.code}] {self.exact.what}, as they were when this graph was compiled: it has changed, or "
-                "is another model's; call torch.compiler.reset(). One compiled function that serves layers which differ "
-                "in this is to be named in Config.skip"
+                "is another model's; call torch.compiler.reset(). One compiled function for layers that differ in this "
+                "is to be named in Config.skip"
             )
         return packed
 

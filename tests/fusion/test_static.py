@@ -56,4 +56,4 @@ def test_the_ladder_goes_on_to_the_keys_half() -> None:
     gm = graph_of(static.OtherEpsilon(), *static.static_args())
     report = mf.fuse(gm, mf.Config(targets=("v3", "preprocess", "key")))
     assert [fusion.target for fusion in report.fused] == ["key"]
-    assert report.fused[0].instead_of.startswith("[quant.static]")
+    assert report.fused[0].instead_of.startswith("[norm.epsilon]")
