@@ -110,21 +110,26 @@ class Cone:
                         placed.add(link)
                         ordered.append(link)
             ordered.append(node)
-        self._prove_tokens(aliases, ordered)
+        if self._leave_out_mixed((*self.bases, *aliases), ordered):
+            self._join_bases()  # anew: what meets only nodes left out is none of the cone's
+            return
         self.program = Program([self.node, *self.bases], ordered, self.view.binding, aliases, shrink=self.shrink)
         self.aliases = aliases
         self._slots = {node: self.program.slot(node) for node in (self.node, *self.bases, *aliases, *ordered)}
 
-    def _prove_tokens(self, aliases: Mapping[Node, Node], ordered: list[Node]) -> None:
-        """Leave out the nodes in which tokens are mixed: what fewer tokens show does not hold for all."""
+    def _leave_out_mixed(self, bases: tuple[Node, ...], ordered: list[Node]) -> bool:
+        """Nodes that mix tokens: what fewer tokens show does not hold for all. Is any left out?"""
         if not self.token_proof:
-            return
-        self.token_proof.start_outside((*self.bases, *aliases))
+            return False
+        self.token_proof.start_outside(bases)
         self.token_proof.follow(ordered)
         broken = {node: state for node in ordered if (state := self.token_proof.broken(node)) is not None}
-        self.mixed = next((broken[node] for node in self.nodes if node in broken), None)
+        if self.mixed is None:
+            self.mixed = next((broken[node] for node in self.nodes if node in broken), None)
+        before = len(self.nodes)
         self.nodes = [node for node in self.nodes if node not in broken]
         ordered[:] = [node for node in ordered if node not in broken]
+        return len(self.nodes) < before
 
     def _is_literal(self, side: Node) -> bool:
         """Signs, masks or one number, made of literals: no table. (A table may be made of an arange.)"""

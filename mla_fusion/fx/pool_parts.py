@@ -11,10 +11,10 @@ import sympy
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import argument, has_effect, is_getitem, is_mutating, is_view, op_name
+from mla_fusion.fx.kinds import argument, has_effect, is_getitem, is_mutating, is_reshape, op_name
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import is_symbolic, same
-from mla_fusion.fx.token_axis import count_of, divided, is_one, shape_of
+from mla_fusion.fx.token_axis import count_of, divided, is_empty, is_one, shape_of
 from mla_fusion.fx.walk import INPUTS, input_of, origin, shared_memory
 
 
@@ -38,6 +38,10 @@ class Span:
 
     start: int
     stop: float
+
+    @property
+    def is_empty(self) -> bool:
+        return self.start == self.stop
 
     def within(self, other: Span) -> bool:
         return other.start <= self.start and self.stop <= other.stop
@@ -74,7 +78,12 @@ def may_be_one(node: Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dim() < 2:
         return False
-    return any(op_name(user) in RESHAPES or op_name(user) in _SELECTIONS for user in node.users)
+    return any(keeps_all(user) or op_name(user) in _SELECTIONS for user in node.users)
+
+
+def keeps_all(node: Node) -> bool:
+    """Is it its input's memory in another shape?"""
+    return op_name(node) in _RESHAPES and is_reshape(node)  # view.dtype counts other elements
 
 
 def read_pool(whole: Node) -> Pool | str:
@@ -87,9 +96,10 @@ def read_pool(whole: Node) -> Pool | str:
     scatters = [node for node in pool.spans if op_name(node) in SCATTERS]
     if not (scatters or back or any(map(has_effect, _through(others)))):
         return "nothing writes to it"
-    if not read or any(span.start == span.stop for span in read):
+    read = {span: user for span, user in read.items() if not span.is_empty}
+    if not read:
         return "no element of it is read"
-    selected = [node for node in pool.spans if node is not whole and op_name(node) not in RESHAPES]
+    selected = [node for node in pool.spans if node is not whole and not keeps_all(node)]
     of_one = bool(selected) and is_one(shape_of(whole)[0])  # all that there is, and an entry
     if pool.spans[whole] in read and not of_one:
         return f"{read[pool.spans[whole]].name} takes all of it, or a part that no literals name"
@@ -150,7 +160,7 @@ def _span_of(user: Node, node: Node, pool: Pool) -> Span | None:
         return None
     if op_name(user) in SCATTERS:
         return of_node if user.args[1] is not node and _taken(user, of_node, pool.grain) is not None else None
-    return of_node if op_name(user) in RESHAPES else _taken(user, of_node, pool.grain)
+    return of_node if keeps_all(user) else _taken(user, of_node, pool.grain)
 
 
 def _taken(node: Node, whole: Span, grain: Any) -> Span | None:
@@ -158,6 +168,8 @@ def _taken(node: Node, whole: Span, grain: Any) -> Span | None:
     selects: Any = node.args[0] if is_getitem(node) else node
     place: Any = node.args[1] if len(node.args) > 1 else None  # or what a scatter puts there
     name = op_name(selects).removesuffix("_scatter")
+    if name in _SELECTIONS and is_empty(place if op_name(node) in SCATTERS else node):
+        return Span(whole.start, whole.start)  # wherever it may be
     if name not in _SELECTIONS or argument(selects, "step", 1) != 1:
         return None
     shape, axis = shape_of(selects.args[0]), argument(selects, "dim", 0)
@@ -189,17 +201,17 @@ def _number(count: Any, grain: Any) -> int | None:
     return int(number) if number is not None and sympy.sympify(number).is_Integer else None
 
 
-RESHAPES = frozenset(f"aten::{name}" for name in "view _unsafe_view reshape squeeze unsqueeze alias".split())
+_RESHAPES = frozenset(f"aten::{name}" for name in "view _unsafe_view reshape squeeze unsqueeze alias detach".split())
 _SELECTIONS = frozenset(f"aten::{name}" for name in "select slice narrow unbind split split_with_sizes chunk".split())
 SCATTERS = frozenset(("aten::select_scatter", "aten::slice_scatter"))
 
 
 def _through(nodes: list[Node]) -> Iterator[Node]:
-    """The nodes, and what reads views among them."""
+    """The nodes, and what reads the memory of any."""
     nodes = list(dict.fromkeys(nodes))
     for node in nodes:  # grows as it is walked
         yield node
-        nodes += [user for user in node.users if user not in nodes] if is_view(node) else ()
+        nodes += [user for user in node.users if user not in nodes] if shared_memory(node) is not None else ()
 
 
 def _parts(pool: Pool, read: Collection[Span]) -> list[Span]:

@@ -17,10 +17,11 @@ from mla_fusion.fx import strides
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import is_getitem, is_writer, op_name
 from mla_fusion.fx.module_path import NAME, label
-from mla_fusion.fx.pool_parts import RESHAPES, SCATTERS, Part, Pool, Span, may_be_one, read_pool
-from mla_fusion.fx.walk import INPUTS, input_of, origin, reshapes, views, written
+from mla_fusion.fx.pool_parts import SCATTERS, Part, Pool, Span, keeps_all, may_be_one, read_pool
+from mla_fusion.fx.walk import INPUTS, input_of, origin, reshapes, upward, views, written
 
 aten = torch.ops.aten
+_COPIES = frozenset(("aten::clone", "aten::contiguous", "aten::_reshape_copy"))
 _PART_OF = "mla_fusion_part_of"
 
 
@@ -53,6 +54,9 @@ def no_input(node: Node) -> str:
     maker = origin(node, views)
     if is_writer(maker) and op_name(maker) not in SCATTERS:
         return f"{node.name} is {whole.name} as {maker.name} has written it, and the kernel would write it once more"
+    copy = next((step.name for step in upward(node, written) if op_name(step) in _COPIES), "")
+    if copy:
+        return f"{node.name} is a copy of {whole.name} ({copy}), and what is written to it does not get there"
     if part_of(whole) is not None:
         return f"{node.name} is a part of {whole.name}, of which the graph takes other runs that overlap it"
     pool = read_pool(whole)
@@ -102,6 +106,9 @@ class _Rewrite:
 
     def _follow(self, node: Node) -> None:
         span, base = self.pool.spans[node], self.made_of[node][0]
+        if span.is_empty and not self.pool.spans[base].is_empty:  # type: ignore[index]
+            self._replace(node, self._nothing(node.meta["val"]))
+            return
         of_base = self.held.get(base)  # type: ignore[arg-type]
         if of_base is None:  # the base is inside a part, and so is this
             return
@@ -110,7 +117,7 @@ class _Rewrite:
             self._exchange(node, of_base, is_part)
             return
         inside = {part: value for part, value in of_base.items() if part.within(span)}
-        if span in inside and not (is_part and op_name(node) in RESHAPES):
+        if span in inside and not (is_part and keeps_all(node)):
             inside[span] = self._replace(node, self._shaped(inside[span], node))
         elif span in inside:
             inside[span] = node
@@ -133,8 +140,10 @@ class _Rewrite:
             new = of_base | {put: source}
         elif is_part:
             new = dict.fromkeys(of_base, scatter)
+        elif not (held := [part for part in of_base if put.within(part)]):  # nobody reads it
+            new = dict(of_base)
         else:
-            around, value = next((part, value) for part, value in of_base.items() if put.within(part))
+            around, value = held[0], of_base[held[0]]
             flat = self.b.reshape(value, (int(around.stop) - around.start,))
             rows = self.b.reshape(source, (int(put.stop) - put.start,))
             places = (put.start - around.start, int(put.stop) - around.start)
@@ -143,6 +152,10 @@ class _Rewrite:
         if span in new and new[span] is not scatter:
             new[span] = self._replace(scatter, self._shaped(new[span], scatter))
         self.held[scatter] = new
+
+    def _nothing(self, like: torch.Tensor) -> Node:
+        """Of no elements, so it need not be read of anything."""
+        return self.b.call(aten.full.default, self.b.sizes(like.shape), 0, dtype=like.dtype, device=like.device)
 
     def _shaped(self, value: Node, like: Node) -> Node:
         return self.b.reshape(value, like.meta["val"].shape)

@@ -57,3 +57,21 @@ def test_layers_that_differ_are_not(name: str) -> None:
 
 def test_products_of_another_width_are_not() -> None:
     assert pair(step, step, W // 2) is None
+
+
+def test_layers_that_mix_tokens_are_read_once() -> None:
+    """Each meets a table of its own where tokens were mixed: nothing there is followed, and no table is missed."""
+    tokens = 64  # as many are probed as few
+
+    def mixing(y: Tensor, table: Tensor) -> Tensor:
+        return step(y, table[:1]) + y.cumsum(0) * table
+
+    fn = lambda x, v, w, a, b: (mixing(x @ v, a), mixing(x @ w, b))  # noqa: E731
+    weights, tables = floats(HE, W), floats(tokens, W)
+    graph = view(fn, floats(tokens, HE), weights, weights, tables, tables)
+    found = projection.find(graph)
+    reader = FactReader(graph, found)
+    first, second = (reader.read(item) for item in found)
+    assert first.cone.mixed is not None and reader.probes == 1
+    assert len(first.norms) == len(second.norms) == 1
+    assert not {*first.cone.bases}.intersection(second.cone.bases)

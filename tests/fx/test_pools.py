@@ -155,3 +155,75 @@ def test_layers_are_numbered_by_their_pool() -> None:
     pools.take_apart(gm)
     parts = [pools.part_of(node) for node in gm.graph.find_nodes(op="placeholder")]
     assert parts == [None, None, (0, Part(0, (2, 2))), (0, Part(2))]  # two rows are all that is taken of the first
+
+
+def in_bits(pool: Tensor, rows: Tensor) -> list[Tensor]:
+    """The first layer as integers half as long, so that entry 3 of those lies in the second layer."""
+    pool[2] += rows.sum()
+    halves = pool[:2].view(torch.int16).flatten()
+    return [halves[3] + 1, pool[:1].view(torch.int16).view(2, -1)[1] + 1, pool[2] + 1]
+
+
+def all_in_bits(pool: Tensor, rows: Tensor) -> list[Tensor]:
+    pool[2] += rows.sum()
+    return [pool.view(torch.int16).view(-1, 8)[1] + 1]
+
+
+def test_another_dtype_counts_other_elements() -> None:
+    gm = functional(in_bits)
+    assert pools.found(gm.graph)
+    assert_same_apart(gm, run(gm))
+    assert not pools.found(functional(all_in_bits).graph)
+
+
+NOTHING: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda pool: pool[5:7],
+    lambda pool: pool[1:1],
+    lambda pool: pool[:, 2:2],
+    lambda pool: pool[2:][5:],
+    lambda pool: pool[0][:0],
+    lambda pool: pool[5:7].view(4, 0),
+    lambda pool: pool.split([0, LAYERS])[0],
+)
+
+
+@pytest.mark.parametrize("nothing", NOTHING)
+def test_an_empty_run_is_no_reader(nothing: Callable[[Tensor], Tensor]) -> None:
+    def fn(pool: Tensor, rows: Tensor) -> list[Tensor]:
+        nothing(pool).add_(1)
+        pool[0, :2] = rows
+        return [pool[0] + 1, nothing(pool) * 2]
+
+    gm = functional(fn)
+    assert pools.found(gm.graph)
+    wanted = run(gm)
+    assert wanted[1].numel() == 0
+    assert_same_apart(gm, wanted)
+    assert [tensor.shape for tensor in run(gm)] == [tensor.shape for tensor in wanted]
+    assert not gm.graph.find_nodes(op="placeholder")[0].users
+
+
+def test_detached_it_is_the_same_pool() -> None:
+    """Torch may leave a detach in a graph, which is a view as any."""
+    gm = functional(lambda pool, rows: [*only_written(pool.detach(), rows), pool.detach()[0] + 1])
+    wanted = run(gm)
+    assert "aten::detach" in map(op_name, gm.graph.nodes) and pools.found(gm.graph)
+    assert_same_apart(gm, wanted)
+
+
+def test_what_is_written_as_another_dtype_is_written() -> None:
+    def fn(pool: Tensor, rows: Tensor) -> list[Tensor]:
+        pool[0].view(torch.int16).add_(1)
+        return [pool[1] @ rows]
+
+    gm = make_fx(fn, tracing_mode="fake")(pool(), rows())
+    assert pools.found(gm.graph)
+    assert_same_apart(gm, run(gm))
+
+
+def test_a_copy_is_told_from_a_part() -> None:
+    gm = functional(lambda pool, rows: [pool.transpose(0, 1).flatten(0, 1) @ rows, pool[0] @ rows])
+    part = next(node for node in gm.graph.nodes if op_name(node) == "aten::select")
+    copy = next(node for node in gm.graph.nodes if op_name(node) == "aten::clone")
+    assert "is a copy of" in pools.no_input(copy.next)
+    assert "is a part of" in pools.no_input(part)
