@@ -110,3 +110,24 @@ def test_a_batch_with_as_many_rows_as_another_is_long(step: Callable[[Tensor], T
     placements = [fusion.placement.partition(":")[0] for fusion in mf.reports()[-1].fused]
     assert placements == ["in place", "in place" if is_plain else "staged"]
     assert_as_exact(model, args, fused)
+
+
+class TwoLikeBatches(base.Base):
+    """Each with tables and caches of its own."""
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        first, _ = super().forward(args[0].flatten(0, 1), *args[1:6])
+        second, _ = super().forward(args[6].flatten(0, 1), *args[7:])
+        return first, second
+
+
+def test_like_batches_with_tables_of_their_own() -> None:
+    torch.manual_seed(0)
+    both = [
+        (torch.randn(2, 32, base.HE).bfloat16(), *base.tables(64), *base.paged_args(1)[3:5], torch.randperm(256)[:64])
+        for _ in range(2)
+    ]
+    model, args = TwoLikeBatches(), (*both[0], *both[1])
+    fused = compiled(model, clones(args), mf.backend(mf.Config(verify="off")))
+    assert [fusion.placement for fusion in mf.reports()[-1].fused] == ["in place"] * 2
+    assert_as_exact(model, args, fused)
