@@ -31,7 +31,7 @@ def named(found: mf.Audit) -> set[tuple[str, str]]:
     return {(item.code, item.argument) for item in found.findings if item.error is not None}
 
 
-@pytest.mark.parametrize("name", one_in(4, FAULTS))
+@pytest.mark.parametrize("name", one_in(8, FAULTS))
 def test_one_fault(name: str) -> None:
     code, argument, fault = FAULTS[name]
     found = audited(fault)

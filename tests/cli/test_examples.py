@@ -33,7 +33,7 @@ def test_every_example_is_run_and_listed():
     assert missing == []
 
 
-@pytest.mark.parametrize("name", one_in(2, sorted(EXPECTED)))
+@pytest.mark.parametrize("name", one_in(3, sorted(EXPECTED)))
 def test_example_runs(name, tmp_path):
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, cwd=tmp_path, timeout=300

@@ -77,7 +77,7 @@ def state(gm: GraphModule) -> tuple[Any, ...]:
     return gm.graph, str(gm.graph), gm.code, nodes, held, sorted(vars(gm))
 
 
-@pytest.mark.parametrize("stage", one_in(2, STAGES))
+@pytest.mark.parametrize("stage", one_in(4, STAGES))
 def test_a_defect_leaves_the_graph_as_it_was(
     stage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,7 +118,7 @@ def _layers_model() -> tuple[nn.Module, tuple[Tensor, ...], list[Tensor]]:
 @pytest.mark.parametrize(
     "stage",
     [
-        *one_in(2, [f"boundary {stage}" for stage in OF_BOUNDARY]),
+        *one_in(4, [f"boundary {stage}" for stage in OF_BOUNDARY]),
         *one_in(len(STAGES), ["recognition", *(name for name in STAGES if name not in ("lint", "recognition"))]),
     ],
 )

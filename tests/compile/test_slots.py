@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from mla_fusion.compile.slots import SlotCheck
 from tests.catalogue import base, prologues
+from tests.exhaustive import one_in
 from tests.harness import assert_as_exact, clones, compiled, fuse_only
 
 CHECKED = mf.Config(slots="checked")
@@ -47,8 +49,7 @@ def wrong(token: int, slot: int) -> Tensor:
     return slots
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "dynamic"), one_in(3, itertools.product(MODELS, (False, True))))
 def test_right_slots_pass(model: type[nn.Module], dynamic: bool) -> None:
     module, args = model(), base.paged_args()
     assert_as_exact(module, args, compiled(module, clones(args), mf.backend(CHECKED), dynamic=dynamic))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import mla_fusion as mf
 from mla_fusion import converters, releases
 from mla_fusion.compile.lowering import LoweringError
 from tests.catalogue import base, prologues
+from tests.exhaustive import one_in
 
 UNTOUCHED = mf.Config(enable=False)
 
@@ -35,8 +37,10 @@ def inputs(graph: Any, kind: str) -> list[list[str]]:
     return [[types[name.rpartition(":")[0]] for name in op.input] for op in graph.op if op.type == kind]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", ["PagedRotateHalf", "EvenOdd", "BlockOffset", "Neox"])
+PLAIN = ("PagedRotateHalf", "EvenOdd", "BlockOffset", "Neox")
+
+
+@pytest.mark.parametrize(("name", "dynamic"), one_in(3, itertools.product(PLAIN, (False, True))))
 def test_unfused_prologues_compile(name: str, dynamic: bool) -> None:
     args = base.paged_args()
     with torch._dynamo.config.patch(specialize_float=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fusion as mf
 from tests.catalogue import base, prologues
+from tests.exhaustive import one_in
 from tests.harness import clones, distance
 
+SPELLINGS = (prologues.PagedRotateHalf, prologues.PagedFunctionalNorm)
+WAYS = itertools.product(("real", "fake", "symbolic"), (False, True), SPELLINGS)
 
-@pytest.mark.parametrize("spelling", [prologues.PagedRotateHalf, prologues.PagedFunctionalNorm])
-@pytest.mark.parametrize("core", [False, True])
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+
+@pytest.mark.parametrize(("mode", "core", "spelling"), one_in(3, WAYS))
 def test_make_fx(mode: str, core: bool, spelling: type[torch.nn.Module]) -> None:
     """Core ATen's decomposition of rms_norm adds epsilon in place, below functionalisation."""
     torch.manual_seed(0)

@@ -53,7 +53,7 @@ def assert_outcome(report: mf.Report, entry: Entry, alone: bool = False) -> None
     assert not (report.fused and report.rejected), str(report)
 
 
-@pytest.mark.parametrize("entry", each(FUSED, of=3))
+@pytest.mark.parametrize("entry", each(FUSED, of=5))
 def test_fuses_as_exactly(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
     fused = compiled(model, clones(args), mf.backend(entry.config(verify="all")))
@@ -62,7 +62,7 @@ def test_fuses_as_exactly(entry: Entry) -> None:
     assert_as_exact(model, args, fused, entry.slack)
 
 
-@pytest.mark.parametrize("entry", each(FUSED, of=8, first=1))
+@pytest.mark.parametrize("entry", each(FUSED, of=12, first=1))
 def test_fuses_without_a_boundary(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
     fused = compiled(model, clones(args), fuse_only(entry.config(verify="all")))
@@ -70,7 +70,7 @@ def test_fuses_without_a_boundary(entry: Entry) -> None:
     assert_as_exact(model, args, fused, entry.slack)
 
 
-@pytest.mark.parametrize("entry", each(select("symbolic"), of=7, first=1))
+@pytest.mark.parametrize("entry", each(select("symbolic"), of=10, first=1))
 def test_symbolic_sizes(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
     fused = compiled(model, clones(args), mf.backend(entry.config()), dynamic=True)
@@ -81,8 +81,8 @@ def test_symbolic_sizes(entry: Entry) -> None:
 @pytest.mark.parametrize(
     ("entry", "dynamic"),
     [
-        *each(select("device", without="near miss"), False, of=7, first=3),
-        *each(select("device", "whole", "symbolic"), True, of=7, first=0),
+        *each(select("device", without="near miss"), False, of=10, first=3),
+        *each(select("device", "whole", "symbolic"), True, of=10, first=0),
     ],
 )
 def test_device_form(entry: Entry, dynamic: bool) -> None:
@@ -104,13 +104,13 @@ def test_an_exported_module_is_called_as_before(entry: Entry) -> None:
 MISSES = select("near miss", without="run, plain, unabsorbed")
 
 
-@pytest.mark.parametrize(("entry", "device"), [*each(MISSES, "cpu", of=4), *each(MISSES, "npu", of=4, first=2)])
+@pytest.mark.parametrize(("entry", "device"), [*each(MISSES, "cpu", of=6), *each(MISSES, "npu", of=6, first=3)])
 def test_a_near_miss_is_refused(entry: Entry, device: str) -> None:
     gm = graph_of(entry.model(), *entry.args(), device=device)
     assert (refused(gm, entry.config()).code,) == entry.outcome
 
 
-@pytest.mark.parametrize("entry", each(select("near miss", "run"), of=4))
+@pytest.mark.parametrize("entry", each(select("near miss", "run"), of=6))
 def test_a_near_miss_is_never_wrong(entry: Entry) -> None:
     """Without verification, so that the facts alone must tell it apart."""
     model, args = entry.model(), entry.args()

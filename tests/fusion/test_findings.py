@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.exhaustive import one_in
+
 from .generator.graphs import capture
 from .generator.judge import Verdict, judge
 from .generator.prologue import Choices
@@ -63,7 +65,7 @@ def _choices(given: Choices) -> Choices:
     return {**{axis: options[0] for axis, options in AXES.items()}, "heads": "2", **given}
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", one_in(2, SPELLINGS))
 def test_spelling_fuses(name: str) -> None:
     judgement = judge(capture(_choices(SPELLINGS[name])), verify="all")
     assert judgement.verdict is Verdict.FUSED, judgement.detail

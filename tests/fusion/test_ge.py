@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from tests.catalogue import base, prologues
+from tests.exhaustive import one_in
 
 from .ge_graphs import called_by_hand, same_wiring
 
@@ -57,7 +58,7 @@ def _model(request: pytest.FixtureRequest) -> nn.Module:
     return MODELS[request.param]()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", one_in(2, [False, True]))
 def test_ge_graph_is_the_handwritten_one(model: nn.Module, dynamic: bool) -> None:
     args = base.paged_args()
     with torch._dynamo.config.patch(specialize_float=True):

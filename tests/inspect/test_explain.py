@@ -72,7 +72,7 @@ def test_round_trip(dynamic, name, tmp_path):
 MISSES = select("near miss", without="run, int8, unabsorbed")[::6]
 
 
-@pytest.mark.parametrize("entry", [entry for entry in MISSES if entry.targets == ("v3",)], ids=str)
+@pytest.mark.parametrize("entry", one_in(3, [entry for entry in MISSES if entry.targets == ("v3",)]), ids=str)
 def test_round_trip_of_reasons(entry, tmp_path):
     found = assert_round_trip(graph_of(entry.model(), entry.args()), tmp_path / "graph.txt")
     assert (found["rejected"][0]["code"],) == entry.outcome

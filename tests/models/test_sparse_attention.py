@@ -10,6 +10,7 @@ import torch
 import mla_fusion as mf
 from mla_fusion.models import hf
 from mla_fusion.models.hf.latent_attention import LatentDims, absorbed_attention, sparse_attention
+from tests.exhaustive import one_in
 
 from .hf_models import KERNEL, build
 from .test_hf_compiled import started
@@ -70,7 +71,7 @@ def test_the_cpu_kernel_takes_no_other_form() -> None:
         torch.ops.npu.npu_sparse_flash_attention(query, key, key, picks, 1.0, attention_mode=2, **rope, **tables)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("name", one_in(2, ["deepseek_v32", "glm_moe_dsa"]))
 def test_a_step_on_an_npu_holds_the_operator(name: str) -> None:
     """By the real torchair: prologues in place, picks attended by the operator, no copy of a cache."""
     sizes = {"num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 2, "first_k_dense_replace": 2}

@@ -65,7 +65,7 @@ def test_no_attack_is_fused_wrongly(member: Member) -> None:
     assert outcome.verdict not in (Verdict.WRONG, Verdict.RAISED), outcome.detail
 
 
-@pytest.mark.parametrize("member", one_in(3, [m for m in _one_control_each() if m.regime != "dynamo"]), ids=str)
+@pytest.mark.parametrize("member", one_in(5, [m for m in _one_control_each() if m.regime != "dynamo"]), ids=str)
 def test_a_control_fuses(member: Member) -> None:
     outcome = judge(member)
     assert outcome.verdict in (Verdict.FUSED, Verdict.STAGED), f"{outcome.verdict.value}: {outcome.detail}"
