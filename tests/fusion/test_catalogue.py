@@ -29,7 +29,7 @@ FUSED = [entry for entry in select(without=ELSEWHERE) if not any(tags <= entry.t
 def each(entries: Iterable[Entry], *more: Any, of: int = 1, first: int = 0) -> list[Any]:
     """A case for every entry, marked as its tags say; one of ``of`` runs each time, the others are exhaustive.
 
-    The forms of a graph begin at entries of their own, so that every entry is seen in some of them each time.
+    The forms of a graph begin at entries of their own, so that more entries are seen each time.
     """
     cases = []
     for number, entry in enumerate(entries):
@@ -53,7 +53,7 @@ def assert_outcome(report: mf.Report, entry: Entry, alone: bool = False) -> None
     assert not (report.fused and report.rejected), str(report)
 
 
-@pytest.mark.parametrize("entry", each(FUSED, of=5))
+@pytest.mark.parametrize("entry", each(FUSED, of=8))
 def test_fuses_as_exactly(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
     fused = compiled(model, clones(args), mf.backend(entry.config(verify="all")))
@@ -62,7 +62,7 @@ def test_fuses_as_exactly(entry: Entry) -> None:
     assert_as_exact(model, args, fused, entry.slack)
 
 
-@pytest.mark.parametrize("entry", each(FUSED, of=12, first=1))
+@pytest.mark.parametrize("entry", each(FUSED, of=16, first=1))
 def test_fuses_without_a_boundary(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
     fused = compiled(model, clones(args), fuse_only(entry.config(verify="all")))
@@ -104,7 +104,7 @@ def test_an_exported_module_is_called_as_before(entry: Entry) -> None:
 MISSES = select("near miss", without="run, plain, unabsorbed")
 
 
-@pytest.mark.parametrize(("entry", "device"), [*each(MISSES, "cpu", of=6), *each(MISSES, "npu", of=6, first=3)])
+@pytest.mark.parametrize(("entry", "device"), [*each(MISSES, "cpu", of=8), *each(MISSES, "npu", of=8, first=4)])
 def test_a_near_miss_is_refused(entry: Entry, device: str) -> None:
     gm = graph_of(entry.model(), *entry.args(), device=device)
     assert (refused(gm, entry.config()).code,) == entry.outcome

@@ -86,7 +86,7 @@ def compiled_logits(model: torch.nn.Module, **inputs: Any) -> tuple[torch.Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", one_in(3, FUSED))
+@pytest.mark.parametrize("name", one_in(4, FUSED))
 def test_fuses_every_layer_as_exactly(name: str) -> None:
     model_type, changes, attributes = FUSED[name]
     model = build(model_type, changes)

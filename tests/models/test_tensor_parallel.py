@@ -17,6 +17,7 @@ LAYERS, HEADS, RANKS = 2, 4, 2
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # half a minute of three processes
 def test_each_rank_fuses_its_share_and_the_tokens_are_those_of_one_process(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     modeling()  # transformers is imported as the project imports it

@@ -89,6 +89,7 @@ class ThreeHeads(Base):
 """
 
 
+@pytest.mark.exhaustive  # as the spelling above: pytest in a copy of the project
 def test_a_rejection_code(scratch: Scratch) -> None:
     section = "A rejection code"
     code = '    "heads.three": (\n        "There are three heads.",\n        "Take another number of them.",\n    ),\n'

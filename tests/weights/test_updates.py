@@ -15,6 +15,7 @@ from mla_fusion.compile.adapted import Adapted
 from mla_fusion.weights import cache
 from mla_fusion.weights.fingerprint import fingerprint
 from tests.catalogue import base, prologues
+from tests.exhaustive import one_in
 from tests.harness import assert_no_worse, clones, eager, exact
 
 Update = Callable[[nn.Module], None]
@@ -115,7 +116,7 @@ def follow(model: nn.Module, update: Update, config: mf.Config | None = None) ->
 
 
 @pytest.mark.portable
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("update", one_in(2, UPDATES))
 def test_ordinary_parameters(update: Update) -> None:
     follow(prologues.Neox(), update)
 
