@@ -73,7 +73,7 @@ def test_a_spelling_that_needs_an_operator(scratch: Scratch) -> None:
     section = "A spelling that is not recognised"
     first = "class FlatCaches(PagedRotateHalf):"
     scratch.edit(section, "tests/catalogue/prologues.py", first, SPELLING.strip() + "\n\n\n" + first)
-    which = ("tests/fusion/test_catalogue.py", "-k", "SplitUnsafely")
+    which = ("tests/fusion/test_catalogue.py", "-m", "", "-k", "SplitUnsafely")
     assert "failed" in scratch.tests(*which)
     for table in ("VIEWS", "SELECTIONS"):
         listed = f'{table} = _names(\n    """\n'
@@ -108,7 +108,7 @@ RULES = (_three_heads, _model,'''
     assert scratch.run("docs/generate.py", "--check").returncode == 1
     assert scratch.run("docs/generate.py").returncode == 0
     assert "class ThreeHeads(Base)" in (scratch.root / "docs/rejections.md").read_text()
-    result = scratch.tests("tests/fusion/test_catalogue.py", "-k", "ThreeHeads")
+    result = scratch.tests("tests/fusion/test_catalogue.py", "-m", "", "-k", "ThreeHeads")
     assert "passed" in result and "failed" not in result, result
 
 
