@@ -60,11 +60,12 @@ class Cone:
         columns = [axis for axis, label in enumerate(product.out_labels) if label in weight]
         tokens = [axis for axis in range(len(shape)) if axis not in columns]
         self.all_tokens = _product(shape[axis] for axis in tokens)
-        self.token_proof.start(self.node, lead or [symbolic[axis] for axis in tokens], tokens)
+        lead = lead or [symbolic[axis] for axis in tokens]
+        self.token_proof.start(self.node, lead, tokens)
         if shrink is not None:
             rows = tuple(shape[axis] for axis in tokens)
             small = shrink.lead(rows)
-            if small != rows and shrink.full not in view.binding.shape(lead or [symbolic[axis] for axis in tokens]):
+            if small != rows and shrink.full not in view.binding.shape(lead):
                 self.is_lost, self.nodes = True, []
             sizes = iter(small)
             shape = tuple(size if axis in columns else next(sizes) for axis, size in enumerate(shape))

@@ -47,16 +47,16 @@ class Finder:
         self.operators = kv_operator.find(view)
         latents = [operator.latent for operator in self.operators]
         self.reader = FactReader(view, self.projections, latents, shrinks)
+        self._static = "preprocess" in targets
         self.above: dict[Node, list[Projection]] = defaultdict(list)
         self.on_operand: dict[Node, list[Projection]] = defaultdict(list)
         for item in self.projections:
-            by_one_scale = projection.statically_quantised(item) if "preprocess" in targets else None
+            by_one_scale = projection.statically_quantised(item) if self._static else None
             for form in (item, projection.unsmoothed(view, item), by_one_scale):
                 if form is not None:
                     self.above[form.origin].append(form)
             self.on_operand[item.activation].append(item)
         self.plain = Plain(view, self.reader, self._ups, self.absorbs)
-        self._static = "preprocess" in targets
         given = self.projections, self.above, self.on_operand, self.absorbs, self._static
         self.why = Diagnosis(view, self.reader, *given)
 
