@@ -28,27 +28,29 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(READY)
 	$(BIN)/mla-fusion demo --out out
 
-# Two processes: torch is kept to one thread each, and most tests compile graphs in Python. The interpreter died in some
-# of these runs, once in ten thousand tests; what was found to end it (tests/__init__.py, mla_fusion/compat.py `renew`)
-# is mended. Until many runs have shown that nothing is left, a test that ends so is run once more, which pytest counts as
-# "rerun" (the traceback is on stderr); one that fails is not.
+# Two processes: torch is kept to one thread each, and most tests compile graphs in Python. A process that dies fails
+# the test that it ran.
 PYTEST := $(BIN)/pytest -q -n 2 --dist worksteal
 test: lint
 	$(MAKE) --no-print-directory -j2 types suite
 
+# In CI also the exhaustive tests whose turn it is (tests/shards.py).
 suite: $(READY)
-	$(PYTEST) --reruns 1 --only-rerun 'no failure says this: only crashes run again'
+	$(PYTEST) $(if $(CI),-m '' --submission)
 
 test-all: lint types
 	$(PYTEST) -m ''
 
 # The order in which a product's terms are added depends on the processor. These settings choose the code that a
-# processor without AVX2, and one without AVX-512, would run.
-PORTABLE := $(PYTEST) -m 'portable and not exhaustive' tests/cli tests/fusion tests/weights
+# processor without AVX2, and one without AVX-512, would run, in torch and in MKL; the last two draw orders
+# (tests/other_processor.py).
+PORTABLE := $(PYTEST) -m 'portable and not exhaustive' tests/cli tests/fusion tests/weights tests/models
 
 test-portable: $(READY)
-	ATEN_CPU_CAPABILITY=default $(PORTABLE)
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PORTABLE)
+	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PORTABLE)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(PORTABLE)
+	OTHER_PROCESSOR=1 $(PORTABLE)
+	OTHER_PROCESSOR=2 $(PORTABLE)
 
 lint: $(READY)
 	$(BIN)/ruff check .

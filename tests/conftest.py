@@ -22,6 +22,36 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 # Of several test processes each keeps to one core.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "OTHER_PROCESSOR" in os.environ:
+    from tests import other_processor
+
+    other_processor.install()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "of the exhaustive tests those that this submission runs (tests/shards.py); with -m ''"
+    parser.addoption("--submission", action="store_true", help=text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--submission"):
+        return
+    from tests import shards
+    from tests.catalogue.entry import FILES, Entry
+
+    share, changed = shards.recent()
+
+    def runs(item: pytest.Item) -> bool:
+        if "exhaustive" not in item.keywords or shards.share_of(item.nodeid) == share:
+            return True
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        files = {FILES.get(value.name) for value in values if isinstance(value, Entry)}
+        return bool({item.path, *files} & changed)
+
+    left = [item for item in items if not runs(item)]
+    config.hook.pytest_deselected(items=left)
+    kept = set(items) - set(left)
+    items[:] = [item for item in items if item in kept]
 
 
 def pytest_collection_finish() -> None:
@@ -67,6 +97,12 @@ def no_reports_yet() -> Iterator[None]:
 
     report._KEPT.clear()
     yield
+
+
+@pytest.fixture(autouse=True)
+def lines_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed does not depend on the terminal that the tests run in, which xdist hands on as COLUMNS."""
+    monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture(autouse=True)
