@@ -9,7 +9,6 @@ from pathlib import Path
 
 from mla_fusion.dumps import dtypes, fx_text, ge_onnx, ge_python, ge_text
 from mla_fusion.dumps.model import FORMATS, Dump, DumpError, Edge, Operator, Value
-from mla_fusion.fx.collector import paused
 
 __all__ = ["FORMATS", "Dump", "DumpError", "Edge", "Operator", "Value", "dtypes", "fx_text", "read", "recognise"]
 
@@ -25,8 +24,9 @@ def read(path: str | Path) -> Dump:
     """
     path = Path(path)
     try:
-        with paused():
-            return _read(path).checked()
+        return _read(path).checked()
+    except (RecursionError, MemoryError):
+        raise DumpError("nests too deeply", 1, 0, path) from None
     except DumpError as error:
         offset = error.offset or _start_of(path, error.line)
         raise DumpError(error.message, error.line, offset, path) from None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mla_fusion.dumps import dtypes, python_text
-from mla_fusion.dumps.model import Dim, DumpError, Edge, Operator, Value
+from mla_fusion.dumps.model import Dim, DumpError, Edge, Operator, Value, dim
 
 METHOD = "Tensor."  # of the type of a call of a tensor's method; only graphs before AOT autograd have those
 CLASS = re.compile(r"class (?P<name>[\w<>.$-]+)\(torch\.nn\.Module\):")
@@ -21,7 +21,6 @@ _ANNOTATION = re.compile(
     r"^(?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:\[(?P<stride>[^\]]*)\])?(?P<device>[a-z]\w*(?::\d+)?)?$"
 )
 _SYMBOL = re.compile(r"^Sym\((?P<expr>.*)\)$")
-_FRAME = re.compile(r"#\s*File: (?P<file>.+?):(?P<line>\d+) in (?P<function>[^,]+), code: (?P<code>.*)$")
 _BINARY: dict[type[ast.AST], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.FloorDiv: "floordiv", ast.Div: "truediv", ast.Mod: "mod",
     ast.Pow: "pow", ast.BitAnd: "and_", ast.BitOr: "or_", ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le",
@@ -71,9 +70,9 @@ def _forward(module: ast.Module, start: int) -> ast.FunctionDef:
 def _sources(body: str) -> list[tuple[int, str]]:
     found = []
     for number, line in enumerate(body.split("\n"), 1):
-        frame = _FRAME.search(line) if "# File:" in line else None
-        if frame is not None:
-            found.append((number, f"{frame['file']}:{frame['line']} in {frame['function']}: {frame['code']}"))
+        where, _, code = line.partition("# File: ")[2].partition(", code: ")
+        if " in " in where:
+            found.append((number, f"{where}: {code}"))
     return found
 
 
@@ -202,11 +201,7 @@ def _dims(text: str) -> tuple[Dim, ...]:
             parts.append(text[start:place])
             start = place + 1
     parts.append(text[start:])
-    return tuple(_dim(part.strip()) for part in parts if part.strip())
-
-
-def _dim(text: str) -> Dim:
-    return int(text) if text.isdigit() else text
+    return tuple(dim(part.strip()) for part in parts if part.strip())
 
 
 OPERATORS = {name: getattr(py, name) for name in _BINARY.values()} | {"neg": py.neg, "getitem": py.getitem}

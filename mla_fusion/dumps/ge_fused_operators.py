@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
-from mla_fusion.dumps import Operator, dtypes
+from mla_fusion.dumps import Operator, dtypes, names
 from mla_fusion.dumps.ge_values import OperatorReader, Unmapped
 
 npu = torch.ops.npu
@@ -24,8 +24,8 @@ def options(r: OperatorReader, op: Operator, names: Sequence[str], first: int) -
 def torch_dtype(op: Operator, attribute: str, default: int | None = None) -> torch.dtype:
     """``default``: GE's number of the dtype where the attribute is left out."""
     stated = op.attributes.get(attribute, default)
-    found = getattr(torch, dtypes.from_number(stated) if isinstance(stated, int) else str(stated), None)
-    if not isinstance(found, torch.dtype):
+    found = names.dtype(dtypes.from_number(stated) if isinstance(stated, int) else str(stated))
+    if found is None:
         raise Unmapped
     return found
 

@@ -13,12 +13,14 @@ import torch
 from torch.fx import Node
 
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
-from mla_fusion.dumps import Operator, dtypes, ge_fused_operators
+from mla_fusion.dumps import Operator, dtypes, ge_fused_operators, names
 from mla_fusion.dumps.ge_values import Constant, OperatorReader, Unmapped
 
 aten, npu = torch.ops.aten, torch.ops.npu
 Convert = Callable[[OperatorReader, Operator], Sequence[Any]]
 _END = 2**31 - 1
+_AXES = 64  # torch's own limit
+_LONGEST = 1 << 20  # numbers of a constant that is joined here; a dump can double one with every line
 
 
 def convert(r: OperatorReader, operator: Operator) -> Sequence[Any]:
@@ -66,7 +68,7 @@ def _pow(r: OperatorReader, op: Operator) -> Sequence[Any]:
 def _cast(r: OperatorReader, op: Operator) -> Sequence[Any]:
     stated = op.attributes.get("dst_type")
     name = dtypes.from_number(stated) if isinstance(stated, int) else str(stated)
-    dtype = getattr(torch, name, None)
+    dtype = names.dtype(name)
     if dtype is None:
         raise Unmapped
     source = r.argument(op, 0)
@@ -207,6 +209,8 @@ def _split_v(r: OperatorReader, op: Operator) -> Sequence[Any]:
 
 def _split(r: OperatorReader, op: Operator) -> Sequence[Any]:
     axis, source, count = r.number(op, 0), r.node(op, 1), op.attributes["num_split"]
+    if count > names.MOST_PARTS:
+        raise Unmapped
     return _parts(r, source, [source.meta["val"].shape[axis] // count] * count, axis)
 
 
@@ -217,6 +221,8 @@ def _concat(r: OperatorReader, op: Operator) -> Sequence[Any]:
     found = [r.argument(op, place) for place in range(count)]
     if all(isinstance(item, Constant) for item in found):
         numbers = [number for item in found if isinstance(item, Constant) for number in item.numbers]
+        if len(numbers) > _LONGEST:
+            raise Unmapped
         return [Constant(tuple(numbers), (len(numbers),), found[0].dtype)]  # type: ignore[union-attr]
     return [r.call(aten.cat.default, [r.as_node(item) for item in found], axis)]
 
@@ -294,13 +300,13 @@ def _shape(r: OperatorReader, op: Operator) -> Sequence[Any]:
 def _range(r: OperatorReader, op: Operator) -> Sequence[Any]:
     start, stop, step = (r.number(op, place) for place in range(3))
     first = r.argument(op, 0)
-    dtype = getattr(torch, first.dtype, None) if isinstance(first, Constant) else None
+    dtype = names.dtype(first.dtype) if isinstance(first, Constant) else None
     return [r.call(aten.arange.start_step, start, stop, step, dtype=dtype, device=torch.device("cpu"))]
 
 
 def _fill(r: OperatorReader, op: Operator) -> Sequence[Any]:
     value = r.argument(op, 1)
-    dtype = getattr(torch, value.dtype, None) if isinstance(value, Constant) else None
+    dtype = names.dtype(value.dtype) if isinstance(value, Constant) else None
     if dtype is None:
         raise Unmapped
     return [r.call(aten.full.default, r.numbers(op, 0), r.number(op, 1), dtype=dtype, device=torch.device("cpu"))]
@@ -317,6 +323,8 @@ def _gather(r: OperatorReader, op: Operator) -> Sequence[Any]:
     rows = r.as_node(index)
     if rows.meta["val"].dim() == 1:
         return [r.call(aten.index_select.default, r.as_node(source), axis, rows)]
+    if not 0 <= axis < _AXES:
+        raise Unmapped
     return [r.call(aten.index.Tensor, r.as_node(source), [None] * axis + [rows])]
 
 
@@ -397,6 +405,8 @@ def _row_indices(r: OperatorReader, op: Operator, var: Node) -> list[Node]:
         return [_unwrapped(r, stacked, place, var.meta["val"].shape[place]) for place in range(len(stacked.inputs))]
     found = r.node(op, 1)
     columns = found.meta["val"].shape[-1]
+    if int(columns) > _AXES:
+        raise Unmapped
     return [r.call(aten.select.int, found, -1, column) for column in range(int(columns))]
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from mla_fusion.dumps import dtypes, ge_text, python_text
 from mla_fusion.dumps.model import Dim, DumpError, Edge, Operator, Value
 
-_FRAME = re.compile(r'# File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\s+(?P<code>.*?)\s*\^*\s*$')
-_ANNOTATED = re.compile(r"(\w+): torch\.\w+\[([^\]]*)\]")
+_FRAME = re.compile(r'# File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\s+(?P<code>.*)$')
+_ANNOTATED = re.compile(r"\b(\w+): torch\.\w+\[([^\]\n]{0,1000})\]")
 _LIST_INPUTS = {"Pack", "ConcatV2", "ConcatD", "NetOutput", "IndexByTensor", "AddN", "IdentityN", "Stack"}
 
 
@@ -33,7 +33,8 @@ def _sources(text: str) -> list[tuple[int, str]]:
     for number, line in enumerate(text.split("\n"), 1):
         frame = _FRAME.match(line) if line.startswith("# File") else None
         if frame is not None:
-            found.append((number, f"{frame['file']}:{frame['line']} in {frame['function']}: {frame['code']}"))
+            code = frame["code"].rstrip().rstrip("^").rstrip()
+            found.append((number, f"{frame['file']}:{frame['line']} in {frame['function']}: {code}"))
     return found
 
 
@@ -51,7 +52,7 @@ class _Reader:
         self.operators: list[Operator] = []
         self._sources, self._source = sources, ""
         self._names: dict[str, Edge] = {}
-        self._taken: set[str] = set()
+        self._taken: dict[str, int] = {}  # how many operators asked for the name
 
     def take(self, statement: ast.stmt) -> None:
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -146,10 +147,10 @@ class _Reader:
         if not name and targets and targets[0] != "_":
             name = targets[0].rpartition("_")[0] or targets[0]
         name = base = name or kind
-        count = 1
         while name in self._taken:
-            name, count = f"{base}_{count}", count + 1
-        self._taken.add(name)
+            name = f"{base}_{self._taken[base]}"
+            self._taken[base] += 1
+        self._taken[name] = 1
         return name
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from mla_fusion.dumps import dtypes, prototext
-from mla_fusion.dumps.model import Dim, DumpError, Edge, Operator, Value
+from mla_fusion.dumps.model import Dim, DumpError, Edge, Operator, Value, dim
 from mla_fusion.dumps.prototext import Message, every, first
 
 _META = re.compile(r"Tensor\(dtype=torch\.(\w+), shape=torch\.Size\(\[([^\]]*)\]")
@@ -196,4 +196,4 @@ def agreed(sizes: tuple[Dim, ...] | None, meta: tuple[Dim, ...]) -> tuple[Dim, .
 def dims(text: str) -> tuple[Dim, ...]:
     """The sizes in ``[s0, 1024]`` as torch prints them."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    return tuple(int(part) if part.lstrip("-").isdigit() else part for part in parts)
+    return tuple(map(dim, parts))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from mla_fusion.compat import tree_leaves, tree_structure
-from mla_fusion.dumps import Dump, Operator, Value
+from mla_fusion.dumps import Dump, Operator, Value, names
 from mla_fusion.dumps.prologues import is_prologue
 from mla_fusion.dumps.symbols import Tensors
 
@@ -81,7 +81,7 @@ class OperatorReader:
         """A constant becomes a tensor of the graph."""
         if isinstance(found, Node):
             return found
-        dtype = getattr(torch, found.dtype, None)
+        dtype = names.dtype(found.dtype)
         if dtype is None or not all(isinstance(number, (int, float)) for number in found.numbers):
             raise Unmapped
         name = f"constant_{sum(1 for _ in self.root.buffers())}"
@@ -112,7 +112,7 @@ class OperatorReader:
         node = self.graph.create_node("call_function", target, args, kwargs, name=self._name or None)
         node.meta["val"] = value
         if self._source:
-            node.meta["stack_trace"] = _trace(self._source)
+            node.meta["stack_trace"] = self._source
         return node
 
     def _value(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,11 +121,13 @@ class OperatorReader:
         leaves = tree_leaves((values, options))
         key = (target, tuple(_described(leaf) for leaf in leaves), str(tree_structure((values, options))))
         if key not in self._known:
+            if not names.bounded(target, values, options):
+                raise Unmapped(f"{target} would have too many parts, or an argument of no sense")
             try:
                 with self.tensors.mode:
                     self._known[key] = target(*values, **options)
             except Exception:  # an operator may refuse for any reason, each saying that the call means nothing
-                raise Unmapped from None
+                raise Unmapped(f"torch refuses the operands of {target}") from None
         return self._known[key]
 
     def view(self, target: Any, source: Node, *args: Any) -> Node:
@@ -169,10 +171,3 @@ def _described(leaf: Any) -> object:
     if isinstance(leaf, torch.Tensor):
         return str(tuple(leaf.shape)), str(leaf.stride()), leaf.dtype
     return type(leaf), str(leaf)
-
-
-def _trace(source: str) -> str:
-    where, _, rest = source.partition(" in ")
-    file, _, line = where.rpartition(":")
-    function, _, code = rest.partition(": ")
-    return f'File "{file}", line {line}, in {function}\n    {code}'

@@ -12,6 +12,15 @@ from typing import Any
 
 Dim = int | str  # a symbol's name, an expression of symbols, or -1 where only "dynamic" is known
 
+_DIGITS = 19  # of the largest size
+
+
+def dim(text: str) -> Dim:
+    """A size as text: its number, or the expression that it is."""
+    digits = text.removeprefix("-")
+    return int(text) if digits.isascii() and digits.isdigit() and len(digits) <= _DIGITS else text
+
+
 _BITS = {"int4": 4, "uint1": 1, "bool": 8}
 
 
@@ -85,6 +94,14 @@ class Operator:
     call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     source: str = ""
 
+    @property
+    def stack_trace(self) -> str:
+        """``source`` in the words of Python's tracebacks, as nodes of a graph carry it; "" where there is none."""
+        where, _, rest = self.source.partition(" in ")
+        file, _, line = where.rpartition(":")
+        function, _, code = rest.partition(": ")
+        return f'File "{file}", line {line}, in {function}\n    {code}' if file and line.isdigit() else ""
+
     def role(self, place: int) -> str:
         """What the input at ``place`` is to the operator; its number where the dump has no name."""
         return self.roles[place] if place < len(self.roles) else f"input {place}"
@@ -135,10 +152,13 @@ class Dump:
 
     def value(self, edge: Edge | None) -> Value:
         """What is known of the tensor on an edge."""
-        while edge is not None:
+        for _ in self.operators:  # a damaged dump may move a tensor in a circle
+            if edge is None:
+                break
             operator = self.by_name[edge.producer]
             found = operator.outputs[edge.index] if 0 <= edge.index < len(operator.outputs) else Value()
-            if found.dtype or operator.type not in ("TensorMove", "Identity") or operator.inputs[:1] == [edge]:
+            told = found.shape is not None  # of other results torchair writes a dtype that they need not have
+            if told or operator.type not in ("TensorMove", "Identity") or operator.inputs[:1] == [edge]:
                 return found
             edge = operator.inputs[0] if operator.inputs else None
         return Value()

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mla_fusion.compat import OpOverload, schema_of
-from mla_fusion.dumps import Dump, Operator, Value
+from mla_fusion.dumps import Dump, Operator, Value, names
 from mla_fusion.dumps.python_text import edges_in
-from mla_fusion.dumps.rebuild_fx import resolve
 from mla_fusion.meta.prolog import V1, V2, V3
 
 _GE = {operator.ge_type: operator for operator in (V1, V2, V3)}
@@ -74,21 +73,27 @@ def roles_of(dump: Dump, operator: Operator) -> list[str]:
     return operator.roles or list(_GE[operator.type].ge_inputs)
 
 
+def result_of(kind: str, role: str) -> int:
+    """Which result of a GE prologue operator is the cache of this role afterwards."""
+    return _GE[kind].ge_results.index(role)
+
+
 def _fx_roles(operator: Operator) -> list[str]:
     """The schema's name of each input; its place where the operator is not known here."""
-    target = resolve(operator.type)
-    names = [argument.name for argument in schema_of(target).arguments] if isinstance(target, OpOverload) else []
+    target = names.target(operator.type)
+    known = [argument.name for argument in schema_of(target).arguments] if isinstance(target, OpOverload) else []
     args, kwargs = operator.call or ((), {})
-    named = {names[place] if place < len(names) else str(place): item for place, item in enumerate(args)}
+    named = {known[place] if place < len(known) else str(place): item for place, item in enumerate(args)}
     return [name for name, item in {**named, **kwargs}.items() for _ in edges_in(item)]
 
 
 def _attributes(dump: Dump, operator: Operator) -> dict[str, Any]:
     """Attributes by name; what an FX call leaves out has the schema's default."""
-    target = resolve(operator.type) if dump.is_fx else None
+    target = names.target(operator.type) if dump.is_fx else None
     if not isinstance(target, OpOverload):
         return operator.attributes
     arguments = schema_of(target).arguments
     found = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
     args, kwargs = operator.call or ((), {})
-    return {**found, **{arguments[place].name: item for place, item in enumerate(args)}, **kwargs}
+    given = {argument.name: item for argument, item in zip(arguments, args, strict=False)}
+    return {**found, **given, **kwargs}

@@ -17,7 +17,7 @@ Field = tuple[str, Any, int]
 Message = list[Field]
 
 _VALUE = r"""(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([-+.\w]+))"""
-_LINE = re.compile(rf"\s*(?:(\w+)(?:\s*:\s*{_VALUE}|\s*:?\s*(\{{))|(\}}))")
+_LINE = re.compile(rf"\s*(?:(\w+)\s*(?::\s*(?:{_VALUE}|(\{{))|(\{{))|(\}}))")  # no two \s* side by side: linear
 _WHOLE = re.compile(rf"{_LINE.pattern}\s*$")
 _REST = re.compile(r"\s*[;,]?\s*(?:#.*\s*)?")
 _ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{1,2})|(.))", re.DOTALL)
@@ -88,10 +88,10 @@ def _tokens(line: str, number: int, offset: int) -> Iterable[tuple[str, Any, int
 
 
 def _token(found: re.Match[str], place: int) -> tuple[str, Any, int]:
-    name, double, single, bare, opens, closes = found.groups()
+    name, double, single, bare, message, opens, closes = found.groups()
     if bare is not None:
         return name, _number(bare), place
-    if opens:
+    if message or opens:
         return name, _OPEN, place
     if closes:
         return "", _CLOSE, place

@@ -50,7 +50,7 @@ def value(node: ast.AST, names: dict[str, Edge]) -> Any:
         return [value(item, names) for item in node.elts]
     if isinstance(node, ast.Tuple):
         return tuple(value(item, names) for item in node.elts)
-    if isinstance(node, ast.Dict) and all(key is not None for key in node.keys):
+    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
         pairs = zip(node.keys, node.values, strict=True)
         return {value(key, names): value(item, names) for key, item in pairs if key is not None}
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -10,13 +9,11 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
-from mla_fusion.compat import C_FUNCTIONS
-from mla_fusion.dumps import Dump, Edge, Operator
-from mla_fusion.dumps.fx_text import METHOD, OPERATORS
+from mla_fusion.compat import C_FUNCTIONS, FakeTensor, tree_leaves
+from mla_fusion.dumps import Dump, Edge, Operator, names
+from mla_fusion.dumps.fx_text import METHOD
 from mla_fusion.dumps.python_text import Word
 from mla_fusion.dumps.symbols import Tensors
-
-_SOURCE = re.compile(r"(?P<file>.*):(?P<line>\d+) in (?P<function>\S+): (?P<code>.*)", re.DOTALL)
 
 
 class NotRebuilt(ValueError):
@@ -58,18 +55,21 @@ class _Rebuilder:
             return self.graph.output(self._data(args[0]))
         if operator.type == "get_attr":
             return self._attribute(operator, args[0])
-        args, kwargs = self._data(args), self._data(kwargs)
+        target = names.target(operator.type)
+        try:
+            args, kwargs = self._data(args), self._data(kwargs)
+        except names.Unknown as unknown:
+            return self._opaque(operator, f"{operator.type} of {unknown}")
         if operator.type == "alias" and isinstance(args[0], Node):
             return args[0]
-        target = resolve(operator.type)
         if target is None:
-            return self._opaque(operator, args)
+            return self._opaque(operator)
         node = self.graph.create_node("call_function", target, args, kwargs, name=operator.name)
         return self._described(node, operator)
 
-    def _opaque(self, operator: Operator, args: tuple[Any, ...]) -> Node:
+    def _opaque(self, operator: Operator, called: str = "") -> Node:
         """An operator unknown here: a method call is what every walk of the pass stops at."""
-        self.unknown[operator.type] = self.unknown.get(operator.type, 0) + 1
+        self.unknown[called or operator.type] = self.unknown.get(called or operator.type, 0) + 1
         inputs = tuple(self.nodes[edge.producer] for edge in operator.inputs if edge is not None)
         if not inputs:
             raise NotRebuilt(f"line {operator.line}: {operator.type} is not known here and reads nothing")
@@ -80,11 +80,12 @@ class _Rebuilder:
         *folders, name = path.split(".")
         owner = self.root
         for folder in folders:
-            if not hasattr(owner, folder):
+            if folder not in owner._modules:
                 owner.add_module(folder, nn.Module())
             owner = getattr(owner, folder)
         held = None if value is None else torch.empty(_numbers(value.shape), dtype=value.dtype, device="meta")
-        setattr(owner, name, held)
+        if name not in owner._buffers:
+            owner.register_buffer(name, held)
         self.constants.append(path)
         return self._described(self.graph.create_node("get_attr", path, name=operator.name), operator)
 
@@ -94,15 +95,16 @@ class _Rebuilder:
             value = self._computed(node)
         if value is not None:
             node.meta["val"] = value
-        trace = _SOURCE.match(operator.source)
-        if trace is not None:
-            node.meta["stack_trace"] = f'File "{trace[1]}", line {trace[2]}, in {trace[3]}\n    {trace[4]}'
+        if operator.stack_trace:
+            node.meta["stack_trace"] = operator.stack_trace
         return node
 
     def _computed(self, node: Node) -> Any:
         """What torch says the operator returns: listings write no annotation on a tuple."""
         missing = object()
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("val", missing))
+        if not names.computable(node.target, args, kwargs):
+            return self._gathered(node)
         try:
             with self.tensors.mode:
                 return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -114,14 +116,17 @@ class _Rebuilder:
         for reader, _ in self.dump.readers[node.name]:
             if reader.type == "getitem" and reader.call is not None and isinstance(reader.call[0][1], int):
                 parts[reader.call[0][1]] = self.tensors.of(reader.outputs[0])
-        return tuple(parts.get(index) for index in range(max(parts) + 1)) if parts else None
+        last = max(parts, default=-1)
+        return tuple(parts.get(index) for index in range(last + 1)) if 0 <= last < names.MOST_PARTS else None
 
     def _data(self, found: Any) -> Any:
         if isinstance(found, Edge):
             return self.nodes[found.producer]
         if isinstance(found, Word):
-            return word(found)
+            return names.literal(found)
         if isinstance(found, (list, tuple)):
+            if len(found) > names.MOST_ELEMENTS:
+                raise names.Unknown(f"{len(found)} elements")
             return type(found)(self._data(item) for item in found)
         if isinstance(found, dict):
             return {key: self._data(item) for key, item in found.items()}
@@ -143,40 +148,38 @@ class _Rebuilder:
         return remarks
 
 
+def contradiction(gm: GraphModule) -> tuple[Node, str] | None:
+    """The first node whose operands torch refuses, or makes something else of than the dump says; and which."""
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("val"))
+        modes = [leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        if not modes or not names.computable(node.target, args, kwargs, writes=True):
+            continue
+        try:
+            with modes[0]:
+                value = node.target(*args, **kwargs)
+        except Exception as error:  # an operator may refuse for any reason
+            return node, f"{type(error).__name__}: {error}".splitlines()[0]
+        stated = tree_leaves(node.meta.get("val"))
+        if any(map(_differ, stated, tree_leaves(value))):
+            return node, f"the dump says {_said(stated)}, torch {_said(tree_leaves(value))}"
+    return None
+
+
+def _differ(stated: Any, made: Any) -> bool:
+    """Symbolic sizes may be the same in other words."""
+    if not isinstance(stated, torch.Tensor) or not isinstance(made, torch.Tensor):
+        return False
+    pairs = [(a, b) for a, b in zip(stated.shape, made.shape, strict=False) if type(a) is type(b) is int]
+    return stated.dtype != made.dtype or stated.dim() != made.dim() or any(a != b for a, b in pairs)
+
+
+def _said(leaves: list[Any]) -> str:
+    shapes = (f"{leaf.dtype}{list(leaf.shape)}".removeprefix("torch.") for leaf in leaves if hasattr(leaf, "shape"))
+    return ", ".join(shapes)
+
+
 def _numbers(shape: Any) -> list[int]:
     return [size if isinstance(size, int) else 1 for size in shape]
-
-
-def resolve(name: str) -> Any:
-    """The operator of a name such as ``aten.mm.default``, ``getitem`` or ``torch.sym_max``; None for none.
-
-    Asked of torch each time: torch_npu, where it is loaded later, defines operators anew.
-    """
-    if name in OPERATORS:
-        return OPERATORS[name]
-    owner: Any = torch if name.startswith("torch.") else torch.ops
-    for part in name.removeprefix("torch.").split("."):
-        try:
-            owner = getattr(owner, part)
-        except (AttributeError, RuntimeError):
-            return None
-    return owner if callable(owner) else None
-
-
-def word(name: str) -> Any:
-    """The object of a dotted name among the arguments. A device becomes the CPU, on which everything here runs."""
-    if name.startswith("device:"):
-        return torch.device("cpu")
-    if name.lstrip("-") in ("inf", "nan"):
-        return float(name)
-    if name == "Ellipsis":
-        return Ellipsis
-    found = resolve_attribute(name)
-    return name if found is None else found
-
-
-def resolve_attribute(name: str) -> Any:
-    found: Any = torch
-    for part in name.removeprefix("torch.").split("."):
-        found = getattr(found, part, None)
-    return found

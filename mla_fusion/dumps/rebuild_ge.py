@@ -55,10 +55,10 @@ class Rebuilder(OperatorReader):
         self.results[operator.name, 0] = node
 
     def _operator(self, operator: Operator) -> None:
-        self._name, self._source = operator.name, operator.source
+        self._name, self._source = operator.name, operator.stack_trace
         try:
             found = ge_operators.convert(self, operator)
-        except (Unmapped, TypeError, ValueError, AttributeError):  # attributes of another version may be other things
+        except (Unmapped, TypeError, ValueError, AttributeError, ArithmeticError):  # of another version, or damaged
             self.unmapped[operator.type] += 1
             found = ()
         except LookupError:  # an argument is unknown, or absent

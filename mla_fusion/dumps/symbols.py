@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mla_fusion.compat import new_size, symbolic_mode
-from mla_fusion.dumps import Value
+from mla_fusion.dumps import Value, names
 
 _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -18,11 +18,24 @@ _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
+    ast.Pow: lambda base, exponent: base ** _small(base, exponent),
 }
 _CALLS: dict[str, Callable[..., Any]] = {"Max": torch.sym_max, "Min": torch.sym_min, "FloorDiv": operator.floordiv}
 _HINT = 11  # as good a number of tokens as any: a prime that no model's dims contain
 _LARGEST = 1 << 40
+_LONGEST = 256  # characters of an expression
+_AXES = 64  # torch's own limit
+
+
+_DEGREE = 4  # sums to a higher power have too many terms
+_SYMBOLIC = 8  # sizes of one tensor that may be symbolic, since their product is one expression
+
+
+def _small(base: Any, exponent: Any) -> int:
+    most = 8 if isinstance(base, int) else _DEGREE
+    if not isinstance(exponent, int) or not 0 <= exponent <= most:
+        raise ValueError("no exponent of a size")
+    return exponent
 
 
 class Tensors:
@@ -43,8 +56,10 @@ class Tensors:
         return self._tensors[value]
 
     def _make(self, value: Value) -> Any:
-        dtype = getattr(torch, value.dtype, None) if value.dtype else None
-        if value.shape is None or not isinstance(dtype, torch.dtype):
+        dtype = names.dtype(value.dtype)
+        if value.shape is None or dtype is None or len(value.shape) > _AXES:
+            return None
+        if sum(isinstance(size, str) for size in value.shape) > _SYMBOLIC:
             return None
         shape = self.sizes(value.shape)
         stride = self.sizes(value.stride) if value.stride is not None else None
@@ -65,8 +80,10 @@ class Tensors:
             return dim if dim >= 0 else None
         if dim not in self._made:
             try:
-                self._made[dim] = self._evaluate(ast.parse(dim, mode="eval").body)
-            except (SyntaxError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError):
+                if len(dim) > _LONGEST or dim.count("*") > 2 * _DEGREE:
+                    raise ValueError("too long for a size")
+                self._made[dim] = self._evaluate(ast.parse(dim.strip(), mode="eval").body)
+            except (SyntaxError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError, MemoryError):
                 self._made[dim] = None
         return self._made[dim]
 
@@ -75,12 +92,15 @@ class Tensors:
         return self._symbol(name)
 
     def _evaluate(self, node: ast.AST) -> Any:
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < _LARGEST:
             return node.value
         if isinstance(node, ast.Name):
             return self._symbol(node.id)
         if isinstance(node, ast.BinOp):
-            return _BINARY[type(node.op)](self._evaluate(node.left), self._evaluate(node.right))
+            found = _BINARY[type(node.op)](self._evaluate(node.left), self._evaluate(node.right))
+            if isinstance(found, int) and abs(found) > _LARGEST:
+                raise ValueError("too large for a size")
+            return found
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -self._evaluate(node.operand)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 from mla_fusion.dumps import DumpError, read
+from tests.dumps import fuzzing
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DRAWS = 1000
@@ -42,3 +43,17 @@ def test_damage_is_refused_or_harmless(tmp_path):
             assert all(value.bytes is None or value.bytes >= 0 for value in operator.outputs)
             str(operator)
     assert refused > DRAWS // 3
+
+
+def test_mutated_dumps_run_nothing_and_end(tmp_path):
+    """A sample; ``benchmarks/fuzz_dumps.py`` runs as many as wanted, on more dumps."""
+    worker, harmful = fuzzing.Worker(tmp_path), []
+    try:
+        for number, name, content in fuzzing.cases(fuzzing.fixtures(), 7, range(300)):
+            file = tmp_path / name
+            file.write_bytes(content)
+            outcome = worker.outcome(file, number + 1)
+            harmful += [] if outcome.harmless else [(number, outcome)]
+    finally:
+        worker.close()
+    assert not harmful
