@@ -80,6 +80,7 @@ def test_caches_of_transformers_go_on_working(kind: str) -> None:
     assert torch.equal(after.sequences, before.sequences)
 
 
+@pytest.mark.portable
 def test_the_paged_cache_serves_a_model_that_is_not_optimised() -> None:
     """Where its modules cache latents; of one that caches keys and values of all heads, none are taken."""
     model, inputs = build("deepseek_v3"), prompt()
@@ -91,7 +92,7 @@ def test_the_paged_cache_serves_a_model_that_is_not_optimised() -> None:
         return
     after = model.generate(**inputs, max_new_tokens=12, past_key_values=cache, **GREEDY)
     assert torch.equal(after.sequences, before.sequences)
-    assert all(torch.equal(a, b) for a, b in zip(after.logits, before.logits, strict=True))
+    assert max(error(a, b) for a, b in zip(after.logits, before.logits, strict=True)) < 1e-5  # float32
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2_lite"])
@@ -180,6 +181,7 @@ def test_rounded_models_stay_as_near_to_float32(
     assert ratio <= 1.1
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize(
     "changes",
     [

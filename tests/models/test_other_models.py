@@ -10,6 +10,7 @@ import torch
 import mla_fusion as mf
 from mla_fusion.models.hf import modeling
 from tests.exhaustive import one_in
+from tests.harness import distance
 
 modeling()  # first, so that transformers is imported as the project imports it
 transformers = pytest.importorskip("transformers")
@@ -26,6 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("name", one_in(2, MODELS))
 def test_other_models_are_left_as_they_are(name: str, caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
@@ -39,7 +41,7 @@ def test_other_models_are_left_as_they_are(name: str, caplog: pytest.LogCaptureF
     with torch.no_grad():
         expected = model(**given).logits
         logits = torch.compile(model, backend="mla_fusion")(**given).logits
-    assert torch.equal(logits, expected)
+    assert distance(logits, expected) < 1e-5  # float32
     reports = mf.reports()[seen:]
     assert reports and not any(report.fused or report.rejected for report in reports)
     assert not [record for record in caplog.records if record.name == "mla_fusion"]

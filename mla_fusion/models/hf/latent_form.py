@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mla_fusion.models.attention import sparse
 from mla_fusion.models.hf.latent_attention import LatentDims
@@ -28,6 +29,7 @@ class LatentForm:
     kv_up         name of the child that expands latents
     hidden        columns of the hidden state
     after_cache   does the module expand what it has read from its cache (by its ``expand_kv``), or before it caches?
+    expand_kv     that function of its class; None where it expands before it caches
     """
 
     dims: LatentDims
@@ -35,20 +37,12 @@ class LatentForm:
     kv_up: str
     after_cache: bool
     hidden: int
+    expand_kv: Callable[..., Any] | None = None
 
     @property
     def is_for_sparse_operator(self) -> bool:
         """Has the installed torch_npu an operator for attention of these dims over picked tokens?"""
         return sparse.is_there() and sparse.takes(self.heads, self.dims.rank, self.dims.rope)
-
-    def expand(self, module: nn.Module, c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all heads from ``[B, 1, L, R]`` and ``[B, 1, L, Dr]``, as the module makes them."""
-        if self.after_cache:
-            kind: Any = type(module)
-            keys, values = kind.expand_kv(module, c_kv, k_pe)
-            return keys, values
-        both: Tensor = getattr(module, self.kv_up)(c_kv)
-        return expanded(both, k_pe, self.dims)
 
 
 def expanded(both: Tensor, k_pe: Tensor, dims: LatentDims) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mla_fusion.models.features import ASKS_FOR_INTERFACE
+from mla_fusion.models.hf.as_examined import Code, absorbed_weight, expand, require_same_code, say_that_it_expands
 from mla_fusion.models.hf.latent_attention import absorbed_attention, sparse_attention
 from mla_fusion.models.hf.latent_form import IMPLEMENTATIONS, LatentForm
 from mla_fusion.models.hf.stand_ins import (
@@ -35,13 +36,19 @@ CACHE = "past_key_values"
 EAGER = "eager_attention_forward"
 
 
-def latent_forward(forward: Callable[..., Any], form: LatentForm) -> Callable[..., Any]:
-    """``forward`` (unbound) of a module of this form, over latents."""
+def latent_forward(forward: Callable[..., Any], form: LatentForm, name: str = "self_attn") -> Callable[..., Any]:
+    """``forward`` (unbound) of a module of this form, over latents.
+
+    name  of the module in its model, for messages
+
+    The result raises OptimizeError ``forward.unknown`` where code that was examined has been replaced since.
+    """
     source = inspect.unwrap(forward)
     names = set(_names(source.__code__))
     scope = {name: value for name, value in source.__globals__.items() if name in names}
     scope["__builtins__"] = source.__globals__["__builtins__"]
-    functions = Functions(source.__globals__["ALL_ATTENTION_FUNCTIONS"], form)
+    functions = Functions(source.__globals__["ALL_ATTENTION_FUNCTIONS"], form, name)
+    code = Code.of(forward, source, names)
     scope["ALL_ATTENTION_FUNCTIONS"] = functions
     if not ASKS_FOR_INTERFACE.has(names) and EAGER in scope:
         scope[EAGER] = functions.over_latents(scope[EAGER])
@@ -55,6 +62,7 @@ def latent_forward(forward: Callable[..., Any], form: LatentForm) -> Callable[..
     place = list(inspect.signature(source).parameters).index(CACHE) - 1
 
     def over_latents(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        require_same_code(module, name, code)
         if not form.after_cache:
             if kwargs.get(CACHE) is not None:
                 kwargs = {**kwargs, CACHE: LatentCache(kwargs[CACHE])}
@@ -82,9 +90,10 @@ def _names(code: CodeType) -> Iterator[str]:
 class Functions:
     """``ALL_ATTENTION_FUNCTIONS`` with latents in place of keys and values."""
 
-    def __init__(self, functions: Any, form: LatentForm) -> None:
+    def __init__(self, functions: Any, form: LatentForm, name: str) -> None:
         self.functions = functions
         self.form = form
+        self.name = name
 
     def get_interface(self, implementation: str, eager: Attention) -> Attention:
         if implementation == SPARSE:
@@ -98,7 +107,7 @@ class Functions:
 
     def over_latents(self, usual: Attention) -> Attention:
         """An attention function that absorbs where this is cheaper, and otherwise expands for the usual one."""
-        form = self.form
+        form, name = self.form, self.name
 
         def attend(
             itself: LatentSelf, query: Any, keys: Any, values: Any, attention_mask: Tensor | None, **options: Any
@@ -108,28 +117,33 @@ class Functions:
             c_kv, k_pe = (keys.c_kv, keys.k_pe) if isinstance(keys, LatentKey) else (keys, values)
             length = query.shape[2]
             picks = options.get("indices")
+            weight = absorbed_weight(module, form)
             if picks is not None:
+                assert weight is not None, "LatentSelf hands picks over only where there is one"
                 parts = query if isinstance(query, SplitQuery) else SplitQuery(*form.dims.split_query(query))
-                weight, scaling = local(getattr(module, form.kv_up).weight), options["scaling"]
                 return sparse_attention(
                     parts.nope, parts.rope, c_kv, k_pe, weight, form.dims, picks,
-                    scaling=scaling, factor=parts.factor, mask=attention_mask,
+                    scaling=options["scaling"], factor=parts.factor, mask=attention_mask,
                 )  # fmt: skip
-            if form.dims.absorbs(length, c_kv.shape[2]) and (attention_mask is not None or length == 1):
+            scaling = options.get("scaling")
+            cheaper = form.dims.absorbs(length, c_kv.shape[2]) and (attention_mask is not None or length == 1)
+            if cheaper and weight is None and not torch.compiler.is_compiling():
+                say_that_it_expands(name, form)
+            if cheaper and weight is not None:
                 parts = query if isinstance(query, SplitQuery) else SplitQuery(*form.dims.split_query(query))
                 return absorbed_attention(
                     parts.nope,
                     parts.rope,
                     c_kv,
                     k_pe,
-                    local(getattr(module, form.kv_up).weight),
+                    weight,
                     form.dims,
-                    scaling=options.get("scaling") or (form.dims.nope + form.dims.rope) ** -0.5,
+                    scaling=(form.dims.nope + form.dims.rope) ** -0.5 if scaling is None else scaling,
                     factor=parts.factor,
                     mask=attention_mask,
                     dropout=options.get("dropout", 0.0),
                 )
-            expanded = form.expand(module, c_kv, k_pe)
+            expanded = expand(module, form, c_kv, k_pe)
             whole = query.joined() if isinstance(query, SplitQuery) else query
             return usual(module, whole, *expanded, attention_mask, **options)
 
@@ -142,21 +156,3 @@ def _known(implementation: str) -> None:
             "attention.implementation",
             f"attn_implementation is {implementation!r}; an optimised model needs sdpa or eager",
         )
-
-
-def local(weight: Any) -> Tensor:
-    """This rank's share of a weight that is sharded by heads."""
-    share: Tensor = weight.to_local() if isinstance(weight, _SHARDED) else weight
-    return share
-
-
-def _sharded() -> tuple[type[Any], ...]:
-    """DTensor, where torch has it (dynamo cannot tell by attributes: it traces a parameter as a plain one)."""
-    if not torch.distributed.is_available():
-        return ()
-    from torch.distributed.tensor import DTensor
-
-    return (DTensor,)
-
-
-_SHARDED = _sharded()

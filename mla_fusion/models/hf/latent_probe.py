@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from mla_fusion.models.features import EXPANDS_AFTER_CACHE
+from mla_fusion.models.hf.as_examined import local
 from mla_fusion.models.hf.latent_attention import LatentDims
 from mla_fusion.models.hf.latent_form import LatentForm, Refusal, expanded
-from mla_fusion.models.hf.latent_forward import latent_forward, local
+from mla_fusion.models.hf.latent_forward import latent_forward
 
 TOKENS = 3
 
@@ -68,24 +69,41 @@ def probe(module: nn.Module, name: str, rank: int, rope: int, hidden: int) -> La
             unknown = "kv_up.differs" if after_cache else "cache.expanded"
             advice = "" if after_cache else f" ({EXPANDS_AFTER_CACHE.install})"
             return Refusal(unknown, f"{name} expands no latents of {rank} and {rope}: {error}{advice}")
-        form = _compared(up, name, answer, after_cache, hidden)
+        form = _compared(up, name, answer, getattr(type(module), "expand_kv", None), hidden)
         if isinstance(form, LatentForm) and not after_cache:
             return _converted(module, form, answer, inputs)
         return form
 
 
-def _compared(up: Any, name: str, answer: Answer, after_cache: bool, hidden: int) -> LatentForm | Refusal:
+def _compared(up: Any, name: str, answer: Answer, expand_kv: Any, hidden: int) -> LatentForm | Refusal:
     """Are keys and values those of the up projection's weights?"""
     c_kv, k_pe, keys, values = answer
     heads, rope = keys.shape[1], k_pe.shape[-1]
     dims = LatentDims(c_kv.shape[-1], rope, keys.shape[-1] - rope, values.shape[-1])
-    both = nn.functional.linear(c_kv, local(up.weight))
-    if dims.nope <= 0 or both.shape[-1] != heads * (dims.nope + dims.value):
+    weight = local(up.weight)
+    if dims.nope <= 0 or weight.shape[0] != heads * (dims.nope + dims.value):
         return Refusal("kv_up.differs", f"keys {list(keys.shape)} and values {list(values.shape)} are not of {name}")
-    wanted = expanded(both, k_pe, dims)
-    if not keys.is_meta and not (torch.equal(keys, wanted[0]) and torch.equal(values, wanted[1])):
+    if not keys.is_meta and not _is_product((keys, values), c_kv, k_pe, weight, dims):
         return Refusal("kv_up.differs", f"the module makes other keys or values than the weight of {name}")
-    return LatentForm(dims, heads, name, after_cache, hidden)
+    return LatentForm(dims, heads, name, expand_kv is not None, hidden, expand_kv)
+
+
+def _is_product(
+    found: tuple[Tensor, Tensor], c_kv: Tensor, k_pe: Tensor, weight: Tensor, dims: LatentDims
+) -> bool:
+    """Are keys and values those of ``c_kv @ weight.T``, but for rounding?
+
+    Each number may be off by its own rounding and by that of the float32 sum that it is: a processor
+    may add in another order for another memory layout. Rotated keys are copied, and must be equal.
+    """
+    wide, matrix = c_kv.double(), weight.double()
+    wanted = expanded(nn.functional.linear(wide, matrix), k_pe.double(), dims)
+    terms = expanded(nn.functional.linear(wide.abs(), matrix.abs()), torch.zeros_like(k_pe).double(), dims)
+    own, sums = torch.finfo(weight.dtype).eps, weight.shape[1] * torch.finfo(torch.float32).eps
+    return all(
+        bool(((got.double() - want).abs() <= own * want.abs() * (most > 0) + sums * most).all())
+        for got, want, most in zip(found, wanted, terms, strict=True)
+    )
 
 
 def _by_expansion(module: Any, weight: Tensor, rank: int, rope: int) -> Answer:
@@ -171,7 +189,7 @@ def arguments_of(
 
 def _random(like: Tensor, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator).to(like.device, like.dtype)
+    return torch.randn(*shape, generator=generator, dtype=torch.float32).to(like.device, like.dtype)
 
 
 def _first_line(error: BaseException) -> str:

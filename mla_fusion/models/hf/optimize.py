@@ -15,12 +15,13 @@ from torch import nn
 
 from mla_fusion.models.hf.asked import Asked
 from mla_fusion.models.hf.examine import examine, is_attention
-from mla_fusion.models.hf.latent_form import LatentForm, Refusal
+from mla_fusion.models.hf.latent_form import Refusal
 from mla_fusion.models.hf.latent_forward import latent_forward
 from mla_fusion.models.hf.summary import Converted, Skipped, Summary
 from mla_fusion.models.refusal import OptimizeError
 
 BLOCK_SIZE = 128
+CONVERTED = "_mla_fusion_forward"  # attribute of a converted attention: the function that is its forward
 
 
 def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SIZE) -> Summary:
@@ -43,14 +44,14 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
             skipped.append(Skipped(name, verdict.code, verdict.message))
             continue
         size = getattr(module, verdict.kv_up).weight.element_size()
-        forward = latent_forward(type(module).forward, verdict)
-        forwards.append((module, verdict, forward))
+        forward = latent_forward(type(module).forward, verdict, name)
+        forwards.append((module, forward))
         ask = partial(asked.of, module, verdict, forward)
         converted.append(Converted(name, int(module.layer_idx), verdict.heads, verdict.dims, size, ask))
     summary = Summary(tuple(converted), tuple(skipped))
     # All made before any is set, so that an error leaves the model as it was.
-    for module, form, forward in forwards:
-        _convert(module, form, forward)
+    for module, forward in forwards:
+        _convert(module, forward)
     if converted:
         if cache and hasattr(model, "_prepare_cache_for_generation"):
             from mla_fusion.models.hf.generation import use_paged_cache
@@ -65,17 +66,23 @@ def revert(model: nn.Module) -> None:
 
     model  that ``optimize`` has converted
 
-    Raises OptimizeError ``model.state``.
+    Raises OptimizeError ``model.state``; nothing is changed then.
     """
     if getattr(model, "_mla_fusion_summary", None) is None:
         raise OptimizeError("model.state", f"this {type(model).__name__} is not optimised")
-    for module in model.modules():
-        if hasattr(module, "_mla_fusion_form"):
-            del module.forward, module._mla_fusion_form
+    converted = [(name, module) for name, module in model.named_modules() if hasattr(module, CONVERTED)]
+    for name, module in converted:
+        if getattr(vars(module).get("forward"), "__func__", None) is not getattr(module, CONVERTED):
+            raise OptimizeError(
+                "model.state", f"{name}.forward has been replaced since optimize(): undo that, then revert"
+            )
+    for _, module in converted:
+        delattr(module, "forward")
+        delattr(module, CONVERTED)
     for name in ("_prepare_cache_for_generation", "_mla_fusion_longest", "_mla_fusion_summary"):
         model.__dict__.pop(name, None)
 
 
-def _convert(module: Any, form: LatentForm, forward: Callable[..., Any]) -> None:
-    module._mla_fusion_form = form
+def _convert(module: Any, forward: Callable[..., Any]) -> None:
+    setattr(module, CONVERTED, forward)
     module.forward = MethodType(forward, module)

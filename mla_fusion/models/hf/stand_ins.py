@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mla_fusion.models.attention import sparse
 from mla_fusion.models.features import TWO_WIDTHS
+from mla_fusion.models.hf.as_examined import absorbed_weight
 from mla_fusion.models.hf.latent_attention import LatentDims
 from mla_fusion.models.hf.latent_form import LatentForm
 from mla_fusion.models.refusal import OptimizeError
@@ -153,8 +154,9 @@ class LatentSelf:
         self.picks = picks
 
     def __getattr__(self, name: str) -> Any:
-        if name == "config" and self.picks and sparse.runs_on(getattr(self.module, self.form.kv_up).weight):
-            return SparseConfig(self.module.config)
+        if name == "config" and self.picks:
+            config, weight = self.module.config, absorbed_weight(self.module, self.form)
+            return SparseConfig(config) if weight is not None and sparse.runs_on(weight) else config
         if self.form.after_cache:
             return _same if name == "expand_kv" else getattr(self.module, name)
         return self._put_off if name == self.form.kv_up else getattr(self.module, name)
