@@ -22,7 +22,7 @@ class Binder:
         self.dims: dict[str, Any] = {}
 
     def refuse(self, code: str, argument: str, expected: object, found: object) -> NoReturn:
-        raise ContractError(code, argument, str(expected), str(found), self.dims, self.source, self.op)
+        raise ContractError(code, argument, f"{expected}", f"{found}", self.dims, self.source, self.op)
 
     def tensor(self, name: str, shape: str, dtype: torch.dtype) -> None:
         self.dtype(name, dtype)

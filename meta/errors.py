@@ -29,4 +29,6 @@ class ContractError(ValueError):
         where = f"{op}: " if op else ""
         known = ", ".join(f"{axis}={size}" for axis, size in self.dims.items())
         context = "".join(f" [{text}]" for text in (known, source) if text)
-        super().__init__(f"{where}{argument}: expected {expected}, found {found} ({code}){context}")
+        # assigned: Dynamo does not trace super().__init__, and a refusal in a function that is compiled
+        # would be reported as that
+        self.args = (f"{where}{argument}: expected {expected}, found {found} ({code}){context}",)

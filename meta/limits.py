@@ -39,11 +39,14 @@ class Sizes:
         assert isinstance(size, int)
         return self.low <= size and (self.high is None or size <= self.high) and size % self.step == 0
 
-    def __str__(self) -> str:
+    def describe(self) -> str:
+        """As text, also for Dynamo, which does not call ``__str__``."""
         if self.listed:
             return "one of " + ", ".join(map(str, sorted(self.listed))) if len(self.listed) > 1 else self._only()
         upper = f"{self.low}..{self.high}" if self.high is not None else f"at least {self.low}"
         return upper + (f", a multiple of {self.step}" if self.step > 1 else "")
+
+    __str__ = describe
 
     def _only(self) -> str:
         return str(next(iter(self.listed)))

@@ -7,13 +7,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from mla_fusion.meta import key_operator, preprocess, preprocess_csrc
+from mla_fusion.meta import attention, key_operator, preprocess, preprocess_csrc
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.prolog import PROLOGS
 
 # op -> (required arguments in positional order, keyword arguments with the schema's defaults)
 SIGNATURES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     **{name: (operator.required, operator.defaults) for name, operator in (PROLOGS | key_operator.OPERATORS).items()},
+    attention.OP: (attention.ATTENTION.required, attention.ATTENTION.defaults),
     preprocess.OP: (preprocess.ATB.required, preprocess.ATB.defaults),
     preprocess_csrc.OP: (preprocess_csrc.CSRC.required, preprocess_csrc.CSRC.defaults),
 }

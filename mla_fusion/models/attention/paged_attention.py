@@ -2,9 +2,10 @@
 
     out = softmax(scale * (query . c_kv + query_rope . k_pe)) c_kv
 
-On device npu this is one `npu_fused_infer_attention_score_v2` (see `attention_npu`); elsewhere the plain PyTorch
-below, which is also the reference that says what the kernel should give. The device decides, so that a compiled
-function holds the one or the other and never a graph break.
+On device npu this is one `npu_fused_infer_attention_score_v2` (see `models/attention/npu.py`);
+elsewhere the plain PyTorch below, which is also the reference that says what the kernel should
+give. The device decides, so that a compiled function holds the one or the other and never a graph
+break.
 """
 
 from __future__ import annotations
@@ -34,34 +35,78 @@ def mla_paged_attention(
     query_lens: Lengths | None = None,
     mask: Tensor | None = None,
     return_lse: bool = False,
+    query_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    heads: int | None = None,
+    out_layout: str = "TND",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of T tokens of B sequences over their first ``seq_lens`` cached positions.
 
     query         [T, N, Hckv], query_rope [T, N, Dr]: W_uk is already multiplied in
-    kv_cache      [BlockNum, BlockSize, 1, Hckv], kr_cache [BlockNum, BlockSize, 1, Dr], new rows already written
+    kv_cache      [BlockNum, BlockSize, 1, Hckv], kr_cache [BlockNum, BlockSize, 1, Dr], new rows
+                  already written; or both NZ, [BlockNum, 1, width / C0, BlockSize, C0], where C0
+                  elements are 32 bytes
     block_tables  int [B, blocks]; entries behind a sequence's last block are not read
     seq_lens      int [B], new tokens counted, at most blocks * BlockSize
-    query_lens    int [B] that sum to T: the tokens of a sequence are its last ones, and each sees what stands up to
-                  itself. None: one token a sequence, T = B
+    query_lens    int [B] that sum to T: the tokens of a sequence are its last ones, and each sees
+                  what stands up to itself. None: one token a sequence, T = B
     mask          bool [T, blocks * BlockSize], True where a token may look; restricts further
+    query_scale   float32 [T, N] or [T, N, 1], with an int8 query and an int8 kv_cache alone: the
+                  dequant_scale_q_nope of npu_mla_prolog_v3 with kv_cache_quant_mode 1. query_rope
+                  is the prologue's too, which has divided it by query_scale and kv_scale
+    kv_scale      float32 [1], what an int8 kv_cache is multiplied by: 1 / quant_scale_ckv
+    heads         the number of the model's heads, where the query has more: out and lse are cut to
+                  them. None: all heads of the query
+    out_layout    "TND"; or "NTD", heads first: the product with W_uv then needs no transpose
 
-    Returns out [T, N, Hckv] in the dtype of ``query`` and, with ``return_lse``, the natural logarithm of
-    sum(exp(scaled scores)), [T, N] float32. A token that sees nothing has out 0 and lse -inf. Products and softmax
-    are float32 (float64 inputs stay float64, lse too).
+    Returns out [T, N, Hckv], or [N, T, Hckv], in the dtype of ``query_rope`` and, with
+    ``return_lse``, the natural logarithm of sum(exp(scaled scores)), [T, N] float32. A token that
+    sees nothing has out 0 and lse -inf. Products and softmax are float32 (float64 inputs stay
+    float64, lse too).
 
-    Lengths may be tensors or host integers. On an NPU the kernel takes host integers when called eagerly or from
-    captured ACL graphs (eagerly a tensor costs a synchronisation) and tensors in torchair's GE graphs.
+    On an NPU the operator takes 1, 2, 4, .. 128 heads. For other numbers this function copies the
+    query into one with heads of zeros, and cuts them off. To save both copies, pad W_uq and W_uk
+    once to ``padded_heads(N)`` heads: the prologue then gives the operator's number. Pad W_uv too
+    to save the cut, or give ``heads``. (Give ``heads`` with an int8 query: the prologue divides by
+    the scale of a head, and that of a head of zeros is 0.)
 
-    Raises ContractError ``attention.<argument>`` for shapes that do not belong together and, on an NPU, for sizes
-    that the kernel has no form for.
+    Lengths may be tensors or host integers. On an NPU the kernel takes host integers when called
+    eagerly or from captured ACL graphs (eagerly a tensor costs a synchronisation) and tensors in
+    torchair's GE graphs. Its documents allow more than 16 tokens a sequence after CANN 9.1.
+
+    Raises ContractError ``attention.<argument>`` for arguments that do not belong together and, on
+    an NPU, what ``mla_fusion.meta.check("npu_fused_infer_attention_score_v2", ..)`` raises for a
+    call that the operator does not take.
     """
     _check(query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens, mask)
+    _check_scales(query, kv_cache, query_scale, kv_scale)
+    if heads is not None and not 1 <= heads <= query.shape[1]:
+        _refuse("heads", f"1 to {query.shape[1]}, the heads of query", heads)
+    if out_layout not in ("TND", "NTD"):
+        _refuse("out_layout", "'TND' or 'NTD'", repr(out_layout))
+    by_head = 0 if out_layout == "NTD" else 1
+    given = query, query_rope, kv_cache, kr_cache, block_tables, seq_lens
     if query.device.type == "npu":
         out, lse = npu.attend(
-            query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, scale, query_lens, mask, return_lse
+            *given,
+            scale=scale,
+            query_lens=query_lens,
+            mask=mask,
+            return_lse=return_lse,
+            query_scale=query_scale,
+            kv_scale=kv_scale,
+            heads_first=by_head == 0,
         )
     else:
-        out, lse = _reference(query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, scale, query_lens, mask)
+        if query_scale is not None and kv_scale is not None:
+            factor = query_scale.reshape(*query.shape[:2], 1) * kv_scale
+            given = query * factor, query_rope * factor, *given[2:]
+        out, lse = _reference(*given, scale, query_lens, mask)
+        out = (out if kv_scale is None else out * kv_scale).to(query_rope.dtype)
+        out = out if by_head else out.transpose(0, 1).contiguous()
+    if heads is not None and heads < query.shape[1]:
+        out = out.narrow(by_head, 0, heads)
+        lse = lse[:, :heads] if return_lse else lse
     return (out, lse) if return_lse else out
 
 
@@ -125,10 +170,13 @@ def _attend_each(
 
 def _rows(cache: Tensor, block_tables: Tensor, lengths: Tensor) -> Tensor:
     """[B, S, width]: the rows of each sequence in order, zeros behind its end (a pool may hold NaN there)."""
-    block_size = cache.shape[1]
+    block_size = cache.shape[3] if cache.dim() == 5 else cache.shape[1]
     starts = torch.arange(block_tables.shape[1], device=cache.device) * block_size
     used = starts < lengths.unsqueeze(1)
-    rows = cache[torch.where(used, block_tables, 0)].flatten(1, 3)
+    rows = cache[torch.where(used, block_tables, 0)]
+    if cache.dim() == 5:  # NZ: [B, blocks, 1, width / C0, BlockSize, C0]
+        rows = rows.transpose(3, 4).flatten(4, 5)
+    rows = rows.flatten(1, 3)
     beyond = torch.arange(rows.shape[1], device=cache.device) >= lengths.unsqueeze(1)
     return rows.masked_fill(beyond.unsqueeze(-1), 0)
 
@@ -169,19 +217,21 @@ def _check(
     query_lens: Lengths | None,
     mask: Tensor | None,
 ) -> None:
-    ranks = {"query": (query, 3), "query_rope": (query_rope, 3), "kv_cache": (kv_cache, 4), "kr_cache": (kr_cache, 4)}
-    for name, (tensor, rank) in {**ranks, "block_tables": (block_tables, 2)}.items():
+    ranks = {"query": (query, 3), "query_rope": (query_rope, 3), "block_tables": (block_tables, 2)}
+    nz = kv_cache.dim() == 5
+    for name, (tensor, rank) in {**ranks, "kv_cache": (kv_cache, 5 if nz else 4)}.items():
         if tensor.dim() != rank:
             _refuse(name, f"{rank}-D", f"{tensor.dim()}-D {list(tensor.shape)}")
     tokens, heads, latent = query.shape
-    blocks, block_size = kv_cache.shape[:2]
+    blocks, block_size = kv_cache.shape[0], kv_cache.shape[3 if nz else 1]
     rope = query_rope.shape[2]
     if tuple(query_rope.shape[:2]) != (tokens, heads):
         _refuse("query_rope", f"[{tokens}, {heads}, Dr]", list(query_rope.shape))
-    if tuple(kv_cache.shape[2:]) != (1, latent):
-        _refuse("kv_cache", f"[BlockNum, BlockSize, 1, {latent}]", list(kv_cache.shape))
-    if tuple(kr_cache.shape) != (blocks, block_size, 1, rope):
-        _refuse("kr_cache", f"[{blocks}, {block_size}, 1, {rope}]", list(kr_cache.shape))
+    for name, cache, width in (("kv_cache", kv_cache, latent), ("kr_cache", kr_cache, rope)):
+        c0 = 32 // cache.element_size()
+        wanted = (blocks, 1, width // c0, block_size, c0) if nz else (blocks, block_size, 1, width)
+        if tuple(cache.shape) != wanted:
+            _refuse(name, str(list(wanted)), list(cache.shape))
     sequences = block_tables.shape[0]
     if len(seq_lens) != sequences:
         _refuse("seq_lens", f"{sequences} entries, one a row of block_tables", len(seq_lens))
@@ -193,6 +243,27 @@ def _check(
         positions = block_tables.shape[1] * block_size
         if mask.dtype != torch.bool or tuple(mask.shape) != (tokens, positions):
             _refuse("mask", f"bool [{tokens}, {positions}]", f"{mask.dtype} {list(mask.shape)}")
+
+
+def _check_scales(
+    query: Tensor, kv_cache: Tensor, query_scale: Tensor | None, kv_scale: Tensor | None
+) -> None:
+    int8, per_head = query.dtype == torch.int8, tuple(query.shape[:2])
+    if (kv_cache.dtype == torch.int8) != int8:
+        _refuse("kv_cache", f"{query.dtype}, as query", kv_cache.dtype)
+    shapes = {
+        "query_scale": (query_scale, (per_head, (*per_head, 1))),
+        "kv_scale": (kv_scale, ((1,), ())),
+    }
+    for name, (scale, allowed) in shapes.items():
+        if (scale is not None) != int8:
+            expected = "a tensor" if int8 else "nothing"
+            _refuse(name, f"{expected} with a query of {query.dtype}", scale)
+        if scale is None:
+            continue
+        if scale.dtype != torch.float32 or tuple(scale.shape) not in allowed:
+            expected = " or ".join(str(list(shape)) for shape in allowed)
+            _refuse(name, f"float32 {expected}", f"{scale.dtype} {list(scale.shape)}")
 
 
 def _refuse(argument: str, expected: str, found: object) -> NoReturn:

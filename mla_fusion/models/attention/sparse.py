@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion import compat
-from mla_fusion.models.attention.npu import HEADS, LATENT, ROPE
+from mla_fusion.meta.attention import HEADS, LATENT, ROPE
 
 OPERATOR = "npu::npu_sparse_flash_attention"
 ABSORBED = 2  # attention_mode: keys and values are latents, and rotated parts come apart

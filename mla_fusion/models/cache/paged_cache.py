@@ -30,7 +30,7 @@ def _cropped(held: int, tokens: int) -> int:
     """How many tokens the installed release leaves of ``held``: asked of its own layer, for what a positive number
     and zero mean has changed. Raises its ValueError for a number that it does not take."""
     layer: Any = DynamicLayer()
-    layer.keys = layer.values = torch.empty(1, 1, held, 1)
+    layer.keys = layer.values = torch.empty(1, 1, held, 1, dtype=torch.float32)
     layer.is_initialized = True
     layer.crop(tokens)
     return int(layer.keys.shape[-2])

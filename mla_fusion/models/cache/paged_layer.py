@@ -95,8 +95,7 @@ class PagedLatentLayer(CacheLayerMixin):
         table = self.table
         if table.tables is None:
             table.allot(key_states.shape[0], self.device)
-        if key_states.shape[0] != table.batch:
-            raise OptimizeError("cache.kind", f"the cache holds {table.batch} sequences, got {key_states.shape[0]}")
+        self._check_batch(key_states)
         widths = key_states.shape[-1], value_states.shape[-1]
         if key_states.shape[-2] == 0:  # initialised ahead, by states of one width for both
             widths = self.widths
@@ -109,10 +108,7 @@ class PagedLatentLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         tokens = key_states.shape[-2]
-        if key_states.shape[0] != self.table.batch:
-            raise OptimizeError(
-                "cache.kind", f"the cache holds {self.table.batch} sequences, got {key_states.shape[0]}"
-            )
+        self._check_batch(key_states)
         if not self.table.static:
             self._grow(self.length + tokens)
         slots = self._slots(tokens)
@@ -123,6 +119,14 @@ class PagedLatentLayer(CacheLayerMixin):
         if not self.table.static:
             self.length += tokens
         return self.read(self.keys), self.read(self.values)
+
+    def _check_batch(self, states: Tensor) -> None:
+        if states.shape[0] != self.table.batch:
+            raise OptimizeError(
+                "cache.kind",
+                f"the cache holds {self.table.batch} sequences, and layer {self.index} is given states"
+                f" {list(states.shape)} of {states.shape[0]}; each batch needs a cache of its own",
+            )
 
     def _slots(self, tokens: int) -> Tensor:
         return self.table.advance(self.index, tokens, self.length)
@@ -233,6 +237,7 @@ class PagedIndexedLayer(PagedLatentLayer):
         """Write ``[B, S, width]`` of the tokens whose latents came last; all of this layer, ``[B, L, width]``."""
         if self._new is None:
             raise OptimizeError("cache.kind", f"layer {self.index} is given an indexer's keys before their latents")
+        self._check_batch(states)
         if self.indexer_keys is None:
             self.indexer_keys = self._pool(states, states.shape[-1])
         self._write(self.indexer_keys, self._new, states)

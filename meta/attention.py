@@ -1,0 +1,130 @@
+"""``npu_fused_infer_attention_score_v2`` in its form for absorbed MLA over paged latents: tables.
+
+Axes: B sequences of S tokens, or T tokens of all of them; N heads, D the latent (512), R the part
+that is rotated (64). Read from the documents of torch_npu 2.13 and of op-plugin 2026-08, and from
+the tiling checks of ops-transformer, fused_infer_attention_score (float16, bfloat16) and
+incre_flash_attention (int8), at 2025-11 (before 8.5), 8.5.0, 9.0.0 and 9.1.0. They describe A2 and
+A3; A5 has another page. `attention_check.py` applies the tables to a call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from mla_fusion.meta.errors import ContractError
+from mla_fusion.meta.limits import Sizes, known_releases
+from mla_fusion.meta.prolog import Argument, Operator
+
+HOST = "fused_infer_attention_score tiling"
+LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
+SCALES = ("dequant_scale_query", "dequant_scale_key", "dequant_scale_value")
+_OPTIONAL = """query_rope key_rope pse_shift atten_mask actual_seq_qlen actual_seq_kvlen block_table
+    dequant_scale_query dequant_scale_key dequant_offset_key dequant_scale_value
+    dequant_offset_value dequant_scale_key_rope quant_scale_out quant_offset_out quant_scale_p
+    learnable_sink""".split()
+_WITH_DTYPE = """query key value query_rope key_rope key_shared_prefix value_shared_prefix
+    dequant_scale_query dequant_scale_key dequant_scale_value dequant_scale_key_rope out""".split()
+_EVERYTHING = 2147483647
+
+ATTENTION = Operator(
+    "npu_fused_infer_attention_score_v2",
+    "v2",
+    tuple(map(Argument, ("query", "key", "value"))),
+    (
+        *(Argument(name, "SymInt[]?" if name in LENGTHS else "Tensor?") for name in _OPTIONAL),
+        Argument("num_query_heads", "int", 1),
+        Argument("num_key_value_heads", "int", 0),
+        Argument("softmax_scale", "float", 1.0),
+        Argument("pre_tokens", "int", _EVERYTHING),
+        Argument("next_tokens", "int", _EVERYTHING),
+        Argument("input_layout", "str", "BSH"),
+        Argument("sparse_mode", "int", 0),
+        Argument("block_size", "int", 0),
+        *(Argument(f"{name}_quant_mode", "int", 0) for name in ("query", "key", "value")),
+        Argument("inner_precise", "int", 0),
+        Argument("return_softmax_lse", "bool", False),
+        *(Argument(f"{name}_dtype", "int?") for name in _WITH_DTYPE),
+    ),
+    results=("attention_out", "softmax_lse"),
+    ge_type="FusedInferAttentionScore",
+    ge_results=("attention_out", "softmax_lse"),
+)
+OP = ATTENTION.name
+TENSORS = ATTENTION.ge_inputs
+NOT_OF_MLA = """pse_shift dequant_offset_key dequant_offset_value dequant_scale_key_rope
+    quant_scale_out quant_offset_out quant_scale_p learnable_sink""".split()
+
+SOCS = ("A2", "A3")
+# query's axes, and behind "_" those of attention_out where they differ; H is N*D
+LAYOUTS = ("BSH", "BSND", "BNSD", "BNSD_NBSD", "BSND_NBSD", "BSH_NBSD", "TND", "TND_NTD")
+HEADS = Sizes(frozenset(2**power for power in range(8)))
+LATENT, ROPE = 512, 64
+FLOATS = (torch.bfloat16, torch.float16)
+MOST = {"B": 4096, "T": 1 << 20}  # of TND
+MASK_WIDTH = 2048  # of sparse_mode 3 and 4, however long the sequences are
+MASK_DTYPES = (torch.bool, torch.int8, torch.uint8)
+NO_MASK, CAUSAL_AT_THE_END, BAND, TREE = 0, 3, 4, 9  # sparse_mode
+PER_TOKEN_AND_HEAD, PER_TENSOR = 3, 0  # query_quant_mode; key_quant_mode and value_quant_mode
+
+
+@dataclass(frozen=True)
+class Release:
+    """What the operator takes from CANN ``since`` on, until the next row.
+
+    blocks, nz_blocks  rows of a block of an ND and of an NZ cache
+    tokens             most tokens of a sequence; None: any number
+    lse                whether return_softmax_lse is taken
+    tied               whether the layout and the number of tokens decide sparse_mode and the form
+                       of the caches
+    """
+
+    since: str
+    blocks: Sizes
+    nz_blocks: Sizes
+    sparse_modes: tuple[int, ...]
+    tokens: int | None = 16
+    lse: bool = True
+    tied: bool = False
+
+
+_128 = Sizes(frozenset({128}))
+_TO_1024 = Sizes(low=16, high=1024, step=16)
+_MASKS = (NO_MASK, CAUSAL_AT_THE_END, BAND)
+RELEASE_ROWS = (
+    Release("8.3", Sizes(frozenset({16, 128})), _128, _MASKS, lse=False, tied=True),
+    Release("8.5", _TO_1024, _TO_1024, _MASKS),
+    Release("9.1", _TO_1024, _TO_1024, (*_MASKS, TREE)),
+    Release("latest", _TO_1024, _TO_1024, (*_MASKS, TREE), tokens=None),
+)
+# the form of int8 is narrower, in every release
+INT8_BLOCKS = _128
+INT8_TOKENS = 16
+INT8_LAYOUTS = tuple(name for name in LAYOUTS if not name.startswith("BNSD"))
+
+
+def axes_of(layout: str) -> tuple[str, str]:
+    """The axes of query and of attention_out, one letter each: ("BSND", "NBSD") of BSND_NBSD."""
+    query, _, out = layout.partition("_")
+    return query, out or query
+
+
+def release(cann: str) -> Release:
+    """What a CANN release takes. ContractError ``cann`` before 8.3, which brought the operator."""
+    known = known_releases(cann)
+    rows = [row for row in RELEASE_ROWS if row.since in known]
+    if not rows:
+        expected = "8.3 or newer, which has the operator"
+        raise ContractError("cann", "cann", expected, cann, source=HOST, op=OP)
+    return rows[-1]
+
+
+def padded_heads(heads: int) -> int:
+    """The least number of heads, no fewer than ``heads``, that the operator takes: 16 of 12.
+
+    Raises ContractError ``dims.n`` past 128.
+    """
+    for count in sorted(HEADS.listed):
+        if count >= heads >= 1:
+            return count
+    raise ContractError("dims.n", "num_query_heads", "1 to 128", str(heads), source=HOST, op=OP)
