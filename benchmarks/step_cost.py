@@ -4,11 +4,12 @@
 
 The pass fuses a decoder of small dims, and the graph inside is replaced by a function that returns at once, so that
 what remains is the work on the inputs: weights looked up and checked, caches viewed. Four weights a layer; microseconds
-are medians. Three settings:
+are medians, and means beside them: one step of four reads a share of the weights' bytes. Settings:
 
 * views: on a CPU most packed weights are views of their parameters, which are current by themselves
-* trusted: packed copies, of which version counter and memory are compared (``Config(updates="trusted")``)
-* checked: packed copies, of which the content is compared, the default; this one grows with the bytes of the weights
+* counted: packed copies, of which version counter and address are compared (``Config(updates="counted")``)
+* rounds: the same, the default; a share of the bytes is read besides
+* wide: the same at eight times the width, and so eight times the bytes
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import gc
 import json
 import sys
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
@@ -33,16 +34,19 @@ from mla_fusion.compile.adapted import Adapted, Packed
 from mla_fusion.compile.boundary import fuse_with_boundary
 from mla_fusion.compile.device_graph import capture
 
-SETTINGS = {  # name: configuration, device whose layouts are asked for
-    "views": (mf.Config(), "cpu"),
-    "trusted": (mf.Config(updates="trusted"), "npu"),
-    "checked": (mf.Config(), "npu"),
+WIDE = Sizes(hidden=8192, heads=16)
+SETTINGS = {  # name: configuration, device whose layouts are asked for, sizes
+    "views": (mf.Config(), "cpu", Sizes()),
+    "counted": (mf.Config(updates="counted"), "npu", Sizes()),
+    "rounds": (mf.Config(), "npu", Sizes()),
+    "wide": (mf.Config(), "npu", WIDE),
 }
 
 
 def main() -> int:
     options = _options()
-    print(f"{'layers':>6} {'weights':>8} {'setting':>8} {'MiB':>8} {'call':>10} {'boundary':>10} {'a weight':>9}  us")
+    heads = f"{'call':>10} {'boundary':>10} {'mean':>8} {'a weight':>9}  us"
+    print(f"{'layers':>6} {'weights':>8} {'setting':>8} {'MiB':>8} {heads}")
     rows = [
         _measure(layers, name, options.repeat) for layers in options.layers for name in options.settings
     ]
@@ -62,14 +66,14 @@ def _options() -> argparse.Namespace:
 
 
 def _measure(layers: int, name: str, repeat: int) -> dict[str, Any]:
-    config, device = SETTINGS[name]
-    adapted, args = _adapted(layers, config, device)
+    config, device, sizes = SETTINGS[name]
+    adapted, args = _adapted(layers, config, device, sizes)
     inner = adapted.inputs(args)
     gc.collect()
     gc.disable()
     try:
-        whole = _microseconds(lambda: adapted(*args), repeat)
-        direct = _microseconds(lambda: adapted.compiled(*inner), repeat)
+        whole, average = _microseconds(lambda: adapted(*args), repeat)
+        direct, _ = _microseconds(lambda: adapted.compiled(*inner), repeat)
     finally:
         gc.enable()
     entries = {adaptor.entry(args) for adaptor in adapted.adaptors if isinstance(adaptor, Packed)}
@@ -80,19 +84,19 @@ def _measure(layers: int, name: str, repeat: int) -> dict[str, Any]:
         "copied_bytes": sum(entry.bytes for entry in entries),
         "call_us": round(direct, 1),
         "boundary_us": round(whole - direct, 1),
+        "mean_us": round(average - direct, 1),
     }
     each = row["boundary_us"] / row["weights"]
     print(
         f"{layers:>6} {row['weights']:>8} {name:>8} {row['copied_bytes'] / 2**20:>8.1f} {direct:>10.1f}"
-        f" {row['boundary_us']:>10.1f} {each:>9.2f}",
+        f" {row['boundary_us']:>10.1f} {row['mean_us']:>8.1f} {each:>9.2f}",
         flush=True,
     )
     return row
 
 
-def _adapted(layers: int, config: mf.Config, device: str) -> tuple[Adapted, list[Any]]:
+def _adapted(layers: int, config: mf.Config, device: str, sizes: Sizes) -> tuple[Adapted, list[Any]]:
     """The fused graph's boundary around nothing, and arguments for it with real weights."""
-    sizes = Sizes()
     with torch.device("meta"):
         model = Decoder(sizes, layers)
     gm, inputs = capture(model, *model_arguments(sizes, layers), device=device)
@@ -106,7 +110,8 @@ def _adapted(layers: int, config: mf.Config, device: str) -> tuple[Adapted, list
     return adapted, args
 
 
-def _microseconds(function: Any, repeat: int) -> float:
+def _microseconds(function: Any, repeat: int) -> tuple[float, float]:
+    """Median and mean."""
     times = []
     budget = perf_counter() + 20.0
     for _ in range(repeat):
@@ -115,7 +120,7 @@ def _microseconds(function: Any, repeat: int) -> float:
         times.append(perf_counter() - started)
         if perf_counter() > budget:
             break
-    return median(times) * 1e6
+    return median(times) * 1e6, mean(times) * 1e6
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ done, and lets the kernel write its caches in place, and packs weights once inst
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 from contextlib import suppress
@@ -22,10 +21,10 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from mla_fusion.compat import inductor_pass
+from mla_fusion.compile import inductor_bridge
 from mla_fusion.compile.hook import torchair_pass
+from mla_fusion.compile.inplace import write_in_place
 from mla_fusion.config import Config
-from mla_fusion.serving.inplace import write_in_place
 from mla_fusion.serving.opaque import hidden_prologues
 from mla_fusion.serving.prepack import pack_once
 
@@ -58,15 +57,17 @@ class _GraphFusion:
         self.hook(graph)
         gm = graph.owning_module if isinstance(graph, Graph) else graph
         assert gm is not None  # the hook has refused it otherwise
-        if write_in_place(gm.graph) + pack_once(gm):
+        if inductor_bridge.runs(self):
+            return  # a compiler follows, which does the rest itself
+        if write_in_place(gm.graph) + pack_once(gm, self.fusion_config.updates):
             gm.graph.lint()
             gm.recompile()
         for line in hidden_prologues(gm):
             log.warning("no pass sees into this graph's attention: %s", line)
 
     def uuid(self) -> str:
-        """Of version and configuration, which the hook's code holds; compile caches are keyed on it."""
-        return hashlib.sha256(repr(self.hook.__code__.co_consts).encode()).hexdigest()
+        """Of all that the graph depends on; compile caches are keyed on it."""
+        return self.hook.digest
 
     def is_applicable(self, shape: Any = None) -> bool:
         return True
@@ -89,4 +90,4 @@ def _base() -> type:
         with suppress(ImportError, AttributeError):
             base: type = import_module(module).VllmInductorPass
             return base
-    return inductor_pass()
+    return inductor_bridge.pass_class()

@@ -8,24 +8,28 @@ or the other way round, an update reaches the latter by itself.
 
 from __future__ import annotations
 
+import gc
+import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from operator import attrgetter
-from threading import RLock
+from threading import Lock
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
-from mla_fusion.compat import holders, is_view, storage_id
+from mla_fusion.compat import FakeTensor, holders, is_view, storage_id
 from mla_fusion.fx.held import Exact
+from mla_fusion.modes import compile_lock, is_plain, outside_modes
 from mla_fusion.weights.share import Inverse, re_express
 from mla_fusion.weights.source import Source, place
 
-_Key = tuple[str, bool, tuple[object, ...]]
+_Key = tuple[str, str, tuple[object, ...]]
 _ND = 2  # the storage format of plain memory, as npu_format_cast numbers them
 
 
@@ -34,14 +38,20 @@ class WeightError(ValueError):
 
 
 class Entry:
-    """A packed weight, None once it is void. ``inverse`` is set where the parameter has become a view of it.
+    """A packed weight, None once its parameters are gone, or have changed.
 
-    Its content never changes hands: a parameter that has changed gets another entry.
+    memory   where the weight lies: once parameters have changed they are packed again into it
+    inverse  set where the parameter has become a view of it
+    pack     makes it of its sources
     """
 
-    def __init__(self, sources: Sequence[Any], packed: torch.Tensor, trusted: bool) -> None:
+    def __init__(
+        self, sources: Sequence[Any], packed: torch.Tensor, updates: str, pack: Callable[..., torch.Tensor]
+    ) -> None:
+        self.pack = pack
         self.packed: torch.Tensor | None = _without_base(packed)
-        self.trusted = trusted
+        self.memory: torch.Tensor | None = self.packed
+        self.updates = updates
         self.inverse: Inverse | None = None
         self.asked_to_share = False
         self._remember(sources)
@@ -49,20 +59,57 @@ class Entry:
     def _remember(self, sources: Sequence[Any]) -> None:
         assert self.packed is not None
         tensors = [source for source in sources if isinstance(source, torch.Tensor)]
-        self.sources = [Source(tensor, self.packed, self.trusted) for tensor in tensors]
+        self.sources = [Source(tensor, self.packed, self.updates) for tensor in tensors]
+        self._watch(tensors)
+
+    def void(self) -> None:
+        """Let go of the memory."""
+        self.packed = self.memory = None
+
+    def renew(self, sources: Sequence[Any], packed: torch.Tensor) -> bool:
+        """Take the content of a weight that was packed anew, in place; False where it has no such memory."""
+        mine = self.memory
+        if mine is None or self.is_view or (mine.shape, mine.dtype) != (packed.shape, packed.dtype):
+            return False
+        mine.copy_(packed)
+        self.packed = mine
+        self._remember(sources)
+        return True
+
+    @property
+    def is_view(self) -> bool:
+        """Of its parameter, or this of it."""
+        return self.memory is not None and any(source.storage == storage_id(self.memory) for source in self.sources)
+
+    def _watch(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Be void as soon as the memory of a source is freed; for memory that it shares there is `_collected`."""
+        this = ref(self)
+
+        def void(_: object) -> None:
+            entry = this()
+            if entry is not None:
+                entry.void()
+
+        memories = [tensor.untyped_storage() for tensor in tensors if not self._lies_in(tensor)]
+        self._watched = [ref(memory, void) for memory in memories]
+
+    def _lies_in(self, tensor: torch.Tensor) -> bool:
+        return self.packed is not None and storage_id(tensor) == storage_id(self.packed)
 
     def fits(self, sources: Sequence[Any]) -> bool:
         """Whether sources at the same places hold what they held."""
         tensors = (source for source in sources if isinstance(source, torch.Tensor))
         return self.packed is not None and all(
-            known.is_still(source) for known, source in zip(self.sources, tensors, strict=True)
+            known.is_still(source, self.updates) for known, source in zip(self.sources, tensors, strict=True)
         )
 
     def share(self, parameter: torch.Tensor, inverse: Inverse) -> bool:
         """Make the parameter a view of the packed weight, if it may be; asked once, the answer stands."""
         self.asked_to_share = True
         assert self.packed is not None
+        self._watched = []  # the parameter's memory is about to be freed
         if not re_express(parameter, self.packed, inverse):
+            self._watch([parameter])
             return False
         self.inverse = inverse
         self._remember([parameter])
@@ -72,21 +119,28 @@ class Entry:
         """Give a parameter that lies in the packed weight contiguous memory of its own; the entry is void then."""
         if self.inverse is not None and self.packed is not None:
             for parameter in parameters:
-                if storage_id(parameter) == storage_id(self.packed):
+                if self._lies_in(parameter):
                     dense = torch.ops.npu.npu_format_cast(self.packed, _ND)
                     parameter.data = self.inverse(dense).contiguous()
-        self.packed = None
+        self.void()
 
     @property
     def bytes(self) -> int:
         """Held beside the parameters: none where one of them lies in the packed memory."""
-        if self.packed is None or any(source.storage == storage_id(self.packed) for source in self.sources):
-            return 0
-        return self.packed.nbytes
+        return 0 if self.packed is None or self.is_view else self.packed.nbytes
 
 
 _ENTRIES: WeakValueDictionary[_Key, Entry] = WeakValueDictionary()
-_LOCK = RLock()
+_LOCK = Lock()
+
+
+def _renew_lock() -> None:
+    """In a forked child: the thread that held the lock is not there to let it go."""
+    global _LOCK
+    _LOCK = Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Packing:
@@ -94,7 +148,7 @@ class Packing:
 
     program     takes the sources: tensors, and numbers where sizes are symbolic
     inverse     how the one source may become a view of the packed weight, if it is to
-    trusted     whether version counters are taken at their word (``Config(updates="trusted")``)
+    updates     as in Config
     exact       which numbers of its one source what is packed must hold
     """
 
@@ -103,10 +157,10 @@ class Packing:
         program: GraphModule,
         signature: str,
         inverse: Inverse | None = None,
-        trusted: bool = False,
+        updates: str = "rounds",
         exact: Exact | None = None,
     ) -> None:
-        self.program, self.signature, self.inverse, self.trusted = program, signature, inverse, trusted
+        self.program, self.signature, self.inverse, self.updates = program, signature, inverse, updates
         self.exact = exact
         self._held: dict[_Key, Entry] = {}
 
@@ -115,13 +169,15 @@ class Packing:
 
         Raises WeightError where what is packed would not hold the numbers that it must.
         """
-        with _LOCK, _writing():
+        with compile_lock() if self.inverse is not None else nullcontext(), _LOCK, outside_modes():
             key = self._key(sources)
             entry = _ENTRIES.get(key)
             if entry is None or not entry.fits(sources):
-                if entry is not None:
-                    entry.packed = None  # whoever holds it asks again
-                entry = Entry(sources, self._made(sources), self.trusted)
+                packed = self._pack(*sources)
+                if entry is None or not entry.renew(sources, packed):
+                    if entry is not None:
+                        entry.void()  # whoever holds it asks again
+                    entry = Entry(sources, packed, self.updates, self._pack)
             if self.inverse is not None and not entry.asked_to_share and entry.share(sources[0], self.inverse):
                 _ENTRIES.pop(key, None)
                 self._held.pop(key, None)
@@ -129,15 +185,17 @@ class Packing:
             _ENTRIES[key] = self._held[key] = entry
             return entry
 
-    def _made(self, sources: Sequence[Any]) -> torch.Tensor:
-        packed: torch.Tensor = self.program(*sources)
-        if self.exact is not None and not self.exact.holds(packed, sources[0]):
-            raise WeightError(
-                f"[{self.exact.code}] {self.exact.what}, as they were when this graph was compiled: it has changed, or "
-                "is another model's; call torch.compiler.reset(). One compiled function for layers that differ in this "
-                "is to be named in Config.skip"
-            )
+    def weight(self, sources: Sequence[Any]) -> torch.Tensor:
+        """The packed weight; of tensors that are not plain (fake, wrapped by a transform) one that is not kept."""
+        if not are_plain(sources):
+            return self._pack(*sources)
+        packed = self.of(sources).packed
+        assert packed is not None
         return packed
+
+    @property
+    def _pack(self) -> Callable[..., torch.Tensor]:
+        return partial(_pack, self.program, self.exact)
 
     def bytes(self, sources: Sequence[Any]) -> int:
         """What the weight packed of these sources takes beside them, once it has been made."""
@@ -150,47 +208,112 @@ class Packing:
             self._held = {key: entry for key, entry in self._held.items() if entry.packed is not None}
 
     def _key(self, sources: Sequence[Any]) -> _Key:
-        return self.signature, self.trusted, tuple(map(place, sources))
+        return self.signature, self.updates, tuple(map(place, sources))
 
 
-@contextmanager
-def _writing() -> Iterator[None]:
-    """Without gradients, and out of inference mode: a parameter given memory inside it would be bound to it."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+def _pack(program: GraphModule, exact: Exact | None, *sources: Any) -> torch.Tensor:
+    """Raises WeightError where what is packed would not hold the numbers that it must."""
+    packed: torch.Tensor = program(*sources)
+    if isinstance(packed, FakeTensor):
+        return packed  # it holds no numbers
+    if exact is not None and not exact.holds(packed, sources[0]):
+        raise WeightError(
+            f"[{exact.code}] {exact.what}, as they were when this graph was compiled: it has changed, or "
+            "is another model's; call torch.compiler.reset(). One compiled function for layers that differ in this "
+            "is to be named in Config.skip"
+        )
+    return packed
 
 
-def release(parameters: Iterable[torch.Tensor] | torch.nn.Module) -> int:
-    """Drop packed weights, and say how many. The next call packs anew.
+def are_plain(sources: Sequence[Any]) -> bool:
+    """Whether what is packed of these may be kept for other calls."""
+    return all(is_plain(source) for source in sources if isinstance(source, torch.Tensor))
 
-    parameters  those that the weights were made of, or a module that has them
 
-    Parameters that are views of packed weights (``Config(weights="shared")``) get contiguous memory of their own
-    again. To be called before weights are loaded into a model that has run on an NPU, and, under
-    ``Config(updates="trusted")``, after updates that leave no trace, such as ``parameter.data.copy_(..)``.
+def drop(given: Sequence[torch.Tensor]) -> set[int]:
+    """Let go of the packed weights that were made of these tensors; their memory by identity.
+
+    Parameters that had become views of them get contiguous memory of their own.
     """
-    given = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
-    wanted = {storage_id(parameter) for parameter in given}
-    dropped = 0
-    with _LOCK, _writing():
+    wanted = {storage_id(tensor) for tensor in given}
+    dropped = set()
+    with compile_lock(), _LOCK, outside_modes():
         for key, entry in list(_ENTRIES.items()):
             if entry.packed is not None and any(source.storage in wanted for source in entry.sources):
+                dropped.add(storage_id(entry.packed))
                 entry.release(given)
                 _ENTRIES.pop(key, None)
-                dropped += 1
     return dropped
+
+
+def renew(tensors: Iterable[torch.Tensor]) -> int:
+    """Pack the copies anew that were made of these tensors, whether they have changed or not; how many.
+
+    Each is packed into the memory that it has. A copy that other tensors have a part in is left to the next call.
+    """
+    global _renewals
+    by_place = {place(tensor): tensor for tensor in tensors}
+    by_storage = {storage_id(tensor): tensor for tensor in by_place.values()}
+    count = 0
+    with _LOCK, outside_modes():
+        _renewals += 1
+        for (*_, places), entry in list(_ENTRIES.items()):
+            concerned = any(source.storage in by_storage for source in entry.sources)
+            if entry.memory is None or entry.is_view or not concerned:
+                continue
+            sources = [_placed(each, by_place, by_storage) for each in places]
+            if all(source is not None for source in sources) and entry.renew(sources, entry.pack(*sources)):
+                count += 1
+            else:
+                entry.packed = None
+    return count
+
+
+_renewals = 0
+
+
+def renewals() -> int:
+    """How often :func:`renew` was called: what is known of sources is out of date afterwards."""
+    return _renewals
+
+
+def _placed(at: Any, by_place: dict[object, torch.Tensor], by_storage: dict[int, torch.Tensor]) -> Any:
+    """The tensor at a place, or the number; None where no such tensor is known."""
+    if not isinstance(at, tuple):
+        return at
+    storage, offset, shape, stride, dtype = at
+    known, other = by_place.get(at), by_storage.get(storage)
+    if known is not None or other is None or other.dtype != dtype:
+        return known
+    return other.as_strided(shape, stride, offset)
 
 
 def sweep() -> None:
     """Void the packed weights whose parameters are gone."""
     with _LOCK:
-        entries = list(_ENTRIES.items())
-        ours = Counter(storage_id(entry.packed) for _, entry in entries if entry.packed is not None)
-        for key, entry in entries:
-            gone = entry.packed is None or any(source.weak.expired() for source in entry.sources)
-            if gone or _is_alone(entry, ours):
-                entry.packed = None
-                _ENTRIES.pop(key, None)
+        _sweep()
+
+
+def _sweep() -> None:
+    entries = list(_ENTRIES.items())
+    ours = Counter(storage_id(entry.packed) for _, entry in entries if entry.packed is not None)
+    for key, entry in entries:
+        gone = entry.packed is None or any(source.weak.expired() for source in entry.sources)
+        if gone or _is_alone(entry, ours):
+            entry.void()
+            _ENTRIES.pop(key, None)
+
+
+def _collected(phase: str, info: dict[str, int]) -> None:
+    """Sweep after each full collection of Python's. Nobody says when memory has lost its last other holder."""
+    if phase == "stop" and info["generation"] == 2 and _ENTRIES and _LOCK.acquire(blocking=False):
+        try:
+            _sweep()
+        finally:
+            _LOCK.release()
+
+
+gc.callbacks.append(_collected)
 
 
 def _is_alone(entry: Entry, ours: Counter[int]) -> bool:

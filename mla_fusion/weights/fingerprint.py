@@ -1,51 +1,90 @@
-"""What a tensor holds, as a few numbers: equal for equal bits, and for others with a chance below 2^-32 alone.
+"""What a tensor holds, as one number for each share of its bytes.
 
-Multilinear hashing: each row is read as 32-bit characters, multiplied by random 64-bit keys and summed modulo 2^64.
-Integer sums do not depend on the order of their terms, so every processor and every number of threads agree.
+Equal bits give equal numbers; other bits do but for a chance below 2^-31. Integer sums do not depend
+on the order of their terms, so every processor and every number of threads agree.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from mla_fusion.modes import kept_outside_modes
+
+SHARES = {"cpu": 1 << 17}
+"""Bytes read at a time, by device: 128 KiB take some 50 us of a core."""
+SHARE_OF_OTHERS = 1 << 24
 _LANE = 8  # bytes of an int64
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COLUMNS = 4093  # a prime: rows of a weight that change places do not stay in their columns
+
+
+class Shares:
+    """A tensor cut into runs of at most so many bytes, a row of its first axis at the least."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.rows = _rows(tensor.detach())
+        length = self.rows.shape[0]
+        row = self.rows.nbytes // length if length else 0
+        self.size = max(1, SHARES.get(tensor.device.type, SHARE_OF_OTHERS) // max(row, 1))
+        self.count = -(-length // self.size) if row else 0
+
+    def fingerprint(self, number: int) -> Tensor:
+        """Of share ``number``: int64 without axes, on the tensor's device. Nothing waits for it."""
+        return _hash(self.rows.narrow(0, number * self.size, self._length(number)))
+
+    def _length(self, number: int) -> int:
+        return min(self.size, self.rows.shape[0] - number * self.size)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Two int64 for each row of ``tensor`` [2 * rows], on its device; rows are those of its last axis.
-
-    Any dtype of 1 to 8 bytes and any strides. Contiguous rows of whole 64-bit lanes are read where they lie; others are
-    widened first, at several times the cost.
-    """
+    """All shares of a tensor: int64 [shares], on its device."""
     with torch.no_grad():
-        lanes = _lanes(tensor.detach())
-        keys = _keys(lanes.shape[1], lanes.device)
-        high = lanes >> 32  # of a lane's two characters; the product of the lane itself then tells of the low one
-        return torch.cat([_product(lanes, keys[0]), _product(high, keys[1])])
+        shares = Shares(tensor)
+        found = [shares.fingerprint(number) for number in range(shares.count)]
+        return torch.stack(found) if found else torch.empty(0, dtype=torch.int64, device=tensor.device)
 
 
-def _lanes(tensor: Tensor) -> Tensor:
-    """The bits as int64 [rows, ..]."""
-    width = tensor.shape[-1] if tensor.dim() else 1
-    size = tensor.element_size()
-    rows = tensor.reshape(-1, width) if width else tensor.new_empty(0, _LANE)
-    whole = width * size % _LANE == 0 and rows.storage_offset() * size % _LANE == 0
-    if whole and rows.is_contiguous():
-        return rows.view(torch.int64)
-    return rows.view(_INTEGERS[size]).to(torch.int64)
+def _rows(tensor: Tensor) -> Tensor:
+    """The same elements with a first axis to be cut: flat where they lie densely, in whatever order."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    ordered = tensor.permute(order)
+    return ordered.reshape(-1) if ordered.is_contiguous() else ordered
 
 
-def _product(lanes: Tensor, keys: Tensor) -> Tensor:
-    """``lanes @ keys`` modulo 2^64; a product of integer matrices is something that only a CPU has."""
-    return lanes @ keys if lanes.device.type == "cpu" else (lanes * keys).sum(-1)
+def _hash(piece: Tensor) -> Tensor:
+    """Multilinear: columns are added up, multiplied by random 64-bit keys and added modulo 2^64.
+
+    The upper half of each lane is added up by itself too, because in sums modulo 2^64 two changes of
+    a highest bit cancel.
+    """
+    lanes = _lanes(piece)
+    keys = _keys(lanes.device)
+    return (_columns(lanes) * keys[0] + _columns(lanes >> 32) * keys[1]).sum()
 
 
-@lru_cache(maxsize=64)
-def _keys(count: int, device: torch.device) -> Tensor:
-    generator = torch.Generator("cpu").manual_seed(count)
-    keys = torch.randint(-(2**63), 2**63 - 1, (2, count), generator=generator, device="cpu")
+def _lanes(piece: Tensor) -> Tensor:
+    """The bits as int64 [..], with zeros behind them."""
+    flat = piece.reshape(-1).contiguous()
+    size = flat.element_size()
+    aligned = flat.storage_offset() * size % _LANE == 0
+    if aligned and flat.numel() * size % _LANE == 0:
+        return flat.view(torch.int64)
+    count = flat.numel() * size
+    return pad(flat.view(torch.uint8), [0, -count % _LANE]).view(torch.int64)
+
+
+def _columns(lanes: Tensor) -> Tensor:
+    whole = len(lanes) // _COLUMNS * _COLUMNS
+    total = lanes[:whole].view(-1, _COLUMNS).sum(0)
+    total[: len(lanes) - whole] += lanes[whole:]
+    return total
+
+
+@kept_outside_modes(64)
+def _keys(device: torch.device) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(0)
+    keys = torch.randint(
+        -(2**63), 2**63 - 1, (2, _COLUMNS), generator=generator, dtype=torch.int64, device="cpu"
+    )
     return keys.to(device)

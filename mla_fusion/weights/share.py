@@ -48,53 +48,60 @@ def inverse(program: GraphModule, parameter: Tensor) -> Inverse | None:
     if len(leaves) != 1 or any(op_name(step) not in _VIEWS | _COPIES for step in steps):
         return None
     leaf = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    viewed: Tensor = _Views(program).run(leaf)
+    viewed: Tensor = Without(program).run(leaf)
     order = tuple(sorted(range(viewed.dim()), key=viewed.stride, reverse=True))
     whole = _same_memory(viewed, leaf) and viewed.permute(order).is_contiguous()
     if not whole or (viewed.dtype, viewed.numel()) != (leaf.dtype, leaf.numel()):
         return None
     found = Inverse(order, tuple(parameter.shape))
     try:
-        found(torch.empty(viewed.shape, device="meta"))
+        found(torch.empty(viewed.shape, device="meta", dtype=torch.float32))
     except RuntimeError:  # axes of the parameter are spread over the packed weight
         return None
     return found
 
 
-class _Views(Interpreter):
-    """Runs a packing program without its copies."""
+class Without(Interpreter):
+    """Runs a packing program without its copies, or some of them."""
+
+    def __init__(self, program: GraphModule, left_out: frozenset[str] = _COPIES) -> None:
+        super().__init__(program)
+        self._left_out = left_out
 
     def run_node(self, n: Any) -> Any:
-        if op_name(n) in _COPIES:
+        if op_name(n) in self._left_out:
             return self.env[n.args[0]]
         return super().run_node(n)
 
 
 def re_express(parameter: Tensor, packed: Tensor, view: Inverse) -> bool:
     """Let the parameter hold its values in ``packed`` and free its own memory; False where that is not its alone."""
-    if _same_memory(parameter, packed) or not _owns_its_memory(parameter):
+    if _same_memory(parameter, packed) or shared_memory(parameter):
         return False
     values = view(packed)
     parameter.data = values  # the last step: if anything fails, the parameter is as it was
     return True
 
 
-def _owns_its_memory(tensor: Tensor) -> bool:
-    """Whether it is a parameter at rest whose memory nobody else reads.
+def shared_memory(tensor: Tensor) -> str:
+    """Why a tensor may not give up its memory; "" for a parameter at rest whose memory nobody else reads.
 
     Tied weights, slices of a merged weight and a state dict that somebody holds share the storage, so it has more
     holders than that of a fresh tensor. A gradient tells of a training in progress, where optimisers keep state
     in the parameter's layout.
     """
     storage = tensor.untyped_storage()
-    return (
-        isinstance(tensor, torch.nn.Parameter)
-        and not tensor.is_inference()
-        and tensor.grad is None
-        and not is_view(tensor)
-        and storage.nbytes() == tensor.nbytes
-        and holders(tensor) == holders(tensor.new_empty(0))
-    )
+    if not isinstance(tensor, torch.nn.Parameter):
+        return "it is not a parameter"
+    if tensor.is_inference():
+        return "it was made under inference_mode"
+    if tensor.grad is not None:
+        return "it has a gradient: an optimizer may keep state in its layout"
+    if is_view(tensor) or storage.nbytes() != tensor.nbytes:
+        return "it is a part of other memory, such as a flat buffer"
+    if holders(tensor) != holders(tensor.new_empty(0)):
+        return "something else holds its memory: a tied weight, a state dict in a variable"
+    return ""
 
 
 def _same_memory(first: Tensor, second: Tensor) -> bool:

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mla_fusion as mf
 from mla_fusion.serving import hidden_prologues, opaque_operators, vllm_ascend_pass
 from mla_fusion.serving.prepack import PackOnce
+from tests.catalogue import int8_caches
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fuse_your_model.py"
 
@@ -149,6 +150,14 @@ def test_second_step_packs_and_copies_nothing() -> None:
     assert addresses == [cache.data_ptr() for cache in given[4:]]
 
 
+def test_packed_rows_are_written_in_place() -> None:
+    """Their kr_cache has no elements, and is no input of the graph."""
+    run, graphs = compiled(int8_caches.PackedRows(), keep=True)
+    with torch.no_grad():
+        run(*int8_caches.packed_args())
+    assert called(graphs[0])["npu::npu_mla_prolog_v3"] == 1 and "aten::copy_" not in called(graphs[0])
+
+
 def test_changed_weights_are_packed_again() -> None:
     module = Attention()
     run, _ = compiled(module)
@@ -170,7 +179,8 @@ def test_a_cache_with_another_reader_is_not_written_in_place() -> None:
     assert torch.equal(found[2], expected[2])
     for one, other in zip(given[4:], wanted[4:], strict=True):
         assert (one - other).norm() / other.norm() < 1e-2
-    assert called(graphs[0])["npu::npu_mla_prolog_v3"] == 0
+    calls = graphs[0].graph.find_nodes(op="call_function", target=torch.ops.npu.npu_mla_prolog_v3.default)
+    assert not [node for call in calls for node in call.args[9:11] if node.op == "placeholder"]  # kv_cache, kr_cache
 
 
 def plain() -> GraphModule:

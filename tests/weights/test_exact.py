@@ -16,7 +16,7 @@ def test_updates_are_packed_anew_or_refused() -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, args = Float32Norms(), paged_args()
-    run = torch.compile(model, backend=mf.backend(mf.Config(verify="off")), fullgraph=True)
+    run = torch.compile(model, backend=mf.backend(mf.Config(verify="off", updates="every call")), fullgraph=True)
     with torch.no_grad():
         before = run(*clones(args))[0]
         (fusion,) = mf.reports()[-1].fused

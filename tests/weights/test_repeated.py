@@ -30,7 +30,8 @@ def told(model: nn.Module, args: tuple[Tensor, ...]) -> mf.Report:
 def built(model: nn.Module, args: tuple[Tensor, ...], **config: Any) -> tuple[mf.Report, Callable[..., Any]]:
     """Compiled, and called once."""
     torch._dynamo.reset()
-    run = torch.compile(model, backend=mf.backend(replace(CONFIG, **config)), fullgraph=True)
+    backend = mf.backend(replace(CONFIG, **{"updates": "every call", **config}))
+    run = torch.compile(model, backend=backend, fullgraph=True)
     run(*clones(args))
     return mf.reports()[-1], run
 
@@ -47,7 +48,7 @@ def repeated() -> tuple[static.RepeatedScales, tuple[Tensor, ...]]:
     return static.RepeatedScales(), static.static_args()
 
 
-@pytest.mark.parametrize("updates", ["checked", "trusted"])
+@pytest.mark.parametrize("updates", ["every call"])
 def test_updates_are_packed_anew_or_refused(updates: str) -> None:
     model, args = repeated()
     report, run = built(model, args, updates=updates)

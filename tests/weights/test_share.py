@@ -38,12 +38,8 @@ class OwnAbsorb(prologues.PagedRotateHalf):
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    gc.collect()
+def no_packings(fresh: None) -> Iterator[None]:
     yield
-    torch._dynamo.reset()
     PACKINGS.clear()
 
 
@@ -123,7 +119,8 @@ def test_compiled_and_eager_results_stay() -> None:
     assert bytes_of(model) == 0 and mf.reports()[-1].bytes_added == 0
     assert storage_bytes(model.parameters()) == before
     gone = [ref.expired() for ref in old]
-    assert sum(gone) == 3 * 4 and sum(not parameter.is_contiguous() for parameter in model.parameters()) == 3 * 3
+    # W_uk lies as the kernel reads it
+    assert sum(gone) == 3 * 3 and sum(not parameter.is_contiguous() for parameter in model.parameters()) == 3 * 3
     assert_values(model, wanted)
     assert all(torch.equal(result, results[0]) for result in results)  # each reads the same packed weights
     assert_no_worse(accurate, unfused, [results[0], *unfused[1:]])
@@ -134,7 +131,8 @@ def test_compiled_and_eager_results_stay() -> None:
 def test_updates_in_place_reach_the_packed_weight() -> None:
     model, args = layers(1)
     run = compiled(model)
-    run(*clones(args))
+    for _ in range(2):  # the second compiles for the new strides
+        run(*clones(args))
     entries = entries_of(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -153,7 +151,8 @@ def test_a_state_dict_is_loaded_saved_and_assigned() -> None:
     model, args = layers(1)
     other, _ = layers(1)
     run = compiled(model)
-    run(*clones(args))
+    for _ in range(2):  # the second compiles for the new strides
+        run(*clones(args))
     entries = entries_of(model)
     model.load_state_dict(other.state_dict())
     assert_values(model, other.state_dict())

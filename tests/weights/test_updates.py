@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.adapted import Adapted
-from mla_fusion.weights import cache
-from mla_fusion.weights.fingerprint import fingerprint
+from mla_fusion.weights import cache, rounds
+from mla_fusion.weights.fingerprint import SHARES, fingerprint
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
 from tests.harness import assert_no_worse, clones, eager, exact
@@ -21,13 +21,7 @@ from tests.harness import assert_no_worse, clones, eager, exact
 Update = Callable[[nn.Module], None]
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    gc.collect()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def weights(model: nn.Module) -> list[nn.Parameter]:
@@ -90,7 +84,16 @@ def paged_out(model: nn.Module) -> None:
         weight.data.copy_(content + delta(content))
 
 
-UPDATES = [merged_like_peft, through_data, counted, other_memory, twice_other_memory, one_element, paged_out]
+SEEN_AT_ONCE = [counted, other_memory, twice_other_memory, paged_out]
+FOUND_BY_ROUNDS = [merged_like_peft, through_data, one_element]
+UPDATES = SEEN_AT_ONCE + FOUND_BY_ROUNDS
+
+
+@pytest.fixture
+def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round has as many steps as weights are copied; of prologues.Neox these are two."""
+    monkeypatch.setattr(rounds, "STEPS_A_LOOK_ON_A_CPU", 1)
+    monkeypatch.setitem(SHARES, "cpu", 1 << 30)
 
 
 def assert_current(model: nn.Module, run: Callable[..., Any], args: tuple[Tensor, ...]) -> None:
@@ -104,21 +107,40 @@ def _flat(outputs: Any) -> list[Tensor]:
     return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 
-def follow(model: nn.Module, update: Update, config: mf.Config | None = None) -> None:
+def follow(model: nn.Module, update: Update, updates: str = "rounds", steps: int = 0) -> None:
+    """``steps``: how many calls may use the old weights."""
     args = base.paged_args()
-    run = torch.compile(model, backend=mf.backend(config), fullgraph=True)
+    run = torch.compile(model, backend=mf.backend(mf.Config(updates=updates)), fullgraph=True)
     assert_current(model, run, args)
     assert len(mf.reports()[-1].fused) == 1 and mf.reports()[-1].bytes_added > 0
-    update(model)
-    assert_current(model, run, args)
-    update(model)
-    assert_current(model, run, args)
+    for _ in range(2):
+        update(model)
+        with torch.no_grad():
+            for _ in range(steps):
+                run(*clones(args))
+        assert_current(model, run, args)
 
 
 @pytest.mark.portable
 @pytest.mark.parametrize("update", one_in(2, UPDATES))
-def test_ordinary_parameters(update: Update) -> None:
-    follow(prologues.Neox(), update)
+def test_every_call_compares_all_bytes(update: Update) -> None:
+    follow(prologues.Neox(), update, "every call")
+
+
+@pytest.mark.parametrize("updates", ["rounds", "counted"])
+@pytest.mark.parametrize("update", one_in(2, SEEN_AT_ONCE, first=1))
+def test_what_torch_counts_is_seen_before_the_next_call(update: Update, updates: str) -> None:
+    follow(prologues.Neox(), update, updates)
+
+
+@pytest.mark.usefixtures("short_rounds")
+@pytest.mark.parametrize("update", FOUND_BY_ROUNDS)
+def test_what_torch_does_not_count_is_found_within_a_round(update: Update, caplog: pytest.LogCaptureFixture) -> None:
+    rounds._SAID.clear()
+    follow(prologues.Neox(), update, steps=2)
+    said = [record.getMessage() for record in caplog.records if "does not count" in record.getMessage()]
+    assert sorted(line.split()[0] for line in said) == ["kv_a_proj_with_mqa.weight", "q_b_proj.weight"]
+    assert all("mla_fusion.refresh(model)" in line and "Up to 2 calls" in line for line in said)
 
 
 def unchanged_elsewhere(model: nn.Module) -> None:
@@ -127,24 +149,20 @@ def unchanged_elsewhere(model: nn.Module) -> None:
         weight.share_memory_()
 
 
-@pytest.mark.parametrize("updates", ["checked", "trusted"])
+@pytest.mark.parametrize("updates", ["every call", "counted"])
 def test_parameters_moved_to_shared_memory(updates: str) -> None:
-    follow(prologues.Neox(), unchanged_elsewhere, mf.Config(updates=updates))
+    follow(prologues.Neox(), unchanged_elsewhere, updates)
 
 
-@pytest.mark.parametrize("update", [counted, other_memory, twice_other_memory])
-def test_trusted_parameters(update: Update) -> None:
-    follow(prologues.Neox(), update, mf.Config(updates="trusted"))
-
-
-@pytest.mark.parametrize("updates", ["checked", "trusted"])
+@pytest.mark.parametrize("updates", ["rounds", "counted"])
 def test_swapped_parameters(updates: str) -> None:
     """Nothing of ours refers to parameters. Of dynamo's own references those of a backend without a name stay."""
     with torch._dynamo.config.patch(invalidate_compile_context_weakrefs=True):
-        follow(prologues.Neox(), swapped, mf.Config(updates=updates))
+        follow(prologues.Neox(), swapped, updates)
 
 
-@pytest.mark.parametrize("updates", ["checked", "trusted"])
+@pytest.mark.usefixtures("short_rounds")
+@pytest.mark.parametrize("updates", ["rounds", "every call"])
 def test_parameters_made_under_inference_mode_are_reloaded(updates: str) -> None:
     with torch.inference_mode():
         model = prologues.Neox()
@@ -168,9 +186,14 @@ def test_parameters_made_under_inference_mode_are_reloaded(updates: str) -> None
         copied.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
         assert_no_worse(exact(copied, args), plain, fused, slack=1.2)
         reload(model)
+        for _ in range(2 if updates == "rounds" else 0):
+            given = clones(args)  # inference tensors would be another graph
+            with torch.inference_mode():
+                run(*given)
 
 
-@pytest.mark.parametrize("updates", ["checked", "trusted"])
+@pytest.mark.usefixtures("short_rounds")
+@pytest.mark.parametrize("updates", ["rounds", "every call"])
 @pytest.mark.parametrize("by_data", [False, True])
 def test_views_of_a_flat_buffer_that_is_updated(updates: str, by_data: bool) -> None:
     """As FSDP and ZeRO keep parameters."""
@@ -186,12 +209,12 @@ def test_views_of_a_flat_buffer_that_is_updated(updates: str, by_data: bool) -> 
     def update(_: nn.Module) -> None:
         flat.data.add_(delta(flat))
 
-    follow(model, update, mf.Config(updates=updates))
+    follow(model, update, updates, steps=2 if updates == "rounds" else 0)
 
 
-def test_trusted_parameters_are_released_after_an_update_without_a_trace() -> None:
+def test_counted_parameters_are_released_after_an_update_without_a_trace() -> None:
     model, args = prologues.Neox(), base.paged_args()
-    run = torch.compile(model, backend=mf.backend(mf.Config(updates="trusted")), fullgraph=True)
+    run = torch.compile(model, backend=mf.backend(mf.Config(updates="counted")), fullgraph=True)
     assert_current(model, run, args)
     through_data(model)
     assert mf.weights.release(model.parameters()) > 0
@@ -207,16 +230,17 @@ def test_parameters_of_a_subclass(update: Update) -> None:
     model = prologues.Neox()
     for module in (model.kv_a_proj_with_mqa, model.q_b_proj):
         module.weight = Typed(module.weight.detach())
-    follow(model, update)
+    follow(model, update, "every call")
 
 
 def test_an_update_between_two_graphs_reaches_both() -> None:
     """What is merged, used by one graph and unmerged again, is not left in the other."""
     model, args = prologues.Neox(), base.paged_args()
-    first = torch.compile(model, backend=mf.backend(), fullgraph=True)
+    backend = mf.backend(mf.Config(updates="every call"))
+    first = torch.compile(model, backend=backend, fullgraph=True)
     assert_current(model, first, args)
     torch._dynamo.reset()
-    second = torch.compile(model, backend=mf.backend(), fullgraph=True)
+    second = torch.compile(model, backend=backend, fullgraph=True)
     kept = [weight.detach().clone() for weight in weights(model)]
     merged_like_peft(model)
     assert_current(model, second, args)

@@ -1,0 +1,201 @@
+"""``mf.prepack``: a model's weights laid out as the kernel reads them, once, before anything is compiled."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from textwrap import fill
+from typing import Any
+
+from torch import Tensor, nn
+
+from mla_fusion.compat import FakeTensor, storage_id
+from mla_fusion.compile.boundary import PackedWeight, packings
+from mla_fusion.compile.device_graph import capture
+from mla_fusion.config import Config
+from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.report.report import Report
+from mla_fusion.report.text_tables import size
+from mla_fusion.weights.prepack import is_laid_out, lay_out
+from mla_fusion.weights.share import inverse
+
+_WIDTH = 80
+
+
+@dataclass(frozen=True)
+class PrepackedWeight:
+    """One packed weight of a model.
+
+    name    the parameter's in the model; of several, joined by " + "
+    weight  the kernel's argument, such as "weight_dq"
+    kind    "view": the parameter is a view of the packed weight. "copy": it is packed beside the parameter at the first
+            call. "left": it could be a view, but the parameter may not give up its memory, and is packed as a copy.
+    bytes   of the packed weight
+    reason  why it is a copy, or was left; of a view, whether it lay so before
+    """
+
+    name: str
+    weight: str
+    kind: str
+    bytes: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Prepacked:
+    """What :func:`prepack` has done; ``str()`` says it in 80 columns.
+
+    rows           one for each packed weight
+    bytes_before   of the model's parameters and buffers before, memory that several share counted once
+    bytes_after    the same afterwards
+    peak_over_end  how many bytes more than at the end were held meanwhile, at most
+    bytes_copied   what the copies of the first call will take
+    laid_out       how many parameters this call has laid out, or would
+    is_plan        nothing was moved: the parameters hold no memory (meta or fake tensors)
+    """
+
+    rows: tuple[PrepackedWeight, ...]
+    bytes_before: int
+    bytes_after: int
+    peak_over_end: int
+    bytes_copied: int
+    laid_out: int
+    is_plan: bool
+
+    def to_json(self) -> str:
+        """All fields, as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        done = "would be laid out" if self.is_plan else "laid out"
+        copies = sum(row.kind != "view" for row in self.rows)
+        lines = [f"prepack: {self.laid_out} of {len(self.rows)} packed weights {done}"]
+        if not self.laid_out:
+            lines.append("  nothing to change: what can be a view of its packed weight is one")
+        lines.append(f"  parameters and buffers   {size(self.bytes_before)} before, {size(self.bytes_after)} after")
+        lines.append(f"  peak over the end        {size(self.peak_over_end)}")
+        lines.append(f"  copies at the first call {size(self.bytes_copied)}, of {copies} packed weights")
+        for row in self.rows:
+            lines.append(f"  {row.kind}  {row.name}: {row.weight}, {size(row.bytes)}")
+            if row.reason:
+                lines.append(fill(row.reason, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8))
+        return "\n".join(lines)
+
+
+def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None) -> Prepacked:
+    """Lay out, once, the weights of which the pass would make packed ones; what became of each.
+
+    model           with its weights loaded, where it is to run, before it is compiled
+    example_inputs  as its decode step takes them; they are not computed with
+    config          options of the pass that will compile it
+
+    A parameter whose packing only changes the layout becomes a view of the packed weight: the same shape and values,
+    other strides, and its old memory is freed. Eager calls, state dicts, optimizers and other graphs go on with it, and
+    no memory is added; meanwhile at most one parameter is held twice. The rest is packed beside the parameters at the
+    first call, as without this function. :func:`refresh` follows updates that torch does not count, :func:`release`
+    undoes it. A second call changes nothing. Of a model on the meta device, or of fake tensors, it is a plan.
+
+    What torch.compile has compiled so far in this process is compiled again at its next call.
+
+    Raises ValueError for a model without an MLA prologue that can be fused, TypeError for anything but a module,
+    CaptureError where the model does not compile to one graph with these inputs. The model is then as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"prepack takes a torch.nn.Module, got a {type(model).__name__}")
+    weights = _wanted(model, example_inputs, Config.given(config))
+    gc.collect()  # the capture's tensors hold memory of the parameters
+    is_plan = any(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters())
+    before, ours = _bytes(model), _Parameters(model)
+    rows, moved = list[PrepackedWeight](), list[int]()
+    for weight in weights:
+        kind, reason, is_moved = _settled(weight, ours, is_plan)
+        held = weight.value.nbytes
+        rows.append(PrepackedWeight(" + ".join(weight.packed.names), weight.name, kind, held, reason))
+        if is_moved:
+            moved.append(held)
+    copied = sum(row.bytes for row in rows if row.kind != "view")
+    return Prepacked(tuple(rows), before, _bytes(model), max(moved, default=0), copied, len(moved), is_plan)
+
+
+def _wanted(model: nn.Module, inputs: tuple[Any, ...], config: Config) -> list[PackedWeight]:
+    """What would be packed, laid out as on an NPU. Raises ValueError where nothing would be fused."""
+    on_npu = any(parameter.device.type == "npu" for parameter in model.parameters())
+    gm, examples = capture(model, *inputs, device="npu" if on_npu else "cpu", as_backend=True)
+    report, found = packings(gm, replace(config, weights="shared"), examples)
+    if not report.fused:
+        what = f"no MLA prologue of this {type(model).__name__} can be fused, so no weight is packed"
+        raise ValueError(f"{what}. {_why(report)}")
+    return [weight for weight in found if not any(map(is_symbolic, weight.value.shape))]
+
+
+def _why(report: Report) -> str:
+    if report.rejected:
+        nearest = max(report.rejected, key=lambda item: item.score)
+        return f"Nearest: [{nearest.code}] {nearest.message}"
+    return "\n".join(["Looked for:", *report.absent])
+
+
+class _Parameters:
+    """A model's parameters, by name: the module that holds each, and the other names that it has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        self._names: dict[int, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            for own, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = f"{path}.{own}" if path else own
+                    self._owners[name] = module, own
+                    self._names.setdefault(id(parameter), []).append(name)
+
+    def owner(self, name: str, like: Tensor) -> tuple[nn.Module, str] | None:
+        """Of a parameter of this name, shape and dtype."""
+        found = self._owners.get(name)
+        parameter = found[0]._parameters[found[1]] if found is not None else None
+        same = parameter is not None and (parameter.shape, parameter.dtype) == (like.shape, like.dtype)
+        return found if same else None
+
+    def why_left(self, name: str, owner: tuple[nn.Module, str] | None) -> str:
+        """Why a parameter is not to be moved, as far as the model tells."""
+        if owner is None:
+            return "it is not a parameter of a module of this model"
+        parameter = owner[0]._parameters[owner[1]]
+        tied = [other for other in self._names[id(parameter)] if other != name]
+        return f"it is tied to {', '.join(tied)}" if tied else ""
+
+
+def _settled(weight: PackedWeight, ours: _Parameters, is_plan: bool) -> tuple[str, str, bool]:
+    """The kind of a row, the reason, and whether the parameter was moved."""
+    made, parameter = weight.packed, weight.parameter
+    if parameter is None:
+        return "copy", "it is made of several parameters", False
+    if made.exact is not None:
+        return "copy", "its numbers are converted", False
+    back = None if any(map(is_symbolic, parameter.shape)) else inverse(made.program, parameter)
+    if back is None:
+        if weight.is_view:
+            return "view", _LIES, False
+        return "copy", "its columns are a part of the parameter, padded, or in another order", False
+    (name,) = made.names
+    owner = ours.owner(name, parameter)
+    if owner is not None and is_laid_out(*owner):
+        return "view", "it was laid out before", False
+    reason = ours.why_left(name, owner)
+    if owner is not None and not reason and not is_plan:
+        reason = lay_out(*owner, made.program, back)
+    if weight.is_view:
+        return "view", _LIES, False
+    return ("left", reason, False) if reason else ("view", "", True)
+
+
+_LIES = "the parameter lies as the kernel reads it"
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(_storages([*model.parameters(), *model.buffers()]).values())
+
+
+def _storages(tensors: Iterable[Tensor]) -> Mapping[int, int]:
+    return {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}

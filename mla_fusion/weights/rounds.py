@@ -1,0 +1,111 @@
+"""Changes of weights that torch does not count, found by rounds: a share of the bytes at a step.
+
+``parameter.data.add_(..)``, a fused optimizer, a flat buffer of which the parameter is a part, and
+every change of a tensor made under inference mode leave no trace but the content. A look
+fingerprints one share of one weight and compares it with that of the bytes which were packed. On a
+device each step looks, and nothing waits: a later step reads the outcome. On a CPU, where a look
+takes as long as a hundred comparisons of addresses, one step of four does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mla_fusion.modes import is_capturing, outside_modes
+from mla_fusion.weights.fingerprint import Shares
+from mla_fusion.weights.source import Source
+
+log = logging.getLogger("mla_fusion")
+STEPS_A_LOOK_ON_A_CPU = 4
+_SAID: set[str] = set()  # parameters of which a warning has told
+
+
+class Watched(NamedTuple):
+    """A tensor that a packed weight was made of: which argument it is, and what it was."""
+
+    position: int
+    source: Source
+    name: str  # in the user's model
+
+
+class _Look(NamedTuple):
+    """One share, looked at; ``event`` is recorded behind it, None on a CPU."""
+
+    watched: Watched
+    same: Tensor  # bool, in host memory
+    event: Any
+
+    @property
+    def is_over(self) -> bool:
+        return self.event is None or bool(self.event.query())
+
+
+class Rounds:
+    """Rounds over the sources of one set of packed weights.
+
+    before  rounds over the same sources, which these go on with
+    """
+
+    def __init__(self, watched: Sequence[Watched], before: Rounds | None = None) -> None:
+        self._shares = [
+            (each, number) for each in watched for number in range(len(each.source.content))
+        ]
+        goes_on = before is not None and len(before._shares) == len(self._shares)
+        self._next: int = before._next if before is not None and goes_on else 0
+        self._steps: int = before._steps if before is not None and goes_on else 0
+        on_cpu = all(each.source.content.device.type == "cpu" for each, _ in self._shares)
+        self._every = STEPS_A_LOOK_ON_A_CPU if on_cpu else 1
+        self._looks: deque[_Look] = deque()
+
+    @property
+    def steps(self) -> int:
+        """Of one round."""
+        return len(self._shares) * self._every
+
+    def step(self, args: Sequence[Any]) -> Watched | None:
+        """Look at the next share, if it is time; a source that an earlier look (on a CPU this one) found changed."""
+        self._steps += 1
+        if not self._shares or self._steps % self._every:
+            return None
+        watched, number = self._shares[self._next]
+        tensor = args[watched.position]
+        if not is_capturing(tensor.device):
+            self._next = (self._next + 1) % len(self._shares)
+            with outside_modes():
+                self._looks.append(_look(watched, number, tensor))
+        while self._looks and self._looks[0].is_over:
+            look = self._looks.popleft()
+            if not look.same.tolist():  # reads host memory: no operator, no wait
+                return look.watched
+        return None
+
+
+def _look(watched: Watched, number: int, tensor: Tensor) -> _Look:
+    same = Shares(tensor).fingerprint(number) == watched.source.content[number]
+    if same.device.type == "cpu":
+        return _Look(watched, same, None)
+    host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
+    host.copy_(same, non_blocking=True)
+    event = torch.Event(same.device)
+    event.record()
+    return _Look(watched, host, event)
+
+
+def warn_once(watched: Watched, calls: int) -> None:
+    """``calls``: how many may have used the old weight."""
+    if watched.name in _SAID:
+        return
+    _SAID.add(watched.name)
+    log.warning(
+        "%s has changed in a way that torch does not count (through .data, by a fused optimizer, in a "
+        "flat buffer). Up to %d calls used the weight that was packed before; it is packed anew now. "
+        "Call mla_fusion.refresh(model) after such updates.",
+        watched.name,
+        calls,
+    )

@@ -1,0 +1,122 @@
+"""What a step does about weights that have not changed: it reads a share of their bytes, and waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import mla_fusion as mf
+from mla_fusion.compat import aot_autograd
+from mla_fusion.serving.vllm_ascend import vllm_ascend_pass
+from mla_fusion.weights import cache, rounds
+from mla_fusion.weights.current import Current
+from mla_fusion.weights.fingerprint import SHARES
+from tests.catalogue import base, prologues
+from tests.harness import clones
+
+WAITS = {"aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero", "aten::nonzero"}
+
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+def as_backend(config: mf.Config) -> Any:
+    return mf.backend(config)
+
+
+def as_manager(config: mf.Config) -> Any:
+    """As vLLM-Ascend's manager runs the pass: the graph is executed as it is."""
+    fusion = vllm_ascend_pass(config)
+
+    def compiler(gm: Any, _: Any) -> Any:
+        fusion(gm)
+        return gm.forward
+
+    return aot_autograd(fw_compiler=compiler, inference_compiler=compiler, keep_inference_input_mutations=True)
+
+
+WAYS: dict[str, Callable[[mf.Config], Any]] = {"backend": as_backend, "manager": as_manager}
+
+
+def entries() -> list[cache.Entry]:
+    return [entry for entry in cache._ENTRIES.values() if entry.packed is not None]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_waits_for_nothing_and_reads_a_share(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "STEPS_A_LOOK_ON_A_CPU", 1)
+    monkeypatch.setitem(SHARES, "cpu", 1 << 12)
+    model, args = prologues.Neox(), base.paged_args()
+    run = torch.compile(model, backend=WAYS[way](mf.Config()), fullgraph=True)
+    events: list[Any] = []  # of the checks alone; the profiler sees operators whatever modes are left
+    usual = Current.holds
+
+    def profiled(*given: Any) -> bool:
+        with torch.autograd.profiler.profile(use_device=None, record_shapes=True) as profile:
+            holds = usual(*given)
+        events.extend(profile.function_events)
+        return holds
+
+    with torch.no_grad():
+        for _ in range(3):
+            run(*clones(args))
+        monkeypatch.setattr(Current, "holds", profiled)
+        run(*clones(args))
+    names = {event.name for event in events}
+    assert "aten::sum" in names and not WAITS & names, WAITS & names
+    shifts = [event.input_shapes[0] for event in events if event.name == "aten::__rshift__"]
+    assert shifts == [[(1 << 12) // 8]]  # one share, in lanes of 8 bytes
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_change_is_packed_into_the_same_memory(way: str) -> None:
+    """So that what a device has captured stays valid."""
+    model, args = prologues.Neox(), base.paged_args()
+    run = torch.compile(model, backend=WAYS[way](mf.Config()), fullgraph=True)
+    with torch.no_grad():
+        run(*clones(args))
+        places = {entry.packed.data_ptr() for entry in entries() if entry.packed is not None}
+        before = run(*clones(args))
+        model.q_b_proj.weight.mul_(2)
+        model.kv_a_proj_with_mqa.weight.mul_(2)
+        after = run(*clones(args))
+    assert {entry.packed.data_ptr() for entry in entries() if entry.packed is not None} == places
+    first = [value[0] if isinstance(value, tuple) else value for value in (before, after)]
+    assert not torch.equal(*first)
+
+
+def test_each_weight_of_a_manager_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One look a step over all weights, not one for each."""
+    monkeypatch.setattr(rounds, "STEPS_A_LOOK_ON_A_CPU", 1)
+    looks: list[str] = []
+    usual = rounds._look
+    monkeypatch.setattr(rounds, "_look", lambda each, *rest: looks.append(each.name) or usual(each, *rest))
+    model, args = prologues.Neox(), base.paged_args()
+    run = torch.compile(model, backend=as_manager(mf.Config()), fullgraph=True)
+    with torch.no_grad():
+        for _ in range(9):
+            run(*clones(args))
+    assert len(looks) <= 8 and len(set(looks)) > 1
+
+
+@pytest.mark.parametrize("updates", ["counted", "rounds"])
+def test_the_manager_heeds_updates(updates: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "STEPS_A_LOOK_ON_A_CPU", 1)
+    monkeypatch.setitem(SHARES, "cpu", 1 << 30)
+    model, args = prologues.Neox(), base.paged_args()
+    run = torch.compile(model, backend=as_manager(mf.Config(updates=updates)), fullgraph=True)
+
+    def result() -> Any:
+        found = run(*clones(args))
+        return found[0] if isinstance(found, tuple) else found
+
+    with torch.no_grad():
+        before = result()
+        model.q_b_proj.weight.data.mul_(2)
+        after = [result() for _ in range(16)][-1]
+    assert torch.equal(after, before) == (updates == "counted")
+
+
