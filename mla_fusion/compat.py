@@ -1,9 +1,11 @@
 """Every private or version-dependent name of torch, torch_npu and torchair; nobody else touches one.
 
-``tests/project/test_private_names.py`` holds the package to it, three other places apart:
+``tests/project/test_private_names.py`` holds the package to it, five other places apart:
 
 * ``compile/torchair_bridge.py``: how torchair and npugraph_ex compile, from inside
+* ``compile/inductor_bridge.py``: what Inductor asks of its custom passes
 * ``compile/offline/``: stand-ins for CANN's libraries, and what of torch_npu and torchair asks for a device
+* ``modes.py``: what of torch's state belongs to the caller
 * ``_autoload.py``: imported before torch
 
 What ``import torch`` has loaded anyway is imported here at the top. The rest is loaded where it is first asked for,
@@ -37,6 +39,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
 if TYPE_CHECKING:
+    from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -55,6 +58,7 @@ __all__ = [  # names of torch as they are; the functions of this file come besid
     "TorchDispatchMode",
     "TorchRuntimeError",
     "Unsupported",
+    "aot_autograd",
     "aot_module_simplified",
     "make_fx",
     "statically_known_true",
@@ -70,6 +74,7 @@ _LATE = {  # loaded on first use
     "FloorDiv": "torch.utils._sympy.functions",
     "TorchRuntimeError": "torch._dynamo.exc",
     "Unsupported": "torch._dynamo.exc",
+    "aot_autograd": "torch._dynamo.backends.common",
     "aot_module_simplified": "torch._functorch.aot_autograd",
     "make_fx": "torch.fx.experimental.proxy_tensor",
     "statically_known_true": "torch.fx.experimental.symbolic_shapes",
@@ -274,7 +279,7 @@ def source_name(placeholder: Node) -> str:
     return name if isinstance(name, str) else name()  # an attribute or a method, by release
 
 
-# -- dynamo and Inductor
+# -- dynamo
 
 _OF_SIZES = ("dynamic_indices", "dynamic_range", "hint_overrides", "static_indices")
 HELD = "_mla_fusion_numbers"  # ours, on a fake tensor: what the vector holds for which it stands
@@ -321,23 +326,16 @@ def mark_static_address(tensor: Tensor) -> None:
     torch._dynamo.mark_static_address(tensor)
 
 
+def is_saving() -> bool:
+    """Whether what is compiled now is to be serialised, as ``torch.compile(..).aot_compile`` asks for."""
+    config: Any = import_module("torch._functorch.config")
+    asked = ("bundled_autograd_cache", "strict_autograd_cache")
+    return all(getattr(config, name, False) for name in asked)
+
+
 def specialises_floats() -> bool:
     """Whether dynamo takes floats for constants under ``dynamic=True``."""
     return bool(getattr(torch._dynamo.config, "specialize_float", False))
-
-
-def inductor_option(name: str) -> Any:
-    """A field of Inductor's configuration; None where this torch has no such field."""
-    return getattr(import_module("torch._inductor.config"), name, None)
-
-
-def inductor_pass() -> type:
-    """The class that Inductor asks its custom passes to be of; ``object`` where this torch has none."""
-    try:
-        base: type = import_module("torch._inductor.custom_graph_pass").CustomGraphPass
-    except (ImportError, AttributeError):
-        return object
-    return base
 
 
 # -- torchair
@@ -355,7 +353,6 @@ def torchair_lacks() -> tuple[str, ...]:
     files = [Path(folder, "dynamo", "torchair", "npu_fx_compiler.py") for folder in folders]
     source = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
     return tuple(name for name in _COMPILES_THROUGH if f"\ndef {name}(" not in source)
-
 
 
 def ge_operators() -> ModuleType:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from mla_fusion.compat import storage_id, version_of
+from mla_fusion.compat import storage_id
 from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.pool_parts import Part
 from mla_fusion.page import live
 from mla_fusion.report.report import Report
 from mla_fusion.weights import cache
-from mla_fusion.weights.fingerprint import fingerprint
+from mla_fusion.weights.current import Current, Use
 from mla_fusion.weights.share import Inverse
 
 
@@ -35,26 +35,26 @@ class Packed:
     """A weight made of some of the caller's arguments: tensors, and numbers that its sizes depend on.
 
     inverse     how the one argument is read out of the packed weight, where it may become a view of it
-    trusted     whether version counters are taken at their word
+    names       of the arguments in the user's model
+    updates     as in Config
     exact       which numbers of the one argument it must hold
     """
 
     program: GraphModule
     signature: str
     positions: tuple[int, ...]
+    names: tuple[str, ...]
     inverse: Inverse | None = None
-    trusted: bool = False
+    updates: str = "rounds"
     exact: Exact | None = None
     packing: cache.Packing = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        packing = cache.Packing(self.program, self.signature, self.inverse, self.trusted, self.exact)
+        packing = cache.Packing(self.program, self.signature, self.inverse, self.updates, self.exact)
         object.__setattr__(self, "packing", packing)
 
     def __call__(self, args: Sequence[Any]) -> torch.Tensor:
-        packed = self.entry(args).packed
-        assert packed is not None
-        return packed
+        return self.packing.weight(self._sources(args))
 
     def entry(self, args: Sequence[Any]) -> cache.Entry:
         return self.packing.of(self._sources(args))
@@ -88,65 +88,6 @@ class Viewed:
 Adaptor = Same | Packed | Viewed
 
 
-class _Known:
-    """The packed weights of one set of parameters, and what must still hold for them to be current."""
-
-    def __init__(self, packed: Sequence[tuple[int, Packed, cache.Entry]], args: Sequence[Any]) -> None:
-        self.entries = tuple((place, entry) for place, _, entry in packed)
-        self._tensors: dict[tuple[int, int | None], tuple[int, int, int, int | None]] = {}
-        self._numbers: dict[int, Any] = {}
-        contents: dict[int, torch.Tensor] = {}
-        for _, adaptor, entry in packed:
-            sources = iter(entry.sources)
-            for position in adaptor.positions:
-                if not isinstance(args[position], torch.Tensor):
-                    self._numbers[position] = args[position]
-                    continue
-                known = next(sources)
-                check = (position, known.storage, known.pointer, known.version)
-                self._tensors[position, known.version] = check
-                if known.content is not None:
-                    contents[position] = known.content
-        self._checks = tuple(self._tensors.values())
-        self._counts = tuple(self._numbers.items())
-        self._compared = tuple(contents)
-        self._contents = torch.cat([content.cpu() for content in contents.values()]) if contents else None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether none of its weights is void."""
-        return all(entry.packed is not None for _, entry in self.entries)
-
-    def insert(self, inputs: list[Any]) -> bool:
-        """Put the weights among the inputs; False where one is void by now."""
-        for place, entry in self.entries:
-            packed = inputs[place] = entry.packed
-            if packed is None:
-                return False
-        return True
-
-    def holds(self, args: Sequence[Any]) -> bool:
-        """Whether the arguments are those that the weights were packed of, as they were."""
-        try:
-            for position, storage, pointer, version in self._checks:
-                value = args[position]
-                if (
-                    storage_id(value) != storage
-                    or value.data_ptr() != pointer
-                    or (version is not None and version_of(value) != version)
-                ):
-                    return False
-        except (RuntimeError, TypeError):  # no version counter; no tensor
-            return False
-        for position, number in self._counts:
-            if args[position] != number:
-                return False
-        if self._contents is None:
-            return True
-        found = torch.cat([fingerprint(args[position]) for position in self._compared])
-        return torch.equal(found.cpu(), self._contents)  # the one wait for a device
-
-
 class Adapted:
     """The compiled graph with the signature that the caller knows."""
 
@@ -160,11 +101,11 @@ class Adapted:
         self.compiled, self.adaptors, self.checks = compiled, tuple(adaptors), tuple(checks)
         self._unsettled = unsettled  # the report whose bytes are known once weights have been packed
         self._packed = [(place, item) for place, item in enumerate(self.adaptors) if isinstance(item, Packed)]
+        self._places = [place for place, _ in self._packed]
         self._viewed = [(place, item) for place, item in enumerate(self.adaptors) if isinstance(item, Viewed)]
         self._positions = [item.position if isinstance(item, Same) else None for item in self.adaptors]
-        sources = (position for _, item in self._packed for position in item.positions)
-        self._first = next(sources, None)
-        self._known: dict[object, _Known] = {}  # of each set of parameters that the graph is called with
+        self._sources = [position for _, item in self._packed for position in item.positions]
+        self._known: dict[object, Current] = {}  # of each set of parameters that the graph is called with
 
     def __call__(self, *args: Any) -> Any:
         for check in self.checks:
@@ -175,36 +116,55 @@ class Adapted:
         """The inputs of the compiled graph."""
         inputs = [None if position is None else args[position] for position in self._positions]
         if self._packed:
-            known = self._known.get(self._key(args))
-            if known is None or not known.holds(args):
-                known = self._prepare(args)
-            while not known.insert(inputs):  # another thread has found a weight changed meanwhile
-                known = self._prepare(args)
+            self._insert_packed(inputs, args)
         for place, viewed in self._viewed:
             inputs[place] = viewed(args)
         return inputs
 
+    def _insert_packed(self, inputs: list[Any], args: Sequence[Any]) -> None:
+        known = self._known.get(self._key(args))
+        if known is None or not known.holds(args):
+            if not cache.are_plain([args[position] for position in self._sources]):
+                for place, adaptor in self._packed:
+                    inputs[place] = adaptor(args)
+                return
+            known = self._prepare(args)
+        while not self._insert(known, inputs):  # another thread has found a weight changed meanwhile
+            known = self._prepare(args)
+
+    def _insert(self, known: Current, inputs: list[Any]) -> bool:
+        """Put the weights among the inputs; False where one is not current any more."""
+        for place, entry in zip(self._places, known.entries, strict=True):
+            packed = inputs[place] = entry.packed
+            if packed is None:
+                return False
+        return True
+
     def _key(self, args: Sequence[Any]) -> object:
         """Tells apart sets of parameters, for a graph that serves several layers."""
-        first = args[self._first] if self._first is not None else None
-        return storage_id(first) if isinstance(first, torch.Tensor) else first
+        first = args[self._sources[0]] if self._sources else None
+        try:
+            return storage_id(first) if isinstance(first, torch.Tensor) else first
+        except RuntimeError:  # a transform's wrapper has no memory
+            return None
 
-    def _prepare(self, args: Sequence[Any]) -> _Known:
+    def _prepare(self, args: Sequence[Any]) -> Current:
         """Pack what is not packed, or not any more."""
         cache.sweep()
-        self._known = {key: known for key, known in self._known.items() if known.is_whole}
-        packed = [(place, adaptor, adaptor.entry(args)) for place, adaptor in self._packed]
-        for _, adaptor, _ in packed:
+        before = self._known.get(self._key(args))
+        self._known = {key: known for key, known in self._known.items() if known.is_current}
+        packed = [Use(adaptor.entry(args), adaptor.positions, adaptor.names) for _, adaptor in self._packed]
+        for _, adaptor in self._packed:
             adaptor.packing.sweep()
-        known = self._known[self._key(args)] = _Known(packed, args)
+        known = self._known[self._key(args)] = Current(packed, args, before)
         if self._unsettled is not None:
             self._settle(self._unsettled, known)
         return known
 
-    def _settle(self, report: Report, known: _Known) -> None:
+    def _settle(self, report: Report, known: Current) -> None:
         """What was added shows in the first call: tied weights look like any other while compiling."""
         self._unsettled = None
-        added = sum(entry.bytes for entry in {entry for _, entry in known.entries})
+        added = sum(entry.bytes for entry in {*known.entries})
         if added != report.bytes_added:
             report.bytes_added = added
             live.save(report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ import torch
 from torch.fx import GraphModule
 
 from mla_fusion import releases
+from mla_fusion.compat import is_saving
 from mla_fusion.compile import names, offline, words
-from mla_fusion.compile.boundary import fuse_with_boundary
+from mla_fusion.compile.boundary import fuse_for_torchair, fuse_with_boundary
 from mla_fusion.compile.floats import specialise
 from mla_fusion.config import Config
 from mla_fusion.page import live
@@ -24,7 +25,6 @@ from mla_fusion.report.rejection import CODES, Rejection
 from mla_fusion.report.report import Fusion, Report, keep
 
 log = logging.getLogger("mla_fusion")
-Backend = Callable[..., Callable[..., Any]]
 
 
 def backend(
@@ -46,6 +46,9 @@ def backend(
 
     Graphs that record gradients are compiled unfused, with a report that says so.
 
+    What it compiles cannot be saved, by ``torch.compile(..).aot_compile`` or ``torchair.inference.cache_compile``:
+    packed weights live outside the graph. The hook's can (:func:`mla_fusion.torchair_pass`).
+
     Raises UnsupportedRelease on an NPU whose torch_npu lacks what graphs are compiled through (docs/releases.md).
     """
     if _device_present():
@@ -55,18 +58,56 @@ def backend(
     if folder is not None and folder.exists() and not folder.is_dir():
         raise ValueError(f"report names a folder for reports, and {report} is a file")
 
-    def compile_graph(
-        gm: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+    return Backend(chosen, compiler_config, folder)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What :func:`backend` returns, for ``torch.compile(model, backend=..)``."""
+
+    config: Config
+    compiler_config: Any = None
+    report: Path | None = None
+
+    __name__ = "mla_fusion"
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        given = words.configured(chosen, options or {})
+        if is_saving():
+            raise NotSaved(f"torch.compile(model, backend='mla_fusion').aot_compile: {_NOT_SAVED} {_INDUCTOR}")
+        given = words.configured(self.config, options or {})
         specialise(gm)
         if _device_present() and any(_on_npu(value) for value in inputs):
-            compiler = words.torchair_mode(mode, has_config=compiler_config is not None)
-            return _with_torchair(gm, inputs, given, compiler_config, folder, compiler)
+            compiler = words.torchair_mode(mode, has_config=self.compiler_config is not None)
+            return _with_torchair(gm, inputs, given, self.compiler_config, self.report, compiler)
         words.without_device(mode)
-        return _with_cpu(gm, inputs, given, folder)
+        return _with_cpu(gm, inputs, given, self.report)
 
-    return compile_graph
+    @property
+    def keywords(self) -> Any:
+        """What torchair's ``cache_compile`` asks of a backend, which has to be torchair's own."""
+        raise NotSaved(f"torchair.inference.cache_compile(backend=mla_fusion.backend()): {_NOT_SAVED} {_TORCHAIR}")
+
+
+class NotSaved(AttributeError, RuntimeError):
+    """Somebody wants to save what the backend compiles; the message says what to use instead."""
+
+
+_NOT_SAVED = "what this backend compiles cannot be saved, since its packed weights live outside the graph."
+_INDUCTOR = (
+    "Write torch.compile(model, options={'post_grad_custom_pre_pass': mla_fusion.torchair_pass()}).aot_compile(..); "
+    "for torchair, torchair.inference.cache_compile with that hook in its config"
+)
+_TORCHAIR = (
+    "Write config.post_grad_custom_pre_pass = mla_fusion.torchair_pass(); "
+    "torchair.inference.cache_compile(.., config=config)"
+)
 
 
 def mla_fusion(
@@ -77,7 +118,7 @@ def mla_fusion(
 
 
 def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config, folder: Path | None) -> Callable[..., Any]:
-    from mla_fusion.compat import aot_module_simplified
+    from mla_fusion.compat import aot_autograd
 
     name = names.of(gm)
 
@@ -96,7 +137,9 @@ def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config, folder: Pa
         "bw_compiler": lambda graph, _: graph.forward,
         "inference_compiler": infer,
     }
-    return aot_module_simplified(gm, inputs, **compilers, keep_inference_input_mutations=True)
+    compile_with_aot = aot_autograd(**compilers, keep_inference_input_mutations=True)
+    compiled: Callable[..., Any] = compile_with_aot(gm, inputs)
+    return compiled
 
 
 def _with_torchair(
@@ -114,7 +157,7 @@ def _with_torchair(
     def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         name(graph)
         with live.into(folder):
-            _, examples, wrap = fuse_with_boundary(graph, examples, config, inputs)
+            _, examples, wrap = fuse_for_torchair(graph, examples, config, inputs, chosen)
         return wrap(compile_further(graph, examples))
 
     return torchair_bridge.backend(mode, chosen, infer)(gm, list(inputs))

@@ -7,10 +7,11 @@ kernel. The compiled callable keeps the signature that the caller knows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import isnan
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +20,13 @@ from torch.fx import Graph, GraphModule, Node
 from mla_fusion.compat import expression_of, storage_id
 from mla_fusion.compile import narrow
 from mla_fusion.compile.adapted import Adapted, Adaptor, Packed, Same, Viewed
+from mla_fusion.compile.inplace import runs_fx_graph, write_buffers_in_place
 from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.config import Config
 from mla_fusion.fx.build import GraphBuilder, Recipe
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.kinds import filled_with, is_reshape, op_name
+from mla_fusion.fx.module_path import label
 from mla_fusion.fx.pools import part_of
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import is_symbolic, same_shape
@@ -49,7 +52,7 @@ class BoundaryBuilder(GraphBuilder):
     def __init__(self, gm: GraphModule, source: Graph, config: Config) -> None:
         super().__init__(gm, source)
         self._share_weights = config.weights == "shared"
-        self._trusted = config.updates == "trusted"
+        self._updates = config.updates
         inputs = source.find_nodes(op="placeholder")
         self._originals = [node for node in inputs if part_of(node) is None]
         self._parts = [node for node in inputs if part_of(node) is not None]
@@ -80,7 +83,8 @@ class BoundaryBuilder(GraphBuilder):
         if program is None:
             return self.value(result)
         inverse = None if exact is not None else self._inverse(program, positions)
-        made = Packed(program, signature, positions, inverse, self._trusted, exact)
+        names = tuple(label(self._originals[position]) for position in positions)
+        made = Packed(program, signature, positions, names, inverse, self._updates, exact)
         return self._input(f"packed_{name}", made, result.meta["val"])
 
     def check_slots(
@@ -257,6 +261,15 @@ class BoundaryBuilder(GraphBuilder):
             if not self._shares_memory(node.meta["val"], made.positions) and not _has_symbolic_sizes(node)
         )
 
+    def packed_weights(self) -> Iterator[PackedWeight]:
+        for node, made in self.made_outside.items():
+            if isinstance(made, Packed):
+                value = node.meta["val"]
+                source = self._originals[made.positions[0]].meta["val"] if len(made.positions) == 1 else None
+                parameter = source if isinstance(source, Tensor) else None
+                name = re.sub(r"^packed_|_\d+$", "", str(node.target))
+                yield PackedWeight(name, made, value, parameter, self._shares_memory(value, made.positions))
+
     @property
     def has_symbolic_weights(self) -> bool:
         """Whether the size of a packed weight is known at the first call alone."""
@@ -305,6 +318,23 @@ class _PackingBuilder(GraphBuilder):
         return "npu" if kind == "cpu" and self._as_on_npu else kind
 
 
+def fuse_for_torchair(
+    gm: GraphModule, inputs: Sequence[Any], config: Config, given: Sequence[Any], compiler_config: Any
+) -> tuple[Report, list[Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """:func:`fuse_with_boundary`, and what torchair's compiler asks for beside it.
+
+    What leaves a GE graph has no strides, so none are kept for it. npugraph_ex runs the FX graph, in which calls whose
+    caches are made in it have to be those that write in place (:mod:`mla_fusion.compile.inplace`).
+    """
+    runs_fx = runs_fx_graph(compiler_config)
+    if config.strides == "auto" and not runs_fx:
+        config = replace(config, strides="kernel")
+    found = fuse_with_boundary(gm, inputs, config, given)
+    if runs_fx and write_buffers_in_place(gm.graph):
+        gm.recompile()
+    return found
+
+
 def fuse_with_boundary(
     gm: GraphModule, inputs: Sequence[Any], config: Config, given: Sequence[Any] = ()
 ) -> tuple[Report, list[Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
@@ -312,6 +342,19 @@ def fuse_with_boundary(
 
     ``given``: what the inputs stand for, where that is known: parameters whose numbers can be looked at.
     """
+    report, builder = _fused(gm, config, given)
+    if builder is None or not (builder.made_outside or builder.slot_checks):
+        return report, list(inputs), lambda compiled: compiled
+    report.bytes_added, report.bytes_on_npu = builder.bytes_packed, builder.bytes_on_npu
+    live.save(report)
+    unsettled = report if config.weights == "shared" or builder.has_symbolic_weights else None
+    checks = tuple(builder.slot_checks.values())
+    return report, builder.examples, lambda compiled: Adapted(compiled, builder.adaptors, unsettled, checks)
+
+
+def _fused(
+    gm: GraphModule, config: Config, given: Sequence[Any], is_trial: bool = False
+) -> tuple[Report, BoundaryBuilder | None]:
     narrow.mark(gm, given)
     made: list[BoundaryBuilder] = []
 
@@ -320,12 +363,26 @@ def fuse_with_boundary(
             super().__init__(gm, source, config)
             made.append(self)
 
-    report = run(gm, config, Builder)
-    builder = made[-1] if report.fused else None
-    if builder is None or not (builder.made_outside or builder.slot_checks):
-        return report, list(inputs), lambda compiled: compiled
-    report.bytes_added, report.bytes_on_npu = builder.bytes_packed, builder.bytes_on_npu
-    live.save(report)
-    unsettled = report if config.weights == "shared" or builder.has_symbolic_weights else None
-    checks = tuple(builder.slot_checks.values())
-    return report, builder.examples, lambda compiled: Adapted(compiled, builder.adaptors, unsettled, checks)
+    report = run(gm, config, Builder, is_trial=is_trial)
+    return report, made[-1] if report.fused else None
+
+
+class PackedWeight(NamedTuple):
+    """A weight that the pass would pack.
+
+    name        as the kernel's argument is called
+    parameter   the one that it is made of, None where it is made of several
+    is_view     of the parameter's memory, as that lies
+    """
+
+    name: str
+    packed: Packed
+    value: Tensor
+    parameter: Tensor | None
+    is_view: bool
+
+
+def packings(gm: GraphModule, config: Config, given: Sequence[Any]) -> tuple[Report, list[PackedWeight]]:
+    """What :func:`fuse_with_boundary` would pack; ``gm`` is used up, and nobody is told of a compiled graph."""
+    report, builder = _fused(gm, config, given, is_trial=True)
+    return report, list(builder.packed_weights()) if builder is not None else []

@@ -1,8 +1,7 @@
 """Is a cache written in place in the graph as it was lowered, or copied as a whole at every step?
 
 The pass emits a functional call and ``copy_``; torchair turns the two into one call that writes in place, where it
-can. npugraph_ex does so only where each cache of the call is an input of the graph, which the empty kr_cache beside
-packed rows is not.
+can: not where its options forbid that, nor where nodes between the two run on another stream.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 import signal
@@ -11,16 +10,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mla_fusion import ops, releases
+from mla_fusion import installed, ops, releases
 from mla_fusion._autoload import cann_location, torch_npu_installed
-from mla_fusion.compat import inductor_option, registrations
-from mla_fusion.compile import offline, traps
+from mla_fusion.compat import registrations
+from mla_fusion.compile import inductor_bridge, offline, traps
 from mla_fusion.compile.offline import standins
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.page import live
@@ -79,7 +78,7 @@ def survey() -> dict[str, Any]:
     error = _activation_error(checks, release)
     usable = error is None and torch_npu_installed()
     return {
-        "versions": ask("versions", versions),
+        "versions": ask("versions", installed.versions),
         "release": release,
         "cann": ask("cann", cann_location),
         "cann_version": ask("cann_version", _cann_version),
@@ -142,19 +141,6 @@ def _ending(code: str) -> str | None:
     return f"{signal.Signals(-done.returncode).name}: {what}"
 
 
-def versions() -> dict[str, str | None]:
-    packages = ("torch", "torch_npu", "transformers", "protobuf", "pyelftools", "numpy")
-    found: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in packages:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    # torchair comes inside torch_npu and has no version of its own.
-    found["torchair"] = f"in torch_npu {found['torch_npu']}" if "torchair" in sys.modules else None
-    return found
-
-
 def _device() -> str | None:
     npu = getattr(torch, "npu", None)
     if npu is None or not npu.is_available():
@@ -202,7 +188,7 @@ def _registrar(name: str, key: str) -> str | None:
 def hooks(usable: bool) -> dict[str, str]:
     """What of this process calls the pass, and who else stands where it could. torchair's are fields of each config."""
     names = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass")
-    found = {f"Inductor {name}": _named(inductor_option(name)) for name in names}
+    found = {f"Inductor {name}": _named(inductor_bridge.option(name)) for name in names}
     known = "mla_fusion" in torch.compiler.list_backends(exclude_tags=())
     found['torch.compile(backend="mla_fusion")'] = "known" if known else "unknown: pip install the package"
     if usable:

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from mla_fusion.compat import BackendCompilerFailed, OpOverload
 from mla_fusion.compile import names, torchair_bridge
-from mla_fusion.compile.boundary import fuse_with_boundary
+from mla_fusion.compile.boundary import fuse_for_torchair
 from mla_fusion.compile.copies import correct
 from mla_fusion.compile.device_graph import CaptureError, stop, trace
 from mla_fusion.compile.floats import specialise
@@ -152,7 +152,7 @@ class _Session:
         earlier = reports()[-1:]
         try:
             if self.at_boundary:
-                _, inputs, _ = fuse_with_boundary(gm, inputs, self.config, self.given)
+                _, inputs, _ = fuse_for_torchair(gm, inputs, self.config, self.given, self.compiler_config)
             self.compiled = torchair_bridge.compile_graph(self.mode, self.compiler_config, gm, list(inputs))
         except Exception as error:
             self.error = self._explain(gm, error)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from mla_fusion.compat import HELD, FakeTensor, is_of_model, without_fake_mode
+from mla_fusion.compat import HELD, FakeTensor, is_of_model
 from mla_fusion.fx.held import NUMBERS, Numbers
+from mla_fusion.modes import outside_modes
 
 
 def mark(gm: GraphModule, given: Sequence[Any]) -> None:
@@ -38,7 +39,7 @@ def looked_at(value: torch.Tensor) -> Numbers | None:
         return None
     if value.dtype not in _LOOKED_AT:
         return None
-    with torch.no_grad(), without_fake_mode():
+    with outside_modes():
         return Numbers.of(value)
 
 

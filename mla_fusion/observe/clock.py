@@ -1,4 +1,4 @@
-"""The time of each stage, and what of torch's global state the pass runs under."""
+"""The time of each stage, and what the pass changes of torch's state, for its own thread alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import contextmanager, nullcontext
 from time import perf_counter
 
 import torch
+
+from mla_fusion.modes import use_threads
 
 
 class Clock:
@@ -22,36 +24,27 @@ class Clock:
 
 
 @contextmanager
-def torch_defaults() -> Iterator[None]:
-    """float32 on the CPU: serving stacks change torch's default dtype and device, and probes and draws name neither."""
-    dtype = torch.get_default_dtype()
+def on_the_cpu() -> Iterator[None]:
+    """New tensors on the CPU, in this thread: serving stacks change torch's default device, and probes name none."""
     try:
         elsewhere = torch.get_default_device().type != "cpu"  # makes a tensor there
     except Exception:  # a device that this process has not
         elsewhere = True
-    if dtype != torch.float32:
-        torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu") if elsewhere else nullcontext():
-            yield
-    finally:
-        if dtype != torch.float32:
-            torch.set_default_dtype(dtype)
+    with torch.device("cpu") if elsewhere else nullcontext():
+        yield
 
 
 @contextmanager
 def threads(wanted: int) -> Iterator[int]:
-    """Run with so many threads; yields the usual number.
+    """Run this thread's operators on so many threads; yields the usual number. Other Python threads keep theirs.
 
-    Probes are small: a second thread gains nothing, and on a busy machine each operator waits for it. Changing
-    the number costs milliseconds, so it is done once for the whole pass.
+    Probes are small: a second thread gains nothing, and on a busy machine each operator waits for it.
     """
     usual = torch.get_num_threads()
-    if usual == wanted:
+    if usual == wanted or not use_threads(wanted):
         yield usual
         return
-    torch.set_num_threads(wanted)
     try:
         yield usual
     finally:
-        torch.set_num_threads(usual)
+        use_threads(usual)

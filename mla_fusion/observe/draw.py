@@ -14,11 +14,14 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.rope import RopeFact
 from mla_fusion.fx import module_path
 from mla_fusion.fx.kinds import is_view, op_name
+from mla_fusion.fx.view import View
 from mla_fusion.match.candidate import Candidate, KeyHalf, KeySide
 from mla_fusion.match.finder import Finder, Found
+from mla_fusion.observe.leftovers import leftovers
 from mla_fusion.plan.outputs import Replacement
 from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
 from mla_fusion.report.picture import INPUTS, Arrow, Dot, Drawing, Picture
+from mla_fusion.report.text_tables import counted
 
 _MOST = 400  # nodes; what is larger is no prologue and helps nobody as a drawing
 _HELD = ("placeholder", "get_attr")
@@ -43,7 +46,7 @@ def fused(finder: Finder, plan: Plan) -> Picture | None:
         region.claim_output(item)
     if len(region.steps) > _MOST:
         return None
-    return Picture(module_path.layer(plan.candidate.nodes), region.drawing(), _after(plan))
+    return Picture(module_path.layer(plan.candidate.nodes), region.drawing(), _after(finder.view, plan))
 
 
 def rejected(finder: Finder, item: Found, code: str, nodes: Sequence[Node]) -> Picture | None:
@@ -325,12 +328,15 @@ def _add(found: Labels, node: Node, role: str, argument: str) -> None:
         found[node] = (role, ", ".join([*filter(None, known), argument]))
 
 
-def _after(plan: Plan) -> Drawing:
-    """The kernel with its arguments and what becomes of its results."""
+def _after(view: View, plan: Plan) -> Drawing:
+    """The kernel with its arguments and what becomes of its results, with the steps that a staged fusion leaves."""
     target = target_of(plan)
     read = set(target.inputs(plan))
     labels = {node: label for node, label in _arguments(plan).items() if node in read}
     dots = [_dot(node, role, step) for node, (role, step) in labels.items()]
+    left = {item.what: item for item in leftovers(view, plan)}
+    if "staging buffers" in left:
+        dots.append(Dot("staging buffers", "aten.new_empty", "other", "staging buffers"))
     kernel = len(dots)
     given = ", ".join(f"{name}={value}" for name, value in target.attributes(plan).items())
     name = target.operator.name
@@ -342,12 +348,21 @@ def _after(plan: Plan) -> Drawing:
         if (item.output, _tensor(item.node)) in made:
             continue
         made.add((item.output, _tensor(item.node)))
-        arrows.append(Arrow(kernel, len(dots)))
+        source = kernel
+        if item.output in plan.interleave:
+            arrows.append(Arrow(kernel, source := len(dots)))
+            dots.append(Dot(f"pairs of {item.output}", "aten.transpose", "other", f"pairs of {item.output}"))
+        arrows.append(Arrow(source, len(dots)))
         if not item.is_free:
             formulas[item.output] = "Its axes reordered, or reshaped, as the model has them."
         if item.output in ("c_kv", "k_pe"):
             formulas[item.output] = "The new rows, for the model's own cache write, which stays."
         dots.append(Dot(item.output, "", "output", item.output, _tensor(item.node)))
+    if "cache writes" in left:
+        rows = [place for place, dot in enumerate(dots) if dot.role == "output" and dot.name in ("c_kv", "k_pe")]
+        arrows += [Arrow(place, len(dots)) for place in rows]
+        formulas["cache writes"] = f"The model's own, which stay: {counted(left['cache writes'].operators)}."
+        dots.append(Dot("cache writes", left["cache writes"].operators[-1], "write", "cache writes"))
     return Drawing(tuple(dots), tuple(arrows), formulas)
 
 

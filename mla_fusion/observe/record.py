@@ -16,10 +16,12 @@ from mla_fusion.match.finder import Finder, Found
 from mla_fusion.match.indexer import beside
 from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.observe import draw, proof
+from mla_fusion.observe.leftovers import leftovers
 from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
 from mla_fusion.report.picture import Picture
 from mla_fusion.report.rejection import Refuse, Rejection
 from mla_fusion.report.report import Figure, Fusion, Report
+from mla_fusion.report.staging import REMEDIES, StagedBy
 
 
 class Record:
@@ -43,7 +45,7 @@ class Record:
         """``structure``: equal for layers that differ in nothing but their nodes; ``above``: why a target above it did
         not take the prologue; the rest: what verification found.
         """
-        rope, target = plan.candidate.rotation, target_of(plan)
+        target = target_of(plan)
         given = target.attributes(plan)
         self._report.fused.append(Fusion(
             layer=self._layer(plan.candidate.nodes),
@@ -51,7 +53,10 @@ class Record:
             dims=plan.dims,
             cache_mode=given["cache_mode"],
             placement="in place" if isinstance(plan.caches, InPlace) else f"staged: {self._named(plan.caches.reason)}",
-            rope=f"{rope.input_layout} in, {rope.layout} out" if rope.rotates else "none: cos is 1, sin is 0",
+            staged_by=self._staged_by(plan),
+            leaves=leftovers(self._view, plan),
+            warnings=tuple(map(self._named, plan.warnings)),
+            rope=_rotation(plan),
             attributes=given,
             replaced={item.node.name: item.output for item in plan.replacements},
             assumptions=tuple(map(self._named, plan.assumptions)),
@@ -85,6 +90,12 @@ class Record:
             below=tuple(self._named(why.text) for why in below),
         ))
 
+    def _staged_by(self, plan: Plan) -> tuple[StagedBy, ...]:
+        if isinstance(plan.caches, InPlace):
+            return ()
+        found = (StagedBy(one.code, self._named(one.message), REMEDIES[one.code]) for one in plan.caches.obstacles)
+        return tuple(dict.fromkeys(found))
+
     def _beside(self, plan: Plan) -> str:
         """What reads c_q, where it is one that is known."""
         if not isinstance(plan, PrologPlan) or not plan.query_norm:
@@ -108,3 +119,12 @@ class Record:
             self._pictures[key] = None if drawn is None else len(pictures)
             pictures += [drawn] if drawn is not None else []
         return self._pictures[key]
+
+
+def _rotation(plan: Plan) -> str:
+    """The order of elements before and behind the rotation, and in what the kernel gives out."""
+    rope = plan.candidate.rotation
+    if not rope.rotates:
+        return "none: cos is 1, sin is 0"
+    stored = ", stored as halves" if plan.warnings else ""
+    return f"{rope.input_layout} in, {rope.layout} out{stored}"

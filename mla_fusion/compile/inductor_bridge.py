@@ -1,0 +1,98 @@
+"""The one place where this project touches Inductor's internals. Making a hook does not import Inductor.
+
+Inductor asks its custom passes to be instances of a class of its own, lest their graphs be kept out of its caches; and
+it decomposes operators ahead of the custom passes alone, so that they may add none that it would have decomposed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from mla_fusion.compat import OpOverload, make_fx
+
+SLOTS = (  # the fields of torch._inductor.config that take passes over graphs
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+)
+_PASSES = "torch._inductor.custom_graph_pass"
+
+
+def option(name: str) -> Any:
+    """A field of Inductor's configuration; None where this torch has no such field."""
+    return getattr(import_module("torch._inductor.config"), name, None)
+
+
+def pass_class() -> type:
+    """The class that Inductor asks its custom passes to be of; ``object`` where this torch has none."""
+    try:
+        base: type = import_module(_PASSES).CustomGraphPass
+    except (ImportError, AttributeError):
+        return object
+    return base
+
+
+def accept(kind: type) -> None:
+    """Let instances of a class pass for that class's, once Inductor is there to ask."""
+    base = getattr(sys.modules.get(_PASSES), "CustomGraphPass", None)
+    if base is not None:
+        base.register(kind)
+
+
+def runs(custom: object) -> bool:
+    """Whether Inductor is given this pass itself, rather than by somebody's pass manager."""
+    config = sys.modules.get("torch._inductor.config")
+    found = [getattr(config, name, None) for name in SLOTS] if config is not None else []
+    each = [item for slot in found for item in (slot if isinstance(slot, (list, tuple)) else [slot])]
+    return any(item is custom for item in each)
+
+
+def is_loaded() -> bool:
+    return "torch._inductor.lowering" in sys.modules
+
+
+def decompose(graph: Graph) -> int:
+    """Spell, in place, the operators that Inductor has no lowering for as it would have decomposed them; how many."""
+    table = import_module("torch._inductor.decomposition").select_decomp_table()
+    lowered = import_module("torch._inductor.lowering").lowerings
+    foreign = [
+        node
+        for node in graph.nodes
+        if isinstance(node.target, OpOverload) and node.target in table and node.target not in lowered
+    ]
+    for node in foreign:
+        _decompose(graph, node, table)
+    return len(foreign)
+
+
+def _decompose(graph: Graph, node: Node, table: dict[Any, Callable[..., Any]]) -> None:
+    read = node.all_input_nodes
+
+    def call(*values: Any) -> Any:
+        given = dict(zip(read, values, strict=True))
+        args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    mode = getattr(node.meta["val"], "fake_mode", None)
+    with torch.no_grad(), mode or nullcontext():
+        traced = make_fx(call, decomposition_table=table)(*(one.meta["val"] for one in read))
+    copies = dict(zip(traced.graph.find_nodes(op="placeholder"), read, strict=True))
+    with graph.inserting_before(node):
+        for step in traced.graph.nodes:
+            if step.op == "call_function":
+                made = copies[step] = graph.node_copy(step, copies.__getitem__)
+                made.meta = {**node.meta, "val": step.meta["val"]}
+    result: Sequence[Any] | Node = traced.graph.output_node().args[0]  # type: ignore[assignment]
+    assert isinstance(result, Node)  # of operators with one result, as all are that the pass emits
+    node.replace_all_uses_with(copies[result])
+    graph.erase_node(node)

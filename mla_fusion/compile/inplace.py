@@ -1,0 +1,125 @@
+"""Functional kernel calls as those that write their caches, for graphs that run as they are.
+
+torchair does this itself when it compiles a graph, for caches that are inputs of it. Two others are left:
+
+* A pass manager that hands the FX graph back to be executed. The functional operator then copies both caches at every
+  step, and AOT autograd copies them back.
+* npugraph_ex, where a cache is made in the graph: the buffers of a staged call, and the empty kr_cache beside packed
+  rows. It leaves the latter functional. Of the former it makes a call in place, and then hands the first buffer to
+  whoever read one of the results (torch_npu 2.13), so it must not be given them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from mla_fusion.compat import OpOverload, storage_id
+from mla_fusion.fx.kinds import op_name
+from mla_fusion.meta import key_operator
+from mla_fusion.meta.prolog import V3, V3_FUNCTIONAL
+
+# functional operator, operator that writes, argument -> the result that is that cache afterwards
+_PAIRS = [
+    (functional.name, writes.name, dict(zip(
+        writes.places(*writes.written), map(functional.results.index, _results), strict=True
+    )))
+    for functional, writes, _results in (
+        (V3_FUNCTIONAL, V3, V3.written),
+        (key_operator.V2_FUNCTIONAL, key_operator.V2, key_operator.CACHES),
+    )
+]  # fmt: skip
+
+
+def write_in_place(graph: Graph) -> int:
+    """Rewrite, in place, every call whose caches are its own; how many.
+
+    Its own are inputs of the graph that nothing else reads, and buffers that were made for it.
+    """
+    return sum(_write_in_place(graph, *found) for found in _functional_calls(graph))
+
+
+def write_buffers_in_place(graph: Graph) -> int:
+    """The same for calls with a cache that is made in the graph: torchair sees to the others; how many."""
+    found = [one for one in _functional_calls(graph) if any(map(_is_buffer, _caches(*one).values()))]
+    return sum(_write_in_place(graph, *one) for one in found)
+
+
+def _functional_calls(graph: Graph) -> list[tuple[Node, OpOverload, dict[int, int]]]:
+    """Each call with the operator that writes in its place, and argument by argument the result that is the cache."""
+    operators = [
+        (getattr(torch.ops.npu, functional).default, getattr(torch.ops.npu, writes).default, places)
+        for functional, writes, places in _PAIRS
+        if hasattr(torch.ops.npu, functional) and hasattr(torch.ops.npu, writes)
+    ]
+    return [
+        (call, writes, places)
+        for functional, writes, places in operators
+        for call in graph.find_nodes(op="call_function", target=functional)
+    ]
+
+
+def _caches(call: Node, writes: OpOverload, places: Mapping[int, int]) -> dict[int, Any]:
+    """By the result that is the cache afterwards."""
+    return {result: call.args[place] for place, result in places.items()}
+
+
+def _write_in_place(graph: Graph, call: Node, writes: OpOverload, places: Mapping[int, int]) -> bool:
+    caches = _caches(call, writes, places)
+    if not all(_its_own(call, cache) for cache in caches.values()) or not _apart(caches.values()):
+        return False
+    _rewrite(graph, call, writes, caches)
+    return True
+
+
+def _is_buffer(cache: Any) -> bool:
+    """Memory made in the graph for a call to write."""
+    return isinstance(cache, Node) and op_name(cache) == "aten::new_empty"
+
+
+def _its_own(call: Node, cache: Any) -> bool:
+    """Does nobody but the call, and what copies its result back, use this input or buffer?"""
+    if _is_buffer(cache):
+        return set(cache.users) == {call} or 0 in cache.meta["val"].shape
+    return (
+        isinstance(cache, Node)
+        and cache.op == "placeholder"
+        and all(user is call or _copies_back(user, cache) for user in cache.users)
+    )
+
+
+def _apart(caches: Iterable[Node]) -> bool:
+    """Do the caches lie in different memory? One without elements lies in none."""
+    storages = [storage_id(cache.meta["val"]) for cache in caches if 0 not in cache.meta["val"].shape]
+    return len(set(storages)) == len(storages)
+
+
+def _copies_back(node: Node, cache: Node) -> bool:
+    return node.target is torch.ops.aten.copy_.default and node.args[0] is cache
+
+
+def _rewrite(graph: Graph, call: Node, writes: OpOverload, caches: Mapping[int, Node]) -> None:
+    call.target = writes
+    call.meta.pop("val", None)
+    for item in list(call.users):
+        cache = caches.get(item.args[1])  # type: ignore[arg-type]  # of a getitem
+        if cache is None:
+            continue
+        for user in list(item.users):
+            if _copies_back(user, cache):
+                user.replace_all_uses_with(cache)
+                graph.erase_node(user)
+        item.replace_all_uses_with(cache)
+        graph.erase_node(item)
+
+
+def runs_fx_graph(compiler_config: Any) -> bool:
+    """Does torchair, under this ``CompilerConfig``, run the FX graph itself rather than make a GE graph of it?
+
+    npugraph_ex does, and torchair in mode "reduce-overhead". None, of a caller that is no torchair: False.
+    """
+    mode = getattr(getattr(compiler_config, "mode", None), "value", None)
+    return mode in ("reduce-overhead", "npugraph_ex") or type(compiler_config).__module__.startswith("npugraph_ex")

@@ -1,0 +1,112 @@
+"""What a staged fusion leaves in the graph, and what a step pays for it: counted from the plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from torch.fx import Node
+
+from mla_fusion.fx.kinds import has_effect, is_getitem, is_reshape, is_view, is_writer, op_name
+from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import INPUTS
+from mla_fusion.plan.plan import Plan, PrologPlan, Staged
+from mla_fusion.report.staging import Leftover
+
+_BFLOAT16 = 2  # bytes
+_FARTHEST = 64  # nodes between the new rows and their caches
+_PUT_BACK = ("aten::slice_scatter", "aten::select_scatter", "aten::copy_")  # a slice into what it was taken from
+
+
+def leftovers(view: View, plan: Plan) -> tuple[Leftover, ...]:
+    """Of a staged plan; nothing of one whose caches the kernel writes."""
+    if not isinstance(plan.caches, Staged):
+        return ()
+    return tuple(found for found in (_buffers(plan), _re_interleaving(plan), _writes(view, plan)) if found.operators)
+
+
+def _buffers(plan: Plan) -> Leftover:
+    """Two, of the new rows. GE moves each before the kernel writes it; npugraph_ex does not."""
+    width = len(plan.candidate.key.columns) + plan.candidate.key.rope_dim
+    return Leftover("staging buffers", ("aten.new_empty",) * 2, 2, 2 * width * _BFLOAT16)
+
+
+def _re_interleaving(plan: Plan) -> Leftover:
+    """Read and written once: the rows of the key, and those of each head of the query."""
+    asked = plan.interleave & {item.output for item in plan.replacements}
+    rope = plan.candidate.key.rope_dim
+    heads = plan.heads if isinstance(plan, PrologPlan) else 1
+    rows = sum(heads if name == "query_rope" else 1 for name in asked)
+    return Leftover("re-interleaving", ("aten.transpose",) * len(asked), len(asked), 2 * rows * rope * _BFLOAT16)
+
+
+def _writes(view: View, plan: Plan) -> Leftover:
+    """The model's own steps from the new rows to the caches."""
+    rows = [item.node for item in plan.replacements if item.output in ("c_kv", "k_pe")]
+    steps = [node for node in _to_caches(rows) if not _is_free(node)]
+    tokens = max(math.prod(view.binding.shape(plan.lead)), 1)
+    made = {*rows, *_to_caches(rows)}
+    moved, whole = 0, dict[Node, int | None]()
+    for node in steps:
+        if is_writer(node) or has_effect(node):
+            inside = [read for read in node.all_input_nodes if read in made and not is_writer(read)]
+            moved += sum(2 * _bytes(view, read) for read in inside)
+            whole |= {cache: _whole(cache) for cache in _caches(node)}
+        else:
+            moved += 2 * _bytes(view, node)
+    sizes = list(whole.values())
+    known = None if None in sizes else sum(size for size in sizes if size is not None)
+    operators = tuple(op_name(node).replace("::", ".") for node in steps)
+    return Leftover("cache writes", operators, len(steps), moved // tokens, known)
+
+
+def _to_caches(rows: Iterable[Node]) -> list[Node]:
+    """The nodes on the way from the rows to what writes them, and to what puts slices of caches back; in order."""
+    below: dict[Node, None] = {}
+    ends: dict[Node, None] = {}
+    stack = list(rows)
+    while stack and len(below) < _FARTHEST:
+        for user in stack.pop().users:
+            if user in below or user.op == "output":
+                continue
+            below[user] = None
+            if is_writer(user) or has_effect(user):
+                ends[user] = None
+                stack += [user] if _is_put_back(user) else []
+            else:
+                stack.append(user)
+    wanted, stack = dict[Node, None](), list(ends)
+    while stack:
+        node = stack.pop()
+        wanted[node] = None
+        stack += [read for read in node.all_input_nodes if read in below and read not in wanted]
+    return sorted(wanted)
+
+
+def _is_free(node: Node) -> bool:
+    return is_view(node) or is_reshape(node) or is_getitem(node) or op_name(node) == "aten::view"
+
+
+def _is_put_back(node: Node) -> bool:
+    return any(op_name(user) in _PUT_BACK for user in node.users)
+
+
+def _caches(writer: Node) -> Iterator[Node]:
+    """The inputs of the graph that a writer changes."""
+    for read in writer.all_input_nodes:
+        node = read
+        while (is_view(node) or is_writer(node)) and isinstance(node.args[0], Node):
+            node = node.args[0]
+        if node.op in INPUTS and any(op_name(user) == "aten::copy_" and user.args[0] is node for user in node.users):
+            yield node
+
+
+def _whole(cache: Node) -> int | None:
+    value = cache.meta["val"]
+    return None if any(map(is_symbolic, value.shape)) else value.numel() * value.element_size()
+
+
+def _bytes(view: View, node: Node) -> int:
+    value = node.meta["val"]
+    return math.prod(view.binding.shape(value.shape)) * value.element_size() if hasattr(value, "shape") else 0

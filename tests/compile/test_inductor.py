@@ -1,0 +1,213 @@
+"""The hook in Inductor: it compiles, runs, and its caches never give a graph of another configuration."""
+
+from __future__ import annotations
+
+import ast
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from mla_fusion.examples.fuse_your_model import example
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import lowerings
+
+import mla_fusion as mf
+from mla_fusion.compile import inductor_bridge
+from mla_fusion.machine import Machine
+from mla_fusion.reference import steps
+from mla_fusion.serving import vllm_ascend_pass
+from tests.catalogue import Entry, prologues, select
+from tests.fx.tracing import trace
+from tests.harness import assert_no_worse, clones, eager, exact, flat
+
+EMIT = Path(mf.__file__).parent / "emit"
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def through_inductor(model: nn.Module, args: tuple[Tensor, ...], hook: Any, **options: Any) -> list[Tensor]:
+    """What a call gives, and the arguments behind it."""
+    torch._dynamo.reset()
+    given = clones(args)
+    options = {"post_grad_custom_pre_pass": hook, **options}
+    with torch.no_grad():
+        found = torch.compile(model, fullgraph=True, options=options)(*given)
+    return [*flat(found), *given]
+
+
+def assert_fused_right(model: nn.Module, args: tuple[Tensor, ...], hook: Any, slack: float = 1.2) -> None:
+    before = len(mf.reports())
+    found = through_inductor(model, args, hook, fx_graph_cache=False)
+    (report,) = mf.reports()[before:]
+    assert report.fused and not report.rejected, str(report)
+    assert_no_worse(exact(model, args), eager(model, args), found, slack)
+
+
+def entry(name: str) -> Entry:
+    return next(one for one in select() if one.name == name)
+
+
+ROPES = {"interleaved": "PagedRotateHalf", "half": "Neox", "complex": "ComplexDense"}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_each_spelling_of_rope_compiles_and_runs(rope: str) -> None:
+    of = entry(ROPES[rope])
+    assert_fused_right(of.model(), of.args(), mf.torchair_pass(of.config(strict=True)), of.slack)
+
+
+@pytest.mark.parametrize("make", [mf.torchair_pass, vllm_ascend_pass])
+def test_the_example_of_the_readme(make: Any) -> None:
+    model, args = example()
+    assert_fused_right(model, tuple(args), make())
+
+
+# -- operators
+
+
+def emitted() -> set[Any]:
+    """Every overload that emit/ and its builders name."""
+    files = [*EMIT.glob("*.py"), *(EMIT.parent / "fx" / name for name in ("build.py", "strides.py"))]
+    found = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if name.startswith("aten."):
+                _, name, *overload = name.split(".")
+                packet = getattr(aten, name)
+                chosen = overload[0] if overload else "default"  # as `new.default` in results.py
+                found |= {getattr(packet, chosen)} if chosen in packet.overloads() else set()
+    return found
+
+
+X = torch.ones(3, 4)
+CALLS = {  # of those that Inductor has no lowering for, once it has decomposed the graph
+    aten._to_copy.default: lambda x: aten._to_copy.default(x, dtype=torch.bfloat16),
+    aten.arange.default: lambda x: x + aten.arange.default(4, device=x.device),
+    aten.index_select.default: lambda x: aten.index_select.default(x, 1, x[0, :2].long()),
+    aten.new_full.default: lambda x: aten.new_full.default(x, [2, 2], 3.0),
+    aten.new_ones.default: lambda x: aten.new_ones.default(x, [2, 2]),
+    aten.new_zeros.default: lambda x: aten.new_zeros.default(x, [2, 2], dtype=torch.int64),
+}
+
+
+def needs_decomposing(target: Any) -> bool:
+    return target in select_decomp_table() and target not in lowerings
+
+
+def test_every_operator_that_is_emitted_suits_inductor() -> None:
+    found = emitted()
+    assert len(found) > 20
+    assert {target for target in found if needs_decomposing(target)} == set(CALLS)
+
+
+@pytest.mark.parametrize("target", CALLS, ids=str)
+def test_what_has_no_lowering_is_decomposed(target: Any) -> None:
+    gm = trace(lambda x: CALLS[target](x).sum(0), X)
+    assert any(node.target is target for node in gm.graph.nodes)
+    wanted = gm(X)
+    assert inductor_bridge.decompose(gm.graph) > 0
+    gm.graph.lint()
+    gm.recompile()
+    assert not any(needs_decomposing(node.target) for node in gm.graph.nodes)
+    assert all("val" in node.meta for node in gm.graph.nodes if node.op == "call_function")
+    found = gm(X)
+    assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+# -- caches
+
+
+def test_inductor_takes_the_hook_for_one_of_its_own() -> None:
+    hook = mf.torchair_pass()
+    assert isinstance(hook, CustomGraphPass) and hook.uuid()
+    assert pickle.loads(pickle.dumps(hook)) is hook
+
+
+def test_the_hook_does_not_load_inductor() -> None:
+    code = (
+        "import mla_fusion as mf, sys; hook = mf.torchair_pass(); hook.uuid(); "
+        "assert not [name for name in sys.modules if name.startswith('torch._inductor')]; "
+        "from torch._inductor.custom_graph_pass import CustomGraphPass; assert isinstance(hook, CustomGraphPass)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_graphs_depend_on_is_in_the_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dis
+
+    def keys() -> tuple[Any, str]:
+        out = io.StringIO()
+        dis.dis(hook, file=out)  # type: ignore[arg-type]  # as torchair reads it
+        return hook.uuid(), out.getvalue()
+
+    hook = mf.torchair_pass()
+    seen = [keys()]
+    for other in (mf.Config(verify="off"), mf.Config(soc="A2"), mf.Config(skip=("absorb.absent",))):
+        seen.append((mf.torchair_pass(other).uuid(), ""))
+    assert mf.torchair_pass(mf.Config()).uuid() == seen[0][0]
+    for machine in (Machine("A2", "latest", ""), Machine("A3", "8.5", "")):
+        monkeypatch.setattr("mla_fusion.config.settled", lambda soc, cann, found=machine: found)
+        seen.append(keys())
+    monkeypatch.setattr("mla_fusion.compile.hook._sources", lambda: "another version")
+    seen.append(keys())
+    assert len({uuid for uuid, _ in seen}) == len(seen)
+    assert len({code for _, code in seen if code}) == 4
+
+
+def predicate(candidate: Any) -> bool:
+    return False
+
+
+def test_predicates_keep_graphs_out_of_inductors_caches() -> None:
+    """Their code may change between two processes."""
+    assert mf.torchair_pass(mf.Config(skip=(predicate,))).uuid() is None
+
+
+def test_no_cache_gives_the_graph_of_another_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model, args = prologues.Neox(), select()[0].args()
+    ran: list[Tensor] = []
+    product = steps.matmul_qn
+
+    def counted(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
+        ran.append(q_nope)
+        return product(q_nope, weight_uk)
+
+    monkeypatch.setattr(steps, "matmul_qn", counted)
+    fusing, leaving = mf.Config(verify="off"), mf.Config(enable=False)
+
+    def calls(config: mf.Config) -> tuple[int, int]:
+        """Reports made, none where a cache gave the graph, and calls of the kernel."""
+        before = len(mf.reports())
+        torch._dynamo.reset()
+        with inductor_config.patch(post_grad_custom_pre_pass=mf.torchair_pass(config), fx_graph_cache=True):
+            run = torch.compile(model, fullgraph=True)
+            with torch.no_grad():
+                run(*clones(args))  # compiles
+                ran.clear()
+                run(*clones(args))
+        return len(mf.reports()) - before, len(ran)
+
+    assert calls(fusing) == (1, 1)
+    assert calls(leaving) == (1, 0)
+    assert calls(fusing) == (0, 1)  # out of the cache
+    assert calls(leaving) == (0, 0)

@@ -1,0 +1,143 @@
+"""A pass is seen by no other thread, and does not depend on what a process has chosen for all of them."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import mla_fusion as mf
+from mla_fusion.compile.device_graph import capture
+from mla_fusion.modes import use_threads
+from tests.catalogue import Entry, prologues, select
+from tests.harness import graph_of
+
+ROOT = Path(__file__).parents[2]
+FACTORIES = frozenset(
+    "empty empty_strided eye full linspace logspace normal ones rand randn scalar_tensor tensor zeros".split()
+)
+# Each is one setting of the whole process.
+SWITCHES = frozenset(
+    "disable freeze set_default_device set_default_dtype set_default_tensor_type set_num_threads".split()
+)
+
+
+@pytest.fixture
+def graph() -> torch.fx.GraphModule:
+    torch.manual_seed(0)
+    model = prologues.Layers(prologues.PagedRotateHalf, 3)
+    gm, _ = capture(model, *prologues.layers_args(count=3), device="cpu")
+    return gm
+
+
+class Sampler(threading.Thread):
+    """What the settings of the process are, again and again; the last three by threads that have just begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[object] = set()
+        self.looks = 0
+        self.is_over = threading.Event()
+
+    def run(self) -> None:
+        while not self.is_over.is_set():
+            self.look()
+            fresh = threading.Thread(target=self.look)  # a thread asks for its settings when it begins
+            fresh.start()
+            fresh.join()
+
+    def look(self) -> None:
+        made = torch.empty(1)
+        self.seen.add((torch.get_default_dtype(), made.dtype, torch.get_num_threads(), gc.isenabled()))
+        self.looks += 1
+
+
+def test_other_threads_see_nothing_of_a_pass(graph: torch.fx.GraphModule) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_num_threads(3)
+    sampler = Sampler()
+    try:
+        sampler.start()
+        for _ in range(3):
+            report = mf.fuse(copy.deepcopy(graph), mf.Config(verify="all"))
+            assert len(report.fused) == 3
+            assert torch.get_num_threads() == 3
+        sampler.is_over.set()
+        sampler.join()
+    finally:
+        sampler.is_over.set()
+        torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(1)
+    assert sampler.looks > 10
+    assert sampler.seen == {(torch.bfloat16, torch.bfloat16, 3, True)}
+
+
+def test_a_thread_runs_on_as_many_threads_as_it_asks_for() -> None:
+    found: list[int] = []
+
+    def ask() -> None:
+        assert use_threads(5)
+        found.append(torch.get_num_threads())
+
+    usual = torch.get_num_threads()
+    other = threading.Thread(target=ask)
+    other.start()
+    other.join()
+    assert found == [5] and torch.get_num_threads() == usual
+
+
+@pytest.mark.parametrize("entry", select()[::20], ids=str)
+def test_the_default_dtype_of_the_process_changes_nothing(entry: Entry) -> None:
+    """What is said of a graph, and every figure."""
+
+    def said(default: torch.dtype) -> list[object]:
+        torch.set_default_dtype(default)
+        try:
+            report = mf.explain(copy.deepcopy(gm), entry.config(verify="all"), boundary=True)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        fused = [(fusion.placement, fusion.attributes, fusion.figures) for fusion in report.fused]
+        return [fused, [(rejection.code, rejection.message) for rejection in report.rejected]]
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        gm = graph_of(entry.model(), *entry.args())
+    assert said(torch.float32) == said(torch.bfloat16) == said(torch.float64)
+
+
+def sources() -> list[Path]:
+    folders = ("mla_fusion", "meta", "converters")
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def calls(path: Path) -> Iterator[tuple[str, str, ast.Call]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            yield ast.unparse(node.func.value), node.func.attr, node
+
+
+def test_every_factory_call_names_its_dtype() -> None:
+    unnamed = [
+        f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
+        for path in sources()
+        for owner, name, call in calls(path)
+        if owner == "torch" and name in FACTORIES
+        and not any(keyword.arg in ("dtype", None) for keyword in call.keywords)
+    ]
+    assert not unnamed
+
+
+def test_nobody_switches_what_all_threads_share() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
+        for path in sources()
+        for owner, name, call in calls(path)
+        if owner in ("torch", "gc") and name in SWITCHES
+    ]
+    assert not found
