@@ -46,7 +46,8 @@ class Draws:
         self.view, self.plan, self.region, self.blocks = view, plan, region, blocks
         self._format = plan.candidate.format
         self._generator = torch.Generator().manual_seed(seed)
-        self._pool = torch.randn(65537, generator=self._generator)  # prime length: no period lines up with a row
+        # prime length: no period lines up with a row
+        self._pool = torch.randn(65537, generator=self._generator, dtype=torch.float32)
         self._row_constant = row_constant
         self._bounds = _bounds(view, region)
         self._fixed: dict[object, Any] = {}
@@ -144,17 +145,20 @@ class Draws:
         scale = ((1 + number / 8) / _INT8).bfloat16().float()
         return scale.reciprocal() if role == "one_inverse" else scale
 
+    def _uniform(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.rand(shape, generator=self._generator, dtype=torch.float32)
+
     def _tokens(self, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> torch.Tensor:
         tokens, width = math.prod(shape[:-1]), shape[-1]
-        x = torch.randn((tokens, width), generator=self._generator)
+        x = torch.randn((tokens, width), generator=self._generator, dtype=torch.float32)
         if dtype in ELEMENTS:
             return _as_elements(x, dtype).reshape(shape)
         if kind == "normal":
-            x = x * 10 ** (torch.rand((tokens, 1), generator=self._generator) * 3 - 2)  # 0.01 to 10
+            x = x * 10 ** (self._uniform((tokens, 1)) * 3 - 2)  # 0.01 to 10
         if kind == "outliers":
             channels = torch.randperm(width, generator=self._generator)[: max(2, width // 100)]
-            x[::2, channels] *= 10 ** (2 + 2 * torch.rand((1, len(channels)), generator=self._generator))
-            x = x * (torch.rand(x.shape, generator=self._generator) > 0.1)
+            x[::2, channels] *= 10 ** (2 + 2 * self._uniform((1, len(channels))))
+            x = x * (self._uniform(x.shape) > 0.1)
             if tokens > 1 and not self.plan.candidate.weight_quant_mode:  # a scale of zero divides zero by zero
                 x[tokens // 2] = 0
         return x.to(dtype).reshape(shape)
@@ -163,8 +167,9 @@ class Draws:
         self, node: Node, shape: tuple[int, ...], dtype: torch.dtype, kind: str, ceiling: int
     ) -> torch.Tensor:
         if dtype == torch.bool:
-            flags = torch.rand(shape, generator=self._generator) < 0.5
-            return flags if kind == "normal" and shape else torch.full(shape, kind == "outliers")
+            if kind == "normal" and shape:
+                return self._uniform(shape) < 0.5
+            return torch.full(shape, kind == "outliers", dtype=torch.bool)
         bound = self._bounds.get(node)
         limit = min(ceiling, torch.iinfo(dtype).max) if bound is None else max(bound - 1, 0)
         low = limit // 2 if kind == "edges" else 0
@@ -191,7 +196,8 @@ class Draws:
         order = torch.randperm(max(rows - 2, 0), generator=self._generator) + 1
         ends = [0, rows - 1] if kind != "edges" else [rows - 1, 0]
         slots = torch.cat([torch.tensor(ends[: min(rows, 2)], dtype=torch.int64), order])
-        slots = slots[torch.arange(count) % len(slots)] if len(slots) else torch.full((count,), -1)
+        none = torch.full((count,), -1, dtype=torch.int64)
+        slots = slots[torch.arange(count) % len(slots)] if len(slots) else none
         if kind == "outliers":
             slots = slots[torch.randperm(count, generator=self._generator)]
         slots = slots.reshape(shape)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mla_fusion.commit import rewrite, structure
+from mla_fusion.commit.assumed import assumed_of_numbers
 from mla_fusion.commit.in_place import InPlaceSteps
 from mla_fusion.commit.region import Region, cut_out
 from mla_fusion.config import Config
 from mla_fusion.emit import contract
 from mla_fusion.emit.targets import TARGETS
+from mla_fusion.facts.obstacle import Obstacle
 from mla_fusion.fx.view import View
 from mla_fusion.match.candidate import KeyHalf
 from mla_fusion.plan.plan import InPlace, Plan
@@ -64,7 +66,7 @@ class Plans:
             if not in_place or candidate.key.operator or self._config.staging == "never":
                 raise
             because = f"the kernel refuses the caches ({reason.code.partition(':')[2]})"
-            found = self._described(planner.plan(stage_because=because))
+            found = self._described(planner.plan(Obstacle("cache.refused", f"{because}: {reason.detail}")))
             try:
                 contract.ask(found.plan, self._config)
             except Refuse:
@@ -74,4 +76,6 @@ class Plans:
 
     def _described(self, plan: Plan) -> Legal:
         region = cut_out(self._view, plan)
+        assumed = assumed_of_numbers(self._view, region)
+        plan = replace(plan, assumptions=(*plan.assumptions, *assumed)) if assumed else plan
         return Legal(plan, region, self._structures.setdefault(structure.key(region, plan), len(self._structures)))

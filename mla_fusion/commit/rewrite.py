@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from mla_fusion.emit import results, targets
 from mla_fusion.fx import strides
@@ -60,7 +61,34 @@ def clean(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
     graph = builder.gm.graph
     if any(item.node in builder.copies for plan in plans for item in plan.candidate.projections):
         graph.eliminate_dead_code()
+    _keep_output_names(builder.source, graph)
     graph.lint()
+
+
+def _keep_output_names(source: Graph, graph: Graph) -> None:
+    """Let what leaves the graph have the name that it has in the source: an exported program's signature has names."""
+    pairs = dict(zip(_leaving(source), _leaving(graph), strict=True))
+    after = list(pairs.values())
+    named = {node.name: node for node in graph.nodes}
+    for old, new in pairs.items():
+        other = named.get(old.name)
+        if other is new or other in after or new.op == "placeholder" or after.count(new) > 1:
+            continue
+        if other is not None:  # still read inside
+            other.name = new.name
+        new.name = old.name
+
+
+def _leaving(graph: Graph) -> list[Node]:
+    """The nodes that a graph returns, in order."""
+    found: list[Node] = []
+
+    def take(node: Node) -> Node:
+        found.append(node)
+        return node
+
+    map_arg(graph.output_node().args, take)
+    return found
 
 
 class _Writer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
 
@@ -11,10 +11,8 @@ from torch.fx import GraphModule
 from mla_fusion import pipeline
 from mla_fusion.config import Config
 from mla_fusion.dumps import FORMATS, Dump, read, rebuild_fx, rebuild_ge
-from mla_fusion.dumps.ge_values import Unmapped
 from mla_fusion.dumps.prologues import is_prologue
 from mla_fusion.dumps.rebuild_fx import NotRebuilt
-from mla_fusion.fx.collector import paused
 from mla_fusion.report.report import Report
 
 __all__ = ["DumpReport", "NotRebuilt", "explain"]
@@ -39,9 +37,8 @@ def explain(
     Raises DumpError for a file that is no dump, and NotRebuilt, with the reason, for one that does not hold enough.
     """
     dump = path if isinstance(path, Dump) else read(Path(fspath(path)))
-    with paused():
-        gm, remarks = _rebuilt(dump)
-        report = pipeline.explain(gm, config, boundary=boundary)
+    gm, remarks = _rebuilt(dump)
+    report = _explained(dump, gm, Config.given(config), boundary)
     kernels = sum(count for kind, count in dump.counts.items() if is_prologue(kind))
     if kernels:
         remarks.append(f"{kernels} prologues of the graph are fused already")
@@ -49,11 +46,27 @@ def explain(
     return DumpReport(**fields, dump=f"{dump.path} ({FORMATS[dump.format]})", remarks=tuple(remarks))
 
 
+def _explained(dump: Dump, gm: GraphModule, config: Config, boundary: bool) -> Report:
+    """Where the pass fails on a graph that contradicts itself, the dump is at fault, not the pass."""
+    try:
+        report = pipeline.explain(gm, replace(config, strict=True), boundary=boundary)
+        report.config = config
+        return report
+    except pipeline.SkipError:
+        raise
+    except Exception as error:
+        found = rebuild_fx.contradiction(gm)
+        if found is not None:
+            node, why = found
+            line = dump.by_name[node.name].line if node.name in dump.by_name else 0
+            raise NotRebuilt(f"line {line}: {node.name} is no result of {node.target}: {why}") from error
+    return pipeline.explain(gm, config, boundary=boundary)
+
+
 def _rebuilt(dump: Dump) -> tuple[GraphModule, list[str]]:
     try:
         return (rebuild_fx if dump.is_fx else rebuild_ge).rebuild(dump)
     except NotRebuilt:
         raise
-    except (LookupError, TypeError, ValueError, RuntimeError, SyntaxError, Unmapped) as error:
-        # A damaged dump can describe what no graph is: sizes below zero, names that are no names.
+    except Exception as error:  # a damaged dump can describe what no graph is: sizes below zero, names that are none
         raise NotRebuilt(f"torch accepts no such graph: {type(error).__name__}: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 from mla_fusion.machine import Machine
 from mla_fusion.meta import ContractError, explain_call
 from mla_fusion.meta.explain import CallExplanation
-from mla_fusion.meta.roofline import LAUNCH, LAUNCH_SOURCE, Cost
+from mla_fusion.meta.roofline import LAUNCH, LAUNCH_SOURCE, Chip, Cost
 from mla_fusion.meta.spec import ACTIVATION, CACHE_QUANTS, DERIVED, ELEMENT, TILE_SIZE, Dtype
 from mla_fusion.plan import cache_modes, weight_modes
 
@@ -62,21 +62,40 @@ def roofline(fusion: Fusion, machine: Machine) -> Roofline | None:
         found = [_explained(fusion, count, machine) for count in counts]
     except (ContractError, KeyError, TypeError, ValueError):
         return None
-    rows = [
-        _row(count, name, cost)
+    chip, soc = found[0].chip, machine.soc
+    name = "staged" if fusion.leaves else "fused"
+    costs = [
+        (item.unfused, _with_staging(item.fused, fusion, count, chip))
         for count, item in zip(counts, found, strict=True)
-        for name, cost in (("unfused", item.unfused), ("fused", item.fused))
     ]
-    first = found[0]
-    longest = max(first.fused.bytes, first.unfused.bytes)
-    bars = [_bar(name, cost, longest) for name, cost in (("unfused", first.unfused), ("fused", first.fused))]
-    chip, soc = first.chip, machine.soc
+    rows = [
+        _row(count, label, cost)
+        for count, pair in zip(counts, costs, strict=True)
+        for label, cost in zip(("unfused", name), pair, strict=True)
+    ]
+    longest = max(cost.bytes for cost in costs[0])
+    bars = [_bar(label, cost, longest) for label, cost in zip(("unfused", name), costs[0], strict=True)]
     timed = f"Lower bounds on {chip.name}: {chip.source}" if chip else f"No peaks are known for {soc}"
     note = (
         f"Each byte and product counted once; unfused is one kernel a step. {timed}, without launches. What these "
         f"may add is an estimate: {LAUNCH * 1e6:.1f} us a kernel, {LAUNCH_SOURCE}; captured graphs hide a part of it."
     )
+    if fusion.leaves:
+        kept = ", ".join(item.what for item in fusion.leaves)
+        note += f" Staged is the kernel and what stays beside it: {kept}."
+        if any(item.bytes != 0 for item in fusion.leaves):
+            note += " Whole caches that a compiler writes anew are not counted: mla-fusion inspect counts them."
     return Roofline(("T", "kernels", "GFLOP", "MB moved", "FLOP/byte", "at least", "launches, up to"), rows, bars, note)
+
+
+def _with_staging(cost: Cost, fusion: Fusion, tokens: int, chip: Chip | None) -> Cost:
+    """The kernel, and what a staged fusion leaves beside it."""
+    moved = tokens * sum(item.bytes_per_token for item in fusion.leaves)
+    seconds = cost.seconds
+    if seconds is not None and chip is not None:
+        seconds += moved / chip.bytes_per_second
+    kernels, activations = cost.kernels + fusion.launches_left, cost.activation_bytes + moved
+    return replace(cost, kernels=kernels, activation_bytes=activations, seconds=seconds)
 
 
 def _explained(fusion: Fusion, tokens: int, machine: Machine) -> CallExplanation:

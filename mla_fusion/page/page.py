@@ -100,6 +100,8 @@ def render(report: Report, sections: Sequence[Section] = ()) -> str:
             config=[*asdict(report.config).items(), ("machine", str(report.config.machine))],
             data=safe(embeddable(report.to_json())),
             version=__version__,
+            size=text_tables.size,
+            counted=text_tables.counted,
         )
     )
 
@@ -107,14 +109,6 @@ def render(report: Report, sections: Sequence[Section] = ()) -> str:
 def duration(seconds: float) -> str:
     """Three figures and a unit."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def size(count: int) -> str:
-    """Bytes in the unit that suits them."""
-    if count < 1024:
-        return f"{count} bytes"
-    power = min((count.bit_length() - 1) // 10, 3)
-    return f"{count / 1024**power:.1f} {('', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def embeddable(text: str) -> str:
@@ -138,7 +132,7 @@ def fused_cards(report: Report, safe: Callable[[str], Any] = str) -> list[Card]:
         card.dims = ", ".join(f"{name} {value}" for name, value in card.item.dims.items())
         card.roofline = roofline(card.item, report.config.machine)
         if card.item.picture is not None:
-            card.plates = _before_and_after(report, card.item.picture, safe, every=index < _IN_FULL)
+            card.plates = _before_and_after(report, card.item, safe, every=index < _IN_FULL)
     return cards
 
 
@@ -154,14 +148,16 @@ def rejected_cards(report: Report, safe: Callable[[str], Any] = str) -> list[Car
     return cards
 
 
-def _before_and_after(report: Report, number: int, safe: Callable[[str], Any], every: bool) -> list[Plate]:
-    picture = report.pictures[number]
+def _before_and_after(report: Report, item: Fusion, safe: Callable[[str], Any], every: bool) -> list[Plate]:
+    assert item.picture is not None
+    number, picture = item.picture, report.pictures[item.picture]
     count = sum(bool(dot.op) and dot.role not in INPUTS for dot in picture.before.dots)
     whose = f" of {picture.layer}" if picture.layer else ""
     plates = [_plate("Before", f"{count} nodes{whose}, by step", drawing.steps(picture.before), number, safe)]
     if picture.after is not None:
         call = drawing.steps(picture.after)
-        plates.append(_plate("After", "one call", call, number, safe, side="after"))
+        beside = f"one call, and {item.launches_left} launches beside it" if item.leaves else "one call"
+        plates.append(_plate("After", beside, call, number, safe, side="after"))
     if every:
         nodes = drawing.nodes(picture.before)
         plates.append(_plate("Before", f"every node{whose}", nodes, number, safe, across=False))
@@ -187,7 +183,8 @@ def _plate(
 def _fusion_key(item: Fusion) -> object:
     where = item.source.partition(" in ")[2]  # the code; not the line, which unrolled loops may repeat
     call = (item.dims, item.cache_mode, item.placement, item.rope, item.attributes, item.assumptions)
-    return json.dumps((*call, item.picture, where), default=str, sort_keys=True)
+    staging = [one.code for one in item.staged_by], [asdict(one) for one in item.leaves]
+    return json.dumps((*call, *staging, item.picture, where), default=str, sort_keys=True)
 
 
 def _rejection_key(item: Rejection) -> object:
@@ -199,14 +196,14 @@ def _numbers(report: Report) -> list[tuple[str, str]]:
     found = [
         ("fused" if report.committed else "would fuse", str(len(report.fused))),
         ("left", str(len(report.rejected))),
-        ("nodes before", f"{report.nodes_before:,}"),
-        ("nodes after", f"{report.nodes_after:,}"),
+        *([("nodes before", f"{report.nodes_before:,}")] if report.committed else []),
+        *([("nodes after", f"{report.nodes_after:,}")] if report.committed else []),
         ("pass time", duration(report.seconds)),
     ]
     if report.committed:
-        found.append(("weights added", size(report.bytes_added)))
+        found.append(("weights added", text_tables.size(report.bytes_added)))
     if report.bytes_on_npu is not None:
-        found.append(("weights added on an NPU", size(report.bytes_on_npu)))
+        found.append(("weights added on an NPU", text_tables.size(report.bytes_on_npu)))
     return [*found, ("largest error", f"{max(figures):.1e}")] if figures else found
 
 

@@ -12,8 +12,8 @@ from torch.fx import Node
 from mla_fusion.config import Config
 from mla_fusion.facts import cache_write, row_quant
 from mla_fusion.facts.cache_write import Slots, WriteFact
+from mla_fusion.facts.obstacle import Obstacle, Obstacles
 from mla_fusion.facts.row_quant import CacheScale
-from mla_fusion.facts.slots import Unproven
 from mla_fusion.fx.sizes import same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes, reshapes_and_exact_casts, upward
@@ -23,6 +23,8 @@ from mla_fusion.meta.number_formats import INT8
 from mla_fusion.plan.int8_query import Int8Query
 from mla_fusion.plan.outputs import Replacement, ValueTree, live_users, whole_readers
 from mla_fusion.plan.plan import InPlace, Staged
+from mla_fusion.plan.unwritten import no_write, read_elsewhere
+from mla_fusion.report.rejection import Refuse
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,23 @@ class WritePlanner:
         self.view, self.config, self.trees, self.boundary = view, config, trees, boundary
         self.key = candidate.key
 
-    def place(self, token_x: Node, interleaved: bool, stage_because: str) -> Placement:
-        """Write the model's caches in the kernel where that is exact, else say why not."""
-        if stage_because:
-            return Placement(Staged(stage_because))
-        if interleaved:
-            return Placement(Staged("RoPE leaves interleaved rows and the kernel writes half rows"))
+    def place(self, token_x: Node, pairs: bool, stage_because: Obstacle | None) -> Placement:
+        """Write the model's caches in the kernel where that is exact, else say everything that is in the way.
+
+        pairs          the caches are to hold the interleaved pairs that the model's rotation leaves
+        stage_because  why the caches are left to the model whatever it writes
+        """
+        if stage_because is not None:
+            return Placement(Staged((stage_because,)))
+        if not pairs:
+            return self._in_kernel(token_x)
+        try:
+            others = self._in_kernel(token_x).caches
+        except Refuse:  # of an operator that writes in place: this one stages
+            others = None
+        return Placement(Staged((_PAIRS, *(others.obstacles if isinstance(others, Staged) else ()))))
+
+    def _in_kernel(self, token_x: Node) -> Placement:
         return self.packed(token_x) or self._apart(token_x)
 
     # -- what differs from operator to operator
@@ -63,7 +76,7 @@ class WritePlanner:
         others = [scale.format.name for scale in (kv, kr) if scale is not None and scale.format is not INT8]
         return f"the operator writes no {others[0]} rows" if others else None
 
-    def write_of(self, name: str) -> tuple[WriteFact | str, CacheScale | None]:
+    def write_of(self, name: str) -> tuple[WriteFact | Obstacles, CacheScale | None]:
         """The write of the new rows by which the operator's takes its place; why there is none."""
         return self.single_write(name)
 
@@ -81,21 +94,23 @@ class WritePlanner:
     # -- two caches, each written by plain nodes
 
     def _apart(self, token_x: Node) -> Placement:
-        writes, scales = [], []
-        for name in ("c_kv", "k_pe"):
-            write, scale = self.write_of(name)
-            if isinstance(write, str):
-                return Placement(staged_by(write))
-            writes.append(write)
-            scales.append(scale)
-        kv, kr = writes
-        reason = self._joint_reason(token_x, kv, kr)
-        query = None if reason else self.as_quantised(*scales)
-        if reason or isinstance(query, str):
-            return Placement(Staged(reason or str(query)))
-        kv_shape, kr_shape = (cache_write.paged_shape(write.cache) for write in writes)
+        (kv, kv_scale), (kr, kr_scale) = (self.write_of(name) for name in ("c_kv", "k_pe"))
+        if not isinstance(kv, WriteFact) or not isinstance(kr, WriteFact):
+            key = self.key
+            widths = {"c_kv": len(key.columns), "k_pe": key.rope_dim}
+            found: list[Obstacle] = []
+            for write, width in ((kv, widths["c_kv"]), (kr, widths["k_pe"])):
+                found += self.obstacles(token_x, write, width) if isinstance(write, WriteFact) else write
+            return Placement(Staged(tuple(dict.fromkeys(found))))
+        obstacles = self._joint_obstacles(token_x, kv, kr)
+        query = None if obstacles else self.as_quantised(kv_scale, kr_scale)
+        if isinstance(query, str):
+            obstacles = [Obstacle("cache.quantised", query)]
+        if obstacles or isinstance(query, str):
+            return Placement(Staged(tuple(dict.fromkeys(obstacles))))
+        kv_shape, kr_shape = (cache_write.paged_shape(write.cache) for write in (kv, kr))
         assert kv_shape is not None and kr_shape is not None
-        found = [
+        replaced = [
             r
             for name, write, shape in (("kv_cache", kv, kv_shape), ("kr_cache", kr, kr_shape))
             for r in whole_readers(write.result, name, shape, same_shape)
@@ -111,64 +126,71 @@ class WritePlanner:
             mode="PA_BSND",
             trusted=trusted,
         )
-        in_place = replace(in_place, kv_scale=in_ratio(scales[0], query), kr_scale=scales[1])
-        return Placement(in_place, tuple(found), query)
+        in_place = replace(in_place, kv_scale=in_ratio(kv_scale, query), kr_scale=kr_scale)
+        return Placement(in_place, tuple(replaced), query)
 
-    def single_write(self, name: str) -> tuple[WriteFact | str, CacheScale | None]:
+    def single_write(self, name: str) -> tuple[WriteFact | Obstacles, CacheScale | None]:
         """The one write that takes the new rows, whole and in token order, and what they are scaled by into int8."""
         tree = self.trees[name]
         readers = tree.readers()
-        if len(readers) != 1:
-            return f"the new {name} rows are read at {len(readers)} places", None
-        ((value, users),) = readers.items()
-        if len(users) != 1:
-            return f"{value.name} is read by {', '.join(user.name for user in users)}", None
+        every = [user for users in readers.values() for user in users]
+        if len(every) != 1:
+            return read_elsewhere(self.view, self.trees, name, every), None
+        ((value, (writer,)),) = readers.items()
         if not tree.in_order(value):
-            return f"{value.name} does not hold the rows in token order", None
+            return (Obstacle("cache.row_order", f"{value.name} does not hold the rows in token order"),), None
         quantised = row_quant.find(self.view, value)
         if quantised is None:
-            write = cache_write.find(self.view, users[0], value)
-            if isinstance(write, Unproven):
-                self.check_order(users[0])
+            if other := no_write(self.view, self.trees, writer):
+                return other, None
+            write = cache_write.find(self.view, writer, value)
+            if not isinstance(write, WriteFact) and any(one.code == "slots.unproven" for one in write):
+                self.check_order(writer)
             return write, None
         writers = live_users(quantised.node)
         if len(writers) != 1:
-            return f"{quantised.node.name} is read by {', '.join(user.name for user in writers)}", None
+            return read_elsewhere(self.view, self.trees, name, writers), None
         return cache_write.find(self.view, writers[0], quantised.node), quantised.scale
 
-    def _joint_reason(self, token_x: Node, kv: WriteFact, kr: WriteFact) -> str:
-        """Why two writes are not the pair that the kernel does, or ""."""
+    def _joint_obstacles(self, token_x: Node, kv: WriteFact, kr: WriteFact) -> list[Obstacle]:
+        """Everything for which two writes are not the pair that the kernel does."""
+        found = []
+        names = f"{kv.cache.name} and {kr.cache.name}"
         if kv.cache is kr.cache:
-            return f"both writes go to {kv.cache.name}"
+            found.append(Obstacle("cache.joined_row", f"both writes go to {kv.cache.name}"))
         shapes = [cache_write.paged_shape(write.cache) for write in (kv, kr)]
         if not same_shape((shapes[0] or ())[:3], (shapes[1] or ())[:3]):
-            return f"{kv.cache.name} and {kr.cache.name} differ in blocks"
+            found.append(Obstacle("cache.blocks_differ", f"{names} differ in blocks"))
         if not self._same_slots(kv.slots, kr.slots):
-            return f"{kv.cache.name} and {kr.cache.name} are written at different slots"
+            found.append(Obstacle("cache.slots_differ", f"{names} are written at different slots"))
         key = self.key
-        return self.reason(token_x, kv, len(key.columns)) or self.reason(token_x, kr, key.rope_dim)
+        found += self.obstacles(token_x, kv, len(key.columns))
+        return [*found, *self.obstacles(token_x, kr, key.rope_dim)]
 
-    def reason(self, token_x: Node, write: WriteFact, wanted: int) -> str:
-        """Why the kernel cannot do this write, of rows ``wanted`` wide, or ""."""
+    def obstacles(self, token_x: Node, write: WriteFact, wanted: int) -> list[Obstacle]:
+        """Everything for which the kernel cannot do this write, of rows ``wanted`` wide."""
         shape = cache_write.paged_shape(write.cache) or ()
-        value = write.cache.meta["val"]
+        name, value, found = write.cache.name, write.cache.meta["val"], list[Obstacle]()
         if not self.boundary and not same_shape(value.shape, shape):
-            return f"{write.cache.name} has shape {list(value.shape)}, and no wrapper can view it as {list(shape)}"
+            message = f"{name} has shape {list(value.shape)}, and no wrapper can view it as {list(shape)}"
+            found.append(Obstacle("cache.boundary", message))
         if not self.writable(value):
-            return f"{write.cache.name} has strides {list(value.stride())}, and rows written to such do not arrive"
+            message = f"{name} has strides {list(value.stride())}, and rows written to such do not arrive"
+            found.append(Obstacle("cache.strides", message))
         slots = write.slots.shape
         if not self.as_many(slots, token_x):
             tokens = list(token_x.meta["val"].shape[:-1])
-            return f"{write.slots} has {list(slots)} slots for tokens {tokens}"
+            found.append(Obstacle("cache.slots_count", f"{write.slots} has {list(slots)} slots for tokens {tokens}"))
         late = cache_write.readers(write.cache, write.node, write.result, *write.inside)
         if late:
-            return f"{late[0].name} reads {write.cache.name} as it was before the write"
+            found.append(Obstacle("cache.old_rows_read", f"{late[0].name} reads {name} as it was before the write"))
         width = self.view.binding.size(value.shape[-1])
         if width != wanted:
-            return f"{write.cache.name} is {width} wide"
-        if value.dtype != write.value.meta["val"].dtype:
-            return f"{write.cache.name} is {value.dtype}"
-        return ""
+            found.append(Obstacle("cache.width", f"{name} is {width} wide, and its rows hold {wanted}"))
+        dtype = write.value.meta["val"].dtype
+        if value.dtype != dtype:
+            found.append(Obstacle("cache.dtype", f"{name} is {value.dtype}, and what is written to it {dtype}"))
+        return found
 
     def as_many(self, slots: Sequence[Any], token_x: Node) -> bool:
         """Is there, whenever the graph runs, a slot for each token?"""
@@ -183,9 +205,10 @@ class WritePlanner:
         )
 
 
-def staged_by(reason: str) -> Staged:
-    return Staged(reason, "slots.unproven" if isinstance(reason, Unproven) else "")
-
+_PAIRS = Obstacle(
+    "rope.pairs",
+    "the key cache holds pairs (a0 b0 a1 b1 ..) as RoPE leaves them, the kernel writes halves (a0 a1 .. b0 b1 ..)",
+)
 
 def in_ratio(scale: CacheScale | None, query: Int8Query | None) -> CacheScale | None:
     """The scale of the cache as the query was multiplied by it; what is left of the factor goes to kc_scale."""

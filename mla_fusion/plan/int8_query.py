@@ -111,7 +111,8 @@ def _scaled_codes(
     generator = torch.Generator().manual_seed(0)
 
     def run(probe: torch.Tensor, per_head: torch.Tensor, number: float = 1.0) -> torch.Tensor | None:
-        constants = [torch.full(view.binding.shape(item.meta["val"].shape), number).double() for item in given]
+        shapes = [view.binding.shape(item.meta["val"].shape) for item in given]
+        constants = [torch.full(shape, number, dtype=torch.float64) for shape in shapes]
         memory = program.run([probe[rotated], *(per_head[rows] for rows in of_scales), *constants])
         found = memory[program.slot(node)]
         fits = isinstance(found, torch.Tensor) and found.is_floating_point() and found.numel() == elements

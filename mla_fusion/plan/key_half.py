@@ -10,6 +10,7 @@ from torch.fx import Node
 from mla_fusion.config import Config
 from mla_fusion.facts import cache_write
 from mla_fusion.facts.cache_write import WriteFact
+from mla_fusion.facts.obstacle import Obstacles
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fx.view import View
 from mla_fusion.match.candidate import KeyHalf
@@ -61,7 +62,7 @@ class _Caches(WritePlanner):
         super().__init__(*args)  # type: ignore[arg-type]
         self.writes: dict[str, list[Node]] = {}
 
-    def write_of(self, name: str) -> tuple[WriteFact | str, CacheScale | None]:
+    def write_of(self, name: str) -> tuple[WriteFact | Obstacles, CacheScale | None]:
         """The only write of whole rows to a cache; other readers get the rows, which the operator gives out too."""
         found, scale = self.single_write(name)
         if isinstance(found, WriteFact):
@@ -72,7 +73,8 @@ class _Caches(WritePlanner):
             for user in users if tree.in_order(value) else ():
                 write = cache_write.find(self.view, user, value)
                 writes += [write] if isinstance(write, WriteFact) else []
-                why = write if isinstance(write, cache_write.Unproven) else why
+                if not isinstance(write, WriteFact) and any(one.code == "slots.unproven" for one in write):
+                    why = write
         if len(writes) != 1:
             return why, None
         self.writes[name] = [writes[0].node]

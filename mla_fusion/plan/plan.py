@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from mla_fusion.facts.cache_write import Slots
+from mla_fusion.facts.obstacle import Obstacles
 from mla_fusion.facts.rope import Table
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.facts.static_quant import StaticQuant
@@ -59,13 +60,17 @@ class InPlace:
 
 @dataclass(frozen=True)
 class Staged:
-    """The kernel writes small buffers of new rows; the model's own cache writes stay. ``reason`` says why.
+    """The kernel writes small buffers of new rows; the model's own cache writes stay.
 
-    code   where the reason has a code of its own ("slots.unproven")
+    obstacles   everything that stands between this and a write in place; at least one
     """
 
-    reason: str
-    code: str = ""
+    obstacles: Obstacles
+
+    @property
+    def reason(self) -> str:
+        """The first of them."""
+        return self.obstacles[0].message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +82,7 @@ class Plan:
     cos, sin      tables of the rotation; empty where nothing rotates
     interleave    outputs whose rows go from the kernel's half layout back to interleaved pairs
     assumptions   what the fusion takes for granted, for the report
+    warnings      those of them that change what a cache holds
     borrowers     readers that want only the dtype and device of a value that goes away
     """
 
@@ -89,6 +95,7 @@ class Plan:
     replacements: tuple[Replacement, ...]
     interleave: frozenset[str] = frozenset()
     assumptions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     borrowers: tuple[Node, ...] = ()
 
     @property

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from mla_fusion.config import Config
 from mla_fusion.facts import projection
+from mla_fusion.facts.obstacle import Obstacle
 from mla_fusion.facts.rope import TableRun
 from mla_fusion.fx import strides
 from mla_fusion.fx.sizes import is_symbolic, same, same_shape
@@ -23,7 +24,7 @@ from mla_fusion.plan.outputs import Replacement, ValueTree
 from mla_fusion.plan.plan import InPlace, Plan, Staged
 from mla_fusion.report.rejection import Refuse
 
-_SLOTS_ASSUMED = "slots are non-negative{whose} and distinct (the kernel skips negative slots, index_put wraps them)"
+_SLOTS_ASSUMED = "slots are non-negative{whose} and distinct (the kernel skips negative slots, the model wraps them)"
 _NARROW = "the float32 norm weights hold bfloat16 numbers (looked at, and again whenever they are packed)"
 _UNCHECKED = "nothing checks the slots (Config.slots is 'checked'): no wrapper stands around the graph"
 
@@ -37,7 +38,8 @@ class Planner(ABC, Generic[C, P]):
     def __init__(self, view: View, config: Config, candidate: C, boundary: bool = False) -> None:
         """``boundary``: a wrapper stands around the graph and can view a cache in the kernel's shape."""
         self.view, self.config, self.candidate, self.boundary = view, config, candidate, boundary
-        self.stage_because = "Config.staging is 'always'" if config.staging == "always" else ""
+        always = Obstacle("config.staging", "Config.staging is 'always'")
+        self.stage_because = always if config.staging == "always" else None
         self.trees: dict[str, ValueTree] = {}
         k, how = candidate.key, (candidate.shrink, candidate.tokens)
         if k.norm is not None and k.rope is not None:
@@ -56,7 +58,7 @@ class Planner(ABC, Generic[C, P]):
         """Readers that want only the dtype and device of what goes away. Raises ``Refuse`` for any that want more."""
         return ()
 
-    def plan(self, stage_because: str = "") -> P:
+    def plan(self, stage_because: Obstacle | None = None) -> P:
         """The cheapest exact plan; with ``stage_because``, one that leaves the caches to the model's own writes."""
         self.stage_because = stage_because or self.stage_because
         self.judge()
@@ -125,7 +127,9 @@ class Planner(ABC, Generic[C, P]):
     def staged(self, caches: Staged, rows: dict[str, tuple[int, ...]]) -> list[Replacement]:
         """The new rows, of these shapes, for the model's own writes; ``Refuse`` where ``Config.staging`` is "never"."""
         if self.config.staging == "never":
-            raise Refuse(caches.code or "cache.staging_forbidden", caches.reason, self.candidate.nodes[-2:])
+            first, why = caches.obstacles[0].code, "; ".join(one.message for one in caches.obstacles)
+            code = first if first == "slots.unproven" else "cache.staging_forbidden"
+            raise Refuse(code, why, self.candidate.nodes[-2:])
         return [item for name, shape in rows.items() for item in self.trees[name].replacements(name, shape)]
 
     def assumed(self, caches: InPlace | Staged) -> list[str]:
@@ -135,7 +139,7 @@ class Planner(ABC, Generic[C, P]):
         if self.boundary and self.config.slots == "checked":
             return []
         names = ", ".join(node.name for node in caches.trusted)
-        whose = f" (input {names}, trusted)" if names else ""
+        whose = f" (input {names}, trusted to hold numbers from 0 to 2**24 - 1)" if names else ""
         return [_SLOTS_ASSUMED.format(whose=whose), *([_UNCHECKED] if self.config.slots == "checked" else [])]
 
     def narrowed(self, *gammas: Node | None) -> list[str]:

@@ -16,6 +16,7 @@ from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.cache_write import WriteFact
 from mla_fusion.facts.dynamic_quant import quantised_behind
 from mla_fusion.facts.input_norm import EPSILON, InputNorm
+from mla_fusion.facts.obstacle import Obstacle
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.facts.static_quant import StaticQuant
@@ -128,15 +129,16 @@ class _Caches(CachesOfWhole):
     def as_quantised(self, kv: CacheScale | None, kr: CacheScale | None) -> Int8Query | str | None:
         return None if kv is None and kr is None else "the operator's int8 caches are in the NZ layout"
 
-    def reason(self, token_x: Node, write: WriteFact, wanted: int) -> str:
+    def obstacles(self, token_x: Node, write: WriteFact, wanted: int) -> list[Obstacle]:
         """The operator writes to memory: it must be where the graph stores the new rows, too."""
         copies = [user for user in write.cache.users if op_name(user) == "aten::copy_" and user.args[0] is write.cache]
         stored = any(write.result in upward(user.args[1], reshapes) for user in copies)  # type: ignore[arg-type]
-        kept = "" if stored else f"{write.cache.name} keeps its old rows, the new ones are in {write.result.name} alone"
-        return super().reason(token_x, write, wanted) or kept
+        message = f"{write.cache.name} keeps its old rows, the new ones are in {write.result.name} alone"
+        kept = [] if stored else [Obstacle("cache.not_stored", message)]
+        return [*super().obstacles(token_x, write, wanted), *kept]
 
-    def place(self, token_x: Node, interleaved: bool, stage_because: str) -> Placement:
-        found = super().place(token_x, interleaved, stage_because)
+    def place(self, token_x: Node, pairs: bool, stage_because: Obstacle | None) -> Placement:
+        found = super().place(token_x, pairs, stage_because)
         if not isinstance(found.caches, Staged) and found.caches.mode != "PA_BSND":
             raise Refuse("cache.operator_mode", f"{found.caches.mode} on {found.caches.kv_cache.name}", (token_x,))
         if not isinstance(found.caches, Staged) and found.caches.copies:

@@ -26,6 +26,10 @@ from mla_fusion.report.rejection import Refuse
 
 _ROWS_READ_BACK = "the new rows are read back from the caches: of a token without a slot nobody reads them"
 
+_HALVES = (
+    "{cache} and query_rope hold halves (a0 a1 .. b0 b1 ..), not the model's pairs (a0 b0 a1 b1 ..): everything that "
+    "reads or writes this cache uses halves, and it was filled so (Config.kr_layout is 'half')"
+)
 _IDENTITY = "q_nope, finite, is taken through weight_uk = [I | 0] (Config.unabsorbed is 'identity')"
 
 
@@ -80,8 +84,9 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
             "dequant_scale_q_norm": (math.prod(lead), scales_of_row(self.candidate.format, len(q.norm.columns))),
         }
         ups = [part.node for item in (q.up_nope, q.up_rope) for part in item.by_weight]
-        interleaved = q.rope.layout == "interleaved" and self.config.kr_layout == "exact"
-        placement = self.caches.place(token_x, interleaved, self.stage_because)
+        pairs = q.rope.layout == "interleaved"
+        exact = self.config.kr_layout == "exact"
+        placement = self.caches.place(token_x, pairs and exact, self.stage_because)
         query = "query" if isinstance(q.absorb, AbsorbFact) else "q_nope"
         trees = {query: self.trees["query"], "query_rope": self.trees["query_rope"]}
         trees |= placement.query.trees if placement.query is not None else {}
@@ -93,6 +98,9 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
         if isinstance(caches, Staged):
             of_caches = self.staged(caches, {"c_kv": (*lead, len(k.columns)), "k_pe": (*lead, k.rope_dim)})
         read_back = isinstance(caches, InPlace) and any(item.output in ("c_kv", "k_pe") for item in of_caches)
+        warnings = []
+        if pairs and not exact and isinstance(caches, InPlace):
+            warnings.append(_HALVES.format(cache=caches.kr_cache or caches.kv_cache))
         ratio = rotation_ratio(self.view, q, k)
         assert ratio is not None  # judged
         return PrologPlan(
@@ -109,8 +117,10 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
             qc_qr_scale=q.norm.scale * ratio,
             kc_scale=k.scale / placement.query.ratio if placement.query is not None else k.scale,
             replacements=(*replacements, *normed, *of_caches),
-            interleave=frozenset({"query_rope", "k_pe"}) if interleaved else frozenset(),
+            interleave=frozenset({"query_rope", "k_pe"}) if pairs and not warnings else frozenset(),
+            warnings=tuple(warnings),
             assumptions=(
+                *warnings,
                 *self.assumed(caches),
                 *([_ROWS_READ_BACK] if read_back else []),
                 *([_IDENTITY] if query == "q_nope" else []),

@@ -12,7 +12,8 @@ from torch.fx import Node
 from mla_fusion.config import Config
 from mla_fusion.facts import cache_write, packed_rows
 from mla_fusion.facts.absorb import AbsorbFact
-from mla_fusion.facts.cache_write import Slots
+from mla_fusion.facts.cache_write import Slots, WriteFact
+from mla_fusion.facts.obstacle import Obstacle
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fx.kinds import is_getitem, op_name
 from mla_fusion.fx.program import nodes_between
@@ -22,7 +23,7 @@ from mla_fusion.match.candidate import Candidate
 from mla_fusion.meta import layout, limits
 from mla_fusion.meta.number_formats import INT8
 from mla_fusion.plan import int8_query
-from mla_fusion.plan.caches import Placement, WritePlanner, in_ratio, shaped, staged_by
+from mla_fusion.plan.caches import Placement, WritePlanner, in_ratio, shaped
 from mla_fusion.plan.int8_query import Int8Query
 from mla_fusion.plan.outputs import Replacement, ValueTree, leads_only_to, live_users, whole_readers
 from mla_fusion.plan.plan import InPlace, Staged
@@ -39,10 +40,10 @@ class CachesOfWhole(WritePlanner):
         self.candidate = candidate
         self._int8_queries: dict[CacheScale, Int8Query | str] = {}
 
-    def place(self, token_x: Node, interleaved: bool, stage_because: str) -> Placement:
+    def place(self, token_x: Node, pairs: bool, stage_because: Obstacle | None) -> Placement:
         if self.key.operator is not None:
             return self._by_operator(token_x)
-        return super().place(token_x, interleaved, stage_because)
+        return super().place(token_x, pairs, stage_because)
 
     def check_order(self, writer: Node) -> None:
         """Slots that the query decides, and that the model itself keeps from being negative, are the kernel's but for
@@ -106,19 +107,21 @@ class CachesOfWhole(WritePlanner):
         if rows is None:
             return None
         if not self._takes(3):
-            return Placement(Staged(f"packed rows do not go with weight_quant_mode {self.candidate.weight_quant_mode}"))
+            message = f"packed rows do not go with weight_quant_mode {self.candidate.weight_quant_mode}"
+            return Placement(Staged((Obstacle("cache.quantised", message),)))
         readers = [user for tree in (latent, key) for users in tree.readers().values() for user in users]
         other = leads_only_to(readers, [rows.node])
         writers = live_users(rows.node)
         if other is not None or len(writers) != 1:
             culprit = other or (writers or [rows.node])[-1]
-            return Placement(Staged(f"{culprit.name} reads the new rows beside their cache"))
+            message = f"{culprit.name} reads the new rows beside their cache"
+            return Placement(Staged((Obstacle("cache.rows_read", message),)))
         write = cache_write.find(self.view, writers[0], rows.node)
-        if isinstance(write, str):
-            return Placement(staged_by(write))
-        reason = self.reason(token_x, write, self.view.binding.size(rows.node.meta["val"].shape[-1]))
-        if reason:
-            return Placement(Staged(reason))
+        if not isinstance(write, WriteFact):
+            return Placement(Staged(write))
+        obstacles = self.obstacles(token_x, write, self.view.binding.size(rows.node.meta["val"].shape[-1]))
+        if obstacles:
+            return Placement(Staged(tuple(obstacles)))
         shape = cache_write.paged_shape(write.cache)
         assert shape is not None
         slots = shaped(write.slots, token_x.meta["val"].shape[:-1])

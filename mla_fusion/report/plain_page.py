@@ -40,6 +40,7 @@ def write(
     heads = "".join(f"<h1>{html.escape(heading)}</h1>" for heading in headings)
     file = Path(path)
     text = _PAGE.format(title=title, headings=heads, notes=f"<ul>{listed}</ul>" if listed else nothing, table=table)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     return file
 

@@ -53,7 +53,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "norm.absent": (
         "The query's latent is no RMSNorm: another norm, none at all, or an operator that nothing is known of.",
-        "Write RMSNorm with plain operators, F.rms_norm or npu_rms_norm; the kernel has no other norm.",
+        "Write RMSNorm with plain operators, F.rms_norm or npu_rms_norm; the kernel has no other norm. Epsilon is "
+        "added to the mean square, under the root, and the weight multiplies last: x * rsqrt(mean(x^2) + eps) * w.",
     ),
     "norm.gamma_absent": (
         "A latent is normalised without a weight.",
@@ -86,7 +87,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "linear.bias": (
         "A projection has a bias; the kernel adds none.",
-        "Nothing: a biased projection stays unfused.",
+        "Drop a bias of zeros. A projection with another bias stays unfused; where it is the query's, "
+        "Config(targets=('v3', 'key')) fuses the key's half.",
     ),
     "linear.scaled": (
         "A projection is an addmm with alpha or beta other than 1.",
@@ -195,7 +197,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "step.choice": (
         "A step of the prologue picks by the values it reads, so the kernel computes something else for some inputs.",
-        "Leave the step out, or move it out of the prologue: in front of its input x, or behind the query.",
+        "Leave the step out, or move it out of the prologue: in front of what the prologue is projected from, or "
+        "behind the query.",
     ),
     "step.random": (
         "A step of the prologue draws random numbers, which the kernel does not.",

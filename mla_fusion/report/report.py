@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mla_fusion.config import Config
+from mla_fusion.report import text_tables
 from mla_fusion.report.picture import Picture
 from mla_fusion.report.rejection import Rejection
+from mla_fusion.report.staging import Leftover, StagedBy
 
 SCHEMA = 1  # of the JSON; docs/stability.md says when it changes
 
@@ -41,12 +43,15 @@ class Fusion:
     cache_mode, attributes  of the call
     rope        element order of the rotation, in and out
     replaced    names of nodes, and the result of the kernel that stands for each
-    assumptions  what is taken on trust of inputs, a line for each
+    assumptions  what is taken for granted, a line for each
+    warnings    those of the assumptions under which a cache holds other numbers than the model's
     verified    what verification found, in words
     target      the one of ``Config.targets`` that took it
     operator    what is called
     instead_of  why the target above in the ladder did not take it, ``[code] message``; empty for the first
-    placement   "in place" (the kernel writes the model's caches) or "staged: <reason>"
+    placement   "in place" (the kernel writes the model's caches) or "staged: <the first of staged_by>"
+    staged_by   everything that stands between a staged fusion and a write in place, with what to write instead
+    leaves      what a staged fusion leaves in the graph, and what a step pays for it
     figures     per output, fused against unfused on seeded inputs; empty where ``verified`` says another
                 layer of equal structure stood for this one, or verification was off
     proof       why the fusion is exact, a line for each fact, and last what verification compared
@@ -74,6 +79,29 @@ class Fusion:
     operator: str = ""
     instead_of: str = ""
     beside: str = ""
+    warnings: tuple[str, ...] = ()
+    staged_by: tuple[StagedBy, ...] = ()
+    leaves: tuple[Leftover, ...] = ()
+
+    @property
+    def launches_left(self) -> int:
+        """Kernels beside the fused one that staging costs a step."""
+        return sum(item.launches for item in self.leaves)
+
+    @property
+    def cost_of_staging(self) -> str:
+        """Launches and bytes of a step, in words; "" for a fusion that writes in place."""
+        if not self.leaves:
+            return ""
+        tokens = sum(item.bytes_per_token for item in self.leaves)
+        whole = [item.bytes for item in self.leaves if item.bytes != 0]
+        copies = "" if not whole else f", and whole caches{_size_of(whole)} where a compiler writes them anew"
+        return f"{self.launches_left} launches, {text_tables.size(tokens)} a token{copies}"
+
+
+def _size_of(whole: Sequence[int | None]) -> str:
+    known = [count for count in whole if count is not None]
+    return f" ({text_tables.size(sum(known))})" if len(known) == len(whole) else ""
 
 
 @dataclass(repr=False)
@@ -89,6 +117,7 @@ class Report:
     bytes_on_npu     what they would be on an NPU, where they lie in FRACTAL_NZ; None where no wrapper packs them
     operators        how often which operator stands in the graph, before and after
     pictures         what the page draws, one for each structure
+    absent           of a graph without a prologue: what one is made of, and how much of it is there
     """
 
     config: Config
@@ -102,6 +131,7 @@ class Report:
     bytes_on_npu: int | None = None
     operators: dict[str, dict[str, int]] = field(default_factory=dict)
     pictures: list[Picture] = field(default_factory=list)
+    absent: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -136,12 +166,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"mla_fusion: {self._summary()}"]
         for item in self.fused:
-            worst = max((figure.relative for figure in item.figures), default=None)
-            checked = f"relative error {worst:.1e}" if worst is not None else item.verified
-            named = "" if item.operator == "npu_mla_prolog_v3" else f"{item.operator}, "
-            lines.append(f"  + {item.layer or item.nodes[0]}: {named}{item.cache_mode}, {item.placement}; {checked}")
-            lines += [f"      in place of the target above: {item.instead_of}"] if item.instead_of else []
-            lines += [f"      beside it: {item.beside}"] if item.beside else []
+            lines += _lines(item)
         for rejection in self.rejected:
             lines.append(
                 f"  - {rejection.where}: [{rejection.code}] {rejection.message}"
@@ -150,7 +175,31 @@ class Report:
             lines.append(f"      to fuse: {rejection.remedy}")
             if rejection.source:
                 lines.append(f"      at {rejection.source}")
+        if not self.fused and not self.rejected:
+            lines += [f"  {line}" for line in self.absent]
         return "\n".join(lines)
+
+
+def _lines(item: Fusion) -> list[str]:
+    """What the report prints of one fusion."""
+    worst = max((figure.relative for figure in item.figures), default=None)
+    checked = f"relative error {worst:.1e}" if worst is not None else item.verified
+    named = "" if item.operator == "npu_mla_prolog_v3" else f"{item.operator}, "
+    heads = f", {item.dims['N']} heads computed as {item.dims['N_padded']}" if "N_padded" in item.dims else ""
+    placement = "staged" if item.staged_by else item.placement
+    lines = [f"  + {item.layer or item.nodes[0]}: {named}{item.cache_mode}, {placement}{heads}; {checked}"]
+    lines += [f"      in place of the target above: {item.instead_of}"] if item.instead_of else []
+    lines += [f"      beside it: {item.beside}"] if item.beside else []
+    lines += [f"      warning: {warning}" for warning in item.warnings]
+    if item.leaves:
+        kept = ", ".join(f"{one.what} ({text_tables.counted(one.operators)})" for one in item.leaves)
+        lines.append(f"      stays in the graph: {kept}: {item.cost_of_staging}")
+    if item.staged_by:
+        lines.append("      to write in place:")
+        for code in dict.fromkeys(one.code for one in item.staged_by):
+            alike = [one for one in item.staged_by if one.code == code]
+            lines.append(f"        [{code}] {'; '.join(one.message for one in alike)}. {alike[0].remedy}")
+    return lines
 
 
 _KEPT: deque[Report] = deque(maxlen=256)

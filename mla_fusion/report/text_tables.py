@@ -45,3 +45,17 @@ def is_number(text: str) -> bool:
     except ValueError:
         return text in ("", "-")
     return True
+
+
+def size(count: int) -> str:
+    """Bytes in the unit that suits them."""
+    if count < 1024:
+        return f"{count} bytes"
+    power = min((count.bit_length() - 1) // 10, 3)
+    return f"{count / 1024**power:.1f} {('', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def counted(names: Sequence[str]) -> str:
+    """Each name once, with how often it occurs: "index_put x2, cat"."""
+    short = [short_name(name).removeprefix("aten.") for name in names]
+    return ", ".join(f"{name} x{short.count(name)}" if short.count(name) > 1 else name for name in dict.fromkeys(short))

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fusion as mf
+from mla_fusion.compile import torchair_bridge
 from tests.catalogue import base, int8_caches, prologues
 from tests.harness import assert_as_exact, clones
 
@@ -152,10 +153,27 @@ def test_a_layer_that_reads_no_changed_memory_still_fuses() -> None:
     assert len(report.fused) == 1 and [item.code for item in report.rejected] == ["graph.not_functional"]
 
 
-def test_packed_rows_are_copied_by_npugraph_ex() -> None:
-    lowered = mf.lower(int8_caches.PackedRows(), *int8_caches.packed_args(), mode="npugraph_ex")
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("model", [int8_caches.PackedRows, int8_caches.PackedClipped])
+def test_npugraph_ex_writes_packed_rows_in_place(model: type[nn.Module], hook: bool) -> None:
+    lowered = mf.lower(model(), *int8_caches.packed_args(), mode="npugraph_ex", hook=hook)
     (fusion,) = lowered.report.fused
-    assert lowered.fx_ops["aten.copy_.default"] == 1
-    assert fusion.placement.startswith("written by the kernel, copied by copy_")
-    plain = mf.lower(prologues.PagedRotateHalf(), *base.paged_args(), mode="npugraph_ex")
-    assert plain.report.fused[0].placement == "in place" and "aten.copy_.default" not in plain.fx_ops
+    assert fusion.placement == "in place" and fusion.attributes["kv_cache_quant_mode"] == 3
+    (call,) = [node for node in lowered.fx_after.graph.nodes if "mla_prolog" in str(node.target)]
+    assert str(call.target) == "npu.npu_mla_prolog_v3.default" and call.args[9].op == "placeholder"
+    assert "aten.copy_.default" not in lowered.fx_ops
+
+
+def test_what_torchair_leaves_copied_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a user has switched its pass off."""
+    usual = torchair_bridge.compiler_config
+
+    def without_the_pass(mode: str = "ge") -> Any:
+        config = usual(mode)
+        config.input_inplace_pass = False
+        return config
+
+    monkeypatch.setattr(torchair_bridge, "compiler_config", without_the_pass)
+    lowered = mf.lower(prologues.PagedRotateHalf(), *base.paged_args(), mode="npugraph_ex")
+    assert lowered.fx_ops["aten.copy_.default"] == 2
+    assert lowered.report.fused[0].placement.startswith("written by the kernel, copied by copy_")

@@ -160,7 +160,7 @@ def test_empty_report_is_a_page():
     ("count", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (2048, "2.0 KiB"), (83623936, "79.8 MiB")]
 )
 def test_size(count, text):
-    assert page.size(count) == text
+    assert text_tables.size(count) == text
 
 
 def test_text_table_aligns_numbers_to_the_right():

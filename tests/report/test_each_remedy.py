@@ -17,6 +17,9 @@ from .walks import (
     Base,
     BeforeTheBranch,
     Dropped,
+    EpsilonAsFloor,
+    EpsilonBehindTheRoot,
+    EpsilonUnderTheRoot,
     GammaOfOnes,
     JoinedAgain,
     Merged,
@@ -85,7 +88,10 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
             "'key' in Config.targets": entry("Unabsorbed", targets=("v3", "key")),
         },
     ),
-    "norm.absent": (entry("LayerNormInstead"), {"Write RMSNorm": BASE}),
+    "norm.absent": (
+        of(changed(norm=EpsilonBehindTheRoot)),
+        {"Write RMSNorm": BASE, "under the root": of(changed(norm=EpsilonUnderTheRoot))},
+    ),
     "norm.gamma_absent": (entry("NoGamma"), {"a weight of ones, held as a parameter": of(GammaOfOnes)}),
     "norm.gamma_dtype": (
         entry("Fp32Gamma"),
@@ -108,7 +114,10 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
             "compile through mla_fusion.backend()": epsilon(as_backend=True),
         },
     ),
-    "linear.bias": (entry("Bias"), {"Nothing:": None}),
+    "linear.bias": (
+        entry("Bias"),
+        {"Drop a bias of zeros": BASE, "Config(targets=('v3', 'key'))": entry("Bias", targets=("v3", "key"))},
+    ),
     "linear.scaled": (entry("ScaledAddmm"), {"Scale the weight instead": of(changed(down=doubled_weight))}),
     "linear.symbolic": (with_heads(dynamic=True), {"dynamic=False": with_heads(dynamic=False)}),
     "linear.hidden": (entry("AdaptedQuery"), {"merge adapters into the weights": of(Merged)}),
@@ -205,7 +214,7 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
         entry("LatentOutliersCut"),
         {
             "Leave the step out": BASE,
-            "in front of its input x": of(changed(forward=clamped_input)),
+            "in front of what the prologue is projected from": of(changed(forward=clamped_input)),
             "behind the query": of(changed(absorb=clamped_query)),
         },
     ),
@@ -252,3 +261,22 @@ def test_what_the_remedy_of_a_code_says_fuses(code: str) -> None:
     for words, repaired in ways.items():
         after = repaired() if repaired else None
         assert after is None or (after.fused and not after.rejected), f"{words}: {after}"
+
+
+@pytest.mark.parametrize(
+    ("norm", "where"),
+    [
+        (EpsilonBehindTheRoot, "epsilon 1e-06 is added behind the root (EpsilonBehindTheRoot's add"),
+        (EpsilonAsFloor, "epsilon 1e-06 is a floor (EpsilonAsFloor's clamp_min"),
+    ],
+)
+def test_a_misplaced_epsilon_is_named(norm: type, where: str) -> None:
+    """The kernel's place for it is said beside."""
+    (left, *_) = of(changed(norm=norm), device="cpu")().rejected
+    assert left.code == "norm.absent" and "under the root" in left.message
+    assert where.partition(" (")[0] in left.message
+
+
+def test_an_operator_that_cannot_be_run_is_not_said_to_write() -> None:
+    (left, *_) = entry("OpaqueScale")().rejected
+    assert left.code == "step.unknown" and "writes" not in left.message

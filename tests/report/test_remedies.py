@@ -189,7 +189,10 @@ MISTAKES = {
     ),
     "a bias, and float16 before": Mistake(
         lambda layer, arguments: to(torch.float16)(*put(q_b=lambda _: wide(N * (D + DR)))(layer, arguments)),
-        (("dtype.region", "model.to(torch.bfloat16)", to(torch.bfloat16)), ("linear.bias", "Nothing:", None)),
+        (
+            ("dtype.region", "model.to(torch.bfloat16)", to(torch.bfloat16)),
+            ("linear.bias", "Drop a bias of zeros", None),
+        ),
     ),
 }  # fmt: skip
 

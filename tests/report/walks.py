@@ -95,6 +95,24 @@ def changed(of_class: type[nn.Module] = Base, **methods: Any) -> type[nn.Module]
     return type("Changed", (of_class,), methods)
 
 
+class EpsilonBehindTheRoot(base.HfNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)).to(x.dtype)
+
+
+class EpsilonAsFloor(base.HfNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * wide.pow(2).mean(-1, keepdim=True).clamp_min(self.eps).rsqrt()).to(x.dtype)
+
+
+class EpsilonUnderTheRoot(base.HfNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide / (wide.pow(2).mean(-1, keepdim=True) + self.eps).sqrt()).to(x.dtype)
+
+
 class RepeatedColumns(Base):
     """The rotated part of the first head is projected for each head."""
 

@@ -1,0 +1,44 @@
+"""What a proof took for granted of numbers in a region: true of models, and shown by nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.commit.region import Region
+from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.fx.program import nodes_between
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import origin, reshapes
+
+_FLOORS = ("aten::clamp", "aten::clamp_min", "aten::maximum")
+
+
+def assumed_of_numbers(view: View, region: Region) -> tuple[str, ...]:
+    """A line for each floor that no row is taken to come near, and each cast that is taken to keep every number."""
+    return tuple(dict.fromkeys((*_floors(view, region), *_narrowed(view, region))))
+
+
+def _floors(view: View, region: Region) -> Iterator[str]:
+    for node in region.nodes:
+        value = node.meta.get("val")
+        if op_name(node) not in _FLOORS or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        sides = [arg for arg in node.args[:2] if isinstance(arg, Node)]
+        held = [side for side in sides if not view.is_constant(side)]
+        given = argument(node, "min")
+        least = float(given) if isinstance(given, (int, float)) else None
+        if least is None and len(sides) == 2 and len(held) == 1:
+            least = next(view.ranges.of(side)[0] for side in sides if side is not held[0])
+        if least is not None and least > 0 and held and view.ranges.of(held[0])[0] < least:
+            yield f"no row comes near the floor of {least:g} at {node.name}"
+
+
+def _narrowed(view: View, region: Region) -> Iterator[str]:
+    """Casts to int32 of int64 inputs, if something was shown to be equal by them."""
+    inside = {*region.nodes, *(node for twin in region.twins for node in nodes_between((), twin))}
+    for node in view.terms.narrowed:
+        if node in inside:
+            yield f"input {origin(node.all_input_nodes[0], reshapes).name} holds numbers below 2**31 ({node.name})"

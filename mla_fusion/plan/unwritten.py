@@ -1,0 +1,84 @@
+"""What the readers of new rows do with them, if none is a write that the kernel could do: in the user's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.fx import Node
+
+from mla_fusion.facts import cache_write
+from mla_fusion.facts.cache_write import WriteFact
+from mla_fusion.facts.obstacle import Obstacle, Obstacles
+from mla_fusion.fx.kinds import Kind, is_cast, is_view, is_writer, kind_of, op_name
+from mla_fusion.fx.operators import JOINERS
+from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import INPUTS, origin, views_and_casts
+from mla_fusion.plan.outputs import ValueTree, live_users
+
+_FARTHEST = 16  # nodes looked at behind a reader
+_PAIR = ("c_kv", "k_pe")
+
+
+def read_elsewhere(view: View, trees: dict[str, ValueTree], name: str, readers: Sequence[Node]) -> Obstacles:
+    """The new rows are read beside their write, or by nobody; and what is wrong with that write itself."""
+    if not readers:
+        return (Obstacle("cache.rows_read", f"nothing writes the new {name} rows to a cache"),)
+    names = ", ".join(reader.name for reader in readers)
+    message = f"the new {name} rows are read at {len(readers)} places: {names}"
+    joined = (one for reader in readers for one in joined_row(view, trees, reader))
+    return (Obstacle("cache.rows_read", message), *dict.fromkeys(joined))
+
+
+def no_write(view: View, trees: dict[str, ValueTree], reader: Node) -> Obstacles:
+    """Why the one reader of new rows is no write; nothing of a reader that may be one."""
+    name = op_name(reader)
+    if joined := joined_row(view, trees, reader):
+        return joined
+    if name in JOINERS and any(origin(part, views_and_casts).op in INPUTS for part in reader.all_input_nodes):
+        message = f"{reader.name} makes a new, longer cache of the old one and the new rows"
+        return (Obstacle("cache.grown", message),)
+    if is_writer(reader) or name == "aten::copy":
+        return ()
+    if _quantised_behind(reader):
+        message = f"{reader.name} begins a quantisation of the new rows that is none of the kernel's"
+        return (Obstacle("cache.quantised", message),)
+    if kind_of(reader) in (Kind.OPAQUE, Kind.EFFECT):
+        return ()
+    return (Obstacle("cache.rows_changed", f"{reader.name} ({name}) changes the new rows before they are written"),)
+
+
+def joined_row(view: View, trees: dict[str, ValueTree], reader: Node) -> Obstacles:
+    """If the reader joins latent and rotated key into one row: that, and what is wrong with its write."""
+    parts = reader.all_input_nodes
+    if op_name(reader) not in JOINERS or not all(any(part in trees[name].codes for part in parts) for name in _PAIR):
+        return ()
+    row = reader
+    while len(row.users) == 1 and (is_view(user := next(iter(row.users))) or is_cast(user)):
+        row = user
+    writers = [user for user in live_users(row) if is_writer(user)]
+    if not writers or len(writers) < len(live_users(row)):
+        return (Obstacle("cache.rows_joined", f"{reader.name} joins latent and rotated key before they are written"),)
+    found = [_JOINED]
+    for writer in writers:
+        write = cache_write.find(view, writer, row)
+        found += write if not isinstance(write, WriteFact) else ()
+    return tuple(found)
+
+
+_JOINED = Obstacle(
+    "cache.joined_row",
+    "one cache row holds latent and rotated key together; the kernel writes two separate caches",
+)
+
+
+def _quantised_behind(reader: Node) -> bool:
+    """Are numbers of one byte made of what the reader makes?"""
+    nodes = [reader]
+    for node in nodes:  # grows as it is walked
+        values = node.meta.get("val")
+        several = values if isinstance(values, (tuple, list)) else (values,)
+        if any(getattr(value, "dtype", None) is not None and value.dtype.itemsize == 1 for value in several):
+            return True
+        if len(nodes) < _FARTHEST and not is_writer(node):
+            nodes += [user for user in node.users if user not in nodes]
+    return False

@@ -1,0 +1,187 @@
+"""Copies of whole caches: counted in graphs that the real torchair has lowered, and by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mla_fusion as mf
+from mla_fusion.inspect import read, summarise
+from mla_fusion.inspect.copies import Copy, find_copies
+from tests.catalogue import ENTRIES
+
+UNFUSED = mf.Config(enable=False)
+
+
+def lowered(name: str, mode: str, folder: Path, fused: bool = True) -> tuple[mf.Lowering, list[Copy], list[str]]:
+    """What torchair made of an entry; the copies of its caches, and the caches that were followed."""
+    found = ENTRIES[name]
+    config = found.config(verify="off") if fused else UNFUSED
+    low = mf.lower(found.model(), *found.args(), mode=mode, config=config)
+    low.save(folder)
+    copies = find_copies(read(folder / ("graph.pbtxt" if mode == "ge" else "fx_after.txt")))
+    assert not copies.lost
+    return low, [one for one in copies.found if one.role == "cache"], copies.followed
+
+
+def rebuilt_in_memory(low: mf.Lowering) -> dict[str, int]:
+    """By the memory of its values: how often the lowered FX graph makes another tensor of an input that it writes.
+
+    Counted are nodes between a ``copy_`` into an input and that input, in memory of their own and not smaller than a
+    quarter of it, and the ``copy_`` itself.
+    """
+    graph, found = low.fx_after.graph, dict[str, int]()
+    for back in graph.nodes:
+        if str(back.target) != "aten.copy_.default" or back.args[0].op != "placeholder":
+            continue
+        cache = back.args[0]
+        wanted, stack, owners = cache.meta["val"].nbytes // 4, [back.args[1]], set()
+        below = {cache}
+        for node in graph.nodes:
+            if below & set(node.all_input_nodes):
+                below.add(node)
+        while stack:
+            node = stack.pop()
+            if node not in below or node is cache:
+                continue
+            value = node.meta["val"]
+            if value.nbytes >= wanted:
+                owners.add(value.untyped_storage()._cdata)
+            stack += node.all_input_nodes
+        owners.discard(cache.meta["val"].untyped_storage()._cdata)
+        found[cache.name] = len(owners) + 1
+    return found
+
+
+IN_PLACE = ["PagedRotateHalf", "ScatterNd", "NpuOperatorsV1", "LayersOfAPool", "BothByOneOperator", "PackedRows"]
+STAGED = ["ComplexDense", "GptjStack", "NewRowsRead", "StaticCache", "OneCacheLite", "CombinedCache", "MaskedWrite"]
+
+
+@pytest.mark.parametrize("mode", ["ge", "npugraph_ex"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_nothing_is_copied_where_the_kernel_writes(name: str, mode: str, tmp_path: Path) -> None:
+    low, copies, followed = lowered(name, mode, tmp_path)
+    assert {item.placement for item in low.report.fused} == {"in place"}
+    assert [one for one in copies if not one.folded] == []
+    layers = len(low.report.fused)
+    assert len(followed) == (layers if name == "PackedRows" else 2 * layers)
+    text = str(summarise(read(tmp_path / ("graph.pbtxt" if mode == "ge" else "fx_after.txt"))))
+    assert "ollowed from input to output" in text and followed[0] in text
+
+
+def test_a_cache_that_attention_casts_is_said_to_be_read_so(tmp_path: Path) -> None:
+    lowered("PagedRotateHalf", "npugraph_ex", tmp_path)
+    found = find_copies(read(tmp_path / "fx_after.txt")).found
+    assert {(one.type, one.role) for one in found if one.role != "weight"} == {
+        ("aten._to_copy.default", "cache, to read it")
+    }
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", STAGED)
+def test_copies_are_those_of_memory(name: str, fused: bool, tmp_path: Path) -> None:
+    """Staged and unfused: as npugraph_ex runs them, against the memory of every value."""
+    low, copies, _ = lowered(name, "npugraph_ex", tmp_path, fused)
+    counted: dict[str, int] = {}
+    for one in copies:
+        counted[one.of] = counted.get(one.of, 0) + 1
+    assert counted == rebuilt_in_memory(low)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_slices_of_a_ge_graph_are_joined_to_whole_caches(fused: bool, tmp_path: Path) -> None:
+    """``cache[:b, s:e] = rows`` as DeepSeek's model.py has it: each cache is put together anew, and given out."""
+    _, copies, _ = lowered("ComplexDense", "ge", tmp_path, fused)
+    whole: dict[str, int] = {}
+    for one in copies:
+        assert one.type == "ConcatV2" and one.what == "rebuilt"
+        whole[one.of] = max(whole.get(one.of, 0), one.bytes or 0)
+    rows = 2 * 16 if fused else 4 * 16  # the pass hands in the part that is written
+    assert sorted(whole.values()) == [rows * 64 * 2, rows * 512 * 2]
+    joins = next(read(tmp_path / "graph.pbtxt").of_type("NetOutput")).inputs[-2:]
+    assert {str(edge) for edge in joins} <= {one.operator for one in copies}
+    text = str(summarise(read(tmp_path / "graph.pbtxt")))
+    assert "Copies at every run" in text and "No copies" not in text
+
+
+def test_an_index_add_of_a_ge_graph_works_on_copies(tmp_path: Path) -> None:
+    _, copies, followed = lowered("MaskedWrite", "ge", tmp_path)
+    assert [one.type for one in copies] == ["TensorMove", "TensorMove"] and len(followed) == 2
+
+
+# -- by hand
+
+
+def of_listing(tmp_path: Path, fn: object, *args: Tensor) -> str:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    gm = make_fx(torch.func.functionalize(fn, remove="mutations"), tracing_mode="fake")(*args)  # type: ignore[arg-type]
+    (tmp_path / "fx.txt").write_text(gm.print_readable(print_output=False))
+    return str(summarise(read(tmp_path / "fx.txt")))
+
+
+@torch.library.custom_op("mla_fusion_tests::moved_rows", mutates_args=())
+def moved_rows(cache: Tensor) -> Tensor:
+    return cache.clone()
+
+
+@moved_rows.register_fake
+def _(cache: Tensor) -> Tensor:
+    return torch.empty_like(cache)
+
+
+def test_an_unknown_operator_on_the_way_is_named(tmp_path: Path) -> None:
+    def step(cache: Tensor, rows: Tensor) -> Tensor:
+        cache.copy_(torch.ops.mla_fusion_tests.moved_rows(cache))
+        cache[:2] = rows
+        return rows.sum()
+
+    text = of_listing(tmp_path, step, torch.zeros(8, 4), torch.zeros(2, 4))
+    assert "not followed through mla_fusion_tests.moved_rows.default moved_rows" in text
+    assert "No copies" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("aten.where.self", lambda cache, rows: cache.copy_(torch.where(rows > 0, rows, cache))),
+        ("aten.cat.default", lambda cache, rows: cache.copy_(torch.cat([rows[:2], cache[2:]]))),
+        (
+            "aten._to_copy.default",
+            lambda cache, rows: cache.copy_(cache.double().select_scatter(rows[0].double(), 0, 0).float()),
+        ),
+        ("aten.constant_pad_nd.default", lambda cache, rows: cache.copy_(nn.functional.pad(cache[1:], (0, 0, 0, 1)))),
+        ("aten.clone.default", lambda cache, rows: cache.copy_(cache.t().contiguous().t().clone())),
+        ("aten.slice_scatter.default", lambda cache, rows: cache[:2].copy_(rows[:2])),
+        ("aten.index_put.default", lambda cache, rows: cache.index_put_([rows[:1, 0].long()], rows[:1])),
+    ],
+)
+def test_each_way_to_rebuild_a_cache_is_counted(name: str, write: object, tmp_path: Path) -> None:
+    def step(cache: Tensor, rows: Tensor) -> Tensor:
+        write(cache, rows)  # type: ignore[operator]
+        return rows.sum()
+
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    gm = make_fx(torch.func.functionalize(step, remove="mutations"), tracing_mode="fake")(
+        torch.zeros(8, 4), torch.zeros(8, 4)
+    )
+    (tmp_path / "fx.txt").write_text(gm.print_readable(print_output=False))
+    copies = find_copies(read(tmp_path / "fx.txt"))
+    assert name in [one.type for one in copies.found] and not copies.lost, copies
+    assert {one.of for one in copies.found} == {"cache_1"}
+
+
+def test_staging_buffers_have_their_dtype(tmp_path: Path) -> None:
+    lowered("ComplexDense", "ge", tmp_path)
+    (kernel,) = summarise(read(tmp_path / "graph.pbtxt")).prologues
+    assert str(kernel.value("kv_cache")) == "bfloat16[2, 3, 1, 512]"
+    assert str(kernel.value("kr_cache")) == "bfloat16[2, 3, 1, 64]"
+
+
+def test_a_hidden_state_of_the_same_shape_is_no_cache(tmp_path: Path) -> None:
+    text = of_listing(tmp_path, lambda x, w: x + (x @ w).relu(), torch.zeros(8, 4), torch.zeros(4, 4))
+    assert "No cache was found" in text

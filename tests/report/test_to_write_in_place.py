@@ -1,0 +1,342 @@
+"""Each reason for staging: a model that gets it, and the fusion in place once its remedy is followed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mla_fusion as mf
+from mla_fusion.report.staging import REMEDIES, Leftover
+from tests.catalogue import ENTRIES, base, prologues, writes
+from tests.catalogue.base import BLOCK_SIZE, BLOCKS, DR, HCKV, Base, hf_interleave, paged_args, rotate_half
+from tests.harness import graph_of
+
+from .walks import Told, changed
+
+Args = Callable[[], tuple[Tensor, ...]]
+
+
+def of(model: Callable[[], nn.Module], args: Args = paged_args, **config: Any) -> Told:
+    """As the backend has it, with the names of the model."""
+    given = mf.Config(verify="off", **config)
+    return cache(lambda: mf.explain(graph_of(model(), *args()), given, boundary=True))
+
+
+def entry(name: str, **config: Any) -> Told:
+    found = ENTRIES[name]
+    return of(found.model, found.args, **{"targets": found.targets, "soc": found.soc, **config})
+
+
+def by(write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any], args: Args = paged_args) -> Told:
+    """The base prologue with another write of its two caches."""
+    return of(changed(write=lambda self, *given: write(*given)), args)
+
+
+def one_cache(write: Callable[[Tensor, Tensor, Tensor], Any]) -> Told:
+    """Another write of the latent's cache alone."""
+
+    def both(kv: Tensor, kr: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        write(kv, slots, c_kv)
+        kr.view(-1, DR)[slots] = k_pe
+
+    return by(both)
+
+
+def with_caches(make: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], **config: Any) -> Told:
+    def given() -> tuple[Tensor, ...]:
+        x, cos, sin, kv, kr, slots = paged_args()
+        return (x, cos, sin, *make(kv, kr), slots)
+
+    return of(Base, given, **config)
+
+
+def assigned(kv: Tensor, kr: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    """To caches [rows, width]."""
+    kv[:8, :HCKV] = c_kv
+    kr[:8, :DR] = k_pe
+
+
+def in_wider_rows(kv: Tensor, kr: Tensor) -> tuple[Tensor, Tensor]:
+    wide = (torch.randn(*cache.shape[:-1], 576).bfloat16() for cache in (kv, kr))
+    return tuple(rows[..., :width] for rows, width in zip(wide, (HCKV, DR), strict=True))  # type: ignore[return-value]
+
+
+def row_args(times: int = 1, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    """Caches [rows, width], or rows ``times`` as wide."""
+    x, cos, sin, kv, kr, slots = paged_args()
+    rows = (torch.cat([cache.flatten(0, 2)] * times, -1).to(dtype) for cache in (kv, kr))
+    return (x, cos, sin, *rows, slots)
+
+
+def scattered(kv: Tensor, kr: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    kv.scatter_(0, slots[:, None].expand(-1, HCKV), c_kv)
+    kr.scatter_(0, slots[:, None].expand(-1, DR), k_pe)
+
+
+class Flat(writes.StaticCache):
+    """By one row number for each token of each sequence."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        c, sn = cos.unsqueeze(2), sin.unsqueeze(2)
+        q_pe, k_pe = hf_interleave(q_pe), hf_interleave(k_pe.unsqueeze(2))
+        q_pe, k_pe = q_pe * c + rotate_half(q_pe) * sn, k_pe * c + rotate_half(k_pe) * sn
+        query = torch.einsum("bsnd,ndc->bsnc", q_nope, self.w_uk())
+        kv_cache.view(-1, HCKV)[slots.view(-1)] = c_kv.reshape(-1, HCKV)
+        kr_cache.view(-1, DR)[slots.view(-1)] = k_pe.reshape(-1, DR)
+        scores = torch.einsum("bsnc,btc->bsnt", query.float(), kv_cache.squeeze(1).float())
+        return scores + torch.einsum("bsnr,btr->bsnt", q_pe.float(), kr_cache.squeeze(1).float())
+
+
+def flat_args() -> tuple[Tensor, ...]:
+    *rest, position = writes.static_cache_args()
+    return *rest, torch.stack([position, 32 + position])
+
+
+def with_block_size(size: int) -> Told:
+    def run() -> mf.Report:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(base, "BLOCK_SIZE", size)
+            return mf.explain(graph_of(prologues.PagedRotateHalf(), *paged_args()), boundary=True)
+
+    return run
+
+
+PLAIN = of(prologues.PagedRotateHalf)
+# code: a report that has it, and the report once its remedy is followed (None: tested with the mode's own models)
+WALKS: dict[str, tuple[Told, Told | None]] = {
+    "rope.pairs": (entry("GptjStack"), entry("GptjStack", kr_layout="half")),
+    "cache.joined_row": (entry("SglangNeoxDecode"), PLAIN),
+    "cache.rows_joined": (entry("CombinedCache"), PLAIN),
+    "cache.rows_changed": (entry("rows_shifted"), PLAIN),
+    "cache.grown": (entry("Grown"), PLAIN),
+    "cache.index_axis": (entry("StaticCache"), of(Flat, flat_args)),
+    "cache.index_elements": (
+        one_cache(lambda kv, slots, rows: kv.view(-1, HCKV).scatter_(0, slots[:, None] + slots.new_zeros(HCKV), rows)),
+        PLAIN,
+    ),
+    "cache.accumulates": (entry("MaskedWrite"), PLAIN),
+    "cache.writer": (of(changed(writes.BothByOneOperator, mode="PA_NZ")), entry("BothByOneOperator")),
+    "cache.slice_bounds": (one_cache(lambda kv, slots, rows: kv.view(-1, HCKV)[:16:2].copy_(rows)), PLAIN),
+    "cache.part_of_row": (by(assigned, lambda: row_args(2)), by(assigned, row_args)),
+    "cache.no_input": (entry("LayersReadTogether"), PLAIN),
+    "cache.shape": (
+        with_caches(lambda kv, kr: (kv.reshape(-1, HCKV)[:50], kr.reshape(-1, DR)[:50])),
+        with_caches(lambda kv, kr: (kv.reshape(-1, HCKV)[:48].clone(), kr.reshape(-1, DR)[:48].clone())),
+    ),
+    "cache.rows": (
+        one_cache(lambda kv, slots, rows: kv.view(-1, 8, HCKV).index_put_((slots // 8, slots % 8), rows)),
+        PLAIN,
+    ),
+    "cache.boundary": (
+        lambda: mf.explain(graph_of(Base(), *rows_of_blocks()), boundary=False),
+        lambda: mf.explain(graph_of(Base(), *rows_of_blocks()), boundary=True),
+    ),
+    "cache.strides": (
+        lambda: mf.explain(graph_of(Base(), *strided_args()), boundary=True),
+        lambda: mf.explain(graph_of(Base(), *paged_args()), boundary=True),
+    ),
+    "cache.width": (by(scattered, lambda: row_args(2)), by(scattered, row_args)),
+    "cache.dtype": (by(assigned, lambda: row_args(dtype=torch.float32)), by(assigned, row_args)),
+    "cache.old_rows_read": (entry("ReadsOldCache"), PLAIN),
+    "cache.not_stored": (entry("StaticRowsNotStored"), entry("StaticW8A8")),
+    "cache.rows_read": (entry("NewRowsRead"), PLAIN),
+    "cache.row_order": (entry("PaddedRowsNotWritten"), PLAIN),
+    "cache.blocks_differ": (
+        with_caches(lambda kv, kr: (kv, kr.reshape(BLOCKS // 2, 2 * BLOCK_SIZE, 1, DR))),
+        PLAIN,
+    ),
+    "cache.slots_differ": (entry("kr_by_other_blocks"), PLAIN),
+    "cache.slots_count": (entry("half_of_the_tokens"), PLAIN),
+    "cache.quantised": (entry("PackedUnquantised"), entry("PackedRows")),
+    "cache.refused": (with_block_size(8), with_block_size(16)),
+    "slots.unproven": (entry("negative"), PLAIN),
+    "slots.dtype": (
+        one_cache(lambda kv, slots, rows: kv.view(-1, HCKV).index_put_([torch.arange(64) < slots[0]], rows[0])),
+        PLAIN,
+    ),
+    "config.staging": (of(prologues.PagedRotateHalf, staging="always"), PLAIN),
+}
+
+
+def rows_of_blocks() -> tuple[Tensor, ...]:
+    x, cos, sin, kv, kr, slots = paged_args()
+    return x, cos, sin, kv.squeeze(2), kr.squeeze(2), slots
+
+
+def strided_args() -> tuple[Tensor, ...]:
+    x, cos, sin, kv, kr, slots = paged_args()
+    return x, cos, sin, *in_wider_rows(kv, kr), slots
+
+
+def test_every_reason_is_walked() -> None:
+    assert WALKS.keys() == REMEDIES.keys()
+
+
+@pytest.mark.parametrize("code", WALKS)
+def test_what_the_remedy_says_writes_in_place(code: str) -> None:
+    broken, repaired = WALKS[code]
+    report = broken()
+    fusion = report.fused[0]
+    reasons = {one.code: one for one in fusion.staged_by}
+    assert code in reasons, str(report)
+    assert fusion.placement == f"staged: {fusion.staged_by[0].message}"
+    assert reasons[code].remedy == REMEDIES[code] and f"[{code}] " in str(report)
+    if repaired is not None:
+        after = repaired()
+        assert [item.placement for item in after.fused] == ["in place"] * len(after.fused) != [], str(after)
+        assert not any(item.staged_by or item.leaves for item in after.fused)
+
+
+def test_all_reasons_are_given_at_once() -> None:
+    """Pairs, one row for both, and slots that may be -1: each would be found behind the one before."""
+
+    class Three(prologues.PagedRotateHalf):
+        def forward(  # type: ignore[override]
+            self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            q_nope, q_pe = self.query(x)
+            c_kv, k_pe = self.latent(x)
+
+            def rotate(value: Tensor, c: Tensor, s: Tensor) -> Tensor:
+                even, odd = value[..., ::2], value[..., 1::2]
+                return torch.stack([even * c - odd * s, even * s + odd * c], -1).flatten(-2)
+
+            c, s = cos[:, : DR // 2], sin[:, : DR // 2]
+            rows = torch.cat([c_kv, rotate(k_pe, c, s)], -1)
+            cache.view(-1, HCKV + DR)[slots - 1] = rows
+            return self.absorb(q_nope), rotate(q_pe, c[:, None], s[:, None])
+
+    x, cos, sin, kv, kr, slots = paged_args()
+    report = mf.explain(graph_of(Three(), x, cos, sin, torch.cat([kv, kr], -1), slots), boundary=True)
+    (fusion,) = report.fused
+    assert [one.code for one in fusion.staged_by] == ["rope.pairs", "cache.joined_row", "slots.unproven"]
+    text = str(report)
+    assert "to write in place:" in text and text.index("rope.pairs") < text.index("cache.joined_row")
+    data = json.loads(report.to_json())["fused"][0]
+    assert [one["code"] for one in data["staged_by"]] == [one.code for one in fusion.staged_by]
+    assert all(one["message"] and one["remedy"] for one in data["staged_by"])
+
+
+def test_the_reason_of_a_wrong_axis_names_it() -> None:
+    (first, second) = entry("StaticCache")().fused[0].staged_by
+    assert first.message == (
+        "StaticCache's index_copy runs along axis 2 of [2, 1, 32, 512]; the kernel needs one row number for each "
+        "token: view the cache as [-1, 512]"
+    )
+    assert "[2, 1, 32, 64]" in second.message
+
+
+# -- what stays in the graph
+
+
+def test_what_a_staged_fusion_leaves_is_counted() -> None:
+    """By hand, for T tokens of 2 heads: rows of 512 and 64 bfloat16 numbers, each read once and written once."""
+    (fusion,) = entry("GptjStack")().fused
+    buffers, interleaved, written = fusion.leaves
+    assert buffers == Leftover("staging buffers", ("aten.new_empty",) * 2, 2, 2 * (512 + 64) * 2)
+    assert interleaved == Leftover("re-interleaving", ("aten.transpose",) * 2, 2, 2 * (2 + 1) * 64 * 2)
+    caches = BLOCKS * BLOCK_SIZE * (512 + 64) * 2
+    assert written == Leftover("cache writes", ("aten.index_put",) * 2, 2, 2 * (512 + 64) * 2, caches)
+    assert fusion.launches_left == 6
+    said = "staging buffers (new_empty x2), re-interleaving (transpose x2), cache writes (index_put x2): 6 launches"
+    assert said in str(entry("GptjStack")())
+
+
+def test_a_joined_row_costs_its_join() -> None:
+    leaves = {one.what: one for one in entry("SglangNeoxDecode")().fused[0].leaves}
+    assert leaves["cache writes"].operators[:2] == ("aten.cat", "aten.index_put")
+    assert leaves["cache writes"].bytes_per_token == 2 * 2 * (512 + 64) * 2 and "re-interleaving" not in leaves
+
+
+def test_what_an_in_place_fusion_leaves_is_nothing() -> None:
+    (fusion,) = PLAIN().fused
+    assert (fusion.leaves, fusion.staged_by, fusion.cost_of_staging) == ((), (), "")
+
+
+@pytest.mark.parametrize("name", ["GptjStack", "SglangDecode", "NewRowsRead", "OneCacheLite"])
+def test_npugraph_ex_is_given_no_staged_call_to_rewrite(name: str) -> None:
+    """It would read the results of the call from the first buffer."""
+    found = ENTRIES[name]
+    lowered = mf.lower(found.model(), *found.args(), mode="npugraph_ex", config=found.config(verify="off"))
+    graph = lowered.fx_after.graph
+    calls = [node for node in graph.nodes if "mla_prolog" in str(node.target) or "rope_cache" in str(node.target)]
+    assert calls and not any("functional" in str(call.target) for call in calls)
+    buffers = [arg for call in calls for arg in call.args[5:11] if "new_empty" in str(getattr(arg, "target", ""))]
+    assert len(buffers) == 2 * len(calls)
+    assert not any(node.target.__name__ == "getitem" for one in buffers for node in one.users)
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    assert all(place[user] >= place[calls[0]] for one in buffers for user in one.users)
+
+
+# -- dynamic sizes
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_rows_of_blocks_with_dynamic_sizes(static: bool) -> None:
+    args = [arg.clone() for arg in rows_of_blocks()]
+    if static:
+        torch._dynamo.mark_static(args[3], 1)
+        torch._dynamo.mark_static(args[4], 1)
+    torch._dynamo.reset()
+    wanted = [arg.clone() for arg in args]
+    model = prologues.PagedRotateHalf()
+    with torch.no_grad():
+        found = torch.compile(model, backend=mf.backend(), dynamic=True)(*args)
+        expected = model(*wanted)
+    (fusion,) = mf.reports()[-1].fused
+    if static:
+        assert fusion.placement == "in place"
+    else:
+        assert fusion.staged_by[0].code == "cache.shape" and "sizes are symbolic" in fusion.staged_by[0].message
+    for one, other in ((found, expected), *zip(args[3:5], wanted[3:5], strict=True)):
+        assert (one.float() - other.float()).norm() / other.float().norm() < 2e-2
+
+
+# -- the layout of the key cache
+
+
+def test_half_rows_are_an_assumption_with_a_warning() -> None:
+    report = entry("GptjStack", kr_layout="half")()
+    (fusion,) = report.fused
+    (warning,) = fusion.warnings
+    assert warning in fusion.assumptions and warning.startswith("kr_cache and query_rope hold halves")
+    assert f"warning: {warning}" in str(report) and "stored as halves" in fusion.rope
+    assert json.loads(report.to_json())["fused"][0]["warnings"] == [warning]
+
+
+@pytest.mark.parametrize("kr_layout", ["exact", "half"])
+def test_a_staged_fusion_stores_the_rows_of_the_model(kr_layout: str) -> None:
+    """Nothing is gained by another layout where the model's own writes stay."""
+    found = ENTRIES["SglangDecode"]
+    model, wanted = found.model(), found.args()
+    given = [arg.clone() for arg in wanted]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        model(*wanted)
+        torch.compile(model, backend=mf.backend(found.config(kr_layout=kr_layout)))(*given)
+    (fusion,) = mf.reports()[-1].fused
+    assert fusion.placement.startswith("staged") and not fusion.warnings
+    for one, other in zip(given, wanted, strict=True):
+        assert (one.float() - other.float()).norm() <= 5e-3 * other.float().norm()
+
+
+def test_a_model_in_halves_needs_no_warning() -> None:
+    (fusion,) = of(prologues.PagedRotateHalf, kr_layout="half")().fused
+    assert fusion.placement == "in place" and fusion.warnings == ()
+
+
+def test_padded_heads_are_said() -> None:
+    report = of(lambda: Base(heads=5), cann="9.1")()
+    assert report.fused[0].dims["N_padded"] == 8 and "5 heads computed as 8" in str(report)
+
+
