@@ -16,6 +16,7 @@ from pathlib import Path
 from written import write
 
 from mla_fusion.report.rejection import CODES
+from mla_fusion.report.staging import REMEDIES
 
 PAGE = Path(__file__).with_name("rejections.md")
 TESTS_OF = Path(__file__).parents[1] / "tests"
@@ -47,7 +48,16 @@ TESTS = [f"{name}.py" for name in _REFUSALS.split()]
 @cache
 def page() -> str:
     """The whole page as Markdown."""
-    return "\n".join([INTRODUCTION, *sections()])
+    return "\n".join([INTRODUCTION, *sections(), *staged()])
+
+
+def staged() -> Iterator[str]:
+    """What stands between a staged fusion and a write in place."""
+    yield "## Why a fusion is staged\n"
+    yield "These codes reject nothing: `Fusion.staged_by` lists them with a message and the remedy.\n"
+    yield "| code | to write in place |\n| --- | --- |"
+    yield from (f"| `{code}` | {remedy} |" for code, remedy in REMEDIES.items())
+    yield ""
 
 
 def examples() -> dict[str, str]:

@@ -19,6 +19,7 @@ from written import write
 
 import mla_fusion as mf
 from mla_fusion.by_hand.outcome import Finding
+from mla_fusion.compile.prepack import PrepackedWeight
 from mla_fusion.models import hf
 from mla_fusion.report.rejection import Rejection
 from mla_fusion.report.report import Fusion
@@ -38,7 +39,7 @@ lists of several stacks.
 """
 SPACES = {"mf": mf, "hf": hf}
 TASKS = {
-    "Fuse a model": "backend torchair_pass fuse Config SlotError release",
+    "Fuse a model": "backend torchair_pass fuse Config SlotError prepack Prepacked refresh release",
     "Ask what would fuse, and why not": "explain",
     "Read what happened": "reports Report Report.to_json Report.to_html",
     "See what an NPU would run": "lower Lowering Lowering.save offline.activate offline.on_npu",
@@ -49,6 +50,7 @@ TASKS = {
 }
 # what is met as an entry of another's field, or as what it gives, and has no name in mf
 BESIDE: dict[str, dict[str, Any]] = {
+    "Prepacked": {"PrepackedWeight": PrepackedWeight},
     "Report.to_html": {"Fusion": Fusion, "Rejection": Rejection},
     "Audit": {"Finding": Finding},
 }

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from mla_fusion.meta import contradictions, key_operator, preprocess, preprocess_csrc, spec
+from mla_fusion.meta import attention, contradictions, key_operator, preprocess, preprocess_csrc, spec
 from mla_fusion.meta.limits import RELEASES, SOCS, Limits
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.meta.stricter import STRICTER, Scope
@@ -106,6 +106,28 @@ and bias of both stages; `no_quant` reads none of them and takes weights of the 
 only their first axis may be strided. These are the kernels; other combinations write nothing and report nothing.
 """
 
+ATTENTION_INTRODUCTION = f"""\
+## npu_fused_infer_attention_score_v2 (attention over paged latents)
+
+The form with query_rope and key_rope, {" and ".join(attention.SOCS)}: scores are
+`softmax_scale * (query . key + query_rope . key_rope)`. D is {attention.LATENT}, R {attention.ROPE}; num_query_heads N
+is {attention.HEADS} (`padded_heads` gives the next of these), num_key_value_heads 1. All tensors are bfloat16, or all
+float16. int8 query, key and value need bfloat16 ropes, query_quant_mode {attention.PER_TOKEN_AND_HEAD}, float32
+dequant_scale_query (query's shape without D), dequant_scale_key and dequant_scale_value [1]: with weight_quant_mode 2
+and kv_cache_quant_mode 1 of the prologue its dequant_scale_q_nope and 1 / quant_scale_ckv.
+
+key, value and key_rope are caches: [BlockNum, BlockSize, width], [BlockNum, 1, BlockSize, width] or NZ
+[BlockNum, 1, width/C0, BlockSize, C0], C0 = 32 bytes, contiguous; block_table is int32 [B, blocks].
+actual_seq_kvlen has B lengths. In TND, where B is at most {attention.MOST["B"]}, actual_seq_qlen has prefix sums that
+end at T. sparse_mode 0 has no mask; 3 (causal, ending where the sequence ends) and 4 have
+[{attention.MASK_WIDTH}, {attention.MASK_WIDTH}]; 9 (a tree of drafted tokens) has [B, S, S], or in TND all squares
+[sum S*S]. Other optional tensors are refused.
+
+Users report wrong results without an error for two calls that the vendor's checks take, so `check` refuses them:
+`mask.ignored`, a mask with sparse_mode 0, of which positions past 512 are not read; and `mask.absent`, TND without a
+mask, which can give the plain average of all rows.
+"""
+
 
 @functools.cache
 def page() -> str:
@@ -143,6 +165,12 @@ def page() -> str:
         table(("cache_mode", "kv_cache", "kv_cache_rope", "q_out0", "q_out1"), atb_caches()),
         CSRC_INTRODUCTION,
         table(("quant_mode", "hiddenState", "cache_mode", "with enable_inner_out"), csrc_kernels()),
+        ATTENTION_INTRODUCTION,
+        table(("input_layout", "query", "attention_out", "int8"), attention_layouts()),
+        table(("from", "BlockSize", "of NZ", "sparse_mode", "tokens a sequence", "softmax_lse"), attention_releases()),
+        f"With int8, BlockSize is {attention.INT8_BLOCKS}, a sequence has at most {attention.INT8_TOKENS} tokens, and "
+        "sparse_mode is 0 for one token a\nsequence (not in TND), else 3 or 9. Before 8.5 this holds of every dtype, "
+        "where 4 is taken too (not in TND).\n",
         "## Where the official pages contradict the operator\n",
         table(("page", "says", "holds", "read from"), disagreements()),
     )
@@ -364,6 +392,18 @@ def atb_caches() -> Iterator[list[str]]:
 def csrc_kernels() -> Iterator[list[str]]:
     for (quant, kind), (modes, inner) in preprocess_csrc.KERNELS.items():
         yield [f"`{quant}`", dtype_name(kind, kind), names(modes), names(inner)]
+
+
+def attention_layouts() -> Iterator[list[str]]:
+    for name in attention.LAYOUTS:
+        query, out = (f"[{', '.join(letters)}]".replace("H", "N*D") for letters in attention.axes_of(name))
+        yield [f"`{name}`", query, out, "yes" if name in attention.INT8_LAYOUTS else "-"]
+
+
+def attention_releases() -> Iterator[list[str]]:
+    for row in attention.RELEASE_ROWS:
+        modes, most = ", ".join(map(str, row.sparse_modes)), "any number" if row.tokens is None else f"1..{row.tokens}"
+        yield [row.since, str(row.blocks), str(row.nz_blocks), modes, most, "yes" if row.lse else "-"]
 
 
 def disagreements() -> Iterator[list[str]]:

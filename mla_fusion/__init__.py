@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from mla_fusion.compile.backend import backend
     from mla_fusion.compile.hook import torchair_pass
     from mla_fusion.compile.lowering import Lowering, lower
+    from mla_fusion.compile.prepack import Prepacked, prepack
     from mla_fusion.compile.slots import SlotError
     from mla_fusion.config import Config
     from mla_fusion.entry import explain, fuse
     from mla_fusion.report.report import Report, reports
-    from mla_fusion.weights.cache import release
+    from mla_fusion.weights.prepack import refresh, release
 
 __version__: str
 
@@ -38,6 +39,7 @@ _HOME = {
     "Audit": "mla_fusion.by_hand.outcome",
     "Config": "mla_fusion.config",
     "Lowering": "mla_fusion.compile.lowering",
+    "Prepacked": "mla_fusion.compile.prepack",
     "Report": "mla_fusion.entry",
     "SlotError": "mla_fusion.compile.slots",
     "audit": "mla_fusion.by_hand.entry",
@@ -45,7 +47,9 @@ _HOME = {
     "explain": "mla_fusion.entry",
     "fuse": "mla_fusion.entry",
     "lower": "mla_fusion.compile.lowering",
-    "release": "mla_fusion.weights.cache",
+    "prepack": "mla_fusion.compile.prepack",
+    "refresh": "mla_fusion.weights.prepack",
+    "release": "mla_fusion.weights.prepack",
     "reports": "mla_fusion.entry",
     "torchair_pass": "mla_fusion.compile.hook",
 }
@@ -55,6 +59,7 @@ __all__ = [
     "Audit",
     "Config",
     "Lowering",
+    "Prepacked",
     "Report",
     "SlotError",
     "audit",
@@ -66,7 +71,9 @@ __all__ = [
     "meta",
     "offline",
     "paging",
+    "prepack",
     "reference",
+    "refresh",
     "release",
     "reports",
     "torchair_pass",

@@ -16,7 +16,10 @@ from types import ModuleType
 # Modules that load without torch; tests/project/test_import.py holds them to it.
 LIGHT = frozenset(
     f"mla_fusion.{name}"
-    for name in "_autoload _lazy _version cli graphs_cli audit_cli selftest_cli target machine".split()
+    for name in """
+    _autoload _lazy _version cli graphs_cli audit_cli selftest_cli target terminal installed machine
+    report report.text_tables
+    """.split()
 )
 
 

@@ -11,24 +11,24 @@ from traceback import extract_tb
 from typing import Any
 
 import mla_fusion as mf
-from mla_fusion.target import UserError, add_limits, load_target, target, target_or_dump
+from mla_fusion import terminal
+from mla_fusion.target import UserError, add_limits, load_target, output, target, target_or_dump
 
 
 def add(commands: Any, command: Callable[..., Any]) -> None:
     """Both subcommands; ``command`` makes the parser of one that prints JSON on request."""
     summary = "Check hand-written calls of the operators; with --reference, against the model that they stand for."
     parser = command(commands, "audit", _audit, summary, "Exit status 1: something is wrong with a call.")
-    parser.add_argument(
-        "target", metavar="FILE.py:FUNCTION", help="function that returns (module_or_function, arguments), or a dump"
-    )
+    takes = "function that returns (module_or_function, arguments); its file is imported and runs. Or a dump: data"
+    parser.add_argument("target", metavar="FILE.py:FUNCTION", help=takes)
     parser.add_argument("--reference", metavar="FILE.py:FUNCTION", help="one that returns (unfused_model, arguments)")
     add_limits(parser)
     parser.add_argument("--path", choices=("eager", "graph"), default="eager", help="how the calls reach the device")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the audit as a page")
+    parser.add_argument("--html", type=output, metavar="FILE", help="also write the audit as a page")
     summary = "Print how to write a call of the operator by hand, for people and for agents that write code."
     parser = commands.add_parser("guide", help=summary, description=summary)
     parser.set_defaults(run=_guide)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write it to a file instead, AGENTS.md for one")
+    parser.add_argument("--out", type=output, metavar="FILE", help="write it to a file instead, AGENTS.md for one")
 
 
 def _audit(arguments: argparse.Namespace) -> int:
@@ -40,9 +40,9 @@ def _audit(arguments: argparse.Namespace) -> int:
 
     try:
         found = _of_file(arguments) if Path(arguments.target).is_file() else _of_function(arguments)
-    except (DumpError, OSError, ValueError) as error:
+    except (DumpError, ValueError) as error:
         raise UserError(str(error)) from error
-    print(found.to_json() if arguments.json else found)
+    print(found.to_json()) if arguments.json else terminal.show(found)
     if arguments.html:
         print(f"written: {found.to_html(arguments.html)}", file=sys.stderr)
     return 0 if found.ok else 1
@@ -84,13 +84,11 @@ def _of_function(arguments: argparse.Namespace) -> mf.Audit:
 
 
 def _guide(arguments: argparse.Namespace) -> int:
-    text = (files("mla_fusion.by_hand") / "guide.md").read_text(encoding="utf-8")
+    text = (files("mla_fusion") / "by_hand" / "guide.md").read_text(encoding="utf-8")
     if arguments.out is None:
         print(text, end="")
         return 0
-    try:
-        arguments.out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(str(error)) from error
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(text, encoding="utf-8")
     print(f"written: {arguments.out}", file=sys.stderr)
     return 0

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mla_fusion as mf
-from mla_fusion import audit_cli, graphs_cli, selftest_cli
-from mla_fusion.target import UserError, folder, load_target, positive, target
+from mla_fusion import audit_cli, graphs_cli, installed, selftest_cli, terminal
+from mla_fusion.report import text_tables
+from mla_fusion.target import UserError, folder, load_target, output_folder, positive, target
 
 EPILOG = """\
 examples:
@@ -27,8 +30,9 @@ examples:
   mla-fusion check-model folder                 what of a Hugging Face checkpoint decodes absorbed, and what fuses
   mla-fusion selftest --out selftest.json       on an NPU: every scenario of the operator against the reference
 
-model.py:example names a function without arguments that returns (module_or_function, arguments); a module that can be
-imported does as well as a file: mla_fusion.examples.fuse_your_model:example is one to try.
+model.py:example names a function without arguments that returns (module_or_function, arguments); a module that can be \
+imported does as well as a file: mla_fusion.examples.fuse_your_model:example is one to try. The file is imported, so \
+its code runs; a dump of a graph is data, and nothing that it names is run.
 
 exit status: 0 fine; 1 something was found (a prologue left, a difference, a failed check); 2 a wrong call or bad input
 """
@@ -38,26 +42,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Exit status: 0 fine, 1 something was found, 2 a wrong call or bad input."""
     words = sys.argv[1:] if argv is None else argv
     try:
-        arguments = parser().parse_args(words)
-        status: int = arguments.run(arguments)
-        return status
-    except UserError as error:
-        print(f"mla-fusion {words[0]}: {error}", file=sys.stderr)
-        return 2
+        try:
+            arguments = parser().parse_args(words)
+            status: int = arguments.run(arguments)
+            return status
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # a full disk is told here, not while Python ends
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `mla-fusion ... | head` is no error
-        sys.stderr.close()
+        _stop_writing()
         return 0
+    except (UserError, OSError, ImportError) as error:
+        said = _said(error)
+        if said is None:
+            raise
+        print(f"mla-fusion {' '.join(words[:1])}: {said}", file=sys.stderr)
+        return 2
+
+
+def _said(error: Exception) -> str | None:
+    """In one line what the caller can put right; None for a defect of this package."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, ImportError):
+        if installed.is_missing(error):
+            return f"torch is not installed: {installed.TO_DO}"
+        return None if (error.name or "").startswith("mla_fusion") else str(error)
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    if error.filename is None:  # of what is written through a stream that has no name
+        _stop_writing()
+    return f"{error.filename if error.filename is not None else 'stdout'}: {error.strerror}"
+
+
+def _stop_writing() -> None:
+    """Let nothing more be written to a stdout that takes nothing, not even when Python ends."""
+    with suppress(OSError, ValueError, AttributeError):  # a stdout of no file, in a test or a notebook
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parser() -> argparse.ArgumentParser:
     """Of the whole command line."""
-    whole = argparse.ArgumentParser(
+    whole = terminal.Parser(
         prog="mla-fusion",
         description="Fuse DeepSeek MLA prologues into the single Ascend NPU kernel. Needs no NPU and no CANN.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=terminal.HelpFormatter,
     )
     whole.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
@@ -89,7 +121,7 @@ def _command(
 def _add_demo(commands: Any) -> None:
     summary = "Decode Hugging Face's DeepSeek-V3 fused and unfused, compare, and lower."
     made = _command(commands, "demo", _demo, summary)
-    made.add_argument("--out", type=Path, default=Path("out"), help="folder for the report and the graphs")
+    made.add_argument("--out", type=output_folder, default=Path("out"), help="folder for the report and the graphs")
     made.add_argument("--layers", type=positive, default=2)
     made.add_argument("--heads", type=positive, default=16, help="heads of one rank (128 / TP)")
     made.add_argument("--batch", type=positive, default=8, help="sequences decoded at once")
@@ -103,9 +135,9 @@ def _demo(arguments: argparse.Namespace) -> int:
     options = demo.Options(arguments.out, arguments.layers, arguments.heads, arguments.batch)
     try:
         outcome = demo.run(options.quick() if arguments.quick else options)
-    except (TransformersMissing, FileExistsError, PermissionError) as error:
+    except TransformersMissing as error:
         raise UserError(str(error)) from error
-    print(outcome.to_json() if arguments.json else outcome)
+    print(outcome.to_json()) if arguments.json else terminal.show(outcome)
     return 1 if outcome.problems else 0
 
 
@@ -141,19 +173,27 @@ def _check_model(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from mla_fusion.compile import doctor
-    from mla_fusion.report import text_tables
-
-    found = doctor.survey()
+    found = installed.without_torch() or _surveyed()
     problems = found["problems"]
     if arguments.json:
         print(json.dumps(found, indent=2, default=str))
         return 1 if problems else 0
+    terminal.show("\n\n".join(_parts(found)))
+    return 1 if problems else 0
+
+
+def _surveyed() -> dict[str, Any]:
+    from mla_fusion.compile import doctor
+
+    return doctor.survey()
+
+
+def _parts(found: dict[str, Any]) -> Iterator[str]:
     for title, part in found.items():
         if title == "problems":
             continue
         if not isinstance(part, dict):
-            print(f"{title}: {_word(part)}\n")
+            yield f"{title}: {_word(part)}"
             continue
         nested = [value for value in part.values() if isinstance(value, dict)]
         header = ("", *nested[0]) if nested else ("", "")
@@ -161,10 +201,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
             (name, *map(_word, value.values() if isinstance(value, dict) else (value,)))
             for name, value in part.items()
         ]
-        print(f"{title}\n{text_tables.render(header, rows)}\n")
-    for problem in problems:
-        print(f"problem with {problem['check']}: {problem['failed']}\n  to do: {problem['to do']}\n")
-    return 1 if problems else 0
+        yield f"{title}\n{text_tables.render(header, rows)}"
+    for problem in found["problems"]:
+        yield f"problem with {problem['check']}: {problem['failed']}\n  to do: {problem['to do']}"
 
 
 def _word(value: Any) -> str:
@@ -208,7 +247,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             timings.append(bench.measure(name, graph()[0], mf.Config(), arguments.repeats))
         except CaptureError as error:
             raise UserError(str(error)) from error
-    print(bench.to_json(timings) if arguments.json else bench.text(timings))
+    print(bench.to_json(timings)) if arguments.json else terminal.show(bench.text(timings))
     return 0
 
 

@@ -22,11 +22,12 @@ _CHOICES = {
     "kr_layout": ("exact", "half"),
     "unabsorbed": ("skip", "identity"),
     "weights": ("copy", "shared"),
-    "updates": ("checked", "trusted"),
+    "updates": ("rounds", "counted", "every call"),
     "slots": ("trusted", "checked"),
     "strides": ("auto", "exact", "kernel"),
     "strict": (False, True),
 }
+_FORMER_UPDATES = {"checked": "every call", "trusted": "counted"}  # names of 0.1.0
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,19 @@ class Config:
     weights     Where packed weights live, when a wrapper stands around the graph (``mf.backend``): "copy" beside the
                 parameters, or "shared": a parameter whose packing only changes its layout becomes a view of the
                 packed weight, so that memory does not grow. It keeps its shape and values, and gets other strides.
-    updates     How a wrapper notices that a parameter of which a packed copy exists has changed: "checked" also by its
-                content, read at every call; "trusted" by torch's version counter where it has one and memory of its
-                own, which ``parameter.data.add_(..)`` passes by (``mla_fusion.release`` tells of such updates).
+    updates     How a change of a parameter, of which a packed copy exists, is noticed. Changes that torch counts
+                (``copy_`` and optimizers under no_grad, ``load_state_dict``), and new memory, are seen before the
+                next call, whatever is chosen. The others (``parameter.data.add_(..)``, fused optimizers, flat
+                buffers) are found by "rounds": each step reads a share of the bytes, waits for nothing, and a
+                change is packed anew with a warning. "counted" does not look for them: call ``mla_fusion.refresh``.
+                "every call" compares all bytes before each call: for tests and debugging, slow.
     slots       What an input that holds cache slots is taken at: "trusted" at its word (non-negative, in range and
                 distinct, listed under the report's assumptions), "checked" before each call where a wrapper stands
                 around the graph (``mla_fusion.SlotError``); where none does, the assumptions say that nothing checks.
     strides     A result that leaves the graph has the model's strides ("exact"), for which a permuted query may have
-                to be copied, or the kernel's, dense with tokens first ("kernel"). "auto" is the latter behind the
-                hook of another compiler, which lays out its results itself, and "exact" elsewhere.
+                to be copied, or the kernel's, dense with tokens first ("kernel"). "auto" is "kernel" behind the
+                hook of another compiler, which lays out its results itself, and in GE graphs, whose results
+                have no strides; it is "exact" elsewhere.
     strict      True raises a defect of the pass. False leaves the graph as it was, with ``pass.failed`` in the report.
 
     Raises ValueError for a value outside these choices.
@@ -79,12 +84,14 @@ class Config:
     unabsorbed: str = "skip"
     skip: tuple[Skip, ...] = ()
     weights: str = "copy"
-    updates: str = "checked"
+    updates: str = "rounds"
     slots: str = "trusted"
     strides: str = "auto"
     strict: bool = False
 
     def __post_init__(self) -> None:
+        if self.updates in _FORMER_UPDATES:
+            object.__setattr__(self, "updates", _FORMER_UPDATES[self.updates])
         for field, choices in _CHOICES.items():
             value = getattr(self, field)
             if value not in choices:

@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import mla_fusion as mf
-from mla_fusion.target import UserError, add_limits, existing, load_target, target, target_or_dump
+from mla_fusion import terminal
+from mla_fusion.target import (
+    UserError,
+    add_limits,
+    existing,
+    load_target,
+    output,
+    output_folder,
+    target,
+    target_or_dump,
+)
 
 
 def add(commands: Any, command: Callable[..., Any]) -> None:
@@ -22,7 +32,8 @@ def add(commands: Any, command: Callable[..., Any]) -> None:
     _add_lower(command(commands, "lower", _lower, "Fuse a function and lower it with the real torchair."))
     parser = command(commands, "inspect", _inspect, "Say what stands in graphs that torchair or torch dumped.")
     parser.add_argument("dumps", metavar="DUMP", nargs="+", help="pbtxt, txt, py or FX listing")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="also write one dump: .dot, .svg, .json or .pbtxt")
+    forms = "also write one dump: .dot, .svg, .json or .pbtxt"
+    parser.add_argument("--export", type=output, metavar="FILE", help=forms)
     parser = command(
         commands, "diff", _diff, "Compare two dumps by operators and wiring, not by names.",
         "Exit status 1: they differ; what differs is listed.",
@@ -32,10 +43,10 @@ def add(commands: Any, command: Callable[..., Any]) -> None:
 
 
 def _add_explain(parser: Any) -> None:
-    add_target(parser, ", or a dump of a graph")
+    add_target(parser, "; its file is imported and runs. Or a dump of a graph, which is data: nothing in it runs")
     add_limits(parser)
     parser.add_argument("--pass-only", action="store_true", help="as mf.torchair_pass: no wrapper views caches")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report as a page")
+    parser.add_argument("--html", type=output, metavar="FILE", help="also write the report as a page")
     parser.add_argument("--stats", action="store_true", help="calls, hits and milliseconds of each fact and rule")
 
 
@@ -54,7 +65,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
     with measuring() as tallies:
         report = _explain_dump(arguments) if Path(arguments.target).is_file() else _explain_function(arguments)
-    print(report.to_json() if arguments.json else report)
+    print(report.to_json()) if arguments.json else terminal.show(report)
     if arguments.stats:
         rows = [(name, t.calls, t.hits, f"{t.seconds * 1e3:.1f}") for name, t in tallies.items()]
         rows.sort(key=lambda row: -float(row[-1]))
@@ -81,7 +92,7 @@ def _explain_dump(arguments: argparse.Namespace) -> mf.Report:
 
     try:
         return mf.explain(arguments.target, _config(arguments), boundary=not arguments.pass_only)
-    except (DumpError, NotRebuilt, OSError) as error:
+    except (DumpError, NotRebuilt) as error:
         raise UserError(str(error)) from error
 
 
@@ -94,7 +105,7 @@ def _add_lower(parser: Any) -> None:
     add_limits(parser)
     parser.add_argument("--mode", choices=("ge", "npugraph_ex"), default="ge")
     parser.add_argument("--no-fuse", action="store_true", help="lower the graph as it is")
-    parser.add_argument("--out", type=Path, help="folder for the FX graphs, the pbtxt and the report")
+    parser.add_argument("--out", type=output_folder, help="folder for the FX graphs, the pbtxt and the report")
 
 
 def _lower(arguments: argparse.Namespace) -> int:
@@ -107,7 +118,7 @@ def _lower(arguments: argparse.Namespace) -> int:
     config = _config(arguments, enable=not arguments.no_fuse)
     try:
         lowered = mf.lower(model, *example, mode=arguments.mode, dynamic=arguments.dynamic, config=config)
-    except (LoweringError, OfflineError, ImportError) as error:
+    except (LoweringError, OfflineError) as error:
         raise UserError(str(error)) from error
     operators = dict((lowered.ge_ops or lowered.fx_ops).most_common())
     files = [str(path) for path in lowered.save(arguments.out)] if arguments.out else []
@@ -116,10 +127,10 @@ def _lower(arguments: argparse.Namespace) -> int:
         print(json.dumps({"mode": lowered.mode, "operators": operators, "files": files, "report": report}, indent=2))
         return 0
     if lowered.report is not None:
-        print(f"{lowered.report}\n")
+        terminal.show(f"{lowered.report}\n")
     kind = "GE operator" if lowered.ge_ops else "FX operator"
     counts = [(text_tables.short_name(name), count) for name, count in operators.items()]
-    print(text_tables.render((kind, "count"), counts))
+    terminal.show(text_tables.render((kind, "count"), counts))
     if files:
         print(f"\nwritten: {', '.join(files)}")
     return 0
@@ -135,13 +146,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.export:
         try:
             print(f"written: {export(dumps[0], arguments.export)}", file=sys.stderr)
-        except (ExportError, OSError) as error:
+        except ExportError as error:
             raise UserError(str(error)) from error
     found = [summarise(dump) for dump in dumps]
     if arguments.json:
         print(json.dumps([json.loads(item.to_json()) for item in found], indent=2))
     else:
-        print("\n\n\n".join(map(str, found)))
+        terminal.show("\n\n\n".join(map(str, found)))
     return 0
 
 
@@ -153,7 +164,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         found = diff(_read_dump(first), _read_dump(second))
     except ValueError as error:
         raise UserError(str(error)) from error
-    print(found.to_json() if arguments.json else found)
+    print(found.to_json()) if arguments.json else terminal.show(found)
     return 0 if found.equal else 1
 
 
@@ -162,5 +173,5 @@ def _read_dump(path: Path) -> Any:
 
     try:
         return read(path)
-    except (DumpError, OSError) as error:
+    except DumpError as error:
         raise UserError(str(error)) from error

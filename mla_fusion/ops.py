@@ -93,7 +93,7 @@ _SIGNATURES: dict[str, tuple[str, str]] = {
 }
 
 # operators of torch_npu that get a CPU kernel where they are, and no schema where they are not
-_KERNELS_ALONE = ("npu_sparse_flash_attention",)
+_KERNELS_ALONE = ("npu_sparse_flash_attention", "npu_fused_infer_attention_score_v2")
 
 # in-place operator -> (its functional form, positions of the mutated arguments); the new values of those come
 # last among the functional form's results

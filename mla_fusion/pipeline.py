@@ -18,17 +18,17 @@ from mla_fusion.compat import without_modes
 from mla_fusion.config import Config
 from mla_fusion.fx import module_path
 from mla_fusion.fx.build import GraphBuilder, describe_attributes
-from mla_fusion.fx.collector import paused
 from mla_fusion.fx.normalise import forms
 from mla_fusion.fx.view import View
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.ladder import Rung, descend
 from mla_fusion.machine import compiling_for
+from mla_fusion.match import absent
 from mla_fusion.match.candidate import KeyHalf
 from mla_fusion.match.closed import in_bodies
 from mla_fusion.match.finder import Found, search
 from mla_fusion.match.near_miss import NearMiss
-from mla_fusion.observe.clock import Clock, threads, torch_defaults
+from mla_fusion.observe.clock import Clock, on_the_cpu, threads
 from mla_fusion.observe.graphs import Graphs, count_operators
 from mla_fusion.observe.record import Record
 from mla_fusion.plan.plan import InPlace, Plan
@@ -59,9 +59,12 @@ def explain(gm: GraphModule, config: Config | None = None, *, boundary: bool = F
     return run(gm, Config.given(config), None, boundary)
 
 
-def run(gm: GraphModule, config: Config, builder: BuilderOf | None, boundary: bool = False) -> Report:
+def run(
+    gm: GraphModule, config: Config, builder: BuilderOf | None, boundary: bool = False, is_trial: bool = False
+) -> Report:
     """One pass over ``gm``; ``builder`` is the kind that makes the graph's changes, None for none: ``boundary`` then
-    says whether to judge as if a wrapper stood around the graph, as that of ``mf.backend`` does.
+    says whether to judge as if a wrapper stood around the graph, as that of ``mf.backend`` does. ``is_trial``: no graph
+    that runs is made, so no report is kept, and nothing is logged of prologues that were not fused.
 
     Either all of it succeeds, or ``gm`` stays as it is: a defect of the pass is reported as ``pass.failed``, and raised
     under ``Config(strict=True)``. Raises what a predicate of ``Config.skip`` raises, as SkipError.
@@ -72,11 +75,13 @@ def run(gm: GraphModule, config: Config, builder: BuilderOf | None, boundary: bo
     if config.enable:
         # A compiler calls with its fake mode on; probes are real tensors.
         for_chip = compiling_for(config.machine.soc)
-        with without_modes(), for_chip, paused(), torch_defaults(), threads(1) as usual:
+        with without_modes(), for_chip, on_the_cpu(), threads(1) as usual:
             report = _all_or_nothing(gm, config, builder, usual, builder.has_boundary if builder else boundary)
     report.nodes_before = nodes
     report.timings["total"] = perf_counter() - started
     report.nodes_after = len(gm.graph.nodes)
+    if is_trial:
+        return report
     if report.committed:
         keep(report)
     unasked = [item for item in report.rejected if item.code != "skip"]
@@ -182,6 +187,7 @@ def _plans(
 
     for item in found:
         descend(item, config, fitted, record.rejected)
+    report.absent = absent.lines(finder) if not found else ()
     return plans
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mla_fusion as mf
+from mla_fusion import terminal
 from mla_fusion.machine import AUTO
-from mla_fusion.target import UserError, add_limits, positive
+from mla_fusion.target import UserError, add_limits, output, positive
 
 
 def add(commands: Any, command: Callable[..., Any]) -> None:
@@ -25,9 +25,9 @@ def add(commands: Any, command: Callable[..., Any]) -> None:
     parser.add_argument("--hidden", type=positive, help="He; 7168 on an NPU, the smallest legal one on a CPU")
     parser.add_argument("--heads", type=positive, help="N; 16 on an NPU, 4 on a CPU")
     parser.add_argument("--repeats", type=positive, help="timed calls per scenario")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON to a file, to send back")
+    parser.add_argument("--out", type=output, metavar="FILE", help="also write the JSON to a file, to send back")
     parser.add_argument("--compare", nargs="+", metavar="JSON", help="run nothing: judge one such file, or compare two")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="with --compare: also write a page")
+    parser.add_argument("--html", type=output, metavar="FILE", help="with --compare: also write a page")
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
@@ -44,8 +44,9 @@ def _selftest(arguments: argparse.Namespace) -> int:
     if not outcome.results:
         raise UserError(f"no scenario matches {arguments.only!r}")
     if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(outcome.to_json(), encoding="utf-8")
-    print(outcome.to_json() if arguments.json else outcome)
+    print(outcome.to_json()) if arguments.json else terminal.show(outcome)
     return 1 if outcome.failed else 0
 
 
@@ -60,9 +61,9 @@ def _compared(arguments: argparse.Namespace) -> int:
         raise UserError("--compare takes one file or two")
     try:
         found = paper.read(*arguments.compare)
-    except (paper.OutcomeError, OSError) as error:
+    except paper.OutcomeError as error:
         raise UserError(str(error)) from error
-    print(found.to_json() if arguments.json else found)
+    print(found.to_json()) if arguments.json else terminal.show(found)
     if arguments.html:
         print(f"written: {found.to_html(arguments.html)}", file=sys.stderr)
     return 0 if found.ok else 1

@@ -6,6 +6,7 @@ import argparse
 import ast
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -31,8 +32,41 @@ def positive(text: str) -> int:
 def existing(text: str) -> Path:
     """A file of the command line."""
     if not Path(text).is_file():
-        raise UserError(f"no such file: {text}")
+        raise UserError(_no_file(text))
     return Path(text)
+
+
+def _no_file(text: str) -> str:
+    return f"{text} is no regular file" if Path(text).exists() else f"no such file: {text}"
+
+
+def output(text: str) -> Path:
+    """A file that a command will write, refused before any work where it cannot be."""
+    path = Path(text)
+    if path.is_dir():
+        raise UserError(f"{text} is a folder, not a file to write")
+    _check_writable(path, path if path.is_file() else _nearest_folder(path, path.absolute().parent))
+    return path
+
+
+def output_folder(text: str) -> Path:
+    """A folder that a command will write into, likewise."""
+    path = Path(text)
+    _check_writable(path, _nearest_folder(path, path.absolute()))
+    return path
+
+
+def _nearest_folder(path: Path, wanted: Path) -> Path:
+    """``wanted``, or the first folder above it that there is."""
+    found = next(one for one in (wanted, *wanted.parents) if one.exists())
+    if not found.is_dir():
+        raise UserError(f"{path} cannot be written: {found} is no folder")
+    return found
+
+
+def _check_writable(path: Path, found: Path) -> None:
+    if not os.access(found, os.W_OK):
+        raise UserError(f"{path} cannot be written: no permission for {found}")
 
 
 def folder(text: str) -> Path:
@@ -63,7 +97,7 @@ def target_or_dump(text: str) -> str:
     """The same, or the file of a dump; the Python that torchair writes is told by having no function."""
     path = Path(text)
     if ":" not in text and not path.is_file():
-        raise UserError(f"no such file: {text}")
+        raise UserError(_no_file(text))
     return text if path.is_file() and not (path.suffix == ".py" and _functions(path)) else target(text)
 
 
@@ -71,7 +105,7 @@ def _functions(path: Path) -> list[str]:
     """Those of a file that can be called without arguments."""
     try:
         statements = ast.parse(path.read_bytes()).body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     functions = [node for node in statements if isinstance(node, ast.FunctionDef)]
     return [one.name for one in functions if len(one.args.args) + len(one.args.kwonlyargs) == len(one.args.defaults)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 
 from mla_fusion.by_hand.outcome import Audit, Finding
 from mla_fusion.by_hand.repairs import OPERATORS_EPSILON
-from mla_fusion.dumps import Dump, Value, prologues, read
+from mla_fusion.dumps import Dump, Value, names, prologues, read
 from mla_fusion.dumps.prologues import Prologue
 from mla_fusion.meta import ContractError, check
 from mla_fusion.meta.prolog import PROLOGS, V1, V2, V3
 
 _OPERATORS = {operator.ge_type: operator.name for operator in (V1, V2, V3)}
+_AXES, _LARGEST = 64, 1 << 50  # axes and elements; no tensor has more
 _DYNAMIC = 8  # what a dynamic dimension is taken for
 _EPSILONS = ("rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv")
 
@@ -59,8 +61,10 @@ def _name(item: Prologue) -> str:
 
 def _tensor(value: Value) -> Any:
     """The value without its numbers; None where the dump does not tell shape and dtype."""
-    dtype = getattr(torch, value.dtype, None) if value.dtype else None
+    dtype = names.dtype(value.dtype)
     if dtype is None or value.shape is None:
         return None
     sizes = [size if isinstance(size, int) and size >= 0 else _DYNAMIC for size in value.shape]
+    if len(sizes) > _AXES or prod(sizes) > _LARGEST:
+        return None
     return torch.empty(sizes, dtype=dtype, device="meta")

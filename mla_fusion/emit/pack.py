@@ -15,7 +15,9 @@ from mla_fusion.facts.quant import Quantised
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fx.build import Builder
 from mla_fusion.fx.held import Exact
+from mla_fusion.fx.kinds import op_name
 from mla_fusion.fx.module_path import label
+from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.meta.number_formats import ELEMENTS
 from mla_fusion.plan.cache_modes import scale_shapes
 from mla_fusion.plan.plan import InPlace, PrologPlan
@@ -39,7 +41,7 @@ def _scale(b: Builder, plan: PrologPlan, name: str, arrange: Arrange, *projectio
         arranged = arrange(b, plan, scale_matrix)
         if not _in_blocks(plan):
             return dense(b, b.cast(arranged, torch.float32), nz=False)
-        return _as_e8m0(b, dense(b, b.call(aten.t.default, arranged), nz=False))
+        return _as_e8m0(b, dense(b, b.call(aten.permute.default, arranged, [1, 0]), nz=False))
 
     parts = [part for item in projections for part in item.by_weight]
     return b.packed(name, recipe, [part.quantised.weight_scale for part in parts if part.quantised is not None])
@@ -130,7 +132,7 @@ def matrix(b: Builder, projection: Projection) -> Any:
     order = [labels.index(label) for label in (*projection.batch, *projection.summed, *projection.column_labels)]
     order = [axis for axis in range(len(labels)) if axis not in order] + order
     if len(order) == 2:
-        return weight if order == [0, 1] else b.call(aten.t.default, weight)
+        return weight if order == [0, 1] else b.call(aten.permute.default, weight, [1, 0])
     if order != list(range(len(order))):
         weight = b.call(aten.permute.default, weight, order)
     shape = projection.weight.meta["val"].shape
@@ -177,7 +179,8 @@ def take(b: Builder, matrix: Any, columns: tuple[int, ...], groups: int = 1) -> 
     if block.paired:
         lead = list(b.shape(matrix))[:-1]
         matrix = b.reshape(matrix, (*lead, 2, block.width // 2))
-        matrix = b.call(aten.transpose.int, matrix, -1, -2)
+        count = len(lead)
+        matrix = b.call(aten.permute.default, matrix, [*range(count), count + 1, count])
     return b.reshape(matrix, (rows, len(columns)))
 
 
@@ -286,11 +289,27 @@ def dense(b: Builder, weight: Any, nz: bool) -> Any:
     """Contiguous, and on a device in the format that the kernel reads (weight_uk stays ND)."""
     if b.device_type(weight) == "cpu":
         return weight  # the reference kernel reads any strides; copying weights at every call would be waste
-    if not _is_input(weight):
+    if not _lies_right(weight, nz):
         weight = b.call(aten.clone.default, weight, memory_format=torch.contiguous_format)
-    if nz and b.device_type(weight) == "npu":
+    on_cpu = weight.meta["val"].device.type == "cpu"  # laid out as on an NPU: a CPU has no formats
+    if nz and b.device_type(weight) == "npu" and (not on_cpu or _is_input(weight)):
         weight = b.call(torch.ops.npu.npu_format_cast.default, weight, FRACTAL_NZ)
     return weight
+
+
+def _lies_right(weight: Any, nz: bool) -> bool:
+    """Whether a value needs no copy to be contiguous in memory that holds nothing else.
+
+    A format cast works on the whole memory, in the shape in which it was allocated. So a view that is to be cast has to
+    be an input transposed, as ``mla_fusion.prepack`` leaves parameters.
+    """
+    if _is_input(weight):
+        return True
+    value = weight.meta["val"]
+    if any(map(is_symbolic, (*value.shape, *value.stride()))) or not value.is_contiguous():
+        return False
+    turned = op_name(weight) in ("aten::permute", "aten::t", "aten::transpose") and _is_input(weight.args[0])
+    return not nz or (turned and value.untyped_storage().nbytes() == value.nbytes)
 
 
 def _is_input(weight: Any) -> bool:

@@ -162,7 +162,7 @@ def _weight(b: Builder, plan: PreprocessPlan, name: str, arrange: Any) -> Any:
     """[columns, in]; on a device in blocks of 32, [1, in / 32, columns, 32], cast to FRACTAL_NZ."""
 
     def recipe(b: Builder) -> Any:
-        matrix = b.call(aten.t.default, arrange(b, plan, pack.matrix))
+        matrix = b.call(aten.permute.default, arrange(b, plan, pack.matrix), [1, 0])
         if b.device_type(matrix) == "cpu":
             return matrix
         columns, width = b.shape(matrix)

@@ -33,11 +33,7 @@ def arrange(b: Builder, replacement: Replacement, result: Any) -> Any:
     if b.dtype(result) == torch.float8_e8m0fnu and wanted.dtype == torch.uint8:  # the codes of the same scales
         result = b.call(aten.view.dtype, result, torch.uint8)
     if order is not None and order != tuple(range(len(order))):
-        moved = [axis for axis, source in enumerate(order) if axis != source]
-        if len(moved) == 2:
-            result = b.call(aten.transpose.int, result, *moved)
-        else:
-            result = b.call(aten.permute.default, result, list(order))
+        result = b.call(aten.permute.default, result, list(order))
     if order is not None:
         result = b.reshape(result, wanted.shape)
     return result

@@ -147,4 +147,6 @@ def interleave(b: Builder, value: Any) -> Any:
     """Half layout to interleaved pairs: [a0..a31 | b0..b31] -> [a0, b0, a1, b1, ..]. Exact."""
     shape = list(b.shape(value))
     halves = b.reshape(value, (*shape[:-1], 2, shape[-1] // 2))
-    return b.reshape(b.call(aten.transpose.int, halves, -1, -2), shape)
+    count = len(shape) - 1
+    turned = b.call(aten.permute.default, halves, [*range(count), count + 1, count])
+    return b.reshape(turned, shape)

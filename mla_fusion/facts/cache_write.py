@@ -16,7 +16,8 @@ from torch.fx import Node
 
 from mla_fusion.facts import dense_write
 from mla_fusion.facts.dense_write import Span
-from mla_fusion.facts.slots import Unproven, judge
+from mla_fusion.facts.obstacle import Obstacle, Obstacles
+from mla_fusion.facts.slots import Trust, Unproven, judge
 from mla_fusion.fx import pools
 from mla_fusion.fx.kinds import argument, is_getitem, is_view, op_name
 from mla_fusion.fx.measured import measured
@@ -70,60 +71,116 @@ def paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
     """[BlockNum, BlockSize, 1, width] that the cache has, or that its memory can be viewed as; None if neither.
 
     A cache of another rank is rows of its last axis: [.., BlockSize, width] keeps its blocks where the kernel
-    takes that BlockSize (16 to 1024, in steps of 16), other rows are cut into blocks of 128, 64, 32 or 16.
+    takes that BlockSize (16 to 1024, in steps of 16), other rows are cut into blocks of 128, 64, 32 or 16. Its sizes
+    must be static, but for the BlockNum of [BlockNum, BlockSize, width].
     """
     value = cache.meta["val"]
     shape = value.shape
     if len(shape) == 4 and same(shape[2], 1):
         return shape[0], shape[1], 1, shape[3]
-    if len(shape) < 2 or not all(isinstance(size, int) for size in shape) or not value.is_contiguous():
+    if len(shape) < 2 or not all(isinstance(size, int) for size in shape[1:]) or not value.is_contiguous():
         return None
-    rows = math.prod(shape[:-1])
     own = shape[-2] if len(shape) == 3 and shape[-2] % 16 == 0 and 16 <= shape[-2] <= 1024 else None
+    if not isinstance(shape[0], int):
+        return (shape[0], own, 1, shape[-1]) if own else None
+    rows = math.prod(shape[:-1])
     size = own or next((size for size in (128, 64, 32, 16) if rows % size == 0), None)
     return (rows // size, size, 1, shape[-1]) if size else None
 
 
 @measured
-def find(view: View, writer: Node, value: Node) -> WriteFact | str:
-    """The write of ``value`` by ``writer``, or why it is not one the kernel can do."""
+def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
+    """The write of ``value`` by ``writer``, or everything for which it is not one the kernel can do."""
     name = op_name(writer)
     if name == _SCATTER_PA:
         return _paged_pair(view, writer, value)
     if name in ("aten::copy", "aten::slice_scatter"):
         return _assigned(writer, value)
     base = writer.args[0]
+    if name in _ADDING:
+        return (Obstacle("cache.accumulates", f"{writer.name} adds to what the rows hold"),)
     if name not in _INDEX_OF or not isinstance(base, Node):
-        return f"{writer.name} ({name or writer.op}) is not a write of rows by index"
+        return (Obstacle("cache.writer", f"{writer.name} ({name or writer.op}) is not a write of rows by index"),)
+    found: list[Obstacle] = []
     cache = input_behind(base)
+    paged = paged_shape(cache) if cache is not None else None
     if cache is None:
-        return pools.no_input(base)
-    paged = paged_shape(cache)
-    if paged is None:
-        return f"{cache.name} of shape {list(cache.meta['val'].shape)} is not [BlockNum, BlockSize, 1, width]"
+        found.append(Obstacle("cache.no_input", pools.no_input(base)))
+    elif paged is None:
+        found.append(Obstacle("cache.shape", _no_blocks(cache)))
     indices = _INDEX_OF[name](writer)
     if indices is None:
-        return f"{writer.name} does not place one row per index"
-    for index in indices:
-        if index.meta["val"].dtype not in (torch.int64, torch.int32):
-            return f"index {index.name} is {index.meta['val'].dtype}, not an integer tensor"
-    slots = _slots(view, paged, base, indices)
-    if isinstance(slots, str):
-        return slots
-    trust = judge(view, slots.nodes)
+        found.append(_by_no_row_number(writer, name, base))
+        indices = _tensors_of_integers(writer)
+    wrong = [index for index in indices if index.meta["val"].dtype not in _INDICES]
+    for index in wrong:
+        message = f"index {index.name} is {index.meta['val'].dtype}, not an integer tensor"
+        found.append(Obstacle("slots.dtype", message))
+    slots = Slots(indices[0]) if indices else Slots(None)
+    if paged is not None and not found:
+        made = _slots(view, paged, base, indices)
+        found += [made] if isinstance(made, Obstacle) else []
+        slots = slots if isinstance(made, Obstacle) else made
+    trust = judge(view, slots.nodes) if slots.nodes and not wrong else Trust(())
     if isinstance(trust, Unproven):
-        return Unproven(f"{trust}; the kernel skips negative slots and may keep either row of a repeated one")
+        found.append(_unproven(trust))
+    if found or cache is None or isinstance(trust, Unproven):
+        return tuple(found)
     return WriteFact(
         node=writer, cache=cache, value=value, slots=slots, result=_whole(writer, cache), trusted=trust.inputs
     )
 
 
-def _assigned(writer: Node, value: Node) -> WriteFact | str:
+_ADDING = ("aten::index_add", "aten::scatter_add", "aten::index_reduce", "aten::scatter_reduce")
+
+
+def _unproven(why: Unproven) -> Obstacle:
+    message = f"{why}; the kernel skips negative slots and may keep either row of a repeated one"
+    return Obstacle("slots.unproven", message)
+
+
+def _no_blocks(cache: Node) -> str:
+    """Why the memory of a cache cannot be viewed as [BlockNum, BlockSize, 1, width]."""
+    value = cache.meta["val"]
+    shape = f"{cache.name} of shape [{', '.join(map(str, value.shape))}]"
+    if not all(isinstance(size, int) for size in value.shape):
+        why = "its sizes are symbolic, so that its BlockSize is not known when the graph is compiled"
+    elif len(value.shape) < 2:
+        why = "it has no rows"
+    elif not value.is_contiguous():
+        why = f"its strides are {list(value.stride())}, so that it cannot be viewed so"
+    else:
+        why = f"its {math.prod(value.shape[:-1])} rows do not divide into blocks of 16"
+    return f"{shape} is not [BlockNum, BlockSize, 1, width]: {why}"
+
+
+def _by_no_row_number(writer: Node, name: str, base: Node) -> Obstacle:
+    """How a writer by index says where rows go, if not by one number a row."""
+    axis, shape = argument(writer, "dim", 0), list(base.meta["val"].shape)
+    if argument(writer, "accumulate", False):
+        return Obstacle("cache.accumulates", f"{writer.name} adds to what the rows hold")
+    if isinstance(indices := argument(writer, "indices"), (list, tuple)):
+        axis = next((place for place, index in enumerate(indices) if index is not None), 0)
+    if isinstance(axis, int) and shape and (axis := axis % len(shape)):
+        message = (
+            f"{writer.name} runs along axis {axis} of {shape}; the kernel needs one row number for each token: "
+            f"view the cache as [-1, {shape[-1]}]"
+        )
+        return Obstacle("cache.index_axis", message)
+    return Obstacle("cache.index_elements", f"{writer.name} does not place whole rows by one number each")
+
+
+def _tensors_of_integers(writer: Node) -> list[Node]:
+    values = ((node, node.meta.get("val")) for node in writer.all_input_nodes[1:])
+    return [node for node, value in values if isinstance(value, torch.Tensor) and value.dtype in _INDICES]
+
+
+def _assigned(writer: Node, value: Node) -> WriteFact | Obstacles:
     found = dense_write.find(writer, value)
-    if isinstance(found, str):
-        return found
+    if isinstance(found, Obstacle):
+        return (found,)
     if paged_shape(found.cache) is None:
-        return f"{found.cache.name} of shape {list(found.cache.meta['val'].shape)} is not rows in blocks"
+        return (Obstacle("cache.shape", _no_blocks(found.cache)),)
     slots, inside = Slots(None, span=found.span), found.inside
     return WriteFact(node=writer, cache=found.cache, value=value, slots=slots, result=found.result, inside=inside)
 
@@ -131,27 +188,29 @@ def _assigned(writer: Node, value: Node) -> WriteFact | str:
 _SCATTER_PA = "npu::npu_scatter_pa_kv_cache_functional"
 
 
-def _paged_pair(view: View, writer: Node, value: Node) -> WriteFact | str:
+def _paged_pair(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
     """npu_scatter_pa_kv_cache writes two caches at once, key rows to the first and value rows to the second."""
+    found: list[str] = []
     mode = argument(writer, "cache_mode")
     if mode != "Norm":
-        return f"{writer.name} has cache_mode {mode}, whose blocks are laid out otherwise"
+        found.append(f"{writer.name} has cache_mode {mode}, whose blocks are laid out otherwise")
     extra = ("compress_lens", "compress_seq_offsets", "seq_lens")
-    given = next((name for name in extra if argument(writer, name) is not None), None)
-    if given is not None:
-        return f"{writer.name} has {given}"
+    found += [f"{writer.name} has {name}" for name in extra if argument(writer, name) is not None]
     rows, caches, slots = writer.args[:2], writer.args[2:4], writer.args[4]
     if rows.count(value) != 1 or not isinstance(slots, Node):
-        return f"{writer.name} does not write {value.name} to one cache"
+        return (Obstacle("cache.writer", f"{writer.name} does not write {value.name} to one cache"),)
     place = rows.index(value)
     cache = caches[place]
-    if not isinstance(cache, Node) or cache.op not in ("placeholder", "get_attr") or paged_shape(cache) is None:
-        return f"{cache} is not a graph input of shape [BlockNum, BlockSize, 1, width]"
+    if not isinstance(cache, Node) or cache.op not in INPUTS or paged_shape(cache) is None:
+        found.append(f"{cache} is not a graph input of shape [BlockNum, BlockSize, 1, width]")
     result = next((user for user in writer.users if is_getitem(user) and user.args[1] == place), None)
     if result is None:
-        return f"{writer.name} writes {cache.name}, and nobody reads what it wrote"
+        found.append(f"{writer.name} writes {cache}, and nobody reads what it wrote")
     trust = judge(view, [slots])
-    return trust if isinstance(trust, Unproven) else WriteFact(
+    unproven = [_unproven(trust)] if isinstance(trust, Unproven) else []
+    if found or isinstance(trust, Unproven) or result is None or not isinstance(cache, Node):
+        return (*(Obstacle("cache.writer", message) for message in found), *unproven)
+    return WriteFact(
         node=writer, cache=cache, value=value, slots=Slots(slots), result=result, trusted=trust.inputs
     )
 
@@ -204,17 +263,18 @@ def input_behind(node: Node) -> Node | None:
     return cache if cache.op in INPUTS else None
 
 
-def _slots(view: View, paged: tuple[Any, Any, int, object], base: Node, indices: list[Node]) -> Slots | str:
+def _slots(view: View, paged: tuple[Any, Any, int, object], base: Node, indices: list[Node]) -> Slots | Obstacle:
     block_num, block_size = paged[:2]
     rows = base.meta["val"].shape
     if len(indices) == 1:
         if not same(rows[0], block_num * block_size):
-            return f"{base.name} is not seen as BlockNum * BlockSize rows"
+            return Obstacle("cache.rows", f"{base.name} is not seen as BlockNum * BlockSize rows")
         return Slots(indices[0])
     if len(indices) == 3 and len(rows) > 2 and same(rows[2], 1):
         indices = indices[:2]  # the third indexes an axis of size 1
     if len(indices) != 2 or not (same(rows[0], block_num) and same(rows[1], block_size)):
-        return f"{base.name} is indexed by {len(indices)} tensors, which do not spell (block, offset)"
+        message = f"{base.name} is indexed by {len(indices)} tensors, which do not spell (block, offset)"
+        return Obstacle("cache.rows", message)
     block, offset = indices
     slot = _common_slot(view, block, offset, block_size)
     return Slots(slot) if slot is not None else Slots(None, block, offset)

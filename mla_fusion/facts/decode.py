@@ -90,7 +90,8 @@ class Decoder:
         """A value for the product: magnitudes of 1 to 2 with any sign."""
         shape = self.cone.codes.shape
         size = 1 + torch.rand(shape, generator=self.generator, dtype=torch.float64)
-        return size * torch.where(torch.rand(shape, generator=self.generator) < 0.5, -1.0, 1.0)
+        flips = torch.rand(shape, generator=self.generator, dtype=torch.float32) < 0.5
+        return torch.where(flips, -size, size)
 
     def spread_probe(self) -> torch.Tensor:
         """A value for the product whose elements are of all magnitudes, from a billionth to a thousand."""

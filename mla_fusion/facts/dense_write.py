@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from mla_fusion.facts.obstacle import Obstacle
 from mla_fusion.fx import pools
 from mla_fusion.fx.kinds import argument, has_effect, op_name
 from mla_fusion.fx.sizes import same, same_shape
@@ -47,37 +48,40 @@ class DenseWrite:
         return self.inside[-1]
 
 
-def find(writer: Node, value: Node) -> DenseWrite | str:
+def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
     """The write that ``writer`` begins, the one reader of ``value`` (which may be a copy onto the slice already)."""
     inside: list[Node] = [value] if op_name(value) == "aten::copy" else []
     starts: dict[int, int] = {}
     if op_name(writer) == "aten::copy" and len(writer.users) == 1 and writer.args[1] is value:
         if not same_shape(_shape(value), _shape(writer)):
-            return f"{writer.name} is of another shape than {value.name}, which it copies"
+            message = f"{writer.name} is of another shape than {value.name}, which it copies"
+            return Obstacle("cache.part_of_row", message)
         inside, value, writer = [writer], writer, next(iter(writer.users))
     if op_name(writer) != "aten::slice_scatter" or writer.args[1] is not value:
-        return f"{writer.name} does not assign {value.name} to a slice"
+        return Obstacle("cache.writer", f"{writer.name} does not assign {value.name} to a slice")
     inside.append(writer)
     while True:
         scatter = inside[-1]
         base, axis = scatter.args[0], argument(scatter, "dim", 0)
         start = argument(scatter, "start") or 0
         if not isinstance(base, Node) or argument(scatter, "step", 1) != 1 or not isinstance(start, int) or start < 0:
-            return f"{scatter.name} assigns no run of rows that is known"
+            message = f"{scatter.name} assigns rows whose first number is known when the graph runs, or every nth row"
+            return Obstacle("cache.slice_bounds", message)
         starts[axis] = starts.get(axis, 0) + start  # a slice of a slice
         if base.op in INPUTS:
             break
         outer = next((user for user in scatter.users if _puts_back(user, scatter, base)), None)
         if outer is None or len(scatter.users) != 1:
-            return pools.no_input(base)
+            return Obstacle("cache.no_input", pools.no_input(base))
         inside.append(outer)
     if any(not isinstance(size, int) for size in _shape(base)):
-        return f"{base.name} of shape {list(_shape(base))} has sizes that are known when the graph runs"
+        message = f"{base.name} of shape {list(_shape(base))} has sizes that are known when the graph runs"
+        return Obstacle("cache.shape", message)
     rank, assigned = len(_shape(base)), _shape(value)
     if rank not in (2, 3) or len(assigned) != rank or not starts.keys() <= set(range(rank - 1)):
-        return f"{inside[-1].name} does not assign whole rows"
+        return Obstacle("cache.part_of_row", f"{inside[-1].name} does not assign whole rows")
     if not same(assigned[-1], _shape(base)[-1]):
-        return f"{inside[-1].name} does not assign whole rows"
+        return Obstacle("cache.part_of_row", f"{inside[-1].name} does not assign whole rows")
     rows = _shape(base)[rank - 2]
     sequences = assigned[0] if rank == 3 else 1
     start = starts.get(rank - 2, 0)

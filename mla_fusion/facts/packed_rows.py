@@ -68,7 +68,10 @@ def find(
     program = Program([latent.node, key.node], between, view.binding, exact=True, shrink=shrink)
     generator = torch.Generator().manual_seed(0)
     tokens = latent.codes.numel() // latent.width
-    c_kv, k_pe = (torch.randn(tokens, part.width, generator=generator).bfloat16() for part in (latent, key))
+    c_kv, k_pe = (
+        torch.randn(tokens, part.width, generator=generator, dtype=torch.float32).bfloat16()
+        for part in (latent, key)
+    )
     found = program.run([_arranged(c_kv, latent), _arranged(k_pe, key)])[program.slot(packed)]
     if not isinstance(found, torch.Tensor) or found.numel() != tokens * width:
         return None

@@ -69,7 +69,7 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[No
 def _with_outliers(decoder: Decoder) -> torch.Tensor:
     """A probe of which a few elements are a thousand times larger: the normed row has large elements too."""
     probe = decoder.fresh_probe()
-    few = torch.rand(probe.shape, generator=decoder.generator) < 1 / 64
+    few = torch.rand(probe.shape, generator=decoder.generator, dtype=torch.float32) < 1 / 64
     return torch.where(few, 1e3 * probe, probe)
 
 

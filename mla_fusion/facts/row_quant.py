@@ -117,7 +117,11 @@ def _candidates(program: Program, bases: list[Node], form: NumberFormat) -> Iter
 def _holds(view: View, program: Program, rows: Node, result: Node, bases: list[Node], scale: CacheScale) -> bool:
     generator = torch.Generator().manual_seed(0)
     shape = view.binding.shape(rows.meta["val"].shape)
-    drawn = [_TYPICAL * (1 + torch.rand(view.binding.shape(b.meta["val"].shape), generator=generator)) for b in bases]
+    shapes = [view.binding.shape(base.meta["val"].shape) for base in bases]
+    drawn = [
+        _TYPICAL * (1 + torch.rand(size, generator=generator, dtype=torch.float32))
+        for size in shapes
+    ]
     values = [value.double() for value in drawn]
     multiplier = torch.tensor(scale.factor, dtype=torch.float64)
     for value in values:
@@ -125,7 +129,8 @@ def _holds(view: View, program: Program, rows: Node, result: Node, bases: list[N
         multiplier = multiplier * (1 / row if scale.inverse else row)
     peak = _PEAKS[scale.format] / multiplier.abs().max()
     probe = torch.randn(shape, generator=generator, dtype=torch.float64) * peak
-    probe = torch.where(torch.rand(shape, generator=generator) < 0.1, 4 * probe, probe)
+    few = torch.rand(shape, generator=generator, dtype=torch.float32) < 0.1
+    probe = torch.where(few, 4 * probe, probe)
     found = program.run([probe, *values])[program.slot(result)]
     kernel = format_of(scale.format.full, "A3")
     assert kernel is not None

@@ -62,7 +62,7 @@ def find(
     d = len(nope) // heads
     if not 0 < d <= latent_dim or len(nope) % heads:
         return []
-    place = torch.full((cone.width,), -1)
+    place = torch.full((cone.width,), -1, dtype=torch.int64)
     place[nope] = torch.arange(len(nope))
     forms = {form.node: form for form in multiples(view, cone)}
     roots: dict[float, list[tuple[Node, torch.Tensor]]] = {}

@@ -82,7 +82,7 @@ def _reads_rows(view: View, user: Node) -> bool:
 def _fact(cone: Cone, columns: tuple[int, ...], factor: float, roots: list[Multiple], heads: int) -> RopeFact:
     width = len(columns) // heads
     rows = [columns[head * width : (head + 1) * width] for head in range(heads)]
-    place = torch.full((cone.width,), -1)
+    place = torch.full((cone.width,), -1, dtype=torch.int64)
     place[list(columns)] = torch.arange(len(columns))
     codes = [root.codes // cone.width * len(columns) + place[root.codes % cone.width] for root in roots]
     return RopeFact(

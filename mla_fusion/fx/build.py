@@ -132,7 +132,7 @@ class TensorBuilder(Builder):
         return value.reshape(self.sizes(shape))
 
     def constant(self, numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        return torch.tensor(numbers)
+        return torch.tensor(numbers, dtype=torch.int64)
 
 
 class GraphBuilder(Builder):
@@ -278,7 +278,7 @@ class GraphBuilder(Builder):
 
     def constant(self, numbers: Sequence[int], like: Node) -> Node:
         with without_fake_mode():  # the graph will hold it, so it must be real
-            tensor = torch.tensor(numbers)
+            tensor = torch.tensor(numbers, dtype=torch.int64)
         name = next(name for number in count() if not hasattr(self.gm, name := f"_mla_fusion_constant{number}"))
         self.gm.register_buffer(name, tensor)
         self.constants[name] = tensor

@@ -24,6 +24,7 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, table_columns
 
 _LARGEST = 1 << 24  # elements of one probe value; beyond it lies attention, not the prologue
+_LARGEST_BASES = 1 << 27  # elements of all that a probe draws: a gibibyte; no prologue has a table as long
 
 
 class Cone:
@@ -75,6 +76,9 @@ class Cone:
         flat = torch.arange(self.tokens * self.width).reshape([shape[axis] for axis in order])
         self.codes = flat.permute([order.index(axis) for axis in range(len(shape))])
         self._join_bases()
+        if sum(_product(self.shape(base)) for base in self.bases) > _LARGEST_BASES:
+            self.nodes = []
+            self._join_bases()
 
     def _is_probed(self, node: Node) -> bool:
         value = node.meta.get("val")
@@ -199,7 +203,7 @@ class Cone:
             elif dtype.is_floating_point:
                 values.append(torch.randn(shape, generator=generator, dtype=torch.float64))
             elif dtype == torch.bool:
-                values.append(torch.rand(shape, generator=generator) < 0.5)
+                values.append(torch.rand(shape, generator=generator, dtype=torch.float32) < 0.5)
             else:
                 values.append(torch.randperm(_product(shape), generator=generator).reshape(shape).to(dtype))
         return values

@@ -8,7 +8,6 @@ dtypes instead.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +28,18 @@ from mla_fusion.fx.kinds import (
     operator_of,
 )
 from mla_fusion.fx.operators import SELECTIONS, SIZED
+from mla_fusion.fx.probe_calls import (
+    RENAMED,
+    cast,
+    full,
+    full_like,
+    has_argument,
+    identity,
+    of_floats,
+    takes_default_dtype,
+    widen,
+    widened,
+)
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import Binding, is_symbolic, same
 
@@ -52,72 +63,6 @@ class Failed:
     """Stands for the value of a step that could not run; whatever reads it fails too."""
 
     reason: str
-
-
-def _widen(dtype: torch.dtype) -> torch.dtype:
-    """Numbers of one byte stay what they are: products read them by their format."""
-    if dtype.is_complex:
-        return torch.complex128
-    return torch.float64 if dtype.is_floating_point and dtype.itemsize > 1 else dtype
-
-
-def _cast(value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Erase a cast among the wide floats; do any other (to an integer, to bool) for real."""
-    wanted = kwargs.get("dtype")
-    for arg in args:
-        if isinstance(arg, torch.dtype):
-            wanted = arg
-        elif isinstance(arg, torch.Tensor):
-            wanted = arg.dtype
-    if wanted is None or wanted == value.dtype:
-        return value
-    wide_in = value.is_floating_point() or value.is_complex()
-    if wide_in and (wanted.is_floating_point or wanted.is_complex):
-        if value.is_complex() != wanted.is_complex or wanted.itemsize == 1:
-            return value.to(_widen(wanted))
-        return value
-    return value.to(_widen(wanted))
-
-
-def _widened(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Floats in float64, from an operator that rounds whatever it is given."""
-
-    def in_float64(*args: Any, **kwargs: Any) -> torch.Tensor:
-        value = call(*args, **kwargs)
-        return value.double() if value.is_floating_point() else value
-
-    return in_float64
-
-
-def _keep_shape(value: torch.Tensor, shape: Sequence[int], *_: Any) -> torch.Tensor:
-    return value.reshape(tuple(shape))
-
-
-def _full(shape: Sequence[int], filling: float, dtype: torch.dtype) -> torch.Tensor:
-    """Integers have no NaN: memory not yet written holds a code that no element has."""
-    unwritten = math.isnan(filling) and not (dtype.is_floating_point or dtype.is_complex)
-    return torch.full(shape, -1 if unwritten else filling, dtype=dtype)
-
-
-def _full_like(value: torch.Tensor, filling: float, dtype: torch.dtype) -> torch.Tensor:
-    return _full(value.shape, filling, dtype)
-
-
-def _identity(value: Any, *_: Any, **__: Any) -> Any:
-    return value
-
-
-_RENAMED: dict[str, Callable[..., Any]] = {
-    # An erased cast keeps its input's strides, so a later view may need a copy.
-    "aten::view": _keep_shape,
-    "aten::_unsafe_view": _keep_shape,
-    "aten::reshape": _keep_shape,
-    "aten::_reshape_alias": _keep_shape,
-    "npu::npu_format_cast": _identity,
-    "aten::lift_fresh": _identity,
-    "aten::detach": _identity,
-    "aten::alias": _identity,
-}
 
 
 class Step:
@@ -229,32 +174,39 @@ class Program:
         name = op_name(node) or node.op
         if node.op == "get_attr":
             value = _attribute(node, self._exact)
-            return Step(_identity, (value,), {}, f"{name}:{id(value)}")
+            return Step(identity, (value,), {}, f"{name}:{id(value)}")
         filling = filled_with(node)
         lender = node.args[0] if filling is not None and name.endswith("_like") else None
         like = self._slots.get(lender) if isinstance(lender, Node) else None
         if like is not None:
             held = node.meta["val"].dtype
-            return Step(_full_like, (like, filling, held if self._exact else _widen(held)), {}, name)
+            return Step(full_like, (like, filling, held if self._exact else widen(held)), {}, name)
         if filling is not None:
             value = node.meta["val"]
-            dtype = value.dtype if self._exact else _widen(value.dtype)
-            return Step(_full, (self._binding.shape(value.shape), filling, dtype), {}, name)
+            dtype = value.dtype if self._exact else widen(value.dtype)
+            return Step(full, (self._binding.shape(value.shape), filling, dtype), {}, name)
         call: Callable[..., Any]
         if is_cast(node) and not self._exact:
             _refuse_narrow_cast(node, self._narrows)
-            call = _cast
+            call = cast
         else:
             target = operator_of(node).target
-            call = target if target is torch.ops.aten.view.dtype else _RENAMED.get(name, target)
+            call = target if target is torch.ops.aten.view.dtype else RENAMED.get(name, target)
             if name == "npu::npu_quant_matmul" and not self._exact:
-                call = _widened(call)
+                call = widened(call)
         if self._shrink is not None and name in SIZED:
             return self._resized(node, name, self._shrink)
         if not self._sized and name in SELECTIONS:
             _refuse_symbolic_ends(node, name)
         args = self._template(node.args)
         kwargs = {key: self._option(key, value) for key, value in node.kwargs.items()}
+        if takes_default_dtype(node):
+            held = node.meta["val"].dtype
+            wanted = held if self._exact else widen(held)
+            if torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
+                call = of_floats(call, wanted)
+            elif kwargs.get("dtype") is None and has_argument(node, "dtype"):
+                kwargs["dtype"] = wanted
         return Step(call, args, kwargs, f"{name}.{overload_name(node.target)}")
 
     def _resized(self, node: Node, name: str, shrink: Shrink) -> Step:
@@ -294,7 +246,7 @@ class Program:
         if isinstance(value, torch.device):
             return torch.device("cpu")
         if isinstance(value, torch.dtype) and not self._exact:
-            return _widen(value)
+            return widen(value)
         return value
 
 
@@ -324,7 +276,7 @@ def _refuse_narrow_cast(node: Node, narrows: bool) -> None:
 def _attribute(node: Node, exact: bool) -> Any:
     value = attribute(node)
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", value.dtype if exact else _widen(value.dtype))
+        return value.detach().to("cpu", value.dtype if exact else widen(value.dtype))
     return value
 
 

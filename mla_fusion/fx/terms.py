@@ -40,6 +40,7 @@ class Terms:
         self._ranges = ranges
         self._numbers: dict[Term, int] = {}
         self._terms: list[Term] = []
+        self.narrowed: dict[Node, None] = {}  # casts that are taken to keep every number
         self._of: dict[Node, int] = {}
 
     def same(self, a: Node, b: Node) -> bool:
@@ -219,13 +220,16 @@ class Terms:
             return True
         if value.dtype not in _INTEGERS or before.dtype not in _INTEGERS:
             return False
-        if value.dtype == torch.int32 and _is_input(source):
-            return True  # positions, slots and entries of tables are below 2 ** 31
         limits, held = torch.iinfo(value.dtype), torch.iinfo(before.dtype)
         if limits.min <= held.min and held.max <= limits.max:
             return True
         low, high = self._ranges.of(source)
-        return limits.min <= low and high <= limits.max
+        if limits.min <= low and high <= limits.max:
+            return True
+        if value.dtype == torch.int32 and _is_input(source):
+            self.narrowed[node] = None  # positions, slots and entries of tables are below 2 ** 31
+            return True
+        return False
 
     def _literal(self, node: Node) -> int | None:
         """The one number that a node of literals holds."""

@@ -118,7 +118,9 @@ class View:
             return frozenset((node,))
         operator = operator_of(node)
         if not operator.runs or (operator.writer and not self._writes_into_own(node)):
-            self.barriers[node] = self._steps.barrier(node) or Barrier("step.unknown", f"{node.name} writes")
+            why = "writes to memory that is not its own" if operator.writer else "has no kernel that probes could run"
+            unknown = Barrier("step.unknown", f"{node.name} ({node.target}) {why}")
+            self.barriers[node] = self._steps.barrier(node) or unknown
             return frozenset((node,))
         sources, of_literals, of_sizes = _NOTHING, True, False
         for arg in node.all_input_nodes:

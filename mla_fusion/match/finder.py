@@ -32,6 +32,7 @@ from mla_fusion.match.plain import Plain
 from mla_fusion.report.rejection import Refuse
 
 Found = KeyHalf | NearMiss  # a Candidate is a KeyHalf with a query
+_LARGEST_WEIGHT = 1 << 32  # elements; no prologue has a larger one, and what it makes would be probed
 _ALTERNATIVES = 7  # of one prologue that are tried where the first has no plan
 
 
@@ -43,7 +44,7 @@ class Finder:
         key needs no query. ``shrinks``: may many tokens be probed as few?
         """
         self.view, self.targets = view, targets
-        self.projections = projection.find(view)
+        self.projections = [item for item in projection.find(view) if self._size(item.weight) <= _LARGEST_WEIGHT]
         self.operators = kv_operator.find(view)
         latents = [operator.latent for operator in self.operators]
         self.reader = FactReader(view, self.projections, latents, shrinks)
@@ -94,7 +95,7 @@ class Finder:
         """Is there a value with more than one element, and not all, of each row?"""
         size = self._size(item.node)
         columns = item.weight.meta["val"].shape[item.weight_labels.index(item.column_labels[0])]
-        rows = size // self.view.binding.size(columns)
+        rows = size // max(self.view.binding.size(columns), 1)  # a weight may have no columns
         return any(rows < self._size(member) < size for member in self.view.members(item.node))
 
     def _size(self, node: Node) -> int:
@@ -149,7 +150,8 @@ class Finder:
             return self._paired(queries, keys)
         if queries:
             seen = (queries[0].norm.node, queries[0].absorb.node)
-            absent = NearMiss(Refuse("kv_latent.absent", f"x is {group[0].origin.name}"), seen, lacks="key")
+            detail = f"the query is projected from {group[0].origin.name}"
+            absent = NearMiss(Refuse("kv_latent.absent", detail), seen, lacks="key")
             hidden = self.why.hidden_latent(group[0].origin, queries[0].down)
             return hidden or self.why.normed_key(facts, queries[0].norm.node) or absent
         if keys and partial is None:

@@ -21,6 +21,7 @@ from mla_fusion.fx.kinds import is_cast, is_view, is_writer, op_name
 from mla_fusion.fx.sizes import same
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, upward, views_and_model_casts
+from mla_fusion.match import epsilon
 from mla_fusion.match.candidate import KeyHalf
 from mla_fusion.match.quantising import before_quantisation, between_norm_and, first_rows, is_rows
 from mla_fusion.report.rejection import Refuse
@@ -146,6 +147,7 @@ class Diagnosis:
             up = self._rotated_after(down.node, facts)
             if up is not None:
                 detail = f"{up.origin.name}, projected by {up.node.name}, is made of {down.node.name}"
+                detail += f"; {why}" if (why := epsilon.misplaced(down.node, up.origin)) else ""
                 nodes = tuple(dict.fromkeys((up.origin, down.node, up.node)))
                 return NearMiss(Refuse("norm.absent", detail), nodes)
         return None

@@ -81,7 +81,7 @@ def _dynamic(encode: Callable[[Tensor], Tensor], maximum: float) -> Callable[[Te
     def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.float()
         peak = x.abs().amax(-1, keepdim=True) if x.numel() else x.new_zeros(*x.shape[:-1], 1)
-        scale = peak * torch.tensor(1.0 / maximum)
+        scale = peak * torch.tensor(1.0 / maximum, dtype=torch.float32)
         return encode((x / scale).nan_to_num(nan=0.0)), scale
 
     return quantise
@@ -96,7 +96,8 @@ def _scaled(encode: Callable[[Tensor], Tensor], decode: Callable[[Tensor], Tenso
 
     def per_tile(x: Tensor, alpha: Tensor | None, tile: int) -> tuple[Tensor, Tensor]:
         tiles = x.float().unflatten(-1, (x.shape[-1] // tile, tile))
-        scale = tiles.abs().amax(-1, keepdim=True).clamp(min=_TILE_FLOOR) * torch.tensor(1.0 / maximum)
+        peak = tiles.abs().amax(-1, keepdim=True).clamp(min=_TILE_FLOOR)
+        scale = peak * torch.tensor(1.0 / maximum, dtype=torch.float32)
         return encode(tiles / scale).flatten(-2), scale.squeeze(-1)
 
     dynamic = _dynamic(encode, maximum)

@@ -15,10 +15,10 @@ kernel's cast of infinities (saturated here) and of NaN (kept), since neither ha
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
+
+from mla_fusion.modes import kept_outside_modes
 
 MAXIMUM = 32768.0
 _NAN = 0x80
@@ -43,15 +43,16 @@ def _magnitude(code: int) -> float:
     return 2.0 ** (code - 23) if code else 0.0
 
 
-@lru_cache(maxsize=1)
+@kept_outside_modes(1)
 def _tables() -> tuple[Tensor, Tensor, Tensor]:
     """(value of each of the 256 codes, finite magnitudes ascending, their codes)."""
     positive = [_magnitude(code) for code in range(128)]
-    values = torch.tensor(positive + [-value for value in positive])
+    values = torch.tensor(positive + [-value for value in positive], dtype=torch.float32)
     values[_NAN] = float("nan")
     finite = sorted((value, code) for code, value in enumerate(positive) if value <= MAXIMUM)
     magnitudes, codes = zip(*finite, strict=True)
-    return values, torch.tensor(magnitudes), torch.tensor(codes, dtype=torch.uint8)
+    ascending = torch.tensor(magnitudes, dtype=torch.float32)
+    return values, ascending, torch.tensor(codes, dtype=torch.uint8)
 
 
 def decode(codes: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ def _float_product(form: NumberFormat, x1: Tensor, x2: Tensor, scale: Tensor, to
         of_columns = scale.view(torch.uint8).permute(1, 0, 2).reshape(x2.shape[1], -1)
         of_rows = token.view(torch.uint8).reshape(x1.shape[0], -1)
         return kernel.product(x1, x2, *(codes.view(torch.float8_e8m0fnu) for codes in (of_rows, of_columns)))
-    of_rows = torch.ones(1) if token is None else token.float().reshape(-1, 1)
+    of_rows = torch.ones(1, dtype=torch.float32) if token is None else token.float().reshape(-1, 1)
     return kernel.product(x1, x2, of_rows, scale.float().reshape(1, -1))
 
 

@@ -72,13 +72,13 @@ def npu_mla_prolog_v3(
     x = token_x.reshape(-1, token_x.shape[-1])
     sin, cos = rope_sin.reshape(-1, dr), rope_cos.reshape(-1, dr)
     w_dq, w_uq_qr, w_dkv_kr = map(nz_weight_to_nd, (weight_dq, weight_uq_qr, weight_dkv_kr))
-    absent = torch.empty(0)
+    absent = torch.empty(0, dtype=torch.float32)
     form = format_of(weight_quant_mode, current_chip())
 
     cq = steps.matmul_cq(form, x, w_dq, dequant_scale_x, dequant_scale_w_dq)
     normed = steps.rms_norm_cq(cq, rmsnorm_gamma_cq, float(rmsnorm_epsilon_cq), float(qc_qr_scale))
     if form is None:
-        c_q, scale_c_q = normed.to(activation), torch.empty(0)
+        c_q, scale_c_q = normed.to(activation), torch.empty(0, dtype=torch.float32)
     else:
         c_q, scale_c_q = steps.dynamic_quant_cq(form, normed, smooth_scales_cq)
     q_nope, q_pe = steps.matmul_qc_qr(form, c_q, w_uq_qr, scale_c_q, dequant_scale_w_uq_qr, d, dr)

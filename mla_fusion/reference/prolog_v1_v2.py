@@ -42,5 +42,5 @@ def _prolog(
     query, query_rope, dequant_scale_q_nope, _, _ = npu_mla_prolog_v3(
         **older, weight_quant_mode=wq, kv_cache_quant_mode=kv, query_quant_mode=int(kv == 1)
     )
-    scale = dequant_scale_q_nope if kv == 1 else torch.empty(1).zero_()
+    scale = dequant_scale_q_nope if kv == 1 else torch.empty(1, dtype=torch.float32).zero_()
     return query, query_rope, arguments["kv_cache"].clone(), arguments["kr_cache"].clone(), scale

@@ -100,7 +100,8 @@ def npu_dynamic_block_quant(
     if form is number_formats.INT8:
         scale = (largest / maximum).clamp(min=min_scale)
     else:
-        scale = (largest * torch.tensor(1 / maximum)).clamp(max=1 / min_scale if min_scale else torch.inf)
+        scale = largest * torch.tensor(1 / maximum, dtype=torch.float32)
+        scale = scale.clamp(max=1 / min_scale if min_scale else torch.inf)
     return encode(blocks / scale).flatten(-2)[..., :width].contiguous(), scale.squeeze(-1).contiguous()
 
 

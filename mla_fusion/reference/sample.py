@@ -79,7 +79,7 @@ def sample_call(
             return torch.empty(sizes, dtype=kind, device=device)
         if kind == torch.int8:
             return torch.randint(-127, 128, sizes, generator=make, dtype=torch.int8)
-        noise = torch.randn(sizes, generator=make) / fan_in**0.5
+        noise = torch.randn(sizes, generator=make, dtype=torch.float32) / fan_in**0.5
         if kind == torch.uint8:
             return hifloat8.encode(noise)
         return noise.to(kind)
@@ -108,7 +108,8 @@ def sample_call(
         if device == "meta":
             call[name] = torch.empty(shape(text), dtype=kind, device=device)
         else:
-            call[name] = (typical * (0.5 + torch.rand(shape(text), generator=make))).to(kind)
+            drawn = torch.rand(shape(text), generator=make, dtype=torch.float32)
+            call[name] = (typical * (0.5 + drawn)).to(kind)
     call |= {name: tensor.to(device) for name, tensor in _index(mode, lead, known, make).items()}
     options = {
         "cache_mode": cache_mode,
@@ -152,11 +153,12 @@ def _index(
         return {}
     block_num, block_size = dims["BlockNum"], dims["BlockSize"]
     if not mode.actual_seq_len:
-        slots = torch.full((dims["tokens"],), -1)
+        slots = torch.full((dims["tokens"],), -1, dtype=torch.int64)
         chosen = torch.randperm(block_num * block_size, generator=make)[: dims["tokens"]]
         slots[: len(chosen)] = chosen
         return {"cache_index": slots.reshape(list(lead))}
-    blocks = torch.cat((torch.randperm(block_num, generator=make), torch.full((dims["tokens"],), -1)))
+    unused = torch.full((dims["tokens"],), -1, dtype=torch.int64)
+    blocks = torch.cat((torch.randperm(block_num, generator=make), unused))
     if len(lead) == 2:
         per_batch = -(-lead[1] // block_size)
         return {"cache_index": blocks[: lead[0] * per_batch].reshape(lead[0], per_batch)}

@@ -42,7 +42,7 @@ def sample_preprocess(
     def noise(*sizes: int, scale: float = 1.0) -> Tensor:
         if device == "meta":
             return torch.empty(sizes, dtype=dtype, device=device)
-        return (torch.randn(sizes, generator=make) * scale).to(dtype)
+        return (torch.randn(sizes, generator=make, dtype=torch.float32) * scale).to(dtype)
 
     def linear(rows: int, k: int) -> Tensor:
         if device == "meta":
@@ -52,7 +52,7 @@ def sample_preprocess(
         return noise(rows, k, scale=k**-0.5)
 
     def descale(rows: int, k: int) -> Tensor:
-        scale = (0.5 + torch.rand(rows, generator=make)) / (73 * 40 * k**0.5)
+        scale = (0.5 + torch.rand(rows, generator=make, dtype=torch.float32)) / (73 * 40 * k**0.5)
         return scale if dtype == torch.bfloat16 else scale.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
 
     call: dict[str, Any] = {
@@ -83,15 +83,15 @@ def sample_preprocess(
         return torch.randint(-9, 9, sizes, generator=make).to(kind)
 
     call["kv_cache"] = rows(form.kv, torch.int8 if form.int8 else dtype)
-    call["kv_cache_rope"] = torch.zeros(0).to(dtype) if form.kr is None else rows(form.kr, dtype)
+    call["kv_cache_rope"] = torch.zeros(0, dtype=dtype) if form.kr is None else rows(form.kr, dtype)
     if quant_mode == "per_tensor_quant_asymm":
         for stage, width in (("0", wide), ("1", up)):
-            call["quant_scale" + stage] = torch.tensor([0.03]).to(dtype)
+            call["quant_scale" + stage] = torch.tensor([0.03], dtype=dtype)
             call["quant_offset" + stage] = torch.tensor([3], dtype=torch.int8)
             call["bias" + stage] = torch.randint(-10, 10, (width,), generator=make, dtype=torch.int32)
     if form.int8:
-        call["ctkv_scale"] = torch.tensor([0.02]).to(dtype)
-        call["q_nope_scale"] = torch.linspace(20, 40, n).to(dtype)
+        call["ctkv_scale"] = torch.tensor([0.02], dtype=dtype)
+        call["q_nope_scale"] = torch.linspace(20, 40, n, dtype=torch.float32).to(dtype)
     if op == preprocess_csrc.OP:
         call = _as_fork(call, form, (t, n, c, r, q), device)
     moved: dict[int, Tensor] = {}  # a cache that is passed twice stays one tensor

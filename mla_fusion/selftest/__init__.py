@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from time import perf_counter
 
-from mla_fusion.compile import doctor
+from mla_fusion import installed
 from mla_fusion.meta.preprocess import SOCS as PREPROCESS_SOCS
 from mla_fusion.reference import chip
 from mla_fusion.reference.sample import DEEPSEEK_V3
@@ -46,7 +46,7 @@ def run(device: Device, options: Options | None = None, progress: Callable[[Resu
             results.append(result)
             if progress is not None:
                 progress(result)
-    return Outcome(device, doctor.versions(), results, perf_counter() - started)
+    return Outcome(device, installed.versions(), results, perf_counter() - started)
 
 
 def _results(device: Device, options: Options) -> Iterator[Result]:

@@ -40,7 +40,7 @@ class Scenario:
         make = torch.Generator().manual_seed(0)
 
         def noise(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=make).to(self.dtype)
+            return torch.randn(shape, generator=make, dtype=torch.float32).to(self.dtype)
 
         paged = self.cache_mode != "Norm"
         lead = (1, 1, _TOKENS) if paged else (2, 1, _TOKENS // 2)
@@ -58,7 +58,7 @@ class Scenario:
             given[name] = noise(*pool, width)
             if self.int8:
                 given[name] = (20 * given[name]).to(torch.int8)
-                given[scale] = 20 + 10 * torch.rand(width, generator=make)
+                given[scale] = 20 + 10 * torch.rand(width, generator=make, dtype=torch.float32)
         return given | {"cache_mode": self.cache_mode, "is_output_kv": paged, "epsilon": 1e-6}
 
 

@@ -91,7 +91,7 @@ def _outputs(scenario: Scenario, found: dict[str, Tensor], wanted: dict[str, Ten
 def _covered(scenario: Scenario, call: dict[str, Any], name: str) -> Tensor:
     """Which elements of a cache the tokens' rows cover, as booleans, addressed as the cache mode addresses them."""
     ones, lead = torch.zeros_like(call[name]), call["token_x"].shape[:-1]
-    rows = torch.ones(lead.numel(), ones.shape[-1]).to(ones.dtype)
+    rows = torch.ones(lead.numel(), ones.shape[-1], dtype=torch.float32).to(ones.dtype)
     cache.write(ones, rows, scenario.cache_mode, lead, call.get("cache_index"), call.get("actual_seq_len"), name)
     return ones.view(torch.uint8).unflatten(-1, (-1, ones.element_size())).amax(-1) != 0
 

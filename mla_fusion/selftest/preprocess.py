@@ -79,7 +79,8 @@ def run(scenario: Scenario, device: Device, *, repeats: int = 3) -> Result:
     for name in _CACHES:
         covered = torch.zeros_like(call[name])
         width = _width(call, name)
-        scatter(covered, torch.ones(len(call["slotmapping"]), width).to(covered.dtype), call["slotmapping"], nz=nz)
+        ones = torch.ones(len(call["slotmapping"]), width, dtype=torch.float32)
+        scatter(covered, ones.to(covered.dtype), call["slotmapping"], nz=nz)
         others = covered == 0
         result.others_untouched &= same_bits(after[name][others], call[name][others])
     return result

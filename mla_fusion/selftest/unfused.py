@@ -74,7 +74,7 @@ class StaticLinear(nn.Module):
         scale = weight.float().abs().amax(1) / 127
         codes = (weight.float() / scale[:, None]).round().to(torch.int8).t().contiguous()
         self.codes, self.scale = (nn.Parameter(t, requires_grad=False) for t in (codes, scale))
-        self.x_scale = nn.Parameter(torch.tensor([2.0**-5]).bfloat16(), requires_grad=False)
+        self.x_scale = nn.Parameter(torch.tensor([2.0**-5], dtype=torch.bfloat16), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float64:
@@ -127,7 +127,7 @@ class Prologue(nn.Module):
         he, hcq, hckv, n, d, dr = (dims[axis] for axis in ("He", "Hcq", "Hckv", "N", "D", "Dr"))
 
         def weight(*shape: int) -> nn.Parameter:
-            values = torch.randn(shape, generator=make) * shape[-1] ** -0.5
+            values = torch.randn(shape, generator=make, dtype=torch.float32) * shape[-1] ** -0.5
             return nn.Parameter(values.bfloat16(), requires_grad=False)
 
         def linear(*shape: int) -> nn.Module:
@@ -188,10 +188,11 @@ def arguments(form: Form, dims: Mapping[str, int], seed: int = 1) -> tuple[Tenso
     make = torch.Generator().manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=make).bfloat16()
+        return torch.randn(shape, generator=make, dtype=torch.float32).bfloat16()
 
     tokens, half = torch.Size(form.lead).numel(), dims["Dr"] // 2
-    angles = torch.randint(0, 4096, (*form.lead, 1), generator=make) * 10000.0 ** -torch.linspace(0, 1, half)
+    frequencies = 10000.0 ** -torch.linspace(0, 1, half, dtype=torch.float32)
+    angles = torch.randint(0, 4096, (*form.lead, 1), generator=make) * frequencies
     cos, sin = (torch.cat((t, t), -1).bfloat16() for t in (angles.cos(), angles.sin()))
     pool = (dims["BlockNum"], dims["BlockSize"], 1)
     slots = torch.randperm(pool[0] * pool[1], generator=make)[:tokens]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -82,12 +84,19 @@ class Entry:
 
 
 ENTRIES: dict[str, Entry] = {}
+FILES: dict[str, Path] = {}
+"""The file that each entry stands in."""
 
 
 def add(entry: Entry) -> None:
     if entry.name in ENTRIES:
         raise ValueError(f"two entries are named {entry.name}")
     ENTRIES[entry.name] = entry
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    assert frame is not None
+    FILES[entry.name] = Path(frame.f_code.co_filename)
 
 
 def words(tags: str) -> frozenset[str]:

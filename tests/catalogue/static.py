@@ -180,7 +180,7 @@ class BufferLinear(StaticLinear):
         self.register_buffer("input_offset", offset.repeat(width_in))
 
 
-@entry(IN_PLACE, source=OURS, tags="static, int8, operators, weights", alone=("quant.static",))
+@entry(IN_PLACE, source=OURS, tags="static, int8, operators, weights", alone=("quant.not_static",))
 class RepeatedBuffers(Static):
     def __init__(self) -> None:
         super().__init__()

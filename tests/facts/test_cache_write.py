@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mla_fusion.facts import cache_write
 from mla_fusion.facts.cache_write import WriteFact, paged_shape, readers
+from mla_fusion.facts.obstacle import Obstacles
 from mla_fusion.fx.kinds import is_writer
 from tests.fx.tracing import floats, inputs, integers, view
 
@@ -20,7 +21,7 @@ PAGED = floats(BLOCKS, SIZE, 1, WIDTH)
 Write = Callable[..., Any]  # of a cache, rows and slots
 
 
-def found(write: Write, cache: Tensor = PAGED, slots: Tensor | None = None, *others: Tensor) -> WriteFact | str:
+def found(write: Write, cache: Tensor = PAGED, slots: Tensor | None = None, *others: Tensor) -> WriteFact | Obstacles:
     graph = view(write, cache, floats(T, WIDTH), integers(T) if slots is None else slots, *others)
     writer, *_ = [node for node in graph.nodes if is_writer(node)]
     return cache_write.find(graph, writer, inputs(graph)[1])
@@ -84,7 +85,7 @@ MISSES: dict[str, Write] = {
 
 @pytest.mark.parametrize("name", MISSES)
 def test_miss(name: str) -> None:
-    assert isinstance(found(MISSES[name]), str)
+    assert isinstance(found(MISSES[name]), tuple)
 
 
 @pytest.mark.parametrize(

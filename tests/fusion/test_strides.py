@@ -85,3 +85,18 @@ def test_a_graph_break_behind_the_prologue() -> None:
     with torch.no_grad():
         found = torch.compile(run, backend=mf.backend())(*harness.clones(args))
     assert harness.distance(found, harness.eager(model, harness.clones(args))[0].view(-1, 512)) < 2e-2
+
+
+def test_a_ge_graph_keeps_no_strides() -> None:
+    """What leaves it has none: two Transposes would stand behind the kernel for nothing."""
+    lowered = mf.lower(Gives(lambda q: q), *base.paged_args(), mode="ge")
+    assert lowered.ge_ops["MlaPrologV3"] == 1 and "Transpose" not in lowered.ge_ops
+    asked = mf.lower(Gives(lambda q: q), *base.paged_args(), mode="ge", config=mf.Config(strides="exact"))
+    assert asked.ge_ops["Transpose"] == 2
+
+
+def test_a_captured_graph_keeps_the_strides_of_the_model() -> None:
+    lowered = mf.lower(Gives(lambda q: q), *base.paged_args(), mode="npugraph_ex")
+    (end,) = lowered.fx_after.graph.find_nodes(op="output")
+    query = end.args[0][0].meta["val"]
+    assert query.stride() == (512, query.shape[0] * 512, 1)

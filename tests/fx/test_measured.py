@@ -1,12 +1,9 @@
-"""Tallies of facts and rules, kept only while somebody measures; the cycle collector, paused only meanwhile."""
+"""Tallies of facts and rules, kept only while somebody measures."""
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 
-from mla_fusion.fx.collector import paused
 from mla_fusion.fx.measured import measured, measuring
 
 
@@ -43,16 +40,3 @@ def test_measurements_do_not_mix() -> None:
         with measuring() as inner:
             answer([1])
     assert (outer[NAME].calls, inner[NAME].calls) == (1, 1)
-
-
-@pytest.mark.parametrize("was_on", [True, False])
-def test_the_collector_is_as_it_was(was_on: bool) -> None:
-    before = gc.isenabled()
-    (gc.enable if was_on else gc.disable)()
-    try:
-        with pytest.raises(ValueError), paused():
-            assert not gc.isenabled()
-            raise ValueError
-        assert gc.isenabled() == was_on
-    finally:
-        (gc.enable if before else gc.disable)()

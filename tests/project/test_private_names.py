@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("mla_fusion", "meta", "converters")
-APART = ("compat.py", "_autoload.py", "compile/torchair_bridge.py", "compile/offline/")  # as compat.py says
+BRIDGES = ("compile/torchair_bridge.py", "compile/inductor_bridge.py", "compile/offline/")
+APART = ("compat.py", "modes.py", "_autoload.py", *BRIDGES)  # as compat.py says
 PRIVATE = re.compile(r"(torch|torch_npu|torchair|npugraph_ex)(\.\w+)*\.(_(?!_)\w*|fx\.experimental)(\.\w+)*")
 OPERATORS = re.compile(r"torch\.ops\b")  # aten._to_copy is an operator like any other
 ATTRIBUTES = frozenset(

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 from mla_fusion.report.rejection import CODES
+from mla_fusion.report.staging import REMEDIES
 from tests.project.pages import script
 
 ROOT = Path(__file__).parents[2]
@@ -29,10 +30,16 @@ def test_a_stale_page_is_noticed(generator: ModuleType, monkeypatch: pytest.Monk
 
 
 def test_each_code_has_one_row_with_its_remedy(generator: ModuleType) -> None:
-    rows = generator.page().splitlines()
+    rows = generator.page().partition("## Why a fusion is staged")[0].splitlines()
     for code, (meaning, remedy) in CODES.items():
         (row,) = (row for row in rows if row.startswith(f"| `{code}` |"))
         assert meaning.replace("|", "\\|") in row and remedy.replace("|", "\\|") in row
+
+
+def test_each_reason_for_staging_has_one_row(generator: ModuleType) -> None:
+    rows = generator.page().partition("## Why a fusion is staged")[2].splitlines()
+    wanted = [f"| `{code}` | {remedy} |" for code, remedy in REMEDIES.items()]
+    assert [row for row in rows if row.startswith("| `")] == wanted
 
 
 def test_each_code_has_an_example_that_a_test_runs(generator: ModuleType) -> None:

@@ -1,0 +1,20 @@
+"""What keeps the kernel from writing a model's cache itself, as facts and plans find it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """One thing to change before the kernel can write the cache.
+
+    code     stable; ``report.staging.REMEDIES`` says for each what to write instead
+    message  one sentence with names and sizes
+    """
+
+    code: str
+    message: str
+
+
+Obstacles = tuple[Obstacle, ...]

@@ -1,0 +1,38 @@
+"""What a graph without a prologue has of one: what the parts are, and how many products, norms and writes there are."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch.fx import Node
+
+from mla_fusion.facts.cache_write import input_behind
+from mla_fusion.fx.kinds import is_writer, op_name
+from mla_fusion.match.finder import Finder
+
+_ROOTS = frozenset(
+    ("aten::rsqrt", "aten::sqrt", "aten::rms_norm", "aten::_fused_rms_norm", "npu::npu_rms_norm")
+)
+
+
+def lines(finder: Finder) -> tuple[str, ...]:
+    """For the report. Counted alone: nothing is probed, so that a graph of another kind costs nothing."""
+    view, flat = finder.view, [item for item in finder.projections if item.is_flat]
+    of_one = Counter(view.number(item.origin) for item in flat)
+    pairs = sum(count > 1 for count in of_one.values())
+    by_head = len(finder.projections) - len(flat)
+    norms = sum(op_name(node) in _ROOTS for node in view.nodes)
+    writes = sum(is_writer(node) and _writes_input(node) for node in view.nodes)
+    return (
+        "no MLA prologue in this graph. Looked for, and what there is of it:",
+        f"  W_dq and W_dkv_kr, or both in one: products of one x with weights ({len(flat)} products with weights here; "
+        f"{pairs} values are multiplied with more than one)",
+        f"  RMSNorm of each latent ({norms} roots or norms), then W_uq_qr on the query's",
+        f"  W_uk: a product head by head ({by_head} here); RoPE of query and key beside it",
+        f"  the latent and the rotated key written into caches, which are inputs ({writes} writes into inputs here)",
+    )
+
+
+def _writes_input(node: Node) -> bool:
+    target = node.args[0] if node.args else None
+    return isinstance(target, Node) and input_behind(target) is not None

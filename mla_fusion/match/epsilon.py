@@ -1,0 +1,39 @@
+"""Where the epsilon of a norm stands that is no RMSNorm as the kernel has it."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.fx.program import nodes_between
+
+_ROOTS = ("aten::rsqrt", "aten::sqrt", "aten::linalg_vector_norm", "aten::norm")
+_FLOORS = ("aten::clamp_min", "aten::clamp", "aten::maximum")
+_LARGEST = 1e-2  # of an epsilon
+_KERNEL = "the kernel adds epsilon to the mean square, under the root"
+
+
+def misplaced(product: Node, latent: Node) -> str:
+    """Of a latent made of a product: where an epsilon is added or taken as a floor, if not under the root; or ""."""
+    steps = nodes_between((product,), latent)
+    roots = [node for node in steps if op_name(node) in _ROOTS or _is_root(node)]
+    for node in steps:
+        name = op_name(node)
+        number = _literal(node)
+        if number is None:
+            continue
+        if name in _FLOORS:
+            return f"epsilon {number:g} is a floor ({node.name}); {_KERNEL}"
+        if name == "aten::add" and any(root in nodes_between((product,), node) for root in roots):
+            return f"epsilon {number:g} is added behind the root ({node.name}); {_KERNEL}"
+    return ""
+
+
+def _is_root(node: Node) -> bool:
+    return op_name(node) == "aten::pow" and argument(node, "exponent") in (0.5, -0.5)
+
+
+def _literal(node: Node) -> float | None:
+    """The small positive number that a step adds, or does not go below."""
+    given = argument(node, "other", argument(node, "min"))
+    return float(given) if isinstance(given, (int, float)) and 0 < given <= _LARGEST else None

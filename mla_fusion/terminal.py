@@ -1,0 +1,141 @@
+"""What the command line prints, as wide as the terminal is. Needs no torch.
+
+On a terminal, and wherever ``COLUMNS`` is set, lines are wrapped and tables narrowed to that width. A pipe or a file
+without ``COLUMNS`` gets each line whole, so that ``grep`` finds what a line says; help is 80 columns wide there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from functools import partial
+from itertools import takewhile, zip_longest
+from textwrap import wrap
+from typing import Any
+
+from mla_fusion.report.text_tables import is_number
+
+_NARROWEST = 20
+_CELL = 8  # columns that a column of a table keeps at least
+_RULE = re.compile(r" *-+(?:  -+)+$")  # below the head of a table
+_GAP = re.compile(r"(?<=\S) {2,}(?=\S)")
+
+
+def width() -> int | None:
+    """Columns to write in; None where lines are not to be wrapped."""
+    stated = os.environ.get("COLUMNS", "")
+    if stated.isdecimal() and int(stated):
+        return max(int(stated), _NARROWEST)
+    if sys.stdout is None or not sys.stdout.isatty():
+        return None
+    return max(shutil.get_terminal_size((80, 24)).columns, _NARROWEST)
+
+
+def show(text: object) -> None:
+    """Print text for people."""
+    columns = width()
+    print(text if columns is None else fitted(str(text), columns))
+
+
+def fitted(text: str, columns: int, more: int = 4) -> str:
+    """The text in lines of at most so many columns, but for words that are longer; ``more``: what a line that goes on
+    is indented by."""
+    lines, done = text.split("\n"), list[str]()
+    while lines:
+        if len(lines) > 1 and _RULE.match(lines[1]) and lines[0].strip():
+            spans = [found.span() for found in re.finditer("-+", lines[1])]
+            rows = takewhile(partial(_is_row, spans), lines[2:])
+            end = 2 + sum(1 for _ in rows)
+            done += _table(lines[:end], spans, columns)
+            del lines[:end]
+        else:
+            done += _line(lines.pop(0), columns, more)
+    return "\n".join(done)
+
+
+def _line(line: str, columns: int, more: int = 4) -> list[str]:
+    """Wrapped below its own text: behind the first gap of two spaces, where that leaves room."""
+    if len(line) <= columns:
+        return [line]
+    indent = len(line) - len(line.lstrip())
+    gap = _GAP.search(line)
+    hang = gap.end() if gap is not None and gap.end() <= columns * 2 // 3 else indent + more
+    head, body = (
+        (line[:hang], line[hang:])
+        if gap is not None and hang == gap.end()
+        else (" " * indent, line.lstrip())
+    )
+    return wrap(body, columns, initial_indent=head, subsequent_indent=" " * min(hang, columns * 2 // 3),
+                break_long_words=False, break_on_hyphens=False) or [line]  # fmt: skip
+
+
+def _is_row(spans: list[tuple[int, int]], line: str) -> bool:
+    """Does the line fit the columns of a table?"""
+    ends = [end for _, end in spans]
+    between = [line[end:start] for end, (start, _) in zip([0, *ends], spans, strict=False)]
+    return bool(line.strip()) and len(line) <= ends[-1] and not "".join(between).strip()
+
+
+def _table(lines: list[str], spans: list[tuple[int, int]], columns: int) -> list[str]:
+    """Columns are where the rule under the head says; the widest give way, and their cells are wrapped."""
+    if max(map(len, lines)) <= columns:
+        return lines
+    indent = spans[0][0]
+    rows = [[line[start:end].strip() for start, end in spans] for line in [lines[0], *lines[2:]]]
+    numeric = [all(map(is_number, cells)) for cells in zip(*rows[1:], strict=True)]
+    widths = [end - start for start, end in spans]
+    room = columns - indent - 2 * (len(widths) - 1)
+    least = [min(size, _CELL) for size in widths]
+    if sum(least) > room:
+        return _records(rows, columns)
+    while sum(widths) > room:
+        place = max(range(len(widths)), key=lambda place: widths[place] - least[place])
+        widths[place] -= 1
+
+    def written(row: list[str]) -> list[str]:
+        parts = [
+            wrap(cell, size, break_on_hyphens=False) or [""]
+            for cell, size in zip(row, widths, strict=True)
+        ]
+        return [_row(cells, widths, numeric, indent) for cells in zip_longest(*parts, fillvalue="")]
+
+    dashes = " " * indent + "  ".join("-" * size for size in widths)
+    return [*written(rows[0]), dashes, *(line for row in rows[1:] for line in written(row))]
+
+
+def _row(cells: tuple[str, ...], widths: list[int], numeric: list[bool], indent: int) -> str:
+    sides = zip(cells, widths, numeric, strict=True)
+    padded = [cell.rjust(size) if right else cell.ljust(size) for cell, size, right in sides]
+    return (" " * indent + "  ".join(padded)).rstrip()
+
+
+def _records(rows: list[list[str]], columns: int) -> list[str]:
+    """Where not even narrow columns stand side by side: each row by itself, a line for every cell that is not empty."""
+    head, found = rows[0], list[str]()
+    for row in rows[1:]:
+        first, *others = (
+            f"{name}: {cell}" if name else cell
+            for name, cell in zip(head, row, strict=True)
+            if cell
+        )
+        found += _line(f"  {first}", columns)
+        found += [line for other in others for line in _line(f"    {other}", columns)]
+    return found
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of examples, and wraps those that are too wide."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return fitted("\n".join(indent + line for line in text.splitlines()), width, more=0)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says so where help cannot be written; argparse is silent then."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message:
+            print(message, end="", file=sys.stderr if file is None else file)

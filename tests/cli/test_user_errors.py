@@ -1,0 +1,160 @@
+"""What a user can put right is one line and exit status 2, whatever the command: never a stack trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mla_fusion import cli
+
+ROOT = Path(__file__).parents[2]
+DUMP = str(ROOT / "tests" / "dumps" / "fixtures" / "fx_after.txt")
+TARGET = f"{ROOT / 'examples' / 'fuse_your_model.py'}:example"
+OUTPUTS = [
+    ["explain", DUMP, "--html"], ["inspect", DUMP, "--export"], ["audit", DUMP, "--html"], ["guide", "--out"],
+    ["selftest", "--out"], ["selftest", "--compare", "a.json", "--html"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", OUTPUTS, ids=" ".join)
+def test_an_output_that_cannot_be_written_is_told_before_the_work(words, tmp_path, capsys):
+    (tmp_path / "file.dot").write_text("kept")
+    for path in (tmp_path, tmp_path / "file.dot" / "below.html"):
+        assert cli.main([*words, str(path)]) == 2
+        said = capsys.readouterr()
+        assert not said.out and len(said.err.splitlines()) == 1
+        assert "is a folder, not a file" in said.err or "is no folder" in said.err
+    assert (tmp_path / "file.dot").read_text() == "kept"
+
+
+@pytest.mark.parametrize("words", [["lower", TARGET, "--out"], ["demo", "--out"]], ids=" ".join)
+def test_a_folder_below_a_file(words, tmp_path, capsys):
+    (tmp_path / "file").write_text("kept")
+    assert cli.main([*words, str(tmp_path / "file")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+
+
+def test_a_folder_without_permission(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: path != tmp_path
+    )  # root may write everywhere
+    assert cli.main(["guide", "--out", str(tmp_path / "guide.md")]) == 2
+    assert "no permission" in capsys.readouterr().err
+
+
+def test_errors_of_the_system_are_one_line(monkeypatch, capsys):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "a.txt")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert cli.main(["inspect", DUMP]) == 2
+    assert capsys.readouterr().err == "mla-fusion inspect: a.txt: Permission denied\n"
+
+
+@pytest.mark.parametrize("word", ["explain", "inspect", "diff", "audit"])
+def test_a_folder_is_no_dump(word, tmp_path, capsys):
+    assert cli.main([word, str(tmp_path), *[DUMP][: word == "diff"]]) == 2
+    assert "is no regular file" in capsys.readouterr().err
+
+
+def run(command: str, code: str = "") -> subprocess.CompletedProcess[str]:
+    start = f"{code}\nimport sys\nfrom mla_fusion.cli import main\nsys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", start]
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    return subprocess.run(
+        ["bash", "-c", f'"$0" "$@" {command}', *words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+    )
+
+
+@pytest.mark.parametrize("command", ["--help", "explain --help", "guide", f"inspect {DUMP}"])
+def test_a_full_disk(command):
+    done = run(f"{command} > /dev/full")
+    assert done.returncode == 2
+    assert (
+        done.stderr.splitlines()[-1].endswith(": stdout: No space left on device")
+        and "Traceback" not in done.stderr
+    )
+
+
+def test_a_stdout_that_is_closed_or_stops_reading():
+    assert run("guide >&-").stderr == "" == run("guide | head -n 1").stderr
+
+
+BLOCKED = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise {error}
+sys.meta_path.insert(0, Absent())
+"""
+MISSING = BLOCKED.format(error="ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+BROKEN = BLOCKED.format(error="OSError('libtorch_cpu.so: undefined symbol')")
+
+
+def test_doctor_without_torch():
+    done = run("doctor --json", MISSING)
+    (problem,) = json.loads(done.stdout)["problems"]
+    assert (done.returncode, done.stderr) == (1, "")
+    assert (
+        problem["failed"] == "torch is not installed" and "pip install torch==" in problem["to do"]
+    )
+    text = run("doctor", MISSING)
+    assert (
+        text.returncode == 1
+        and "problem with torch: torch is not installed\n  to do: pip install" in text.stdout
+    )
+
+
+def test_doctor_with_a_torch_that_cannot_be_imported():
+    done = run("doctor", BROKEN)
+    assert (
+        done.returncode == 1
+        and "import torch: OSError: libtorch_cpu.so: undefined symbol" in done.stdout
+    )
+
+
+@pytest.mark.parametrize(
+    "command", [f"explain {DUMP}", f"lower {TARGET}", "selftest", "bench", f"audit {TARGET}"]
+)
+def test_other_commands_without_torch(command):
+    done = run(command, MISSING)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "torch is not installed: pip install torch==" in done.stderr
+
+
+def test_the_guide_needs_no_torch():
+    assert run("guide", MISSING).returncode == 0
+
+
+def test_a_graph_without_mla_says_what_was_looked_for(tmp_path, capsys):
+    file = tmp_path / "plain.py"
+    file.write_text(
+        "import torch\ndef example():\n    layers = [torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)]\n"
+        "    return torch.nn.Sequential(*layers), (torch.zeros(3, 8),)\n"
+    )
+    assert cli.main(["explain", f"{file}:example"]) == 1
+    said = capsys.readouterr().out
+    assert (
+        "no MLA prologue in this graph" in said and "2 products with weights here; 0 values" in said
+    )
+    assert cli.main(["explain", f"{file}:example", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["absent"][0].startswith("no MLA prologue")
+
+
+def test_a_wrong_import_of_our_own_is_no_users_mistake(monkeypatch):
+    def broken(_: object) -> int:
+        raise ImportError("cannot import name", name="mla_fusion.report")
+
+    monkeypatch.setattr("mla_fusion.audit_cli._guide", broken)
+    with pytest.raises(ImportError):
+        cli.main(["guide"])
