@@ -9,6 +9,7 @@ Changed code is an OptimizeError.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable
@@ -74,13 +75,20 @@ def absorbed_weight(module: nn.Module, form: LatentForm) -> Tensor | None:
     up: Any = getattr(module, form.kv_up)
     if not isinstance(up, nn.Linear) or not _is_method(up, "forward", _PRODUCT):
         return None
-    if type(up).__call__ is not _CALL:
+    if not _is_call_of_torch(type(up).__call__):
         return None
     if up.bias is not None or has_hooks(up):
         return None
     if form.after_cache and not _is_method(module, "expand_kv", form.expand_kv):
         return None
     return plain_weight(up.weight, form.heads * (form.dims.nope + form.dims.value), form.dims.rank)
+
+
+def _is_call_of_torch(call: Any) -> bool:
+    """``nn.Module.__call__``, or what torch.fx puts in its place while it traces."""
+    return call is _CALL or (
+        inspect.unwrap(call) is _CALL and call.__globals__["__name__"] == "torch.fx._symbolic_trace"
+    )
 
 
 def _is_method(module: nn.Module, name: str, function: Any) -> bool:
