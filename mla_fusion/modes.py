@@ -100,12 +100,19 @@ def is_capturing(device: torch.device) -> bool:
     return device.type != "cpu" and ask is not None and bool(ask())
 
 
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Does calling a module do more than its forward? Hooks, its own or of all modules, or a call that was replaced."""
+def has_hooks(module: torch.nn.Module, but_of: str = "") -> bool:
+    """Does calling a module do more than its forward? Hooks, its own or of all modules, or a call that was replaced.
+
+    but_of  a package whose hooks do not count
+    """
     if "_call_impl" in vars(module) or getattr(module, "_compiled_call_impl", None) is not None:
         return True
     own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(own) or any(getattr(_MODULE, name) for name in _HOOKS_OF_ALL)
+    for hooks in own:
+        for hook in hooks.values():
+            if not but_of or not getattr(hook, "__module__", "").startswith(but_of):
+                return True
+    return any(getattr(_MODULE, name) for name in _HOOKS_OF_ALL)
 
 
 _MODULE = torch.nn.modules.module

@@ -25,6 +25,7 @@ from mla_fusion.modes import has_hooks
 
 _LOG = logging.getLogger(__name__)
 _PRODUCT, _CALL = nn.Linear.forward, nn.Module.__call__  # as torch has them, whoever patches them later
+_SHARDING = "torch.distributed.tensor"  # its hooks hand over each rank's share, and nothing else
 _SAID: set[str] = set()  # attentions of which the log says that they expand
 
 
@@ -77,7 +78,7 @@ def absorbed_weight(module: nn.Module, form: LatentForm) -> Tensor | None:
         return None
     if not _is_call_of_torch(type(up).__call__):
         return None
-    if up.bias is not None or has_hooks(up):
+    if up.bias is not None or has_hooks(up, but_of=_SHARDING):
         return None
     if form.after_cache and not _is_method(module, "expand_kv", form.expand_kv):
         return None
