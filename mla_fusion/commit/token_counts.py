@@ -32,7 +32,7 @@ _COUNTS = frozenset(
 
 def counts(view: View, plan: Plan, region: Region) -> Iterator[View]:
     """The view at the sizes that it is bound to; where the number of tokens is symbolic, at a larger one too."""
-    yield _with_room(view, plan, region)
+    yield with_room(view, plan, region)
     lead = plan.token_x.meta["val"].shape[:-1]
     symbolic = [size for size in lead if is_symbolic(size)]
     if symbolic:
@@ -42,7 +42,7 @@ def counts(view: View, plan: Plan, region: Region) -> Iterator[View]:
         fewer = (wanted * part // 8 for part in range(7, 0, -1))  # where a table or a cache has few rows
         for least in (wanted, _rows(view, plan), *fewer):
             binding = view.binding.raised(symbolic[-1], least)
-            larger = _with_room(view.bound(binding), plan, region)
+            larger = with_room(view.bound(binding), plan, region)
             if binding is not view.binding and _fits(larger, plan, region):
                 yield larger
                 return
@@ -68,7 +68,7 @@ def kinds_at(view: View, plan: Plan, region: Region) -> tuple[str, ...]:
     return ("outliers", "edges") if any(map(_is_integer, region.leaves)) else ("outliers",)
 
 
-def _with_room(view: View, plan: Plan, region: Region) -> View:
+def with_room(view: View, plan: Plan, region: Region) -> View:
     """The view with sizes at which every token finds a slot in a cache of symbolic size, and every slice its rows."""
     binding = view.binding
     if isinstance(plan.caches, InPlace):

@@ -11,6 +11,8 @@ from mla_fusion.config import Config
 from mla_fusion.fx import module_path
 from mla_fusion.fx.view import View
 from mla_fusion.observe.clock import threads
+from mla_fusion.plan.plan import Plan, PreprocessPlan
+from mla_fusion.prove.region import prove
 
 _FEW = 1 << 20  # elements of token_x up to which one thread verifies
 
@@ -20,19 +22,34 @@ class Verified:
 
     def __init__(self, view: View, config: Config, usual_threads: int) -> None:
         self._view, self._config, self._threads = view, config, usual_threads
+        self._proved: set[int] = set()
         self._known: dict[int, str] = {}  # by the structure, the layer that was compared
 
     def of(self, legal: Legal) -> Outcome:
-        """What verification found, or why it was not done. Raises ``Refuse("verify.mismatch")``."""
+        """What verification found, or why it was not done. Raises ``Refuse("verify.mismatch")``, ``"proof.differs"``."""
+        self._prove(legal)
         if self._config.verify == "off":
             return Outcome("not verified (Config.verify is 'off')")
         if self._config.verify == "first" and legal.structure in self._known:
             return Outcome(f"equal in structure to {self._known[legal.structure]}")
         plan = legal.plan
-        layout = plan.candidate.key.layout
-        half_rows = self._config.kr_layout == "half" and layout == "interleaved" and not plan.interleave
+        half_rows = self._half_rows(plan)
         few = prod(self._view.binding.shape(plan.token_x.meta["val"].shape)) <= _FEW
         with threads(1 if few else self._threads):
             outcome = verify.compare(self._view, plan, half_rows, region=legal.region)
         self._known[legal.structure] = module_path.layer(plan.candidate.nodes) or plan.candidate.down.node.name
         return outcome
+
+    def _half_rows(self, plan: Plan) -> bool:
+        """Did the caller choose another order for what is rotated?"""
+        interleaved = plan.candidate.key.layout == "interleaved" and not plan.interleave
+        return self._config.kr_layout == "half" and interleaved
+
+    def _prove(self, legal: Legal) -> None:
+        plan = legal.plan
+        if legal.structure in self._proved or plan.candidate.format is not None or plan.kv_cache_quant_mode:
+            return
+        if isinstance(plan, PreprocessPlan):
+            return
+        prove(self._view, plan, legal.region, self._half_rows(plan))
+        self._proved.add(legal.structure)

@@ -105,7 +105,7 @@ def _assigned(b: Builder, span: Span, device: torch.device) -> Any:
     return b.call(aten.add.Tensor, row, start)
 
 
-def written(b: Builder, cache: Any, slots: Any, shape: Sequence[Any], mode: str) -> Any:
+def written(cache: Any, slots: Any, shape: Sequence[Any], mode: str, b: Builder) -> Any:
     """The new rows, read back from where the kernel wrote them; of a skipped token (slot below 0) some other row."""
 
     def places(b: Builder) -> Any:

@@ -168,6 +168,17 @@ class Steps:
         rule = _INERT.get(name)
         return rule is not None and rule(self, node)
 
+    def kept(self, node: Node) -> Node | None:
+        """Of a choice that never picks otherwise: the operand that it always is."""
+        name = op_name(node)
+        if name in ("aten::where", "aten::masked_fill") or not self._is_inert(node, name):
+            return None
+        a, b = (*node.args, None)[:2]
+        if name in _OF_TWO:
+            above = self._ranges.of(a)[0] >= self._ranges.of(b)[1]
+            a = a if above == (name in ("aten::maximum", "aten::fmax")) else b
+        return a if isinstance(a, Node) else None
+
     def _within(self, node: Node) -> bool:
         """A clamp whose bounds the value cannot pass, or a floor under a norm that no row comes near."""
         low, high = self._ranges.of(node.args[0])
@@ -313,6 +324,7 @@ _ARGUMENT_OF: dict[str, Callable[[Node], Any]] = {
 
 _LOOKED_AT = _ARGUMENT_OF.keys() | _SCALED_BY | _FLAT
 
+_OF_TWO = frozenset(("aten::maximum", "aten::minimum", "aten::fmax", "aten::fmin"))
 _INERT: dict[str, Callable[[Steps, Node], bool]] = {
     "aten::clamp": Steps._within,
     "aten::clamp_min": Steps._within,

@@ -82,6 +82,10 @@ class Builder(ABC):
         """A value that several layers share (tables, slots)."""
         return recipe(self)
 
+    def new_rows(self, cache: Any, shape: Sequence[Any], recipe: Recipe) -> Any:
+        """The rows that a call has written into a cache: read back by ``recipe``."""
+        return recipe(self)
+
     def device_type(self, value: Any) -> str:
         return "cpu"
 

@@ -71,7 +71,7 @@ class View:
         self._plain: dict[Node, bool] = {}
         self.barriers: dict[Node, Barrier] = {}
         self.ranges = Ranges(self)
-        self._steps = Steps(self, self.ranges)
+        self.steps = Steps(self, self.ranges)
         self._calls: dict[Node, tuple[int, list[Node]]] = {}
         self._number: dict[Node, int] = {}
         self._in_steps: dict[Node, Contraction] = {}  # int8 products that plain nodes scale, by their last node
@@ -120,7 +120,7 @@ class View:
         if not operator.runs or (operator.writer and not self._writes_into_own(node)):
             why = "writes to memory that is not its own" if operator.writer else "has no kernel that probes could run"
             unknown = Barrier("step.unknown", f"{node.name} ({node.target}) {why}")
-            self.barriers[node] = self._steps.barrier(node) or unknown
+            self.barriers[node] = self.steps.barrier(node) or unknown
             return frozenset((node,))
         sources, of_literals, of_sizes = _NOTHING, True, False
         for arg in node.all_input_nodes:
@@ -136,8 +136,8 @@ class View:
         if of_literals or filled_with(node) is not None:
             self._constant.add(node)
             return _NOTHING
-        barrier = self._steps.barrier(node) if sources else None
-        barrier = self._steps.of_sizes(node, size) if sources and barrier is None else barrier
+        barrier = self.steps.barrier(node) if sources else None
+        barrier = self.steps.of_sizes(node, size) if sources and barrier is None else barrier
         if barrier is not None:
             self.barriers[node] = barrier
             return frozenset((node,))
@@ -222,7 +222,7 @@ class View:
         """Would the node be a barrier if it were made of a product? (An input never is.)"""
         if node.op != "call_function":
             return False
-        return self._steps.barrier(node, everywhere=True) is not None or size_among_numbers(node) is not None
+        return self.steps.barrier(node, everywhere=True) is not None or size_among_numbers(node) is not None
 
     def reaches(self, source: Node, node: Node) -> bool:
         """Is the node made of ``source`` by operators that can be run on probes, choices among them?"""

@@ -230,6 +230,11 @@ CODES: dict[str, tuple[str, str]] = {
         "An input of the kernel depends on one of its outputs.",
         "Compute tables, slots and weights independently of the prologue's results.",
     ),
+    "proof.differs": (
+        "A value that the kernel would replace is not, in exact arithmetic, what the kernel computes.",
+        "The message names the value: compute it as the operator's document does. What is almost the same (a cap far "
+        "out, a term below rounding, another epsilon) is not the same.",
+    ),
     "verify.mismatch": (
         "The region and its replacement gave different numbers on seeded inputs.",
         "This is a defect of the pass: please report the graph.",

@@ -1,0 +1,431 @@
+"""Exact arithmetic: elements of GF(p^2), p a prime below 2**31, held in int64 tensors.
+
+``p = 3 mod 4``, so ``i * i = -1`` makes the second dimension, and each element of GF(p) has a root.
+The primes up to 29 have roots in GF(p) itself: with those, roots of products are products of roots.
+What is no arithmetic is an uninterpreted function: a hash of its name and its arguments. Two values
+made of arithmetic and such functions that are equal at a random point are equal everywhere, but for
+a chance of (degree / p) at each point (Schwartz, Zippel).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+
+import torch
+from torch import Tensor
+
+P = 2147481311
+_ROOT = (P + 1) // 4
+_POSITIVE = (1 << 62) - 1
+ZERO = -1  # the cell that holds 0
+_CHUNK = 1 << 20  # elements of a matrix that are split into halves at a time
+
+
+class Undecided(Exception):
+    """A step that has no exact value here."""
+
+
+class Num:
+    """A tensor of elements ``re + im * i``; ``im`` None: all of GF(p).
+
+    ints   of integers made of literals alone: these, by which tensors may be indexed
+    cells  of inputs that are only moved about: which element of which input each is (-1: zero), so
+           that a weight of millions of elements is never drawn
+    """
+
+    def __init__(
+        self,
+        re: Tensor | None,
+        im: Tensor | None = None,
+        ints: Tensor | None = None,
+        cells: Tensor | None = None,
+    ) -> None:
+        self._re, self.im, self.ints, self.cells = re, im, ints, cells
+
+    @property
+    def re(self) -> Tensor:
+        if self._re is None:
+            assert self.cells is not None
+            drawn = (_mixed(_start("cell"), self.cells.long()) & _POSITIVE).remainder(P)
+            self._re = torch.where(self.cells == ZERO, torch.zeros_like(drawn), drawn)
+        return self._re
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple((self.cells if self._re is None else self._re).shape)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Num:
+        """The same elements, in other places."""
+        if self.cells is not None:
+            return Num(None, cells=move(self.cells))
+        im, ints = (part if part is None else move(part) for part in (self.im, self.ints))
+        return Num(move(self.re), im, ints)
+
+    def parts(self, move: Callable[[Tensor], Sequence[Tensor]]) -> list[Num]:
+        """What ``move`` cuts it into."""
+        count = len(move(self.cells if self.cells is not None else self.re))
+        return [self.moved(lambda tensor, place=place: move(tensor)[place]) for place in range(count)]
+
+
+def joined(values: Sequence[Num], join: Callable[[list[Tensor]], Tensor]) -> Num:
+    """Several tensors as one."""
+    if all(value.cells is not None for value in values):
+        return Num(None, cells=join([value.cells for value in values if value.cells is not None]))
+    re = join([value.re for value in values])
+    im = join(list(map(_im, values))) if any(value.im is not None for value in values) else None
+    ints = [value.ints for value in values if value.ints is not None]
+    return Num(re, im, join(ints) if len(ints) == len(values) else None)
+
+
+@dataclass(frozen=True)
+class Complex:
+    """A complex tensor: real and imaginary numbers, each an element."""
+
+    real: Num
+    imag: Num
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.real.shape
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Complex:
+        return Complex(self.real.moved(move), self.imag.moved(move))
+
+    def parts(self, move: Callable[[Tensor], Sequence[Tensor]]) -> list[Complex]:
+        return [Complex(a, b) for a, b in zip(self.real.parts(move), self.imag.parts(move), strict=True)]
+
+
+Value = Num | Complex
+
+
+# -- numbers
+
+
+def number(value: float | Fraction) -> Num:
+    """A literal, as the rational that it was written for (1e-6, 1/1536, or a root of one)."""
+    return _number(value)
+
+
+@cache
+def _number(value: float | Fraction) -> Num:
+    if isinstance(value, float) and not math.isfinite(value):
+        return _scalar(_hash_of(str(value)))
+    if isinstance(value, float):
+        whole = _root_of(value)
+        if whole is not None:
+            root = sqrt(_scalar(residue(whole)))
+            return root if value > 0 else neg(root)
+    return _scalar(residue(rational(value)))
+
+
+def rational(value: float | Fraction) -> Fraction:
+    """The fraction with the fewest digits that rounds to this float32 or float64."""
+    if not isinstance(value, float):
+        return Fraction(value)
+    inverse = 1 / value if value else 0.0
+    for whole in (value, inverse):
+        if abs(whole) < 1 << 24 and whole == round(whole) != 0 and _same(value, whole, inverse):
+            return Fraction(round(whole)) if whole is value else Fraction(1, round(whole))
+    for written in (_shortest32(value), repr(value)):
+        if written is not None:
+            return Fraction(written)
+    raise AssertionError
+
+
+def _same(value: float, whole: float, inverse: float) -> bool:
+    return whole is value or 1.0 / round(inverse) == value
+
+
+def _shortest32(value: float) -> str | None:
+    narrow = torch.tensor(value, dtype=torch.float64).float()
+    if narrow.double().item() != value:
+        return None
+    for digits in range(1, 10):
+        written = f"{value:.{digits}g}"
+        if torch.tensor(float(written), dtype=torch.float64).float().equal(narrow):
+            return written
+    return None
+
+
+def _root_of(value: float) -> Fraction | None:
+    """``n`` or ``1 / n`` where the literal is its root, to the last bit; None for a rational one."""
+    square = value * value
+    if not 1e-7 < square < 1e7 or float(value).is_integer():
+        return None
+    for whole, make in ((square, math.sqrt), (1 / square, lambda n: 1 / math.sqrt(n))):
+        n = round(whole)
+        if n > 1 and math.isqrt(n) ** 2 != n and abs(make(n) - abs(value)) <= 2.3e-16 * abs(value):
+            return Fraction(n) if make is math.sqrt else Fraction(1, n)
+    return None
+
+
+def residue(value: Fraction) -> int:
+    if value.denominator % P == 0:
+        raise Undecided(f"{value} has no value in the field")
+    return value.numerator % P * pow(value.denominator, -1, P) % P
+
+
+def _scalar(value: int) -> Num:
+    return Num(torch.tensor(value, dtype=torch.int64))
+
+
+def integers(values: Tensor) -> Num:
+    """Exact integers."""
+    values = values.to(torch.int64)
+    return Num(values.remainder(P), None, values)
+
+
+def exact(values: Tensor) -> Num:
+    """A literal tensor of floats: each is a fraction of a power of two."""
+    if not values.is_floating_point():
+        return integers(values)
+    known = {value: number(value) for value in set(values.double().reshape(-1).tolist())}
+    flat = values.double().reshape(-1).tolist()
+    re = torch.tensor([int(known[value].re) for value in flat], dtype=torch.int64)
+    im = [known[value].im for value in flat]
+    if any(part is not None for part in im):
+        whole = [0 if part is None else int(part) for part in im]
+        return Num(re.reshape(values.shape), torch.tensor(whole).reshape(values.shape))
+    return Num(re.reshape(values.shape))
+
+
+# -- arithmetic
+
+
+def _mod(value: Tensor) -> Tensor:
+    return value.remainder(P)
+
+
+def _im(value: Num) -> Tensor:
+    return torch.zeros_like(value.re) if value.im is None else value.im
+
+
+def add(a: Num, b: Num) -> Num:
+    im = None if a.im is None and b.im is None else _mod(_im(a) + _im(b))
+    return Num(_mod(a.re + b.re), im)
+
+
+def neg(a: Num) -> Num:
+    return Num(_mod(-a.re), None if a.im is None else _mod(-a.im))
+
+
+def sub(a: Num, b: Num) -> Num:
+    return add(a, neg(b))
+
+
+def mul(a: Num, b: Num) -> Num:
+    if a.im is None and b.im is None:
+        return Num(_mod(a.re * b.re))
+    if a.im is None or b.im is None:
+        real, other = (a, b) if a.im is None else (b, a)
+        return Num(_mod(real.re * other.re), _mod(real.re * _im(other)))
+    re = _mod(_mod(a.re * b.re) - _mod(a.im * b.im))
+    return Num(re, _mod(_mod(a.re * b.im) + _mod(a.im * b.re)))
+
+
+def _power(a: Tensor, exponent: int) -> Tensor:
+    found, base = torch.ones_like(a), a
+    while exponent:
+        if exponent & 1:
+            found = _mod(found * base)
+        base, exponent = _mod(base * base), exponent >> 1
+    return found
+
+
+def inverse(a: Num) -> Num:
+    """``1 / a``; that of 0 is 0, which no random element is."""
+    if a.im is None:
+        return Num(_power(a.re, P - 2))
+    norm = _power(_mod(_mod(a.re * a.re) + _mod(a.im * a.im)), P - 2)
+    return Num(_mod(a.re * norm), _mod(_mod(-a.im) * norm))
+
+
+def integer_power(a: Num, exponent: int) -> Num:
+    base, left = (a, exponent) if exponent >= 0 else (inverse(a), -exponent)
+    found = Num(torch.ones_like(a.re))
+    while left:
+        found = mul(found, base) if left & 1 else found
+        base, left = mul(base, base), left >> 1
+    return found
+
+
+def sqrt(a: Num) -> Num:
+    """A root: of GF(p) by a power, times i where there is none in GF(p). Elsewhere a function."""
+    root = _power(a.re, _ROOT)
+    is_square = _mod(root * root) == a.re
+    zero = torch.zeros_like(root)
+    other = zero if bool(is_square.all()) else _power(_mod(-a.re), _ROOT)
+    re, im = torch.where(is_square, root, zero), torch.where(is_square, zero, other)
+    if a.im is not None and bool(a.im.any()):
+        named = function("sqrt", a)
+        re, im = torch.where(a.im == 0, re, named.re), torch.where(a.im == 0, im, zero)
+    return Num(re, im)
+
+
+def total(a: Num, axes: Sequence[int], keep: bool) -> Num:
+    if not axes:
+        return a
+    re = _mod(a.re.sum(tuple(axes), keepdim=keep))
+    return Num(re, None if a.im is None else _mod(a.im.sum(tuple(axes), keepdim=keep)))
+
+
+def matmul(a: Num, b: Num) -> Num:
+    """Products of matrices [.., m, k] and [.., k, n].
+
+    The product of a row with a column of a weight is a function of both, of which no more is used
+    than that it is linear in the row's size: so no weight need be drawn.
+    """
+    if b.cells is not None and a.cells is None:
+        return _by_columns(a, b.cells)
+    if a.cells is not None and b.cells is None:
+        turned = _by_columns(b.moved(lambda part: part.mT), a.cells.mT)
+        return turned.moved(lambda part: part.mT)
+    re = _product(a.re, b.re)
+    if a.im is None and b.im is None:
+        return Num(re)
+    im = torch.zeros_like(re)
+    if a.im is not None:
+        im = _mod(im + _product(a.im, b.re))
+    if b.im is not None:
+        im = _mod(im + _product(a.re, b.im))
+        re = re if a.im is None else _mod(re - _product(a.im, b.im))
+    return Num(re, im)
+
+
+def _by_columns(a: Num, cells: Tensor) -> Num:
+    labels = _labels_of_columns(cells)
+    if labels is None:
+        drawn = Num(None, cells=cells).re
+        return matmul(a, Num(drawn))
+    first = a.moved(lambda part: part[..., :1])
+    size = Num(torch.where(_is_zero(first), torch.ones_like(first.re), first.re), first.im)
+    row = mul(a, inverse(size))
+    rows = total(function("row", row, Num(torch.arange(a.shape[-1]))), [-1], keep=True)
+    return mul(mul(function("product", rows, Num(labels.unsqueeze(-2))), size), _present(cells))
+
+
+def _is_zero(a: Num) -> Tensor:
+    return (a.re == 0) & (_im(a) == 0)
+
+
+def _present(cells: Tensor) -> Num:
+    """0 for columns of zeros, else 1."""
+    return Num((cells[..., :1, :] != ZERO).long())
+
+
+def _labels_of_columns(cells: Tensor) -> Tensor | None:
+    """One number for each column of cells a step apart; None where they are no such."""
+    if cells.shape[-2] < 2:
+        return None
+    first, second = cells[..., 0, :].long(), cells[..., 1, :].long()
+    step = second - first
+    if not _is_memory(cells):
+        places = torch.arange(cells.shape[-2], dtype=cells.dtype).unsqueeze(-1)
+        wanted = first.unsqueeze(-2).to(cells.dtype) + places * step.unsqueeze(-2).to(cells.dtype)
+        if not torch.equal(cells, wanted):
+            return None
+    return _mixed(_mixed(_start("column"), first), step) & _POSITIVE
+
+
+def _is_memory(cells: Tensor) -> bool:
+    """Is it a view of cells that lie in order?"""
+    return getattr(cells._base if cells._base is not None else cells, "in_order", False)
+
+
+def inputs(first: int, shape: Sequence[int]) -> Num:
+    """The elements of an input, numbered from ``first`` on."""
+    count = math.prod(shape)
+    flat = torch.arange(first, first + count, dtype=torch.int32 if first + count < 1 << 31 else torch.int64)
+    flat.in_order = True  # type: ignore[attr-defined]
+    return Num(None, cells=flat.view(tuple(shape)))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """By float64, whose sums of products of 16-bit halves are exact."""
+    length, columns = b.shape[-2:]
+    rows = a.shape[-2]
+    halves = torch.cat((a & 0xFFFF, a >> 16), -2).double()
+    step = max(64, _CHUNK // max(1, columns))
+    found: list[Tensor] = [torch.zeros((), dtype=torch.int64)] * 2
+    for start in range(0, length, step):
+        part, left = b[..., start : start + step, :], halves[..., start : start + step]
+        for place, half in enumerate((part & 0xFFFF, part >> 16)):
+            found[place] = _mod(found[place] + (left @ half.double()).long())
+    low, high = found
+    ll, hl = low[..., :rows, :], low[..., rows:, :]
+    lh, hh = high[..., :rows, :], high[..., rows:, :]
+    middle = _mod(_mod(hl + lh) << 16)
+    return _mod(ll + middle + _mod(_mod(_mod(hh << 16)) << 16))
+
+
+# -- uninterpreted functions
+
+
+def function(name: str, *arguments: Num) -> Num:
+    """One element for each element of the arguments, spread over each other; equal for equal arguments alone."""
+    found = _start(name)
+    for argument in arguments:
+        found = _mixed(found, argument.re)
+        im = argument.im
+        found = _mixed(found, torch.zeros((), dtype=torch.int64) if im is None else im)
+    return Num((found & _POSITIVE).remainder(P))
+
+
+def label(*arguments: Num) -> Num:
+    """One element that stands for all elements of the arguments, in order."""
+    found = torch.zeros((), dtype=torch.int64)
+    for argument in arguments:
+        every = function("element", argument, _places(argument.shape)).re
+        found = _mixed(found, _mod(every.sum()))
+        found = _mixed(found, torch.tensor(_hash_of(str(argument.shape))))
+    return Num((found & _POSITIVE).remainder(P))
+
+
+def _places(shape: Sequence[int]) -> Num:
+    return Num(torch.arange(math.prod(shape)).reshape(tuple(shape)))
+
+
+def random(name: str, shape: Sequence[int]) -> Num:
+    """Generic elements, the same for the same name."""
+    places = torch.arange(math.prod(shape)).reshape(tuple(shape))
+    found = _mixed(_start(name), places)
+    return Num((found & _POSITIVE).remainder(P))
+
+
+_DRAW = 0
+
+
+class draw:
+    """The random point at which everything inside is evaluated."""
+
+    def __init__(self, point: int) -> None:
+        self._point = point
+
+    def __enter__(self) -> None:
+        global _DRAW
+        self._before, _DRAW = _DRAW, self._point
+
+    def __exit__(self, *_: object) -> None:
+        global _DRAW
+        _DRAW = self._before
+
+
+def _start(name: str) -> Tensor:
+    return torch.tensor(_hash_of(f"{_DRAW}:{name}"))
+
+
+@cache
+def _hash_of(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+
+def _mixed(state: Tensor, value: Tensor) -> Tensor:
+    """One round of a 64-bit mixer; products of int64 wrap around."""
+    found = (state ^ value) * -7046029254386353131
+    found = (found ^ ((found >> 32) & 0xFFFFFFFF)) * -4658895280553007687
+    return found ^ ((found >> 29) & 0x7FFFFFFFF)

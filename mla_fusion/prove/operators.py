@@ -1,0 +1,1003 @@
+"""Each operator in the field: what moves elements moves them, arithmetic is exact, all else is a function.
+
+A rule takes a :class:`Call` and gives its value. An operator without one is an uninterpreted
+function: of each element where torch's own tag says that it works element by element, else of all
+that it reads. So to forget one costs a fusion, never a wrong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.prove import field
+from mla_fusion.prove.field import Complex, Num, Undecided, Value, add, function, mul, neg, sub
+
+
+@dataclass(frozen=True)
+class Abstract:
+    """A number that stands for others: a symbolic size. ``number``: what it is in this run."""
+
+    number: Any
+    name: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call.
+
+    given     its arguments by the schema's names, defaults among them
+    shape     the result's sizes in this run; None: as the arguments say
+    varies    is an axis of this argument, or of the result, as long as the tokens are many?
+    integral  does an argument hold integers or flags?
+    """
+
+    target: Any
+    name: str
+    given: dict[str, Any]
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    varies: Callable[[str, int], bool] = lambda name, axis: False
+    keeps: Callable[[int], bool] = lambda axis: True
+    integral: Callable[[str], bool] = lambda name: False
+
+    def __getitem__(self, name: str) -> Any:
+        return self.given.get(name)
+
+    @property
+    def value(self) -> Value:
+        """The first argument."""
+        return as_value(next(iter(self.given.values())))
+
+    def num(self, name: str) -> Num:
+        return real(as_value(self.given[name]))
+
+    def plain(self, name: str) -> Any:
+        """An argument that says where, not what: a number of this run."""
+        return plain(self.given.get(name))
+
+    @property
+    def literals(self) -> str:
+        """What is no tensor."""
+        return repr([(name, _written(item)) for name, item in self.given.items() if not _holds_value(item)])
+
+
+Rule = Callable[[Call], Any]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    def enter(made: Rule) -> Rule:
+        for name in names:
+            RULES[name if "::" in name else f"aten::{name}"] = made
+        return made
+
+    return enter
+
+
+def run(call: Call) -> Any:
+    """The value of a call. Raises Undecided."""
+    made = RULES.get(call.name)
+    if made is not None:
+        return made(call)
+    if isinstance(call.target, OpOverload) and torch.Tag.pointwise in call.target.tags:
+        return pointwise(call)
+    return opaque(call)
+
+
+def called(target: Any, args: Sequence[Any], kwargs: dict[str, Any], **more: Any) -> Call:
+    """A call with its arguments by name."""
+    schema = schema_of(target)
+    given: dict[str, Any] = {}
+    for place, argument in enumerate(schema.arguments):
+        if argument.name in kwargs:
+            given[argument.name] = kwargs[argument.name]
+        elif place < len(args):
+            given[argument.name] = args[place]
+        elif argument.has_default_value():
+            given[argument.name] = argument.default_value
+    return Call(target, schema.name, given, **more)
+
+
+# -- arguments
+
+
+def as_value(item: Any) -> Value:
+    if isinstance(item, (Num, Complex)):
+        return item
+    if isinstance(item, Abstract):
+        return function(f"size {item.name}")
+    if isinstance(item, bool):
+        return field.integers(torch.tensor(int(item)))
+    if isinstance(item, complex):
+        return Complex(field.number(item.real), field.number(item.imag))
+    if isinstance(item, int):
+        return field.integers(torch.tensor(item))
+    if isinstance(item, float):
+        return field.number(item)
+    raise Undecided(f"{item!r} is no number")
+
+
+def real(value: Value) -> Num:
+    if isinstance(value, Complex):
+        raise Undecided("complex numbers")
+    return value
+
+
+def plain(item: Any) -> Any:
+    if isinstance(item, Abstract):
+        return item.number
+    if isinstance(item, (list, tuple)):
+        return [plain(part) for part in item]
+    if isinstance(item, Num):
+        if item.ints is None or item.ints.dim():
+            raise Undecided("a place that is computed")
+        return int(item.ints)
+    return item
+
+
+def _holds_value(item: Any) -> bool:
+    if isinstance(item, (list, tuple)):
+        return any(map(_holds_value, item))
+    return isinstance(item, (Num, Complex, Abstract))
+
+
+def _written(item: Any) -> str:
+    return str(item)
+
+
+def _values(item: Any) -> list[Num]:
+    if isinstance(item, (list, tuple)):
+        return [part for each in item for part in _values(each)]
+    if isinstance(item, Complex):
+        return [item.real, item.imag]
+    return [real(as_value(item))] if isinstance(item, (Num, Abstract)) else []
+
+
+# -- functions of which nothing is known
+
+
+def pointwise(call: Call) -> Num:
+    """Element by element."""
+    operands = [item for value in call.given.values() for item in _values(value)]
+    numbers = [as_value(value) for value in call.given.values() if isinstance(value, (int, float, complex))]
+    others = [str(value) for value in call.given.values() if isinstance(value, (str, torch.dtype))]
+    flat = [part for value in numbers for part in _values(value)]
+    found = function(f"{call.name} {others} {_pattern(call)}", *operands, *flat)
+    return _spread(found, [item.shape for item in operands])
+
+
+def _pattern(call: Call) -> str:
+    return "".join("n" if value is None else "v" for value in call.given.values())
+
+
+def _spread(found: Num, shapes: Sequence[tuple[int, ...]]) -> Num:
+    wanted = torch.broadcast_shapes(*shapes) if shapes else found.shape
+    return found if found.shape == tuple(wanted) else found.moved(lambda part: part.expand(wanted))
+
+
+def opaque(call: Call) -> Num:
+    """Each element reads everything."""
+    if call.shape is None:
+        raise Undecided(f"{call.name} has no field run")
+    of = [item for value in call.given.values() for item in _values(value)]
+    every = field.label(*of) if of else Num(torch.zeros((), dtype=torch.int64))
+    places = Num(torch.arange(prod(call.shape)).reshape(call.shape))
+    return function(f"{call.name} {call.literals}", every, places)
+
+
+# -- what moves elements
+
+
+@rule(
+    *"alias detach clone contiguous lift_fresh lift_fresh_copy alias_copy detach_copy".split(),
+    *"resolve_neg resolve_conj npu::npu_format_cast npu::npu_format_cast_".split(),
+)
+def _same(call: Call) -> Value:
+    return call.value
+
+
+@rule("dropout", "alpha_dropout", "feature_dropout")
+def _dropout(call: Call) -> Value:
+    if call["train"] and call["p"]:
+        raise Undecided(f"{call.name} is random")
+    return call.value
+
+
+@rule("_to_copy", "to", "type_as", "prims::convert_element_type", "npu::npu_dtype_cast", "npu::_npu_dtype_cast")
+def _cast(call: Call) -> Value:
+    """Casts among the wide floats are erased; integers are floats exactly."""
+    first, wanted = next(iter(call.given)), call.dtype
+    value = call.value
+    if wanted is None:
+        return value
+    if wanted.is_complex:
+        return value if isinstance(value, Complex) else Complex(value, field.number(0))
+    if isinstance(value, Complex):
+        value = value.real
+    if wanted.is_floating_point and wanted.itemsize > 1:
+        return Num(value.re, value.im) if value.cells is None else value
+    if call.integral(first) and wanted in (torch.int32, torch.int64):
+        return value
+    return function(f"cast to {wanted}", value)
+
+
+@rule(
+    *"view _unsafe_view reshape _reshape_alias view_copy _reshape_copy flatten unflatten ravel unsqueeze squeeze".split(),
+    *"unsqueeze_copy squeeze_copy view_as".split(),
+)
+def _reshaped(call: Call) -> Value:
+    if isinstance(call.target, OpOverload) and "dtype" in schema_of(call.target).overload_name:
+        return pointwise(call)
+    if call.shape is not None:
+        shape = call.shape
+        return call.value.moved(lambda part: part.reshape(shape))
+    return _natively(call)
+
+
+@rule("expand", "expand_copy", "expand_as", "broadcast_to")
+def _expanded(call: Call) -> Value:
+    if call.shape is not None:
+        shape = call.shape
+        return call.value.moved(lambda part: part.expand(shape))
+    return _natively(call)
+
+
+@rule(
+    *"permute permute_copy transpose transpose_copy t t_copy numpy_T mT swapaxes swapdims movedim".split(),
+    *"diagonal".split(),
+)
+def _natively(call: Call) -> Value:
+    """The operator itself, on elements and integers alike."""
+    keywords = {argument.name for argument in schema_of(call.target).arguments if argument.kwarg_only}
+    rest = [plain(item) for name, item in list(call.given.items())[1:] if name not in keywords]
+    return call.value.moved(lambda part: call.target(part, *rest))
+
+
+def _axis(call: Call, name: str = "dim", extra: int = 0) -> int:
+    return int(call.plain(name) or 0) % (len(call.value.shape) + extra)
+
+
+@rule("slice", "slice_copy", "narrow", "narrow_copy")
+def _sliced(call: Call) -> Value:
+    axis = _axis(call)
+    if call.varies("self", axis) or call.varies("", axis):
+        if call.keeps(axis):
+            return call.value
+        # Which rows these are is known of this run alone: rows of that name.
+        ends = [as_value(call[name]) for name in ("start", "end", "length") if call[name] is not None]
+        factor = function("rows", *[real(end) for end in ends])
+        taken = _natively(call)
+        return _scaled(taken, factor)
+    return _natively(call)
+
+
+def _scaled(value: Value, factor: Num) -> Value:
+    if isinstance(value, Complex):
+        return Complex(mul(value.real, factor), mul(value.imag, factor))
+    return mul(value, factor)
+
+
+@rule("select", "select_copy")
+def _selected(call: Call) -> Value:
+    if call.varies("self", _axis(call)):
+        return opaque(call)
+    return _natively(call)
+
+
+@rule(*"split split_copy split_with_sizes split_with_sizes_copy unsafe_split chunk unsafe_chunk tensor_split".split())
+def _split(call: Call) -> Any:
+    rest = [plain(item) for item in list(call.given.values())[1:]]
+    if call.varies("self", _axis(call)):
+        raise Undecided(f"{call.name} cuts the tokens")
+    return call.value.parts(lambda part: call.target(part, *rest))
+
+
+@rule("unbind", "unbind_copy")
+def _unbound(call: Call) -> Any:
+    axis = _axis(call)
+    if call.varies("self", axis):
+        raise Undecided(f"{call.name} cuts the tokens")
+    return call.value.parts(lambda part: part.unbind(axis))
+
+
+@rule("flip", "roll", "repeat", "repeat_interleave", "tile")
+def _turned(call: Call) -> Value:
+    rank = len(call.value.shape)
+    if call.name in ("aten::flip", "aten::roll"):
+        axes = [int(axis) % rank for axis in (call.plain("dims") or range(rank))]
+        if any(call.varies("self", axis) for axis in axes):
+            return opaque(call)
+    elif any(call.varies("self", axis) for axis in range(rank)) and call.shape is None:
+        return opaque(call)
+    found = _natively(call)
+    return found if call.shape in (None, found.shape) else opaque(call)
+
+
+@rule("constant_pad_nd", "pad")
+def _padded(call: Call) -> Value:
+    pads, value = call.plain("pad"), call.value
+    if isinstance(value, Complex) or any(
+        call.varies("self", len(value.shape) - 1 - place // 2) for place, pad in enumerate(pads) if pad
+    ):
+        return opaque(call)
+    fill = real(as_value(call["value"] or 0))
+    if value.cells is not None and not int(fill.re):
+        return Num(None, cells=torch.nn.functional.pad(value.cells, pads, value=field.ZERO))
+    padded = [None if part is None else torch.nn.functional.pad(part, pads) for part in (value.re, value.im)]
+    found = Num(padded[0], padded[1])
+    if not int(fill.re):
+        return found
+    ones = torch.nn.functional.pad(torch.zeros_like(value.re), pads, value=1)
+    return add(found, mul(Num(ones), fill))
+
+
+@rule("cat", "concat", "concatenate", "stack")
+def _joined(call: Call) -> Value:
+    parts: list[Value] = [as_value(part) for part in next(iter(call.given.values()))]
+    stacks = call.name == "aten::stack"
+    axis = int(call.plain("dim") or 0)
+    parts = [part for part in parts if stacks or part.shape != (0,)]
+    axis %= len(parts[0].shape) + stacks
+    if not stacks and len(parts) > 1 and call.varies("", axis):
+        return opaque(call)
+    join = (lambda every: torch.stack(every, axis)) if stacks else (lambda every: torch.cat(every, axis))
+    if any(isinstance(part, Complex) for part in parts):
+        pairs = [part if isinstance(part, Complex) else Complex(part, mul(part, field.number(0))) for part in parts]
+        return Complex(*(field.joined(side, join) for side in zip(*((p.real, p.imag) for p in pairs), strict=True)))
+    return field.joined([real(part) for part in parts], join)
+
+
+@rule("index", "_unsafe_index")
+def _indexed(call: Call) -> Value:
+    indices = [None if index is None else real(as_value(index)) for index in call["indices"]]
+    return _read(call, indices)
+
+
+@rule("index_select")
+def _index_selected(call: Call) -> Value:
+    return _read(call, [None] * _axis(call) + [call.num("index")])
+
+
+@rule("embedding")
+def _embedded(call: Call) -> Value:
+    value = real(as_value(call["weight"]))
+    return _read(call, [call.num("indices")], value)
+
+
+def _read(call: Call, indices: list[Num | None], value: Value | None = None) -> Value:
+    """By integers of literals: movement. By others: rows of that name."""
+    value = call.value if value is None else value
+    known = [index for index in indices if index is not None]
+    if all(index.ints is not None for index in known):
+        if any(call.varies("self", axis) for axis, index in enumerate(indices) if index is not None):
+            return opaque(call)
+        places = [slice(None) if index is None else index.ints for index in indices]
+        return value.moved(lambda part: part[tuple(places)])
+    sizes = value.shape
+    names = reduce(lambda a, b: function("place", a, b), [Num(i.re, i.im) for i in known])
+    places = [
+        slice(None) if index is None else index.re.remainder(sizes[axis]) for axis, index in enumerate(indices)
+    ]
+    taken = value.moved(lambda part: part[tuple(places)])
+    first = next(axis for axis, index in enumerate(indices) if index is not None)
+    names = function("read", names)
+    behind = len(taken.shape) - first - len(names.shape)
+    names = names.moved(lambda part: part.reshape(*part.shape, *(1,) * behind))
+    return _scaled(taken, names)
+
+
+@rule("gather", "take_along_dim")
+def _gathered(call: Call) -> Value:
+    index, axis = call.num("index"), _axis(call)
+    if index.ints is None or call.varies("self", axis):
+        return opaque(call)
+    ints = index.ints
+    return call.value.moved(lambda part: part.gather(axis, ints))
+
+
+# -- assembled values
+
+
+def _put(base: Num, source: Num, write: Callable[[Tensor, Tensor], None]) -> Num:
+    """A copy of ``base`` with the source's elements where ``write`` puts them."""
+    has_im = base.im is not None or source.im is not None
+    parts = []
+    for a, b in ((base.re, source.re), (base.im, source.im)):
+        if a is None and b is None or (b is None and not has_im):
+            parts.append(None)
+            continue
+        a = torch.zeros_like(base.re) if a is None else a.clone()
+        write(a, torch.zeros_like(source.re) if b is None else b)
+        parts.append(a)
+    return Num(parts[0], parts[1])
+
+
+@rule("slice_scatter", "select_scatter")
+def _scattered(call: Call) -> Value:
+    base, source, axis = call.num("self"), call.num("src"), _axis(call)
+    if call.varies("self", axis) and base.shape != source.shape:
+        return opaque(call)
+    if call.name == "aten::select_scatter":
+        place: Any = call.plain("index")
+    else:
+        place = slice(call.plain("start"), call.plain("end"), call.plain("step"))
+        if isinstance(place.stop, int) and place.stop > base.shape[axis]:
+            place = slice(place.start, base.shape[axis], place.step)
+    at = (*(slice(None),) * axis, place)
+
+    def write(into: Tensor, values: Tensor) -> None:
+        into[at] = values
+
+    return _put(base, source, write)
+
+
+@rule("copy")
+def _copied(call: Call) -> Value:
+    shape, source = call.num("self").shape, as_value(call["src"])
+    return source.moved(lambda part: part.expand(shape))
+
+
+@rule("index_put", "_unsafe_index_put")
+def _index_put(call: Call) -> Value:
+    base, source = call.num("self"), call.num("values")
+    indices = [None if index is None else real(as_value(index)) for index in call["indices"]]
+    literal = all(index is None or index.ints is not None for index in indices)
+    if not literal or call["accumulate"] or any(
+        call.varies("self", axis) for axis, index in enumerate(indices) if index is not None
+    ):
+        return opaque(call)
+    at = tuple(slice(None) if index is None else index.ints for index in indices)
+
+    def write(into: Tensor, values: Tensor) -> None:
+        into[at] = values
+
+    return _put(base, source, write)
+
+
+# -- tensors of numbers
+
+
+@rule(*"full new_full full_like fill scalar_tensor".split())
+def _filled(call: Call) -> Num:
+    name = next(name for name in ("fill_value", "value", "s") if name in call.given)
+    return _whole(call, real(as_value(call[name])))
+
+
+def _whole(call: Call, value: Num) -> Num:
+    shape = call.shape
+    if shape is None:
+        if "size" in call.given:
+            shape = tuple(call.plain("size"))
+        elif call.name == "aten::scalar_tensor":
+            shape = ()
+        else:
+            shape = call.value.shape
+    if call.dtype is not None and (call.dtype.is_floating_point or call.dtype.is_complex):
+        value = Num(value.re, value.im)
+    return value.moved(lambda part: part.expand(shape))
+
+
+@rule(*"zeros new_zeros zeros_like zero".split())
+def _zeros(call: Call) -> Num:
+    return _whole(call, field.integers(torch.tensor(0)))
+
+
+@rule(*"ones new_ones ones_like".split())
+def _ones(call: Call) -> Num:
+    return _whole(call, field.integers(torch.tensor(1)))
+
+
+@rule(*"empty new_empty empty_like new_empty_strided empty_strided empty_permuted".split())
+def _empty(call: Call) -> Num:
+    shape = call.shape or tuple(call.plain("size"))
+    return field.random("memory", shape)
+
+
+@rule("eye")
+def _eye(call: Call) -> Num:
+    rows, columns = call.shape or (call.plain("n"), call.plain("m") or call.plain("n"))
+    return field.integers(torch.eye(rows, columns, dtype=torch.int64))
+
+
+@rule("arange", "prims::iota")
+def _counted(call: Call) -> Num:
+    if call.name == "prims::iota":
+        start, step, length = call["start"], call["step"], call.plain("length")
+    else:
+        start, step = call["start"] or 0, call["step"] or 1
+        length = -(-(plain(call["end"]) - plain(start)) // plain(step))
+    if call.shape is not None:
+        (length,) = call.shape
+    places = torch.arange(length)
+    if call.varies("", 0):  # every position is one of its own
+        return add(real(as_value(start)), mul(real(as_value(step)), function("position", Num(places))))
+    if isinstance(start, Abstract) or isinstance(step, Abstract):
+        return add(real(as_value(start)), mul(real(as_value(step)), field.integers(places)))
+    if isinstance(start, float) or isinstance(step, float):
+        return add(field.number(start), mul(real(as_value(step)), field.integers(places)))
+    return field.integers(places * step + start)
+
+
+# -- arithmetic
+
+
+def _pairwise(on_reals: Callable[[Num, Num], Num]) -> Callable[[Value, Value], Value]:
+    def both(a: Value, b: Value) -> Value:
+        if isinstance(a, Num) and isinstance(b, Num):
+            return on_reals(a, b)
+        zero = field.number(0)
+        a, b = (item if isinstance(item, Complex) else Complex(item, zero) for item in (a, b))
+        return Complex(on_reals(a.real, b.real), on_reals(a.imag, b.imag))
+
+    return both
+
+
+_plus, _minus = _pairwise(add), _pairwise(sub)
+
+
+def times(a: Value, b: Value) -> Value:
+    if isinstance(a, Num) and isinstance(b, Num):
+        return mul(a, b)
+    if isinstance(a, Num):
+        a, b = b, a
+    assert isinstance(a, Complex)
+    if isinstance(b, Num):
+        return Complex(mul(a.real, b), mul(a.imag, b))
+    real_part = sub(mul(a.real, b.real), mul(a.imag, b.imag))
+    return Complex(real_part, add(mul(a.real, b.imag), mul(a.imag, b.real)))
+
+
+def _with_integers(found: Value, call: Call, a: Value, b: Value, on: Callable[[Tensor, Tensor], Tensor]) -> Value:
+    """Sums and products of literal integers are such."""
+    if all(isinstance(item, Num) and item.ints is not None for item in (a, b)):
+        return field.integers(on(a.ints, b.ints))  # type: ignore[union-attr]
+    return found
+
+
+def _two(call: Call) -> tuple[Value, Value]:
+    first, second = list(call.given.values())[:2]
+    return as_value(first), as_value(second)
+
+
+@rule("add", "python::add", "_operator::add")
+def _add(call: Call) -> Value:
+    a, b = _two(call)
+    if call["alpha"] not in (None, 1):
+        b = times(b, as_value(call["alpha"]))
+    return _with_integers(_plus(a, b), call, a, b, torch.add)
+
+
+@rule("sub", "rsub", "subtract", "python::sub", "_operator::sub")
+def _sub(call: Call) -> Value:
+    a, b = _two(call)
+    if call.name == "aten::rsub":
+        a, b = b, a
+    if call["alpha"] not in (None, 1):
+        if call.name == "aten::rsub":
+            a, b = a, times(b, as_value(call["alpha"]))
+        else:
+            b = times(b, as_value(call["alpha"]))
+    return _with_integers(_minus(a, b), call, a, b, torch.sub)
+
+
+@rule("mul", "multiply", "python::mul", "_operator::mul")
+def _mul(call: Call) -> Value:
+    a, b = _two(call)
+    return _with_integers(times(a, b), call, a, b, torch.mul)
+
+
+@rule("div", "divide", "true_divide", "python::truediv", "_operator::truediv")
+def _div(call: Call) -> Value:
+    a, b = _two(call)
+    mode = call["rounding_mode"]
+    if mode == "floor":
+        return _floor_quotient(a, b)
+    if mode is not None or isinstance(b, Complex):
+        return pointwise(call)
+    return times(a, field.inverse(b))
+
+
+@rule("floor_divide", "python::floordiv")
+def _floor_divide(call: Call) -> Value:
+    return _floor_quotient(*_two(call))
+
+
+def _floor_quotient(a: Value, b: Value) -> Num:
+    a, b = real(a), real(b)
+    if a.ints is not None and b.ints is not None:
+        return field.integers(a.ints // b.ints)
+    return function("floor of quotient", a, b)
+
+
+@rule("remainder", "python::mod")
+def _remainder(call: Call) -> Value:
+    a, b = map(real, _two(call))
+    if a.ints is not None and b.ints is not None:
+        return field.integers(a.ints % b.ints)
+    return sub(a, mul(b, _floor_quotient(a, b)))
+
+
+@rule("neg", "negative")
+def _neg(call: Call) -> Value:
+    value = call.value
+    if isinstance(value, Complex):
+        return Complex(neg(value.real), neg(value.imag))
+    return field.integers(-value.ints) if value.ints is not None else neg(value)
+
+
+@rule("reciprocal")
+def _reciprocal(call: Call) -> Value:
+    return field.inverse(real(call.value))
+
+
+@rule("square")
+def _square(call: Call) -> Value:
+    return times(call.value, call.value)
+
+
+@rule("sqrt")
+def _sqrt(call: Call) -> Value:
+    return field.sqrt(real(call.value))
+
+
+@rule("rsqrt")
+def _rsqrt(call: Call) -> Value:
+    return field.inverse(field.sqrt(real(call.value)))
+
+
+@rule("pow")
+def _pow(call: Call) -> Value:
+    base, exponent = _two(call)
+    power = call["exponent"]
+    if isinstance(power, (int, float)) and abs(power) <= 16:
+        if float(power).is_integer():
+            if isinstance(base, Complex):
+                return times(base, base) if power == 2 else pointwise(call)
+            return field.integer_power(base, int(power))
+        if abs(power) == 0.5:
+            root = field.sqrt(real(base))
+            return root if power > 0 else field.inverse(root)
+    return function("pow", real(base), real(exponent))
+
+
+@rule("addcmul", "addcdiv")
+def _addc(call: Call) -> Value:
+    second = as_value(call["tensor2"])
+    second = second if call.name == "aten::addcmul" else field.inverse(real(second))
+    product = times(as_value(call["tensor1"]), second)
+    return _plus(as_value(call["self"]), times(product, as_value(call["value"])))
+
+
+@rule("lerp")
+def _lerp(call: Call) -> Value:
+    start, end = as_value(call["self"]), as_value(call["end"])
+    return _plus(start, times(_minus(end, start), as_value(call["weight"])))
+
+
+@rule("cos")
+def _cos(call: Call) -> Value:
+    value = real(call.value)
+    return function("cos", mul(value, value))
+
+
+@rule("sin")
+def _sin(call: Call) -> Value:
+    value = real(call.value)
+    return mul(value, function("sinc", mul(value, value)))
+
+
+@rule("abs", "absolute")
+def _abs(call: Call) -> Value:
+    value = call.value
+    if isinstance(value, Complex):
+        return field.sqrt(add(mul(value.real, value.real), mul(value.imag, value.imag)))
+    return function("abs", mul(value, value))
+
+
+@rule("where")
+def _where(call: Call) -> Value:
+    chosen = real(as_value(call["condition"]))
+    a, b = as_value(call["self"]), as_value(call["other"])
+    if chosen.ints is None or isinstance(a, Complex) or isinstance(b, Complex):
+        return pointwise(call)
+    keep = Num(chosen.ints)
+    return add(mul(keep, a), mul(Num(1 - chosen.ints), b))
+
+
+def _comparison(of: Callable[[Tensor, Tensor], Tensor]) -> Rule:
+    def compare(call: Call) -> Value:
+        a, b = _two(call)
+        if isinstance(a, Num) and isinstance(b, Num) and a.ints is not None and b.ints is not None:
+            return field.integers(of(a.ints, b.ints).long())
+        return pointwise(call)
+
+    return compare
+
+
+for _name, _of in (
+    ("eq", torch.eq),
+    ("ne", torch.ne),
+    ("lt", torch.lt),
+    ("le", torch.le),
+    ("gt", torch.gt),
+    ("ge", torch.ge),
+    ("bitwise_and", torch.bitwise_and),
+    ("bitwise_or", torch.bitwise_or),
+    ("bitwise_xor", torch.bitwise_xor),
+    ("logical_and", torch.logical_and),
+    ("logical_or", torch.logical_or),
+):
+    rule(_name)(_comparison(_of))
+
+
+# -- complex numbers
+
+
+@rule("view_as_complex", "view_as_complex_copy")
+def _as_complex(call: Call) -> Value:
+    value = real(call.value)
+    return Complex(value.moved(lambda part: part[..., 0]), value.moved(lambda part: part[..., 1]))
+
+
+@rule("view_as_real", "view_as_real_copy")
+def _as_real(call: Call) -> Value:
+    value = call.value
+    assert isinstance(value, Complex)
+    return field.joined([value.real, value.imag], lambda parts: torch.stack(parts, -1))
+
+
+@rule("real", "imag")
+def _part(call: Call) -> Value:
+    value = call.value
+    if isinstance(value, Num):
+        return value if call.name == "aten::real" else mul(value, field.number(0))
+    return value.real if call.name == "aten::real" else value.imag
+
+
+@rule("conj", "_conj", "conj_physical", "_conj_physical")
+def _conjugate(call: Call) -> Value:
+    value = call.value
+    return Complex(value.real, neg(value.imag)) if isinstance(value, Complex) else value
+
+
+@rule("complex")
+def _complex(call: Call) -> Value:
+    return Complex(call.num("real"), call.num("imag"))
+
+
+@rule("polar")
+def _polar(call: Call) -> Value:
+    size, angle = call.num("abs"), call.num("angle")
+    square = mul(angle, angle)
+    return Complex(mul(size, function("cos", square)), mul(size, mul(angle, function("sinc", square))))
+
+
+@rule("exp")
+def _exp(call: Call) -> Value:
+    value = call.value
+    if isinstance(value, Num):
+        return function("exp", value)
+    square = mul(value.imag, value.imag)
+    turned = Complex(function("cos", square), mul(value.imag, function("sinc", square)))
+    is_zero = not bool(value.real.re.any()) and value.real.im is None
+    return turned if is_zero else times(turned, function("exp", value.real))
+
+
+# -- sums
+
+
+def _axes(call: Call, value: Value, name: str = "dim") -> list[int]:
+    given = call.plain(name)
+    axes = [given] if isinstance(given, int) else list(given or [])
+    return [axis % len(value.shape) for axis in axes] or list(range(len(value.shape)))
+
+
+def _counts(call: Call, axes: Sequence[int]) -> Num:
+    """How many elements a sum over the axes has."""
+    if any(call.varies("self", axis) for axis in axes):
+        raise Undecided(f"{call.name} reduces along the tokens")
+    value = call.value
+    return field.number(prod(value.shape[axis] for axis in axes))
+
+
+@rule("sum")
+def _sum(call: Call) -> Value:
+    value, keep = call.value, bool(call["keepdim"])
+    axes = _axes(call, value)
+    if isinstance(value, Complex):
+        return Complex(field.total(value.real, axes, keep), field.total(value.imag, axes, keep))
+    return field.total(value, axes, keep)
+
+
+@rule("mean")
+def _mean(call: Call) -> Value:
+    value = real(call.value)
+    axes = _axes(call, value)
+    return mul(field.total(value, axes, bool(call["keepdim"])), field.inverse(_counts(call, axes)))
+
+
+@rule("var")
+def _var(call: Call) -> Value:
+    value = real(call.value)
+    axes = _axes(call, value)
+    count = prod(value.shape[axis] for axis in axes)
+    _counts(call, axes)
+    less = 1 if call["unbiased"] or (call["correction"] is None and "correction" in call.given) else 0
+    less = less if call["correction"] is None else call["correction"]
+    mean = mul(field.total(value, axes, True), field.number(1.0 / count))
+    apart = sub(value, mean)
+    return mul(field.total(mul(apart, apart), axes, bool(call["keepdim"])), field.inverse(field.number(count - less)))
+
+
+@rule("linalg_vector_norm", "norm")
+def _norm(call: Call) -> Value:
+    order = call["ord"] if "ord" in call.given else call["p"]
+    if order not in (2, 2.0, None):
+        return opaque(call)
+    value = real(call.value)
+    return field.sqrt(field.total(mul(value, value), _axes(call, value), bool(call["keepdim"])))
+
+
+@rule("amax", "max")
+def _largest(call: Call) -> Any:
+    """A function of what the elements are, whatever their order."""
+    value = real(call.value)
+    if call.name == "aten::max" and call["other"] is not None:
+        return pointwise(call)
+    axes, keep = _axes(call, value), bool(call["keepdim"])
+    if any(call.varies("self", axis) for axis in axes):
+        return opaque(call)
+    found = function("largest of", field.total(function("element of", value), axes, keep))
+    return found
+
+
+# -- products
+
+
+def _einsum(left: Num, right: Num, a: str, b: str, out: str) -> Num:
+    """Two operands; a letter that only one of them has and the result has not is summed first."""
+    for side, other in ((a, b), (b, a)):
+        if any(letter not in other and letter not in out for letter in side) or len(set(side)) < len(side):
+            raise Undecided(f"einsum {a},{b}->{out}")
+    batch = [letter for letter in a if letter in b and letter in out]
+    summed = [letter for letter in a if letter in b and letter not in out]
+    rows = [letter for letter in a if letter not in b]
+    columns = [letter for letter in b if letter not in a]
+    sizes = dict(zip(a, left.shape, strict=True)) | dict(zip(b, right.shape, strict=True))
+
+    def arrange(value: Num, labels: str, *groups: list[str]) -> Num:
+        order = [labels.index(letter) for group in (batch, *groups) for letter in group]
+        shape = [sizes[letter] for letter in batch] + [prod(sizes[x] for x in group) for group in groups]
+        return value.moved(lambda part: part.permute(order).reshape(shape))
+
+    found = field.matmul(arrange(left, a, rows, summed), arrange(right, b, summed, columns))
+    made = [*batch, *rows, *columns]
+    shape = [sizes[letter] for letter in made]
+    return found.moved(lambda part: part.reshape(shape).permute([made.index(letter) for letter in out]))
+
+
+@rule("mm", "bmm", "_int_mm")
+def _mm(call: Call) -> Value:
+    a, b = map(real, _two(call))
+    return field.matmul(a, b)
+
+
+@rule("matmul", "dot", "mv")
+def _matmul(call: Call) -> Value:
+    a, b = map(real, _two(call))
+    if len(b.shape) == 1:
+        column = b.moved(lambda part: part.unsqueeze(-1))
+        if len(a.shape) == 1:
+            a = a.moved(lambda part: part.unsqueeze(0))
+            return field.matmul(a, column).moved(lambda part: part.reshape(()))
+        return field.matmul(a, column).moved(lambda part: part.squeeze(-1))
+    if len(a.shape) == 1:
+        row = a.moved(lambda part: part.unsqueeze(0))
+        return field.matmul(row, b).moved(lambda part: part.squeeze(-2))
+    return field.matmul(a, b)
+
+
+@rule("linear")
+def _linear(call: Call) -> Value:
+    weight = call.num("weight").moved(lambda part: part.mT)
+    found = field.matmul(call.num("input"), weight)
+    return found if call["bias"] is None else add(found, call.num("bias"))
+
+
+@rule("addmm", "baddbmm")
+def _addmm(call: Call) -> Value:
+    left, right = ("mat1", "mat2") if call.name == "aten::addmm" else ("batch1", "batch2")
+    product = mul(field.matmul(call.num(left), call.num(right)), real(as_value(call["alpha"])))
+    return add(product, mul(call.num("self"), real(as_value(call["beta"]))))
+
+
+@rule("einsum")
+def _einsum_of(call: Call) -> Value:
+    equation = call["equation"].replace(" ", "")
+    operands = [real(as_value(item)) for item in call["tensors"]]
+    if "->" not in equation or "." in equation or len(operands) != 2:
+        raise Undecided(f"einsum {equation}")
+    inputs, out = equation.split("->")
+    return _einsum(*operands, *inputs.split(","), out)
+
+
+@rule("npu::npu_transpose_batchmatmul")
+def _transposed_product(call: Call) -> Value:
+    if call["bias"] is not None or call["scale"] is not None:
+        return opaque(call)
+    a, b = map(real, _two(call))
+    one, two = (call[name] or [0, 1, 2] for name in ("perm_x1", "perm_x2"))
+    found = field.matmul(a.moved(lambda part: part.permute(one)), b.moved(lambda part: part.permute(two)))
+    order = call["perm_y"] or [1, 0, 2]
+    return found.moved(lambda part: part.permute(order))
+
+
+# -- norms and rotations by one operator
+
+
+def rms_norm(value: Num, gamma: Num | None, epsilon: Any, rank: int) -> tuple[Num, Num]:
+    axes = list(range(len(value.shape) - rank, len(value.shape)))
+    count = prod(value.shape[axis] for axis in axes)
+    mean = mul(field.total(mul(value, value), axes, True), field.inverse(field.number(count)))
+    rstd = field.inverse(field.sqrt(add(mean, real(as_value(epsilon)))))
+    normed = mul(value, rstd)
+    return (normed if gamma is None else mul(normed, gamma)), rstd
+
+
+@rule("rms_norm", "_fused_rms_norm")
+def _rms_norm(call: Call) -> Any:
+    weight = None if call["weight"] is None else call.num("weight")
+    if call["eps"] is None:
+        raise Undecided("rms_norm with the epsilon of a dtype")
+    found = rms_norm(call.num("input"), weight, call["eps"], len(call.plain("normalized_shape")))
+    return found[0] if call.name == "aten::rms_norm" else list(found)
+
+
+@rule("npu::npu_rms_norm")
+def _npu_rms_norm(call: Call) -> Any:
+    gamma = call.num("gamma")
+    return list(rms_norm(real(call.value), gamma, call["epsilon"], len(gamma.shape)))
+
+
+@rule("npu::npu_add_rms_norm")
+def _npu_add_rms_norm(call: Call) -> Any:
+    gamma, both = call.num("gamma"), add(call.num("x1"), call.num("x2"))
+    return [*rms_norm(both, gamma, call["epsilon"], len(gamma.shape)), both]
+
+
+def rotated(value: Num, cos: Num, sin: Num) -> Num:
+    """Interleaved pairs in, halves out."""
+    even, odd = (value.moved(lambda part, k=k: part[..., k::2]) for k in (0, 1))
+    (c0, c1), (s0, s1) = (table.parts(lambda part: part.chunk(2, -1)) for table in (cos, sin))
+    halves = [sub(mul(even, c0), mul(odd, s0)), add(mul(odd, c1), mul(even, s1))]
+    return field.joined(halves, lambda parts: torch.cat(torch.broadcast_tensors(*parts), -1))
+
+
+@rule("npu::npu_interleave_rope")
+def _interleave_rope(call: Call) -> Value:
+    return rotated(real(call.value), call.num("cos"), call.num("sin"))
+
+
+@rule("npu::npu_rotary_mul")
+def _rotary_mul(call: Call) -> Value:
+    value, r1, r2 = (real(as_value(item)) for item in list(call.given.values())[:3])
+    mode = call["rotary_mode"] or "half"
+    if call["rotate"] is not None:
+        turned = field.matmul(value, call.num("rotate"))
+    elif mode == "half":
+        first, second = value.parts(lambda part: part.chunk(2, -1))
+        turned = field.joined([neg(second), first], lambda parts: torch.cat(parts, -1))
+    elif mode == "interleave":
+        even, odd = (value.moved(lambda part, k=k: part[..., k::2]) for k in (0, 1))
+        turned = field.joined([neg(odd), even], lambda parts: torch.stack(parts, -1).flatten(-2))
+    else:
+        return opaque(call)
+    return add(mul(value, r1), mul(turned, r2))

@@ -1,0 +1,316 @@
+"""The proof of a plan: its region and its call, run at random points of the field, give the same values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.commit.region import Region, same_attribute
+from mla_fusion.commit.token_counts import with_room
+from mla_fusion.compat import OpOverload
+from mla_fusion.emit import results as of_call
+from mla_fusion.emit import rows, targets
+from mla_fusion.fx.build import Recipe, TensorBuilder
+from mla_fusion.fx.kinds import attribute, is_getitem, is_literal, operator_of
+from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.view import View
+from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.prove import field, operators
+from mla_fusion.prove.field import Complex, Num, Undecided, Value
+from mla_fusion.prove.kernels import Written
+from mla_fusion.prove.operators import Abstract, Call, real
+from mla_fusion.report.rejection import Refuse
+
+POINTS = 2
+_OF_MODEL = frozenset(("weight", "gamma", "scale", "cache", "constant"))  # leaves without tokens
+
+
+def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> str:
+    """Raises ``Refuse("proof.differs")`` where the call gives something else than the region.
+
+    half_rows  the caller chose ``kr_layout="half"``: rotated values are compared in the kernel's order
+    """
+    run = _Run(with_room(view, plan, region), plan, region, half_rows)
+    count = 0
+    for point in range(POINTS):
+        with field.draw(point):
+            count = run.compare()
+    return f"equal at {POINTS} points of GF(p^2): {count} values"
+
+
+class _Run:
+    """One region at its sizes."""
+
+    def __init__(self, view: View, plan: Plan, region: Region, half_rows: bool) -> None:
+        self.view, self.plan, self.region, self.half_rows = view, plan, region, half_rows
+        self.binding, self.shrink = view.binding, plan.candidate.shrink
+        self._values: dict[Node, Any] = {}
+        self._cells: dict[object, Num] = {}
+        self._taken = 0
+
+    def compare(self) -> int:
+        self._values.clear()
+        reads = {node: self.value(node) for node in self.region.reads}
+        builder = _FieldBuilder(self, reads)
+        try:
+            results = targets.call_kernel(builder, self.plan)
+        except Undecided as error:
+            raise Refuse("proof.differs", f"the call: {error}", self.plan.candidate.nodes) from error
+        count = 0
+        for node, want, got in self._claims(builder, results):
+            if not _equal(want, got):
+                detail = f"{node.name} is not what the kernel gives, in exact arithmetic"
+                raise Refuse("proof.differs", detail, (node,))
+            count += _count(want)
+        return count
+
+    def _claims(self, builder: _FieldBuilder, results: dict[str, Any]) -> Iterator[tuple[Node, Any, Any]]:
+        """A node, its value, and what the kernel gives for it."""
+        caches = self.plan.caches
+        for item in self.plan.replacements:
+            result = results[item.output]
+            if self.half_rows and item.output in ("query_rope", "k_pe"):
+                result = rows.interleave(builder, result)
+            if item.output in ("kv_cache", "kr_cache"):
+                if isinstance(caches, InPlace) and not caches.rows:  # the model's own operator
+                    yield item.node, _rows(self.value(item.node)), _rows(result)
+                continue
+            yield item.node, self.value(item.node), of_call.arrange(builder, item, result)
+        if isinstance(caches, InPlace):
+            for node, (name, _, _) in zip(caches.rows, caches.held, strict=False):
+                got = _rows(results[name])
+                if self.half_rows and name == "kr_cache":
+                    got = rows.interleave(builder, got)
+                want = real(self.value(node))
+                yield node, want.moved(lambda part: part.reshape(-1, part.shape[-1])), got
+
+    # -- nodes
+
+    def value(self, node: Node) -> Any:
+        """Depth first, without recursion: regions are deep."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if top in self._values:
+                stack.pop()
+                continue
+            needed = [read for read in self._reads(top) if read not in self._values]
+            if needed:
+                stack.extend(needed)
+                continue
+            stack.pop()
+            self._values[top] = self._evaluate(top)
+        return self._values[node]
+
+    def _reads(self, node: Node) -> Sequence[Node]:
+        twin = self.region.twins.get(node)
+        if twin is not None:
+            return (twin,)
+        if node in self.region.leaves or node.op != "call_function":
+            return ()
+        return [read for read in node.all_input_nodes if not is_symbolic(read.meta.get("val"))]
+
+    def _evaluate(self, node: Node) -> Any:
+        twin = self.region.twins.get(node)
+        if twin is not None:
+            value, shape = self._values[twin], self._shape(node.meta["val"])
+            return value.moved(lambda part: part.reshape(shape))
+        role = self.region.leaves.get(node)
+        if role is not None or node.op != "call_function":
+            return self._leaf(node, role or "")
+        try:
+            return self._call(node)
+        except Undecided as error:
+            raise Refuse("proof.differs", f"{node.name}: {error}", (node,)) from error
+
+    def _leaf(self, node: Node, role: str) -> Any:
+        held = node.meta.get("val")
+        if isinstance(held, (tuple, list)):
+            return [self._drawn(f"{same_attribute(node)}[{place}]", part) for place, part in enumerate(held)]
+        if isinstance(held, (int, float, bool)):
+            return held
+        if not isinstance(held, torch.Tensor):
+            raise Refuse("proof.differs", f"{node.name} is no tensor", (node,))
+        literal = attribute(node) if node.op == "get_attr" and is_literal(node) else None
+        if isinstance(literal, torch.Tensor) and literal.device.type != "meta" and literal.numel() <= 1 << 16:
+            if self._shape(held) == tuple(literal.shape):
+                values = literal.detach().cpu()
+                return field.exact(values) if not values.is_complex() else _complex(values)
+        if role == "weight" and not held.is_complex():
+            known = self._cells.get(same_attribute(node))
+            if known is None:
+                shape = self.binding.shape(held.shape)
+                known = self._cells[same_attribute(node)] = field.inputs(self._taken, shape)
+                self._taken += math.prod(shape)
+            return Num(None, cells=known.cells)
+        return self._drawn(str(same_attribute(node)), held, role not in _OF_MODEL)
+
+    def _drawn(self, name: str, held: torch.Tensor, has_tokens: bool = True) -> Value:
+        shape = self._shape(held) if has_tokens else self.binding.shape(held.shape)
+        if held.is_complex():
+            return Complex(field.random(f"{name} real", shape), field.random(f"{name} imag", shape))
+        return field.random(name, shape)
+
+    def _shape(self, held: torch.Tensor) -> tuple[int, ...]:
+        return self.short(self.binding.shape(held.shape))
+
+    def _call(self, node: Node) -> Any:
+        if is_getitem(node):
+            source, place = node.args
+            return self._values[source][place]  # type: ignore[index]
+        kept = self.view.steps.kept(node)
+        if kept is not None:
+            return self._values[kept]
+        target = operator_of(node).target
+        if not isinstance(target, OpOverload):
+            raise Undecided(f"{node.target} has no field run")
+        args, kwargs = ([self._argument(arg) for arg in node.args], dict(node.kwargs))
+        kwargs = {name: self._argument(arg) for name, arg in kwargs.items()}
+        held = node.meta["val"]
+        after = self._after(node, args) if isinstance(held, torch.Tensor) else None
+        call = operators.called(
+            target,
+            args,
+            kwargs,
+            shape=after,
+            dtype=held.dtype if isinstance(held, torch.Tensor) else None,
+            varies=lambda name, axis: self._varies(node, name, axis, after),
+            keeps=lambda axis: self._keeps(node, axis),
+            integral=lambda name: _is_integral(node),
+        )
+        return operators.run(call)
+
+    def _argument(self, arg: Any) -> Any:
+        if isinstance(arg, Node):
+            held = arg.meta.get("val")
+            if is_symbolic(held):
+                return Abstract(self.binding.number(held), str(self.binding.meaning(held)))
+            return self._values[arg]
+        if isinstance(arg, (list, tuple)):
+            return [self._argument(item) for item in arg]
+        return arg
+
+    def _after(self, node: Node, args: Sequence[Any]) -> tuple[int, ...]:
+        """The result's sizes in this run."""
+        held, source = node.meta["val"], node.args[0] if node.args else None
+        full = self.binding.shape(held.shape)
+        if self.shrink is None:
+            return full
+        given = source.meta.get("val") if isinstance(source, Node) else None
+        if isinstance(given, torch.Tensor) and isinstance(args[0], (Num, Complex)):
+            before = self.binding.shape(given.shape)
+            if "expand" in str(node.target):
+                return self.shrink.expanded(args[0].shape, before, full)
+            if operator_of(node).reshape and len(args[0].shape) == len(before):
+                return self.shrink.viewed(args[0].shape, before, full)
+        return self.short(full)
+
+    def short(self, full: tuple[int, ...]) -> tuple[int, ...]:
+        """The sizes with fewer tokens, which no last axis of several holds."""
+        if self.shrink is None:
+            return full
+        return self.shrink.rows(full) if len(full) > 1 else self.shrink.lead(full)
+
+    def _varies(self, node: Node, name: str, axis: int, after: tuple[int, ...] | None) -> bool:
+        """Is this axis of the first argument (of the result) shorter in this run than it may be?"""
+        source = _first_tensor(node) if name else node
+        sizes = source.meta["val"].shape if source is not None else ()
+        if not -len(sizes) <= axis < len(sizes):
+            return False
+        if is_symbolic(sizes[axis]):
+            return True
+        now = after if source is node else self._values[source].shape
+        return now is not None and len(now) == len(sizes) and now[axis] != sizes[axis]
+
+    def _keeps(self, node: Node, axis: int) -> bool:
+        source = node.args[0].meta["val"]  # type: ignore[union-attr]
+        same = self.binding.same(source.shape[axis], node.meta["val"].shape[axis])
+        return same and operators.called(operator_of(node).target, node.args, node.kwargs)["step"] in (1, None)
+
+
+class _FieldBuilder(TensorBuilder):
+    """Makes the plan's call on elements of the field."""
+
+    def __init__(self, run: _Run, values: dict[Node, Any]) -> None:
+        super().__init__(values, run.binding)
+        self._run = run
+
+    def value(self, node: Node) -> Any:
+        return self._run.value(node)
+
+    def cache(self, node: Node, shape: Sequence[Any]) -> Any:
+        return field.random(f"cache {node.name}", (1,))
+
+    def target(self, value: Any) -> Any:
+        return value
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(op, OpOverload):
+            return op(*args, **kwargs)
+        return operators.run(operators.called(op, args, kwargs))
+
+    def sizes(self, shape: Sequence[Any]) -> list[int]:
+        sizes = [self._binding.size(size) for size in shape]
+        return self._shrunk(sizes) if len(sizes) > 1 else sizes
+
+    def _shrunk(self, sizes: list[int]) -> list[int]:
+        return list(self._run.short(tuple(sizes)))
+
+    def reshape(self, value: Any, shape: Sequence[Any]) -> Any:
+        sizes = [self._binding.size(size) for size in shape]
+        if -1 not in sizes and math.prod(sizes) != math.prod(value.shape):
+            sizes = self._shrunk(sizes)
+        return value if list(value.shape) == sizes else value.moved(lambda part: part.reshape(sizes))
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        return value
+
+    def dtype(self, value: Any) -> torch.dtype:
+        return torch.bfloat16
+
+    def new_rows(self, cache: Any, shape: Sequence[Any], recipe: Recipe) -> Any:
+        return self.reshape(_rows(cache), shape)
+
+    def constant(self, numbers: Sequence[int], like: Any) -> Any:
+        return field.integers(torch.tensor(list(numbers)))
+
+
+def _first_tensor(node: Node) -> Node | None:
+    """The first argument, where it is a tensor; of a list the first in it."""
+    arg = node.args[0] if node.args else None
+    arg = arg[0] if isinstance(arg, (list, tuple)) and arg else arg
+    return arg if isinstance(arg, Node) and isinstance(arg.meta.get("val"), torch.Tensor) else None
+
+
+def _is_integral(node: Node) -> bool:
+    source = _first_tensor(node)
+    held = source.meta["val"] if source is not None else None
+    return held is not None and not (held.is_floating_point() or held.is_complex())
+
+
+def _rows(value: Any) -> Num:
+    if not isinstance(value, Written):
+        raise Undecided("a cache that no known operator has written")
+    return value.rows
+
+
+def _complex(values: torch.Tensor) -> Complex:
+    return Complex(field.exact(values.real), field.exact(values.imag))
+
+
+def _equal(a: Value, b: Value) -> bool:
+    if isinstance(a, Complex) or isinstance(b, Complex):
+        return isinstance(a, Complex) and isinstance(b, Complex) and _equal(a.real, b.real) and _equal(a.imag, b.imag)
+    if a.shape != b.shape or not torch.equal(a.re, b.re):
+        return False
+    zero = torch.zeros_like(a.re)
+    return torch.equal(*(zero if part is None else part for part in (a.im, b.im)))
+
+
+def _count(value: Value) -> int:
+    return math.prod(value.shape)
+
