@@ -19,10 +19,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from mla_fusion.prove.cells import ZERO, Cells
+
 P = 2147481311
 _ROOT = (P + 1) // 4
 _POSITIVE = (1 << 62) - 1
-ZERO = -1  # the cell that holds 0
 _CHUNK = 1 << 20  # elements of a matrix that are split into halves at a time
 
 
@@ -34,8 +35,7 @@ class Num:
     """A tensor of elements ``re + im * i``; ``im`` None: all of GF(p).
 
     ints   of integers made of literals alone: these, by which tensors may be indexed
-    cells  of inputs that are only moved about: which element of which input each is (-1: zero), so
-           that a weight of millions of elements is never drawn
+    cells  of weights that are only moved about: which elements these are
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Num:
         re: Tensor | None,
         im: Tensor | None = None,
         ints: Tensor | None = None,
-        cells: Tensor | None = None,
+        cells: Cells | None = None,
     ) -> None:
         self._re, self.im, self.ints, self.cells = re, im, ints, cells
 
@@ -51,31 +51,32 @@ class Num:
     def re(self) -> Tensor:
         if self._re is None:
             assert self.cells is not None
-            drawn = (_mixed(_start("cell"), self.cells.long()) & _POSITIVE).remainder(P)
-            self._re = torch.where(self.cells == ZERO, torch.zeros_like(drawn), drawn)
+            numbers = self.cells.numbers()
+            drawn = (_mixed(_start("cell"), numbers) & _POSITIVE).remainder(P)
+            self._re = torch.where(numbers == ZERO, 0, drawn)
         return self._re
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple((self.cells if self._re is None else self._re).shape)
+        return self.cells.shape if self.cells is not None else tuple(self.re.shape)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Num:
         """The same elements, in other places."""
         if self.cells is not None:
-            return Num(None, cells=move(self.cells))
+            return Num(None, cells=self.cells.moved(move))
         im, ints = (part if part is None else move(part) for part in (self.im, self.ints))
         return Num(move(self.re), im, ints)
 
     def parts(self, move: Callable[[Tensor], Sequence[Tensor]]) -> list[Num]:
         """What ``move`` cuts it into."""
-        count = len(move(self.cells if self.cells is not None else self.re))
+        count = len(move(torch.empty(self.shape, device="meta")))
         return [self.moved(lambda tensor, place=place: move(tensor)[place]) for place in range(count)]
 
 
 def joined(values: Sequence[Num], join: Callable[[list[Tensor]], Tensor]) -> Num:
     """Several tensors as one."""
     if all(value.cells is not None for value in values):
-        return Num(None, cells=join([value.cells for value in values if value.cells is not None]))
+        return Num(None, cells=Cells(join([value.cells.numbers() for value in values if value.cells is not None])))
     re = join([value.re for value in values])
     im = join(list(map(_im, values))) if any(value.im is not None for value in values) else None
     ints = [value.ints for value in values if value.ints is not None]
@@ -124,44 +125,37 @@ def _number(value: float | Fraction) -> Num:
 
 
 def rational(value: float | Fraction) -> Fraction:
-    """The fraction with the fewest digits that rounds to this float32 or float64."""
+    """What was written: a whole number, the inverse of one, or a decimal number of a float32 or of 15 digits.
+
+    Factors that are multiplied out (``1e-5 * 1536``) lose the last bit of a float64.
+    """
     if not isinstance(value, float):
         return Fraction(value)
-    inverse = 1 / value if value else 0.0
-    for whole in (value, inverse):
-        if abs(whole) < 1 << 24 and whole == round(whole) != 0 and _same(value, whole, inverse):
-            return Fraction(round(whole)) if whole is value else Fraction(1, round(whole))
-    for written in (_shortest32(value), repr(value)):
-        if written is not None:
-            return Fraction(written)
-    raise AssertionError
-
-
-def _same(value: float, whole: float, inverse: float) -> bool:
-    return whole is value or 1.0 / round(inverse) == value
+    if value and abs(value) < 1 and abs(value) > 1 / (1 << 24):
+        below = round(1 / value)
+        if 1.0 / below == value:
+            return Fraction(1, below)
+    return Fraction(_shortest32(value) or f"{value:.15g}")
 
 
 def _shortest32(value: float) -> str | None:
     narrow = torch.tensor(value, dtype=torch.float64).float()
     if narrow.double().item() != value:
         return None
-    for digits in range(1, 10):
-        written = f"{value:.{digits}g}"
-        if torch.tensor(float(written), dtype=torch.float64).float().equal(narrow):
-            return written
-    return None
+    written = (f"{value:.{digits}g}" for digits in range(1, 10))
+    return next((text for text in written if torch.tensor(float(text), dtype=torch.float32).equal(narrow)), None)
 
 
 def _root_of(value: float) -> Fraction | None:
-    """``n`` or ``1 / n`` where the literal is its root, to the last bit; None for a rational one."""
-    square = value * value
-    if not 1e-7 < square < 1e7 or float(value).is_integer():
+    """The fraction whose root the literal is, to the last bits; None for a rational one."""
+    square = Fraction(value * value).limit_denominator(1000)
+    if not 1e-3 < square < 1e7:
+        inverse = Fraction(1 / (value * value)).limit_denominator(1000) if value else Fraction(0)
+        square = 1 / inverse if 1e-3 < inverse < 1e7 else Fraction(0)
+    if not square or abs(math.sqrt(square) - abs(value)) > 4e-16 * abs(value):
         return None
-    for whole, make in ((square, math.sqrt), (1 / square, lambda n: 1 / math.sqrt(n))):
-        n = round(whole)
-        if n > 1 and math.isqrt(n) ** 2 != n and abs(make(n) - abs(value)) <= 2.3e-16 * abs(value):
-            return Fraction(n) if make is math.sqrt else Fraction(1, n)
-    return None
+    is_rational = all(math.isqrt(part) ** 2 == part for part in (square.numerator, square.denominator))
+    return None if is_rational else square
 
 
 def residue(value: Fraction) -> int:
@@ -283,7 +277,7 @@ def matmul(a: Num, b: Num) -> Num:
     if b.cells is not None and a.cells is None:
         return _by_columns(a, b.cells)
     if a.cells is not None and b.cells is None:
-        turned = _by_columns(b.moved(lambda part: part.mT), a.cells.mT)
+        turned = _by_columns(b.moved(lambda part: part.mT), a.cells.moved(lambda part: part.mT))
         return turned.moved(lambda part: part.mT)
     re = _product(a.re, b.re)
     if a.im is None and b.im is None:
@@ -297,52 +291,16 @@ def matmul(a: Num, b: Num) -> Num:
     return Num(re, im)
 
 
-def _by_columns(a: Num, cells: Tensor) -> Num:
-    labels = _labels_of_columns(cells)
-    if labels is None:
-        drawn = Num(None, cells=cells).re
-        return matmul(a, Num(drawn))
-    first = a.moved(lambda part: part[..., :1])
-    size = Num(torch.where(_is_zero(first), torch.ones_like(first.re), first.re), first.im)
-    row = mul(a, inverse(size))
-    rows = total(function("row", row, Num(torch.arange(a.shape[-1]))), [-1], keep=True)
-    return mul(mul(function("product", rows, Num(labels.unsqueeze(-2))), size), _present(cells))
-
-
-def _is_zero(a: Num) -> Tensor:
-    return (a.re == 0) & (_im(a) == 0)
-
-
-def _present(cells: Tensor) -> Num:
-    """0 for columns of zeros, else 1."""
-    return Num((cells[..., :1, :] != ZERO).long())
-
-
-def _labels_of_columns(cells: Tensor) -> Tensor | None:
-    """One number for each column of cells a step apart; None where they are no such."""
-    if cells.shape[-2] < 2:
-        return None
-    first, second = cells[..., 0, :].long(), cells[..., 1, :].long()
-    step = second - first
-    if not _is_memory(cells):
-        places = torch.arange(cells.shape[-2], dtype=cells.dtype).unsqueeze(-1)
-        wanted = first.unsqueeze(-2).to(cells.dtype) + places * step.unsqueeze(-2).to(cells.dtype)
-        if not torch.equal(cells, wanted):
-            return None
-    return _mixed(_mixed(_start("column"), first), step) & _POSITIVE
-
-
-def _is_memory(cells: Tensor) -> bool:
-    """Is it a view of cells that lie in order?"""
-    return getattr(cells._base if cells._base is not None else cells, "in_order", False)
-
-
-def inputs(first: int, shape: Sequence[int]) -> Num:
-    """The elements of an input, numbered from ``first`` on."""
-    count = math.prod(shape)
-    flat = torch.arange(first, first + count, dtype=torch.int32 if first + count < 1 << 31 else torch.int64)
-    flat.in_order = True  # type: ignore[attr-defined]
-    return Num(None, cells=flat.view(tuple(shape)))
+def _by_columns(a: Num, cells: Cells) -> Num:
+    columns = cells.columns()
+    if columns is None:
+        return matmul(a, Num(Num(None, cells=cells).re))
+    first, step = (Num(part.unsqueeze(-2)) for part in columns)
+    lead = a.moved(lambda part: part[..., :1])
+    size = Num(torch.where((lead.re == 0) & (_im(lead) == 0), 1, lead.re), lead.im)
+    row = function("row", mul(a, inverse(size)), Num(torch.arange(a.shape[-1])))
+    product = function("product", total(row, [-1], keep=True), first, step)
+    return mul(mul(product, size), Num((first.re != ZERO).long()))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.prove import field
+from mla_fusion.prove.cells import ZERO
 from mla_fusion.prove.field import Complex, Num, Undecided, Value, add, function, mul, neg, sub
 
 
@@ -330,7 +331,7 @@ def _padded(call: Call) -> Value:
         return opaque(call)
     fill = real(as_value(call["value"] or 0))
     if value.cells is not None and not int(fill.re):
-        return Num(None, cells=torch.nn.functional.pad(value.cells, pads, value=field.ZERO))
+        return value.moved(lambda part: torch.nn.functional.pad(part, pads, value=ZERO))
     padded = [None if part is None else torch.nn.functional.pad(part, pads) for part in (value.re, value.im)]
     found = Num(padded[0], padded[1])
     if not int(fill.re):
@@ -824,17 +825,23 @@ def _mean(call: Call) -> Value:
     return mul(field.total(value, axes, bool(call["keepdim"])), field.inverse(_counts(call, axes)))
 
 
-@rule("var")
-def _var(call: Call) -> Value:
-    value = real(call.value)
+def _variance(call: Call) -> tuple[Num, Num]:
+    value, keep = real(call.value), bool(call["keepdim"])
     axes = _axes(call, value)
-    count = prod(value.shape[axis] for axis in axes)
-    _counts(call, axes)
-    less = 1 if call["unbiased"] or (call["correction"] is None and "correction" in call.given) else 0
-    less = less if call["correction"] is None else call["correction"]
-    mean = mul(field.total(value, axes, True), field.number(1.0 / count))
+    count = _counts(call, axes)
+    less = call["correction"] if "correction" in call.given else int(call["unbiased"] is not False)
+    mean = mul(field.total(value, axes, True), field.inverse(count))
     apart = sub(value, mean)
-    return mul(field.total(mul(apart, apart), axes, bool(call["keepdim"])), field.inverse(field.number(count - less)))
+    squares = field.total(mul(apart, apart), axes, keep)
+    fewer = sub(count, real(as_value(1 if less is None else less)))
+    return mul(squares, field.inverse(fewer)), mul(field.total(value, axes, keep), field.inverse(count))
+
+
+@rule("var", "var_mean", "std", "std_mean")
+def _var(call: Call) -> Any:
+    variance, mean = _variance(call)
+    found = field.sqrt(variance) if "std" in call.name else variance
+    return [found, mean] if call.name.endswith("_mean") else found
 
 
 @rule("linalg_vector_norm", "norm")

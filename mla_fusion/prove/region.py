@@ -20,6 +20,7 @@ from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.prove import field, operators
+from mla_fusion.prove.cells import Cells
 from mla_fusion.prove.field import Complex, Num, Undecided, Value
 from mla_fusion.prove.kernels import Written
 from mla_fusion.prove.operators import Abstract, Call, real
@@ -49,7 +50,7 @@ class _Run:
         self.view, self.plan, self.region, self.half_rows = view, plan, region, half_rows
         self.binding, self.shrink = view.binding, plan.candidate.shrink
         self._values: dict[Node, Any] = {}
-        self._cells: dict[object, Num] = {}
+        self._cells: dict[object, Cells] = {}
         self._taken = 0
 
     def compare(self) -> int:
@@ -144,9 +145,9 @@ class _Run:
             known = self._cells.get(same_attribute(node))
             if known is None:
                 shape = self.binding.shape(held.shape)
-                known = self._cells[same_attribute(node)] = field.inputs(self._taken, shape)
+                known = self._cells[same_attribute(node)] = Cells.of_input(self._taken, shape)
                 self._taken += math.prod(shape)
-            return Num(None, cells=known.cells)
+            return Num(None, cells=known)
         return self._drawn(str(same_attribute(node)), held, role not in _OF_MODEL)
 
     def _drawn(self, name: str, held: torch.Tensor, has_tokens: bool = True) -> Value:
@@ -198,16 +199,23 @@ class _Run:
         """The result's sizes in this run."""
         held, source = node.meta["val"], node.args[0] if node.args else None
         full = self.binding.shape(held.shape)
-        if self.shrink is None:
+        if self.shrink is None or (node.all_input_nodes and not self._has_fewer(node)):
             return full
-        given = source.meta.get("val") if isinstance(source, Node) else None
-        if isinstance(given, torch.Tensor) and isinstance(args[0], (Num, Complex)):
-            before = self.binding.shape(given.shape)
+        if isinstance(source, Node) and isinstance(args[0], (Num, Complex)):
+            before = self.binding.shape(source.meta["val"].shape)
             if "expand" in str(node.target):
                 return self.shrink.expanded(args[0].shape, before, full)
             if operator_of(node).reshape and len(args[0].shape) == len(before):
                 return self.shrink.viewed(args[0].shape, before, full)
         return self.short(full)
+
+    def _has_fewer(self, node: Node) -> bool:
+        """Does it read fewer tokens than the graph has?"""
+        pairs = ((self._values.get(read), read.meta["val"]) for read in node.all_input_nodes)
+        return any(
+            isinstance(value, (Num, Complex)) and value.shape != self.binding.shape(held.shape)
+            for value, held in pairs
+        )
 
     def short(self, full: tuple[int, ...]) -> tuple[int, ...]:
         """The sizes with fewer tokens, which no last axis of several holds."""
