@@ -11,8 +11,8 @@ from mla_fusion.config import Config
 from mla_fusion.fx import module_path
 from mla_fusion.fx.view import View
 from mla_fusion.observe.clock import threads
-from mla_fusion.plan.plan import Plan, PreprocessPlan
-from mla_fusion.prove.region import prove
+from mla_fusion.plan.plan import Plan
+from mla_fusion.prove.region import is_provable, prove
 
 _FEW = 1 << 20  # elements of token_x up to which one thread verifies
 
@@ -47,9 +47,7 @@ class Verified:
 
     def _prove(self, legal: Legal) -> None:
         plan = legal.plan
-        if legal.structure in self._proved or plan.candidate.format is not None or plan.kv_cache_quant_mode:
-            return
-        if isinstance(plan, PreprocessPlan):
+        if legal.structure in self._proved or not is_provable(plan):
             return
         prove(self._view, plan, legal.region, self._half_rows(plan))
         self._proved.add(legal.structure)

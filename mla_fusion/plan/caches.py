@@ -125,7 +125,7 @@ class WritePlanner:
             slots=slots,
             mode="PA_BSND",
             trusted=trusted,
-            rows=tuple(next(iter(self.trees[name].readers())) for name in ("c_kv", "k_pe")),
+            rows=(kv.value, kr.value),
         )
         in_place = replace(in_place, kv_scale=in_ratio(kv_scale, query), kr_scale=kr_scale)
         return Placement(in_place, tuple(replaced), query)

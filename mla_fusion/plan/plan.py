@@ -30,8 +30,8 @@ class InPlace:
                          query is int8 too (mode 1)
     clip_alpha           of rows packed per tile (mode 3)
     trusted              inputs of the graph whose slots are assumed, not shown, to be non-negative
-    rows                 the new rows, [T, width] of each cache in some shape, before they are quantised; empty
-                         where the model's own cache operator makes them
+    rows                 what each cache takes, [T, width] in some shape; empty where the model's own cache operator
+                         makes it
     """
 
     kv_cache: Node

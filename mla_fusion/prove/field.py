@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class Num:
 
     ints   of integers made of literals alone: these, by which tensors may be indexed
     cells  of weights that are only moved about: which elements these are
+    past   what it was made of, where a later step may make one step of several
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class Num:
         im: Tensor | None = None,
         ints: Tensor | None = None,
         cells: Cells | None = None,
+        past: Any = None,
     ) -> None:
-        self._re, self.im, self.ints, self.cells = re, im, ints, cells
+        self._re, self.im, self.ints, self.cells, self.past = re, im, ints, cells, past
 
     @property
     def re(self) -> Tensor:
@@ -125,7 +128,7 @@ def _number(value: float | Fraction) -> Num:
 
 
 def rational(value: float | Fraction) -> Fraction:
-    """What was written: a whole number, the inverse of one, or a decimal number of a float32 or of 15 digits.
+    """What was written: a quotient of small numbers, 1 / n, or a decimal number of a float32 or of 15 digits.
 
     Factors that are multiplied out (``1e-5 * 1536``) lose the last bit of a float64.
     """
@@ -135,6 +138,9 @@ def rational(value: float | Fraction) -> Fraction:
         below = round(1 / value)
         if 1.0 / below == value:
             return Fraction(1, below)
+    near = Fraction(value).limit_denominator(1000)  # 25 / 24
+    if float(near) == value:
+        return near
     return Fraction(_shortest32(value) or f"{value:.15g}")
 
 
@@ -197,6 +203,12 @@ def _mod(value: Tensor) -> Tensor:
 
 def _im(value: Num) -> Tensor:
     return torch.zeros_like(value.re) if value.im is None else value.im
+
+
+def equal(a: Num, b: Num) -> bool:
+    """Are all elements equal, each spread over the other?"""
+    apart = sub(a, b)
+    return not bool(apart.re.any()) and (apart.im is None or not bool(apart.im.any()))
 
 
 def add(a: Num, b: Num) -> Num:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mla_fusion.fx.analytic import FLOOR
-from mla_fusion.prove import field
+from mla_fusion.prove import field, quantising
 from mla_fusion.prove.field import Num, mul
 from mla_fusion.prove.operators import Call, rms_norm, rotated, rule
 from mla_fusion.reference.numerics import FLT_EPS
@@ -51,30 +51,54 @@ def _flat(value: Num) -> Num:
 
 @rule("npu::npu_mla_prolog_v3_functional")
 def prolog(call: Call) -> list[Num]:
-    """The whole prologue without quantisation."""
-    if call["weight_quant_mode"] or call["kv_cache_quant_mode"]:
-        raise field.Undecided("quantised")
+    """The whole prologue: in bfloat16, or in int8 (weight_quant_mode 1 and 2, kv_cache_quant_mode 0 to 2)."""
+    if call["weight_quant_mode"] > 2 or call["kv_cache_quant_mode"] > 2:
+        raise field.Undecided("a format that the field does not know")
     x, weight_uk = call.num("token_x"), call.num("weight_uk")
     lead = x.shape[:-1]
     heads, nope, latent = weight_uk.shape
     sin, cos = _flat(call.num("rope_sin")), _flat(call.num("rope_cos"))
     rope = cos.shape[-1]
     flat = _flat(x)
-    c_q = _normed(field.matmul(flat, call.num("weight_dq")), call, "cq", "qc_qr_scale")
-    query = field.matmul(c_q, call.num("weight_uq_qr"))
+    c_q = _normed(_projected(call, flat, "dq", "dequant_scale_x"), call, "cq", "qc_qr_scale")
+    step = None
+    if call["weight_quant_mode"]:
+        smoothed = c_q if call["smooth_scales_cq"] is None else mul(c_q, call.num("smooth_scales_cq"))
+        c_q, step = quantising.by_row(smoothed)
+    query = _projected(call, c_q, "uq_qr", step)
     query = query.moved(lambda part: part.reshape(-1, heads, nope + rope))
     q_nope, q_pe = _columns(query, nope, rope)
     absorbed = field.matmul(q_nope.moved(lambda part: part.transpose(0, 1)), weight_uk)
-    absorbed = absorbed.moved(lambda part: part.transpose(0, 1).reshape(*lead, heads, latent))
-    of_heads = [table.moved(lambda part: part.unsqueeze(1)) for table in (cos, sin)]
-    query_rope = rotated(q_pe, *of_heads).moved(lambda part: part.reshape(*lead, heads, rope))
-    both = field.matmul(flat, call.num("weight_dkv_kr"))
+    absorbed = absorbed.moved(lambda part: part.transpose(0, 1))
+    query_rope = rotated(q_pe, *(table.moved(lambda part: part.unsqueeze(1)) for table in (cos, sin)))
+    both = _projected(call, flat, "dkv_kr", "dequant_scale_x")
     ckv, kr = _columns(both, latent, rope)
-    ckv = _normed(ckv, call, "ckv", "kc_scale")
-    new = (("kv_cache", ckv), ("kr_cache", rotated(kr, cos, sin)))
-    caches = [_written(call, name, rows) for name, rows in new]
-    c_q = c_q.moved(lambda part: part.reshape(*lead, part.shape[-1]))
-    return [absorbed, query_rope, _UNUSED, c_q, _UNUSED, *caches]
+    ckv, kr = _normed(ckv, call, "ckv", "kc_scale"), rotated(kr, cos, sin)
+    of_query = _UNUSED
+    if call["kv_cache_quant_mode"] == 1:
+        scale = call.num("quant_scale_ckv").moved(lambda part: part.reshape(-1)[0])
+        absorbed, of_query = quantising.by_row(absorbed)
+        query_rope = mul(query_rope, mul(scale, field.inverse(of_query)))
+        ckv = quantising.saturated(mul(ckv, scale))
+    elif call["kv_cache_quant_mode"] == 2:
+        ckv = quantising.saturated(mul(ckv, call.num("quant_scale_ckv")))
+        kr = quantising.saturated(mul(kr, call.num("quant_scale_ckr")))
+    caches = [_written(call, name, rows) for name, rows in (("kv_cache", ckv), ("kr_cache", kr))]
+    given = (absorbed, query_rope, c_q)
+    query, query_rope, c_q = (part.moved(lambda p: p.reshape(*lead, *p.shape[1:])) for part in given)
+    return [query, query_rope, of_query, c_q, step or _UNUSED, *caches]
+
+
+def _projected(call: Call, rows: Num, weight: str, step: Num | str | None) -> Num:
+    """``rows @ weight``, of int8 times the steps of rows and columns."""
+    found = field.matmul(rows, call.num(f"weight_{weight}"))
+    if isinstance(step, str):
+        step = None if call[step] is None else call.num(step)
+    return found if step is None else mul(mul(found, step), call.num(f"dequant_scale_w_{weight}"))
+
+
+def _in_bytes(call: Call, scale: str, rows: Num) -> Num:
+    return rows if call[scale] is None else quantising.saturated(mul(rows, call.num(scale)))
 
 
 def _normed(value: Num, call: Call, name: str, scale: str) -> Num:
@@ -90,14 +114,14 @@ def _epsilon(given: float) -> float:
 @rule("npu::npu_kv_rmsnorm_rope_cache_v2_functional", "npu::npu_kv_rmsnorm_rope_cache")
 def key_half(call: Call) -> list[Num]:
     """The key's half: caches in the operator's order, then the new rows."""
-    if call["k_rope_scale"] is not None or call["c_kv_scale"] is not None or call["v"] is not None:
-        raise field.Undecided("quantised")
+    if any(call[name] is not None for name in ("k_rope_offset", "c_kv_offset", "v")):
+        raise field.Undecided("offsets, or values of their own")
     kv, gamma = call.num("kv"), call.num("gamma")
     latent = gamma.shape[-1]
     ckv, kr = _columns(kv, latent, kv.shape[-1] - latent)
     tables = call.num("cos"), call.num("sin")
     rows = rotated(kr, *tables), rms_norm(ckv, gamma, _epsilon(call["epsilon"]), 1)[0]
-    named = zip(("k_cache", "ckv_cache"), rows, strict=True)
-    written = [_written(call, name, _flat(row)) for name, row in named]
+    named = zip(("k_cache", "ckv_cache"), ("k_rope_scale", "c_kv_scale"), rows, strict=True)
+    written = [_written(call, name, _flat(_in_bytes(call, scale, row))) for name, scale, row in named]
     return [*rows, *written] if call.name.endswith("functional") else [*written, *rows]
 

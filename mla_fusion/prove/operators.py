@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.compat import OpOverload, schema_of
-from mla_fusion.prove import field
+from mla_fusion.prove import field, quantising
 from mla_fusion.prove.cells import ZERO
 from mla_fusion.prove.field import Complex, Num, Undecided, Value, add, function, mul, neg, sub
 
@@ -227,12 +227,12 @@ def _cast(call: Call) -> Value:
         return Num(value.re, value.im) if value.cells is None else value
     if call.integral(first) and wanted in (torch.int32, torch.int64):
         return value
-    return function(f"cast to {wanted}", value)
+    return quantising.to_int8(value) if wanted == torch.int8 else function(f"cast to {wanted}", value)
 
 
 @rule(
-    *"view _unsafe_view reshape _reshape_alias view_copy _reshape_copy flatten unflatten ravel unsqueeze squeeze".split(),
-    *"unsqueeze_copy squeeze_copy view_as".split(),
+    *"view _unsafe_view reshape _reshape_alias view_copy _reshape_copy view_as ravel".split(),
+    *"flatten unflatten unsqueeze squeeze unsqueeze_copy squeeze_copy".split(),
 )
 def _reshaped(call: Call) -> Value:
     if isinstance(call.target, OpOverload) and "dtype" in schema_of(call.target).overload_name:
@@ -412,7 +412,7 @@ def _put(base: Num, source: Num, write: Callable[[Tensor, Tensor], None]) -> Num
     has_im = base.im is not None or source.im is not None
     parts = []
     for a, b in ((base.re, source.re), (base.im, source.im)):
-        if a is None and b is None or (b is None and not has_im):
+        if (a is None and b is None) or (b is None and not has_im):
             parts.append(None)
             continue
         a = torch.zeros_like(base.re) if a is None else a.clone()
@@ -483,7 +483,10 @@ def _whole(call: Call, value: Num) -> Num:
             shape = call.value.shape
     if call.dtype is not None and (call.dtype.is_floating_point or call.dtype.is_complex):
         value = Num(value.re, value.im)
-    return value.moved(lambda part: part.expand(shape))
+    literal = call["fill_value"]
+    found = value.moved(lambda part: part.expand(shape))
+    found.past = float(literal) if isinstance(literal, (int, float)) else None
+    return found
 
 
 @rule(*"zeros new_zeros zeros_like zero".split())
@@ -700,7 +703,34 @@ def _abs(call: Call) -> Value:
     value = call.value
     if isinstance(value, Complex):
         return field.sqrt(add(mul(value.real, value.real), mul(value.imag, value.imag)))
-    return function("abs", mul(value, value))
+    found = function("abs", mul(value, value))
+    return Num(found.re, found.im, past=quantising.Absolute(value))
+
+
+@rule("round")
+def _round(call: Call) -> Value:
+    return pointwise(call) if call["decimals"] else quantising.rounded(real(call.value))
+
+
+@rule("clamp", "clip", "clamp_min", "clamp_max")
+def _clamped(call: Call) -> Value:
+    value, ends = real(call.value), (call["min"], call["max"])
+    if not all(end is None or isinstance(end, (int, float)) for end in ends):
+        return pointwise(call)
+    if ends[1] is None and ends[0] is not None and quantising.MAXIMA.is_floor(value, ends[0]):
+        return value
+    return quantising.bounded(value, *ends)
+
+
+@rule("maximum")
+def _greater(call: Call) -> Value:
+    """A floor under the largest of a row, given as a tensor."""
+    sides = call.num("self"), call.num("other")
+    for value, floor in (sides, sides[::-1]):
+        least = floor.past
+        if isinstance(least, float) and quantising.MAXIMA.is_floor(value, least):
+            return value
+    return pointwise(call)
 
 
 @rule("where")
@@ -847,6 +877,9 @@ def _var(call: Call) -> Any:
 @rule("linalg_vector_norm", "norm")
 def _norm(call: Call) -> Value:
     order = call["ord"] if "ord" in call.given else call["p"]
+    if order == float("inf") and _axes(call, call.value) == [len(call.value.shape) - 1]:
+        found = quantising.MAXIMA.of(real(call.value))
+        return found if call["keepdim"] else found.moved(lambda part: part.squeeze(-1))
     if order not in (2, 2.0, None):
         return opaque(call)
     value = real(call.value)
@@ -857,13 +890,18 @@ def _norm(call: Call) -> Value:
 def _largest(call: Call) -> Any:
     """A function of what the elements are, whatever their order."""
     value = real(call.value)
-    if call.name == "aten::max" and call["other"] is not None:
+    if call["other"] is not None:
         return pointwise(call)
     axes, keep = _axes(call, value), bool(call["keepdim"])
     if any(call.varies("self", axis) for axis in axes):
         return opaque(call)
-    found = function("largest of", field.total(function("element of", value), axes, keep))
-    return found
+    if isinstance(value.past, quantising.Absolute) and axes == [len(value.shape) - 1]:
+        found = quantising.MAXIMA.of(value.past.value)
+        found = found if keep else found.moved(lambda part: part.squeeze(-1))
+    else:
+        found = function("largest of", field.total(function("element of", value), axes, keep))
+    has_places = call.name == "aten::max" and "dim" in call.given
+    return [found, function("place of largest", found)] if has_places else found
 
 
 # -- products
@@ -945,6 +983,45 @@ def _transposed_product(call: Call) -> Value:
     found = field.matmul(a.moved(lambda part: part.permute(one)), b.moved(lambda part: part.permute(two)))
     order = call["perm_y"] or [1, 0, 2]
     return found.moved(lambda part: part.permute(order))
+
+
+# -- quantised rows
+
+
+@rule("npu::npu_dynamic_quant")
+def _dynamic_quant(call: Call) -> Any:
+    plain_form = call["quant_mode"] in (None, "pertoken") and call["group_index"] is None
+    if not plain_form or call["dst_type"] not in (None, 1, torch.int8) or call["dst_type_max"]:
+        raise Undecided("no int8 of rows")
+    value = real(call.value)
+    if call["smooth_scales"] is not None:
+        value = mul(value, call.num("smooth_scales"))
+    values, scale = quantising.by_row(value)
+    return [values, scale.moved(lambda part: part.squeeze(-1))]
+
+
+@rule("npu::npu_quantize")
+def _quantize(call: Call) -> Num:
+    value, scale = real(call.value), call.num("scales")
+    shape = [1] * len(value.shape)
+    shape[call["axis"]] = -1
+    scale = scale.moved(lambda part: part.reshape(shape))
+    found = mul(value, scale if call["div_mode"] is False else field.inverse(scale))
+    if call["zero_points"] is not None:
+        found = add(found, call.num("zero_points").moved(lambda part: part.reshape(shape)))
+    return quantising.saturated(found)
+
+
+@rule("npu::npu_quant_matmul")
+def _quant_matmul(call: Call) -> Num:
+    given = {"x1", "x2", "scale", "pertoken_scale", "output_dtype"}
+    others = {name for name, item in call.given.items() if name not in given and item is not None}
+    if others:
+        raise Undecided(f"npu_quant_matmul with {', '.join(sorted(others))}")
+    found = mul(field.matmul(call.num("x1"), call.num("x2")), call.num("scale"))
+    if call["pertoken_scale"] is None:
+        return found
+    return mul(found, call.num("pertoken_scale").moved(lambda part: part.unsqueeze(-1)))
 
 
 # -- norms and rotations by one operator

@@ -18,16 +18,24 @@ from mla_fusion.fx.build import Recipe, TensorBuilder
 from mla_fusion.fx.kinds import attribute, is_getitem, is_literal, operator_of
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
-from mla_fusion.plan.plan import InPlace, Plan
-from mla_fusion.prove import field, operators
+from mla_fusion.meta.number_formats import INT8
+from mla_fusion.plan.plan import InPlace, Plan, PreprocessPlan
+from mla_fusion.prove import field, operators, quantising
 from mla_fusion.prove.cells import Cells
 from mla_fusion.prove.field import Complex, Num, Undecided, Value
 from mla_fusion.prove.kernels import Written
-from mla_fusion.prove.operators import Abstract, Call, real
+from mla_fusion.prove.operators import Abstract, real
 from mla_fusion.report.rejection import Refuse
 
 POINTS = 2
 _OF_MODEL = frozenset(("weight", "gamma", "scale", "cache", "constant"))  # leaves without tokens
+
+
+def is_provable(plan: Plan) -> bool:
+    """Are all formats of the plan's numbers functions that the field knows: bfloat16, and int8 but for packed rows?"""
+    if isinstance(plan, PreprocessPlan):
+        return False
+    return plan.candidate.format in (None, INT8) and plan.kv_cache_quant_mode <= 2
 
 
 def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> str:
@@ -55,6 +63,7 @@ class _Run:
 
     def compare(self) -> int:
         self._values.clear()
+        quantising.MAXIMA.known.clear()
         reads = {node: self.value(node) for node in self.region.reads}
         builder = _FieldBuilder(self, reads)
         try:
@@ -137,10 +146,9 @@ class _Run:
         if not isinstance(held, torch.Tensor):
             raise Refuse("proof.differs", f"{node.name} is no tensor", (node,))
         literal = attribute(node) if node.op == "get_attr" and is_literal(node) else None
-        if isinstance(literal, torch.Tensor) and literal.device.type != "meta" and literal.numel() <= 1 << 16:
-            if self._shape(held) == tuple(literal.shape):
-                values = literal.detach().cpu()
-                return field.exact(values) if not values.is_complex() else _complex(values)
+        if literal is not None and self._is_small(literal, held):
+            values = literal.detach().cpu()
+            return field.exact(values) if not values.is_complex() else _complex(values)
         if role == "weight" and not held.is_complex():
             known = self._cells.get(same_attribute(node))
             if known is None:
@@ -149,6 +157,12 @@ class _Run:
                 self._taken += math.prod(shape)
             return Num(None, cells=known)
         return self._drawn(str(same_attribute(node)), held, role not in _OF_MODEL)
+
+    def _is_small(self, literal: Any, held: torch.Tensor) -> bool:
+        """Can its numbers be taken as they are?"""
+        if not isinstance(literal, torch.Tensor) or literal.is_meta or literal.numel() > 1 << 16:
+            return False
+        return self._shape(held) == tuple(literal.shape)
 
     def _drawn(self, name: str, held: torch.Tensor, has_tokens: bool = True) -> Value:
         shape = self._shape(held) if has_tokens else self.binding.shape(held.shape)

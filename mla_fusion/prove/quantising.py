@@ -1,0 +1,115 @@
+"""Quantisation to int8 in the field: ``saturate(round(v))`` is one function, however its steps are written.
+
+The largest of a row is a function of the row's elements in any order. By it, ``v = x * 127 / max|x|``
+is known to be at most 127, so that it is the same with and without saturation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mla_fusion.prove import field
+from mla_fusion.prove.field import Num, function, mul
+
+FLOOR = 1e-4  # under the largest of a row: that of normed rows is far above (a listed assumption)
+STEPS = 127
+
+
+@dataclass(frozen=True)
+class Whole:
+    """``value``, rounded, and kept from ``least`` to ``most``, in either order."""
+
+    value: Num
+    rounded: bool = False
+    least: float = -float("inf")
+    most: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Absolute:
+    value: Num
+
+
+class Maxima:
+    """The largest of rows that have been met at this point: the rows, and their largest with the axis kept."""
+
+    def __init__(self) -> None:
+        self.known: list[tuple[Num, Num]] = []
+
+    def of(self, rows: Num) -> Num:
+        """``max|row|`` over the last axis, which stays."""
+        sizes = function("size", mul(rows, rows))
+        found = function("largest of row", field.total(sizes, [len(rows.shape) - 1], True))
+        self.known.append((rows, found))
+        return found
+
+    def is_floor(self, value: Num, least: float) -> bool:
+        """Is it a floor under the largest of a row, or under a step of it, that no row comes near?"""
+        for _, largest in self.known:
+            for times in (1, STEPS):
+                if 0 < least * times <= FLOOR and _same(mul(value, field.number(times)), largest):
+                    return True
+        return False
+
+    def bound(self, value: Num) -> bool:
+        """Is it no larger than 127, by the largest of its row?"""
+        wanted = field.number(STEPS)
+        return any(
+            rows.shape == value.shape and field.equal(mul(value, largest), mul(rows, wanted))
+            for rows, largest in self.known
+        )
+
+
+def _same(a: Num, b: Num) -> bool:
+    if a.shape != b.shape:
+        b = Num(b.re.reshape(a.shape)) if b.re.numel() == a.re.numel() else b
+    return a.shape == b.shape and field.equal(a, b)
+
+
+MAXIMA = Maxima()
+
+
+def whole(value: Num) -> Whole:
+    return value.past if isinstance(value.past, Whole) else Whole(value)
+
+
+def made(found: Whole) -> Num:
+    name = f"whole {found.rounded} {found.least} {found.most}"
+    value = function(name, found.value)
+    return Num(value.re, value.im, past=found)
+
+
+def rounded(value: Num) -> Num:
+    return made(replace(whole(value), rounded=True))
+
+
+def bounded(value: Num, least: float | None, most: float | None) -> Num:
+    found = whole(value)
+    least = found.least if least is None else max(found.least, least)
+    most = found.most if most is None else min(found.most, most)
+    return made(replace(found, least=least, most=most))
+
+
+def to_int8(value: Num) -> Num:
+    """What a cast to int8 makes of it."""
+    found = whole(value)
+    ends = found.least, found.most
+    if found.rounded and (ends == (-128, 127) or (_holds(*ends) and MAXIMA.bound(found.value))):
+        return saturated(found.value)
+    return function("cast to int8", value)
+
+
+def _holds(least: float, most: float) -> bool:
+    return least <= -STEPS and most >= STEPS
+
+
+def saturated(value: Num) -> Num:
+    """``saturate(round(value))``"""
+    return function("int8", value)
+
+
+def by_row(rows: Num) -> tuple[Num, Num]:
+    """Each row in int8, and its step, with the axis kept."""
+    largest = MAXIMA.of(rows)
+    steps = field.number(STEPS)
+    return saturated(mul(rows, mul(steps, field.inverse(largest)))), mul(largest, field.inverse(steps))
