@@ -103,7 +103,7 @@ def _in_bytes(call: Call, scale: str, rows: Num) -> Num:
 
 def _normed(value: Num, call: Call, name: str, scale: str) -> Num:
     found, _ = rms_norm(value, call.num(f"rmsnorm_gamma_{name}"), _epsilon(call[f"rmsnorm_epsilon_{name}"]), 1)
-    return mul(found, field.number(call[scale])) if abs(call[scale] - 1.0) >= FLT_EPS else found
+    return quantising.scaled(found, call[scale]) if abs(call[scale] - 1.0) >= FLT_EPS else found
 
 
 def _epsilon(given: float) -> float:

@@ -8,7 +8,7 @@ that it reads. So to forget one costs a fusion, never a wrong one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
 from typing import Any
@@ -594,6 +594,9 @@ def _sub(call: Call) -> Value:
 
 @rule("mul", "multiply", "python::mul", "_operator::mul")
 def _mul(call: Call) -> Value:
+    factor = list(call.given.values())[1]
+    if isinstance(factor, float) and isinstance(call.value, Num):
+        return quantising.scaled(call.value, factor)
     a, b = _two(call)
     return _with_integers(times(a, b), call, a, b, torch.mul)
 
@@ -634,6 +637,8 @@ def _neg(call: Call) -> Value:
     value = call.value
     if isinstance(value, Complex):
         return Complex(neg(value.real), neg(value.imag))
+    if isinstance(value.past, quantising.End):
+        return Num(neg(value).re, neg(value).im, past=replace(value.past, sign=-value.past.sign))
     return field.integers(-value.ints) if value.ints is not None else neg(value)
 
 
@@ -730,6 +735,11 @@ def _greater(call: Call) -> Value:
         least = floor.past
         if isinstance(least, float) and quantising.MAXIMA.is_floor(value, least):
             return value
+    a, b = (side.past for side in sides)
+    if isinstance(a, quantising.End) and isinstance(b, quantising.End) and field.equal(a.rows, b.rows):
+        if {(end.of_least, end.sign) for end in (a, b)} == {(False, 1), (True, -1)}:
+            found = quantising.MAXIMA.of(a.rows)
+            return found if found.shape == sides[0].shape else found.moved(lambda part: part.squeeze(-1))
     return pointwise(call)
 
 
@@ -886,7 +896,7 @@ def _norm(call: Call) -> Value:
     return field.sqrt(field.total(mul(value, value), _axes(call, value), bool(call["keepdim"])))
 
 
-@rule("amax", "max")
+@rule("amax", "amin", "max")
 def _largest(call: Call) -> Any:
     """A function of what the elements are, whatever their order."""
     value = real(call.value)
@@ -899,7 +909,10 @@ def _largest(call: Call) -> Any:
         found = quantising.MAXIMA.of(value.past.value)
         found = found if keep else found.moved(lambda part: part.squeeze(-1))
     else:
-        found = function("largest of", field.total(function("element of", value), axes, keep))
+        name, in_rows = call.name.removeprefix("aten::"), axes == [len(value.shape) - 1]
+        found = function(name, field.total(function(f"element of {name}", value), axes, keep))
+        end = quantising.End(value, name == "amin") if in_rows and name != "max" else None
+        found = Num(found.re, past=end)
     has_places = call.name == "aten::max" and "dim" in call.given
     return [found, function("place of largest", found)] if has_places else found
 

@@ -30,6 +30,29 @@ class Absolute:
     value: Num
 
 
+@dataclass(frozen=True)
+class End:
+    """The largest element of rows, times ``sign``; or the smallest, for ``of_least``."""
+
+    rows: Num
+    of_least: bool
+    sign: int = 1
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """``value`` times a number above 0: its largest is as many times as large, its int8 is the same."""
+
+    value: Num
+    factor: Num
+
+
+def scaled(value: Num, factor: float) -> Num:
+    """``value * factor``"""
+    found = mul(value, field.number(factor))
+    return Num(found.re, found.im, past=Scaled(value, field.number(factor)) if factor > 0 else None)
+
+
 class Maxima:
     """The largest of rows that have been met at this point: the rows, and their largest with the axis kept."""
 
@@ -38,8 +61,11 @@ class Maxima:
 
     def of(self, rows: Num) -> Num:
         """``max|row|`` over the last axis, which stays."""
-        sizes = function("size", mul(rows, rows))
-        found = function("largest of row", field.total(sizes, [len(rows.shape) - 1], True))
+        if isinstance(rows.past, Scaled):
+            found = mul(self.of(rows.past.value), rows.past.factor)
+        else:
+            sizes = function("size", mul(rows, rows))
+            found = function("largest of row", field.total(sizes, [len(rows.shape) - 1], True))
         self.known.append((rows, found))
         return found
 
