@@ -9,8 +9,9 @@ from typing import Any
 from mla_fusion.config import Config
 from mla_fusion.dumps import FORMATS, Dump, Value, prologues
 from mla_fusion.dumps.prologues import Prologue
-from mla_fusion.inspect.copies import INPUTS, Copy, find_copies
+from mla_fusion.inspect.copies import Copy, find_copies
 from mla_fusion.inspect.explain import NotRebuilt, explain
+from mla_fusion.inspect.operator_kinds import INPUTS
 from mla_fusion.report import text_tables
 
 
