@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from mla_fusion.compat import expression_of, storage_id
 from mla_fusion.compile import narrow
 from mla_fusion.compile.adapted import Adapted, Adaptor, Packed, Same, Viewed
-from mla_fusion.compile.inplace import runs_fx_graph, write_buffers_in_place
+from mla_fusion.compile.inplace import ready_to_run, runs_fx_graph
 from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.config import Config
 from mla_fusion.fx.build import GraphBuilder, Recipe
@@ -330,7 +330,7 @@ def fuse_for_torchair(
     if config.strides == "auto" and not runs_fx:
         config = replace(config, strides="kernel")
     found = fuse_with_boundary(gm, inputs, config, given)
-    if runs_fx and write_buffers_in_place(gm.graph):
+    if runs_fx and ready_to_run(gm.graph):
         gm.recompile()
     return found
 

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule
 
 from mla_fusion._version import __version__
 from mla_fusion.compile import inductor_bridge
-from mla_fusion.compile.inplace import runs_fx_graph, write_buffers_in_place
+from mla_fusion.compile.inplace import ready_to_run, runs_fx_graph
 from mla_fusion.config import Config
 from mla_fusion.pipeline import fuse
 
@@ -166,5 +166,5 @@ def apply(
     if report.fused and isinstance(graph, Graph) and inductor_bridge.is_loaded():
         inductor_bridge.decompose(gm.graph)
         gm.recompile()
-    if runs_fx_graph(compiler_config) and write_buffers_in_place(gm.graph):
+    if runs_fx_graph(compiler_config) and ready_to_run(gm.graph):
         gm.recompile()

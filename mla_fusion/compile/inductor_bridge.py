@@ -61,6 +61,14 @@ def is_loaded() -> bool:
     return "torch._inductor.lowering" in sys.modules
 
 
+def noops() -> frozenset[Any]:
+    """The operators that Inductor's pass over such that change nothing takes out; torchair has that pass too."""
+    try:
+        return frozenset(import_module("torch._inductor.fx_passes.post_grad").noop_registry)
+    except (ImportError, AttributeError):
+        return frozenset()
+
+
 def decompose(graph: Graph) -> int:
     """Spell, in place, the operators that Inductor has no lowering for as it would have decomposed them; how many."""
     table = import_module("torch._inductor.decomposition").select_decomp_table()

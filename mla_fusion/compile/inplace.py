@@ -11,16 +11,21 @@ torchair does this itself when it compiles a graph, for caches that are inputs o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from mla_fusion.compat import OpOverload, storage_id
-from mla_fusion.fx.kinds import op_name
+from mla_fusion.compile import inductor_bridge
+from mla_fusion.fx.kinds import is_view, op_name
 from mla_fusion.meta import key_operator
 from mla_fusion.meta.prolog import V3, V3_FUNCTIONAL
+
+aten = torch.ops.aten
 
 # functional operator, operator that writes, argument -> the result that is that cache afterwards
 _PAIRS = [
@@ -46,6 +51,51 @@ def write_buffers_in_place(graph: Graph) -> int:
     """The same for calls with a cache that is made in the graph: torchair sees to the others; how many."""
     found = [one for one in _functional_calls(graph) if any(map(_is_buffer, _caches(*one).values()))]
     return sum(_write_in_place(graph, *one) for one in found)
+
+
+def ready_to_run(graph: Graph) -> int:
+    """Both of what npugraph_ex needs of a graph with calls of kernels; how many nodes were changed."""
+    return keep_returned_copies(graph) + write_buffers_in_place(graph)
+
+
+def keep_returned_copies(graph: Graph) -> int:
+    """Copies of a written cache that the graph returns, spelled so that torchair keeps them; how many.
+
+    torchair takes operators out that leave their operand as it is (a clone, a cat of one), which is right as long as
+    the kernel gives out a cache of its own. It then lets the kernel write in place, and the copy would be the cache.
+    """
+    written = {
+        result
+        for call, _, places in _functional_calls(graph)
+        for result in call.users
+        if result.args[1] in places.values()
+    }
+    backs = graph.find_nodes(op="call_function", target=aten.copy_.default) if written else []
+    results = written.intersection(chain.from_iterable(upward_through(back.args[1], ()) for back in backs))
+    noops, end, kept = inductor_bridge.noops(), graph.output_node(), dict[Node, Node]()
+
+    def keep(node: Node) -> Node:
+        if node not in kept and any(one in results for one in upward_through(node, noops)):
+            with graph.inserting_before(end):
+                kept[node] = graph.call_function(aten.alias_copy.default, (node,))
+                kept[node].meta = dict(node.meta)
+        return kept.get(node, node)
+
+    if results:
+        end.args = map_arg(end.args, keep)
+    return len(kept)
+
+
+def upward_through(node: Node, noops: Collection[Any]) -> Iterator[Node]:
+    """The node and what it is, element by element, as far as views and ``noops`` go."""
+    stack, seen = [node], {node}
+    while stack:
+        current = stack.pop()
+        yield current
+        if is_view(current) or current.target in noops:
+            above = [one for one in current.all_input_nodes if one not in seen]
+            seen.update(above)
+            stack += above
 
 
 def _functional_calls(graph: Graph) -> list[tuple[Node, OpOverload, dict[int, int]]]:
@@ -98,7 +148,7 @@ def _apart(caches: Iterable[Node]) -> bool:
 
 
 def _copies_back(node: Node, cache: Node) -> bool:
-    return node.target is torch.ops.aten.copy_.default and node.args[0] is cache
+    return node.target is aten.copy_.default and node.args[0] is cache
 
 
 def _rewrite(graph: Graph, call: Node, writes: OpOverload, caches: Mapping[int, Node]) -> None:

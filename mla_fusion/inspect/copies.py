@@ -68,9 +68,9 @@ def find_copies(dump: Dump) -> Copies:
             if not _is_weight(dump, operator, held):
                 continue
             weights.add(held.name)
-            what = "joined" if kind in kinds.JOINED else kinds.COPIES.get(kind)
-            if what is not None:
-                made.append(_copy(dump, operator, held, what, "weight"))
+            how = "joined" if kind in kinds.JOINED else kinds.COPIES.get(kind)
+            if how is not None:
+                made.append(_copy(dump, operator, held, how, "weight"))
     place = {operator.name: index for index, operator in enumerate(dump.operators)}
     found.found = sorted(made, key=lambda copy: place[copy.operator])
     found.weights = len(weights)

@@ -115,7 +115,7 @@ class Followed:
             if first.own:
                 self.is_cache = True
                 if kinds.writes_by_index(kind):
-                    self._targets += operator.inputs[:1]
+                    self._targets += [edge for edge in operator.inputs[:1] if edge is not None]
             return self._results(operator, replace(first, changed=True), given)
         if kind == "getitem" and first is not None:
             return self._picked(operator, first)
@@ -129,7 +129,7 @@ class Followed:
             return self._moved(operator, given, kinds.COPIES[kind])
         if kind in kinds.REBUILT or kind in kinds.JOINED or kind == "aten.copy":
             if kinds.writes_by_index(kind) and first is not None:
-                self._targets += operator.inputs[:1]
+                self._targets += [edge for edge in operator.inputs[:1] if edge is not None]
             may_be_it = kind in kinds.JOINED or (first is not None and kind in kinds.REBUILT)
             changes = may_be_it and self._gets_rows(operator, given)
             return self._moved(operator, given, "rebuilt", changes)

@@ -11,7 +11,9 @@ from torch.fx import Node
 from mla_fusion.config import Config
 from mla_fusion.emit.targets import target_of
 from mla_fusion.fx import module_path
+from mla_fusion.fx.kinds import is_mutating, op_name
 from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import upward, views_and_writes
 from mla_fusion.match.finder import Finder, Found
 from mla_fusion.match.indexer import beside
 from mla_fusion.match.near_miss import NearMiss
@@ -52,7 +54,7 @@ class Record:
             nodes=tuple(node.name for node in plan.candidate.nodes),
             dims=plan.dims,
             cache_mode=given["cache_mode"],
-            placement="in place" if isinstance(plan.caches, InPlace) else f"staged: {self._named(plan.caches.reason)}",
+            placement=self._placement(plan),
             staged_by=self._staged_by(plan),
             leaves=leftovers(self._view, plan),
             warnings=tuple(map(self._named, plan.warnings)),
@@ -71,6 +73,15 @@ class Record:
             instead_of=self._named(above.text) if above is not None else "",
             beside=self._beside(plan),
         ))
+
+    def _placement(self, plan: Plan) -> str:
+        if not isinstance(plan.caches, InPlace):
+            return f"staged: {self._named(plan.caches.reason)}"
+        new = [cache.name for name, cache, _ in plan.caches.held if not _written_back(plan, name, cache)]
+        if not new:
+            return "in place"
+        whole = self._named(", ".join(new))
+        return f"written by the kernel into new caches, as the model returns them: the whole of {whole} is copied"
 
     def rejected(self, item: Found, reason: Refuse, below: Iterable[Refuse] = ()) -> None:
         """``below``: why the targets that were tried after the first did not take it either."""
@@ -128,3 +139,14 @@ def _rotation(plan: Plan) -> str:
         return "none: cos is 1, sin is 0"
     stored = ", stored as halves" if plan.warnings else ""
     return f"{rope.input_layout} in, {rope.layout} out{stored}"
+
+
+def _written_back(plan: Plan, name: str, cache: Node) -> bool:
+    """Does the model write this input, rather than make a new cache of it?"""
+    assert isinstance(plan.caches, InPlace)
+    results = [item.node for item in plan.replacements if item.output == name]
+    if plan.caches.copies or not results:
+        return True
+    if any(op_name(user) == "aten::copy_" and user.args[0] is cache for user in cache.users):
+        return True
+    return any(is_mutating(step) for node in results for step in upward(node, views_and_writes))

@@ -49,7 +49,8 @@ class Fusion:
     target      the one of ``Config.targets`` that took it
     operator    what is called
     instead_of  why the target above in the ladder did not take it, ``[code] message``; empty for the first
-    placement   "in place" (the kernel writes the model's caches) or "staged: <the first of staged_by>"
+    placement   "in place" (the kernel writes the model's caches), "staged: <the first of staged_by>", or
+                "written by the kernel into new caches .." (the model returns new ones)
     staged_by   everything that stands between a staged fusion and a write in place, with what to write instead
     leaves      what a staged fusion leaves in the graph, and what a step pays for it
     figures     per output, fused against unfused on seeded inputs; empty where ``verified`` says another
