@@ -267,3 +267,24 @@ def test_revert_leaves_a_forward_that_somebody_else_has_set() -> None:
     last.forward = ours
     hf.revert(model)
     assert all("forward" not in vars(attention) for attention in attentions(model))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3", "deepseek_v32"])
+@pytest.mark.parametrize("child", ["every", "kv_b_proj"])
+def test_a_compiled_step_may_break_inside_a_converted_attention(name: str, child: str) -> None:
+    """Each attention goes on in its own code: what dynamo resumes with is of one scope."""
+
+    def breaking(module: nn.Module, given: Any, found: Any) -> Any:
+        torch._dynamo.graph_break()
+        return found
+
+    torch._dynamo.reset()
+    model, inputs = build(name), prompt()
+    hf.optimize(model)
+    for attention in attentions(model):
+        for called, module in attention.named_children():
+            if called == child or (child == "every" and called != "kv_b_proj"):
+                module.register_forward_hook(breaking)
+    wanted = model.generate(**inputs, **GREEDY)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert distance(model.generate(**inputs, **GREEDY), wanted) < 1e-4

@@ -55,8 +55,9 @@ def latent_forward(forward: Callable[..., Any], form: LatentForm, name: str = "s
     scope["torch"] = SimpleNamespace(**{name: getattr(torch, name) for name in names if hasattr(torch, name)})
     scope["torch"].cat = cat_of(form.dims)
     scope["torch"].split = split_of(form.dims)
-    # No module's name: torch.compile would look names up in that module.
-    again = FunctionType(source.__code__, scope, source.__name__, source.__defaults__, source.__closure__)
+    # No module's name: torch.compile would look names up in that module. And code of its own: what torch.compile makes
+    # of a part of the code it keeps with the code, and calls by names that it has put into the scope of one function.
+    again = FunctionType(source.__code__.replace(), scope, source.__name__, source.__defaults__, source.__closure__)
     again.__kwdefaults__ = source.__kwdefaults__
     picks = hands_over_picks(source.__code__) and form.is_for_sparse_operator
     place = list(inspect.signature(source).parameters).index(CACHE) - 1
