@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, lru_cache, wraps
+from inspect import unwrap
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -100,12 +101,19 @@ def is_capturing(device: torch.device) -> bool:
     return device.type != "cpu" and ask is not None and bool(ask())
 
 
+def is_call_of_torch(call: Any) -> bool:
+    """``nn.Module.__call__``, or what torch.fx puts in its place while it traces."""
+    return call is _CALL or (unwrap(call) is _CALL and call.__globals__["__name__"] == "torch.fx._symbolic_trace")
+
+
 def has_hooks(module: torch.nn.Module, but_of: str = "") -> bool:
     """Does calling a module do more than its forward? Hooks, its own or of all modules, or a call that was replaced.
 
     but_of  a package whose hooks do not count
     """
-    if "_call_impl" in vars(module) or getattr(module, "_compiled_call_impl", None) is not None:
+    if type(module)._call_impl is not _CALL_IMPL or "_call_impl" in vars(module):
+        return True
+    if getattr(module, "_compiled_call_impl", None) is not None:
         return True
     own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     for hooks in own:
@@ -116,4 +124,8 @@ def has_hooks(module: torch.nn.Module, but_of: str = "") -> bool:
 
 
 _MODULE = torch.nn.modules.module
+_CALL, _CALL_IMPL = (
+    torch.nn.Module.__call__,
+    torch.nn.Module._call_impl,
+)  # as torch has them, whoever patches them later
 _HOOKS_OF_ALL = tuple(f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre"))

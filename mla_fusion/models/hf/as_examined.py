@@ -9,7 +9,6 @@ Changed code is an OptimizeError.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable
@@ -19,14 +18,39 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mla_fusion.models.hf.latent_form import LatentForm, expanded
+from mla_fusion.models.hf.latent_form import IMPLEMENTATIONS, LatentForm, expanded
 from mla_fusion.models.refusal import OptimizeError
-from mla_fusion.modes import has_hooks
+from mla_fusion.modes import has_hooks, is_call_of_torch
 
 _LOG = logging.getLogger(__name__)
-_PRODUCT, _CALL = nn.Linear.forward, nn.Module.__call__  # as torch has them, whoever patches them later
+# As torch has them, whoever patches them later.
+_PRODUCT, _LINEAR = nn.Linear.forward, nn.functional.linear
 _SHARDING = "torch.distributed.tensor"  # its hooks hand over each rank's share, and nothing else
+TABLE = "ALL_ATTENTION_FUNCTIONS"
 _SAID: set[str] = set()  # attentions of which the log says that they expand
+
+
+class AttentionFunctions:
+    """``ALL_ATTENTION_FUNCTIONS`` as a file has it now, and what stood in it when it was examined."""
+
+    def __init__(self, source: FunctionType) -> None:
+        file = sys.modules.get(source.__module__)
+        self._table = source.__globals__[TABLE]
+        self._file = file if file is not None and vars(file) is source.__globals__ else None
+        self._known = {name: self._table[name] for name in IMPLEMENTATIONS if name in self._table}
+
+    @property
+    def table(self) -> Any:
+        return self._table if self._file is None else getattr(self._file, TABLE)
+
+    def is_known(self, implementation: str, function: Any) -> bool:
+        """Is this the function that the implementation's name stood for? (Eager ones stand in their own files.)"""
+        return function is self._known.get(implementation, function)
+
+    def stands(self, implementation: str) -> bool:
+        """Does the name stand for the same function as it did?"""
+        known = self._known.get(implementation)
+        return known is None or self.table[implementation] is known
 
 
 class Code(NamedTuple):
@@ -76,20 +100,13 @@ def absorbed_weight(module: nn.Module, form: LatentForm) -> Tensor | None:
     up: Any = getattr(module, form.kv_up)
     if not isinstance(up, nn.Linear) or not _is_method(up, "forward", _PRODUCT):
         return None
-    if not _is_call_of_torch(type(up).__call__):
+    if nn.functional.linear is not _LINEAR or not is_call_of_torch(type(up).__call__):
         return None
     if up.bias is not None or has_hooks(up, but_of=_SHARDING):
         return None
     if form.after_cache and not _is_method(module, "expand_kv", form.expand_kv):
         return None
     return plain_weight(up.weight, form.heads * (form.dims.nope + form.dims.value), form.dims.rank)
-
-
-def _is_call_of_torch(call: Any) -> bool:
-    """``nn.Module.__call__``, or what torch.fx puts in its place while it traces."""
-    return call is _CALL or (
-        inspect.unwrap(call) is _CALL and call.__globals__["__name__"] == "torch.fx._symbolic_trace"
-    )
 
 
 def _is_method(module: nn.Module, name: str, function: Any) -> bool:
@@ -102,12 +119,29 @@ def plain_weight(weight: Any, rows: int, columns: int) -> Tensor | None:
     """This rank's share of a weight, if that is a floating-point matrix ``[rows, columns]``."""
     weight = local(weight)
     plain = (
-        weight.layout is torch.strided
+        _computes_as_torch(type(weight))
+        and weight.layout is torch.strided
         and weight.is_floating_point()
         and weight.dtype.itemsize > 1
         and not hasattr(weight, "__tensor_flatten__")
     )
     return weight if plain and tuple(weight.shape) == (rows, columns) else None
+
+
+def _computes_as_torch(kind: Any) -> bool:
+    """Is a product with a tensor of this class torch's own?"""
+    if kind is Tensor or kind is nn.Parameter:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    own: Any = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    return own in _FUNCTIONS_OF_TORCH
+
+
+_FUNCTIONS_OF_TORCH: tuple[Any, ...] = (
+    vars(Tensor)["__torch_function__"].__func__,
+    nn.Parameter.__torch_function__,
+)
 
 
 def expand(module: Any, form: LatentForm, c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,8 +157,8 @@ def say_that_it_expands(name: str, form: LatentForm) -> None:
     if name not in _SAID:
         _SAID.add(name)
         _LOG.warning(
-            "%s.%s is no plain Linear any more (a hook, a wrapper, a bias or a quantisation): it is called as a"
-            " module, and latents are expanded to all heads at each step",
+            "%s.%s is no plain Linear any more (a hook, a wrapper, a bias, a quantisation, a patch of torch), or the"
+            " attention function is another: latents are expanded to all heads at each step",
             name, form.kv_up,
         )  # fmt: skip
 

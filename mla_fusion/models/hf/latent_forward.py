@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from mla_fusion.models.features import ASKS_FOR_INTERFACE
-from mla_fusion.models.hf.as_examined import Code, absorbed_weight, expand, require_same_code, say_that_it_expands
+from mla_fusion.models.hf.as_examined import (
+    TABLE,
+    AttentionFunctions,
+    Code,
+    absorbed_weight,
+    expand,
+    require_same_code,
+    say_that_it_expands,
+)
 from mla_fusion.models.hf.latent_attention import absorbed_attention, sparse_attention
 from mla_fusion.models.hf.latent_form import IMPLEMENTATIONS, LatentForm
 from mla_fusion.models.hf.stand_ins import (
@@ -47,9 +55,9 @@ def latent_forward(forward: Callable[..., Any], form: LatentForm, name: str = "s
     names = set(_names(source.__code__))
     scope = {name: value for name, value in source.__globals__.items() if name in names}
     scope["__builtins__"] = source.__globals__["__builtins__"]
-    functions = Functions(source.__globals__["ALL_ATTENTION_FUNCTIONS"], form, name)
+    functions = Functions(AttentionFunctions(source), form, name)
     code = Code.of(forward, source, names)
-    scope["ALL_ATTENTION_FUNCTIONS"] = functions
+    scope[TABLE] = functions
     if not ASKS_FOR_INTERFACE.has(names) and EAGER in scope:
         scope[EAGER] = functions.over_latents(scope[EAGER])
     scope["torch"] = SimpleNamespace(**{name: getattr(torch, name) for name in names if hasattr(torch, name)})
@@ -62,14 +70,15 @@ def latent_forward(forward: Callable[..., Any], form: LatentForm, name: str = "s
     picks = hands_over_picks(source.__code__) and form.is_for_sparse_operator
     place = list(inspect.signature(source).parameters).index(CACHE) - 1
 
-    def over_latents(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def over_latents(module: Any, *args: Any, **kwargs: Any) -> Any:
         require_same_code(module, name, code)
         if not form.after_cache:
             if kwargs.get(CACHE) is not None:
                 kwargs = {**kwargs, CACHE: LatentCache(kwargs[CACHE])}
             elif len(args) > place and args[place] is not None:
                 args = (*args[:place], LatentCache(args[place]), *args[place + 1 :])
-        return again(LatentSelf(module, form, picks), *args, **kwargs)
+        hands_over = picks and functions.functions.stands(module.config._attn_implementation)
+        return again(LatentSelf(module, form, hands_over), *args, **kwargs)
 
     return over_latents
 
@@ -91,7 +100,7 @@ def _names(code: CodeType) -> Iterator[str]:
 class Functions:
     """``ALL_ATTENTION_FUNCTIONS`` with latents in place of keys and values."""
 
-    def __init__(self, functions: Any, form: LatentForm, name: str) -> None:
+    def __init__(self, functions: AttentionFunctions, form: LatentForm, name: str) -> None:
         self.functions = functions
         self.form = form
         self.name = name
@@ -100,13 +109,15 @@ class Functions:
         if implementation == SPARSE:
             return self.over_latents(eager)
         _known(implementation)
-        return self.over_latents(self.functions.get_interface(implementation, eager))
+        usual = self.functions.table.get_interface(implementation, eager)
+        return self.over_latents(usual, self.functions.is_known(implementation, usual))
 
     def __getitem__(self, implementation: str) -> Attention:
         _known(implementation)
-        return self.over_latents(self.functions[implementation])
+        usual = self.functions.table[implementation]
+        return self.over_latents(usual, self.functions.is_known(implementation, usual))
 
-    def over_latents(self, usual: Attention) -> Attention:
+    def over_latents(self, usual: Attention, is_known: bool = True) -> Attention:
         """An attention function that absorbs where this is cheaper, and otherwise expands for the usual one."""
         form, name = self.form, self.name
 
@@ -118,7 +129,7 @@ class Functions:
             c_kv, k_pe = (keys.c_kv, keys.k_pe) if isinstance(keys, LatentKey) else (keys, values)
             length = query.shape[2]
             picks = options.get("indices")
-            weight = absorbed_weight(module, form)
+            weight = absorbed_weight(module, form) if is_known else None
             if picks is not None:
                 assert weight is not None, "LatentSelf hands picks over only where there is one"
                 parts = query if isinstance(query, SplitQuery) else SplitQuery(*form.dims.split_query(query))
