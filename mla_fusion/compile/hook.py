@@ -165,6 +165,7 @@ def apply(
     report = fuse(gm, Config(skip=skip, strides=strides, **options))
     if report.fused and isinstance(graph, Graph) and inductor_bridge.is_loaded():
         inductor_bridge.decompose(gm.graph)
+        inductor_bridge.spell_out(gm.graph)
         gm.recompile()
     if runs_fx_graph(compiler_config) and ready_to_run(gm.graph):
         gm.recompile()

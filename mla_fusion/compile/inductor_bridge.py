@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from mla_fusion.compat import OpOverload, make_fx
+from mla_fusion.compat import OpOverload, make_fx, schema_of
 
 SLOTS = (  # the fields of torch._inductor.config that take passes over graphs
     "pre_grad_custom_pass",
@@ -81,6 +81,22 @@ def decompose(graph: Graph) -> int:
     for node in foreign:
         _decompose(graph, node, table)
     return len(foreign)
+
+
+def spell_out(graph: Graph) -> None:
+    """Give the calls that Inductor has no lowering for the defaults that they leave out.
+
+    AOTInductor writes down the arguments that a call has, and then hands all of the schema's to the operator.
+    """
+    lowered = import_module("torch._inductor.lowering").lowerings
+    for node in graph.nodes:
+        if not isinstance(node.target, OpOverload) or node.target in lowered:
+            continue
+        if node.target.namespace in ("aten", "prims"):
+            continue
+        arguments = schema_of(node.target).arguments[len(node.args) :]
+        left_out = {one.name: one.default_value for one in arguments if one.has_default_value()}
+        node.kwargs = {**left_out, **node.kwargs}
 
 
 def _decompose(graph: Graph, node: Node, table: dict[Any, Callable[..., Any]]) -> None:

@@ -83,6 +83,20 @@ def test_the_example_of_the_readme(make: Any) -> None:
 # -- operators
 
 
+def test_a_model_that_aotinductor_has_packaged_runs(tmp_path: Path) -> None:
+    """It hands every argument of the schema to an operator, and so each has to stand in the call."""
+    model, args = example()
+    with torch.no_grad(), inductor_config.patch({"post_grad_custom_pre_pass": mf.torchair_pass()}):
+        program = torch.export.export(model, args)
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    assert len(mf.reports()[-1].fused) == 1
+    given, wanted = clones(args), clones(args)
+    with torch.no_grad():
+        found, expected = torch._inductor.aoti_load_package(path)(*given), model(*wanted)
+    for one, other in zip([*flat(found), *given], [*flat(expected), *wanted], strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)
+
+
 def emitted() -> set[Any]:
     """Every overload that emit/ and its builders name."""
     files = [*EMIT.glob("*.py"), *(EMIT.parent / "fx" / name for name in ("build.py", "strides.py"))]

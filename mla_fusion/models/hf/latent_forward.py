@@ -14,7 +14,7 @@ from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mla_fusion.models.features import ASKS_FOR_INTERFACE
 from mla_fusion.models.hf.as_examined import (
