@@ -84,19 +84,15 @@ def decompose(graph: Graph) -> int:
 
 
 def spell_out(graph: Graph) -> None:
-    """Give the calls that Inductor has no lowering for the defaults that they leave out.
+    """Give the calls of operators that are not torch's the defaults that they leave out.
 
-    AOTInductor writes down the arguments that a call has, and then hands all of the schema's to the operator.
+    AOTInductor writes down the arguments that such a call has, and then hands all of the schema's to the operator.
     """
-    lowered = import_module("torch._inductor.lowering").lowerings
     for node in graph.nodes:
-        if not isinstance(node.target, OpOverload) or node.target in lowered:
-            continue
-        if node.target.namespace in ("aten", "prims"):
-            continue
-        arguments = schema_of(node.target).arguments[len(node.args) :]
-        left_out = {one.name: one.default_value for one in arguments if one.has_default_value()}
-        node.kwargs = {**left_out, **node.kwargs}
+        if isinstance(node.target, OpOverload) and node.target.namespace not in ("aten", "prims"):
+            arguments = schema_of(node.target).arguments[len(node.args) :]
+            left_out = {one.name: one.default_value for one in arguments if one.has_default_value()}
+            node.kwargs = {**left_out, **node.kwargs}
 
 
 def _decompose(graph: Graph, node: Node, table: dict[Any, Callable[..., Any]]) -> None:
