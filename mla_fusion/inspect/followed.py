@@ -242,8 +242,9 @@ class Followed:
         """Are the others of its operands rows that do not depend on the input? (A hidden state is made anew.)"""
         others = [edge for i, edge in enumerate(operator.inputs) if i not in given and edge is not None]
         others = [edge for edge in others if self.dump.producer(edge).type not in kinds.CONSTANTS]
-        if not others:
-            return False
+        values = [self.dump.value(edge) for edge in others]
+        if not others or any(_as_large(self.unit, value) is False for value in values):
+            return False  # what is put into another, larger one
         return not any(edge.producer in self._below for edge in others)
 
     @cached_property
