@@ -12,7 +12,7 @@ from typing import Any
 
 import mla_fusion as mf
 from mla_fusion import terminal
-from mla_fusion.target import UserError, add_limits, load_target, output, target, target_or_dump
+from mla_fusion.target import UserError, add_limits, load_target, output, target, target_or_dump, writing
 
 
 def add(commands: Any, command: Callable[..., Any]) -> None:
@@ -44,7 +44,9 @@ def _audit(arguments: argparse.Namespace) -> int:
         raise UserError(str(error)) from error
     print(found.to_json()) if arguments.json else terminal.show(found)
     if arguments.html:
-        print(f"written: {found.to_html(arguments.html)}", file=sys.stderr)
+        with writing(arguments.html):
+            found.to_html(arguments.html)
+        print(f"written: {arguments.html}", file=sys.stderr)
     return 0 if found.ok else 1
 
 
@@ -88,7 +90,7 @@ def _guide(arguments: argparse.Namespace) -> int:
     if arguments.out is None:
         print(text, end="")
         return 0
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(text, encoding="utf-8")
+    with writing(arguments.out):
+        arguments.out.write_text(text, encoding="utf-8")
     print(f"written: {arguments.out}", file=sys.stderr)
     return 0

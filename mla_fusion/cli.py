@@ -15,7 +15,15 @@ from typing import Any
 import mla_fusion as mf
 from mla_fusion import audit_cli, graphs_cli, installed, selftest_cli, terminal
 from mla_fusion.report import text_tables
-from mla_fusion.target import UserError, folder, load_target, output_folder, positive, target
+from mla_fusion.target import (
+    UserError,
+    folder,
+    load_target,
+    output_folder,
+    positive,
+    target,
+    writing,
+)
 
 EPILOG = """\
 examples:
@@ -44,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             arguments = parser().parse_args(words)
-            status: int = arguments.run(arguments)
-            return status
+            return _run(arguments)
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # a full disk is told here, not while Python ends
@@ -60,6 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"mla-fusion {' '.join(words[:1])}: {said}", file=sys.stderr)
         return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        status: int = arguments.run(arguments)
+    except SystemExit as error:  # of code that the caller named
+        raise UserError(f"the code that was run ended with sys.exit({error.code!r})") from error
+    return status
 
 
 def _said(error: Exception) -> str | None:
@@ -134,7 +149,8 @@ def _demo(arguments: argparse.Namespace) -> int:
 
     options = demo.Options(arguments.out, arguments.layers, arguments.heads, arguments.batch)
     try:
-        outcome = demo.run(options.quick() if arguments.quick else options)
+        with writing(arguments.out):
+            outcome = demo.run(options.quick() if arguments.quick else options)
     except TransformersMissing as error:
         raise UserError(str(error)) from error
     print(outcome.to_json()) if arguments.json else terminal.show(outcome)

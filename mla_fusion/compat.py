@@ -235,11 +235,15 @@ def bounds_of(size: Any, part: Any = None) -> tuple[float, float]:
     return float(bounds.lower), float(bounds.upper)
 
 
-def symbolic_mode() -> FakeTensorMode:
-    """A fake mode whose tensors may have sizes made by `new_size`."""
+def symbolic_mode(kind: type[FakeTensorMode], weigh: Callable[[Any], None]) -> FakeTensorMode:
+    """A fake mode whose tensors may have sizes made by `new_size`; ``weigh`` sees each expression before torch does."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    env: Any = ShapeEnv()
+    env._replacements_version_counter = 1  # at 0, torch does not ask for replacements
+    replace = env.replace
+    env.replace = lambda size: (weigh(size), replace(size))[1]
+    return kind(shape_env=env, allow_non_fake_inputs=True)
 
 
 def take_for_one(a: Any, b: Any) -> None:

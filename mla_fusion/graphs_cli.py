@@ -20,6 +20,7 @@ from mla_fusion.target import (
     output_folder,
     target,
     target_or_dump,
+    writing,
 )
 
 
@@ -71,7 +72,9 @@ def _explain(arguments: argparse.Namespace) -> int:
         rows.sort(key=lambda row: -float(row[-1]))
         print(text_tables.render(("fact or rule", "calls", "hits", "ms"), rows), file=sys.stderr)
     if arguments.html:
-        print(f"written: {report.to_html(arguments.html)}", file=sys.stderr)
+        with writing(arguments.html):
+            report.to_html(arguments.html)
+        print(f"written: {arguments.html}", file=sys.stderr)
     return 0 if report.fused and not report.rejected else 1
 
 
@@ -121,7 +124,10 @@ def _lower(arguments: argparse.Namespace) -> int:
     except (LoweringError, OfflineError) as error:
         raise UserError(str(error)) from error
     operators = dict((lowered.ge_ops or lowered.fx_ops).most_common())
-    files = [str(path) for path in lowered.save(arguments.out)] if arguments.out else []
+    files = []
+    if arguments.out:
+        with writing(arguments.out):
+            files = [str(path) for path in lowered.save(arguments.out)]
     if arguments.json:
         report = json.loads(lowered.report.to_json()) if lowered.report else None
         print(json.dumps({"mode": lowered.mode, "operators": operators, "files": files, "report": report}, indent=2))
@@ -145,9 +151,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
         raise UserError("--export takes one dump")
     if arguments.export:
         try:
-            print(f"written: {export(dumps[0], arguments.export)}", file=sys.stderr)
+            with writing(arguments.export):
+                export(dumps[0], arguments.export)
         except ExportError as error:
             raise UserError(str(error)) from error
+        print(f"written: {arguments.export}", file=sys.stderr)
     found = [summarise(dump) for dump in dumps]
     if arguments.json:
         print(json.dumps([json.loads(item.to_json()) for item in found], indent=2))

@@ -10,7 +10,7 @@ from typing import Any
 import mla_fusion as mf
 from mla_fusion import terminal
 from mla_fusion.machine import AUTO
-from mla_fusion.target import UserError, add_limits, output, positive
+from mla_fusion.target import UserError, add_limits, output, positive, writing
 
 
 def add(commands: Any, command: Callable[..., Any]) -> None:
@@ -44,8 +44,8 @@ def _selftest(arguments: argparse.Namespace) -> int:
     if not outcome.results:
         raise UserError(f"no scenario matches {arguments.only!r}")
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(outcome.to_json(), encoding="utf-8")
+        with writing(arguments.out):
+            arguments.out.write_text(outcome.to_json(), encoding="utf-8")
     print(outcome.to_json()) if arguments.json else terminal.show(outcome)
     return 1 if outcome.failed else 0
 
@@ -65,7 +65,9 @@ def _compared(arguments: argparse.Namespace) -> int:
         raise UserError(str(error)) from error
     print(found.to_json()) if arguments.json else terminal.show(found)
     if arguments.html:
-        print(f"written: {found.to_html(arguments.html)}", file=sys.stderr)
+        with writing(arguments.html):
+            found.to_html(arguments.html)
+        print(f"written: {arguments.html}", file=sys.stderr)
     return 0 if found.ok else 1
 
 

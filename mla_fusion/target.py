@@ -9,7 +9,8 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,8 +46,21 @@ def output(text: str) -> Path:
     path = Path(text)
     if path.is_dir():
         raise UserError(f"{text} is a folder, not a file to write")
-    _check_writable(path, path if path.is_file() else _nearest_folder(path, path.absolute().parent))
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{text} cannot be written: {path.parent} is no folder")
+    _check_writable(path, path if path.exists() else path.absolute().parent)
     return path
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Names the file where it cannot be written: Python names none when the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
 
 
 def output_folder(text: str) -> Path:
@@ -139,7 +153,9 @@ def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         raise UserError(f"{file} defines no function {name!r}")
     try:
         found = function()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() among them
         raise UserError(f"{name}() failed: {_brief(error, module.__file__ or file)}") from error
     pair = isinstance(found, tuple) and len(found) == 2
     if not (pair and callable(found[0]) and isinstance(found[1], (tuple, list))):
@@ -154,9 +170,9 @@ def _imported(name: str) -> ModuleType:
         raise UserError(f"no such file: {name}")
     try:
         return _of_file(path) if path.is_file() else importlib.import_module(name)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise UserError(f"{name} cannot be imported: {_brief(error, name)}") from error
 
 
@@ -179,7 +195,7 @@ def _of_file(path: Path) -> ModuleType:
     return module
 
 
-def _brief(error: Exception, file: str) -> str:
+def _brief(error: BaseException, file: str) -> str:
     """The error with the last line of the caller's file that led to it."""
     path = Path(file)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) in (path.resolve(), path)]

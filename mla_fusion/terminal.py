@@ -127,7 +127,15 @@ def _records(rows: list[list[str]], columns: int) -> list[str]:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of examples, and wraps those that are too wide."""
+    """Keeps the lines of examples, and wraps those that are too wide, the usage's too."""
+
+    def _format_usage(self, *args: Any) -> str:
+        text = super()._format_usage(*args)
+        if max(map(len, text.splitlines()), default=0) <= self._width:
+            return text
+        words = " ".join(text.split())
+        return "\n".join(wrap(words, self._width, subsequent_indent="    ", break_long_words=False,
+                              break_on_hyphens=False)) + "\n\n"  # fmt: skip
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return fitted("\n".join(indent + line for line in text.splitlines()), width, more=0)

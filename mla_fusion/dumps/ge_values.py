@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from mla_fusion.compat import tree_leaves, tree_structure
-from mla_fusion.dumps import Dump, Operator, Value, names
+from mla_fusion.dumps import Dump, Operator, Value, budget, names
 from mla_fusion.dumps.prologues import is_prologue
 from mla_fusion.dumps.symbols import Tensors
 
@@ -124,9 +124,8 @@ class OperatorReader:
             if not names.bounded(target, values, options):
                 raise Unmapped(f"{target} would have too many parts, or an argument of no sense")
             try:
-                with self.tensors.mode:
-                    self._known[key] = target(*values, **options)
-            except Exception:  # an operator may refuse for any reason, each saying that the call means nothing
+                self._known[key] = budget.called(self.tensors.mode, target, values, options)
+            except budget.Refused:
                 raise Unmapped(f"torch refuses the operands of {target}") from None
         return self._known[key]
 

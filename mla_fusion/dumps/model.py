@@ -32,6 +32,10 @@ class DumpError(ValueError):
         super().__init__(f"{path or 'dump'}:{line}: {message} (offset {offset})")
 
 
+class NotRebuilt(ValueError):
+    """A dump that does not hold what a graph needs, or is too costly; the message says what is missing."""
+
+
 @dataclass(frozen=True)
 class Value:
     """One tensor as far as the dump tells: torch's name of the dtype, "" for none; shape and strides may be None."""
@@ -101,6 +105,10 @@ class Operator:
         file, _, line = where.rpartition(":")
         function, _, code = rest.partition(": ")
         return f'File "{file}", line {line}, in {function}\n    {code}' if file and line.isdigit() else ""
+
+    def input(self, place: int) -> Edge | None:
+        """What it reads at a place; None where the dump gives it nothing there."""
+        return self.inputs[place] if place < len(self.inputs) else None
 
     def role(self, place: int) -> str:
         """What the input at ``place`` is to the operator; its number where the dump has no name."""

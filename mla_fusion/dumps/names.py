@@ -15,6 +15,7 @@ import torch
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
 from mla_fusion.compat import OpOverload, has_kernel, has_schema, schema_of, tree_leaves
 from mla_fusion.dumps.fx_text import OPERATORS
+from mla_fusion.fx.operators import JOINERS, SELECTIONS, Kind, known
 
 NAMESPACES = ("aten", "prims", "npu", "atb")
 _SIZES = ("sym_max", "sym_min", "sym_sum", "sym_ite", "sym_not", "sym_int", "sym_float")
@@ -28,6 +29,7 @@ _IMPURE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
 
 MOST_PARTS = 1 << 12  # of a value that is taken apart; models have a few
 MOST_ELEMENTS = 1 << 12  # of a list among the arguments
+MOST_AXES = 64  # of a tensor, and of a list that may become axes
 _LARGEST = 1 << 63  # of an integer
 _EXPONENT = 64
 
@@ -94,9 +96,20 @@ def computable(
 
     ``writes``: also one that writes into such a tensor, but leaves it its shape.
     """
-    if isinstance(found, OpOverload) and not pure(found, writes):
+    if isinstance(found, OpOverload) and not (pure(found, writes) and _is_cheap(found)):
         return False
     return bounded(found, args, kwargs)
+
+
+def _is_cheap(found: OpOverload) -> bool:
+    """Is it one step, or known to come down to few? An LSTM unrolls its input, and combinations are without number."""
+    entry = known(found)
+    name = schema_of(found).name
+    return (
+        (entry.functional or entry).kind not in (Kind.OPAQUE, Kind.EFFECT)
+        or not name.startswith("aten::")
+        or has_kernel(full_name(found), "Meta")
+    )
 
 
 def bounded(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -105,7 +118,10 @@ def bounded(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if any(_is_large(leaf) for leaf in leaves):
         return False
     if isinstance(found, OpOverload):
-        return len(leaves) <= MOST_ELEMENTS and _parts(found, args, kwargs) <= MOST_PARTS
+        if len(leaves) > MOST_ELEMENTS or any(_has_many_axes(leaf) for leaf in leaves):
+            return False
+        long = any(isinstance(arg, (list, tuple)) and len(arg) > MOST_AXES for arg in (*args, *kwargs.values()))
+        return (not long or _takes_lists(found)) and _parts(found, args, kwargs) <= MOST_PARTS
     if found is operator.getitem:
         return isinstance(args[0], (tuple, list)) and all(
             isinstance(place, int) for place in args[1:]
@@ -113,6 +129,16 @@ def bounded(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if found is operator.pow and not (_is_small(args[0]) and _is_small(args[1])):
         return False
     return bool(args) and not kwargs and all(isinstance(side, _NUMBERS) for side in args)
+
+
+def _has_many_axes(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > MOST_AXES
+
+
+def _takes_lists(found: OpOverload) -> bool:
+    """Does a list of any length cost in proportion? (The axes of a mesh are as many as its list is long.)"""
+    namespace, _, name = schema_of(found).name.partition("::")
+    return namespace not in ("aten", "prims") or f"aten::{name}" in JOINERS | SELECTIONS
 
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -128,6 +154,12 @@ def _is_small(side: Any) -> bool:
     return not isinstance(side, int) or abs(side) <= _EXPONENT
 
 
+def full_name(found: OpOverload) -> str:
+    """As the dispatcher has it."""
+    schema = schema_of(found)
+    return schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+
+
 def pure(found: OpOverload, writes: bool = False) -> bool:
     """Says the schema that a call computes tensors or sizes, and changes nothing?
 
@@ -138,8 +170,7 @@ def pure(found: OpOverload, writes: bool = False) -> bool:
     mutates = schema.is_mutable and not (writes and torch.Tag.inplace_view not in found.tags)
     if mutates or not kinds or not kinds <= {"Tensor", "List[Tensor]", "int", "SymInt"}:
         return False
-    runs = any(has_kernel(schema.name + (f".{schema.overload_name}" if schema.overload_name else ""), key)
-               for key in _KERNELS)  # fmt: skip
+    runs = any(has_kernel(full_name(found), key) for key in _KERNELS)
     return runs and not any(tag in found.tags for tag in _IMPURE)
 
 

@@ -10,14 +10,11 @@ from torch.fx import Graph, GraphModule, Node
 
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
 from mla_fusion.compat import C_FUNCTIONS, FakeTensor, tree_leaves
-from mla_fusion.dumps import Dump, Edge, Operator, names
+from mla_fusion.dumps import Dump, Edge, Operator, budget, names
 from mla_fusion.dumps.fx_text import METHOD
+from mla_fusion.dumps.model import NotRebuilt
 from mla_fusion.dumps.python_text import Word
 from mla_fusion.dumps.symbols import Tensors
-
-
-class NotRebuilt(ValueError):
-    """A dump that does not hold what a graph needs; the message says what is missing."""
 
 
 def rebuild(dump: Dump) -> tuple[GraphModule, list[str]]:
@@ -28,12 +25,14 @@ def rebuild(dump: Dump) -> tuple[GraphModule, list[str]]:
             f"line {early.line} calls {early.type}: this is the graph before AOT autograd; "
             "the pass reads the one after it, 000_aot_forward_graph.txt of TORCH_COMPILE_DEBUG=1"
         )
-    return _Rebuilder(dump).graph_module()
+    with budget.limited(len(dump.operators)) as spent:
+        return _Rebuilder(dump, spent).graph_module()
 
 
 class _Rebuilder:
-    def __init__(self, dump: Dump) -> None:
+    def __init__(self, dump: Dump, spent: budget.Budget) -> None:
         self.dump = dump
+        self.spent = spent
         self.tensors = Tensors()
         self.graph = Graph()
         self.root = nn.Module()
@@ -43,6 +42,7 @@ class _Rebuilder:
 
     def graph_module(self) -> tuple[GraphModule, list[str]]:
         for operator in self.dump.operators:
+            self.spent.line = operator.line
             self.nodes[operator.name] = self._node(operator)
         self._check()
         return GraphModule(self.root, self.graph), self._remarks()
@@ -106,9 +106,8 @@ class _Rebuilder:
         if not names.computable(node.target, args, kwargs):
             return self._gathered(node)
         try:
-            with self.tensors.mode:
-                return node.target(*args, **kwargs)  # type: ignore[operator]
-        except Exception:  # an operator may refuse for any reason; the readers of its parts then tell the shapes
+            return budget.called(self.tensors.mode, node.target, args, kwargs)
+        except budget.Refused:  # the readers of its parts then tell the shapes
             return self._gathered(node)
 
     def _gathered(self, node: Node) -> Any:
@@ -158,10 +157,9 @@ def contradiction(gm: GraphModule) -> tuple[Node, str] | None:
         if not modes or not names.computable(node.target, args, kwargs, writes=True):
             continue
         try:
-            with modes[0]:
-                value = node.target(*args, **kwargs)
-        except Exception as error:  # an operator may refuse for any reason
-            return node, f"{type(error).__name__}: {error}".splitlines()[0]
+            value = budget.called(modes[0], node.target, args, kwargs)
+        except budget.Refused as error:
+            return node, str(error)
         stated = tree_leaves(node.meta.get("val"))
         if any(map(_differ, stated, tree_leaves(value))):
             return node, f"the dump says {_said(stated)}, torch {_said(tree_leaves(value))}"

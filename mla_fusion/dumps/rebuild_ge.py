@@ -13,9 +13,9 @@ from collections import Counter
 import torch
 from torch.fx import GraphModule, Node
 
-from mla_fusion.dumps import Dump, Edge, Operator, Value, ge_operators
+from mla_fusion.dumps import Dump, Edge, Operator, Value, budget, ge_operators
 from mla_fusion.dumps.ge_values import OperatorReader, Rows, Unmapped
-from mla_fusion.dumps.rebuild_fx import NotRebuilt
+from mla_fusion.dumps.model import NotRebuilt
 from mla_fusion.fx.kinds import is_view
 
 aten = torch.ops.aten
@@ -28,18 +28,24 @@ def rebuild(dump: Dump) -> tuple[GraphModule, list[str]]:
 
 class Rebuilder(OperatorReader):
     def graph_module(self) -> tuple[GraphModule, list[str]]:
+        with budget.limited(len(self.dump.operators)) as spent:
+            self._build(spent)
+        return GraphModule(self.root, self.graph), self._remarks()
+
+    def _build(self, spent: budget.Budget) -> None:
         for operator in self.dump.of_type("Data", "RefData"):
+            spent.line = operator.line
             self._placeholder(operator)
         if not self.results:
             raise NotRebuilt("no Data of the dump has a shape")
         outputs: list[Edge | None] = []
         for operator in _in_order(self.dump):
+            spent.line = operator.line
             if operator.type == "NetOutput":
                 outputs = [edge for edge in operator.inputs if edge is not None and edge.index >= 0]
             elif operator.type not in ("Data", "RefData"):
                 self._operator(operator)
         self._finish(outputs)
-        return GraphModule(self.root, self.graph), self._remarks()
 
     def _placeholder(self, operator: Operator) -> None:
         value = operator.outputs[0] if operator.outputs else Value()

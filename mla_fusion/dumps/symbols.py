@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mla_fusion.compat import new_size, symbolic_mode
-from mla_fusion.dumps import Value, names
+from mla_fusion.dumps import Value, budget, names
 
 _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -42,7 +42,7 @@ class Tensors:
     """Makes fake tensors; a symbol of one name is the same size everywhere."""
 
     def __init__(self) -> None:
-        self.mode = symbolic_mode()
+        self.mode = symbolic_mode(budget.Mode, budget.weigh)
         self._symbols: dict[str, Any] = {}
         self._made: dict[str, Any] = {}
         self._tensors: dict[Value, Any] = {}
@@ -65,10 +65,9 @@ class Tensors:
         stride = self.sizes(value.stride) if value.stride is not None else None
         if shape is None or (stride is not None and len(stride) != len(shape)):
             return None
-        with self.mode:
-            if stride is None:
-                return torch.empty(shape, dtype=dtype)
-            return torch.empty_strided(shape, stride, dtype=dtype)
+        if stride is None:
+            return budget.called(self.mode, torch.empty, (shape,), {"dtype": dtype})
+        return budget.called(self.mode, torch.empty_strided, (shape, stride), {"dtype": dtype})
 
     def sizes(self, dims: Sequence[Any]) -> list[Any] | None:
         found = [self.size(dim) for dim in dims]

@@ -126,7 +126,7 @@ class Binding:
             return self
         now, expr = self.size(size), self._expr(size)
         for symbol in sorted(expr.free_symbols, key=str, reverse=True):  # of [B, S], the length
-            if expr.subs(self._bound | {symbol: self._bound[symbol] + least}) <= now:
+            if self._at(expr.subs(symbol, symbol + least)) <= now:
                 continue
             _, largest = bounds_of(size, symbol)
             wanted = -(-least * self._bound[symbol] // now)
@@ -145,18 +145,24 @@ class Binding:
         for symbol in sorted(getattr(expr, "free_symbols", ()), key=str):
             if symbol not in self._bound:
                 self._bound[symbol] = self._pick(largest=bounds_of(value, symbol)[1])
-        return int(expr.subs(self._bound)) if hasattr(expr, "subs") else int(expr)
+        return int(self._at(expr))
+
+    def _at(self, expr: Any) -> Any:
+        """The expression with its own symbols bound: sympy sorts all that it is given."""
+        symbols = getattr(expr, "free_symbols", ())
+        return expr.subs({symbol: self._bound[symbol] for symbol in symbols}) if symbols else expr
 
     def _pick(self, largest: float) -> int:
         """A prime that stands for no other symbol; less where the graph runs for no more (``cache[:batch]``)."""
         fit = [number for number in (*self._free, *_FEW) if number <= largest] or [int(largest)]
-        return next((number for number in fit if number not in self._bound.values()), fit[0])
+        taken = set(self._bound.values())
+        return next((number for number in fit if number not in taken), fit[0])
 
     def number(self, value: Any) -> Any:
         if isinstance(value, torch.SymFloat):
-            return float(self._expr(value).subs(self._bound)) if expression_of(value).free_symbols else float(value)
+            return float(self._at(self._expr(value))) if expression_of(value).free_symbols else float(value)
         if isinstance(value, torch.SymBool):
-            return bool(self._expr(value).subs(self._bound))
+            return bool(self._at(self._expr(value)))
         return self.size(value)
 
     def shape(self, shape: Iterable[Any]) -> tuple[int, ...]:

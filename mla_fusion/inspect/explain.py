@@ -10,9 +10,9 @@ from torch.fx import GraphModule
 
 from mla_fusion import pipeline
 from mla_fusion.config import Config
-from mla_fusion.dumps import FORMATS, Dump, read, rebuild_fx, rebuild_ge
+from mla_fusion.dumps import FORMATS, Dump, budget, read, rebuild_fx, rebuild_ge
+from mla_fusion.dumps.model import NotRebuilt
 from mla_fusion.dumps.prologues import is_prologue
-from mla_fusion.dumps.rebuild_fx import NotRebuilt
 from mla_fusion.report.report import Report
 
 __all__ = ["DumpReport", "NotRebuilt", "explain"]
@@ -37,8 +37,10 @@ def explain(
     Raises DumpError for a file that is no dump, and NotRebuilt, with the reason, for one that does not hold enough.
     """
     dump = path if isinstance(path, Dump) else read(Path(fspath(path)))
-    gm, remarks = _rebuilt(dump)
-    report = _explained(dump, gm, Config.given(config), boundary)
+    with budget.limited(len(dump.operators)) as spent:
+        gm, remarks = _rebuilt(dump, spent)
+        spent.line = 0
+        report = _explained(dump, gm, Config.given(config), boundary)
     kernels = sum(count for kind, count in dump.counts.items() if is_prologue(kind))
     if kernels:
         remarks.append(f"{kernels} prologues of the graph are fused already")
@@ -55,6 +57,7 @@ def _explained(dump: Dump, gm: GraphModule, config: Config, boundary: bool) -> R
     except pipeline.SkipError:
         raise
     except Exception as error:
+        budget.end_if_interrupted(error)
         found = rebuild_fx.contradiction(gm)
         if found is not None:
             node, why = found
@@ -63,10 +66,12 @@ def _explained(dump: Dump, gm: GraphModule, config: Config, boundary: bool) -> R
     return pipeline.explain(gm, config, boundary=boundary)
 
 
-def _rebuilt(dump: Dump) -> tuple[GraphModule, list[str]]:
+def _rebuilt(dump: Dump, spent: budget.Budget) -> tuple[GraphModule, list[str]]:
     try:
         return (rebuild_fx if dump.is_fx else rebuild_ge).rebuild(dump)
     except NotRebuilt:
         raise
     except Exception as error:  # a damaged dump can describe what no graph is: sizes below zero, names that are none
-        raise NotRebuilt(f"torch accepts no such graph: {type(error).__name__}: {error}") from error
+        budget.end_if_interrupted(error)
+        said = error if isinstance(error, budget.Refused) else f"{type(error).__name__}: {error}"
+        raise NotRebuilt(f"line {spent.line}: torch accepts no such graph: {said}") from error

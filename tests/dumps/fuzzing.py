@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.dumps import costly
+
 FIXTURES = Path(__file__).parent / "fixtures"
 SECONDS = 10
 MEMORY = 12 << 30  # bytes of addresses; torch alone takes several GiB
@@ -59,7 +61,8 @@ _STRING = re.compile(rb"\"[^\"\n]*\"|'[^'\n]*'")
 def mutated(content: bytes, draw: random.Random) -> bytes:
     """The dump with one to four mutations."""
     for _ in range(draw.choice((1, 1, 1, 2, 3, 4))):
-        content = draw.choice(_MUTATIONS)(content, draw)
+        mutate = costly.mutated if draw.random() < 0.03 else draw.choice(_MUTATIONS)
+        content = mutate(content, draw)
     return content
 
 

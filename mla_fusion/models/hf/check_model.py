@@ -67,7 +67,7 @@ def _config(folder: Path) -> Any:
         raise CheckpointError(f"{folder} holds no config.json")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of a field of a wrong type, whatever comes first
         raise CheckpointError(f"transformers cannot read {folder / 'config.json'}: {_first_line(error)}") from error
 
 
@@ -82,6 +82,8 @@ def _skeleton(config: Any) -> Any:
     except ValueError as error:
         kind = config.model_type
         raise CheckpointError(f"{kind} is no language model of transformers: {_first_line(error)}") from error
+    except Exception as error:  # sizes that are no sizes
+        raise CheckpointError(f"transformers makes no model of this config.json: {_first_line(error)}") from error
 
 
 def _compare(arguments: Namespace) -> Comparison:
@@ -91,7 +93,7 @@ def _compare(arguments: Namespace) -> Comparison:
         model = AutoModelForCausalLM.from_pretrained(
             arguments.folder, dtype=getattr(torch, arguments.dtype), local_files_only=True
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of the config or of the weights
         raise CheckpointError(f"transformers cannot load {arguments.folder}: {_first_line(error)}") from error
     model.eval()
     size = model.config.get_text_config().vocab_size
@@ -125,4 +127,6 @@ def _generate(model: Any, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor,
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]
+    """What it says in one line, with its kind where that is not clear from the words."""
+    said = " ".join(str(error).split())
+    return said if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {said}"
