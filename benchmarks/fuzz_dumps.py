@@ -84,6 +84,9 @@ def run(
             file = Path(folder) / name
             file.write_bytes(content)
             found.append((number, worker.outcome(file, number + 1)))
+            if len(found) % 500 == 0:
+                bad = sum(not one.harmless for _, one in found)
+                print(f"share {share}: {len(found):,} read, {bad} did harm", file=sys.stderr, flush=True)
             if options.keep and not found[-1][1].harmless:
                 options.keep.mkdir(parents=True, exist_ok=True)
                 (options.keep / f"{number}_{name}").write_bytes(content)

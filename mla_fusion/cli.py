@@ -104,7 +104,6 @@ def parser() -> argparse.ArgumentParser:
         prog="mla-fusion",
         description="Fuse DeepSeek MLA prologues into the single Ascend NPU kernel. Needs no NPU and no CANN.",
         epilog=EPILOG,
-        formatter_class=terminal.HelpFormatter,
     )
     whole.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")

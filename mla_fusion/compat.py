@@ -235,14 +235,14 @@ def bounds_of(size: Any, part: Any = None) -> tuple[float, float]:
     return float(bounds.lower), float(bounds.upper)
 
 
-def symbolic_mode(kind: type[FakeTensorMode], weigh: Callable[[Any], None]) -> FakeTensorMode:
-    """A fake mode whose tensors may have sizes made by `new_size`; ``weigh`` sees each expression before torch does."""
+def symbolic_mode(kind: type[FakeTensorMode], weigh: Callable[[Any], Any]) -> FakeTensorMode:
+    """A fake mode whose tensors may have sizes made by `new_size`; ``weigh`` passes each expression on to torch."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     env: Any = ShapeEnv()
     env._replacements_version_counter = 1  # at 0, torch does not ask for replacements
     replace = env.replace
-    env.replace = lambda size: (weigh(size), replace(size))[1]
+    env.replace = lambda size: replace(weigh(size))
     return kind(shape_env=env, allow_non_fake_inputs=True)
 
 

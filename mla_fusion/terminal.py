@@ -144,6 +144,9 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Says so where help cannot be written; argparse is silent then."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"formatter_class": HelpFormatter, **options})
+
     def _print_message(self, message: str, file: Any = None) -> None:
         if message:
             print(message, end="", file=sys.stderr if file is None else file)

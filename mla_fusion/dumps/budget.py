@@ -105,11 +105,12 @@ def measured(size: Any) -> tuple[int, int]:
 _CURRENT: ContextVar[Budget | None] = ContextVar("budget", default=None)
 
 
-def weigh(size: Any) -> None:
-    """Count an expression at which torch looks, where it works for a dump."""
+def weigh(size: Any) -> Any:
+    """The expression; it is counted where torch works for a dump."""
     current = _CURRENT.get()
     if current is not None:
         current.weigh(size)
+    return size
 
 
 class Mode(FakeTensorMode):

@@ -57,6 +57,9 @@ class ConeFacts:
         return found
 
 
+_MOST_COMPARED = 8  # cones of one outline; a graph of which no two are alike would else compare every pair
+
+
 class FactReader:
     """Reads cones of one view; what is like a cone read before is not probed again."""
 
@@ -85,7 +88,7 @@ class FactReader:
     def _like_another(self, projection: Projection) -> ConeFacts | None:
         """The facts of a cone that was read before and is this one with other nodes."""
         key = outline(self.view, projection.product, projection.weight_is_left)
-        for known in self._alike[key]:
+        for known in self._alike[key][-_MOST_COMPARED:]:
             move = likeness(known.cone, projection.product)
             if move is not None and self._read_alike(known.cone.nodes, move):
                 return ConeFacts(

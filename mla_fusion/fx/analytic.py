@@ -123,8 +123,8 @@ class Steps:
         if name in ("aten::linalg_vector_norm", "aten::norm", "aten::std"):
             return self._are_distinct(node)
         inner = origin(node, _scalings)
-        if op_name(inner) in ("aten::sqrt", "aten::rsqrt"):
-            return isinstance(inner.args[0], Node) and self._is_sum_of_squares(inner.args[0], "")
+        while op_name(inner) in ("aten::sqrt", "aten::rsqrt") and isinstance(inner.args[0], Node):
+            inner = origin(inner.args[0], _scalings)
         if op_name(inner) in ("aten::linalg_vector_norm", "aten::norm"):
             return self._are_distinct(inner.args[0])
         if op_name(inner) not in ("aten::sum", "aten::mean") or not isinstance(inner.args[0], Node):

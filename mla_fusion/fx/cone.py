@@ -24,6 +24,7 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, table_columns
 
 _LARGEST = 1 << 24  # elements of one probe value; beyond it lies attention, not the prologue
+_MOST_INPUTS = 128  # of one node: a join of more is of a whole model's values, and would be read once for each
 _LARGEST_BASES = 1 << 27  # elements of all that a probe draws: a gibibyte; no prologue has a table as long
 
 
@@ -82,6 +83,8 @@ class Cone:
 
     def _is_probed(self, node: Node) -> bool:
         value = node.meta.get("val")
+        if len(node.all_input_nodes) > _MOST_INPUTS:
+            return False
         if isinstance(value, torch.Tensor):
             size = value.numel()
             if is_symbolic(size):
@@ -92,7 +95,7 @@ class Cone:
     def _join_bases(self) -> None:
         """Find what meets the product, peel it to its base, and put the peeled nodes into the program."""
         inside = {self.node, *self.nodes}
-        self.bases: list[Node] = []
+        bases: dict[Node, None] = {}
         aliases: dict[Node, Node] = {}
         canonical: dict[int, Node] = {}
         ordered: list[Node] = []
@@ -101,12 +104,12 @@ class Cone:
             for side in node.all_input_nodes:
                 if side in placed or is_symbolic(side.meta.get("val")):
                     continue
-                bases = [] if self._is_literal(side) else self._bases_of(side)
-                chain = nodes_between(bases, side)
-                for base in bases:
+                found = [] if self._is_literal(side) else self._bases_of(side)
+                chain = nodes_between(found, side)
+                for base in found:
                     first = canonical.setdefault(self.view.number(base), base)
-                    if first is base and base not in aliases and base not in self.bases:
-                        self.bases.append(base)
+                    if first is base and base not in aliases:
+                        bases[base] = None
                     elif first is not base:
                         aliases[base] = first
                     placed.add(base)
@@ -115,6 +118,7 @@ class Cone:
                         placed.add(link)
                         ordered.append(link)
             ordered.append(node)
+        self.bases = list(bases)
         if self._leave_out_mixed((*self.bases, *aliases), ordered):
             self._join_bases()  # anew: what meets only nodes left out is none of the cone's
             return

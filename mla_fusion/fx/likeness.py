@@ -42,6 +42,7 @@ class _Walk:
         self.move: dict[Node, Node] = {}
         self._bases = {*cone.bases, *cone.aliases}
         self._numbers: dict[int, int] = {}  # bases that hold one value are one input: so must be their counterparts
+        self._theirs: dict[int, int] = {}
 
     def step(self, node: Node, other: Node) -> bool:
         """Take in a node that does to its inputs what ``other`` does to the counterparts of these."""
@@ -69,7 +70,7 @@ class _Walk:
         if self.view.is_constant(other) or origin(other, table_columns) is not other or not self.alike(base, other):
             return False
         number, theirs = self.view.number(base), self.view.number(other)
-        if self._numbers.setdefault(number, theirs) != theirs or list(self._numbers.values()).count(theirs) > 1:
+        if self._numbers.setdefault(number, theirs) != theirs or self._theirs.setdefault(theirs, number) != number:
             return False
         self.move[base] = other
         return True

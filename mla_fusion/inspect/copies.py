@@ -15,6 +15,9 @@ from mla_fusion.inspect.followed import Followed
 from mla_fusion.inspect.operator_kinds import plain
 
 
+_MOST_VISITED = 500_000  # operators below inputs, all inputs together; 61 layers have less than half as many
+
+
 @dataclass(frozen=True)
 class Copy:
     """A cache or weight that the graph copies at every run. ``bytes`` is None where the shape is not known.
@@ -47,8 +50,13 @@ def find_copies(dump: Dump) -> Copies:
     """Copies of whole caches and of weights; other copies are nobody's loss."""
     found = Copies()
     made: list[Copy] = []
+    visited = 0
     for cache in _caches(dump):
+        if visited > _MOST_VISITED:
+            found.lost[cache.name] = f"more than {_MOST_VISITED:,} steps"
+            continue
         path = Followed(dump, cache)
+        visited += path.visited
         if not path.is_cache:
             continue
         if path.lost:

@@ -42,6 +42,7 @@ class Followed:
     copies    operators that make another tensor of it, with how
     leaving   those of them whose tensor is what is written back or returned
     lost      operators of which nobody knows whether they copy it
+    visited   how many operators were looked at
     """
 
     def __init__(self, dump: Dump, source: Operator) -> None:
@@ -77,6 +78,7 @@ class Followed:
             for edge, held in self._through(operator).items():
                 self._held[edge] = held
                 push(operator.name)
+        self.visited = len(seen)
         self.leaving = self._behind_ends()
         for operator in self._parts:  # rebuilt, and then put back into the whole
             if operator.name in self.leaving:

@@ -24,12 +24,53 @@ OUTPUTS = [
 @pytest.mark.parametrize("words", OUTPUTS, ids=" ".join)
 def test_an_output_that_cannot_be_written_is_told_before_the_work(words, tmp_path, capsys):
     (tmp_path / "file.dot").write_text("kept")
-    for path in (tmp_path, tmp_path / "file.dot" / "below.html"):
+    for path in (tmp_path, tmp_path / "file.dot" / "below.html", tmp_path / "absent" / "a.html"):
         assert cli.main([*words, str(path)]) == 2
         said = capsys.readouterr()
         assert not said.out and len(said.err.splitlines()) == 1
         assert "is a folder, not a file" in said.err or "is no folder" in said.err
-    assert (tmp_path / "file.dot").read_text() == "kept"
+    assert (tmp_path / "file.dot").read_text() == "kept" and not (tmp_path / "absent").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("words", [OUTPUTS[0], OUTPUTS[2], OUTPUTS[3]], ids=" ".join)
+def test_a_file_on_a_full_disk_is_named(words, capsys):
+    assert cli.main([*words, "/dev/full"]) == 2
+    assert "/dev/full: No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["explain", "lower", "bench", "audit"])
+@pytest.mark.parametrize(
+    "body",
+    ["sys.exit(7)", "raise SystemExit", "raise type('Odd', (BaseException,), {})('odd')"],
+)
+def test_a_function_that_ends_the_process(command, body, tmp_path, capsys):
+    file = tmp_path / "ends.py"
+    file.write_text(f"import sys\n\n\ndef example():\n    {body}\n")
+    assert cli.main([command, f"{file}:example"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "example() failed: " in said and "(line 5)" in said
+    file.write_text(f"import sys\n\n{body}\n\n\ndef example():\n    pass\n")
+    assert cli.main([command, f"{file}:example"]) == 2
+    assert "cannot be imported: " in capsys.readouterr().err.splitlines()[-1]
+
+
+WRONG = ["text", None, [1], -1, 1.5, {"a": 1}]
+FIELDS = ("model_type", "hidden_size", "q_lora_rank", "hidden_act", "torch_dtype", "rope_scaling", "vocab_size")
+
+
+@pytest.mark.parametrize("field", [*FIELDS, "quantization_config", "num_attention_heads", ""])
+def test_a_config_with_fields_of_wrong_types(field, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 32, "n_routed_experts": 4, "n_group": 1}
+    good = {"model_type": "deepseek_v3", "topk_group": 1, "num_experts_per_tok": 1, **sizes}
+    for value in WRONG:
+        config = {**good, field: value} if field else value
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        status = cli.main(["check-model", str(tmp_path)])
+        said = capsys.readouterr().err.splitlines()
+        assert status in (0, 1) or (status == 2 and len([line for line in said if "check-model: " in line]) == 1)
+        assert status == 2 or field, value
 
 
 @pytest.mark.parametrize("words", [["lower", TARGET, "--out"], ["demo", "--out"]], ids=" ".join)
