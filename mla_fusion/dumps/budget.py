@@ -26,8 +26,11 @@ from mla_fusion.dumps.model import NotRebuilt
 
 MOST_TERMS = 64  # of one size when it is multiplied out; torch's own sizes have a few
 MOST_DEGREE = 64  # of one size, as a polynomial
-UNITS = 10_000  # a size that was not met before is one and one for each term; a call is one
-UNITS_PER_OPERATOR = 3  # a long listing may cost more
+UNITS = 6_000  # a size that was not met before is one and one for each term; a call is one
+UNITS_PER_OPERATOR = 2  # a long listing may cost more
+
+
+_LARGEST = 1 << 64  # of a number in a size: memory has no more bytes
 
 
 class TooCostly(BaseException):
@@ -71,7 +74,8 @@ class Budget:
             return self.check()
         terms, degree = measured(size)
         if terms > MOST_TERMS or degree > MOST_DEGREE:
-            self.refuse(f"a size has more than {MOST_TERMS} terms, or a degree above {MOST_DEGREE}")
+            most = f"{MOST_TERMS} terms, a degree above {MOST_DEGREE} or a number above 2**64"
+            self.refuse(f"a size has more than {most}")
         self._known[size] = terms
         return self.spend(1 + terms)
 
@@ -82,6 +86,8 @@ def measured(size: Any) -> tuple[int, int]:
     What stands in a quotient, a remainder or a maximum counts twice, because sympy compares it with its neighbours.
     """
     most = max(MOST_TERMS, MOST_DEGREE) + 1
+    if isinstance(size, sympy.Integer) and abs(size) > _LARGEST:
+        return most, most
     if not getattr(size, "args", ()):
         return 1, 0 if getattr(size, "is_number", True) else 1
     if isinstance(size, sympy.Pow):

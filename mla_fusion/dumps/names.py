@@ -101,6 +101,20 @@ def computable(
     return bounded(found, args, kwargs)
 
 
+def fits(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Are there as many arguments as the schema of an operator asks for, tensors where it says so?"""
+    if not isinstance(found, OpOverload):
+        return True
+    arguments = schema_of(found).arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    return len(args) <= len(arguments) and all(
+        argument.has_default_value()
+        if argument.name not in given
+        else str(argument.type) != "Tensor" or isinstance(given[argument.name], (torch.Tensor, *_NUMBERS))
+        for argument in arguments
+    )
+
+
 def _is_cheap(found: OpOverload) -> bool:
     """Is it one step, or known to come down to few? An LSTM unrolls its input, and combinations are without number."""
     entry = known(found)

@@ -153,6 +153,8 @@ def contradiction(gm: GraphModule) -> tuple[Node, str] | None:
         if node.op != "call_function":
             continue
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("val"))
+        if not names.fits(node.target, args, kwargs):
+            return node, "these are not the arguments that it takes"
         modes = [leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
         if not modes or not names.computable(node.target, args, kwargs, writes=True):
             continue
