@@ -111,7 +111,7 @@ def test_what_nobody_needs_is_left_alone(
 
 
 def test_many_symbols_cost_in_proportion(tmp_path: Path) -> None:
-    """Of a live graph, in which nothing is counted: 300 symbols were 20 times as slow as 100."""
+    """Of a live graph, in which nothing is counted: 400 symbols took 12 times as long as 100."""
     def seconds(count: int) -> float:
         inputs = "".join(f', x{i}: "f32[u{i}, 4]"' for i in range(count))
         lines = [f'y{i}: "f32[u{i}, 4]" = torch.ops.aten.mm.default(x{i}, w)' for i in range(count)]
@@ -124,7 +124,7 @@ def test_many_symbols_cost_in_proportion(tmp_path: Path) -> None:
         return process_time() - started
 
     seconds(20)
-    assert seconds(320) < 12 * seconds(80) + 0.5
+    assert seconds(200) < 8 * seconds(50) + 0.3
 
 
 def test_nothing_of_torch_s_logging_comes_through(tmp_path: Path) -> None:
