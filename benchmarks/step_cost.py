@@ -4,12 +4,13 @@
 
 The pass fuses a decoder of small dims, and the graph inside is replaced by a function that returns at once, so that
 what remains is the work on the inputs: weights looked up and checked, caches viewed. Four weights a layer; microseconds
-are medians, and means beside them: one step of four reads a share of the weights' bytes. Settings:
+are medians, and means beside them: one step of sixteen reads a share of the weights' bytes. Settings:
 
 * views: on a CPU most packed weights are views of their parameters, which are current by themselves
 * counted: packed copies, of which version counter and address are compared (``Config(updates="counted")``)
 * rounds: the same, the default; a share of the bytes is read besides
 * wide: the same at eight times the width, and so eight times the bytes
+* manager: rounds, in a graph that :func:`mla_fusion.serving.vllm_ascend_pass` has edited; its one call for all weights
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import gc
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
@@ -30,9 +32,11 @@ import torch
 from model import Decoder, Sizes, model_arguments
 from torch import nn
 
-from mla_fusion.compile.adapted import Adapted, Packed
 from mla_fusion.compile.boundary import fuse_with_boundary
 from mla_fusion.compile.device_graph import capture
+from mla_fusion.serving.prepack import NAME
+from mla_fusion.serving.vllm_ascend import vllm_ascend_pass
+from mla_fusion.weights.current import Weights
 
 WIDE = Sizes(hidden=8192, heads=16)
 SETTINGS = {  # name: configuration, device whose layouts are asked for, sizes
@@ -40,6 +44,7 @@ SETTINGS = {  # name: configuration, device whose layouts are asked for, sizes
     "counted": (mf.Config(updates="counted"), "npu", Sizes()),
     "rounds": (mf.Config(), "npu", Sizes()),
     "wide": (mf.Config(), "npu", WIDE),
+    "manager": (mf.Config(), "npu", Sizes()),
 }
 
 
@@ -67,16 +72,17 @@ def _options() -> argparse.Namespace:
 
 def _measure(layers: int, name: str, repeat: int) -> dict[str, Any]:
     config, device, sizes = SETTINGS[name]
-    adapted, args = _adapted(layers, config, device, sizes)
-    inner = adapted.inputs(args)
+    made = _managed if name == "manager" else _adapted
+    step, direct_call, args, weights = made(layers, config, device, sizes)
+    step()
     gc.collect()
     gc.disable()
     try:
-        whole, average = _microseconds(lambda: adapted(*args), repeat)
-        direct, _ = _microseconds(lambda: adapted.compiled(*inner), repeat)
+        whole, average = _microseconds(step, repeat)
+        direct, _ = _microseconds(direct_call, repeat)
     finally:
         gc.enable()
-    entries = {adaptor.entry(args) for adaptor in adapted.adaptors if isinstance(adaptor, Packed)}
+    entries = {*(weights.entries(args) or ())}
     row = {
         "layers": layers,
         "setting": name,
@@ -95,19 +101,37 @@ def _measure(layers: int, name: str, repeat: int) -> dict[str, Any]:
     return row
 
 
-def _adapted(layers: int, config: mf.Config, device: str, sizes: Sizes) -> tuple[Adapted, list[Any]]:
+Made = tuple[Callable[[], Any], Callable[[], Any], list[Any], Weights]  # a step, the step without what is measured
+
+
+def _adapted(layers: int, config: mf.Config, device: str, sizes: Sizes) -> Made:
     """The fused graph's boundary around nothing, and arguments for it with real weights."""
     with torch.device("meta"):
         model = Decoder(sizes, layers)
     gm, inputs = capture(model, *model_arguments(sizes, layers), device=device)
     report, _, wrap = fuse_with_boundary(gm, inputs, config)
     assert len(report.fused) == layers, str(report)
-    args: list[Any] = []
-    for value in inputs:
-        tensor = torch.zeros(value.shape, dtype=value.dtype)
-        args.append(nn.Parameter(tensor, requires_grad=False) if tensor.is_floating_point() else tensor)
+    args = [_filled(value) for value in inputs]
     adapted: Any = wrap(lambda *inputs: None)
-    return adapted, args
+    inner = adapted.inputs(args)
+    return lambda: adapted(*args), lambda: adapted.compiled(*inner), args, adapted.weights
+
+
+def _managed(layers: int, config: mf.Config, device: str, sizes: Sizes) -> Made:
+    with torch.device("meta"):
+        model = Decoder(sizes, layers)
+    gm, _ = capture(model, *model_arguments(sizes, layers), device=device)
+    vllm_ascend_pass(config)(gm)
+    (call,) = gm.graph.find_nodes(op="call_module", target=NAME)
+    args = [_filled(node.meta["val"]) for node in call.args]
+    once: Any = gm.get_submodule(NAME)
+    return lambda: once(*args), lambda: None, args, once.weights
+
+
+def _filled(value: torch.Tensor) -> torch.Tensor:
+    """With real memory: a zero that was never written has none."""
+    tensor = torch.ones(value.shape, dtype=value.dtype)
+    return nn.Parameter(tensor, requires_grad=False) if tensor.is_floating_point() else tensor
 
 
 def _microseconds(function: Any, repeat: int) -> tuple[float, float]:

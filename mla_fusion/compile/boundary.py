@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import expression_of, storage_id
 from mla_fusion.compile import narrow
-from mla_fusion.compile.adapted import Adapted, Adaptor, Packed, Same, Viewed
+from mla_fusion.compile.adapted import Adapted, Adaptor, Same, Viewed
 from mla_fusion.compile.inplace import ready_to_run, runs_fx_graph
 from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.config import Config
@@ -34,6 +34,7 @@ from mla_fusion.page import live
 from mla_fusion.pipeline import run
 from mla_fusion.report.report import Report
 from mla_fusion.weights import cache
+from mla_fusion.weights.current import Packed
 from mla_fusion.weights.share import Inverse, inverse
 
 aten = torch.ops.aten

@@ -59,7 +59,7 @@ class _GraphFusion:
         assert gm is not None  # the hook has refused it otherwise
         if inductor_bridge.runs(self):
             return  # a compiler follows, which does the rest itself
-        if write_in_place(gm.graph) + pack_once(gm, self.fusion_config.updates):
+        if write_in_place(gm.graph) + pack_once(gm, self.fusion_config):
             gm.graph.lint()
             gm.recompile()
         for line in hidden_prologues(gm):

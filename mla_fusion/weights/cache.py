@@ -16,8 +16,8 @@ from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from threading import Lock
-from typing import Any
-from weakref import WeakValueDictionary, ref
+from typing import Any, Protocol
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch.fx import GraphModule
@@ -37,6 +37,13 @@ class WeightError(ValueError):
     """A parameter has changed to what the compiled graph was not made for."""
 
 
+class User(Protocol):
+    """Whoever keeps packed weights from one step to the next."""
+
+    def forget(self) -> None:
+        """Keep them no more: one of them is not current, or its memory is to be freed."""
+
+
 class Entry:
     """A packed weight, None once its parameters are gone, or have changed.
 
@@ -54,6 +61,7 @@ class Entry:
         self.updates = updates
         self.inverse: Inverse | None = None
         self.asked_to_share = False
+        self.users: WeakSet[User] = WeakSet()
         self._remember(sources)
 
     def _remember(self, sources: Sequence[Any]) -> None:
@@ -64,13 +72,21 @@ class Entry:
 
     def void(self) -> None:
         """Let go of the memory."""
-        self.packed = self.memory = None
+        self.expire()
+        self.memory = None
+
+    def expire(self) -> None:
+        """What is packed is not current any more: whoever uses it asks again."""
+        self.packed = None
+        for user in list(self.users):
+            user.forget()
 
     def renew(self, sources: Sequence[Any], packed: torch.Tensor) -> bool:
         """Take the content of a weight that was packed anew, in place; False where it has no such memory."""
         mine = self.memory
         if mine is None or self.is_view or (mine.shape, mine.dtype) != (packed.shape, packed.dtype):
             return False
+        self.expire()
         mine.copy_(packed)
         self.packed = mine
         self._remember(sources)
@@ -251,12 +267,10 @@ def renew(tensors: Iterable[torch.Tensor]) -> int:
 
     Each is packed into the memory that it has. A copy that other tensors have a part in is left to the next call.
     """
-    global _renewals
     by_place = {place(tensor): tensor for tensor in tensors}
     by_storage = {storage_id(tensor): tensor for tensor in by_place.values()}
     count = 0
     with _LOCK, outside_modes():
-        _renewals += 1
         for (*_, places), entry in list(_ENTRIES.items()):
             concerned = any(source.storage in by_storage for source in entry.sources)
             if entry.memory is None or entry.is_view or not concerned:
@@ -265,16 +279,8 @@ def renew(tensors: Iterable[torch.Tensor]) -> int:
             if all(source is not None for source in sources) and entry.renew(sources, entry.pack(*sources)):
                 count += 1
             else:
-                entry.packed = None
+                entry.expire()
     return count
-
-
-_renewals = 0
-
-
-def renewals() -> int:
-    """How often :func:`renew` was called: what is known of sources is out of date afterwards."""
-    return _renewals
 
 
 def _placed(at: Any, by_place: dict[object, torch.Tensor], by_storage: dict[int, torch.Tensor]) -> Any:
@@ -290,7 +296,7 @@ def _placed(at: Any, by_place: dict[object, torch.Tensor], by_storage: dict[int,
 
 def sweep() -> None:
     """Void the packed weights whose parameters are gone."""
-    with _LOCK:
+    with _LOCK, outside_modes():
         _sweep()
 
 
@@ -308,7 +314,8 @@ def _collected(phase: str, info: dict[str, int]) -> None:
     """Sweep after each full collection of Python's. Nobody says when memory has lost its last other holder."""
     if phase == "stop" and info["generation"] == 2 and _ENTRIES and _LOCK.acquire(blocking=False):
         try:
-            _sweep()
+            with outside_modes():  # of whoever happened to allocate
+                _sweep()
         finally:
             _LOCK.release()
 
@@ -318,11 +325,10 @@ gc.callbacks.append(_collected)
 
 def _is_alone(entry: Entry, ours: Counter[int]) -> bool:
     """Whether the memory of a packed weight in which its parameter lies has no holder but packed weights."""
-    assert entry.packed is not None
-    storage = storage_id(entry.packed)
-    if not any(source.storage == storage for source in entry.sources):
+    packed = entry.packed
+    if packed is None or not any(source.storage == storage_id(packed) for source in entry.sources):
         return False
-    return holders(entry.packed) < holders(entry.packed.new_empty(0)) + ours[storage]
+    return holders(packed) < holders(packed.new_empty(0)) + ours[storage_id(packed)]
 
 
 def bytes_held() -> int:

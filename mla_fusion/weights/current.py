@@ -2,24 +2,73 @@
 
 Address and version counter of each parameter are compared, on the host: no byte of a weight is read,
 and nothing waits for a device. Under ``Config(updates="rounds")`` one share of the bytes is looked at
-besides (:mod:`mla_fusion.weights.rounds`).
+besides, at one step of several (:mod:`mla_fusion.weights.rounds`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
+from torch.fx import GraphModule
 
-from mla_fusion.compat import version_of
+from mla_fusion.compat import storage_id, version_of
+from mla_fusion.fx.held import Exact
 from mla_fusion.modes import outside_modes
-from mla_fusion.weights.cache import Entry, renewals
+from mla_fusion.weights import cache
+from mla_fusion.weights.cache import Entry
 from mla_fusion.weights.rounds import Rounds, Watched, warn_once
+from mla_fusion.weights.share import Inverse
 
 
-class Use(NamedTuple):
+@dataclass(frozen=True)
+class Packed:
+    """A weight made of some of the caller's arguments: tensors, and numbers that its sizes depend on.
+
+    inverse     how the one argument is read out of the packed weight, where it may become a view of it
+    names       of the arguments in the user's model
+    updates     as in Config
+    exact       which numbers of the one argument it must hold
+    """
+
+    program: GraphModule
+    signature: str
+    positions: tuple[int, ...]
+    names: tuple[str, ...]
+    inverse: Inverse | None = None
+    updates: str = "rounds"
+    exact: Exact | None = None
+    packing: cache.Packing = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        packing = cache.Packing(self.program, self.signature, self.inverse, self.updates, self.exact)
+        object.__setattr__(self, "packing", packing)
+
+    def __call__(self, args: Sequence[Any]) -> Tensor:
+        return self.packing.weight(self._sources(args))
+
+    def entry(self, args: Sequence[Any]) -> cache.Entry:
+        return self.packing.of(self._sources(args))
+
+    def bytes(self, args: Sequence[Any]) -> int:
+        """What it takes beside these arguments, once it has been made of them."""
+        return self.packing.bytes(self._sources(args))
+
+    def _sources(self, args: Sequence[Any]) -> list[Any]:
+        return [args[position] for position in self.positions]
+
+
+def items(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Gives ``args`` at these positions."""
+    if len(positions) == 1:
+        return lambda args: (args[positions[0]],)
+    return itemgetter(*positions) if positions else lambda args: ()
+
+
+class _Use(NamedTuple):
     """A packed weight, and which arguments it was made of: positions, and names in the user's model."""
 
     entry: Entry
@@ -27,79 +76,127 @@ class Use(NamedTuple):
     names: tuple[str, ...]
 
 
-def _items(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """``args`` at these positions."""
-    if len(positions) == 1:
-        return lambda args: (args[positions[0]],)
-    return itemgetter(*positions) if positions else lambda args: ()
+class Weights:
+    """The packed weights that one graph takes, remembered for each set of parameters."""
+
+    def __init__(self, wanted: Sequence[Packed]) -> None:
+        self.wanted = tuple(wanted)
+        self._sources = [position for item in wanted for position in item.positions]
+        self._known: dict[object, Current] = {}
+
+    def of(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The weights packed of these arguments, in the order in which they are wanted."""
+        if not self.wanted:
+            return ()
+        known = self._known.get(self._key(args))
+        packed = known.packed if known is not None and known.holds(args) else None
+        if packed is None:
+            if not cache.are_plain([args[position] for position in self._sources]):
+                return tuple(item(args) for item in self.wanted)
+            while packed is None:  # another thread has found a weight changed meanwhile
+                packed = self._prepare(args)
+        return packed
+
+    def entries(self, args: Sequence[Any]) -> tuple[Entry, ...] | None:
+        """Where the weights of these arguments are kept; None if they are not."""
+        known = self._known.get(self._key(args))
+        return known.entries if known is not None else None
+
+    def _key(self, args: Sequence[Any]) -> object:
+        """Tells apart sets of parameters, for a graph that serves several layers."""
+        first = args[self._sources[0]] if self._sources else None
+        try:
+            return storage_id(first) if isinstance(first, Tensor) else first
+        except RuntimeError:  # a transform's wrapper has no memory
+            return None
+
+    def _prepare(self, args: Sequence[Any]) -> tuple[Tensor, ...] | None:
+        """Pack what is not packed, or not any more."""
+        cache.sweep()
+        before = self._known.get(self._key(args))
+        self._known = {key: known for key, known in self._known.items() if known.packed is not None}
+        uses = [_Use(item.entry(args), item.positions, item.names) for item in self.wanted]
+        for item in self.wanted:
+            item.packing.sweep()
+        known = self._known[self._key(args)] = Current(uses, args, before)
+        return known.packed
 
 
 class Current:
     """The packed weights of one set of parameters, and what must still hold for them to be current.
 
+    packed  the weights, None as soon as one of them is not current
     before  the same, before something was packed anew
     """
 
-    def __init__(self, uses: Sequence[Use], args: Sequence[Any], before: Current | None = None) -> None:
+    def __init__(
+        self, uses: Sequence[_Use], args: Sequence[Any], before: Current | None = None
+    ) -> None:
         self.entries = tuple(use.entry for use in uses)
         self._numbers: dict[int, Any] = {}
         sources: dict[tuple[int, int | None], Watched] = {}
         for use in uses:
             tensors = iter(use.entry.sources)
             for position, name in zip(use.positions, use.names, strict=True):
-                if not isinstance(args[position], torch.Tensor):
+                if not isinstance(args[position], Tensor):
                     self._numbers[position] = args[position]
                     continue
                 watched = Watched(position, next(tensors), name)
                 sources.setdefault((position, watched.source.version), watched)
         self._uses = tuple(uses)
         counted = {at: each.source for at, each in sources.items() if at[1] is not None}
-        self._of = _items([position for position, _ in sources])
+        self._of = items([position for position, _ in sources])
         self._pointers = [each.source.pointer for each in sources.values()]
-        self._counted = _items([position for position, _ in counted])
+        all_count = len(counted) == len(sources)
+        self._counted = None if all_count else items([position for position, _ in counted])
         self._versions = [source.version for source in counted.values()]
         self._watched = tuple(each for each in sources.values() if len(each.source.content))
-        self._renewals = renewals()
         self._rounds: Rounds | None = None
         self._in_full = any(use.entry.updates == "every call" for use in uses)
         if not self._in_full and self._watched:
             self._rounds = Rounds(self._watched, before._rounds if before is not None else None)
+        self.packed: tuple[Tensor, ...] | None = None
+        for entry in self.entries:
+            entry.users.add(self)  # before the weight is read: it may expire in between
+        packed = tuple(entry.packed for entry in self.entries)
+        whole = tuple(weight for weight in packed if weight is not None)
+        if len(whole) == len(packed):
+            self.packed = whole
+        if any(entry.packed is None for entry in self.entries):
+            self.packed = None
 
-    @property
-    def is_current(self) -> bool:
-        return all(entry.packed is not None for entry in self.entries)
+    def forget(self) -> None:
+        self.packed = None
 
-    def holds(self, args: Sequence[Any], looks: bool = True) -> bool:
-        """Whether the arguments are those that the weights were packed of, as they were.
-
-        looks  is a share of the bytes to be looked at too
-        """
-        if self._renewals != renewals():
-            return False
+    def holds(self, args: Sequence[Any]) -> bool:
+        """Whether the arguments are those that the weights were packed of, as they were."""
         try:  # maps: the loop over hundreds of weights runs in C
-            if list(map(torch.Tensor.data_ptr, self._of(args))) != self._pointers:
+            tensors = self._of(args)
+            if list(map(Tensor.data_ptr, tensors)) != self._pointers:
                 return False
-            if list(map(version_of, self._counted(args))) != self._versions:
+            counted = tensors if self._counted is None else self._counted(args)
+            if list(map(version_of, counted)) != self._versions:
                 return False
         except (RuntimeError, TypeError):  # fake, or made under inference mode; no tensor
             return False
         for position, number in self._numbers.items():
             if args[position] != number:
                 return False
-        if looks and self._rounds is not None:
-            changed = self._rounds.step(args)
-            if changed is not None:
-                self._void(changed)
-                warn_once(changed, self._rounds.steps)
-                return False
+        changed = self._rounds.step(args) if self._rounds is not None else None
+        if self._rounds is not None and changed is not None:
+            self._void(changed)
+            warn_once(changed, self._rounds.steps)
+            return False
         return not self._in_full or self._hold_the_same(args)
 
     def _void(self, changed: Watched) -> None:
         """What was made of the tensor, in whatever graph, is to be packed again."""
         for use in self._uses:
             if changed.position in use.positions:
-                use.entry.packed = None
+                use.entry.expire()
 
     def _hold_the_same(self, args: Sequence[Any]) -> bool:
         with outside_modes():
-            return all(each.source.is_still(args[each.position], "every call") for each in self._watched)
+            return all(
+                each.source.is_still(args[each.position], "every call") for each in self._watched
+            )

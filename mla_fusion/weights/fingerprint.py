@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 
 from mla_fusion.modes import kept_outside_modes
 
-SHARES = {"cpu": 1 << 17}
-"""Bytes read at a time, by device: 128 KiB take some 50 us of a core."""
-SHARE_OF_OTHERS = 1 << 24
+SHARES = {"cpu": 1 << 19}
+"""Bytes read at a time, by device."""
+SHARE_OF_OTHERS = 1 << 25
 _LANE = 8  # bytes of an int64
 _COLUMNS = 4093  # a prime: rows of a weight that change places do not stay in their columns
 

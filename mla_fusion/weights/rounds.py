@@ -3,8 +3,8 @@
 ``parameter.data.add_(..)``, a fused optimizer, a flat buffer of which the parameter is a part, and
 every change of a tensor made under inference mode leave no trace but the content. A look
 fingerprints one share of one weight and compares it with that of the bytes which were packed. On a
-device each step looks, and nothing waits: a later step reads the outcome. On a CPU, where a look
-takes as long as a hundred comparisons of addresses, one step of four does.
+device nothing waits: a later step reads the outcome. A look costs the host more than all that a
+step does besides, so one step of several looks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ from mla_fusion.weights.fingerprint import Shares
 from mla_fusion.weights.source import Source
 
 log = logging.getLogger("mla_fusion")
-STEPS_A_LOOK_ON_A_CPU = 4
+STEPS_A_LOOK = {"cpu": 16}
+STEPS_A_LOOK_OF_OTHERS = 4
 _SAID: set[str] = set()  # parameters of which a warning has told
 
 
@@ -59,9 +61,10 @@ class Rounds:
         goes_on = before is not None and len(before._shares) == len(self._shares)
         self._next: int = before._next if before is not None and goes_on else 0
         self._steps: int = before._steps if before is not None and goes_on else 0
-        on_cpu = all(each.source.content.device.type == "cpu" for each, _ in self._shares)
-        self._every = STEPS_A_LOOK_ON_A_CPU if on_cpu else 1
+        kind = watched[0].source.content.device.type
+        self._every = STEPS_A_LOOK.get(kind, STEPS_A_LOOK_OF_OTHERS)
         self._looks: deque[_Look] = deque()
+        self._turn = Lock()  # of the threads that call the graph one looks, and nobody waits for it
 
     @property
     def steps(self) -> int:
@@ -69,10 +72,16 @@ class Rounds:
         return len(self._shares) * self._every
 
     def step(self, args: Sequence[Any]) -> Watched | None:
-        """Look at the next share, if it is time; a source that an earlier look (on a CPU this one) found changed."""
+        """Look at the next share, if it is time; a source that a look has found changed."""
         self._steps += 1
-        if not self._shares or self._steps % self._every:
+        if self._steps % self._every or not self._turn.acquire(blocking=False):
             return None
+        try:
+            return self._look_on(args)
+        finally:
+            self._turn.release()
+
+    def _look_on(self, args: Sequence[Any]) -> Watched | None:
         watched, number = self._shares[self._next]
         tensor = args[watched.position]
         if not is_capturing(tensor.device):

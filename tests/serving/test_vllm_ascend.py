@@ -139,13 +139,13 @@ def test_second_step_packs_and_copies_nothing() -> None:
     given = arguments()
     with torch.no_grad():
         run(*given)
-        packings = [module for module in graphs[0].modules() if isinstance(module, PackOnce)]
+        (once,) = (module for module in graphs[0].modules() if isinstance(module, PackOnce))
         packed_again = []
-        for packing in packings:
-            packing.program.register_forward_hook(lambda program, *_: packed_again.append(program))
+        for packed in once.weights.wanted:
+            packed.program.register_forward_hook(lambda program, *_: packed_again.append(program))
         addresses = [cache.data_ptr() for cache in given[4:]]
         run(*given)
-    assert len(packings) == 3 and packed_again == []
+    assert len(once.weights.wanted) == 3 and packed_again == []
     assert called(graphs[0]) == {"npu::npu_mla_prolog_v3": 1}
     assert addresses == [cache.data_ptr() for cache in given[4:]]
 

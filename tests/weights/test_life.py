@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_fusion as mf
 from mla_fusion.weights import cache
@@ -140,6 +141,18 @@ def test_a_forked_child_packs_while_a_thread_of_its_parent_does() -> None:
         os.kill(child, 9)
         os.waitpid(child, 0)
     assert ended and status == 0
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_collection_under_a_fake_mode_sweeps_as_ever() -> None:
+    """It is whoever allocates at that moment; what is asked of memory is no business of their mode."""
+    model, args = Sharing(), base.paged_args()
+    run = torch.compile(model, backend=mf.backend())
+    with torch.no_grad():
+        run(*clones(args))
+    with FakeTensorMode():
+        cache._collected("stop", {"generation": 2})
+        gc.collect()
 
 
 def test_a_collection_in_the_midst_of_packing_leaves_it_alone() -> None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import CaptureError, capture
 from mla_fusion.fx.kinds import op_name
-from mla_fusion.weights import cache
+from mla_fusion.weights import cache, rounds
+from mla_fusion.weights.fingerprint import SHARES
 from mla_fusion.weights.prepack import _MODULES, is_laid_out
 from tests.catalogue import base, prologues
 from tests.harness import assert_as_exact, clones, eager
@@ -299,8 +300,10 @@ def test_refresh_packs_copies_anew_in_their_memory(caplog: pytest.LogCaptureFixt
     assert not caplog.records and copies_of(one.model) == entries
 
 
-def test_rounds_go_on_from_a_refresh(caplog: pytest.LogCaptureFixture) -> None:
+def test_rounds_go_on_from_a_refresh(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was looked at before it is not taken for a change."""
+    monkeypatch.setitem(rounds.STEPS_A_LOOK, "cpu", 4)
+    monkeypatch.setitem(SHARES, "cpu", 1 << 17)
     one = OneLayer(model=prologues.Neox())
     one.assert_right()
     for name in VIEWS:

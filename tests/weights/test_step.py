@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import mla_fusion as mf
 from mla_fusion.compat import aot_autograd
 from mla_fusion.serving.vllm_ascend import vllm_ascend_pass
 from mla_fusion.weights import cache, rounds
-from mla_fusion.weights.current import Current
+from mla_fusion.weights.current import Weights
 from mla_fusion.weights.fingerprint import SHARES
 from tests.catalogue import base, prologues
 from tests.harness import clones
@@ -47,23 +48,23 @@ def entries() -> list[cache.Entry]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_waits_for_nothing_and_reads_a_share(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "STEPS_A_LOOK_ON_A_CPU", 1)
+    monkeypatch.setitem(rounds.STEPS_A_LOOK, "cpu", 1)
     monkeypatch.setitem(SHARES, "cpu", 1 << 12)
     model, args = prologues.Neox(), base.paged_args()
     run = torch.compile(model, backend=WAYS[way](mf.Config()), fullgraph=True)
     events: list[Any] = []  # of the checks alone; the profiler sees operators whatever modes are left
-    usual = Current.holds
+    usual = Weights.of
 
-    def profiled(*given: Any) -> bool:
+    def profiled(*given: Any) -> Any:
         with torch.autograd.profiler.profile(use_device=None, record_shapes=True) as profile:
-            holds = usual(*given)
+            packed = usual(*given)
         events.extend(profile.function_events)
-        return holds
+        return packed
 
     with torch.no_grad():
         for _ in range(3):
             run(*clones(args))
-        monkeypatch.setattr(Current, "holds", profiled)
+        monkeypatch.setattr(Weights, "of", profiled)
         run(*clones(args))
     names = {event.name for event in events}
     assert "aten::sum" in names and not WAITS & names, WAITS & names
@@ -88,9 +89,44 @@ def test_a_change_is_packed_into_the_same_memory(way: str) -> None:
     assert not torch.equal(*first)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_most_steps_call_no_operator(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args = prologues.Neox(), base.paged_args()
+    run = torch.compile(model, backend=WAYS[way](mf.Config()), fullgraph=True)
+    steps: list[int] = []
+    usual = Weights.of
+
+    def profiled(*given: Any) -> Any:
+        with torch.autograd.profiler.profile(use_device=None) as profile:
+            packed = usual(*given)
+        steps.append(len([event for event in profile.function_events if event.name.startswith("aten::")]))
+        return packed
+
+    with torch.no_grad():
+        run(*clones(args))
+        monkeypatch.setattr(Weights, "of", profiled)
+        for _ in range(rounds.STEPS_A_LOOK["cpu"]):
+            run(*clones(args))
+    assert sum(map(bool, steps)) == 1 and len(steps) == rounds.STEPS_A_LOOK["cpu"]
+
+
+def test_a_packed_weight_that_is_void_is_held_by_nobody() -> None:
+    """A step that remembers its weights would keep memory that was let go."""
+    model, args = prologues.Neox(), base.paged_args()
+    run = torch.compile(model, backend=mf.backend(), fullgraph=True)
+    with torch.no_grad():
+        run(*clones(args))
+        memories = [StorageWeakRef(entry.packed.untyped_storage()) for entry in entries() if not entry.is_view]
+        assert len(memories) == 2
+        for name in ("q_b_proj", "kv_a_proj_with_mqa"):
+            weight = getattr(model, name).weight
+            weight.data = weight.data.clone()
+    assert all(memory.expired() for memory in memories)
+
+
 def test_each_weight_of_a_manager_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """One look a step over all weights, not one for each."""
-    monkeypatch.setattr(rounds, "STEPS_A_LOOK_ON_A_CPU", 1)
+    monkeypatch.setitem(rounds.STEPS_A_LOOK, "cpu", 1)
     looks: list[str] = []
     usual = rounds._look
     monkeypatch.setattr(rounds, "_look", lambda each, *rest: looks.append(each.name) or usual(each, *rest))
@@ -104,7 +140,7 @@ def test_each_weight_of_a_manager_has_its_turn(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("updates", ["counted", "rounds"])
 def test_the_manager_heeds_updates(updates: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "STEPS_A_LOOK_ON_A_CPU", 1)
+    monkeypatch.setitem(rounds.STEPS_A_LOOK, "cpu", 1)
     monkeypatch.setitem(SHARES, "cpu", 1 << 30)
     model, args = prologues.Neox(), base.paged_args()
     run = torch.compile(model, backend=as_manager(mf.Config(updates=updates)), fullgraph=True)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.compile.adapted import Adapted
 from mla_fusion.weights import cache, rounds
+from mla_fusion.weights.current import Weights
 from mla_fusion.weights.fingerprint import SHARES, fingerprint
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
@@ -92,7 +92,7 @@ UPDATES = SEEN_AT_ONCE + FOUND_BY_ROUNDS
 @pytest.fixture
 def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round has as many steps as weights are copied; of prologues.Neox these are two."""
-    monkeypatch.setattr(rounds, "STEPS_A_LOOK_ON_A_CPU", 1)
+    monkeypatch.setitem(rounds.STEPS_A_LOOK, "cpu", 1)
     monkeypatch.setitem(SHARES, "cpu", 1 << 30)
 
 
@@ -267,7 +267,7 @@ def test_nothing_is_packed_again_where_nothing_changed(monkeypatch: pytest.Monke
     model, args = prologues.Neox(), base.paged_args()
     run = torch.compile(model, backend=mf.backend(), fullgraph=True)
     assert_current(model, run, args)
-    monkeypatch.setattr(Adapted, "_prepare", None)
+    monkeypatch.setattr(Weights, "_prepare", None)
     assert_current(model, run, args)
 
 
