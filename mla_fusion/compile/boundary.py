@@ -272,14 +272,21 @@ class BoundaryBuilder(GraphBuilder):
                 yield PackedWeight(name, made, value, parameter, self._shares_memory(value, made.positions))
 
     @property
-    def has_symbolic_weights(self) -> bool:
-        """Whether the size of a packed weight is known at the first call alone."""
-        made = (node for node, adaptor in self.made_outside.items() if isinstance(adaptor, Packed))
-        return any(map(_has_symbolic_sizes, made))
+    def knows_late(self) -> bool:
+        """Whether the bytes of a packed weight are known at the first call alone.
+
+        Its size may be symbolic; and a parameter may have the format already to which it would be cast.
+        """
+        made = ((node, item) for node, item in self.made_outside.items() if isinstance(item, Packed))
+        return any(_has_symbolic_sizes(node) or _casts_format(item.program) for node, item in made)
 
     def _shares_memory(self, value: Tensor, positions: Sequence[int]) -> bool:
         sources = (self._originals[place].meta["val"] for place in positions)
         return storage_id(value) in {storage_id(source) for source in sources if not is_symbolic(source)}
+
+
+def _casts_format(program: GraphModule) -> bool:
+    return any(op_name(node) == "npu::npu_format_cast" for node in program.graph.nodes)
 
 
 def _has_symbolic_sizes(node: Node) -> bool:
@@ -348,7 +355,7 @@ def fuse_with_boundary(
         return report, list(inputs), lambda compiled: compiled
     report.bytes_added, report.bytes_on_npu = builder.bytes_packed, builder.bytes_on_npu
     live.save(report)
-    unsettled = report if config.weights == "shared" or builder.has_symbolic_weights else None
+    unsettled = report if config.weights == "shared" or builder.knows_late else None
     checks = tuple(builder.slot_checks.values())
     return report, builder.examples, lambda compiled: Adapted(compiled, builder.adaptors, unsettled, checks)
 

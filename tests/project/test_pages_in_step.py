@@ -20,7 +20,10 @@ ROOT = DOCS.parent
 TRANSLATED = {ROOT / "README.md": ROOT / "README.zh.md", DOCS / "index.md": DOCS / "index.zh.md"}
 
 
-@pytest.mark.parametrize("name", ["generate_support", "generate_cli", "generate_notebook", "generate_api"])
+GENERATED = ["support", "cli", "notebook", "api", "serving"]
+
+
+@pytest.mark.parametrize("name", [f"generate_{page}" for page in GENERATED])
 def test_a_generated_page_is_current(name: str) -> None:
     assert script(name).main(["--check"]) == 0, "run `make docs`"
 
