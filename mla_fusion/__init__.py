@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mla_fusion.config import Config
     from mla_fusion.entry import explain, fuse
     from mla_fusion.report.report import Report, reports
-    from mla_fusion.weights.prepack import refresh, release
+    from mla_fusion.weights.follow import refresh, release
 
 __version__: str
 
@@ -48,8 +48,8 @@ _HOME = {
     "fuse": "mla_fusion.entry",
     "lower": "mla_fusion.compile.lowering",
     "prepack": "mla_fusion.compile.prepack",
-    "refresh": "mla_fusion.weights.prepack",
-    "release": "mla_fusion.weights.prepack",
+    "refresh": "mla_fusion.weights.follow",
+    "release": "mla_fusion.weights.follow",
     "reports": "mla_fusion.entry",
     "torchair_pass": "mla_fusion.compile.hook",
 }

@@ -9,13 +9,14 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from mla_fusion.commit import padding
 from mla_fusion.emit import results, targets
 from mla_fusion.fx import strides
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import has_effect, op_name
 from mla_fusion.fx.workplace import copied
 from mla_fusion.match.candidate import Candidate
-from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
 from mla_fusion.report.rejection import Refuse
 
 _CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
@@ -59,6 +60,8 @@ def write(builder: GraphBuilder, plans: Sequence[Plan], exact_strides: bool = Tr
 def clean(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
     """Eliminate dead code where a product of a region is still in the graph, kept by a node nobody reads; then lint."""
     graph = builder.gm.graph
+    if any(isinstance(plan, PrologPlan) and plan.kernel_heads > plan.heads for plan in plans):
+        padding.carry(builder)
     if any(item.node in builder.copies for plan in plans for item in plan.candidate.projections):
         graph.eliminate_dead_code()
     _keep_output_names(builder.source, graph)

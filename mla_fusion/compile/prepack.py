@@ -18,7 +18,8 @@ from mla_fusion.config import Config
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.report.report import Report
 from mla_fusion.report.text_tables import size
-from mla_fusion.weights.prepack import is_laid_out, lay_out
+from mla_fusion.weights.follow import follow
+from mla_fusion.weights.prepack import is_laid_out, lay_out, pin
 from mla_fusion.weights.share import inverse
 
 _WIDTH = 80
@@ -94,8 +95,10 @@ def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None
     A parameter whose packing only changes the layout becomes a view of the packed weight: the same shape and values,
     other strides, and its old memory is freed. Eager calls, state dicts, optimizers and other graphs go on with it, and
     no memory is added; meanwhile at most one parameter is held twice. The rest is packed beside the parameters at the
-    first call, as without this function. :func:`refresh` follows updates that torch does not count, :func:`release`
-    undoes it. A second call changes nothing. Of a model on the meta device, or of fake tensors, it is a plan.
+    first call, as without this function. From here on ``load_state_dict``, steps of ``torch.optim`` optimizers and
+    PEFT's ``merge`` end with the weights laid out anew in their memory, so that captured graphs stay right.
+    :func:`refresh` does it after other updates, :func:`release` undoes all of it. A second call changes nothing. Of a
+    model on the meta device, or of fake tensors, it is a plan.
 
     What torch.compile has compiled so far in this process is compiled again at its next call.
 
@@ -115,6 +118,12 @@ def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None
         rows.append(PrepackedWeight(" + ".join(weight.packed.names), weight.name, kind, held, reason))
         if is_moved:
             moved.append(held)
+    if not is_plan:
+        names = {name for weight in weights for name in weight.packed.names}
+        owners = [owner for owner in map(ours.owner, names) if owner is not None]
+        for owner in owners:
+            pin(*owner)
+        follow(model, {module for module, _ in owners})
     copied = sum(row.bytes for row in rows if row.kind != "view")
     return Prepacked(tuple(rows), before, _bytes(model), max(moved, default=0), copied, len(moved), is_plan)
 
@@ -150,9 +159,11 @@ class _Parameters:
                     self._owners[name] = module, own
                     self._names.setdefault(id(parameter), []).append(name)
 
-    def owner(self, name: str, like: Tensor) -> tuple[nn.Module, str] | None:
-        """Of a parameter of this name, shape and dtype."""
+    def owner(self, name: str, like: Tensor | None = None) -> tuple[nn.Module, str] | None:
+        """Of a parameter of this name, and of the shape and dtype of another where one is given."""
         found = self._owners.get(name)
+        if like is None:
+            return found
         parameter = found[0]._parameters[found[1]] if found is not None else None
         same = parameter is not None and (parameter.shape, parameter.dtype) == (like.shape, like.dtype)
         return found if same else None

@@ -18,6 +18,7 @@ from mla_fusion.match.finder import rotation_ratio
 from mla_fusion.meta import limits
 from mla_fusion.plan import verdict
 from mla_fusion.plan.outputs import Replacement, ValueTree, is_live, keeps_nothing, leads_only_to, quantised_rows
+from mla_fusion.plan.padded import wanted_heads
 from mla_fusion.plan.plan import InPlace, PrologPlan, Staged
 from mla_fusion.plan.planner import Planner
 from mla_fusion.plan.weight_modes import scales_of_row
@@ -107,7 +108,7 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
             target="v3" if query == "query" else "identity",
             candidate=self.candidate,
             token_x=token_x,
-            kernel_heads=_heads_of_call(q.absorb.heads, self.config),
+            kernel_heads=_heads_of_call(wanted_heads(replacements, q.absorb.heads), q.absorb.heads, self.config),
             cos=k.cos,
             sin=k.sin,
             caches=caches,
@@ -179,10 +180,12 @@ def _duplicates(absorb: AbsorbFact | UnabsorbedFact) -> tuple[tuple[Node, torch.
     return absorb.roots[1:] if isinstance(absorb, UnabsorbedFact) else ()
 
 
-def _heads_of_call(heads: int, config: Config) -> int:
-    """The least number of heads, no fewer than the model's, that the kernel takes; the model's where there is none."""
+def _heads_of_call(wanted: int, heads: int, config: Config) -> int:
+    """What readers want, if the kernel takes it; else the least number, not below the model's, that it takes."""
     machine = config.machine
     taken = limits("npu_mla_prolog_v3", machine.soc, machine.cann).dims["N"]
+    if wanted <= _MOST_HEADS and wanted in taken:
+        return wanted
     return next((count for count in range(heads, _MOST_HEADS + 1) if count in taken), heads)
 
 

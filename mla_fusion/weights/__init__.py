@@ -1,6 +1,6 @@
 """Weights as the kernel wants them: columns taken, packed copies kept, memory shared."""
 
 from mla_fusion.weights.cache import WeightError
-from mla_fusion.weights.prepack import refresh, release
+from mla_fusion.weights.follow import refresh, release
 
 __all__ = ["WeightError", "refresh", "release"]

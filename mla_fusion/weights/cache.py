@@ -221,7 +221,7 @@ class Packing:
     def sweep(self) -> None:
         """Let go of void entries."""
         with _LOCK:
-            self._held = {key: entry for key, entry in self._held.items() if entry.packed is not None}
+            self._held = {key: entry for key, entry in self._held.items() if entry.memory is not None}
 
     def _key(self, sources: Sequence[Any]) -> _Key:
         return self.signature, self.updates, tuple(map(place, sources))
@@ -262,19 +262,23 @@ def drop(given: Sequence[torch.Tensor]) -> set[int]:
     return dropped
 
 
-def renew(tensors: Iterable[torch.Tensor]) -> int:
+def renew(tensors: Iterable[torch.Tensor], others: Callable[[], Iterable[torch.Tensor]] = tuple) -> int:
     """Pack the copies anew that were made of these tensors, whether they have changed or not; how many.
 
-    Each is packed into the memory that it has. A copy that other tensors have a part in is left to the next call.
+    Each is packed into the memory that it has. ``others`` gives tensors that may have a part in them besides; a copy of
+    which that is not all is left to the next call.
     """
     by_place = {place(tensor): tensor for tensor in tensors}
     by_storage = {storage_id(tensor): tensor for tensor in by_place.values()}
-    count = 0
+    count, has_others = 0, False
     with _LOCK, outside_modes():
         for (*_, places), entry in list(_ENTRIES.items()):
             concerned = any(source.storage in by_storage for source in entry.sources)
             if entry.memory is None or entry.is_view or not concerned:
                 continue
+            if len(entry.sources) > 1 and not has_others:
+                has_others = True
+                by_place = {**{place(tensor): tensor for tensor in others()}, **by_place}
             sources = [_placed(each, by_place, by_storage) for each in places]
             if all(source is not None for source in sources) and entry.renew(sources, entry.pack(*sources)):
                 count += 1
@@ -300,11 +304,16 @@ def sweep() -> None:
         _sweep()
 
 
+def held() -> Counter[int]:
+    """How many packed weights lie in each storage."""
+    return Counter(storage_id(entry.memory) for entry in list(_ENTRIES.values()) if entry.memory is not None)
+
+
 def _sweep() -> None:
     entries = list(_ENTRIES.items())
-    ours = Counter(storage_id(entry.packed) for _, entry in entries if entry.packed is not None)
+    ours = held()
     for key, entry in entries:
-        gone = entry.packed is None or any(source.weak.expired() for source in entry.sources)
+        gone = entry.memory is None or any(source.weak.expired() for source in entry.sources)
         if gone or _is_alone(entry, ours):
             entry.void()
             _ENTRIES.pop(key, None)
@@ -325,10 +334,10 @@ gc.callbacks.append(_collected)
 
 def _is_alone(entry: Entry, ours: Counter[int]) -> bool:
     """Whether the memory of a packed weight in which its parameter lies has no holder but packed weights."""
-    packed = entry.packed
-    if packed is None or not any(source.storage == storage_id(packed) for source in entry.sources):
+    memory = entry.memory
+    if memory is None or not entry.is_view:
         return False
-    return holders(packed) < holders(packed.new_empty(0)) + ours[storage_id(packed)]
+    return holders(memory) < holders(memory.new_empty(0)) + ours[storage_id(memory)]
 
 
 def bytes_held() -> int:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from mla_fusion.compat import storage_id
+from mla_fusion.compat import holders, is_view, storage_id
 from mla_fusion.fx.kinds import op_name
-from mla_fusion.modes import compile_lock, outside_modes
+from mla_fusion.modes import compile_lock, is_plain, outside_modes
 from mla_fusion.weights import cache
 from mla_fusion.weights.share import Inverse, Without, shared_memory
 
@@ -27,12 +27,21 @@ _CAST = "npu::npu_format_cast"
 _ND, _NZ = 2, 29
 
 
+_OTHER_FORM = (
+    "%s of a %s has another shape, dtype or device than when it was laid out, or is gone: call "
+    "mla_fusion.prepack again"
+)
+
+
 class _Laid(NamedTuple):
-    """A parameter's packed weight; ``program`` makes one of a contiguous tensor."""
+    """A parameter's packed weight; ``program`` makes one of a contiguous tensor.
+
+    Without a program it is the parameter's own memory: copies are packed of it, which are to stay where they are.
+    """
 
     packed: Tensor
     inverse: Inverse
-    program: GraphModule
+    program: GraphModule | None
 
     def has(self, parameter: object) -> bool:
         return isinstance(parameter, Tensor) and storage_id(parameter) == storage_id(self.packed)
@@ -41,23 +50,40 @@ class _Laid(NamedTuple):
         form = self.inverse.shape, self.packed.dtype, self.packed.device
         return isinstance(parameter, Tensor) and (tuple(parameter.shape), parameter.dtype, parameter.device) == form
 
+    @property
+    def is_somebodys(self) -> bool:
+        """Of memory that a parameter has left: whether it was freed, or who kept it would find other numbers in it."""
+        memory = self.packed
+        if self.program is not None:
+            return False
+        freed = memory.untyped_storage().nbytes() < memory.nbytes
+        own = cache.held()[storage_id(memory)] + sum(
+            laid.has(memory) for known in list(_MODULES.values()) for laid in known.values()
+        )
+        return freed or holders(memory) != holders(memory.new_empty(0)) - 1 + own
 
-class _Module:
-    """What is laid out of one module's own parameters, by name."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.laid: dict[str, _Laid] = {}
-        self.hook = module.register_load_state_dict_post_hook(_after_loading)
-
-
-_MODULES: WeakKeyDictionary[nn.Module, _Module] = WeakKeyDictionary()
+_MODULES: WeakKeyDictionary[nn.Module, dict[str, _Laid]] = WeakKeyDictionary()
+"""What is laid out of each module's own parameters, by name."""
 
 
 def is_laid_out(module: nn.Module, name: str) -> bool:
     """Whether :func:`lay_out` has done this parameter, and it has stayed where it was put."""
     known = _MODULES.get(module)
-    laid = known.laid.get(name) if known is not None else None
-    return laid is not None and laid.has(module._parameters.get(name))
+    laid = known.get(name) if known is not None else None
+    return laid is not None and laid.program is not None and laid.has(module._parameters.get(name))
+
+
+def pin(module: nn.Module, name: str) -> None:
+    """Let :func:`put_back` bring a parameter back into the memory that it has now, if nothing else was laid out."""
+    parameter = module._parameters.get(name)
+    known = _MODULES.get(module, {})
+    if parameter is None or name in known or not parameter.is_contiguous() or not is_plain(parameter):
+        return
+    if is_view(parameter) or parameter.untyped_storage().nbytes() != parameter.nbytes:
+        return  # a part of other memory, whose owner decides what goes there
+    own = Inverse(tuple(range(parameter.dim())), tuple(parameter.shape))
+    _MODULES.setdefault(module, known)[name] = _Laid(parameter.data, own, None)
 
 
 def lay_out(module: nn.Module, name: str, program: GraphModule, inverse: Inverse) -> str:
@@ -75,51 +101,23 @@ def lay_out(module: nn.Module, name: str, program: GraphModule, inverse: Inverse
         if any(op_name(step) == _CAST for step in program.graph.nodes):
             packed = torch.ops.npu.npu_format_cast(packed, _NZ)
             parameter.data = inverse(packed)
-        known = _MODULES.get(module)
-        if known is None:
-            known = _MODULES[module] = _Module(module)
-        known.laid[name] = _Laid(packed, inverse, program)
+        _MODULES.setdefault(module, {})[name] = _Laid(packed, inverse, program)
     return ""
 
 
-def refresh(model: nn.Module) -> int:
-    """Lay out anew, now, what has changed in ways that torch does not count, and say how many.
-
-    model  whose parameters have changed
-
-    Parameters that :func:`mla_fusion.prepack` has laid out and that have been given other memory (``parameter.data =
-    other``, ``load_state_dict(assign=True)``) get back the memory that they had, with the new values: compiled and
-    captured graphs that hold its address stay right. Packed copies made of the model's parameters and buffers are
-    packed again, in place too. To be called after ``parameter.data.add_(..)``, steps of fused optimizers and updates of
-    flat buffers under ``Config(updates="counted")``, and before a captured graph is replayed.
-
-    Raises TypeError for anything but a module, WeightError where a packed weight cannot hold the new numbers.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"refresh takes the module whose parameters have changed, got a {type(model).__name__}")
-    moved = sum(_put_back(module) for module in model.modules())
-    return moved + cache.renew([*model.parameters(), *model.buffers()])
-
-
-def release(parameters: Iterable[Tensor] | nn.Module) -> int:
-    """Drop packed weights, and say how many. The next call packs anew.
-
-    parameters  those that the weights were made of, or a module that has them
-
-    Parameters that are views of packed weights (:func:`mla_fusion.prepack`, ``Config(weights="shared")``) get
-    contiguous memory of their own again. To be called before weights are loaded into a model that has run on an NPU.
-    """
-    given = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-    dropped, wanted = cache.drop(given), set(map(id, given))
+def give_back(parameters: Iterable[Tensor]) -> set[int]:
+    """Give parameters that were laid out memory of their own; the memory that they lay in, by identity."""
+    wanted, left = set(map(id, parameters)), set()
     with compile_lock(), outside_modes():
         for module, known in list(_MODULES.items()):
-            for name, laid in list(known.laid.items()):
+            for name, laid in list(known.items()):
                 parameter = module._parameters.get(name)
                 if id(parameter) in wanted:
-                    dropped.add(storage_id(laid.packed))
-                    _give_back(parameter, laid)
+                    if laid.program is not None:
+                        left.add(storage_id(laid.packed))
+                        _give_back(parameter, laid)
                     _forget(module, name)
-    return len(dropped)
+    return left
 
 
 def _give_back(parameter: Any, laid: _Laid) -> None:
@@ -130,37 +128,28 @@ def _give_back(parameter: Any, laid: _Laid) -> None:
 
 def _forget(module: nn.Module, name: str) -> None:
     known = _MODULES[module]
-    del known.laid[name]
-    if not known.laid:
-        known.hook.remove()
+    del known[name]
+    if not known:
         del _MODULES[module]
 
 
-def _put_back(module: nn.Module) -> int:
+def put_back(module: nn.Module) -> int:
     """Bring a module's own parameters back into the packed weights that they were views of; how many."""
     known, count = _MODULES.get(module), 0
     if known is None:
         return 0
     with compile_lock(), outside_modes():
-        for name, laid in list(known.laid.items()):
+        for name, laid in list(known.items()):
             parameter = module._parameters.get(name)
             if laid.has(parameter):
                 continue
-            if parameter is None or not laid.takes(parameter):
-                log.warning(
-                    "%s of a %s has another shape, dtype or device than when it was laid out, or is gone: call "
-                    "mla_fusion.prepack again",
-                    name,
-                    type(module).__name__,
-                )
+            if parameter is None or not laid.takes(parameter) or laid.is_somebodys:
+                if laid.program is not None:
+                    log.warning(_OTHER_FORM, name, type(module).__name__)
                 _forget(module, name)
                 continue
-            laid.packed.copy_(laid.program(parameter.data.contiguous()))
+            values = parameter.data.contiguous()
+            laid.packed.copy_(values if laid.program is None else laid.program(values))
             parameter.data = laid.inverse(laid.packed)
             count += 1
     return count
-
-
-def _after_loading(module: nn.Module, incompatible: Any) -> None:
-    """Of a state dict, whose tensors may have been assigned."""
-    _put_back(module)

@@ -94,3 +94,58 @@ def test_compiled(dynamic: bool) -> None:
     fused = compiled(module, clones(given), mf.backend(mf.Config(cann=RELEASE)), dynamic=dynamic)
     assert mf.reports()[-1].fused[0].placement == "in place"
     assert_as_exact(module, given, fused, slack=1.2)
+
+
+class Padding(prologues.Neox):
+    """What attention reads is padded to sixteen heads, as its operator wants them; its result is cut."""
+
+    def padded(self, query: Tensor, query_rope: Tensor) -> tuple[Tensor, Tensor]:
+        return nn.functional.pad(query, (0, 0, 0, 4)), nn.functional.pad(query_rope, (0, 0, 0, 4))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        q_pe = q_pe * c + base.rotate_half(q_pe) * s
+        k_pe = k_pe.unsqueeze(1) * c + base.rotate_half(k_pe.unsqueeze(1)) * s
+        kv_cache.view(-1, base.HCKV)[slots] = c_kv
+        kr_cache.view(-1, base.DR)[slots] = k_pe.squeeze(1)
+        query, query_rope = self.padded(self.absorb(q_nope), q_pe)
+        return base.attend(query, query_rope, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR))[:, :12]
+
+
+class PaddingOne(Padding):
+    """The rotated part goes to another place as well, as it is."""
+
+    def padded(self, query: Tensor, query_rope: Tensor) -> tuple[Tensor, Tensor]:
+        wide = torch.cat([query_rope, query_rope[:, :4] * 0], 1)
+        return nn.functional.pad(query, (0, 0, 0, 4)), wide
+
+
+class PaddingWithOnes(Padding):
+    def padded(self, query: Tensor, query_rope: Tensor) -> tuple[Tensor, Tensor]:
+        pad = nn.functional.pad
+        return pad(query, (0, 0, 0, 4), value=1.0), pad(query_rope, (0, 0, 0, 4), value=1.0)
+
+
+@pytest.mark.parametrize(("model", "cann", "left"), [
+    (Padding, "latest", 0),
+    (Padding, RELEASE, 0),
+    (PaddingOne, RELEASE, 0),
+    (PaddingOne, "latest", 1),
+    (PaddingWithOnes, RELEASE, 2),
+    (PaddingWithOnes, "latest", 2),
+])
+def test_pads_for_attention_are_carried_by_the_weights(model: type[base.Base], cann: str, left: int) -> None:
+    """Where all that is read is padded with zeros, the call has these heads; else it has them if it must."""
+    torch.manual_seed(0)
+    module, given = model(12), base.paged_args()
+    gm, _ = capture(module, *given)
+    report = mf.fuse(gm, mf.Config(cann=cann))
+    assert len(report.fused) == 1
+    call = next(node for node in gm.graph.nodes if "npu_mla_prolog_v3" in str(node.target))
+    pads = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.constant_pad_nd.default)
+    assert len([pad for pad in pads if call < pad]) == left
+    for report, fused in both_ways(module, given, mf.Config(cann=cann)):
+        assert report.fused
+        assert_as_exact(module, given, fused, slack=1.2)

@@ -1,0 +1,53 @@
+"""Pads that give a call's results the heads back that were cut off behind it, left out."""
+
+from __future__ import annotations
+
+from operator import getitem
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.fx.build import GraphBuilder
+from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.meta.prolog import V3
+from mla_fusion.plan.padded import OF_HEADS, keeps_heads, zero_heads
+
+_PLACES = {V3.results.index(name) for name in OF_HEADS}
+
+
+def carry(builder: GraphBuilder) -> None:
+    """Let readers that pad heads with zeros read the result that has them. Heads of zeros are zeros in a result."""
+    graph = builder.gm.graph
+    for pad in [node for node in graph.nodes if node.op == "call_function" and zero_heads(node)]:
+        whole = _with_zeros(pad)
+        if whole is None:
+            continue
+        shape = list(pad.meta["val"].shape)
+        with builder.propagating():
+            builder.at(pad, {})
+            made = whole if list(whole.meta["val"].shape) == shape else builder.reshape(whole, shape)
+        pad.replace_all_uses_with(made)
+        step = pad
+        while step is not whole and not step.users:
+            step, unread = step.all_input_nodes[0], step
+            graph.erase_node(unread)
+
+
+def _with_zeros(pad: Node) -> Node | None:
+    """The result whose heads are cut and padded again; None for any other pad."""
+    step = pad.args[0]
+    while isinstance(step, Node) and step.op == "call_function" and op_name(step) != "aten::slice":
+        before = step.all_input_nodes[0] if step.all_input_nodes else None
+        if before is None or not keeps_heads(step, before):
+            return None
+        step = before
+    whole = step.args[0] if isinstance(step, Node) and step.op == "call_function" else None
+    if not isinstance(whole, Node) or not isinstance(step, Node) or whole.target is not getitem:
+        return None
+    call, place = whole.args
+    if not isinstance(call, Node) or not op_name(call).startswith(f"npu::{V3.name}") or place not in _PLACES:
+        return None
+    value, cut = whole.meta["val"], (argument(step, "start"), argument(step, "step"))
+    is_cut = argument(step, "dim") in (-2, value.dim() - 2) and cut in ((0, 1), (None, 1))
+    has_all = value.shape[-2] == pad.meta["val"].shape[-2] and value.dtype in (torch.bfloat16, torch.float16)
+    return whole if is_cut and has_all else None

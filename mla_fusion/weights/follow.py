@@ -1,0 +1,139 @@
+"""Models whose weights are laid out anew by themselves after the usual updates.
+
+A captured graph is replayed without asking whether a weight has changed, and torch does not count every change. So
+three kinds of update end with :func:`mla_fusion.refresh` of what they touched: ``load_state_dict`` (of the model or of
+a module inside), a step of any ``torch.optim.Optimizer``, fused or not, and PEFT's ``merge`` and ``unmerge``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import wraps
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mla_fusion.weights import cache, prepack
+
+_MODELS: WeakSet[nn.Module] = WeakSet()
+_LOADING: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # modules: the handle of their hook
+_MERGES = ("merge", "unmerge")
+_usual: dict[tuple[type, str], Callable[..., Any]] = {}  # methods of PEFT's that are wrapped
+_stepping: list[Any] = []  # the handle of the hook of all optimizers
+_LOCK = Lock()
+
+
+def refresh(model: nn.Module) -> int:
+    """Lay out anew, now, what has changed in ways that torch does not count, and say how many.
+
+    model  whose parameters have changed
+
+    Parameters that :func:`mla_fusion.prepack` has laid out and that have been given other memory (``parameter.data =
+    other``, ``load_state_dict(assign=True)``) get back the memory that they had, with the new values: compiled and
+    captured graphs that hold its address stay right. Packed copies made of the model's parameters and buffers are
+    packed again, in place too. To be called after ``parameter.data.add_(..)``, steps of fused optimizers and updates of
+    flat buffers under ``Config(updates="counted")``, and before a captured graph is replayed.
+
+    Raises TypeError for anything but a module, WeightError where a packed weight cannot hold the new numbers.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"refresh takes the module whose parameters have changed, got a {type(model).__name__}")
+    moved = sum(prepack.put_back(module) for module in model.modules())
+    return moved + cache.renew([*model.parameters(), *model.buffers()])
+
+
+def release(parameters: Iterable[Tensor] | nn.Module) -> int:
+    """Drop packed weights, and say how many. The next call packs anew.
+
+    parameters  those that the weights were made of, or a module that has them
+
+    Parameters that are views of packed weights (:func:`mla_fusion.prepack`, ``Config(weights="shared")``) get
+    contiguous memory of their own again. To be called before weights are loaded into a model that has run on an NPU.
+    """
+    given = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    if isinstance(parameters, nn.Module):
+        _unfollow(parameters)
+    return len(cache.drop(given) | prepack.give_back(given))
+
+
+def follow(model: nn.Module, owners: Iterable[nn.Module]) -> None:
+    """Refresh weights of ``model`` after updates, until :func:`release`; ``owners``: modules that have such weights."""
+    with _LOCK:
+        _MODELS.add(model)
+        for module in owners:
+            if module not in _LOADING:
+                _LOADING[module] = module.register_load_state_dict_post_hook(_after_loading)
+        if not _stepping:
+            _stepping.append(register_optimizer_step_post_hook(_after_step))
+        for kind in _tuners(model):
+            for name in _MERGES:
+                if name in vars(kind) and (kind, name) not in _usual:
+                    _usual[kind, name] = vars(kind)[name]
+                    setattr(kind, name, _refreshing(_usual[kind, name]))
+
+
+def _unfollow(model: nn.Module) -> None:
+    with _LOCK:
+        _MODELS.discard(model)
+        for module in model.modules():
+            handle = _LOADING.pop(module, None)
+            if handle is not None:
+                handle.remove()
+        if not _MODELS:
+            while _stepping:
+                _stepping.pop().remove()
+            while _usual:
+                (kind, name), method = _usual.popitem()
+                setattr(kind, name, method)
+
+
+def _after_loading(module: nn.Module, incompatible: Any) -> None:
+    """Of a state dict, whose tensors may have been assigned."""
+    _refresh([module], module._parameters.values())
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = {id(parameter) for model in list(_MODELS) for parameter in model.parameters()}
+    if any(id(parameter) in own for parameter in stepped):
+        _refresh([], stepped)
+
+
+def _refreshing(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        found = method(self, *args, **options)
+        _refresh(self.modules(), self.parameters())
+        return found
+
+    return call
+
+
+def _refresh(modules: Iterable[nn.Module], parameters: Iterable[Tensor | None]) -> None:
+    for module in modules:
+        prepack.put_back(module)
+    changed = [parameter for parameter in parameters if parameter is not None]
+    cache.renew(changed, lambda: [each for model in list(_MODELS) for each in model.parameters()])
+
+
+def _tuners(model: nn.Module) -> set[type]:
+    """Classes of PEFT's layers, each with its own ``merge``: those of the model, and all that PEFT has loaded."""
+    found = {
+        base
+        for module in model.modules()
+        if hasattr(module, "merged") and all(hasattr(module, name) for name in _MERGES)
+        for base in type(module).__mro__
+        if base is not nn.Module
+    }
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    waiting: list[type] = [kind] if isinstance(kind := getattr(peft, "BaseTunerLayer", None), type) else []
+    while waiting:
+        kind = waiting.pop()
+        found.add(kind)
+        waiting += kind.__subclasses__()
+    return found
