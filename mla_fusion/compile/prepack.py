@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 from textwrap import fill
 from typing import Any
 
@@ -23,6 +26,7 @@ from mla_fusion.weights.prepack import is_laid_out, lay_out, pin
 from mla_fusion.weights.share import inverse
 
 _WIDTH = 80
+_MANY = 32
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None
     is_plan = any(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters())
     before, ours = _bytes(model), _Parameters(model)
     rows, moved = list[PrepackedWeight](), list[int]()
-    for weight in weights:
+    for weight in _with_progress(weights):
         kind, reason, is_moved = _settled(weight, ours, is_plan)
         held = weight.value.nbytes
         rows.append(PrepackedWeight(" + ".join(weight.packed.names), weight.name, kind, held, reason))
@@ -126,6 +130,14 @@ def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None
         follow(model, {module for module, _ in owners})
     copied = sum(row.bytes for row in rows if row.kind != "view")
     return Prepacked(tuple(rows), before, _bytes(model), max(moved, default=0), copied, len(moved), is_plan)
+
+
+def _with_progress(weights: Sequence[PackedWeight]) -> Iterable[PackedWeight]:
+    """With a bar on a terminal, where tqdm is installed and there are weights of several layers to wait for."""
+    if len(weights) < _MANY or not sys.stderr.isatty() or find_spec("tqdm") is None:
+        return weights
+    bar: Iterable[PackedWeight] = import_module("tqdm").tqdm(weights, "prepack", unit="weight", file=sys.stderr)
+    return bar
 
 
 def _wanted(model: nn.Module, inputs: tuple[Any, ...], config: Config) -> list[PackedWeight]:
