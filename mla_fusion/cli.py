@@ -164,6 +164,7 @@ def _add_check_model(commands: Any) -> None:
     more = "It writes nothing. Exit status 1: nothing can be converted, or tokens differ."
     made = _command(commands, "check-model", _check_model, summary, more, aliases=["optimize"])
     made.add_argument("folder", help="checkpoint folder: config.json, and weights for --tokens")
+    made.add_argument("--prepack", action="store_true", help="say what mla_fusion.prepack would lay out in a layer")
     made.add_argument("--tokens", type=int, default=0, help="load the weights, generate so many tokens and compare")
     made.add_argument(
         "--dtype",

@@ -84,12 +84,17 @@ def _unfollow(model: nn.Module) -> None:
             handle = _LOADING.pop(module, None)
             if handle is not None:
                 handle.remove()
-        if not _MODELS:
-            while _stepping:
-                _stepping.pop().remove()
-            while _usual:
-                (kind, name), method = _usual.popitem()
-                setattr(kind, name, method)
+        _let_go()
+
+
+def _let_go() -> None:
+    """What belongs to no model, once there is none."""
+    if not _MODELS:
+        while _stepping:
+            _stepping.pop().remove()
+        while _usual:
+            (kind, name), method = _usual.popitem()
+            setattr(kind, name, method)
 
 
 def _after_loading(module: nn.Module, incompatible: Any) -> None:
@@ -102,6 +107,9 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     own = {id(parameter) for model in list(_MODELS) for parameter in model.parameters()}
     if any(id(parameter) in own for parameter in stepped):
         _refresh([], stepped)
+    elif not own:  # the models have gone without a word
+        with _LOCK:
+            _let_go()
 
 
 def _refreshing(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,21 @@ def test_a_config_is_enough(tmp_path, capsys):
     assert "fusable in bfloat16" in printed and "bytes a token" in printed
 
 
+def test_what_prepack_would_do_is_said_on_demand(tmp_path, capsys):
+    build("deepseek_v3", KERNEL).config.save_pretrained(tmp_path)
+    assert cli.main(["check-model", str(tmp_path), "--prepack", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["prepack"]
+    kinds = {row["weight"]: row["kind"] for row in plan["rows"]}
+    assert plan["is_plan"] and plan["laid_out"] == 3 and plan["bytes_before"] == plan["bytes_after"] > 0
+    assert kinds == {"weight_dq": "view", "weight_uq_qr": "view", "weight_dkv_kr": "view", "weight_uk": "copy"}
+    assert plan["peak_over_end"] > 0 and plan["bytes_copied"] > 0
+    assert cli.main(["check-model", str(tmp_path), "--prepack"]) == 0
+    printed = capsys.readouterr().out
+    assert "of the first layer, of which there are 3" in printed and "prepack: 3 of 4" in printed
+    assert cli.main(["check-model", str(tmp_path)]) == 0
+    assert "prepack" not in capsys.readouterr().out
+
+
 def test_tokens_are_compared(checkpoint, capsys):
     assert cli.main(["optimize", str(checkpoint), "--tokens", "12", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

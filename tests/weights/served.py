@@ -22,7 +22,7 @@ class Served:
     """A model that is prepacked and compiled; two of its weights are packed as copies (RoPE columns in halves)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, updates: str = "counted", prepacked: bool = True) -> None:
-        self.model, self.args = prologues.Neox(), base.paged_args()
+        self.model, self.args = prologues.Neox(), self.arguments()
         if prepacked:
             mf.prepack(self.model, *self.args)
         self.run = torch.compile(self.model, backend=mf.backend(mf.Config(updates=updates)), fullgraph=True)
@@ -38,6 +38,10 @@ class Served:
         with torch.no_grad():
             self.run(*clones(self.args))
         del self.captured[1:]
+
+    @staticmethod
+    def arguments() -> tuple[Tensor, ...]:
+        return base.paged_args()
 
     def weight(self, name: str) -> nn.Parameter:
         weight = getattr(self.model, name).weight

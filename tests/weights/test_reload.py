@@ -6,6 +6,7 @@ packed weights that the first call used.
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -134,6 +135,19 @@ def test_release_takes_the_hooks_back(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any(module._load_state_dict_post_hooks for module in served.model.modules())
         assert not any(module in _MODULES for module in served.model.modules())
         served.assert_right()
+
+
+def test_models_that_are_gone_leave_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(optimizers._global_optimizer_post_hooks)
+    model = prologues.Neox()
+    mf.prepack(model, *Served.arguments())
+    assert len(optimizers._global_optimizer_post_hooks) == len(before) + 1
+    del model
+    gc.collect()
+    weight = nn.Parameter(torch.randn(4))
+    weight.grad = torch.ones(4)
+    torch.optim.SGD([weight], lr=0.1).step()  # the first step of anybody
+    assert dict(optimizers._global_optimizer_post_hooks) == before
 
 
 def test_an_optimizer_of_another_model_refreshes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from mla_fusion.compile.device_graph import CaptureError
+from mla_fusion.compile.prepack import Prepacked, prepack
 from mla_fusion.models import hf
+from mla_fusion.models.features import COUNTS_POSITIONS
 
 PROMPT_TOKENS = 8
 
@@ -46,17 +50,49 @@ def run(arguments: Namespace) -> int:
     summary = hf.optimize(model)
     quantised = getattr(config, "quantization_config", None)
     compared = _compare(arguments) if arguments.tokens and summary.converted else None
+    plan = _plan(config) if arguments.prepack and summary.converted else None
     if arguments.json:
         data = {"model_type": config.model_type, "quantized": bool(quantised), **summary.to_dict()}
-        print(json.dumps(data | {"generated": vars(compared) if compared else None}, indent=2))
+        planned = asdict(plan) if isinstance(plan, Prepacked) else plan
+        print(json.dumps(data | {"generated": vars(compared) if compared else None, "prepack": planned}, indent=2))
     else:
         print(f"{config.model_type}: {summary}")
         if quantised:
             print("  the checkpoint is quantised: load it dequantised, or its projections will be left alone")
         if compared:
             print(f"  {compared}")
+        if plan is not None:
+            print(f"of the first layer, of which there are {len(summary.converted)}\n{plan}")
     differs = compared is not None and arguments.dtype == "float32" and compared.equal < compared.tokens
     return 1 if differs or not summary.converted else 0
+
+
+class _Step(torch.nn.Module):
+    """A decode step of a model, over a cache of its own."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.cache = hf.MlaPagedCache(model, max_cache_len=PROMPT_TOKENS)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        told = {} if COUNTS_POSITIONS.has(type(self.model).forward) else {"cache_position": ids[0] * 0}
+        return self.model(input_ids=ids, past_key_values=self.cache, **told).logits
+
+
+def _plan(config: Any) -> Prepacked | str:
+    """What ``mf.prepack`` would do with one layer; or why that cannot be said."""
+    one = deepcopy(config)
+    text = one.get_text_config()
+    text.num_hidden_layers = 1
+    if hasattr(text, "first_k_dense_replace"):
+        text.first_k_dense_replace = 1  # no experts, whose choice would end the graph
+    model = _skeleton(one).to(torch.bfloat16)
+    hf.optimize(model)
+    try:
+        return prepack(_Step(model), torch.zeros(1, 1, dtype=torch.int64, device="meta"))
+    except (ValueError, CaptureError) as error:
+        return f"prepack: not planned: {_first_line(error)}"
 
 
 def _config(folder: Path) -> Any:
