@@ -6,13 +6,13 @@ from math import prod
 
 from mla_fusion.commit import verify
 from mla_fusion.commit.legal import Legal
+from mla_fusion.commit.proof import is_provable, prove
 from mla_fusion.commit.verify import Outcome
 from mla_fusion.config import Config
 from mla_fusion.fx import module_path
 from mla_fusion.fx.view import View
 from mla_fusion.observe.clock import threads
 from mla_fusion.plan.plan import Plan
-from mla_fusion.prove.region import is_provable, prove
 
 _FEW = 1 << 20  # elements of token_x up to which one thread verifies
 
@@ -26,7 +26,10 @@ class Verified:
         self._known: dict[int, str] = {}  # by the structure, the layer that was compared
 
     def of(self, legal: Legal) -> Outcome:
-        """What verification found, or why it was not done. Raises ``Refuse("verify.mismatch")``, ``"proof.differs"``."""
+        """What verification found, or why it was not done.
+
+        Raises ``Refuse("proof.differs")``, ``Refuse("verify.mismatch")``.
+        """
         self._prove(legal)
         if self._config.verify == "off":
             return Outcome("not verified (Config.verify is 'off')")

@@ -105,8 +105,12 @@ def _assigned(b: Builder, span: Span, device: torch.device) -> Any:
     return b.call(aten.add.Tensor, row, start)
 
 
-def written(cache: Any, slots: Any, shape: Sequence[Any], mode: str, b: Builder) -> Any:
+def written(b: Builder, cache: Any, slots: Any, shape: Sequence[Any], mode: str) -> Any:
     """The new rows, read back from where the kernel wrote them; of a skipped token (slot below 0) some other row."""
+    return b.new_rows(cache, shape, lambda b: _read_back(b, cache, slots, shape, mode))
+
+
+def _read_back(b: Builder, cache: Any, slots: Any, shape: Sequence[Any], mode: str) -> Any:
 
     def places(b: Builder) -> Any:
         return b.call(aten.clamp_min.default, b.call(aten.reshape.default, slots, [-1]), 0)

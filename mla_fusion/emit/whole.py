@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -90,8 +89,7 @@ def call_kernel(b: Builder, plan: PrologPlan) -> dict[str, Any]:
     asked = {replacement.output for replacement in plan.replacements}
     for name, made, width in (("c_kv", "kv_cache", len(k.columns)), ("k_pe", "kr_cache", k.rope_dim)):
         if name in asked and index:
-            where = results[made], index["cache_index"], (*lead, width), plan.cache_mode
-            results[name] = b.new_rows(results[made], (*lead, width), partial(rows.written, *where))
+            results[name] = rows.written(b, results[made], index["cache_index"], (*lead, width), plan.cache_mode)
         elif name in asked:
             results[name] = b.reshape(results.pop(made), (*lead, width))
     if not isinstance(q.absorb, AbsorbFact):

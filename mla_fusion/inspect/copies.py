@@ -14,7 +14,6 @@ from mla_fusion.inspect import operator_kinds as kinds
 from mla_fusion.inspect.followed import Followed
 from mla_fusion.inspect.operator_kinds import plain
 
-
 _MOST_VISITED = 500_000  # operators below inputs, all inputs together; 61 layers have less than half as many
 
 

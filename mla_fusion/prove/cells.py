@@ -54,7 +54,8 @@ class Cells:
         """Of cells [.., k, n] whose columns are elements a step apart: the first of each, and the step; else None."""
         if self.shape[-2] < 2:
             return None
-        first, second = (self.moved(lambda part, k=k: part[..., k, :]).numbers() for k in (0, 1))
+        first = self.moved(lambda part: part[..., 0, :]).numbers()
+        second = self.moved(lambda part: part[..., 1, :]).numbers()
         step = second - first
         if not self._tensor.is_meta:
             places = torch.arange(self.shape[-2]).unsqueeze(-1)

@@ -73,7 +73,11 @@ class Num:
     def parts(self, move: Callable[[Tensor], Sequence[Tensor]]) -> list[Num]:
         """What ``move`` cuts it into."""
         count = len(move(torch.empty(self.shape, device="meta")))
-        return [self.moved(lambda tensor, place=place: move(tensor)[place]) for place in range(count)]
+        return [self.moved(_part_of(move, place)) for place in range(count)]
+
+
+def _part_of(move: Callable[[Tensor], Sequence[Tensor]], place: int) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: move(tensor)[place]
 
 
 def joined(values: Sequence[Num], join: Callable[[list[Tensor]], Tensor]) -> Num:

@@ -409,16 +409,13 @@ def _gathered(call: Call) -> Value:
 
 def _put(base: Num, source: Num, write: Callable[[Tensor, Tensor], None]) -> Num:
     """A copy of ``base`` with the source's elements where ``write`` puts them."""
-    has_im = base.im is not None or source.im is not None
-    parts = []
-    for a, b in ((base.re, source.re), (base.im, source.im)):
-        if (a is None and b is None) or (b is None and not has_im):
-            parts.append(None)
-            continue
-        a = torch.zeros_like(base.re) if a is None else a.clone()
-        write(a, torch.zeros_like(source.re) if b is None else b)
-        parts.append(a)
-    return Num(parts[0], parts[1])
+    re = base.re.clone()
+    write(re, source.re)
+    if base.im is None and source.im is None:
+        return Num(re)
+    im = torch.zeros_like(re) if base.im is None else base.im.clone()
+    write(im, torch.zeros_like(source.re) if source.im is None else source.im)
+    return Num(re, im)
 
 
 @rule("slice_scatter", "select_scatter")
@@ -561,8 +558,8 @@ def times(a: Value, b: Value) -> Value:
 
 def _with_integers(found: Value, call: Call, a: Value, b: Value, on: Callable[[Tensor, Tensor], Tensor]) -> Value:
     """Sums and products of literal integers are such."""
-    if all(isinstance(item, Num) and item.ints is not None for item in (a, b)):
-        return field.integers(on(a.ints, b.ints))  # type: ignore[union-attr]
+    if isinstance(a, Num) and isinstance(b, Num) and a.ints is not None and b.ints is not None:
+        return field.integers(on(a.ints, b.ints))
     return found
 
 
@@ -736,10 +733,9 @@ def _greater(call: Call) -> Value:
         if isinstance(least, float) and quantising.MAXIMA.is_floor(value, least):
             return value
     a, b = (side.past for side in sides)
-    if isinstance(a, quantising.End) and isinstance(b, quantising.End) and field.equal(a.rows, b.rows):
-        if {(end.of_least, end.sign) for end in (a, b)} == {(False, 1), (True, -1)}:
-            found = quantising.MAXIMA.of(a.rows)
-            return found if found.shape == sides[0].shape else found.moved(lambda part: part.squeeze(-1))
+    if quantising.are_both_ends(a, b):
+        found = quantising.MAXIMA.of(a.rows)
+        return found if found.shape == sides[0].shape else found.moved(lambda part: part.squeeze(-1))
     return pointwise(call)
 
 
@@ -984,7 +980,9 @@ def _einsum_of(call: Call) -> Value:
     if "->" not in equation or "." in equation or len(operands) != 2:
         raise Undecided(f"einsum {equation}")
     inputs, out = equation.split("->")
-    return _einsum(*operands, *inputs.split(","), out)
+    left, right = operands
+    a, b = inputs.split(",")
+    return _einsum(left, right, a, b, out)
 
 
 @rule("npu::npu_transpose_batchmatmul")
@@ -1070,9 +1068,14 @@ def _npu_add_rms_norm(call: Call) -> Any:
     return [*rms_norm(both, gamma, call["epsilon"], len(gamma.shape)), both]
 
 
+def pairs(value: Num) -> tuple[Num, Num]:
+    """The even and the odd elements of the last axis."""
+    return value.moved(lambda part: part[..., 0::2]), value.moved(lambda part: part[..., 1::2])
+
+
 def rotated(value: Num, cos: Num, sin: Num) -> Num:
     """Interleaved pairs in, halves out."""
-    even, odd = (value.moved(lambda part, k=k: part[..., k::2]) for k in (0, 1))
+    even, odd = pairs(value)
     (c0, c1), (s0, s1) = (table.parts(lambda part: part.chunk(2, -1)) for table in (cos, sin))
     halves = [sub(mul(even, c0), mul(odd, s0)), add(mul(odd, c1), mul(even, s1))]
     return field.joined(halves, lambda parts: torch.cat(torch.broadcast_tensors(*parts), -1))
@@ -1093,7 +1096,7 @@ def _rotary_mul(call: Call) -> Value:
         first, second = value.parts(lambda part: part.chunk(2, -1))
         turned = field.joined([neg(second), first], lambda parts: torch.cat(parts, -1))
     elif mode == "interleave":
-        even, odd = (value.moved(lambda part, k=k: part[..., k::2]) for k in (0, 1))
+        even, odd = pairs(value)
         turned = field.joined([neg(odd), even], lambda parts: torch.stack(parts, -1).flatten(-2))
     else:
         return opaque(call)

@@ -39,6 +39,13 @@ class End:
     sign: int = 1
 
 
+def are_both_ends(a: object, b: object) -> bool:
+    """Are they the largest of rows, and minus the smallest?"""
+    if not isinstance(a, End) or not isinstance(b, End):
+        return False
+    return {(end.of_least, end.sign) for end in (a, b)} == {(False, 1), (True, -1)} and field.equal(a.rows, b.rows)
+
+
 @dataclass(frozen=True)
 class Scaled:
     """``value`` times a number above 0: its largest is as many times as large, its int8 is the same."""

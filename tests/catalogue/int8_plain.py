@@ -69,12 +69,6 @@ def in_bfloat16(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return to_int8(x / scale), scale
 
 
-def half_away(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    scale = largest(x.float()) / 127
-    steps = x.float() / scale
-    return (steps.sign() * (steps.abs() + 0.5).floor()).to(torch.int8), scale
-
-
 def by_reciprocal(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     scale = largest(x.float()).clamp(min=1e-5) / 127
     return to_int8(x.float() * scale.reciprocal()), scale
@@ -212,7 +206,7 @@ LINEARS: dict[str, type[PlainLinear]] = {
     "by_einsum": linear_of("l", multiply=by_einsum),
     "by_einsum_turned": linear_of("l", multiply=by_einsum_turned),
     "in_bfloat16": linear_of("l", quantise=in_bfloat16, multiply=as_linear),
-    "half_away": linear_of("l", quantise=half_away, bring_back=columns_first),
+    "columns_first": linear_of("l", bring_back=columns_first),
     "by_reciprocal": linear_of("l", quantise=by_reciprocal, multiply=product_in_bfloat16),
     "undivided": linear_of("l", quantise=undivided, bring_back=divided_last),
     "inverse": linear_of("l", quantise=inverse, bring_back=by_inverse),

@@ -60,6 +60,7 @@ MISSES: dict[str, dict[str, Any]] = {
     "in groups": {"quantise": per_group},
     # other values
     "truncated": of_steps(lambda v: v),
+    "half away from zero": of_steps(lambda v: v.sign() * (v.abs() + 0.5).floor()),
     "zero point": of_steps(lambda v: (v.round() + 1).clamp(-128, 127)),
     "clamped at 126": of_steps(lambda v: v.round().clamp(-126, 126)),
     "columns moved": of_steps(lambda v: v.round().roll(1, -1)),
@@ -89,13 +90,15 @@ MISSES: dict[str, dict[str, Any]] = {
     "over 127 again": back(lambda a, s, w: a * s * w / 127),
 }
 
+BY_PROOF = {"half away from zero"}  # another number at ties alone
+
 
 for name, methods in MISSES.items():
     add(
         Entry(
             name=name,
             model=partial(model_of, PlainPartial, type("Missing", (PlainLinear,), methods)),
-            outcome=("quant.dynamic",),
+            outcome=("proof.differs" if name in BY_PROOF else "quant.dynamic",),
             source=f"{OURS}: a near miss of PlainPartial",
             tags=words("near miss, int8, plain"),
         )

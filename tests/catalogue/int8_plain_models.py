@@ -129,7 +129,7 @@ def many_tokens(count: int = 100) -> tuple[Tensor, ...]:
 
 plain("partial", 1)(PlainPartial)
 plain("partial_clamped", 1)(partial(model_of, PlainPartial, LINEARS["clamped"]))
-plain("partial_columns_first", 1)(partial(model_of, PlainPartial, LINEARS["half_away"]))
+plain("partial_columns_first", 1)(partial(model_of, PlainPartial, LINEARS["columns_first"]))
 plain("one_token", 2, args=one_token)(partial(model_of, PlainFull, LINEARS["by_norm"]))
 plain("many_tokens", 2, args=many_tokens)(partial(model_of, PlainFull, LINEARS["by_norm"]))
 plain("int8_attention", 2, cache=1, args=int8_latent_args)(PlainInt8Attention)

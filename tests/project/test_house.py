@@ -11,8 +11,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"mla_fusion": "mla_fusion", "meta": "mla_fusion.meta", "converters": "mla_fusion.converters"}
 ABOVE_ALL = ("_autoload", "_lazy", "_version")  # small files that any room may import
-MOST_LINES = 400
-TABLES = ("fx/operators.py", "dumps/ge_operators.py")  # longer, since they are tables
 
 
 COMMANDS = ("demo", "bench", "graphs_cli", "audit_cli", "selftest_cli")  # files of cli.py's
@@ -75,12 +73,6 @@ def test_every_folder_is_a_room_of_the_page() -> None:
     folders = {path.name for path in (ROOT / "mla_fusion").iterdir() if (path / "__init__.py").exists()}
     assert folders <= set(rooms())
 
-
-def test_a_file_can_be_read_in_one_sitting() -> None:
-    files = [*modules().values(), *(ROOT / "tests").rglob("*.py")]
-    lengths = {path: len(path.read_text().splitlines()) for path in files}
-    long = [str(path) for path, lines in lengths.items() if lines > MOST_LINES and not str(path).endswith(TABLES)]
-    assert not long
 
 
 def test_the_tests_of_a_room_stand_in_a_folder_of_its_name() -> None:

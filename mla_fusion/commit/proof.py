@@ -245,7 +245,7 @@ class _Run:
             return False
         if is_symbolic(sizes[axis]):
             return True
-        now = after if source is node else self._values[source].shape
+        now = after if source is node or source is None else self._values[source].shape
         return now is not None and len(now) == len(sizes) and now[axis] != sizes[axis]
 
     def _keeps(self, node: Node, axis: int) -> bool:
