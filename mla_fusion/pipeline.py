@@ -173,7 +173,8 @@ def _plans(
             clock.stop("plan")
             outcome = verified.of(legal)
             clock.stop("verify")
-            record.fused(legal.plan, legal.structure, outcome.verified, outcome.figures, outcome.compared, above)
+            seen = outcome.proved, outcome.verified, outcome.figures, outcome.compared
+            record.fused(legal.plan, legal.structure, *seen, above)
             plans.append(legal.plan)
             return None
         except Refuse as reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from mla_fusion.commit import verify
@@ -22,7 +23,7 @@ class Verified:
 
     def __init__(self, view: View, config: Config, usual_threads: int) -> None:
         self._view, self._config, self._threads = view, config, usual_threads
-        self._proved: set[int] = set()
+        self._proved: dict[int, str] = {}  # by the structure, what was shown
         self._known: dict[int, str] = {}  # by the structure, the layer that was compared
 
     def of(self, legal: Legal) -> Outcome:
@@ -30,7 +31,10 @@ class Verified:
 
         Raises ``Refuse("proof.differs")``, ``Refuse("verify.mismatch")``.
         """
-        self._prove(legal)
+        proved = self._prove(legal)
+        return replace(self._compare(legal), proved=proved)
+
+    def _compare(self, legal: Legal) -> Outcome:
         if self._config.verify == "off":
             return Outcome("not verified (Config.verify is 'off')")
         if self._config.verify == "first" and legal.structure in self._known:
@@ -48,9 +52,11 @@ class Verified:
         interleaved = plan.candidate.key.layout == "interleaved" and not plan.interleave
         return self._config.kr_layout == "half" and interleaved
 
-    def _prove(self, legal: Legal) -> None:
-        plan = legal.plan
-        if legal.structure in self._proved or not is_provable(plan):
-            return
-        prove(self._view, plan, legal.region, self._half_rows(plan))
-        self._proved.add(legal.structure)
+    def _prove(self, legal: Legal) -> str:
+        """What was shown of the structure; "" for a format that the field does not know."""
+        if legal.structure not in self._proved:
+            plan = legal.plan
+            known = is_provable(plan)
+            shown = prove(self._view, plan, legal.region, self._half_rows(plan)) if known else ""
+            self._proved[legal.structure] = shown
+        return self._proved[legal.structure]

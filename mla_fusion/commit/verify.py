@@ -54,13 +54,14 @@ _LARGEST_CACHE = 1 << 28
 @dataclass(frozen=True)
 class Outcome:
     """verified: "verified" and what was not, or why nothing was. figures: of each replaced value. compared: what was
-    run, as text. left_out: outputs that were not compared.
+    run, as text. left_out: outputs that were not compared. proved: what was shown in exact arithmetic.
     """
 
     verified: str
     figures: tuple[Figure, ...] = ()
     compared: str = ""
     left_out: tuple[str, ...] = ()
+    proved: str = ""
 
 
 class _Unrunnable(Exception):

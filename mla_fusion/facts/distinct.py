@@ -12,7 +12,8 @@ import math
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import is_cast, is_view, op_name, tensor_held
+from mla_fusion.fx.analytic import Steps
+from mla_fusion.fx.kinds import argument, is_cast, is_view, op_name, tensor_held
 from mla_fusion.fx.operators import GATHER
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges
@@ -112,8 +113,7 @@ def _following(view: View, node: Node, trusting: Ranges) -> Node | None:
     if is_view(node) or is_cast(node) or name in _KEEP_APART:
         return None if name.startswith("aten::expand") and not _keeps_count(node, operands[0]) else operands[0]
     if name in _BOUNDS:
-        inert = trusting.of(node) == trusting.of(node.args[0])
-        return operands[0] if inert else None
+        return Steps(view, trusting).kept(node)  # where no value of the bound is within those of the operand
     return _of_sum(view, node, operands) if name in _SUMS else None
 
 
@@ -171,6 +171,11 @@ def _literal_factor(view: View, node: Node) -> float | None:
 
 
 def _are_distinct(view: View, node: Node) -> bool:
+    """Of what is made of literals; a count of symbolic length is read off at no one length."""
+    if any(map(is_symbolic, node.meta["val"].shape)):
+        counted = origin(node, views_and_casts)
+        step = argument(counted, "step", 1)
+        return op_name(counted) in ("aten::arange", "prims::iota") and isinstance(step, int) and step != 0
     program = Program([], nodes_between((), node), view.binding)
     value = program.run([])[program.slot(node)]
     return isinstance(value, torch.Tensor) and value.unique().numel() == value.numel()

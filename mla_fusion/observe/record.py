@@ -25,6 +25,8 @@ from mla_fusion.report.rejection import Refuse, Rejection
 from mla_fusion.report.report import Figure, Fusion, Report
 from mla_fusion.report.staging import REMEDIES, StagedBy
 
+_UNPROVED = "not proved in exact arithmetic: of this number format that is not known; read off values on float64 probes"
+
 
 class Record:
     """Of one graph. Layers of one structure share a picture and a proof."""
@@ -39,13 +41,14 @@ class Record:
         self,
         plan: Plan,
         structure: int,
+        proved: str,
         verified: str,
         figures: tuple[Figure, ...],
         compared: str,
         above: Refuse | None = None,
     ) -> None:
         """``structure``: equal for layers that differ in nothing but their nodes; ``above``: why a target above it did
-        not take the prologue; the rest: what verification found.
+        not take the prologue; the rest: what the proof and verification found.
         """
         target = target_of(plan)
         given = target.attributes(plan)
@@ -67,7 +70,7 @@ class Record:
             compared=compared,
             source=module_path.source(plan.candidate.down.node),
             picture=self._picture(structure, partial(draw.fused, self._finder, plan)),
-            proof=(*map(self._named, self._proof(plan, structure)), compared or verified),
+            proof=(*map(self._named, self._proof(plan, structure)), proved or _UNPROVED, compared or verified),
             target=plan.target,
             operator=target.operator.name.removesuffix("_functional"),
             instead_of=self._named(above.text) if above is not None else "",

@@ -143,7 +143,7 @@ def rational(value: float | Fraction) -> Fraction:
         if 1.0 / below == value:
             return Fraction(1, below)
     near = Fraction(value).limit_denominator(1000)  # 25 / 24
-    if float(near) == value:
+    if abs(value) < 1 << 40 and float(near) == value:
         return near
     return Fraction(_shortest32(value) or f"{value:.15g}")
 
@@ -369,6 +369,18 @@ def random(name: str, shape: Sequence[int]) -> Num:
     places = torch.arange(math.prod(shape)).reshape(tuple(shape))
     found = _mixed(_start(name), places)
     return Num((found & _POSITIVE).remainder(P))
+
+
+def of_both_signs(name: str, shape: Sequence[int], first: int, points: int) -> Num:
+    """The same for an input of few elements: each is a square at some points, and at another it is none.
+
+    ``sqrt(s * s)`` is s or -s; of a single number both have to be seen.
+    """
+    drawn = random(name, shape).re
+    places = torch.arange(first, first + drawn.numel()).reshape(drawn.shape)
+    wanted = places % points != _DRAW
+    is_square = _power(drawn, (P - 1) // 2) == 1
+    return Num(torch.where(is_square == wanted, drawn, _mod(-drawn)))
 
 
 _DRAW = 0

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.catalogue.base import DR, HCKV, Base, D, half, hf_interleave, rotate_half
+from tests.catalogue.base import DR, HCKV, Base, D, hf_interleave, rotate_half
 
 Function = Callable[[Tensor], Tensor]
 
@@ -62,8 +62,10 @@ def of_token(rng: random.Random) -> tuple[str, Function]:
     return f"{name} of tokens from {first} on", kinds[name]
 
 
-PLACES = ("x", "c_q_raw", "c_q", "q", "q_nope", "q_pe", "kv", "c_kv", "k_pe", "query", "rotated_q", "rotated_k", "row",
-          "sin of k", "cos of q")  # fmt: skip
+BEFORE = (
+    "x", "c_q_raw", "c_q", "q", "q_nope", "q_pe", "kv", "c_kv", "k_pe", "sin of k", "cos of q",
+)  # fmt: skip
+BEHIND = ("query", "rotated_q", "rotated_k", "row")
 
 
 class At(Base):
@@ -132,6 +134,3 @@ class BiasOfProduct(Base):
             return torch.bmm(left, self.w_uk()).transpose(0, 1)
         bias = self.late(q_nope)[None, :, None].expand(self.heads, -1, 1)
         return torch.baddbmm(bias, left, self.w_uk()).transpose(0, 1)
-
-
-__all__ = ["PLACES", "At", "BiasOfProduct", "half", "of_size", "of_token"]
