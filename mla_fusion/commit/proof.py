@@ -34,10 +34,8 @@ _OF_MODEL = frozenset(("weight", "gamma", "scale", "cache", "constant"))  # leav
 
 
 def is_provable(plan: Plan) -> bool:
-    """Are all formats of the plan's numbers functions that the field knows: bfloat16, and int8 but for packed rows?"""
-    if isinstance(plan, PreprocessPlan):
-        return False
-    return plan.candidate.format in (None, INT8) and plan.kv_cache_quant_mode <= 2
+    """Are all formats of the plan's numbers, bfloat16 or int8, functions that the field knows?"""
+    return not isinstance(plan, PreprocessPlan) and plan.candidate.format in (None, INT8)
 
 
 def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> str:
@@ -192,7 +190,7 @@ class _Run:
             raise Undecided(f"{node.target} has no field run")
         args, kwargs = ([self._argument(arg) for arg in node.args], dict(node.kwargs))
         kwargs = {name: self._argument(arg) for name, arg in kwargs.items()}
-        held = node.meta["val"]
+        held, source = node.meta["val"], _first_tensor(node)
         after = self._after(node, args) if isinstance(held, torch.Tensor) else None
         call = operators.called(
             target,
@@ -202,7 +200,7 @@ class _Run:
             dtype=held.dtype if isinstance(held, torch.Tensor) else None,
             varies=lambda name, axis: self._varies(node, name, axis, after),
             keeps=lambda axis: self._keeps(node, axis),
-            integral=lambda name: _is_integral(node),
+            source=source.meta["val"].dtype if source is not None else None,
         )
         return operators.run(call)
 
@@ -313,12 +311,6 @@ def _first_tensor(node: Node) -> Node | None:
     arg = node.args[0] if node.args else None
     arg = arg[0] if isinstance(arg, (list, tuple)) and arg else arg
     return arg if isinstance(arg, Node) and isinstance(arg.meta.get("val"), torch.Tensor) else None
-
-
-def _is_integral(node: Node) -> bool:
-    source = _first_tensor(node)
-    held = source.meta["val"] if source is not None else None
-    return held is not None and not (held.is_floating_point() or held.is_complex())
 
 
 def _rows(value: Any) -> Num:

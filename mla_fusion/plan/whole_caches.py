@@ -133,6 +133,7 @@ class CachesOfWhole(WritePlanner):
             slots=slots,
             mode="PA_BSND",
             trusted=write.trusted,
+            rows=(rows.node,),
         )
         in_place = replace(in_place, clip_alpha=rows.alpha)
         return Placement(in_place, tuple(whole_readers(write.result, "kv_cache", shape, same_shape)))

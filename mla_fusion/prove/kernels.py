@@ -51,8 +51,8 @@ def _flat(value: Num) -> Num:
 
 @rule("npu::npu_mla_prolog_v3_functional")
 def prolog(call: Call) -> list[Num]:
-    """The whole prologue: in bfloat16, or in int8 (weight_quant_mode 1 and 2, kv_cache_quant_mode 0 to 2)."""
-    if call["weight_quant_mode"] > 2 or call["kv_cache_quant_mode"] > 2:
+    """The whole prologue: in bfloat16, or in int8 (weight_quant_mode 1 and 2)."""
+    if call["weight_quant_mode"] > 2:
         raise field.Undecided("a format that the field does not know")
     x, weight_uk = call.num("token_x"), call.num("weight_uk")
     lead = x.shape[:-1]
@@ -83,10 +83,31 @@ def prolog(call: Call) -> list[Num]:
     elif call["kv_cache_quant_mode"] == 2:
         ckv = quantising.saturated(mul(ckv, call.num("quant_scale_ckv")))
         kr = quantising.saturated(mul(kr, call.num("quant_scale_ckr")))
+    elif call["kv_cache_quant_mode"] == 3:
+        ckv = _packed(call, ckv, kr)
     caches = [_written(call, name, rows) for name, rows in (("kv_cache", ckv), ("kr_cache", kr))]
     given = (absorbed, query_rope, c_q)
     query, query_rope, c_q = (part.moved(lambda p: p.reshape(*lead, *p.shape[1:])) for part in given)
     return [query, query_rope, of_query, c_q, step or _UNUSED, *caches]
+
+
+def _packed(call: Call, ckv: Num, kr: Num) -> Num:
+    """Rows of bytes: int8 tiles of the latent, the key in bfloat16, a float32 step for each tile."""
+    tiles = ckv.moved(lambda part: part.unflatten(-1, (-1, call["tile_size"])))
+    alpha = call.num("k_nope_clip_alpha").past
+    if alpha == 1.0:
+        values, steps = quantising.by_row(tiles)
+    else:
+        limit = mul(quantising.MAXIMA.of(tiles), field.number(alpha))
+        steps = mul(limit, field.inverse(field.number(quantising.STEPS)))
+        values = quantising.saturated(mul(quantising.clipped(tiles, limit), field.inverse(steps)))
+    steps = steps.moved(lambda part: part.squeeze(-1))
+    parts = [
+        values.moved(lambda part: part.flatten(-2)),
+        quantising.as_bytes(kr, torch.bfloat16),
+        quantising.as_bytes(steps, torch.float32),
+    ]
+    return field.joined(parts, lambda every: torch.cat(every, -1))
 
 
 def _projected(call: Call, rows: Num, weight: str, step: Num | str | None) -> Num:

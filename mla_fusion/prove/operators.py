@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.compat import OpOverload, overload_name, schema_of
 from mla_fusion.prove import field, quantising
 from mla_fusion.prove.cells import ZERO
 from mla_fusion.prove.field import Complex, Num, Undecided, Value, add, function, mul, neg, sub
@@ -37,7 +37,7 @@ class Call:
     given     its arguments by the schema's names, defaults among them
     shape     the result's sizes in this run; None: as the arguments say
     varies    is an axis of this argument, or of the result, as long as the tokens are many?
-    integral  does an argument hold integers or flags?
+    source    what the first tensor holds in the graph, if that is known
     """
 
     target: Any
@@ -47,7 +47,7 @@ class Call:
     dtype: torch.dtype | None = None
     varies: Callable[[str, int], bool] = lambda name, axis: False
     keeps: Callable[[int], bool] = lambda axis: True
-    integral: Callable[[str], bool] = lambda name: False
+    source: torch.dtype | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name)
@@ -215,8 +215,7 @@ def _dropout(call: Call) -> Value:
 @rule("_to_copy", "to", "type_as", "prims::convert_element_type", "npu::npu_dtype_cast", "npu::_npu_dtype_cast")
 def _cast(call: Call) -> Value:
     """Casts among the wide floats are erased; integers are floats exactly."""
-    first, wanted = next(iter(call.given)), call.dtype
-    value = call.value
+    wanted, value = call.dtype, call.value
     if wanted is None:
         return value
     if wanted.is_complex:
@@ -225,7 +224,8 @@ def _cast(call: Call) -> Value:
         value = value.real
     if wanted.is_floating_point and wanted.itemsize > 1:
         return Num(value.re, value.im) if value.cells is None else value
-    if call.integral(first) and wanted in (torch.int32, torch.int64):
+    is_whole = call.source is not None and not (call.source.is_floating_point or call.source.is_complex)
+    if is_whole and wanted in (torch.int32, torch.int64):
         return value
     return quantising.to_int8(value) if wanted == torch.int8 else function(f"cast to {wanted}", value)
 
@@ -235,12 +235,20 @@ def _cast(call: Call) -> Value:
     *"flatten unflatten unsqueeze squeeze unsqueeze_copy squeeze_copy".split(),
 )
 def _reshaped(call: Call) -> Value:
-    if isinstance(call.target, OpOverload) and "dtype" in schema_of(call.target).overload_name:
-        return pointwise(call)
+    if isinstance(call.target, OpOverload) and overload_name(call.target) == "dtype":
+        return _bytes(call)
     if call.shape is not None:
         shape = call.shape
         return call.value.moved(lambda part: part.reshape(shape))
     return _natively(call)
+
+
+def _bytes(call: Call) -> Value:
+    """Numbers read as bytes: as many functions of each as it has bytes."""
+    value, source, wanted = real(call.value), call.source, call["dtype"]
+    if source is None or wanted.itemsize != 1 or not value.shape:
+        return pointwise(call)
+    return value if source == wanted else quantising.as_bytes(value, source)
 
 
 @rule("expand", "expand_copy", "expand_as", "broadcast_to")
@@ -717,6 +725,8 @@ def _round(call: Call) -> Value:
 @rule("clamp", "clip", "clamp_min", "clamp_max")
 def _clamped(call: Call) -> Value:
     value, ends = real(call.value), (call["min"], call["max"])
+    if all(isinstance(end, Num) for end in ends) and field.equal(neg(ends[0]), ends[1]):
+        return quantising.clipped(value, ends[1])
     if not all(end is None or isinstance(end, (int, float)) for end in ends):
         return pointwise(call)
     if ends[1] is None and ends[0] is not None and quantising.MAXIMA.is_floor(value, ends[0]):
@@ -736,7 +746,23 @@ def _greater(call: Call) -> Value:
     if quantising.are_both_ends(a, b):
         found = quantising.MAXIMA.of(a.rows)
         return found if found.shape == sides[0].shape else found.moved(lambda part: part.squeeze(-1))
-    return pointwise(call)
+    return _clip(call, *sides)
+
+
+@rule("minimum")
+def _smaller(call: Call) -> Value:
+    return _clip(call, call.num("self"), call.num("other"))
+
+
+def _clip(call: Call, *sides: Num) -> Num:
+    """``minimum(maximum(v, -limit), limit)``, in either order, or the half of it."""
+    for inner, bound in (sides, sides[::-1]):
+        if isinstance(inner.past, quantising.Bounded) and inner.past.by != call.name:
+            for value, other in (inner.past.sides, inner.past.sides[::-1]):
+                if field.equal(neg(other), bound):
+                    return quantising.clipped(value, bound if call.name == "aten::minimum" else other)
+    found = real(pointwise(call))
+    return Num(found.re, past=quantising.Bounded(call.name, sides))
 
 
 @rule("where")
@@ -1009,6 +1035,17 @@ def _dynamic_quant(call: Call) -> Any:
         value = mul(value, call.num("smooth_scales"))
     values, scale = quantising.by_row(value)
     return [values, scale.moved(lambda part: part.squeeze(-1))]
+
+
+@rule("npu::npu_dynamic_block_quant")
+def _block_quant(call: Call) -> Any:
+    """Tiles of 128 neighbours in int8."""
+    wanted = {"min_scale": 0, "round_mode": "rint", "dst_type": 1, "row_block_size": 1, "dst_type_max": 0}
+    value, tile = real(call.value), call["col_block_size"]
+    if any(call[name] not in (None, item) for name, item in wanted.items()) or value.shape[-1] % tile:
+        raise Undecided("no int8 of tiles")
+    values, scale = quantising.by_row(value.moved(lambda part: part.unflatten(-1, (-1, tile))))
+    return [values.moved(lambda part: part.flatten(-2)), scale.moved(lambda part: part.squeeze(-1))]
 
 
 @rule("npu::npu_quantize")

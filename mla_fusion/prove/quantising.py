@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from mla_fusion.prove import field
 from mla_fusion.prove.field import Num, function, mul
 
@@ -28,6 +30,14 @@ class Whole:
 @dataclass(frozen=True)
 class Absolute:
     value: Num
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """The larger, or the smaller, of two."""
+
+    by: str
+    sides: tuple[Num, ...]
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,9 @@ class Scaled:
 def scaled(value: Num, factor: float) -> Num:
     """``value * factor``"""
     found = mul(value, field.number(factor))
+    if 0 < factor <= 1:  # of the largest of rows: that of smaller rows
+        known = [rows for rows, largest in MAXIMA.known if largest is value]
+        MAXIMA.known += [(mul(rows, field.number(factor)), found) for rows in known]
     return Num(found.re, found.im, past=Scaled(value, field.number(factor)) if factor > 0 else None)
 
 
@@ -139,6 +152,19 @@ def _holds(least: float, most: float) -> bool:
 def saturated(value: Num) -> Num:
     """``saturate(round(value))``"""
     return function("int8", value)
+
+
+def clipped(value: Num, limit: Num) -> Num:
+    """``clamp(value, -limit, limit)``, which is no larger than the limit."""
+    found = function("clip", value, limit)
+    MAXIMA.known.append((found, limit))
+    return found
+
+
+def as_bytes(value: Num, dtype: torch.dtype) -> Num:
+    """The bytes of numbers of a dtype, side by side on the last axis."""
+    each = [function(f"byte {place} of {dtype}", value).re for place in range(dtype.itemsize)]
+    return Num(torch.stack(each, -1).flatten(-2))
 
 
 def by_row(rows: Num) -> tuple[Num, Num]:
