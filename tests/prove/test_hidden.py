@@ -9,9 +9,10 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
 import mla_fusion as mf
-from tests.catalogue.base import paged_args
+from tests.catalogue.base import Base, paged_args
 from tests.harness import assert_as_exact, clones, compiled, graph_of
 
 from .hidden import BEFORE, BEHIND, At, BiasOfProduct, Function, of_size, of_token
@@ -61,3 +62,50 @@ def test_a_fusion_says_what_was_proved() -> None:
     gm = graph_of(At("", torch.clone), *paged_args())
     (fusion,) = mf.explain(gm, UNVERIFIED, boundary=True).fused
     assert any("proved in exact arithmetic" in line and "chance below 1e-16" in line for line in fusion.proof)
+
+
+class BoundedSlots(Base):
+    """Slots not below a number that the graph is given: several may become it."""
+
+    def slots(self, slots: Tensor, query: Tensor) -> Tensor:
+        return slots.clamp_min(slots[0] & 1023)
+
+
+class GreaterSlots(Base):
+    def slots(self, slots: Tensor, query: Tensor) -> Tensor:
+        return torch.maximum(slots, slots[:1] & 1023)
+
+
+@pytest.mark.parametrize("model", [BoundedSlots, GreaterSlots])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_bound_may_make_slots_one(model: type[Base], dynamic: bool) -> None:
+    report = mf.explain(graph_of(model(), *paged_args(), dynamic=dynamic), UNVERIFIED, boundary=True)
+    assert [item.placement.partition(":")[0] for item in report.fused] == ["staged"], str(report)
+
+
+class AlongBoth(Base):
+    """Batches as long as their sequences, with a number for each batch, or for each place in a sequence."""
+
+    def __init__(self, along: int) -> None:
+        super().__init__()
+        self.along = along
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, ...]:
+        late = 1 + torch.relu(torch.arange(x.shape[self.along], device=x.device).float() - 600)
+        late = late[:, None, None] if self.along == 0 else late[None, :, None]
+        c_q = (self.q_a_layernorm(self.q_a_proj(x)) * late).to(x.dtype)
+        q_nope, q_pe = self.split(self.q_b_proj(c_q).flatten(0, 1))
+        c_kv, k_pe = (part.flatten(0, 1) for part in self.latent(x))
+        c, s = cos.flatten(0, 1).unsqueeze(1), sin.flatten(0, 1).unsqueeze(1)
+        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1))
+        return self.absorb(q_nope), self.rotate(q_pe, c, s)
+
+
+@pytest.mark.parametrize("along", [0, 1])
+def test_batches_as_long_as_their_sequences(along: int) -> None:
+    x, cos, sin, kv_cache, kr_cache, slots = paged_args()
+    few = [value[:4].unflatten(0, (2, 2)) for value in (x, cos, sin)]
+    gm = graph_of(AlongBoth(along), *few, kv_cache, kr_cache, slots[:4], dynamic=True)
+    assert not mf.explain(gm, UNVERIFIED, boundary=True).fused
