@@ -15,12 +15,13 @@ from mla_fusion.compat import OpOverload
 from mla_fusion.emit import results as of_call
 from mla_fusion.emit import rows, targets
 from mla_fusion.fx.build import Recipe, TensorBuilder
-from mla_fusion.fx.kinds import attribute, is_getitem, is_literal, operator_of
+from mla_fusion.fx.kinds import Kind, attribute, is_cast, is_getitem, is_literal, operator_of
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import origin, views_and_casts
 from mla_fusion.meta.number_formats import INT8
 from mla_fusion.plan.plan import InPlace, Plan, PreprocessPlan
-from mla_fusion.prove import field, operators, quantising
+from mla_fusion.prove import field, kernels, operators, quantising
 from mla_fusion.prove.cells import Cells
 from mla_fusion.prove.field import Complex, Num, Undecided, Value
 from mla_fusion.prove.kernels import Written
@@ -29,8 +30,17 @@ from mla_fusion.report.rejection import Refuse
 
 POINTS = 3
 DEGREE = 10_000  # more than the degree of any identity that is tested, roots and quotients multiplied out
+_NARROW = (torch.bfloat16, torch.float16)
 _FEW = 8  # elements of an input for each of which both signs are tried
 _OF_MODEL = frozenset(("weight", "gamma", "scale", "cache", "constant"))  # leaves without tokens
+
+
+# Whatever a rule does not expect (a shape, an argument, an operator) is no proof.
+_UNKNOWN = (Undecided, RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
+
+
+def _unproved(detail: str, *nodes: Node) -> Refuse:
+    return Refuse("proof.differs", detail.partition("\n")[0], nodes)
 
 
 def is_provable(plan: Plan) -> bool:
@@ -44,10 +54,16 @@ def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> st
     half_rows  the caller chose ``kr_layout="half"``: rotated values are compared in the kernel's order
     """
     run = _Run(with_room(view, plan, region), plan, region, half_rows)
-    count = 0
-    for point in range(POINTS):
-        with field.draw(point):
-            count = run.compare()
+    try:
+        count = run.compare_at_all_points()
+    except Refuse:
+        if not any(view.steps.kept(node) for node in region.nodes):
+            raise
+        token = kernels.FLOORS.set(True)
+        try:
+            count = run.compare_at_all_points()
+        finally:
+            kernels.FLOORS.reset(token)
     wrong = (DEGREE / field.P) ** POINTS
     return f"proved in exact arithmetic: {count:,} values at {POINTS} points, wrong by a chance below {wrong:.0e}"
 
@@ -59,24 +75,32 @@ class _Run:
         self.view, self.plan, self.region, self.half_rows = view, plan, region, half_rows
         self.binding, self.shrink = view.binding, plan.candidate.shrink
         self._values: dict[Node, Any] = {}
+        self._rounded: set[Node] = set()
         self._cells: dict[object, Cells] = {}
         self._taken = 0
         self._few: dict[str, int] = {}
 
+    def compare_at_all_points(self) -> int:
+        count = 0
+        for point in range(POINTS):
+            with field.draw(point):
+                count = self.compare()
+        return count
+
     def compare(self) -> int:
         self._values.clear()
+        self._rounded.clear()
         quantising.MAXIMA.known.clear()
         reads = {node: self.value(node) for node in self.region.reads}
         builder = _FieldBuilder(self, reads)
         try:
             results = targets.call_kernel(builder, self.plan)
-        except Undecided as error:
-            raise Refuse("proof.differs", f"the call: {error}", self.plan.candidate.nodes) from error
+        except _UNKNOWN as error:
+            raise _unproved(f"the call: {error}", *self.plan.candidate.nodes) from error
         count = 0
         for node, want, got in self._claims(builder, results):
             if not _equal(want, got):
-                detail = f"{node.name} is not what the kernel gives, in exact arithmetic"
-                raise Refuse("proof.differs", detail, (node,))
+                raise _unproved(f"{node.name} is not what the kernel gives", node)
             count += _count(want)
         return count
 
@@ -136,8 +160,8 @@ class _Run:
             return self._leaf(node, role or "")
         try:
             return self._call(node)
-        except Undecided as error:
-            raise Refuse("proof.differs", f"{node.name}: {error}", (node,)) from error
+        except _UNKNOWN as error:
+            raise _unproved(f"{node.name} ({node.target}): {error}", node) from error
 
     def _leaf(self, node: Node, role: str) -> Any:
         held = node.meta.get("val")
@@ -146,7 +170,7 @@ class _Run:
         if isinstance(held, (int, float, bool)):
             return held
         if not isinstance(held, torch.Tensor):
-            raise Refuse("proof.differs", f"{node.name} is no tensor", (node,))
+            raise _unproved(f"{node.name} is no tensor", node)
         literal = attribute(node) if node.op == "get_attr" and is_literal(node) else None
         if literal is not None and self._is_small(literal, held):
             values = literal.detach().cpu()
@@ -201,8 +225,26 @@ class _Run:
             varies=lambda name, axis: self._varies(node, name, axis, after),
             keeps=lambda axis: self._keeps(node, axis),
             source=source.meta["val"].dtype if source is not None else None,
+            rounded=any(read in self._rounded for read in node.all_input_nodes),
         )
-        return operators.run(call)
+        found = operators.run(call)
+        if self._rounds(node, call):
+            self._rounded.add(node)
+        return found
+
+    def _rounds(self, node: Node, call: operators.Call) -> bool:
+        """Does it hold numbers that a cast has rounded, and that no function has read since?"""
+        held = node.meta["val"]
+        if not isinstance(held, torch.Tensor) or not (held.is_floating_point() or held.is_complex()):
+            return False
+        narrows = is_cast(node) and held.dtype in _NARROW and call.source in (torch.float32, torch.float64)
+        if narrows and not self._is_narrow(node.args[0]):  # type: ignore[arg-type]
+            return True
+        return call.rounded and operator_of(node).kind in (Kind.MOVEMENT, Kind.ANALYTIC)
+
+    def _is_narrow(self, node: Node) -> bool:
+        """Does it hold the numbers of a narrow dtype, widened?"""
+        return origin(node, views_and_casts).meta["val"].dtype in _NARROW
 
     def _argument(self, arg: Any) -> Any:
         if isinstance(arg, Node):

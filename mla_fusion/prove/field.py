@@ -171,6 +171,8 @@ def _root_of(value: float) -> Fraction | None:
 def residue(value: Fraction) -> int:
     if value.denominator % P == 0:
         raise Undecided(f"{value} has no value in the field")
+    if value and value.numerator % P == 0:
+        raise Undecided(f"{value} is 0 in the field")
     return value.numerator % P * pow(value.denominator, -1, P) % P
 
 

@@ -6,6 +6,7 @@ which row goes where is decided by the terms of the slots.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -127,9 +128,12 @@ def _normed(value: Num, call: Call, name: str, scale: str) -> Num:
     return quantising.scaled(found, call[scale]) if abs(call[scale] - 1.0) >= FLT_EPS else found
 
 
+FLOORS = ContextVar("FLOORS", default=False)  # does the smallest epsilon stand for a floor under the norm?
+
+
 def _epsilon(given: float) -> float:
-    """That which stands for a floor under the norm is 0 where, as the fusion assumes, no row comes near the floor."""
-    return 0.0 if given <= FLOOR**2 else given
+    """That which stands for a floor is 0: as the fusion assumes, no row comes near the floor."""
+    return 0.0 if FLOORS.get() and given <= FLOOR**2 else given
 
 
 @rule("npu::npu_kv_rmsnorm_rope_cache_v2_functional", "npu::npu_kv_rmsnorm_rope_cache")

@@ -38,6 +38,7 @@ class Call:
     shape     the result's sizes in this run; None: as the arguments say
     varies    is an axis of this argument, or of the result, as long as the tokens are many?
     source    what the first tensor holds in the graph, if that is known
+    rounded   do arguments hold numbers that a cast has rounded?
     """
 
     target: Any
@@ -48,6 +49,7 @@ class Call:
     varies: Callable[[str, int], bool] = lambda name, axis: False
     keeps: Callable[[int], bool] = lambda axis: True
     source: torch.dtype | None = None
+    rounded: bool = False
 
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name)
@@ -61,8 +63,12 @@ class Call:
         return real(as_value(self.given[name]))
 
     def plain(self, name: str) -> Any:
-        """An argument that says where, not what: a number of this run."""
+        """An argument that says where, not what: a number. Raises Undecided for one of this run alone."""
         return plain(self.given.get(name))
+
+    def function(self, name: str, *arguments: Num) -> Num:
+        """An uninterpreted function, of what its arguments are rounded to."""
+        return function(f"{name} of rounded numbers" if self.rounded else name, *arguments)
 
     @property
     def literals(self) -> str:
@@ -134,7 +140,7 @@ def real(value: Value) -> Num:
 
 def plain(item: Any) -> Any:
     if isinstance(item, Abstract):
-        return item.number
+        raise Undecided(f"{item.name} says where")
     if isinstance(item, (list, tuple)):
         return [plain(part) for part in item]
     if isinstance(item, Num):
@@ -171,7 +177,7 @@ def pointwise(call: Call) -> Num:
     numbers = [as_value(value) for value in call.given.values() if isinstance(value, (int, float, complex))]
     others = [str(value) for value in call.given.values() if isinstance(value, (str, torch.dtype))]
     flat = [part for value in numbers for part in _values(value)]
-    found = function(f"{call.name} {others} {_pattern(call)}", *operands, *flat)
+    found = call.function(f"{call.name} {others} {_pattern(call)}", *operands, *flat)
     return _spread(found, [item.shape for item in operands])
 
 
@@ -191,7 +197,7 @@ def opaque(call: Call) -> Num:
     of = [item for value in call.given.values() for item in _values(value)]
     every = field.label(*of) if of else Num(torch.zeros((), dtype=torch.int64))
     places = Num(torch.arange(prod(call.shape)).reshape(call.shape))
-    return function(f"{call.name} {call.literals}", every, places)
+    return call.function(f"{call.name} {call.literals}", every, places)
 
 
 # -- what moves elements
@@ -227,6 +233,8 @@ def _cast(call: Call) -> Value:
     is_whole = call.source is not None and not (call.source.is_floating_point or call.source.is_complex)
     if is_whole and wanted in (torch.int32, torch.int64):
         return value
+    if quantising.whole(value).rounded and wanted in (torch.int32, torch.int64):
+        return value  # far below 2**31: what is saturated later is so at 127
     return quantising.to_int8(value) if wanted == torch.int8 else function(f"cast to {wanted}", value)
 
 
@@ -283,8 +291,8 @@ def _sliced(call: Call) -> Value:
         # Which rows these are is known of this run alone: rows of that name.
         ends = [as_value(call[name]) for name in ("start", "end", "length") if call[name] is not None]
         factor = function("rows", *[real(end) for end in ends])
-        taken = _natively(call)
-        return _scaled(taken, factor)
+        now = {name: item.number if isinstance(item, Abstract) else item for name, item in call.given.items()}
+        return _scaled(_natively(replace(call, given=now)), factor)
     return _natively(call)
 
 
@@ -519,10 +527,12 @@ def _eye(call: Call) -> Num:
 @rule("arange", "prims::iota")
 def _counted(call: Call) -> Num:
     if call.name == "prims::iota":
-        start, step, length = call["start"], call["step"], call.plain("length")
+        start, step, length = call["start"], call["step"], call["length"]
     else:
         start, step = call["start"] or 0, call["step"] or 1
-        length = -(-(plain(call["end"]) - plain(start)) // plain(step))
+        length = call["end"]
+        if call.shape is None:
+            length = -(-(plain(length) - plain(start)) // plain(step))
     if call.shape is not None:
         (length,) = call.shape
     places = torch.arange(length)
@@ -679,7 +689,7 @@ def _pow(call: Call) -> Value:
         if abs(power) == 0.5:
             root = field.sqrt(real(base))
             return root if power > 0 else field.inverse(root)
-    return function("pow", real(base), real(exponent))
+    return call.function("pow", real(base), real(exponent))
 
 
 @rule("addcmul", "addcdiv")
@@ -699,13 +709,13 @@ def _lerp(call: Call) -> Value:
 @rule("cos")
 def _cos(call: Call) -> Value:
     value = real(call.value)
-    return function("cos", mul(value, value))
+    return call.function("cos", mul(value, value))
 
 
 @rule("sin")
 def _sin(call: Call) -> Value:
     value = real(call.value)
-    return mul(value, function("sinc", mul(value, value)))
+    return mul(value, call.function("sinc", mul(value, value)))
 
 
 @rule("abs", "absolute")
@@ -840,18 +850,19 @@ def _complex(call: Call) -> Value:
 def _polar(call: Call) -> Value:
     size, angle = call.num("abs"), call.num("angle")
     square = mul(angle, angle)
-    return Complex(mul(size, function("cos", square)), mul(size, mul(angle, function("sinc", square))))
+    sine = mul(angle, call.function("sinc", square))
+    return Complex(mul(size, call.function("cos", square)), mul(size, sine))
 
 
 @rule("exp")
 def _exp(call: Call) -> Value:
     value = call.value
     if isinstance(value, Num):
-        return function("exp", value)
+        return call.function("exp", value)
     square = mul(value.imag, value.imag)
-    turned = Complex(function("cos", square), mul(value.imag, function("sinc", square)))
+    turned = Complex(call.function("cos", square), mul(value.imag, call.function("sinc", square)))
     is_zero = not bool(value.real.re.any()) and value.real.im is None
-    return turned if is_zero else times(turned, function("exp", value.real))
+    return turned if is_zero else times(turned, call.function("exp", value.real))
 
 
 # -- sums
@@ -875,6 +886,7 @@ def _counts(call: Call, axes: Sequence[int]) -> Num:
 def _sum(call: Call) -> Value:
     value, keep = call.value, bool(call["keepdim"])
     axes = _axes(call, value)
+    _counts(call, axes)
     if isinstance(value, Complex):
         return Complex(field.total(value.real, axes, keep), field.total(value.imag, axes, keep))
     return field.total(value, axes, keep)
@@ -964,14 +976,22 @@ def _einsum(left: Num, right: Num, a: str, b: str, out: str) -> Num:
     return found.moved(lambda part: part.reshape(shape).permute([made.index(letter) for letter in out]))
 
 
+def _sums_along(call: Call, name: str = "self") -> None:
+    """Raises Undecided for a product that sums over an axis which is shorter in this run than it may be."""
+    if call.varies(name, len(call.num(name).shape) - 1):
+        raise Undecided(f"{call.name} sums along the tokens")
+
+
 @rule("mm", "bmm", "_int_mm")
 def _mm(call: Call) -> Value:
+    _sums_along(call)
     a, b = map(real, _two(call))
     return field.matmul(a, b)
 
 
 @rule("matmul", "dot", "mv")
 def _matmul(call: Call) -> Value:
+    _sums_along(call, next(iter(call.given)))
     a, b = map(real, _two(call))
     if len(b.shape) == 1:
         column = b.moved(lambda part: part.unsqueeze(-1))

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 import mla_fusion as mf
-from mla_fusion.commit import verify
+from mla_fusion.commit import verified, verify
 from mla_fusion.emit import targets
 from tests.catalogue import (
     base,
@@ -66,7 +66,21 @@ def test_mixed_streams() -> None:
     assert refused(gm).code == "stream.mixed"
 
 
-def test_call_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_term_below_rounding() -> None:
+    class Nearly(base.Base):
+        def down(self, x: torch.Tensor) -> torch.Tensor:
+            return (super().down(x).float() + 1e-30).bfloat16()
+
+    assert refused(graph_of(Nearly(), *base.paged_args())).code == "proof.differs"
+
+
+@pytest.fixture
+def unproved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second witness alone."""
+    monkeypatch.setattr(verified, "prove", lambda *_: "")
+
+
+def test_call_that_does_not_run(monkeypatch: pytest.MonkeyPatch, unproved: None) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no such kernel")
 
@@ -75,7 +89,7 @@ def test_call_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rejection.code == "verify.mismatch" and "no such kernel" in rejection.message
 
 
-def test_verification_catches_a_wrong_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_catches_a_wrong_replacement(monkeypatch: pytest.MonkeyPatch, unproved: None) -> None:
     from mla_fusion.emit import rows
 
     right = rows.table
