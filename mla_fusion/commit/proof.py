@@ -54,12 +54,15 @@ def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> st
     half_rows  the caller chose ``kr_layout="half"``: rotated values are compared in the kernel's order
     """
     run = _Run(with_room(view, plan, region), plan, region, half_rows)
+    field.MIXED[0] = False
     try:
         count = run.compare_at_all_points()
     except Refuse:
-        if not any(view.steps.kept(node) for node in region.nodes):
+        floors = any(view.steps.kept(node) for node in region.nodes)
+        if not floors and not field.MIXED[0]:
             raise
-        token = kernels.FLOORS.set(True)
+        run.draws_weights = field.MIXED[0]  # the call joins what the region multiplies apart
+        token = kernels.FLOORS.set(floors)
         try:
             count = run.compare_at_all_points()
         finally:
@@ -76,6 +79,7 @@ class _Run:
         self.binding, self.shrink = view.binding, plan.candidate.shrink
         self._values: dict[Node, Any] = {}
         self._rounded: set[Node] = set()
+        self.draws_weights = False
         self._cells: dict[object, Cells] = {}
         self._taken = 0
         self._few: dict[str, int] = {}
@@ -175,7 +179,7 @@ class _Run:
         if literal is not None and self._is_small(literal, held):
             values = literal.detach().cpu()
             return field.exact(values) if not values.is_complex() else _complex(values)
-        if role == "weight" and not held.is_complex():
+        if role == "weight" and not held.is_complex() and not self.draws_weights:
             known = self._cells.get(same_attribute(node))
             if known is None:
                 shape = self.binding.shape(held.shape)
@@ -345,7 +349,7 @@ class _FieldBuilder(TensorBuilder):
         return self.reshape(_rows(cache), shape)
 
     def constant(self, numbers: Sequence[int], like: Any) -> Any:
-        return field.integers(torch.tensor(list(numbers)))
+        return field.integers(torch.tensor(list(numbers), dtype=torch.int64))
 
 
 def _first_tensor(node: Node) -> Node | None:

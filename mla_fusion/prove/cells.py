@@ -45,9 +45,9 @@ class Cells:
         tensor = self._tensor
         if not tensor.is_meta:
             return tensor
-        found = torch.tensor(self._first + tensor.storage_offset())
+        found = torch.tensor(self._first + tensor.storage_offset(), dtype=torch.int64)
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            found = found.unsqueeze(-1) + torch.arange(size) * stride
+            found = found.unsqueeze(-1) + torch.arange(size, dtype=torch.int64) * stride
         return found
 
     def columns(self) -> tuple[Tensor, Tensor] | None:
@@ -58,7 +58,7 @@ class Cells:
         second = self.moved(lambda part: part[..., 1, :]).numbers()
         step = second - first
         if not self._tensor.is_meta:
-            places = torch.arange(self.shape[-2]).unsqueeze(-1)
+            places = torch.arange(self.shape[-2], dtype=torch.int64).unsqueeze(-1)
             if not torch.equal(self._tensor, first.unsqueeze(-2) + places * step.unsqueeze(-2)):
                 return None
         return first, step

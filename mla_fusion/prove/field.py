@@ -72,7 +72,7 @@ class Num:
 
     def parts(self, move: Callable[[Tensor], Sequence[Tensor]]) -> list[Num]:
         """What ``move`` cuts it into."""
-        count = len(move(torch.empty(self.shape, device="meta")))
+        count = len(move(torch.empty(self.shape, device="meta", dtype=torch.int64)))
         return [self.moved(_part_of(move, place)) for place in range(count)]
 
 
@@ -80,10 +80,14 @@ def _part_of(move: Callable[[Tensor], Sequence[Tensor]], place: int) -> Callable
     return lambda tensor: move(tensor)[place]
 
 
+MIXED = [False]  # has a weight been joined with what is no weight, and so been drawn?
+
+
 def joined(values: Sequence[Num], join: Callable[[list[Tensor]], Tensor]) -> Num:
     """Several tensors as one."""
     if all(value.cells is not None for value in values):
         return Num(None, cells=Cells(join([value.cells.numbers() for value in values if value.cells is not None])))
+    MIXED[0] = MIXED[0] or any(value.cells is not None for value in values)
     re = join([value.re for value in values])
     im = join(list(map(_im, values))) if any(value.im is not None for value in values) else None
     ints = [value.ints for value in values if value.ints is not None]
@@ -196,7 +200,7 @@ def exact(values: Tensor) -> Num:
     im = [known[value].im for value in flat]
     if any(part is not None for part in im):
         whole = [0 if part is None else int(part) for part in im]
-        return Num(re.reshape(values.shape), torch.tensor(whole).reshape(values.shape))
+        return Num(re.reshape(values.shape), torch.tensor(whole, dtype=torch.int64).reshape(values.shape))
     return Num(re.reshape(values.shape))
 
 
@@ -316,7 +320,7 @@ def _by_columns(a: Num, cells: Cells) -> Num:
     first, step = (Num(part.unsqueeze(-2)) for part in columns)
     lead = a.moved(lambda part: part[..., :1])
     size = Num(torch.where((lead.re == 0) & (_im(lead) == 0), 1, lead.re), lead.im)
-    row = function("row", mul(a, inverse(size)), Num(torch.arange(a.shape[-1])))
+    row = function("row", mul(a, inverse(size)), Num(torch.arange(a.shape[-1], dtype=torch.int64)))
     product = function("product", total(row, [-1], keep=True), first, step)
     return mul(mul(product, size), Num((first.re != ZERO).long()))
 
@@ -358,17 +362,17 @@ def label(*arguments: Num) -> Num:
     for argument in arguments:
         every = function("element", argument, _places(argument.shape)).re
         found = _mixed(found, _mod(every.sum()))
-        found = _mixed(found, torch.tensor(_hash_of(str(argument.shape))))
+        found = _mixed(found, torch.tensor(_hash_of(str(argument.shape)), dtype=torch.int64))
     return Num((found & _POSITIVE).remainder(P))
 
 
 def _places(shape: Sequence[int]) -> Num:
-    return Num(torch.arange(math.prod(shape)).reshape(tuple(shape)))
+    return Num(torch.arange(math.prod(shape), dtype=torch.int64).reshape(tuple(shape)))
 
 
 def random(name: str, shape: Sequence[int]) -> Num:
     """Generic elements, the same for the same name."""
-    places = torch.arange(math.prod(shape)).reshape(tuple(shape))
+    places = torch.arange(math.prod(shape), dtype=torch.int64).reshape(tuple(shape))
     found = _mixed(_start(name), places)
     return Num((found & _POSITIVE).remainder(P))
 
@@ -379,7 +383,7 @@ def of_both_signs(name: str, shape: Sequence[int], first: int, points: int) -> N
     ``sqrt(s * s)`` is s or -s; of a single number both have to be seen.
     """
     drawn = random(name, shape).re
-    places = torch.arange(first, first + drawn.numel()).reshape(drawn.shape)
+    places = torch.arange(first, first + drawn.numel(), dtype=torch.int64).reshape(drawn.shape)
     wanted = places % points != _DRAW
     is_square = _power(drawn, (P - 1) // 2) == 1
     return Num(torch.where(is_square == wanted, drawn, _mod(-drawn)))
@@ -404,7 +408,7 @@ class draw:
 
 
 def _start(name: str) -> Tensor:
-    return torch.tensor(_hash_of(f"{_DRAW}:{name}"))
+    return torch.tensor(_hash_of(f"{_DRAW}:{name}"), dtype=torch.int64)
 
 
 @cache

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.compat import OpOverload, overload_name, schema_of
+from mla_fusion.fx.operators import known
 from mla_fusion.prove import field, quantising
 from mla_fusion.prove.cells import ZERO
 from mla_fusion.prove.field import Complex, Num, Undecided, Value, add, function, mul, neg, sub
@@ -94,9 +95,22 @@ def run(call: Call) -> Any:
     made = RULES.get(call.name)
     if made is not None:
         return made(call)
+    if known(call.target).view:
+        return _viewed(call)
     if isinstance(call.target, OpOverload) and torch.Tag.pointwise in call.target.tags:
         return pointwise(call)
     return opaque(call)
+
+
+def _viewed(call: Call) -> Any:
+    """A view without a rule of its own, as torch does it; along tokens nothing is known of it."""
+    value = call.value
+    if any(call.varies("self", axis) for axis in range(len(value.shape))):
+        raise Undecided(f"{call.name} along the tokens has no field run")
+    rest = [plain(item) for item in list(call.given.values())[1:]]
+    if "[]" in str(schema_of(call.target).returns[0].type):
+        return value.parts(lambda part: call.target(part, *rest))
+    return _natively(call)
 
 
 def called(target: Any, args: Sequence[Any], kwargs: dict[str, Any], **more: Any) -> Call:
@@ -122,11 +136,11 @@ def as_value(item: Any) -> Value:
     if isinstance(item, Abstract):
         return function(f"size {item.name}")
     if isinstance(item, bool):
-        return field.integers(torch.tensor(int(item)))
+        return field.integers(torch.tensor(int(item), dtype=torch.int64))
     if isinstance(item, complex):
         return Complex(field.number(item.real), field.number(item.imag))
     if isinstance(item, int):
-        return field.integers(torch.tensor(item))
+        return field.integers(torch.tensor(item, dtype=torch.int64))
     if isinstance(item, float):
         return field.number(item)
     raise Undecided(f"{item!r} is no number")
@@ -196,7 +210,7 @@ def opaque(call: Call) -> Num:
         raise Undecided(f"{call.name} has no field run")
     of = [item for value in call.given.values() for item in _values(value)]
     every = field.label(*of) if of else Num(torch.zeros((), dtype=torch.int64))
-    places = Num(torch.arange(prod(call.shape)).reshape(call.shape))
+    places = Num(torch.arange(prod(call.shape), dtype=torch.int64).reshape(call.shape))
     return call.function(f"{call.name} {call.literals}", every, places)
 
 
@@ -291,9 +305,17 @@ def _sliced(call: Call) -> Value:
         # Which rows these are is known of this run alone: rows of that name.
         ends = [as_value(call[name]) for name in ("start", "end", "length") if call[name] is not None]
         factor = function("rows", *[real(end) for end in ends])
-        now = {name: item.number if isinstance(item, Abstract) else item for name, item in call.given.items()}
-        return _scaled(_natively(replace(call, given=now)), factor)
+        return _scaled(_some_rows(call, axis), factor)
     return _natively(call)
+
+
+def _some_rows(call: Call, axis: int) -> Value:
+    """As many rows as the result has in this run; which, its name says."""
+    value, step = call.value, call["step"]
+    count = value.shape[axis] if call.shape is None else call.shape[axis]
+    if step not in (None, 1) or count > value.shape[axis]:
+        raise Undecided(f"{call.name} takes some rows")
+    return value.moved(lambda part: part.narrow(axis, 0, count))
 
 
 def _scaled(value: Value, factor: Num) -> Value:
@@ -504,12 +526,12 @@ def _whole(call: Call, value: Num) -> Num:
 
 @rule(*"zeros new_zeros zeros_like zero".split())
 def _zeros(call: Call) -> Num:
-    return _whole(call, field.integers(torch.tensor(0)))
+    return _whole(call, field.integers(torch.tensor(0, dtype=torch.int64)))
 
 
 @rule(*"ones new_ones ones_like".split())
 def _ones(call: Call) -> Num:
-    return _whole(call, field.integers(torch.tensor(1)))
+    return _whole(call, field.integers(torch.tensor(1, dtype=torch.int64)))
 
 
 @rule(*"empty new_empty empty_like new_empty_strided empty_strided empty_permuted".split())
@@ -535,7 +557,7 @@ def _counted(call: Call) -> Num:
             length = -(-(plain(length) - plain(start)) // plain(step))
     if call.shape is not None:
         (length,) = call.shape
-    places = torch.arange(length)
+    places = torch.arange(length, dtype=torch.int64)
     if call.varies("", 0):  # every position is one of its own
         return add(real(as_value(start)), mul(real(as_value(step)), function("position", Num(places))))
     if isinstance(start, Abstract) or isinstance(step, Abstract):

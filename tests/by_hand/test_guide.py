@@ -31,5 +31,5 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == GUIDE.read_text()
     assert main(["guide", "--out", str(tmp_path / "AGENTS.md")]) == 0
     assert (tmp_path / "AGENTS.md").read_text() == GUIDE.read_text()
-    assert main(["guide", "--out", str(tmp_path / "new" / "AGENTS.md")]) == 0  # the folder is made
+    assert main(["guide", "--out", str(tmp_path / "new" / "AGENTS.md")]) == 2  # no such folder
     assert main(["guide", "--out", str(tmp_path / "AGENTS.md" / "below")]) == 2

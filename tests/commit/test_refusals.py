@@ -37,7 +37,8 @@ def test_exported_programs() -> None:
     gm = program.module()
     assert isinstance(gm, GraphModule)
     assert [f.placement.partition(":")[0] for f in mf.fuse(gm).fused] == ["staged"]
-    assert [f.placement for f in mf.fuse(program.run_decompositions().graph_module).fused] == ["in place"]
+    (fusion,) = mf.fuse(program.run_decompositions().graph_module).fused
+    assert fusion.placement.startswith("written by the kernel into new caches")  # which the graph returns
 
 
 def test_a_prologue_that_nobody_reads() -> None:
@@ -66,10 +67,10 @@ def test_mixed_streams() -> None:
     assert refused(gm).code == "stream.mixed"
 
 
-def test_a_term_below_rounding() -> None:
+def test_what_differs_by_a_trillionth() -> None:
     class Nearly(base.Base):
-        def down(self, x: torch.Tensor) -> torch.Tensor:
-            return (super().down(x).float() + 1e-30).bfloat16()
+        def rotate_k(self, k_pe: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+            return self.rotate((k_pe.float() * (1 + 1e-12)).bfloat16(), c, s)
 
     assert refused(graph_of(Nearly(), *base.paged_args())).code == "proof.differs"
 

@@ -146,7 +146,7 @@ def test_models_that_are_gone_leave_no_hook(monkeypatch: pytest.MonkeyPatch) -> 
     gc.collect()
     weight = nn.Parameter(torch.randn(4))
     weight.grad = torch.ones(4)
-    torch.optim.SGD([weight], lr=0.1).step()  # the first step of anybody
+    torch.optim.SGD([weight], lr=0.1, foreach=False).step()  # the first step of anybody
     assert dict(optimizers._global_optimizer_post_hooks) == before
 
 
@@ -156,9 +156,9 @@ def test_an_optimizer_of_another_model_refreshes_nothing(monkeypatch: pytest.Mon
     monkeypatch.setattr(follow.cache, "renew", lambda *given: asked.append(given))
     weight = nn.Parameter(torch.randn(4))
     weight.grad = torch.ones(4)
-    torch.optim.SGD([weight], lr=0.1).step()
+    torch.optim.SGD([weight], lr=0.1, foreach=False).step()
     assert not asked
-    stepped(torch.optim.SGD, lr=0.1)(served, "q_b_proj")
+    stepped(torch.optim.SGD, lr=0.1, foreach=False)(served, "q_b_proj")
     assert asked
 
 
