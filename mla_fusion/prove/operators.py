@@ -108,7 +108,7 @@ def _viewed(call: Call) -> Any:
     if any(call.varies("self", axis) for axis in range(len(value.shape))):
         raise Undecided(f"{call.name} along the tokens has no field run")
     rest = [plain(item) for item in list(call.given.values())[1:]]
-    if "[]" in str(schema_of(call.target).returns[0].type):
+    if str(schema_of(call.target).returns[0].type).startswith("List["):
         return value.parts(lambda part: call.target(part, *rest))
     return _natively(call)
 
