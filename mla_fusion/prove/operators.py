@@ -105,7 +105,8 @@ def run(call: Call) -> Any:
 def _viewed(call: Call) -> Any:
     """A view without a rule of its own, as torch does it; along tokens nothing is known of it."""
     value = call.value
-    if any(call.varies("self", axis) for axis in range(len(value.shape))):
+    axes = [_axis(call)] if isinstance(call["dim"], int) else range(len(value.shape))
+    if any(call.varies("self", axis) for axis in axes):
         raise Undecided(f"{call.name} along the tokens has no field run")
     rest = [plain(item) for item in list(call.given.values())[1:]]
     if str(schema_of(call.target).returns[0].type).startswith("List["):

@@ -109,3 +109,49 @@ def test_batches_as_long_as_their_sequences(along: int) -> None:
     few = [value[:4].unflatten(0, (2, 2)) for value in (x, cos, sin)]
     gm = graph_of(AlongBoth(along), *few, kv_cache, kr_cache, slots[:4], dynamic=True)
     assert not mf.explain(gm, UNVERIFIED, boundary=True).fused
+
+
+class MovedBySize(Base):
+    """Columns are rolled, or padded, by a number that is 0 for the first thousand tokens."""
+
+    def __init__(self, move: Function) -> None:
+        super().__init__()
+        self.move = move
+
+    def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return self.rotate(self.move(q_pe), c, s)
+
+
+MOVES: dict[str, Function] = {
+    "roll": lambda v: torch.roll(v, v.shape[0] // 1000, -1),
+    "heads rolled": lambda v: torch.roll(v, v.shape[0] // 1000, 1),
+    "pad": lambda v: torch.nn.functional.pad(v, (v.shape[0] // 1000, -(v.shape[0] // 1000))),
+    "select_scatter": lambda v: torch.select_scatter(v, v[..., 0], -1, v.shape[0] // 1000),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_place_is_no_number_of_one_run(move: str) -> None:
+    gm = graph_of(MovedBySize(MOVES[move]), *paged_args(), dynamic=True)
+    assert not mf.explain(gm, UNVERIFIED, boundary=True).fused
+
+
+class RoundedAngles(Base):
+    """The query is rotated by angles in bfloat16, the key by the same in float32: far positions differ."""
+
+    def angles(self, c: Tensor, s: Tensor) -> Tensor:
+        return c.float() * 1000 + s.float()
+
+    def turned(self, x: Tensor, angles: Tensor) -> Tensor:
+        return self.rotate(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+
+    def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return self.turned(q_pe, self.angles(c, s).bfloat16().float())
+
+    def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return self.turned(k_pe, self.angles(c, s))
+
+
+def test_a_cast_below_a_cosine_is_no_rounding_of_the_result() -> None:
+    gm = graph_of(RoundedAngles(), *paged_args())
+    assert not mf.explain(gm, UNVERIFIED, boundary=True).fused
