@@ -58,15 +58,14 @@ def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> st
     try:
         count = run.compare_at_all_points()
     except Refuse:
-        floors = any(view.steps.kept(node) for node in region.nodes)
-        if not floors and not field.MIXED[0]:
-            raise
         run.draws_weights = field.MIXED[0]  # the call joins what the region multiplies apart
-        token = kernels.FLOORS.set(floors)
+        floors = kernels.FLOORS.set(any(view.steps.kept(node) for node in region.nodes))
+        read_off = kernels.READ_OFF.set(True)
         try:
             count = run.compare_at_all_points()
         finally:
-            kernels.FLOORS.reset(token)
+            kernels.FLOORS.reset(floors)
+            kernels.READ_OFF.reset(read_off)
     wrong = (DEGREE / field.P) ** POINTS
     return f"proved in exact arithmetic: {count:,} values at {POINTS} points, wrong by a chance below {wrong:.0e}"
 

@@ -172,6 +172,20 @@ def _root_of(value: float) -> Fraction | None:
     return None if is_rational else square
 
 
+def nearest(value: float) -> Num:
+    """The small fraction, or the root of one, that a number of eight digits was read off from; else the number."""
+    exact, square = (Fraction(part).limit_denominator(1000) for part in (value, value * value))
+    found = [
+        (part.denominator, make)
+        for part, apart, make in (
+            (exact, abs(float(exact) - value), lambda: number(exact)),
+            (square, abs(math.sqrt(square) - abs(value)), lambda: sqrt(number(square))),
+        )
+        if part and apart <= 2e-8 * abs(value)
+    ]
+    return min(found, key=lambda one: one[0])[1]() if found and value > 0 else number(value)
+
+
 def residue(value: Fraction) -> int:
     if value.denominator % P == 0:
         raise Undecided(f"{value} has no value in the field")

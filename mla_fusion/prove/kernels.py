@@ -125,9 +125,12 @@ def _in_bytes(call: Call, scale: str, rows: Num) -> Num:
 
 def _normed(value: Num, call: Call, name: str, scale: str) -> Num:
     found, _ = rms_norm(value, call.num(f"rmsnorm_gamma_{name}"), _epsilon(call[f"rmsnorm_epsilon_{name}"]), 1)
-    return quantising.scaled(found, call[scale]) if abs(call[scale] - 1.0) >= FLT_EPS else found
+    if abs(call[scale] - 1.0) < FLT_EPS:
+        return found
+    return quantising.scaled(found, call[scale], field.nearest(call[scale]) if READ_OFF.get() else None)
 
 
+READ_OFF = ContextVar("READ_OFF", default=False)  # are the scales numbers that were read off values, to eight digits?
 FLOORS = ContextVar("FLOORS", default=False)  # does the smallest epsilon stand for a floor under the norm?
 
 

@@ -64,13 +64,14 @@ class Scaled:
     factor: Num
 
 
-def scaled(value: Num, factor: float) -> Num:
-    """``value * factor``"""
-    found = mul(value, field.number(factor))
+def scaled(value: Num, factor: float, exactly: Num | None = None) -> Num:
+    """``value * factor``, which stands for ``exactly``."""
+    times = field.number(factor) if exactly is None else exactly
+    found = mul(value, times)
     if 0 < factor <= 1:  # of the largest of rows: that of smaller rows
         known = [rows for rows, largest in MAXIMA.known if largest is value]
-        MAXIMA.known += [(mul(rows, field.number(factor)), found) for rows in known]
-    return Num(found.re, found.im, past=Scaled(value, field.number(factor)) if factor > 0 else None)
+        MAXIMA.known += [(mul(rows, times), found) for rows in known]
+    return Num(found.re, found.im, past=Scaled(value, times) if factor > 0 else None)
 
 
 class Maxima:

@@ -65,7 +65,7 @@ def of_token(rng: random.Random) -> tuple[str, Function]:
 BEFORE = (
     "x", "c_q_raw", "c_q", "q", "q_nope", "q_pe", "kv", "c_kv", "k_pe", "sin of k", "cos of q",
 )  # fmt: skip
-BEHIND = ("query", "rotated_q", "rotated_k", "row")
+BEHIND = ("query", "rotated_q")
 
 
 class At(Base):
