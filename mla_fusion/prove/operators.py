@@ -1000,8 +1000,11 @@ def _einsum(left: Num, right: Num, a: str, b: str, out: str) -> Num:
 
 
 def _sums_along(call: Call, name: str = "self") -> None:
-    """Raises Undecided for a product that sums over an axis which is shorter in this run than it may be."""
-    if call.varies(name, len(call.num(name).shape) - 1):
+    """Raises Undecided for a product that sums over an axis which is shorter in this run than it may be.
+
+    A weight has no tokens: what it is multiplied along is a width.
+    """
+    if all(value.cells is None for value in map(real, _two(call))) and call.varies(name, len(call.num(name).shape) - 1):
         raise Undecided(f"{call.name} sums along the tokens")
 
 
