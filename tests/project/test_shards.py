@@ -9,17 +9,33 @@ import pytest
 from tests import shards
 from tests.catalogue.entry import ENTRIES, FILES
 
-HOUR = 3600
+
+def test_eight_submissions_run_all_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for number in range(shards.SUBMISSION, shards.SUBMISSION + 8):
+        monkeypatch.setattr(shards, "SUBMISSION", number)
+        found.add(shards.recent()[0])
+    assert found == set(range(shards.SHARES))
 
 
-def test_each_bout_of_work_has_the_next_share() -> None:
-    dates = [hours * HOUR + minutes * 60 for hours in range(0, 100, 10) for minutes in (0, 5, 19)]
-    found = [shards.newest_bout(dates[: 3 * count]) for count in range(1, 11)]
-    assert found == [(bout, 3) for bout in range(10)]
+def test_a_changed_test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed since the number was raised, committed or not."""
 
+    def commit(**files: str) -> None:
+        for name, text in files.items():
+            (tmp_path / "tests" / f"{name}.py").write_text(text)
+        shards._git("add", ".")
+        shards._git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a step")
 
-def test_commits_in_a_row_are_one_bout() -> None:
-    assert shards.newest_bout([0, *range(90 * HOUR, 91 * HOUR, 60)]) == (1, 60)
+    monkeypatch.setattr(shards, "ROOT", tmp_path)
+    (tmp_path / "tests").mkdir()
+    shards._git("init", "-q")
+    commit(shards="SUBMISSION = 1\n", test_old="1", test_new="1")
+    commit(test_old="2")
+    commit(shards="SUBMISSION = 2\n")
+    commit(test_new="2")
+    (tmp_path / "tests" / "shards.py").write_text("SUBMISSION = 2\n# more\n")
+    assert {file.name for file in shards.recent()[1]} == {"shards.py", "test_new.py"}
 
 
 def test_shares_are_of_about_one_size() -> None:
