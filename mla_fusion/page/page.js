@@ -93,7 +93,8 @@
     };
 
     for (const dot of dots) {
-      dot.addEventListener("mouseenter", () => { if (!pinned) show(dot); });
+      // Not mouseenter: where the page scrolls below a pointer at rest, the keyboard has moved, not the pointer.
+      dot.addEventListener("mousemove", () => { if (!pinned && !dot.classList.contains("shown")) show(dot); });
       dot.addEventListener("focus", () => { if (!pinned) show(dot); });
       dot.addEventListener("click", () => { focus(dot); pin(pinned === dot ? null : dot); });
       dot.addEventListener("keydown", (event) => {

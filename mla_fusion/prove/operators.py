@@ -287,7 +287,9 @@ def _expanded(call: Call) -> Value:
     *"diagonal".split(),
 )
 def _natively(call: Call) -> Value:
-    """The operator itself, on elements and integers alike."""
+    """The operator itself, on elements and integers alike; a function of all where a symbolic size says which."""
+    if any(isinstance(item, Abstract) for item in call.given.values()):
+        return opaque(call)
     keywords = {argument.name for argument in schema_of(call.target).arguments if argument.kwarg_only}
     rest = [plain(item) for name, item in list(call.given.items())[1:] if name not in keywords]
     return call.value.moved(lambda part: call.target(part, *rest))

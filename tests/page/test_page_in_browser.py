@@ -80,6 +80,8 @@ def test_drawings_answer_to_keyboard_and_pointer(visit: Any) -> None:
     second = at.focused()
     assert second != first and page.locator("svg.drawing").first.locator(".dot.shown").count() == 1
     assert pane.locator("strong").inner_text() in second
+    page.evaluate("document.querySelector('svg.drawing .dot').dispatchEvent(new MouseEvent('mouseenter'))")
+    assert pane.locator("strong").inner_text() in second  # scrolled below a pointer at rest
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
     page.hover("svg.drawing >> nth=0 >> .role-output >> nth=0")
