@@ -1,10 +1,11 @@
 """What the boundary of a compiled graph costs at a step where no weight has changed.
 
-    python benchmarks/step_cost.py [--layers 1 8 61] [--repeat 300] [--json FILE]
+    python benchmarks/step_cost.py [--layers 1 8 61] [--turns 40] [--json FILE]
 
 The pass fuses a decoder of small dims, and the graph inside is replaced by a function that returns at once, so that
 what remains is the work on the inputs: weights looked up and checked, caches viewed. Four weights a layer; microseconds
-are medians, and means beside them: one step of sixteen reads a share of the weights' bytes. Settings:
+are medians, and means beside them: one step of sixteen reads a share of the weights' bytes. ``of first``: the whole
+step, relative to the first setting's in the same turn. Settings:
 
 * views: on a CPU most packed weights are views of their parameters, which are current by themselves
 * counted: packed copies, of which version counter and address are compared (``Config(updates="counted")``)
@@ -38,6 +39,7 @@ from mla_fusion.serving.prepack import NAME
 from mla_fusion.serving.vllm_ascend import vllm_ascend_pass
 from mla_fusion.weights.current import Weights
 
+CALLS = 32  # a turn; one in sixteen looks at bytes
 WIDE = Sizes(hidden=8192, heads=16)
 SETTINGS = {  # name: configuration, device whose layouts are asked for, sizes
     "views": (mf.Config(), "cpu", Sizes()),
@@ -50,11 +52,9 @@ SETTINGS = {  # name: configuration, device whose layouts are asked for, sizes
 
 def main() -> int:
     options = _options()
-    heads = f"{'call':>10} {'boundary':>10} {'mean':>8} {'a weight':>9}  us"
+    heads = f"{'call':>8} {'boundary':>10} {'mean':>8} {'of first':>9} {'a weight':>9}  us"
     print(f"{'layers':>6} {'weights':>8} {'setting':>8} {'MiB':>8} {heads}")
-    rows = [
-        _measure(layers, name, options.repeat) for layers in options.layers for name in options.settings
-    ]
+    rows = [row for layers in options.layers for row in _measure(layers, options)]
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
@@ -65,43 +65,65 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 8, 61])
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--repeat", type=int, default=300)
+    parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
-def _measure(layers: int, name: str, repeat: int) -> dict[str, Any]:
-    config, device, sizes = SETTINGS[name]
-    made = _managed if name == "manager" else _adapted
-    step, direct_call, args, weights = made(layers, config, device, sizes)
-    step()
+def _measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All settings by turns, so that whatever else the machine does falls on each of them."""
+    made = {name: _made(name, layers) for name in options.settings}
+    whole: dict[str, list[list[float]]] = {name: [] for name in made}
+    bare: dict[str, list[list[float]]] = {name: [] for name in made}
+    for step, *_ in made.values():
+        step()
     gc.collect()
     gc.disable()
     try:
-        whole, average = _microseconds(step, repeat)
-        direct, _ = _microseconds(direct_call, repeat)
+        for _ in range(options.turns):
+            for name, (step, bare_step, *_) in made.items():
+                whole[name].append(_microseconds(step))
+                bare[name].append(_microseconds(bare_step))
     finally:
         gc.enable()
+    return [
+        _row(layers, name, whole[name], bare[name], whole[options.settings[0]], *made[name][2:]) for name in made
+    ]
+
+
+Turns = list[list[float]]
+
+
+def _row(
+    layers: int, name: str, whole: Turns, bare: Turns, first: Turns, args: list[Any], weights: Weights
+) -> dict[str, Any]:
     entries = {*(weights.entries(args) or ())}
+    call = median(map(median, bare))
+    boundary = median(map(median, whole)) - call
     row = {
         "layers": layers,
         "setting": name,
         "weights": len(entries),
         "copied_bytes": sum(entry.bytes for entry in entries),
-        "call_us": round(direct, 1),
-        "boundary_us": round(whole - direct, 1),
-        "mean_us": round(average - direct, 1),
+        "call_us": round(call, 1),
+        "boundary_us": round(boundary, 1),
+        "mean_us": round(mean(map(mean, whole)) - call, 1),
+        "of_first": round(median(median(mine) / median(other) for mine, other in zip(whole, first, strict=True)), 2),
     }
-    each = row["boundary_us"] / row["weights"]
     print(
-        f"{layers:>6} {row['weights']:>8} {name:>8} {row['copied_bytes'] / 2**20:>8.1f} {direct:>10.1f}"
-        f" {row['boundary_us']:>10.1f} {row['mean_us']:>8.1f} {each:>9.2f}",
+        f"{layers:>6} {row['weights']:>8} {name:>8} {row['copied_bytes'] / 2**20:>8.1f} {call:>8.1f}"
+        f" {boundary:>10.1f} {row['mean_us']:>8.1f} {row['of_first']:>9.2f} {boundary / len(entries):>9.2f}",
         flush=True,
     )
     return row
 
 
 Made = tuple[Callable[[], Any], Callable[[], Any], list[Any], Weights]  # a step, the step without what is measured
+
+
+def _made(name: str, layers: int) -> Made:
+    config, device, sizes = SETTINGS[name]
+    return (_managed if name == "manager" else _adapted)(layers, config, device, sizes)
 
 
 def _adapted(layers: int, config: mf.Config, device: str, sizes: Sizes) -> Made:
@@ -134,17 +156,14 @@ def _filled(value: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(tensor, requires_grad=False) if tensor.is_floating_point() else tensor
 
 
-def _microseconds(function: Any, repeat: int) -> tuple[float, float]:
-    """Median and mean."""
+def _microseconds(function: Any) -> list[float]:
+    """Of each call of one turn."""
     times = []
-    budget = perf_counter() + 20.0
-    for _ in range(repeat):
+    for _ in range(CALLS):
         started = perf_counter()
         function()
-        times.append(perf_counter() - started)
-        if perf_counter() > budget:
-            break
-    return median(times) * 1e6, mean(times) * 1e6
+        times.append((perf_counter() - started) * 1e6)
+    return times
 
 
 if __name__ == "__main__":

@@ -163,16 +163,17 @@ class Followed:
         """The axes of the value, where a permutation is known and moves more than axes of one element."""
         shape = self.dump.value(operator.inputs[0]).shape
         args = operator.call[0] if operator.call is not None else ()
-        if shape is None or before == ():
+        axes = list(range(len(shape or ())) if before is None else before)
+        if shape is None or not axes or len(axes) != len(shape):  # a dump may say anything
             return ()
-        axes = list(before if before is not None else range(len(shape)))
+        rank = range(-len(axes), len(axes))
         match kind, args[1:]:
             case "aten.t", ():
                 axes.reverse()
-            case "aten.transpose", (int(one), int(other)) if max(abs(one), abs(other)) <= len(shape):
+            case "aten.transpose", (int(one), int(other)) if one in rank and other in rank:
                 axes[one], axes[other] = axes[other], axes[one]
-            case "aten.permute", (list() | tuple() as given,) if len(given) == len(shape):
-                axes = [axes[at] for at in given if isinstance(at, int)]
+            case "aten.permute", (list() | tuple() as given,) if all(at in rank for at in given):
+                axes = [axes[at] for at in given]
             case "aten.expand", _:
                 return before if self.dump.value(Edge(operator.name)).shape == shape else ()
             case _:

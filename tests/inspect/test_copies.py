@@ -263,3 +263,17 @@ def test_staging_buffers_have_their_dtype(tmp_path: Path) -> None:
 def test_a_hidden_state_of_the_same_shape_is_no_cache(tmp_path: Path) -> None:
     text = of_listing(tmp_path, lambda x, w: x + (x @ w).relu(), torch.zeros(8, 4), torch.zeros(4, 4))
     assert "No cache was found" in text
+
+
+@pytest.mark.parametrize("axes", ["9, 0", "-3, 0", "0, -9223372036854775808"])
+def test_axes_that_the_dump_made_up(axes: str, tmp_path: Path) -> None:
+    def step(cache: Tensor, rows: Tensor) -> Tensor:
+        cache.copy_(rows)
+        return cache.transpose(1, 0).contiguous() + cache.permute([1, 0]).contiguous()
+
+    of_listing(tmp_path, step, torch.zeros(8, 4), torch.zeros(8, 4))
+    text = (tmp_path / "fx.txt").read_text()
+    made_up = text.replace(", 1, 0);", f", {axes});").replace("[1, 0]);", f"[{axes}]);")
+    assert made_up.count(axes) == 2
+    (tmp_path / "fx.txt").write_text(made_up)
+    assert find_copies(read(tmp_path / "fx.txt")).followed == ["cache_1"]
