@@ -21,9 +21,9 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, views_and_casts
 from mla_fusion.meta.number_formats import INT8
 from mla_fusion.plan.plan import InPlace, Plan, PreprocessPlan
-from mla_fusion.prove import field, kernels, operators, quantising
+from mla_fusion.prove import field, operators
 from mla_fusion.prove.cells import Cells
-from mla_fusion.prove.field import Complex, Num, Undecided, Value
+from mla_fusion.prove.field import Complex, Num, Point, Undecided, Value
 from mla_fusion.prove.kernels import Written
 from mla_fusion.prove.operators import Abstract, real
 from mla_fusion.report.rejection import Refuse
@@ -54,18 +54,13 @@ def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> st
     half_rows  the caller chose ``kr_layout="half"``: rotated values are compared in the kernel's order
     """
     run = _Run(with_room(view, plan, region), plan, region, half_rows)
-    field.MIXED[0] = False
+    points = [Point(draw) for draw in range(POINTS)]
     try:
-        count = run.compare_at_all_points()
+        count = sum(map(run.compare, points))
     except Refuse:
-        run.draws_weights = field.MIXED[0]  # the call joins what the region multiplies apart
-        floors = kernels.FLOORS.set(any(view.steps.kept(node) for node in region.nodes))
-        read_off = kernels.READ_OFF.set(True)
-        try:
-            count = run.compare_at_all_points()
-        finally:
-            kernels.FLOORS.reset(floors)
-            kernels.READ_OFF.reset(read_off)
+        floors = any(view.steps.kept(node) for node in region.nodes)
+        run.draws_weights = any(point.has_mixed for point in points)  # the call joins what the region multiplies apart
+        count = sum(run.compare(Point(draw, read_off=True, floors=floors)) for draw in range(POINTS))
     wrong = (DEGREE / field.P) ** POINTS
     return f"proved in exact arithmetic: {count:,} values at {POINTS} points, wrong by a chance below {wrong:.0e}"
 
@@ -83,17 +78,14 @@ class _Run:
         self._taken = 0
         self._few: dict[str, int] = {}
 
-    def compare_at_all_points(self) -> int:
-        count = 0
-        for point in range(POINTS):
-            with field.draw(point):
-                count = self.compare()
-        return count
+    def compare(self, point: Point) -> int:
+        """How many values are equal at the point. Raises ``Refuse`` where one is not."""
+        with field.at(point):
+            return self._compare()
 
-    def compare(self) -> int:
+    def _compare(self) -> int:
         self._values.clear()
         self._rounded.clear()
-        quantising.MAXIMA.known.clear()
         reads = {node: self.value(node) for node in self.region.reads}
         builder = _FieldBuilder(self, reads)
         try:
@@ -102,9 +94,9 @@ class _Run:
             raise _unproved(f"the call: {error}", *self.plan.candidate.nodes) from error
         count = 0
         for node, want, got in self._claims(builder, results):
-            if not _equal(want, got):
+            if not _is_same(want, got):
                 raise _unproved(f"{node.name} is not what the kernel gives", node)
-            count += _count(want)
+            count += math.prod(want.shape)
         return count
 
     def _claims(self, builder: _FieldBuilder, results: dict[str, Any]) -> Iterator[tuple[Node, Any, Any]]:
@@ -300,8 +292,7 @@ class _Run:
 
     def _keeps(self, node: Node, axis: int) -> bool:
         source = node.args[0].meta["val"]  # type: ignore[union-attr]
-        same = self.binding.same(source.shape[axis], node.meta["val"].shape[axis])
-        return same and operators.called(operator_of(node).target, node.args, node.kwargs)["step"] in (1, None)
+        return self.binding.same(source.shape[axis], node.meta["val"].shape[axis])
 
 
 class _FieldBuilder(TensorBuilder):
@@ -327,15 +318,12 @@ class _FieldBuilder(TensorBuilder):
 
     def sizes(self, shape: Sequence[Any]) -> list[int]:
         sizes = [self._binding.size(size) for size in shape]
-        return self._shrunk(sizes) if len(sizes) > 1 else sizes
-
-    def _shrunk(self, sizes: list[int]) -> list[int]:
-        return list(self._run.short(tuple(sizes)))
+        return list(self._run.short(tuple(sizes))) if len(sizes) > 1 else sizes
 
     def reshape(self, value: Any, shape: Sequence[Any]) -> Any:
         sizes = [self._binding.size(size) for size in shape]
         if -1 not in sizes and math.prod(sizes) != math.prod(value.shape):
-            sizes = self._shrunk(sizes)
+            sizes = list(self._run.short(tuple(sizes)))
         return value if list(value.shape) == sizes else value.moved(lambda part: part.reshape(sizes))
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
@@ -368,15 +356,8 @@ def _complex(values: torch.Tensor) -> Complex:
     return Complex(field.exact(values.real), field.exact(values.imag))
 
 
-def _equal(a: Value, b: Value) -> bool:
-    if isinstance(a, Complex) or isinstance(b, Complex):
-        return isinstance(a, Complex) and isinstance(b, Complex) and _equal(a.real, b.real) and _equal(a.imag, b.imag)
-    if a.shape != b.shape or not torch.equal(a.re, b.re):
-        return False
-    zero = torch.zeros_like(a.re)
-    return torch.equal(*(zero if part is None else part for part in (a.im, b.im)))
-
-
-def _count(value: Value) -> int:
-    return math.prod(value.shape)
-
+def _is_same(a: Value, b: Value) -> bool:
+    """Are they of one shape, and equal in each element?"""
+    if isinstance(a, Complex) and isinstance(b, Complex):
+        return _is_same(a.real, b.real) and _is_same(a.imag, b.imag)
+    return isinstance(a, Num) and isinstance(b, Num) and a.shape == b.shape and field.equal(a, b)

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -30,6 +32,42 @@ _CHUNK = 1 << 20  # elements of a matrix that are split into halves at a time
 
 class Undecided(Exception):
     """A step that has no exact value here."""
+
+
+@dataclass
+class Point:
+    """A random point of the field, and what is known of the values at it.
+
+    draw       its number: all that is drawn follows from it and from names
+    maxima     rows whose largest element has been met, and that largest, with the axis kept
+    has_mixed  a weight was joined with what is no weight, and so was drawn
+    read_off   the scales of a call are numbers that were read off values, to eight digits
+    floors     the smallest epsilon stands for a floor under the norm
+    """
+
+    draw: int = 0
+    maxima: list[tuple[Num, Num]] = field(default_factory=list)
+    has_mixed: bool = False
+    read_off: bool = False
+    floors: bool = False
+
+
+_POINT: ContextVar[Point | None] = ContextVar("POINT", default=None)
+
+
+def here() -> Point:
+    """The point at which this is evaluated; outside every one, a new first one."""
+    return _POINT.get() or Point()
+
+
+@contextmanager
+def at(point: Point) -> Iterator[Point]:
+    """Everything inside is evaluated at the point."""
+    before = _POINT.set(point)
+    try:
+        yield point
+    finally:
+        _POINT.reset(before)
 
 
 class Num:
@@ -80,16 +118,13 @@ def _part_of(move: Callable[[Tensor], Sequence[Tensor]], place: int) -> Callable
     return lambda tensor: move(tensor)[place]
 
 
-MIXED = [False]  # has a weight been joined with what is no weight, and so been drawn?
-
-
 def joined(values: Sequence[Num], join: Callable[[list[Tensor]], Tensor]) -> Num:
     """Several tensors as one."""
     if all(value.cells is not None for value in values):
         return Num(None, cells=Cells(join([value.cells.numbers() for value in values if value.cells is not None])))
-    MIXED[0] = MIXED[0] or any(value.cells is not None for value in values)
+    here().has_mixed |= any(value.cells is not None for value in values)
     re = join([value.re for value in values])
-    im = join(list(map(_im, values))) if any(value.im is not None for value in values) else None
+    im = join(list(map(imaginary, values))) if any(value.im is not None for value in values) else None
     ints = [value.ints for value in values if value.ints is not None]
     return Num(re, im, join(ints) if len(ints) == len(values) else None)
 
@@ -118,13 +153,9 @@ Value = Num | Complex
 # -- numbers
 
 
+@cache
 def number(value: float | Fraction) -> Num:
     """A literal, as the rational that it was written for (1e-6, 1/1536, or a root of one)."""
-    return _number(value)
-
-
-@cache
-def _number(value: float | Fraction) -> Num:
     if isinstance(value, float) and not math.isfinite(value):
         return _scalar(_hash_of(str(value)))
     if isinstance(value, float):
@@ -225,7 +256,7 @@ def _mod(value: Tensor) -> Tensor:
     return value.remainder(P)
 
 
-def _im(value: Num) -> Tensor:
+def imaginary(value: Num) -> Tensor:
     return torch.zeros_like(value.re) if value.im is None else value.im
 
 
@@ -236,7 +267,7 @@ def equal(a: Num, b: Num) -> bool:
 
 
 def add(a: Num, b: Num) -> Num:
-    im = None if a.im is None and b.im is None else _mod(_im(a) + _im(b))
+    im = None if a.im is None and b.im is None else _mod(imaginary(a) + imaginary(b))
     return Num(_mod(a.re + b.re), im)
 
 
@@ -253,7 +284,7 @@ def mul(a: Num, b: Num) -> Num:
         return Num(_mod(a.re * b.re))
     if a.im is None or b.im is None:
         real, other = (a, b) if a.im is None else (b, a)
-        return Num(_mod(real.re * other.re), _mod(real.re * _im(other)))
+        return Num(_mod(real.re * other.re), _mod(real.re * imaginary(other)))
     re = _mod(_mod(a.re * b.re) - _mod(a.im * b.im))
     return Num(re, _mod(_mod(a.re * b.im) + _mod(a.im * b.re)))
 
@@ -333,7 +364,7 @@ def _by_columns(a: Num, cells: Cells) -> Num:
         return matmul(a, Num(Num(None, cells=cells).re))
     first, step = (Num(part.unsqueeze(-2)) for part in columns)
     lead = a.moved(lambda part: part[..., :1])
-    size = Num(torch.where((lead.re == 0) & (_im(lead) == 0), 1, lead.re), lead.im)
+    size = Num(torch.where((lead.re == 0) & (imaginary(lead) == 0), 1, lead.re), lead.im)
     row = function("row", mul(a, inverse(size)), Num(torch.arange(a.shape[-1], dtype=torch.int64)))
     product = function("product", total(row, [-1], keep=True), first, step)
     return mul(mul(product, size), Num((first.re != ZERO).long()))
@@ -398,31 +429,13 @@ def of_both_signs(name: str, shape: Sequence[int], first: int, points: int) -> N
     """
     drawn = random(name, shape).re
     places = torch.arange(first, first + drawn.numel(), dtype=torch.int64).reshape(drawn.shape)
-    wanted = places % points != _DRAW
+    wanted = places % points != here().draw
     is_square = _power(drawn, (P - 1) // 2) == 1
     return Num(torch.where(is_square == wanted, drawn, _mod(-drawn)))
 
 
-_DRAW = 0
-
-
-class draw:
-    """The random point at which everything inside is evaluated."""
-
-    def __init__(self, point: int) -> None:
-        self._point = point
-
-    def __enter__(self) -> None:
-        global _DRAW
-        self._before, _DRAW = _DRAW, self._point
-
-    def __exit__(self, *_: object) -> None:
-        global _DRAW
-        _DRAW = self._before
-
-
 def _start(name: str) -> Tensor:
-    return torch.tensor(_hash_of(f"{_DRAW}:{name}"), dtype=torch.int64)
+    return torch.tensor(_hash_of(f"{here().draw}:{name}"), dtype=torch.int64)
 
 
 @cache

@@ -6,7 +6,6 @@ which row goes where is decided by the terms of the slots.
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -99,7 +98,7 @@ def _packed(call: Call, ckv: Num, kr: Num) -> Num:
     if alpha == 1.0:
         values, steps = quantising.by_row(tiles)
     else:
-        limit = mul(quantising.MAXIMA.of(tiles), field.number(alpha))
+        limit = mul(quantising.largest_of(tiles), field.number(alpha))
         steps = mul(limit, field.inverse(field.number(quantising.STEPS)))
         values = quantising.saturated(mul(quantising.clipped(tiles, limit), field.inverse(steps)))
     steps = steps.moved(lambda part: part.squeeze(-1))
@@ -127,16 +126,12 @@ def _normed(value: Num, call: Call, name: str, scale: str) -> Num:
     found, _ = rms_norm(value, call.num(f"rmsnorm_gamma_{name}"), _epsilon(call[f"rmsnorm_epsilon_{name}"]), 1)
     if abs(call[scale] - 1.0) < FLT_EPS:
         return found
-    return quantising.scaled(found, call[scale], field.nearest(call[scale]) if READ_OFF.get() else None)
-
-
-READ_OFF = ContextVar("READ_OFF", default=False)  # are the scales numbers that were read off values, to eight digits?
-FLOORS = ContextVar("FLOORS", default=False)  # does the smallest epsilon stand for a floor under the norm?
+    return quantising.scaled(found, call[scale], field.nearest(call[scale]) if field.here().read_off else None)
 
 
 def _epsilon(given: float) -> float:
     """That which stands for a floor is 0: as the fusion assumes, no row comes near the floor."""
-    return 0.0 if FLOORS.get() and given <= FLOOR**2 else given
+    return 0.0 if field.here().floors and given <= FLOOR**2 else given
 
 
 @rule("npu::npu_kv_rmsnorm_rope_cache_v2_functional", "npu::npu_kv_rmsnorm_rope_cache")

@@ -74,7 +74,7 @@ class Call:
     @property
     def literals(self) -> str:
         """What is no tensor."""
-        return repr([(name, _written(item)) for name, item in self.given.items() if not _holds_value(item)])
+        return repr([(name, str(item)) for name, item in self.given.items() if not _holds_value(item)])
 
 
 Rule = Callable[[Call], Any]
@@ -169,10 +169,6 @@ def _holds_value(item: Any) -> bool:
     if isinstance(item, (list, tuple)):
         return any(map(_holds_value, item))
     return isinstance(item, (Num, Complex, Abstract))
-
-
-def _written(item: Any) -> str:
-    return str(item)
 
 
 def _values(item: Any) -> list[Num]:
@@ -303,7 +299,7 @@ def _axis(call: Call, name: str = "dim", extra: int = 0) -> int:
 def _sliced(call: Call) -> Value:
     axis = _axis(call)
     if call.varies("self", axis) or call.varies("", axis):
-        if call.keeps(axis):
+        if call.keeps(axis) and call["step"] in (1, None):
             return call.value
         # Which rows these are is known of this run alone: rows of that name.
         ends = [as_value(call[name]) for name in ("start", "end", "length") if call[name] is not None]
@@ -448,15 +444,16 @@ def _gathered(call: Call) -> Value:
 # -- assembled values
 
 
-def _put(base: Num, source: Num, write: Callable[[Tensor, Tensor], None]) -> Num:
-    """A copy of ``base`` with the source's elements where ``write`` puts them."""
-    re = base.re.clone()
-    write(re, source.re)
-    if base.im is None and source.im is None:
-        return Num(re)
-    im = torch.zeros_like(re) if base.im is None else base.im.clone()
-    write(im, torch.zeros_like(source.re) if source.im is None else source.im)
-    return Num(re, im)
+def _put(base: Num, source: Num, at: Any) -> Num:
+    """A copy of ``base`` with the source's elements at some places."""
+
+    def put(into: Tensor, values: Tensor) -> Tensor:
+        into = into.clone()
+        into[at] = values
+        return into
+
+    is_real = base.im is None and source.im is None
+    return Num(put(base.re, source.re), None if is_real else put(field.imaginary(base), field.imaginary(source)))
 
 
 @rule("slice_scatter", "select_scatter")
@@ -470,12 +467,7 @@ def _scattered(call: Call) -> Value:
         place = slice(call.plain("start"), call.plain("end"), call.plain("step"))
         if isinstance(place.stop, int) and place.stop > base.shape[axis]:
             place = slice(place.start, base.shape[axis], place.step)
-    at = (*(slice(None),) * axis, place)
-
-    def write(into: Tensor, values: Tensor) -> None:
-        into[at] = values
-
-    return _put(base, source, write)
+    return _put(base, source, (*(slice(None),) * axis, place))
 
 
 @rule("copy")
@@ -493,12 +485,7 @@ def _index_put(call: Call) -> Value:
         call.varies("self", axis) for axis, index in enumerate(indices) if index is not None
     ):
         return opaque(call)
-    at = tuple(slice(None) if index is None else index.ints for index in indices)
-
-    def write(into: Tensor, values: Tensor) -> None:
-        into[at] = values
-
-    return _put(base, source, write)
+    return _put(base, source, tuple(slice(None) if index is None else index.ints for index in indices))
 
 
 # -- tensors of numbers
@@ -599,7 +586,7 @@ def times(a: Value, b: Value) -> Value:
     return Complex(real_part, add(mul(a.real, b.imag), mul(a.imag, b.real)))
 
 
-def _with_integers(found: Value, call: Call, a: Value, b: Value, on: Callable[[Tensor, Tensor], Tensor]) -> Value:
+def _with_integers(found: Value, a: Value, b: Value, on: Callable[[Tensor, Tensor], Tensor]) -> Value:
     """Sums and products of literal integers are such."""
     if isinstance(a, Num) and isinstance(b, Num) and a.ints is not None and b.ints is not None:
         return field.integers(on(a.ints, b.ints))
@@ -616,7 +603,7 @@ def _add(call: Call) -> Value:
     a, b = _two(call)
     if call["alpha"] not in (None, 1):
         b = times(b, as_value(call["alpha"]))
-    return _with_integers(_plus(a, b), call, a, b, torch.add)
+    return _with_integers(_plus(a, b), a, b, torch.add)
 
 
 @rule("sub", "rsub", "subtract", "python::sub", "_operator::sub")
@@ -629,7 +616,7 @@ def _sub(call: Call) -> Value:
             a, b = a, times(b, as_value(call["alpha"]))
         else:
             b = times(b, as_value(call["alpha"]))
-    return _with_integers(_minus(a, b), call, a, b, torch.sub)
+    return _with_integers(_minus(a, b), a, b, torch.sub)
 
 
 @rule("mul", "multiply", "python::mul", "_operator::mul")
@@ -638,7 +625,7 @@ def _mul(call: Call) -> Value:
     if isinstance(factor, float) and isinstance(call.value, Num):
         return quantising.scaled(call.value, factor)
     a, b = _two(call)
-    return _with_integers(times(a, b), call, a, b, torch.mul)
+    return _with_integers(times(a, b), a, b, torch.mul)
 
 
 @rule("div", "divide", "true_divide", "python::truediv", "_operator::truediv")
@@ -764,7 +751,7 @@ def _clamped(call: Call) -> Value:
         return quantising.clipped(value, ends[1])
     if not all(end is None or isinstance(end, (int, float)) for end in ends):
         return pointwise(call)
-    if ends[1] is None and ends[0] is not None and quantising.MAXIMA.is_floor(value, ends[0]):
+    if ends[1] is None and ends[0] is not None and quantising.is_floor(value, ends[0]):
         return value
     return quantising.bounded(value, *ends)
 
@@ -775,11 +762,11 @@ def _greater(call: Call) -> Value:
     sides = call.num("self"), call.num("other")
     for value, floor in (sides, sides[::-1]):
         least = floor.past
-        if isinstance(least, float) and quantising.MAXIMA.is_floor(value, least):
+        if isinstance(least, float) and quantising.is_floor(value, least):
             return value
     a, b = (side.past for side in sides)
     if quantising.are_both_ends(a, b):
-        found = quantising.MAXIMA.of(a.rows)
+        found = quantising.largest_of(a.rows)
         return found if found.shape == sides[0].shape else found.moved(lambda part: part.squeeze(-1))
     return _clip(call, *sides)
 
@@ -947,7 +934,7 @@ def _var(call: Call) -> Any:
 def _norm(call: Call) -> Value:
     order = call["ord"] if "ord" in call.given else call["p"]
     if order == float("inf") and _axes(call, call.value) == [len(call.value.shape) - 1]:
-        found = quantising.MAXIMA.of(real(call.value))
+        found = quantising.largest_of(real(call.value))
         return found if call["keepdim"] else found.moved(lambda part: part.squeeze(-1))
     if order not in (2, 2.0, None):
         return opaque(call)
@@ -965,7 +952,7 @@ def _largest(call: Call) -> Any:
     if any(call.varies("self", axis) for axis in axes):
         return opaque(call)
     if isinstance(value.past, quantising.Absolute) and axes == [len(value.shape) - 1]:
-        found = quantising.MAXIMA.of(value.past.value)
+        found = quantising.largest_of(value.past.value)
         found = found if keep else found.moved(lambda part: part.squeeze(-1))
     else:
         name, in_rows = call.name.removeprefix("aten::"), axes == [len(value.shape) - 1]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mla_fusion.prove import field
-from mla_fusion.prove.field import Num, function, mul
+from mla_fusion.prove.field import Num, function, here, mul
 
 FLOOR = 1e-4  # under the largest of a row: that of normed rows is far above (a listed assumption)
 STEPS = 127
@@ -69,51 +69,44 @@ def scaled(value: Num, factor: float, exactly: Num | None = None) -> Num:
     times = field.number(factor) if exactly is None else exactly
     found = mul(value, times)
     if 0 < factor <= 1:  # of the largest of rows: that of smaller rows
-        known = [rows for rows, largest in MAXIMA.known if largest is value]
-        MAXIMA.known += [(mul(rows, times), found) for rows in known]
+        maxima = here().maxima
+        maxima += [(mul(rows, times), found) for rows, largest in maxima if largest is value]
     return Num(found.re, found.im, past=Scaled(value, times) if factor > 0 else None)
 
 
-class Maxima:
-    """The largest of rows that have been met at this point: the rows, and their largest with the axis kept."""
+def largest_of(rows: Num) -> Num:
+    """``max|row|`` over the last axis, which stays."""
+    if isinstance(rows.past, Scaled):
+        found = mul(largest_of(rows.past.value), rows.past.factor)
+    else:
+        sizes = function("size", mul(rows, rows))
+        found = function("largest of row", field.total(sizes, [len(rows.shape) - 1], True))
+    here().maxima.append((rows, found))
+    return found
 
-    def __init__(self) -> None:
-        self.known: list[tuple[Num, Num]] = []
 
-    def of(self, rows: Num) -> Num:
-        """``max|row|`` over the last axis, which stays."""
-        if isinstance(rows.past, Scaled):
-            found = mul(self.of(rows.past.value), rows.past.factor)
-        else:
-            sizes = function("size", mul(rows, rows))
-            found = function("largest of row", field.total(sizes, [len(rows.shape) - 1], True))
-        self.known.append((rows, found))
-        return found
+def is_floor(value: Num, least: float) -> bool:
+    """Is it a floor under the largest of a row, or under a step of it, that no row comes near?"""
+    for _, largest in here().maxima:
+        for times in (1, STEPS):
+            if 0 < least * times <= FLOOR and _same(mul(value, field.number(times)), largest):
+                return True
+    return False
 
-    def is_floor(self, value: Num, least: float) -> bool:
-        """Is it a floor under the largest of a row, or under a step of it, that no row comes near?"""
-        for _, largest in self.known:
-            for times in (1, STEPS):
-                if 0 < least * times <= FLOOR and _same(mul(value, field.number(times)), largest):
-                    return True
-        return False
 
-    def bound(self, value: Num) -> bool:
-        """Is it no larger than 127, by the largest of its row?"""
-        wanted = field.number(STEPS)
-        return any(
-            rows.shape == value.shape and field.equal(mul(value, largest), mul(rows, wanted))
-            for rows, largest in self.known
-        )
+def _is_bounded(value: Num) -> bool:
+    """Is it no larger than 127, by the largest of its row?"""
+    wanted = field.number(STEPS)
+    return any(
+        rows.shape == value.shape and field.equal(mul(value, largest), mul(rows, wanted))
+        for rows, largest in here().maxima
+    )
 
 
 def _same(a: Num, b: Num) -> bool:
     if a.shape != b.shape:
         b = Num(b.re.reshape(a.shape)) if b.re.numel() == a.re.numel() else b
     return a.shape == b.shape and field.equal(a, b)
-
-
-MAXIMA = Maxima()
 
 
 def whole(value: Num) -> Whole:
@@ -141,7 +134,7 @@ def to_int8(value: Num) -> Num:
     """What a cast to int8 makes of it."""
     found = whole(value)
     ends = found.least, found.most
-    if found.rounded and (ends == (-128, 127) or (_holds(*ends) and MAXIMA.bound(found.value))):
+    if found.rounded and (ends == (-128, 127) or (_holds(*ends) and _is_bounded(found.value))):
         return saturated(found.value)
     return function("cast to int8", value)
 
@@ -158,7 +151,7 @@ def saturated(value: Num) -> Num:
 def clipped(value: Num, limit: Num) -> Num:
     """``clamp(value, -limit, limit)``, which is no larger than the limit."""
     found = function("clip", value, limit)
-    MAXIMA.known.append((found, limit))
+    here().maxima.append((found, limit))
     return found
 
 
@@ -170,6 +163,6 @@ def as_bytes(value: Num, dtype: torch.dtype) -> Num:
 
 def by_row(rows: Num) -> tuple[Num, Num]:
     """Each row in int8, and its step, with the axis kept."""
-    largest = MAXIMA.of(rows)
+    largest = largest_of(rows)
     steps = field.number(STEPS)
     return saturated(mul(rows, mul(steps, field.inverse(largest)))), mul(largest, field.inverse(steps))

@@ -97,7 +97,7 @@ def test_a_number_is_seen_with_both_signs() -> None:
     """``sqrt(s * s)`` is no s."""
     same = []
     for point in range(3):
-        with field.draw(point):
+        with field.at(field.Point(point)):
             number = field.of_both_signs("s", (1,), 0, 3)
             same.append(field.equal(field.sqrt(field.mul(number, number)), number))
     assert not all(same)
@@ -165,10 +165,10 @@ def test_int8_is_one_function(write: object, is_int8: bool) -> None:
 
 
 def test_rows_brought_to_127_need_no_saturation() -> None:
-    quantising.MAXIMA.known.clear()
-    rows = field.random("rows", (4, 16))
-    values, step = quantising.by_row(rows)
-    brought = field.mul(rows, field.inverse(step))
-    assert field.equal(quantising.to_int8(quantising.rounded(brought)), values)
-    twice = quantising.rounded(field.mul(brought, field.number(2)))
-    assert not field.equal(quantising.to_int8(twice), quantising.saturated(field.mul(brought, field.number(2))))
+    with field.at(field.Point()):
+        rows = field.random("rows", (4, 16))
+        values, step = quantising.by_row(rows)
+        brought = field.mul(rows, field.inverse(step))
+        assert field.equal(quantising.to_int8(quantising.rounded(brought)), values)
+        twice = quantising.rounded(field.mul(brought, field.number(2)))
+        assert not field.equal(quantising.to_int8(twice), quantising.saturated(field.mul(brought, field.number(2))))
