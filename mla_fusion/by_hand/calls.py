@@ -129,11 +129,11 @@ class _Traced(Interpreter):
         self._watch = watch
 
     def run_node(self, n: Node) -> Any:
-        self._watch._line = lambda: _last_line(n.stack_trace or "")
+        self._watch._line = lambda: last_line(n.stack_trace or "")
         return super().run_node(n)
 
 
-def _last_line(trace: str) -> str:
+def last_line(trace: str) -> str:
     lines = [line.strip() for line in trace.splitlines() if line.strip()]
     files = [place for place, line in enumerate(lines) if line.startswith("File ")]
     return " ".join(lines[files[-1] : files[-1] + 2]) if files else ""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from mla_fusion.by_hand import memory, wiring
+from mla_fusion.by_hand import exact, memory, wiring
 from mla_fusion.by_hand.calls import Call, Watch, callers_line, run
 from mla_fusion.by_hand.draws import Draw, draws_of
 from mla_fusion.by_hand.others import parameters_of
@@ -59,13 +59,22 @@ def audit(
 
     Where results differ, the mistakes that are usual in such calls are undone one by one, two and three together, and
     those that make the results equal are named with the caller's line. Everything runs on the CPU, on the reference
-    kernels. Raises ValueError where ``fused`` calls none of the operators.
+    kernels.
+
+    Where ``fused`` calls none of the operators, both functions are run in exact arithmetic instead: they are proved
+    equal over the real numbers (rounding left out), or shown to differ (``witness``: inputs that show it), or not
+    decided (``equal`` is None), with the steps at which the two part. Raises ValueError where there is no reference.
     """
     fused, reference = _callable(fused), None if reference is None else _callable(reference)
     names = memory.paired(fused, reference)
     calls, places, stopped = _calls(fused, inputs, names)
+    if not calls and reference is not None:
+        return exact.compare(fused, reference, inputs)
     if not calls:
-        raise ValueError("the function calls none of npu_mla_prolog*, npu_kv_rmsnorm_rope_cache*, npu_mla_preprocess")
+        raise ValueError(
+            "the function calls none of npu_mla_prolog*, npu_kv_rmsnorm_rope_cache*, npu_mla_preprocess, and there is"
+            " no reference to compare it with"
+        )
     seen = [finding for call in calls for finding in wiring.findings(call, soc, cann, path)]
     if stopped is not None and not any(item.code.startswith("contract:") for item in seen):
         seen.append(Finding("call.fails", str(stopped), "", calls[-1].short, calls[-1].place, calls[-1].line))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from mla_fusion.report import plain_page
 
@@ -37,21 +38,24 @@ class Finding:
         where = f"\n      at {self.line}" if self.line else ""
         left = f" (largest error then {self.error:.2g})" if self.error is not None else ""
         of = f", call {self.call}" if self.call is not None else ""
-        return f"  {mark} [{self.code}] {self.operator}{of}: {self.message}{left}{where}"
+        of = f"{self.operator}{of}: " if self.operator else ""
+        return f"  {mark} [{self.code}] {of}{self.message}{left}{where}"
 
 
 @dataclass(frozen=True)
 class Audit:
     """What an audit found.
 
-    operators  those that were called, in order
+    operators  those that were called, in order; none: two functions were compared, neither of which calls one
     findings   what is wrong, or looks so
     draws      on which inputs values were compared
-    equal      is every compared value the reference's? None where there was no reference
+    equal      is every compared value the reference's? None where there was no reference, or where it is not decided
     errors     relative error of each compared value, as written
     repaired   the same with every repair that was found
     tolerance  of each value, the error that is rounding
     tried      how many runs of the repaired function it took
+    proof      what was shown, of two functions that are equal over the real numbers
+    witness    inputs on which they differ
     """
 
     operators: tuple[str, ...]
@@ -62,6 +66,8 @@ class Audit:
     tolerance: dict[str, float] | None = None
     draws: tuple[str, ...] = ()
     tried: int = 0
+    proof: str = ""
+    witness: tuple[Any, ...] | None = field(default=None, repr=False, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -69,19 +75,21 @@ class Audit:
         return self.equal is not False and not any(item.certain for item in self.findings)
 
     def to_json(self) -> str:
-        """Every field, with ``ok``."""
-        return json.dumps({"ok": self.ok, **asdict(self)}, indent=2, default=str)
+        """Every field but the witness, with ``ok``."""
+        held = asdict(replace(self, witness=None))
+        del held["witness"]
+        return json.dumps({"ok": self.ok, **held}, indent=2, default=str)
 
     def __str__(self) -> str:
         calls = f"{len(self.operators)} call{'s' * (len(self.operators) != 1)} of " + ", ".join(
             dict.fromkeys(self.operators)
         )
         if not self.operators:
-            calls = "no audited operator is called"
+            calls = "two functions that call no fused operator"
         verdict = {
-            True: "equal to the reference",
+            True: f"proved equal to the reference: {self.proof}" if self.proof else "equal to the reference",
             False: "NOT equal to the reference",
-            None: "no reference to compare with",
+            None: "no reference to compare with" if self.operators else "not decided",
         }[self.equal]
         lines = [f"mla_fusion audit: {calls}; {verdict}"]
         if self.errors:
@@ -90,10 +98,10 @@ class Audit:
             for name, error in self.errors.items():
                 after = (self.repaired or {}).get(name)
                 mended = f"   repaired {after:.2g}" if after is not None and self.equal is False else ""
-                limit = (self.tolerance or {}).get(name, 0.0)
-                lines.append(f"    {name:<{width}}  error {error:.2g}{mended}   rounding up to {limit:.2g}")
+                limit = f"   rounding up to {self.tolerance.get(name, 0.0):.2g}" if self.tolerance else ""
+                lines.append(f"    {name:<{width}}  error {error:.2g}{mended}{limit}")
         lines += map(str, self.findings)
-        if self.equal is False and not any(item.error is not None for item in self.findings):
+        if self.equal is False and self.operators and not any(item.error is not None for item in self.findings):
             lines.append(f"  no repair that is known explains it ({self.tried} runs; `tries` and `seconds` allow more)")
         return "\n".join(lines)
 

@@ -1,0 +1,374 @@
+"""``mf.audit`` of two functions that call no fused operator: proved equal, different, or not decided.
+
+Both are exported, and run at random points of a finite field, where sums and products are exact and
+all else is a function of which nothing is known (:mod:`mla_fusion.prove`). Equal there is equal over
+the real numbers; rounding and casts between floats are left out. What is not equal there is run in
+float64, for an input that shows the difference.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import GraphModule, Interpreter, Node
+
+from mla_fusion.by_hand import memory
+from mla_fusion.by_hand.calls import last_line
+from mla_fusion.by_hand.outcome import Audit, Finding
+from mla_fusion.compat import OpOverload, tree_leaves, tree_map_only
+from mla_fusion.prove import field, operators
+from mla_fusion.prove.field import Complex, Num, Point, Undecided, Value
+
+POINTS = 3
+DEGREE = 100_000  # more than the degree of what a model computes, roots and quotients multiplied out
+SIZES = (1e-3, 1.0, 1e3)  # of inputs that are drawn for a difference: a mean square of 1e-6 shows an epsilon
+DIFFERENT = 1e-9  # relative to the largest number; float64 is off by 1e-13 or so
+_FEW = 8  # elements of an input for each of which both signs are tried
+_MOST_PARTS = 3  # steps that are named
+_CONSTANT = InputKind.CONSTANT_TENSOR
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A function as a graph that writes nothing.
+
+    held     by placeholder: the tensor that a parameter, a buffer or a constant is
+    given    by placeholder: the place of the input among all tensors that the caller gives
+    results  by name, the outputs and what was written
+    """
+
+    gm: GraphModule
+    held: dict[Node, tuple[InputKind, Tensor]]
+    given: dict[Node, int]
+    results: dict[str, Node]
+
+
+def compare(fused: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[Any]) -> Audit:
+    """Neither calls an operator of the contract."""
+    both = []
+    for target, role in ((fused, "the function"), (reference, "the reference")):
+        try:
+            both.append(_exported(target, inputs))
+        except Exception as error:
+            said = f"{role} cannot be exported as one graph: {_first_line(error)}"
+            return Audit((), (Finding("export.fails", said, certain=False),))
+    mine, theirs = both
+    names = memory.paired(fused, reference)
+    mine = replace(mine, results={names.get(name, name): node for name, node in mine.results.items()})
+    seen = list(_unordered(mine, theirs))
+    if mine.results.keys() != theirs.results.keys():
+        said = f"one gives {', '.join(mine.results)}; the other {', '.join(theirs.results)}"
+        return Audit((), (Finding("results.differ", said), *seen), False)
+    unequal: dict[str, None] = {}
+    count = 0
+    for draw in range(POINTS):
+        with field.at(Point(draw)):
+            runs = _Run(mine), _Run(theirs)
+            for name, node in theirs.results.items():
+                one, other = runs[0].values[mine.results[name]], runs[1].values[node]
+                if _mark(one) != _mark(other):
+                    unequal[name] = None
+                count += sum(value.re.numel() for value in _parts(other))
+        if unequal:
+            return _unproved(mine, theirs, list(unequal), runs, inputs, seen)
+    wrong = (DEGREE / field.P) ** POINTS
+    proof = f"{count:,} values at {POINTS} points of a finite field, wrong by a chance below {wrong:.0e}"
+    return Audit((), tuple(seen), True, proof=proof)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+# -- as a graph
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
+
+def _exported(target: Callable[..., Any], inputs: Sequence[Any]) -> Exported:
+    module = target if isinstance(target, nn.Module) else _Function(target)
+    with memory.kept(target), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, about itself
+        program = torch.export.export(module, tuple(memory.copied(inputs)), strict=False)
+        program = program.run_decompositions({})
+    nodes = {node.name: node for node in program.graph.nodes}
+    held: dict[Node, tuple[InputKind, Tensor]] = {}
+    given: dict[Node, int] = {}
+    places: dict[str, int] = {}
+    for spec in program.graph_signature.input_specs:
+        node = nodes[spec.arg.name]
+        if spec.kind is InputKind.USER_INPUT:
+            given[node] = places[spec.arg.name] = len(given)
+            continue
+        name = spec.target or ""
+        tensor = program.state_dict.get(name, program.constants.get(name))
+        if not isinstance(tensor, Tensor):
+            raise Undecided(f"{name} is no tensor")
+        held[node] = spec.kind, tensor.detach()
+    results = {}
+    outputs = 0
+    for spec in program.graph_signature.output_specs:
+        node = nodes.get(getattr(spec.arg, "name", ""))
+        if spec.kind is OutputKind.USER_OUTPUT:
+            name, outputs = f"output {outputs}", outputs + 1
+        elif spec.kind is OutputKind.USER_INPUT_MUTATION:
+            name = f"input {places[spec.target or '']}"
+        else:
+            name = f"buffer {spec.target}"
+        if node is not None:  # else a number
+            results[name] = node
+    return Exported(program.graph_module, held, given, results)
+
+
+def _unordered(*both: Exported) -> Iterator[Finding]:
+    """Weights that hold one number many times: nothing shows where each of its elements goes."""
+    found = {
+        node.name: tuple(tensor.shape)
+        for each in both
+        for node, (kind, tensor) in each.held.items()
+        if kind is InputKind.PARAMETER and tensor.numel() > 1 and bool((tensor == tensor.reshape(-1)[0]).all())
+    }
+    if found:
+        said = f"each of {', '.join(found)} holds one number only, so that an order of it, or another, is not seen"
+        yield Finding("weight.uniform", said, certain=False)
+
+
+# -- in the field
+
+
+class _Run:
+    """The values of one graph at the point that is set. A weight is known by its numbers."""
+
+    def __init__(self, of: Exported) -> None:
+        self._of = of
+        self.values: dict[Node, Any] = {}
+        for node in of.gm.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = self._leaf(node)
+            elif node.op == "call_function":
+                self.values[node] = self._called(node)
+
+    def _leaf(self, node: Node) -> Any:
+        if node in self._of.held:
+            kind, tensor = self._of.held[node]
+            return _by_numbers(tensor, exactly=kind is _CONSTANT)
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return value
+        name = f"input {self._of.given[node]}"
+        if value.is_complex():
+            return Complex(field.random(f"{name} real", value.shape), field.random(f"{name} imag", value.shape))
+        if value.numel() <= _FEW:
+            place = _FEW * self._of.given[node]
+            return field.of_both_signs(name, value.shape, place, POINTS)
+        return field.random(name, value.shape)
+
+    def _called(self, node: Node) -> Any:
+        held = node.meta.get("val")
+        args, kwargs = self._filled(node.args), self._filled(node.kwargs)
+        if not isinstance(node.target, OpOverload):
+            return node.target(*args, **kwargs)  # type: ignore[operator]  # a getitem
+        one = held if isinstance(held, Tensor) else None
+        source = next((arg.meta["val"] for arg in node.all_input_nodes), None)
+        call = operators.called(
+            node.target,
+            args,
+            kwargs,
+            shape=tuple(one.shape) if one is not None else None,
+            dtype=one.dtype if one is not None else None,
+            source=source.dtype if isinstance(source, Tensor) else None,
+        )
+        try:
+            found = operators.run(call)
+            if one is None or tuple(found.shape) == tuple(one.shape):
+                return found
+        except (Undecided, RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError):
+            pass
+        return self._unknown(call, held)
+
+    def _unknown(self, call: operators.Call, held: Any) -> Any:
+        """Results of which no more is known than what they are made of."""
+        if isinstance(held, Tensor):
+            return operators.opaque(replace(call, shape=tuple(held.shape)))
+        made = [
+            operators.opaque(replace(call, name=f"{call.name} {place}", shape=tuple(part.shape)))
+            for place, part in enumerate(held if isinstance(held, (tuple, list)) else ())
+            if isinstance(part, Tensor)
+        ]
+        return made
+
+    def _filled(self, given: Any) -> Any:
+        return tree_map_only(Node, self.values.__getitem__, given)
+
+    @cached_property
+    def marks(self) -> dict[Node, object]:
+        return {node: _mark(value) for node, value in self.values.items()}
+
+
+def _by_numbers(tensor: Tensor, exactly: bool) -> Value:
+    """Equal numbers are equal elements, wherever they lie: so copies, joins and transposes of weights are known."""
+    if tensor.is_complex():
+        return Complex(_by_numbers(tensor.real, exactly), _by_numbers(tensor.imag, exactly))  # type: ignore[arg-type]
+    if exactly and tensor.numel() <= 1 << 16:
+        return field.exact(tensor)
+    if not tensor.is_floating_point():
+        return field.integers(tensor)
+    bits = tensor.double().abs().contiguous().view(torch.int64)
+    root = field.function("number", Num(bits & 0x7FFFFFFF), Num(bits >> 31))
+    size = field.mul(root, root)  # a square, and its negative is none: so the root of a square is its size
+    sign = Num(tensor.sign().to(torch.int64).remainder(field.P))
+    return field.mul(size, sign)
+
+
+def _parts(value: Any) -> list[Num]:
+    if isinstance(value, Complex):
+        return [value.real, value.imag]
+    if isinstance(value, (list, tuple)):
+        return [part for each in value for part in _parts(each)]
+    return [value] if isinstance(value, Num) else []
+
+
+def _mark(value: Any) -> object:
+    """Equal for equal values of one shape."""
+    parts = _parts(value)
+    shape = tuple(value.shape) if isinstance(value, (Num, Complex)) else repr(value) if not parts else None
+    return shape, tuple(int(field.label(part).re) for part in parts)
+
+
+# -- where they are not equal
+
+
+def _unproved(
+    mine: Exported,
+    theirs: Exported,
+    names: Sequence[str],
+    runs: tuple[_Run, _Run],
+    inputs: Sequence[Any],
+    seen: Sequence[Finding],
+) -> Audit:
+    parts = [_parting(run, each, names, set(other.marks.values())) for run, each, other in _sides(mine, theirs, runs)]
+    errors, draw, witness = _witness(mine, theirs, inputs)
+    if errors is None:
+        said = "not decided: neither proved equal nor seen to differ in float64. They part at "
+        return Audit((), (Finding("graphs.part", said + _told(parts), line=_line(parts), certain=False), *seen))
+    said = f"on {draw}, {_largest(errors)}. The two part at {_told(parts)}"
+    found = Finding("values.differ", said, line=_line(parts))
+    return Audit((), (found, *seen), False, errors, draws=(draw,), witness=witness)
+
+
+def _sides(mine: Exported, theirs: Exported, runs: tuple[_Run, _Run]) -> Iterator[tuple[_Run, Exported, _Run]]:
+    yield runs[0], mine, runs[1]
+    yield runs[1], theirs, runs[0]
+
+
+def _parting(run: _Run, of: Exported, names: Sequence[str], known: set[object]) -> list[Node]:
+    """The first steps on the way to these results whose values the other graph does not have."""
+    stack = [of.results[name] for name in names]
+    seen, found = set(stack), []
+    while stack:
+        node = stack.pop()
+        before = [read for read in node.all_input_nodes if run.marks[read] not in known]
+        if not before and run.marks[node] not in known:
+            found.append(node)
+        stack += [read for read in before if read not in seen]
+        seen.update(before)
+    order = {node: place for place, node in enumerate(of.gm.graph.nodes)}
+    return sorted(found, key=order.__getitem__)
+
+
+def _told(parts: Sequence[Sequence[Node]]) -> str:
+    sides = [", ".join(f"{node.name} ({node.target})" for node in side[:_MOST_PARTS]) for side in parts]
+    return " of the function, and ".join(side or "no step of its own" for side in sides) + " of the reference"
+
+
+def _line(parts: Sequence[Sequence[Node]]) -> str:
+    return next((line for side in parts for node in side if (line := last_line(node.stack_trace or ""))), "")
+
+
+def _largest(errors: Mapping[str, float]) -> str:
+    name = max(errors, key=errors.__getitem__)
+    return f"{name} differs by {errors[name]:.2g} of its largest number, in float64"
+
+
+def _witness(
+    mine: Exported, theirs: Exported, inputs: Sequence[Any]
+) -> tuple[dict[str, float] | None, str, tuple[Any, ...] | None]:
+    """Inputs on which float64 shows a difference, and how large it is of each result."""
+    for name, draw in _draws(inputs):
+        try:
+            one, other = (_in_float64(each, draw) for each in (mine, theirs))
+        except Exception:  # an operator that takes no float64
+            continue
+        errors = {key: _distance(one[key], other[key]) for key in other}
+        if any(error > DIFFERENT for error in errors.values()):
+            return errors, name, tuple(draw)
+    return None, "", None
+
+
+def _draws(inputs: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
+    yield "the inputs as given", list(inputs)
+    for size in SIZES:
+        drawn = torch.Generator().manual_seed(0)
+
+        def draw(value: Tensor, size: float = size, drawn: torch.Generator = drawn) -> Tensor:
+            if not value.is_floating_point():
+                return value
+            return (torch.randn(value.shape, generator=drawn, dtype=torch.float64) * size).to(value.dtype)
+
+        yield f"inputs of size {size:g}", tree_map_only(Tensor, draw, list(inputs))
+
+
+def _in_float64(of: Exported, inputs: Sequence[Any]) -> dict[str, Tensor]:
+    given = tree_leaves(memory.copied(inputs))
+    wide = [
+        _wide(of.held[node][1]) if node in of.held else _wide(given[of.given[node]])
+        for node in of.gm.graph.find_nodes(op="placeholder")
+    ]
+    run = _Wide(of.gm)
+    with torch.no_grad():
+        run.run(*wide)
+    return {name: run.env[node] for name, node in of.results.items()}
+
+
+class _Wide(Interpreter):
+    """Whatever is cast to a float, or made as one, is float64."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(torch.dtype, _wide_dtype, (args, dict(kwargs)))
+        return super().call_function(target, args, kwargs)
+
+
+def _wide(value: Any) -> Any:
+    return value.to(_wide_dtype(value.dtype)) if isinstance(value, Tensor) else value
+
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else dtype
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    if one.shape != other.shape:
+        return float("inf")
+    if not other.numel() or torch.equal(one, other):
+        return 0.0
+    apart = (one - other if one.is_complex() else one.double() - other.double()).abs().double()
+    size = torch.maximum(one.abs().double().max(), other.abs().double().max())
+    found = float(apart.max() / size)
+    return found if found == found else 0.0  # not a number in both: tells nothing

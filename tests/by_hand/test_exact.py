@@ -1,0 +1,218 @@
+"""Two functions that call no fused operator: proved equal, different with a witness, or not decided."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mla_fusion as mf
+from tests.catalogue import base, prologues
+from tests.exhaustive import one_in
+
+WIDTH, EPS = 64, 1e-6
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+class Of(nn.Module):
+    """One step with a weight, and a product behind it."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(1 + torch.randn(WIDTH) / 8)
+        self.out = nn.Linear(WIDTH, 16, bias=False)
+        self.step = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.step(x, self.gamma))
+
+
+def audited(step: Step, reference: Step, *inputs: Any) -> mf.Audit:
+    torch.manual_seed(0)
+    mine, theirs = Of(step), Of(reference)
+    mine.load_state_dict(theirs.state_dict())
+    return mf.audit(mine, theirs, *(inputs or (torch.randn(5, WIDTH),)))
+
+
+def norm(x: Tensor, gamma: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * gamma
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = x.chunk(2, -1)
+    return first, second
+
+
+def angles(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[0], dtype=torch.float32)[:, None] / 10 ** torch.linspace(0, 1, WIDTH // 2)
+
+
+def complex_rope(x: Tensor, gamma: Tensor) -> Tensor:
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(angles(x)), angles(x))
+    return torch.view_as_real(turned).flatten(-2) * gamma
+
+
+def paired_rope(x: Tensor, gamma: Tensor) -> Tensor:
+    even, odd, cos, sin = x[..., 0::2], x[..., 1::2], angles(x).cos(), angles(x).sin()
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2) * gamma
+
+
+def mixture(x: Tensor, gamma: Tensor) -> Tensor:
+    first, second = halves(x)
+    return torch.cat([F.silu(first) * second, second], -1) * gamma
+
+
+EQUAL: dict[str, tuple[Step, Step]] = {
+    "itself": (norm, norm),
+    "a root and a quotient": (
+        lambda x, g: g * (x / torch.sqrt((x * x).sum(-1, keepdim=True) / WIDTH + EPS)),
+        norm,
+    ),
+    "torch's": (lambda x, g: F.rms_norm(x, (WIDTH,), g, EPS), norm),
+    "another size": (lambda x, g: F.rms_norm(x * 4, (WIDTH,), g, EPS * 16), norm),
+    "in another dtype": (lambda x, g: norm(x.bfloat16().float(), g), norm),
+    "complex": (complex_rope, paired_rope),
+    "silu": (
+        lambda x, g: mixture(x, g),
+        lambda x, g: torch.cat([halves(x)[1] * F.silu(halves(x)[0]), halves(x)[1]], -1) * g,
+    ),
+    "products in another order": (
+        lambda x, g: (x @ x.mT @ x) * g,
+        lambda x, g: (x @ (x.mT @ x)) * g,
+    ),
+}
+
+DIFFERENT: dict[str, tuple[Step, Step]] = {
+    "epsilon": (lambda x, g: F.rms_norm(x, (WIDTH,), g, 1e-5), norm),
+    "epsilon, a little": (lambda x, g: F.rms_norm(x, (WIDTH,), g, 1.001e-6), norm),
+    "sign": (lambda x, g: paired_rope(x, g).neg(), paired_rope),
+    "a cap at 100": (lambda x, g: norm(x, g) + (x.abs() > 100), norm),
+    "halves": (lambda x, g: paired_rope(torch.cat(halves(x)[::-1], -1), g), paired_rope),
+    "size, not number": (lambda x, g: (x * x).sqrt() * g, lambda x, g: x * g),
+    "one element": (lambda x, g: x * g[:1].square().sqrt(), lambda x, g: x * -g[:1].abs()),
+}
+
+UNDECIDED: dict[str, tuple[Step, Step]] = {
+    "a term below rounding": (lambda x, g: norm(x, g) + 1e-30 * x, norm),
+    "a cap far out": (lambda x, g: norm(x, g).clamp(-1e30, 1e30), norm),
+    "silu, spelled": (lambda x, g: x * torch.sigmoid(x) * g, lambda x, g: F.silu(x) * g),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_over_the_reals(name: str) -> None:
+    found = audited(*EQUAL[name])
+    assert found.equal is True and found.ok and "3 points of a finite field" in found.proof, str(found)
+    assert "proved equal to the reference" in str(found)
+    assert json.loads(found.to_json())["proof"] == found.proof
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_different_with_a_witness(name: str) -> None:
+    found = audited(*DIFFERENT[name])
+    assert found.equal is False and not found.ok and found.witness is not None, str(found)
+    assert [item.code for item in found.findings] == ["values.differ"] and "NOT equal" in str(found)
+    torch.manual_seed(0)
+    mine, theirs = (Of(step).double() for step in DIFFERENT[name])
+    mine.load_state_dict(theirs.state_dict())
+    (x,) = found.witness
+    assert not torch.allclose(mine(x.double()), theirs(x.double()), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_not_decided_names_the_steps(name: str) -> None:
+    found = audited(*UNDECIDED[name])
+    assert found.equal is None and found.ok and not found.proof, str(found)
+    (finding,) = found.findings
+    assert finding.code == "graphs.part" and "test_exact.py" in finding.line and "not decided" in str(found)
+
+
+# -- whole prologues, with caches that are written
+
+
+def both(mine: nn.Module, theirs: nn.Module, args: tuple[Tensor, ...] | None = None) -> mf.Audit:
+    mine.load_state_dict(theirs.state_dict())
+    return mf.audit(mine, theirs, *(args or base.paged_args()))
+
+
+class OfKeys(prologues.PagedRotateHalf):
+    """Not absorbed: keys of all heads, of which the scores are the same."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        q_pe, k_pe = base.rotated(q_pe, c, s), base.rotated(k_pe.unsqueeze(1), c, s)
+        kv_cache.view(-1, base.HCKV)[slots] = c_kv
+        kr_cache.view(-1, base.DR)[slots] = k_pe.squeeze(1)
+        keys = torch.einsum("rc,hdc->hrd", kv_cache.view(-1, base.HCKV).float(), self.w_uk().float())
+        scores = torch.einsum("thd,hrd->thr", q_nope.float(), keys)
+        return scores + q_pe.float() @ kr_cache.view(-1, base.DR).float().T
+
+
+class OtherSlots(prologues.PagedRotateHalf):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+        found: Tensor = super().forward(x, cos, sin, kv_cache, kr_cache, slots)
+        kv_cache.view(-1, base.HCKV)[slots + 1] = 0
+        return found
+
+
+@pytest.mark.parametrize("mine", [OfKeys, *one_in(2, [prologues.PagedFunctionalNorm, prologues.PagedSqrtNorm])])
+def test_prologues_in_other_spellings(mine: type[nn.Module]) -> None:
+    found = both(mine(), prologues.PagedRotateHalf())
+    assert found.equal is True, str(found)
+
+
+def test_a_cache_that_is_written_elsewhere() -> None:
+    found = both(OtherSlots(), prologues.PagedRotateHalf())
+    assert found.equal is False and set(found.errors or ()) == {"output 0", "input 3", "input 4"}, str(found)
+    assert [name for name, error in (found.errors or {}).items() if error] == ["input 3"]
+
+
+def test_weights_that_were_joined_are_known_by_their_numbers() -> None:
+    torch.manual_seed(0)
+    apart = nn.ModuleList([nn.Linear(WIDTH, 8, bias=False), nn.Linear(WIDTH, 24, bias=False)])
+    whole = nn.Linear(WIDTH, 32, bias=False)
+    with torch.no_grad():
+        whole.weight.copy_(torch.cat([each.weight for each in apart]))
+
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.apart = apart
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([each(x) for each in self.apart], -1)
+
+    assert mf.audit(whole, Apart(), torch.randn(5, WIDTH)).equal is True
+    with torch.no_grad():
+        whole.weight[[3, 4]] = whole.weight[[4, 3]]
+    assert mf.audit(whole, Apart(), torch.randn(5, WIDTH)).equal is False
+
+
+def test_uniform_weights_are_named() -> None:
+    torch.manual_seed(0)
+    mine, theirs = Of(norm), Of(lambda x, gamma: norm(x, gamma.flip(0)))
+    with torch.no_grad():
+        theirs.gamma.fill_(1.0)
+    mine.load_state_dict(theirs.state_dict())
+    found = mf.audit(mine, theirs, torch.randn(5, WIDTH))
+    assert found.equal is True and [item.code for item in found.findings] == ["weight.uniform"], str(found)
+
+
+def test_what_cannot_be_exported_is_not_decided() -> None:
+    def branches(x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+    found = mf.audit(branches, branches, torch.randn(4))
+    assert found.equal is None and [item.code for item in found.findings] == ["export.fails"]
+
+
+def test_other_results_are_different() -> None:
+    found = mf.audit(lambda x: (x, x + 1), lambda x: x + 0, torch.randn(4))
+    assert found.equal is False and [item.code for item in found.findings] == ["results.differ"]
