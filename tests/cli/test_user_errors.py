@@ -73,6 +73,14 @@ def test_a_config_with_fields_of_wrong_types(field, tmp_path, capsys):
         assert status == 2 or field, value
 
 
+@pytest.mark.parametrize("field", ["num_hidden_layers", "n_routed_experts"])
+def test_a_model_without_end_is_not_made(field, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", field: 10**12}))
+    assert cli.main(["check-model", str(tmp_path)]) == 2
+    assert f"{field} is 1,000,000,000,000; no model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["lower", TARGET, "--out"], ["demo", "--out"]], ids=" ".join)
 def test_a_folder_below_a_file(words, tmp_path, capsys):
     (tmp_path / "file").write_text("kept")

@@ -18,6 +18,7 @@ from mla_fusion.models import hf
 from mla_fusion.models.features import COUNTS_POSITIONS
 
 PROMPT_TOKENS = 8
+_MOST = 10_000  # layers, or experts a layer: ten times those of the largest models
 
 
 class CheckpointError(ValueError):
@@ -102,9 +103,13 @@ def _config(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} holds no config.json")
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # of a field of a wrong type, whatever comes first
         raise CheckpointError(f"transformers cannot read {folder / 'config.json'}: {_first_line(error)}") from error
+    for name, value in vars(config.get_text_config()).items():
+        if name.endswith(("layers", "experts")) and isinstance(value, int) and value > _MOST:
+            raise CheckpointError(f"{folder / 'config.json'}: {name} is {value:,}; no model has more than {_MOST:,}")
+    return config
 
 
 def _skeleton(config: Any) -> Any:
