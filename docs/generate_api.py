@@ -39,7 +39,7 @@ lists of several stacks.
 """
 SPACES = {"mf": mf, "hf": hf}
 TASKS = {
-    "Fuse a model": "backend torchair_pass fuse Config SlotError prepack Prepacked refresh release",
+    "Fuse a model": "backend torchair_pass fuse Config SlotError prepack Prepacked refresh release register_operator",
     "Ask what would fuse, and why not": "explain",
     "Read what happened": "reports Report Report.to_json Report.to_html",
     "See what an NPU would run": "lower Lowering Lowering.save offline.activate offline.on_npu",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mla_fusion.compile.slots import SlotError
     from mla_fusion.config import Config
     from mla_fusion.entry import explain, fuse
+    from mla_fusion.fx.registered import register_operator
     from mla_fusion.report.report import Report, reports
     from mla_fusion.weights.follow import refresh, release
 
@@ -49,6 +50,7 @@ _HOME = {
     "lower": "mla_fusion.compile.lowering",
     "prepack": "mla_fusion.compile.prepack",
     "refresh": "mla_fusion.weights.follow",
+    "register_operator": "mla_fusion.fx.registered",
     "release": "mla_fusion.weights.follow",
     "reports": "mla_fusion.entry",
     "torchair_pass": "mla_fusion.compile.hook",
@@ -74,6 +76,7 @@ __all__ = [
     "prepack",
     "reference",
     "refresh",
+    "register_operator",
     "release",
     "reports",
     "torchair_pass",

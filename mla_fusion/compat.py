@@ -98,6 +98,11 @@ def overload_name(target: Any) -> str:
     return getattr(target, "_overloadname", "")
 
 
+def overload_of(operator: Any) -> Any:
+    """Of what ``torch.library.custom_op`` made, its overload; else what it is given."""
+    return getattr(operator, "_opoverload", operator)
+
+
 def packet_name(packet: OpOverloadPacket) -> str:
     """``aten::add`` of ``torch.ops.aten.add``."""
     return str(packet._qualified_op_name)

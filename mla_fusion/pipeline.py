@@ -16,7 +16,7 @@ from mla_fusion.commit.legal import Plans
 from mla_fusion.commit.verified import Verified
 from mla_fusion.compat import without_modes
 from mla_fusion.config import Config
-from mla_fusion.fx import module_path
+from mla_fusion.fx import module_path, registered
 from mla_fusion.fx.build import GraphBuilder, describe_attributes
 from mla_fusion.fx.normalise import forms
 from mla_fusion.fx.view import View
@@ -203,6 +203,7 @@ def _commit(
     rewrite.write(builder, plans, config.strides != "kernel")
     builder.finish()
     rewrite.clean(builder, plans)
+    registered.restore(work.graph)
     report.operators["after"] = count_operators(work)
     builder.close()
     transaction.install(gm, work.graph, builder.constants)

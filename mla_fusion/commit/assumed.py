@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.commit.region import Region
+from mla_fusion.fx import registered
 from mla_fusion.fx.kinds import argument, op_name
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
@@ -17,8 +18,10 @@ _FLOORS = ("aten::clamp", "aten::clamp_min", "aten::maximum")
 
 
 def assumed_of_numbers(view: View, region: Region) -> tuple[str, ...]:
-    """A line for each floor that no row is taken to come near, and each cast that is taken to keep every number."""
-    return tuple(dict.fromkeys((*_floors(view, region), *_narrowed(view, region))))
+    """A line for each floor that no row is taken to come near, each cast that is taken to keep every number, and each
+    operator that is taken for what was registered."""
+    own = registered.assumed(region.nodes)
+    return tuple(dict.fromkeys((*_floors(view, region), *_narrowed(view, region), *own)))
 
 
 def _floors(view: View, region: Region) -> Iterator[str]:

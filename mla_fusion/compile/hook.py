@@ -23,6 +23,7 @@ from mla_fusion._version import __version__
 from mla_fusion.compile import inductor_bridge
 from mla_fusion.compile.inplace import ready_to_run, runs_fx_graph
 from mla_fusion.config import Config
+from mla_fusion.fx import registered
 from mla_fusion.pipeline import fuse
 
 _SOURCE = '''
@@ -102,7 +103,8 @@ def _made(config: Config) -> TorchairPass:
 def _surroundings(config: Config) -> tuple[str, ...]:
     """What graphs depend on beside the configuration."""
     machine, torch_npu = config.machine, sys.modules.get("torch_npu")
-    return machine.soc, machine.cann, str(getattr(torch_npu, "__version__", "")), _sources()
+    release = str(getattr(torch_npu, "__version__", ""))
+    return machine.soc, machine.cann, release, _sources(), registered.digest()
 
 
 @cache

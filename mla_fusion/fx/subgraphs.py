@@ -1,4 +1,5 @@
-"""Subgraphs inlined: layers that were traced once and are called, bodies under a switched-off grad or autocast mode.
+"""Subgraphs inlined: layers that were traced once and are called, bodies under a switched-off grad or autocast mode,
+and what stands for the user's own operators (:mod:`mla_fusion.fx.registered`).
 
 A call of a subgraph is one node, so nothing of a prologue inside it can be seen. It is called once and
 unconditionally, so its nodes can take the place of the call.
@@ -14,6 +15,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import HigherOrderOperator, call_like
+from mla_fusion.fx import registered
 from mla_fusion.fx.kinds import is_getitem, is_mutating, op_name
 
 _ORIGIN = ("nn_module_stack", "stack_trace")
@@ -23,7 +25,7 @@ _ORIGIN = ("nn_module_stack", "stack_trace")
 class _Call:
     """The call of a graph.
 
-    body       the get_attr node of the graph
+    body       the get_attr node of the graph; of an operator of the user's own, its call
     operands   what its placeholders stand for
     written    those it writes into, where the call is a function: their new values follow its own results
     shared     other layers may call the same body, whose nodes tell of the first one only
@@ -48,7 +50,7 @@ def found(gm: GraphModule) -> bool:
 
     Calls stay where the body was traced for other shapes, or writes into its operands before it ends.
     """
-    return bool(_calls(gm, gm.graph, ""))
+    return bool(_calls(gm, gm.graph, "")) or registered.found(gm.graph)
 
 
 def copied(gm: GraphModule, into: Graph | None = None) -> Graph:
@@ -75,13 +77,18 @@ def _lay(
             continue
         if node in bodies:
             values[node] = _results(gm, into, bodies[node], values, origin)
-        elif is_getitem(node) and node.args[0] in bodies:
+        elif (own := registered.inside(node)) is not None:
+            body = _Body(own.graph, path, _Call(node, own.operands), _origin(node))
+            made = _results(gm, into, body, values, origin)
+            registered.tag(node, values, made)
+            values[node] = made[0] if own.is_one else made
+        elif is_getitem(node) and isinstance(values.get(node.args[0]), list):
             values[node] = values[node.args[0]][node.args[1]]
         else:
-            values[node] = made = into.node_copy(node, values.__getitem__)
-            made.meta |= origin
+            values[node] = copy = into.node_copy(node, values.__getitem__)
+            copy.meta |= origin
             if node.op == "get_attr":
-                made.target = path + str(node.target)
+                copy.target = path + str(node.target)
 
 
 def _results(
@@ -113,9 +120,12 @@ def _calls(gm: GraphModule, graph: Graph, path: str) -> dict[Node, _Body]:
         body_path = path + str(call.body.target)
         body = gm.get_submodule(body_path)
         if isinstance(body, GraphModule) and _fits(body.graph, call):
-            origin = {key: node.meta[key] for key in _ORIGIN if call.shared and node.meta.get(key)}
-            found[node] = _Body(body.graph, body_path, call, origin)
+            found[node] = _Body(body.graph, body_path, call, _origin(node) if call.shared else {})
     return found
+
+
+def _origin(node: Node) -> dict[str, Any]:
+    return {key: node.meta[key] for key in _ORIGIN if node.meta.get(key)}
 
 
 def _fits(graph: Graph, call: _Call) -> bool:

@@ -7,6 +7,7 @@ from collections import Counter
 from torch.fx import Node
 
 from mla_fusion.facts.cache_write import input_behind
+from mla_fusion.fx import registered
 from mla_fusion.fx.kinds import is_writer, op_name
 from mla_fusion.match.finder import Finder
 
@@ -23,6 +24,7 @@ def lines(finder: Finder) -> tuple[str, ...]:
     by_head = len(finder.projections) - len(flat)
     norms = sum(op_name(node) in _ROOTS for node in view.nodes)
     writes = sum(is_writer(node) and _writes_input(node) for node in view.nodes)
+    unknown = ", ".join(registered.unknown(view.nodes))
     return (
         "no MLA prologue in this graph. Looked for, and what there is of it:",
         f"  W_dq and W_dkv_kr, or both in one: products of one x with weights ({len(flat)} products with weights here; "
@@ -30,6 +32,7 @@ def lines(finder: Finder) -> tuple[str, ...]:
         f"  RMSNorm of each latent ({norms} roots or norms), then W_uq_qr on the query's",
         f"  W_uk: a product head by head ({by_head} here); RoPE of query and key beside it",
         f"  the latent and the rotated key written into caches, which are inputs ({writes} writes into inputs here)",
+        *([f"  not known: {unknown}; mf.register_operator says what an operator computes"] if unknown else ()),
     )
 
 

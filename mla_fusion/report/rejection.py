@@ -206,7 +206,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "step.unknown": (
         "A step of the prologue is an operator of which nothing is known.",
-        "Write it with operators of torch, or add it to the operator table (docs/extending.md).",
+        "Write it with operators of torch; or say what an operator of your own computes, with mf.register_operator.",
     ),
     "tokens.cut": (
         "Some of the tokens are taken behind the projections of x, which the kernel does itself.",

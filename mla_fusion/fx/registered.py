@@ -1,0 +1,249 @@
+"""Operators of the user's own: what each computes, as a function made of torch's operators.
+
+The pass looks at a form of the graph in which that function stands in place of the call. Calls of
+which nothing was fused are put back into the graph that runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from mla_fusion.compat import (
+    FakeTensor,
+    OpOverload,
+    OpOverloadPacket,
+    make_fx,
+    overload_of,
+    schema_of,
+    tree_leaves,
+    tree_map_only,
+)
+
+log = logging.getLogger("mla_fusion")
+_TORCHS_OWN = ("aten", "prims", "prim", "npu", "_operator", "c10d", "quantized")
+_KNOWN: dict[Any, Callable[..., Any]] = {}  # by overload
+_TAG = "mla_fusion_call"
+
+
+def register_operator(
+    op: Any, decomposition: Callable[..., Any] | None, *example: Any
+) -> None:
+    """Say what an operator of your own computes, so that prologues that use it fuse.
+
+    op             ``torch.ops.mylib.rope``, an overload of it, or what ``torch.library.custom_op`` returned
+    decomposition  a function that takes its arguments and returns its results, made of torch's operators; None: forget
+                   the operator
+    example        arguments on which both are run and compared, where the operator has a kernel for them
+
+    The graph that runs still calls the operator wherever nothing was fused. What the function computes is taken for
+    what the operator computes: it is proved with, not checked, but on the example. Compile caches are keyed on its
+    code.
+
+    Raises TypeError for what is no operator, ValueError for one of torch's or of torch_npu's, for one that writes into
+    an argument, and where the example gives other results (relative error above 1e-2).
+    """
+    overload = _overload(op)
+    if decomposition is None:
+        _KNOWN.pop(overload, None)
+        return
+    if not callable(decomposition):
+        raise TypeError(f"decomposition of {overload}: expected a function, got {type(decomposition).__name__}")
+    namespace = overload.name().partition("::")[0]
+    if namespace in _TORCHS_OWN:
+        raise ValueError(f"{overload} is not yours to register: {namespace} is torch's or torch_npu's")
+    schema = schema_of(overload)
+    if any(argument.alias_info is not None for argument in (*schema.arguments, *schema.returns)):
+        raise ValueError(f"{overload} writes into an argument, or returns a view of one: it is no function of them")
+    if example:
+        _compare(overload, decomposition, example)
+    _KNOWN[overload] = decomposition
+
+
+def _overload(op: Any) -> OpOverload:
+    found = overload_of(op)
+    if isinstance(found, OpOverloadPacket):
+        names = found.overloads()
+        if len(names) != 1:
+            raise TypeError(f"{found} has the overloads {', '.join(names)}: name one, such as {found}.{names[0]}")
+        found = getattr(found, names[0])
+    if not isinstance(found, OpOverload):
+        raise TypeError(f"expected an operator such as torch.ops.mylib.rope, got {type(op).__name__}")
+    return found
+
+
+def _compare(overload: OpOverload, decomposition: Callable[..., Any], example: tuple[Any, ...]) -> None:
+    with torch.no_grad():
+        wanted, found = (tree_leaves(function(*example)) for function in (overload, decomposition))
+    if len(wanted) != len(found):
+        raise ValueError(f"{overload} gives {len(wanted)} results, its decomposition {len(found)}")
+    for place, (want, got) in enumerate(zip(wanted, found, strict=True)):
+        if not isinstance(want, Tensor) or not isinstance(got, Tensor) or _described(want) != _described(got):
+            raise ValueError(f"{overload}, result {place}: {_described(want)}; of its decomposition {_described(got)}")
+        apart = (want.double() - got.double()).abs().max() if want.numel() else torch.zeros(())
+        if not bool(apart <= 1e-2 * want.double().abs().max().clamp_min(1e-30)) and want.numel():
+            raise ValueError(f"{overload}, result {place}: its decomposition is off by {float(apart):.2g}")
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def digest() -> str:
+    """Of all that was registered: graphs depend on it."""
+    found = sha256()
+    for known in sorted(_KNOWN, key=str):
+        found.update(f"{known} {_code(_KNOWN[known])}".encode())
+    return found.hexdigest() if _KNOWN else ""
+
+
+def _code(function: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        return repr((function, code and code.co_code, code and code.co_consts))
+
+
+def unknown(nodes: Iterable[Node]) -> list[str]:
+    """The operators among the nodes' that somebody could register, by name."""
+    targets = dict.fromkeys(node.target for node in nodes if node.op == "call_function")
+    names = [target.name() for target in targets if isinstance(target, OpOverload) and target not in _KNOWN]
+    return [name for name in names if name.partition("::")[0] not in _TORCHS_OWN]
+
+
+# -- in a form of the graph
+
+
+def found(graph: Graph) -> bool:
+    """Does the graph call a registered operator?"""
+    return bool(_KNOWN) and any(node.target in _KNOWN for node in graph.nodes if node.op == "call_function")
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What stands for a call: its graph, what its placeholders stand for, and whether it has one result by itself."""
+
+    graph: Graph
+    operands: list[Any]
+    is_one: bool
+
+
+def inside(node: Node) -> Inside | None:
+    """Of a call of a registered operator; None for any other node, and where the function cannot be traced for it."""
+    function = _KNOWN.get(node.target) if node.op == "call_function" else None
+    if function is None:
+        return None
+    try:
+        traced = _traced(node, function)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+    else:
+        why = _unfit(node, traced)
+    if why:
+        log.warning("the decomposition of %s is not used for %s: %s", node.target, node.name, why)
+        return None
+    return Inside(traced.graph, node.all_input_nodes, isinstance(node.meta["val"], Tensor))
+
+
+def _unfit(node: Node, traced: GraphModule) -> str:
+    if traced.graph.find_nodes(op="get_attr"):
+        return "it makes a tensor of its own numbers; use torch.full, torch.arange and the like"
+    (output,) = traced.graph.find_nodes(op="output")
+    wanted = tree_leaves(node.meta["val"])
+    given = [item.meta["val"] if isinstance(item, Node) else item for item in output.args[0]]
+    if list(map(_described, wanted)) == list(map(_described, given)):
+        return ""
+    return f"it gives {', '.join(map(_described, given))}, not {', '.join(map(_described, wanted))}"
+
+
+def _traced(node: Node, function: Callable[..., Any]) -> GraphModule:
+    operands = node.all_input_nodes
+
+    def flat(*values: Any) -> list[Any]:
+        held = dict(zip(operands, values, strict=True))
+        args, kwargs = tree_map_only(Node, held.__getitem__, (node.args, dict(node.kwargs)))
+        return tree_leaves(function(*args, **kwargs))
+
+    values = [operand.meta["val"] for operand in operands]
+    fakes = [value for value in tree_leaves(values) if isinstance(value, FakeTensor)]
+    with fakes[0].fake_mode if fakes else nullcontext(), torch.no_grad():
+        return make_fx(flat)(*values)
+
+
+def tag(call: Node, values: Mapping[Node, Any], results: list[Any]) -> None:
+    """Remember, at the results, of which call they are; its operands by their names, which copies keep."""
+    args, kwargs = tree_map_only(Node, lambda node: _Name(values[node].name), (call.args, dict(call.kwargs)))
+    operands = [values[node] for node in call.all_input_nodes]
+    for place, result in enumerate(results):
+        if isinstance(result, Node) and result not in operands:
+            result.meta[_TAG] = _Call(call, args, kwargs, place)
+
+
+def assumed(nodes: Iterable[Node]) -> Iterator[str]:
+    """What a proof that rests on these nodes takes for granted."""
+    for node in nodes:
+        if _TAG in node.meta:
+            yield f"{node.meta[_TAG].call.target} computes what was registered for it"
+
+
+@dataclass(frozen=True)
+class _Name:
+    of: str
+
+
+@dataclass(frozen=True)
+class _Call:
+    call: Node
+    args: Any
+    kwargs: Any
+    place: int
+
+
+def restore(graph: Graph) -> None:
+    """Put back the calls whose results are still used and whose operands are still there."""
+    by_name: dict[str, Node] = {}  # of the nodes in front of each
+    made: dict[Node, Node] = {}
+    for node in list(graph.nodes):
+        known: _Call | None = node.meta.get(_TAG) if node.users else None
+        if known is None or not all(name.of in by_name for name in _names((known.args, known.kwargs))):
+            by_name[node.name] = node
+            continue
+        with graph.inserting_before(node):
+            if known.call not in made:
+                args, kwargs = tree_map_only(_Name, lambda name: by_name[name.of], (known.args, known.kwargs))
+                made[known.call] = graph.call_function(known.call.target, args, kwargs)  # type: ignore[arg-type]
+                made[known.call].meta = dict(known.call.meta)
+            result = made[known.call]
+            if not isinstance(known.call.meta["val"], Tensor):
+                result = graph.call_function(operator.getitem, (result, known.place))
+                result.meta = {**known.call.meta, "val": node.meta["val"]}
+        node.replace_all_uses_with(result)
+        _erase(graph, node)
+
+
+def _names(item: Any) -> Iterator[_Name]:
+    return (leaf for leaf in tree_leaves(item) if isinstance(leaf, _Name))
+
+
+def _erase(graph: Graph, node: Node) -> None:
+    """The node and those above that nothing else uses."""
+    waiting = [node]
+    while waiting:
+        last = waiting.pop()
+        if last.op == "call_function" and not last.users and not last.is_impure():
+            above = last.all_input_nodes
+            graph.erase_node(last)
+            waiting += above

@@ -1,0 +1,168 @@
+"""Operators of the user's own: known by a function, in static and dynamic graphs, and left where nothing is fused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mla_fusion as mf
+from mla_fusion.compile.device_graph import capture
+from tests import harness
+from tests.catalogue import base
+
+MINE = "mla_fusion_tests"
+
+
+@torch.library.custom_op(f"{MINE}::norm", mutates_args=())
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return normed(x, weight, eps)
+
+
+@norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op(f"{MINE}::rope", mutates_args=())
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return roped(q, k, cos, sin)
+
+
+@rope.register_fake
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(k).contiguous()
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def roped(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+    return base.rotated(q, c, s).contiguous(), base.rotated(k, c, s).contiguous()
+
+
+class Served(base.Prologue):
+    """Norms and RoPE by operators of a library; one norm stands outside the prologue."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Any:
+        c_q = norm(self.q_a_proj(x), self.q_a_layernorm.weight, 1e-6)
+        q = self.q_b_proj(c_q).view(*x.shape[:-1], self.heads, base.D + base.DR)
+        q_nope, q_pe = q.split([base.D, base.DR], -1)
+        c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([base.HCKV, base.DR], -1)
+        c_kv = norm(c_kv.contiguous(), self.kv_a_layernorm.weight, 1e-6)
+        q_pe, k_pe = rope(q_pe, k_pe.unsqueeze(1), cos, sin)
+        kv_cache.view(-1, base.HCKV)[slots] = c_kv
+        kr_cache.view(-1, base.DR)[slots] = k_pe.squeeze(1)
+        scores = base.attend(self.absorb(q_nope), q_pe, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR))
+        return scores, norm(scores, scores[0, 0] * 0 + 1, 1e-3)
+
+
+@pytest.fixture
+def known() -> Iterator[None]:
+    mf.register_operator(norm, normed, torch.randn(4, 8), torch.randn(8), 1e-6)
+    mf.register_operator(torch.ops.mla_fusion_tests.rope, roped)
+    torch._dynamo.reset()
+    yield
+    for operator in (norm, rope):
+        mf.register_operator(operator, None)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_prologue_of_them_fuses_in_place(known: None, dynamic: bool) -> None:
+    model = Served()
+    args = base.paged_args()
+    run = torch.compile(model, backend=mf.backend(), fullgraph=True, dynamic=dynamic)
+    mine, theirs = harness.clones(args), harness.clones(args)
+    with torch.no_grad():
+        found, wanted = [*run(*mine), *mine], [*model(*theirs), *theirs]
+    (fusion,) = mf.reports()[-1].fused
+    assert fusion.placement == "in place", str(mf.reports()[-1])
+    assert f"{MINE}.rope.default computes what was registered for it" in fusion.assumptions
+    assert all(harness.distance(a, b) < 2e-2 for a, b in zip(found, wanted, strict=True))
+
+
+def test_what_was_not_fused_calls_them_still(known: None) -> None:
+    gm, _ = capture(Served(), *base.paged_args(), device="cpu")
+    before = [str(node) for node in gm.graph.nodes]
+    mf.explain(gm)
+    assert [str(node) for node in gm.graph.nodes] == before
+    report = mf.fuse(gm)
+    assert len(report.fused) == 1, str(report)
+    left = [str(node.target) for node in gm.graph.nodes if MINE in str(node.target)]
+    assert left == [f"{MINE}.norm.default"]
+    assert not any("rsqrt" in str(node.target) for node in gm.graph.nodes)
+    gm.graph.lint()
+
+
+def test_unknown_they_are_named() -> None:
+    gm, _ = capture(Served(), *base.paged_args(), device="cpu")
+    report = mf.explain(gm)
+    assert not report.fused and f"not known: {MINE}::norm, {MINE}::rope; mf.register_operator" in str(report)
+
+
+def wrong(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return normed(x, weight, eps) * 2
+
+
+def of_another_shape(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return normed(x, weight, eps)[..., :1]
+
+
+def with_numbers(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return normed(x, weight, eps) * torch.tensor([1.0])
+
+
+@pytest.mark.parametrize("function", [of_another_shape, with_numbers])
+def test_a_function_that_does_not_fit_is_not_used(function: Callable[..., Any], caplog: Any) -> None:
+    mf.register_operator(norm, function)
+    try:
+        gm, _ = capture(Served(), *base.paged_args(), device="cpu")
+        with caplog.at_level(logging.WARNING, "mla_fusion"):
+            assert not mf.explain(gm).fused
+        assert f"the decomposition of {MINE}.norm.default is not used for " in caplog.text
+    finally:
+        mf.register_operator(norm, None)
+
+
+@torch.library.custom_op(f"{MINE}::writes", mutates_args=("x",))
+def writes(x: Tensor) -> None:
+    x.add_(1)
+
+
+OF_ROPE = torch.randn(4, 1, 64), torch.randn(4, 1, 64), torch.randn(4, 64), torch.randn(4, 64)
+REFUSED = {
+    "no operator": (TypeError, "expected an operator", ("norm", normed)),
+    "an overload is to be named": (TypeError, "name one", (torch.ops.aten.add, torch.add)),
+    "torch's": (ValueError, "not yours", (torch.ops.aten.silu.default, torch.relu)),
+    "a writer": (ValueError, "writes into an argument", (writes, writes)),
+    "no function": (TypeError, "expected a function", (norm, 1)),
+    "other numbers": (ValueError, "off by", (norm, wrong, torch.randn(4, 8), torch.randn(8), 1e-6)),
+    "another shape": (ValueError, "result 0", (norm, of_another_shape, torch.randn(4, 8), torch.randn(8), 1e-6)),
+    "another count": (ValueError, "gives 2 results", (rope, lambda *a: a[0], *OF_ROPE)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    error, said, arguments = REFUSED[name]
+    with pytest.raises(error, match=said):
+        mf.register_operator(*arguments)
+
+
+def test_compile_caches_are_keyed_on_them() -> None:
+    before = mf.torchair_pass().digest
+    mf.register_operator(norm, normed)
+    try:
+        with_it = mf.torchair_pass().digest
+        mf.register_operator(norm, wrong)
+        assert len({before, with_it, mf.torchair_pass().digest}) == 3
+    finally:
+        mf.register_operator(norm, None)
+    assert mf.torchair_pass().digest == before
