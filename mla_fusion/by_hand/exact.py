@@ -28,8 +28,15 @@ from mla_fusion.prove.field import Complex, Num, Point, Undecided, Value
 
 POINTS = 3
 DEGREE = 100_000  # more than the degree of what a model computes, roots and quotients multiplied out
-SIZES = (1e-3, 1.0, 1e3)  # of inputs that are drawn for a difference: a mean square of 1e-6 shows an epsilon
+MOST_POINTS = 16
+OVERFLOWING = "inputs of size 1000"
+BITS = 32  # signs of roots that are seen
+# Of inputs that are drawn for a difference: a mean square of 1e-6 shows an epsilon, less a floor.
+SIZES = (1e-3, 1.0, 1e3, 1e-8)
 DIFFERENT = 1e-9  # relative to the largest number; float64 is off by 1e-13 or so
+NOISE = 100.0  # times what inputs, rounded otherwise in float64, change: less is rounding
+REFUTES = 1e-3  # of a proof: what float64 and casts to integers lose between equal spellings is less
+ROOTS = ("sqrt", "norm", "pow", "std", "abs")  # in names of operators that may take a root
 _FEW = 8  # elements of an input for each of which both signs are tried
 _MOST_PARTS = 3  # steps that are named
 _CONSTANT = InputKind.CONSTANT_TENSOR
@@ -42,12 +49,14 @@ class Exported:
     held     by placeholder: the tensor that a parameter, a buffer or a constant is
     given    by placeholder: the place of the input among all tensors that the caller gives
     results  by name, the outputs and what was written
+    numbers  by name, the outputs that are no tensors
     """
 
     gm: GraphModule
     held: dict[Node, tuple[InputKind, Tensor]]
     given: dict[Node, int]
     results: dict[str, Node]
+    numbers: dict[str, Any]
 
 
 def compare(fused: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[Any]) -> Audit:
@@ -61,16 +70,28 @@ def compare(fused: Callable[..., Any], reference: Callable[..., Any], inputs: Se
             return Audit((), (Finding("export.fails", said, certain=False),))
     mine, theirs = both
     names = memory.paired(fused, reference)
-    mine = replace(mine, results={names.get(name, name): node for name, node in mine.results.items()})
+    named = {names.get(name, name): node for name, node in mine.results.items()}
+    if len(named) == len(mine.results):  # else two of them have one name there
+        mine = replace(mine, results=named)
     seen = list(_unordered(mine, theirs))
-    if mine.results.keys() != theirs.results.keys():
-        said = f"one gives {', '.join(mine.results)}; the other {', '.join(theirs.results)}"
+    if mine.results.keys() != theirs.results.keys() or repr(mine.numbers) != repr(theirs.numbers):
+        one, other = (
+            ", ".join([*of.results, *(f"{name} = {number}" for name, number in of.numbers.items())])
+            for of in (mine, theirs)
+        )
+        said = f"one gives {one}; the other {other}"
         return Audit((), (Finding("results.differ", said), *seen), False)
     unequal: dict[str, None] = {}
     count = 0
-    for draw in range(POINTS):
+    fewest = min(map(_fewest, (mine, theirs)))
+    points = min(MOST_POINTS, max(POINTS, -(-BITS // fewest)))
+    for draw in range(points):
         with field.at(Point(draw)):
-            runs = _Run(mine), _Run(theirs)
+            try:
+                runs = _Run(mine), _Run(theirs)
+            except Undecided as error:
+                said = f"not decided: {error}"
+                return Audit((), (Finding("step.unknown", said, certain=False), *seen))
             for name, node in theirs.results.items():
                 one, other = runs[0].values[mine.results[name]], runs[1].values[node]
                 if _mark(one) != _mark(other):
@@ -78,9 +99,24 @@ def compare(fused: Callable[..., Any], reference: Callable[..., Any], inputs: Se
                 count += sum(value.re.numel() for value in _parts(other))
         if unequal:
             return _unproved(mine, theirs, list(unequal), runs, inputs, seen)
-    wrong = (DEGREE / field.P) ** POINTS
-    proof = f"{count:,} values at {POINTS} points of a finite field, wrong by a chance below {wrong:.0e}"
+    errors, drawn, witness = _witness(mine, theirs, inputs, REFUTES)
+    if errors is not None:
+        said = f"not decided: equal in exact arithmetic, but on {drawn}, {_largest(errors)}"
+        found = Finding("values.apart", said, certain=False)
+        return Audit((), (found, *seen), None, errors, draws=(drawn,), witness=witness)
+    wrong = (DEGREE / field.P) ** POINTS + 0.5 ** min(fewest * points, 1000)
+    proof = f"{count:,} values at {points} points of a finite field, wrong by a chance below {wrong:.0e}"
     return Audit((), tuple(seen), True, proof=proof)
+
+
+def _fewest(of: Exported) -> int:
+    """Elements of the smallest root. That of a square has either sign: of few, many points are seen."""
+    sizes = (
+        node.meta["val"].numel()
+        for node in of.gm.graph.nodes
+        if isinstance(node.meta.get("val"), Tensor) and any(name in str(node.target) for name in ROOTS)
+    )
+    return min(filter(None, sizes), default=1000)
 
 
 def _first_line(error: Exception) -> str:
@@ -119,19 +155,39 @@ def _exported(target: Callable[..., Any], inputs: Sequence[Any]) -> Exported:
         if not isinstance(tensor, Tensor):
             raise Undecided(f"{name} is no tensor")
         held[node] = spec.kind, tensor.detach()
-    results = {}
-    outputs = 0
+    results, numbers = {}, {}
+    outputs = iter(_named(program.call_spec.out_spec))
     for spec in program.graph_signature.output_specs:
         node = nodes.get(getattr(spec.arg, "name", ""))
         if spec.kind is OutputKind.USER_OUTPUT:
-            name, outputs = f"output {outputs}", outputs + 1
+            name = next(outputs)
         elif spec.kind is OutputKind.USER_INPUT_MUTATION:
             name = f"input {places[spec.target or '']}"
         else:
             name = f"buffer {spec.target}"
-        if node is not None:  # else a number
+        if node is not None:
             results[name] = node
-    return Exported(program.graph_module, held, given, results)
+        elif (value := getattr(spec.arg, "value", None)) is not None:
+            numbers[name] = value
+    return Exported(program.graph_module, held, given, results, numbers)
+
+
+def _named(spec: Any) -> list[str]:
+    """Where each output lies: in a dict, under its key."""
+    names: dict[int, str] = {}
+
+    def walk(item: Any, path: str) -> None:
+        if isinstance(item, Mapping):
+            for key, each in item.items():
+                walk(each, f"{path}.{key}")
+        elif isinstance(item, (list, tuple)):
+            for place, each in enumerate(item):
+                walk(each, f"{path}.{place}")
+        elif isinstance(item, int):
+            names[item] = f"output {path.removeprefix('.') or 0}"
+
+    walk(spec.unflatten(list(range(spec.num_leaves))), "")
+    return [names.get(place, f"output leaf {place}") for place in range(spec.num_leaves)]
 
 
 def _unordered(*both: Exported) -> Iterator[Finding]:
@@ -161,6 +217,8 @@ class _Run:
                 self.values[node] = self._leaf(node)
             elif node.op == "call_function":
                 self.values[node] = self._called(node)
+            elif node.op != "output":
+                raise Undecided(f"{node.name} is another graph")
 
     def _leaf(self, node: Node) -> Any:
         if node in self._of.held:
@@ -179,6 +237,7 @@ class _Run:
 
     def _called(self, node: Node) -> Any:
         held = node.meta.get("val")
+        _undecided(node)
         args, kwargs = self._filled(node.args), self._filled(node.kwargs)
         if not isinstance(node.target, OpOverload):
             return node.target(*args, **kwargs)  # type: ignore[operator]  # a getitem
@@ -194,18 +253,25 @@ class _Run:
         )
         try:
             found = operators.run(call)
-            if one is None or tuple(found.shape) == tuple(one.shape):
+            if one is None and isinstance(found, list):
                 return found
-        except (Undecided, RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError):
+            if one is not None and tuple(found.shape) == tuple(one.shape):
+                made_here = call.name in operators.RULES and not node.all_input_nodes
+                return _complex(found, one, known=made_here)
+        except Exception:  # what has no rule for these arguments
             pass
         return self._unknown(call, held)
 
     def _unknown(self, call: operators.Call, held: Any) -> Any:
         """Results of which no more is known than what they are made of."""
         if isinstance(held, Tensor):
-            return operators.opaque(replace(call, shape=tuple(held.shape)))
+            return _complex(operators.opaque(replace(call, shape=tuple(held.shape))), held)
+
+        def named(place: int, part: Tensor) -> operators.Call:
+            return replace(call, name=f"{call.name} {place}", shape=tuple(part.shape))
+
         made = [
-            operators.opaque(replace(call, name=f"{call.name} {place}", shape=tuple(part.shape)))
+            _complex(operators.opaque(named(place, part)), part)
             for place, part in enumerate(held if isinstance(held, (tuple, list)) else ())
             if isinstance(part, Tensor)
         ]
@@ -217,6 +283,30 @@ class _Run:
     @cached_property
     def marks(self) -> dict[Node, object]:
         return {node: _mark(value) for node, value in self.values.items()}
+
+
+def _undecided(node: Node) -> None:
+    """Raises Undecided for what is no function of what it reads, or whose sizes follow from numbers."""
+    target, held = node.target, node.meta.get("val")
+    if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+        p = node.args[1] if len(node.args) > 1 else None
+        if "dropout" not in str(target) or (p and node.args[2:3] != (False,)):
+            raise Undecided(f"{node.name} ({target}) is random")
+    if not isinstance(target, OpOverload) and not getattr(target, "__module__", "").endswith("operator"):
+        raise Undecided(f"{node.name} ({target}) runs other graphs")
+    for part in tree_leaves(held):
+        sizes = tuple(part.shape) if isinstance(part, Tensor) else (part,)
+        if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+            raise Undecided(f"{node.name} ({target}) makes a size, or a plain number, of values")
+
+
+def _complex(found: Value, held: Tensor, known: bool = False) -> Value:
+    """Of a complex result both parts: ``known`` to be real, or functions of what is known of it."""
+    if isinstance(found, Complex) or not held.is_complex():
+        return found
+    if known:
+        return Complex(found, field.number(0).moved(lambda part: part.expand(found.shape)))
+    return Complex(field.function("real part", found), field.function("imaginary part", found))
 
 
 def _by_numbers(tensor: Tensor, exactly: bool) -> Value:
@@ -261,7 +351,7 @@ def _unproved(
     seen: Sequence[Finding],
 ) -> Audit:
     parts = [_parting(run, each, names, set(other.marks.values())) for run, each, other in _sides(mine, theirs, runs)]
-    errors, draw, witness = _witness(mine, theirs, inputs)
+    errors, draw, witness = _witness(mine, theirs, inputs, DIFFERENT)
     if errors is None:
         said = "not decided: neither proved equal nor seen to differ in float64. They part at "
         return Audit((), (Finding("graphs.part", said + _told(parts), line=_line(parts), certain=False), *seen))
@@ -305,24 +395,35 @@ def _largest(errors: Mapping[str, float]) -> str:
 
 
 def _witness(
-    mine: Exported, theirs: Exported, inputs: Sequence[Any]
+    mine: Exported, theirs: Exported, inputs: Sequence[Any], above: float
 ) -> tuple[dict[str, float] | None, str, tuple[Any, ...] | None]:
-    """Inputs on which float64 shows a difference, and how large it is of each result."""
+    """Inputs on which float64 shows a difference, and how large it is of each result.
+
+    To be called different they have to be so by far more than rounded inputs make of either. Against a
+    proof anything counts, what is no number in one alone too, but for an overflow of large inputs.
+    """
     for name, draw in _draws(inputs):
         try:
             one, other = (_in_float64(each, draw) for each in (mine, theirs))
+            strict = above == REFUTES and name != OVERFLOWING
+            errors = {key: _distance(one[key], other[key], strict) for key in other}
+            if max(errors.values(), default=0.0) <= above:
+                continue
+            if above == REFUTES:
+                return errors, name, tuple(draw)
+            near = [_in_float64(each, draw, rounded=True) for each in (mine, theirs)]
         except Exception:  # an operator that takes no float64
             continue
-        errors = {key: _distance(one[key], other[key]) for key in other}
-        if any(error > DIFFERENT for error in errors.values()):
+        noise = {key: _distance(one[key], near[0][key]) + _distance(other[key], near[1][key]) for key in other}
+        if any(error > max(above, NOISE * noise[key]) for key, error in errors.items()):
             return errors, name, tuple(draw)
     return None, "", None
 
 
 def _draws(inputs: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
     yield "the inputs as given", list(inputs)
-    for size in SIZES:
-        drawn = torch.Generator().manual_seed(0)
+    for seed, size in enumerate(SIZES):
+        drawn = torch.Generator().manual_seed(seed)
 
         def draw(value: Tensor, size: float = size, drawn: torch.Generator = drawn) -> Tensor:
             if not value.is_floating_point():
@@ -330,17 +431,38 @@ def _draws(inputs: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
             return (torch.randn(value.shape, generator=drawn, dtype=torch.float64) * size).to(value.dtype)
 
         yield f"inputs of size {size:g}", tree_map_only(Tensor, draw, list(inputs))
+    drawn = torch.Generator().manual_seed(len(SIZES))
+
+    def byte(value: Tensor) -> Tensor:
+        """Of all that it may hold: sums and products of bytes wrap."""
+        if value.is_floating_point() or value.is_complex() or value.dtype.itemsize > 1:
+            return value
+        least, most = (0, 1) if value.dtype is torch.bool else _ends(value.dtype)
+        return torch.randint(least, most + 1, value.shape, generator=drawn).to(value.dtype)
+
+    if any(isinstance(leaf, Tensor) and leaf.dtype.itemsize == 1 for leaf in tree_leaves(list(inputs))):
+        yield "other bytes", tree_map_only(Tensor, byte, list(inputs))
 
 
-def _in_float64(of: Exported, inputs: Sequence[Any]) -> dict[str, Tensor]:
+def _ends(dtype: torch.dtype) -> tuple[int, int]:
+    info = torch.iinfo(dtype)
+    return info.min, info.max
+
+
+def _in_float64(of: Exported, inputs: Sequence[Any], rounded: bool = False) -> dict[str, Tensor]:
+    """``rounded``: of inputs that are rounded in their last bits."""
     given = tree_leaves(memory.copied(inputs))
     wide = [
-        _wide(of.held[node][1]) if node in of.held else _wide(given[of.given[node]])
+        _wide(of.held[node][1]) if node in of.held else _wide(given[of.given[node]], rounded)
         for node in of.gm.graph.find_nodes(op="placeholder")
     ]
-    run = _Wide(of.gm)
-    with torch.no_grad():
-        run.run(*wide)
+    run, before = _Wide(of.gm), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # of quotients of integers, of tables
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            run.run(*wide)
+    finally:
+        torch.set_default_dtype(before)
     return {name: run.env[node] for name, node in of.results.items()}
 
 
@@ -355,20 +477,34 @@ class _Wide(Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def _wide(value: Any) -> Any:
-    return value.to(_wide_dtype(value.dtype)) if isinstance(value, Tensor) else value
+def _wide(value: Any, rounded: bool = False) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    wide = value.to(_wide_dtype(value.dtype))
+    if rounded and wide.is_floating_point():
+        drawn = torch.Generator().manual_seed(0)
+        return wide * (1 + 4e-16 * torch.randn(wide.shape, generator=drawn, dtype=wide.dtype))
+    return wide
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else dtype
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
+def _distance(one: Tensor, other: Tensor, no_number: bool = False) -> float:
+    """Relative to the largest number. ``no_number``: nan or infinite in one alone is far apart."""
     if one.shape != other.shape:
         return float("inf")
     if not other.numel() or torch.equal(one, other):
         return 0.0
-    apart = (one - other if one.is_complex() else one.double() - other.double()).abs().double()
-    size = torch.maximum(one.abs().double().max(), other.abs().double().max())
-    found = float(apart.max() / size)
-    return found if found == found else 0.0  # not a number in both: tells nothing
+    wide = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float64)
+    one, other = one.to(wide), other.to(wide)
+    finite = one.isfinite() & other.isfinite()
+    if no_number and bool((one.isfinite() != other.isfinite()).any()):
+        return float("inf")
+    same = (one == other) | ~finite
+    if bool(same.all()):
+        return 0.0
+    apart = (one - other).masked_fill(same, 0).abs()
+    size = torch.maximum(one.abs(), other.abs()).masked_fill(~finite, 0)
+    return float(apart.max() / size.max())
