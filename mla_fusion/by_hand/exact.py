@@ -35,7 +35,7 @@ BITS = 32  # signs of roots that are seen
 SIZES = (1e-3, 1.0, 1e3, 1e-8)
 DIFFERENT = 1e-9  # relative to the largest number; float64 is off by 1e-13 or so
 NOISE = 100.0  # times what inputs, rounded otherwise in float64, change: less is rounding
-REFUTES = 1e-3  # of a proof: what float64 and casts to integers lose between equal spellings is less
+REFUTES = 1e-3  # of a proof: what float64 loses between equal spellings is less
 ROOTS = ("sqrt", "norm", "pow", "std", "abs")  # in names of operators that may take a root
 _FEW = 8  # elements of an input for each of which both signs are tried
 _MOST_PARTS = 3  # steps that are named
@@ -105,17 +105,16 @@ def compare(fused: Callable[..., Any], reference: Callable[..., Any], inputs: Se
         found = Finding("values.apart", said, certain=False)
         return Audit((), (found, *seen), None, errors, draws=(drawn,), witness=witness)
     wrong = (DEGREE / field.P) ** POINTS + 0.5 ** min(fewest * points, 1000)
-    proof = f"{count:,} values at {points} points of a finite field, wrong by a chance below {wrong:.0e}"
+    chance = f"wrong by a chance below {wrong:.0e}"
+    proof = f"{count:,} values at {points} points of a finite field, {chance}"
     return Audit((), tuple(seen), True, proof=proof)
 
 
 def _fewest(of: Exported) -> int:
-    """Elements of the smallest root. That of a square has either sign: of few, many points are seen."""
-    sizes = (
-        node.meta["val"].numel()
-        for node in of.gm.graph.nodes
-        if isinstance(node.meta.get("val"), Tensor) and any(name in str(node.target) for name in ROOTS)
-    )
+    """Elements of the smallest root: that of a square has either sign, so few need many points."""
+    roots = (node for node in of.gm.graph.nodes if any(name in str(node.target) for name in ROOTS))
+    made = (node.meta.get("val") for node in roots)
+    sizes = (value.numel() for value in made if isinstance(value, Tensor))
     return min(filter(None, sizes), default=1000)
 
 
@@ -286,13 +285,14 @@ class _Run:
 
 
 def _undecided(node: Node) -> None:
-    """Raises Undecided for what is no function of what it reads, or whose sizes follow from numbers."""
+    """Raises Undecided for what is no function of what it reads, or whose size values say."""
     target, held = node.target, node.meta.get("val")
     if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
         p = node.args[1] if len(node.args) > 1 else None
         if "dropout" not in str(target) or (p and node.args[2:3] != (False,)):
             raise Undecided(f"{node.name} ({target}) is random")
-    if not isinstance(target, OpOverload) and not getattr(target, "__module__", "").endswith("operator"):
+    module = str(getattr(target, "__module__", ""))
+    if not isinstance(target, OpOverload) and not module.endswith("operator"):
         raise Undecided(f"{node.name} ({target}) runs other graphs")
     for part in tree_leaves(held):
         sizes = tuple(part.shape) if isinstance(part, Tensor) else (part,)
@@ -414,7 +414,8 @@ def _witness(
             near = [_in_float64(each, draw, rounded=True) for each in (mine, theirs)]
         except Exception:  # an operator that takes no float64
             continue
-        noise = {key: _distance(one[key], near[0][key]) + _distance(other[key], near[1][key]) for key in other}
+        moved = ((one, near[0]), (other, near[1]))
+        noise = {key: sum(_distance(a[key], b[key]) for a, b in moved) for key in other}
         if any(error > max(above, NOISE * noise[key]) for key, error in errors.items()):
             return errors, name, tuple(draw)
     return None, "", None
@@ -440,7 +441,8 @@ def _draws(inputs: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
         least, most = (0, 1) if value.dtype is torch.bool else _ends(value.dtype)
         return torch.randint(least, most + 1, value.shape, generator=drawn).to(value.dtype)
 
-    if any(isinstance(leaf, Tensor) and leaf.dtype.itemsize == 1 for leaf in tree_leaves(list(inputs))):
+    tensors = [leaf for leaf in tree_leaves(list(inputs)) if isinstance(leaf, Tensor)]
+    if any(tensor.dtype.itemsize == 1 for tensor in tensors):
         yield "other bytes", tree_map_only(Tensor, byte, list(inputs))
 
 
