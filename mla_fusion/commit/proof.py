@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, views_and_casts
 from mla_fusion.meta.number_formats import INT8
 from mla_fusion.plan.plan import InPlace, Plan, PreprocessPlan
-from mla_fusion.prove import field, operators
+from mla_fusion.prove import field, kernels, operators
 from mla_fusion.prove.cells import Cells
 from mla_fusion.prove.field import Complex, Num, Point, Undecided, Value
 from mla_fusion.prove.kernels import Written
 from mla_fusion.prove.operators import Abstract, real
+from mla_fusion.prove.trace import VERSION, Trace
 from mla_fusion.report.rejection import Refuse
 
 POINTS = 3
@@ -48,21 +50,48 @@ def is_provable(plan: Plan) -> bool:
     return not isinstance(plan, PreprocessPlan) and plan.candidate.format in (None, INT8)
 
 
-def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> str:
+@dataclass(frozen=True)
+class Shown:
+    """What was shown of a structure, in words, and the certificate of it: JSON, docs/how-it-thinks.md says of what."""
+
+    text: str = ""
+    certificate: dict[str, Any] | None = None
+
+
+def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> Shown:
     """What was shown, for the report. Raises ``Refuse("proof.differs")`` where the call gives other values.
 
     half_rows  the caller chose ``kr_layout="half"``: rotated values are compared in the kernel's order
     """
     run = _Run(with_room(view, plan, region), plan, region, half_rows)
-    points = [Point(draw) for draw in range(POINTS)]
+    points = _points()
     try:
         count = sum(map(run.compare, points))
     except Refuse:
         floors = any(view.steps.kept(node) for node in region.nodes)
         run.draws_weights = any(point.has_mixed for point in points)  # the call joins what the region multiplies apart
-        count = sum(run.compare(Point(draw, read_off=True, floors=floors)) for draw in range(POINTS))
+        points = _points(read_off=True, floors=floors)
+        count = sum(map(run.compare, points))
     wrong = (DEGREE / field.P) ** POINTS
-    return f"proved in exact arithmetic: {count:,} values at {POINTS} points, wrong by a chance below {wrong:.0e}"
+    text = f"proved in exact arithmetic: {count:,} values at {POINTS} points, wrong by a chance below {wrong:.0e}"
+    return Shown(text, run.certificate)
+
+
+def _points(read_off: bool = False, floors: bool = False) -> list[Point]:
+    """At the first, what is evaluated is written down."""
+    traces = (Trace(), *(None,) * (POINTS - 1))
+    return [Point(draw, read_off=read_off, floors=floors, trace=trace) for draw, trace in enumerate(traces)]
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """A node, its value, and what of the kernel's output it is; ``place`` among the plan's replacements."""
+
+    node: Node
+    output: str
+    place: int | None
+    value: Any
+    result: Any
 
 
 class _Run:
@@ -77,6 +106,7 @@ class _Run:
         self._cells: dict[object, Cells] = {}
         self._taken = 0
         self._few: dict[str, int] = {}
+        self.certificate: dict[str, Any] | None = None
 
     def compare(self, point: Point) -> int:
         """How many values are equal at the point. Raises ``Refuse`` where one is not."""
@@ -92,32 +122,66 @@ class _Run:
             results = targets.call_kernel(builder, self.plan)
         except _UNKNOWN as error:
             raise _unproved(f"the call: {error}", *self.plan.candidate.nodes) from error
-        count = 0
-        for node, want, got in self._claims(builder, results):
-            if not _is_same(want, got):
-                raise _unproved(f"{node.name} is not what the kernel gives", node)
-            count += math.prod(want.shape)
+        count, claims = 0, []
+        for claim in self._claims(builder, results):
+            if not _is_same(claim.value, claim.result):
+                raise _unproved(f"{claim.node.name} is not what the kernel gives", claim.node)
+            count += math.prod(claim.value.shape)
+            claims.append(claim)
+        trace = field.here().trace
+        if trace is not None:
+            self.certificate = self._certificate(trace, builder, claims)
         return count
 
-    def _claims(self, builder: _FieldBuilder, results: dict[str, Any]) -> Iterator[tuple[Node, Any, Any]]:
-        """A node, its value, and what the kernel gives for it."""
+    def _certificate(self, trace: Trace, builder: _FieldBuilder, claims: Sequence[_Claim]) -> dict[str, Any] | None:
+        """What was evaluated, so that it can be checked elsewhere; None where something was done that it cannot say."""
+        call = builder.kernel
+        assert call is not None
+        values = {name: item for name, item in call.given.items() if isinstance(item, Num)}
+        sides = [side for claim in claims for side in (claim.value, claim.result)]
+        found = [trace.number(item) for item in (*values.values(), *sides)]
+        known = [number for number in found if number is not None]
+        if len(known) < len(found):
+            return None
+        entries, numbers = trace.certificate(known)
+        places = iter([numbers[number] for number in known])
+        arguments = {name: next(places) for name in values}
+        others = {name: item for name, item in call.given.items() if name not in values and item is not None}
+        return {
+            "version": VERSION,
+            "call": {
+                "operator": targets.target_of(self.plan).operator.name.removesuffix("_functional"),
+                "arguments": arguments,
+                "attributes": {name: kernels.written(name, item) for name, item in others.items()},
+            },
+            "replaced": [item.output for item in self.plan.replacements],
+            "claims": [
+                {"output": claim.output, "place": claim.place, "value": next(places), "is": next(places)}
+                for claim in claims
+            ],
+            "assumptions": list(self.plan.assumptions),
+            "values": entries,
+        }
+
+    def _claims(self, builder: _FieldBuilder, results: dict[str, Any]) -> Iterator[_Claim]:
         caches = self.plan.caches
-        for item in self.plan.replacements:
+        for place, item in enumerate(self.plan.replacements):
             result = results[item.output]
             if self.half_rows and item.output in ("query_rope", "k_pe"):
                 result = rows.interleave(builder, result)
             if item.output in ("kv_cache", "kr_cache"):
                 if isinstance(caches, InPlace) and not caches.rows:  # the model's own operator
-                    yield item.node, _rows(self.value(item.node)), _rows(result)
+                    yield _Claim(item.node, item.output, place, _rows(self.value(item.node)), _rows(result))
                 continue
-            yield item.node, self.value(item.node), of_call.arrange(builder, item, result)
+            arranged = of_call.arrange(builder, item, result)
+            yield _Claim(item.node, item.output, place, self.value(item.node), arranged)
         if isinstance(caches, InPlace):
             for node, (name, _, _) in zip(caches.rows, caches.held, strict=False):
                 got = _rows(results[name])
                 if self.half_rows and name == "kr_cache":
                     got = rows.interleave(builder, got)
                 want = real(self.value(node))
-                yield node, want.moved(lambda part: part.reshape(-1, part.shape[-1])), got
+                yield _Claim(node, name, None, want.moved(lambda part: part.reshape(-1, part.shape[-1])), got)
 
     # -- nodes
 
@@ -176,7 +240,7 @@ class _Run:
                 shape = self.binding.shape(held.shape)
                 known = self._cells[same_attribute(node)] = Cells.of_input(self._taken, shape)
                 self._taken += math.prod(shape)
-            return Num(None, cells=known)
+            return field.leaf(str(same_attribute(node)), Num(None, cells=known), "weight")
         return self._drawn(str(same_attribute(node)), held, role not in _OF_MODEL)
 
     def _is_small(self, literal: Any, held: torch.Tensor) -> bool:
@@ -301,6 +365,7 @@ class _FieldBuilder(TensorBuilder):
     def __init__(self, run: _Run, values: dict[Node, Any]) -> None:
         super().__init__(values, run.binding)
         self._run = run
+        self.kernel: operators.Call | None = None
 
     def value(self, node: Node) -> Any:
         return self._run.value(node)
@@ -314,7 +379,15 @@ class _FieldBuilder(TensorBuilder):
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(op, OpOverload):
             return op(*args, **kwargs)
-        return operators.run(operators.called(op, args, kwargs))
+        call = operators.called(op, args, kwargs)
+        if call.name not in kernels.RESULTS:
+            return operators.run(call)
+        self.kernel = call
+        with field.untraced():
+            results = operators.run(call)
+        for name, value in zip(kernels.RESULTS[call.name], results, strict=True):
+            field.leaf(name, value.rows if isinstance(value, Written) else value, "result")
+        return results
 
     def sizes(self, shape: Sequence[Any]) -> list[int]:
         sizes = [self._binding.size(size) for size in shape]

@@ -7,7 +7,7 @@ from math import prod
 
 from mla_fusion.commit import verify
 from mla_fusion.commit.legal import Legal
-from mla_fusion.commit.proof import is_provable, prove
+from mla_fusion.commit.proof import Shown, is_provable, prove
 from mla_fusion.commit.verify import Outcome
 from mla_fusion.config import Config
 from mla_fusion.fx import module_path
@@ -23,7 +23,7 @@ class Verified:
 
     def __init__(self, view: View, config: Config, usual_threads: int) -> None:
         self._view, self._config, self._threads = view, config, usual_threads
-        self._proved: dict[int, str] = {}  # by the structure, what was shown
+        self._proved: dict[int, Shown] = {}  # by the structure
         self._known: dict[int, str] = {}  # by the structure, the layer that was compared
 
     def of(self, legal: Legal) -> Outcome:
@@ -31,8 +31,8 @@ class Verified:
 
         Raises ``Refuse("proof.differs")``, ``Refuse("verify.mismatch")``.
         """
-        proved = self._prove(legal)
-        return replace(self._compare(legal), proved=proved)
+        shown = self._prove(legal)
+        return replace(self._compare(legal), proved=shown)
 
     def _compare(self, legal: Legal) -> Outcome:
         if self._config.verify == "off":
@@ -52,11 +52,11 @@ class Verified:
         interleaved = plan.candidate.key.layout == "interleaved" and not plan.interleave
         return self._config.kr_layout == "half" and interleaved
 
-    def _prove(self, legal: Legal) -> str:
-        """What was shown of the structure; "" for a format that the field does not know."""
+    def _prove(self, legal: Legal) -> Shown:
+        """What was shown of the structure; nothing of a format that the field does not know."""
         if legal.structure not in self._proved:
             plan = legal.plan
             known = is_provable(plan)
-            shown = prove(self._view, plan, legal.region, self._half_rows(plan)) if known else ""
+            shown = prove(self._view, plan, legal.region, self._half_rows(plan)) if known else Shown()
             self._proved[legal.structure] = shown
         return self._proved[legal.structure]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from mla_fusion.commit.draws import CEILINGS, Draws, has_large_channels
+from mla_fusion.commit.proof import Shown
 from mla_fusion.commit.region import Region, cut_out, same_elements
 from mla_fusion.commit.token_counts import counts, kinds_at
 from mla_fusion.emit import results as of_call
@@ -61,7 +62,7 @@ class Outcome:
     figures: tuple[Figure, ...] = ()
     compared: str = ""
     left_out: tuple[str, ...] = ()
-    proved: str = ""
+    proved: Shown = field(default_factory=Shown)
 
 
 class _Unrunnable(Exception):

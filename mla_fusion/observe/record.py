@@ -8,6 +8,7 @@ from functools import partial
 
 from torch.fx import Node
 
+from mla_fusion.commit.proof import Shown
 from mla_fusion.config import Config
 from mla_fusion.emit.targets import target_of
 from mla_fusion.fx import module_path
@@ -41,7 +42,7 @@ class Record:
         self,
         plan: Plan,
         structure: int,
-        proved: str,
+        proved: Shown,
         verified: str,
         figures: tuple[Figure, ...],
         compared: str,
@@ -70,7 +71,8 @@ class Record:
             compared=compared,
             source=module_path.source(plan.candidate.down.node),
             picture=self._picture(structure, partial(draw.fused, self._finder, plan)),
-            proof=(*map(self._named, self._proof(plan, structure)), proved or _UNPROVED, compared or verified),
+            proof=(*map(self._named, self._proof(plan, structure)), proved.text or _UNPROVED, compared or verified),
+            certificate=self._certificate(proved),
             target=plan.target,
             operator=target.operator.name.removesuffix("_functional"),
             instead_of=self._named(above.text) if above is not None else "",
@@ -125,6 +127,17 @@ class Record:
         if structure not in self._proofs:
             self._proofs[structure] = proof.lines(self._view, plan)
         return (*self._proofs[structure], proof.slots(plan))
+
+    def _certificate(self, shown: Shown) -> int | None:
+        """Its place in ``Report.certificates``."""
+        if shown.certificate is None:
+            return None
+        known = self._report.certificates
+        for place, one in enumerate(known):
+            if one is shown.certificate:
+                return place
+        known.append(shown.certificate)
+        return len(known) - 1
 
     def _picture(self, key: object, draw_it: Callable[[], Picture | None]) -> int | None:
         """The place in ``Report.pictures`` of the one that stands for ``key``; drawn when first asked for."""

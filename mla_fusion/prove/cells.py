@@ -61,4 +61,5 @@ class Cells:
             places = torch.arange(self.shape[-2], dtype=torch.int64).unsqueeze(-1)
             if not torch.equal(self._tensor, first.unsqueeze(-2) + places * step.unsqueeze(-2)):
                 return None
-        return first, step
+        in_part_zero = (first == ZERO) & (step != 0)
+        return None if bool(in_part_zero.any()) else (first, step)

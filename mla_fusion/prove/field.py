@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache
-from typing import Any
+from functools import cache, partial, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mla_fusion.prove.cells import ZERO, Cells
+from mla_fusion.prove.trace import Trace
 
 P = 2147481311
 _ROOT = (P + 1) // 4
@@ -43,6 +44,7 @@ class Point:
     has_mixed  a weight was joined with what is no weight, and so was drawn
     read_off   the scales of a call are numbers that were read off values, to eight digits
     floors     the smallest epsilon stands for a floor under the norm
+    trace      where what is evaluated is written down, if it is
     """
 
     draw: int = 0
@@ -50,6 +52,7 @@ class Point:
     has_mixed: bool = False
     read_off: bool = False
     floors: bool = False
+    trace: Trace | None = None
 
 
 _POINT: ContextVar[Point | None] = ContextVar("POINT", default=None)
@@ -68,6 +71,35 @@ def at(point: Point) -> Iterator[Point]:
         yield point
     finally:
         _POINT.reset(before)
+
+
+@contextmanager
+def untraced() -> Iterator[Trace | None]:
+    """Nothing inside is written down."""
+    point = here()
+    trace, point.trace = point.trace, None
+    try:
+        yield trace
+    finally:
+        point.trace = trace
+
+
+Made = TypeVar("Made", bound=Callable[..., Any])
+
+
+def primitive(rule: Made) -> Made:
+    """One entry of a certificate, however it is computed: the function's name, its operands, the rest."""
+
+    @wraps(rule)
+    def written(*given: Any) -> Num:
+        with untraced() as trace:
+            found: Num = rule(*given)
+        if trace is not None:
+            values = [item for item in given if isinstance(item, Num)]
+            trace.enter(found, rule.__name__.strip("_"), values, *(item for item in given if not isinstance(item, Num)))
+        return found
+
+    return written  # type: ignore[return-value]
 
 
 class Num:
@@ -104,9 +136,22 @@ class Num:
     def moved(self, move: Callable[[Tensor], Tensor]) -> Num:
         """The same elements, in other places."""
         if self.cells is not None:
-            return Num(None, cells=self.cells.moved(move))
-        im, ints = (part if part is None else move(part) for part in (self.im, self.ints))
-        return Num(move(self.re), im, ints)
+            found = Num(None, cells=self.cells.moved(move))
+        else:
+            im, ints = (part if part is None else move(part) for part in (self.im, self.ints))
+            found = Num(move(self.re), im, ints)
+        trace = here().trace
+        if trace is not None:
+            trace.moved(found, self, move)
+        return found
+
+    def with_past(self, past: Any = None) -> Num:
+        """The same elements, drawn if need be, of which no more is known than this."""
+        found = Num(self.re, self.im, past=past)
+        trace = here().trace
+        if trace is not None:
+            trace.same(found, self)
+        return found
 
     def parts(self, move: Callable[[Tensor], Sequence[Tensor]]) -> list[Num]:
         """What ``move`` cuts it into."""
@@ -118,15 +163,50 @@ def _part_of(move: Callable[[Tensor], Sequence[Tensor]], place: int) -> Callable
     return lambda tensor: move(tensor)[place]
 
 
-def joined(values: Sequence[Num], join: Callable[[list[Tensor]], Tensor]) -> Num:
-    """Several tensors as one."""
+def joined(values: Sequence[Num], axis: int) -> Num:
+    """Several tensors side by side."""
+    return join(*values, axis % len(values[0].shape))
+
+
+def stacked(values: Sequence[Num], axis: int) -> Num:
+    return joined([value.moved(lambda part: part.unsqueeze(axis)) for value in values], axis)
+
+
+@primitive
+def join(*given: Any) -> Num:
+    """Tensors, and last the axis."""
+    *values, axis = given
     if all(value.cells is not None for value in values):
-        return Num(None, cells=Cells(join([value.cells.numbers() for value in values if value.cells is not None])))
+        return Num(None, cells=Cells(torch.cat([value.cells.numbers() for value in values], axis)))
     here().has_mixed |= any(value.cells is not None for value in values)
-    re = join([value.re for value in values])
-    im = join(list(map(imaginary, values))) if any(value.im is not None for value in values) else None
+    re = torch.cat([value.re for value in values], axis)
+    is_real = all(value.im is None for value in values)
     ints = [value.ints for value in values if value.ints is not None]
-    return Num(re, im, join(ints) if len(ints) == len(values) else None)
+    im = None if is_real else torch.cat([imaginary(value) for value in values], axis)
+    return Num(re, im, torch.cat(ints, axis) if len(ints) == len(values) else None)
+
+
+def pad(value: Num, pads: Sequence[int]) -> Num:
+    """Zeros around, as torch counts them: before and behind the last axis, then the one before it."""
+    for place, count in enumerate(pads):
+        axis = len(value.shape) - 1 - place // 2
+        if count < 0:
+            start = 0 if place % 2 else -count
+            value = value.moved(partial(torch.narrow, dim=axis, start=start, length=value.shape[axis] + count))
+        elif count:
+            shape = (*value.shape[:axis], count, *value.shape[axis + 1 :])
+            zeros = _zeros(shape, of_weights=value.cells is not None)
+            value = joined([value, zeros] if place % 2 else [zeros, value], axis)
+    return value
+
+
+def _zeros(shape: Sequence[int], of_weights: bool) -> Num:
+    zeros = torch.zeros(tuple(shape), dtype=torch.int64)
+    value = Num(None, cells=Cells(zeros + ZERO)) if of_weights else Num(zeros)
+    trace = here().trace
+    if trace is not None:
+        trace.enter(value, "zeros", (), list(shape))
+    return value
 
 
 @dataclass(frozen=True)
@@ -153,19 +233,45 @@ Value = Num | Complex
 # -- numbers
 
 
+@dataclass(frozen=True)
+class Literal:
+    """A fraction, or the root of one."""
+
+    exact: Fraction
+    is_root: bool = False
+
+    def num(self, written: float | None = None) -> Num:
+        """Its element. ``written``: the float that it stands for."""
+        found = _element(self)
+        trace = here().trace
+        if trace is not None:
+            trace.enter(found, "root" if self.is_root else "number", (), str(self.exact), written)
+        return found
+
+
 @cache
+def _element(literal: Literal) -> Num:
+    found = _scalar(residue(literal.exact))
+    return sqrt(found) if literal.is_root else found
+
+
 def number(value: float | Fraction) -> Num:
     """A literal, as the rational that it was written for (1e-6, 1/1536, or a root of one)."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return _scalar(_hash_of(str(value)))
-    if isinstance(value, float):
-        whole = _root_of(value)
-        if whole is not None:
-            root = sqrt(_scalar(residue(whole)))
-            return root if value > 0 else neg(root)
-    return _scalar(residue(rational(value)))
+    if not isinstance(value, float):
+        return Literal(Fraction(value)).num()
+    if not math.isfinite(value):
+        return function(str(value))
+    found = literal(value)
+    return neg(found.num(-value)) if value < 0 and found.is_root else found.num(value)
 
 
+def literal(value: float) -> Literal:
+    """What was written; of a negative root the positive one."""
+    whole = _root_of(value)
+    return Literal(rational(value)) if whole is None else Literal(whole, is_root=True)
+
+
+@cache
 def rational(value: float | Fraction) -> Fraction:
     """What was written: a quotient of small numbers, 1 / n, or a decimal number of a float32 or of 15 digits.
 
@@ -203,18 +309,18 @@ def _root_of(value: float) -> Fraction | None:
     return None if is_rational else square
 
 
-def nearest(value: float) -> Num:
+def nearest(value: float) -> Literal:
     """The small fraction, or the root of one, that a number of eight digits was read off from; else the number."""
     exact, square = (Fraction(part).limit_denominator(1000) for part in (value, value * value))
     found = [
-        (part.denominator, make)
-        for part, apart, make in (
-            (exact, abs(float(exact) - value), lambda: number(exact)),
-            (square, abs(math.sqrt(square) - abs(value)), lambda: sqrt(number(square))),
+        Literal(part, is_root)
+        for part, apart, is_root in (
+            (exact, abs(float(exact) - value), False),
+            (square, abs(math.sqrt(square) - abs(value)), True),
         )
         if part and apart <= 2e-8 * abs(value)
     ]
-    return min(found, key=lambda one: one[0])[1]() if found and value > 0 else number(value)
+    return min(found, key=lambda one: one.exact.denominator) if found and value > 0 else literal(value)
 
 
 def residue(value: Fraction) -> int:
@@ -232,21 +338,24 @@ def _scalar(value: int) -> Num:
 def integers(values: Tensor) -> Num:
     """Exact integers."""
     values = values.to(torch.int64)
-    return Num(values.remainder(P), None, values)
+    found = Num(values.remainder(P), None, values)
+    trace = here().trace
+    if trace is not None:
+        trace.integers(found, values)
+    return found
 
 
 def exact(values: Tensor) -> Num:
     """A literal tensor of floats: each is a fraction of a power of two."""
     if not values.is_floating_point():
         return integers(values)
-    known = {value: number(value) for value in set(values.double().reshape(-1).tolist())}
     flat = values.double().reshape(-1).tolist()
-    re = torch.tensor([int(known[value].re) for value in flat], dtype=torch.int64)
-    im = [known[value].im for value in flat]
-    if any(part is not None for part in im):
-        whole = [0 if part is None else int(part) for part in im]
-        return Num(re.reshape(values.shape), torch.tensor(whole, dtype=torch.int64).reshape(values.shape))
-    return Num(re.reshape(values.shape))
+    places = {value: place for place, value in enumerate(dict.fromkeys(flat))}
+    if not places:
+        return integers(values)
+    each = stacked([number(value) for value in places], 0)
+    which = torch.tensor([places[value] for value in flat]).reshape(values.shape)
+    return each.moved(lambda part: part[which])
 
 
 # -- arithmetic
@@ -262,15 +371,18 @@ def imaginary(value: Num) -> Tensor:
 
 def equal(a: Num, b: Num) -> bool:
     """Are all elements equal, each spread over the other?"""
-    apart = sub(a, b)
+    with untraced():
+        apart = sub(a, b)
     return not bool(apart.re.any()) and (apart.im is None or not bool(apart.im.any()))
 
 
+@primitive
 def add(a: Num, b: Num) -> Num:
     im = None if a.im is None and b.im is None else _mod(imaginary(a) + imaginary(b))
     return Num(_mod(a.re + b.re), im)
 
 
+@primitive
 def neg(a: Num) -> Num:
     return Num(_mod(-a.re), None if a.im is None else _mod(-a.im))
 
@@ -279,6 +391,7 @@ def sub(a: Num, b: Num) -> Num:
     return add(a, neg(b))
 
 
+@primitive
 def mul(a: Num, b: Num) -> Num:
     if a.im is None and b.im is None:
         return Num(_mod(a.re * b.re))
@@ -298,6 +411,7 @@ def _power(a: Tensor, exponent: int) -> Tensor:
     return found
 
 
+@primitive
 def inverse(a: Num) -> Num:
     """``1 / a``; that of 0 is 0, which no random element is."""
     if a.im is None:
@@ -308,13 +422,15 @@ def inverse(a: Num) -> Num:
 
 def integer_power(a: Num, exponent: int) -> Num:
     base, left = (a, exponent) if exponent >= 0 else (inverse(a), -exponent)
-    found = Num(torch.ones_like(a.re))
+    found = None
     while left:
-        found = mul(found, base) if left & 1 else found
-        base, left = mul(base, base), left >> 1
-    return found
+        if left & 1:
+            found = base if found is None else mul(found, base)
+        base, left = mul(base, base) if left > 1 else base, left >> 1
+    return integers(torch.ones_like(a.re)) if found is None else found
 
 
+@primitive
 def sqrt(a: Num) -> Num:
     """A root: of GF(p) by a power, times i where there is none in GF(p). Elsewhere a function."""
     root = _power(a.re, _ROOT)
@@ -328,6 +444,7 @@ def sqrt(a: Num) -> Num:
     return Num(re, im)
 
 
+@primitive
 def total(a: Num, axes: Sequence[int], keep: bool) -> Num:
     if not axes:
         return a
@@ -336,16 +453,20 @@ def total(a: Num, axes: Sequence[int], keep: bool) -> Num:
 
 
 def matmul(a: Num, b: Num) -> Num:
-    """Products of matrices [.., m, k] and [.., k, n].
+    """Products of matrices [.., m, k] and [.., k, n]."""
+    if a.cells is not None and b.cells is None:
+        turned = _matmul(b.moved(lambda part: part.mT), a.moved(lambda part: part.mT))
+        return turned.moved(lambda part: part.mT)
+    return _matmul(a, b)
 
-    The product of a row with a column of a weight is a function of both, of which no more is used
+
+@primitive
+def _matmul(a: Num, b: Num) -> Num:
+    """The product of a row with a column of a weight is a function of both, of which no more is used
     than that it is linear in the row's size: so no weight need be drawn.
     """
     if b.cells is not None and a.cells is None:
         return _by_columns(a, b.cells)
-    if a.cells is not None and b.cells is None:
-        turned = _by_columns(b.moved(lambda part: part.mT), a.cells.moved(lambda part: part.mT))
-        return turned.moved(lambda part: part.mT)
     re = _product(a.re, b.re)
     if a.im is None and b.im is None:
         return Num(re)
@@ -366,7 +487,7 @@ def _by_columns(a: Num, cells: Cells) -> Num:
     lead = a.moved(lambda part: part[..., :1])
     size = Num(torch.where((lead.re == 0) & (imaginary(lead) == 0), 1, lead.re), lead.im)
     row = function("row", mul(a, inverse(size)), Num(torch.arange(a.shape[-1], dtype=torch.int64)))
-    product = function("product", total(row, [-1], keep=True), first, step)
+    product = function("product", total(row, [-1], True), first, step)
     return mul(mul(product, size), Num((first.re != ZERO).long()))
 
 
@@ -391,6 +512,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 # -- uninterpreted functions
 
 
+@primitive
 def function(name: str, *arguments: Num) -> Num:
     """One element for each element of the arguments, spread over each other; equal for equal arguments alone."""
     found = _start(name)
@@ -401,6 +523,7 @@ def function(name: str, *arguments: Num) -> Num:
     return Num((found & _POSITIVE).remainder(P))
 
 
+@primitive
 def label(*arguments: Num) -> Num:
     """One element that stands for all elements of the arguments, in order."""
     found = torch.zeros((), dtype=torch.int64)
@@ -417,8 +540,19 @@ def _places(shape: Sequence[int]) -> Num:
 
 def random(name: str, shape: Sequence[int]) -> Num:
     """Generic elements, the same for the same name."""
-    places = torch.arange(math.prod(shape), dtype=torch.int64).reshape(tuple(shape))
-    found = _mixed(_start(name), places)
+    return leaf(name, _random(name, shape))
+
+
+def leaf(name: str, value: Num, kind: str = "leaf") -> Num:
+    """What is made of nothing; ``kind`` "weight": cells."""
+    trace = here().trace
+    if trace is not None:
+        trace.enter(value, kind, (), list(value.shape), name)
+    return value
+
+
+def _random(name: str, shape: Sequence[int]) -> Num:
+    found = _mixed(_start(name), _places(shape).re)
     return Num((found & _POSITIVE).remainder(P))
 
 
@@ -427,11 +561,11 @@ def of_both_signs(name: str, shape: Sequence[int], first: int, points: int) -> N
 
     ``sqrt(s * s)`` is s or -s; of a single number both have to be seen.
     """
-    drawn = random(name, shape).re
+    drawn = _random(name, shape).re
     places = torch.arange(first, first + drawn.numel(), dtype=torch.int64).reshape(drawn.shape)
     wanted = places % points != here().draw
     is_square = _power(drawn, (P - 1) // 2) == 1
-    return Num(torch.where(is_square == wanted, drawn, _mod(-drawn)))
+    return leaf(name, Num(torch.where(is_square == wanted, drawn, _mod(-drawn))))
 
 
 def _start(name: str) -> Tensor:

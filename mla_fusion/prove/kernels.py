@@ -6,16 +6,23 @@ which row goes where is decided by the terms of the slots.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import torch
 
 from mla_fusion.fx.analytic import FLOOR
+from mla_fusion.meta.key_operator import V2_FUNCTIONAL
+from mla_fusion.meta.prolog import V3_FUNCTIONAL
 from mla_fusion.prove import field, quantising
-from mla_fusion.prove.field import Num, mul
+from mla_fusion.prove.field import Literal, Num, mul
 from mla_fusion.prove.operators import Call, rms_norm, rotated, rule
 from mla_fusion.reference.numerics import FLT_EPS
 
+RESULTS = {
+    "npu::npu_mla_prolog_v3_functional": V3_FUNCTIONAL.results,
+    "npu::npu_kv_rmsnorm_rope_cache_v2_functional": V2_FUNCTIONAL.results,
+}  # of the operators that a plan calls, by name
 _UNUSED = Num(torch.zeros(0, dtype=torch.int64))
 
 
@@ -107,7 +114,7 @@ def _packed(call: Call, ckv: Num, kr: Num) -> Num:
         quantising.as_bytes(kr, torch.bfloat16),
         quantising.as_bytes(steps, torch.float32),
     ]
-    return field.joined(parts, lambda every: torch.cat(every, -1))
+    return field.joined(parts, -1)
 
 
 def _projected(call: Call, rows: Num, weight: str, step: Num | str | None) -> Num:
@@ -123,15 +130,35 @@ def _in_bytes(call: Call, scale: str, rows: Num) -> Num:
 
 
 def _normed(value: Num, call: Call, name: str, scale: str) -> Num:
-    found, _ = rms_norm(value, call.num(f"rmsnorm_gamma_{name}"), _epsilon(call[f"rmsnorm_epsilon_{name}"]), 1)
+    found, _ = rms_norm(value, call.num(f"rmsnorm_gamma_{name}"), _epsilon(call, f"rmsnorm_epsilon_{name}"), 1)
     if abs(call[scale] - 1.0) < FLT_EPS:
         return found
-    return quantising.scaled(found, call[scale], field.nearest(call[scale]) if field.here().read_off else None)
+    exact = constant(scale, call[scale])
+    if exact.is_root and call[scale] < 0:
+        raise field.Undecided("a negative root")
+    return quantising.scaled(found, call[scale], exact.num())
 
 
-def _epsilon(given: float) -> float:
-    """That which stands for a floor is 0: as the fusion assumes, no row comes near the floor."""
-    return 0.0 if field.here().floors and given <= FLOOR**2 else given
+def _epsilon(call: Call, name: str) -> Num:
+    return constant(name, call[name]).num(call[name])
+
+
+def written(name: str, given: Any) -> Any:
+    """An attribute as a certificate has it: a number that is computed with beside the exact one that it stands for."""
+    if not isinstance(given, float):
+        return given
+    exact = constant(name, given)
+    return {"written": given, "root" if exact.is_root else "exact": str(exact.exact)}
+
+
+def constant(name: str, given: float) -> Literal:
+    """The exact number that an attribute stands for.
+
+    An epsilon that stands for a floor is 0: as the fusion assumes, no row comes near the floor.
+    """
+    if "epsilon" in name and field.here().floors and given <= FLOOR**2:
+        return Literal(Fraction(0))
+    return field.nearest(given) if "scale" in name and field.here().read_off else field.literal(given)
 
 
 @rule("npu::npu_kv_rmsnorm_rope_cache_v2_functional", "npu::npu_kv_rmsnorm_rope_cache")
@@ -143,7 +170,7 @@ def key_half(call: Call) -> list[Num]:
     latent = gamma.shape[-1]
     ckv, kr = _columns(kv, latent, kv.shape[-1] - latent)
     tables = call.num("cos"), call.num("sin")
-    rows = rotated(kr, *tables), rms_norm(ckv, gamma, _epsilon(call["epsilon"]), 1)[0]
+    rows = rotated(kr, *tables), rms_norm(ckv, gamma, _epsilon(call, "epsilon"), 1)[0]
     named = zip(("k_cache", "ckv_cache"), ("k_rope_scale", "c_kv_scale"), rows, strict=True)
     written = [_written(call, name, _flat(_in_bytes(call, scale, row))) for name, scale, row in named]
     return [*rows, *written] if call.name.endswith("functional") else [*written, *rows]

@@ -19,7 +19,6 @@ from torch import Tensor
 from mla_fusion.compat import OpOverload, overload_name, schema_of
 from mla_fusion.fx.operators import known
 from mla_fusion.prove import field, quantising
-from mla_fusion.prove.cells import ZERO
 from mla_fusion.prove.field import Complex, Num, Undecided, Value, add, function, mul, neg, sub
 
 
@@ -206,8 +205,8 @@ def opaque(call: Call) -> Num:
     if call.shape is None:
         raise Undecided(f"{call.name} has no field run")
     of = [item for value in call.given.values() for item in _values(value)]
-    every = field.label(*of) if of else Num(torch.zeros((), dtype=torch.int64))
-    places = Num(torch.arange(prod(call.shape), dtype=torch.int64).reshape(call.shape))
+    every = field.label(*of) if of else field.number(0)
+    places = field.integers(torch.arange(prod(call.shape)).reshape(call.shape))
     return call.function(f"{call.name} {call.literals}", every, places)
 
 
@@ -240,7 +239,7 @@ def _cast(call: Call) -> Value:
     if isinstance(value, Complex):
         value = value.real
     if wanted.is_floating_point and wanted.itemsize > 1:
-        return Num(value.re, value.im) if value.cells is None else value
+        return value.with_past() if value.cells is None else value
     is_whole = call.source is not None and not (call.source.is_floating_point or call.source.is_complex)
     if is_whole and wanted in (torch.int32, torch.int64):
         return value
@@ -367,14 +366,11 @@ def _padded(call: Call) -> Value:
     ):
         return opaque(call)
     fill = real(as_value(call["value"] or 0))
-    if value.cells is not None and not int(fill.re):
-        return value.moved(lambda part: torch.nn.functional.pad(part, pads, value=ZERO))
-    padded = [None if part is None else torch.nn.functional.pad(part, pads) for part in (value.re, value.im)]
-    found = Num(padded[0], padded[1])
+    padded = field.pad(value, pads)
     if not int(fill.re):
-        return found
-    ones = torch.nn.functional.pad(torch.zeros_like(value.re), pads, value=1)
-    return add(found, mul(Num(ones), fill))
+        return padded
+    ones = torch.nn.functional.pad(torch.zeros(value.shape, dtype=torch.int64), pads, value=1)
+    return add(padded, mul(field.integers(ones), fill))
 
 
 @rule("cat", "concat", "concatenate", "stack")
@@ -386,11 +382,11 @@ def _joined(call: Call) -> Value:
     axis %= len(parts[0].shape) + stacks
     if not stacks and len(parts) > 1 and call.varies("", axis):
         return opaque(call)
-    join = (lambda every: torch.stack(every, axis)) if stacks else (lambda every: torch.cat(every, axis))
+    join = field.stacked if stacks else field.joined
     if any(isinstance(part, Complex) for part in parts):
         pairs = [part if isinstance(part, Complex) else Complex(part, mul(part, field.number(0))) for part in parts]
-        return Complex(*(field.joined(side, join) for side in zip(*((p.real, p.imag) for p in pairs), strict=True)))
-    return field.joined([real(part) for part in parts], join)
+        return Complex(*(join(side, axis) for side in zip(*((p.real, p.imag) for p in pairs), strict=True)))
+    return join([real(part) for part in parts], axis)
 
 
 @rule("index", "_unsafe_index")
@@ -420,7 +416,7 @@ def _read(call: Call, indices: list[Num | None], value: Value | None = None) -> 
         places = [slice(None) if index is None else index.ints for index in indices]
         return value.moved(lambda part: part[tuple(places)])
     sizes = value.shape
-    names = reduce(lambda a, b: function("place", a, b), [Num(i.re, i.im) for i in known])
+    names = reduce(lambda a, b: function("place", a, b), [i.with_past() for i in known])
     places = [
         slice(None) if index is None else index.re.remainder(sizes[axis]) for axis, index in enumerate(indices)
     ]
@@ -446,14 +442,11 @@ def _gathered(call: Call) -> Value:
 
 def _put(base: Num, source: Num, at: Any) -> Num:
     """A copy of ``base`` with the source's elements at some places."""
-
-    def put(into: Tensor, values: Tensor) -> Tensor:
-        into = into.clone()
-        into[at] = values
-        return into
-
-    is_real = base.im is None and source.im is None
-    return Num(put(base.re, source.re), None if is_real else put(field.imaginary(base), field.imaginary(source)))
+    counts = [prod(part.shape) for part in (base, source)]
+    places = torch.arange(counts[0]).reshape(base.shape)
+    places[at] = torch.arange(counts[0], sum(counts)).reshape(source.shape)
+    flat = field.joined([part.moved(lambda part: part.reshape(-1)) for part in (base, source)], 0)
+    return flat.moved(lambda part: part[places])
 
 
 @rule("slice_scatter", "select_scatter")
@@ -507,7 +500,7 @@ def _whole(call: Call, value: Num) -> Num:
         else:
             shape = call.value.shape
     if call.dtype is not None and (call.dtype.is_floating_point or call.dtype.is_complex):
-        value = Num(value.re, value.im)
+        value = value.with_past()
     literal = call["fill_value"]
     found = value.moved(lambda part: part.expand(shape))
     found.past = float(literal) if isinstance(literal, (int, float)) else None
@@ -549,7 +542,7 @@ def _counted(call: Call) -> Num:
         (length,) = call.shape
     places = torch.arange(length, dtype=torch.int64)
     if call.varies("", 0):  # every position is one of its own
-        return add(real(as_value(start)), mul(real(as_value(step)), function("position", Num(places))))
+        return add(real(as_value(start)), mul(real(as_value(step)), function("position", field.integers(places))))
     if isinstance(start, Abstract) or isinstance(step, Abstract):
         return add(real(as_value(start)), mul(real(as_value(step)), field.integers(places)))
     if isinstance(start, float) or isinstance(step, float):
@@ -665,7 +658,7 @@ def _neg(call: Call) -> Value:
     if isinstance(value, Complex):
         return Complex(neg(value.real), neg(value.imag))
     if isinstance(value.past, quantising.End):
-        return Num(neg(value).re, neg(value).im, past=replace(value.past, sign=-value.past.sign))
+        return neg(value).with_past(replace(value.past, sign=-value.past.sign))
     return field.integers(-value.ints) if value.ints is not None else neg(value)
 
 
@@ -736,7 +729,7 @@ def _abs(call: Call) -> Value:
     if isinstance(value, Complex):
         return field.sqrt(add(mul(value.real, value.real), mul(value.imag, value.imag)))
     found = function("abs", mul(value, value))
-    return Num(found.re, found.im, past=quantising.Absolute(value))
+    return found.with_past(quantising.Absolute(value))
 
 
 @rule("round")
@@ -784,7 +777,7 @@ def _clip(call: Call, *sides: Num) -> Num:
                 if field.equal(neg(other), bound):
                     return quantising.clipped(value, bound if call.name == "aten::minimum" else other)
     found = real(pointwise(call))
-    return Num(found.re, past=quantising.Bounded(call.name, sides))
+    return found.with_past(quantising.Bounded(call.name, sides))
 
 
 @rule("where")
@@ -793,8 +786,8 @@ def _where(call: Call) -> Value:
     a, b = as_value(call["self"]), as_value(call["other"])
     if chosen.ints is None or isinstance(a, Complex) or isinstance(b, Complex):
         return pointwise(call)
-    keep = Num(chosen.ints)
-    return add(mul(keep, a), mul(Num(1 - chosen.ints), b))
+    keep, drop = field.integers(chosen.ints), field.integers(1 - chosen.ints)
+    return add(mul(keep, a), mul(drop, b))
 
 
 def _comparison(of: Callable[[Tensor, Tensor], Tensor]) -> Rule:
@@ -836,7 +829,7 @@ def _as_complex(call: Call) -> Value:
 def _as_real(call: Call) -> Value:
     value = call.value
     assert isinstance(value, Complex)
-    return field.joined([value.real, value.imag], lambda parts: torch.stack(parts, -1))
+    return field.stacked([value.real, value.imag], -1)
 
 
 @rule("real", "imag")
@@ -958,7 +951,7 @@ def _largest(call: Call) -> Any:
         name, in_rows = call.name.removeprefix("aten::"), axes == [len(value.shape) - 1]
         found = function(name, field.total(function(f"element of {name}", value), axes, keep))
         end = quantising.End(value, name == "amin") if in_rows and name != "max" else None
-        found = Num(found.re, past=end)
+        found = found.with_past(end)
     has_places = call.name == "aten::max" and "dim" in call.given
     return [found, function("place of largest", found)] if has_places else found
 
@@ -1150,7 +1143,7 @@ def rotated(value: Num, cos: Num, sin: Num) -> Num:
     even, odd = pairs(value)
     (c0, c1), (s0, s1) = (table.parts(lambda part: part.chunk(2, -1)) for table in (cos, sin))
     halves = [sub(mul(even, c0), mul(odd, s0)), add(mul(odd, c1), mul(even, s1))]
-    return field.joined(halves, lambda parts: torch.cat(torch.broadcast_tensors(*parts), -1))
+    return field.joined(halves, -1)
 
 
 @rule("npu::npu_interleave_rope")
@@ -1166,10 +1159,10 @@ def _rotary_mul(call: Call) -> Value:
         turned = field.matmul(value, call.num("rotate"))
     elif mode == "half":
         first, second = value.parts(lambda part: part.chunk(2, -1))
-        turned = field.joined([neg(second), first], lambda parts: torch.cat(parts, -1))
+        turned = field.joined([neg(second), first], -1)
     elif mode == "interleave":
         even, odd = pairs(value)
-        turned = field.joined([neg(odd), even], lambda parts: torch.stack(parts, -1).flatten(-2))
+        turned = field.stacked([neg(odd), even], -1).moved(lambda part: part.flatten(-2))
     else:
         return opaque(call)
     return add(mul(value, r1), mul(turned, r2))

@@ -71,7 +71,7 @@ def scaled(value: Num, factor: float, exactly: Num | None = None) -> Num:
     if 0 < factor <= 1:  # of the largest of rows: that of smaller rows
         maxima = here().maxima
         maxima += [(mul(rows, times), found) for rows, largest in maxima if largest is value]
-    return Num(found.re, found.im, past=Scaled(value, times) if factor > 0 else None)
+    return found.with_past(Scaled(value, times) if factor > 0 else None)
 
 
 def largest_of(rows: Num) -> Num:
@@ -105,7 +105,7 @@ def _is_bounded(value: Num) -> bool:
 
 def _same(a: Num, b: Num) -> bool:
     if a.shape != b.shape:
-        b = Num(b.re.reshape(a.shape)) if b.re.numel() == a.re.numel() else b
+        b = b.moved(lambda part: part.reshape(a.shape)) if b.re.numel() == a.re.numel() else b
     return a.shape == b.shape and field.equal(a, b)
 
 
@@ -115,8 +115,7 @@ def whole(value: Num) -> Whole:
 
 def made(found: Whole) -> Num:
     name = f"whole {found.rounded} {found.least} {found.most}"
-    value = function(name, found.value)
-    return Num(value.re, value.im, past=found)
+    return function(name, found.value).with_past(found)
 
 
 def rounded(value: Num) -> Num:
@@ -157,8 +156,8 @@ def clipped(value: Num, limit: Num) -> Num:
 
 def as_bytes(value: Num, dtype: torch.dtype) -> Num:
     """The bytes of numbers of a dtype, side by side on the last axis."""
-    each = [function(f"byte {place} of {dtype}", value).re for place in range(dtype.itemsize)]
-    return Num(torch.stack(each, -1).flatten(-2))
+    each = [function(f"byte {place} of {dtype}", value) for place in range(dtype.itemsize)]
+    return field.stacked(each, -1).moved(lambda part: part.flatten(-2))
 
 
 def by_row(rows: Num) -> tuple[Num, Num]:

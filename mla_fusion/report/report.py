@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ class Fusion:
     figures     per output, fused against unfused on seeded inputs; empty where ``verified`` says another
                 layer of equal structure stood for this one, or verification was off
     proof       why the fusion is exact, a line for each fact, and last what verification compared
+    certificate  its place in ``Report.certificates``: what `mla-fusion check-proof` checks; None where the number
+                format is not proved in exact arithmetic
     compared    what verification ran: at how many tokens, on how many draws, how many outputs; empty where figures is
     picture     its place in ``Report.pictures``; layers of equal structure share one
     beside      what else was recognised that reads the prologue, and stays as it is (an indexer)
@@ -76,6 +78,7 @@ class Fusion:
     picture: int | None = None
     compared: str = ""
     proof: tuple[str, ...] = ()
+    certificate: int | None = None
     target: str = "v3"
     operator: str = ""
     instead_of: str = ""
@@ -118,6 +121,7 @@ class Report:
     bytes_on_npu     what they would be on an NPU, where they lie in FRACTAL_NZ; None where no wrapper packs them
     operators        how often which operator stands in the graph, before and after
     pictures         what the page draws, one for each structure
+    certificates     what was proved, one for each structure, as the JSON has it
     absent           of a graph without a prologue: what one is made of, and how much of it is there
     """
 
@@ -132,6 +136,7 @@ class Report:
     bytes_on_npu: int | None = None
     operators: dict[str, dict[str, int]] = field(default_factory=dict)
     pictures: list[Picture] = field(default_factory=list)
+    certificates: list[dict[str, Any]] = field(default_factory=list)
     absent: tuple[str, ...] = ()
 
     @property
@@ -140,14 +145,17 @@ class Report:
 
     def to_json(self) -> str:
         """The whole report as JSON text."""
-        data = asdict(self)
+        certificates = [json.dumps(one, separators=(",", ":")) for one in self.certificates]
+        data = asdict(replace(self, certificates=[]))
+        del data["certificates"]
         data["config"]["skip"] = [str(entry) for entry in self.config.skip]
         data["seconds"] = self.seconds
         data["machine"] = str(self.config.machine)
         data["schema"] = SCHEMA
         for row, item in zip(data["rejected"], self.rejected, strict=True):
             row["remedy"] = item.remedy
-        return json.dumps(data, indent=2, default=str)
+        written = json.dumps(data, indent=2, default=str).removesuffix("\n}")
+        return f'{written},\n  "certificates": [{", ".join(certificates)}]\n}}'  # each on one line: it is long
 
     def to_html(self, path: str | Path) -> Path:
         """Write one self-contained HTML page; returns its path.
