@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ class _Run:
         """What was evaluated, so that it can be checked elsewhere; None where something was done that it cannot say."""
         call = builder.kernel
         assert call is not None
-        values = {name: item for name, item in call.given.items() if isinstance(item, Num)}
+        values = {name: item for name, item in call.given.items() if isinstance(item, Num) and math.prod(item.shape)}
         sides = [side for claim in claims for side in (claim.value, claim.result)]
         found = [trace.number(item) for item in (*values.values(), *sides)]
         known = [number for number in found if number is not None]
@@ -146,7 +147,7 @@ class _Run:
         entries, numbers = trace.certificate(known)
         places = iter([numbers[number] for number in known])
         arguments = {name: next(places) for name in values}
-        others = {name: item for name, item in call.given.items() if name not in values and item is not None}
+        others = {name: item for name, item in call.given.items() if not isinstance(item, (Num, NoneType))}
         return {
             "version": VERSION,
             "call": {

@@ -620,12 +620,14 @@ def fits(certificate: dict[str, Any], fusion: dict[str, Any]) -> None:
         raise Refused(f"the certificate is of another call {', '.join(wrong)}".rstrip())
     claims = [(claim["place"], claim["output"]) for claim in certificate["claims"]]
     in_place = _CACHES[: 1 if given.get("kv_cache_quant_mode") == 3 else 2] if "PA" in given["cache_mode"] else ()
-    wanted = [*enumerate(replaced), *((None, name) for name in in_place)]
+    outputs = [output for _, output in claims]
     if len(set(claims)) < len(claims) or not claims:
         raise Refused("a value is claimed twice, or none is")
-    for place, name in wanted:
-        if (place, name) not in claims and (name not in _CACHES or name not in [output for _, output in claims]):
+    for place, name in enumerate(replaced):
+        if (place, name) not in claims and (name not in _CACHES or (None, name) not in claims):
             raise Refused(f"nothing is claimed of {name}")
+    if not set(in_place) <= set(outputs):
+        raise Refused("nothing is claimed of a cache")
     if not {place for place, _ in claims} <= {None, *range(len(replaced))}:
         raise Refused("a value is claimed that is not replaced")
 

@@ -1,0 +1,203 @@
+"""Certificates: the checker accepts those of the pass, and refuses them changed in one place that matters."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mla_fusion as mf
+from mla_fusion.prove import check, field, trace
+from tests.catalogue import ENTRIES, IN_PLACE, STAGED
+from tests.exhaustive import one_in
+from tests.harness import graph_of
+
+from .mutants import MUTATED, mutants
+
+PROVED = [
+    name
+    for name, entry in ENTRIES.items()
+    if {IN_PLACE, STAGED}.intersection(entry.outcome) and not {"floats", "static"} & entry.tags
+]
+
+
+@cache
+def text_of(name: str) -> str:
+    entry = ENTRIES[name]
+    torch.manual_seed(0)
+    return mf.explain(graph_of(entry.model(), *entry.args()), entry.config(verify="off"), boundary=True).to_json()
+
+
+def report_of(name: str) -> Any:
+    return json.loads(text_of(name))
+
+
+def outcomes(report: Any, **options: Any) -> list[Any]:
+    return [found for _, found in check.checked(report, **options)]
+
+
+@pytest.mark.parametrize("name", one_in(40, PROVED, first=7))
+def test_what_is_fused_is_accepted(name: str) -> None:
+    report = report_of(name)
+    found = [one for one, item in zip(outcomes(report), report["fused"], strict=True) if item["target"] != "preprocess"]
+    assert found and all(isinstance(one, check.Accepted) and one.chance < 1e-15 for one in found), found
+
+
+@pytest.mark.parametrize("name", MUTATED)
+def test_what_is_changed_is_refused(name: str) -> None:
+    report = report_of(name)
+    assert all(isinstance(one, check.Accepted) for one in outcomes(report, seed="1"))
+    for what, changed in mutants(report, random.Random(0), 8):
+        assert isinstance(outcomes(changed, seed="1")[0], check.Refused), what
+
+
+def changed(name: str = "PagedSqrtNorm") -> tuple[Any, Any]:
+    report = copy.deepcopy(report_of(name))
+    return report, report["certificates"][0]
+
+
+def refusal(report: Any) -> str:
+    (found,) = outcomes(report)
+    assert isinstance(found, check.Refused) and "\n" not in str(found)
+    return str(found)
+
+
+def test_a_value_is_not_made_of_a_result() -> None:
+    report, certificate = changed()
+    result = next(at for at, entry in enumerate(certificate["values"]) if entry[0] == "result")
+    certificate["values"].append(["neg", [result]])
+    assert "computed from a result" in refusal(report)
+    certificate["values"][-1] = ["move", [result], [1], 0, [1], [1]]
+    certificate["claims"][0]["value"] = len(certificate["values"]) - 1
+    assert "not claimed of a value" in refusal(report)
+
+
+def test_a_value_is_made_of_those_before_it() -> None:
+    report, certificate = changed()
+    certificate["values"][5] = ["add", [6, 5]]
+    assert "is no number from 0 to 4" in refusal(report)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ["leaf", [], [1 << 20, 1 << 20], "x"],
+        ["integers", [], [1 << 30], 0, [1 << 30], [1]],
+        ["exec", [], "print(1)"],
+        ["__init__", [], "x"],
+        ["number", [], "1e999999999", None],
+        ["number", [], "1/0", None],
+        ["move", [0], [4], -1, [4], [1]],
+        ["move", [0], [1 << 40], 0, [1 << 40], [0]],
+        ["leaf", [], [True], "x"],
+        ["leaf"],
+        None,
+        {},
+    ],
+)
+def test_what_is_no_value_is_refused(entry: Any) -> None:
+    report, certificate = changed()
+    certificate["values"].insert(1, entry)
+    assert refusal(report)
+
+
+def test_too_many_elements_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    report, certificate = changed()
+    monkeypatch.setattr(check, "MOST", 1 << 12)
+    certificate["values"] = [["leaf", [], [1 << 10], str(place)] for place in range(64)]
+    assert "too many elements" in refusal(report)
+
+
+@pytest.mark.parametrize("key", ["version", "call", "claims", "values", "replaced", "assumptions"])
+def test_without_a_part_it_is_refused(key: str) -> None:
+    report, certificate = changed()
+    del certificate[key]
+    assert refusal(report)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("certificate", 7), ("certificate", None), ("operator", "npu_mm"), ("replaced", {"a": "query"}), ("dims", {})],
+)
+def test_a_certificate_of_another_fusion_is_refused(key: str, value: Any) -> None:
+    report, _ = changed()
+    report["fused"][0][key] = value
+    assert refusal(report)
+
+
+def test_an_attribute_of_the_report_is_that_of_the_certificate() -> None:
+    report, _ = changed()
+    report["fused"][0]["attributes"]["rmsnorm_epsilon_cq"] = 1e-5
+    assert "rmsnorm_epsilon_cq" in refusal(report)
+    report, _ = changed()
+    report["fused"][0]["dims"]["N"] += 1
+    assert "N is another" in refusal(report)
+
+
+def test_formats_that_are_not_proved_have_none() -> None:
+    report = report_of("Fp8Full")
+    assert report["certificates"] == [] and "not proved" in " ".join(report["fused"][0]["proof"])
+    assert "no certificate" in refusal(report)
+
+
+def test_layers_of_one_structure_share_one() -> None:
+    report = report_of("UnboundLayers")
+    assert len(report["fused"]) > 1
+    assert {item["certificate"] for item in report["fused"]} == {0} and len(report["certificates"]) == 1
+
+
+def test_signs_of_roots_are_seen() -> None:
+    """``sqrt(s * s)`` of a single number is s at every second point: so there are many."""
+    report, certificate = changed()
+    values, claim = certificate["values"], certificate["claims"][0]
+    place = len(values)
+    values += [["leaf", [], [1], "s"], ["mul", [place, place]], ["sqrt", [place + 1]], ["inverse", [place]]]
+    values += [["mul", [place + 2, place + 3]], ["mul", [claim["value"], place + 4]]]
+    claim["value"] = len(values) - 1
+    assert "is not what the kernel gives" in refusal(report)
+    values[-2] = ["mul", [place, place + 3]]
+    (found,) = outcomes(report)
+    assert isinstance(found, check.Accepted) and found.points > 40 and found.chance < 1e-15
+
+
+def test_it_shares_nothing_with_the_pass(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(text_of("PagedSqrtNorm"))
+    lines = f"""
+import runpy, sys
+sys.argv = ["check.py", {str(tmp_path / "report.json")!r}]
+try:
+    runpy.run_path({check.__file__!r}, run_name="__main__")
+except SystemExit as done:
+    assert not done.code, done.code
+assert not {{"torch", "mla_fusion"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and "accepted" in done.stdout, done.stderr
+    assert check.PRIME != field.P and check.VERSION == trace.VERSION
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda t: t[:, [3, 0, 2]],
+        lambda t: t[[4, 1, 1, 0]],
+        lambda t: t.flip(1),
+        lambda t: t.roll(1, 0),
+        lambda t: t.reshape(5, 3, 2).transpose(1, 2).reshape(5, 6),
+        lambda t: t.transpose(0, 1).reshape(-1)[[7, 2, 29]],
+        lambda t: t[:1, :1],
+    ],
+)
+def test_movement_is_found_again(move: Any) -> None:
+    places = move(torch.arange(30).reshape(5, 6))
+    found = trace.fitted(places)
+    assert found is not None
+    assert check.walk(list(places.shape), *found).tolist() == places.tolist()
