@@ -17,8 +17,8 @@ from types import ModuleType
 LIGHT = frozenset(
     f"mla_fusion.{name}"
     for name in """
-    _autoload _lazy _version cli graphs_cli audit_cli selftest_cli target terminal installed machine
-    report report.text_tables
+    _autoload _lazy _version cli graphs_cli audit_cli proof_cli selftest_cli target terminal installed machine
+    report report.text_tables prove prove.check
     """.split()
 )
 

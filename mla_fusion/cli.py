@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import mla_fusion as mf
-from mla_fusion import audit_cli, graphs_cli, installed, selftest_cli, terminal
+from mla_fusion import audit_cli, graphs_cli, installed, proof_cli, selftest_cli, terminal
 from mla_fusion.report import text_tables
 from mla_fusion.target import (
     UserError,
@@ -35,6 +35,7 @@ examples:
   mla-fusion inspect graph.pbtxt                prologues, copies of caches and weights, dynamic inputs of a dump
   mla-fusion diff before.pbtxt after.pbtxt      operators added and removed, whatever their names
   mla-fusion audit hand.py:mine --reference model.py:example    does this hand-written call equal the model?
+  mla-fusion check-proof report.json            is what a report says is proved so? needs no torch
   mla-fusion check-model folder                 what of a Hugging Face checkpoint decodes absorbed, and what fuses
   mla-fusion selftest --out selftest.json       on an NPU: every scenario of the operator against the reference
 
@@ -114,6 +115,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     graphs_cli.add(commands, _command)
     audit_cli.add(commands, _command)
+    proof_cli.add(commands, _command)
     selftest_cli.add(commands, _command)
     _add_bench(commands)
     _add_check_model(commands)

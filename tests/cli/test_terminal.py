@@ -66,7 +66,7 @@ def test_columns_are_those_of_the_environment_or_of_the_terminal(
     assert terminal.width() is None
 
 
-COMMANDS = "demo doctor explain lower inspect diff audit guide selftest bench check-model".split()
+COMMANDS = "demo doctor explain lower inspect diff audit guide selftest bench check-model check-proof".split()
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

@@ -13,7 +13,7 @@ FOLDERS = {"mla_fusion": "mla_fusion", "meta": "mla_fusion.meta", "converters": 
 ABOVE_ALL = ("_autoload", "_lazy", "_version")  # small files that any room may import
 
 
-COMMANDS = ("demo", "bench", "graphs_cli", "audit_cli", "selftest_cli")  # files of cli.py's
+COMMANDS = ("demo", "bench", "graphs_cli", "audit_cli", "proof_cli", "selftest_cli")  # files of cli.py's
 
 
 def modules() -> dict[str, Path]:

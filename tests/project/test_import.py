@@ -48,6 +48,7 @@ WRONG = "mla_fusion.cli.main([{}])"
 CALLS = (
     "'--help'", "'explain'", "'explain', 'absent.py:f'", "'explain', 'absent.txt'", "'lower', 'a.py:b', '--mode', 'e'",
     "'inspect', 'absent'", "'diff', 'a', 'b'", "'check-model', 'absent'", "'explain', 'm:f', '--soc', 'H100'", "'fly'",
+    "'check-proof', 'absent'", "'check-proof', 'pyproject.toml'",
 )  # fmt: skip
 
 
