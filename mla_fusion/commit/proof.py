@@ -30,6 +30,7 @@ from mla_fusion.prove.kernels import Written
 from mla_fusion.prove.operators import Abstract, real
 from mla_fusion.prove.trace import VERSION, Trace
 from mla_fusion.report.rejection import Refuse
+from mla_fusion.report.report import Shown
 
 POINTS = 3
 DEGREE = 10_000  # more than the degree of any identity that is tested, roots and quotients multiplied out
@@ -49,14 +50,6 @@ def _unproved(detail: str, *nodes: Node) -> Refuse:
 def is_provable(plan: Plan) -> bool:
     """Are all formats of the plan's numbers, bfloat16 or int8, functions that the field knows?"""
     return not isinstance(plan, PreprocessPlan) and plan.candidate.format in (None, INT8)
-
-
-@dataclass(frozen=True)
-class Shown:
-    """What was shown of a structure, in words, and the certificate of it: JSON, docs/how-it-thinks.md says of what."""
-
-    text: str = ""
-    certificate: dict[str, Any] | None = None
 
 
 def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> Shown:
@@ -138,7 +131,7 @@ class _Run:
         """What was evaluated, so that it can be checked elsewhere; None where something was done that it cannot say."""
         call = builder.kernel
         assert call is not None
-        values = {name: item for name, item in call.given.items() if isinstance(item, Num) and math.prod(item.shape)}
+        values = {name: item for name, item in call.given.items() if isinstance(item, Num) and 0 not in item.shape}
         sides = [side for claim in claims for side in (claim.value, claim.result)]
         found = [trace.number(item) for item in (*values.values(), *sides)]
         known = [number for number in found if number is not None]

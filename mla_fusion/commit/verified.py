@@ -7,13 +7,14 @@ from math import prod
 
 from mla_fusion.commit import verify
 from mla_fusion.commit.legal import Legal
-from mla_fusion.commit.proof import Shown, is_provable, prove
+from mla_fusion.commit.proof import is_provable, prove
 from mla_fusion.commit.verify import Outcome
 from mla_fusion.config import Config
 from mla_fusion.fx import module_path
 from mla_fusion.fx.view import View
 from mla_fusion.observe.clock import threads
 from mla_fusion.plan.plan import Plan
+from mla_fusion.report.report import Shown
 
 _FEW = 1 << 20  # elements of token_x up to which one thread verifies
 

@@ -16,7 +16,6 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.commit.draws import CEILINGS, Draws, has_large_channels
-from mla_fusion.commit.proof import Shown
 from mla_fusion.commit.region import Region, cut_out, same_elements
 from mla_fusion.commit.token_counts import counts, kinds_at
 from mla_fusion.emit import results as of_call
@@ -34,7 +33,7 @@ from mla_fusion.plan.outputs import Replacement
 from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.reference import hifloat8
 from mla_fusion.report.rejection import Refuse
-from mla_fusion.report.report import Figure
+from mla_fusion.report.report import Figure, Shown
 
 # Two bfloat16 evaluations of one prologue differ by 3e-3 to 6e-3 in relative L2 norm (one rounding more or less
 # per step); a swapped pair, a wrong column or a wrong row differs by more than 1e-1.

@@ -8,7 +8,6 @@ from functools import partial
 
 from torch.fx import Node
 
-from mla_fusion.commit.proof import Shown
 from mla_fusion.config import Config
 from mla_fusion.emit.targets import target_of
 from mla_fusion.fx import module_path
@@ -23,7 +22,7 @@ from mla_fusion.observe.leftovers import leftovers
 from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
 from mla_fusion.report.picture import Picture
 from mla_fusion.report.rejection import Refuse, Rejection
-from mla_fusion.report.report import Figure, Fusion, Report
+from mla_fusion.report.report import Figure, Fusion, Report, Shown
 from mla_fusion.report.staging import REMEDIES, StagedBy
 
 _UNPROVED = "not proved in exact arithmetic: of this number format that is not known; read off values on float64 probes"

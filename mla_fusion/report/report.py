@@ -33,6 +33,14 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """What was proved of a structure, in words, and the certificate of it (docs/how-it-thinks.md says what it holds)."""
+
+    text: str = ""
+    certificate: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
 class Fusion:
     """One prologue that became one kernel call (or, from ``explain``, would).
 
