@@ -28,13 +28,11 @@ from numpy.typing import NDArray
 
 VERSION = 1
 PRIME = 2147467871  # 7 mod 8; the primes up to 29 have roots: roots of products of sizes are products of roots
-POINTS, MOST_POINTS = 3, 60
-DEGREE = 10_000  # more than the degree of any identity that is tested
+POINTS, MOST_POINTS, DEGREE = 3, 60, 10_000  # no identity that is tested is of such a degree
 MOST_BYTES, MOST_VALUES = 1 << 28, 1 << 15  # of a report, of a certificate
 LARGEST, LARGEST_WEIGHT = 1 << 25, 1 << 32  # elements of a value; a weight need not be drawn
 MOST, MOST_PRODUCTS = 1 << 27, 1 << 35  # elements of a point, of a product that is computed
-FLOOR = 1e-20  # up to it an epsilon may stand for a floor under the norm
-BITS = 53  # of signs of roots that must have been seen
+FLOOR, BITS = 1e-20, 53  # the largest epsilon that may stand for a floor; signs of a root that must have been seen
 P = np.uint64(PRIME)
 Array = NDArray[np.uint64]
 Places = NDArray[np.int64]
@@ -101,7 +99,6 @@ class Num:
 
 
 def of(number: Fraction | int) -> Num:
-    number = Fraction(number)
     if number.denominator % PRIME == 0 or (number and number.numerator % PRIME == 0):
         raise Refused("a number that has no value in this field")
     return Num(np.array(number.numerator * pow(number.denominator, -1, PRIME) % PRIME, dtype=np.uint64))
@@ -235,8 +232,9 @@ class Point:
         digest = hashlib.blake2b(name.encode(), key=self._seed, digest_size=8).digest()
         found = np.array(int.from_bytes(digest, "little"), dtype=np.uint64)
         for part in arguments:
-            found = (found ^ np.asarray(part).astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-            found = (found ^ (found >> np.uint64(32))) * np.uint64(0xBF58476D1CE4E5B9)
+            with np.errstate(over="ignore"):  # it wraps around
+                found = (found ^ np.asarray(part).astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+                found = (found ^ (found >> np.uint64(32))) * np.uint64(0xBF58476D1CE4E5B9)
             found = found ^ (found >> np.uint64(29))
         return Num((found >> np.uint64(3)) % P)
 
@@ -267,25 +265,13 @@ class Point:
         inside(first, sizes, strides, -(1 << 60), 1 << 60)
         return Num((walk(shape, first, sizes, strides) % PRIME).astype(np.uint64))
 
-    def add(self, a: Num, b: Num) -> Num:
-        return a + b
-
-    def mul(self, a: Num, b: Num) -> Num:
-        return a * b
-
-    def neg(self, a: Num) -> Num:
-        return -a
-
-    def inverse(self, a: Num) -> Num:
-        return a.inverse()
-
     def sqrt(self, a: Num) -> Num:
         """A root in GF(p), times i where there is none; of what is not in GF(p) a function."""
         self.roots.append(a)
         found, other = power(a.re, (PRIME + 1) // 4), power((P - a.re) % P, (PRIME + 1) // 4)
-        is_square, zero = found * found % P == a.re, np.zeros_like(found)
-        re, im = np.where(is_square, found, zero), np.where(is_square, zero, other)
-        return Num(np.where(a.i == 0, re, self.function(a, "sqrt").re), np.where(a.i == 0, im, zero))
+        is_square, is_real = found * found % P == a.re, a.i == 0
+        re, im = np.where(is_square, found, 0), np.where(is_square | ~is_real, 0, other)
+        return Num(np.where(is_real, re, self.function(a, "sqrt").re), im)
 
     def function(self, *given: Any) -> Num:
         """An uninterpreted function, named last, element by element."""
@@ -308,11 +294,11 @@ class Point:
             return self._by_columns(a, *b.columns)
         if math.prod(found) * a.shape[-1] > MOST_PRODUCTS:
             raise Refused("a product is too large")
-        a, b = self.drawn(a), self.drawn(b)
-        re = product(a.re, b.re)
+        a, b = map(self.drawn, (a, b))
         if a.im is None and b.im is None:
-            return Num(re)
-        return Num((re + P - product(a.i, b.i)) % P, (product(a.re, b.i) + product(a.i, b.re)) % P)
+            return Num(product(a.re, b.re))
+        im = (product(a.re, b.i) + product(a.i, b.re)) % P
+        return Num((product(a.re, b.re) + P - product(a.i, b.i)) % P, im)
 
     def _by_columns(self, a: Num, first: Places, step: Places) -> Num:
         """Of a row and a column of a weight no more is used than that the product is linear in the row's size."""
@@ -348,8 +334,7 @@ class Point:
     def move(self, value: Value, shape: Any, first: Any, sizes: Any, strides: Any) -> Value:
         inside(first, sizes, strides, 0, math.prod(value.shape))
         if isinstance(value, Num):
-            places = walk(shape, first, sizes, strides)
-            return value.map(lambda part: part.reshape(-1)[places])
+            return value.reshape(-1)[walk(shape, first, sizes, strides)]
         shape, sizes = sizes_of(shape, LARGEST_WEIGHT), sizes_of(sizes, LARGEST_WEIGHT)
         if math.prod(shape) != math.prod(sizes):
             raise Refused("a move of other sizes than it says")
@@ -366,8 +351,9 @@ class Point:
         return Weight(shape, cells, (value.line[0] + first, strides) if value.line and is_line else None)
 
 
-ELEMENTWISE = ("add", "mul", "neg", "inverse", "sqrt", "function")
-FIXED = ("number", "root", "integers", "add", "mul", "neg", "inverse", "sqrt", "total", "join", "move")
+ARITHMETIC = {"add": Num.__add__, "mul": Num.__mul__, "neg": Num.__neg__, "inverse": Num.inverse}
+ELEMENTWISE = (*ARITHMETIC, "sqrt", "function")
+FIXED = (*ARITHMETIC, "number", "root", "integers", "sqrt", "total", "join", "move")  # literal of literals
 RULES = {*ELEMENTWISE, *FIXED, "label", "matmul", "weight", "zeros"}  # beside "leaf" and "result"
 
 
@@ -397,9 +383,9 @@ class Kernel:
 
     def scale(self, name: str) -> Num | None:
         """A number that the kernel multiplies by; None for 1."""
-        item = self.attributes[name]
-        kind = "root" if "root" in item else "exact"
-        found = getattr(self.point, "root" if kind == "root" else "number")(item[kind], item["written"])
+        item, point = self.attributes[name], self.point
+        rule = point.root if "root" in item else point.number
+        found = rule(item.get("root", item.get("exact")), item["written"])
         return None if abs(item["written"] - 1) < 2.0**-23 else found
 
     def norm(self, value: Num, gamma: str, epsilon: str) -> Num:
@@ -518,6 +504,9 @@ class Accepted:
     points: int
     chance: float
 
+    def __str__(self) -> str:
+        return f"{self.values:,} values at {self.points} points, wrong by a chance below {self.chance:.0e}"
+
 
 _SOURCES = {"c_kv": ("kv_cache", "c_kv"), "k_pe": ("kr_cache", "k_pe"), "q_nope": ("query",)}
 _CACHES = ("kv_cache", "kr_cache")
@@ -543,9 +532,8 @@ class Run:
             found = weights.get(place) or self._value(place, op, operands, given, rest)
             if isinstance(found, Weight):  # the same at every point
                 weights[place] = found
-            if op in FIXED and fixed.issuperset(operands):
-                fixed.add(place)
-            if op == "sqrt" and fixed.issuperset(operands):
+            fixed |= {place} if op in FIXED and fixed.issuperset(operands) else set()
+            if op == "sqrt" and place in fixed:
                 point.roots.pop()  # of a number: its sign is known
             self.values.append(found)
             elements += math.prod(found.shape) if isinstance(found, Num) else 0
@@ -567,13 +555,13 @@ class Run:
             (self.of_result[place],) = sources
         if op == "leaf":
             return self.point.leaf(f"leaf {place}", rest[0])
-        if op in ELEMENTWISE or op in ("label", "total"):
-            given = [self.point.drawn(value) for value in given]
-        if op in ELEMENTWISE:
-            sizes_of(np.broadcast_shapes(*(value.shape for value in given)))
         if op not in RULES:
             raise Refused(f"value {place} is of an operation that is not known")
-        found: Value = getattr(self.point, op)(*given, *rest)
+        if op in (*ELEMENTWISE, "label", "total"):
+            given = [self.point.drawn(value) for value in given]
+            sizes_of(np.broadcast_shapes(*(value.shape for value in given if op in ELEMENTWISE)))
+        rule: Any = ARITHMETIC.get(op) or getattr(self.point, op)
+        found: Value = rule(*given, *rest)
         return found
 
     def _call(self) -> dict[str, Num]:
@@ -613,23 +601,19 @@ def fits(certificate: dict[str, Any], fusion: dict[str, Any]) -> None:
     """Raises Refused where a certificate is of another fusion, or does not claim all that the fusion replaces."""
     call, replaced = certificate["call"], list(fusion["replaced"].values())
     given = {name: item["written"] if isinstance(item, dict) else item for name, item in call["attributes"].items()}
-    if certificate["version"] != VERSION or call["operator"] not in KERNELS:
-        raise Refused("a certificate of another version, or of another operator")
     wrong = [name for name, item in fusion["attributes"].items() if name not in given or given[name] != item]
-    if call["operator"] != fusion["operator"] or wrong or certificate["replaced"] != replaced:
-        raise Refused(f"the certificate is of another call {', '.join(wrong)}".rstrip())
+    other = call["operator"] != fusion["operator"] or call["operator"] not in KERNELS
+    if other or wrong or certificate["replaced"] != replaced or certificate["version"] != VERSION:
+        raise Refused(f"the certificate is of another call, or another version {', '.join(wrong)}".rstrip())
     claims = [(claim["place"], claim["output"]) for claim in certificate["claims"]]
     in_place = _CACHES[: 1 if given.get("kv_cache_quant_mode") == 3 else 2] if "PA" in given["cache_mode"] else ()
-    outputs = [output for _, output in claims]
     if len(set(claims)) < len(claims) or not claims:
         raise Refused("a value is claimed twice, or none is")
     for place, name in enumerate(replaced):
         if (place, name) not in claims and (name not in _CACHES or (None, name) not in claims):
             raise Refused(f"nothing is claimed of {name}")
-    if not set(in_place) <= set(outputs):
+    if not set(in_place) <= {name for _, name in claims}:
         raise Refused("nothing is claimed of a cache")
-    if not {place for place, _ in claims} <= {None, *range(len(replaced))}:
-        raise Refused("a value is claimed that is not replaced")
 
 
 def proved(certificate: dict[str, Any], points: int, seed: str) -> tuple[Accepted, dict[str, tuple[int, ...]]]:
@@ -685,10 +669,7 @@ def read(path: Path) -> Any:
 
 
 def line(layer: str, found: Accepted | Refused) -> str:
-    if isinstance(found, Refused):
-        return f"{layer}: refused: {found}"
-    of_values = f"{found.values:,} values at {found.points} points"
-    return f"{layer}: accepted: {of_values}, wrong by a chance below {found.chance:.0e}"
+    return f"{layer}: {'refused' if isinstance(found, Refused) else 'accepted'}: {found}"
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Shown:
-    """What was proved of a structure, in words, and the certificate of it (docs/how-it-thinks.md says what it holds)."""
+    """What was proved of a structure, in words, and the certificate of it (docs/how-it-thinks.md)."""
 
     text: str = ""
     certificate: dict[str, Any] | None = None

@@ -2,7 +2,7 @@
 
 What changes nothing is left out by how a change is chosen, not by what becomes of it: the operands of a sum or a
 product in the other order; a value that nothing claimed is made of; one that the kernel is given too (both sides then
-read another input); what is made of a literal 0; a name that only people read.
+read another input); what is made of a literal 0; a value for itself in another shape; a name that only people read.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _operator(certificate: Any, rng: random.Random) -> str:
 
 
 def _operand(certificate: Any, rng: random.Random) -> str:
-    """One more negation: an operand that is another value for certain."""
+    """Another operand: an input, or a number, that it is no other shape of."""
     entries = certificate["values"]
     entry = _chosen(certificate, rng, "add", "matmul", "function", "join")
     if entry is None:
@@ -98,7 +98,8 @@ def _operand(certificate: Any, rng: random.Random) -> str:
     place = rng.randrange(len(entry[1]))
     before = entries.index(entry)
     others = [at for at in range(before) if at != entry[1][place] and entries[at][0] in ("leaf", "number")]
-    others = [at for at in others if at not in entry[1]]
+    same = entries[entry[1][place]][1] if entries[entry[1][place]][0] == "move" else []
+    others = [at for at in others if at not in entry[1] and at not in same]
     if not others:
         return ""
     was, entry[1][place] = entry[1][place], rng.choice(others)

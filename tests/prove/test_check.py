@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import io
 import json
 import random
 import subprocess
 import sys
+import tokenize
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -182,6 +185,18 @@ assert not {{"torch", "mla_fusion"}} & set(sys.modules)
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0 and "accepted" in done.stdout, done.stderr
     assert check.PRIME != field.P and check.VERSION == trace.VERSION
+
+
+def test_it_is_short_enough_to_be_read() -> None:
+    """Lines of code; those of words, and empty ones, beside."""
+    text = Path(check.__file__).read_text()
+    beside = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = [item for item in tokenize.generate_tokens(io.StringIO(text).readline) if item.type not in beside]
+    lines = {line for item in tokens for line in range(item.start[0], item.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    assert len(lines) < 500
 
 
 @pytest.mark.parametrize(
