@@ -537,7 +537,7 @@ class Run:
                 point.roots.pop()  # of a number: its sign is known
             self.values.append(found)
             elements += math.prod(found.shape) if isinstance(found, Num) else 0
-            if elements > MOST:
+            if elements > MOST or place > MOST_VALUES:
                 raise Refused("a certificate of too many elements")
         self.count = sum(map(self._claimed, certificate["claims"]))
         unknown = (one for one in point.roots if not any(_is_multiple(one, other) for other in self.of_kernel))
@@ -618,8 +618,6 @@ def fits(certificate: dict[str, Any], fusion: dict[str, Any]) -> None:
 
 def proved(certificate: dict[str, Any], points: int, seed: str) -> tuple[Accepted, dict[str, tuple[int, ...]]]:
     """What holds at so many points, or more where signs of roots have to be seen; and sizes. Raises Refused."""
-    if len(certificate["values"]) > MOST_VALUES:
-        raise Refused("a certificate of too many values")
     done, count, signs, run, weights = 0, 0, BITS, None, dict[int, Weight]()
     while run is None or done < min(MOST_POINTS, max(points, -(-BITS // signs))):
         run = Run(certificate, Point(hashlib.blake2b(f"{seed} {done}".encode(), digest_size=32).digest()), weights)
