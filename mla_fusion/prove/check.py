@@ -618,11 +618,11 @@ def fits(certificate: dict[str, Any], fusion: dict[str, Any]) -> None:
 
 def proved(certificate: dict[str, Any], points: int, seed: str) -> tuple[Accepted, dict[str, tuple[int, ...]]]:
     """What holds at so many points, or more where signs of roots have to be seen; and sizes. Raises Refused."""
-    done, count, signs, run, weights = 0, 0, BITS, None, dict[int, Weight]()
+    done, signs, run, weights = 0, BITS, None, dict[int, Weight]()
     while run is None or done < min(MOST_POINTS, max(points, -(-BITS // signs))):
         run = Run(certificate, Point(hashlib.blake2b(f"{seed} {done}".encode(), digest_size=32).digest()), weights)
-        done, count, signs = done + 1, count + run.count, min(signs, run.signs)
-    return Accepted(count, done, (DEGREE / PRIME) ** done + 0.5 ** (done * signs)), run.shapes
+        done, signs = done + 1, min(signs, run.signs)
+    return Accepted(run.count, done, (DEGREE / PRIME) ** done + 0.5 ** (done * signs)), run.shapes
 
 
 def checked(report: Any, points: int = POINTS, seed: str | None = None) -> Iterator[tuple[str, Accepted | Refused]]:
