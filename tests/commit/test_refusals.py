@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 import mla_fusion as mf
 from mla_fusion.commit import verified, verify
 from mla_fusion.emit import targets
+from mla_fusion.report.report import Shown
 from tests.catalogue import (
     base,
     prologues,
@@ -78,7 +79,7 @@ def test_what_differs_by_a_trillionth() -> None:
 @pytest.fixture
 def unproved(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second witness alone."""
-    monkeypatch.setattr(verified, "prove", lambda *_: "")
+    monkeypatch.setattr(verified, "prove", lambda *_: Shown())
 
 
 def test_call_that_does_not_run(monkeypatch: pytest.MonkeyPatch, unproved: None) -> None:
