@@ -86,7 +86,7 @@ def compare(fused: Callable[..., Any], reference: Callable[..., Any], inputs: Se
     fewest = min(map(_fewest, (mine, theirs)))
     points = min(MOST_POINTS, max(POINTS, -(-BITS // fewest)))
     for draw in range(points):
-        with field.at(Point(draw)):
+        with field.at(Point(draw, are_rows=False)):
             try:
                 runs = _Run(mine), _Run(theirs)
             except Undecided as error:
@@ -249,6 +249,7 @@ class _Run:
             shape=tuple(one.shape) if one is not None else None,
             dtype=one.dtype if one is not None else None,
             source=source.dtype if isinstance(source, Tensor) else None,
+            masks=any(operators.is_mask(arg.meta.get("val")) for arg in node.all_input_nodes),
         )
         try:
             found = operators.run(call)

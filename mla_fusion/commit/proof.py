@@ -279,6 +279,7 @@ class _Run:
             keeps=lambda axis: self._keeps(node, axis),
             source=source.meta["val"].dtype if source is not None else None,
             rounded=any(read in self._rounded for read in node.all_input_nodes),
+            masks=any(operators.is_mask(read.meta["val"]) for read in node.all_input_nodes),
         )
         found = operators.run(call)
         if self._rounds(node, call):

@@ -44,6 +44,8 @@ class Point:
     has_mixed  a weight was joined with what is no weight, and so was drawn
     read_off   the scales of a call are numbers that were read off values, to eight digits
     floors     the smallest epsilon stands for a floor under the norm
+    are_rows   no row comes near a floor below 1e-4, and rounded numbers are far below 2**31
+    memory     how many tensors of unwritten memory there have been
     trace      where what is evaluated is written down, if it is
     """
 
@@ -52,6 +54,8 @@ class Point:
     has_mixed: bool = False
     read_off: bool = False
     floors: bool = False
+    are_rows: bool = True
+    memory: int = 0
     trace: Trace | None = None
 
 
@@ -260,7 +264,7 @@ def number(value: float | Fraction) -> Num:
     if not isinstance(value, float):
         return Literal(Fraction(value)).num()
     if not math.isfinite(value):
-        return function(str(value))
+        raise Undecided(f"{value} is no number of the field")
     found = literal(value)
     return neg(found.num(-value)) if value < 0 and found.is_root else found.num(value)
 
@@ -413,7 +417,9 @@ def _power(a: Tensor, exponent: int) -> Tensor:
 
 @primitive
 def inverse(a: Num) -> Num:
-    """``1 / a``; that of 0 is 0, which no random element is."""
+    """``1 / a``. No random element is 0."""
+    if bool(((a.re == 0) & (imaginary(a) == 0)).any()):
+        raise Undecided("a quotient by 0")
     if a.im is None:
         return Num(_power(a.re, P - 2))
     norm = _power(_mod(_mod(a.re * a.re) + _mod(a.im * a.im)), P - 2)

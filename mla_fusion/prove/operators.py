@@ -7,6 +7,7 @@ that it reads. So to forget one costs a fusion, never a wrong one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -19,7 +20,7 @@ from torch import Tensor
 from mla_fusion.compat import OpOverload, overload_name, schema_of
 from mla_fusion.fx.operators import known
 from mla_fusion.prove import field, quantising
-from mla_fusion.prove.field import Complex, Num, Undecided, Value, add, function, mul, neg, sub
+from mla_fusion.prove.field import Complex, Num, Undecided, Value, add, function, here, mul, neg, sub
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Call:
     varies    is an axis of this argument, or of the result, as long as the tokens are many?
     source    what the first tensor holds in the graph, if that is known
     rounded   do arguments hold numbers that a cast has rounded?
+    masks     are arguments bools, or uint8, which as an index say whether and not where?
     """
 
     target: Any
@@ -50,6 +52,7 @@ class Call:
     keeps: Callable[[int], bool] = lambda axis: True
     source: torch.dtype | None = None
     rounded: bool = False
+    masks: bool = False
 
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name)
@@ -72,8 +75,8 @@ class Call:
 
     @property
     def literals(self) -> str:
-        """What is no tensor."""
-        return repr([(name, str(item)) for name, item in self.given.items() if not _holds_value(item)])
+        """What is no tensor, and where tensors stand."""
+        return repr([(name, _written(item)) for name, item in self.given.items()])
 
 
 Rule = Callable[[Call], Any]
@@ -89,8 +92,14 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return enter
 
 
+_WRAPS = (torch.int8, torch.uint8, torch.int16, torch.bool)
+_ARITHMETIC = frozenset(f"aten::{name}" for name in "add sub rsub mul neg square pow sum addcmul mm bmm matmul".split())
+
+
 def run(call: Call) -> Any:
     """The value of a call. Raises Undecided."""
+    if call.dtype in _WRAPS and call.name in _ARITHMETIC:
+        return opaque(replace(call, name=f"{call.name} of {call.dtype}"))
     made = RULES.get(call.name)
     if made is not None:
         return made(call)
@@ -130,6 +139,10 @@ def called(target: Any, args: Sequence[Any], kwargs: dict[str, Any], **more: Any
 # -- arguments
 
 
+def is_mask(held: Any) -> bool:
+    return isinstance(held, Tensor) and held.dtype in (torch.bool, torch.uint8)
+
+
 def as_value(item: Any) -> Value:
     if isinstance(item, (Num, Complex)):
         return item
@@ -164,10 +177,12 @@ def plain(item: Any) -> Any:
     return item
 
 
-def _holds_value(item: Any) -> bool:
+def _written(item: Any) -> str:
+    """What an argument is: what is written, or the kind of value that stands there."""
     if isinstance(item, (list, tuple)):
-        return any(map(_holds_value, item))
-    return isinstance(item, (Num, Complex, Abstract))
+        return f"[{', '.join(map(_written, item))}]"
+    kinds = {Num: "real", Abstract: "real", Complex: "complex"}
+    return next((name for kind, name in kinds.items() if isinstance(item, kind)), None) or str(item)
 
 
 def _values(item: Any) -> list[Num]:
@@ -183,16 +198,22 @@ def _values(item: Any) -> list[Num]:
 
 def pointwise(call: Call) -> Num:
     """Element by element."""
-    operands = [item for value in call.given.values() for item in _values(value)]
-    numbers = [as_value(value) for value in call.given.values() if isinstance(value, (int, float, complex))]
-    others = [str(value) for value in call.given.values() if isinstance(value, (str, torch.dtype))]
-    flat = [part for value in numbers for part in _values(value)]
-    found = call.function(f"{call.name} {others} {_pattern(call)}", *operands, *flat)
+    operands = [part for item in call.given.values() for part in _operands(item)]
+    found = call.function(f"{call.name} {list(map(_form, call.given.values()))}", *operands)
     return _spread(found, [item.shape for item in operands])
 
 
-def _pattern(call: Call) -> str:
-    return "".join("n" if value is None else "v" for value in call.given.values())
+def _operands(item: Any) -> list[Num]:
+    return _values(as_value(item) if _is_number(item) else item)
+
+
+def _form(item: Any) -> str:
+    return "real" if _is_number(item) else _written(item)
+
+
+def _is_number(item: Any) -> bool:
+    """What is no number of the field stays as it is written."""
+    return isinstance(item, (int, float)) and not isinstance(item, bool) and math.isfinite(item)
 
 
 def _spread(found: Num, shapes: Sequence[tuple[int, ...]]) -> Num:
@@ -237,13 +258,15 @@ def _cast(call: Call) -> Value:
     if wanted.is_complex:
         return value if isinstance(value, Complex) else Complex(value, field.number(0))
     if isinstance(value, Complex):
+        if not wanted.is_floating_point:
+            raise Undecided(f"complex numbers cast to {wanted}")
         value = value.real
     if wanted.is_floating_point and wanted.itemsize > 1:
         return value.with_past() if value.cells is None else value
     is_whole = call.source is not None and not (call.source.is_floating_point or call.source.is_complex)
     if is_whole and wanted in (torch.int32, torch.int64):
         return value
-    if quantising.whole(value).rounded and wanted in (torch.int32, torch.int64):
+    if here().are_rows and quantising.whole(value).rounded and wanted in (torch.int32, torch.int64):
         return value  # far below 2**31: what is saturated later is so at 127
     return quantising.to_int8(value) if wanted == torch.int8 else function(f"cast to {wanted}", value)
 
@@ -266,7 +289,8 @@ def _bytes(call: Call) -> Value:
     value, source, wanted = real(call.value), call.source, call["dtype"]
     if source is None or wanted.itemsize != 1 or not value.shape:
         return pointwise(call)
-    return value if source == wanted else quantising.as_bytes(value, source)
+    found = value if source == wanted else quantising.as_bytes(value, source)
+    return found if wanted in (source, torch.int8) else function(f"as {wanted}", found)
 
 
 @rule("expand", "expand_copy", "expand_as", "broadcast_to")
@@ -361,7 +385,7 @@ def _turned(call: Call) -> Value:
 @rule("constant_pad_nd", "pad")
 def _padded(call: Call) -> Value:
     pads, value = call.plain("pad"), call.value
-    if isinstance(value, Complex) or any(
+    if isinstance(value, Complex) or call["mode"] not in (None, "constant") or any(
         call.varies("self", len(value.shape) - 1 - place // 2) for place, pad in enumerate(pads) if pad
     ):
         return opaque(call)
@@ -391,6 +415,8 @@ def _joined(call: Call) -> Value:
 
 @rule("index", "_unsafe_index")
 def _indexed(call: Call) -> Value:
+    if call.masks:
+        return opaque(call)
     indices = [None if index is None else real(as_value(index)) for index in call["indices"]]
     return _read(call, indices)
 
@@ -416,6 +442,8 @@ def _read(call: Call, indices: list[Num | None], value: Value | None = None) -> 
         places = [slice(None) if index is None else index.ints for index in indices]
         return value.moved(lambda part: part[tuple(places)])
     sizes = value.shape
+    if len(known) == 1 and isinstance(value, Num) and sizes[len(indices) - 1] <= _FEW_ROWS:
+        return _read_any(value, known[0], len(indices) - 1)
     names = reduce(lambda a, b: function("place", a, b), [i.with_past() for i in known])
     places = [
         slice(None) if index is None else index.re.remainder(sizes[axis]) for axis, index in enumerate(indices)
@@ -426,6 +454,21 @@ def _read(call: Call, indices: list[Num | None], value: Value | None = None) -> 
     behind = len(taken.shape) - first - len(names.shape)
     names = names.moved(lambda part: part.reshape(*part.shape, *(1,) * behind))
     return _scaled(taken, names)
+
+
+_FEW_ROWS = 1024  # of more, two places are one row by a chance that three points make small enough
+
+
+def _read_any(value: Num, index: Num, axis: int) -> Num:
+    """Each row, times whether it is the one."""
+    rows = field.integers(torch.arange(value.shape[axis]))
+    chosen = function("chosen", index.with_past().moved(lambda part: part.reshape(-1, 1)), rows)
+    flat = value.moved(lambda part: part.movedim(axis, 0).flatten(1) if part.dim() > 1 else part.unsqueeze(1))
+    shape = (*index.shape, *value.shape[:axis], *value.shape[axis + 1 :])
+    found = field.matmul(chosen, flat).moved(lambda part: part.reshape(shape))
+    order = [*range(len(index.shape), len(index.shape) + axis), *range(len(index.shape))]
+    order += range(len(order), len(shape))
+    return found.moved(lambda part: part.permute(order))
 
 
 @rule("gather", "take_along_dim")
@@ -466,6 +509,9 @@ def _scattered(call: Call) -> Value:
 @rule("copy")
 def _copied(call: Call) -> Value:
     shape, source = call.num("self").shape, as_value(call["src"])
+    is_float = call.dtype is None or (call.dtype.is_floating_point and call.dtype.itemsize > 1)
+    if not is_float and not (isinstance(source, Num) and source.ints is not None and call.dtype == torch.int64):
+        return opaque(call)
     return source.moved(lambda part: part.expand(shape))
 
 
@@ -474,7 +520,7 @@ def _index_put(call: Call) -> Value:
     base, source = call.num("self"), call.num("values")
     indices = [None if index is None else real(as_value(index)) for index in call["indices"]]
     literal = all(index is None or index.ints is not None for index in indices)
-    if not literal or call["accumulate"] or any(
+    if not literal or call.masks or call["accumulate"] or any(
         call.varies("self", axis) for axis, index in enumerate(indices) if index is not None
     ):
         return opaque(call)
@@ -502,6 +548,10 @@ def _whole(call: Call, value: Num) -> Num:
     if call.dtype is not None and (call.dtype.is_floating_point or call.dtype.is_complex):
         value = value.with_past()
     literal = call["fill_value"]
+    if call.dtype in (torch.int32, torch.int64) and isinstance(literal, float):
+        value = field.integers(torch.tensor(int(literal)))
+    elif call.dtype in _WRAPS and literal not in (None, 0, 1):
+        return opaque(call)
     found = value.moved(lambda part: part.expand(shape))
     found.past = float(literal) if isinstance(literal, (int, float)) else None
     return found
@@ -520,7 +570,8 @@ def _ones(call: Call) -> Num:
 @rule(*"empty new_empty empty_like new_empty_strided empty_strided empty_permuted".split())
 def _empty(call: Call) -> Num:
     shape = call.shape or tuple(call.plain("size"))
-    return field.random("memory", shape)
+    here().memory += 1
+    return field.random(f"memory {here().memory}", shape)
 
 
 @rule("eye")
@@ -546,6 +597,8 @@ def _counted(call: Call) -> Num:
     if isinstance(start, Abstract) or isinstance(step, Abstract):
         return add(real(as_value(start)), mul(real(as_value(step)), field.integers(places)))
     if isinstance(start, float) or isinstance(step, float):
+        if call.dtype is not None and not call.dtype.is_floating_point:
+            return opaque(call)
         return add(field.number(start), mul(real(as_value(step)), field.integers(places)))
     return field.integers(places * step + start)
 
@@ -770,12 +823,15 @@ def _smaller(call: Call) -> Value:
 
 
 def _clip(call: Call, *sides: Num) -> Num:
-    """``minimum(maximum(v, -limit), limit)``, in either order, or the half of it."""
+    """``minimum(maximum(v, -limit), limit)``, or the half of it; in the other order where no limit is below 0."""
     for inner, bound in (sides, sides[::-1]):
-        if isinstance(inner.past, quantising.Bounded) and inner.past.by != call.name:
-            for value, other in (inner.past.sides, inner.past.sides[::-1]):
-                if field.equal(neg(other), bound):
-                    return quantising.clipped(value, bound if call.name == "aten::minimum" else other)
+        if not isinstance(inner.past, quantising.Bounded) or inner.past.by == call.name:
+            continue
+        for value, other in (inner.past.sides, inner.past.sides[::-1]):
+            limit = bound if call.name == "aten::minimum" else other
+            in_order = call.name == "aten::minimum" or quantising.is_size(limit)
+            if in_order and field.equal(neg(other), bound):
+                return quantising.clipped(value, limit)
     found = real(pointwise(call))
     return found.with_past(quantising.Bounded(call.name, sides))
 
@@ -913,6 +969,8 @@ def _variance(call: Call) -> tuple[Num, Num]:
     apart = sub(value, mean)
     squares = field.total(mul(apart, apart), axes, keep)
     fewer = sub(count, real(as_value(1 if less is None else less)))
+    if isinstance(less, (int, float)) and prod(value.shape[axis] for axis in axes) <= less:
+        raise Undecided(f"{call.name} of too few elements")
     return mul(squares, field.inverse(fewer)), mul(field.total(value, axes, keep), field.inverse(count))
 
 
@@ -952,8 +1010,12 @@ def _largest(call: Call) -> Any:
         found = function(name, field.total(function(f"element of {name}", value), axes, keep))
         end = quantising.End(value, name == "amin") if in_rows and name != "max" else None
         found = found.with_past(end)
-    has_places = call.name == "aten::max" and "dim" in call.given
-    return [found, function("place of largest", found)] if has_places else found
+    if call.name != "aten::max" or "dim" not in call.given:
+        return found
+    (axis,) = axes
+    places = torch.arange(value.shape[axis]).reshape(-1, *(1,) * (len(value.shape) - 1 - axis))
+    in_order = field.total(function("element in its place", value, field.integers(places)), axes, keep)
+    return [found, function("place of largest", in_order)]
 
 
 # -- products

@@ -6,6 +6,7 @@ is known to be at most 127, so that it is the same with and without saturation.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +20,7 @@ STEPS = 127
 
 @dataclass(frozen=True)
 class Whole:
-    """``value``, rounded, and kept from ``least`` to ``most``, in either order."""
+    """``value``, rounded, and kept from ``least`` to ``most``: in either order where the ends are whole numbers."""
 
     value: Num
     rounded: bool = False
@@ -85,9 +86,16 @@ def largest_of(rows: Num) -> Num:
     return found
 
 
+def is_size(value: Num) -> bool:
+    """Is it the largest of rows, or a number above 0 times that?"""
+    if isinstance(value.past, Scaled):
+        return is_size(value.past.value)
+    return any(largest is value for _, largest in here().maxima)
+
+
 def is_floor(value: Num, least: float) -> bool:
     """Is it a floor under the largest of a row, or under a step of it, that no row comes near?"""
-    for _, largest in here().maxima:
+    for _, largest in here().maxima if here().are_rows else ():
         for times in (1, STEPS):
             if 0 < least * times <= FLOOR and _same(mul(value, field.number(times)), largest):
                 return True
@@ -119,13 +127,19 @@ def made(found: Whole) -> Num:
 
 
 def rounded(value: Num) -> Num:
-    return made(replace(whole(value), rounded=True))
+    found = whole(value)
+    if not all(math.isinf(end) or float(end).is_integer() for end in (found.least, found.most)):
+        found = Whole(value)
+    return made(replace(found, rounded=True))
 
 
 def bounded(value: Num, least: float | None, most: float | None) -> Num:
-    found = whole(value)
+    """Ends that cross, and ends between whole numbers behind a rounding, are a step of their own."""
+    found, given = whole(value), [end for end in (least, most) if end is not None]
     least = found.least if least is None else max(found.least, least)
     most = found.most if most is None else min(found.most, most)
+    if least > most or (found.rounded and not all(float(end).is_integer() for end in given if math.isfinite(end))):
+        return function(f"from {given[0]} to {given[-1]}", value)
     return made(replace(found, least=least, most=most))
 
 
@@ -150,8 +164,17 @@ def saturated(value: Num) -> Num:
 def clipped(value: Num, limit: Num) -> Num:
     """``clamp(value, -limit, limit)``, which is no larger than the limit."""
     found = function("clip", value, limit)
-    here().maxima.append((found, limit))
+    if any(_is_share(limit, largest) for _, largest in here().maxima):
+        here().maxima.append((found, limit))
     return found
+
+
+def _is_share(limit: Num, largest: Num) -> bool:
+    """Is it as many times the largest of each row?"""
+    if limit.shape != largest.shape:
+        return False
+    times = mul(limit, field.inverse(largest))
+    return field.equal(times, times.moved(lambda part: part.reshape(-1)[:1]))
 
 
 def as_bytes(value: Num, dtype: torch.dtype) -> Num:

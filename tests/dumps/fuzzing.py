@@ -168,7 +168,8 @@ def fixtures() -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one file. seconds: of the slowest reader; said: by reader, "read", "refused: .." or "failed: <error and last frames>"; bad: what ran."""
+    """Of one file. seconds: of the slowest reader; said: by reader, "read", "refused: .." or "failed: <error and last
+    frames>"; bad: what ran."""
 
     file: str
     seconds: float
