@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mla_fusion as mf
+from mla_fusion.by_hand import exact
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
 
@@ -314,3 +315,89 @@ def test_quotients_of_integers_are_exact_where_a_difference_is_looked_for() -> N
     )
     assert found.equal is None, str(found)
     assert torch.get_default_dtype() is torch.float32
+
+
+def written_at(column: bool) -> Callable[..., Tensor]:
+    def write(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
+        made = x.clone()
+        made[(slice(None), places) if column else places] = values
+        return made
+
+    return write
+
+
+def masked(mask: list[bool]) -> Callable[[Tensor], Tensor]:
+    def write(x: Tensor) -> Tensor:
+        made = x.clone()
+        made[torch.tensor(mask)] = 0
+        return made
+
+    return write
+
+
+X, Y, PLACES = torch.randn(4, 4), torch.randn(4, 4), torch.tensor([0, 2, 1, 3])
+ROWS = torch.randn(2, 4), torch.randn(2, 4), torch.tensor(0), torch.tensor(1)
+# What rules of the field once took for one, and is not.
+APART: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = {
+    "a floor": (lambda x: x.abs().amax(-1).clamp(min=1e-12), lambda x: x.abs().amax(-1), (X,)),
+    "ends between whole numbers": (
+        lambda x: x.round().clamp(-100.5, 100.5),
+        lambda x: x.clamp(-100.5, 100.5).round(),
+        (X,),
+    ),
+    "crossed ends": (lambda x: x.clamp(max=3).clamp(min=5), lambda x: x.clamp(min=5, max=3), (X,)),
+    "a cast to int32": (lambda x: (x * 1e3).round().to(torch.int32).float(), lambda x: (x * 1e3).round(), (X,)),
+    "numbers of 8 bits": (
+        lambda a, b: (a - b).float(),
+        lambda a, b: a.float() - b.float(),
+        (PLACES.to(torch.uint8), PLACES.flip(0).to(torch.uint8)),
+    ),
+    "which part is complex": (
+        lambda a, b, c: torch.eq(torch.complex(a, b), c),
+        lambda a, b, c: torch.eq(a, torch.complex(b, c)),
+        (X, Y, X + 1),
+    ),
+    "a cast of a complex number": (lambda z: z.bool(), lambda z: z.real.bool(), (torch.complex(X, Y),)),
+    "unwritten memory": (lambda x: x + torch.empty(4) - torch.empty(4), lambda x: x + 0, (X,)),
+    "a number's place": (
+        lambda c, x: torch.where(c, 2.0, x),
+        lambda c, x: torch.where(c, x, 2.0),
+        (X > 0, Y),
+    ),
+    "an index's place": (written_at(False), written_at(True), (X, PLACES, Y)),
+    "a mask": (masked([True, False, False, False]), masked([False, True, False, False]), (X,)),
+    "the place of the largest": (lambda x: x.max(-1).indices, lambda x: x.flip(-1).max(-1).indices, (X,)),
+    "how it is padded": (
+        lambda x: F.pad(x, (1, 1), mode="reflect"),
+        lambda x: F.pad(x, (1, 1), mode="circular"),
+        (X,),
+    ),
+    "a copy into integers": (
+        lambda x: torch.zeros(4, 4, dtype=torch.int64).copy_(x).float(),
+        lambda x: x * 1,
+        (X,),
+    ),
+    "full of integers": (lambda x: x * torch.full((4,), 1.5, dtype=torch.int64), lambda x: x * 1.5, (X,)),
+    "bytes": (lambda x: x.view(torch.uint8).float(), lambda x: x.view(torch.int8).float(), (X,)),
+    "limits below 0": (
+        lambda x, n: torch.minimum(torch.maximum(x, -n), n),
+        lambda x, n: torch.maximum(torch.minimum(x, n), -n),
+        (X, Y),
+    ),
+    "rows by places": (
+        lambda a, b, i, j: a[i] * b[j],
+        lambda a, b, i, j: a[j] * b[i],
+        ROWS,
+    ),
+    "a quotient by 0": (lambda x: x / 0.0, lambda x: x * 0, (X,)),
+    "infinity": (lambda x: x + float("inf") - float("inf"), lambda x: x + 0, (X,)),
+    "a variance of one": (lambda x: x[:1].var(0), lambda x: x[0] * 0, (X,)),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_the_field_alone_takes_them_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the run in float64 that a proof is held against."""
+    monkeypatch.setattr(exact, "_witness", lambda *_: (None, "", None))
+    mine, theirs, inputs = APART[name]
+    assert mf.audit(mine, theirs, *inputs).equal is None
