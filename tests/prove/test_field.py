@@ -118,7 +118,7 @@ def test_columns_of_a_weight_are_known_by_their_elements() -> None:
     weight = Num(None, cells=Cells.of_input(0, (8, 6)))
     whole = field.matmul(x, weight.moved(lambda part: part.t()))
     halves = [weight.moved(lambda part, k=k: part[4 * k : 4 * k + 4].t()) for k in (1, 0)]
-    joined = field.joined(halves, lambda parts: torch.cat(parts, -1))
+    joined = field.joined(halves, -1)
     assert torch.equal(field.matmul(x, joined).re, whole.re.roll(4, -1))
     turned = field.matmul(x, weight.moved(lambda part: part.flip(-1).t()))
     assert not (turned.re == whole.re).any()
