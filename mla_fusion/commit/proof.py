@@ -32,7 +32,8 @@ from mla_fusion.prove.trace import VERSION, Trace
 from mla_fusion.report.rejection import Refuse
 from mla_fusion.report.report import Shown
 
-POINTS = 3
+POINTS, MOST_POINTS = 3, 60
+BITS = 53  # signs of roots that are seen, where more than one is possible
 DEGREE = 10_000  # more than the degree of any identity that is tested, roots and quotients multiplied out
 _NARROW = (torch.bfloat16, torch.float16)
 _FEW = 8  # elements of an input for each of which both signs are tried
@@ -58,23 +59,15 @@ def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> Sh
     half_rows  the caller chose ``kr_layout="half"``: rotated values are compared in the kernel's order
     """
     run = _Run(with_room(view, plan, region), plan, region, half_rows)
-    points = _points()
     try:
-        count = max(map(run.compare, points))
+        count = run.compare_at_all()
     except Refuse:
-        floors = any(view.steps.kept(node) for node in region.nodes)
-        run.draws_weights = any(point.has_mixed for point in points)  # the call joins what the region multiplies apart
-        points = _points(read_off=True, floors=floors)
-        count = max(map(run.compare, points))
-    wrong = (DEGREE / field.P) ** POINTS
-    text = f"proved in exact arithmetic: {count:,} values at {POINTS} points, wrong by a chance below {wrong:.0e}"
+        run.floors = any(view.steps.kept(node) for node in region.nodes)
+        run.read_off, run.draws_weights = True, run.has_mixed  # the call joins what the region multiplies apart
+        count = run.compare_at_all()
+    wrong = (DEGREE / field.P) ** run.points + (0.5 ** (run.points * run.signs) if run.signs < BITS else 0)
+    text = f"proved in exact arithmetic: {count:,} values at {run.points} points, wrong by a chance below {wrong:.0e}"
     return Shown(text, run.certificate)
-
-
-def _points(read_off: bool = False, floors: bool = False) -> list[Point]:
-    """At the first, what is evaluated is written down."""
-    traces = (Trace(), *(None,) * (POINTS - 1))
-    return [Point(draw, read_off=read_off, floors=floors, trace=trace) for draw, trace in enumerate(traces)]
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,11 @@ class _Claim:
 
 
 class _Run:
-    """One region at its sizes."""
+    """One region at its sizes.
+
+    signs   at a point, how many signs of a root are seen that the kernel does not draw itself
+    points  at which values have been compared
+    """
 
     def __init__(self, view: View, plan: Plan, region: Region, half_rows: bool) -> None:
         self.view, self.plan, self.region, self.half_rows = view, plan, region, half_rows
@@ -100,16 +97,31 @@ class _Run:
         self._cells: dict[object, Cells] = {}
         self._taken = 0
         self._few: dict[str, int] = {}
+        self._roots: list[Num] = []
         self.certificate: dict[str, Any] | None = None
+        self.read_off = self.floors = self.has_mixed = False
+        self.points, self.signs = 0, BITS
 
-    def compare(self, point: Point) -> int:
-        """How many values are equal at the point. Raises ``Refuse`` where one is not."""
-        with field.at(point):
-            return self._compare()
+    def compare_at_all(self) -> int:
+        """How many values are equal at each point. Raises ``Refuse`` where one is not."""
+        count, self.points, self.signs = 0, 0, BITS
+        while self.points < min(MOST_POINTS, max(POINTS, -(-BITS // self.signs))):
+            trace = None if self.points else Trace()  # at the first, what is evaluated is written down
+            point = Point(self.points, read_off=self.read_off, floors=self.floors, trace=trace)
+            try:
+                with field.at(point):
+                    count = self._compare()
+            finally:
+                self.has_mixed |= point.has_mixed
+            unknown = [a for a in self._roots if not any(field.is_square_times(a, b) for b in point.roots)]
+            self.signs = min([self.signs, *(root.re.numel() for root in unknown)])
+            self.points += 1
+        return count
 
     def _compare(self) -> int:
         self._values.clear()
         self._rounded.clear()
+        self._roots.clear()
         reads = {node: self.value(node) for node in self.region.reads}
         builder = _FieldBuilder(self, reads)
         try:
@@ -281,7 +293,11 @@ class _Run:
             rounded=any(read in self._rounded for read in node.all_input_nodes),
             masks=any(operators.is_mask(read.meta["val"]) for read in node.all_input_nodes),
         )
+        roots = field.here().roots
+        before = len(roots)
         found = operators.run(call)
+        self._roots += roots[before:]
+        del roots[before:]  # what is left is the kernel's
         if self._rounds(node, call):
             self._rounded.add(node)
         return found

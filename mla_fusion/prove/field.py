@@ -46,6 +46,7 @@ class Point:
     floors     the smallest epsilon stands for a floor under the norm
     are_rows   no row comes near a floor below 1e-4, and rounded numbers are far below 2**31
     memory     how many tensors of unwritten memory there have been
+    roots      what roots were drawn of
     trace      where what is evaluated is written down, if it is
     """
 
@@ -56,6 +57,7 @@ class Point:
     floors: bool = False
     are_rows: bool = True
     memory: int = 0
+    roots: list[Num] = field(default_factory=list)
     trace: Trace | None = None
 
 
@@ -256,7 +258,7 @@ class Literal:
 @cache
 def _element(literal: Literal) -> Num:
     found = _scalar(residue(literal.exact))
-    return sqrt(found) if literal.is_root else found
+    return _root(found) if literal.is_root else found
 
 
 def number(value: float | Fraction) -> Num:
@@ -426,6 +428,15 @@ def inverse(a: Num) -> Num:
     return Num(_mod(a.re * norm), _mod(_mod(-a.im) * norm))
 
 
+def is_square_times(a: Num, b: Num) -> bool:
+    """Are all elements as many times those of the other, and that number a square? Then both roots have one sign."""
+    if a.re.numel() != b.re.numel() or not a.re.numel() or a.im is not None or b.im is not None:
+        return False
+    one, other = a.re.reshape(-1), b.re.reshape(-1)
+    times = _mod(one[:1] * _power(other[:1], P - 2))
+    return torch.equal(one, _mod(other * times)) and int(_power(times, (P - 1) // 2)) == 1
+
+
 def integer_power(a: Num, exponent: int) -> Num:
     base, left = (a, exponent) if exponent >= 0 else (inverse(a), -exponent)
     found = None
@@ -438,7 +449,15 @@ def integer_power(a: Num, exponent: int) -> Num:
 
 @primitive
 def sqrt(a: Num) -> Num:
-    """A root: of GF(p) by a power, times i where there is none in GF(p). Elsewhere a function."""
+    """A root: of GF(p) by a power, times i where there is none in GF(p). Elsewhere a function.
+
+    Of a square ``s * s`` it is s or -s, each at half of all points.
+    """
+    here().roots.append(a)
+    return _root(a)
+
+
+def _root(a: Num) -> Num:
     root = _power(a.re, _ROOT)
     is_square = _mod(root * root) == a.re
     zero = torch.zeros_like(root)
