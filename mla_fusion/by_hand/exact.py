@@ -459,13 +459,9 @@ def _in_float64(of: Exported, inputs: Sequence[Any], rounded: bool = False) -> d
         _wide(of.held[node][1]) if node in of.held else _wide(given[of.given[node]], rounded)
         for node in of.gm.graph.find_nodes(op="placeholder")
     ]
-    run, before = _Wide(of.gm), torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)  # of quotients of integers, of tables
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            run.run(*wide)
-    finally:
-        torch.set_default_dtype(before)
+    run = _Wide(of.gm)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        run.run(*wide)
     return {name: run.env[node] for name, node in of.results.items()}
 
 
@@ -477,7 +473,13 @@ class _Wide(Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map_only(torch.dtype, _wide_dtype, (args, dict(kwargs)))
-        return super().call_function(target, args, kwargs)
+        found = super().call_function(target, args, kwargs)
+        if isinstance(found, Tensor) and found.dtype == torch.float32:  # of integers, or of the default dtype
+            if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+                kwargs = {**kwargs, "dtype": torch.float64}
+            args, kwargs = tree_map_only(Tensor, Tensor.double, (args, kwargs))
+            found = super().call_function(target, args, kwargs)
+        return found
 
 
 def _wide(value: Any, rounded: bool = False) -> Any:

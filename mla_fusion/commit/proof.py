@@ -36,6 +36,7 @@ POINTS, MOST_POINTS = 3, 60
 BITS = 53  # signs of roots that are seen, where more than one is possible
 DEGREE = 10_000  # more than the degree of any identity that is tested, roots and quotients multiplied out
 _NARROW = (torch.bfloat16, torch.float16)
+_ALL_TOKENS = 1 << 22  # elements of a result up to which all tokens are drawn where fewer do not fit
 _FEW = 8  # elements of an input for each of which both signs are tried
 _OF_MODEL = frozenset(("weight", "gamma", "scale", "cache", "constant"))  # leaves without tokens
 
@@ -64,6 +65,8 @@ def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> Sh
     except Refuse:
         run.floors = any(view.steps.kept(node) for node in region.nodes)
         run.read_off, run.draws_weights = True, run.has_mixed  # the call joins what the region multiplies apart
+        if run.is_small:
+            run.shrink = None  # sizes of fewer tokens may not fit: a weight spread over the sequences
         count = run.compare_at_all()
     wrong = (DEGREE / field.P) ** run.points + (0.5 ** (run.points * run.signs) if run.signs < BITS else 0)
     text = f"proved in exact arithmetic: {count:,} values at {run.points} points, wrong by a chance below {wrong:.0e}"
@@ -101,6 +104,12 @@ class _Run:
         self.certificate: dict[str, Any] | None = None
         self.read_off = self.floors = self.has_mixed = False
         self.points, self.signs = 0, BITS
+
+    @property
+    def is_small(self) -> bool:
+        """May all its tokens be drawn?"""
+        shapes = (self.binding.shape(item.node.meta["val"].shape) for item in self.plan.replacements)
+        return all(math.prod(shape) <= _ALL_TOKENS for shape in shapes)
 
     def compare_at_all(self) -> int:
         """How many values are equal at each point. Raises ``Refuse`` where one is not."""

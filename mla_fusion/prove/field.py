@@ -360,7 +360,7 @@ def exact(values: Tensor) -> Num:
     if not places:
         return integers(values)
     each = stacked([number(value) for value in places], 0)
-    which = torch.tensor([places[value] for value in flat]).reshape(values.shape)
+    which = torch.tensor([places[value] for value in flat], dtype=torch.int64).reshape(values.shape)
     return each.moved(lambda part: part[which])
 
 

@@ -549,7 +549,7 @@ def _whole(call: Call, value: Num) -> Num:
         value = value.with_past()
     literal = call["fill_value"]
     if call.dtype in (torch.int32, torch.int64) and isinstance(literal, float):
-        value = field.integers(torch.tensor(int(literal)))
+        value = field.integers(torch.tensor(int(literal), dtype=torch.int64))
     elif call.dtype in _WRAPS and literal not in (None, 0, 1):
         return opaque(call)
     found = value.moved(lambda part: part.expand(shape))

@@ -30,8 +30,8 @@ STAGES: dict[str, tuple[Any, str, int]] = {
     "picture": (draw, "fused", 0),
     "verification": (verify, "compare", 0),
     "place": (rewrite, "prove", 4),
-    "first call": (targets, "call_kernel", 3),  # the first ones are made by verification
-    "last call": (targets, "call_kernel", 5),
+    "first call": (targets, "call_kernel", 6),  # the first ones are made by the proof and by verification
+    "last call": (targets, "call_kernel", 8),
     "result": (results, "fit", 12),
     "propagation": (build.GraphBuilder, "propagate", 8),
     "copy": (rewrite, "copied", 100),

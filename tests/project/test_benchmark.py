@@ -32,6 +32,6 @@ def test_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_boundary_of_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = measured(monkeypatch, tmp_path / "step.json", "step_cost.py", "--layers", "1", "--repeat", "3")
+    rows = measured(monkeypatch, tmp_path / "step.json", "step_cost.py", "--layers", "1", "--turns", "3")
     assert [row["setting"] for row in rows] == ["views", "counted", "rounds", "wide", "manager"]
     assert [row["copied_bytes"] > 0 for row in rows] == [False, True, True, True, True]
