@@ -128,7 +128,7 @@ def made(found: Whole) -> Num:
 
 def rounded(value: Num) -> Num:
     found = whole(value)
-    if not all(math.isinf(end) or float(end).is_integer() for end in (found.least, found.most)):
+    if not _are_whole(found.least, found.most):
         found = Whole(value)
     return made(replace(found, rounded=True))
 
@@ -138,9 +138,13 @@ def bounded(value: Num, least: float | None, most: float | None) -> Num:
     found, given = whole(value), [end for end in (least, most) if end is not None]
     least = found.least if least is None else max(found.least, least)
     most = found.most if most is None else min(found.most, most)
-    if least > most or (found.rounded and not all(float(end).is_integer() for end in given if math.isfinite(end))):
+    if least > most or (found.rounded and not _are_whole(*given)):
         return function(f"from {given[0]} to {given[-1]}", value)
     return made(replace(found, least=least, most=most))
+
+
+def _are_whole(*ends: float) -> bool:
+    return all(math.isinf(end) or float(end).is_integer() for end in ends)
 
 
 def to_int8(value: Num) -> Num:
