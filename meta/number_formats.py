@@ -60,7 +60,7 @@ ELEMENTS = frozenset(form.element for form in FORMATS)
 # dst_type: torch's own number of a dtype, or torch_npu's
 _OF_ROWS: Mapping[int | None, NumberFormat] = {None: INT8, 1: INT8, 24: FP8, 292: FP8, HIFLOAT8_NUMBER: HIFLOAT8}
 _OF_BLOCKS: Mapping[int | None, NumberFormat] = {24: MXFP8, 292: MXFP8}
-_IN_BLOCKS = ((1, 1, BLOCK), (0, 0, BLOCK))  # group_sizes
+IN_BLOCKS = ((1, 1, BLOCK), (0, 0, BLOCK))  # group_sizes
 
 
 def of_dst_type(dst_type: int | None, in_blocks: bool = False) -> NumberFormat | None:
@@ -84,7 +84,7 @@ def of_product(
     grouped = tuple(group_sizes or ())
     of_blocks = {scale is not None and _is_e8m0(*scale) for scale in scales}
     if True in of_blocks:
-        whole = of_blocks == {True} and grouped in _IN_BLOCKS and numbers[0] is None
+        whole = of_blocks == {True} and grouped in IN_BLOCKS and numbers[0] is None
         return MXFP8 if whole and dtypes[0] == MXFP8.element else None
     known = (form for form in FORMATS if not form.in_blocks and not any(grouped))
     return next((form for form in known if (form.element, form.number) == (dtypes[0], numbers[0])), None)

@@ -23,6 +23,7 @@ from mla_fusion.meta.values import holds_data
 OP = "npu_mla_preprocess"
 HOST = "MlaPreprocess operation"
 SOCS = ("A2", "A3")
+EPSILON = 1e-6  # of its norms, whatever the caller passes: fixed in the kernel
 
 
 @dataclass(frozen=True)

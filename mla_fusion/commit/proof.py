@@ -17,12 +17,11 @@ from mla_fusion.compat import OpOverload
 from mla_fusion.emit import results as of_call
 from mla_fusion.emit import rows, targets
 from mla_fusion.fx.build import Recipe, TensorBuilder
-from mla_fusion.fx.kinds import Kind, attribute, is_cast, is_getitem, is_literal, operator_of
+from mla_fusion.fx.kinds import Kind, argument, attribute, is_cast, is_getitem, is_literal, operator_of
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, views_and_casts
-from mla_fusion.meta.number_formats import INT8
-from mla_fusion.plan.plan import InPlace, Plan, PreprocessPlan
+from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.prove import field, kernels, operators
 from mla_fusion.prove.cells import Cells
 from mla_fusion.prove.field import Complex, Num, Point, Undecided, Value
@@ -35,6 +34,8 @@ from mla_fusion.report.report import Shown
 POINTS, MOST_POINTS = 3, 60
 BITS = 53  # signs of roots that are seen, where more than one is possible
 DEGREE = 10_000  # more than the degree of any identity that is tested, roots and quotients multiplied out
+_CODES = torch.uint8  # in which a plan holds scales that it reads as powers of two, or gives out
+_OF_OPERATOR = {"kv_cache": "ckv_cache", "kr_cache": "k_cache"}  # caches, by the key operator's names
 _NARROW = (torch.bfloat16, torch.float16)
 _ALL_TOKENS = 1 << 22  # elements of a result up to which all tokens are drawn where fewer do not fit
 _FEW = 8  # elements of an input for each of which both signs are tried
@@ -47,11 +48,6 @@ _UNKNOWN = (Undecided, RuntimeError, ValueError, TypeError, LookupError, Asserti
 
 def _unproved(detail: str, *nodes: Node) -> Refuse:
     return Refuse("proof.differs", detail.partition("\n")[0], nodes)
-
-
-def is_provable(plan: Plan) -> bool:
-    """Are all formats of the plan's numbers, bfloat16 or int8, functions that the field knows?"""
-    return not isinstance(plan, PreprocessPlan) and plan.candidate.format in (None, INT8)
 
 
 def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> Shown:
@@ -256,6 +252,9 @@ class _Run:
                 known = self._cells[same_attribute(node)] = Cells.of_input(self._taken, shape)
                 self._taken += math.prod(shape)
             return field.leaf(str(same_attribute(node)), Num(None, cells=known), "weight")
+        if role.startswith("one_"):  # each element is the same number
+            shape, name = self.binding.shape(held.shape), str(same_attribute(node))
+            return self._drawn(name, held.new_empty(1), False).moved(lambda part: part.expand(shape))
         return self._drawn(str(same_attribute(node)), held, role not in _OF_MODEL)
 
     def _is_small(self, literal: Any, held: torch.Tensor) -> bool:
@@ -301,6 +300,7 @@ class _Run:
             source=source.meta["val"].dtype if source is not None else None,
             rounded=any(read in self._rounded for read in node.all_input_nodes),
             masks=any(operators.is_mask(read.meta["val"]) for read in node.all_input_nodes),
+            holds=lambda name: _dtype(argument(node, name)),
         )
         roots = field.here().roots
         before = len(roots)
@@ -386,6 +386,8 @@ class _FieldBuilder(TensorBuilder):
         super().__init__(values, run.binding)
         self._run = run
         self.kernel: operators.Call | None = None
+        caches = run.plan.caches.held if isinstance(run.plan.caches, InPlace) else ()
+        self._held = {_OF_OPERATOR[name]: cache.meta["val"].dtype for name, cache, _ in caches}
 
     def value(self, node: Node) -> Any:
         return self._run.value(node)
@@ -399,7 +401,8 @@ class _FieldBuilder(TensorBuilder):
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(op, OpOverload):
             return op(*args, **kwargs)
-        call = operators.called(op, args, kwargs)
+        source = _CODES if op is torch.ops.aten.view.dtype else None
+        call = operators.called(op, args, kwargs, source=source, holds=self._held.get)
         if call.name not in kernels.RESULTS:
             return operators.run(call)
         self.kernel = call
@@ -430,6 +433,11 @@ class _FieldBuilder(TensorBuilder):
 
     def constant(self, numbers: Sequence[int], like: Any) -> Any:
         return field.integers(torch.tensor(list(numbers), dtype=torch.int64))
+
+
+def _dtype(given: Any) -> torch.dtype | None:
+    held = given.meta.get("val") if isinstance(given, Node) else None
+    return held.dtype if isinstance(held, torch.Tensor) else None
 
 
 def _first_tensor(node: Node) -> Node | None:

@@ -7,7 +7,7 @@ from math import prod
 
 from mla_fusion.commit import verify
 from mla_fusion.commit.legal import Legal
-from mla_fusion.commit.proof import is_provable, prove
+from mla_fusion.commit.proof import prove
 from mla_fusion.commit.verify import Outcome
 from mla_fusion.config import Config
 from mla_fusion.fx import module_path
@@ -54,10 +54,8 @@ class Verified:
         return self._config.kr_layout == "half" and interleaved
 
     def _prove(self, legal: Legal) -> Shown:
-        """What was shown of the structure; nothing of a format that the field does not know."""
+        """What was shown of the structure."""
         if legal.structure not in self._proved:
             plan = legal.plan
-            known = is_provable(plan)
-            shown = prove(self._view, plan, legal.region, self._half_rows(plan)) if known else Shown()
-            self._proved[legal.structure] = shown
+            self._proved[legal.structure] = prove(self._view, plan, legal.region, self._half_rows(plan))
         return self._proved[legal.structure]

@@ -16,8 +16,8 @@ from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.view import View
+from mla_fusion.meta.preprocess import EPSILON
 
-EPSILON = 1e-6
 _FARTHEST = 16
 _MAGNITUDES = (1e-3, 1.0, 50.0)
 _EXACT = 1e-9

@@ -25,8 +25,6 @@ from mla_fusion.report.rejection import Refuse, Rejection
 from mla_fusion.report.report import Figure, Fusion, Report, Shown
 from mla_fusion.report.staging import REMEDIES, StagedBy
 
-_UNPROVED = "not proved in exact arithmetic: of this number format that is not known; read off values on float64 probes"
-
 
 class Record:
     """Of one graph. Layers of one structure share a picture and a proof."""
@@ -70,7 +68,7 @@ class Record:
             compared=compared,
             source=module_path.source(plan.candidate.down.node),
             picture=self._picture(structure, partial(draw.fused, self._finder, plan)),
-            proof=(*map(self._named, self._proof(plan, structure)), proved.text or _UNPROVED, compared or verified),
+            proof=(*map(self._named, self._proof(plan, structure)), proved.text, compared or verified),
             certificate=self._certificate(proved),
             target=plan.target,
             operator=target.operator.name.removesuffix("_functional"),

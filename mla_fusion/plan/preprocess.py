@@ -15,7 +15,7 @@ from mla_fusion.facts import projection as of_projection
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.cache_write import WriteFact
 from mla_fusion.facts.dynamic_quant import quantised_behind
-from mla_fusion.facts.input_norm import EPSILON, InputNorm
+from mla_fusion.facts.input_norm import InputNorm
 from mla_fusion.facts.obstacle import Obstacle
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.row_quant import CacheScale
@@ -26,6 +26,7 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, reshapes, upward
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.finder import rotation_ratio
+from mla_fusion.meta.preprocess import EPSILON
 from mla_fusion.plan import verdict
 from mla_fusion.plan.caches import Placement, WritePlanner
 from mla_fusion.plan.int8_query import Int8Query

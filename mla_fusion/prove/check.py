@@ -359,6 +359,9 @@ RULES = {*ELEMENTWISE, *FIXED, "label", "matmul", "weight", "zeros"}  # beside "
 
 # -- the kernels, by their documents
 
+INT8 = ("int8", 127)
+FORMATS = {3: ("fp8", 448), 4: ("fp8", 448), 5: ("hifloat8", 32768)}  # of rows, and what their largest becomes
+
 
 class Kernel:
     """A call: the definition of its operator."""
@@ -366,6 +369,8 @@ class Kernel:
     def __init__(self, point: Point, given: dict[str, Value], attributes: dict[str, Any], floors: bool) -> None:
         self.point, self.given, self.attributes, self._floors = point, given, attributes, floors
         self.read = set[str]()
+        mode = attributes.get("weight_quant_mode", 0)
+        self.in_blocks, (self.format, self.most) = mode == 3, FORMATS.get(mode, INT8)
 
     def weight(self, name: str) -> Value:
         self.read.add(name)
@@ -388,9 +393,10 @@ class Kernel:
         found = rule(item.get("root", item.get("exact")), item["written"])
         return None if abs(item["written"] - 1) < 2.0**-23 else found
 
-    def norm(self, value: Num, gamma: str, epsilon: str) -> Num:
+    def norm(self, value: Num, gamma: str, epsilon: str | Fraction) -> Num:
+        added = self.epsilon(epsilon) if isinstance(epsilon, str) else of(epsilon)
         mean = (value * value).total() * of(Fraction(1, value.shape[-1]))
-        return value * self.point.sqrt(mean + self.epsilon(epsilon)).inverse() * self.take(gamma)
+        return value * self.point.sqrt(mean + added).inverse() * self.take(gamma)
 
     def rope(self, value: Num, cos: Num, sin: Num) -> Num:
         """Pairs in, halves out; the halves of the tables are not tied."""
@@ -400,34 +406,53 @@ class Kernel:
         first = even * cos[..., :half] + -(odd * sin[..., :half])
         return joined([first, odd * cos[..., half:] + even * sin[..., half:]])
 
-    def int8(self, value: Num) -> Num:
-        return self.point.function(value, "int8")
+    def in_bytes(self, value: Num) -> Num:
+        return self.point.function(value, self.format)
 
     def largest(self, rows: Num) -> Num:
         return self.point.function(self.point.function(rows * rows, "size").total(), "largest of row")
 
     def by_row(self, rows: Num, largest: Num) -> tuple[Num, Num]:
-        """Rows in int8, and their steps."""
-        return self.int8(rows * of(127) * largest.inverse()), largest * of(127).inverse()
+        """Rows in bytes, and their steps."""
+        return self.in_bytes(rows * of(self.most) * largest.inverse()), largest * of(self.most).inverse()
+
+    def by_block(self, rows: Num) -> tuple[Num, Num]:
+        """Rows in mxfp8, and a power of two for each 32 neighbours."""
+        blocks = rows.reshape(len(rows.re), -1, 32)
+        powers = self.point.function(self.largest(blocks), "power of two")
+        return self.point.function(blocks * powers.inverse(), "mxfp8").reshape(*rows.shape), powers[..., 0]
 
     def projected(self, rows: Num, name: str, step: Num | None) -> Num:
-        found = self.point.matmul(rows, self.weight(f"weight_{name}"))
-        return found if step is None else found * step * self.take(f"dequant_scale_w_{name}")
+        weight = self.weight(f"weight_{name}")
+        if step is None:
+            return self.point.matmul(rows, weight)
+        steps = self.take(f"dequant_scale_w_{name}")
+        if self.format == "hifloat8":
+            rows = self.point.function(rows, "of format 290")
+        if not self.in_blocks:
+            return self.point.matmul(rows, weight) * step * steps
+        blocks = rows.reshape(len(rows.re), -1, 32) * step.reshape(len(rows.re), -1, 1)
+        count, width = blocks.shape[1], weight.shape[1]
+        weight = self.point.move(weight, [count, 32, width], 0, list(weight.shape), contiguous(weight.shape))
+        products = self.point.matmul(blocks.map(lambda part: part.swapaxes(0, 1)), weight)
+        return (products * steps.map(lambda part: part.T[:, None])).total((0,), False)
 
     def prolog(self) -> dict[str, Num]:
         weights, caches = self.attributes["weight_quant_mode"], self.attributes["kv_cache_quant_mode"]
-        if weights not in (0, 1, 2) or caches not in (0, 1, 2, 3):
+        if weights not in range(6) or caches not in (0, 1, 2, 3):
             raise Refused("a format that is not proved in exact arithmetic")
         x, uk = self.take("token_x"), self.weight("weight_uk")
         lead, (heads, nope, latent) = x.shape[:-1], uk.shape
         x, cos, sin = (v.reshape(-1, v.shape[-1]) for v in (x, self.take("rope_cos"), self.take("rope_sin")))
-        step, of_x = None, self.take("dequant_scale_x") if weights == 2 else None
+        step, of_x = None, self.take("dequant_scale_x") if weights > 1 else None
         c_q = self.norm(self.projected(x, "dq", of_x), "rmsnorm_gamma_cq", "rmsnorm_epsilon_cq")
         times = self.scale("qc_qr_scale")
         scaled = c_q if times is None else c_q * times
         if weights and "smooth_scales_cq" in self.given:
             scaled = scaled * self.take("smooth_scales_cq")
-            scaled, step = self.by_row(scaled, self.largest(scaled))
+            scaled, step = self.by_block(scaled) if self.in_blocks else self.by_row(scaled, self.largest(scaled))
+        elif self.in_blocks:
+            scaled, step = self.by_block(scaled)
         elif weights:  # a positive number goes through the largest
             scaled, step = self.by_row(scaled, self.largest(c_q) if times is None else self.largest(c_q) * times)
         query = self.projected(scaled, "uq_qr", step).reshape(len(x.re), heads, -1)
@@ -442,9 +467,9 @@ class Kernel:
             scale = self.take("quant_scale_ckv").reshape(-1)[0]
             absorbed, of_query = self.by_row(absorbed, self.largest(absorbed))
             found["dequant_scale_q_nope"] = of_query
-            query_rope, ckv = query_rope * (scale * of_query.inverse()), self.int8(ckv * scale)
+            query_rope, ckv = query_rope * (scale * of_query.inverse()), self.in_bytes(ckv * scale)
         elif caches == 2:
-            ckv, kr = (self.int8(v * self.take(f"quant_scale_{n}")) for v, n in ((ckv, "ckv"), (kr, "ckr")))
+            ckv, kr = (self.in_bytes(v * self.take(f"quant_scale_{n}")) for v, n in ((ckv, "ckv"), (kr, "ckr")))
         elif caches == 3:
             ckv = self.packed(ckv, kr)
         results = {"query": absorbed, "query_rope": query_rope, "query_norm": scaled}
@@ -454,9 +479,10 @@ class Kernel:
         return found | self.caches(*(rows[:1] if caches == 3 else rows))
 
     def packed(self, ckv: Num, kr: Num) -> Num:
-        """Bytes: tiles of the latent in int8, the key in bfloat16, a float32 step for each tile."""
+        """Bytes: tiles of the latent, the key in bfloat16, a float32 step for each tile."""
         tiles = ckv.reshape(len(ckv.re), -1, self.attributes["tile_size"])
-        alpha, limit = self.take("k_nope_clip_alpha").reshape(-1)[0], self.largest(tiles)
+        alpha = self.take("k_nope_clip_alpha").reshape(-1)[0] if "k_nope_clip_alpha" in self.given else of(1)
+        limit = self.largest(tiles)
         if not alpha.same(of(1)):
             limit = limit * alpha
             tiles = self.point.function(tiles, limit, "clip")
@@ -466,17 +492,50 @@ class Kernel:
             joined([self.point.function(value, f"byte {k} of {kind}")[..., None] for k in range(count)])
             for value, kind, count in kinds
         ]
-        return joined([part.reshape(len(ckv.re), -1) for part in (values, *parts)])
+        parts = [part.reshape(len(ckv.re), -1) for part in (values, *parts)]
+        kind = {"fp8": "as torch.float8_e4m3fn", "hifloat8": "as torch.uint8"}.get(self.format)
+        return joined(parts[:1] + [self.point.function(part, kind) if kind else part for part in parts[1:]])
 
     def key_half(self) -> dict[str, Num]:
         kv, latent = self.take("kv"), self.given["gamma"].shape[-1]
         k_pe = self.rope(kv[..., latent:], self.take("cos"), self.take("sin"))
         c_kv = self.norm(kv[..., :latent], "gamma", "epsilon")
         ckr, ckv = (
-            self.int8(value * self.take(scale)) if scale in self.given else value
+            self.in_bytes(value * self.take(scale)) if scale in self.given else value
             for value, scale in ((k_pe, "k_rope_scale"), (c_kv, "c_kv_scale"))
         )
         return {"k_pe": k_pe, "c_kv": c_kv} | self.caches(("kr_cache", "k_cache", ckr), ("kv_cache", "ckv_cache", ckv))
+
+    def preprocess(self) -> dict[str, Num]:
+        """W8A8 by fixed scales, the input's norm inside; rotations of halves."""
+        uk, cos, sin, epsilon = self.weight("wuk"), self.take("cos"), self.take("sin"), Fraction(1, 10**6)
+        (heads, nope, latent), rope = uk.shape, cos.shape[-1]
+        half = rope // 2
+
+        def rotated(value: Num, cos: Num, sin: Num) -> Num:
+            return value * cos + joined([-value[..., half:], value[..., :half]]) * sin
+
+        def by_scales(rows: Num, stage: int, name: str) -> Num:
+            normed = self.norm(rows, f"gamma{stage}", epsilon) + self.take(f"beta{stage}")
+            scaled = normed * self.take(f"quant_scale{stage}").inverse() + self.take(f"quant_offset{stage}")
+            weight = self.weight(name)
+            width, columns = rows.shape[-1], math.prod(weight.shape) // rows.shape[-1]
+            blocks = ([width // 32, 32, columns], [columns * 32, 1, 32]) if len(weight.shape) == 4 else None
+            turned = self.point.move(weight, [width, columns], 0, *(blocks or ([width, columns], [1, width])))
+            found = self.point.matmul(self.in_bytes(scaled), turned)
+            return (found + self.take(f"bias{stage}")) * self.take(f"descale{stage}")
+
+        down = by_scales(self.take("input"), 0, "wdqkv")
+        up = by_scales(down[..., latent + rope :], 1, "wuq").reshape(len(down.re), heads, nope + rope)
+        query = self.point.matmul(up[..., :nope].map(lambda part: part.swapaxes(0, 1)), uk)
+        rows = self.norm(down[..., :latent], "gamma2", epsilon), rotated(down[..., latent : latent + rope], cos, sin)
+        found = {"query": query.map(lambda part: part.swapaxes(0, 1))}
+        found["query_rope"] = rotated(up[..., nope:], cos[:, None], sin[:, None])
+        for name, argument, new in zip(_CACHES, ("kv_cache", "kv_cache_rope"), rows, strict=True):
+            buffer = self.take(argument)  # one element stands for a cache of the model's
+            rest = buffer.reshape(-1, buffer.shape[-1])[len(new.re) :]
+            found[name] = new if buffer.shape == (1,) else joined([new, rest], 0).reshape(*buffer.shape)
+        return found
 
     def caches(self, *rows: tuple[str, str, Num]) -> dict[str, Num]:
         """The new rows [T, width] of caches; of a buffer that holds nothing else, in its form."""
@@ -490,6 +549,10 @@ class Kernel:
 KERNELS: dict[str, tuple[Callable[[Kernel], dict[str, Num]], frozenset[str]]] = {
     "npu_mla_prolog_v3": (Kernel.prolog, frozenset({"cache_index", "kv_cache", "kr_cache"})),
     "npu_kv_rmsnorm_rope_cache_v2": (Kernel.key_half, frozenset({"index", "k_cache", "ckv_cache"})),
+    "npu_mla_preprocess": (
+        Kernel.preprocess,
+        frozenset({"slotmapping", "q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1"}),
+    ),
 }  # and what of a call is no number that is computed with
 
 
@@ -513,6 +576,7 @@ _CACHES = ("kv_cache", "kr_cache")
 _DIMS = (
     ("He", "token_x", -1), ("Hcq", "rmsnorm_gamma_cq", -1), ("Hckv", "rmsnorm_gamma_ckv", -1),
     ("D", "weight_uk", 1), ("N", "weight_uk", 0), ("Dr", "rope_cos", -1), ("Hckv", "gamma", -1), ("Dr", "cos", -1),
+    ("He", "input", -1), ("Hcq", "gamma1", -1), ("Hckv", "gamma2", -1), ("D", "wuk", 1), ("N", "wuk", 0),
 )  # fmt: skip
 
 
@@ -606,7 +670,10 @@ def fits(certificate: dict[str, Any], fusion: dict[str, Any]) -> None:
     if other or wrong or certificate["replaced"] != replaced or certificate["version"] != VERSION:
         raise Refused(f"the certificate is of another call, or another version {', '.join(wrong)}".rstrip())
     claims = [(claim["place"], claim["output"]) for claim in certificate["claims"]]
-    in_place = _CACHES[: 1 if given.get("kv_cache_quant_mode") == 3 else 2] if "PA" in given["cache_mode"] else ()
+    paged = "PA" in given["cache_mode"]
+    if call["operator"] == "npu_mla_preprocess":
+        paged = certificate["values"][whole(call["arguments"]["kv_cache"])][2] == [1]
+    in_place = _CACHES[: 1 if given.get("kv_cache_quant_mode") == 3 else 2] if paged else ()
     if len(set(claims)) < len(claims) or not claims:
         raise Refused("a value is claimed twice, or none is")
     for place, name in enumerate(replaced):

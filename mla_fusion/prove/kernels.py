@@ -12,16 +12,20 @@ from typing import Any
 import torch
 
 from mla_fusion.fx.analytic import FLOOR
+from mla_fusion.meta import number_formats
 from mla_fusion.meta.key_operator import V2_FUNCTIONAL
+from mla_fusion.meta.number_formats import FORMATS, FP8, MXFP8, NumberFormat
+from mla_fusion.meta.preprocess import EPSILON
 from mla_fusion.meta.prolog import V3_FUNCTIONAL
 from mla_fusion.prove import field, quantising
-from mla_fusion.prove.field import Literal, Num, mul
-from mla_fusion.prove.operators import Call, rms_norm, rotated, rule
+from mla_fusion.prove.field import Literal, Num, add, mul
+from mla_fusion.prove.operators import Call, real, rms_norm, rotated, rotated_halves, rule
 from mla_fusion.reference.numerics import FLT_EPS
 
 RESULTS = {
     "npu::npu_mla_prolog_v3_functional": V3_FUNCTIONAL.results,
     "npu::npu_kv_rmsnorm_rope_cache_v2_functional": V2_FUNCTIONAL.results,
+    "atb::npu_mla_preprocess": ("query", "kv_cache", "query_rope", "kr_cache"),
 }  # of the operators that a plan calls, by name
 _UNUSED = Num(torch.zeros(0, dtype=torch.int64))
 
@@ -58,9 +62,7 @@ def _flat(value: Num) -> Num:
 
 @rule("npu::npu_mla_prolog_v3_functional")
 def prolog(call: Call) -> list[Num]:
-    """The whole prologue: in bfloat16, or in int8 (weight_quant_mode 1 and 2)."""
-    if call["weight_quant_mode"] > 2:
-        raise field.Undecided("a format that the field does not know")
+    """The whole prologue, in bfloat16 or a format of one byte."""
     x, weight_uk = call.num("token_x"), call.num("weight_uk")
     lead = x.shape[:-1]
     heads, nope, latent = weight_uk.shape
@@ -68,10 +70,10 @@ def prolog(call: Call) -> list[Num]:
     rope = cos.shape[-1]
     flat = _flat(x)
     c_q = _normed(_projected(call, flat, "dq", "dequant_scale_x"), call, "cq", "qc_qr_scale")
-    step = None
-    if call["weight_quant_mode"]:
+    step, form = None, _format(call)
+    if form is not None:
         smoothed = c_q if call["smooth_scales_cq"] is None else mul(c_q, call.num("smooth_scales_cq"))
-        c_q, step = quantising.by_row(smoothed)
+        c_q, step = quantising.by_block(smoothed) if form is MXFP8 else quantising.by_row(smoothed, form)
     query = _projected(call, c_q, "uq_qr", step)
     query = query.moved(lambda part: part.reshape(-1, heads, nope + rope))
     q_nope, q_pe = _columns(query, nope, rope)
@@ -84,9 +86,9 @@ def prolog(call: Call) -> list[Num]:
     of_query = _UNUSED
     if call["kv_cache_quant_mode"] == 1:
         scale = call.num("quant_scale_ckv").moved(lambda part: part.reshape(-1)[0])
-        absorbed, of_query = quantising.by_row(absorbed)
+        absorbed, of_query = quantising.by_row(absorbed, _of_rows(call))
         query_rope = mul(query_rope, mul(scale, field.inverse(of_query)))
-        ckv = quantising.saturated(mul(ckv, scale))
+        ckv = quantising.saturated(mul(ckv, scale), _of_rows(call))
     elif call["kv_cache_quant_mode"] == 2:
         ckv = quantising.saturated(mul(ckv, call.num("quant_scale_ckv")))
         kr = quantising.saturated(mul(kr, call.num("quant_scale_ckr")))
@@ -100,10 +102,10 @@ def prolog(call: Call) -> list[Num]:
 
 def _packed(call: Call, ckv: Num, kr: Num) -> Num:
     """Rows of bytes: int8 tiles of the latent, the key in bfloat16, a float32 step for each tile."""
-    tiles = ckv.moved(lambda part: part.unflatten(-1, (-1, call["tile_size"])))
-    alpha = call.num("k_nope_clip_alpha").past
+    tiles, form = ckv.moved(lambda part: part.unflatten(-1, (-1, call["tile_size"]))), _of_rows(call)
+    alpha = 1.0 if call["k_nope_clip_alpha"] is None else call.num("k_nope_clip_alpha").past
     if alpha == 1.0:
-        values, steps = quantising.by_row(tiles)
+        values, steps = quantising.by_row(tiles, form)
     else:
         limit = mul(quantising.largest_of(tiles), field.number(alpha))
         steps = mul(limit, field.inverse(field.number(quantising.STEPS)))
@@ -111,22 +113,48 @@ def _packed(call: Call, ckv: Num, kr: Num) -> Num:
     steps = steps.moved(lambda part: part.squeeze(-1))
     parts = [
         values.moved(lambda part: part.flatten(-2)),
-        quantising.as_bytes(kr, torch.bfloat16),
-        quantising.as_bytes(steps, torch.float32),
+        quantising.as_bytes(kr, torch.bfloat16, form.element),
+        quantising.as_bytes(steps, torch.float32, form.element),
     ]
     return field.joined(parts, -1)
 
 
 def _projected(call: Call, rows: Num, weight: str, step: Num | str | None) -> Num:
-    """``rows @ weight``, of int8 times the steps of rows and columns."""
-    found = field.matmul(rows, call.num(f"weight_{weight}"))
+    """``rows @ weight``, of numbers of one byte times the steps of rows and columns."""
+    matrix = call.num(f"weight_{weight}")
     if isinstance(step, str):
         step = None if call[step] is None else call.num(step)
-    return found if step is None else mul(mul(found, step), call.num(f"dequant_scale_w_{weight}"))
+    if step is None:
+        return field.matmul(rows, matrix)
+    form, of_columns = _format(call), call.num(f"dequant_scale_w_{weight}")
+    if form is MXFP8:
+        of_columns = of_columns.moved(lambda part: part.t())
+        return quantising.product_of_blocks(rows, matrix, _flat(step), of_columns)
+    assert form is not None
+    return mul(mul(field.matmul(quantising.read_as(rows, form.number), matrix), step), of_columns)
 
 
-def _in_bytes(call: Call, scale: str, rows: Num) -> Num:
-    return rows if call[scale] is None else quantising.saturated(mul(rows, call.num(scale)))
+def _format(call: Call) -> NumberFormat | None:
+    mode = call["weight_quant_mode"]
+    return next((form for form in FORMATS if mode and mode in (form.full, form.partial)), None)
+
+
+def _of_rows(call: Call) -> NumberFormat:
+    """The format of the query and of cache rows, whose steps are those of rows."""
+    form = _format(call)
+    assert form is not None
+    return FP8 if form is MXFP8 else form
+
+
+def _in_bytes(call: Call, scale: str, cache: str, rows: Num) -> Num:
+    """In the format of the cache, where a scale is given."""
+    if call[scale] is None:
+        return rows
+    dtype = call.holds(cache)
+    form = None if dtype is None else number_formats.of_product((dtype,), (call[f"{cache}_dtype"],))
+    if form is None:
+        raise field.Undecided("a cache of another format")
+    return quantising.saturated(mul(rows, call.num(scale)), form)
 
 
 def _normed(value: Num, call: Call, name: str, scale: str) -> Num:
@@ -140,7 +168,11 @@ def _normed(value: Num, call: Call, name: str, scale: str) -> Num:
 
 
 def _epsilon(call: Call, name: str) -> Num:
-    return constant(name, call[name]).num(call[name])
+    return _epsilon_of(call[name])
+
+
+def _epsilon_of(given: float) -> Num:
+    return constant("epsilon", given).num(given)
 
 
 def written(name: str, given: Any) -> Any:
@@ -172,6 +204,48 @@ def key_half(call: Call) -> list[Num]:
     tables = call.num("cos"), call.num("sin")
     rows = rotated(kr, *tables), rms_norm(ckv, gamma, _epsilon(call, "epsilon"), 1)[0]
     named = zip(("k_cache", "ckv_cache"), ("k_rope_scale", "c_kv_scale"), rows, strict=True)
-    written = [_written(call, name, _flat(_in_bytes(call, scale, row))) for name, scale, row in named]
+    written = [_written(call, name, _flat(_in_bytes(call, scale, name, row))) for name, scale, row in named]
     return [*rows, *written] if call.name.endswith("functional") else [*written, *rows]
 
+
+
+# -- W8A8 by fixed scales, the input's norm inside
+
+
+@rule("atb::npu_mla_preprocess")
+def preprocess(call: Call) -> list[Num]:
+    """The whole prologue behind the input's norm: latent, key and c_q side by side, rotations of halves."""
+    hidden = _with_beta(call, "0", real(call.value))
+    heads, nope, latent = call.num("wuk").shape
+    cos, sin = call.num("cos"), call.num("sin")
+    rope, rank = cos.shape[-1], call.num("gamma1").shape[-1]
+    ckv, kr, c_q = _columns(_static_product(call, "0", "wdqkv", hidden), latent, rope, rank)
+    up = _static_product(call, "1", "wuq", _with_beta(call, "1", c_q))
+    q_nope, q_pe = _columns(up.moved(lambda part: part.unflatten(-1, (heads, nope + rope))), nope, rope)
+    query = field.matmul(q_nope.moved(lambda part: part.transpose(0, 1)), call.num("wuk"))
+    query_rope = rotated_halves(q_pe, *(table.moved(lambda part: part.unsqueeze(1)) for table in (cos, sin)))
+    rows = rms_norm(ckv, call.num("gamma2"), _epsilon_of(EPSILON), 1)[0], rotated_halves(kr, cos, sin)
+    caches = [_stored(call.num(name), part) for name, part in zip(("kv_cache", "kv_cache_rope"), rows, strict=True)]
+    return [query.moved(lambda part: part.transpose(0, 1)), caches[0], query_rope, caches[1]]
+
+
+def _with_beta(call: Call, stage: str, value: Num) -> Num:
+    normed, _ = rms_norm(value, call.num(f"gamma{stage}"), _epsilon_of(EPSILON), 1)
+    return add(normed, call.num(f"beta{stage}"))
+
+
+def _static_product(call: Call, stage: str, weight: str, rows: Num) -> Num:
+    scale, matrix = field.inverse(call.num(f"quant_scale{stage}")), call.num(weight)
+    if len(matrix.shape) == 4:  # FRACTAL_NZ
+        matrix = matrix.moved(lambda part: part[0].transpose(0, 1).flatten(1))
+    quantised = quantising.saturated(add(mul(rows, scale), call.num(f"quant_offset{stage}")))
+    found = add(field.matmul(quantised, matrix.moved(lambda part: part.t())), call.num(f"bias{stage}"))
+    return mul(found, call.num(f"descale{stage}"))
+
+
+def _stored(cache: Num, rows: Num) -> Num:
+    """A cache of the model's; or a buffer, whose first rows they are."""
+    if len(cache.shape) == 1:
+        return Written(cache, rows)
+    rest = cache.moved(lambda part: part.reshape(-1, part.shape[-1])[rows.shape[0] :])
+    return field.joined([rows, rest], 0).moved(lambda part: part.reshape(cache.shape))

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from mla_fusion.compat import OpOverload, overload_name, schema_of
 from mla_fusion.fx.operators import known
+from mla_fusion.meta import number_formats
+from mla_fusion.meta.number_formats import E8M0_NUMBER, HIFLOAT8, NumberFormat
 from mla_fusion.prove import field, quantising
 from mla_fusion.prove.field import Complex, Num, Undecided, Value, add, function, here, mul, neg, sub
 
@@ -41,6 +43,7 @@ class Call:
     source    what the first tensor holds in the graph, if that is known
     rounded   do arguments hold numbers that a cast has rounded?
     masks     are arguments bools, or uint8, which as an index say whether and not where?
+    holds     the dtype that an argument has in the graph, if that is known
     """
 
     target: Any
@@ -53,6 +56,7 @@ class Call:
     source: torch.dtype | None = None
     rounded: bool = False
     masks: bool = False
+    holds: Callable[[str], torch.dtype | None] = lambda name: None
 
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name)
@@ -263,12 +267,14 @@ def _cast(call: Call) -> Value:
         value = value.real
     if wanted.is_floating_point and wanted.itemsize > 1:
         return value.with_past() if value.cells is None else value
+    if call.source == torch.uint8 and value.ints is None:
+        value = function("number of a byte", value)  # which may stand for that of a float format
     is_whole = call.source is not None and not (call.source.is_floating_point or call.source.is_complex)
     if is_whole and wanted in (torch.int32, torch.int64):
         return value
     if here().are_rows and quantising.whole(value).rounded and wanted in (torch.int32, torch.int64):
         return value  # far below 2**31: what is saturated later is so at 127
-    return quantising.to_int8(value) if wanted == torch.int8 else function(f"cast to {wanted}", value)
+    return quantising.to_bytes(value, wanted)
 
 
 @rule(
@@ -289,8 +295,9 @@ def _bytes(call: Call) -> Value:
     value, source, wanted = real(call.value), call.source, call["dtype"]
     if source is None or wanted.itemsize != 1 or not value.shape:
         return pointwise(call)
-    found = value if source == wanted else quantising.as_bytes(value, source)
-    return found if wanted in (source, torch.int8) else function(f"as {wanted}", found)
+    if {source, wanted} == {torch.uint8, torch.float8_e8m0fnu}:
+        return value  # torch_npu holds scales of blocks in either
+    return quantising.as_bytes(value, source, wanted)
 
 
 @rule("expand", "expand_copy", "expand_as", "broadcast_to")
@@ -1115,26 +1122,50 @@ def _transposed_product(call: Call) -> Value:
 # -- quantised rows
 
 
+def _only(call: Call, **wanted: Any) -> None:
+    """Raises Undecided for an argument that is neither left out nor what is wanted."""
+    for name, item in wanted.items():
+        if call[name] not in (None, item):
+            raise Undecided(f"{call.name} with {name}={call[name]}")
+
+
+def _format(call: Call, in_blocks: bool = False) -> NumberFormat:
+    form = number_formats.of_dst_type(call["dst_type"], in_blocks)
+    if form is None:
+        raise Undecided(f"{call.name} to a format that is not known")
+    return form
+
+
 @rule("npu::npu_dynamic_quant")
 def _dynamic_quant(call: Call) -> Any:
-    plain_form = call["quant_mode"] in (None, "pertoken") and call["group_index"] is None
-    if not plain_form or call["dst_type"] not in (None, 1, torch.int8) or call["dst_type_max"]:
-        raise Undecided("no int8 of rows")
+    _only(call, quant_mode="pertoken", group_index=None, dst_type_max=0)
     value = real(call.value)
     if call["smooth_scales"] is not None:
         value = mul(value, call.num("smooth_scales"))
-    values, scale = quantising.by_row(value)
+    values, scale = quantising.by_row(value, _format(call))
     return [values, scale.moved(lambda part: part.squeeze(-1))]
+
+
+@rule("npu::npu_dynamic_mx_quant")
+def _mx_quant(call: Call) -> Any:
+    """Blocks of 32 neighbours, whose scales lie in pairs."""
+    value, _ = real(call.value), _format(call, in_blocks=True)
+    _only(call, axis=len(value.shape) - 1 if call["axis"] != -1 else -1, round_mode="rint", dst_type_max=0)
+    _only(call, block_size=number_formats.BLOCK, scale_alg=0, max_low_bound=0)
+    if value.shape[-1] % (2 * number_formats.BLOCK):
+        raise Undecided("blocks that fill no pair")
+    values, scale = quantising.by_block(value)
+    return [values, scale.moved(lambda part: part.unflatten(-1, (-1, 2)))]
 
 
 @rule("npu::npu_dynamic_block_quant")
 def _block_quant(call: Call) -> Any:
-    """Tiles of 128 neighbours in int8."""
-    wanted = {"min_scale": 0, "round_mode": "rint", "dst_type": 1, "row_block_size": 1, "dst_type_max": 0}
-    value, tile = real(call.value), call["col_block_size"]
-    if any(call[name] not in (None, item) for name, item in wanted.items()) or value.shape[-1] % tile:
-        raise Undecided("no int8 of tiles")
-    values, scale = quantising.by_row(value.moved(lambda part: part.unflatten(-1, (-1, tile))))
+    """Tiles of 128 neighbours."""
+    value, tile, form = real(call.value), call["col_block_size"], _format(call)
+    _only(call, min_scale=0, round_mode=form.block_rounding, row_block_size=1, dst_type_max=0)
+    if value.shape[-1] % tile:
+        raise Undecided("tiles that are cut")
+    values, scale = quantising.by_row(value.moved(lambda part: part.unflatten(-1, (-1, tile))), form)
     return [values.moved(lambda part: part.flatten(-2)), scale.moved(lambda part: part.squeeze(-1))]
 
 
@@ -1152,11 +1183,24 @@ def _quantize(call: Call) -> Num:
 
 @rule("npu::npu_quant_matmul")
 def _quant_matmul(call: Call) -> Num:
+    kinds = {"x1_dtype", "x2_dtype", "scale_dtype", "pertoken_scale_dtype", "group_sizes"}
     given = {"x1", "x2", "scale", "pertoken_scale", "output_dtype"}
-    others = {name for name, item in call.given.items() if name not in given and item is not None}
-    if others:
+    if call.holds("bias") == torch.int32 and call["pertoken_scale"] is None:
+        given.add("bias")  # before the scale
+    others = {name for name, item in call.given.items() if name not in given | kinds and item is not None}
+    if others or call["x1_dtype"] != call["x2_dtype"]:
         raise Undecided(f"npu_quant_matmul with {', '.join(sorted(others))}")
-    found = mul(field.matmul(call.num("x1"), call.num("x2")), call.num("scale"))
+    rows, weight, scale = call.num("x1"), call.num("x2"), call.num("scale")
+    if any(call["group_sizes"] or ()):
+        _only(call, bias=None, scale_dtype=E8M0_NUMBER, pertoken_scale_dtype=E8M0_NUMBER, x1_dtype=None)
+        if tuple(call["group_sizes"]) not in number_formats.IN_BLOCKS:
+            raise Undecided("blocks of other sizes")
+        of_rows = call.num("pertoken_scale").moved(lambda part: part.flatten(-2))
+        of_weight = scale.moved(lambda part: part.transpose(1, 2).flatten(0, 1))
+        return quantising.product_of_blocks(rows, weight, of_rows, of_weight)
+    _only(call, scale_dtype=None, pertoken_scale_dtype=None, x1_dtype=HIFLOAT8.number)
+    found = field.matmul(quantising.read_as(rows, call["x1_dtype"]), weight)
+    found = mul(found if call["bias"] is None else add(found, call.num("bias")), scale)
     if call["pertoken_scale"] is None:
         return found
     return mul(found, call.num("pertoken_scale").moved(lambda part: part.unsqueeze(-1)))
@@ -1208,6 +1252,11 @@ def rotated(value: Num, cos: Num, sin: Num) -> Num:
     return field.joined(halves, -1)
 
 
+def rotated_halves(value: Num, cos: Num, sin: Num) -> Num:
+    first, second = value.parts(lambda part: part.chunk(2, -1))
+    return add(mul(value, cos), mul(field.joined([neg(second), first], -1), sin))
+
+
 @rule("npu::npu_interleave_rope")
 def _interleave_rope(call: Call) -> Value:
     return rotated(real(call.value), call.num("cos"), call.num("sin"))
@@ -1220,8 +1269,7 @@ def _rotary_mul(call: Call) -> Value:
     if call["rotate"] is not None:
         turned = field.matmul(value, call.num("rotate"))
     elif mode == "half":
-        first, second = value.parts(lambda part: part.chunk(2, -1))
-        turned = field.joined([neg(second), first], -1)
+        return rotated_halves(value, r1, r2)
     elif mode == "interleave":
         even, odd = pairs(value)
         turned = field.stacked([neg(odd), even], -1).moved(lambda part: part.flatten(-2))

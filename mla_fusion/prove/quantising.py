@@ -1,7 +1,9 @@
-"""Quantisation to int8 in the field: ``saturate(round(v))`` is one function, however its steps are written.
+"""Quantisation to one byte in the field: ``saturate(round(v))`` is one function, however its steps are written.
 
 The largest of a row is a function of the row's elements in any order. By it, ``v = x * 127 / max|x|``
 is known to be at most 127, so that it is the same with and without saturation.
+
+An element of a float format is the number that its byte stands for.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mla_fusion.meta.number_formats import BLOCK, FP8, HIFLOAT8, INT8, NumberFormat
 from mla_fusion.prove import field
 from mla_fusion.prove.field import Num, function, here, mul
 
 FLOOR = 1e-4  # under the largest of a row: that of normed rows is far above (a listed assumption)
 STEPS = 127
+MOST = {INT8: STEPS, FP8: 448, HIFLOAT8: 32768}  # the number that the largest of a row becomes
 
 
 @dataclass(frozen=True)
@@ -147,22 +151,30 @@ def _are_whole(*ends: float) -> bool:
     return all(math.isinf(end) or float(end).is_integer() for end in ends)
 
 
-def to_int8(value: Num) -> Num:
-    """What a cast to int8 makes of it."""
+def to_bytes(value: Num, dtype: torch.dtype) -> Num:
+    """What a cast to int8, or to a float of one byte, makes of it."""
     found = whole(value)
     ends = found.least, found.most
-    if found.rounded and (ends == (-128, 127) or (_holds(*ends) and _is_bounded(found.value))):
-        return saturated(found.value)
-    return function("cast to int8", value)
+    if dtype == INT8.element:
+        if found.rounded and (ends == (-128, 127) or (_holds(*ends) and _is_bounded(found.value))):
+            return saturated(found.value)
+    elif dtype == FP8.element and not found.rounded and ends == (-MOST[FP8], MOST[FP8]):
+        return saturated(found.value, FP8)
+    return function(f"cast to {dtype}", value)
 
 
 def _holds(least: float, most: float) -> bool:
     return least <= -STEPS and most >= STEPS
 
 
-def saturated(value: Num) -> Num:
+def saturated(value: Num, form: NumberFormat = INT8) -> Num:
     """``saturate(round(value))``"""
-    return function("int8", value)
+    return function(form.name, value)
+
+
+def read_as(rows: Num, number: int | None) -> Num:
+    """Rows of bytes as the operand of a product, whose argument says which format's they are where no dtype does."""
+    return rows if number is None else function(f"of format {number}", rows)
 
 
 def clipped(value: Num, limit: Num) -> Num:
@@ -181,14 +193,35 @@ def _is_share(limit: Num, largest: Num) -> bool:
     return field.equal(times, times.moved(lambda part: part.reshape(-1)[:1]))
 
 
-def as_bytes(value: Num, dtype: torch.dtype) -> Num:
-    """The bytes of numbers of a dtype, side by side on the last axis."""
-    each = [function(f"byte {place} of {dtype}", value) for place in range(dtype.itemsize)]
-    return field.stacked(each, -1).moved(lambda part: part.flatten(-2))
+def as_bytes(value: Num, source: torch.dtype, wanted: torch.dtype = INT8.element) -> Num:
+    """Numbers of a dtype, read as as many of one byte each, side by side on the last axis."""
+    if source == wanted:
+        return value
+    each = [function(f"byte {place} of {source}", value) for place in range(source.itemsize)]
+    found = field.stacked(each, -1).moved(lambda part: part.flatten(-2))
+    return found if wanted == INT8.element else function(f"as {wanted}", found)
 
 
-def by_row(rows: Num) -> tuple[Num, Num]:
-    """Each row in int8, and its step, with the axis kept."""
+def by_row(rows: Num, form: NumberFormat = INT8) -> tuple[Num, Num]:
+    """Each row in bytes, and its step, with the axis kept."""
     largest = largest_of(rows)
-    steps = field.number(STEPS)
-    return saturated(mul(rows, mul(steps, field.inverse(largest)))), mul(largest, field.inverse(steps))
+    most = field.number(MOST[form])
+    values = saturated(mul(rows, mul(most, field.inverse(largest))), form)
+    return values, mul(largest, field.inverse(most))
+
+
+def by_block(rows: Num) -> tuple[Num, Num]:
+    """Each row in mxfp8, and its scales [.., n / 32], powers of two."""
+    blocks = rows.moved(lambda part: part.unflatten(-1, (-1, BLOCK)))
+    powers = function("power of two", largest_of(blocks))
+    values = function("mxfp8", mul(blocks, field.inverse(powers)))
+    return tuple(part.moved(lambda part: part.flatten(-2)) for part in (values, powers))  # type: ignore[return-value]
+
+
+def product_of_blocks(rows: Num, weight: Num, of_rows: Num, of_weight: Num) -> Num:
+    """Rows [t, k] times a weight [k, n] in mxfp8, with scales [t, k / 32] and [k / 32, n]."""
+    by_blocks = rows.moved(lambda part: part.unflatten(-1, (-1, BLOCK)).transpose(0, 1))
+    weight = weight.moved(lambda part: part.unflatten(0, (-1, BLOCK)))
+    scaled = mul(by_blocks, of_rows.moved(lambda part: part.t().unsqueeze(-1)))
+    products = mul(field.matmul(scaled, weight), of_weight.moved(lambda part: part.unsqueeze(1)))
+    return field.total(products, [0], False)

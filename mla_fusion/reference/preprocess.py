@@ -17,10 +17,9 @@ from torch import Tensor
 
 from mla_fusion.meta import preprocess as contract
 from mla_fusion.meta import preprocess_csrc as csrc
+from mla_fusion.meta.preprocess import EPSILON
 from mla_fusion.reference import cache, quantize
 from mla_fusion.reference.numerics import matmul, rms_norm
-
-EPSILON = 1e-6  # whatever the caller passes: fixed in the kernel
 
 
 def npu_mla_preprocess(

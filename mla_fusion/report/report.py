@@ -64,8 +64,8 @@ class Fusion:
     figures     per output, fused against unfused on seeded inputs; empty where ``verified`` says another
                 layer of equal structure stood for this one, or verification was off
     proof       why the fusion is exact, a line for each fact, and last what verification compared
-    certificate  its place in ``Report.certificates``: what `mla-fusion check-proof` checks; None where the number
-                format is not proved in exact arithmetic
+    certificate  its place in ``Report.certificates``: what `mla-fusion check-proof` checks; None where a step has no
+                form that a certificate can say
     compared    what verification ran: at how many tokens, on how many draws, how many outputs; empty where figures is
     picture     its place in ``Report.pictures``; layers of equal structure share one
     beside      what else was recognised that reads the prologue, and stays as it is (an indexer)

@@ -22,6 +22,9 @@ MUTATED = (  # spellings unlike each other, int8 among them
     "PlainCache",
     "Int8Attention",
     "PackedClipped",
+    "MxFull",
+    "HifAttentionByOperator",
+    "StaticW8A8",
 )
 
 

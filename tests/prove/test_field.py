@@ -161,7 +161,7 @@ def test_int8_is_one_function(write: object, is_int8: bool) -> None:
 
     rows = field.random("rows", (4, 16))
     found = write(Written(rows)).value  # type: ignore[operator]
-    assert field.equal(quantising.to_int8(found), quantising.saturated(rows)) is is_int8
+    assert field.equal(quantising.to_bytes(found, torch.int8), quantising.saturated(rows)) is is_int8
 
 
 def test_rows_brought_to_127_need_no_saturation() -> None:
@@ -169,6 +169,7 @@ def test_rows_brought_to_127_need_no_saturation() -> None:
         rows = field.random("rows", (4, 16))
         values, step = quantising.by_row(rows)
         brought = field.mul(rows, field.inverse(step))
-        assert field.equal(quantising.to_int8(quantising.rounded(brought)), values)
+        assert field.equal(quantising.to_bytes(quantising.rounded(brought), torch.int8), values)
         twice = quantising.rounded(field.mul(brought, field.number(2)))
-        assert not field.equal(quantising.to_int8(twice), quantising.saturated(field.mul(brought, field.number(2))))
+        doubled = quantising.saturated(field.mul(brought, field.number(2)))
+        assert not field.equal(quantising.to_bytes(twice, torch.int8), doubled)

@@ -2,7 +2,8 @@
 
 Each member runs a compiled prologue, changes one weight, and runs again. Parameters whose changes leave no trace in
 a version counter (made under inference_mode, views of one flat buffer, written through ``.data``, numpy or DLPack)
-are the attack; ordinary updates are the controls.
+are the attack, and looked for at every call (what rounds find, and when, is tests/weights/test_reload.py); ordinary
+updates are the controls.
 """
 
 from __future__ import annotations
@@ -167,7 +168,9 @@ def _judge(member: Member) -> Outcome:
         return prologue(i, style)
 
     captured = captures.static(program, inputs.ordinary(8))
-    report, _, wrap = fuse_with_boundary(captured.graph, captured.inputs, member.config(weights=member.regime))
+    looks = "every call" if member.family == "updates.hidden" else "rounds"
+    config = member.config(weights=member.regime, updates=looks)
+    report, _, wrap = fuse_with_boundary(captured.graph, captured.inputs, config)
     run = on(captured, wrap(captured.graph.forward))
     wrong = None
     before = run_seeded(program, named)
