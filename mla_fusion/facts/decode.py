@@ -93,11 +93,6 @@ class Decoder:
         flips = torch.rand(shape, generator=self.generator, dtype=torch.float32) < 0.5
         return torch.where(flips, -size, size)
 
-    def spread_probe(self) -> torch.Tensor:
-        """A value for the product whose elements are of all magnitudes, from a billionth to a thousand."""
-        exponent = torch.rand(self.cone.codes.shape, generator=self.generator, dtype=torch.float64) * 12 - 9
-        return self.fresh_probe() * 10**exponent
-
     def degrees(self) -> dict[Node, int]:
         """Degree of homogeneity in the product, of every real node that has one of 0 or 1."""
         doubled = self.cone.run(self.probe * (2 * LARGE), self.bases)
@@ -124,8 +119,6 @@ class Decoder:
             return {}
         under = self._under_masks(nodes)
         steady = self._steady(nodes)
-        self.other = self.spread_probe()
-        other = self.cone.run(self.other * LARGE, self.bases, [node for node in nodes if degrees[node]])
         readings = {}
         for node in nodes:
             total, values = self._value(node), under[node]
@@ -135,25 +128,8 @@ class Decoder:
                 continue
             spelt = _spell(total, values)
             if spelt is not None:
-                first, second, share = spelt
-                reading = Reading(1, first, second, share, total, node in steady)
-                if self._holds_elsewhere(reading, other[self.cone.slot(node)]):
-                    readings[node] = reading
+                readings[node] = Reading(1, *spelt, total, node in steady)
         return readings
-
-    def _holds_elsewhere(self, reading: Reading, value: object) -> bool:
-        """Is the node the same sum of the same elements on another probe? Then it is for every product."""
-        if not _is_real(value) or value.shape != reading.total.shape:
-            return False
-        here, there = (self.cone.rows(probe).reshape(-1) * LARGE for probe in (self.probe, self.other))
-        parts = []
-        single = reading.first == reading.second
-        rest = torch.where(single, 0.0, reading.total - reading.share)
-        for code, part in ((reading.first, torch.where(single, reading.total, reading.share)), (reading.second, rest)):
-            code = code.clamp(max=len(here) - 1)  # of an element that is zero for every probe there is no code
-            parts.append(part / here[code] * there[code])
-        size = parts[0].abs() + parts[1].abs() + value.abs()
-        return bool(((parts[0] + parts[1] - value).abs() <= _CLOSE * size + 1e-30).all())
 
     def _under_masks(self, nodes: list[Node]) -> dict[Node, torch.Tensor]:
         """[bits, ..]: the nodes' values where the elements whose bit is 0 are taken out of the product."""

@@ -2,8 +2,7 @@
 
 Whatever the spelling (pow or square or x*x, rsqrt or sqrt and division, npu_rms_norm, aten.rms_norm,
 npu_add_rms_norm with a zero residual), the node's values satisfy this at three magnitudes of u or they do not.
-``eps`` and ``scale`` are solved from the values, never assumed, and must hold for another u and other tensors too:
-of a single token, a mean over half of the columns is a mean over all of them times some constant.
+``eps`` and ``scale`` are solved from the values, never assumed, and must be the same whatever the other tensors hold.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[No
     if not candidates:
         return []
     drawn = _Draw(decoder.probe, decoder.bases, cone, candidates)
-    other = _Draw(_with_outliers(decoder), _spread(small_scalars(cone.draw(decoder.generator))), cone, candidates)
+    other = _Draw(decoder.fresh_probe(), small_scalars(cone.draw(decoder.generator)), cone, candidates)
     found: list[NormFact] = []
     weighted: set[tuple[int, ...]] = set()
     for node, reading in reversed(candidates.items()):  # a weighted norm is found before the same without its weight
@@ -64,24 +63,6 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[No
             found.append(fact)
             weighted |= {fact.columns} if fact.gamma is not None else set()
     return [fact for fact in reversed(found) if fact.gamma is not None or fact.columns not in weighted]
-
-
-def _with_outliers(decoder: Decoder) -> torch.Tensor:
-    """A probe of which a few elements are a thousand times larger: the normed row has large elements too."""
-    probe = decoder.fresh_probe()
-    few = torch.rand(probe.shape, generator=decoder.generator, dtype=torch.float32) < 1 / 64
-    return torch.where(few, 1e3 * probe, probe)
-
-
-def _spread(bases: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Weights of all magnitudes, so that normed values are too."""
-    generator = torch.Generator().manual_seed(1)
-    return [
-        base * 10 ** (4 * torch.rand(base.shape, generator=generator, dtype=torch.float64))
-        if base.is_floating_point() and base.numel() > 1
-        else base
-        for base in bases
-    ]
 
 
 _SCALES = (1e-10, 1e-4, 1.0, 1e3)  # at the smallest, a clamp of the statistic away from zero has an effect

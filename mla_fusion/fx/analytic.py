@@ -1,8 +1,8 @@
-"""Can a proof go on behind a step? It can where the step moves elements or is analytic; else the proof ends there.
+"""Can facts be read behind a step? They can where the step moves elements or is analytic; else they end there.
 
-An operator's class is in the table; here the operands are looked at. A root, a logarithm or a quotient is analytic
-where its argument keeps its sign: ``sqrt((v - 100) ** 2)`` is ``abs(v - 100)``, a choice. A choice whose outcome is the
-same for every input does not end a proof: ``clamp_min(0)`` of a sum of squares, ``where`` with a mask of literals.
+An operator's class is in the table; here the operands are looked at. A choice whose outcome is the same for every input
+ends nothing: ``clamp_min(0)`` of a sum of squares, ``where`` with a mask of literals. Whether what was read holds for
+all inputs is decided by exact arithmetic (:mod:`mla_fusion.prove`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -19,10 +18,9 @@ from mla_fusion.fx.indexed import Indexed
 from mla_fusion.fx.kinds import MODEL_FLOATS, argument, is_cast, kind_of, op_name, operator_of, reduces_a_symbolic_axis
 from mla_fusion.fx.operators import GATHER, PLACED_WRITERS, QUANTISING, Kind
 from mla_fusion.fx.ranges import Ranges
-from mla_fusion.fx.walk import input_of, origin, upward, views_and_casts
+from mla_fusion.fx.walk import input_of, upward, views_and_casts
 
 FLOOR = 1e-10  # a floor under a norm that no row of bfloat16 numbers comes near (F.normalize: 1e-12)
-_DISTINCT = 3  # elements from which on the zeros of their sum of squares leave the domain connected
 
 
 @dataclass(frozen=True)
@@ -48,25 +46,21 @@ class Steps:
     def __init__(self, view: Indexed, ranges: Ranges) -> None:
         self._view, self._ranges = view, ranges
 
-    def barrier(self, node: Node, everywhere: bool = False) -> Barrier | None:
-        """Why facts end at the node, or None where they do not.
-
-        ``everywhere``: must roots and quotients keep to their domain of tables too, not of products alone?
-        """
+    def barrier(self, node: Node) -> Barrier | None:
+        """Why facts end at the node, or None where they do not."""
         entry = operator_of(node)
-        kind, name = entry.kind, entry.name
-        if (kind is Kind.MOVEMENT and not entry.cast) or (kind is Kind.ANALYTIC and name not in _LOOKED_AT):
+        if entry.kind is Kind.MOVEMENT and not entry.cast:
             return None  # most are such
-        kind = kind_of(node)
+        kind, name = kind_of(node), entry.name
+        if kind is Kind.ANALYTIC:
+            reason = _swamps(node, name)
+            return Barrier("step.choice", f"{node.name} ({node.target}): {reason}") if reason else None
         if kind is Kind.RANDOM:
             return Barrier("step.random", f"{node.name} ({node.target}) draws random numbers")
         if kind in (Kind.OPAQUE, Kind.EFFECT):
             return Barrier("step.unknown", f"{node.name} ({node.target or node.op}) {kind.value}")
         if kind is Kind.MOVEMENT:
             return self._cast(node) if is_cast(node) else None
-        if kind is Kind.ANALYTIC:
-            reason = self._singular(node, name, everywhere) or _saturates(node, name, everywhere) or _swamps(node, name)
-            return Barrier("step.choice", f"{node.name} ({node.target}): {reason}") if reason else None
         if kind is Kind.GATHER or kind is Kind.WRITER:
             return self._moved_by_index(node, name)
         return None if self._is_inert(node, name) else Barrier("step.choice", _what_it_picks(node))
@@ -91,62 +85,6 @@ class Steps:
         if dtype in floats or dtype == before or (before in _INTEGERS and dtype in _INTEGERS):
             return None
         return Barrier("step.choice", f"{node.name} casts to {str(dtype).removeprefix('torch.')}")
-
-    # -- analytic where it is defined
-
-    def _singular(self, node: Node, name: str, everywhere: bool) -> str:
-        """Why the argument of an analytic operator may cross a point where the operator is not analytic, or ""."""
-        argued = _ARGUMENT_OF.get(name)
-        by = argued(node) if argued is not None else None
-        if not isinstance(by, Node) or not (everywhere or self._view.depends_on_products(by)):
-            return ""  # a rational function of a table's entries, or no division at all
-        low, high = self._ranges.of(by)
-        if low > 0 or high < 0 or self._is_sum_of_squares(by, name) or self._adds_an_input(by):
-            return ""
-        return f"{by.name} is not known to keep its sign"
-
-    def _adds_an_input(self, node: Node) -> bool:
-        """``mean(u ** 2) + eps`` with eps handed in at run time; such a norm is refused by name (norm.runtime_eps)."""
-        if op_name(node) != "aten::add" or len(node.args) < 2:
-            return False
-        for one, other in (node.args[:2], node.args[1::-1]):
-            value = other.meta.get("val") if isinstance(other, Node) else None
-            single = isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
-            if not (single and isinstance(other, Node)):
-                continue
-            if origin(other, views_and_casts).op == "placeholder" and self._ranges.of(one)[0] >= 0:
-                return True
-        return False
-
-    def _is_sum_of_squares(self, node: Node, name: str) -> bool:
-        """A sum of the squares of distinct elements of a product: it is zero for the zero row alone."""
-        if name in ("aten::linalg_vector_norm", "aten::norm", "aten::std"):
-            return self._are_distinct(node)
-        inner = origin(node, _scalings)
-        while op_name(inner) in ("aten::sqrt", "aten::rsqrt") and isinstance(inner.args[0], Node):
-            inner = origin(inner.args[0], _scalings)
-        if op_name(inner) in ("aten::linalg_vector_norm", "aten::norm"):
-            return self._are_distinct(inner.args[0])
-        if op_name(inner) not in ("aten::sum", "aten::mean") or not isinstance(inner.args[0], Node):
-            product = self._view.squares_of(inner)
-            return product is not None and self._are_distinct(product)
-        squared = origin(inner.args[0], views_and_casts)
-        is_square = (
-            op_name(squared) == "aten::square"
-            or (op_name(squared) == "aten::pow" and squared.args[1] == 2)
-            or (op_name(squared) == "aten::mul" and squared.args[0] is squared.args[1])
-        )
-        return is_square and self._are_distinct(squared.args[0])
-
-    def _are_distinct(self, node: Any) -> bool:
-        """Are they elements of one product, each met once, many in a row?"""
-        if not isinstance(node, Node):
-            return False
-        width = node.meta["val"].shape[-1:]
-        *steps, node = upward(node, _scalings)
-        if any("expand" in op_name(step) for step in steps):
-            return False
-        return node in self._view.contractions and bool(width) and isinstance(width[0], int) and width[0] >= _DISTINCT
 
     # -- indices
 
@@ -237,33 +175,6 @@ def quantises(node: Node) -> bool:
     return op_name(node) in QUANTISING
 
 
-def _saturates(node: Node, name: str, everywhere: bool) -> str:
-    """Why probes of some magnitudes say nothing of others: the function is flat in float64 where they lie; or "".
-
-    A norm needs sums and roots, a rotation products. Angles, which are no product's, need sines and cosines.
-    """
-    if name not in _FLAT or (everywhere and name in _OF_ANGLES):
-        return ""
-    if name == "aten::exp" and _is_power(node.args[0]):
-        return ""
-    return "it is flat, or out of range, away from where probes lie"
-
-
-_OF_ANGLES = frozenset("aten::sin aten::cos aten::polar aten::exp".split())
-_FLAT = _OF_ANGLES | frozenset(
-    """
-    aten::exp2 aten::expm1 aten::sinh aten::cosh aten::tanh aten::sigmoid aten::silu aten::gelu aten::mish aten::erf
-    aten::erfc aten::atan aten::asinh aten::logit aten::sinc aten::logaddexp aten::logaddexp2 aten::softmax
-    aten::_softmax aten::log_softmax aten::_log_softmax aten::logsumexp aten::tan
-    """.split()
-)
-
-
-def _is_power(node: Any) -> bool:
-    """``exp(c * log(u))`` is a power of ``u``."""
-    return isinstance(node, Node) and op_name(origin(node, _scalings)) == "aten::log"
-
-
 def _swamps(node: Node, name: str) -> str:
     """Literals that take values of 16 bits out of range, which float64 probes do not show; or "".
 
@@ -283,46 +194,6 @@ def _swamps(node: Node, name: str) -> str:
 _SCALED_BY = frozenset("aten::mul aten::div".split())
 _HUGE = 64.0  # binary digits
 
-
-def _divisor(node: Node) -> Any:
-    return node.args[1] if len(node.args) > 1 else None
-
-
-def _whole(node: Node) -> Any:
-    return node.args[0]
-
-
-def _of_power(node: Node) -> Any:
-    """The base, where the exponent is not a non-negative integer."""
-    exponent = node.args[1] if len(node.args) > 1 else None
-    natural = isinstance(exponent, (int, float)) and exponent >= 0 and float(exponent).is_integer()
-    return None if natural else node.args[0]
-
-
-_ARGUMENT_OF: dict[str, Callable[[Node], Any]] = {
-    "aten::div": _divisor,
-    "aten::divide": _divisor,
-    "aten::true_divide": _divisor,
-    "aten::addcdiv": lambda node: node.args[2],
-    "python::truediv": _divisor,
-    "_operator::truediv": _divisor,
-    "aten::reciprocal": _whole,
-    "aten::sqrt": _whole,
-    "aten::rsqrt": _whole,
-    "aten::log": _whole,
-    "aten::log2": _whole,
-    "aten::log10": _whole,
-    "aten::log1p": _whole,
-    "aten::logit": _whole,
-    "aten::tan": _whole,
-    "aten::pow": _of_power,
-    "aten::float_power": _of_power,
-    "aten::linalg_vector_norm": _whole,
-    "aten::norm": _whole,
-    "aten::std": _whole,
-}
-
-_LOOKED_AT = _ARGUMENT_OF.keys() | _SCALED_BY | _FLAT
 
 _OF_TWO = frozenset(("aten::maximum", "aten::minimum", "aten::fmax", "aten::fmin"))
 _INERT: dict[str, Callable[[Steps, Node], bool]] = {

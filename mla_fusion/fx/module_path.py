@@ -22,14 +22,10 @@ _NEARLY_ALL = 0.8
 
 def layer(nodes: Iterable[Node]) -> str:
     """The module path that the nodes share, such as ``model.layers.3.self_attn``; "" where there is none."""
-    paths = []
-    for node in nodes:
-        stack = node.meta.get("nn_module_stack")
-        if stack:
-            path = str(list(stack.values())[-1][0])
-            paths.append(_plain(path).split("."))
-        elif node.op == "call_function" and "stack_trace" in node.meta:  # by the module that was compiled itself
-            paths.append([])
+    found = [path for node in nodes if (path := _path(node)) is not None]
+    if len(set(found)) < 2:
+        return "".join(found[:1])
+    paths = [path.split(".") for path in found]
     shared: list[str] = []
     while paths:  # what nearly all share: a step that two layers have in common is a node of the first alone
         depth = len(shared)
@@ -41,9 +37,17 @@ def layer(nodes: Iterable[Node]) -> str:
     return ".".join(shared)
 
 
+def _path(node: Node) -> str | None:
+    """Of the module that made the node; "" for the one that was compiled itself, None where nothing tells."""
+    stack = node.meta.get("nn_module_stack")
+    if stack:
+        return _plain(str(list(stack.values())[-1][0]))
+    return "" if node.op == "call_function" and "stack_trace" in node.meta else None
+
+
 def root(nodes: Iterable[Node]) -> str:
     """The class of the module that was compiled, ``Attention``, or the function's name; "" where no node tells."""
-    own = (node for node in nodes if node.op == "call_function" and not layer([node]))
+    own = (node for node in nodes if node.op == "call_function" and not _path(node))
     stacks = [list(_FRAME.finditer(node.meta.get("stack_trace") or "")) for node in own]
     for frame in (frame for stack in stacks for frame in stack):
         if name := _class_at(frame["file"], int(frame["line"])):
@@ -81,7 +85,7 @@ def label(node: Node, whole: str = "") -> str:
         return node.name
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return label(node.args[0], whole)
-    path, step = layer([node]) or whole, op_name(node).rpartition(":")[2].strip("_")
+    path, step = _path(node) or whole, op_name(node).rpartition(":")[2].strip("_")
     return f"{path}'s {'cast' if step == 'to_copy' else step}" if path else node.name
 
 
@@ -97,8 +101,8 @@ class Labels:
         return root(self._graph.nodes)
 
     @cached_property
-    def _known(self) -> dict[str, str]:
-        return {node.name: label(node, self.whole) for node in self._graph.nodes}
+    def _nodes(self) -> dict[str, Node]:
+        return {node.name: node for node in self._graph.nodes}
 
     def __call__(self, text: str) -> str:
         return _WORD.sub(self._instead, text)
@@ -107,7 +111,8 @@ class Labels:
         """Some words are English too ("no wrapper can view it"): they count at the beginning, and before a target."""
         word = found[0]
         surely = word not in _ENGLISH or not found.start() or found.string.startswith(" (", found.end())
-        return self._known.get(word, word) if surely else word
+        node = self._nodes.get(word) if surely else None
+        return word if node is None else label(node, self.whole)
 
 
 _ENGLISH = frozenset("view index split copy where sum add norm select repeat slice clone scatter square t".split())
@@ -121,6 +126,7 @@ def plain(path: str) -> str:
     return _plain(re.sub(r"^L\['(\w+)'\]", r"\1", whole))
 
 
+@cache
 def _plain(path: str) -> str:
     path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
     path = re.sub(r"\['(\w+)'\]", r".\1", re.sub(r"^L\['\w+'\]", "", path))

@@ -222,7 +222,7 @@ class View:
         """Would the node be a barrier if it were made of a product? (An input never is.)"""
         if node.op != "call_function":
             return False
-        return self.steps.barrier(node, everywhere=True) is not None or size_among_numbers(node) is not None
+        return self.steps.barrier(node) is not None or size_among_numbers(node) is not None
 
     def reaches(self, source: Node, node: Node) -> bool:
         """Is the node made of ``source`` by operators that can be run on probes, choices among them?"""
