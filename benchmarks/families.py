@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--family", action="append", default=[], metavar="NAME", help="a family, or a prefix of some")
     parser.add_argument("--target", default="v3", help="the one of Config.targets that is asked for")
     parser.add_argument("--no-controls", action="store_true")
+    parser.add_argument("--without", default="", choices=campaign.OPINIONS, help="let the other one decide alone")
     parser.add_argument("--json", type=Path, help="write every outcome to this file")
     given = parser.parse_args()
     names = tuple(name for name in FAMILIES if not given.family or any(map(name.startswith, given.family)))
@@ -43,7 +44,7 @@ def main() -> int:
     started = perf_counter()
     chosen = campaign.members(given.members, given.seed, names, given.target)
     chosen += [] if given.no_controls else campaign.controls(names, given.target)
-    outcomes = [_shown(outcome) for outcome in campaign.judged(chosen, given.jobs)]
+    outcomes = [_shown(outcome) for outcome in campaign.judged(chosen, given.jobs, given.without)]
     _print_table(outcomes)
     print(f"\n{len(outcomes)} graphs in {perf_counter() - started:.0f} s")
     if given.json:

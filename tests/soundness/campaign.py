@@ -10,6 +10,9 @@ from multiprocessing import get_context
 
 import torch
 
+from mla_fusion.commit import verified, verify
+from mla_fusion.report.report import Shown
+
 from .families import FAMILIES
 from .judge import judge
 from .member import Member, Outcome
@@ -36,14 +39,26 @@ def controls(names: tuple[str, ...] = (), target: str = "v3") -> list[Member]:
     return [replace(member, target=target) for member in found]
 
 
-def judged(given: list[Member], jobs: int = 1) -> Iterator[Outcome]:
-    """An outcome for each, in order."""
-    quiet()
+def judged(given: list[Member], jobs: int = 1, without: str = "") -> Iterator[Outcome]:
+    """An outcome for each, in order; ``without``: of OPINIONS, the one that is not asked."""
+    _prepare(without)
     if jobs == 1:
         yield from map(judge, given)
         return
-    with get_context("spawn").Pool(jobs, initializer=quiet, maxtasksperchild=200) as pool:
+    started = {"initializer": _prepare, "initargs": (without,), "maxtasksperchild": 200}
+    with get_context("spawn").Pool(jobs, **started) as pool:
         yield from pool.imap(judge, given, chunksize=2)
+
+
+OPINIONS = ("field", "witness")  # exact arithmetic, and a run on drawn values
+
+
+def _prepare(without: str) -> None:
+    quiet()
+    if without == "field":
+        verified.prove = lambda *given: Shown("not asked")  # type: ignore[assignment]
+    elif without == "witness":
+        verify.compare = lambda *given, **more: verify.Outcome("not asked")  # type: ignore[assignment]
 
 
 def quiet() -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from mla_fusion.commit import verified, verify
 from tests.exhaustive import one_in
 from tests.soundness import campaign
 from tests.soundness.families import FAMILIES, transaction
@@ -61,6 +62,17 @@ def _each() -> list[object]:
 def test_no_attack_is_fused_wrongly(member: Member) -> None:
     outcome = judge(member)
     assert outcome.verdict not in (Verdict.WRONG, Verdict.RAISED), outcome.detail
+    assert not outcome.detail.startswith("the judge raised"), outcome.detail
+
+
+@pytest.mark.parametrize("without", campaign.OPINIONS)
+def test_each_opinion_alone_is_enough(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verified, "prove", verified.prove)  # so that both are put back
+    monkeypatch.setattr(verify, "compare", verify.compare)
+    names = tuple(name for name in FAMILIES if name.startswith(("choice", "composed", "tokens")))
+    members = campaign.members(len(names), SEED, names)
+    wrong = [outcome for outcome in campaign.judged(members, without=without) if outcome.verdict is Verdict.WRONG]
+    assert not wrong, wrong
 
 
 @pytest.mark.parametrize("member", one_in(5, [m for m in _one_control_each() if m.regime != "dynamo"]), ids=str)
