@@ -1,8 +1,9 @@
-"""Values that a model assembles in place, read as joins of their parts.
+"""Values that a model assembles in place, or joins and cuts again, read as their parts.
 
 ``q[..., D:] = rope(q[..., D:])`` becomes, once functional, a slice, a scatter over the whole of q, and views of both.
 What the result holds is q's first columns beside the rotated ones; whoever reads a part of it reads one of the two.
 Read so, a latent row whose halves have both been overwritten has nothing left of the product it was written over.
+The same holds of ``torch.cat([c_kv, k_pe], -1)[..., :512]``, which reads nothing of k_pe.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mla_fusion.compat import OpOverload
 from mla_fusion.fx import strides
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import argument, is_getitem, is_reshape, is_view, op_name, operator_of
+from mla_fusion.fx.operators import SELECTIONS
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.walk import origin, views, written
 
@@ -28,8 +30,20 @@ _KEPT_AXES = frozenset("aten::transpose aten::permute aten::t aten::slice aten::
 
 
 def found(graph: Graph) -> list[Node]:
-    """Scatters and copies into values that the graph itself has made (not into its inputs: those are cache writes)."""
-    return [node for node in graph.nodes if _is_assembly(node)]
+    """Scatters and copies into values that the graph itself has made (not into its inputs: those are cache writes), and
+    joins of which parts are taken.
+    """
+    return [node for node in graph.nodes if _is_assembly(node) or _is_cut_again(node)]
+
+
+def _is_cut_again(node: Node) -> bool:
+    """Is the node a join, a part of which some view of it takes?"""
+    views_of = [node] if op_name(node) == "aten::cat" else []
+    for view in views_of:  # grows as it is walked
+        if op_name(view) in SELECTIONS:
+            return True
+        views_of += [user for user in view.users if views(user) is view or op_name(user) in SELECTIONS]
+    return False
 
 
 def _is_assembly(node: Node) -> bool:
