@@ -83,37 +83,36 @@ def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], project
         return None
     sizes = dict(zip(labels, reading.first.shape, strict=True))
     order = [labels.index(label) for label in (*batch, *tokens, *summed)]
-    heads = math.prod(sizes[label] for label in batch)
+    products = math.prod(sizes[label] for label in batch)
     count = math.prod(sizes[label] for label in tokens)
-    grid = reading.first.permute(order).reshape(heads, count, -1)  # [n, t, d] codes of q
+    grid = reading.first.permute(order).reshape(products, count, -1)  # [product, t, d] codes of q
     token, column = grid // cone.width, grid % cone.width
     weight, weight_node = projection.weight_labels, projection.weight
     broadcast = [label for label in weight if label not in (*batch, *summed, *columns)]  # axes of size 1
     to_ndc = tuple(weight.index(label) for label in (*broadcast, *batch, *summed, *columns))
     width = cone.view.binding.size(projection.weight.meta["val"].shape[weight.index(columns[0])])
-    if count != cone.tokens:
-        # The weight was expanded along sequences and merged with the heads: batch = sequence * N + n.
-        source = _before_expand(cone, projection, to_ndc, grid.shape[-1] * width)
-        if source is None or cone.tokens % count or heads % (cone.tokens // count):
+    head, heads = torch.arange(products), products
+    if count != cone.tokens:  # the weight was repeated along sequences, which are merged with the heads
+        repeated = _before_expand(cone, projection, to_ndc, (products, grid.shape[-1], width))
+        if repeated is None:
             return None
-        weight_node, repeats = source, cone.tokens // count
-        token, column = (x.reshape(repeats, heads // repeats, count, -1) for x in (token, column))
-        if not bool((column == column[:1]).all()):
-            return None
-        token = token.transpose(0, 1).reshape(heads // repeats, cone.tokens, -1)
-        column, heads = column[0], heads // repeats
-        to_ndc = tuple(range(len(source.meta["val"].shape)))
+        weight_node, head = repeated
+        heads, to_ndc = int(head.max()) + 1, tuple(range(len(weight_node.meta["val"].shape)))
+    by_head = head.argsort(stable=True)
+    rows = products * count
+    if rows != heads * cone.tokens or not torch.equal(head[by_head], torch.arange(products) * heads // products):
+        return None
     held = math.prod(cone.view.binding.shape(weight_node.meta["val"].shape))
     if held != heads * grid.shape[-1] * width:
         return None  # one matrix for several heads
+    codes = (token[..., :1] * heads + head.reshape(-1, 1, 1)) * width + torch.arange(width)
+    token, column = (x[by_head].reshape(heads, cone.tokens, -1) for x in (token, column))
     expected = torch.arange(cone.tokens).reshape(1, -1, 1)
     if not bool((token == expected).all()) or not bool((column == column[:, :1]).all()):
         return None
     factor = uniform_factor(cone, probe, reading)
     if factor is None:
         return None
-    codes = torch.arange(cone.tokens * heads * width).reshape(cone.tokens, heads, width)
-    codes = codes.reshape(-1, count, heads, width).transpose(1, 2)  # [sequence, n, t, c]
     out = projection.product.out_labels
     by_axis = codes.reshape([sizes[label] for label in batch] + [sizes[label] for label in tokens] + [width])
     axes = (*batch, *tokens, *columns)
@@ -219,22 +218,32 @@ def _side_by_side(
     return None
 
 
-def _before_expand(cone: Cone, projection: Projection, to_ndc: tuple[int, ...], head_size: int) -> Node | None:
-    """The weight before it was expanded along leading axes, [.., N, D, Hckv], or None."""
+def _before_expand(
+    cone: Cone, projection: Projection, to_ndc: tuple[int, ...], sizes: tuple[int, int, int]
+) -> tuple[Node, torch.Tensor] | None:
+    """The weight before it was repeated, [.., N, D, Hckv], and which of its matrices each of the products is with.
+
+    sizes  of the products' weight, [products, D, Hckv]
+    """
     if to_ndc != tuple(range(len(to_ndc))):
         return None
+    products, nope, width = sizes
     steps = upward(projection.weight, lambda step: expands(step) or reshapes_and_exact_casts(step))
     for step, source in pairwise(steps):
-        if op_name(step) not in EXPANDS:
+        before, whole = (cone.view.binding.shape(node.meta["val"].shape) for node in (source, step))
+        if op_name(step) not in EXPANDS or whole == before:
             continue
-        before = cone.view.binding.shape(source.meta["val"].shape)
-        whole = cone.view.binding.shape(step.meta["val"].shape)
-        after = whole[-len(before) :]
-        changed = [axis for axis, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
-        if any(math.prod(before[: axis + 1]) != 1 for axis in changed):
-            return None  # an axis inside the heads was repeated
-        if whole != before:
-            return source if math.prod(before) % head_size == 0 else None
+        before = (1,) * (len(whole) - len(before)) + before
+        if cone.shrink is not None:
+            whole = tuple(
+                cone.shrink.merged(new) if old == 1 else new for old, new in zip(before, whole, strict=True)
+            )
+        rows = torch.arange(math.prod(before[:-1])).reshape(before[:-1]).expand(whole[:-1])
+        if before[-1] != width or whole[-1] != width or rows.numel() != products * nope:
+            return None
+        rows = rows.reshape(products, nope)
+        matrix = rows[:, 0] // nope
+        return (source, matrix) if torch.equal(rows, matrix[:, None] * nope + torch.arange(nope)) else None
     return None
 
 
