@@ -142,7 +142,7 @@ class WritePlanner:
             return (Obstacle("cache.row_order", f"{value.name} does not hold the rows in token order"),), None
         quantised = row_quant.find(self.view, value)
         if quantised is None:
-            if other := no_write(self.view, self.trees, writer):
+            if other := no_write(self.view, self.trees, name, writer):
                 return other, None
             write = cache_write.find(self.view, writer, value)
             if not isinstance(write, WriteFact) and any(one.code == "slots.unproven" for one in write):

@@ -9,7 +9,7 @@ from torch.fx import Node
 from mla_fusion.facts import cache_write
 from mla_fusion.facts.cache_write import WriteFact
 from mla_fusion.facts.obstacle import Obstacle, Obstacles
-from mla_fusion.fx.kinds import Kind, is_cast, is_view, is_writer, kind_of, op_name
+from mla_fusion.fx.kinds import Kind, has_effect, is_cast, is_mutating, is_view, is_writer, kind_of, op_name
 from mla_fusion.fx.operators import JOINERS
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, origin, views_and_casts
@@ -21,22 +21,45 @@ _PAIR = ("c_kv", "k_pe")
 
 def read_elsewhere(view: View, trees: dict[str, ValueTree], name: str, readers: Sequence[Node]) -> Obstacles:
     """The new rows are read beside their write, or by nobody; and what is wrong with that write itself."""
-    if not readers:
-        return (Obstacle("cache.rows_read", f"nothing writes the new {name} rows to a cache"),)
+    if not _are_written(view, readers):
+        return (_not_written(name, readers),)
     names = ", ".join(reader.name for reader in readers)
     message = f"the new {name} rows are read at {len(readers)} places: {names}"
     joined = (one for reader in readers for one in joined_row(view, trees, reader))
     return (Obstacle("cache.rows_read", message), *dict.fromkeys(joined))
 
 
-def no_write(view: View, trees: dict[str, ValueTree], reader: Node) -> Obstacles:
-    """Why the one reader of new rows is no write; nothing of a reader that may be one."""
+def _not_written(name: str, readers: Sequence[Node]) -> Obstacle:
+    ends = list(readers)
+    for node in ends:  # grows as it is walked
+        if op_name(node) in JOINERS or is_view(node) or is_cast(node):
+            ends += [user for user in live_users(node) if user not in ends]
+    names = [end.name for end in ends if end.op != "output" and not (op_name(end) in JOINERS or is_view(end))]
+    instead = f"{names[0]} reads them" if names else "they are returned" if readers else "nobody reads them"
+    return Obstacle("cache.not_written", f"nothing here writes the new {name} rows to a cache: {instead}")
+
+
+def _are_written(view: View, readers: Sequence[Node]) -> bool:
+    """Does what the readers make, but for products, come to a step that writes?"""
+    nodes = list(readers)
+    for node in nodes:  # grows as it is walked
+        if is_writer(node) or is_mutating(node) or has_effect(node):
+            return True
+        if node not in view.contractions:
+            nodes += [user for user in live_users(node) if user not in nodes]
+    return False
+
+
+def no_write(view: View, trees: dict[str, ValueTree], value: str, reader: Node) -> Obstacles:
+    """Why the one reader of the new rows ``value`` is no write; nothing of a reader that may be one."""
     name = op_name(reader)
-    if joined := joined_row(view, trees, reader):
-        return joined
     if name in JOINERS and any(origin(part, views_and_casts).op in INPUTS for part in reader.all_input_nodes):
         message = f"{reader.name} makes a new, longer cache of the old one and the new rows"
         return (Obstacle("cache.grown", message),)
+    if not _are_written(view, [reader]):
+        return (_not_written(value, [reader]),)
+    if joined := joined_row(view, trees, reader):
+        return joined
     if is_writer(reader) or name == "aten::copy":
         return ()
     if _quantised_behind(reader):
@@ -56,7 +79,7 @@ def joined_row(view: View, trees: dict[str, ValueTree], reader: Node) -> Obstacl
     while len(row.users) == 1 and (is_view(user := next(iter(row.users))) or is_cast(user)):
         row = user
     writers = [user for user in live_users(row) if is_writer(user)]
-    if not writers or len(writers) < len(live_users(row)):
+    if len(writers) < len(live_users(row)):
         return (Obstacle("cache.rows_joined", f"{reader.name} joins latent and rotated key before they are written"),)
     found = [_JOINED]
     for writer in writers:

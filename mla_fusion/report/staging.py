@@ -12,6 +12,8 @@ REMEDIES: dict[str, str] = {
     "cache.rows_joined": "Write each by itself: kv_cache.view(-1, Hckv)[slots] = c_kv; kr_cache.view(-1, Dr)[slots] = "
     "k_pe.",
     "cache.rows_changed": "Write the rows as the norm and the rotation leave them.",
+    "cache.not_written": "Pass the caches to the compiled function and write the rows there: kv_cache.view(-1, "
+    "Hckv)[slots] = c_kv; kr_cache.view(-1, Dr)[slots] = k_pe. Rows that are no cache's stay staged.",
     "cache.grown": "Make the cache once, with room for the longest sequence, and write rows to it: "
     "cache.view(-1, width)[slots] = rows.",
     "cache.index_axis": "Write rows by one number for each token: cache.view(-1, width)[slots] = rows, with slots = "

@@ -13,9 +13,9 @@ from .layouts import sequence_args
 from .prologues import PagedRotateHalf
 
 
-@entry(STAGED, source="vLLM", tags="cache, device, symbolic")
+@entry(IN_PLACE, source="vLLM", tags="cache, device, symbolic")
 class CombinedCache(Base):
-    """vLLM: one row [c_kv | k_pe] in one cache of 576."""
+    """vLLM: one row [c_kv | k_pe], whose parts are written to two caches."""
 
     def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
         rows = torch.cat([c_kv, k_pe], -1)

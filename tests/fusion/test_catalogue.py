@@ -47,6 +47,7 @@ def _seeded() -> None:
 def assert_outcome(report: mf.Report, entry: Entry, alone: bool = False) -> None:
     assert outcome(report) == (entry.alone if alone and entry.alone else entry.outcome), str(report)
     assert {fusion.target for fusion in report.fused} <= {entry.targets[-1]}, str(report)
+    assert all(entry.detail in fusion.placement for fusion in report.fused), str(report)
     assert all(fusion.instead_of.startswith(f"[{entry.instead_of}") for fusion in report.fused if entry.instead_of)
     modes = {fusion.attributes.get("weight_quant_mode", 0) for fusion in report.fused}
     assert modes <= {entry.weight_quant_mode}, str(report)

@@ -79,6 +79,11 @@ def scattered(kv: Tensor, kr: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor)
     kr.scatter_(0, slots[:, None].expand(-1, DR), k_pe)
 
 
+def joined_and_doubled(self: Base, kv: Tensor, kr: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    row = torch.cat([c_kv, k_pe], -1) * 2
+    kv.view(-1, HCKV)[slots], kr.view(-1, DR)[slots] = row.split([HCKV, DR], -1)
+
+
 class Flat(writes.StaticCache):
     """By one row number for each token of each sequence."""
 
@@ -116,7 +121,8 @@ PLAIN = of(prologues.PagedRotateHalf)
 WALKS: dict[str, tuple[Told, Told | None]] = {
     "rope.pairs": (entry("GptjStack"), entry("GptjStack", kr_layout="half")),
     "cache.joined_row": (entry("SglangNeoxDecode"), PLAIN),
-    "cache.rows_joined": (entry("CombinedCache"), PLAIN),
+    "cache.rows_joined": (of(changed(write=joined_and_doubled)), entry("CombinedCache")),
+    "cache.not_written": (entry("RowReturned"), PLAIN),
     "cache.rows_changed": (entry("rows_shifted"), PLAIN),
     "cache.grown": (entry("Grown"), PLAIN),
     "cache.index_axis": (entry("StaticCache"), of(Flat, flat_args)),

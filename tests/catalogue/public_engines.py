@@ -1,0 +1,189 @@
+"""Absorbed prologues as engines assemble, join and cut them, each in this project's words; and what is nearly one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .base import DR, HCKV, HCQ, HE, Base, D, H, attend, linear, paged_args, rotated
+from .entry import IN_PLACE, STAGED, entry, miss
+from .public_serving import ROW, Compressed, halves, pairs, sequences
+
+
+def half_tables(tokens: int = 8) -> tuple[Tensor, ...]:
+    x, cos, sin, *caches = paged_args(tokens)
+    return x, cos[:, :H].contiguous(), sin[:, :H].contiguous(), *caches
+
+
+def half_tables_and_rows(tokens: int = 8) -> tuple[Tensor, ...]:
+    x, cos, sin, *_ = half_tables(tokens)
+    return x, cos, sin, torch.randn(64, 1, ROW).bfloat16(), torch.randperm(64)[:tokens]
+
+
+# -- norm and rotation are written over what they read
+
+
+class OneDownProduct(Base):
+    """Everything is a view of one product of x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_a_proj = linear(HE, HCQ + ROW)
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return halves(x, cos, sin)
+
+    def assembled(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        c_q, kv = self.qkv_a_proj(x).split([HCQ, ROW], -1)
+        q, kv = self.q_b_proj(self.q_a_layernorm(c_q)).view(-1, self.heads, D + DR), kv.view(-1, 1, ROW)
+        kv[..., :HCKV].copy_(self.kv_a_layernorm(kv[..., :HCKV]))
+        for rope in (q[..., -DR:], kv[..., -DR:]):
+            rope.copy_(self.turn(rope, cos.unsqueeze(1), sin.unsqueeze(1)))
+        return q, kv
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        q, kv = self.assembled(x, cos, sin)
+        kv_rows, kr_rows = kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)
+        kv_rows[slots], kr_rows[slots] = kv[:, 0, :HCKV], kv[:, 0, HCKV:]
+        return attend(self.absorb(q[..., :-DR]), q[..., -DR:], kv_rows, kr_rows)
+
+
+entry(IN_PLACE, source="LightLLM", tags="whole, layout, cache, device, symbolic", args=half_tables, name="LightLlm")(
+    OneDownProduct
+)
+
+
+@entry(STAGED, source="LightLLM", tags="whole, layout, cache, symbolic", args=half_tables_and_rows)
+class LightLlmRows(OneDownProduct):
+    """Whole rows, rotated in pairs."""
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return pairs(x, cos, sin)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+        q, kv = self.assembled(x, cos, sin)
+        rows[slots] = kv
+        return attend(self.absorb(q[..., :-DR]), q[..., -DR:], rows[:, 0, :HCKV], rows[:, 0, HCKV:])
+
+
+@miss("q_lora.interrupted", tags="layout, norm", of="LightLLM's rows", args=half_tables_and_rows)
+class NormedOverTheQuery(LightLlmRows):
+    """The latent's norm is written one column too far to the left, over the query's latent."""
+
+    def assembled(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        product = self.qkv_a_proj(x)
+        c_q, kv = product[:, :HCQ], product[:, HCQ:].view(-1, 1, ROW)
+        product[:, HCQ - 1 : HCQ + HCKV - 1].copy_(self.kv_a_layernorm(kv[:, 0, :HCKV]))
+        q = self.q_b_proj(self.q_a_layernorm(c_q)).view(-1, self.heads, D + DR)
+        for rope in (q[..., -DR:], kv[..., -DR:]):
+            rope.copy_(self.turn(rope, cos.unsqueeze(1), sin.unsqueeze(1)))
+        return q, kv
+
+
+# -- joins of which parts are read
+
+
+@entry(IN_PLACE, source="dlinfer", tags="layout, readers, cache, device, symbolic")
+class DlInfer(Base):
+    """The latent is joined with the key before it is rotated, and cut out of that join to be written."""
+
+    start = 0
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        key = torch.cat([c_kv, k_pe], -1)
+        self.write(kv_cache, kr_cache, slots, key[..., self.start : self.start + HCKV], rotated(k_pe, cos, sin))
+        q_pe = rotated(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
+        return attend(self.absorb(q_nope), q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+
+
+@miss("reader.latent", tags="layout, readers", of="dlinfer's join")
+class OneColumnLater(DlInfer):
+    """What is written has the first column of the key in it, before its rotation."""
+
+    start = 1
+
+
+@entry(IN_PLACE, source="small engines", tags="layout, cache, device, symbolic")
+class JoinedForTwoCaches(Base):
+    """A latent row is made, and split again before it is written, by block and place."""
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        row = torch.cat([c_kv.unsqueeze(1), k_pe.unsqueeze(1)], -1)
+        block, place = slots // 16, slots % 16
+        kv_cache[block, place], kr_cache[block, place] = row.split([HCKV, DR], -1)
+
+
+@miss(STAGED, tags="layout, cache, run", of="a row that is split again")
+class JoinedTheOtherWay(JoinedForTwoCaches):
+    """Cut at the same place, but the key stands first."""
+
+    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        row = torch.cat([k_pe, c_kv], -1)
+        kv_cache.view(-1, HCKV)[slots], kr_cache.view(-1, DR)[slots] = row.split([HCKV, DR], -1)
+
+
+@entry(IN_PLACE, source="llama.cpp's graph", tags="layout, device, symbolic")
+class QueryJoinedAndSplit(Base):
+    """Query and query_rope are one tensor, which attention splits."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        self.write(kv_cache, kr_cache, slots, c_kv, rotated(k_pe, cos, sin))
+        query = torch.cat([self.absorb(q_nope), rotated(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))], -1)
+        return attend(*query.split([HCKV, DR], -1), kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+
+
+def hidden_and_tables() -> tuple[Tensor, ...]:
+    return paged_args()[:3]
+
+
+@entry(
+    STAGED, source="training code", tags="layout, readers, symbolic", args=hidden_and_tables,
+    detail="nothing here writes the new c_kv rows to a cache: they are returned",
+)  # fmt: skip
+class RowReturned(Base):
+    """The latent row is given back, and no cache is written."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        row = torch.cat([c_kv, rotated(k_pe, cos, sin)], -1)
+        return self.absorb(q_nope), rotated(q_pe, cos.unsqueeze(1), sin.unsqueeze(1)), row
+
+
+# -- products with W_uk
+
+
+@entry(STAGED, source="optimum-habana", tags="whole, absorb, device, symbolic", args=sequences)
+class Habana(Compressed):
+    """W_uk is repeated over the sequences, which stand behind the heads."""
+
+    def matrices(self) -> Tensor:
+        return self.w_uk().unsqueeze(1)
+
+    def scores(self, q_nope: Tensor, q_pe: Tensor, rows: Tensor, rope: Tensor) -> Tensor:
+        query = torch.matmul(q_nope.transpose(0, 1), self.matrices()).transpose(0, 1)
+        return torch.matmul(query, rows.unsqueeze(1).mT) + q_pe @ rope.unsqueeze(1).mT
+
+
+@miss("absorb.absent", tags="absorb", of="a W_uk that is repeated over sequences", args=sequences)
+class AMatrixForEachSequence(Habana):
+    """As many sequences as heads, and the matrices are theirs."""
+
+    def matrices(self) -> Tensor:
+        return self.w_uk().unsqueeze(0)
+
+
+@miss("absorb.absent", tags="absorb", of="a W_uk that is repeated over sequences", args=sequences)
+class OtherHeadsInOneSequence(Habana):
+    def matrices(self) -> Tensor:
+        return torch.stack([self.w_uk(), self.w_uk().flip(0)], 1)
