@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch.fx import GraphModule
 
-from mla_fusion.fx import empty_parts, pools, subgraphs, writes
+from mla_fusion.fx import empty_parts, hidden_writes, pools, subgraphs, writes
 from mla_fusion.fx.build import describe_attributes
 from mla_fusion.fx.workplace import workplace
 
@@ -16,9 +16,11 @@ def forms(gm: GraphModule, boundary: bool = False) -> Iterator[GraphModule]:
 
     ``boundary``: a wrapper can make inputs of what it is given, of each layer of a pool for one.
     """
-    if subgraphs.found(gm) or empty_parts.found(gm.graph) or (boundary and pools.found(gm.graph)):
+    graph = gm.graph
+    if subgraphs.found(gm) or empty_parts.found(graph) or hidden_writes.found(graph) or (boundary and pools.found(graph)):
         gm = _inlined(gm)
         empty_parts.drop(gm.graph)
+        hidden_writes.give_results(gm)
         if boundary:
             pools.take_apart(gm)
     yield gm

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .base import DR, HCKV, HCQ, HE, Base, D, H, attend, linear, paged_args, rotated
+from .base import BLOCK_SIZE, DR, HCKV, HCQ, HE, Base, D, H, attend, linear, npu, paged_args, rotated
 from .entry import IN_PLACE, STAGED, entry, miss
+from .prologues import NpuOperators
 from .public_serving import ROW, Compressed, halves, pairs, sequences
 
 
@@ -187,3 +190,48 @@ class AMatrixForEachSequence(Habana):
 class OtherHeadsInOneSequence(Habana):
     def matrices(self) -> Tensor:
         return torch.stack([self.w_uk(), self.w_uk().flip(0)], 1)
+
+
+# -- views of the caches that the module keeps, so that the graph gives them out
+
+
+def flat_caches() -> tuple[Tensor, ...]:
+    x, cos, sin, kv_cache, kr_cache, slots = paged_args()
+    return x, cos, sin, kv_cache.view(-1, 1, HCKV), kr_cache.view(-1, 1, DR), slots
+
+
+@entry(
+    IN_PLACE, source="SGLang on an NPU", tags="whole, operators, cache, symbolic", args=flat_caches,
+    alone=("cache.view_of_input",),
+)  # fmt: skip
+class KeptViews(NpuOperators):
+    """The first version of the operator: its schema does not say that it writes."""
+
+    def paged(self, cache: Tensor, width: int) -> Tensor:
+        return cache.view(-1, BLOCK_SIZE, 1, width)
+
+    def kept(self, cache: Tensor) -> Tensor:
+        return cache
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Any:
+        c, s = cos.view(-1, 1, 1, DR), sin.view(-1, 1, 1, DR)
+        q_nope, q_pe = self.query(x)
+        q_pe = npu.npu_interleave_rope(q_pe.unsqueeze(2), c, s).squeeze(2)
+        latent, gamma = self.kv_a_proj_with_mqa(x).view(-1, 1, 1, ROW), self.kv_a_layernorm
+        kv, kr = self.paged(kv_cache, HCKV), self.paged(kr_cache, DR)
+        self.kv_cache, self.kr_cache = self.kept(kv), self.kept(kr)
+        rows = npu.npu_kv_rmsnorm_rope_cache(
+            latent, gamma.weight, c, s, slots, kr, kv, epsilon=gamma.eps, cache_mode="PA_BNSD"
+        )
+        return self.absorb(q_nope), q_pe, *rows[:2]
+
+
+@miss("cache.also_read", tags="operators, cache", of="SGLang's kept views")
+class KeptCopies(KeptViews):
+    """What is kept is the cache as it was before."""
+
+    def paged(self, cache: Tensor, width: int) -> Tensor:
+        return cache
+
+    def kept(self, cache: Tensor) -> Tensor:
+        return cache.clone()

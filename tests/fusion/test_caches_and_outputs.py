@@ -82,3 +82,12 @@ def test_rows_of_a_skipped_token_are_not_read_outside_the_cache() -> None:
     with_rows, plain = scores(mf.backend()), scores(mf.backend(mf.Config(enable=False)))
     assert mf.reports()[-2].fused[0].assumptions[-1].startswith("the new rows are read back")
     assert torch.allclose(with_rows, plain, rtol=2e-2, atol=2e-2 * float(plain.abs().max()))
+
+
+def test_a_kept_view_is_the_cache_behind_the_write() -> None:
+    torch.manual_seed(0)
+    model, args = ENTRIES["KeptViews"].model(), ENTRIES["KeptViews"].args()
+    compiled(model, args, mf.backend())
+    assert [fusion.placement for fusion in mf.reports()[-1].fused] == ["in place"]
+    for kept, cache in ((model.kv_cache, args[3]), (model.kr_cache, args[4])):
+        assert kept.data_ptr() == cache.data_ptr() and torch.equal(kept.flatten(), cache.flatten())

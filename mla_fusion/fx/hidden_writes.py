@@ -1,0 +1,55 @@
+"""Inputs that a graph gives out, as views, behind an operator that writes them though its schema does not say so.
+
+A model that keeps ``self.cache = cache.view(..)`` has that view among the outputs of its graph. Behind the operator
+the memory holds the new rows, which are what the operator returns: so that is what is given out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+from torch.fx import Graph, GraphModule, Node
+
+from mla_fusion.fx.build import GraphBuilder
+from mla_fusion.fx.kinds import is_getitem, op_name
+from mla_fusion.fx.walk import INPUTS, origin, reshapes
+
+_WRITTEN = {"npu::npu_kv_rmsnorm_rope_cache": ((5, 0), (6, 1))}  # operator: argument written, result that is it
+_NEVER_COPY = ("aten::view", "aten::unsqueeze", "aten::squeeze", "aten::alias", "aten::detach")
+
+
+def found(graph: Graph) -> list[tuple[Node, Node, int]]:
+    """Each view of an input among the outputs, the one operator that writes that input, and which of its results."""
+    by_input: dict[Node, list[tuple[Node, int]]] = {}
+    for writer, cache, result in _writes(graph):
+        by_input.setdefault(origin(cache, _same_memory), []).append((writer, result))
+    given_out = graph.output_node().all_input_nodes if by_input else ()
+    written = ((node, by_input.get(origin(node, _same_memory), ())) for node in given_out)
+    return [(node, *writes[0]) for node, writes in written if len(writes) == 1 and node.op not in INPUTS]
+
+
+def _writes(graph: Graph) -> Iterator[tuple[Node, Node, int]]:
+    for node in graph.nodes:
+        for place, result in _WRITTEN.get(op_name(node), ()):
+            cache = node.args[place] if len(node.args) > place else None
+            if isinstance(cache, Node) and origin(cache, _same_memory).op in INPUTS:
+                yield node, cache, result
+
+
+def _same_memory(node: Node) -> Node | None:
+    """Reshapes that never copy: a clone is the input as it was."""
+    return reshapes(node) if op_name(node) in _NEVER_COPY else None
+
+
+def give_results(gm: GraphModule) -> None:
+    """Let the graph give out the operator's results in place of the inputs that it has written."""
+    builder = GraphBuilder(gm)
+    output = gm.graph.output_node()
+    for node, writer, result in found(gm.graph):
+        builder.at(output, {})
+        with builder.propagating():
+            taken = next((user for user in writer.users if is_getitem(user) and user.args[1] == result), None)
+            value = taken if taken is not None else builder.call(operator.getitem, writer, result)
+            output.replace_input_with(node, builder.reshape(value, node.meta["val"].shape))
+    gm.graph.lint()
