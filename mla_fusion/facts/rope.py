@@ -80,6 +80,19 @@ class RopeFact:
         return bool(self.cos)
 
     @property
+    def of_one_head(self) -> RopeFact | None:
+        """The rotation of one head where all heads rotate the same columns: what was repeated for them before."""
+        if self.heads == 1 or len({*zip(self.first, self.second, strict=True)}) != 1:
+            return self if self.heads == 1 else None
+
+        def of_first(codes: torch.Tensor) -> torch.Tensor:
+            return codes // (self.heads * self.rope_dim) * self.rope_dim + codes % self.rope_dim
+
+        duplicates = tuple((node, of_first(codes)) for node, codes in self.duplicates)
+        one = replace(self, heads=1, first=self.first[:1], second=self.second[:1])
+        return replace(one, codes=of_first(self.codes), duplicates=duplicates)
+
+    @property
     def input_layout(self) -> str:
         """ "interleaved" or "half" where all pairs of a head are so laid out, else "other"."""
         gaps = {s - f for fs, ss in zip(self.first, self.second, strict=True) for f, s in zip(fs, ss, strict=True)}

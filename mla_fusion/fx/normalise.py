@@ -16,8 +16,8 @@ def forms(gm: GraphModule, boundary: bool = False) -> Iterator[GraphModule]:
 
     ``boundary``: a wrapper can make inputs of what it is given, of each layer of a pool for one.
     """
-    graph = gm.graph
-    if subgraphs.found(gm) or empty_parts.found(graph) or hidden_writes.found(graph) or (boundary and pools.found(graph)):
+    rooms = (empty_parts, hidden_writes, pools) if boundary else (empty_parts, hidden_writes)
+    if subgraphs.found(gm) or any(room.found(gm.graph) for room in rooms):
         gm = _inlined(gm)
         empty_parts.drop(gm.graph)
         hidden_writes.give_results(gm)

@@ -250,8 +250,8 @@ class Finder:
                 if any(up.is_flat and self.reader.read(up).ropes for up in self.above[norm.node]):
                     continue  # that is the query's latent
                 for down_rope, other in facts.items():
-                    for rope in other.ropes:
-                        if rope.heads == 1 and not (down is down_rope and _overlap(norm, rope)):
+                    for rope in (rope.of_one_head for rope in other.ropes):
+                        if rope is not None and not (down is down_rope and _overlap(norm, rope)):
                             found.append(plain_key(down, down_rope, norm, rope))
         return found
 

@@ -128,13 +128,14 @@ class Diagnosis:
 
     def unnormed(self, facts: Facts) -> NearMiss | None:
         """A key of one head beside a latent that is projected up and rotated, but is not its projection's RMSNorm."""
-        if not any(rope.heads == 1 for cone in facts.values() for rope in cone.ropes):
+        keys = [rope for cone in facts.values() for rope in cone.ropes if rope.of_one_head is not None]
+        if not keys:
             return None
         for down, cone in facts.items():
             for norm in cone.norms:
                 up = self._rotated_after(norm.node, facts)
                 if up is not None and up.origin is norm.node:
-                    rope = next(rope for cone in facts.values() for rope in cone.ropes if rope.heads == 1)
+                    rope = keys[0]
                     detail = f"the key is rotated at {rope.node.name}, and no latent beside it is normed in this graph"
                     return NearMiss(Refuse("kv_latent.absent", detail), (norm.node, rope.node))
                 if up is not None:

@@ -163,6 +163,44 @@ class RowReturned(Base):
         return self.absorb(q_nope), rotated(q_pe, cos.unsqueeze(1), sin.unsqueeze(1)), row
 
 
+# -- one key for all heads
+
+
+@entry(IN_PLACE, source="a streaming engine for CPUs", tags="rope, layout, device, symbolic")
+class KeyOfEveryHead(Base):
+    """The key is repeated for the heads, rotated beside the query, and kept once."""
+
+    def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return self.kept(self.rotate(self.scaled(k_pe.expand(-1, self.heads, -1)), c, s))
+
+    def scaled(self, keys: Tensor) -> Tensor:
+        return keys
+
+    def kept(self, keys: Tensor) -> Tensor:
+        return keys[:, :1]
+
+
+@miss("scale.unequal", tags="rope", of="a key that is rotated for each head")
+class OneKeyDoubled(KeyOfEveryHead):
+    """The key of the last head is doubled, and kept."""
+
+    def scaled(self, keys: Tensor) -> Tensor:
+        return torch.cat([keys[:, :-1], 2 * keys[:, -1:]], 1)
+
+    def kept(self, keys: Tensor) -> Tensor:
+        return keys[:, -1:]
+
+
+@miss("reader.latent", tags="rope, readers", of="a key that is rotated for each head")
+class EveryHeadReturned(KeyOfEveryHead):
+    def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
+        return self.keys
+
+    def kept(self, keys: Tensor) -> Tensor:
+        self.keys = keys
+        return keys[:, :1]
+
+
 # -- products with W_uk
 
 
