@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 OLDEST = "4.57"
 """The first release whose attentions call an attention function by the arguments that the conversion exchanges."""
+
+OWN_CLASS = f"load the checkpoint with the class that transformers {OLDEST} or newer has for it, without remote code"
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,21 @@ COUNTS_POSITIONS = Feature(
     lambda forward: "cache_position" not in _parameters(forward),
 )
 FEATURES = (EXPANDS_AFTER_CACHE, ASKS_FOR_INTERFACE, TWO_WIDTHS, COUNTS_POSITIONS)
+
+
+def advice(module: Any) -> str:
+    """What to install or to load so that an attention caches latents, in brackets; "" where neither would help."""
+    if type(module).__module__.startswith("transformers."):
+        is_older = _numbers(metadata.version("transformers")) < _numbers(EXPANDS_AFTER_CACHE.since)
+        return f" ({EXPANDS_AFTER_CACHE.install})" if is_older else ""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    model_type = getattr(getattr(module, "config", None), "model_type", None)
+    return f" ({OWN_CLASS})" if model_type in CONFIG_MAPPING_NAMES else ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def _parameters(function: Callable[..., Any]) -> Any:

@@ -15,7 +15,7 @@ CODES = {
     "kv_up.differs": "On a random probe the module makes other keys or values than the weight of that projection.",
     "rope.absent": "The key has no part that is rotated, so there is nothing beside the latent to cache.",
     "cache.expanded": "The module caches keys and values of all heads, in another way than those of transformers since"
-    " 4.57 do. The message names the release to install.",
+    " 4.57 do. The message names what to install or to load where that helps.",
     "cache.kind": "A layer of this cache is none that pages of latents can replace.",
     "cache.full": "A cache of fixed size has no room for the tokens.",
     "cache.state": "A saved state does not belong to this cache.",

@@ -11,18 +11,17 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Iterator
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from mla_fusion.models.features import EXPANDS_AFTER_CACHE, OLDEST
+from mla_fusion.models.features import EXPANDS_AFTER_CACHE, advice
 from mla_fusion.models.hf.latent_form import IMPLEMENTATIONS, LatentForm, Refusal
 from mla_fusion.models.hf.latent_probe import probe
 
 CALLED = ("update", "ALL_ATTENTION_FUNCTIONS", "torch")
 BEYOND_SOFTMAX = ("s_aux", "sinks", "softcap", "logits_soft_cap")  # what forwards call it when attention does more
-OWN_CLASS = f"load the checkpoint with the class that transformers {OLDEST} or newer has for it (no remote code)"
 
 
 class Latents(NamedTuple):
@@ -71,17 +70,21 @@ def _by_chance(module: nn.Module, latents: Latents, refusal: Refusal) -> tuple[b
 
 def _unknown_forward(module: nn.Module) -> Refusal | None:
     """Why the module's code is none that can run with another attention function."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    missing = [name for name in CALLED if code is None or name not in code.co_names]
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return Refusal("forward.unknown", f"its forward is no function but {type(forward).__name__}")
+    missing = [name for name in CALLED if not _looks_up(forward, name)]
     after_cache = EXPANDS_AFTER_CACHE.has(type(module))
     if missing and not after_cache:
-        return Refusal("cache.expanded", f"its forward does not call {', '.join(missing)}: {OWN_CLASS}")
-    if missing or code is None:
+        instead = ", it has a softmax of its own" if "softmax" in _words(code) else " as a name of its file"
+        return Refusal("cache.expanded", f"its forward does not call {', '.join(missing)}{instead}{advice(module)}")
+    if missing:
         return Refusal("forward.unknown", f"forward does not call {', '.join(missing)}")
     if "forward" in vars(module):
         return Refusal("forward.unknown", "forward is replaced")
     if not after_cache and "expand_kv" in code.co_names:
-        return Refusal("cache.expanded", f"its forward calls expand_kv, which it lacks: {EXPANDS_AFTER_CACHE.install}")
+        return Refusal("cache.expanded", f"its forward calls expand_kv, which it lacks{advice(module)}")
     stored = sorted({str(step.argval) for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"})
     if stored:
         return Refusal("forward.unknown", f"forward keeps {', '.join(stored)} from one call to the next")
@@ -89,6 +92,12 @@ def _unknown_forward(module: nn.Module) -> Refusal | None:
     if beyond:
         return Refusal("attention.differs", f"forward hands {', '.join(beyond)} to its attention")
     return None
+
+
+def _looks_up(forward: FunctionType, name: str) -> bool:
+    """Does a forward read the name of its file, or, of the cache, call a method of that name?"""
+    read = {str(step.argval) for step in dis.get_instructions(forward) if step.opname == "LOAD_GLOBAL"}
+    return name in forward.__code__.co_names if name == "update" else name in read & forward.__globals__.keys()
 
 
 def _words(code: CodeType) -> set[str]:

@@ -35,7 +35,7 @@ from mla_fusion.models.hf.stand_ins import (
     LatentSelf,
     SplitQuery,
     cat_of,
-    split_of,
+    split,
 )
 from mla_fusion.models.refusal import OptimizeError
 
@@ -62,7 +62,7 @@ def latent_forward(forward: Callable[..., Any], form: LatentForm, name: str = "s
         scope[EAGER] = functions.over_latents(scope[EAGER])
     scope["torch"] = SimpleNamespace(**{name: getattr(torch, name) for name in names if hasattr(torch, name)})
     scope["torch"].cat = cat_of(form.dims)
-    scope["torch"].split = split_of(form.dims)
+    scope["torch"].split = split
     # No module's name: torch.compile would look names up in that module. And code of its own: what torch.compile makes
     # of a part of the code it keeps with the code, and calls by names that it has put into the scope of one function.
     again = FunctionType(source.__code__.replace(), scope, source.__name__, source.__defaults__, source.__closure__)

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mla_fusion.models.features import EXPANDS_AFTER_CACHE
+from mla_fusion.models.features import EXPANDS_AFTER_CACHE, advice
 from mla_fusion.models.hf.as_examined import local
 from mla_fusion.models.hf.latent_attention import LatentDims
 from mla_fusion.models.hf.latent_form import LatentForm, Refusal, expanded
-from mla_fusion.models.hf.latent_forward import latent_forward
+from mla_fusion.models.hf.latent_forward import CACHE, latent_forward
 
 TOKENS = 3
 
@@ -48,6 +48,13 @@ class _End:
         raise _Reached(keys, values)
 
 
+class _Kept:
+    """In place of a cache: one that holds nothing before this step."""
+
+    def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return keys, values
+
+
 class _Unanswered(Exception):
     """The module could not be asked; the message says why."""
 
@@ -67,12 +74,13 @@ def probe(module: nn.Module, name: str, rank: int, rope: int, hidden: int) -> La
             answer = _by_expansion(module, weight, rank, rope) if after_cache else _by_forward(module, up, inputs, rope)
         except _Unanswered as error:
             unknown = "kv_up.differs" if after_cache else "cache.expanded"
-            advice = "" if after_cache else f" ({EXPANDS_AFTER_CACHE.install})"
-            return Refusal(unknown, f"{name} expands no latents of {rank} and {rope}: {error}{advice}")
+            hint = "" if after_cache else advice(module)
+            return Refusal(unknown, f"{name} expands no latents of {rank} and {rope}: {error}{hint}")
         form = _compared(up, name, answer, getattr(type(module), "expand_kv", None), hidden)
         if isinstance(form, LatentForm) and not after_cache:
-            return _converted(module, form, answer, inputs)
-        return form
+            form = _converted(module, form, answer, inputs)
+        refusal = _ends_otherwise(module, form, weight, rope) if isinstance(form, LatentForm) else None
+        return refusal or form
 
 
 def _compared(up: Any, name: str, answer: Answer, expand_kv: Any, hidden: int) -> LatentForm | Refusal:
@@ -138,14 +146,29 @@ def _converted(
     try:
         c_kv, k_pe = _cached(module, latent_forward(type(module).forward, form), inputs)
     except _Unanswered as error:
-        advice = EXPANDS_AFTER_CACHE.install
-        return Refusal(
-            "cache.expanded", f"its forward does more with keys and values than cache them: {error} ({advice})"
-        )
+        message = f"its forward does more with keys and values than cache them: {error}{advice(module)}"
+        return Refusal("cache.expanded", message)
     for found, wanted in ((c_kv, answer.c_kv), (k_pe, answer.k_pe)):
         if found.shape != wanted.shape or not (found.is_meta or torch.equal(found, wanted)):
             return Refusal("kv_up.differs", f"put off, the product with {form.kv_up} is one with other latents")
     return form
+
+
+def _ends_otherwise(module: nn.Module, form: LatentForm, weight: Tensor, rope: int) -> Refusal | None:
+    """Why the converted forward does not come to its end, of one token, where the module's own does."""
+    forward = inspect.unwrap(type(module).forward)
+    for arguments in arguments_of(module, weight, rope, form.hidden, tokens=1):
+        arguments = {name: _Kept() if name == CACHE else value for name, value in arguments.items()}
+        try:
+            forward(module, **arguments)
+        except Exception:  # its tables are of another kind, or it asks more of a cache
+            continue
+        try:
+            latent_forward(type(module).forward, form)(module, **arguments)
+        except Exception as error:  # code of any kind
+            message = f"{type(error).__name__}: {_first_line(error)}"
+            return Refusal("attention.differs", f"its forward does not hand all to its attention function: {message}")
+    return None
 
 
 def _cached(module: nn.Module, forward: Callable[..., Any], inputs: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:

@@ -66,9 +66,10 @@ class PutOff:
     Its shape is that of one head: the rotated key is then expanded to one, which is how it is cached.
     """
 
-    def __init__(self, c_kv: Tensor, width: int) -> None:
+    def __init__(self, c_kv: Tensor, width: int, dims: LatentDims) -> None:
         self.c_kv = c_kv
         self.width = width
+        self.dims = dims
 
     @property
     def shape(self) -> torch.Size:
@@ -77,13 +78,25 @@ class PutOff:
     def view(self, *shape: Any) -> PutOff:
         return self
 
+    reshape = view
+
     def transpose(self, first: int, second: int) -> PutOff:
         return self
 
-    def parts(self, widths: Sequence[int], dims: LatentDims) -> tuple[PutOff, PutOff]:
-        if list(widths) != [dims.nope, dims.value]:
-            raise ValueError(f"keys and values are split as {list(widths)}, not as {[dims.nope, dims.value]}")
-        return PutOff(self.c_kv, dims.nope), PutOff(self.c_kv, dims.value)
+    def split(self, widths: Sequence[int], dim: int = 0) -> tuple[PutOff, PutOff]:
+        wanted = [self.dims.nope, self.dims.value]
+        if list(widths) != wanted or dim not in (-1, 3) or self.width != sum(wanted):
+            raise ValueError(f"keys and values are split as {widths} along {dim}, not as {wanted} along the last axis")
+        return PutOff(self.c_kv, wanted[0], self.dims), PutOff(self.c_kv, wanted[1], self.dims)
+
+    def __getitem__(self, places: Any) -> PutOff:
+        nope, whole = self.dims.nope, self.dims.nope + self.dims.value
+        keys, values = self.split([nope, whole - nope], -1)
+        if places in ((..., slice(None, nope)), (..., slice(0, nope))):
+            return keys
+        if places in ((..., slice(nope, None)), (..., slice(nope, whole))):
+            return values
+        raise ValueError(f"{places} are neither the keys nor the values")
 
 
 class LatentKey:
@@ -162,7 +175,8 @@ class LatentSelf:
         return self._put_off if name == self.form.kv_up else getattr(self.module, name)
 
     def _put_off(self, c_kv: Tensor) -> PutOff:
-        return PutOff(c_kv.unsqueeze(1), self.form.dims.nope + self.form.dims.value)
+        dims = self.form.dims
+        return PutOff(c_kv.unsqueeze(1), dims.nope + dims.value, dims)
 
 
 def _same(c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,10 +199,6 @@ def cat_of(dims: LatentDims) -> Callable[..., Any]:
     return cat
 
 
-def split_of(dims: LatentDims) -> Callable[..., Any]:
+def split(tensor: Any, widths: Any, dim: int = 0) -> Any:
     """``torch.split``, but for what was put off."""
-
-    def split(tensor: Any, widths: Any, dim: int = 0) -> Any:
-        return tensor.parts(widths, dims) if isinstance(tensor, PutOff) else torch.split(tensor, widths, dim=dim)
-
-    return split
+    return tensor.split(widths, dim) if isinstance(tensor, PutOff) else torch.split(tensor, widths, dim=dim)
