@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from mla_fusion.facts.cache_write import Slots
 from mla_fusion.facts.dense_write import Span
@@ -154,3 +155,9 @@ def interleave(b: Builder, value: Any) -> Any:
     count = len(shape) - 1
     turned = b.call(aten.permute.default, halves, [*range(count), count + 1, count])
     return b.reshape(turned, shape)
+
+
+def multiplied(b: Builder, rows: Any, times: Node) -> Any:
+    """Heads [.., N, width] times a number for each token, in the dtype of the heads."""
+    factors = b.reshape(b.value(times), [*b.shape(rows)[:-2], 1, 1])
+    return b.cast(b.call(aten.mul.Tensor, rows, factors), b.dtype(rows))

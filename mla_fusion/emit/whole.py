@@ -25,6 +25,7 @@ def inputs(plan: PrologPlan) -> list[Node]:
     weights = [part.weight for item in every for part in item.by_weight]
     if isinstance(q.absorb, AbsorbFact):
         weights += q.absorb.weights
+        weights += [q.absorb.times] if q.absorb.times is not None else []
     weights += scales(plan)
     tables = [run.base for run in (*plan.cos, *plan.sin)]
     gammas = [node for node in (q.norm.gamma, k.gamma) if node is not None]
@@ -92,6 +93,8 @@ def call_kernel(b: Builder, plan: PrologPlan) -> dict[str, Any]:
             results[name] = rows.written(b, results[made], index["cache_index"], (*lead, width), plan.cache_mode)
         elif name in asked:
             results[name] = b.reshape(results.pop(made), (*lead, width))
+    if isinstance(q.absorb, AbsorbFact) and q.absorb.times is not None:
+        results["query"] = rows.multiplied(b, results["query"], q.absorb.times)
     if not isinstance(q.absorb, AbsorbFact):
         results["q_nope"] = b.call(aten.slice.Tensor, results.pop("query"), -1, 0, q.absorb.nope_dim)
     for name in plan.interleave & results.keys():

@@ -18,7 +18,7 @@ from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import EXPANDS, expands, reshapes_and_exact_casts, upward, views_and_exact_casts
+from mla_fusion.fx.walk import EXPANDS, expands, peel, reshapes_and_exact_casts, upward, views_and_exact_casts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,7 @@ class AbsorbFact:
     factor      what q_nope is multiplied by on the way (LongCat's scale), 1.0 where nothing is
     to_ndc      permutation of ``weight`` after which a reshape gives [N, D, Hckv]
     codes       of the node's shape: (token * N + n) * Hckv + c
+    times       what else each token of q_nope is multiplied by, a node with one number for each; the same of the result
     pieces      products of some heads each, in the order of the heads, where W_uk is held in as many pieces;
                 weight and to_ndc are then the first one's
     """
@@ -40,6 +41,7 @@ class AbsorbFact:
     factor: float
     to_ndc: tuple[int, ...]
     codes: torch.Tensor
+    times: Node | None = None
     pieces: tuple[AbsorbFact, ...] = ()
 
     @property
@@ -110,9 +112,14 @@ def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], project
     expected = torch.arange(cone.tokens).reshape(1, -1, 1)
     if not bool((token == expected).all()) or not bool((column == column[:, :1]).all()):
         return None
-    factor = uniform_factor(cone, probe, reading)
+    factor, times = uniform_factor(cone, probe, reading), None
     if factor is None:
-        return None
+        ratio = _ratio(cone, probe, reading).permute(order).reshape(products, count, -1)[by_head]
+        of_tokens = ratio.reshape(token.shape)
+        times = factor_of_tokens(cone.view, projection, heads * grid.shape[-1])
+        if times is None or not torch.allclose(of_tokens, of_tokens[:1, :, :1].expand_as(of_tokens), rtol=1e-9):
+            return None
+        factor = 1.0
     out = projection.product.out_labels
     by_axis = codes.reshape([sizes[label] for label in batch] + [sizes[label] for label in tokens] + [width])
     axes = (*batch, *tokens, *columns)
@@ -124,7 +131,23 @@ def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], project
         factor=factor,
         to_ndc=to_ndc,
         codes=codes,
+        times=times,
     )
+
+
+def factor_of_tokens(view: View, projection: Projection, width: int) -> Node | None:
+    """Of an activation ``q * s``, ``width`` numbers a token, the ``s`` that holds one number for each.
+
+    A product with a matrix for each head leaves it where it is: ``(q * s) W = (q W) * s``.
+    """
+    product = peel(projection.activation)
+    operands = product.args[:2] if op_name(product) == "aten::mul" else ()
+    for operand in operands:
+        if isinstance(operand, Node):
+            sizes = (view.binding.shape(node.meta["val"].shape) for node in (operand, projection.activation))
+            if math.prod(next(sizes)) * width == math.prod(next(sizes)):
+                return operand
+    return None
 
 
 def join_heads(view: View, pieces: Sequence[AbsorbFact], shrink: Shrink | None) -> AbsorbFact | None:
@@ -133,6 +156,8 @@ def join_heads(view: View, pieces: Sequence[AbsorbFact], shrink: Shrink | None) 
     W_uk is one node of the graph of which the pieces' weights are parts, or is held in pieces.
     """
     if len(pieces) < 2 or len({(fact.factor, fact.latent_dim, fact.nope_dim) for fact in pieces}) > 1:
+        return None
+    if any(fact.times is not None for fact in pieces):
         return None
     pieces = sorted(pieces, key=lambda fact: fact.columns)  # heads as the rotation has them
     weight, to_ndc = _whole_weight(view, pieces) or (pieces[0].weight, None)
@@ -251,8 +276,13 @@ def uniform_factor(cone: Cone, probe: torch.Tensor, reading: Reading) -> float |
     """What every element is multiplied by on its way from the product: a literal, never the value of a tensor."""
     if not reading.steady:
         return None
-    ratio = reading.total / (cone.rows(probe).reshape(-1)[reading.first] * LARGE)
+    ratio = _ratio(cone, probe, reading)
     factor = float(ratio.reshape(-1)[0])
     if not torch.allclose(ratio, torch.full_like(ratio, factor), rtol=1e-9, atol=0.0):
         return None
     return 1.0 if abs(factor - 1) < 1e-9 else float(f"{factor:.10g}")
+
+
+def _ratio(cone: Cone, probe: torch.Tensor, reading: Reading) -> torch.Tensor:
+    """What each element is multiplied by on its way from the product."""
+    return reading.total / (cone.rows(probe).reshape(-1)[reading.first] * LARGE)

@@ -50,7 +50,9 @@ class ConeFacts:
         key = self.cone.slot(projection.activation), *labels, shape
         known = self.absorbs.get(key)
         if known is not None:
-            return replace(known, projection=projection, weight=projection.weight)
+            width = known.heads * known.nope_dim
+            times = known.times and absorb.factor_of_tokens(self.cone.view, projection, width)
+            return replace(known, projection=projection, weight=projection.weight, times=times)
         found = absorb.find(self.cone, self.probe, self.readings, projection)
         if found is not None and found.weight is projection.weight:
             self.absorbs[key] = found

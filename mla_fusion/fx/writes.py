@@ -42,7 +42,7 @@ def _is_cut_again(node: Node) -> bool:
     for view in views_of:  # grows as it is walked
         if op_name(view) in SELECTIONS:
             return True
-        views_of += [user for user in view.users if views(user) is view or op_name(user) in SELECTIONS]
+        views_of += [user for user in view.users if views(user) is view or op_name(user) in (*SELECTIONS, "aten::mul")]
     return False
 
 
@@ -137,6 +137,10 @@ class _Parts:
         if source in self.origin and is_reshape(node):
             origin = self.origin[source]
             self._reshape(node, origin, self.rows[origin])
+            return True
+        row = self.rows.get(node.args[0]) if op_name(node) == "aten::mul" else None  # type: ignore[arg-type]
+        if row is not None and _is_spread_along(node.args[1], row.axis - len(_shape(node))):
+            self._apply(node, row)
             return True
         return False
 
@@ -267,6 +271,14 @@ def _shape(node: Node) -> Any:
 def _alike(a: Node, b: Node) -> bool:
     one, other = a.meta["val"], b.meta["val"]
     return bool(one.dtype == other.dtype and one.device == other.device)
+
+
+def _is_spread_along(factor: Any, axis: int) -> bool:
+    """Does a factor multiply all places along an axis, counted from the last, by one number?"""
+    if not isinstance(factor, Node):
+        return True
+    value = factor.meta["val"]
+    return is_symbolic(value) or len(value.shape) < -axis or _same(value.shape[axis], 1)
 
 
 def _gives_out(user: Node) -> bool:

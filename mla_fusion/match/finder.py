@@ -219,6 +219,10 @@ class Finder:
                     at_query = (rotations[0][0].node, rotations[0][1].node)  # its line is where W_uk is missing
                     absent = NearMiss(Refuse("absorb.absent", detail, at_query), (norm.node, rotations[0][1].node))
                     partial = self.why.scaled_before(ups, heads) or self.why.shared(ups, rotations[0][1]) or absent
+                elif absorbs and not rotations and absorbs[0][1].times is not None:
+                    at = absorbs[0][1].times
+                    detail = f"{at.name} multiplies each token of the query, q_pe before its rotation"
+                    partial = NearMiss(Refuse("scale.unequal", detail), (at, absorbs[0][1].node))
                 elif absorbs and not rotations:
                     detail = f"{absorbs[0][1].heads} heads absorbed at {absorbs[0][1].node.name}, none rotated"
                     partial = NearMiss(Refuse("rope.absent", detail), (norm.node, absorbs[0][1].node))

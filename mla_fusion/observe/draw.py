@@ -119,6 +119,8 @@ class _Region:
             self.claim(projection.node, "product", step, formula)
         self.claim(q.rope.node, "rope", "RoPE q", f"query_rope = {_rotated(q.rope, 'q_pe')}, {heads} heads")
         absorbed = "query = q_nope W_uk" if isinstance(q.absorb, AbsorbFact) else "q_nope, which no W_uk follows"
+        times = isinstance(q.absorb, AbsorbFact) and q.absorb.times is not None
+        absorbed += " times one number for each token" if times else ""
         self.claim(q.absorb.node, "product", "absorb", f"{absorbed}, {heads} heads")
 
     def claim_output(self, item: Replacement) -> None:

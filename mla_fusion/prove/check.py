@@ -586,7 +586,7 @@ class Run:
     def __init__(self, certificate: dict[str, Any], point: Point, weights: dict[int, Weight]) -> None:
         self.certificate, self.point, self.weights = certificate, point, weights
         self.values: list[Value] = []
-        self.of_result: dict[int, str] = {}  # of what is a result of the kernel, moved: which
+        self.of_result: dict[int, str] = {}  # of a result of the kernel, moved, or times a number a token: which
         self.of_kernel: list[Num] = []  # what the kernel's roots are drawn of
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.results: dict[str, Num] = {}
@@ -607,13 +607,19 @@ class Run:
         unknown = (one for one in point.roots if not any(_is_multiple(one, other) for other in self.of_kernel))
         self.signs = min((one.re.size for one in unknown), default=BITS)  # that a point shows of each root
 
+    def _scales_tokens(self, op: str, operands: list[int]) -> bool:
+        """Is it the query, each token of it times one number that is no result?"""
+        others = [self.values[index] for index in operands if index not in self.of_result]
+        queries = [index for index in operands if self.of_result.get(index) == "query"]
+        return op == "mul" and len(queries) == len(others) == 1 and others[0].shape[-2:] == (1, 1)
+
     def _value(self, place: int, op: str, operands: list[int], given: list[Value], rest: list[Any]) -> Value:
         sources = {self.of_result[index] for index in operands if index in self.of_result}
         if op == "result":
             self.results = self.results or self._call()
             self.of_result[place] = rest[1]
             return self.results[rest[1]]
-        if sources and op != "move":
+        if sources and op != "move" and not self._scales_tokens(op, operands):
             raise Refused(f"value {place} is computed from a result of the kernel")
         if sources:
             (self.of_result[place],) = sources

@@ -148,8 +148,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "scale.unequal": (
         "q_nope, q_pe or k_pe are scaled by different factors, which no attribute of the kernel expresses.",
-        "Scale the whole query by one number; fold factors of heads or columns into the weight, others into the "
-        "softmax scale.",
+        "Scale the whole query by one number, or q_nope and the rotated q_pe by one for each token; fold factors of "
+        "heads or columns into the weight, others into the softmax scale.",
     ),
     "token_x.layout": (
         "The hidden state reaches the projections in a form that is not rows of tokens.",

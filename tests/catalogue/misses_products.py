@@ -12,7 +12,7 @@ from mla_fusion import offline
 
 from .assembled import RowsInPlace, row_args
 from .base import DR, HCKV, HCQ, HE, Base, D, HfNorm, Prologue, attend, linear, through
-from .entry import IN_PLACE, MISS_OF_BASE, Entry, Make, add, based, miss, words
+from .entry import IN_PLACE, MISS_OF_BASE, STAGED, Entry, Make, add, based, miss, words
 from .tables import sequences
 
 
@@ -249,7 +249,7 @@ class QueryNeitherRotatedNorAbsorbed(Base):
         return F.pad(q_nope, (0, HCKV - D))
 
 
-@miss("scale.unequal", of="RowsInPlace", tags="absorb, layout, run", args=row_args)
+@miss(STAGED, of="RowsInPlace", tags="absorb, layout, run", args=row_args)
 class ScaledByPosition(RowsInPlace):
     """The whole query, by a factor that grows with the position, before W_uk."""
 

@@ -273,3 +273,62 @@ class KeptCopies(KeptViews):
 
     def kept(self, cache: Tensor) -> Tensor:
         return cache.clone()
+
+
+# -- a factor for each token
+
+
+def with_positions() -> tuple[Tensor, ...]:
+    return *paged_args(), torch.arange(8) * 4000
+
+
+@entry(IN_PLACE, source="Mistral 4 in NeMo", tags="whole, absorb, layout, device, symbolic", args=with_positions)
+class QueryByPosition(Base):
+    """The whole query is multiplied by a number for each position, behind its rotation and before W_uk."""
+
+    def factor(self, positions: Tensor, q: Tensor) -> Tensor:
+        return (1 + 0.1 * torch.log1p(torch.floor(positions / 8192)))[:, None, None].to(q.dtype)
+
+    def scaled(self, q_nope: Tensor, q_pe: Tensor, c: Tensor, s: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        q = torch.cat([q_nope, rotated(q_pe, c, s)], -1)
+        q_nope, q_pe = (q * self.factor(positions, q)).split([D, DR], -1)
+        return q_nope, q_pe
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, positions: Tensor
+    ) -> Tensor:
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        q_nope, q_pe = self.scaled(q_nope, q_pe, cos.unsqueeze(1), sin.unsqueeze(1), positions)
+        self.write(kv_cache, kr_cache, slots, c_kv, rotated(k_pe, cos, sin))
+        return attend(self.absorb(q_nope), q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+
+
+@entry(IN_PLACE, source="Mistral 4", tags="absorb, symbolic", args=with_positions)
+class PartsByPosition(QueryByPosition):
+    def scaled(self, q_nope: Tensor, q_pe: Tensor, c: Tensor, s: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        factor = self.factor(positions, q_nope)
+        return q_nope * factor, rotated(q_pe, c, s) * factor
+
+
+@miss("scale.unequal", tags="absorb, rope", of="a query that is scaled by position", args=with_positions)
+class ScaledBeforeRotation(QueryByPosition):
+    def scaled(self, q_nope: Tensor, q_pe: Tensor, c: Tensor, s: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        factor = self.factor(positions, q_nope)
+        return q_nope * factor, rotated(q_pe * factor, c, s)
+
+
+@miss("scale.unequal", tags="absorb", of="a query that is scaled by position", args=with_positions)
+class ScaledByColumnAndPosition(QueryByPosition):
+    """The number differs from column to column of a head."""
+
+    def factor(self, positions: Tensor, q: Tensor) -> Tensor:
+        return super().factor(positions, q) + self.q_a_layernorm.weight[: q.shape[-1]]
+
+
+@miss("scale.unequal", tags="absorb", of="a query that is scaled by position", args=with_positions)
+class ScaledByNeighbour(QueryByPosition):
+    """As many numbers as tokens, but one for each head and half the tokens."""
+
+    def factor(self, positions: Tensor, q: Tensor) -> Tensor:
+        return super().factor(positions, q)[:4].reshape(1, 2, 2, 1).expand(4, 2, 2, 1).reshape(8, 2, 1)

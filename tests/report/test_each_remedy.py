@@ -170,6 +170,7 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
         entry("ScaledRope"),
         {
             "Scale the whole query by one number": of(changed(split=doubled_both)),
+            "q_nope and the rotated q_pe by one for each token": entry("PartsByPosition"),
             "into the weight": of(ScaledColumns),
             "into the softmax scale": BASE,
         },
