@@ -274,7 +274,8 @@ class Diagnosis:
             if kept is not None:
                 detail = f"{query.node.name}, absorbed at {absorbed[0].name}, is projected from {query.origin.name}"
                 detail += f", and no RMSNorm of what {kept.node.name} makes is read beside it"
-                return NearMiss(Refuse("q_lora.absent", detail), (kept.node, absorbed[0]), certain=not halves)
+                code = "norm.absent" if halves else "q_lora.absent"
+                return NearMiss(Refuse(code, detail), (kept.node, absorbed[0]), certain=not halves)
             if norms and (absorbed or rotated):
                 how = f"absorbed at {absorbed[0].name}" if absorbed else f"rotated at {rotated[0].name}"
                 detail = f"{query.node.name}, {how}, is projected from {query.origin.name}"

@@ -10,8 +10,8 @@ CODES: dict[str, tuple[str, str]] = {
     # code: (meaning, what would make it fuse)
     "q_lora.absent": (
         "The query is projected from the hidden state directly; the kernel needs W_dq, RMSNorm and W_uq_qr.",
-        "Nothing in the graph: the kernel has no form without a query LoRA. For the key's half alone, "
-        "Config(targets=('v3', 'key')).",
+        "Nothing in the graph: the kernel has no form without a query LoRA. For the key's half alone, whose latent "
+        "has an RMSNorm, Config(targets=('v3', 'key')).",
     ),
     "q_lora.interrupted": (
         "Between the query latent's norm and W_uq_qr stands what the kernel has no place for, such as a collective.",
@@ -52,7 +52,7 @@ CODES: dict[str, tuple[str, str]] = {
         "and 'key' in Config.targets the key's half.",
     ),
     "norm.absent": (
-        "The query's latent is no RMSNorm: another norm, none at all, or an operator that nothing is known of.",
+        "A latent is no RMSNorm: another norm, none at all, or an operator that nothing is known of.",
         "Write RMSNorm with plain operators, F.rms_norm or npu_rms_norm; the kernel has no other norm. Epsilon is "
         "added to the mean square, under the root, and the weight multiplies last: x * rsqrt(mean(x^2) + eps) * w.",
     ),

@@ -23,6 +23,7 @@ from .walks import (
     GammaOfOnes,
     JoinedAgain,
     Merged,
+    NoLoraNorNorm,
     NumbersOfBfloat16,
     ReadAfterwards,
     ReadApart,
@@ -266,6 +267,42 @@ def test_what_the_remedy_of_a_code_says_fuses(code: str) -> None:
     for words, repaired in ways.items():
         after = repaired() if repaired else None
         assert after is None or (after.fused and not after.rejected), f"{words}: {after}"
+
+
+# forms of public code: what each remedy leads to, to the end
+CHAINS: dict[str, list[tuple[str, str, Told]]] = {
+    "no query LoRA, and a latent without a norm": [
+        ("q_lora.absent", "Config(targets=('v3', 'key'))", of(NoLoraNorNorm)),
+        ("norm.absent", "Write RMSNorm", of(NoLoraNorNorm, targets=("v3", "key"))),
+        ("", "", entry("NoQueryLora", targets=("v3", "key"))),
+    ],
+    "no norms, and keys expanded": [
+        ("norm.absent", "Write RMSNorm", entry("Normless")),
+        ("absorb.absent", "Multiply q_nope by W_uk", entry("Unabsorbed")),
+        ("", "", BASE),
+    ],
+    "a factor of each token before the rotation": [
+        ("scale.unequal", "and the rotated q_pe by one for each token", entry("ScaledBeforeRotation")),
+        ("", "", entry("QueryByPosition")),
+    ],
+    "a reader of the key before its rotation": [
+        ("reader.latent", "or from the normed latent", entry("OneColumnLater")),
+        ("", "", entry("DlInfer")),
+    ],
+    "a kept copy of a cache": [
+        ("cache.also_read", "or nothing: the caller has the memory", entry("KeptCopies", device="cpu")),
+        ("", "", of(prologues.NpuOperators)),
+    ],
+}
+
+
+@pytest.mark.parametrize("form", CHAINS)
+def test_remedies_lead_to_a_fused_graph(form: str) -> None:
+    for code, words, told in CHAINS[form]:
+        report = told()
+        left = report.rejected[0] if report.rejected else None
+        assert (left.code if left else "") == code and bool(report.fused) == (not code), str(report)
+        assert left is None or words in left.remedy, left.remedy
 
 
 @pytest.mark.parametrize(

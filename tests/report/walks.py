@@ -19,6 +19,7 @@ from tests.catalogue import (
     misses_norms,
     misses_products,
     prologues,
+    public_refusals,
 )
 from tests.harness import graph_of, traced
 from tests.match.test_finder import InABranch
@@ -336,3 +337,7 @@ class InPlace(Base):
         rotated = self.rotate(q_pe, c, s)
         seen = rotated.sum()  # before the change, and it must stay so
         return rotated.mul_(seen / seen)
+
+
+class NoLoraNorNorm(misses_products.NoQueryLora):
+    norm = public_refusals.NoNorm
