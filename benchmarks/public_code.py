@@ -5,8 +5,8 @@
 Implementations are the entries of tests/catalogue that name who writes them so, and Hugging Face's own models converted
 by `hf.optimize`, at sizes that the kernel takes. *ratio*: the largest relative L2 error of an output (caches included)
 against a run in float64 (Hugging Face: float32), fused, over that of the unfused run. *symbolic*: the verdict with
-dynamic=True. Exit status 1 where a verdict is not the one that the catalogue, or the table below, has; where an error is
-larger than allowed; or where nothing is said of a prologue that stays. `--write` puts the tables into
+dynamic=True. Exit status 1 where a verdict is not the one that the catalogue, or the table below, has; where an error
+is larger than allowed; or where nothing is said of a prologue that stays. `--write` puts the tables into
 docs/public-code.md.
 """
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import is_getitem, op_name
-from mla_fusion.fx.walk import INPUTS, origin, reshapes
+from mla_fusion.fx.kinds import is_getitem, is_mutating, op_name
+from mla_fusion.fx.walk import INPUTS, origin, reshapes, views
 
 _WRITTEN = {"npu::npu_kv_rmsnorm_rope_cache": ((5, 0), (6, 1))}  # operator: argument written, result that is it
 _NEVER_COPY = ("aten::view", "aten::unsqueeze", "aten::squeeze", "aten::alias", "aten::detach")
@@ -24,6 +24,9 @@ def found(graph: Graph) -> list[tuple[Node, Node, int]]:
     by_input: dict[Node, list[tuple[Node, int]]] = {}
     for writer, cache, result in _writes(graph):
         by_input.setdefault(origin(cache, _same_memory), []).append((writer, result))
+    for node in graph.nodes if by_input else ():
+        if is_mutating(node):  # the last word on what that memory holds
+            by_input.pop(origin(node.args[0], views), None)  # type: ignore[arg-type]
     given_out = graph.output_node().all_input_nodes if by_input else ()
     written = ((node, by_input.get(origin(node, _same_memory), ())) for node in given_out)
     return [(node, *writes[0]) for node, writes in written if len(writes) == 1 and node.op not in INPUTS]

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from mla_fusion.compat import OpOverload
 from mla_fusion.fx import strides
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import argument, is_getitem, is_reshape, is_view, op_name, operator_of
+from mla_fusion.fx.kinds import argument, is_getitem, is_mutating, is_reshape, is_view, op_name, operator_of
 from mla_fusion.fx.operators import SELECTIONS
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.walk import origin, views, written
@@ -31,14 +31,18 @@ _KEPT_AXES = frozenset("aten::transpose aten::permute aten::t aten::slice aten::
 
 def found(graph: Graph) -> list[Node]:
     """Scatters and copies into values that the graph itself has made (not into its inputs: those are cache writes), and
-    joins of which parts are taken.
+    joins of which parts are taken, where what was joined stays as it was to the end of the graph.
     """
-    return [node for node in graph.nodes if _is_assembly(node) or _is_cut_again(node)]
+    nodes = list(graph.nodes)
+    first = next((place for place, node in enumerate(nodes) if is_mutating(node)), len(nodes))
+    is_functional = all(is_mutating(node) or node.op == "output" for node in nodes[first:])
+    return [node for node in nodes if _is_assembly(node) or (is_functional and _is_cut_again(node))]
 
 
 def _is_cut_again(node: Node) -> bool:
-    """Is the node a join, a part of which some view of it takes?"""
-    views_of = [node] if op_name(node) == "aten::cat" else []
+    """Is the node a join of what the graph has made, a part of which some view of it takes?"""
+    joined = node.args[0] if op_name(node) == "aten::cat" else ()
+    views_of = [node] if joined and all(map(_made_here, joined)) else []  # type: ignore[arg-type]
     for view in views_of:  # grows as it is walked
         if op_name(view) in SELECTIONS:
             return True

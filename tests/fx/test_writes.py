@@ -161,3 +161,39 @@ def test_the_run_that_narrow_takes(start: int, length: int) -> None:
     taken = graph.call_function(torch.ops.aten.narrow.default, (graph.placeholder("x"), 0, start, length))
     span = writes._span(taken, 4)
     assert span is not None and [*range(*span)] == torch.arange(4).narrow(0, start, length).tolist()
+
+
+def joined_and_cut(x: Tensor, y: Tensor) -> Tensor:
+    row = torch.cat([x * 2, y + 1], -1).unsqueeze(1) * y[:, :1, None]
+    first, second = row.split([6, 6], -1)
+    return first.abs() + second
+
+
+def test_a_part_of_a_join_is_what_was_joined() -> None:
+    args = torch.randn(4, 6), torch.randn(4, 6)
+    gm = graph_of(joined_and_cut, args)
+    wanted = gm(*args)
+    gm.graph = subgraphs.copied(gm)
+    writes.take_apart(gm)
+    gm.recompile()
+    assert torch.equal(gm(*args), wanted)
+    assert not any(node.target is torch.ops.aten.cat.default for node in gm.graph.nodes)
+
+
+def changed_afterwards(x: Tensor, y: Tensor) -> Tensor:
+    part = x * 2
+    row = torch.cat([part, y + 1], -1)
+    part.add_(1)
+    return row[:, :6] * part
+
+
+def of_an_input(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat([x, y], -1)[:, :6] * 2
+
+
+@pytest.mark.parametrize("fn", [changed_afterwards, of_an_input])
+def test_a_join_of_what_may_change_is_left(fn: Any) -> None:
+    """Never made functional: what was joined is not what it was when somebody takes a part."""
+    with torch.no_grad():
+        gm = make_fx(fn, tracing_mode="fake")(torch.randn(4, 6), torch.randn(4, 6))
+    assert not writes.found(gm.graph)
