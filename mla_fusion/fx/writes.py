@@ -169,7 +169,7 @@ class _Parts:
         base, src = node.args[:2]
         if not isinstance(base, Node) or not isinstance(src, Node) or not _alike(src, node):
             return False
-        if op_name(node) == "aten::copy":
+        if op_name(node) == "aten::copy" or same_shape(_shape(src), _shape(node)):
             return self._overwrite(node, src)
         axis = argument(node, "dim", 0) % len(_shape(node))
         whole = _shape(node)[axis]
@@ -181,8 +181,6 @@ class _Parts:
         start, stop = span
         if op_name(node) == "aten::select_scatter":
             src = self.b.call(aten.unsqueeze.default, src, axis)
-        if stop - start == whole:
-            return self._overwrite(node, src)
         known = self.rows.get(base)
         row = known if known is not None and known.axis == axis else _Row(axis, (_Piece(base, 0, whole),))
         pieces = (*row.cut(0, start), *self._pieces(src, axis, 0, stop - start), *row.cut(stop, whole))
