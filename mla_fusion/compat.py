@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -237,7 +238,22 @@ def expression_of(size: Any) -> Any:
 def bounds_of(size: Any, part: Any = None) -> tuple[float, float]:
     """The least and the largest number that a symbolic size can be, or an expression in its symbols."""
     bounds = size.node.shape_env.bound_sympy(size.node.expr if part is None else part)
-    return float(bounds.lower), float(bounds.upper)
+    return (float(bounds.lower), float(bounds.upper)) if bounds else (1, math.inf)  # of no symbol of torch's
+
+
+def guarded_equal(size: Any) -> list[tuple[Any, Any]]:
+    """Pairs of expressions that are equal whenever a graph runs that has this size, as its guards say."""
+    from sympy import Eq
+
+    env = size.node.shape_env
+    guards = (env.replace(guard.expr) for guard in env.guards)
+    return [guard.args for guard in guards if isinstance(guard, Eq)]
+
+
+def traced_with(size: Any, symbol: Any) -> int:
+    """The number that a symbol of the size stood for when the graph was traced."""
+    env = size.node.shape_env
+    return int((env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val)[symbol])
 
 
 def symbolic_mode(kind: type[FakeTensorMode], weigh: Callable[[Any], Any]) -> FakeTensorMode:

@@ -329,7 +329,8 @@ class _Run:
         if isinstance(arg, Node):
             held = arg.meta.get("val")
             if is_symbolic(held):
-                return Abstract(self.binding.number(held), str(self.binding.meaning(held)))
+                number = self.binding.number(held)
+                return Abstract(number, str(self.binding.meaning(held))) if self.binding.varies(held) else number
             return self._values[arg]
         if isinstance(arg, (list, tuple)):
             return [self._argument(item) for item in arg]
@@ -369,7 +370,7 @@ class _Run:
         sizes = source.meta["val"].shape if source is not None else ()
         if not -len(sizes) <= axis < len(sizes):
             return False
-        if is_symbolic(sizes[axis]):
+        if self.binding.varies(sizes[axis]):
             return True
         now = after if source is node or source is None else self._values[source].shape
         return now is not None and len(now) == len(sizes) and now[axis] != sizes[axis]

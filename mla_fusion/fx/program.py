@@ -197,7 +197,7 @@ class Program:
         if self._shrink is not None and name in SIZED:
             return self._resized(node, name, self._shrink)
         if not self._sized and name in SELECTIONS:
-            _refuse_symbolic_ends(node, name)
+            _refuse_symbolic_ends(node, name, self._binding)
         args = self._template(node.args)
         kwargs = {key: self._option(key, value) for key, value in node.kwargs.items()}
         if takes_default_dtype(node):
@@ -250,15 +250,16 @@ class Program:
         return value
 
 
-def _refuse_symbolic_ends(node: Node, name: str) -> None:
+def _refuse_symbolic_ends(node: Node, name: str, binding: Binding) -> None:
     """A slice with symbolic ends takes a part of a probe that depends on the probe's size, so it is not run."""
-    ends = [arg for arg in (*node.args[1:], *node.kwargs.values()) if isinstance(arg, Node)]
+    given = [arg for arg in (*node.args[1:], *node.kwargs.values()) if isinstance(arg, Node)]
+    ends = [end for end in given if binding.varies(end.meta.get("val"))]
     value, source = node.meta.get("val"), node.args[0]
     if not ends or not isinstance(source, Node):
         return
     axis = int(argument(node, "dim", 0))
     before = source.meta["val"].shape
-    whole = isinstance(value, torch.Tensor) and value.dim() == len(before) and same(value.shape[axis], before[axis])
+    whole = isinstance(value, torch.Tensor) and value.dim() == len(before) and binding.same(value.shape[axis], before[axis])
     if not whole:
         raise Unprobeable(f"{node.name} ({name}) takes a symbolic part")
 

@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from mla_fusion.compat import FloorDiv, bounds_of, expression_of
+from mla_fusion.compat import FloorDiv, bounds_of, expression_of, traced_with
 
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73)
 _FEW = (3, 4, 2)
@@ -47,7 +47,7 @@ def _without_quotients(found: sympy.Expr) -> sympy.Expr:
 
     def ratio(quotient: sympy.Expr) -> sympy.Expr:
         exact = sympy.cancel(quotient.args[0] / quotient.args[1])
-        return exact if sympy.denom(exact) == 1 else quotient
+        return exact if exact.as_numer_denom()[1] == 1 else quotient
 
     return found.replace(lambda part: isinstance(part, FloorDiv), ratio)
 
@@ -68,19 +68,32 @@ class Binding:
         self._prepare = prepare
         self._free = list(_PRIMES)
         self._bound: dict[Any, int] = {}
-        self._first: dict[Any, Any] = {}  # of symbols that are equal, the one that stands for all
+        self._solved: dict[Any, Any] = {}  # symbols, and quotients of them, by what they are equal to
+        self._kept: set[Any] = set()  # symbols of such quotients
 
     def avoid(self, literals: Collection[int]) -> None:
         """Bind no symbol to these."""
         self._free = [prime for prime in _PRIMES if prime not in literals] or list(_PRIMES)
 
     def equate(self, a: Any, b: Any) -> None:
-        """Take two sizes for one from here on, where each is a symbol of its own: the graph runs for no others."""
-        if is_symbolic(a) and is_symbolic(b):
-            one, other = self._expr(a), self._expr(b)
-            if one != other and one.is_symbol and other.is_symbol:
-                self._first = {symbol: one if first == other else first for symbol, first in self._first.items()}
-                self._first[other] = one
+        """Take two sizes for equal from here on: the graph runs for no others.
+
+        Solved for a symbol (``s == 2 * (s // 2)`` makes it twice its half), or for a quotient that is a number then
+        (``w // 2 == 64``; w stays what the graph was traced with). An equation that has neither is left.
+        """
+        _, difference = sympy.expand(self._expr(a) - self._expr(b)).as_content_primitive()
+        quotients = difference.atoms(FloorDiv)
+        for part in (*sorted(difference.free_symbols, key=str), *quotients):
+            factor = difference.coeff(part)
+            rest = sympy.expand(part - difference * factor)
+            if factor**2 != 1 or not (part.is_symbol or rest.is_Integer):
+                continue
+            found = {one: sympy.Dummy(str(one), integer=True, positive=True) for one in quotients if one.has(part)}
+            found[part] = rest = rest.xreplace(found)
+            if not rest.has(part):
+                self._kept |= part.free_symbols - {part}
+                self._solved = {known: was.xreplace(found) for known, was in self._solved.items()} | found
+                return
 
     def admit(self, sizes: Iterable[Any]) -> None:
         """Bind symbols so that no difference among these sizes is less than 2: five tokens, of which n = 7 are cut."""
@@ -97,17 +110,22 @@ class Binding:
 
     def same(self, a: Any, b: Any) -> bool:
         """Are two sizes equal whenever the graph runs? Never adds a guard."""
-        return same(a, b) or (is_symbolic(a) and is_symbolic(b) and bool(self._expr(a) == self._expr(b)))
+        return same(a, b) or bool(self.meaning(a) == self.meaning(b))
+
+    def varies(self, size: Any) -> bool:
+        """May the size be another one in another run?"""
+        return is_symbolic(size) and not isinstance(self.meaning(size), int)
 
     def meaning(self, size: Any) -> Any:
-        """A size as an expression: one for sizes that are equal whenever the graph runs."""
-        return self._expr(size) if is_symbolic(size) else size
+        """A size as a number or an expression: one for sizes that are equal whenever the graph runs."""
+        found = self._expr(size) if is_symbolic(size) else size
+        return int(found) if getattr(found, "is_Integer", False) else found
 
     def _expr(self, size: Any) -> Any:
         if self._prepare is not None:
             prepare, self._prepare = self._prepare, None
             prepare(self)
-        return expression(size).xreplace(self._first)
+        return sympy.sympify(expression(size)).xreplace(self._solved)
 
     def roomier(self, size: Any, least: int) -> Binding:
         """This binding, or one in which ``size``, a symbol that stands for less, stands for ``least`` or more."""
@@ -144,7 +162,8 @@ class Binding:
         expr = self._expr(value)
         for symbol in sorted(getattr(expr, "free_symbols", ()), key=str):
             if symbol not in self._bound:
-                self._bound[symbol] = self._pick(largest=bounds_of(value, symbol)[1])
+                largest = bounds_of(value, symbol)[1]
+                self._bound[symbol] = traced_with(value, symbol) if symbol in self._kept else self._pick(largest)
         return int(self._at(expr))
 
     def _at(self, expr: Any) -> Any:

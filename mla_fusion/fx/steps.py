@@ -33,6 +33,12 @@ def _written_rows(node: Node) -> Iterator[Pair]:
         yield from zip(_shape(index), _shape(values), strict=False)
 
 
+def _scattered_rows(node: Node) -> Iterator[Pair]:
+    """``npu_scatter_nd_update(cache, slots, rows)``: as many rows as slots."""
+    _, slots, rows = (_shape(side) for side in node.args[:3])
+    yield from zip(slots[:-1], rows, strict=False)
+
+
 def _rotated(node: Node) -> Iterator[Pair]:
     """x, cos and sin of a rotation, axis by axis from the last."""
     x, *tables = (_shape(side) for side in node.args[:3])
@@ -57,6 +63,7 @@ def _shape(value: object) -> tuple[Any, ...]:
 _READERS = {
     "aten::index_put": _written_rows,
     "aten::_unsafe_index_put": _written_rows,
+    "npu::npu_scatter_nd_update": _scattered_rows,
     "npu::npu_interleave_rope": _rotated,
     "npu::npu_rotary_mul": _rotated,
     "npu::npu_kv_rmsnorm_rope_cache": _kv_operator,

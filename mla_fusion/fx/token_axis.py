@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import filled_with, is_reshape, op_name
+from mla_fusion.fx.operators import ELEMENTWISE_SCALING
 from mla_fusion.fx.sizes import expression, is_symbolic
 from mla_fusion.fx.walk import EXPANDS, input_of, repeats, upward
 
@@ -48,11 +49,14 @@ class Break(Exception):
 class TokenAxis(ABC):
     """One axis of tokens (all of them, or the sequences, or the positions of each) through the nodes of a view."""
 
-    def __init__(self, size: Size, inner: Any = 1, meaning: Callable[[Size], Any] = expression) -> None:
+    def __init__(
+        self, size: Size, inner: Any = 1, meaning: Callable[[Size], Any] = expression, behind: int = 0
+    ) -> None:
         """``inner``: how many tokens stand between two of this axis where all token axes are one; ``meaning``: the
-        expression of a size, equal for sizes that are equal whenever the graph runs.
+        expression of a size, equal for sizes that are equal whenever the graph runs; ``behind``: how many token axes
+        of the same size stand behind this one.
         """
-        self.meaning = meaning
+        self.meaning, self._behind = meaning, behind
         self.size, self.inner = meaning(size), inner
         self._states: dict[Node, State] = {}
 
@@ -60,13 +64,20 @@ class TokenAxis(ABC):
         self._states.setdefault(node, place)
 
     def start_outside(self, node: Node) -> None:
-        """A tensor from outside with rows: its last axis but one that is as long as the tokens are many, if any."""
+        """A tensor from outside with rows: its last axis but one that is as long as the tokens are many, if any.
+
+        Of fewer axes than there are token axes of that size, it has the last (a row for each position). A wrong guess
+        breaks the proof: what has the tokens elsewhere, or has none, has a value of its own for each.
+        """
         if node in self._states:
             return
         shape = shape_of(node)
         lead = shape[:-1] if len(shape) > 1 or not any(map(is_symbolic, shape)) else shape
         found = [axis for axis, size in enumerate(lead) if self._is_ours(size)]
-        self._states[node] = Place(found[-1]) if found else self._merged(lead)
+        if found:
+            self._states[node] = Place(found[~self._behind]) if len(found) > self._behind else SAME
+        else:
+            self._states[node] = self._merged(lead)
 
     def _merged(self, lead: Shape) -> State:
         """Tokens of all sequences in one axis."""
@@ -199,7 +210,7 @@ def divided(a: Any, b: Any) -> Any | None:
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     quotient = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
-    return quotient if sympy.fraction(quotient)[1] == 1 else None
+    return quotient if quotient.as_numer_denom()[1] == 1 else None
 
 
 def divides(a: Any, b: Any) -> bool:
@@ -222,10 +233,12 @@ def is_empty(node: Node) -> bool:
 
 
 def is_uniform(node: Node) -> bool:
-    """Is every element the same number: a fill, or views of one?"""
+    """Is every element the same number: a fill, views of one, or multiples?"""
     *views, base = upward(node, lambda step: input_of(step) if op_name(step) == "aten::slice" else repeats(step))
     if filled_with(base) is not None or op_name(base) in _FILLS:
         return True
+    if op_name(base) in ELEMENTWISE_SCALING and (operands := base.all_input_nodes):
+        return all(is_symbolic(operand.meta.get("val")) or is_uniform(operand) for operand in operands)
     return any(all(is_one(size) for size in shape_of(source)) for source in (*views[1:], *([base] if views else ())))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import sympy
 from torch.fx import Node
 
 from mla_fusion.fx.shrink import Shrink
@@ -48,20 +49,20 @@ class Tokens:
 
     def start(self, product: Node, lead: Shape, axes: Sequence[int]) -> None:
         """``lead``: the token axes before any were merged; ``axes``: where they stand in the product, in order."""
-        shape, probed = shape_of(product), []
-        for at, size in enumerate(lead):
-            if not (is_symbolic(size) or self._is_shrunk(lead, at)):
+        shape, sizes, probed = shape_of(product), [self._meaning(size) for size in lead], []
+        for at, size in enumerate(sizes):
+            if not (isinstance(size, sympy.Expr) or self._is_shrunk(lead, at)):
                 continue
-            probed.append(self._meaning(size))
             after = count_of(lead[at + 1 :], self._meaning)
-            key = self._meaning(size)
-            axis = self._axes.setdefault(key, RuledAxis(size, after, self._meaning))
+            key = size, sizes[at + 1 :].count(size)  # batch and length may be of one symbol
+            probed.append(key)
+            axis = self._axes.setdefault(key, RuledAxis(lead[at], after, self._meaning, behind=key[1]))
             for place, standing in enumerate(axes):
                 inner = divided(after, count_of([shape[other] for other in axes[place + 1 :]], self._meaning))
                 if inner is not None and divides(axis.size * inner, self._meaning(shape[standing])):
                     axis.start(product, Place(standing, inner))
                     break
-        if all(self._meaning(size) in probed or not self._shrinks(size) for size in lead):
+        if all(size in dict(probed) or not self._shrinks(size) for size in sizes):
             self._of_product[product] = frozenset(probed)
 
     def among(self, products: Iterable[Node]) -> Tokens:

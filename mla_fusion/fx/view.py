@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.immutable_collections import immutable_list
 
+from mla_fusion.compat import guarded_equal
 from mla_fusion.fx import contraction, scaled_product
 from mla_fusion.fx.analytic import Barrier, Steps
 from mla_fusion.fx.contraction import Contraction
@@ -322,6 +323,9 @@ class View:
             if isinstance(value, int)
         }
         binding.avoid(literals)
+        sizes = [size for size in (node.meta.get("val") for node in self.nodes) if type(size) is torch.SymInt]
+        for a, b in guarded_equal(sizes[0]) if sizes else ():
+            binding.equate(a, b)
         for node in self.nodes:
             for a, b in rows_in_step(node):
                 if exceeds_one(a) and exceeds_one(b):
