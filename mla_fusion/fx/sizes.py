@@ -162,8 +162,8 @@ class Binding:
         expr = self._expr(value)
         for symbol in sorted(getattr(expr, "free_symbols", ()), key=str):
             if symbol not in self._bound:
-                largest = bounds_of(value, symbol)[1]
-                self._bound[symbol] = traced_with(value, symbol) if symbol in self._kept else self._pick(largest)
+                kept = symbol in self._kept
+                self._bound[symbol] = traced_with(value, symbol) if kept else self._pick(*bounds_of(value, symbol))
         return int(self._at(expr))
 
     def _at(self, expr: Any) -> Any:
@@ -171,11 +171,13 @@ class Binding:
         symbols = getattr(expr, "free_symbols", ())
         return expr.subs({symbol: self._bound[symbol] for symbol in symbols}) if symbols else expr
 
-    def _pick(self, largest: float) -> int:
-        """A prime that stands for no other symbol; less where the graph runs for no more (``cache[:batch]``)."""
-        fit = [number for number in (*self._free, *_FEW) if number <= largest] or [int(largest)]
+    def _pick(self, least: float, largest: float) -> int:
+        """A prime that stands for no other symbol; another number where the graph runs for none of these
+        (``cache[:batch]``, ``table[:, :128]``).
+        """
+        fit = [number for number in (*self._free, *_FEW) if least <= number <= largest]
         taken = set(self._bound.values())
-        return next((number for number in fit if number not in taken), fit[0])
+        return next((number for number in fit if number not in taken), (*fit, int(min(least + 1, largest)))[0])
 
     def number(self, value: Any) -> Any:
         if isinstance(value, torch.SymFloat):

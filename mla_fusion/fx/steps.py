@@ -39,6 +39,12 @@ def _scattered_rows(node: Node) -> Iterator[Pair]:
     yield from zip(slots[:-1], rows, strict=False)
 
 
+def _scattered_pairs(node: Node) -> Iterator[Pair]:
+    """``npu_scatter_pa_kv_cache(key rows, value rows, caches, slots)``: as many of either as slots."""
+    for rows in node.args[:2]:
+        yield from zip(_shape(node.args[4]), _shape(rows), strict=False)
+
+
 def _rotated(node: Node) -> Iterator[Pair]:
     """x, cos and sin of a rotation, axis by axis from the last."""
     x, *tables = (_shape(side) for side in node.args[:3])
@@ -64,6 +70,7 @@ _READERS = {
     "aten::index_put": _written_rows,
     "aten::_unsafe_index_put": _written_rows,
     "npu::npu_scatter_nd_update": _scattered_rows,
+    "npu::npu_scatter_pa_kv_cache_functional": _scattered_pairs,
     "npu::npu_interleave_rope": _rotated,
     "npu::npu_rotary_mul": _rotated,
     "npu::npu_kv_rmsnorm_rope_cache": _kv_operator,

@@ -331,8 +331,13 @@ def _sliced(call: Call) -> Value:
     if call.varies("self", axis) or call.varies("", axis):
         if call.keeps(axis) and call["step"] in (1, None):
             return call.value
+        found = [call[name] for name in ("start", "end", "length") if call[name] is not None]
+        if not call.varies("", axis) and all(isinstance(end, int) and end >= 0 for end in found):
+            taken = _natively(call)  # the same places in every run
+            if call.shape in (None, taken.shape):
+                return taken
         # Which rows these are is known of this run alone: rows of that name.
-        ends = [as_value(call[name]) for name in ("start", "end", "length") if call[name] is not None]
+        ends = map(as_value, found)
         factor = function("rows", *[real(end) for end in ends])
         return _scaled(_some_rows(call, axis), factor)
     return _natively(call)
