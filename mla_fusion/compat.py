@@ -304,6 +304,14 @@ def source_name(placeholder: Node) -> str:
     return name if isinstance(name, str) else name()  # an attribute or a method, by release
 
 
+def is_held(placeholder: Node) -> bool:
+    """Does dynamo reach the input through a module, its class or what it holds, or through a global?"""
+    source = placeholder.meta["grapharg"].source if "grapharg" in placeholder.meta else None
+    kind = getattr(source, "guard_source", None)
+    name = getattr(kind() if callable(kind) else kind, "name", "")  # an attribute or a method, by release
+    return "NN_MODULE" in name or name.startswith("GLOBAL")
+
+
 # -- dynamo
 
 _OF_SIZES = ("dynamic_indices", "dynamic_range", "hint_overrides", "static_indices")

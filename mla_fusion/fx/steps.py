@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import op_name
+from mla_fusion.fx.kinds import argument, op_name
 
 Pair = tuple[Any, Any]
 
@@ -61,6 +61,13 @@ def _kv_operator(node: Node) -> Iterator[Pair]:
         yield index[0], latent[0]
 
 
+def _scales_of_blocks(node: Node) -> Iterator[Pair]:
+    """mxfp8: of each row of x two scales for every 64 columns."""
+    scales, x = _shape(argument(node, "pertoken_scale")), _shape(node.args[0])
+    if len(scales) == len(x) + 1 and node.args[0].meta["val"].dtype == torch.float8_e4m3fn:  # type: ignore[union-attr]
+        yield from zip(scales, (*x[:-1], -(-x[-1] // 64), 2), strict=True)
+
+
 def _shape(value: object) -> tuple[Any, ...]:
     meaning = value.meta.get("val") if isinstance(value, Node) else None
     return tuple(meaning.shape) if isinstance(meaning, torch.Tensor) else ()
@@ -71,6 +78,7 @@ _READERS = {
     "aten::_unsafe_index_put": _written_rows,
     "npu::npu_scatter_nd_update": _scattered_rows,
     "npu::npu_scatter_pa_kv_cache_functional": _scattered_pairs,
+    "npu::npu_quant_matmul": _scales_of_blocks,
     "npu::npu_interleave_rope": _rotated,
     "npu::npu_rotary_mul": _rotated,
     "npu::npu_kv_rmsnorm_rope_cache": _kv_operator,
