@@ -238,22 +238,26 @@ def expression_of(size: Any) -> Any:
 def bounds_of(size: Any, part: Any = None) -> tuple[float, float]:
     """The least and the largest number that a symbolic size can be, or an expression in its symbols."""
     bounds = size.node.shape_env.bound_sympy(size.node.expr if part is None else part)
-    return (float(bounds.lower), float(bounds.upper)) if bounds else (1, math.inf)  # of no symbol of torch's
+    if bounds is None:  # no symbol of torch's
+        return 1, math.inf
+    return float(bounds.lower), float(bounds.upper)
 
 
 def guarded_equal(size: Any) -> list[tuple[Any, Any]]:
-    """Pairs of expressions that are equal whenever a graph runs that has this size, as its guards say."""
-    from sympy import Eq
+    """Expressions that are equal whenever a graph runs that has this size, as its guards say."""
+    from sympy import Eq, Expr
 
     env = size.node.shape_env
-    guards = (env.replace(guard.expr) for guard in env.guards)
-    return [guard.args for guard in guards if isinstance(guard, Eq)]
+    found = (env.replace(guard.expr) for guard in env.guards)
+    pairs = (guard.args for guard in found if isinstance(guard, Eq))
+    return [(a, b) for a, b in pairs if isinstance(a, Expr) and isinstance(b, Expr)]
 
 
 def traced_with(size: Any, symbol: Any) -> int:
     """The number that a symbol of the size stood for when the graph was traced."""
     env = size.node.shape_env
-    return int((env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val)[symbol])
+    hints = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+    return int(hints[symbol])
 
 
 def symbolic_mode(kind: type[FakeTensorMode], weigh: Callable[[Any], Any]) -> FakeTensorMode:
@@ -305,10 +309,10 @@ def source_name(placeholder: Node) -> str:
 
 
 def is_held(placeholder: Node) -> bool:
-    """Does dynamo reach the input through a module, its class or what it holds, or through a global?"""
+    """Does dynamo reach the input through a module, its class or what it holds, or a global?"""
     source = placeholder.meta["grapharg"].source if "grapharg" in placeholder.meta else None
-    kind = getattr(source, "guard_source", None)
-    name = getattr(kind() if callable(kind) else kind, "name", "")  # an attribute or a method, by release
+    kind = getattr(source, "guard_source", None)  # an attribute or a method, by release
+    name = getattr(kind() if callable(kind) else kind, "name", "")
     return "NN_MODULE" in name or name.startswith("GLOBAL")
 
 

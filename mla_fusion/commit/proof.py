@@ -329,8 +329,8 @@ class _Run:
         if isinstance(arg, Node):
             held = arg.meta.get("val")
             if is_symbolic(held):
-                number = self.binding.number(held)
-                return Abstract(number, str(self.binding.meaning(held))) if self.binding.varies(held) else number
+                number, name = self.binding.number(held), str(self.binding.meaning(held))
+                return Abstract(number, name) if self.binding.varies(held) else number
             return self._values[arg]
         if isinstance(arg, (list, tuple)):
             return [self._argument(item) for item in arg]

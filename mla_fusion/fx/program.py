@@ -41,7 +41,7 @@ from mla_fusion.fx.probe_calls import (
     widened,
 )
 from mla_fusion.fx.shrink import Shrink
-from mla_fusion.fx.sizes import Binding, is_symbolic, same
+from mla_fusion.fx.sizes import Binding, is_symbolic
 
 
 @dataclass(frozen=True)
@@ -259,8 +259,8 @@ def _refuse_symbolic_ends(node: Node, name: str, binding: Binding) -> None:
         return
     axis = int(argument(node, "dim", 0))
     before = source.meta["val"].shape
-    whole = isinstance(value, torch.Tensor) and value.dim() == len(before) and binding.same(value.shape[axis], before[axis])
-    if not whole:
+    is_whole = isinstance(value, torch.Tensor) and value.dim() == len(before)
+    if not is_whole or not binding.same(value.shape[axis], before[axis]):  # type: ignore[union-attr]
         raise Unprobeable(f"{node.name} ({name}) takes a symbolic part")
 
 

@@ -68,7 +68,7 @@ class Binding:
         self._prepare = prepare
         self._free = list(_PRIMES)
         self._bound: dict[Any, int] = {}
-        self._solved: dict[Any, Any] = {}  # symbols, and quotients of them, by what they are equal to
+        self._solved: dict[Any, Any] = {}  # what symbols, and quotients of them, are equal to
         self._kept: set[Any] = set()  # symbols of such quotients
 
     def avoid(self, literals: Collection[int]) -> None:
@@ -78,8 +78,9 @@ class Binding:
     def equate(self, a: Any, b: Any) -> None:
         """Take two sizes for equal from here on: the graph runs for no others.
 
-        Solved for a symbol (``s == 2 * (s // 2)`` makes it twice its half), or for a quotient that is a number then
-        (``w // 2 == 64``; w stays what the graph was traced with). An equation that has neither is left.
+        Solved for a symbol (``s == 2 * (s // 2)`` makes it twice its half), or for a quotient that is
+        a number then (``w // 2 == 64``; w stays what the graph was traced with). An equation that
+        has neither is left.
         """
         _, difference = sympy.expand(self._expr(a) - self._expr(b)).as_content_primitive()
         quotients = difference.atoms(FloorDiv)
@@ -88,12 +89,15 @@ class Binding:
             rest = sympy.expand(part - difference * factor)
             if factor**2 != 1 or not (part.is_symbol or rest.is_Integer):
                 continue
-            found = {one: sympy.Dummy(str(one), integer=True, positive=True) for one in quotients if one.has(part)}
-            found[part] = rest = rest.xreplace(found)
-            if not rest.has(part):
-                self._kept |= part.free_symbols - {part}
-                self._solved = {known: was.xreplace(found) for known, was in self._solved.items()} | found
-                return
+            inside = [one for one in quotients if one.has(part) and one != part]
+            found = {one: sympy.Dummy(str(one), integer=True, positive=True) for one in inside}
+            rest = rest.xreplace(found)
+            if rest.has(part) or any(one.xreplace({part: rest}) != found[one] for one in inside):
+                continue
+            found[part] = rest
+            self._kept |= part.free_symbols - {part}
+            self._solved = {was: now.xreplace(found) for was, now in self._solved.items()} | found
+            return
 
     def admit(self, sizes: Iterable[Any]) -> None:
         """Bind symbols so that no difference among these sizes is less than 2: five tokens, of which n = 7 are cut."""
@@ -117,7 +121,7 @@ class Binding:
         return is_symbolic(size) and not isinstance(self.meaning(size), int)
 
     def meaning(self, size: Any) -> Any:
-        """A size as a number or an expression: one for sizes that are equal whenever the graph runs."""
+        """A number or an expression: one for sizes that are equal whenever the graph runs."""
         found = self._expr(size) if is_symbolic(size) else size
         return int(found) if getattr(found, "is_Integer", False) else found
 
@@ -163,7 +167,8 @@ class Binding:
         for symbol in sorted(getattr(expr, "free_symbols", ()), key=str):
             if symbol not in self._bound:
                 kept = symbol in self._kept
-                self._bound[symbol] = traced_with(value, symbol) if kept else self._pick(*bounds_of(value, symbol))
+                bounds = bounds_of(value, symbol)
+                self._bound[symbol] = traced_with(value, symbol) if kept else self._pick(*bounds)
         return int(self._at(expr))
 
     def _at(self, expr: Any) -> Any:
@@ -172,12 +177,13 @@ class Binding:
         return expr.subs({symbol: self._bound[symbol] for symbol in symbols}) if symbols else expr
 
     def _pick(self, least: float, largest: float) -> int:
-        """A prime that stands for no other symbol; another number where the graph runs for none of these
-        (``cache[:batch]``, ``table[:, :128]``).
+        """A prime that stands for no other symbol; another number where the graph runs for none of
+        these (``cache[:batch]``, ``table[:, :128]``).
         """
         fit = [number for number in (*self._free, *_FEW) if least <= number <= largest]
         taken = set(self._bound.values())
-        return next((number for number in fit if number not in taken), (*fit, int(min(least + 1, largest)))[0])
+        free = (number for number in fit if number not in taken)
+        return next(free, (*fit, int(min(least + 1, largest)))[0])
 
     def number(self, value: Any) -> Any:
         if isinstance(value, torch.SymFloat):

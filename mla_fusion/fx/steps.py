@@ -40,7 +40,7 @@ def _scattered_rows(node: Node) -> Iterator[Pair]:
 
 
 def _scattered_pairs(node: Node) -> Iterator[Pair]:
-    """``npu_scatter_pa_kv_cache(key rows, value rows, caches, slots)``: as many of either as slots."""
+    """``npu_scatter_pa_kv_cache(key rows, value rows, .., slots)``: as many of either as slots."""
     for rows in node.args[:2]:
         yield from zip(_shape(node.args[4]), _shape(rows), strict=False)
 
@@ -63,8 +63,9 @@ def _kv_operator(node: Node) -> Iterator[Pair]:
 
 def _scales_of_blocks(node: Node) -> Iterator[Pair]:
     """mxfp8: of each row of x two scales for every 64 columns."""
-    scales, x = _shape(argument(node, "pertoken_scale")), _shape(node.args[0])
-    if len(scales) == len(x) + 1 and node.args[0].meta["val"].dtype == torch.float8_e4m3fn:  # type: ignore[union-attr]
+    value: Any = node.args[0].meta["val"]  # type: ignore[union-attr]
+    scales, x = _shape(argument(node, "pertoken_scale")), value.shape
+    if len(scales) == len(x) + 1 and value.dtype == torch.float8_e4m3fn:
         yield from zip(scales, (*x[:-1], -(-x[-1] // 64), 2), strict=True)
 
 

@@ -52,9 +52,10 @@ class TokenAxis(ABC):
     def __init__(
         self, size: Size, inner: Any = 1, meaning: Callable[[Size], Any] = expression, behind: int = 0
     ) -> None:
-        """``inner``: how many tokens stand between two of this axis where all token axes are one; ``meaning``: the
-        expression of a size, equal for sizes that are equal whenever the graph runs; ``behind``: how many token axes
-        of the same size stand behind this one.
+        """
+        inner    how many tokens stand between two of this axis where all token axes are one
+        meaning  the expression of a size, equal for sizes that are equal whenever the graph runs
+        behind   how many token axes of the same size stand behind this one
         """
         self.meaning, self._behind = meaning, behind
         self.size, self.inner = meaning(size), inner
@@ -64,10 +65,11 @@ class TokenAxis(ABC):
         self._states.setdefault(node, place)
 
     def start_outside(self, node: Node) -> None:
-        """A tensor from outside with rows: its last axis but one that is as long as the tokens are many, if any.
+        """A tensor from outside with rows: its last axis but one that is as long as the tokens are
+        many, if any.
 
-        Of fewer axes than there are token axes of that size, it has the last (a row for each position). A wrong guess
-        breaks the proof: what has the tokens elsewhere, or has none, has a value of its own for each.
+        Where it has fewer axes of that size than the tokens have, they are the last of the tokens'
+        (a row for each position). A wrong guess breaks the proof, and proves nothing.
         """
         if node in self._states:
             return

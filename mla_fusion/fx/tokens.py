@@ -15,7 +15,7 @@ import sympy
 from torch.fx import Node
 
 from mla_fusion.fx.shrink import Shrink
-from mla_fusion.fx.sizes import expression, is_symbolic
+from mla_fusion.fx.sizes import expression
 from mla_fusion.fx.token_axis import Broken, Place, Shape, count_of, divided, divides, shape_of
 from mla_fusion.fx.token_rules import RuledAxis
 
@@ -56,7 +56,8 @@ class Tokens:
             after = count_of(lead[at + 1 :], self._meaning)
             key = size, sizes[at + 1 :].count(size)  # batch and length may be of one symbol
             probed.append(key)
-            axis = self._axes.setdefault(key, RuledAxis(lead[at], after, self._meaning, behind=key[1]))
+            new = RuledAxis(lead[at], after, self._meaning, behind=key[1])
+            axis = self._axes.setdefault(key, new)
             for place, standing in enumerate(axes):
                 inner = divided(after, count_of([shape[other] for other in axes[place + 1 :]], self._meaning))
                 if inner is not None and divides(axis.size * inner, self._meaning(shape[standing])):

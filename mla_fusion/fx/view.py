@@ -323,15 +323,16 @@ class View:
             if isinstance(value, int)
         }
         binding.avoid(literals)
-        sizes = [size for size in (node.meta.get("val") for node in self.nodes) if type(size) is torch.SymInt]
+        values = (node.meta.get("val") for node in self.nodes)
+        shapes = (value.shape for value in values if isinstance(value, torch.Tensor))
+        sizes = [size for shape in shapes for size in shape if is_symbolic(size)]
         for a, b in guarded_equal(sizes[0]) if sizes else ():
             binding.equate(a, b)
         for node in self.nodes:
             for a, b in rows_in_step(node):
                 if exceeds_one(a) and exceeds_one(b):
                     binding.equate(a, b)
-        values = (node.meta.get("val") for node in self.nodes)
-        binding.admit(size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+        binding.admit(sizes)
 
     def bound(self, binding: Binding) -> View:
         """The same view with other numbers for its symbolic sizes."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import DR, HCKV, HCQ, HE, Base, D, H, attend, hf_interleave, paged_args, rotate_half, rotated
-from .entry import IN_PLACE, OURS, STAGED, entry
+from .entry import IN_PLACE, OURS, STAGED, entry, miss
 from .prologues import PagedRotateHalf
 
 
@@ -27,12 +29,15 @@ def shared_table_args() -> tuple[Tensor, ...]:
 class Sequences(PagedRotateHalf):
     """[B, S, He] with heads moved forward, as Hugging Face lays them out."""
 
+    def latent_rows(self, rows: Tensor) -> Tensor:
+        return rows
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(batch, length, self.heads, D + DR).transpose(1, 2)
         q_nope, q_pe = q.split([D, DR], -1)
         c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([HCKV, DR], -1)
-        c_kv, k_pe = self.kv_a_layernorm(c_kv), k_pe.view(batch, 1, length, DR)
+        c_kv, k_pe = self.latent_rows(self.kv_a_layernorm(c_kv)), k_pe.view(batch, 1, length, DR)
         c, sn = cos.unsqueeze(1), sin.unsqueeze(1)
         q_pe, k_pe = hf_interleave(q_pe), hf_interleave(k_pe)
         q_pe, k_pe = q_pe * c + rotate_half(q_pe) * sn, k_pe * c + rotate_half(k_pe) * sn
@@ -40,6 +45,26 @@ class Sequences(PagedRotateHalf):
         kv_cache.view(-1, HCKV)[slots] = c_kv
         kr_cache.view(-1, DR)[slots] = k_pe.squeeze(1)
         return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+
+
+def as_many_as_long(tables_of: int = 3) -> tuple[Tensor, ...]:
+    """Three sequences of three tokens, whose sizes are one symbol where they are symbolic."""
+    x, cos, sin, *rest = sequence_args(3, 3)
+    return (x, cos[:tables_of], sin[:tables_of], *rest)
+
+
+for name, tables_of in (("AsManyAsLong", 3), ("AsManyAsLongSharedRows", 1)):
+    entry(IN_PLACE, source=OURS, tags="layout, tables, symbolic", name=name, args=partial(as_many_as_long, tables_of))(
+        Sequences
+    )
+
+
+@miss(STAGED, tags="layout, run", of="AsManyAsLong", args=as_many_as_long)
+class SequencesAndTokensSwapped(Sequences):
+    """Row b of sequence s is stored for row s of sequence b."""
+
+    def latent_rows(self, rows: Tensor) -> Tensor:
+        return rows.transpose(0, 1)
 
 
 def sequence_first() -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import DR, HCKV, HE, Base, Prologue, paged_args, rotated, tables
-from .entry import IN_PLACE, OURS, STAGED, entry
+from .entry import IN_PLACE, OURS, STAGED, entry, miss
 from .rotations import pairs
 
 
@@ -39,6 +39,27 @@ class TablesLookedUpTwice(Base):
     def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
         c, s = (F.embedding(self.positions, table).unsqueeze(1) for table in self.tables)
         return self.rotate(k_pe, c, s)
+
+
+def halves_of_a_table() -> tuple[Tensor, ...]:
+    x, cos, sin, *rest = paged_args(5)
+    return (x, torch.cat([cos, sin], -1), *rest)
+
+
+@entry(IN_PLACE, source=OURS, tags="tables, symbolic", args=halves_of_a_table)
+class OneTableIsAnArgument(Base):
+    """cos and sin are the halves of one argument: where its width is symbolic, the rotation says what it is."""
+
+    def forward(self, x: Tensor, joined: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x, *joined.chunk(2, -1), *others)  # type: ignore[misc]
+
+
+@miss("rope.tables_differ", tags="tables, run", of="OneTableIsAnArgument", args=halves_of_a_table)
+class OtherHalvesForTheKey(OneTableIsAnArgument):
+    """The key is rotated by the halves in the other order."""
+
+    def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return self.rotate(k_pe, s, c)
 
 
 def longer_table_args() -> tuple[Tensor, ...]:

@@ -30,6 +30,32 @@ def test_fuses_and_follows_a_changed_epsilon() -> None:
     assert graphs[0] == graphs[1] < graphs[2], "another number of tokens is the same graph, another epsilon is not"
 
 
+class NormOfItsClass(base.HfNorm):
+    eps = 3e-5
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        del self.eps
+
+    def forward(this, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class OfClasses(base.Base):
+    norm = NormOfItsClass
+
+
+def test_a_float_of_a_class() -> None:
+    """A module is reached by any name, its class through it."""
+    torch._dynamo.reset()
+    model = OfClasses()
+    compiled = torch.compile(lambda module, *args: module(*args), backend="mla_fusion", dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        compiled(model, *base.paged_args())
+    (fusion,) = mf.reports()[-1].fused
+    assert fusion.placement == "in place" and fusion.attributes["rmsnorm_epsilon_cq"] == 3e-5
+
+
 def test_lowered_as_the_backend_would() -> None:
     lowered = mf.lower(prologues.PagedRotateHalf(), *base.paged_args(), dynamic=True)
     assert lowered.ge_ops["MlaPrologV3"] == 1 and not lowered.ge_ops["TensorMove"] + lowered.ge_ops["Assign"]

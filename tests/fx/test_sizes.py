@@ -39,6 +39,7 @@ def test_equal_sizes(a: Any, b: Any) -> None:
         (lambda t, s: t, lambda t, s: TOKENS),  # the example's size is not every size
         (lambda t, s: t + 1, lambda t, s: t),
         (lambda t, s: t // 2 * 2, lambda t, s: t),
+        (lambda t, s: (t + 1) // 2 * 2, lambda t, s: t + 1),
         (lambda t, s: t * s, lambda t, s: t + s),
     ],
 )
@@ -75,6 +76,51 @@ def test_sizes_taken_for_one() -> None:
     binding.equate(t, s)
     assert binding.same(t, s) and binding.size(t) == binding.size(s) and not binding.same(t, p)
     assert not same(t, s), "of these graphs alone"
+
+
+@pytest.mark.parametrize(
+    ("equations", "follows"),
+    [
+        (lambda t, s, p: [(4 * t, 4 * s)], lambda t, s, p: (t, s)),
+        (lambda t, s, p: [(t, s * p)], lambda t, s, p: (t - 1, p * s - 1)),
+        (lambda t, s, p: [(8, 2 * t)], lambda t, s, p: (t, 4)),
+        (lambda t, s, p: [(t, s), (s, p)], lambda t, s, p: (p, t)),
+        (lambda t, s, p: [(t // 2, 3)], lambda t, s, p: (t // 2, 3)),
+        (lambda t, s, p: [((t + 1) // 2, 64), (t - (t + 1) // 2, 64)], lambda t, s, p: (t, 128)),
+        (lambda t, s, p: [(t, 2 * (t // 2))], lambda t, s, p: (t // 2 + t // 2, t)),
+    ],
+)
+def test_equations_are_solved(equations: Any, follows: Any) -> None:
+    symbols = sizes()
+    binding = Binding()
+    assert not binding.same(*follows(*symbols))
+    for a, b in equations(*symbols):
+        binding.equate(a, b)
+    assert binding.same(*follows(*symbols))
+    for one, other in (*equations(*symbols), follows(*symbols)):
+        assert binding.size(one) == binding.size(other)
+    assert binding.size(symbols[0] // 2) == binding.size(symbols[0]) // 2
+
+
+@pytest.mark.parametrize(
+    "equation",
+    [
+        lambda t, s, p: (t * s, p * s),  # of no s there may be any t
+        lambda t, s, p: (2 * t, 3 * s),
+        lambda t, s, p: (t - (t + 1) // 2, 64),  # 128 or 129
+    ],
+)
+def test_equations_that_are_left(equation: Any) -> None:
+    symbols = sizes()
+    binding = Binding()
+    binding.equate(*equation(*symbols))
+    assert all(map(binding.varies, symbols)) and len({binding.size(size) for size in symbols}) == 3
+
+
+def test_an_axis_that_is_cut_is_as_long() -> None:
+    graph = view(lambda x: x[:, :12], floats(TOKENS, POSITIONS), symbolic=True)
+    (x,) = inputs(graph)
+    assert graph.binding.size(x.meta["val"].shape[1]) > 12
 
 
 def test_a_difference_leaves_room() -> None:

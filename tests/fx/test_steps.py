@@ -29,6 +29,19 @@ def test_one_row_for_all_slots_says_nothing() -> None:
     )
 
 
+def test_rows_scattered_by_operators() -> None:
+    nd = lambda cache, slots, rows: npu.npu_scatter_nd_update(cache, slots, rows)  # noqa: E731
+    assert pairs(nd, floats(9, 4), integers(5, 1), floats(5, 4)) == {frozenset({5})}
+
+
+def test_scales_of_blocks() -> None:
+    x, w = floats(5, 128).to(torch.float8_e4m3fn), floats(128, 64).to(torch.float8_e4m3fn)
+    scale, x_scale = torch.zeros(2, 64, 2, dtype=torch.uint8), torch.zeros(5, 2, 2, dtype=torch.uint8)
+    codes = {"scale_dtype": 44, "pertoken_scale_dtype": 44, "group_sizes": [1, 1, 32], "output_dtype": torch.bfloat16}
+    run = lambda *given: npu.npu_quant_matmul(*given[:3], pertoken_scale=given[3], **codes)  # noqa: E731
+    assert pairs(run, x, w, scale, x_scale) == {frozenset({5}), frozenset({2})}
+
+
 @pytest.mark.parametrize("operator", [npu.npu_interleave_rope, npu.npu_rotary_mul])
 def test_tables_of_a_rotation(operator: Callable[..., Tensor]) -> None:
     x, table = floats(3, 2, 1, 64).bfloat16(), floats(3, 1, 1, 64).bfloat16()

@@ -214,6 +214,37 @@ def test_sequences_and_positions_that_are_mixed(step: Step) -> None:
     assert tokens.broken(result) is not None
 
 
+SQUARE: dict[str, tuple[Step, bool]] = {  # batch and length are one symbol: the step on [S, S, WIDTH], is it mixed?
+    "a table of positions": (lambda v, a, b: v * a, False),
+    "a table of tokens": (lambda v, a, b: v * b, False),
+    "heads, merged": (lambda v, a, b: v.view(*v.shape[:2], 2, 4).flatten(0, 1) * 2, False),
+    "the other axis first": (lambda v, a, b: v.transpose(0, 1) * b.transpose(0, 1), False),
+    "turned": (lambda v, a, b: v + v.transpose(0, 1), True),
+    "a table of tokens, turned": (lambda v, a, b: v * b.transpose(0, 1), True),
+    "a table, merged in the other order": (
+        lambda v, a, b: v.flatten(0, 1) + (v * b).transpose(0, 1).flatten(0, 1),
+        True,
+    ),
+    "a table of sequences": (lambda v, a, b: v * a.unsqueeze(1), True),
+    "positions summed": (lambda v, a, b: v - v.mean(1, keepdim=True), True),
+    "sequences summed": (lambda v, a, b: v - v.mean(0, keepdim=True), True),
+}
+
+
+@pytest.mark.parametrize("name", SQUARE)
+def test_batch_and_length_of_one_symbol(name: str) -> None:
+    step, is_mixed = SQUARE[name]
+    given = floats(TOKENS, TOKENS, WIDTH), floats(TOKENS, WIDTH), floats(TOKENS, TOKENS, WIDTH)
+    graph = view(step, *given, symbolic=True)
+    (v, *others), (result,) = inputs(graph), outputs(graph)
+    tokens = Tokens(None)
+    tokens.start(v, v.meta["val"].shape[:2], (0, 1))
+    tokens.start_outside(others)
+    tokens.follow(graph.nodes)
+    assert (tokens.broken(result) is not None) == is_mixed
+    assert is_mixed or tokens.knows(result)
+
+
 def test_where_every_token_is_probed_nothing_needs_a_proof() -> None:
     graph = view(lambda v: v.flip(0), floats(TOKENS, WIDTH))
     tokens = Tokens(None)

@@ -1,0 +1,84 @@
+"""A symbolic size loses nothing: what fuses with static sizes fuses with symbolic ones, in place where in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+import mla_fusion as mf
+from tests.catalogue import ENTRIES, Entry
+from tests.catalogue.base import BLOCK_SIZE, BLOCKS
+from tests.exhaustive import one_in
+from tests.harness import graph_of
+
+ALL = 0  # dynamic=True: every size that dynamo finds
+Places = list[tuple[int, int]]  # (argument, axis)
+
+_LITERAL = "the model counts with a literal that is the size of a block, or of the cache, at this one size alone"
+_LAYERS = "which rows of the pool are a layer's follows from sizes that are known when the graph runs"
+_ROWS = "a cache of so many rows: whether they are whole blocks of the kernel's is known when the graph runs"
+_SCATTER = "aten.scatter takes fewer indices than rows, so nothing says that there are as many slots as tokens"
+_APART = "mark_dynamic gives each cache a symbol of its own; the kernel takes two of as many blocks of one size"
+_SQUARE = "a product of all tokens with all, of which the diagonal is read: as many terms as tokens squared"
+LESS: dict[tuple[str, int], str] = {
+    **dict.fromkeys((("SlotsInTwoWays", size) for size in (ALL, BLOCK_SIZE)), _LITERAL),
+    **dict.fromkeys((("both_by_other_blocks", size) for size in (ALL, BLOCK_SIZE)), _LITERAL),
+    **dict.fromkeys((("OperatorNormMode", size) for size in (ALL, BLOCKS, BLOCK_SIZE)), _LITERAL),
+    **dict.fromkeys((("CountedFromTheEnd", size) for size in (ALL, 2)), _LAYERS),
+    **dict.fromkeys((("BlocksOfLayers", size) for size in (ALL, BLOCKS, BLOCK_SIZE)), _LAYERS),
+    **dict.fromkeys((("RowsOfLayers", size) for size in (ALL, 2, BLOCKS, BLOCK_SIZE)), _LAYERS),
+    **dict.fromkeys((("TwoOfThreeOverlap", size) for size in (ALL, 3, BLOCKS, BLOCK_SIZE)), _LAYERS),
+    **dict.fromkeys((("LayersReadTogether", size) for size in (ALL, 3, BLOCKS, BLOCK_SIZE)), _LAYERS),
+    ("SglangBuffers", 64): _ROWS,
+    **dict.fromkeys((("ScatterRows", 8), ("LayersAsRows", 8)), _SCATTER),
+    **dict.fromkeys((("RowsReadToo", size) for size in (BLOCKS, BLOCK_SIZE)), _APART),
+    **dict.fromkeys((("NormByGram", size) for size in (ALL, 8)), _SQUARE),
+}
+
+
+def sizes(entry: Entry) -> dict[int, Places]:
+    """Tokens, sequences, blocks and the like: every size of the arguments but widths, and where it stands."""
+    found: dict[int, Places] = {}
+    for number, argument in enumerate(entry.args()):
+        for axis, size in enumerate(argument.shape[:-1] if argument.dim() > 1 else argument.shape):
+            if size > 1:
+                found.setdefault(size, []).append((number, axis))
+    return found
+
+
+def placements(entry: Entry, dynamic: bool | None = None, marked: Places = []) -> list[str]:  # noqa: B006
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    args = entry.args()
+    for number, axis in marked:
+        torch._dynamo.mark_dynamic(args[number], axis)
+    unabsorbed = {"unabsorbed": "identity"} if "unabsorbed" in entry.tags else {}
+    config = entry.config(verify="off", **unabsorbed)
+    report = mf.explain(graph_of(entry.model(), *args, dynamic=dynamic), config, boundary=True)
+    return [fusion.placement.partition(":")[0] for fusion in report.fused]
+
+
+def of_any_size(entry: Entry) -> Iterator[tuple[int, list[str]]]:
+    yield ALL, placements(entry, dynamic=True)
+    for size, marked in sizes(entry).items():
+        try:
+            yield size, placements(entry, marked=marked)
+        except ConstraintViolationError:  # the model itself runs for no other size
+            continue
+
+
+def known(entry: Entry) -> set[int]:
+    """The sizes that lose something, by the table above."""
+    if entry.targets[-1] == "preprocess":  # takes at most 1,024 tokens, which a symbolic number may be more than
+        return {ALL, *entry.args()[0].shape[:-1]}
+    return {size for name, size in LESS if name == entry.name}
+
+
+@pytest.mark.parametrize("entry", one_in(60, ENTRIES.values()), ids=str)
+def test_a_symbolic_size_loses_nothing(entry: Entry) -> None:
+    static, found = placements(entry), dict(of_any_size(entry))
+    less = {size for size, placed in found.items() if placed != static}
+    assert less == (known(entry) if static else set()), f"{static}, but {found}"
