@@ -17,21 +17,22 @@ from tests.harness import graph_of
 ALL = 0  # dynamic=True: every size that dynamo finds
 Places = list[tuple[int, int]]  # (argument, axis)
 
-_LITERAL = "the model counts with a literal that is the size of a block, or of the cache, at this one size alone"
-_LAYERS = "which rows of the pool are a layer's follows from sizes that are known when the graph runs"
-_ROWS = "a cache of so many rows: whether they are whole blocks of the kernel's is known when the graph runs"
-_SCATTER = "aten.scatter takes fewer indices than rows, so nothing says that there are as many slots as tokens"
-_APART = "mark_dynamic gives each cache a symbol of its own; the kernel takes two of as many blocks of one size"
-_SQUARE = "a product of all tokens with all, of which the diagonal is read: as many terms as tokens squared"
+_LITERAL = "the model counts with a literal that is a cache's or a block's size at this one size alone"
+_FROM_THE_END = "which layer it is follows from the number of layers, which is known when the graph runs"
+_RUN = "several entries of a pool whose sizes are symbolic: a wrapper makes one input of one entry"
+_ROWS = "the kernel takes whole blocks; whether so many rows are is known when the graph runs"
+_SCATTER = "aten.scatter takes fewer indices than rows: nothing says that every token has a slot"
+_APART = "the kernel takes two caches of one BlockNum; mark_dynamic gives each a symbol of its own"
+_SQUARE = "a product of all tokens with all tokens, of which the diagonal is read"
 LESS: dict[tuple[str, int], str] = {
     **dict.fromkeys((("SlotsInTwoWays", size) for size in (ALL, BLOCK_SIZE)), _LITERAL),
     **dict.fromkeys((("both_by_other_blocks", size) for size in (ALL, BLOCK_SIZE)), _LITERAL),
-    **dict.fromkeys((("OperatorNormMode", size) for size in (ALL, BLOCKS, BLOCK_SIZE)), _LITERAL),
-    **dict.fromkeys((("CountedFromTheEnd", size) for size in (ALL, 2)), _LAYERS),
-    **dict.fromkeys((("BlocksOfLayers", size) for size in (ALL, BLOCKS, BLOCK_SIZE)), _LAYERS),
-    **dict.fromkeys((("RowsOfLayers", size) for size in (ALL, 2, BLOCKS, BLOCK_SIZE)), _LAYERS),
-    **dict.fromkeys((("TwoOfThreeOverlap", size) for size in (ALL, 3, BLOCKS, BLOCK_SIZE)), _LAYERS),
-    **dict.fromkeys((("LayersReadTogether", size) for size in (ALL, 3, BLOCKS, BLOCK_SIZE)), _LAYERS),
+    **dict.fromkeys((("CountedFromTheEnd", size) for size in (ALL, 2)), _FROM_THE_END),
+    **dict.fromkeys((("BlocksOfLayers", size) for size in (ALL, BLOCKS, BLOCK_SIZE)), _LITERAL),
+    **dict.fromkeys((("RowsOfLayers", size) for size in (ALL, 2, BLOCKS, BLOCK_SIZE)), _LITERAL),
+    **dict.fromkeys((("TwoOfThreeOverlap", size) for size in (ALL, 3, BLOCKS, BLOCK_SIZE)), _LITERAL),
+    **dict.fromkeys((("OperatorNormMode", size) for size in (ALL, BLOCKS, BLOCK_SIZE)), _RUN),
+    **dict.fromkeys((("LayersReadTogether", size) for size in (ALL, 3, BLOCKS, BLOCK_SIZE)), _RUN),
     ("SglangBuffers", 64): _ROWS,
     **dict.fromkeys((("ScatterRows", 8), ("LayersAsRows", 8)), _SCATTER),
     **dict.fromkeys((("RowsReadToo", size) for size in (BLOCKS, BLOCK_SIZE)), _APART),
