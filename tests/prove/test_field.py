@@ -173,3 +173,37 @@ def test_rows_brought_to_127_need_no_saturation() -> None:
         twice = quantising.rounded(field.mul(brought, field.number(2)))
         doubled = quantising.saturated(field.mul(brought, field.number(2)))
         assert not field.equal(quantising.to_bytes(twice, torch.int8), doubled)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "fixed", "plain"),
+    [
+        (0, 32, True, True),
+        (3, 8, True, True),
+        (-32, 1 << 62, True, False),  # the last of as many as there are in this run
+        (0, 32, False, False),  # as many as there are, and no more than 32
+    ],
+)
+def test_places_that_literals_name(start: int, end: int, fixed: bool, plain: bool) -> None:
+    """Along an axis that is longer in other runs: the same places in each, or rows of a name."""
+    value = field.random("values", (37, 4))
+    wanted = value.moved(lambda part: part[start:end])
+    found = operators.run(
+        operators.called(
+            aten.slice.Tensor,
+            (value, 0, start, end),
+            {},
+            shape=wanted.shape,
+            varies=lambda name, axis: axis == 0 and (name == "self" or not fixed),
+            keeps=lambda axis: False,
+        )
+    )
+    assert field.equal(found, wanted) == plain
+
+
+def test_more_places_than_this_run_has() -> None:
+    value = field.random("values", (5, 4))
+    of_self = {"varies": lambda name, axis: name == "self", "keeps": lambda axis: False}
+    call = operators.called(aten.slice.Tensor, (value, 0, 0, 32), {}, shape=(32, 4), **of_self)
+    with pytest.raises(field.Undecided):
+        operators.run(call)
