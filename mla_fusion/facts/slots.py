@@ -57,11 +57,11 @@ def judge(view: View, slots: Iterable[Node]) -> Trust | Unproven:
             return Unproven(f"{node.name} may be negative")
         inputs = _inputs(view, node)
         if inputs is None:
-            return Unproven(f"{node.name} is made by operators of which no range is known")
+            return Unproven(f"{node.name} is computed by operators whose range is not known")
         if len(inputs) > 1:
-            names = " and ".join(sorted(found.name for found in inputs))
-            detail = f"{node.name} is made of {names}, and a choice or a sum of inputs is trusted with nothing"
-            return Unproven(detail)
+            names = ", ".join(sorted(found.name for found in inputs))
+            why = f"computed from {len(inputs)} inputs ({names}); only slots from one input are trusted"
+            return Unproven(f"{node.name} is {why}")
         trusted += inputs
     nodes = list(slots)
     alike = repeats(view, nodes, trusting)

@@ -9,24 +9,28 @@ from torch.fx import Node
 CODES: dict[str, tuple[str, str]] = {
     # code: (meaning, what would make it fuse)
     "q_lora.absent": (
-        "The query is projected from the hidden state directly; the kernel needs W_dq, RMSNorm and W_uq_qr.",
-        "Nothing in the graph: the kernel has no form without a query LoRA. For the key's half alone, whose latent "
-        "has an RMSNorm, Config(targets=('v3', 'key')).",
+        "The query is projected from the hidden state directly; the kernel needs W_dq, RMSNorm "
+        "and W_uq_qr.",
+        "Nothing fuses the whole: the kernel has no form without a query LoRA. "
+        "Config(targets=('v3', 'key')) fuses the key's half alone, where the latent has an RMSNorm.",
     ),
     "q_lora.interrupted": (
-        "Between the query latent's norm and W_uq_qr stands what the kernel has no place for, such as a collective.",
-        "Gather x, or the query; leave c_q to the kernel.",
+        "A step that the kernel does not have, such as a collective, stands between the query "
+        "latent's norm and W_uq_qr.",
+        "Move the step: gather x or the query, and leave c_q to the kernel.",
     ),
     "kv_latent.absent": (
-        "A normed query latent was found, but no kv latent (RMSNorm of W_dkv x beside a rotated W_kr x) on the same x.",
-        "Keep kv_a_proj, its norm, RoPE and the query projections in one graph, on one x, with nothing else between.",
+        "A normed query latent was found, but no kv latent (RMSNorm of W_dkv x beside a rotated "
+        "W_kr x) on the same x.",
+        "Keep kv_a_proj, its norm, RoPE and the query projections in one graph, on one x, with no"
+        " other step between.",
     ),
     "rope.absent": (
-        "The latents are there, but no rotation of the kind the kernel computes was found on the query or the key.",
+        "The latents were found, but the query or the key is not rotated as the kernel rotates.",
         "Rotate q_pe and k_pe with tables that are inputs of, or computed in, the same graph.",
     ),
     "rope.tables_differ": (
-        "Query and key are rotated by tables that are not provably the same.",
+        "Query and key are rotated by tables that the pass cannot prove equal.",
         "Use one cos and one sin tensor for both.",
     ),
     "rope.table_shape": (
@@ -39,42 +43,50 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "rope.normed_key": (
         "The key is normalised before it is rotated; the kernel rotates W_kr x as it is.",
-        "Nothing in the graph: the kernel has no norm of the key.",
+        "Nothing: the kernel has no norm of the key.",
     ),
     "rope.heads_differ": (
-        "The query has another number of rotated parts than of heads; the kernel rotates one for each head.",
-        "Project a rotated part for each head: repeat the columns of its weight.",
+        "The query has more or fewer rotated parts than heads; the kernel rotates one part for "
+        "each head.",
+        "Project one rotated part for each head: repeat the columns of its weight.",
     ),
     "absorb.absent": (
-        "q_nope is not multiplied by W_uk in this graph, so the kernel's query output has no counterpart.",
-        "Multiply q_nope by W_uk, and attend over latents: docs/absorb.md has the recipe for any model, "
-        "mla_fusion.models.hf.optimize does it to one of Hugging Face. Config(unabsorbed='identity') fuses without, "
-        "and 'key' in Config.targets the key's half.",
+        "q_nope is not multiplied by W_uk in this graph, so nothing here is the kernel's query.",
+        "Multiply q_nope by W_uk and attend over latents: docs/absorb.md shows how, and "
+        "mla_fusion.models.hf.optimize does it to a Hugging Face model. To fuse without: "
+        "Config(unabsorbed='identity') adds a product, Config(targets=('v3', 'key')) fuses the "
+        "key's half.",
     ),
     "norm.absent": (
-        "A latent is no RMSNorm: another norm, none at all, or an operator that nothing is known of.",
-        "Write RMSNorm with plain operators, F.rms_norm or npu_rms_norm; the kernel has no other norm. Epsilon is "
-        "added to the mean square, under the root, and the weight multiplies last: x * rsqrt(mean(x^2) + eps) * w.",
+        "A latent is not normalised by RMSNorm: it has another norm, no norm, or an "
+        "unknown operator.",
+        "Write RMSNorm with plain operators, F.rms_norm or npu_rms_norm; the kernel has no other "
+        "norm. Epsilon is added to the mean square, under the root, and the weight multiplies "
+        "last: x * rsqrt(mean(x^2) + eps) * w.",
     ),
     "norm.gamma_absent": (
         "A latent is normalised without a weight.",
-        "Give the norm a weight of ones, held as a parameter.",
+        "Give the norm a weight of ones, as a parameter.",
     ),
     "norm.gamma_dtype": (
-        "A norm weight is not bfloat16, nor known to hold bfloat16 numbers alone; rounding it may change results.",
-        "Store the norm weights in bfloat16; float32 ones that hold bfloat16 numbers go through mla_fusion.backend().",
+        "A norm weight is not bfloat16, and rounding it may change results.",
+        "Store norm weights in bfloat16. mla_fusion.backend() also takes a float32 weight whose "
+        "values are all bfloat16 numbers, and checks that.",
     ),
     "norm.of_input": (
-        "x is not shown to be RMSNorm of the hidden state with epsilon 1e-6, which npu_mla_preprocess computes itself.",
-        "Keep the input's norm in the graph, by npu_rms_norm or plain operators; the number of tokens must be static.",
+        "npu_mla_preprocess normalises the hidden state itself, with epsilon 1e-6, and x is not "
+        "shown to be that norm.",
+        "Keep the input's RMSNorm in the graph, by npu_rms_norm or plain operators, and the "
+        "number of tokens static.",
     ),
     "norm.epsilon": (
-        "npu_mla_preprocess has 1e-6 for the epsilon of every norm.",
-        "Nothing: another epsilon is another norm.",
+        "npu_mla_preprocess uses epsilon 1e-6 in every norm, and this norm has another.",
+        "Nothing: the operator has no argument for it.",
     ),
     "norm.scaled": (
-        "The latent is a multiple of its norm, inside one step; the key's operator gives out the norm itself.",
-        "Multiply after the norm.",
+        "The latent is its norm times a number, in one step; the key's operator returns the norm "
+        "itself.",
+        "Multiply after the norm, in a step of its own.",
     ),
     "norm.low_precision": (
         "The norm's statistic is computed below float32, which the kernel does not reproduce.",
@@ -82,12 +94,13 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "norm.runtime_eps": (
         "The norm's epsilon is an input of the graph, so its value is unknown at compile time.",
-        "Make it a Python float (self.eps = 1e-6), not a tensor or an argument. Where dynamic=True has made an input "
-        "of it: compile through mla_fusion.backend(), or set torch._dynamo.config.specialize_float = True.",
+        "Make it a Python float (self.eps = 1e-6), not a tensor or an argument. If dynamic=True "
+        "made it an input: compile through mla_fusion.backend(), or set "
+        "torch._dynamo.config.specialize_float = True.",
     ),
     "linear.bias": (
         "A projection has a bias; the kernel adds none.",
-        "Drop a bias of zeros. A projection with another bias stays unfused; where it is the query's, "
+        "Remove a bias of zeros. Another bias stays unfused; if it is the query's, "
         "Config(targets=('v3', 'key')) fuses the key's half.",
     ),
     "linear.scaled": (
@@ -95,69 +108,82 @@ CODES: dict[str, tuple[str, str]] = {
         "Scale the weight instead.",
     ),
     "linear.symbolic": (
-        "A projection has as many columns as a number that is only known when the graph runs.",
-        "Mark the number static (torch._dynamo.mark_static, or dynamic=False): the heads of a kernel call are fixed.",
+        "The number of columns of a projection is known only when the graph runs.",
+        "Mark the number static (torch._dynamo.mark_static, or dynamic=False): the heads of a "
+        "kernel call are fixed.",
     ),
     "linear.hidden": (
-        "A layer of the prologue is an operator that nothing is known of, or a sum of products (an adapter, say).",
+        "A projection is an unknown operator, or a sum of products (with an adapter, for "
+        "example).",
         "Use mm, linear or npu_quant_matmul, and merge adapters into the weights.",
     ),
     "quant.static": (
-        "A projection is quantised with a scale fixed ahead of time; the kernel quantises per token.",
-        "Use npu_dynamic_quant and pass its scale as pertoken_scale, or add 'preprocess' to Config.targets, or 'key' "
-        "for the key's half alone.",
+        "A projection is quantised with a scale fixed ahead of time; the kernel quantises per "
+        "token.",
+        "Use npu_dynamic_quant and pass its scale as pertoken_scale, or add 'preprocess' to "
+        "Config.targets, or 'key' for the key's half alone.",
     ),
     "quant.not_static": (
-        "npu_mla_preprocess takes int8 weights, and activations quantised by one scale and one offset for all tokens.",
-        "Quantise by npu_quantize, with one bfloat16 scale that the graph shows to be one; vectors in which a loader "
-        "has repeated scale and offset go through mla_fusion.backend().",
+        "npu_mla_preprocess takes int8 weights, and activations quantised by one scale and one "
+        "offset for all tokens.",
+        "Quantise by npu_quantize, with one bfloat16 scale that the graph shows to be one; "
+        "vectors in which a loader has repeated scale and offset go through mla_fusion.backend().",
     ),
     "quant.weights_only": (
-        "A weight is int8 and what it multiplies is not (W8A16); the kernel has no such mode.",
+        "A weight is int8 and its activation is not (W8A16); the kernel has no such mode.",
         "Quantise the activation too (npu_dynamic_quant), or hold the weight in bfloat16.",
     ),
     "quant.dynamic": (
-        "c_q is quantised and multiplied, but not as the kernel does it: round(c_q * 127 / max|c_q|) of each token, "
-        "and the product times max|c_q| / 127 and one scale per column; 448 or 32768 in the place of 127 in float8 "
-        "and hifloat8, a power of two for every 32 neighbours in mxfp8.",
-        "Quantise c_q per token and symmetrically, round to the nearest, and let nothing but its scales follow the "
-        "product; in float formats by npu_dynamic_quant or npu_dynamic_mx_quant.",
+        "c_q is quantised and multiplied, but not as the kernel does it: round(c_q * 127 / "
+        "max|c_q|) of each token, and the product times max|c_q| / 127 and one scale per column; "
+        "448 or 32768 in the place of 127 in float8 and hifloat8, a power of two for every 32 "
+        "neighbours in mxfp8.",
+        "Quantise c_q per token and symmetrically, round to the nearest, and let nothing but its "
+        "scales follow the product; in float formats by npu_dynamic_quant or "
+        "npu_dynamic_mx_quant.",
     ),
     "quant.mixed": (
-        "The projections are quantised in different formats, or some are not, in a combination that is no "
-        "weight_quant_mode.",
-        "Quantise W_uq_qr alone to int8 (mode 1), or W_dq, W_uq_qr and W_dkv_kr together, to one format.",
+        "The projections are quantised in a combination of formats that is no weight_quant_mode "
+        "of the kernel.",
+        "Quantise W_uq_qr alone to int8 (mode 1), or W_dq, W_uq_qr and W_dkv_kr together, to one "
+        "format.",
     ),
     "quant.tokens_differ": (
-        "Two projections of one value read quantised forms of it that are not provably the same.",
+        "Two projections of one value read quantised forms of it that the pass cannot prove "
+        "equal.",
         "Quantise the value once, with one smooth_scales.",
     ),
     "quant.scale": (
-        "The scales of a quantised product are not what the kernel multiplies by: one float per column and one per "
-        "token; in mxfp8 a power of two for every block of 32 of each.",
-        "Use float32 or bfloat16 scales of that shape, those that the quantisation gave for the tokens, and no offset.",
+        "The scales of a quantised product are not what the kernel multiplies by: one float per "
+        "column and one per token; in mxfp8 a power of two for every block of 32 of each.",
+        "Use float32 or bfloat16 scales of that shape, those that the quantisation gave for the "
+        "tokens, and no offset.",
     ),
     "quant.cache": (
-        "The fused cache operator quantises the cache in a way that goes with no weight_quant_mode of the kernel.",
-        "Per-channel scales of both caches go with int8 W_uq_qr alone, one scale of the latent cache with all three "
-        "projections and the query in its format.",
+        "The fused cache operator quantises the cache in a way that no weight_quant_mode of the "
+        "kernel has.",
+        "Per-channel scales of both caches go with int8 W_uq_qr alone, one scale of the latent "
+        "cache with all three projections and the query in its format.",
     ),
     "dtype.region": (
-        "A product is not of bfloat16 numbers, or a value between products is of neither bfloat16 nor float32.",
+        "A product is not computed in bfloat16, or a value between products is neither bfloat16 "
+        "nor float32.",
         "Run the model in bfloat16: model.to(torch.bfloat16), and its caches and tables with it.",
     ),
     "scale.unequal": (
-        "q_nope, q_pe or k_pe are scaled by different factors, which no attribute of the kernel expresses.",
-        "Scale the whole query by one number, or q_nope and the rotated q_pe by one for each token; fold factors of "
-        "heads or columns into the weight, others into the softmax scale.",
+        "q_nope, q_pe or k_pe are scaled by different factors, which no attribute of the kernel "
+        "expresses.",
+        "Scale the whole query by one number, or q_nope and the rotated q_pe by one for each "
+        "token; fold factors of heads or columns into the weight, others into the softmax scale.",
     ),
     "token_x.layout": (
-        "The hidden state reaches the projections in a form that is not rows of tokens.",
+        "The hidden state does not reach the projections as rows of tokens.",
         "Keep x as [T, He] or [B, S, He].",
     ),
     "reader.latent": (
-        "Something else reads a value that the kernel does not give out (raw c_q, unrotated q_pe or k_pe, raw c_kv).",
-        "Compute that value from x apart, or from the normed latent.",
+        "Something else reads a value that the kernel does not return (raw c_q, unrotated q_pe or"
+        " k_pe, raw c_kv).",
+        "Compute that value separately from x, or read the normed latent.",
     ),
     "cache.staging_forbidden": (
         "The kernel cannot write this cache exactly, and Config.staging is 'never'.",
@@ -168,58 +194,69 @@ CODES: dict[str, tuple[str, str]] = {
         "Use cache_mode PA, PA_BNSD or PA_NZ.",
     ),
     "cache.slots": (
-        "The fused cache operator is not known to be given one slot for each token.",
-        "Give index as many elements as there are tokens; under mark_dynamic, mark x, cos, sin and index alike.",
+        "The fused cache operator is not shown to get one slot for each token.",
+        "Give index as many elements as there are tokens; under mark_dynamic, mark x, cos, sin "
+        "and index alike.",
     ),
     "cache.also_read": (
-        "The fused cache operator writes a cache that something else reads, or gives out, as another view.",
-        "Read, and return, the caches that the operator returns, or nothing: the caller has the memory.",
+        "Another node reads or returns the cache that the fused cache operator writes, through "
+        "another view.",
+        "Read and return the caches that the operator returns, or return none: the caller has the"
+        " memory.",
     ),
     "cache.view_of_input": (
-        "The fused cache operator is handed a view of a graph input; each step would copy the whole cache.",
-        "Pass the 4-D cache itself. A reshape of an input, but no slice of one, mla_fusion.backend() makes outside.",
+        "The fused cache operator gets a view of a graph input; each step would copy the whole "
+        "cache.",
+        "Pass the 4-D cache itself. mla_fusion.backend() also takes a reshape of an input, but no"
+        " slice of one.",
     ),
     "contract": (
         "The operator's host check would refuse the call.",
         "See the message: it names the argument, what is expected and what was found.",
     ),
     "graph.not_functional": (
-        "An operator changes a value of the graph in place, so what its readers see depends on order.",
+        "An operator changes a value of the graph in place, so what its readers see depends on "
+        "order.",
         "Functionalise first: AOT autograd, or ExportedProgram.run_decompositions().",
     ),
     "graph.branch": (
-        "A prologue stands in the body of a condition or a loop, which the pass does not rewrite.",
+        "A prologue stands in the body of a condition or a loop; the pass does not rewrite these.",
         "Compute the prologue before the branch, or decide outside of the compiled function.",
     ),
     "graph.unread": (
         "Nothing reads what the prologue computes.",
-        "Nothing needs to: eliminate the dead code.",
+        "Remove the dead code: nothing is lost.",
     ),
     "step.choice": (
-        "A step of the prologue picks by the values it reads, so the kernel computes something else for some inputs.",
-        "Leave the step out, or move it out of the prologue: in front of what the prologue is projected from, or "
-        "behind the query.",
+        "A step of the prologue chooses by the values it reads (a clamp, a mask, a rounding), so "
+        "the kernel would compute something else for some inputs.",
+        "Leave the step out, or move it: in front of x, or behind the query.",
     ),
     "step.random": (
         "A step of the prologue draws random numbers, which the kernel does not.",
         "Compile in evaluation mode (model.eval()), without dropout and noise.",
     ),
     "step.unknown": (
-        "A step of the prologue is an operator of which nothing is known.",
-        "Write it with operators of torch; or say what an operator of your own computes, with mf.register_operator.",
+        "The pass does not know what a step of the prologue computes.",
+        "Write the step with operators of torch; or describe your operator, with "
+        "mf.register_operator.",
     ),
     "tokens.cut": (
-        "Some of the tokens are taken behind the projections of x, which the kernel does itself.",
-        "Slice x, not what is projected from it: proj(x[:n]), not proj(x)[:n]. The rows of a product are those of x. "
-        "Rows that decode and rows that are prefilled (x[n:]) are then two prologues, each fused or not for itself.",
+        "Some of the tokens are selected behind the projections of x; the kernel projects by "
+        "itself.",
+        "Slice x, not what is projected from it: proj(x[:n]), not proj(x)[:n]; the results are "
+        "equal. Decoded rows and prefilled rows (x[n:]) are then two prologues, each judged by "
+        "itself.",
     ),
     "tokens.mixed": (
-        "A step of the prologue does not treat every token alike, or is not known to, and their number is symbolic.",
-        "Keep slices, joins and masks along the tokens out of the prologue. Those that change nothing are seen through "
-        "where the number of tokens is fixed.",
+        "The number of tokens is symbolic, and a step does not treat every token alike, or is not"
+        " known to.",
+        "Keep slices, joins and masks along the tokens out of the prologue. With a fixed number "
+        "of tokens, those that change nothing are accepted.",
     ),
     "slots.unproven": (
-        "The cache slots may be negative or repeat, and the new rows may not be staged (Config.staging is 'never').",
+        "The cache slots may be negative or repeat, and the new rows may not be staged "
+        "(Config.staging is 'never').",
         "Give the slots as one input of the graph, or allow staging.",
     ),
     "stream.mixed": (
@@ -231,16 +268,17 @@ CODES: dict[str, tuple[str, str]] = {
         "Compute tables, slots and weights independently of the prologue's results.",
     ),
     "proof.differs": (
-        "A value that the kernel would replace is not, in exact arithmetic, what the kernel computes.",
-        "The message names the value: compute it as the operator's document does. What is almost the same (a cap far "
-        "out, a term below rounding, another epsilon) is not the same.",
+        "A value that the kernel would replace is not, in exact arithmetic, what the kernel "
+        "computes.",
+        "Compute the value that the message names as the operator's document does. Almost the "
+        "same (a cap far out, a term below rounding, another epsilon) is not the same.",
     ),
     "verify.mismatch": (
         "The region and its replacement gave different numbers on seeded inputs.",
         "This is a defect of the pass: please report the graph.",
     ),
     "pass.failed": (
-        "The pass met something it cannot read, and leaves the prologue as it is.",
+        "The pass itself failed here; the prologue stays as it is.",
         "This is a defect of the pass: please report the graph and the traceback in the log.",
     ),
     "autograd": (
@@ -248,7 +286,7 @@ CODES: dict[str, tuple[str, str]] = {
         "Compile under torch.no_grad().",
     ),
     "target.unlisted": (
-        "No target that Config.targets names takes this prologue, and one that it leaves out might.",
+        "Config.targets leaves out the target that might take this prologue.",
         "Add 'v3' to Config.targets.",
     ),
     "skip": ("Config.skip asked to leave this prologue alone.", "Remove it from Config.skip."),

@@ -188,7 +188,7 @@ class Report:
             lines.append(
                 f"  - {rejection.where}: [{rejection.code}] {rejection.message}"
             )
-            lines += [f"      nor by the next target: {text}" for text in rejection.below]
+            lines += [f"      next target: {text}" for text in rejection.below]
             lines.append(f"      to fuse: {rejection.remedy}")
             if rejection.source:
                 lines.append(f"      at {rejection.source}")
@@ -205,7 +205,7 @@ def _lines(item: Fusion) -> list[str]:
     heads = f", {item.dims['N']} heads computed as {item.dims['N_padded']}" if "N_padded" in item.dims else ""
     placement = "staged" if item.staged_by else item.placement
     lines = [f"  + {item.layer or item.nodes[0]}: {named}{item.cache_mode}, {placement}{heads}; {checked}"]
-    lines += [f"      in place of the target above: {item.instead_of}"] if item.instead_of else []
+    lines += [f"      not by the target above: {item.instead_of}"] if item.instead_of else []
     lines += [f"      beside it: {item.beside}"] if item.beside else []
     lines += [f"      warning: {warning}" for warning in item.warnings]
     if item.leaves:

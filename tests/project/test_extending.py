@@ -105,9 +105,12 @@ RULES = (_three_heads, _model,'''
     scratch.edit(section, "mla_fusion/plan/verdict.py", "RULES = (_model,", rule)
     first = '@miss("absorb.absent", tags="absorb")'
     scratch.edit(section, "tests/catalogue/misses_products.py", first, EXAMPLE + "\n\n" + first)
+    example = '    "heads.three": ("N = 3", "N = 4"),\n'
+    next_example = '    "token_x.layout": ('
+    scratch.edit(section, "docs/before_after.py", next_example, example + next_example)
     assert scratch.run("docs/generate.py", "--check").returncode == 1
     assert scratch.run("docs/generate.py").returncode == 0
-    assert "class ThreeHeads(Base)" in (scratch.root / "docs/rejections.md").read_text()
+    assert "| `N = 3` | `N = 4` |" in (scratch.root / "docs/rejections.md").read_text()
     result = scratch.tests("tests/fusion/test_catalogue.py", "-m", "", "-k", "ThreeHeads")
     assert "passed" in result and "failed" not in result, result
 

@@ -1,13 +1,20 @@
-"""docs/rejections.md lists the codes that the pass gives."""
+"""docs/rejections.md lists the codes that the pass gives, and its examples get them."""
 
 import itertools
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import mla_fusion as mf
+from mla_fusion.compile.device_graph import capture
 from mla_fusion.report.rejection import CODES
+from mla_fusion.report.report import Report
 from mla_fusion.report.staging import REMEDIES
 from tests.project.pages import script
 
@@ -42,13 +49,74 @@ def test_each_reason_for_staging_has_one_row(generator: ModuleType) -> None:
     assert [row for row in rows if row.startswith("| `")] == wanted
 
 
-def test_each_code_has_an_example_that_a_test_runs(generator: ModuleType) -> None:
-    """The examples are cut from the tests, so each is either a listed near miss or a test itself."""
-    examples, page = generator.examples(), generator.page()
-    assert examples.keys() == CODES.keys()
-    for code, source in examples.items():
-        assert source.startswith(("class ", "def test_")), code
-        assert f"`{code}`:\n\n```python\n{source}\n```" in page
+EXAMPLES, PROLOGUE = (getattr(script("before_after"), name) for name in ("EXAMPLES", "PROLOGUE"))
+RUN = [code for code, (_, after) in EXAMPLES.items() if after in PROLOGUE]
+
+
+def test_each_code_has_an_example() -> None:
+    assert EXAMPLES.keys() == CODES.keys()
+    assert len(RUN) >= 25
+
+
+@torch.library.custom_op("mla_fusion_tests::of_an_example", mutates_args=())
+def my_operator(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@my_operator.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    even, odd, c, s = x[..., 0::2], x[..., 1::2], cos[..., :32], sin[..., :32]
+    return torch.stack([even * c - odd * s, odd * c + even * s], -1).flatten(-2)
+
+
+SIZES = {"N": 2, "D": 128, "Dr": 64, "Hckv": 512, "Hcq": 1536}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "W_dq": (1024, 1536),
+    "W_q": (1024, 384),
+    "W_uq_qr": (1536, 384),
+    "W_dkv_kr": (1024, 576),
+    "W_uk": (2, 128, 512),
+    "A": (1024, 8),
+    "B": (8, 1536),
+    "b": (384,),
+    "g_q": (1536,),
+    "g_kv": (512,),
+    "g_kr": (64,),
+}
+
+
+def explained(source: str) -> Report:
+    """What the pass says of a prologue that is written as on the page."""
+    module = ModuleType("as_on_the_page")
+    weights = {
+        name: nn.Parameter(torch.randn(shape).mul(0.03).bfloat16(), requires_grad=False)
+        for name, shape in SHAPES.items()
+    }
+    others = {"g_float32": nn.Parameter(torch.randn(512), requires_grad=False), "eps": torch.tensor(1e-6)}
+    functions = {"torch": torch, "F": F, "my_operator": my_operator, "rotate_pairs": rotate_pairs}
+    vars(module).update({**SIZES, **weights, **others, **functions})
+    exec(source, vars(module))
+    shapes = (4, 1024), (4, 64), (4, 64), (4, 16, 1, 512), (4, 16, 1, 64)
+    arguments = [torch.randn(shape).bfloat16() for shape in shapes]
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setitem(sys.modules, module.__name__, module)  # where dynamo looks for the function's globals
+        graph, _ = capture(module.prologue, *arguments, torch.arange(4), device="cpu")
+    return mf.explain(graph)
+
+
+def test_the_prologue_of_the_page_fuses() -> None:
+    assert [fusion.placement for fusion in explained(PROLOGUE).fused] == ["in place"]
+
+
+@pytest.mark.parametrize("code", RUN)
+def test_what_stands_before_gets_its_code(code: str) -> None:
+    before, after = EXAMPLES[code]
+    report = explained(PROLOGUE.replace(after, before))
+    assert not report.fused and [item.code for item in report.rejected] == [code]
 
 
 def test_codes_of_one_family_stand_together() -> None:

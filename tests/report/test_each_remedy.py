@@ -68,13 +68,13 @@ BASE = of(Base)
 WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
     "q_lora.absent": (
         entry("NoQueryLora"),
-        {"Nothing in the graph": None, "Config(targets=('v3', 'key'))": entry("NoQueryLora", targets=("v3", "key"))},
+        {"Nothing fuses the whole": None, "Config(targets=('v3', 'key'))": entry("NoQueryLora", targets=("v3", "key"))},
     ),
     "q_lora.interrupted": (entry("LatentClamped"), {"leave c_q to the kernel": BASE}),
     "kv_latent.absent": (entry("KeyNotNormed"), {"Keep kv_a_proj, its norm, RoPE": BASE}),
     "proof.differs": (
         entry("half away from zero"),
-        {"compute it as the operator's document does": entry("plain partial")},
+        {"as the operator's document does": entry("plain partial")},
     ),
     "rope.absent": (entry("RopeMixesHeads"), {"Rotate q_pe and k_pe with tables": BASE}),
     "rope.tables_differ": (entry("KeyOnePositionLater"), {"Use one cos and one sin tensor for both": BASE}),
@@ -83,29 +83,29 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
         {"Gather the tables by position before RoPE": of(changed(forward=gathered), few_rows)},
     ),
     "rope.layouts_differ": (entry("LayoutsDiffer"), {"Use one RoPE layout for both": BASE}),
-    "rope.normed_key": (entry("NormedKey"), {"Nothing in the graph": None}),
+    "rope.normed_key": (entry("NormedKey"), {"Nothing:": None}),
     "rope.heads_differ": (entry("OneRotatedHead"), {"repeat the columns of its weight": of(RepeatedColumns)}),
     "absorb.absent": (
         entry("Unabsorbed"),
         {
             "Multiply q_nope by W_uk": BASE,
             "Config(unabsorbed='identity')": entry("Unabsorbed", unabsorbed="identity"),
-            "'key' in Config.targets": entry("Unabsorbed", targets=("v3", "key")),
+            "Config(targets=('v3', 'key'))": entry("Unabsorbed", targets=("v3", "key")),
         },
     ),
     "norm.absent": (
         of(changed(norm=EpsilonBehindTheRoot)),
         {"Write RMSNorm": BASE, "under the root": of(changed(norm=EpsilonUnderTheRoot))},
     ),
-    "norm.gamma_absent": (entry("NoGamma"), {"a weight of ones, held as a parameter": of(GammaOfOnes)}),
+    "norm.gamma_absent": (entry("NoGamma"), {"a weight of ones, as a parameter": of(GammaOfOnes)}),
     "norm.gamma_dtype": (
         entry("Fp32Gamma"),
         {
             "norm weights in bfloat16": of(lambda: misses_norms.Fp32Gamma().bfloat16()),
-            "go through mla_fusion.backend()": compiled(NumbersOfBfloat16),
+            "mla_fusion.backend() also takes": compiled(NumbersOfBfloat16),
         },
     ),
-    "norm.of_input": (entry("AlreadyNormed"), {"Keep the input's norm in the graph": entry("StaticW8A8")}),
+    "norm.of_input": (entry("AlreadyNormed"), {"Keep the input's RMSNorm in the graph": entry("StaticW8A8")}),
     "norm.epsilon": (entry("OtherEpsilon"), {"Nothing:": None}),
     "norm.scaled": (
         entry("Doubled"),
@@ -121,7 +121,7 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
     ),
     "linear.bias": (
         entry("Bias"),
-        {"Drop a bias of zeros": BASE, "Config(targets=('v3', 'key'))": entry("Bias", targets=("v3", "key"))},
+        {"Remove a bias of zeros": BASE, "Config(targets=('v3', 'key'))": entry("Bias", targets=("v3", "key"))},
     ),
     "linear.scaled": (entry("ScaledAddmm"), {"Scale the weight instead": of(changed(down=doubled_weight))}),
     "linear.symbolic": (with_heads(dynamic=True), {"dynamic=False": with_heads(dynamic=False)}),
@@ -183,8 +183,8 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
     "reader.latent": (
         entry("RawLatentRead"),
         {
-            "Compute that value from x apart": of(ReadApart),
-            "from the normed latent": of(changed(extra=of_normed)),
+            "Compute that value separately from x": of(ReadApart),
+            "read the normed latent": of(changed(extra=of_normed)),
         },
     ),
     "cache.staging_forbidden": (
@@ -199,12 +199,12 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
         of(prologues.NpuOperators, few_slots),
         {"as many elements as there are tokens": of(prologues.NpuOperators)},
     ),
-    "cache.also_read": (entry("OperatorAndSum"), {"Read, and return, the caches": of(ReadAfterwards)}),
+    "cache.also_read": (entry("OperatorAndSum"), {"Read and return the caches": of(ReadAfterwards)}),
     "cache.view_of_input": (
         entry("OperatorNormMode"),
         {
             "Pass the 4-D cache itself": of(prologues.NpuOperators),
-            "A reshape of an input": of(Reshaped, flat_caches, boundary=True),
+            "a reshape of an input": of(Reshaped, flat_caches, boundary=True),
         },
     ),
     "contract": (
@@ -220,12 +220,12 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
         entry("LatentOutliersCut"),
         {
             "Leave the step out": BASE,
-            "in front of what the prologue is projected from": of(changed(forward=clamped_input)),
+            "in front of x": of(changed(forward=clamped_input)),
             "behind the query": of(changed(absorb=clamped_query)),
         },
     ),
     "step.random": (of(Dropped, device="cpu"), {"model.eval()": of(lambda: Dropped().eval())}),
-    "step.unknown": (entry("OpaqueScale"), {"Write it with operators of torch": BASE}),
+    "step.unknown": (entry("OpaqueScale"), {"Write the step with operators of torch": BASE}),
     "tokens.cut": (entry("SlicedBehindTheProjections"), {"Slice x": of(changed(forward=sliced))}),
     "tokens.mixed": (
         dynamic(of_plan.FirstTokensHalved),

@@ -191,7 +191,7 @@ MISTAKES = {
         lambda layer, arguments: to(torch.float16)(*put(q_b=lambda _: wide(N * (D + DR)))(layer, arguments)),
         (
             ("dtype.region", "model.to(torch.bfloat16)", to(torch.bfloat16)),
-            ("linear.bias", "Drop a bias of zeros", None),
+            ("linear.bias", "Remove a bias of zeros", None),
         ),
     ),
 }  # fmt: skip
