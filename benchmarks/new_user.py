@@ -15,14 +15,18 @@ from pathlib import Path
 from time import perf_counter
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "tasks.md"
+PAGE, INSTALL = ROOT / "docs" / "tasks.md", ROOT / "docs" / "quick-start.md"
 _BLOCK = re.compile(r'^```(python|sh)(?: title="[^"]*")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 
 
 def tasks() -> list[tuple[str, list[tuple[str, str]]]]:
     """The title of each task, and its blocks; Python goes on from task to task."""
     parts = re.split(r"^\*\*(\d+\. [^*]*?)\.?\*\*", PAGE.read_text(), flags=re.MULTILINE)[1:]
-    return [(title, _BLOCK.findall(text)) for title, text in zip(parts[::2], parts[1::2], strict=True)]
+    found = [(title, _BLOCK.findall(text)) for title, text in zip(parts[::2], parts[1::2], strict=True)]
+    install = re.search(r"^## On a laptop\n(.*?)^## ", INSTALL.read_text(), re.DOTALL | re.MULTILINE)
+    assert install is not None
+    lines = re.findall(r"^pip install .*\n", install[1], re.MULTILINE)  # the clone and its environment are there
+    return [(found[0][0], [("sh", "".join(lines))]), *found[1:]]
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Write examples/quick_start.ipynb from docs/index.md: its text and its code, a cell each.
+"""Write examples/quick_start.ipynb from docs/quick-start.md: its text and its code, a cell each.
 
 python docs/generate_notebook.py           # write it
 python docs/generate_notebook.py --check   # exit 1 when it is not what the page says
@@ -16,7 +16,7 @@ from typing import Any
 from written import write
 
 ROOT = Path(__file__).parents[1]
-PAGE, NOTEBOOK = ROOT / "docs" / "index.md", ROOT / "examples" / "quick_start.ipynb"
+PAGE, NOTEBOOK = ROOT / "docs" / "quick-start.md", ROOT / "examples" / "quick_start.ipynb"
 _CODE = re.compile(r"^```python\n(.*?)^```\n\n```text\n.*?^```\n", re.DOTALL | re.MULTILINE)
 
 

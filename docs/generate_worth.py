@@ -1,0 +1,102 @@
+"""Write the table of README and docs/worth.md that says what each target is worth, from the roofline.
+
+python docs/generate_worth.py           # write it
+python docs/generate_worth.py --check   # exit 1 when it is not what the roofline says
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from mla_fusion.meta.roofline import CHIPS, LAUNCH, Sizes, Step, unfused_steps  # noqa: E402
+from written import between, write  # noqa: E402
+
+from mla_fusion import meta  # noqa: E402
+from mla_fusion.reference.sample import sample_call  # noqa: E402
+
+PAGES = (ROOT / "README.md", ROOT / "README.zh.md", ROOT / "docs" / "worth.md")
+BEGIN, END = "<!-- worth: written by docs/generate_worth.py -->", "<!-- /worth -->"
+OPERATOR = "npu_mla_prolog_v3"
+TOKENS, HEADS = 64, 16
+# DeepSeek-V3 on eight ranks, as docs/worth.md says.
+DIMS = dict(He=7168, Hcq=1536, N=HEADS, D=128, Dr=64, Hckv=512, BlockNum=2, BlockSize=128, Nkv=1)
+ROW = 2 * (512 + 64)  # bytes of the rows of both caches, for one token
+# A staged fusion of a plain layer: two buffers that GE moves once, and the model's two writes.
+STAGING = (4, 4 * ROW * TOKENS)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One row: kernels and bytes of a layer before and after."""
+
+    target: str
+    needs: str
+    default: str
+    caches: str
+    before: tuple[int, int]
+    after: tuple[int, int]
+
+    def cells(self) -> tuple[str, ...]:
+        launches, size = (before - after for before, after in zip(self.before, self.after, strict=True))
+        gain = launches * LAUNCH + size / CHIPS["910C"].bytes_per_second
+        counted = f"{self.before[0]} to {self.after[0]}"
+        moved = f"{self.before[1] / 1e6:.1f} to {self.after[1] / 1e6:.1f} MB"
+        return self.target, self.needs, self.default, self.caches, counted, moved, f"up to {gain * 1e6:.0f} us"
+
+
+def ways() -> Iterator[Way]:
+    explained, steps = _call(0)
+    whole = explained.unfused.kernels, explained.unfused.bytes
+    fused = 1, explained.fused.bytes
+    needs = "an absorbed layer in bfloat16 or W8A8 dynamic"
+    yield Way('`"v3"`', f"{needs}; caches as inputs, written by slot", "on", "in place", whole, fused)
+    staged = fused[0] + STAGING[0], fused[1] + STAGING[1]
+    yield Way('`"v3"`', "the same, any cache", "on", "staged", whole, staged)
+
+    absorb = next(step for step in steps if step.name == "absorb W_uk")
+    plain = whole[0] - 1, whole[1] - absorb.weight_bytes - absorb.other_bytes
+    needs = "a layer without W_uk (Hugging Face's own)"
+    yield Way('`"identity"`', needs, "off", "staged", plain, staged)
+
+    explained, steps = _call(2)
+    wide = TOKENS * DIMS["He"]
+    before = explained.unfused.kernels + 2, explained.unfused.bytes + 5 * wide  # norm and quantisation of x
+    needs = "static W8A8 on A2 or A3, at most 1,024 tokens"
+    yield Way('`"preprocess"`', needs, "off", "in place", before, (1, explained.fused.bytes + wide))
+
+    _, steps = _call(0)
+    names = ("rms_norm ckv", "rope kr", "write kv_cache", "write kr_cache")
+    half = [step for step in steps if step.name in names]
+    tables = 4 * 64 * TOKENS + 8 * TOKENS  # cos, sin and the slots
+    after = 1, half[0].weight_bytes + 2 * ROW * TOKENS + tables
+    before = len(half), sum(step.weight_bytes + step.other_bytes for step in half)
+    yield Way('`"key"`', "any MLA layer; the query stays as it is", "off", "in place", before, after)
+
+
+def _call(wq: int) -> tuple[Any, list[Step]]:
+    """A call explained, and the steps of the same without the operator."""
+    call = sample_call(dims=DIMS, lead=(TOKENS,), weight_quant_mode=wq, kv_cache_quant_mode=0)
+    explained = meta.explain_call(OPERATOR, **call)
+    return explained, list(unfused_steps(Sizes.of(call, explained.dims, wq, 0)))
+
+
+def table() -> str:
+    head = ("target", "needs", "default", "caches", "launches a layer", "bytes a layer", "indicative gain a layer")
+    rows = (head, ("---",) * len(head), *(way.cells() for way in ways()))
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def main(arguments: Sequence[str]) -> int:
+    text = f"\n{table()}\n"
+    return write({path: between(path.read_text(), BEGIN, END, text) for path in PAGES}, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
