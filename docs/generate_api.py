@@ -1,7 +1,7 @@
-"""Write docs/api.md from signatures and docstrings: a table of parameters, or of fields, for each public name.
+"""Write docs/api.md, api-tools.md and configuration.md from signatures and docstrings: a table for each public name.
 
-python docs/generate_api.py           # write the page
-python docs/generate_api.py --check   # exit 1 when it is not what they say
+python docs/generate_api.py           # write the pages
+python docs/generate_api.py --check   # exit 1 when they are not what these say
 
 A docstring says of a parameter, at its left edge, ``name   what it means``; further lines are indented.
 """
@@ -24,13 +24,28 @@ from mla_fusion.models import hf
 from mla_fusion.report.rejection import Rejection
 from mla_fusion.report.report import Fusion
 
-PAGE = Path(__file__).with_name("api.md")
+DOCS = Path(__file__).parent
 INTRODUCTION = """\
 # Python
 
 `import mla_fusion as mf` loads nothing, not even torch; each name loads its module on first use. Import it before
-`torch` where torch_npu is installed without CANN. Generated from signatures and docstrings by `docs/generate_api.py`;
-do not edit.
+`torch` where torch_npu is installed without CANN. Here are the names with which models are fused and reports read;
+[Python: tools](api-tools.md) has the others, [configuration](configuration.md) the fields of `Config`. Generated from
+signatures and docstrings by `docs/generate_api.py`; do not edit.
+"""
+TOOLS = """\
+# Python: tools
+
+Names beside [the pass itself](api.md): lowering, dumps, Hugging Face, calls by hand, the operator's contract.
+Generated from signatures and docstrings by `docs/generate_api.py`; do not edit.
+"""
+CONFIGURATION = """\
+# Configuration
+
+`Config` has every option of the pass. Write `mf.backend(mf.Config(verify="all"))`, or for one model
+`torch.compile(model, backend="mla_fusion", options={"verify": "all"})`; `mf.torchair_pass`, `mf.fuse` and `mf.explain`
+take a `Config` too. More on [targets](targets.md), [staging](staged.md), [weights and updates](weights.md). Generated
+from the docstring by `docs/generate_api.py`; do not edit.
 """
 LAST = """\
 `mf.reference` has the kernels on CPU under the operators' names: `npu_mla_prolog_v3_functional`, `npu_mla_prolog_v3`,
@@ -39,7 +54,7 @@ lists of several stacks.
 """
 SPACES = {"mf": mf, "hf": hf}
 TASKS = {
-    "Fuse a model": "backend torchair_pass fuse Config SlotError prepack Prepacked refresh release register_operator",
+    "Fuse a model": "backend torchair_pass fuse SlotError prepack Prepacked refresh release register_operator",
     "Ask what would fuse, and why not": "explain",
     "Read what happened": "reports Report Report.to_json Report.to_html",
     "See what an NPU would run": "lower Lowering Lowering.save offline.activate offline.on_npu",
@@ -58,16 +73,26 @@ _STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: 
 _ROW = re.compile(r"^((?:\w+, )*\w+) {2,}(\S.*(?:\n +\S.*)*)\n*", re.MULTILINE)
 
 
-def page() -> str:
-    parts = [INTRODUCTION]
-    for task, names in TASKS.items():
+def pages() -> dict[Path, str]:
+    tools = list(TASKS).index("See what an NPU would run")
+    configuration = "\n".join([CONFIGURATION, *described("mf.Config", mf.Config)])
+    return {
+        DOCS / "configuration.md": configuration,
+        DOCS / "api.md": _page(INTRODUCTION, list(TASKS)[:tools]),
+        DOCS / "api-tools.md": _page(TOOLS, list(TASKS)[tools:]) + LAST,
+    }
+
+
+def _page(introduction: str, tasks: Sequence[str]) -> str:
+    parts = [introduction]
+    for task in tasks:
         parts.append(f"## {task}\n")
-        for name in names.split():
+        for name in TASKS[task].split():
             title = name if name.startswith("hf.") else f"mf.{name}"
             parts += described(title, found(title))
             for other, value in BESIDE.get(name, {}).items():
                 parts += described(other, value)
-    return "\n".join([*parts, LAST])
+    return "\n".join([*parts, ""])
 
 
 def found(title: str) -> Any:
@@ -139,7 +164,7 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return write({PAGE: page()}, arguments)
+    return write(pages(), arguments)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Write docs/operator.md from the specification in `mla_fusion.meta`.
+"""Write docs/operator.md and docs/other-operators.md from the specification in `mla_fusion.meta`.
 
-python docs/generate_operator.py           # write the page
-python docs/generate_operator.py --check   # exit 1 when the page is not what the specification says
+python docs/generate_operator.py           # write the pages
+python docs/generate_operator.py --check   # exit 1 when they are not what the specification says
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from written import write
 from mla_fusion import meta
 from mla_fusion.reference.sample import sample_call
 
-PAGE = Path(__file__).with_name("operator.md")
+PAGE, OTHERS = (Path(__file__).with_name(f"{name}.md") for name in ("operator", "other-operators"))
 V3 = "npu_mla_prolog_v3"
 OPERATORS = ("npu_mla_prolog", "npu_mla_prolog_v2", V3)
 AXES = ("He", "Hcq", "Hckv", "D", "Dr", "N", "Nkv", "B", "S", "T", "tokens", "BlockSize")
@@ -31,9 +31,9 @@ CALL_DIMS = dict(He=1024, Hcq=1536, N=8, D=128, Dr=64, Hckv=512, BlockNum=2, Blo
 INTRODUCTION = """\
 # The operator contract
 
-`npu_mla_prolog_v3` in every scenario, its older versions, and the operators beside it. Generated from
-`mla_fusion.meta.spec`, `limits`, `stricter`, `tiling_key`, `contradictions` and the tables of the other operators by
-`docs/generate_operator.py`; do not edit.
+`npu_mla_prolog_v3` in every scenario, and its older versions; [operators beside it](other-operators.md) have their own
+page. Generated from `mla_fusion.meta.spec`, `limits`, `stricter` and `tiling_key` by `docs/generate_operator.py`; do
+not edit.
 
 T tokens (`B*S`), He hidden size, Hcq query rank, Hckv KV rank, N heads, D nope head dim, Dr rope head dim. *lead* is
 `T` or `B, S`, as token_x has it; *tokens* is T or `B*S`. `mla_fusion.meta.check` applies these tables to a call,
@@ -129,9 +129,18 @@ mask, which can give the plain average of all rows.
 """
 
 
+OTHERS_INTRODUCTION = """\
+# Operators beside the prologue
+
+The key's half, ATB's prologue and its fork, attention over paged latents, and where the official pages are wrong.
+[The prologue's own contract](operator.md). Generated from `mla_fusion.meta` by `docs/generate_operator.py`; do not
+edit.
+"""
+
+
 @functools.cache
 def page() -> str:
-    """The whole page as Markdown."""
+    """The prologue's page as Markdown."""
     sections = (
         INTRODUCTION,
         "## Scenarios\n",
@@ -159,6 +168,15 @@ def page() -> str:
         table(("field", *key_releases()), key_fields()),
         "CACHE_MODE and QUANT_MODE (`wq/kv`) are these numbers; SCENARIO is 1 without quantisation and 2 with it.\n",
         table(("number", "CACHE_MODE", *(f"QUANT_MODE, from {since}" for since in QUANT_NUMBERS)), key_numbers()),
+    )
+    return "\n".join(sections)
+
+
+@functools.cache
+def others() -> str:
+    """The page of the operators beside it."""
+    sections = (
+        OTHERS_INTRODUCTION,
         KEY_INTRODUCTION,
         table(("cache_mode", "k_cache, ckv_cache", "index", "int8"), key_caches()),
         ATB_INTRODUCTION,
@@ -412,7 +430,7 @@ def disagreements() -> Iterator[list[str]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return write({PAGE: page()}, arguments)
+    return write({PAGE: page(), OTHERS: others()}, arguments)
 
 
 if __name__ == "__main__":

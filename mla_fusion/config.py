@@ -35,40 +35,39 @@ class Config:
     """Options of the fusion pass.
 
     enable      False leaves every graph untouched.
-    verify      Run the cut-out region against its replacement on seeded CPU inputs:
+    verify      Compare each region with its replacement, on seeded CPU inputs:
                 "off" never, "first" once per distinct region, "all" for every fusion.
     cann        CANN release whose limits hold: "8.2" .. "9.1", "latest", or a version as CANN writes it ("8.3.RC1").
     soc         Chip generation whose limits hold: "A2", "A3", "A5", or a chip's name ("910B", "Ascend910_93", "950PR").
                 "auto", the default of both, asks the NPU of this process; without one, A3 and the latest release are
                 taken. The report says which.
-    staging     May the kernel write small buffers from which the model's own cache writes go on?
-                "auto" where the in-kernel write would not be exact, "always", or "never".
-    kr_layout   "exact" never changes what a cache row holds. "half" is the caller's word that every
-                reader and writer of kr_cache uses the half layout that the kernel writes.
-    targets     Operators that may be emitted, tried in this order whatever the order given: "v3" for whole prologues;
-                "identity", the same for those without a W_uk product, by weight_uk = [I | 0]; "preprocess",
-                npu_mla_preprocess for static W8A8 (not in GE graphs); "key",
-                npu_kv_rmsnorm_rope_cache_v2 for the key's half alone, where no other target takes the prologue.
-    unabsorbed  "identity" is the target of that name.
+    staging     "auto" stages a fusion (the kernel writes small buffers, and the model's own cache writes stay) where a
+                write by the kernel would not be exact. "always", or "never".
+    kr_layout   "exact" never changes what a cache row holds. "half" is your word that every reader and writer of
+                kr_cache uses the half layout that the kernel writes.
+    targets     Operators that may be emitted. Each prologue is offered to them in this order, whatever order you give:
+                "v3" for whole prologues; "identity", the same for those without a W_uk product, by
+                weight_uk = [I | 0]; "preprocess", npu_mla_preprocess for static W8A8 (not in GE graphs); "key",
+                npu_kv_rmsnorm_rope_cache_v2 for the key's half alone.
+    unabsorbed  "identity" is another name for that target.
     skip        What to leave alone without a warning: layers by the name that a report gives them, prologues that
                 would be rejected with a code ("absorb.absent", "contract", "contract:dims.he"), or candidates for which
                 a predicate holds.
-    weights     Where packed weights live, when a wrapper stands around the graph (``mf.backend``): "copy" beside the
-                parameters, or "shared": a parameter whose packing only changes its layout becomes a view of the
-                packed weight, so that memory does not grow. It keeps its shape and values, and gets other strides.
-    updates     How a change of a parameter, of which a packed copy exists, is noticed. Changes that torch counts
-                (``copy_`` and optimizers under no_grad, ``load_state_dict``), and new memory, are seen before the
-                next call, whatever is chosen. The others (``parameter.data.add_(..)``, fused optimizers, flat
-                buffers) are found by "rounds": each step reads a share of the bytes, waits for nothing, and a
-                change is packed anew with a warning. "counted" does not look for them: call ``mla_fusion.refresh``.
-                "every call" compares all bytes before each call: for tests and debugging, slow.
-    slots       What an input that holds cache slots is taken at: "trusted" at its word (non-negative, in range and
-                distinct, listed under the report's assumptions), "checked" before each call where a wrapper stands
-                around the graph (``mla_fusion.SlotError``); where none does, the assumptions say that nothing checks.
-    strides     A result that leaves the graph has the model's strides ("exact"), for which a permuted query may have
-                to be copied, or the kernel's, dense with tokens first ("kernel"). "auto" is "kernel" behind the
-                hook of another compiler, which lays out its results itself, and in GE graphs, whose results
-                have no strides; it is "exact" elsewhere.
+    weights     Where packed weights live, with ``mf.backend``: "copy" beside the parameters, or "shared": a parameter
+                whose packing only changes its layout becomes a view of the packed weight, so that memory does not
+                grow. It keeps its shape and values, and gets other strides.
+    updates     How the backend notices that a parameter with a packed copy has changed. It sees changes that torch
+                counts (``copy_`` and optimizers under no_grad, ``load_state_dict``), and new memory, before the next
+                call, whatever you choose. For the others (``parameter.data.add_(..)``, fused optimizers, flat
+                buffers), "rounds" reads a share of the bytes at each step, waits for nothing, and packs a change anew
+                with a warning. "counted" does not look for them: call ``mla_fusion.refresh``. "every call" compares
+                all bytes before each call: slow, for tests and debugging.
+    slots       "trusted" takes slots that are an input as they are (non-negative, in range and distinct; the report
+                lists the assumption). "checked" tests them before each call of ``mf.backend``
+                (``mla_fusion.SlotError``); a pass in another compiler cannot, and the assumption says so.
+    strides     Strides of results that leave the graph. "exact": the model's, for which a permuted query may be
+                copied. "kernel": the kernel's, dense with tokens first. "auto": "kernel" in GE graphs and behind the
+                hook of another compiler, "exact" elsewhere.
     strict      True raises a defect of the pass. False leaves the graph as it was, with ``pass.failed`` in the report.
 
     Raises ValueError for a value outside these choices.

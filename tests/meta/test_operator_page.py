@@ -1,4 +1,4 @@
-"""docs/operator.md says what the specification says."""
+"""docs/operator.md and docs/other-operators.md say what the specification says."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def test_a_page_behind_the_specification_is_noticed(
     generator: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(generator, "PAGE", tmp_path / "operator.md")
+    monkeypatch.setattr(generator, "OTHERS", tmp_path / "other-operators.md")
     assert generator.main(["--check"]) == 1
     assert generator.main([]) == 0 and generator.main(["--check"]) == 0
     generator.PAGE.write_text(generator.PAGE.read_text().replace("1536", "1535"))
@@ -31,7 +32,7 @@ def test_a_page_behind_the_specification_is_noticed(
 
 
 def test_every_scenario_and_table_is_on_the_page(generator: ModuleType) -> None:
-    text = generator.page()
+    text = generator.page() + generator.others()
     assert all(f"| {wq}/{kv} |" in text for wq, kv in generator.pairs()) and len(generator.pairs()) == 16
     assert "weight_quant_mode 3 is mxfp8" in text
     assert all(f"| {row.name} | {row.refused} |" in text and row.reason in text for row in meta.STRICTER)

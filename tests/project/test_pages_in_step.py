@@ -30,7 +30,8 @@ def test_a_generated_page_is_current(name: str) -> None:
 
 def test_every_public_name_has_its_place_among_the_tasks() -> None:
     named = {name.partition(".")[0] for names in script("generate_api").TASKS.values() for name in names.split()}
-    assert set(mf.__all__) - {"paging", "reference"} <= named  # those two: by a sentence
+    by_a_sentence = {"paging", "reference"}
+    assert set(mf.__all__) - by_a_sentence - {"Config"} <= named  # Config has a page of its own
 
 
 @pytest.mark.parametrize("page", TRANSLATED, ids=lambda page: page.name)
