@@ -80,6 +80,7 @@ docs: $(READY)
 	$(BIN)/python docs/generate_support.py
 	$(BIN)/python docs/generate_serving.py
 	$(BIN)/python docs/generate_cli.py
+	$(BIN)/python docs/generate_worth.py
 	$(BIN)/python docs/generate_notebook.py
 	$(BIN)/python docs/generate_api.py
 

@@ -86,7 +86,8 @@ def _of_function(arguments: argparse.Namespace) -> mf.Audit:
 
 
 def _guide(arguments: argparse.Namespace) -> int:
-    text = (files("mla_fusion") / "by_hand" / "guide.md").read_text(encoding="utf-8")
+    parts = (files("mla_fusion") / "by_hand" / name for name in ("guide.md", "guide_more.md"))
+    text = "\n".join(part.read_text(encoding="utf-8") for part in parts)
     if arguments.out is None:
         print(text, end="")
         return 0

@@ -34,7 +34,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Shown:
-    """What was proved of a structure, in words, and the certificate of it (docs/how-it-thinks.md)."""
+    """What was proved of a structure, in words, and the certificate of it (docs/proof.md)."""
 
     text: str = ""
     certificate: dict[str, Any] | None = None

@@ -20,7 +20,7 @@ ROOT = DOCS.parent
 TRANSLATED = {ROOT / "README.md": ROOT / "README.zh.md", DOCS / "index.md": DOCS / "index.zh.md"}
 
 
-GENERATED = ["support", "cli", "notebook", "api", "serving"]
+GENERATED = ["support", "cli", "notebook", "api", "serving", "worth"]
 
 
 @pytest.mark.parametrize("name", [f"generate_{page}" for page in GENERATED])

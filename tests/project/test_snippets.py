@@ -12,6 +12,7 @@ from tests.project.snippets import blocks, run
 # Pages whose blocks are cut from tests, or run by them.
 ELSEWHERE = {
     "by-hand.md": "tests/by_hand/test_guide.py",
+    "by-hand-more.md": "tests/by_hand/test_guide.py",
     "extending.md": "tests/project/test_extending.py",
     "rejections.md": "tests/project/test_rejections_page.py",
 }
