@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -32,8 +31,7 @@ ROW = 2 * (512 + 64)  # bytes of the rows of both caches, for one token
 STAGING = (4, 4 * ROW * TOKENS)
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """One row: kernels and bytes of a layer before and after."""
 
     target: str
