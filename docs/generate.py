@@ -49,12 +49,12 @@ def sections() -> Iterator[str]:
     """One table for each family of codes: what stands before the dot."""
     for family, group in groupby(CODES, key=lambda code: code.partition(".")[0]):
         yield f"## {family}\n"
-        yield "| code | what it means; what would make it fuse | before | after |"
-        yield "| --- | --- | --- | --- |"
+        yield "| code | what it means; what would make it fuse | before, and after |"
+        yield "| --- | --- | --- |"
         for code in group:
             meaning, remedy = (text.replace("|", "\\|") for text in CODES[code])
             before, after = (_shown(text) for text in EXAMPLES.get(code, ("-", "-")))
-            yield f"| `{code}` | {meaning} **To fuse:** {remedy} | {before} | {after} |"
+            yield f"| `{code}` | {meaning}<br>**To fuse:** {remedy} | {before}<br>{after} |"
         yield ""
 
 

@@ -110,7 +110,7 @@ RULES = (_three_heads, _model,'''
     scratch.edit(section, "docs/before_after.py", next_example, example + next_example)
     assert scratch.run("docs/generate.py", "--check").returncode == 1
     assert scratch.run("docs/generate.py").returncode == 0
-    assert "| `N = 3` | `N = 4` |" in (scratch.root / "docs/rejections.md").read_text()
+    assert "| `N = 3`<br>`N = 4` |" in (scratch.root / "docs/rejections.md").read_text()
     result = scratch.tests("tests/fusion/test_catalogue.py", "-m", "", "-k", "ThreeHeads")
     assert "passed" in result and "failed" not in result, result
 
