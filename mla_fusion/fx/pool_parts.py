@@ -20,15 +20,20 @@ from mla_fusion.fx.walk import INPUTS, input_of, origin, shared_memory
 
 @dataclass(frozen=True)
 class Part:
-    """Of a tensor entry ``start`` of its first axis; with a ``shape``, so many of its elements from ``start`` on."""
+    """Of a tensor entry ``start`` of its first axis, or several from there on; with a ``shape``, so
+    many of its elements from ``start`` on.
+    """
 
     start: int
     shape: tuple[int, ...] | None = None
+    entries: int = 1
 
     def of(self, pool: Tensor) -> Tensor:
         """As a view. Raises where the tensor is not contiguous and would have to be."""
         if self.shape is None:
-            return pool.select(0, self.start)
+            if self.entries == 1:
+                return pool.select(0, self.start)
+            return pool.narrow(0, self.start, self.entries)
         return pool.view(-1).narrow(0, self.start, math.prod(self.shape)).view(self.shape)
 
 
@@ -260,9 +265,10 @@ def _handed_in(pool: Pool, span: Span) -> Part | None:
     """The part as a wrapper makes it: an entry of the first axis, or elements in the shape in which they are read."""
     shape: Any = shape_of(pool.whole)
     entry = _number(count_of(shape[1:]), pool.grain)
-    if entry and span.start % entry == 0 and span.stop - span.start == entry:
-        return Part(span.start // entry)
-    if pool.grain != 1 or any(map(is_symbolic, shape)) or not _is_contiguous(pool.whole):
+    has_symbols, count = any(map(is_symbolic, shape)), span.stop - span.start
+    if entry and span.start % entry == 0 and count % entry == 0 and (has_symbols or count == entry):
+        return Part(span.start // entry, entries=int(count) // entry)
+    if has_symbols or not _is_contiguous(pool.whole):
         return None
     read = (shape_of(node) for node, of_node in pool.spans.items() if of_node == span)
     return Part(span.start, next((tuple(shape) for shape in read), (int(span.stop) - span.start,)))

@@ -125,7 +125,7 @@ class _Rewrite:
             around = next((part for part in of_base if span.within(part)), None)
             if around is None:  # nobody reads it
                 return
-            flat = self.b.reshape(of_base[around], (int(around.stop) - around.start,))
+            flat = self._grains(of_base[around], around)
             places = (span.start - around.start, int(span.stop) - around.start)
             self._replace(node, self._shaped(self.b.call(aten.slice.Tensor, flat, 0, *places), node))
         if inside:
@@ -144,8 +144,7 @@ class _Rewrite:
             new = dict(of_base)
         else:
             around, value = held[0], of_base[held[0]]
-            flat = self.b.reshape(value, (int(around.stop) - around.start,))
-            rows = self.b.reshape(source, (int(put.stop) - put.start,))
+            flat, rows = self._grains(value, around), self._grains(source, put)
             places = (put.start - around.start, int(put.stop) - around.start)
             new = of_base | {around: self.b.call(aten.slice_scatter.default, flat, rows, 0, *places)}
         span = self.pool.spans[scatter]
@@ -156,6 +155,11 @@ class _Rewrite:
     def _nothing(self, like: torch.Tensor) -> Node:
         """Of no elements, so it need not be read of anything."""
         return self.b.call(aten.full.default, self.b.sizes(like.shape), 0, dtype=like.dtype, device=like.device)
+
+    def _grains(self, value: Node, span: Span) -> Node:
+        """The value of a span, a row for each grain."""
+        count = int(span.stop) - span.start
+        return self.b.reshape(value, (count,) if self.pool.grain == 1 else (count, -1))
 
     def _shaped(self, value: Node, like: Node) -> Node:
         return self.b.reshape(value, like.meta["val"].shape)

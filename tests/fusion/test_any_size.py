@@ -19,7 +19,6 @@ Places = list[tuple[int, int]]  # (argument, axis)
 
 _LITERAL = "the model counts with a literal that is a cache's or a block's size at this one size alone"
 _FROM_THE_END = "which layer it is follows from the number of layers, which is known when the graph runs"
-_RUN = "several entries of a pool whose sizes are symbolic: a wrapper makes one input of one entry"
 _ROWS = "the kernel takes whole blocks; whether so many rows are is known when the graph runs"
 _SCATTER = "aten.scatter takes fewer indices than rows: nothing says that every token has a slot"
 _APART = "the kernel takes two caches of one BlockNum; mark_dynamic gives each a symbol of its own"
@@ -31,8 +30,6 @@ LESS: dict[tuple[str, int], str] = {
     **dict.fromkeys((("BlocksOfLayers", size) for size in (ALL, BLOCKS, BLOCK_SIZE)), _LITERAL),
     **dict.fromkeys((("RowsOfLayers", size) for size in (ALL, 2, BLOCKS, BLOCK_SIZE)), _LITERAL),
     **dict.fromkeys((("TwoOfThreeOverlap", size) for size in (ALL, 3, BLOCKS, BLOCK_SIZE)), _LITERAL),
-    **dict.fromkeys((("OperatorNormMode", size) for size in (ALL, BLOCKS, BLOCK_SIZE)), _RUN),
-    **dict.fromkeys((("LayersReadTogether", size) for size in (ALL, 3, BLOCKS, BLOCK_SIZE)), _RUN),
     ("SglangBuffers", 64): _ROWS,
     **dict.fromkeys((("ScatterRows", 8), ("LayersAsRows", 8)), _SCATTER),
     **dict.fromkeys((("RowsReadToo", size) for size in (BLOCKS, BLOCK_SIZE)), _APART),
