@@ -26,7 +26,7 @@ def found(graph: Graph) -> list[tuple[Node, Node, int]]:
         by_input.setdefault(origin(cache, _same_memory), []).append((writer, result))
     for node in graph.nodes if by_input else ():
         if is_mutating(node):  # the last word on what that memory holds
-            by_input.pop(origin(node.args[0], views), None)  # type: ignore[arg-type]
+            by_input.pop(origin(node.args[0], views), None)
     given_out = graph.output_node().all_input_nodes if by_input else ()
     written = ((node, by_input.get(origin(node, _same_memory), ())) for node in given_out)
     return [(node, *writes[0]) for node, writes in written if len(writes) == 1 and node.op not in INPUTS]
