@@ -91,12 +91,17 @@ def of_entry(entry: Entry) -> Row:
 
 def _symbolic(model: Any, args: tuple[torch.Tensor, ...], config: mf.Config) -> tuple[str, ...]:
     """The verdict with symbolic sizes; that of a graph that torch does not make is empty."""
-    seen = len(mf.reports())
+    known = mf.reports()
     try:
         compiled(model, clones(args), mf.backend(config), dynamic=True)
     except Exception as error:  # an operator without a kernel for symbolic sizes
         return (type(error).__name__,)
-    return outcome(mf.reports()[-1]) if len(mf.reports()) > seen else ()
+    return outcome(mf.reports()[-1]) if _since(known) else ()
+
+
+def _since(known: list[mf.Report]) -> list[mf.Report]:
+    """The reports that are new; only the last ones of a process are kept."""
+    return [report for report in mf.reports() if not any(report is one for one in known)]
 
 
 def _ratios(wanted: list[Any], unfused: list[Any], fused: list[Any]) -> Iterable[float]:
@@ -128,9 +133,9 @@ def of_model(name: str) -> Row:
         return Row("transformers", name, _words(tuple(sorted(found))), "", "", found == {wanted})
     promised = {item.placement or item.kernel.partition(":")[0] for item in summary.converted}
     ids = torch.randint(3, 120, (2, 7), generator=torch.Generator().manual_seed(3))
-    known = len(mf.reports())
+    known = mf.reports()
     logits = [_step(model, ids, True), _step(model, ids, False), _step(model.float(), ids, False)]
-    reports = mf.reports()[known:]
+    reports = _since(known)
     fused = [fusion.placement.partition(":")[0] for report in reports for fusion in report.fused]
     left = [item.code for report in reports for item in report.rejected]
     found = set(fused) | set(left)
