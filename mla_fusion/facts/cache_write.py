@@ -268,7 +268,7 @@ def _slots(view: View, paged: tuple[Any, Any, int, object], base: Node, indices:
     rows = base.meta["val"].shape
     if len(indices) == 1:
         if not same(rows[0], block_num * block_size):
-            return Obstacle("cache.rows", f"{base.name} is not seen as BlockNum * BlockSize rows")
+            return Obstacle("cache.rows", f"{base.name} is not viewed as BlockNum * BlockSize rows")
         return Slots(indices[0])
     if len(indices) == 3 and len(rows) > 2 and same(rows[2], 1):
         indices = indices[:2]  # the third indexes an axis of size 1

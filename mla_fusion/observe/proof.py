@@ -56,7 +56,7 @@ def _steps(start: Node, *ends: Node) -> str:
     inert = sum(kind_of(node) is Kind.CHOICE for node in between)
     moved = sum(kind_of(node) in (Kind.MOVEMENT, Kind.GATHER, Kind.WRITER) and not is_cast(node) for node in between)
     casts = sum(map(is_cast, between))
-    counts = {"analytic steps": analytic, "of movement": moved, "casts": casts, "choices that never pick": inert}
+    counts = {"analytic steps": analytic, "of movement": moved, "casts": casts, "choices that never act": inert}
     return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no steps"
 
 
@@ -66,7 +66,7 @@ def _tables(view: View, of_query: Table, of_key: Table) -> str:
         return "one value for query and key"
     if all(view.terms.same(a, b) for a, b in pairs):
         return "equal terms"
-    return "equal on random values of what both are made of, by movement and analytic steps"
+    return "equal on random inputs, by movement and analytic steps"
 
 
 def slots(plan: Plan) -> str:

@@ -176,7 +176,7 @@ class WritePlanner:
             message = f"{name} has shape {list(value.shape)}, and no wrapper can view it as {list(shape)}"
             found.append(Obstacle("cache.boundary", message))
         if not self.writable(value):
-            message = f"{name} has strides {list(value.stride())}, and rows written to such do not arrive"
+            message = f"{name} has strides {list(value.stride())}, and rows that the kernel writes to it do not arrive"
             found.append(Obstacle("cache.strides", message))
         slots = write.slots.shape
         if not self.as_many(slots, token_x):

@@ -228,7 +228,7 @@ CODES: dict[str, tuple[str, str]] = {
         "Remove the dead code: nothing is lost.",
     ),
     "step.choice": (
-        "A step of the prologue chooses by the values it reads (a clamp, a mask, a rounding), so "
+        "A step of the prologue picks by the values it reads (a clamp, a mask, a rounding), so "
         "the kernel would compute something else for some inputs.",
         "Leave the step out, or move it: in front of x, or behind the query.",
     ),
