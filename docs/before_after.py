@@ -43,7 +43,10 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "rope.table_shape": ("cos, sin = cos_table[:S], sin_table[:S]", "cos, sin = cos_table[positions], .."),
     "rope.layouts_differ": ("k_pe = rotate_pairs(k_pe, cos, sin)", f"k_pe = {_KEY_ROTATED}"),
     "rope.normed_key": ("rotate(rms_norm(k_pe, g_kr), cos, sin)", _KEY_ROTATED),
-    "rope.heads_differ": ("q_pe = rotate(q_pe[:, :1],", "q_pe = rotate(q_pe,"),
+    "rope.heads_differ": (
+        "q_pe = rotate(q_pe[:, :1], cos[:, None], sin[:, None])",
+        "q_pe = rotate(q_pe, cos[:, None], sin[:, None])",
+    ),
     "absorb.absent": ("query = q_nope", 'query = torch.einsum("tnd,ndc->tnc", q_nope, W_uk)'),
     "norm.absent": ("c_q = F.layer_norm(x @ W_dq, [Hcq], g_q)", "c_q = rms_norm(x @ W_dq, g_q)"),
     "norm.gamma_absent": ("c_q = F.rms_norm(x @ W_dq, [Hcq], eps=1e-6)", "c_q = rms_norm(x @ W_dq, g_q)"),
