@@ -38,6 +38,8 @@ _CODES = torch.uint8  # in which a plan holds scales that it reads as powers of 
 _OF_OPERATOR = {"kv_cache": "ckv_cache", "kr_cache": "k_cache"}  # caches, by the key operator's names
 _NARROW = (torch.bfloat16, torch.float16)
 _ALL_TOKENS = 1 << 22  # elements of a result up to which all tokens are drawn where fewer do not fit
+_MOST_COLUMNS = 1 << 16
+_SMALL = 1 / 16  # a factor of rows from which on they are as far from a floor as normed rows are
 _FEW = 8  # elements of an input for each of which both signs are tried
 _OF_MODEL = frozenset(("weight", "gamma", "scale", "cache", "constant"))  # leaves without tokens
 
@@ -59,7 +61,7 @@ def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> Sh
     try:
         count = run.compare_at_all()
     except Refuse:
-        run.floors = any(view.steps.kept(node) for node in region.nodes)
+        run.floors = any(view.steps.floored(node) for node in region.nodes)
         run.read_off, run.draws_weights = True, run.has_mixed  # the call joins what the region multiplies apart
         if run.is_small:
             run.shrink = None  # sizes of fewer tokens may not fit: a weight spread over the sequences
@@ -112,7 +114,8 @@ class _Run:
         count, self.points, self.signs = 0, 0, BITS
         while self.points < min(MOST_POINTS, max(POINTS, -(-BITS // self.signs))):
             trace = None if self.points else Trace()  # at the first, what is evaluated is written down
-            point = Point(self.points, read_off=self.read_off, floors=self.floors, trace=trace)
+            half = self.plan.candidate.dtype == torch.float16
+            point = Point(self.points, read_off=self.read_off, floors=self.floors, float16=half, trace=trace)
             try:
                 with field.at(point):
                     count = self._compare()
@@ -282,6 +285,9 @@ class _Run:
         kept = self.view.steps.kept(node)
         if kept is not None:
             return self._values[kept]
+        floored = self.view.steps.floored(node)
+        if floored is not None and _is_of_a_norm(self._values[floored]):
+            return self._values[floored]
         target = operator_of(node).target
         if not isinstance(target, OpOverload):
             raise Undecided(f"{node.target} has no field run")
@@ -302,11 +308,11 @@ class _Run:
             masks=any(operators.is_mask(read.meta["val"]) for read in node.all_input_nodes),
             holds=lambda name: _dtype(argument(node, name)),
         )
-        roots = field.here().roots
-        before = len(roots)
+        roots, means = field.here().roots, field.here().means
+        before, of_norms = len(roots), len(means)
         found = operators.run(call)
         self._roots += roots[before:]
-        del roots[before:]  # what is left is the kernel's
+        del roots[before:], means[of_norms:]  # what is left is the kernel's
         if self._rounds(node, call):
             self._rounded.add(node)
         return found
@@ -365,8 +371,9 @@ class _Run:
         return self.shrink.rows(full) if len(full) > 1 else self.shrink.lead(full)
 
     def _varies(self, node: Node, name: str, axis: int, after: tuple[int, ...] | None) -> bool:
-        """Is this axis of the first argument (of the result) shorter in this run than it may be?"""
-        source = _first_tensor(node) if name else node
+        """Is this axis of an argument (of the result) shorter in this run than it may be?"""
+        given = argument(node, name) if name else node
+        source = given if given is node or _dtype(given) is not None else _first_tensor(node)
         sizes = source.meta["val"].shape if source is not None else ()
         if not -len(sizes) <= axis < len(sizes):
             return False
@@ -407,8 +414,12 @@ class _FieldBuilder(TensorBuilder):
         if call.name not in kernels.RESULTS:
             return operators.run(call)
         self.kernel = call
+        point = field.here()
+        met = len(point.maxima)
         with field.untraced():
             results = operators.run(call)
+        if all(call[name] is None or call[name] >= _SMALL for name in ("qc_qr_scale", "kc_scale")):
+            point.of_kernel += point.maxima[met:]
         for name, value in zip(kernels.RESULTS[call.name], results, strict=True):
             field.leaf(name, value.rows if isinstance(value, Written) else value, "result")
         return results
@@ -434,6 +445,16 @@ class _FieldBuilder(TensorBuilder):
 
     def constant(self, numbers: Sequence[int], like: Any) -> Any:
         return field.integers(torch.tensor(list(numbers), dtype=torch.int64))
+
+
+def _is_of_a_norm(value: Any) -> bool:
+    """Is it the mean square of the rows of a norm of the kernel's, a whole number times that, or the root of either?"""
+    if not isinstance(value, Num):
+        return False
+    with field.untraced():
+        powers = value, field.mul(value, value)
+        alike = (mean for mean in field.here().means if mean.re.numel() == value.re.numel())
+        return any(field.is_whole_times(power, mean, _MOST_COLUMNS) for mean in alike for power in powers)
 
 
 def _dtype(given: Any) -> torch.dtype | None:

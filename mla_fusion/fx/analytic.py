@@ -109,7 +109,7 @@ class Steps:
     def kept(self, node: Node) -> Node | None:
         """Of a choice that never picks otherwise: the operand that it always is."""
         name = op_name(node)
-        if name in ("aten::where", "aten::masked_fill") or not self._is_inert(node, name):
+        if name in ("aten::where", "aten::masked_fill") or not self._is_inert(node, name) or self.floored(node):
             return None
         a, b = (*node.args, None)[:2]
         if name in _OF_TWO:
@@ -117,16 +117,24 @@ class Steps:
             a = a if above == (name in ("aten::maximum", "aten::fmax")) else b
         return a if isinstance(a, Node) else None
 
+    def floored(self, node: Node) -> Node | None:
+        """What is never negative and has a floor that no row's mean square comes near.
+
+        Whether it is one, exact arithmetic says: elsewhere such a floor is a choice.
+        """
+        if op_name(node) not in _CLAMPS or argument(node, "max") is not None:
+            return None
+        low, floor = self._ranges.of(node.args[0])[0], self._ranges.of(argument(node, "min"))
+        is_low = 0 <= low < floor[1] <= FLOOR and floor[0] > 0
+        return node.args[0] if is_low and isinstance(node.args[0], Node) else None
+
     def _within(self, node: Node) -> bool:
-        """A clamp whose bounds the value cannot pass, or a floor under a norm that no row comes near."""
+        """A clamp whose bounds the value cannot pass, or a floor that may be one under a norm."""
         low, high = self._ranges.of(node.args[0])
         least, most = argument(node, "min"), argument(node, "max")
         if most is not None and high > self._ranges.of(most)[0]:
             return False
-        if least is None:
-            return True
-        floor = self._ranges.of(least)
-        return low >= floor[1] or (low >= 0 and floor[0] > 0 and floor[1] <= FLOOR)
+        return least is None or low >= self._ranges.of(least)[1] or self.floored(node) is not None
 
     def _greater(self, node: Node) -> bool:
         a, b = (self._ranges.of(side) for side in node.args[:2])
@@ -195,6 +203,7 @@ _SCALED_BY = frozenset("aten::mul aten::div".split())
 _HUGE = 64.0  # binary digits
 
 
+_CLAMPS = frozenset(("aten::clamp", "aten::clamp_min", "aten::clip"))
 _OF_TWO = frozenset(("aten::maximum", "aten::minimum", "aten::fmax", "aten::fmin"))
 _INERT: dict[str, Callable[[Steps, Node], bool]] = {
     "aten::clamp": Steps._within,

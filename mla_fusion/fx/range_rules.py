@@ -45,6 +45,14 @@ def _added(of: Of, node: Node) -> Range:
     return _sum(of(node.args[0]), _scaled(of(node.args[1]), argument(node, "alpha", 1)))
 
 
+def _counted(of: Of, node: Node) -> Range:
+    """Positions, of which there are more at other sizes."""
+    (low, high), step = of(argument(node, "start", 0)), argument(node, "step", 1)
+    if not isinstance(step, (int, float)):
+        return UNBOUNDED
+    return (low, math.inf) if step > 0 else (-math.inf, high)
+
+
 def _subtracted(of: Of, node: Node) -> Range:
     low, high = _scaled(of(node.args[1]), argument(node, "alpha", 1))
     return _sum(of(node.args[0]), (-high, -low))
@@ -232,6 +240,8 @@ def _always(low: float, high: float) -> Callable[[Of, Node], Range]:
 
 
 RULES: dict[str, Callable[[Of, Node], Range]] = {
+    "aten::arange": _counted,
+    "prims::iota": _counted,
     "aten::add": _added,
     "aten::sub": _subtracted,
     "aten::neg": _negated,

@@ -56,7 +56,7 @@ class Ranges:
             return UNBOUNDED
         if isinstance(meaning, torch.Tensor) and meaning.dtype == torch.bool:
             return 0.0, 1.0
-        if self._view.is_constant(node):
+        if self._view.is_constant(node) and not any(map(is_symbolic, meaning.shape)):
             return self._of_constant(node)
         if node.op in ("placeholder", "get_attr"):
             return UNBOUNDED if keeps_floats(node) else self._of_integers(node)
@@ -108,9 +108,6 @@ class Ranges:
         value = program.run([])[program.slot(node)]
         if not isinstance(value, torch.Tensor) or value.numel() == 0 or value.is_complex():
             return UNBOUNDED
-        if any(is_symbolic(size) for size in node.meta["val"].shape):
-            # a count of positions has more of them at other sizes
-            return (float(value.min()), math.inf) if not bool((value < 0).any()) else UNBOUNDED
         return float(value.min()), float(value.max())
 
 

@@ -571,6 +571,11 @@ class Accepted:
         return f"{self.values:,} values at {self.points} points, wrong by a chance below {self.chance:.0e}"
 
 
+DEFAULTS = {  # of the operators' attributes
+    "query_norm_flag": False, "weight_quant_mode": 0, "kv_cache_quant_mode": 0, "query_quant_mode": 0,
+    "ckvkr_repo_mode": 0, "quant_scale_repo_mode": 0, "tile_size": 128, "qc_qr_scale": 1.0, "kc_scale": 1.0,
+    "is_output_kv": False,
+}  # fmt: skip
 _SOURCES = {"c_kv": ("kv_cache", "c_kv"), "k_pe": ("kr_cache", "k_pe"), "q_nope": ("query",)}
 _CACHES = ("kv_cache", "kr_cache")
 _DIMS = (
@@ -640,7 +645,7 @@ class Run:
             raise Refused("the kernel is given a result of its own")
         arguments = {name: self.values[whole(index)] for name, index in call["arguments"].items()}
         self.shapes = {name: value.shape for name, value in arguments.items()}
-        floors = any(str(text).startswith("no row comes near") for text in self.certificate["assumptions"])
+        floors = _assumes_rows(self.certificate)
         kernel, before = Kernel(self.point, arguments, call["attributes"], floors), self.point.roots
         run, unread = KERNELS[call["operator"]]
         self.point.roots = self.of_kernel
@@ -667,6 +672,10 @@ def _is_multiple(a: Num, b: Num) -> bool:
     return a.same(b * Num(times[0])) and bool(power(times, (PRIME - 1) // 2)[0] == 1)
 
 
+def _assumes_rows(of: dict[str, Any]) -> bool:
+    return any(str(text).startswith("no row comes near") for text in of["assumptions"])
+
+
 def fits(certificate: dict[str, Any], fusion: dict[str, Any]) -> None:
     """Raises Refused where a certificate is of another fusion, or does not claim all that the fusion replaces."""
     call, replaced = certificate["call"], list(fusion["replaced"].values())
@@ -676,9 +685,16 @@ def fits(certificate: dict[str, Any], fusion: dict[str, Any]) -> None:
     if other or wrong or certificate["replaced"] != replaced or certificate["version"] != VERSION:
         raise Refused(f"the certificate is of another call, or another version {', '.join(wrong)}".rstrip())
     claims = [(claim["place"], claim["output"]) for claim in certificate["claims"]]
-    paged = "PA" in given["cache_mode"]
+    if any(item != DEFAULTS.get(name) for name, item in given.items() if name not in fusion["attributes"]):
+        raise Refused("an attribute is not the operator's default, and the report does not list it")
+    if _assumes_rows(certificate) and not _assumes_rows(fusion):
+        raise Refused("the fusion does not list what the certificate assumes")
+    paged, arguments = "PA" in given["cache_mode"], call["arguments"]
     if call["operator"] == "npu_mla_preprocess":
-        paged = certificate["values"][whole(call["arguments"]["kv_cache"])][2] == [1]
+        paged = certificate["values"][whole(arguments["kv_cache"])][2] == [1]
+        written = [arguments[name] for name in ("kv_cache", "kv_cache_rope", "q_out0", "q_out1")]
+        if len(set(written)) < 4 or [arguments[f"kv_cache_out{place}"] for place in (0, 1)] != written[:2]:
+            raise Refused("results are written to one place, or caches to another than their own")
     in_place = _CACHES[: 1 if given.get("kv_cache_quant_mode") == 3 else 2] if paged else ()
     if len(set(claims)) < len(claims) or not claims:
         raise Refused("a value is claimed twice, or none is")

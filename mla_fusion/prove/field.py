@@ -41,23 +41,29 @@ class Point:
 
     draw       its number: all that is drawn follows from it and from names
     maxima     rows whose largest element has been met, and that largest, with the axis kept
+    of_kernel  those that the kernel takes, of rows that no factor makes small
     has_mixed  a weight was joined with what is no weight, and so was drawn
     read_off   the scales of a call are numbers that were read off values, to eight digits
     floors     the smallest epsilon stands for a floor under the norm
     are_rows   no row comes near a floor below 1e-4, and rounded numbers are far below 2**31
     memory     how many tensors of unwritten memory there have been
     roots      what roots were drawn of
+    means      the mean squares of rows that norms have taken
+    float16    are casts to float16 left out, as those to wider floats? It has little range
     trace      where what is evaluated is written down, if it is
     """
 
     draw: int = 0
     maxima: list[tuple[Num, Num]] = field(default_factory=list)
+    of_kernel: list[tuple[Num, Num]] = field(default_factory=list)
     has_mixed: bool = False
     read_off: bool = False
     floors: bool = False
     are_rows: bool = True
     memory: int = 0
     roots: list[Num] = field(default_factory=list)
+    means: list[Num] = field(default_factory=list)
+    float16: bool = True
     trace: Trace | None = None
 
 
@@ -435,6 +441,15 @@ def is_square_times(a: Num, b: Num) -> bool:
     one, other = a.re.reshape(-1), b.re.reshape(-1)
     times = _mod(one[:1] * _power(other[:1], P - 2))
     return torch.equal(one, _mod(other * times)) and int(_power(times, (P - 1) // 2)) == 1
+
+
+def is_whole_times(a: Num, b: Num, most: int) -> bool:
+    """Are all elements the same whole number, of 1 to ``most``, times those of the other?"""
+    if a.re.numel() != b.re.numel() or not a.re.numel() or bool(imaginary(a).any()) or bool(imaginary(b).any()):
+        return False
+    one, other = a.re.reshape(-1), b.re.reshape(-1)
+    times = _mod(one[:1] * _power(other[:1], P - 2))
+    return 1 <= int(times) <= most and torch.equal(one, _mod(other * times))
 
 
 def integer_power(a: Num, exponent: int) -> Num:

@@ -265,6 +265,8 @@ def _cast(call: Call) -> Value:
         if not wanted.is_floating_point:
             raise Undecided(f"complex numbers cast to {wanted}")
         value = value.real
+    if wanted == torch.float16 and call.source != torch.float16 and not here().float16:
+        return function("in float16", value)
     if wanted.is_floating_point and wanted.itemsize > 1:
         return value.with_past() if value.cells is None else value
     if call.source == torch.uint8 and value.ints is None:
@@ -588,6 +590,8 @@ def _empty(call: Call) -> Num:
 
 @rule("eye")
 def _eye(call: Call) -> Num:
+    if any(call.varies("", axis) for axis in (0, 1)):
+        return opaque(call)
     rows, columns = call.shape or (call.plain("n"), call.plain("m") or call.plain("n"))
     return field.integers(torch.eye(rows, columns, dtype=torch.int64))
 
@@ -996,12 +1000,13 @@ def _var(call: Call) -> Any:
 @rule("linalg_vector_norm", "norm")
 def _norm(call: Call) -> Value:
     order = call["ord"] if "ord" in call.given else call["p"]
-    if order == float("inf") and _axes(call, call.value) == [len(call.value.shape) - 1]:
+    last = len(call.value.shape) - 1
+    if order == float("inf") and _axes(call, call.value) == [last] and not call.varies("self", last):
         found = quantising.largest_of(real(call.value))
         return found if call["keepdim"] else found.moved(lambda part: part.squeeze(-1))
-    if order not in (2, 2.0, None):
-        return opaque(call)
     value = real(call.value)
+    if order not in (2, 2.0, None) or any(call.varies("self", axis) for axis in _axes(call, value)):
+        return opaque(call)
     return field.sqrt(field.total(mul(value, value), _axes(call, value), bool(call["keepdim"])))
 
 
@@ -1060,7 +1065,8 @@ def _sums_along(call: Call, name: str = "self") -> None:
 
     A weight has no tokens: what it is multiplied along is a width.
     """
-    if all(value.cells is None for value in map(real, _two(call))) and call.varies(name, len(call.num(name).shape) - 1):
+    operands = (item for item in call.given.values() if isinstance(item, Num))
+    if all(value.cells is None for value in operands) and call.varies(name, len(call.num(name).shape) - 1):
         raise Undecided(f"{call.name} sums along the tokens")
 
 
@@ -1089,6 +1095,7 @@ def _matmul(call: Call) -> Value:
 
 @rule("linear")
 def _linear(call: Call) -> Value:
+    _sums_along(call, "input")
     weight = call.num("weight").moved(lambda part: part.mT)
     found = field.matmul(call.num("input"), weight)
     return found if call["bias"] is None else add(found, call.num("bias"))
@@ -1097,6 +1104,7 @@ def _linear(call: Call) -> Value:
 @rule("addmm", "baddbmm")
 def _addmm(call: Call) -> Value:
     left, right = ("mat1", "mat2") if call.name == "aten::addmm" else ("batch1", "batch2")
+    _sums_along(call, left)
     product = mul(field.matmul(call.num(left), call.num(right)), real(as_value(call["alpha"])))
     return add(product, mul(call.num("self"), real(as_value(call["beta"]))))
 
@@ -1180,6 +1188,8 @@ def _quantize(call: Call) -> Num:
     shape = [1] * len(value.shape)
     shape[call["axis"]] = -1
     scale = scale.moved(lambda part: part.reshape(shape))
+    if call["dtype"] not in (1, 12, torch.int8, torch.qint8):
+        raise Undecided(f"{call.name} to {call['dtype']}")
     found = mul(value, scale if call["div_mode"] is False else field.inverse(scale))
     if call["zero_points"] is not None:
         found = add(found, call.num("zero_points").moved(lambda part: part.reshape(shape)))
@@ -1218,6 +1228,7 @@ def rms_norm(value: Num, gamma: Num | None, epsilon: Any, rank: int) -> tuple[Nu
     axes = list(range(len(value.shape) - rank, len(value.shape)))
     count = prod(value.shape[axis] for axis in axes)
     mean = mul(field.total(mul(value, value), axes, True), field.inverse(field.number(count)))
+    here().means.append(mean)
     rstd = field.inverse(field.sqrt(add(mean, real(as_value(epsilon)))))
     normed = mul(value, rstd)
     return (normed if gamma is None else mul(normed, gamma)), rstd

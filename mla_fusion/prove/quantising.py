@@ -99,7 +99,7 @@ def is_size(value: Num) -> bool:
 
 def is_floor(value: Num, least: float) -> bool:
     """Is it a floor under the largest of a row, or under a step of it, that no row comes near?"""
-    for _, largest in here().maxima if here().are_rows else ():
+    for _, largest in here().of_kernel:
         for times in (1, STEPS):
             if 0 < least * times <= FLOOR and _same(mul(value, field.number(times)), largest):
                 return True
