@@ -56,7 +56,8 @@ class Ranges:
             return UNBOUNDED
         if isinstance(meaning, torch.Tensor) and meaning.dtype == torch.bool:
             return 0.0, 1.0
-        if self._view.is_constant(node) and not any(map(is_symbolic, meaning.shape)):
+        sizes = meaning.shape if isinstance(meaning, torch.Tensor) else ()
+        if self._view.is_constant(node) and not any(map(is_symbolic, sizes)):
             return self._of_constant(node)
         if node.op in ("placeholder", "get_attr"):
             return UNBOUNDED if keeps_floats(node) else self._of_integers(node)
