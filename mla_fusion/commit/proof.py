@@ -41,6 +41,7 @@ _ALL_TOKENS = 1 << 22  # elements of a result up to which all tokens are drawn w
 _MOST_COLUMNS = 1 << 16
 _SMALL = 1 / 16  # a factor of rows from which on they are as far from a floor as normed rows are
 _FEW = 8  # elements of an input for each of which both signs are tried
+_UNDRAWN = ("weight", "cache")  # large, and mostly only moved about
 _OF_MODEL = frozenset(("weight", "gamma", "scale", "cache", "constant"))  # leaves without tokens
 
 
@@ -248,7 +249,7 @@ class _Run:
         if literal is not None and self._is_small(literal, held):
             values = literal.detach().cpu()
             return field.exact(values) if not values.is_complex() else _complex(values)
-        if role == "weight" and not held.is_complex() and not self.draws_weights:
+        if role in _UNDRAWN and not held.is_complex() and not self.draws_weights:
             known = self._cells.get(same_attribute(node))
             if known is None:
                 shape = self.binding.shape(held.shape)

@@ -862,6 +862,17 @@ def _where(call: Call) -> Value:
     return add(mul(keep, a), mul(drop, b))
 
 
+@rule("masked_fill")
+def _masked_fill(call: Call) -> Value:
+    chosen, value = call.num("mask"), call.value
+    if chosen.ints is None or isinstance(value, Complex):
+        return pointwise(call)
+    if not bool(chosen.ints.any()):
+        return value
+    keep, drop = field.integers(1 - chosen.ints), field.integers(chosen.ints)
+    return add(mul(keep, value), mul(drop, real(as_value(call["value"]))))
+
+
 def _comparison(of: Callable[[Tensor, Tensor], Tensor]) -> Rule:
     def compare(call: Call) -> Value:
         a, b = _two(call)

@@ -286,11 +286,11 @@ CHAINS: dict[str, list[tuple[str, str, Told]]] = {
         ("", "", entry("QueryByPosition")),
     ],
     "a reader of the key before its rotation": [
-        ("reader.latent", "or from the normed latent", entry("OneColumnLater")),
+        ("reader.latent", "or read the normed latent", entry("OneColumnLater")),
         ("", "", entry("DlInfer")),
     ],
     "a kept copy of a cache": [
-        ("cache.also_read", "or nothing: the caller has the memory", entry("KeptCopies", device="cpu")),
+        ("cache.also_read", "or return none: the caller has the memory", entry("KeptCopies", device="cpu")),
         ("", "", of(prologues.NpuOperators)),
     ],
 }

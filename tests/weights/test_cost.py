@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from mla_fusion.weights.fingerprint import SHARE_OF_OTHERS, Shares, fingerprint
 from mla_fusion.weights.rounds import STEPS_A_LOOK_OF_OTHERS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "npu.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
 # DeepSeek-V3, one rank: W_dq, W_uq_qr, W_dkv_kr, W_uk of a layer
 SHAPES = (7168, 1536), (1536, 128 * 192), (7168, 576), (128, 128, 512)
 LAYER = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in SHAPES]
