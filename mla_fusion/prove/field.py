@@ -45,7 +45,7 @@ class Point:
     has_mixed  a weight was joined with what is no weight, and so was drawn
     read_off   the scales of a call are numbers that were read off values, to eight digits
     floors     the smallest epsilon stands for a floor under the norm
-    are_rows   no row comes near a floor below 1e-4, and rounded numbers are far below 2**31
+    are_rows   rounded numbers are those of rows: far below 2**31
     memory     how many tensors of unwritten memory there have been
     roots      what roots were drawn of
     means      the mean squares of rows that norms have taken
@@ -434,22 +434,26 @@ def inverse(a: Num) -> Num:
     return Num(_mod(a.re * norm), _mod(_mod(-a.im) * norm))
 
 
-def is_square_times(a: Num, b: Num) -> bool:
-    """Are all elements as many times those of the other, and that number a square? Then both roots have one sign."""
-    if a.re.numel() != b.re.numel() or not a.re.numel() or a.im is not None or b.im is not None:
-        return False
+def _times(a: Num, b: Num) -> Tensor | None:
+    """[1]: how many times the elements of the other all elements are; None where that is not one number."""
+    if a.re.numel() != b.re.numel() or not a.re.numel():
+        return None
     one, other = a.re.reshape(-1), b.re.reshape(-1)
     times = _mod(one[:1] * _power(other[:1], P - 2))
-    return torch.equal(one, _mod(other * times)) and int(_power(times, (P - 1) // 2)) == 1
+    return times if torch.equal(one, _mod(other * times)) else None
+
+
+def is_square_times(a: Num, b: Num) -> bool:
+    """Are all elements as many times those of the other, and that number a square? Then both roots have one sign."""
+    times = _times(a, b) if a.im is None and b.im is None else None
+    return times is not None and int(_power(times, (P - 1) // 2)) == 1
 
 
 def is_whole_times(a: Num, b: Num, most: int) -> bool:
     """Are all elements the same whole number, of 1 to ``most``, times those of the other?"""
-    if a.re.numel() != b.re.numel() or not a.re.numel() or bool(imaginary(a).any()) or bool(imaginary(b).any()):
-        return False
-    one, other = a.re.reshape(-1), b.re.reshape(-1)
-    times = _mod(one[:1] * _power(other[:1], P - 2))
-    return 1 <= int(times) <= most and torch.equal(one, _mod(other * times))
+    is_real = not bool(imaginary(a).any()) and not bool(imaginary(b).any())
+    times = _times(a, b) if is_real else None
+    return times is not None and 1 <= int(times) <= most
 
 
 def integer_power(a: Num, exponent: int) -> Num:

@@ -962,9 +962,14 @@ def _axes(call: Call, value: Value, name: str = "dim") -> list[int]:
     return [axis % len(value.shape) for axis in axes] or list(range(len(value.shape)))
 
 
+def _are_tokens(call: Call, axes: Sequence[int]) -> bool:
+    """Is one of these axes of the first argument as long as the tokens are many?"""
+    return any(call.varies("self", axis) for axis in axes)
+
+
 def _counts(call: Call, axes: Sequence[int]) -> Num:
     """How many elements a sum over the axes has."""
-    if any(call.varies("self", axis) for axis in axes):
+    if _are_tokens(call, axes):
         raise Undecided(f"{call.name} reduces along the tokens")
     value = call.value
     return field.number(prod(value.shape[axis] for axis in axes))
@@ -1016,9 +1021,10 @@ def _norm(call: Call) -> Value:
         found = quantising.largest_of(real(call.value))
         return found if call["keepdim"] else found.moved(lambda part: part.squeeze(-1))
     value = real(call.value)
-    if order not in (2, 2.0, None) or any(call.varies("self", axis) for axis in _axes(call, value)):
+    axes = _axes(call, value)
+    if order not in (2, 2.0, None) or _are_tokens(call, axes):
         return opaque(call)
-    return field.sqrt(field.total(mul(value, value), _axes(call, value), bool(call["keepdim"])))
+    return field.sqrt(field.total(mul(value, value), axes, bool(call["keepdim"])))
 
 
 @rule("amax", "amin", "max")
@@ -1028,7 +1034,7 @@ def _largest(call: Call) -> Any:
     if call["other"] is not None:
         return pointwise(call)
     axes, keep = _axes(call, value), bool(call["keepdim"])
-    if any(call.varies("self", axis) for axis in axes):
+    if _are_tokens(call, axes):
         return opaque(call)
     if isinstance(value.past, quantising.Absolute) and axes == [len(value.shape) - 1]:
         found = quantising.largest_of(value.past.value)
