@@ -270,11 +270,11 @@ class Diagnosis:
             absorbed = [fact.node for fact in self.absorbs(query)]
             by_heads = [rope.node for rope in cone.ropes if rope.heads > 1]
             rotated = by_heads if has_key else []
-            kept = self._kept(query) if absorbed and by_heads and not norms else None
+            kept, has_norm = self._kept(query) if absorbed and by_heads and not norms else (None, False)
             if kept is not None:
                 detail = f"{query.node.name}, absorbed at {absorbed[0].name}, is projected from {query.origin.name}"
                 detail += f", and no RMSNorm of what {kept.node.name} makes is read beside it"
-                code = "norm.absent" if halves else "q_lora.absent"
+                code = "norm.absent" if halves and not has_norm else "q_lora.absent"
                 return NearMiss(Refuse(code, detail), (kept.node, absorbed[0]), certain=not halves)
             if norms and (absorbed or rotated):
                 how = f"absorbed at {absorbed[0].name}" if absorbed else f"rotated at {rotated[0].name}"
@@ -283,16 +283,19 @@ class Diagnosis:
                 return NearMiss(Refuse("q_lora.absent", detail), nodes, certain=True)
         return None
 
-    def _kept(self, query: Projection) -> Projection | None:
-        """Another product of the same x, values made of which, by no further product, are written to a graph input."""
+    def _kept(self, query: Projection) -> tuple[Projection | None, bool]:
+        """Another product of the same x, values made of which, by no further product, are written to a graph input.
+
+        And whether something like a norm stands between: of a sum, say, or of values that a step has picked.
+        """
         for item in self.above.get(query.origin, ()):
             following = [item.node] if item.is_flat and item.node is not query.node else []
             for node in following:  # grows as it is walked
                 if is_writer(node) and isinstance(node.args[0], Node) and input_behind(node.args[0]) is not None:
-                    return item
+                    return item, any(map(_is_of_a_norm, following))
                 users = (user for user in node.users if user.op == "call_function" and user not in following)
                 following += [user for user in users if user not in self.view.contractions]
-        return None
+        return None, False
 
     # -- layers that are no plain product: an unknown operator, or a sum of products (an adapter beside a weight)
 
@@ -394,3 +397,10 @@ def _takes_rows(node: Node, source: Node) -> bool:
     if not isinstance(kept, torch.Tensor) or not isinstance(whole, torch.Tensor) or not kept.dim() or not whole.dim():
         return False
     return same(kept.shape[-1], whole.shape[-1]) and not same(prod(kept.shape), prod(whole.shape))
+
+
+def _is_of_a_norm(node: Node) -> bool:
+    """Is the node an operator of a norm, or one number a row?"""
+    value = node.meta.get("val")
+    one = isinstance(value, torch.Tensor) and value.dim() > 1 and same(value.shape[-1], 1)
+    return one or op_name(node).endswith("norm")
