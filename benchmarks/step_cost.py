@@ -4,7 +4,7 @@
 
 The pass fuses a decoder of small dims, and the graph inside is replaced by a function that returns at once, so that
 what remains is the work on the inputs: weights looked up and checked, caches viewed. Four weights a layer; microseconds
-are medians, and means beside them: one step of sixteen reads a share of the weights' bytes. ``of first``: the whole
+are medians, and means beside them: one step of 64 reads a share of the weights' bytes. ``of first``: the whole
 step, relative to the first setting's in the same turn. Settings:
 
 * views: on a CPU most packed weights are views of their parameters, which are current by themselves
@@ -39,7 +39,7 @@ from mla_fusion.serving.prepack import NAME
 from mla_fusion.serving.vllm_ascend import vllm_ascend_pass
 from mla_fusion.weights.current import Weights
 
-CALLS = 32  # a turn; one in sixteen looks at bytes
+CALLS = 64  # a turn; one of them looks at bytes
 WIDE = Sizes(hidden=8192, heads=16)
 SETTINGS = {  # name: configuration, device whose layouts are asked for, sizes
     "views": (mf.Config(), "cpu", Sizes()),

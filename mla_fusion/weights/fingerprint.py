@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from mla_fusion.modes import kept_outside_modes
 
-SHARES = {"cpu": 1 << 19}
+SHARES = {"cpu": 1 << 21}
 """Bytes read at a time, by device."""
 SHARE_OF_OTHERS = 1 << 25
 _LANE = 8  # bytes of an int64

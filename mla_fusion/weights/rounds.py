@@ -23,7 +23,7 @@ from mla_fusion.weights.fingerprint import Shares
 from mla_fusion.weights.source import Source
 
 log = logging.getLogger("mla_fusion")
-STEPS_A_LOOK = {"cpu": 16}
+STEPS_A_LOOK = {"cpu": 64}
 STEPS_A_LOOK_OF_OTHERS = 4
 _SAID: set[str] = set()  # parameters of which a warning has told
 
