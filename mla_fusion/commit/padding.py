@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from operator import getitem
 
 import torch
 from torch.fx import Node
 
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.fx.kinds import argument, is_view, op_name
 from mla_fusion.meta.prolog import V3
 from mla_fusion.plan.padded import OF_HEADS, keeps_heads, zero_heads
 
@@ -17,9 +18,9 @@ _PLACES = {V3.results.index(name) for name in OF_HEADS}
 
 def carry(builder: GraphBuilder) -> None:
     """Let readers that pad heads with zeros read the result that has them. Heads of zeros are zeros in a result."""
-    graph = builder.gm.graph
+    graph, made_here = builder.gm.graph, {*builder.made}
     for pad in [node for node in graph.nodes if node.op == "call_function" and zero_heads(node)]:
-        whole = _with_zeros(pad)
+        whole = _with_zeros(pad, made_here)
         if whole is None:
             continue
         shape = list(pad.meta["val"].shape)
@@ -33,21 +34,25 @@ def carry(builder: GraphBuilder) -> None:
             graph.erase_node(unread)
 
 
-def _with_zeros(pad: Node) -> Node | None:
-    """The result whose heads are cut and padded again; None for any other pad."""
+def _with_zeros(pad: Node, made: Collection[Node]) -> Node | None:
+    """The result whose heads the call's own cut leaves out, and that are padded again; None for any other pad.
+
+    made  the nodes that the rewriting has made; a cut by the model leaves out heads that are no zeros
+    """
     step = pad.args[0]
     while isinstance(step, Node) and step.op == "call_function" and op_name(step) != "aten::slice":
         before = step.all_input_nodes[0] if step.all_input_nodes else None
         if before is None or not keeps_heads(step, before):
             return None
         step = before
-    whole = step.args[0] if isinstance(step, Node) and step.op == "call_function" else None
-    if not isinstance(whole, Node) or not isinstance(step, Node) or whole.target is not getitem:
+    if not isinstance(step, Node) or step not in made or argument(step, "dim") != -2:
         return None
-    call, place = whole.args
+    whole = result = step.all_input_nodes[0]
+    while is_view(result) and result in made:  # the columns of each head in another order
+        result = result.all_input_nodes[0]
+    call, place = result.args if result.target is getitem else (None, None)
     if not isinstance(call, Node) or not op_name(call).startswith(f"npu::{V3.name}") or place not in _PLACES:
         return None
-    value, cut = whole.meta["val"], (argument(step, "start"), argument(step, "step"))
-    is_cut = argument(step, "dim") in (-2, value.dim() - 2) and cut in ((0, 1), (None, 1))
+    value = whole.meta["val"]
     has_all = value.shape[-2] == pad.meta["val"].shape[-2] and value.dtype in (torch.bfloat16, torch.float16)
-    return whole if is_cut and has_all else None
+    return whole if has_all else None

@@ -50,7 +50,7 @@ def scales(plan: PrologPlan) -> list[Node]:
     return list(dict.fromkeys(node for node in found if node is not None))
 
 
-_PER_HEAD = frozenset({"query", "query_rope", "dequant_scale_q_nope"})  # [.., N, width]
+_PER_HEAD = frozenset({"query", "q_nope", "query_rope", "dequant_scale_q_nope"})  # [.., N, width]
 
 
 def call_kernel(b: Builder, plan: PrologPlan) -> dict[str, Any]:
@@ -84,9 +84,6 @@ def call_kernel(b: Builder, plan: PrologPlan) -> dict[str, Any]:
         **attributes(plan),
     )
     results = {name: result_of(b, fused, place) for place, name in enumerate(KERNEL.results) if name in _used(plan)}
-    if plan.kernel_heads > plan.heads:
-        for name in _PER_HEAD & results.keys():
-            results[name] = b.call(aten.slice.Tensor, results[name], -2, 0, plan.heads)
     asked = {replacement.output for replacement in plan.replacements}
     for name, made, width in (("c_kv", "kv_cache", len(k.columns)), ("k_pe", "kr_cache", k.rope_dim)):
         if name in asked and index:
@@ -99,6 +96,9 @@ def call_kernel(b: Builder, plan: PrologPlan) -> dict[str, Any]:
         results["q_nope"] = b.call(aten.slice.Tensor, results.pop("query"), -1, 0, q.absorb.nope_dim)
     for name in plan.interleave & results.keys():
         results[name] = rows.interleave(b, results[name])
+    if plan.kernel_heads > plan.heads:
+        for name in _PER_HEAD & results.keys():
+            results[name] = b.call(aten.slice.Tensor, results[name], -2, 0, plan.heads)
     return results
 
 

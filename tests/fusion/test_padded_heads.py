@@ -99,6 +99,12 @@ def test_compiled(dynamic: bool) -> None:
 class Padding(prologues.Neox):
     """What attention reads is padded to sixteen heads, as its operator wants them; its result is cut."""
 
+    def reader(self, query: Tensor, query_rope: Tensor, kv_cache: Tensor, kr_cache: Tensor) -> Tensor:
+        return base.attend(query, query_rope, kv_cache, kr_cache)[:, :12]
+
+    def turn(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return x * c + base.rotate_half(x) * s
+
     def padded(self, query: Tensor, query_rope: Tensor) -> tuple[Tensor, Tensor]:
         return nn.functional.pad(query, (0, 0, 0, 4)), nn.functional.pad(query_rope, (0, 0, 0, 4))
 
@@ -106,12 +112,11 @@ class Padding(prologues.Neox):
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-        q_pe = q_pe * c + base.rotate_half(q_pe) * s
-        k_pe = k_pe.unsqueeze(1) * c + base.rotate_half(k_pe.unsqueeze(1)) * s
+        q_pe, k_pe = self.turn(q_pe, c, s), self.turn(k_pe.unsqueeze(1), c, s)
         kv_cache.view(-1, base.HCKV)[slots] = c_kv
         kr_cache.view(-1, base.DR)[slots] = k_pe.squeeze(1)
         query, query_rope = self.padded(self.absorb(q_nope), q_pe)
-        return base.attend(query, query_rope, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR))[:, :12]
+        return self.reader(query, query_rope, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR))
 
 
 class PaddingOne(Padding):
@@ -120,6 +125,34 @@ class PaddingOne(Padding):
     def padded(self, query: Tensor, query_rope: Tensor) -> tuple[Tensor, Tensor]:
         wide = torch.cat([query_rope, query_rope[:, :4] * 0], 1)
         return nn.functional.pad(query, (0, 0, 0, 4)), wide
+
+
+class PaddingPairs(Padding):
+    """The rotation leaves interleaved pairs."""
+
+    def turn(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        even, odd = x[..., ::2], x[..., 1::2]
+        c, s = (table[..., : base.DR // 2] for table in (c, s))
+        return torch.stack((even * c - odd * s, even * s + odd * c), -1).flatten(-2)
+
+
+class CutByTheModel(Padding):
+    """It leaves out heads, which are no zeros, and pads to as many again."""
+
+    def padded(self, query: Tensor, query_rope: Tensor) -> tuple[Tensor, Tensor]:
+        return super().padded(query[:, :12], query_rope[:, :12])
+
+
+class TwoKinds(nn.Module):
+    """A layer whose cut is the call's, and one whose cut is the model's; the query leaves as attention reads it."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.first, self.second = Padding(heads), CutByTheModel(heads + 4)
+        self.first.reader = self.second.reader = lambda query, rope, *_: torch.cat([query, rope], -1)
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(*args), self.second(*args)
 
 
 class PaddingWithOnes(Padding):
@@ -131,6 +164,8 @@ class PaddingWithOnes(Padding):
 @pytest.mark.parametrize(("model", "cann", "left"), [
     (Padding, "latest", 0),
     (Padding, RELEASE, 0),
+    (PaddingPairs, "latest", 0),
+    (PaddingPairs, RELEASE, 0),
     (PaddingOne, RELEASE, 0),
     (PaddingOne, "latest", 1),
     (PaddingWithOnes, RELEASE, 2),
@@ -148,4 +183,12 @@ def test_pads_for_attention_are_carried_by_the_weights(model: type[base.Base], c
     assert len([pad for pad in pads if call < pad]) == left
     for report, fused in both_ways(module, given, mf.Config(cann=cann)):
         assert report.fused
+        assert_as_exact(module, given, fused, slack=1.2)
+
+
+def test_heads_that_the_model_cuts_are_not_taken_for_zeros() -> None:
+    torch.manual_seed(0)
+    module, given = TwoKinds(12), base.paged_args()
+    for report, fused in both_ways(module, given, mf.Config(cann=RELEASE)):
+        assert [fusion.dims["N"] for fusion in report.fused] == [12, 16]
         assert_as_exact(module, given, fused, slack=1.2)
