@@ -1077,13 +1077,14 @@ def _einsum(left: Num, right: Num, a: str, b: str, out: str) -> Num:
     return found.moved(lambda part: part.reshape(shape).permute([made.index(letter) for letter in out]))
 
 
-def _sums_along(call: Call, name: str = "self") -> None:
+def _sums_along(call: Call, name: str = "self", axis: int = -1) -> None:
     """Raises Undecided for a product that sums over an axis which is shorter in this run than it may be.
 
     A weight has no tokens: what it is multiplied along is a width.
     """
     operands = (item for item in call.given.values() if isinstance(item, Num))
-    if all(value.cells is None for value in operands) and call.varies(name, len(call.num(name).shape) - 1):
+    summed = axis % len(call.num(name).shape)
+    if all(value.cells is None for value in operands) and call.varies(name, summed):
         raise Undecided(f"{call.name} sums along the tokens")
 
 
@@ -1144,6 +1145,7 @@ def _transposed_product(call: Call) -> Value:
         return opaque(call)
     a, b = map(real, _two(call))
     one, two = (call[name] or [0, 1, 2] for name in ("perm_x1", "perm_x2"))
+    _sums_along(call, next(iter(call.given)), one[-1])
     found = field.matmul(a.moved(lambda part: part.permute(one)), b.moved(lambda part: part.permute(two)))
     order = call["perm_y"] or [1, 0, 2]
     return found.moved(lambda part: part.permute(order))
@@ -1222,6 +1224,7 @@ def _quant_matmul(call: Call) -> Num:
     others = {name for name, item in call.given.items() if name not in given | kinds and item is not None}
     if others or call["x1_dtype"] != call["x2_dtype"]:
         raise Undecided(f"npu_quant_matmul with {', '.join(sorted(others))}")
+    _sums_along(call, "x1")
     rows, weight, scale = call.num("x1"), call.num("x2"), call.num("scale")
     if any(call["group_sizes"] or ()):
         _only(call, bias=None, scale_dtype=E8M0_NUMBER, pertoken_scale_dtype=E8M0_NUMBER, x1_dtype=None)
