@@ -8,7 +8,7 @@ own nodes have computed for it, tables and slots among it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +16,15 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.commit.draws import CEILINGS, Draws, has_large_channels
+from mla_fusion.commit.interpreter import Interpreter, Unrunnable, widened
 from mla_fusion.commit.region import Region, cut_out, same_elements
 from mla_fusion.commit.token_counts import counts, kinds_at
 from mla_fusion.emit import results as of_call
 from mla_fusion.emit import rows, targets
 from mla_fusion.fx.build import Recipe, TensorBuilder
 from mla_fusion.fx.held import Exact
-from mla_fusion.fx.kinds import MODEL_FLOATS, is_mutating
+from mla_fusion.fx.kinds import MODEL_FLOATS
 from mla_fusion.fx.measured import measured
-from mla_fusion.fx.program import Failed, Program
-from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.view import View
 from mla_fusion.meta.spec import TILE_SIZE
 from mla_fusion.paging.tiles import numbers_of_rows
@@ -64,14 +63,6 @@ class Outcome:
     proved: Shown = field(default_factory=Shown)
 
 
-class _Unrunnable(Exception):
-    """A step of the region does not run on these values."""
-
-    def __init__(self, node: Node, reason: str) -> None:
-        super().__init__(f"{node.name} does not run on CPU: {reason}")
-        self.node = node
-
-
 @measured
 def compare(view: View, plan: Plan, half_rows: bool = False, seed: int = 0, region: Region | None = None) -> Outcome:
     """Compare every replaced value. Raises ``Refuse("verify.mismatch")`` where one is out of tolerance.
@@ -108,7 +99,7 @@ class _Witness:
         self.left_out: list[Replacement] = []
         self._seed = seed
         self._ceiling = 0
-        self._given: list[Any] = []
+        self._given: dict[Node, Any] = {}
         self._cut(_fewer_blocks(view, plan))
         tolerance = TOLERANCE_QUANTISED if plan.candidate.weight_quant_mode else TOLERANCE
         self._limits = tolerance, OF_A_ROW * tolerance
@@ -118,9 +109,8 @@ class _Witness:
         plan, region = self.plan, self.region
         self.blocks = blocks
         self.draws = Draws(self.view, plan, region, blocks, self.half_rows, self._seed)
-        inputs = [*region.leaves, *region.twins]
-        self._shrink = _shrink(self.view, plan, blocks) if blocks is not None else None
-        self.program = Program(inputs, region.nodes, self.view.binding, exact=True, shrink=self._shrink)
+        self._as_written = Interpreter(region.nodes, self.view.binding)
+        self._in_float64 = Interpreter(region.nodes, self.view.binding, wide=True)
         self._packed: dict[bool, dict[str, Any]] = {}
         self._changing = _changing(region, self.draws)
 
@@ -143,7 +133,7 @@ class _Witness:
         """What the call reads, and what it replaces, for one draw of the leaves."""
         try:
             return self._run_at_some_ceiling(kind)
-        except _Unrunnable as error:
+        except Unrunnable as error:
             if self.blocks is None:
                 raise Refuse("verify.mismatch", str(error), (error.node,)) from error
         assert isinstance(self.plan.caches, InPlace)
@@ -153,17 +143,17 @@ class _Witness:
             self._cut(None)
         try:
             return self._run_at_some_ceiling(kind)
-        except _Unrunnable as error:
+        except Unrunnable as error:
             raise Refuse("verify.mismatch", str(error), (error.node,)) from error
 
     def _run_at_some_ceiling(self, kind: str) -> tuple[dict[Node, Any], dict[Node, Any]]:
-        first: _Unrunnable | None = None
+        first: Unrunnable | None = None
         for place in range(self._ceiling, len(CEILINGS)):
             try:
                 found = self._run_once(kind, CEILINGS[place])
                 self._ceiling = place
                 return found
-            except _Unrunnable as error:
+            except Unrunnable as error:
                 first = first or error
         assert first is not None
         raise first
@@ -171,20 +161,13 @@ class _Witness:
     def _run_once(self, kind: str, ceiling: int) -> tuple[dict[Node, Any], dict[Node, Any]]:
         region, binding = self.region, self.view.binding
         drawn = self.draws.values(kind, ceiling)
-        given = [drawn[leaf] for leaf in region.leaves]
+        given = {leaf: drawn[leaf] for leaf in region.leaves}
         for node, slots in region.twins.items():
             value = node.meta["val"]
-            given.append(drawn[same_elements(slots)].reshape(binding.shape(value.shape)).to(value.dtype))
+            given[node] = drawn[same_elements(slots)].reshape(binding.shape(value.shape)).to(value.dtype)
         self._given = given
-        if any(map(is_mutating, region.nodes)):
-            given = [value.clone() if isinstance(value, torch.Tensor) else value for value in given]
         targets = [item.node for item in self.plan.replacements if item not in self.left_out]
-        wanted = [*targets, *region.reads]
-        memory = self.program.run(given, [self.program.slot(node) for node in wanted])
-        found = {node: memory[self.program.slot(node)] for node in wanted}
-        for node, value in found.items():
-            if isinstance(value, Failed):
-                raise _Unrunnable(node, value.reason)
+        found = self._as_written.run(given, [*targets, *region.reads])
         return {node: drawn.get(node, found[node]) for node in region.reads}, {node: found[node] for node in targets}
 
     # -- the comparison
@@ -245,39 +228,29 @@ class _Witness:
         nor does anything behind it: hence the second place.)
         """
         region = self.region
-        leaves = [*region.leaves, *region.twins]
         x = [leaf for leaf, role in region.leaves.items() if role == "x" and leaf.meta["val"].dtype in MODEL_FLOATS]
         made = [node for node in region.nodes if node in self.plan.candidate.made_of_x]
-        memory = dict(zip(leaves, map(_wide, self._given), strict=True))
-        program = self._in_float64(leaves)
-        values = program.run(_copies(memory[leaf] for leaf in leaves))
-        memory |= {node: values[program.slot(node)] for node in (*made, item.node)}
-        exact = memory[item.node]
+        given = {leaf: widened(value) for leaf, value in self._given.items()}
+        try:
+            found = self._in_float64.run(given, [*made, item.node])
+        except Unrunnable:
+            return False
+        exact = found[item.node]
         if not isinstance(exact, torch.Tensor) or exact.shape != want.shape:
             return False
         exact = self._numbers(item, exact)
         moved, _ = _squares(exact, want, owner)
         generator = torch.Generator().manual_seed(self._seed)
-        for changed, inputs in ((x, leaves), (made, [*leaves, *made])):
-            program = self._in_float64(inputs)
+        for changed in (x, made):
             for _ in range(_JITTERS if changed else 0):
-                given = dict(zip(inputs, _copies(memory[node] for node in inputs), strict=True))
-                for node in changed:
-                    given[node] *= 1 + _STEP * torch.randn(given[node].shape, generator=generator, dtype=torch.float64)
-                slot = program.slot(item.node)
-                other = self._numbers(item, program.run(list(given.values()), [slot])[slot])
-                moved = torch.maximum(moved, _squares(exact, other, owner)[0])
+                other = {node: _jittered(found[node], generator) for node in changed}
+                result = self._in_float64.run(given | other, [item.node])[item.node]
+                moved = torch.maximum(moved, _squares(exact, self._numbers(item, result), owner)[0])
         return bool((wrong[rows_over] <= _OF_ROUNDING**2 * moved[rows_over]).all())
 
-    def _in_float64(self, inputs: Sequence[Node]) -> Program:
-        """The region from these nodes on."""
-        nodes = [node for node in self.region.nodes if node not in inputs]
-        return Program(inputs, nodes, self.view.binding, shrink=self._shrink, sized=True, narrows=True)
 
-
-def _copies(values: Iterable[Any]) -> list[Any]:
-    """Steps in place change what they are given."""
-    return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
+def _jittered(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return value * (1 + _STEP * torch.randn(value.shape, generator=generator, dtype=torch.float64))
 
 
 class _Builder(TensorBuilder):
@@ -321,15 +294,6 @@ def _squares(want: torch.Tensor, got: torch.Tensor, owner: torch.Tensor) -> tupl
     return found[0], found[1]
 
 
-def _wide(value: Any) -> Any:
-    """Floats in float64, but for numbers of one byte, which products read by their format."""
-    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return value
-    if value.dtype.itemsize == 1:
-        return value
-    return value.to(torch.complex128 if value.is_complex() else torch.float64)
-
-
 def _unpacked(plan: Plan, value: torch.Tensor) -> torch.Tensor:
     """Rows of int8 tiles as the numbers that they stand for."""
     key = plan.candidate.key
@@ -369,9 +333,3 @@ def _unit(view: View, plan: Plan) -> int:
     if all(first % blocks == 0 for first in firsts):
         return blocks
     return firsts[0] if len(set(firsts)) == 1 and blocks % firsts[0] == 0 else 0
-
-
-def _shrink(view: View, plan: Plan, blocks: int) -> Shrink:
-    assert isinstance(plan.caches, InPlace)
-    unit = _unit(view, plan)
-    return Shrink(unit, unit * blocks // view.binding.size(plan.caches.kv_shape[0]))

@@ -93,9 +93,9 @@ class Program:
     ``nodes`` must be in topological order; each argument is an input, an earlier node, a literal, or a
     symbolic size that ``binding`` makes a number (nodes that hold one are passed over). ``aliases`` names
     nodes that compute what an input holds. A node that cannot be probed becomes a step that fails, and so
-    does whatever reads it. ``exact`` keeps every dtype and cast as the graph has it; ``sized``: inputs have the
-    sizes that ``binding`` gives, so symbolic slices of them can be taken; ``shrink`` runs on fewer tokens than the
-    graph has; with ``narrows`` a cast to float8 is done, which is else a step that fails.
+    does whatever reads it. ``exact`` keeps every dtype and cast as the graph has it, and inputs have the sizes
+    that ``binding`` gives, so symbolic slices of them can be taken; ``shrink`` runs on fewer tokens than the graph
+    has; with ``narrows`` a cast to float8 is done, which is else a step that fails.
     """
 
     def __init__(
@@ -106,13 +106,11 @@ class Program:
         aliases: Mapping[Node, Node] | None = None,
         exact: bool = False,
         shrink: Shrink | None = None,
-        sized: bool = False,
         narrows: bool = False,
     ) -> None:
         self._binding = binding
         self._narrows = narrows
         self._exact = exact
-        self._sized = sized or exact
         self._shrink = shrink
         self._inputs = len(inputs)
         self._above: dict[frozenset[int], list[int]] = {}
@@ -196,7 +194,7 @@ class Program:
                 call = widened(call)
         if self._shrink is not None and name in SIZED:
             return self._resized(node, name, self._shrink)
-        if not self._sized and name in SELECTIONS:
+        if not self._exact and name in SELECTIONS:
             _refuse_symbolic_ends(node, name, self._binding)
         args = self._template(node.args)
         kwargs = {key: self._option(key, value) for key, value in node.kwargs.items()}
