@@ -4,8 +4,8 @@
 
 A certificate lists values, each made of earlier ones. It says which of them are the kernel's arguments, and which of
 the kernel's results replaces which value. The values, and a definition of the kernel written from its documents, are
-evaluated at random points of GF(p^2), for another prime than that of the pass. They are drawn anew in each run. What
-is claimed to be equal must be so. A certificate is data, perhaps false: what is not as it should be is refused.
+evaluated at random points of GF(p^2). Prime and points are drawn anew in each run. What is claimed to be equal must
+be so. A certificate is data, perhaps false: what is not as it should be is refused.
 """
 
 from __future__ import annotations
@@ -27,12 +27,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 VERSION = 1
-PRIME = 2147467871  # 7 mod 8; the primes up to 29 have roots: roots of products of sizes are products of roots
+ROOTS = (3, 5, 7, 11, 13, 17, 19, 23, 29)  # have roots, as 2 has: roots of products of sizes are products of roots
 POINTS, MOST_POINTS, DEGREE = 3, 60, 10_000  # no identity that is tested is of such a degree
 MOST_BYTES, MOST_VALUES = 1 << 28, 1 << 15  # of a report, of a certificate
 LARGEST, LARGEST_WEIGHT = 1 << 25, 1 << 32  # elements of a value; a weight need not be drawn
 MOST, MOST_PRODUCTS = 1 << 27, 1 << 35  # elements of a point, of a product that is computed
 FLOOR, BITS = 1e-20, 53  # the largest epsilon that may stand for a floor; signs of a root that must have been seen
+
+
+def _drawn_prime() -> int:
+    """A prime of 31 bits, 7 mod 8, that nobody knows who writes a certificate: 1 and 1 + prime are one number in it."""
+    while True:
+        number = int.from_bytes(os.urandom(4), "big") >> 2 | 1 << 30 | 7
+        if all(pow(root, (number - 1) // 2, number) == 1 for root in ROOTS) and _is_prime(number):
+            return number
+
+
+def _is_prime(number: int) -> bool:
+    """Of odd numbers below 2^32, 3 mod 4 (Miller and Rabin, by the bases that suffice there)."""
+    return all(pow(base, (number - 1) // 2, number) in (1, number - 1) for base in (2, 3, 5, 7))
+
+
+PRIME = _drawn_prime()
 P = np.uint64(PRIME)
 Array = NDArray[np.uint64]
 Places = NDArray[np.int64]
@@ -711,7 +727,7 @@ def proved(certificate: dict[str, Any], points: int, seed: str) -> tuple[Accepte
     while run is None or done < min(MOST_POINTS, max(points, -(-BITS // signs))):
         run = Run(certificate, Point(hashlib.blake2b(f"{seed} {done}".encode(), digest_size=32).digest()), weights)
         done, signs = done + 1, min(signs, run.signs)
-    return Accepted(run.count, done, (DEGREE / PRIME) ** done + 0.5 ** (done * signs)), run.shapes
+    return Accepted(run.count, done, (DEGREE / 2**30) ** done + 0.5 ** (done * signs)), run.shapes
 
 
 def checked(report: Any, points: int = POINTS, seed: str | None = None) -> Iterator[tuple[str, Accepted | Refused]]:

@@ -10,10 +10,12 @@ import random
 import subprocess
 import sys
 import tokenize
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -198,6 +200,20 @@ assert not {{"torch", "mla_fusion"}} & set(sys.modules)
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0 and "accepted" in done.stdout, done.stderr
     assert check.PRIME != field.P and check.VERSION == trace.VERSION
+
+
+def test_nobody_knows_the_prime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a field, a number and that number plus the prime are one."""
+    assert len({check._drawn_prime() for _ in range(5)}) > 1
+    known = 2147467871
+    report, certificate = changed()
+    numbers = [entry for entry in certificate["values"] if entry[0] == "number"]
+    for entry in numbers:
+        entry[2:] = [str(Fraction(entry[2]) + known), None]
+    assert numbers and (known == check.PRIME or refusal(report))
+    monkeypatch.setattr(check, "PRIME", known)
+    monkeypatch.setattr(check, "P", np.uint64(known))
+    assert isinstance(outcomes(report)[0], check.Accepted)
 
 
 def test_it_is_short_enough_to_be_read() -> None:
