@@ -42,11 +42,10 @@ class Interpreter:
 
     binding  numbers for symbolic sizes
     wide     all floats are float64, so that casts among them do nothing; else dtypes are the graph's
-    far      ascending token numbers, which ``arange`` of as many tokens counts in place of 0, 1, ..
     """
 
-    def __init__(self, nodes: Sequence[Node], binding: Binding, wide: bool = False, far: Tensor | None = None) -> None:
-        self._binding, self._wide, self._far = binding, wide, far
+    def __init__(self, nodes: Sequence[Node], binding: Binding, wide: bool = False) -> None:
+        self._binding, self._wide = binding, wide
         self._steps = [
             (node, map_aggregate((node.args, node.kwargs), self._literal))
             for node in nodes
@@ -97,9 +96,9 @@ class Interpreter:
             return meaning if isinstance(meaning, (int, float)) else value
         if isinstance(value, torch.device):
             return torch.device("cpu")
-        return self.dtype(value) if isinstance(value, torch.dtype) else value
+        return self._dtype(value) if isinstance(value, torch.dtype) else value
 
-    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         return wide(dtype) if self._wide else dtype
 
     def _filled(self, node: Node, filling: float, env: Mapping[Node, Any]) -> Tensor:
@@ -110,22 +109,18 @@ class Interpreter:
         shape = _found(env[lender]).shape if is_made else self._binding.shape(recorded.shape)  # type: ignore[index]
         if math.isnan(filling) and not (recorded.is_floating_point() or recorded.is_complex()):
             filling = -1
-        return torch.full(shape, filling, dtype=self.dtype(recorded.dtype))
+        return torch.full(shape, filling, dtype=self._dtype(recorded.dtype))
 
     def _as_recorded(self, node: Node, result: Any, args: Sequence[Any]) -> Any:
-        """A result with the dtype of its kind, far token numbers in place of the first ones."""
+        """A result with the dtype of its kind."""
         if not isinstance(result, Tensor):
-            return list(map(self._widened, result)) if isinstance(result, (tuple, list)) else result
-        if self._far is not None and result.shape == self._far.shape and _counts(node, result):
-            return self._far.to(result.dtype)
+            several = isinstance(result, (tuple, list))
+            return [widened(part) if self._wide else part for part in result] if several else result
         if self._wide:
             return widened(result)
         if result.is_floating_point() and not any(isinstance(arg, Tensor) and _is_float(arg) for arg in args):
             return result.to(node.meta["val"].dtype)  # torch's default dtype may be another one by now
         return result
-
-    def _widened(self, value: Any) -> Any:
-        return widened(value) if self._wide else value
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -149,13 +144,8 @@ def _is_float(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
-def _counts(node: Node, value: Tensor) -> bool:
-    """Does the node count a symbolic number from 0, whatever it is called?"""
-    made = (isinstance(read.meta.get("val"), Tensor) for read in node.all_input_nodes)
-    return is_symbolic(node.meta["val"].shape[0]) and not any(made) and bool((value == torch.arange(len(value))).all())
-
-
 def _writes(node: Node) -> bool:
+    """Does it change an argument? (``kinds.is_mutating`` says no where recognition has a functional form for it.)"""
     return isinstance(node.target, OpOverload) and bool(schema_of(node.target).is_mutable)
 
 

@@ -118,7 +118,7 @@ def _viewed(call: Call) -> Any:
     """A view without a rule of its own, as torch does it; along tokens nothing is known of it."""
     value = call.value
     axes = [_axis(call)] if isinstance(call["dim"], int) else range(len(value.shape))
-    if any(call.varies("self", axis) for axis in axes):
+    if _are_tokens(call, axes):
         raise Undecided(f"{call.name} along the tokens has no field run")
     rest = [plain(item) for item in list(call.given.values())[1:]]
     if str(schema_of(call.target).returns[0].type).startswith("List["):
@@ -388,9 +388,9 @@ def _turned(call: Call) -> Value:
     rank = len(call.value.shape)
     if call.name in ("aten::flip", "aten::roll"):
         axes = [int(axis) % rank for axis in (call.plain("dims") or range(rank))]
-        if any(call.varies("self", axis) for axis in axes):
+        if _are_tokens(call, axes):
             return opaque(call)
-    elif any(call.varies("self", axis) for axis in range(rank)) and call.shape is None:
+    elif _are_tokens(call, range(rank)) and call.shape is None:
         return opaque(call)
     found = _natively(call)
     return found if call.shape in (None, found.shape) else opaque(call)
