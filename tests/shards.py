@@ -10,7 +10,7 @@ import subprocess
 import zlib
 from pathlib import Path
 
-SUBMISSION = 3
+SUBMISSION = 4
 SHARES = 8
 ROOT = Path(__file__).parents[1]
 
