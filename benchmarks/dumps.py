@@ -20,12 +20,12 @@ from typing import Any
 import mla_fusion as mf  # before torch, where torch_npu is installed without CANN
 
 # isort: split
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "inspect"))
-import ge_files
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from model import Decoder, Sizes, model_arguments
 
 from mla_fusion import converters
 from mla_fusion.compile import torchair_bridge
+from tests.dumps import ge_files
 
 OFF = mf.Config(enable=False)
 INSPECT = "mf.inspect.summarise(mf.inspect.read(sys.argv[1]))"

@@ -13,8 +13,6 @@ import pytest
 ROOT = str(Path(__file__).parents[1])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
-# torch_npu is installed beside a torch that has no CANN; activate() imports it where a test asks for it.
-os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 # One thread of compilation: the suite runs on small machines, and nothing here is compiled by Inductor.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Garbage is collected below, not after every compilation too.

@@ -1,12 +1,16 @@
 """The benchmarks run: every engine still finds every layer (it asserts so itself). No time is judged here."""
 
 import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.exhaustive import one_in
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -35,3 +39,14 @@ def test_boundary_of_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     rows = measured(monkeypatch, tmp_path / "step.json", "step_cost.py", "--layers", "1", "--turns", "3")
     assert [row["setting"] for row in rows] == ["views", "counted", "rounds", "wide", "manager"]
     assert [row["copied_bytes"] > 0 for row in rows] == [False, True, True, True, True]
+
+
+SCRIPTS = [path for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__main__"' in path.read_text("utf-8")]
+
+
+@pytest.mark.parametrize("script", one_in(5, SCRIPTS), ids=lambda script: script.stem)
+def test_each_begins_in_a_shell_of_its_own(script: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if "AUTOLOAD" not in name}
+    asked = [sys.executable, str(script), "--help"]
+    done = subprocess.run(asked, env=environment, capture_output=True, text=True)
+    assert not done.returncode and "usage" in done.stdout, done.stderr
