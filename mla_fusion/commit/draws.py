@@ -1,8 +1,11 @@
 """Values of a region's leaves: seeded, and chosen to tell apart what ordinary numbers do not.
 
-Three kinds of draw:
+The kinds of draw:
 
 * "normal": x from the standard normal distribution, its rows of different size.
+* "small", "large": floats of float64, for a run that rounds nothing. Rows of x span forty decades, from 1e-20 to 1e20,
+  and so do those of float inputs that have no part. Of norm weights, those of "large" are 1e20 times as large:
+  behind a norm, too, values span forty decades. Where a floor is taken for granted, rows are 1 and larger.
 * "outliers": in every other row of x some channels are a hundred to ten thousand times as large; some elements and one
   row are exactly zero. Weights have channels far larger than the rest, so that latents have them, normed ones too.
 * "edges": normal rows of x; integers and flags at the ends of what they may be.
@@ -19,6 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fusion.commit.interpreter import widened
 from mla_fusion.commit.region import Region, same_attribute, same_elements
 from mla_fusion.fx.kinds import MODEL_FLOATS, argument, is_cast, is_view, op_name, tensor_held
 from mla_fusion.fx.view import View
@@ -27,10 +31,13 @@ from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.reference import hifloat8
 
 KINDS = ("normal", "outliers", "edges")
+WIDE = ("small", "large")
+_DECADES = 20  # from 1 to the largest, and to the smallest
 # Largest integer of a leaf of which no reader says how large it may be. Each is tried where a step fails at the one
 # before: far beyond what bfloat16 and int16 count exactly, then lengths of tables and sequences.
 CEILINGS = (100_000, 2_048, 64, 8, 2, 1)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
+_ONE_BYTE = frozenset((torch.int8, torch.uint8, *ELEMENTS, torch.float8_e8m0fnu))
 _INT8 = 40  # standard deviation of drawn int8 values
 _OF_ONE = 127  # the e8m0 code of 1
 _CHANGING = frozenset(("x", "slots", "token_scale", ""))  # drawn anew each time; "" where they are integers or flags
@@ -52,6 +59,7 @@ class Draws:
         self._bounds = _bounds(view, region)
         self._fixed: dict[object, Any] = {}
         self._place = {node: number for number, node in enumerate(region.leaves)}
+        self._least = 0 if any(view.steps.floored(node) for node in region.nodes) else -_DECADES
 
     def values(self, kind: str, ceiling: int) -> dict[Node, Any]:
         """A value for each leaf."""
@@ -61,9 +69,10 @@ class Draws:
                 values[node] = self._value(node, role, kind, ceiling)
         return values
 
-    def changes(self, node: Node) -> bool:
-        """Is this leaf drawn anew each time?"""
-        return self.region.leaves[node] in _CHANGING and not self._is_fixed(node)
+    def changes(self, node: Node, wide: bool = False) -> bool:
+        """Is this leaf drawn anew each time? ``wide``: among the draws of float64"""
+        role = self.region.leaves[node]
+        return (role in _CHANGING and not self._is_fixed(node)) or (wide and role in ("", "gamma"))
 
     def _is_fixed(self, node: Node) -> bool:
         value = node.meta["val"]
@@ -75,7 +84,26 @@ class Draws:
         known = same_attribute(node), role == "weight" and has_large_channels(kind)
         if known not in self._fixed:  # an attribute has one value, however often the graph reads it
             self._fixed[known] = self._drawn(node, node.meta["val"], role, kind, ceiling)
-        return self._fixed[known]
+        if kind not in WIDE:
+            return self._fixed[known]
+        if (known, WIDE) not in self._fixed:
+            self._fixed[known, WIDE] = widened(self._fixed[known])
+        return self._scaled(self._fixed[known, WIDE], role, kind)
+
+    def _scaled(self, value: Any, role: str, kind: str) -> Any:
+        if role == "gamma" and kind == "large":
+            return value * 10.0**_DECADES
+        if role == "" and isinstance(value, torch.Tensor) and _is_float(value.dtype) and value.dim():
+            rows = value.shape[:-1] if value.dim() > 1 else value.shape
+            return value * self._decades(math.prod(rows), kind).reshape(*rows, *(1,) * (value.dim() - len(rows)))
+        return value
+
+    def _decades(self, count: int, kind: str) -> torch.Tensor:
+        """Scales over all decades, in any order."""
+        scales = torch.logspace(self._least, _DECADES, count, dtype=torch.float64)
+        if count == 1 and kind == "large":
+            return scales.fill_(10.0**_DECADES)
+        return scales[torch.randperm(count, generator=self._generator)]
 
     def _drawn(self, node: Node, value: Any, role: str, kind: str, ceiling: int) -> Any:
         if isinstance(value, (tuple, list)):  # the results of an operator that nothing is known of
@@ -153,6 +181,8 @@ class Draws:
         x = torch.randn((tokens, width), generator=self._generator, dtype=torch.float32)
         if dtype in ELEMENTS:
             return _as_elements(x, dtype).reshape(shape)
+        if kind in WIDE:
+            return (x * self._decades(tokens, kind).unsqueeze(1)).reshape(shape)
         if kind == "normal":
             x = x * 10 ** (self._uniform((tokens, 1)) * 3 - 2)  # 0.01 to 10
         if kind == "outliers":
@@ -167,7 +197,7 @@ class Draws:
         self, node: Node, shape: tuple[int, ...], dtype: torch.dtype, kind: str, ceiling: int
     ) -> torch.Tensor:
         if dtype == torch.bool:
-            if kind == "normal" and shape:
+            if kind not in ("outliers", "edges") and shape:
                 return self._uniform(shape) < 0.5
             return torch.full(shape, kind == "outliers", dtype=torch.bool)
         bound = self._bounds.get(node)
@@ -175,9 +205,9 @@ class Draws:
         low = limit // 2 if kind == "edges" else 0
         drawn = torch.randint(low, limit + 1, shape, generator=self._generator)
         flat = drawn.reshape(-1)
-        ends = {"normal": (0, limit), "outliers": (0, 0), "edges": (limit, 0)}[kind]
+        ends = {"outliers": (0, 0), "edges": (limit, 0)}.get(kind, (0, limit))
         if len(flat) == 1:
-            flat[0] = {"normal": min(1, limit), "outliers": 0, "edges": limit}[kind]
+            flat[0] = {"outliers": 0, "edges": limit}.get(kind, min(1, limit))
         elif len(flat):
             flat[0], flat[-1] = ends
         return flat.reshape(shape).to(dtype)
@@ -216,6 +246,12 @@ def _as_elements(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype == torch.int8:
         return (_INT8 * numbers).clamp(-127, 127).to(dtype)
     return hifloat8.encode(numbers) if dtype == torch.uint8 else numbers.to(dtype)
+
+
+def rounds_nothing(region: Region) -> bool:
+    """Is every number of a region a float of two bytes or more, an integer or a flag, so that float64 rounds none?"""
+    values = (node.meta["val"] for node in (*region.leaves, *region.nodes))
+    return not any(isinstance(value, torch.Tensor) and value.dtype in _ONE_BYTE for value in values)
 
 
 def has_large_channels(kind: str) -> bool:

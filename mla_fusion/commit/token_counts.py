@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.commit.draws import KINDS
+from mla_fusion.commit.draws import KINDS, WIDE, rounds_nothing
 from mla_fusion.commit.region import Region
 from mla_fusion.fx.kinds import argument, op_name
 from mla_fusion.fx.sizes import is_symbolic
@@ -64,7 +64,9 @@ def kinds_at(view: View, plan: Plan, region: Region) -> tuple[str, ...]:
     tokens = _tokens(view, plan)
     is_second = any(map(is_symbolic, plan.token_x.meta["val"].shape[:-1])) and tokens >= MANY
     if tokens <= _COSTLY and not is_second:
-        return KINDS
+        in_pieces = isinstance(plan.caches, InPlace) and plan.caches.mode == "PA_NZ"
+        # A piece of an NZ cache is 32 bytes: numbers of float64 lie elsewhere than those of the model.
+        return (*KINDS, *WIDE) if rounds_nothing(region) and not in_pieces else KINDS
     return ("outliers", "edges") if any(map(_is_integer, region.leaves)) else ("outliers",)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.commit.draws import CEILINGS, Draws, has_large_channels
-from mla_fusion.commit.interpreter import Interpreter, Unrunnable, widened
+from mla_fusion.commit.draws import CEILINGS, WIDE, Draws, has_large_channels
+from mla_fusion.commit.interpreter import Interpreter, Unrunnable, wide, widened
 from mla_fusion.commit.region import Region, cut_out, same_elements
 from mla_fusion.commit.token_counts import counts, kinds_at
 from mla_fusion.emit import results as of_call
@@ -39,6 +39,8 @@ from mla_fusion.report.report import Figure, Shown
 TOLERANCE = 2e-2
 # c_q rounded to bfloat16 or not before it is quantised: a few hundredths of the int8 values differ by one step.
 TOLERANCE_QUANTISED = 4e-2
+# Two evaluations in float64; float literals of a graph may be rounded to float32.
+TOLERANCE_WIDE = 1e-6
 # One row has as few as 64 elements, and a rounding of a large one weighs more in it.
 OF_A_ROW = 2.5
 _OF_ROUNDING = 6.0  # times what rounding can do to it, where a row of small numbers is made of large ones
@@ -76,6 +78,9 @@ def compare(view: View, plan: Plan, half_rows: bool = False, seed: int = 0, regi
     for sized in counts(view, plan, region):
         witness = _Witness(sized, plan, region, half_rows, seed)
         for kind in kinds_at(sized, plan, region):
+            if kind in WIDE:
+                draws += witness.agrees(kind)
+                continue
             for item, figure in witness.figures(kind):
                 known = worst.setdefault(item, figure)
                 worst[item] = figure if figure.relative > known.relative else known
@@ -111,13 +116,30 @@ class _Witness:
         self.draws = Draws(self.view, plan, region, blocks, self.half_rows, self._seed)
         self._as_written = Interpreter(region.nodes, self.view.binding)
         self._in_float64 = Interpreter(region.nodes, self.view.binding, wide=True)
-        self._packed: dict[bool, dict[str, Any]] = {}
-        self._changing = _changing(region, self.draws)
+        self._packed: dict[str, dict[str, Any]] = {}
+
+    def agrees(self, kind: str) -> bool:
+        """Whether a draw has been compared that not every region can be run on. Raises ``Refuse`` for a difference."""
+        try:
+            values, unfused = self._run_at_some_ceiling(kind)
+            builder = self._builder(values, kind)
+            results = targets.call_kernel(builder, self.plan)
+        except (Unrunnable, RuntimeError, ValueError):
+            return False
+        for item in self.plan.replacements:
+            if item not in self.left_out:
+                self._figure(item, unfused[item.node], results[item.output], builder, kind)
+        return True
+
+    def _builder(self, values: dict[Node, Any], kind: str) -> TensorBuilder:
+        of = "wide" if kind in WIDE else "outliers" if has_large_channels(kind) else ""
+        changing = _changing(self.region, self.draws, kind in WIDE)
+        made = _WideBuilder if kind in WIDE else _Builder
+        return made(values, self.view.binding, self._packed.setdefault(of, {}), changing)
 
     def figures(self, kind: str) -> Iterator[tuple[Replacement, Figure]]:
         values, unfused = self._run(kind)
-        packed = self._packed.setdefault(has_large_channels(kind), {})
-        builder = _Builder(values, self.view.binding, packed, self._changing)
+        builder = self._builder(values, kind)
         try:
             results = targets.call_kernel(builder, self.plan)
         except (RuntimeError, ValueError) as error:
@@ -167,7 +189,8 @@ class _Witness:
             given[node] = drawn[same_elements(slots)].reshape(binding.shape(value.shape)).to(value.dtype)
         self._given = given
         targets = [item.node for item in self.plan.replacements if item not in self.left_out]
-        found = self._as_written.run(given, [*targets, *region.reads])
+        runs = self._in_float64 if kind in WIDE else self._as_written
+        found = runs.run(given, [*targets, *region.reads])
         return {node: drawn.get(node, found[node]) for node in region.reads}, {node: found[node] for node in targets}
 
     # -- the comparison
@@ -190,7 +213,7 @@ class _Witness:
     def _judged(self, item: Replacement, want: Any, got: Any, owner: torch.Tensor, kind: str) -> Figure:
         """The figure of an output. Raises ``Refuse`` where it, or one row of it, is out of tolerance."""
         where = f"{item.output} at {item.node.name}, {kind}"
-        of_all, of_row = self._limits
+        of_all, of_row = (TOLERANCE_WIDE, TOLERANCE_WIDE) if kind in WIDE else self._limits
         if want.shape != got.shape:
             detail = f"{where}: shape {list(got.shape)} in place of {list(want.shape)}"
             raise Refuse("verify.mismatch", detail, (item.node,))
@@ -199,6 +222,8 @@ class _Witness:
         relative = math.sqrt(float(wrong.sum()) / (float(size.sum()) or 1.0))
         of_rows = torch.where(wrong == 0, 0.0, (wrong / size).sqrt())  # a row of zeros must be one; NaN stays NaN
         row = float(of_rows.max()) if len(of_rows) else 0.0
+        if kind in WIDE and not max(relative, row) <= of_row:  # nothing was rounded
+            raise Refuse("verify.mismatch", f"{where}: relative error {max(relative, row):.3g}", (item.node,))
         if not relative <= of_all:  # rows over the limit of one row are among those over this one
             if not self._is_rounding(item, want, wrong, ~(of_rows <= of_all), owner):
                 raise Refuse("verify.mismatch", f"{where}: relative error {relative:.3g} > {of_all:g}", (item.node,))
@@ -268,9 +293,21 @@ class _Builder(TensorBuilder):
         return self._packed[name]
 
 
-def _changing(region: Region, draws: Draws) -> set[Node]:
+class _WideBuilder(_Builder):
+    """Rounds no float."""
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        return super().cast(value, wide(dtype))
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("dtype"), torch.dtype):
+            kwargs["dtype"] = wide(kwargs["dtype"])
+        return super().call(op, *args, **kwargs)
+
+
+def _changing(region: Region, draws: Draws, wide: bool) -> set[Node]:
     """What differs from draw to draw."""
-    found = {leaf for leaf in region.leaves if draws.changes(leaf)} | set(region.twins)
+    found = {leaf for leaf in region.leaves if draws.changes(leaf, wide)} | set(region.twins)
     for node in region.nodes:
         if any(read in found for read in node.all_input_nodes):
             found.add(node)

@@ -13,6 +13,7 @@ import mla_fusion as mf
 from mla_fusion.commit import draws, region, token_counts, verify
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.emit import rows, targets
+from mla_fusion.fx.program import Program
 from mla_fusion.fx.view import View
 from mla_fusion.match.finder import Finder
 from mla_fusion.plan.whole import PrologPlanner
@@ -99,7 +100,7 @@ def test_an_untouched_region_is_verified() -> None:
     view, plan = planned(graph_of(prologues.PagedRotateHalf(), *base.paged_args()))
     result = verify.compare(view, plan)
     assert result.verified == "verified" and result.left_out == ()
-    assert result.compared == f"compared at T = 8, 3 draws, {len(plan.replacements)} outputs"
+    assert result.compared == f"compared at T = 8, 5 draws, {len(plan.replacements)} outputs"
     assert len(result.figures) == len(plan.replacements)
     assert all(figure.row <= verify.OF_A_ROW * verify.TOLERANCE for figure in result.figures)
 
@@ -247,3 +248,47 @@ def test_half_rows_are_compared_in_the_models_order() -> None:
     (fusion,) = report.fused
     assert fusion.verified == "verified" and "half" not in fusion.placement
     assert {"query_rope", "kr_cache"} <= {figure.output for figure in fusion.figures}
+
+
+def refusal(gm: GraphModule, plan: Any) -> str:
+    try:
+        return verify.compare(View(gm), plan).verified
+    except mf.report.rejection.Refuse as reason:  # type: ignore[attr-defined]
+        return f"{reason.code}: {reason.detail}"
+
+
+@pytest.mark.parametrize("where", ["norm", "kv"])
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.clamp.default, (-1e9, 1e9)),
+        (aten.hardtanh.default, (-1e4, 1e4)),
+        (aten.clamp_max.default, (1e18,)),
+        (aten.fmod.Scalar, (1e12,)),
+        (aten.hardshrink.default, (1e-9,)),
+        (aten.add.Scalar, (1e-15,)),
+    ],
+)
+def test_what_acts_on_very_large_or_small_numbers_alone_shows(op: Any, args: tuple[Any, ...], where: str) -> None:
+    assert changed_in_secret(op, *args, where=where).startswith("verify.mismatch")
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_draws_of_float64_span_forty_decades(tokens: int) -> None:
+    view, plan = planned(graph_of(prologues.PagedRotateHalf(), *base.paged_args(tokens=tokens)))
+    cut = region.cut_out(view, plan)
+    drawn = draws.Draws(view, plan, cut, None, False, 0)
+    (x,) = (leaf for leaf, role in cut.leaves.items() if role == "x")
+    gammas = [leaf for leaf, role in cut.leaves.items() if role == "gamma"]
+    small, large = (drawn.values(kind, 1) for kind in draws.WIDE)
+    rows = torch.cat([small[x], large[x]]).abs().amax(-1)
+    assert rows.dtype == torch.float64
+    assert rows.min() < 1e-19 and rows.max() > 1e20
+    assert all(torch.equal(large[gamma], small[gamma] * 1e20) for gamma in gammas) and gammas
+
+
+def test_the_witness_does_not_run_what_facts_are_read_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    view, plan = planned(graph_of(prologues.PagedRotateHalf(), *base.paged_args()))
+    monkeypatch.setattr(Program, "run", None)
+    monkeypatch.setattr(Program, "__init__", None)
+    assert verify.compare(view, plan).verified == "verified"
