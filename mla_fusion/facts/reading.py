@@ -74,9 +74,12 @@ class FactReader:
         self.view = view
         self.probes = 0
         projections = list(projections)
-        self.shrink = _shrink(view, projections) if shrinks else None
+        lead = _lead(view, projections) if shrinks else ()
+        longest = max(lead, default=0)
+        self.shrink = Shrink(longest) if math.prod(lead) >= WORTHWHILE and longest > SMALL else None
         self.tokens = Tokens(self.shrink, view.binding.meaning)
-        self.is_lost = False  # are there tokens that cannot be probed as few? (Cone)
+        # Are there tokens that cannot be probed as few? (Cone.) A batch as long as its sequences has two such axes.
+        self.is_lost = lead.count(longest) > 1
         self._operands = {projection.activation for projection in projections} | set(operands)
         self._alike: dict[object, list[ConeFacts]] = defaultdict(list)
         self._facts: dict[Node, ConeFacts] = {}
@@ -138,14 +141,11 @@ class FactReader:
         )
 
 
-def _shrink(view: View, projections: list[Projection]) -> Shrink | None:
-    """The longest token axis of the graph's linear layers, where there are many tokens."""
+def _lead(view: View, projections: list[Projection]) -> tuple[int, ...]:
+    """The token axes of most of the graph's linear layers, those with several before others."""
     leads = [view.binding.shape(item.origin.meta["val"].shape[:-1]) for item in projections if item.is_flat]
-    if not any(leads):
-        return None
-    lead = max(Counter(filter(None, leads)).items(), key=lambda entry: (len(entry[0]) > 1, entry[1]))[0]
-    longest = max(lead)
-    return Shrink(longest) if math.prod(lead) >= WORTHWHILE and longest > SMALL else None
+    counted = Counter(filter(None, leads)).items()
+    return max(counted, key=lambda entry: (len(entry[0]) > 1, entry[1]), default=((), 0))[0]
 
 
 def _mixes_by_a_table(cone: Cone) -> set[Node]:
