@@ -19,6 +19,8 @@ _ROOTS = frozenset(
 def lines(finder: Finder) -> tuple[str, ...]:
     """For the report. Counted alone: nothing is probed, so that a graph of another kind costs nothing."""
     view, flat = finder.view, [item for item in finder.projections if item.is_flat]
+    if flat and all(0 in view.binding.shape(item.origin.meta["val"].shape) for item in flat):
+        return ("no tokens in this graph: it was compiled for a call with none, which needs no fusion",)
     of_one = Counter(view.number(item.origin) for item in flat)
     pairs = sum(count > 1 for count in of_one.values())
     by_head = len(finder.projections) - len(flat)

@@ -36,6 +36,12 @@ class GroupedQuery(torch.nn.Module):
         return x
 
 
+def test_a_graph_for_no_tokens_says_so() -> None:
+    report = mf.explain(graph_of(prologues.PagedRotateHalf(), *base.paged_args(tokens=0)))
+    assert not report.fused and not report.rejected
+    assert len(report.absent) == 1 and report.absent[0].startswith("no tokens in this graph")
+
+
 def test_other_attention_is_no_near_miss() -> None:
     args = (torch.randn(shape).bfloat16() for shape in ((8, 256), (4, 64, 32), (4, 32, 64)))
     assert mf.explain(graph_of(GroupedQuery(), *args)).rejected == []
