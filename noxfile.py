@@ -1,12 +1,13 @@
-"""The matrix: a named subset of the tests on every pair of torch and torch_npu, each in an environment of its own.
+"""The matrix: a named subset of the tests on every pair of torch and torch_npu, each in an
+environment of its own.
 
     make matrix                        every pair of mla_fusion/releases.py
     make matrix PAIR=2.10.0            the pairs of that torch; PAIR=2.9.0.post9 for one of several
     make matrix PAIR=2.13.0 WITH=3.12  with another interpreter
     make matrix PAIR=2.14.0 QUICK=1    the subset that CI runs
 
-An environment stays in .nox, so that a second run installs nothing. Results go to build/matrix as JUnit XML, of which
-tests/matrix/outcome.py makes the table.
+An environment stays in .nox, so that a second run installs nothing. Results go to build/matrix as
+JUnit XML, of which tests/matrix/outcome.py makes the table.
 """
 
 from __future__ import annotations
@@ -27,10 +28,28 @@ RESULTS = Path("build/matrix")
 # The interpreter of all environments; by default the one that nox runs with.
 PYTHON = os.environ.get("MATRIX_PYTHON") or f"{sys.version_info.major}.{sys.version_info.minor}"
 
-# What torch itself imports. Resolved with its dependencies, a CUDA build brings 3 GB of CUDA's wheels.
-TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "setuptools<81", "sympy>=1.13.3", "typing-extensions")
+# What torch itself imports. Resolved with its dependencies, a CUDA build brings 3 GB of CUDA's
+# wheels.
+TORCH_NEEDS = (
+    "filelock",
+    "fsspec",
+    "jinja2",
+    "networkx",
+    "setuptools<81",
+    "sympy>=1.13.3",
+    "typing-extensions",
+)
 # What torch_npu and torchair import, and the tests.
-NEEDS = ("numpy", "packaging", "protobuf", "pyyaml", "pyelftools>=0.30", "expecttest", "hypothesis>=6", "pytest>=8")
+NEEDS = (
+    "numpy",
+    "packaging",
+    "protobuf",
+    "pyyaml",
+    "pyelftools>=0.30",
+    "expecttest",
+    "hypothesis>=6",
+    "pytest>=8",
+)
 
 nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "yes"
@@ -63,9 +82,13 @@ def matrix(session: nox.Session, release: Release) -> None:
 
 
 @nox.session(python=[PYTHON])
-@nox.parametrize("release", [nox.param(release, id=release, tags=[release]) for release in hf.RELEASES])
+@nox.parametrize(
+    "release", [nox.param(release, id=release, tags=[release]) for release in hf.RELEASES]
+)
 def transformers(session: nox.Session, release: str) -> None:
-    """Conversion of Hugging Face models in one release of transformers; `python -m tests.matrix.hf` makes the table."""
+    """Conversion of Hugging Face models in one release of transformers; `python -m tests.matrix.hf`
+    makes the table.
+    """
     _install(session, next(row for row in RELEASES if row.torch_npu == hf.TORCH_NPU))
     session.install(f"transformers=={release}")
     session.run(
@@ -87,7 +110,11 @@ def _install(session: nox.Session, release: Release) -> None:
     session.install("--no-deps", *pair, env=environment)
     session.install(*TORCH_NEEDS, *NEEDS)
     session.install("--no-deps", "-e", ".")
-    folder = session.run_install("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True)
+    folder = session.run_install(
+        "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True
+    )
     without_cuda = (sys.executable, "-m", "tests.matrix.without_cuda", str(folder).strip())
-    session.run_install(*without_cuda, external=True, env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    session.run_install(
+        *without_cuda, external=True, env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    )
     stamp.write_text(wanted)

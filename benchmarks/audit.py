@@ -2,8 +2,8 @@
 
     python benchmarks/audit.py --cases 60 --seed 1
 
-One mistake for each kind, then combinations of two and three. A case is named exactly where the audit gives those codes
-and arguments, and no other.
+One mistake for each kind, then combinations of two and three. A case is named exactly where the
+audit gives those codes and arguments, and no other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def main() -> int:
         detected, named = detected + (found.equal is False), named + exact
         if not exact:
             print(f"{' + '.join(names)}: {sorted(said) or 'no repair'}", flush=True)
-    print(f"{len(cases)} cases: {detected} detected, {named} named exactly ({named / len(cases):.0%})")
+    print(
+        f"{len(cases)} cases: {detected} detected, {named} named exactly ({named / len(cases):.0%})"
+    )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""Certificates of the catalogue's fusions: all are accepted, and none of many that were changed in one place.
+"""Certificates of the catalogue's fusions: all are accepted, and none of many that were changed in
+one place.
 
     python benchmarks/certificates.py [--mutants 500]
 
@@ -58,7 +59,10 @@ def main() -> int:
             if any(isinstance(found, check.Accepted) for _, found in check.checked(changed)):
                 wrong += 1
                 print(f"{name}: accepted with {what}", flush=True)
-    print(f"{mutated} changed certificates in {perf_counter() - started:.0f} s; {wrong} wrong outcomes")
+    print(
+        f"{mutated} changed certificates in {perf_counter() - started:.0f} s; {wrong} wrong "
+        "outcomes"
+    )
     return 1 if wrong else 0
 
 

@@ -28,7 +28,9 @@ def calls() -> list[tuple[str, str, dict[str, Any]]]:
     on_a3 = meta.limits(OP, "A3").quant_modes
     found = []
     for wq, kv in sorted(meta.limits(OP, "A5").quant_modes | on_a3):
-        call = sample_call(weight_quant_mode=wq, kv_cache_quant_mode=kv, dims=DEEPSEEK_V3, device="meta")
+        call = sample_call(
+            weight_quant_mode=wq, kv_cache_quant_mode=kv, dims=DEEPSEEK_V3, device="meta"
+        )
         found.append((f"{wq}/{kv}", "A3" if (wq, kv) in on_a3 else "A5", call))
     return found
 
@@ -40,8 +42,12 @@ def microseconds(what: Callable[[], object], rounds: int) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200, help=f"rounds of {IN_ROUND} calls, the best one counts")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=200, help=f"rounds of {IN_ROUND} calls, the best one counts"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args(arguments)
     rows = {}

@@ -1,10 +1,11 @@
-"""inspect and explain on dumps of a 61-layer model: seconds and peak memory, each in a process of its own.
+"""inspect and explain on dumps of a 61-layer model: seconds and peak memory, each in a process of
+its own.
 
     python benchmarks/dumps.py [--layers 61] [--json FILE]
 
-The dumps come from the real torchair: an absorbed decoder with small dims, lowered unfused and fused once. GE's own
-forms (``ge_proto``, ``ge_onnx``) are the same graphs written as its encoder is documented. Reading needs neither
-torchair nor a device, and is what is timed.
+The dumps come from the real torchair: an absorbed decoder with small dims, lowered unfused and
+fused once. GE's own forms (``ge_proto``, ``ge_onnx``) are the same graphs written as its encoder is
+documented. Reading needs neither torchair nor a device, and is what is timed.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ torch.set_num_threads(1)
 started = time.perf_counter()
 found = {call}
 seconds = time.perf_counter() - started
-peak = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 2**10  # getrusage has the parent's
+# getrusage has the parent's
+peak = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 2**10
 explained = hasattr(found, "fused")
-print(seconds, peak, len(found.fused) if explained else 0, 0 if explained else sum(found.operators.values()))
+fused = len(found.fused) if explained else 0
+print(seconds, peak, fused, 0 if explained else sum(found.operators.values()))
 """
 
 
@@ -59,7 +62,9 @@ def main() -> None:
 
 
 def text(cell: float | int | str) -> str:
-    return f"{cell:.2f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else cell
+    return (
+        f"{cell:.2f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else cell
+    )
 
 
 def make(folder: Path, layers: int) -> list[Path]:
@@ -108,7 +113,9 @@ def measure(path: Path) -> dict[str, Any]:
 
 def run(call: str, path: Path) -> list[float]:
     code = MEASURE.format(call=call)
-    found = subprocess.run([sys.executable, "-c", code, str(path)], check=True, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(path)], check=True, capture_output=True, text=True
+    )
     return [float(word) for word in found.stdout.split()[-4:]]
 
 

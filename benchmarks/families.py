@@ -2,9 +2,10 @@
 
     python benchmarks/families.py --members 1500 --seed 0 --jobs 2
 
-Every member is compiled at the default configuration and held against the model on inputs that expose the attack. Exit
-status 1 where one is fused wrongly, makes the pass or the compiled model raise, or where a control, which means the
-plain prologue, does not fuse. ``--family NAME`` (a prefix, repeatable) and ``--json`` narrow and record it.
+Every member is compiled at the default configuration and held against the model on inputs that
+expose the attack. Exit status 1 where one is fused wrongly, makes the pass or the compiled model
+raise, or where a control, which means the plain prologue, does not fuse. ``--family NAME`` (a
+prefix, repeatable) and ``--json`` narrow and record it.
 """
 
 from __future__ import annotations
@@ -28,17 +29,31 @@ COLUMNS = tuple(Verdict)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--members", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each")
-    parser.add_argument("--family", action="append", default=[], metavar="NAME", help="a family, or a prefix of some")
-    parser.add_argument("--target", default="v3", help="the one of Config.targets that is asked for")
+    parser.add_argument(
+        "--family",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a family, or a prefix of some",
+    )
+    parser.add_argument(
+        "--target", default="v3", help="the one of Config.targets that is asked for"
+    )
     parser.add_argument("--no-controls", action="store_true")
-    parser.add_argument("--without", default="", choices=campaign.OPINIONS, help="let the other one decide alone")
+    parser.add_argument(
+        "--without", default="", choices=campaign.OPINIONS, help="let the other one decide alone"
+    )
     parser.add_argument("--json", type=Path, help="write every outcome to this file")
     given = parser.parse_args()
-    names = tuple(name for name in FAMILIES if not given.family or any(map(name.startswith, given.family)))
+    names = tuple(
+        name for name in FAMILIES if not given.family or any(map(name.startswith, given.family))
+    )
     if not names:
         parser.error(f"no such family; there are {', '.join(FAMILIES)}")
     started = perf_counter()
@@ -60,7 +75,11 @@ def _is_bad(outcome: Outcome) -> bool:
 
 def _shown(outcome: Outcome) -> Outcome:
     if _is_bad(outcome):
-        print(f"{outcome.verdict.value}: {outcome.member}: {outcome.detail[:240]}", file=sys.stderr, flush=True)
+        print(
+            f"{outcome.verdict.value}: {outcome.member}: {outcome.detail[:240]}",
+            file=sys.stderr,
+            flush=True,
+        )
     return outcome
 
 
@@ -72,7 +91,12 @@ def _print_table(outcomes: list[Outcome]) -> None:
         controls = [outcome for outcome in found if outcome.member.control]
         counts = Counter(outcome.verdict for outcome in attacks)
         fused = sum(outcome.verdict in GOOD_CONTROL for outcome in controls)
-        cells = [name, len(attacks), *(counts[verdict] for verdict in COLUMNS), f"{fused}/{len(controls)}"]
+        cells = [
+            name,
+            len(attacks),
+            *(counts[verdict] for verdict in COLUMNS),
+            f"{fused}/{len(controls)}",
+        ]
         print("| " + " | ".join(map(str, cells)) + " |")
 
 

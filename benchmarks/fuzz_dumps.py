@@ -1,10 +1,12 @@
-"""Mutated dumps, read under watch: nothing may run, nothing may fail but by its documented refusal, or take 10 s.
+"""Mutated dumps, read under watch: nothing may run, nothing may fail but by its documented refusal,
+or take 10 s.
 
     python benchmarks/fuzz_dumps.py [--cases 20000] [--seed 1] [--jobs 2] [--keep FOLDER]
 
-The dumps are the fixtures of the tests and graphs that are captured here. Each mutated dump is read, rebuilt as a graph
-and compared with another (diff); a third is inspected, which runs the pass, and a part is explained with verification,
-and audited. Exit status 1: something ran, failed, or took too long.
+The dumps are the fixtures of the tests and graphs that are captured here. Each mutated dump is
+read, rebuilt as a graph and compared with another (diff); a third is inspected, which runs the
+pass, and a part is explained with verification, and audited. Exit status 1: something ran, failed,
+or took too long.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def main() -> int:
     )
     slowest = sorted((one.seconds for _, one in found), reverse=True)[:3]
     print(
-        f"{len(found):,} mutated dumps of {len(contents)}, seed {options.seed}, in {perf_counter() - started:.0f} s"
+        f"{len(found):,} mutated dumps of {len(contents)}, seed {options.seed}, in "
+        f"{perf_counter() - started:.0f} s"
     )
     print(f"harm: {len(harmful)}; slowest: {', '.join(f'{seconds:.2f} s' for seconds in slowest)}")
     print(", ".join(f"{name} {count:,}" for name, count in sorted(outcomes.items())))
@@ -86,7 +89,11 @@ def run(
             found.append((number, worker.outcome(file, number + 1)))
             if len(found) % 500 == 0:
                 bad = sum(not one.harmless for _, one in found)
-                print(f"share {share}: {len(found):,} read, {bad} did harm", file=sys.stderr, flush=True)
+                print(
+                    f"share {share}: {len(found):,} read, {bad} did harm",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if options.keep and not found[-1][1].harmless:
                 options.keep.mkdir(parents=True, exist_ok=True)
                 (options.keep / f"{number}_{name}").write_bytes(content)

@@ -1,9 +1,11 @@
-"""CPU decode and prefill of one Hugging Face layer, as it is and optimised: times, ratios, distance from the bounds.
+"""CPU decode and prefill of one Hugging Face layer, as it is and optimised: times, ratios, distance
+from the bounds.
 
     python benchmarks/hf_decode.py [--quick] [--eager] [--threads N] [--json FILE]
 
-Both sides share their weights, are compiled alike (Inductor where there is a C++ compiler, otherwise not at all) and
-are timed in turns. Bounds are of the machine in the same run: its own product of two bfloat16 matrices, its own copy.
+Both sides share their weights, are compiled alike (Inductor where there is a C++ compiler,
+otherwise not at all) and are timed in turns. Bounds are of the machine in the same run: its own
+product of two bfloat16 matrices, its own copy.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-# Threads that spin at the end of a short kernel keep a busy machine's other threads, and the kernel's own, from it.
+# Threads that spin at the end of a short kernel keep a busy machine's other threads, and the
+# kernel's own, from it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import hf_layer
@@ -40,7 +43,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds of one size, and the bytes and operations that the side's own algorithm cannot avoid."""
+    """Milliseconds of one size, and the bytes and operations that the side's own algorithm cannot
+    avoid.
+    """
 
     context: int
     side: str
@@ -69,13 +74,16 @@ def measure_machine(compiled: bool) -> Machine:
 
 def faster(first: Machine, second: Machine) -> Machine:
     """Of two measurements, each figure's better: neighbours only take away."""
-    return replace(first, flops=max(first.flops, second.flops), bytes=max(first.bytes, second.bytes))
+    return replace(
+        first, flops=max(first.flops, second.flops), bytes=max(first.bytes, second.bytes)
+    )
 
 
 def work(side: str, layer: nn.Module, batch: int, context: int) -> tuple[float, float]:
     """(bytes, products * 2) that a decode step of the side's algorithm cannot avoid.
 
-    Weights and latents are read once. The original writes keys and values of all heads, and reads them.
+    Weights and latents are read once. The original writes keys and values of all heads, and reads
+    them.
     """
     weights = sum(parameter.numel() for parameter in layer.parameters())
     latents = batch * context * (R + DR)
@@ -121,7 +129,10 @@ def reference(layer: nn.Module, batch: int, context: int) -> torch.Tensor:
 
     exact = copy.deepcopy(layer).float()
     past = hf_layer.cache("original", batch, context)
-    past.layers[0].keys, past.layers[0].values = past.layers[0].keys.float(), past.layers[0].values.float()
+    past.layers[0].keys, past.layers[0].values = (
+        past.layers[0].keys.float(),
+        past.layers[0].values.float(),
+    )
     hidden, cos, sin, mask = hf_layer.decode_inputs(batch, context)
     hf_layer.rewind(past, context)
     return hf_layer.step(exact, hidden.float(), cos.float(), sin.float(), mask, past)
@@ -159,7 +170,8 @@ def show(machine: Machine, rows: list[Row], prefills: dict[int, dict[str, float]
         f"{machine.flops / 1e9:.0f} GFLOP/s bfloat16, copy {machine.bytes / 1e9:.1f} GB/s,"
         f" {machine.threads} threads, {how}",
         "",
-        "| context | side | median ms | fastest ms | memory bound | compute bound | share reached | error | ratio |",
+        "| context | side | median ms | fastest ms | memory bound | compute bound | share reached "
+        "| error | ratio |",
         "|---:|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for first, second in zip(rows[::2], rows[1::2], strict=True):
@@ -167,7 +179,8 @@ def show(machine: Machine, rows: list[Row], prefills: dict[int, dict[str, float]
             ratio = f"{first.median / second.median:.1f}" if row is second else ""
             memory, compute = row.bounds(machine)
             lines.append(
-                f"| {row.context:,} | {row.side} | {row.median:.1f} | {row.fastest:.1f} | {memory:.1f} |"
+                f"| {row.context:,} | {row.side} | {row.median:.1f} | {row.fastest:.1f} | "
+                f"{memory:.1f} |"
                 f" {compute:.1f} | {row.share(machine):.0%} | {row.error:.2e} | {ratio} |"
             )
     lines += ["", "| prefill | original ms | optimized ms | ratio |", "|---:|---:|---:|---:|"]
@@ -194,7 +207,11 @@ def main() -> None:
     compiled = not options.eager and any(map(shutil.which, ("g++", "clang++", "c++")))
     with torch.no_grad():
         machine = measure_machine(compiled)
-        rows = [row for context in options.contexts for row in decode(machine, options.batch, context, options.rounds)]
+        rows = [
+            row
+            for context in options.contexts
+            for row in decode(machine, options.batch, context, options.rounds)
+        ]
         prefills = {tokens: prefill(machine, tokens, options.rounds) for tokens in options.prefill}
         machine = faster(machine, measure_machine(compiled))
     print(show(machine, rows, prefills))

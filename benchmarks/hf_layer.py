@@ -1,4 +1,6 @@
-"""One DeepSeek-V3 decoder layer of Hugging Face at the dims of one rank of eight: the ground of the hf_* benchmarks."""
+"""One DeepSeek-V3 decoder layer of Hugging Face at the dims of one rank of eight: the ground of the
+hf_* benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def rows(batch: int, tokens: int, width: int, seed: int) -> Tensor:
 
 
 def cache(side: str, batch: int, context: int) -> Any:
-    """A cache of ``context`` tokens, all but the last of them filled with the same random latents on both sides."""
+    """A cache of ``context`` tokens, all but the last of them filled with the same random latents
+    on both sides.
+    """
     from transformers import StaticCache
 
     made: Any
@@ -67,18 +71,28 @@ def cache(side: str, batch: int, context: int) -> Any:
         made = StaticCache(config=config(), max_cache_len=context)
     else:
         made = hf.MlaPagedCache(config(), max_cache_len=context)
-    made.update(rows(batch, context - 1, 512, 1)[:, None], rows(batch, context - 1, 64, 2)[:, None], 0)
+    made.update(
+        rows(batch, context - 1, 512, 1)[:, None], rows(batch, context - 1, 64, 2)[:, None], 0
+    )
     return made
 
 
 def rewind(made: Any, context: int) -> None:
     """One token less than full again."""
-    length = made.table.length if isinstance(made, hf.MlaPagedCache) else made.layers[0].cumulative_length
+    length = (
+        made.table.length
+        if isinstance(made, hf.MlaPagedCache)
+        else made.layers[0].cumulative_length
+    )
     length.fill_(context - 1)
 
 
-def step(layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: Any) -> Tensor:
-    output: Tensor = layer(hidden, attention_mask=mask, past_key_values=past, position_embeddings=(cos, sin))
+def step(
+    layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: Any
+) -> Tensor:
+    output: Tensor = layer(
+        hidden, attention_mask=mask, past_key_values=past, position_embeddings=(cos, sin)
+    )
     return output
 
 
@@ -91,7 +105,9 @@ def decode_inputs(batch: int, context: int) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every run, one after the other in each round, so that both meet the same neighbours."""
+    """Seconds of every run, one after the other in each round, so that both meet the same
+    neighbours.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():

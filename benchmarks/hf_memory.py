@@ -2,8 +2,8 @@
 
     python benchmarks/hf_memory.py [--context 16384] [--batch 4] [--json FILE]
 
-Each side runs one eager decode step of one layer (DeepSeek-V3, one rank of eight) in a process of its own, by the
-kernel's account of its peak; weights and cache stand before the step begins.
+Each side runs one eager decode step of one layer (DeepSeek-V3, one rank of eight) in a process of
+its own, by the kernel's account of its peak; weights and cache stand before the step begins.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ LATENT, EXPANDED = 512 + 64, V3_HEADS * (192 + 128)
 
 def status(name: str) -> int:
     """Bytes of a field of /proc/self/status."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(name + ":")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -59,12 +63,18 @@ def main() -> None:
         return
     found: dict[str, Any] = {side: _in_a_process(side, options) for side in hf_layer.SIDES}
     tokens = options.batch * options.context
-    print(f"batch {options.batch}, context {options.context:,}, one layer of N {hf_layer.HEADS}, bfloat16\n")
+    print(
+        f"batch {options.batch}, context {options.context:,}, one layer of N {hf_layer.HEADS}, "
+        "bfloat16\n"
+    )
     print("| side | cache, elements a token | step's peak above weights and cache, MiB |")
     print("|---|---:|---:|")
     for side, row in found.items():
         print(f"| {side} | {row['cache'] / tokens / 2:.0f} | {row['peak'] / 2**20:.0f} |")
-    print(f"\nkeys and values of {V3_HEADS} heads: {EXPANDED:,} elements a token, {EXPANDED / LATENT:.1f} x {LATENT}")
+    print(
+        f"\nkeys and values of {V3_HEADS} heads: {EXPANDED:,} elements a token, "
+        f"{EXPANDED / LATENT:.1f} x {LATENT}"
+    )
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(found | {"tokens": tokens}, indent=2))

@@ -2,9 +2,9 @@
 
     python benchmarks/hf_tokens.py [--tokens 64] [--json FILE]
 
-Random weights of unit gain, two layers (longcat_flash: two attentions), latents of the kernel's widths, two prompts of
-which one is padded. float32: greedy tokens. bfloat16: relative L2 error of the logits of teacher-forced decode steps
-against the float32 original, of both sides.
+Random weights of unit gain, two layers (longcat_flash: two attentions), latents of the kernel's
+widths, two prompts of which one is padded. float32: greedy tokens. bfloat16: relative L2 error of
+the logits of teacher-forced decode steps against the float32 original, of both sides.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ SIZES: dict[str, Any] = dict(
     vocab_size=1024,
     intermediate_size=512,
     moe_intermediate_size=64,
-    first_k_dense_replace=2,  # an expert chosen otherwise after rounding would outweigh all rounding
+    # an expert chosen otherwise after rounding would outweigh all rounding
+    first_k_dense_replace=2,
     n_routed_experts=4,
     num_experts_per_tok=2,
     n_group=1,
@@ -60,7 +61,9 @@ def build(model_type: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(model_type, **{**SIZES, **MODELS[model_type]})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -83,7 +86,10 @@ def compare(model_type: str, tokens: int) -> dict[str, Any]:
     def steps(text: torch.Tensor) -> torch.Tensor:
         cache = DynamicCache(config=model.config)
         model(input_ids=text[:, :12], past_key_values=cache)
-        found = [model(input_ids=text[:, i : i + 1], past_key_values=cache).logits for i in range(12, text.shape[1])]
+        found = [
+            model(input_ids=text[:, i : i + 1], past_key_values=cache).logits
+            for i in range(12, text.shape[1])
+        ]
         return torch.cat(found, 1).double()
 
     before = model.generate(ids, **options)

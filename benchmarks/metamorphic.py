@@ -1,10 +1,11 @@
-"""The pass against generated graphs: spellings that must fuse, and mutants that must not be misread.
+"""The pass against generated graphs: spellings that must fuse, and mutants that must not be
+misread.
 
     python benchmarks/metamorphic.py --spellings 500 --mutants 2000 --seed 0 --jobs 2
     python benchmarks/metamorphic.py --spellings 0 --mutants 0 --quantised 250
 
-Exit status 1 where a spelling does not fuse as exactly, or where a mutant is fused wrongly, makes the pass raise, or is
-misread and stopped by verification alone.
+Exit status 1 where a spelling does not fuse as exactly, or where a mutant is fused wrongly, makes
+the pass raise, or is misread and stopped by verification alone.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ GOOD = {"spelling": {Verdict.FUSED}, "mutant": _NOT_WRONG, "quantised mutant": _
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--spellings", type=int, default=500)
     parser.add_argument("--mutants", type=int, default=2000)
-    parser.add_argument("--quantised", type=int, default=0, help="mutants of quantised graphs of the catalogue")
+    parser.add_argument(
+        "--quantised", type=int, default=0, help="mutants of quantised graphs of the catalogue"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each")
     given = parser.parse_args()
@@ -61,7 +66,10 @@ def _shown(outcome: Outcome, sort: str) -> Outcome:
 
 
 def _print_verdicts(sort: str, found: list[Outcome], seconds: float) -> None:
-    print(f"\n{len(found)} {sort}s of distinct structure, {seconds:.0f} s\n\n| verdict | {sort}s |\n|---|---:|")
+    print(
+        f"\n{len(found)} {sort}s of distinct structure, {seconds:.0f} s\n\n| verdict | {sort}s "
+        "|\n|---|---:|"
+    )
     counts = Counter(outcome.verdict for outcome in found)
     for verdict in Verdict:
         if verdict is not Verdict.INVALID:
@@ -78,7 +86,9 @@ def _print_misses(found: Iterable[Outcome]) -> None:
             missed.update(outcome.choices.items())
     if missed:
         print("\n| choice | option | missed | of |\n|---|---|---:|---:|")
-    for (axis, option), count in sorted(missed.items(), key=lambda entry: -entry[1] / used[entry[0]])[:20]:
+    for (axis, option), count in sorted(
+        missed.items(), key=lambda entry: -entry[1] / used[entry[0]]
+    )[:20]:
         print(f"| {axis} | {option} | {count} | {used[axis, option]} |")
 
 
@@ -86,7 +96,11 @@ def _print_kinds(found: Iterable[Outcome]) -> None:
     counts = Counter((outcome.kind, outcome.verdict) for outcome in found)
     columns = (Verdict.DECLINED, Verdict.FUSED, Verdict.WRONG, Verdict.MISREAD, Verdict.CRASHED)
     print(
-        "\n| change | " + " | ".join(verdict.value for verdict in columns) + " |\n|---" + "|---:" * len(columns) + "|"
+        "\n| change | "
+        + " | ".join(verdict.value for verdict in columns)
+        + " |\n|---"
+        + "|---:" * len(columns)
+        + "|"
     )
     for kind in sorted({kind for kind, _ in counts}):
         print(f"| {kind} | " + " | ".join(str(counts[kind, verdict]) for verdict in columns) + " |")

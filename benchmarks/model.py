@@ -1,4 +1,6 @@
-"""An absorbed DeepSeek decode layer in plain PyTorch: the prologue, and a small attention beside it."""
+"""An absorbed DeepSeek decode layer in plain PyTorch: the prologue, and a small attention beside
+it.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def functional_prologue(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """query, query_rope, and the new rows of both caches."""
     q = F.linear(rms_norm(F.linear(x, w_dq), gamma_cq, sizes.eps), w_uq_qr)
-    q_nope, q_pe = q.view(-1, sizes.heads, sizes.nope + sizes.rope).split([sizes.nope, sizes.rope], -1)
+    q_nope, q_pe = q.view(-1, sizes.heads, sizes.nope + sizes.rope).split(
+        [sizes.nope, sizes.rope], -1
+    )
     c_kv, k_pe = F.linear(x, w_dkv_kr).split([sizes.latent, sizes.rope], -1)
     c, s = cos.unsqueeze(1), sin.unsqueeze(1)
     w_uk = kv_b.view(sizes.heads, -1, sizes.latent)[:, : sizes.nope]
@@ -67,17 +71,25 @@ class Layer(nn.Module):
             return nn.Parameter(torch.empty(*shape, dtype=torch.bfloat16))
 
         q_width = sizes.heads * (sizes.nope + sizes.rope)
-        self.gamma_in, self.gamma_cq, self.gamma_ckv = weight(sizes.hidden), weight(sizes.q_lora), weight(sizes.latent)
+        self.gamma_in, self.gamma_cq, self.gamma_ckv = (
+            weight(sizes.hidden),
+            weight(sizes.q_lora),
+            weight(sizes.latent),
+        )
         self.w_dq, self.w_uq_qr = weight(sizes.q_lora, sizes.hidden), weight(q_width, sizes.q_lora)
         self.w_dkv_kr = weight(sizes.latent + sizes.rope, sizes.hidden)
         self.kv_b = weight(2 * sizes.heads * sizes.nope, sizes.latent)
         self.w_o = weight(sizes.hidden, sizes.heads * sizes.nope)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv_cache: Tensor, kr_cache: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv_cache: Tensor, kr_cache: Tensor
+    ) -> Tensor:
         sizes = self.sizes
         weights = (self.w_dq, self.gamma_cq, self.w_uq_qr, self.w_dkv_kr, self.gamma_ckv)
         normed = rms_norm(x, self.gamma_in, sizes.eps)
-        query, query_rope, c_kv, k_pe = functional_prologue(sizes, normed, *weights, cos, sin, self.kv_b)
+        query, query_rope, c_kv, k_pe = functional_prologue(
+            sizes, normed, *weights, cos, sin, self.kv_b
+        )
         kv_cache.view(-1, sizes.latent)[slots] = c_kv
         kr_cache.view(-1, sizes.rope)[slots] = k_pe
         kv, kr = kv_cache.view(-1, sizes.latent), kr_cache.view(-1, sizes.rope)
@@ -93,7 +105,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer(sizes) for _ in range(layers))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *caches: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *caches: Tensor
+    ) -> Tensor:
         for place, layer in enumerate(self.layers):
             x = layer(x, cos, sin, slots, caches[2 * place], caches[2 * place + 1])
         return x

@@ -1,6 +1,7 @@
 """The ten tasks of docs/tasks.md, each in a process of its own, timed: what a new user waits for.
 
-python benchmarks/new_user.py [--install]     # --install: also the first, into a fresh environment, which downloads
+python benchmarks/new_user.py [--install]     # --install: also the first, into a fresh environment,
+                                              which downloads
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ _BLOCK = re.compile(r'^```(python|sh)(?: title="[^"]*")?\n(.*?)^```$', re.DOTALL
 def tasks() -> list[tuple[str, list[tuple[str, str]]]]:
     """The title of each task, and its blocks; Python goes on from task to task."""
     parts = re.split(r"^\*\*(\d+\. [^*]*?)\.?\*\*", PAGE.read_text(), flags=re.MULTILINE)[1:]
-    found = [(title, _BLOCK.findall(text)) for title, text in zip(parts[::2], parts[1::2], strict=True)]
-    install = re.search(r"^## On a laptop\n(.*?)^## ", INSTALL.read_text(), re.DOTALL | re.MULTILINE)
+    found = [
+        (title, _BLOCK.findall(text)) for title, text in zip(parts[::2], parts[1::2], strict=True)
+    ]
+    install = re.search(
+        r"^## On a laptop\n(.*?)^## ", INSTALL.read_text(), re.DOTALL | re.MULTILINE
+    )
     assert install is not None
-    lines = re.findall(r"^pip install .*\n", install[1], re.MULTILINE)  # the clone and its environment are there
+    # the clone and its environment are there
+    lines = re.findall(r"^pip install .*\n", install[1], re.MULTILINE)
     return [(found[0][0], [("sh", "".join(lines))]), *found[1:]]
 
 
@@ -49,15 +55,29 @@ def main() -> int:
                     so_far += text
                     command = [str(python), "-c", so_far]
                 else:  # the commands of the environment come first
-                    command = ["bash", "-ec", f'export PATH="{python.parent}:$PATH"; {_on_a_cpu(text)}']
-                failed |= subprocess.run(command, cwd=where, stdout=subprocess.DEVNULL, check=False).returncode != 0
-            print(f"{perf_counter() - started:7.1f} s  {title}{'  FAILED' if failed else ''}", flush=True)
+                    command = [
+                        "bash",
+                        "-ec",
+                        f'export PATH="{python.parent}:$PATH"; {_on_a_cpu(text)}',
+                    ]
+                failed |= (
+                    subprocess.run(
+                        command, cwd=where, stdout=subprocess.DEVNULL, check=False
+                    ).returncode
+                    != 0
+                )
+            print(
+                f"{perf_counter() - started:7.1f} s  {title}{'  FAILED' if failed else ''}",
+                flush=True,
+            )
     return int(failed)
 
 
 def _on_a_cpu(text: str) -> str:
     """The self-test's whole table takes minutes without an NPU: one scenario of it."""
-    return text.replace("mla-fusion selftest", "mla-fusion selftest --only 'npu_mla_prolog_v3 w0 kv0 PA_BSND T8'")
+    return text.replace(
+        "mla-fusion selftest", "mla-fusion selftest --only 'npu_mla_prolog_v3 w0 kv0 PA_BSND T8'"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""Time of the pass on graphs of 1 to 61 layers, beside Inductor's and torch.fx's matchers on the same graphs.
+"""Time of the pass on graphs of 1 to 61 layers, beside Inductor's and torch.fx's matchers on the
+same graphs.
 
-    python benchmarks/pass_time.py [--quick] [--layers 1 8 32 61] [--dims small v3] [--repeat 5] [--json FILE]
+    python benchmarks/pass_time.py [--quick] [--layers 1 8 32 61] [--dims small v3] [--repeat 5]
+    [--json FILE]
 
-Everything is timed in one process, on fresh copies of one graph; figures are medians of wall time, ratios are of
-medians. Inductor is given the functional part of the prologue as one pattern (its matcher cannot express the cache
-writes), traced like the graph, once with the model's epsilon and once with another, where nothing matches.
-torch.fx's SubgraphMatcher is given the same pattern; it is quadratic, so it is run once and not on graphs where
-more than --patience seconds are to be expected.
+Everything is timed in one process, on fresh copies of one graph; figures are medians of wall time,
+ratios are of medians. Inductor is given the functional part of the prologue as one pattern (its
+matcher cannot express the cache writes), traced like the graph, once with the model's epsilon and
+once with another, where nothing matches. torch.fx's SubgraphMatcher is given the same pattern; it
+is quadratic, so it is run once and not on graphs where more than --patience seconds are to be
+expected.
 """
 
 from __future__ import annotations
@@ -50,7 +53,10 @@ def main() -> int:
     results: dict[str, Any] = {"machine": _machine(), "dims": {}}
     for name in options.dims:
         sizes = DIMS[name]
-        print(f"\n{name}: hidden size {sizes.hidden}, {sizes.heads} heads, {sizes.tokens} tokens; seconds")
+        print(
+            f"\n{name}: hidden size {sizes.hidden}, {sizes.heads} heads, {sizes.tokens} tokens; "
+            "seconds"
+        )
         rows = _table(sizes, options)
         results["dims"][name] = {"sizes": vars(sizes), "rows": rows}
         print(_ratios(rows[-1]))
@@ -63,12 +69,18 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 8, 32, 61])
     parser.add_argument("--dims", nargs="+", choices=DIMS, default=list(DIMS))
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--patience", type=float, default=30.0, help="seconds granted to SubgraphMatcher")
-    parser.add_argument("--quick", action="store_true", help="1 and 8 layers, small dims, few repetitions")
+    parser.add_argument(
+        "--patience", type=float, default=30.0, help="seconds granted to SubgraphMatcher"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="1 and 8 layers, small dims, few repetitions"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.quick:
@@ -86,14 +98,20 @@ def _table(sizes: Sizes, options: argparse.Namespace) -> list[dict[str, Any]]:
         times: dict[str, float] = {}
         row: dict[str, Any] = {"layers": layers, "nodes": len(gm.graph.nodes), "seconds": times}
         for name, config in (("fuse", mf.Config()), ("fuse, unverified", mf.Config(verify="off"))):
-            times[name], report = median_seconds(gm, options.repeat, partial(mf.fuse, config=config))
+            times[name], report = median_seconds(
+                gm, options.repeat, partial(mf.fuse, config=config)
+            )
             assert len(report.fused) == layers, str(report)
             stages = [timed.timings for timed in mf.reports()[-options.repeat :]]
-            row[f"stages of {name}"] = {key: round(median(one[key] for one in stages), 4) for key in stages[0]}
+            row[f"stages of {name}"] = {
+                key: round(median(one[key] for one in stages), 4) for key in stages[0]
+            }
         times["explain"], _ = median_seconds(gm, options.repeat, mf.explain)
         times["Inductor"], matches = median_seconds(gm, min(options.repeat, 3), inductor.apply)
         assert matches == layers, f"Inductor replaced {matches} of {layers}"
-        times["Inductor, no match"], matches = median_seconds(gm, min(options.repeat, 3), other.apply)
+        times["Inductor, no match"], matches = median_seconds(
+            gm, min(options.repeat, 3), other.apply
+        )
         assert matches == 0
         if not rows or _expected(rows[-1], layers) < options.patience:
             times["SubgraphMatcher"], matches = median_seconds(gm, 1, subgraph.apply)
@@ -106,7 +124,9 @@ def _table(sizes: Sizes, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _expected(row: dict[str, Any], layers: int) -> float:
     """What SubgraphMatcher would take, from the row before: it is quadratic."""
-    return float(row["seconds"].get("SubgraphMatcher", float("inf"))) * (layers / row["layers"]) ** 2
+    return (
+        float(row["seconds"].get("SubgraphMatcher", float("inf"))) * (layers / row["layers"]) ** 2
+    )
 
 
 def _graph(sizes: Sizes, layers: int) -> GraphModule:
@@ -129,10 +149,16 @@ def _ratios(row: dict[str, Any]) -> str:
 
 
 def _further_layer(row: dict[str, Any], larger: dict[str, Any]) -> str:
-    """What one more layer costs, without verification and without what is done once for each structure."""
+    """What one more layer costs, without verification and without what is done once for each
+    structure.
+    """
     stages, more = (entry["stages of fuse, unverified"] for entry in (row, larger))
     layers = larger["layers"] - row["layers"]
-    costs = (f"{stage} {(more[stage] - stages[stage]) / layers * 1e3:.1f}" for stage in more if stage != "verify")
+    costs = (
+        f"{stage} {(more[stage] - stages[stage]) / layers * 1e3:.1f}"
+        for stage in more
+        if stage != "verify"
+    )
     return f"a further layer, in milliseconds: {', '.join(costs)}"
 
 

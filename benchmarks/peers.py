@@ -13,10 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 
 class InductorPattern:
-    """The prologue's functional part as one ``register_replacement``; the cache writes cannot be part of it.
+    """The prologue's functional part as one ``register_replacement``; the cache writes cannot be
+    part of it.
 
-    The matcher drops a write inside a pattern as dead code, so the model's own writes stay in the graph and
-    the replacement is the staged form: the kernel writes small buffers in mode TND.
+    The matcher drops a write inside a pattern as dead code, so the model's own writes stay in the
+    graph and the replacement is the staged form: the kernel writes small buffers in mode TND.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -28,18 +29,31 @@ class InductorPattern:
             return functional_prologue(sizes, *args)
 
         def replace(
-            x: Tensor, w_dq: Tensor, g_q: Tensor, w_uq: Tensor, w_dkv: Tensor, g_kv: Tensor, *rest: Tensor
+            x: Tensor,
+            w_dq: Tensor,
+            g_q: Tensor,
+            w_uq: Tensor,
+            w_dkv: Tensor,
+            g_kv: Tensor,
+            *rest: Tensor,
         ) -> Any:
             cos, sin, kv_b = rest
             w_uk = kv_b.view(sizes.heads, -1, sizes.latent)[:, : sizes.nope]
-            caches = (x.new_empty(x.shape[0], 1, sizes.latent), x.new_empty(x.shape[0], 1, sizes.rope))
+            caches = (
+                x.new_empty(x.shape[0], 1, sizes.latent),
+                x.new_empty(x.shape[0], 1, sizes.rope),
+            )
             weights = (w_dq.t(), w_uq.t(), w_uk, w_dkv.t(), g_q, g_kv)
-            out = torch.ops.npu.npu_mla_prolog_v3_functional(x, *weights, sin, cos, *caches, cache_mode="TND")
+            out = torch.ops.npu.npu_mla_prolog_v3_functional(
+                x, *weights, sin, cos, *caches, cache_mode="TND"
+            )
             return out[0], out[1], out[5].view(-1, sizes.latent), out[6].view(-1, sizes.rope)
 
         example = layer_arguments(sizes)
         names = [f"input_{place}" for place in range(len(example))]
-        register_replacement(_named(search, names), _named(replace, names), example, _traced, self._pass)
+        register_replacement(
+            _named(search, names), _named(replace, names), example, _traced, self._pass
+        )
 
     def apply(self, gm: GraphModule) -> int:
         """Rewrite; the number of prologues replaced."""
@@ -53,7 +67,9 @@ class SubgraphPattern:
     """The same pattern for torch.fx's SubgraphMatcher, which only finds; nothing is rewritten."""
 
     def __init__(self, sizes: Sizes) -> None:
-        self._pattern = _traced(lambda *args: functional_prologue(sizes, *args), layer_arguments(sizes)).graph
+        self._pattern = _traced(
+            lambda *args: functional_prologue(sizes, *args), layer_arguments(sizes)
+        ).graph
 
     def apply(self, gm: GraphModule) -> int:
         """The number of prologues found."""

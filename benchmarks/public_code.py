@@ -1,12 +1,14 @@
-"""Public MLA code on the pass: what becomes of each implementation, where rows are written, how far it errs.
+"""Public MLA code on the pass: what becomes of each implementation, where rows are written, how far
+it errs.
 
     python benchmarks/public_code.py [--write] [--only NAME]
 
-Implementations are the entries of tests/catalogue that name who writes them so, and Hugging Face's own models converted
-by `hf.optimize`, at sizes that the kernel takes. *ratio*: the largest relative L2 error of an output (caches included)
-against a run in float64 (Hugging Face: float32), fused, over that of the unfused run. *symbolic*: the verdict with
-dynamic=True. Exit status 1 where a verdict is not the one that the catalogue, or the table below, has; where an error
-is larger than allowed; or where nothing is said of a prologue that stays. `--write` puts the tables into
+Implementations are the entries of tests/catalogue that name who writes them so, and Hugging Face's
+own models converted by `hf.optimize`, at sizes that the kernel takes. *ratio*: the largest relative
+L2 error of an output (caches included) against a run in float64 (Hugging Face: float32), fused,
+over that of the unfused run. *symbolic*: the verdict with dynamic=True. Exit status 1 where a
+verdict is not the one that the catalogue, or the table below, has; where an error is larger than
+allowed; or where nothing is said of a prologue that stays. `--write` puts the tables into
 docs/public-code.md.
 """
 
@@ -36,7 +38,8 @@ PAGE = ROOT / "docs" / "public-code.md"
 BEGIN, END = "<!-- {}: written by benchmarks/public_code.py -->\n", "<!-- /{} -->"
 IDENTITY = "unabsorbed"  # the tag of entries that are read under Config(unabsorbed="identity")
 
-# name: what is to become of each attention of the model, with the size of its query's latent where it needs one
+# name: what is to become of each attention of the model, with the size of its query's latent where
+# it needs one
 HUGGING_FACE: dict[str, str] = {
     **dict.fromkeys(MODELS, "in place"),
     **dict.fromkeys(("deepseek_v2",), "staged"),
@@ -75,7 +78,9 @@ def of_entry(entry: Entry) -> Row:
     fused = compiled(model, clones(args), mf.backend(config))
     report = mf.reports()[-1]
     symbolic = _symbolic(model, args, config)
-    right = outcome(report) == entry.outcome and ("symbolic" not in entry.tags or symbolic == entry.outcome)
+    right = outcome(report) == entry.outcome and (
+        "symbolic" not in entry.tags or symbolic == entry.outcome
+    )
     row = entry.source, entry.name, _words(outcome(report)), _words(symbolic)
     if not report.fused:
         return Row(*row, "", right and bool(report.rejected))
@@ -111,7 +116,10 @@ def _ratios(wanted: list[Any], unfused: list[Any], fused: list[Any]) -> Iterable
 
 
 def _words(found: tuple[str, ...]) -> str:
-    return ", ".join(word if word in ("in place", "staged") else f"`{word}`" for word in found) or "silent"
+    return (
+        ", ".join(word if word in ("in place", "staged") else f"`{word}`" for word in found)
+        or "silent"
+    )
 
 
 def of_model(name: str) -> Row:
@@ -119,13 +127,18 @@ def of_model(name: str) -> Row:
     changes = KERNEL | {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1}
     if kind in MODELS:
         own = MODELS[kind][1]
-        changes |= {"num_hidden_layers": own["num_hidden_layers"]} if "num_hidden_layers" in own else {}
+        changes |= (
+            {"num_hidden_layers": own["num_hidden_layers"]} if "num_hidden_layers" in own else {}
+        )
         changes |= DIRECT if own.get("q_lora_rank", 0) is None else {}
-        changes |= {"num_hidden_layers": 2} if kind == "longcat_flash" else {}  # one layer has two attentions
+        # one layer has two attentions
+        changes |= {"num_hidden_layers": 2} if kind == "longcat_flash" else {}
         changes |= LORA if "," in name else {}
         changes["first_k_dense_replace"] = changes["num_hidden_layers"]
     attention = "eager" if kind == WITH_SINKS[0] else "sdpa"
-    model = build(kind, {} if kind == WITH_SINKS[0] else changes, dtype=torch.bfloat16, attention=attention)
+    model = build(
+        kind, {} if kind == WITH_SINKS[0] else changes, dtype=torch.bfloat16, attention=attention
+    )
     summary = hf.optimize(model)
     wanted = HUGGING_FACE[name]
     if not summary.converted:
@@ -142,14 +155,23 @@ def of_model(name: str) -> Row:
     right = found == promised == {wanted} and len(fused) + len(left) == len(summary.converted)
     first, plain, exactly = logits
     ratio = distance(first, exactly) / distance(plain, exactly)
-    return Row("transformers", name, _words(tuple(sorted(found))), "", f"{ratio:.2f}" if fused else "", right)
+    return Row(
+        "transformers",
+        name,
+        _words(tuple(sorted(found))),
+        "",
+        f"{ratio:.2f}" if fused else "",
+        right,
+    )
 
 
 def _step(model: Any, ids: torch.Tensor, is_compiled: bool) -> torch.Tensor:
     """Logits of one token of each of two sequences, over a cache that holds six."""
     cache = hf.MlaPagedCache(model, max_cache_len=32)
     torch._dynamo.reset()
-    step = torch.compile(model.forward, backend="mla_fusion", dynamic=False) if is_compiled else model
+    step = (
+        torch.compile(model.forward, backend="mla_fusion", dynamic=False) if is_compiled else model
+    )
     with torch.no_grad():
         model(input_ids=ids[:, :6], past_key_values=cache)
         logits: torch.Tensor = step(input_ids=ids[:, 6:], past_key_values=cache).logits
@@ -157,7 +179,10 @@ def _step(model: Any, ids: torch.Tensor, is_compiled: bool) -> torch.Tensor:
 
 
 def table(header: tuple[str, ...], rows: Iterable[Row]) -> str:
-    shown = ([getattr(row, name) for name in header] for row in sorted(rows, key=lambda row: row[0].lower()))
+    shown = (
+        [getattr(row, name) for name in header]
+        for row in sorted(rows, key=lambda row: row[0].lower())
+    )
     lines = [header, ("---",) * len(header), *shown]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
@@ -171,19 +196,27 @@ def written(text: str, tables: dict[str, str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the tables to docs/public-code.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the tables to docs/public-code.md"
+    )
     parser.add_argument("--only", default="", help="entries and models with this in their name")
     arguments = parser.parse_args()
     graphs = [of_entry(entry) for entry in public() if arguments.only in entry.name]
     models = [of_model(name) for name in HUGGING_FACE if arguments.only in name]
     header = ("implementation", "form", "verdict", "ratio")
-    tables = {"graphs": table((*header[:3], "symbolic", "ratio"), graphs), "models": table(header, models)}
+    tables = {
+        "graphs": table((*header[:3], "symbolic", "ratio"), graphs),
+        "models": table(header, models),
+    }
     for made in tables.values():
         print(made)
     rows = [*graphs, *models]
     fuse = [row for row in rows if "`" not in row.verdict]
-    print(f"{len(rows)} forms, {sum(row.is_right for row in rows)} verdicts right, {len(fuse)} fused, "
+    print(f"{len(rows)} forms, {sum(row.is_right for row in rows)} verdicts right, {len(fuse)} "
+          "fused, "
           f"{sum(row.verdict == 'silent' for row in rows)} silent")  # fmt: skip
     wrong = [row for row in rows if not row.is_right]
     print(*(f"wrong: {row}" for row in wrong), sep="\n")

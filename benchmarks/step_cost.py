@@ -2,16 +2,19 @@
 
     python benchmarks/step_cost.py [--layers 1 8 61] [--turns 40] [--json FILE]
 
-The pass fuses a decoder of small dims, and the graph inside is replaced by a function that returns at once, so that
-what remains is the work on the inputs: weights looked up and checked, caches viewed. Four weights a layer; microseconds
-are medians, and means beside them: one step of 64 reads a share of the weights' bytes. ``of first``: the whole
-step, relative to the first setting's in the same turn. Settings:
+The pass fuses a decoder of small dims, and the graph inside is replaced by a function that returns
+at once, so that what remains is the work on the inputs: weights looked up and checked, caches
+viewed. Four weights a layer; microseconds are medians, and means beside them: one step of 64 reads
+a share of the weights' bytes. ``of first``: the whole step, relative to the first setting's in the
+same turn. Settings:
 
 * views: on a CPU most packed weights are views of their parameters, which are current by themselves
-* counted: packed copies, of which version counter and address are compared (``Config(updates="counted")``)
+* counted: packed copies, of which version counter and address are compared
+  (``Config(updates="counted")``)
 * rounds: the same, the default; a share of the bytes is read besides
 * wide: the same at eight times the width, and so eight times the bytes
-* manager: rounds, in a graph that :func:`mla_fusion.serving.vllm_ascend_pass` has edited; its one call for all weights
+* manager: rounds, in a graph that :func:`mla_fusion.serving.vllm_ascend_pass` has edited; its one
+  call for all weights
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 8, 61])
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--turns", type=int, default=40)
@@ -87,7 +92,8 @@ def _measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     finally:
         gc.enable()
     return [
-        _row(layers, name, whole[name], bare[name], whole[options.settings[0]], *made[name][2:]) for name in made
+        _row(layers, name, whole[name], bare[name], whole[options.settings[0]], *made[name][2:])
+        for name in made
     ]
 
 
@@ -95,7 +101,13 @@ Turns = list[list[float]]
 
 
 def _row(
-    layers: int, name: str, whole: Turns, bare: Turns, first: Turns, args: list[Any], weights: Weights
+    layers: int,
+    name: str,
+    whole: Turns,
+    bare: Turns,
+    first: Turns,
+    args: list[Any],
+    weights: Weights,
 ) -> dict[str, Any]:
     entries = {*(weights.entries(args) or ())}
     call = median(map(median, bare))
@@ -108,17 +120,23 @@ def _row(
         "call_us": round(call, 1),
         "boundary_us": round(boundary, 1),
         "mean_us": round(mean(map(mean, whole)) - call, 1),
-        "of_first": round(median(median(mine) / median(other) for mine, other in zip(whole, first, strict=True)), 2),
+        "of_first": round(
+            median(median(mine) / median(other) for mine, other in zip(whole, first, strict=True)),
+            2,
+        ),
     }
     print(
-        f"{layers:>6} {row['weights']:>8} {name:>8} {row['copied_bytes'] / 2**20:>8.1f} {call:>8.1f}"
-        f" {boundary:>10.1f} {row['mean_us']:>8.1f} {row['of_first']:>9.2f} {boundary / len(entries):>9.2f}",
+        f"{layers:>6} {row['weights']:>8} {name:>8} {row['copied_bytes'] / 2**20:>8.1f} "
+        f"{call:>8.1f}"
+        f" {boundary:>10.1f} {row['mean_us']:>8.1f} {row['of_first']:>9.2f} "
+        f"{boundary / len(entries):>9.2f}",
         flush=True,
     )
     return row
 
 
-Made = tuple[Callable[[], Any], Callable[[], Any], list[Any], Weights]  # a step, the step without what is measured
+# a step, the step without what is measured
+Made = tuple[Callable[[], Any], Callable[[], Any], list[Any], Weights]
 
 
 def _made(name: str, layers: int) -> Made:

@@ -1,9 +1,10 @@
-"""FX to GE converters of the MLA prologue operators for TorchAir, registered only where it has none.
+"""FX to GE converters of the MLA prologue operators for TorchAir, registered only where it has
+none.
 
-``register()`` may be called any number of times, before or after a compilation. It needs torchair, which
-needs CANN or ``mla_fusion.offline.activate()``; importing this package needs neither. ``register_unfused()``
-adds converters for the aten operators of unfused graphs that torchair refuses, ``with unfused_registered():`` for
-a while.
+``register()`` may be called any number of times, before or after a compilation. It needs torchair,
+which needs CANN or ``mla_fusion.offline.activate()``; importing this package needs neither.
+``register_unfused()`` adds converters for the aten operators of unfused graphs that torchair
+refuses, ``with unfused_registered():`` for a while.
 """
 
 from mla_fusion.converters.registry import (
@@ -15,4 +16,11 @@ from mla_fusion.converters.registry import (
     unfused_registered,
 )
 
-__all__ = ["OPERATORS", "UNFUSED", "provenance", "register", "register_unfused", "unfused_registered"]
+__all__ = [
+    "OPERATORS",
+    "UNFUSED",
+    "provenance",
+    "register",
+    "register_unfused",
+    "unfused_registered",
+]

@@ -26,13 +26,17 @@ def emit(operator: Operator, values: dict[str, Any]) -> dict[str, Any]:
         op_type=operator.ge_type,
         inputs={name: _tensor(values.get(name)) for name in operator.ge_inputs},
         outputs=list(operator.ge_results),
-        attrs={name: getattr(attr, kind)(values[name]) for name, kind in operator.ge_attributes.items()},
+        attrs={
+            name: getattr(attr, kind)(values[name]) for name, kind in operator.ge_attributes.items()
+        },
     )
     return dict(zip(operator.ge_results, outputs, strict=True))
 
 
 def copied(tensor: Any) -> Any:
-    """A copy of a tensor in the graph; torchair drops it again where the original may be written."""
+    """A copy of a tensor in the graph; torchair drops it again where the original may be
+    written.
+    """
     return import_module("torchair.ge").Clone(_tensor(tensor))
 
 

@@ -1,7 +1,8 @@
-"""npu_mla_prolog and npu_mla_prolog_v2: one GE operator each, outputs in the order of the torch schema.
+"""npu_mla_prolog and npu_mla_prolog_v2: one GE operator each, outputs in the order of the torch
+schema.
 
-Their schemas are pure and the kernel writes the caches all the same, so no copy is made: a copy would be
-written instead of the cache.
+Their schemas are pure and the kernel writes the caches all the same, so no copy is made: a copy
+would be written instead of the cache.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def v2(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     return _convert(V2, torch.ops.npu.npu_mla_prolog_v2.default, args, kwargs)
 
 
-def _convert(operator: Operator, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _convert(
+    operator: Operator, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
     outputs = emit(operator, bind(overload, args, kwargs))
     return tuple(outputs[name] for name in operator.results)

@@ -1,8 +1,9 @@
-"""npu_mla_prolog_v3 and its functional form: MlaPrologV3, outputs re-ordered from GE's order to the schema's.
+"""npu_mla_prolog_v3 and its functional form: MlaPrologV3, outputs re-ordered from GE's order to the
+schema's.
 
-GE lists the caches third and fourth. The functional operator gives them last and works on copies, which
-torchair's graph passes remove where the cache is a graph input with no other reader. The in-place operator
-does not give them at all.
+GE lists the caches third and fourth. The functional operator gives them last and works on copies,
+which torchair's graph passes remove where the cache is a graph input with no other reader. The
+in-place operator does not give them at all.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def v3(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 def v3_functional(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """The five results, then both caches."""
-    outputs = _node(bind(torch.ops.npu.npu_mla_prolog_v3_functional.default, args, kwargs), copy=True)
+    outputs = _node(
+        bind(torch.ops.npu.npu_mla_prolog_v3_functional.default, args, kwargs), copy=True
+    )
     return tuple(outputs[name] for name in V3_FUNCTIONAL.results)
 
 

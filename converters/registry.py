@@ -29,7 +29,9 @@ UNFUSED: dict[Any, Callable[..., Any]] = {
 
 
 def register(force: bool = False) -> dict[str, str]:
-    """Register what torchair lacks; ``force`` registers all. Says whose converter each operator has now."""
+    """Register what torchair lacks; ``force`` registers all. Says whose converter each operator has
+    now.
+    """
     torchair = import_module("torchair")
     for name, converter in OPERATORS.items():
         overload = _overload(name)
@@ -41,9 +43,9 @@ def register(force: bool = False) -> dict[str, str]:
 def register_unfused() -> dict[str, str]:
     """Let torchair convert unfused MLA graphs too: index_copy, index_put and repeat_interleave.
 
-    Not part of `register`: without them torchair refuses such a graph by name, which tells a user that a
-    prologue was not fused. A converter of torchair's own that does more than raise stays. Says whose
-    converter each operator has now, as `provenance` does.
+    Not part of `register`: without them torchair refuses such a graph by name, which tells a user
+    that a prologue was not fused. A converter of torchair's own that does more than raise stays.
+    Says whose converter each operator has now, as `provenance` does.
     """
     torchair = import_module("torchair")
     for overload, converter in UNFUSED.items():
@@ -55,7 +57,9 @@ def register_unfused() -> dict[str, str]:
 
 @contextmanager
 def unfused_registered() -> Iterator[dict[str, str]]:
-    """`register_unfused` for the length of a ``with`` block; afterwards torchair refuses again what it refused."""
+    """`register_unfused` for the length of a ``with`` block; afterwards torchair refuses again what
+    it refused.
+    """
     kept = {overload: ge_converter(overload) for overload in UNFUSED}
     try:
         yield register_unfused()

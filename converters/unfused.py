@@ -1,8 +1,9 @@
-"""aten operators of unfused MLA graphs that torchair declares and refuses: cache writes and head repeats.
+"""aten operators of unfused MLA graphs that torchair declares and refuses: cache writes and head
+repeats.
 
-They go onto documented GE operators, so that an unfused model compiles too and can be compared with the fused
-one. ``ScatterNdUpdate`` writes its first input, hence the copy, which torchair's graph passes remove again
-where the original is a graph input without another reader.
+They go onto documented GE operators, so that an unfused model compiles too and can be compared with
+the fused one. ``ScatterNdUpdate`` writes its first input, hence the copy, which torchair's graph
+passes remove again where the original is a graph input without another reader.
 """
 
 from __future__ import annotations
@@ -31,21 +32,30 @@ def index_copy(self: Any, dim: int, index: Any, source: Any, meta_outputs: Any =
 
 
 def index_put(
-    self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, meta_outputs: Any = None
+    self: Any,
+    indices: Sequence[Any],
+    values: Any,
+    accumulate: bool = False,
+    meta_outputs: Any = None,
 ) -> Any:
-    """``self[i] = values`` and ``self[i, j] = values``: ScatterNdUpdate over rows of stacked indices.
+    """``self[i] = values`` and ``self[i, j] = values``: ScatterNdUpdate over rows of stacked
+    indices.
 
-    The indices are integer tensors of one shape over the leading axes; values broadcast. A negative index
-    counts from the end in torch and not in GE, so it is brought into range first. Raises NotImplementedError
-    for ``accumulate``, more than two indices, an index behind a full slice, boolean masks, and indices that
-    broadcast against each other.
+    The indices are integer tensors of one shape over the leading axes; values broadcast. A negative
+    index counts from the end in torch and not in GE, so it is brought into range first. Raises
+    NotImplementedError for ``accumulate``, more than two indices, an index behind a full slice,
+    boolean masks, and indices that broadcast against each other.
     """
     ge = ge_operators()
     used = _leading(indices)
     if accumulate:
         raise _refused("accumulate=True")
-    positive = [ge.FloorMod(index, _size(self, axis, index.dtype)) for axis, index in enumerate(used)]
-    rows = ge.Unsqueeze(positive[0], axes=[-1]) if len(used) == 1 else ge.Pack(positive, N=2, axis=-1)
+    positive = [
+        ge.FloorMod(index, _size(self, axis, index.dtype)) for axis, index in enumerate(used)
+    ]
+    rows = (
+        ge.Unsqueeze(positive[0], axes=[-1]) if len(used) == 1 else ge.Pack(positive, N=2, axis=-1)
+    )
     rest = list(self.symsize[len(used) :])
     if not _same_sizes(values.symsize, [*used[0].symsize, *rest]):
         values = ge.BroadcastTo(values, _written_shape(ge, self, used[0], len(used)))
@@ -53,9 +63,16 @@ def index_put(
 
 
 def repeat_interleave(
-    self: Any, repeats: Any, dim: int | None = None, *, output_size: Any = None, meta_outputs: Any = None
+    self: Any,
+    repeats: Any,
+    dim: int | None = None,
+    *,
+    output_size: Any = None,
+    meta_outputs: Any = None,
 ) -> Any:
-    """``repeat_interleave(self, repeats, dim)``, one count for all: RepeatInterleave; no dim flattens."""
+    """``repeat_interleave(self, repeats, dim)``, one count for all: RepeatInterleave; no dim
+    flattens.
+    """
     ge = ge_operators()
     if isinstance(repeats, int):
         repeats = ge.Const([repeats], dtype=ge.DataType.DT_INT64)
@@ -94,12 +111,16 @@ def _written_shape(ge: Any, self: Any, index: Any, count: int) -> Any:
     if all(isinstance(size, int) for size in sizes):
         return ge.Const(sizes, dtype=ge.DataType.DT_INT64)
     int64 = ge.DataType.DT_INT64
-    rest = ge.GatherV2(ge.Shape(self, dtype=int64), ge.Const(list(range(count, self.rank))), ge.Const(0))
+    rest = ge.GatherV2(
+        ge.Shape(self, dtype=int64), ge.Const(list(range(count, self.rank))), ge.Const(0)
+    )
     return ge.ConcatV2([ge.Shape(index, dtype=int64), rest], concat_dim=0, N=2)
 
 
 def _same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two shapes are equal term by term; two symbols are equal when they are the same expression."""
+    """Whether two shapes are equal term by term; two symbols are equal when they are the same
+    expression.
+    """
     return len(a) == len(b) and all(str(x) == str(y) for x, y in zip(a, b, strict=True))
 
 

@@ -1,12 +1,14 @@
-"""What gets each rejection code, and what is written instead, in plain torch: for the page of codes.
+"""What gets each rejection code, and what is written instead, in plain torch: for the page of
+codes.
 
-``PROLOGUE`` fuses. An example of which ``after`` stands in it is run: with ``before`` in its place, the code is given
-(tests/project/test_rejections_page.py). The others are given by near misses and tests that name their code.
+``PROLOGUE`` fuses. An example of which ``after`` stands in it is run: with ``before`` in its place,
+the code is given (tests/project/test_rejections_page.py). The others are given by near misses and
+tests that name their code.
 """
 
 from __future__ import annotations
 
-PROLOGUE = '''\
+PROLOGUE = """\
 def rms_norm(x, weight):
     high = x.float()
     return (high * torch.rsqrt(high.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * weight
@@ -27,7 +29,7 @@ def prologue(x, cos, sin, kv_cache, kr_cache, slots):
     kv_cache.view(-1, Hckv)[slots] = rms_norm(c_kv, g_kv)
     kr_cache.view(-1, Dr)[slots] = k_pe
     return query, q_pe
-'''
+"""
 
 _KEY_ROTATED = "rotate(k_pe, cos, sin)"
 _LATENT_NORMED = "rms_norm(c_kv, g_kv)"
@@ -36,11 +38,23 @@ _REPORT = "report it: a defect of the pass"
 # code: (before, after)
 EXAMPLES: dict[str, tuple[str, str]] = {
     "q_lora.absent": ("x @ W_q", "c_q @ W_uq_qr"),
-    "q_lora.interrupted": ("c_q = rms_norm(x @ W_dq, g_q).clamp(-9, 9)", "c_q = rms_norm(x @ W_dq, g_q)"),
-    "kv_latent.absent": ("kv_cache.view(-1, Hckv)[slots] = c_kv", f"kv_cache.view(-1, Hckv)[slots] = {_LATENT_NORMED}"),
-    "rope.absent": ("q_pe = q_pe * cos[:, None]", "q_pe = rotate(q_pe, cos[:, None], sin[:, None])"),
+    "q_lora.interrupted": (
+        "c_q = rms_norm(x @ W_dq, g_q).clamp(-9, 9)",
+        "c_q = rms_norm(x @ W_dq, g_q)",
+    ),
+    "kv_latent.absent": (
+        "kv_cache.view(-1, Hckv)[slots] = c_kv",
+        f"kv_cache.view(-1, Hckv)[slots] = {_LATENT_NORMED}",
+    ),
+    "rope.absent": (
+        "q_pe = q_pe * cos[:, None]",
+        "q_pe = rotate(q_pe, cos[:, None], sin[:, None])",
+    ),
     "rope.tables_differ": ("rotate(k_pe, cos, -sin)", _KEY_ROTATED),
-    "rope.table_shape": ("cos, sin = cos_table[:S], sin_table[:S]", "cos, sin = cos_table[positions], .."),
+    "rope.table_shape": (
+        "cos, sin = cos_table[:S], sin_table[:S]",
+        "cos, sin = cos_table[positions], ..",
+    ),
     "rope.layouts_differ": ("k_pe = rotate_pairs(k_pe, cos, sin)", f"k_pe = {_KEY_ROTATED}"),
     "rope.normed_key": ("rotate(rms_norm(k_pe, g_kr), cos, sin)", _KEY_ROTATED),
     "rope.heads_differ": (
@@ -49,8 +63,14 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     ),
     "absorb.absent": ("query = q_nope", 'query = torch.einsum("tnd,ndc->tnc", q_nope, W_uk)'),
     "norm.absent": ("c_q = F.layer_norm(x @ W_dq, [Hcq], g_q)", "c_q = rms_norm(x @ W_dq, g_q)"),
-    "norm.gamma_absent": ("c_q = F.rms_norm(x @ W_dq, [Hcq], eps=1e-6)", "c_q = rms_norm(x @ W_dq, g_q)"),
-    "norm.gamma_dtype": ("F.rms_norm(c_kv.float(), [Hckv], g_float32, 1e-6).bfloat16()", _LATENT_NORMED),
+    "norm.gamma_absent": (
+        "c_q = F.rms_norm(x @ W_dq, [Hcq], eps=1e-6)",
+        "c_q = rms_norm(x @ W_dq, g_q)",
+    ),
+    "norm.gamma_dtype": (
+        "F.rms_norm(c_kv.float(), [Hckv], g_float32, 1e-6).bfloat16()",
+        _LATENT_NORMED,
+    ),
     "norm.of_input": ("static_layer(x_normed_elsewhere)", "static_layer(rms_norm(x, g_x))"),
     "norm.epsilon": ("rms_norm(c_kv, g_kv, eps=1e-5)", "rms_norm(c_kv, g_kv, eps=1e-6)"),
     "norm.scaled": ("2 * x * torch.rsqrt(..)", "2 * rms_norm(c_kv, g_kv)"),
@@ -61,32 +81,77 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "linear.symbolic": ("model(x, heads=n)  # dynamic=True", "torch.compile(model, dynamic=False)"),
     "linear.hidden": ("x @ W_dq + x @ A @ B", "x @ W_dq"),
     "quant.static": ("npu_quantize(x, scale, offset, ..)", "npu_dynamic_quant(x)"),
-    "quant.not_static": ("npu_quantize(x, one_scale_per_channel, ..)", "npu_quantize(x, one_scale, ..)"),
-    "quant.weights_only": ("x @ (w_int8.bfloat16() * w_scale)", "npu_quant_matmul(*npu_dynamic_quant(x), ..)"),
-    "quant.dynamic": ("(c_q / scale).to(torch.int8)", "(c_q / scale).round().clamp(-128, 127).to(torch.int8)"),
-    "quant.mixed": ("int8(W_dq), int8(W_uq_qr), W_dkv_kr", "int8(W_dq), int8(W_uq_qr), int8(W_dkv_kr)"),
-    "quant.tokens_differ": ("npu_dynamic_quant(x, smooth), npu_dynamic_quant(x)", "xq, scale = npu_dynamic_quant(x)"),
-    "quant.scale": ("npu_quant_matmul(xq, w, one_scale, ..)", "npu_quant_matmul(xq, w, scale_per_column, ..)"),
-    "quant.cache": ("per-channel cache scales, int8 W_dq", "per-channel cache scales, int8 W_uq_qr alone"),
+    "quant.not_static": (
+        "npu_quantize(x, one_scale_per_channel, ..)",
+        "npu_quantize(x, one_scale, ..)",
+    ),
+    "quant.weights_only": (
+        "x @ (w_int8.bfloat16() * w_scale)",
+        "npu_quant_matmul(*npu_dynamic_quant(x), ..)",
+    ),
+    "quant.dynamic": (
+        "(c_q / scale).to(torch.int8)",
+        "(c_q / scale).round().clamp(-128, 127).to(torch.int8)",
+    ),
+    "quant.mixed": (
+        "int8(W_dq), int8(W_uq_qr), W_dkv_kr",
+        "int8(W_dq), int8(W_uq_qr), int8(W_dkv_kr)",
+    ),
+    "quant.tokens_differ": (
+        "npu_dynamic_quant(x, smooth), npu_dynamic_quant(x)",
+        "xq, scale = npu_dynamic_quant(x)",
+    ),
+    "quant.scale": (
+        "npu_quant_matmul(xq, w, one_scale, ..)",
+        "npu_quant_matmul(xq, w, scale_per_column, ..)",
+    ),
+    "quant.cache": (
+        "per-channel cache scales, int8 W_dq",
+        "per-channel cache scales, int8 W_uq_qr alone",
+    ),
     "dtype.region": ("(x.half() @ W_dq.half()).bfloat16()", "x @ W_dq"),
-    "scale.unequal": ('torch.einsum("tnd,ndc->tnc", 0.5 * q_nope, W_uk)', 'torch.einsum("tnd,ndc->tnc", q_nope, W_uk)'),
+    "scale.unequal": (
+        'torch.einsum("tnd,ndc->tnc", 0.5 * q_nope, W_uk)',
+        'torch.einsum("tnd,ndc->tnc", q_nope, W_uk)',
+    ),
     "token_x.layout": ("x.view(B, S, 1, He) @ W_dq", "x.view(B, S, He) @ W_dq"),
     "reader.latent": ("return query, q_pe, c_kv.sum()", "return query, q_pe"),
     "cache.staging_forbidden": ('Config(staging="never")', 'Config(staging="auto")'),
     "cache.operator_mode": ('npu_kv_rmsnorm_rope_cache(.., cache_mode="Norm")', 'cache_mode="PA"'),
-    "cache.slots": ("npu_kv_rmsnorm_rope_cache(.., slots[:n], ..)", "npu_kv_rmsnorm_rope_cache(.., slots, ..)"),
-    "cache.also_read": ("kv_cache.sum(); npu_kv_rmsnorm_rope_cache(..)", "read what the operator returns"),
-    "cache.view_of_input": ("npu_kv_rmsnorm_rope_cache(.., pool[:2])", "npu_kv_rmsnorm_rope_cache(.., kv_cache)"),
+    "cache.slots": (
+        "npu_kv_rmsnorm_rope_cache(.., slots[:n], ..)",
+        "npu_kv_rmsnorm_rope_cache(.., slots, ..)",
+    ),
+    "cache.also_read": (
+        "kv_cache.sum(); npu_kv_rmsnorm_rope_cache(..)",
+        "read what the operator returns",
+    ),
+    "cache.view_of_input": (
+        "npu_kv_rmsnorm_rope_cache(.., pool[:2])",
+        "npu_kv_rmsnorm_rope_cache(.., kv_cache)",
+    ),
     "contract": ("kv_cache: [BlockNum, 8, 1, 512]", "kv_cache: [BlockNum, 16, 1, 512]"),
-    "graph.not_functional": ("seen = q_pe.sum(); q_pe.mul_(2)", "seen = q_pe.sum(); q_pe = q_pe * 2"),
-    "graph.branch": ("torch.cond(flag, prologue, other, args)", "prologue(*args); torch.cond(flag, ..)"),
+    "graph.not_functional": (
+        "seen = q_pe.sum(); q_pe.mul_(2)",
+        "seen = q_pe.sum(); q_pe = q_pe * 2",
+    ),
+    "graph.branch": (
+        "torch.cond(flag, prologue, other, args)",
+        "prologue(*args); torch.cond(flag, ..)",
+    ),
     "graph.unread": ("prologue(..)  # its results are dropped", "return prologue(..)"),
     "step.choice": ("rms_norm(c_kv.clamp(-50, 50), g_kv)", _LATENT_NORMED),
     "step.random": ("rms_norm(F.dropout(c_kv, 0.1), g_kv)", _LATENT_NORMED),
     "step.unknown": ("rotate(my_operator(k_pe), cos, sin)", _KEY_ROTATED),
     "tokens.cut": ("(x @ W_dq)[:n]", "x[:n] @ W_dq"),
-    "tokens.mixed": ("k_pe[:16] = k_pe[:16] / 2  # dynamic=True", "compile for a fixed number of tokens"),
-    "slots.unproven": ("cache[slots - 1] = rows  # staging='never'", "cache[slots_minus_one] = rows  # an input"),
+    "tokens.mixed": (
+        "k_pe[:16] = k_pe[:16] / 2  # dynamic=True",
+        "compile for a fixed number of tokens",
+    ),
+    "slots.unproven": (
+        "cache[slots - 1] = rows  # staging='never'",
+        "cache[slots_minus_one] = rows  # an input",
+    ),
     "stream.mixed": ("q on stream 11, k on stream 12", "both on one stream"),
     "order.cycle": (
         "[slots + query[:, 0, 0].abs().long()] = rms_norm(c_kv, g_kv)",

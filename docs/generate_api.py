@@ -1,9 +1,11 @@
-"""Write docs/api.md, api-tools.md and configuration.md from signatures and docstrings: a table for each public name.
+"""Write docs/api.md, api-tools.md and configuration.md from signatures and docstrings: a table for
+each public name.
 
 python docs/generate_api.py           # write the pages
 python docs/generate_api.py --check   # exit 1 when they are not what these say
 
-A docstring says of a parameter, at its left edge, ``name   what it means``; further lines are indented.
+A docstring says of a parameter, at its left edge, ``name   what it means``; further lines are
+                                                            indented.
 """
 
 from __future__ import annotations
@@ -28,33 +30,36 @@ DOCS = Path(__file__).parent
 INTRODUCTION = """\
 # Python
 
-`import mla_fusion as mf` loads nothing, not even torch; each name loads its module on first use. Import it before
-`torch` where torch_npu is installed without CANN. Here are the names with which models are fused and reports read;
-[Python: tools](api-tools.md) has the others, [configuration](configuration.md) the fields of `Config`. Generated from
-signatures and docstrings by `docs/generate_api.py`; do not edit.
+`import mla_fusion as mf` loads nothing, not even torch; each name loads its module on first use.
+Import it before `torch` where torch_npu is installed without CANN. Here are the names with which
+models are fused and reports read; [Python: tools](api-tools.md) has the others,
+[configuration](configuration.md) the fields of `Config`. Generated from signatures and docstrings
+by `docs/generate_api.py`; do not edit.
 """
 TOOLS = """\
 # Python: tools
 
-Names beside [the pass itself](api.md): lowering, dumps, Hugging Face, calls by hand, the operator's contract.
-Generated from signatures and docstrings by `docs/generate_api.py`; do not edit.
+Names beside [the pass itself](api.md): lowering, dumps, Hugging Face, calls by hand, the operator's
+contract. Generated from signatures and docstrings by `docs/generate_api.py`; do not edit.
 """
 CONFIGURATION = """\
 # Configuration
 
 `Config` has every option of the pass. Write `mf.backend(mf.Config(verify="all"))`, or for one model
-`torch.compile(model, backend="mla_fusion", options={"verify": "all"})`; `mf.torchair_pass`, `mf.fuse` and `mf.explain`
-take a `Config` too. More on [targets](targets.md), [staging](staged.md), [weights and updates](weights.md). Generated
-from the docstring by `docs/generate_api.py`; do not edit.
+`torch.compile(model, backend="mla_fusion", options={"verify": "all"})`; `mf.torchair_pass`,
+`mf.fuse` and `mf.explain` take a `Config` too. More on [targets](targets.md), [staging](staged.md),
+[weights and updates](weights.md). Generated from the docstring by `docs/generate_api.py`; do not
+edit.
 """
 LAST = """\
-`mf.reference` has the kernels on CPU under the operators' names: `npu_mla_prolog_v3_functional`, `npu_mla_prolog_v3`,
-`npu_mla_prolog_v2`, `npu_mla_prolog` and `mla_preprocess`. `mf.paging` makes `cache_index` from block tables and slot
-lists of several stacks.
+`mf.reference` has the kernels on CPU under the operators' names: `npu_mla_prolog_v3_functional`,
+`npu_mla_prolog_v3`, `npu_mla_prolog_v2`, `npu_mla_prolog` and `mla_preprocess`. `mf.paging` makes
+`cache_index` from block tables and slot lists of several stacks.
 """
 SPACES = {"mf": mf, "hf": hf}
 TASKS = {
-    "Fuse a model": "backend torchair_pass fuse SlotError prepack Prepacked refresh release register_operator",
+    "Fuse a model": "backend torchair_pass fuse SlotError prepack Prepacked refresh release "
+    "register_operator",
     "Ask what would fuse, and why not": "explain",
     "Read what happened": "reports Report Report.to_json Report.to_html",
     "See what an NPU would run": "lower Lowering Lowering.save offline.activate offline.on_npu",
@@ -107,16 +112,27 @@ def described(title: str, value: Any) -> Iterator[str]:
     """The heading, the call, what the docstring says, and its table."""
     text, rows = inspect.getdoc(value) or "", list[str]()
     is_class = inspect.isclass(value)
-    given = {} if is_class and issubclass(value, Exception) else dict(inspect.signature(value).parameters)
+    given = (
+        {}
+        if is_class and issubclass(value, Exception)
+        else dict(inspect.signature(value).parameters)
+    )
     given.pop("self", None)
     meanings = {name: "; ".join(parts) for name, parts in _meanings(text).items()}
     unknown = meanings.keys() ^ given.keys()
     if unknown:
-        raise ValueError(f"the docstring of {title} and its signature differ in {', '.join(sorted(unknown))}")
+        raise ValueError(
+            f"the docstring of {title} and its signature differ in {', '.join(sorted(unknown))}"
+        )
     settable = not is_class or value is mf.Config
     for name, parameter in given.items():
         default = [_default(parameter)] if settable else []
-        cells = (f"`{_STARS.get(parameter.kind, '')}{name}`", _code(parameter.annotation), *default, meanings[name])
+        cells = (
+            f"`{_STARS.get(parameter.kind, '')}{name}`",
+            _code(parameter.annotation),
+            *default,
+            meanings[name],
+        )
         rows.append("| " + " | ".join(map(_cell, cells)) + " |")
     first, _, rest = _ROW.sub("", text).strip().partition("\n\n")
     yield f"### {title}\n"
@@ -124,7 +140,11 @@ def described(title: str, value: Any) -> Iterator[str]:
         yield f"`{title}{_call(value)}`\n"
     yield f"{_plain(first)}\n"
     if rows:
-        head = ("parameter", "type", "default", "meaning") if settable else ("field", "type", "meaning")
+        head = (
+            ("parameter", "type", "default", "meaning")
+            if settable
+            else ("field", "type", "meaning")
+        )
         yield "\n".join(("| " + " | ".join(head) + " |", "| --- " * len(head) + "|", *rows)) + "\n"
     if rest:
         yield f"{_plain(rest)}\n"
@@ -134,14 +154,21 @@ def _meanings(text: str) -> dict[str, list[str]]:
     held: dict[str, list[str]] = {}
     for names, meaning in _ROW.findall(text):
         for name in names.split(", "):
-            held.setdefault(name, []).append(re.sub(r"(?<!\.)\.$", "", re.sub(r"\s+", " ", meaning.strip())))
+            held.setdefault(name, []).append(
+                re.sub(r"(?<!\.)\.$", "", re.sub(r"\s+", " ", meaning.strip()))
+            )
     return held
 
 
 def _call(value: Any) -> str:
     signature = inspect.signature(value)
-    shown = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
-    return f"{inspect.Signature([one for one in shown if one.name != 'self'])} -> {signature.return_annotation}"
+    shown = [
+        one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()
+    ]
+    return (
+        f"{inspect.Signature([one for one in shown if one.name != 'self'])} -> "
+        f"{signature.return_annotation}"
+    )
 
 
 def _default(parameter: inspect.Parameter) -> str:

@@ -1,7 +1,9 @@
-"""Write the tables of docs/hugging-face.md: features of releases, and the results of the matrix of transformers.
+"""Write the tables of docs/hugging-face.md: features of releases, and the results of the matrix of
+transformers.
 
 python docs/generate_hf.py           # write them
-python docs/generate_hf.py --check   # exit 1 when they are not what the code and tests/matrix/hf.json say
+python docs/generate_hf.py --check   # exit 1 when they are not what the code and
+                                     tests/matrix/hf.json say
 """
 
 from __future__ import annotations
@@ -31,13 +33,20 @@ def features() -> str:
 
 
 def results(rows: Sequence[dict[str, Any]]) -> str:
-    """Releases by columns: how many tests passed, the largest ratio of errors, which models there are."""
+    """Releases by columns: how many tests passed, the largest ratio of errors, which models there
+    are.
+    """
     header = ("transformers", *hf.CELLS, "largest ratio of errors", "models converted")
     lines = []
     for row in rows:
         cells = [hf.word(row["cells"].get(name, {})) for name in hf.CELLS]
-        lines.append((row["transformers"], *cells, str(row["largest_ratio"]), str(len(row["models"]))))
-    models = [f"* {row['transformers']}: {', '.join(f'`{name}`' for name in row['models'])}" for row in rows]
+        lines.append(
+            (row["transformers"], *cells, str(row["largest_ratio"]), str(len(row["models"])))
+        )
+    models = [
+        f"* {row['transformers']}: {', '.join(f'`{name}`' for name in row['models'])}"
+        for row in rows
+    ]
     return "\n".join([_table(header, lines), *models, ""])
 
 

@@ -22,7 +22,9 @@ _CODE = re.compile(r"^```python\n(.*?)^```\n\n```text\n.*?^```\n", re.DOTALL | r
 
 def cells(text: str) -> Iterator[dict[str, Any]]:
     """Text and code in turn. What a block prints is left to the reader's kernel."""
-    text = re.sub(r"\]\((?!#|http|\.\./)([^)]*)\)", r"](../docs/\1)", text).replace("](../examples/", "](")
+    text = re.sub(r"\]\((?!#|http|\.\./)([^)]*)\)", r"](../docs/\1)", text).replace(
+        "](../examples/", "]("
+    )
     for place, part in enumerate(_CODE.split(text)):
         if part.strip():
             kind = "code" if place % 2 else "markdown"
@@ -34,7 +36,10 @@ def cells(text: str) -> Iterator[dict[str, Any]]:
 def notebook() -> str:
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     whole = {"cells": list(cells(PAGE.read_text())), "metadata": {"kernelspec": kernel}}
-    return json.dumps(whole | {"nbformat": 4, "nbformat_minor": 5}, indent=1, ensure_ascii=False) + "\n"
+    return (
+        json.dumps(whole | {"nbformat": 4, "nbformat_minor": 5}, indent=1, ensure_ascii=False)
+        + "\n"
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

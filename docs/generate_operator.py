@@ -11,7 +11,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from mla_fusion.meta import attention, contradictions, key_operator, preprocess, preprocess_csrc, spec
+from mla_fusion.meta import (
+    attention,
+    contradictions,
+    key_operator,
+    preprocess,
+    preprocess_csrc,
+    spec,
+)
 from mla_fusion.meta.limits import RELEASES, SOCS, Limits
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.meta.stricter import STRICTER, Scope
@@ -31,110 +38,121 @@ CALL_DIMS = dict(He=1024, Hcq=1536, N=8, D=128, Dr=64, Hckv=512, BlockNum=2, Blo
 INTRODUCTION = """\
 # The operator contract
 
-`npu_mla_prolog_v3` in every scenario, and its older versions; [operators beside it](other-operators.md) have their own
-page. Generated from `mla_fusion.meta.spec`, `limits`, `stricter` and `tiling_key` by `docs/generate_operator.py`; do
-not edit.
+`npu_mla_prolog_v3` in every scenario, and its older versions;
+[operators beside it](other-operators.md) have their own page. Generated from
+`mla_fusion.meta.spec`, `limits`, `stricter` and `tiling_key` by `docs/generate_operator.py`; do not
+edit.
 
-T tokens (`B*S`), He hidden size, Hcq query rank, Hckv KV rank, N heads, D nope head dim, Dr rope head dim. *lead* is
-`T` or `B, S`, as token_x has it; *tokens* is T or `B*S`. `mla_fusion.meta.check` applies these tables to a call,
-`mla_fusion.meta.infer` gives its results, `mla_fusion.meta.explain_call` explains it.
+T tokens (`B*S`), He hidden size, Hcq query rank, Hckv KV rank, N heads, D nope head dim, Dr rope
+head dim. *lead* is `T` or `B, S`, as token_x has it; *tokens* is T or `B*S`.
+`mla_fusion.meta.check` applies these tables to a call, `mla_fusion.meta.infer` gives its results,
+`mla_fusion.meta.explain_call` explains it.
 """
 
 LAYOUT = """\
-All tensors lie on one device and are contiguous. The caches of v3 may have a strided first axis in the newest
-operator; before it, and in v1 and v2, rows that are written to a cache that is not contiguous do not arrive in it.
+All tensors lie on one device and are contiguous. The caches of v3 may have a strided first axis in
+the newest operator; before it, and in v1 and v2, rows that are written to a cache that is not
+contiguous do not arrive in it.
 """
 
 PATHS = """\
 ## The two paths
 
-A call reaches the device by hand through torch_npu (`path="eager"`), which allocates the results and calls aclnn, or
-in a graph (`path="graph"`), where GE infers their shapes first. Both end in the operator's tiling; the inference takes
-less, so what a graph takes, a call by hand takes too. `check` asks for `"eager"` by default, since it is made for calls
-by hand; the pass asks for `"graph"`, which is what it lowers to, and `infer` says what a graph's inference says unless
-asked for `"eager"`. What depends on the path or the release, beyond sizes and modes, is this:
+A call reaches the device by hand through torch_npu (`path="eager"`), which allocates the results
+and calls aclnn, or in a graph (`path="graph"`), where GE infers their shapes first. Both end in the
+operator's tiling; the inference takes less, so what a graph takes, a call by hand takes too.
+`check` asks for `"eager"` by default, since it is made for calls by hand; the pass asks for
+`"graph"`, which is what it lowers to, and `infer` says what a graph's inference says unless asked
+for `"eager"`. What depends on the path or the release, beyond sizes and modes, is this:
 """
 
 VERDICTS = """\
 ## Where check is stricter than the vendor
 
-The vendor's own inference, tiling checks and tiling, of CANN 8.3 (the state of 2025-11), 8.5, 9.0, 9.1 and of 2026-08
-("latest"), were run on 1,800 random calls; `tests/meta/test_vendor_verdicts.py` replays what they said. `check` agrees
-on both paths, `infer` with the shapes and dtypes, and `explain_call` with the tiling keys, but for these classes of
-calls, which the vendor's check takes and `check` refuses on purpose. It takes none of those that the vendor refused.
+The vendor's own inference, tiling checks and tiling, of CANN 8.3 (the state of 2025-11), 8.5, 9.0,
+9.1 and of 2026-08 ("latest"), were run on 1,800 random calls; `tests/meta/test_vendor_verdicts.py`
+replays what they said. `check` agrees on both paths, `infer` with the shapes and dtypes, and
+`explain_call` with the tiling keys, but for these classes of calls, which the vendor's check takes
+and `check` refuses on purpose. It takes none of those that the vendor refused.
 """
 
 KEYS = """\
 ## Tiling keys
 
-`explain_call(..., cann=..).tiling_key` is the key that the tiling of that release returns, by fields. Bits, from 0 on:
+`explain_call(..., cann=..).tiling_key` is the key that the tiling of that release returns, by
+fields. Bits, from 0 on:
 """
 
 KEY_INTRODUCTION = f"""\
 ## npu_kv_rmsnorm_rope_cache
 
-Also `_v2`, which says that it writes its caches, and `_v2_functional`: RMSNorm of the first C columns of kv, RoPE of
-the other R (pairs in, halves out), both cast once and written; A2, A3, and A5 from CANN {key_operator.SINCE["A5"]} on.
-C is 512 and R 64 but on A5. kv [B, 1, S, C+R], gamma [C], cos and sin [B, 1, S or 1, R], all bfloat16 or all float16;
-index int64. Caches have kv's dtype; an int8 one needs its scale, float32 [width] or [1, width], which multiplies.
-BlockSize is a multiple of 16, with an int8 cache of 32; the newest operator asks for B*ceil(S/BlockSize) blocks.
-Negative slots skip their token. `is_output_kv` gives the new rows too, in the paged modes. The form with a separate
-`v` is another network's.
+Also `_v2`, which says that it writes its caches, and `_v2_functional`: RMSNorm of the first C
+columns of kv, RoPE of the other R (pairs in, halves out), both cast once and written; A2, A3, and
+A5 from CANN {key_operator.SINCE["A5"]} on. C is 512 and R 64 but on A5. kv [B, 1, S, C+R], gamma
+[C], cos and sin [B, 1, S or 1, R], all bfloat16 or all float16; index int64. Caches have kv's
+dtype; an int8 one needs its scale, float32 [width] or [1, width], which multiplies. BlockSize is a
+multiple of 16, with an int8 cache of 32; the newest operator asks for B*ceil(S/BlockSize) blocks.
+Negative slots skip their token. `is_output_kv` gives the new rows too, in the paged modes. The form
+with a separate `v` is another network's.
 """
 
 ATB_INTRODUCTION = f"""\
 ## npu_mla_preprocess (ATB)
 
-`torch_npu.atb.npu_mla_preprocess`, A2 and A3: input RMSNorm with bias, one down-projection with the columns
-`[C | R | Q]`, RoPE that rotates halves, epsilon fixed at 1e-6. Weights of the activation dtype switch both
-RmsNormQuants off (no input norm, no beta1); they, and H other than {preprocess.ATB_HIDDEN}, need
-`{preprocess.STATIC}`. T tokens (1..{preprocess.MAX_TOKENS}), C = 512,
+`torch_npu.atb.npu_mla_preprocess`, A2 and A3: input RMSNorm with bias, one down-projection with the
+columns `[C | R | Q]`, RoPE that rotates halves, epsilon fixed at 1e-6. Weights of the activation
+dtype switch both RmsNormQuants off (no input norm, no beta1); they, and H other than
+{preprocess.ATB_HIDDEN}, need `{preprocess.STATIC}`. T tokens (1..{preprocess.MAX_TOKENS}), C = 512,
 R = 64, Q = 1536, D = 128. slotmapping is int32 [T]; -1 skips a token. `quant_mode` is one of
-{", ".join(f"`{name}`" for name in preprocess.QUANT_MODES)}; the first requires quant_scale, quant_offset and
-bias of both stages. `int8_nzcache` requires ctkv_scale [1], which divides, and q_nope_scale [N], which multiplies.
+{", ".join(f"`{name}`" for name in preprocess.QUANT_MODES)}; the first requires quant_scale,
+quant_offset and bias of both stages. `int8_nzcache` requires ctkv_scale [1], which divides, and
+q_nope_scale [N], which multiplies.
 """
 
 CSRC_INTRODUCTION = """\
 ## mla_preprocess_csrc (the fork in vllm-ascend)
 
-`torch.ops._C_ascend.mla_preprocess`, A2 and A3; called `mla_preprocess_csrc` here, as ATB's operator has the same
-name. It is ATB's without gamma0 and beta0 (hiddenState arrives normed), with results as arguments, with cos and sin
-that may both be None, and with `enable_inner_out`, which fills inner_out [T, Q] with RMSNorm 1 and its beta before
-quantisation. A quantised mode requires beta1 and both descales, per_tensor_quant_asymm also quant_scale, quant_offset
-and bias of both stages; `no_quant` reads none of them and takes weights of the activation dtype. Caches are
-[BlockNum, BlockSize, width], with or without a head axis of 1, in NZ modes also [BlockNum, width/C0, BlockSize, C0];
-only their first axis may be strided. These are the kernels; other combinations write nothing and report nothing.
+`torch.ops._C_ascend.mla_preprocess`, A2 and A3; called `mla_preprocess_csrc` here, as ATB's
+operator has the same name. It is ATB's without gamma0 and beta0 (hiddenState arrives normed), with
+results as arguments, with cos and sin that may both be None, and with `enable_inner_out`, which
+fills inner_out [T, Q] with RMSNorm 1 and its beta before quantisation. A quantised mode requires
+beta1 and both descales, per_tensor_quant_asymm also quant_scale, quant_offset and bias of both
+stages; `no_quant` reads none of them and takes weights of the activation dtype. Caches are
+[BlockNum, BlockSize, width], with or without a head axis of 1, in NZ modes also [BlockNum,
+width/C0, BlockSize, C0]; only their first axis may be strided. These are the kernels; other
+combinations write nothing and report nothing.
 """
 
 ATTENTION_INTRODUCTION = f"""\
 ## npu_fused_infer_attention_score_v2 (attention over paged latents)
 
 The form with query_rope and key_rope, {" and ".join(attention.SOCS)}: scores are
-`softmax_scale * (query . key + query_rope . key_rope)`. D is {attention.LATENT}, R {attention.ROPE}; num_query_heads N
-is {attention.HEADS} (`padded_heads` gives the next of these), num_key_value_heads 1. All tensors are bfloat16, or all
-float16. int8 query, key and value need bfloat16 ropes, query_quant_mode {attention.PER_TOKEN_AND_HEAD}, float32
-dequant_scale_query (query's shape without D), dequant_scale_key and dequant_scale_value [1]: with weight_quant_mode 2
+`softmax_scale * (query . key + query_rope . key_rope)`. D is {attention.LATENT}, R
+{attention.ROPE}; num_query_heads N is {attention.HEADS} (`padded_heads` gives the next of these),
+num_key_value_heads 1. All tensors are bfloat16, or all float16. int8 query, key and value need
+bfloat16 ropes, query_quant_mode {attention.PER_TOKEN_AND_HEAD}, float32 dequant_scale_query
+(query's shape without D), dequant_scale_key and dequant_scale_value [1]: with weight_quant_mode 2
 and kv_cache_quant_mode 1 of the prologue its dequant_scale_q_nope and 1 / quant_scale_ckv.
 
-key, value and key_rope are caches: [BlockNum, BlockSize, width], [BlockNum, 1, BlockSize, width] or NZ
-[BlockNum, 1, width/C0, BlockSize, C0], C0 = 32 bytes, contiguous; block_table is int32 [B, blocks].
-actual_seq_kvlen has B lengths. In TND, where B is at most {attention.MOST["B"]}, actual_seq_qlen has prefix sums that
-end at T. sparse_mode 0 has no mask; 3 (causal, ending where the sequence ends) and 4 have
-[{attention.MASK_WIDTH}, {attention.MASK_WIDTH}]; 9 (a tree of drafted tokens) has [B, S, S], or in TND all squares
-[sum S*S]. Other optional tensors are refused.
+key, value and key_rope are caches: [BlockNum, BlockSize, width], [BlockNum, 1, BlockSize, width] or
+NZ [BlockNum, 1, width/C0, BlockSize, C0], C0 = 32 bytes, contiguous; block_table is int32 [B,
+blocks]. actual_seq_kvlen has B lengths. In TND, where B is at most {attention.MOST["B"]},
+actual_seq_qlen has prefix sums that end at T. sparse_mode 0 has no mask; 3 (causal, ending where
+the sequence ends) and 4 have [{attention.MASK_WIDTH}, {attention.MASK_WIDTH}]; 9 (a tree of drafted
+tokens) has [B, S, S], or in TND all squares [sum S*S]. Other optional tensors are refused.
 
-Users report wrong results without an error for two calls that the vendor's checks take, so `check` refuses them:
-`mask.ignored`, a mask with sparse_mode 0, of which positions past 512 are not read; and `mask.absent`, TND without a
-mask, which can give the plain average of all rows.
+Users report wrong results without an error for two calls that the vendor's checks take, so `check`
+refuses them: `mask.ignored`, a mask with sparse_mode 0, of which positions past 512 are not read;
+and `mask.absent`, TND without a mask, which can give the plain average of all rows.
 """
 
 
 OTHERS_INTRODUCTION = """\
 # Operators beside the prologue
 
-The key's half, ATB's prologue and its fork, attention over paged latents, and where the official pages are wrong.
-[The prologue's own contract](operator.md). Generated from `mla_fusion.meta` by `docs/generate_operator.py`; do not
-edit.
+The key's half, ATB's prologue and its fork, attention over paged latents, and where the official
+pages are wrong. [The prologue's own contract](operator.md). Generated from `mla_fusion.meta` by
+`docs/generate_operator.py`; do not edit.
 """
 
 
@@ -144,20 +162,31 @@ def page() -> str:
     sections = (
         INTRODUCTION,
         "## Scenarios\n",
-        "`weight_quant_mode` / `kv_cache_quant_mode`. Scales that a row does not name are forbidden.\n",
-        table(("wq/kv", "weights", "cache", "required", "optional", "modes that follow", "from"), scenarios()),
+        "`weight_quant_mode` / `kv_cache_quant_mode`. Scales that a row does not name are "
+        "forbidden.\n",
+        table(
+            ("wq/kv", "weights", "cache", "required", "optional", "modes that follow", "from"),
+            scenarios(),
+        ),
         "## Tensors\n",
         table(("tensor", "shape", *(f"wq {wq}" for wq in spec.WEIGHT_MODES)), tensors()),
-        "FRACTAL_NZ weights may also be given as 4-D storage `[n/C0, k/16, 16, C0]`, C0 = 32 bytes.\n",
+        "FRACTAL_NZ weights may also be given as 4-D storage `[n/C0, k/16, 16, C0]`, C0 = 32 "
+        "bytes.\n",
         LAYOUT,
         table(("scale", "shape", "dtype", "in"), scales()),
         "## Results\n",
-        "Shapes and dtypes with `query_norm_flag=True`, by `wq/kv`; the functional form adds both caches.\n",
+        "Shapes and dtypes with `query_norm_flag=True`, by `wq/kv`; the functional form adds both "
+        "caches.\n",
         table(("wq/kv", *RESULTS), results()),
-        "Without `query_norm_flag` query_norm and dequant_scale_q_norm are absent: `[0]`, or `[1]` before CANN 8.5.\n"
-        "Before 8.5 a graph's inference gives `[1]` for both whatever the flag says, and nothing fills them.\n",
+        "Without `query_norm_flag` query_norm and dequant_scale_q_norm are absent: `[0]`, or "
+        "`[1]` before CANN 8.5.\n"
+        "Before 8.5 a graph's inference gives `[1]` for both whatever the flag says, and nothing "
+        "fills them.\n",
         "## Cache modes\n",
-        table(("mode", "kv_cache", "cache_index, 2-D / 3-D token_x", "actual_seq_len", "kv modes"), cache_modes()),
+        table(
+            ("mode", "kv_cache", "cache_index, 2-D / 3-D token_x", "actual_seq_len", "kv modes"),
+            cache_modes(),
+        ),
         "## Sizes, cache modes and scenarios by release\n",
         *(text for op in OPERATORS for text in releases(op)),
         PATHS,
@@ -166,8 +195,12 @@ def page() -> str:
         table(("class", "refused", "codes", "where", "why"), classes()),
         KEYS,
         table(("field", *key_releases()), key_fields()),
-        "CACHE_MODE and QUANT_MODE (`wq/kv`) are these numbers; SCENARIO is 1 without quantisation and 2 with it.\n",
-        table(("number", "CACHE_MODE", *(f"QUANT_MODE, from {since}" for since in QUANT_NUMBERS)), key_numbers()),
+        "CACHE_MODE and QUANT_MODE (`wq/kv`) are these numbers; SCENARIO is 1 without "
+        "quantisation and 2 with it.\n",
+        table(
+            ("number", "CACHE_MODE", *(f"QUANT_MODE, from {since}" for since in QUANT_NUMBERS)),
+            key_numbers(),
+        ),
     )
     return "\n".join(sections)
 
@@ -185,9 +218,14 @@ def others() -> str:
         table(("quant_mode", "hiddenState", "cache_mode", "with enable_inner_out"), csrc_kernels()),
         ATTENTION_INTRODUCTION,
         table(("input_layout", "query", "attention_out", "int8"), attention_layouts()),
-        table(("from", "BlockSize", "of NZ", "sparse_mode", "tokens a sequence", "softmax_lse"), attention_releases()),
-        f"With int8, BlockSize is {attention.INT8_BLOCKS}, a sequence has at most {attention.INT8_TOKENS} tokens, and "
-        "sparse_mode is 0 for one token a\nsequence (not in TND), else 3 or 9. Before 8.5 this holds of every dtype, "
+        table(
+            ("from", "BlockSize", "of NZ", "sparse_mode", "tokens a sequence", "softmax_lse"),
+            attention_releases(),
+        ),
+        f"With int8, BlockSize is {attention.INT8_BLOCKS}, a sequence has at most "
+        f"{attention.INT8_TOKENS} tokens, and "
+        "sparse_mode is 0 for one token a\nsequence (not in TND), else 3 or 9. Before 8.5 this "
+        "holds of every dtype, "
         "where 4 is taken too (not in TND).\n",
         "## Where the official pages contradict the operator\n",
         table(("page", "says", "holds", "read from"), disagreements()),
@@ -221,7 +259,9 @@ def scenarios() -> Iterator[list[str]]:
             names(required),
             names(weights.optional),
             follows,
-            "; ".join(f"{soc} {since(soc, (wq, kv))}" for soc in ("A3", "A5") if since(soc, (wq, kv))),
+            "; ".join(
+                f"{soc} {since(soc, (wq, kv))}" for soc in ("A3", "A5") if since(soc, (wq, kv))
+            ),
         ]
 
 
@@ -261,7 +301,11 @@ def scales() -> Iterator[list[str]]:
     shapes: dict[tuple[str, str, str], list[str]] = {}
     for wq, weights in spec.WEIGHT_MODES.items():
         for name, shape in {**weights.required, **weights.optional}.items():
-            dtype = str(weights.scale_dtype).removeprefix("torch.") if name in weights.required else "float32"
+            dtype = (
+                str(weights.scale_dtype).removeprefix("torch.")
+                if name in weights.required
+                else "float32"
+            )
             shapes.setdefault((name, shape, dtype), []).append(f"wq {wq}")
     for kv, cache in spec.CACHE_QUANTS.items():
         for name, shape in cache.required.items():
@@ -275,7 +319,10 @@ def results() -> Iterator[list[str]]:
     for wq, kv in pairs():
         call = sample_call(weight_quant_mode=wq, kv_cache_quant_mode=kv, dims=CALL_DIMS, lead=(3,))
         inferred = meta.infer(V3, **call | {"query_norm_flag": True})
-        yield [f"{wq}/{kv}", *(f"{symbolic(shape)} {dtype_name(kind, kind)}" for shape, kind in inferred)]
+        yield [
+            f"{wq}/{kv}",
+            *(f"{symbolic(shape)} {dtype_name(kind, kind)}" for shape, kind in inferred),
+        ]
 
 
 def symbolic(shape: Sequence[int]) -> str:
@@ -287,7 +334,9 @@ def symbolic(shape: Sequence[int]) -> str:
 def cache_modes() -> Iterator[list[str]]:
     for name, mode in spec.CACHE_MODES.items():
         index = [mode.index.get(rank, "refused") for rank in (2, 3)]
-        shown = " / ".join("absent" if i is None else i if i == "refused" else axes(i) for i in index)
+        shown = " / ".join(
+            "absent" if i is None else i if i == "refused" else axes(i) for i in index
+        )
         kinds = [str(kv) for kv, cache in spec.CACHE_QUANTS.items() if name in cache.cache_modes]
         lengths = "[B] int32 with a 2-D token_x" if mode.actual_seq_len else "absent"
         yield [f"`{name}`", axes(f"{mode.cache} row"), shown, lengths, ", ".join(kinds)]
@@ -300,14 +349,17 @@ def releases(op: str) -> Iterator[str]:
         if not any(column.quant_modes for column in columns):
             yield f"{title}: not taken. {columns[-1].absent}.\n"
             continue
-        rows = [[axis, *(str(c.dims[axis]) if c.quant_modes else "-" for c in columns)] for axis in AXES]
+        rows = [
+            [axis, *(str(c.dims[axis]) if c.quant_modes else "-" for c in columns)] for axis in AXES
+        ]
         rows.append(["cache modes", *(", ".join(c.cache_modes) or "-" for c in columns)])
         quant = (" ".join(f"{w}/{k}" for w, k in sorted(c.quant_modes)) or "-" for c in columns)
         rows.append(["wq/kv", *quant])
         yield table((title, *RELEASES), (merged(row) for row in rows))
         for release, column in zip(RELEASES, columns, strict=True):
             if column.absent and column.cache_modes:
-                yield f"{title}, CANN {release}: no scenario passes. {column.absent[0].upper()}{column.absent[1:]}.\n"
+                why = column.absent[0].upper() + column.absent[1:]
+                yield f"{title}, CANN {release}: no scenario passes. {why}.\n"
 
 
 TRAITS = {
@@ -315,7 +367,9 @@ TRAITS = {
     "quant_scale_ckv with kv 1": lambda c: axes(c.kv_scale),
     "modes": lambda c: "read" if c.reads_modes else "ignored: dtypes decide",
     "query_norm": lambda c: "with the flag" if c.gives_query_norm else "never",
-    "empty kr_cache of kv 3": lambda c: ", ".join(f"{rank}-D" for rank in sorted(c.empty_kr_ranks)) or "any rank",
+    "empty kr_cache of kv 3": lambda c: (
+        ", ".join(f"{rank}-D" for rank in sorted(c.empty_kr_ranks)) or "any rank"
+    ),
     "int8 for it": lambda c: ", ".join(f"wq {wq}" for wq in sorted(c.empty_kr_int8)) or "never",
     "cache_index of block lists": lambda c: (
         ", ".join(f"{rank}-D" for rank in sorted(c.block_index_ranks)) or "any rank"
@@ -326,10 +380,14 @@ TRAITS = {
 
 
 def traits() -> Iterator[list[str]]:
-    """A row for each trait, SoC and path; those that are alike on both paths or on all SoCs are one row."""
+    """A row for each trait, SoC and path; those that are alike on both paths or on all SoCs are one
+    row.
+    """
     for name, show in TRAITS.items():
         cells = {
-            (soc, path): tuple(_trait(meta.limits(V3, soc, release, path), show) for release in RELEASES)
+            (soc, path): tuple(
+                _trait(meta.limits(V3, soc, release, path), show) for release in RELEASES
+            )
             for soc in ("A3", "A5")
             for path in ("eager", "graph")
         }
@@ -387,13 +445,18 @@ def key_numbers() -> Iterator[list[str]]:
 
 def merged(row: list[str]) -> list[str]:
     """A cell equal to the one before it becomes an arrow: the eye goes to what changed."""
-    return [row[0], *("=" if i > 1 and row[i] == row[i - 1] else row[i] for i in range(1, len(row)))]
+    return [
+        row[0],
+        *("=" if i > 1 and row[i] == row[i - 1] else row[i] for i in range(1, len(row))),
+    ]
 
 
 def key_caches() -> Iterator[list[str]]:
     for name in key_operator.MODES:
         paged = name != "Norm"
-        cache = "[BlockNum, BlockSize, 1, width]" + (" in the NZ layout" if name.endswith("NZ") else "")
+        cache = "[BlockNum, BlockSize, 1, width]" + (
+            " in the NZ layout" if name.endswith("NZ") else ""
+        )
         index = "[B*ceil(S/BlockSize)], blocks" if name in key_operator.BLOCKS else "[B*S], slots"
         row = [cache, index, "yes"] if paged else ["[B, 1, Scache, width]", "[B, S], rows", "on A5"]
         yield [f"`{name}`", *row]
@@ -404,7 +467,13 @@ def atb_caches() -> Iterator[list[str]]:
         int8 = " int8" if form.int8 else ""
         rope = "unused" if form.kr is None else axes(form.kr)
         q_rope = "absent" if form.kr is None else "[T, N, R]"
-        yield [f"`{name}` ({form.number})", axes(form.kv) + int8, rope, axes(form.q_out0) + int8, q_rope]
+        yield [
+            f"`{name}` ({form.number})",
+            axes(form.kv) + int8,
+            rope,
+            axes(form.q_out0) + int8,
+            q_rope,
+        ]
 
 
 def csrc_kernels() -> Iterator[list[str]]:
@@ -414,19 +483,36 @@ def csrc_kernels() -> Iterator[list[str]]:
 
 def attention_layouts() -> Iterator[list[str]]:
     for name in attention.LAYOUTS:
-        query, out = (f"[{', '.join(letters)}]".replace("H", "N*D") for letters in attention.axes_of(name))
+        query, out = (
+            f"[{', '.join(letters)}]".replace("H", "N*D") for letters in attention.axes_of(name)
+        )
         yield [f"`{name}`", query, out, "yes" if name in attention.INT8_LAYOUTS else "-"]
 
 
 def attention_releases() -> Iterator[list[str]]:
     for row in attention.RELEASE_ROWS:
-        modes, most = ", ".join(map(str, row.sparse_modes)), "any number" if row.tokens is None else f"1..{row.tokens}"
-        yield [row.since, str(row.blocks), str(row.nz_blocks), modes, most, "yes" if row.lse else "-"]
+        modes, most = (
+            ", ".join(map(str, row.sparse_modes)),
+            "any number" if row.tokens is None else f"1..{row.tokens}",
+        )
+        yield [
+            row.since,
+            str(row.blocks),
+            str(row.nz_blocks),
+            modes,
+            most,
+            "yes" if row.lse else "-",
+        ]
 
 
 def disagreements() -> Iterator[list[str]]:
     for row in contradictions.CONTRADICTIONS:
-        yield [row.page, row.says, row.holds, f"`{row.source}`" if "." in row.source else row.source]
+        yield [
+            row.page,
+            row.says,
+            row.holds,
+            f"`{row.source}`" if "." in row.source else row.source,
+        ]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,7 +1,9 @@
-"""Write docs/releases.md, and the table of README, from `mla_fusion.releases` and the outcome of the matrix.
+"""Write docs/releases.md, and the table of README, from `mla_fusion.releases` and the outcome of
+the matrix.
 
 python docs/generate_releases.py           # write them
-python docs/generate_releases.py --check   # exit 1 when they are not what the table and the outcome say
+python docs/generate_releases.py --check   # exit 1 when they are not what the table and the outcome
+                                           say
 """
 
 from __future__ import annotations
@@ -27,52 +29,57 @@ BEGIN, END = "<!-- releases: written by docs/generate_releases.py -->\n", "<!-- 
 INTRODUCTION = """\
 # Releases
 
-Which torch_npu works, what the others lack, and what was tested. Generated from `mla_fusion/releases.py` and
-`tests/matrix/outcome.json` by `docs/generate_releases.py`; do not edit.
+Which torch_npu works, what the others lack, and what was tested. Generated from
+`mla_fusion/releases.py` and `tests/matrix/outcome.json` by `docs/generate_releases.py`; do not
+edit.
 
-What decides is the post release: torch_npu 2.9.0 and 2.9.0.post9 are for the same torch, and only the second has the
-torchair that graphs are compiled through. A release without it is refused by `mf.lower`, `mf.offline.activate`,
-`mla-fusion doctor` and, on an NPU, `mf.backend`, with the release to install and before anything of it is imported
-(`mla_fusion.releases.UnsupportedRelease`). The backend on CPU tensors, `mf.fuse`, `mf.explain`, `mf.reference` and
-`mf.meta` need no torch_npu, and work beside any, on torch 2.7 or newer.
+What decides is the post release: torch_npu 2.9.0 and 2.9.0.post9 are for the same torch, and only
+the second has the torchair that graphs are compiled through. A release without it is refused by
+`mf.lower`, `mf.offline.activate`, `mla-fusion doctor` and, on an NPU, `mf.backend`, with the
+release to install and before anything of it is imported (`mla_fusion.releases.UnsupportedRelease`).
+The backend on CPU tensors, `mf.fuse`, `mf.explain`, `mf.reference` and `mf.meta` need no torch_npu,
+and work beside any, on torch 2.7 or newer.
 """
 
 MATRIX = """\
 ## The matrix
 
-`make matrix` installs each pair into an environment of its own and runs a named subset of the tests there
-(`tests/matrix/cells.py`); `make matrix PAIR=2.10.0` does it for one, `WITH=3.12` with another interpreter,
-`QUICK=1` with fewer tests. "ok" is that all tests of a cell passed, "-" that none was run.
+`make matrix` installs each pair into an environment of its own and runs a named subset of the tests
+there (`tests/matrix/cells.py`); `make matrix PAIR=2.10.0` does it for one, `WITH=3.12` with another
+interpreter, `QUICK=1` with fewer tests. "ok" is that all tests of a cell passed, "-" that none was
+run.
 
-Where the package index has torch as a CUDA build only, torch's CUDA libraries are replaced by inert ones
-(`tests/matrix/without_cuda.py` says why, and what that leaves out). Nobody has run this on an NPU.
+Where the package index has torch as a CUDA build only, torch's CUDA libraries are replaced by inert
+ones (`tests/matrix/without_cuda.py` says why, and what that leaves out). Nobody has run this on an
+NPU.
 """
 
 REMARKS = """\
 ## What differs between releases
 
-* **torch 2.6** has not all of the operator's dtypes: importing `mla_fusion` refuses it, with the pair to install.
-* **torch 2.7**: `Library.impl` has no `allow_override`, and `Graph.call_function` takes no `name`. Both are done
-  otherwise.
-* **up to torch 2.10**: AOT autograd takes no fake tensors of another mode than dynamo's. `mf.lower` rebuilds its
-  inputs in that mode, with the symbols that dynamo has for their sizes.
-* **up to torch 2.9**: AOT autograd takes every composite operator apart while it traces; from 2.10 on only those that
-  autograd takes apart, and torch_npu has a kernel of its own for `aten.matmul`. So up to 2.9 a matrix product behind
-  the prologue, of the model's attention say, becomes `mm` or `expand` and `bmm` by the strides of the query that the
-  *unfused* graph has, and can differ from that of a model with the call written by hand. The prologue itself is the
-  same on all releases: the matrix compares it with a reader that is no product.
-* **torch_npu 2.8.0.post5 and others without the dtype arguments**: `npu_mla_prolog_v3` has no `token_x_dtype` and four
-  like it; the pass passes none.
+* **torch 2.6** has not all of the operator's dtypes: importing `mla_fusion` refuses it, with the
+  pair to install. * **torch 2.7**: `Library.impl` has no `allow_override`, and
+  `Graph.call_function` takes no `name`. Both are done otherwise. * **up to torch 2.10**: AOT
+  autograd takes no fake tensors of another mode than dynamo's. `mf.lower` rebuilds its inputs in
+  that mode, with the symbols that dynamo has for their sizes. * **up to torch 2.9**: AOT autograd
+  takes every composite operator apart while it traces; from 2.10 on only those that autograd takes
+  apart, and torch_npu has a kernel of its own for `aten.matmul`. So up to 2.9 a matrix product
+  behind the prologue, of the model's attention say, becomes `mm` or `expand` and `bmm` by the
+  strides of the query that the *unfused* graph has, and can differ from that of a model with the
+  call written by hand. The prologue itself is the same on all releases: the matrix compares it with
+  a reader that is no product. * **torch_npu 2.8.0.post5 and others without the dtype arguments**:
+  `npu_mla_prolog_v3` has no `token_x_dtype` and four like it; the pass passes none.
 
 ## Machines
 
-All of this was run on x86-64. On aarch64, emulated (qemu-user; Python 3.11, torch 2.10.0 and torch_npu 2.10.0.post7
-from their aarch64 wheels), these passed once: the reference of v3, the backend on CPU, offline activation, `mf.lower`
-to GE and npugraph_ex graphs, their parity with the call by hand, RoPE's facts and the weights' numbers, 90 tests.
-OpenBLAS, with which those builds of torch multiply bfloat16, rounds partial sums; the reference works in float32 there.
-Python 3.14 was run with Debian's interpreter. No extra of the package names torch or torch_npu, so
-`pip install '.[torchair]'` leaves those of an NPU machine alone
-(`tests/project/test_install.py` asks pip's resolver).
+All of this was run on x86-64. On aarch64, emulated (qemu-user; Python 3.11, torch 2.10.0 and
+torch_npu 2.10.0.post7 from their aarch64 wheels), these passed once: the reference of v3, the
+backend on CPU, offline activation, `mf.lower` to GE and npugraph_ex graphs, their parity with the
+call by hand, RoPE's facts and the weights' numbers, 90 tests. OpenBLAS, with which those builds of
+torch multiply bfloat16, rounds partial sums; the reference works in float32 there. Python 3.14 was
+run with Debian's interpreter. No extra of the package names torch or torch_npu, so
+`pip install '.[torchair]'` leaves those of an NPU machine alone (`tests/project/test_install.py`
+asks pip's resolver).
 """
 
 
@@ -83,7 +90,8 @@ def support(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     ran = {row["torch_npu"] for row in rows}
     for row in RELEASES:
         works = _works(row, row.torch_npu in ran)
-        yield f"| {row.torch_npu} | {row.torch} | {works} | {SCHEMAS[row.schema]} | {TORCHAIRS[row.torchair]} |"
+        schema, torchair = SCHEMAS[row.schema], TORCHAIRS[row.torchair]
+        yield f"| {row.torch_npu} | {row.torch} | {works} | {schema} | {torchair} |"
 
 
 def _works(row: Release, ran: bool) -> str:
@@ -97,7 +105,11 @@ def short(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "| torch | torch_npu | tested with Python |"
     yield "| --- | --- | --- |"
     for release in RELEASES:
-        runs = [row for row in rows if row["torch_npu"] == release.torch_npu and not list(outcome.failures([row]))]
+        runs = [
+            row
+            for row in rows
+            if row["torch_npu"] == release.torch_npu and not list(outcome.failures([row]))
+        ]
         if release.works and runs:
             pythons = ", ".join(row["python"] for row in runs)
             yield f"| {release.torch.partition('+')[0]} | {release.torch_npu} | {pythons} |"
@@ -124,7 +136,9 @@ def readme(text: str, rows: Iterable[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     rows = json.loads(outcome.KEPT.read_text())
-    return write({PAGE: page(rows), **{path: readme(path.read_text(), rows) for path in READMES}}, arguments)
+    return write(
+        {PAGE: page(rows), **{path: readme(path.read_text(), rows) for path in READMES}}, arguments
+    )
 
 
 if __name__ == "__main__":

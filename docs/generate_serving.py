@@ -1,4 +1,5 @@
-"""Write the table of routes in docs/serving.md, from the list that tests/serving/test_routes.py goes through.
+"""Write the table of routes in docs/serving.md, from the list that tests/serving/test_routes.py
+goes through.
 
 python docs/generate_serving.py           # write it
 python docs/generate_serving.py --check   # exit 1 when it is not what tests/serving/routes.py says

@@ -1,4 +1,5 @@
-"""Write docs/support.md and the short table of README: which model, chip, CANN release and quantisation go together.
+"""Write docs/support.md and the short table of README: which model, chip, CANN release and
+quantisation go together.
 
 python docs/generate_support.py           # write them
 python docs/generate_support.py --check   # exit 1 when they are not what the tables say
@@ -50,14 +51,18 @@ QUANTISATIONS = {
     (4, 3): ("the same, caches of 656 bytes a row, a scale a tile", "fused"),
     (5, 0): ("hifloat8 on all three projections, by npu operators", "fused"),
     (5, 1): ("the same, a hifloat8 latent cache with one scale, hifloat8 query", "fused"),
-    (5, 3): ("the same, caches of 656 bytes a row, a scale a tile", "by hand: `mf.meta`, `mf.reference`, `mf.audit`"),
+    (5, 3): (
+        "the same, caches of 656 bytes a row, a scale a tile",
+        "by hand: `mf.meta`, `mf.reference`, `mf.audit`",
+    ),
 }
 INTRODUCTION = """\
 # What goes together
 
-The first CANN release whose host check takes a thing, by chip. Generated from the tables of the operator's contract by
-`docs/generate_support.py`; do not edit. The contract has [every size](operator.md), [releases](releases.md) say which
-torch and torch_npu. **Nothing here has run on an NPU**: these are the limits that CANN's sources state.
+The first CANN release whose host check takes a thing, by chip. Generated from the tables of the
+operator's contract by `docs/generate_support.py`; do not edit. The contract has
+[every size](operator.md), [releases](releases.md) say which torch and torch_npu. **Nothing here has
+run on an NPU**: these are the limits that CANN's sources state.
 """
 
 
@@ -75,29 +80,40 @@ def models() -> Iterator[str]:
     yield "| model | He | Hcq | D | " + " | ".join(f"CANN on {CHIPS[soc]}" for soc in SOCS) + " |"
     yield "| --- " * (4 + len(SOCS)) + "|"
     for name, dims in MODELS.items():
-        cells = (str(dims["He"]), str(dims["Hcq"]), str(dims["D"]), *(first(soc, dims) for soc in SOCS))
+        cells = (
+            str(dims["He"]),
+            str(dims["Hcq"]),
+            str(dims["D"]),
+            *(first(soc, dims) for soc in SOCS),
+        )
         yield f"| {name} | " + " | ".join(cells) + " |"
 
 
 def quantisations() -> Iterator[str]:
-    yield "| quantisation | " + " | ".join(f"CANN on {CHIPS[soc]}" for soc in SOCS) + " | the pass |"
+    yield (
+        "| quantisation | " + " | ".join(f"CANN on {CHIPS[soc]}" for soc in SOCS) + " | the pass |"
+    )
     yield "| --- " * (2 + len(SOCS)) + "|"
     for modes, (name, outcome) in QUANTISATIONS.items():
         yield f"| {name} | " + " | ".join(first(soc, {}, modes) for soc in SOCS) + f" | {outcome} |"
 
 
 def page() -> str:
-    return "\n".join([
-        INTRODUCTION,
-        "## Models\n",
-        *models(),
-        "\n\"-\": no release takes the sizes. Heads of a rank that a release does not take are padded with zeros. "
-        "Models of `transformers` are converted first ([Hugging Face](hugging-face.md)); a model of your own needs the "
-        "absorbed form ([how](absorb.md)).\n",
-        "## Quantisation\n",
-        *quantisations(),
-        "\nStatic W8A8, W8A16 and int4 are not fused (`quant.static`, `quant.weights_only`, `linear.hidden`).\n",
-    ])
+    return "\n".join(
+        [
+            INTRODUCTION,
+            "## Models\n",
+            *models(),
+            '\n"-": no release takes the sizes. Heads of a rank that a release does not take are '
+            "padded with zeros. Models of `transformers` are converted first "
+            "([Hugging Face](hugging-face.md)); a model of your own needs the absorbed form "
+            "([how](absorb.md)).\n",
+            "## Quantisation\n",
+            *quantisations(),
+            "\nStatic W8A8, W8A16 and int4 are not fused (`quant.static`, `quant.weights_only`, "
+            "`linear.hidden`).\n",
+        ]
+    )
 
 
 def readme(text: str) -> str:

@@ -1,4 +1,5 @@
-"""Write the table of README and docs/worth.md that says what each target is worth, from the roofline.
+"""Write the table of README and docs/worth.md that says what each target is worth, from the
+roofline.
 
 python docs/generate_worth.py           # write it
 python docs/generate_worth.py --check   # exit 1 when it is not what the roofline says
@@ -42,11 +43,21 @@ class Way(NamedTuple):
     after: tuple[int, int]
 
     def cells(self) -> tuple[str, ...]:
-        launches, size = (before - after for before, after in zip(self.before, self.after, strict=True))
+        launches, size = (
+            before - after for before, after in zip(self.before, self.after, strict=True)
+        )
         gain = launches * LAUNCH + size / CHIPS["910C"].bytes_per_second
         counted = f"{self.before[0]} to {self.after[0]}"
         moved = f"{self.before[1] / 1e6:.1f} to {self.after[1] / 1e6:.1f} MB"
-        return self.target, self.needs, self.default, self.caches, counted, moved, f"up to {gain * 1e6:.0f} us"
+        return (
+            self.target,
+            self.needs,
+            self.default,
+            self.caches,
+            counted,
+            moved,
+            f"up to {gain * 1e6:.0f} us",
+        )
 
 
 def ways() -> Iterator[Way]:
@@ -54,7 +65,9 @@ def ways() -> Iterator[Way]:
     whole = explained.unfused.kernels, explained.unfused.bytes
     fused = 1, explained.fused.bytes
     needs = "an absorbed layer in bfloat16 or W8A8 dynamic"
-    yield Way('`"v3"`', f"{needs}; caches as inputs, written by slot", "on", "in place", whole, fused)
+    yield Way(
+        '`"v3"`', f"{needs}; caches as inputs, written by slot", "on", "in place", whole, fused
+    )
     staged = fused[0] + STAGING[0], fused[1] + STAGING[1]
     yield Way('`"v3"`', "the same, any cache", "on", "staged", whole, staged)
 
@@ -65,7 +78,8 @@ def ways() -> Iterator[Way]:
 
     explained, steps = _call(2)
     wide = TOKENS * DIMS["He"]
-    before = explained.unfused.kernels + 2, explained.unfused.bytes + 5 * wide  # norm and quantisation of x
+    # norm and quantisation of x
+    before = explained.unfused.kernels + 2, explained.unfused.bytes + 5 * wide
     needs = "static W8A8 on A2 or A3, at most 1,024 tokens"
     yield Way('`"preprocess"`', needs, "off", "in place", before, (1, explained.fused.bytes + wide))
 
@@ -75,7 +89,9 @@ def ways() -> Iterator[Way]:
     tables = 4 * 64 * TOKENS + 8 * TOKENS  # cos, sin and the slots
     after = 1, half[0].weight_bytes + 2 * ROW * TOKENS + tables
     before = len(half), sum(step.weight_bytes + step.other_bytes for step in half)
-    yield Way('`"key"`', "any MLA layer; the query stays as it is", "off", "in place", before, after)
+    yield Way(
+        '`"key"`', "any MLA layer; the query stays as it is", "off", "in place", before, after
+    )
 
 
 def _call(wq: int) -> tuple[Any, list[Step]]:
@@ -86,7 +102,15 @@ def _call(wq: int) -> tuple[Any, list[Step]]:
 
 
 def table() -> str:
-    head = ("target", "needs", "default", "caches", "launches a layer", "bytes a layer", "indicative gain a layer")
+    head = (
+        "target",
+        "needs",
+        "default",
+        "caches",
+        "launches a layer",
+        "bytes a layer",
+        "indicative gain a layer",
+    )
     rows = (head, ("---",) * len(head), *(way.cells() for way in ways()))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 

@@ -1,4 +1,5 @@
-"""The pictures of README: a terminal with what ``mla-fusion explain`` says, and the page of a report.
+"""The pictures of README: a terminal with what ``mla-fusion explain`` says, and the page of a
+report.
 
 make pictures      # needs playwright and a Chromium; nothing of this machine is in them
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "docs" / "assets"
-MODEL = '''
+MODEL = """
 import torch
 from mla_fusion.examples.fuse_your_model import HCQ, N, D, DR, example
 
@@ -28,13 +29,14 @@ class Model(torch.nn.Module):
         self.layers[1].q_b = torch.nn.Linear(HCQ, N * (D + DR), dtype=torch.bfloat16)
 
     def forward(self, x, cos, sin, slots, *caches):
-        return self.layers[0](x, cos, sin, slots, *caches[:2]), self.layers[1](2 * x, cos, sin, slots, *caches[2:])
+        return self.layers[0](x, cos, sin, slots, *caches[:2]),
+        self.layers[1](2 * x, cos, sin, slots, *caches[2:])
 
 
 def example_of_two():
     *inputs, kv_cache, kr_cache = example()[1]
     return Model(), (*inputs, kv_cache, kr_cache, kv_cache.clone(), kr_cache.clone())
-'''
+"""
 _WIDTH, _LINE, _MARGIN = 112, 19, 18
 
 
@@ -47,7 +49,9 @@ def main() -> None:
         with contextlib.redirect_stdout(output):
             cli.main(["explain", f"{folder}/model.py:example_of_two", "--html", str(page)])
         said = re.sub(r"(?<=at )\S*/(?=\w+\.py:)", "", output.getvalue())
-        (ASSETS / "terminal.svg").write_text(terminal("mla-fusion explain model.py:example_of_two", said))
+        (ASSETS / "terminal.svg").write_text(
+            terminal("mla-fusion explain model.py:example_of_two", said)
+        )
         page.write_text(re.sub(r"[\w./-]*/(?=\w+\.py:\d)", "", page.read_text()))
         photograph(page, ASSETS / "report.png")
 
@@ -65,13 +69,16 @@ def terminal(command: str, output: str) -> str:
     height = len(lines) * _LINE + 2 * _MARGIN
     width = _WIDTH * 8 + 2 * _MARGIN
     rows = "".join(
-        f'<text x="{_MARGIN}" y="{_MARGIN + _LINE * place + 13}" fill="{colour}" xml:space="preserve">'
+        f'<text x="{_MARGIN}" y="{_MARGIN + _LINE * place + 13}" fill="{colour}" '
+        'xml:space="preserve">'
         f"{escape(text)}</text>"
         for place, (text, colour) in enumerate(lines)
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="13"><title>{escape(command)}</title>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" '
+        'font-family="ui-monospace, Menlo, Consolas, monospace" '
+        f'font-size="13"><title>{escape(command)}</title>'
         f'<rect width="100%" height="100%" rx="8" fill="#0d1117"/>{rows}</svg>\n'
     )
 

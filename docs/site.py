@@ -1,4 +1,6 @@
-"""Hooks of the documentation site. Links from pages to files of the repository become those files' names."""
+"""Hooks of the documentation site. Links from pages to files of the repository become those files'
+names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the scripts that write pages share: ``python docs/generate*.py`` writes, with ``--check`` it compares."""
+"""What the scripts that write pages share: ``python docs/generate*.py`` writes, with ``--check`` it
+compares.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,16 @@ _PARAGRAPH = re.compile(rf"^(?!{_ALONE}).*(?:\n(?!{_ITEM}|{_ALONE}).*)*", re.MUL
 
 
 def write(wanted: Mapping[Path, str], arguments: Sequence[str]) -> int:
-    """Write each page; with ``--check`` 1 where one is not as it should be, and nothing is written."""
-    wanted = {path: wrapped(text) if path.suffix == ".md" else text for path, text in wanted.items()}
+    """Write each page; with ``--check`` 1 where one is not as it should be, and nothing is
+    written.
+    """
+    wanted = {
+        path: wrapped(text) if path.suffix == ".md" else text for path, text in wanted.items()
+    }
     if "--check" in arguments:
-        return int(any(not path.exists() or path.read_text() != text for path, text in wanted.items()))
+        return int(
+            any(not path.exists() or path.read_text() != text for path, text in wanted.items())
+        )
     for path, text in wanted.items():
         path.write_text(text)
     return 0
@@ -26,7 +34,12 @@ def write(wanted: Mapping[Path, str], arguments: Sequence[str]) -> int:
 
 def between(text: str, begin: str, end: str, part: str) -> str:
     """``text`` with ``part`` between two marks."""
-    return re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: f"{begin}{part}{end}", text, flags=re.DOTALL)
+    return re.sub(
+        f"{re.escape(begin)}.*?{re.escape(end)}",
+        lambda _: f"{begin}{part}{end}",
+        text,
+        flags=re.DOTALL,
+    )
 
 
 def wrapped(text: str) -> str:
@@ -42,5 +55,9 @@ def _filled(paragraph: str) -> str:
     item = re.match(_ITEM, paragraph)
     indent = " " * (len(item[0]) if item else 0)
     return textwrap.fill(
-        " ".join(paragraph.split()), COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        " ".join(paragraph.split()),
+        COLUMNS,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )

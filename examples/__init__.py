@@ -1,1 +1,3 @@
-"""Installed as ``mla_fusion.examples``: ``python -m mla_fusion.examples.NAME`` runs one from anywhere."""
+"""Installed as ``mla_fusion.examples``: ``python -m mla_fusion.examples.NAME`` runs one from
+anywhere.
+"""

@@ -1,7 +1,7 @@
 """A hand-written call with a mistake in it, and what an audit says.
 
-    python examples/audit_a_call.py
-    mla-fusion audit examples/audit_a_call.py:by_hand --reference examples/audit_a_call.py:unfused
+* ``python examples/audit_a_call.py``
+* ``mla-fusion audit examples/audit_a_call.py:by_hand --reference examples/audit_a_call.py:unfused``
 """
 
 import mla_fusion as mf  # before torch, where torch_npu is installed without CANN
@@ -25,7 +25,9 @@ class Attention(nn.Module):
         super().__init__()
         self.q_a, self.q_b = linear(HE, HCQ), linear(HCQ, N * (D + DR))
         self.kv_a = linear(HE, HCKV + DR)
-        self.q_norm, self.kv_norm = (nn.RMSNorm(width, eps=1e-6, dtype=torch.bfloat16) for width in (HCQ, HCKV))
+        self.q_norm, self.kv_norm = (
+            nn.RMSNorm(width, eps=1e-6, dtype=torch.bfloat16) for width in (HCQ, HCKV)
+        )
         self.w_uk = nn.Parameter(torch.randn(N, D, HCKV).bfloat16() / D**0.5)
 
     def forward(self, x, cos, sin, kv_cache, kr_cache, slots):

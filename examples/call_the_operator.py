@@ -2,8 +2,8 @@
 
     python examples/call_the_operator.py
 
-On an NPU both run there. Without one the call runs on CPU, through a kernel that rounds where the NPU's rounds, and
-the graph is compiled by the real torchair and not run.
+On an NPU both run there. Without one the call runs on CPU, through a kernel that rounds where the
+NPU's rounds, and the graph is compiled by the real torchair and not run.
 """
 
 import mla_fusion as mf  # before torch, where torch_npu is installed without CANN
@@ -17,7 +17,9 @@ SLOTS = [0, 5, 200]
 
 
 def arguments() -> dict[str, torch.Tensor]:
-    """bfloat16 tensors of legal shapes. W_dq, W_uq_qr and W_dkv_kr are [in, out]; caches are written in place."""
+    """bfloat16 tensors of legal shapes. W_dq, W_uq_qr and W_dkv_kr are [in, out]; caches are
+    written in place.
+    """
 
     def weight(*shape: int) -> torch.Tensor:
         return torch.empty(shape).normal_(0, shape[-2] ** -0.5).bfloat16()
@@ -44,8 +46,9 @@ OPTIONS = {"rmsnorm_epsilon_cq": 1e-6, "rmsnorm_epsilon_ckv": 1e-6, "cache_mode"
 
 
 def call(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    # In GE graphs torchair of torch_npu 2.13 returns the later results of this form in another order; these two are
-    # right in every mode. `npu_mla_prolog_v3_functional` returns all of them, and the caches.
+    # In GE graphs torchair of torch_npu 2.13 returns the later results of this form in another
+    # order; these two are right in every mode. `npu_mla_prolog_v3_functional` returns all of them,
+    # and the caches.
     query, query_rope, *_ = torch.ops.npu.npu_mla_prolog_v3(**tensors, **OPTIONS)
     return query, query_rope
 
@@ -63,7 +66,11 @@ def check(tensors: dict[str, torch.Tensor]) -> None:
     """What the device would refuse, said beforehand: by argument, with dims."""
     mf.meta.check("npu_mla_prolog_v3", **tensors, **OPTIONS)
     try:
-        mf.meta.check("npu_mla_prolog_v3", **{**tensors, "cache_index": tensors["cache_index"].float()}, **OPTIONS)
+        mf.meta.check(
+            "npu_mla_prolog_v3",
+            **{**tensors, "cache_index": tensors["cache_index"].float()},
+            **OPTIONS,
+        )
     except mf.meta.ContractError as error:
         print(f"refused: [{error.code}] {error}")
 
@@ -87,10 +94,15 @@ def main() -> None:
     if device_present:
         import torchair
 
-        compiled = torch.compile(call, backend=torchair.get_npu_backend(), dynamic=False, fullgraph=True)
+        compiled = torch.compile(
+            call, backend=torchair.get_npu_backend(), dynamic=False, fullgraph=True
+        )
         assert torch.equal(compiled(tensors)[0], query)
     graph = mf.lower(call, tensors, config=mf.Config(enable=False))
-    print("graph:", ", ".join(f"{count} {operator}" for operator, count in sorted(graph.ge_ops.items())))
+    print(
+        "graph:",
+        ", ".join(f"{count} {operator}" for operator, count in sorted(graph.ge_ops.items())),
+    )
     assert graph.ge_ops["MlaPrologV3"] == 1
 
 

@@ -21,7 +21,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         high = x.float()
-        return (high * torch.rsqrt(high.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * self.weight
+        scale = torch.rsqrt(high.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (high * scale).to(x.dtype) * self.weight
 
 
 def rotate(x, cos, sin):
@@ -31,7 +32,7 @@ def rotate(x, cos, sin):
 
 
 class Attention(nn.Module):
-    """The part of an MLA layer before attention proper; written as you would without this project."""
+    """The part of an MLA layer before attention proper, written as without this project."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,8 @@ def example():
     angles = torch.arange(4).unsqueeze(1) * 10000.0 ** -torch.linspace(0, 1, DR // 2)
     cos, sin = (torch.cat((t, t), dim=-1).bfloat16() for t in (angles.cos(), angles.sin()))
     caches = (torch.zeros(4, 128, 1, HCKV).bfloat16(), torch.zeros(4, 128, 1, DR).bfloat16())
-    return model, (torch.randn(4, HE).bfloat16(), cos, sin, torch.tensor([3, 130, 257, 511]), *caches)
+    x, slots = torch.randn(4, HE).bfloat16(), torch.tensor([3, 130, 257, 511])
+    return model, (x, cos, sin, slots, *caches)
 
 
 def main() -> None:

@@ -1,9 +1,11 @@
-"""Generate with a Hugging Face model whose attentions decode over paged latents, and compile its decode step.
+"""Generate with a Hugging Face model whose attentions decode over paged latents, and compile its
+decode step.
 
     python examples/hf_generate.py
 
-The weights are random and the model is small; with a checkpoint, ``AutoModelForCausalLM.from_pretrained`` takes the
-place of ``small_model``. Two lines are new: ``hf.optimize(model)``, and the size of the cache for the compiled step.
+The weights are random and the model is small; with a checkpoint,
+``AutoModelForCausalLM.from_pretrained`` takes the place of ``small_model``. Two lines are new:
+``hf.optimize(model)``, and the size of the cache for the compiled step.
 """
 
 import mla_fusion as mf  # before torch, where torch_npu is installed without CANN
@@ -13,7 +15,8 @@ import torch
 
 from mla_fusion.models import hf
 
-mf.offline.activate()  # does nothing on an NPU machine; without CANN, transformers would fail to import torch_npu
+# does nothing on an NPU machine; without CANN, transformers would fail to import torch_npu
+mf.offline.activate()
 
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM  # noqa: E402
 

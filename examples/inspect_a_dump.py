@@ -1,9 +1,10 @@
-"""Lower a model with the real torchair, with no NPU in sight; keep its graphs as files, and read them back.
+"""Lower a model with the real torchair, with no NPU in sight; keep its graphs as files, and read
+them back.
 
     python examples/inspect_a_dump.py [FOLDER]
 
-Needs torch_npu; CANN and a device are not needed. Dumps that torchair wrote on your NPU machine are read the same way:
-the file is enough.
+Needs torch_npu; CANN and a device are not needed. Dumps that torchair wrote on your NPU machine are
+read the same way: the file is enough.
 """
 
 import sys

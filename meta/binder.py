@@ -1,4 +1,6 @@
-"""`Binder`: tensors of one call against named axes; the first tensor that has an axis binds its size."""
+"""`Binder`: tensors of one call against named axes; the first tensor that has an axis binds its
+size.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ from mla_fusion.meta.symbolic import different
 
 
 class Binder:
-    """The arguments of one call and the axis sizes known so far; every rule that fails raises ContractError.
+    """The arguments of one call and the axis sizes known so far; every rule that fails raises
+    ContractError.
 
-    A shape is written as axes, "T N C" or "BlockNum C/32 128 32": a number stands for itself, a name for the size
-    that an earlier tensor gave it or `dims` holds.
+    A shape is written as axes, "T N C" or "BlockNum C/32 128 32": a number stands for itself, a
+    name for the size that an earlier tensor gave it or `dims` holds.
     """
 
     def __init__(self, op: str, source: str, full: Mapping[str, Any]) -> None:
@@ -22,7 +25,9 @@ class Binder:
         self.dims: dict[str, Any] = {}
 
     def refuse(self, code: str, argument: str, expected: object, found: object) -> NoReturn:
-        raise ContractError(code, argument, f"{expected}", f"{found}", self.dims, self.source, self.op)
+        raise ContractError(
+            code, argument, f"{expected}", f"{found}", self.dims, self.source, self.op
+        )
 
     def tensor(self, name: str, shape: str, dtype: torch.dtype) -> None:
         self.dtype(name, dtype)
@@ -45,7 +50,9 @@ class Binder:
         for axis, size in zip(axes, found, strict=True):
             wanted = int(axis) if axis.isdigit() else self.dims.setdefault(axis, size)
             if size is not wanted and different(size, wanted):
-                shown = ", ".join(a if a.isdigit() else f"{a} = {self.dims.get(a, 'any')}" for a in axes)
+                shown = ", ".join(
+                    a if a.isdigit() else f"{a} = {self.dims.get(a, 'any')}" for a in axes
+                )
                 self.refuse(f"shape.{name}", name, f"[{shown}]", list(self.full[name].shape))
 
     def weight(self, name: str, n: str, k: str, dtype: torch.dtype) -> None:

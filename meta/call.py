@@ -1,4 +1,6 @@
-"""One call against the tables: modes first, then presence, dtypes, shapes, sizes, ranks and memory."""
+"""One call against the tables: modes first, then presence, dtypes, shapes, sizes, ranks and
+memory.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.infer import implied_quant_modes
 from mla_fusion.meta.limits import VERSIONS, Limits, limits
 from mla_fusion.meta.prolog import CACHES
-from mla_fusion.meta.spec import ACTIVATION, CACHE_MODES, CACHE_QUANTS, ELEMENT, TILING, WEIGHT_MODES
+from mla_fusion.meta.spec import (
+    ACTIVATION,
+    CACHE_MODES,
+    CACHE_QUANTS,
+    ELEMENT,
+    TILING,
+    WEIGHT_MODES,
+)
 from mla_fusion.meta.symbolic import different as _different
 
 _SCALE_NAMES = (
@@ -24,7 +33,9 @@ _SCALE_NAMES = (
 _DTYPE_ARGUMENTS = ("token_x_dtype", "weight_dq_dtype", "weight_uq_qr_dtype", "weight_dkv_kr_dtype")
 _MODES = ("weight_quant_mode", "kv_cache_quant_mode")
 _PADDED = "; FRACTAL_NZ storage is padded, so the operator itself may not notice"
-_WIDTH_UNCHECKED = "; the operator itself does not compare the width, and its kernel writes rows of Hckv"
+_WIDTH_UNCHECKED = (
+    "; the operator itself does not compare the width, and its kernel writes rows of Hckv"
+)
 
 
 class Call:
@@ -38,7 +49,9 @@ class Call:
             if value is not None and layout.not_strided(value):
                 self.refuse(f"type.{name}", name, "a strided tensor", layout.kind_of(value))
 
-    def refuse(self, code: str, argument: str, expected: str, found: object, source: str = TILING) -> NoReturn:
+    def refuse(
+        self, code: str, argument: str, expected: str, found: object, source: str = TILING
+    ) -> NoReturn:
         raise ContractError(code, argument, expected, str(found), self.dims, source, self.op)
 
     # -- modes
@@ -62,7 +75,9 @@ class Call:
             self._dependent_modes()
         mode = full["cache_mode"]
         if not isinstance(mode, str) or mode not in CACHE_MODES:
-            self.refuse("cache_mode.unknown", "cache_mode", "one of " + ", ".join(CACHE_MODES), repr(mode))
+            self.refuse(
+                "cache_mode.unknown", "cache_mode", "one of " + ", ".join(CACHE_MODES), repr(mode)
+            )
         if allowed and mode not in allowed.cache_modes:
             self.refuse(
                 "cache_mode.release",
@@ -83,14 +98,23 @@ class Call:
         weight_modes = sorted({wq for wq, _ in known})
         where = f" on {where}" if where else ""
         if self.wq not in weight_modes:
-            self.refuse("quant.weight_quant_mode", "weight_quant_mode", f"one of {weight_modes}{where}", self.wq)
+            self.refuse(
+                "quant.weight_quant_mode",
+                "weight_quant_mode",
+                f"one of {weight_modes}{where}",
+                self.wq,
+            )
         legal = sorted(kv for wq, kv in known if wq == self.wq)
         expected = f"one of {legal} with weight_quant_mode {self.wq}{where}"
         self.refuse("quant.combination", "kv_cache_quant_mode", expected, self.kv)
 
     def _same_modes(self, where: str) -> None:
-        """A release that reads the scenario off the dtypes would compute another one than the modes say."""
-        for name, given, implied in zip(_MODES, (self.wq, self.kv), implied_quant_modes(self.full), strict=True):
+        """A release that reads the scenario off the dtypes would compute another one than the modes
+        say.
+        """
+        for name, given, implied in zip(
+            _MODES, (self.wq, self.kv), implied_quant_modes(self.full), strict=True
+        ):
             if given != implied:
                 expected = f"{implied}, which is what {where} reads off the dtypes"
                 self.refuse("quant.dtypes", name, expected, given)
@@ -138,7 +162,9 @@ class Call:
             self.refuse("cache_mode.rank", "token_x", expected, f"{rank}-D")
         self.lead = ("T",) if rank == 2 else ("B", "S")
         for tensor in spec.INPUTS:
-            self._tensor(tensor.name, tensor.shape, roles.get(tensor.dtype, tensor.dtype), tensor.nz)
+            self._tensor(
+                tensor.name, tensor.shape, roles.get(tensor.dtype, tensor.dtype), tensor.nz
+            )
             if tensor.name == "token_x":
                 self._count_tokens()
         self._caches()
@@ -157,17 +183,33 @@ class Call:
                 self.refuse("quant.tile_size", "tile_size", "a divisor of Hckv", tile)
         roles = self.roles
         note = _WIDTH_UNCHECKED if self.version != "v3" else ""
-        self._tensor("kv_cache", f"{self.mode.cache} {width}", roles.get(self.cache.kv, self.cache.kv), note=note)
+        self._tensor(
+            "kv_cache",
+            f"{self.mode.cache} {width}",
+            roles.get(self.cache.kv, self.cache.kv),
+            note=note,
+        )
         if self.cache.kr is not None:
-            self._tensor("kr_cache", f"{self.mode.cache} Dr", roles.get(self.cache.kr, self.cache.kr))
+            self._tensor(
+                "kr_cache", f"{self.mode.cache} Dr", roles.get(self.cache.kr, self.cache.kr)
+            )
         elif _different(self.full["kr_cache"].numel(), 0):
             found = list(self.full["kr_cache"].shape)
-            self.refuse("shape.kr_cache", "kr_cache", "an empty tensor: the rope part is in kv_cache", found)
+            self.refuse(
+                "shape.kr_cache", "kr_cache", "an empty tensor: the rope part is in kv_cache", found
+            )
         elif self.allowed:
-            kinds = [torch.bfloat16, torch.int8] if self.wq in self.allowed.empty_kr_int8 else [torch.bfloat16]
+            kinds = (
+                [torch.bfloat16, torch.int8]
+                if self.wq in self.allowed.empty_kr_int8
+                else [torch.bfloat16]
+            )
             kind = self.full["kr_cache"].dtype
             if kind not in kinds:
-                expected = " or ".join(map(str, kinds)) + ", empty or not: the operator's definition has no other"
+                expected = (
+                    " or ".join(map(str, kinds))
+                    + ", empty or not: the operator's definition has no other"
+                )
                 self.refuse("dtype.kr_cache", "kr_cache", expected, kind, spec.DEFINITION)
 
     def _index(self, rank: int) -> None:
@@ -183,7 +225,9 @@ class Call:
                 self._tensor("actual_seq_len", "B", torch.int32)
 
     def _block_list(self) -> str:
-        """cache_index of a block-wise mode with a 2-D token_x: any number of blocks, once in any shape."""
+        """cache_index of a block-wise mode with a 2-D token_x: any number of blocks, once in any
+        shape.
+        """
         rank = self.full["cache_index"].dim()
         any_rank = self.allowed is not None and not self.allowed.block_index_ranks
         return " ".join("*" * rank) if any_rank else "*"
@@ -199,14 +243,18 @@ class Call:
             if name in required:
                 self._presence(name, True, why)
             elif name not in self.weights.optional or self.full.get(name) is None:
-                self._presence(name, False, why + (self._unread() if name == "k_nope_clip_alpha" else ""))
+                self._presence(
+                    name, False, why + (self._unread() if name == "k_nope_clip_alpha" else "")
+                )
                 continue
             shape = required.get(name) or self.weights.optional[name]
             dtype = self.weights.scale_dtype if name in spec._BLOCK_SCALES else torch.float32
             self._tensor(name, shape, dtype)
 
     def _kv_scale(self) -> str:
-        """The kernel reads one float of it; which shape the host check wants differs, and the reference takes both."""
+        """The kernel reads one float of it; which shape the host check wants differs, and the
+        reference takes both.
+        """
         if self.allowed:
             return self.allowed.kv_scale
         scale = self.full["quant_scale_ckv"]
@@ -220,7 +268,9 @@ class Call:
             self.refuse(f"required.{name}", name, f"a tensor {why}", "nothing")
         self.refuse(f"forbidden.{name}", name, f"nothing {why}", "a tensor")
 
-    def _tensor(self, name: str, shape: str, dtype: torch.dtype, nz: bool = False, note: str = "") -> None:
+    def _tensor(
+        self, name: str, shape: str, dtype: torch.dtype, nz: bool = False, note: str = ""
+    ) -> None:
         tensor = self.full[name]
         if tensor.dtype != dtype:
             self.refuse(f"dtype.{name}", name, str(dtype), tensor.dtype)
@@ -229,7 +279,9 @@ class Call:
         if nz and len(sizes) == 4:
             sizes = self._from_nz(name, sizes, tensor.element_size())
         if len(sizes) != len(axes):
-            self.refuse(f"rank.{name}", name, f"[{', '.join(axes)}]", f"{len(sizes)}-D {list(tensor.shape)}")
+            self.refuse(
+                f"rank.{name}", name, f"[{', '.join(axes)}]", f"{len(sizes)}-D {list(tensor.shape)}"
+            )
         dims = self.dims
         for axis, size in zip(axes, sizes, strict=True):
             if axis == "*":
@@ -242,7 +294,9 @@ class Call:
                 dims[axis] = size
                 continue
             if size is not wanted and _different(size, wanted):
-                shown = ", ".join(f"{axis} = {self._size(axis)}" if axis != "1" else "1" for axis in axes)
+                shown = ", ".join(
+                    f"{axis} = {self._size(axis)}" if axis != "1" else "1" for axis in axes
+                )
                 note = note or (_PADDED if nz and tensor.dim() == 2 else "")
                 self.refuse(f"shape.{name}", name, f"[{shown}]{note}", list(tensor.shape))
 
@@ -263,13 +317,19 @@ class Call:
         for axis, sizes in self.allowed.dims.items():
             size = self.dims.get(axis)
             if type(size) is int and size not in sizes:
-                argument = "actual_seq_len" if axis == "B" and len(self.lead) == 1 else _AXIS_OWNER[axis]
-                self.refuse(f"dims.{axis.lower()}", argument, f"{axis} {sizes} on {where}", f"{axis} {size}")
+                argument = (
+                    "actual_seq_len" if axis == "B" and len(self.lead) == 1 else _AXIS_OWNER[axis]
+                )
+                self.refuse(
+                    f"dims.{axis.lower()}", argument, f"{axis} {sizes} on {where}", f"{axis} {size}"
+                )
 
     # -- ranks
 
     def ranks(self, where: str) -> None:
-        """Ranks that a release or a path takes where the sizes would do: of 4-D weights and of empty caches."""
+        """Ranks that a release or a path takes where the sizes would do: of 4-D weights and of
+        empty caches.
+        """
         assert self.allowed
         rank, taken = self.full["weight_dq"].dim(), self.allowed.weight_dq_4d
         if rank == 4 and taken != "always" and (not taken or self.full["query_norm_flag"]):
@@ -289,11 +349,16 @@ class Call:
         elsewhere = layout.elsewhere(self.full, names)
         if elsewhere is not None:
             name, expected, found = elsewhere
-            self.refuse(f"device.{name}", name, f"a tensor on {expected}, as those before it", found)
+            self.refuse(
+                f"device.{name}", name, f"a tensor on {expected}, as those before it", found
+            )
         for tensor in spec.INPUTS:
             form = layout.npu_format(self.full[tensor.name]) if tensor.nz else None
             if form not in (None, layout.FRACTAL_NZ):
-                expected = f"format FRACTAL_NZ: torch_npu.npu_format_cast({tensor.name}, {layout.FRACTAL_NZ})"
+                expected = (
+                    f"format FRACTAL_NZ: torch_npu.npu_format_cast({tensor.name}, "
+                    f"{layout.FRACTAL_NZ})"
+                )
                 self.refuse(f"format.{tensor.name}", tensor.name, expected, f"format {form}")
         for name in names:
             given = self.full[name]
@@ -301,10 +366,14 @@ class Call:
                 self._refuse_strides(name, "a contiguous tensor")
         free = self.allowed.strided_caches
         for name in CACHES:
-            if not layout.writable(self.full[name], first_axis_free=free, ones_free=not self.allowed.compares_strides):
+            if not layout.writable(
+                self.full[name], first_axis_free=free, ones_free=not self.allowed.compares_strides
+            ):
                 if free:
                     self._refuse_strides(name, f"contiguous axes, the first excepted, on {where}")
-                self._refuse_strides(name, f"a contiguous tensor on {where}: rows written to others do not arrive")
+                self._refuse_strides(
+                    name, f"a contiguous tensor on {where}: rows written to others do not arrive"
+                )
 
     def _refuse_strides(self, name: str, expected: str) -> NoReturn:
         found = f"{list(self.full[name].shape)} with strides {list(self.full[name].stride())}"
@@ -343,4 +412,8 @@ def _tensor_names(op: str) -> tuple[str, ...]:
 
 @cache
 def _every_quant_pair() -> frozenset[tuple[int, int]]:
-    return frozenset(pair for soc in ("A3", "A5") for pair in limits("npu_mla_prolog_v3", soc, "latest").quant_modes)
+    return frozenset(
+        pair
+        for soc in ("A3", "A5")
+        for pair in limits("npu_mla_prolog_v3", soc, "latest").quant_modes
+    )

@@ -16,24 +16,31 @@ _VALIDATION = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def check(
-    op: str, *, soc: str = "A3", cann: str = "latest", path: str = "eager", values: bool = False, **arguments: Any
+    op: str,
+    *,
+    soc: str = "A3",
+    cann: str = "latest",
+    path: str = "eager",
+    values: bool = False,
+    **arguments: Any,
 ) -> None:
     """Raise ContractError unless the operator takes this call on ``soc`` with CANN ``cann``.
 
     op         an operator of torch_npu: ``npu_mla_prolog``, ``_v2``, ``_v3``, ``_v3_functional``,
-               ``npu_kv_rmsnorm_rope_cache``, ``_v2``, ``_v2_functional``, ``npu_mla_preprocess`` (also
-               ``mla_preprocess``), ``mla_preprocess_csrc``, vllm-ascend's fork of the last, or
-               ``npu_fused_infer_attention_score_v2`` in its form for absorbed MLA
+               ``npu_kv_rmsnorm_rope_cache``, ``_v2``, ``_v2_functional``, ``npu_mla_preprocess``
+               (also ``mla_preprocess``), ``mla_preprocess_csrc``, vllm-ascend's fork of the last,
+               or ``npu_fused_infer_attention_score_v2`` in its form for absorbed MLA
     soc, cann  whose limits hold
-    path       how the call reaches the device: "eager", by hand through torch_npu, or "graph", where GE infers the
-               shapes of the results first and takes less: no 4-D storage of weight_dq from 9.1 on, for one
+    path       how the call reaches the device: "eager", by hand through torch_npu, or "graph",
+               where GE infers the shapes of the results first and takes less: no 4-D storage of
+               weight_dq from 9.1 on, for one
     values     also read cache_index and actual_seq_len, which the device does not check
                (`mla_fusion.meta.values`), and lengths given as tensors
-    arguments  the operator's own, by name; tensors may be meta or fake, sizes symbolic: a symbolic size is never
-               specialised, only what is statically known to be wrong is refused
+    arguments  the operator's own, by name; tensors may be meta or fake, sizes symbolic: a symbolic
+               size is never specialised, only what is statically known to be wrong is refused
 
-    What "graph" takes, "eager" takes too. The default is for calls made by hand; ask "graph" of a call that is
-    compiled, as the pass does.
+    What "graph" takes, "eager" takes too. The default is for calls made by hand; ask "graph" of a
+    call that is compiled, as the pass does.
     """
     known_path(path)
     name = named(op)
@@ -50,7 +57,9 @@ def check(
         check_values(op, call.full, call.dims)
 
 
-def checked(op: str, soc: str, cann: str, arguments: Mapping[str, Any], path: str = "eager") -> Call:
+def checked(
+    op: str, soc: str, cann: str, arguments: Mapping[str, Any], path: str = "eager"
+) -> Call:
     """A call that has passed `check`, with its modes and the sizes of its axes."""
     allowed = limits(op, soc, cann, path)
     where = f"{soc}, CANN {cann}"
@@ -64,7 +73,8 @@ def checked(op: str, soc: str, cann: str, arguments: Mapping[str, Any], path: st
 
 
 def check_structure(op: str, arguments: Mapping[str, Any]) -> None:
-    """`check` without the tables of sizes and the strides, and with float32 or float64 in place of bfloat16.
+    """`check` without the tables of sizes and the strides, and with float32 or float64 in place of
+    bfloat16.
 
     What the CPU reference kernel asks of a call: modes that exist, tensors that fit together.
     """

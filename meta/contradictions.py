@@ -1,7 +1,8 @@
 """Where the official pages disagree with what the operator enforces, and what holds.
 
-Each row was decided by the source that runs: the host checks (`mla_prolog_tiling_check.cpp`), the kernels
-(`mla_prolog/op_kernel`), torch_npu's meta and eager code, and the operator's own host tests.
+Each row was decided by the source that runs: the host checks (`mla_prolog_tiling_check.cpp`), the
+kernels (`mla_prolog/op_kernel`), torch_npu's meta and eager code, and the operator's own host
+tests.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ _META = "torch_npu meta and eager code"
 CONTRADICTIONS = (
     Contradiction(
         V3_PAGE,
-        "partial quantisation with a per-channel cache is weight_quant_mode 2, kv_cache_quant_mode 2",
+        "partial quantisation with a per-channel cache is weight_quant_mode 2, "
+        "kv_cache_quant_mode 2",
         "it is weight_quant_mode 1, kv_cache_quant_mode 2; (2, 2) does not exist",
         _CHECK,
     ),
     Contradiction(
         V3_PAGE,
         "per-tile caches go with weight_quant_mode 3 and query_quant_mode 1",
-        "(1, 3) and (2, 3) with query_quant_mode 0 on A2/A3; weight_quant_mode 3 is mxfp8 and A5 only",
+        "(1, 3) and (2, 3) with query_quant_mode 0 on A2/A3; weight_quant_mode 3 is mxfp8 and A5 "
+        "only",
         _CHECK,
     ),
     Contradiction(
@@ -63,7 +66,8 @@ CONTRADICTIONS = (
     Contradiction(
         EVERY_V3_PAGE,
         "k_nope_clip_alpha is optional",
-        "required with kv_cache_quant_mode 3 and int8 weights, forbidden with the A5 formats and elsewhere",
+        "required with kv_cache_quant_mode 3 and int8 weights, forbidden with the A5 formats and "
+        "elsewhere",
         _CHECK,
     ),
     Contradiction(
@@ -112,7 +116,8 @@ CONTRADICTIONS = (
     Contradiction(
         EVERY_V3_PAGE,
         "absent outputs are null",
-        "torch returns [0] from CANN 8.5 on and [1] before; v2's dequant_scale_q_nope is always [1]",
+        "torch returns [0] from CANN 8.5 on and [1] before; v2's dequant_scale_q_nope is always "
+        "[1]",
         _META,
     ),
     Contradiction(
@@ -121,7 +126,12 @@ CONTRADICTIONS = (
         "it multiplies c_q right after RMSNorm, before quantisation, so query_norm carries it too",
         "service_rms_norm_arch22.h",
     ),
-    Contradiction(V3_PAGE, "the formulas have no qc_qr_scale and no kc_scale", "both are applied", "rms_norm.h"),
+    Contradiction(
+        V3_PAGE,
+        "the formulas have no qc_qr_scale and no kc_scale",
+        "both are applied",
+        "rms_norm.h",
+    ),
     Contradiction(
         EVERY_V3_PAGE,
         "N is a power of two; A3 only; He is 7168 or 7680",
@@ -129,7 +139,10 @@ CONTRADICTIONS = (
         _CHECK,
     ),
     Contradiction(
-        OLD_PAGES, "He is 7168 and BlockSize 16 or 128", "the sizes of the release hold for them too", _CHECK
+        OLD_PAGES,
+        "He is 7168 and BlockSize 16 or 128",
+        "the sizes of the release hold for them too",
+        _CHECK,
     ),
     Contradiction(
         "the host check of v2",
@@ -146,14 +159,16 @@ CONTRADICTIONS = (
     Contradiction(
         EVERY_V3_PAGE,
         "only contiguous tensors are supported",
-        "a cache that is not contiguous is copied without a word and its rows go to the copy; since 2026-08 its first "
+        "a cache that is not contiguous is copied without a word and its rows go to the copy; "
+        "since 2026-08 its first "
         "axis may be strided and other strides are refused",
         "mla_prolog_v3_def.cpp",
     ),
     Contradiction(
         EVERY_V3_PAGE,
         "cache_index lies in [0, BlockNum*BlockSize)",
-        "a negative entry skips its token; an entry past the cache is written, out of bounds and unchecked",
+        "a negative entry skips its token; an entry past the cache is written, out of bounds and "
+        "unchecked",
         "service_scatter_cache_arch22.h",
     ),
     Contradiction(
@@ -171,7 +186,8 @@ CONTRADICTIONS = (
     Contradiction(
         DESIGN_PAGE,
         "QUANT_MODE 0 and 1, CACHE_MODE 0..2 are all there is",
-        "six cache modes, per-tensor and per-tile caches exist; the numbers of each release are above",
+        "six cache modes, per-tensor and per-tile caches exist; the numbers of each release are "
+        "above",
         _CHECK,
     ),
     Contradiction(
@@ -193,6 +209,9 @@ CONTRADICTIONS = (
         "mla_preprocess_mix_bf16.cce",
     ),
     Contradiction(
-        ATB_PAGE, "quantMode 1 and 3 take no bias", "2 and 3 are refused when the operation is created", "ATB"
+        ATB_PAGE,
+        "quantMode 1 and 3 take no bias",
+        "2 and 3 are refused when the operation is created",
+        "ATB",
     ),
 )

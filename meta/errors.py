@@ -9,9 +9,9 @@ from typing import Any
 class ContractError(ValueError):
     """A call that the operator does not take.
 
-    ``code`` is stable ("dims.he", "dtype.token_x", "required.cache_index", ...); ``argument`` names the
-    offending argument; ``expected`` and ``found`` are text; ``dims`` holds the axis sizes known when the rule
-    failed; ``source`` names the official file the rule is read from.
+    ``code`` is stable ("dims.he", "dtype.token_x", "required.cache_index", ...); ``argument`` names
+    the offending argument; ``expected`` and ``found`` are text; ``dims`` holds the axis sizes known
+    when the rule failed; ``source`` names the official file the rule is read from.
     """
 
     def __init__(
@@ -29,6 +29,6 @@ class ContractError(ValueError):
         where = f"{op}: " if op else ""
         known = ", ".join(f"{axis}={size}" for axis, size in self.dims.items())
         context = "".join(f" [{text}]" for text in (known, source) if text)
-        # assigned: Dynamo does not trace super().__init__, and a refusal in a function that is compiled
-        # would be reported as that
+        # assigned: Dynamo does not trace super().__init__, and a refusal in a function that is
+        # compiled would be reported as that
         self.args = (f"{where}{argument}: expected {expected}, found {found} ({code}){context}",)

@@ -21,8 +21,9 @@ from mla_fusion.meta.tiling_key import TilingKey, empty_tensor_mode, tiling_key
 class CallExplanation:
     """A legal call in words and numbers; ``str()`` of it is a report.
 
-    ``dims`` are the axes of `mla_fusion.meta.spec`; ``fused`` is the operator, ``unfused`` the sequence of
-    kernels that computes the same; their ``seconds`` are lower bounds on ``chip``, None without one.
+    ``dims`` are the axes of `mla_fusion.meta.spec`; ``fused`` is the operator, ``unfused`` the
+    sequence of kernels that computes the same; their ``seconds`` are lower bounds on ``chip``, None
+    without one.
     """
 
     op: str
@@ -40,7 +41,10 @@ class CallExplanation:
     chip: Chip | None
 
     def __str__(self) -> str:
-        modes = f"weight_quant_mode {self.weight_quant_mode}, kv_cache_quant_mode {self.kv_cache_quant_mode}"
+        modes = (
+            f"weight_quant_mode {self.weight_quant_mode}, kv_cache_quant_mode "
+            f"{self.kv_cache_quant_mode}"
+        )
         lines = [
             f"{self.op} on {self.soc}, CANN {self.cann}",
             f"  scenario   {self.scenario} ({modes}), cache {self.cache_mode}",
@@ -53,9 +57,14 @@ class CallExplanation:
         where = "" if self.chip is None else f" on {self.chip.name} ({self.chip.source})"
         lines.append(f"  at least{where}, matmuls and memory only")
         lines += [_cost_line("fused", self.fused), _cost_line("unfused", self.unfused)]
-        added = (f"{cost.kernels * roofline.LAUNCH * 1e6:.1f}" for cost in (self.fused, self.unfused))
+        added = (
+            f"{cost.kernels * roofline.LAUNCH * 1e6:.1f}" for cost in (self.fused, self.unfused)
+        )
         each = f"{roofline.LAUNCH * 1e6:.1f} us a kernel, {roofline.LAUNCH_SOURCE}"
-        lines.append(f"  launches are not in it; an estimate of what they add: {' and '.join(added)} us ({each})")
+        lines.append(
+            "  launches are not in it; an estimate of what they add: "
+            f"{' and '.join(added)} us ({each})"
+        )
         return "\n".join(lines)
 
 
@@ -68,11 +77,13 @@ def explain_call(
     chip: str | Chip | None = None,
     **arguments: Any,
 ) -> CallExplanation:
-    """Explain one call: scenario, sizes, the tiling key that ``cann`` selects with its fields, and roofline.
+    """Explain one call: scenario, sizes, the tiling key that ``cann`` selects with its fields, and
+    roofline.
 
-    op, soc, cann, path, arguments  as `mla_fusion.meta.check` takes them, of concrete sizes; it refuses an illegal
-                call first
-    chip        a name in `mla_fusion.meta.CHIPS` or a `Chip` with numbers of your own; without it no times are given
+    op, soc, cann, path, arguments  as `mla_fusion.meta.check` takes them, of concrete sizes; it
+                refuses an illegal call first
+    chip        a name in `mla_fusion.meta.CHIPS` or a `Chip` with numbers of your own; without it
+                no times are given
 
     Raises ContractError: those of `check`, ``chip``, and ``explain.symbolic``.
     """
@@ -98,7 +109,9 @@ def explain_call(
         full["cache_mode"],
         f"weights: {WEIGHT_MODES[call.wq].title}; cache: {CACHE_QUANTS[call.kv].title}",
         dict(dims),
-        tiling_key(cann, call.wq, call.kv, full["cache_mode"], dims, full.get("actual_seq_len") is not None),
+        tiling_key(
+            cann, call.wq, call.kv, full["cache_mode"], dims, full.get("actual_seq_len") is not None
+        ),
         empty,
         roofline.fused_cost(sizes, results, device),
         roofline.unfused_cost(sizes, device),

@@ -1,4 +1,6 @@
-"""Shapes and dtypes of the results, from shapes and dtypes of the arguments; sizes may be symbolic."""
+"""Shapes and dtypes of the results, from shapes and dtypes of the arguments; sizes may be
+symbolic.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +51,19 @@ def _readable(op: str, argument: str, value: Any, ranks: tuple[int, ...]) -> Non
 
 
 def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: Any) -> list[Result]:
-    """``[(shape, dtype), ...]`` in the operator's result order; the caches of the functional form come last.
+    """``[(shape, dtype), ...]`` in the operator's result order; the caches of the functional form
+    come last.
 
     op, arguments  as `check` takes them
     cann       the release whose inference it is
-    path       "graph": what the operator's own inference says in that release; "eager": what torch_npu allocates
+    path       "graph": what the operator's own inference says in that release; "eager": what
+               torch_npu allocates
 
-    The two differ before CANN 8.5, where query_norm and its scale are ``[1]`` whatever ``query_norm_flag`` says, and in
-    8.5, where the scale of mxfp8 is ``[T, 1]`` float32. Absent results are ``[0]`` from CANN 8.5 on, ``[1]`` before
-    it and for dequant_scale_q_nope of v2. Raises ContractError for a missing or unknown argument, a CANN release or
-    path that does not exist, and a tensor without the axes that results are read off; the rest is `check`'s.
+    The two differ before CANN 8.5, where query_norm and its scale are ``[1]`` whatever
+    ``query_norm_flag`` says, and in 8.5, where the scale of mxfp8 is ``[T, 1]`` float32. Absent
+    results are ``[0]`` from CANN 8.5 on, ``[1]`` before it and for dequant_scale_q_nope of v2.
+    Raises ContractError for a missing or unknown argument, a CANN release or path that does not
+    exist, and a tensor without the axes that results are read off; the rest is `check`'s.
     """
     eager = known_path(path) == "eager"
     name = named(op)
@@ -91,7 +96,10 @@ def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: An
     results: dict[str, Result] = {
         "query": ((*lead, n, hckv), x.dtype if kv == 1 else activation),
         "query_rope": ((*lead, n, full["rope_sin"].shape[-1]), activation),
-        "dequant_scale_q_nope": ((tokens, n, 1) if kv == 1 else absent if reads_modes else (1,), torch.float32),
+        "dequant_scale_q_nope": (
+            (tokens, n, 1) if kv == 1 else absent if reads_modes else (1,),
+            torch.float32,
+        ),
         "query_norm": ((*lead, hcq) if flag else absent, w_uq_qr.dtype),
         "dequant_scale_q_norm": ((tokens, scale_width) if flag and wq else absent, scale_dtype),
         "kv_cache": (tuple(kv_cache.shape), kv_cache.dtype),

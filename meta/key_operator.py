@@ -1,9 +1,11 @@
-"""``npu_kv_rmsnorm_rope_cache`` (v1, v2): RMSNorm, RoPE and both cache writes of the key's side; tables and checks.
+"""``npu_kv_rmsnorm_rope_cache`` (v1, v2): RMSNorm, RoPE and both cache writes of the key's side;
+tables and checks.
 
-Axes: B and S tokens, C the latent (512), R its rotated part (64). Read from `kv_rms_norm_rope_cache_def.cpp` and the
-tilings beside it (`.._base_tiling.cpp`, `.._ds_tiling.cpp` of A2 and A3, `.._regbase_full_load_tiling.cpp` of A5) at
-8.5.0, 9.0.0, 9.1.0 and master 2026-08 ("latest"), and the documents of aclnnKvRmsNormRopeCacheV2. The form with a
-separate ``v`` is none of multi-head latent attention and is not described here.
+Axes: B and S tokens, C the latent (512), R its rotated part (64). Read from
+`kv_rms_norm_rope_cache_def.cpp` and the tilings beside it (`.._base_tiling.cpp`, `.._ds_tiling.cpp`
+of A2 and A3, `.._regbase_full_load_tiling.cpp` of A5) at 8.5.0, 9.0.0, 9.1.0 and master 2026-08
+("latest"), and the documents of aclnnKvRmsNormRopeCacheV2. The form with a separate ``v`` is none
+of multi-head latent attention and is not described here.
 """
 
 from __future__ import annotations
@@ -30,12 +32,19 @@ _OPTIONS = (
     Argument("is_output_kv", "bool", False),
 )
 _DTYPES = tuple(Argument(name, "int?") for name in ("k_cache_dtype", "ckv_cache_dtype"))
-CACHES = ("kr_cache", "kv_cache")  # as the whole prologue's operator calls them; here k_cache and ckv_cache
+# as the whole prologue's operator calls them; here k_cache and ckv_cache
+CACHES = ("kr_cache", "kv_cache")
 _ROWS = ("k_pe", "c_kv")
 _GE = "KvRmsNormRopeCache"
 
 V1 = Operator(
-    "npu_kv_rmsnorm_rope_cache", "v1", _TENSORS, _OPTIONS, (*CACHES, *_ROWS), ge_type=_GE, ge_results=(*CACHES, *_ROWS)
+    "npu_kv_rmsnorm_rope_cache",
+    "v1",
+    _TENSORS,
+    _OPTIONS,
+    (*CACHES, *_ROWS),
+    ge_type=_GE,
+    ge_results=(*CACHES, *_ROWS),
 )
 V2_FUNCTIONAL = Operator(
     "npu_kv_rmsnorm_rope_cache_v2_functional",
@@ -94,15 +103,23 @@ class _Call(Binder):
             if value is not None and not_strided(value):
                 self.refuse(f"type.{name}", name, "a strided tensor", kind_of(value))
         if self.mode not in MODES:
-            self.refuse("cache_mode.unknown", "cache_mode", "one of " + ", ".join(MODES), repr(self.mode))
+            self.refuse(
+                "cache_mode.unknown", "cache_mode", "one of " + ", ".join(MODES), repr(self.mode)
+            )
         if self.full["v"] is not None:
             self.refuse("v", "v", "nothing: keys and values of one latent", "a tensor")
         for scale, offset in zip(SCALES, OFFSETS, strict=True):
             if self.full[offset] is not None and (soc != "A5" or self.full[scale] is None):
                 expected = f"nothing without {scale}" if soc == "A5" else f"nothing on {soc}"
                 self.refuse(f"quant.{offset}", offset, expected, "a tensor")
-        if self.mode == "Norm" and soc != "A5" and any(self.full[name] is not None for name in SCALES):
-            self.refuse("quant.norm", "cache_mode", f"a paged mode for int8 caches on {soc}", "Norm")
+        if (
+            self.mode == "Norm"
+            and soc != "A5"
+            and any(self.full[name] is not None for name in SCALES)
+        ):
+            self.refuse(
+                "quant.norm", "cache_mode", f"a paged mode for int8 caches on {soc}", "Norm"
+            )
 
     def check_tensors(self) -> None:
         full, dims = self.full, self.dims
@@ -119,7 +136,10 @@ class _Call(Binder):
         for name in ("cos", "sin"):  # one row a sequence serves all of its tokens
             self.tensor(name, "B 1 1 R" if type(rows) is int and rows == 1 else "B 1 S R", kind)
         paged = self.mode != "Norm"
-        for name, width, scale in (("k_cache", "R", "k_rope_scale"), ("ckv_cache", "C", "c_kv_scale")):
+        for name, width, scale in (
+            ("k_cache", "R", "k_rope_scale"),
+            ("ckv_cache", "C", "c_kv_scale"),
+        ):
             if paged:
                 self.sizes(name, tuple(full[name].shape), f"BlockNum BlockSize 1 {width}")
             else:
@@ -128,7 +148,9 @@ class _Call(Binder):
             if quantised or full[name].dtype == torch.int8:
                 self.dtype(name, torch.int8)
                 if not quantised:
-                    self.refuse(f"required.{scale}", scale, f"a tensor with an int8 {name}", "nothing")
+                    self.refuse(
+                        f"required.{scale}", scale, f"a tensor with an int8 {name}", "nothing"
+                    )
             else:
                 self.dtype(name, kind)
         for name, width in (SCALES | OFFSETS).items():
@@ -136,7 +158,12 @@ class _Call(Binder):
                 self.tensor(name, width if full[name].dim() == 1 else f"1 {width}", torch.float32)
         given = [name for name in SCALES if full[name] is not None]
         if len(given) == 2 and full[given[0]].dim() != full[given[1]].dim():
-            self.refuse("rank.c_kv_scale", "c_kv_scale", "as many axes as k_rope_scale", list(full["c_kv_scale"].shape))
+            self.refuse(
+                "rank.c_kv_scale",
+                "c_kv_scale",
+                "as many axes as k_rope_scale",
+                list(full["c_kv_scale"].shape),
+            )
         self.dtype("index", torch.int64)
 
     def check_sizes(self, soc: str, cann: str) -> None:
@@ -145,7 +172,9 @@ class _Call(Binder):
             found = dims[axis]
             if soc != "A5" and type(found) is int and found != size:
                 owner = "gamma" if axis == "C" else "cos"
-                self.refuse(f"dims.{axis.lower()}", owner, f"{axis} {size} on {soc}", f"{axis} {found}")
+                self.refuse(
+                    f"dims.{axis.lower()}", owner, f"{axis} {size} on {soc}", f"{axis} {found}"
+                )
         if type(dims["R"]) is int and dims["R"] % 2:
             self.refuse("dims.r", "cos", "R even", f"R {dims['R']}")
         for axis, size in dims.items():
@@ -160,12 +189,21 @@ class _Call(Binder):
         if self.mode == "Norm":
             self.sizes("index", tuple(index.shape), "B S")
             return
-        block, kinds = dims["BlockSize"], {self.full[name].dtype for name in ("k_cache", "ckv_cache")}
+        block, kinds = (
+            dims["BlockSize"],
+            {self.full[name].dtype for name in ("k_cache", "ckv_cache")},
+        )
         step = 32 if torch.int8 in kinds else 16
         if type(block) is int and block % step:
-            self.refuse("dims.blocksize", "k_cache", f"BlockSize a multiple of {step}", f"BlockSize {block}")
+            self.refuse(
+                "dims.blocksize", "k_cache", f"BlockSize a multiple of {step}", f"BlockSize {block}"
+            )
         wanted = -(-dims["S"] // block) * dims["B"]
-        if cann == FROM_BLOCKS and type(wanted) is type(dims["BlockNum"]) is int and dims["BlockNum"] < wanted:
+        if (
+            cann == FROM_BLOCKS
+            and type(wanted) is type(dims["BlockNum"]) is int
+            and dims["BlockNum"] < wanted
+        ):
             expected = f"BlockNum at least B*ceil(S/BlockSize) = {wanted}"
             self.refuse("dims.blocknum", "k_cache", expected, f"BlockNum {dims['BlockNum']}")
 
@@ -177,26 +215,41 @@ class _Call(Binder):
         found = elsewhere(self.full, _TENSOR_NAMES)
         if found is not None:
             name, expected, device = found
-            self.refuse(f"device.{name}", name, f"a tensor on {expected}, as those before it", device)
+            self.refuse(
+                f"device.{name}", name, f"a tensor on {expected}, as those before it", device
+            )
         for name in ("k_cache", "ckv_cache"):
             if not writable(self.full[name], first_axis_free=False, ones_free=True):
                 strides = f"strides {list(self.full[name].stride())}"
-                self.refuse(f"contiguous.{name}", name, "a contiguous tensor: of others a copy is written", strides)
+                self.refuse(
+                    f"contiguous.{name}",
+                    name,
+                    "a contiguous tensor: of others a copy is written",
+                    strides,
+                )
 
     def check_values(self) -> None:
-        """Each slot is a row of the cache, or negative, which skips the token; no row is written twice."""
+        """Each slot is a row of the cache, or negative, which skips the token; no row is written
+        twice.
+        """
         index, dims = self.full["index"], self.dims
         if not holds_data(index):
-            self.refuse("values.meta", "index", "a tensor with data, to check its values", index.device)
+            self.refuse(
+                "values.meta", "index", "a tensor with data, to check its values", index.device
+            )
         rows = dims["Scache"] if self.mode == "Norm" else dims["BlockNum"] * dims["BlockSize"]
         bad = index[index >= rows]
         if bad.numel():
-            self.refuse("values.index.range", "index", f"rows below {rows}", int(bad.reshape(-1)[0]))
+            self.refuse(
+                "values.index.range", "index", f"rows below {rows}", int(bad.reshape(-1)[0])
+            )
         for sequence in index if self.mode == "Norm" else [index.reshape(-1)]:
             written = sequence[sequence >= 0].sort().values
             repeated = written[1:][written.diff() == 0]
             if repeated.numel():
-                self.refuse("values.index.duplicate", "index", "every row at most once", int(repeated[0]))
+                self.refuse(
+                    "values.index.duplicate", "index", "every row at most once", int(repeated[0])
+                )
 
 
 _TENSOR_NAMES = V1.ge_inputs

@@ -1,4 +1,6 @@
-"""What the operators ask of where and how a tensor lies in memory: layout, device, format, strides."""
+"""What the operators ask of where and how a tensor lies in memory: layout, device, format,
+strides.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def kind_of(value: Any) -> str:
 
 
 def elsewhere(full: Mapping[str, Any], names: Iterable[str]) -> tuple[str, str, str] | None:
-    """(argument, device expected, device found) of the first tensor that is not where those before it are.
+    """(argument, device expected, device found) of the first tensor that is not where those before
+    it are.
 
     Tensors on meta stand for tensors anywhere.
     """
@@ -44,7 +47,9 @@ def elsewhere(full: Mapping[str, Any], names: Iterable[str]) -> tuple[str, str, 
 
 
 def npu_format(tensor: Tensor) -> int | None:
-    """The storage format of a tensor on an NPU (29 is FRACTAL_NZ); None where there is no such thing to ask."""
+    """The storage format of a tensor on an NPU (29 is FRACTAL_NZ); None where there is no such
+    thing to ask.
+    """
     if tensor.device.type != "npu" or isinstance(tensor, FakeTensor):
         return None
     torch_npu: Any = sys.modules.get("torch_npu")
@@ -54,7 +59,8 @@ def npu_format(tensor: Tensor) -> int | None:
 def contiguous(tensor: Tensor) -> bool:
     """Whether a tensor is contiguous; a fake one counts as what its compiler will make it.
 
-    Inside a compiled graph a tensor has the layout that the compiler gives it: GE lays every one out contiguously.
+    Inside a compiled graph a tensor has the layout that the compiler gives it: GE lays every one
+    out contiguously.
     """
     return isinstance(tensor, FakeTensor) or tensor.is_contiguous()
 
@@ -62,25 +68,34 @@ def contiguous(tensor: Tensor) -> bool:
 def shares_memory(tensor: Tensor) -> bool:
     """Whether several elements of an expanded tensor are one, so that writing it means nothing."""
     axes = zip(tensor.shape, tensor.stride(), strict=True)
-    return any(type(size) is type(stride) is int and size > 1 and stride == 0 for size, stride in axes)
+    return any(
+        type(size) is type(stride) is int and size > 1 and stride == 0 for size, stride in axes
+    )
 
 
 def writable(tensor: Tensor, *, first_axis_free: bool, ones_free: bool) -> bool:
     """Whether a tensor that is written in place is laid out contiguously.
 
-    ``first_axis_free``: its first stride may be larger than that. ``ones_free``: an axis of size 1 may have any
-    stride, as in torch, and so may every axis of a tensor without elements; otherwise such a tensor has the strides
-    that torch gives it, or those that its sizes multiply to. Symbolic strides count as what they should be unless they
-    are known to differ. Fake tensors are looked at too: what is written in place belongs to the caller.
+    ``first_axis_free``: its first stride may be larger than that. ``ones_free``: an axis of size 1
+    may have any stride, as in torch, and so may every axis of a tensor without elements; otherwise
+    such a tensor has the strides that torch gives it, or those that its sizes multiply to. Symbolic
+    strides count as what they should be unless they are known to differ. Fake tensors are looked at
+    too: what is written in place belongs to the caller.
     """
     sizes, strides = tensor.shape, tensor.stride()
-    if any(type(size) is int and size == 0 for size in sizes) and (ones_free or _as_torch_lays_out(sizes, strides)):
+    if any(type(size) is int and size == 0 for size in sizes) and (
+        ones_free or _as_torch_lays_out(sizes, strides)
+    ):
         return True
     expected: Any = 1
     for axis in range(len(sizes) - 1, -1, -1):
         size, stride = sizes[axis], strides[axis]
         one = type(size) is int and size == 1 and ones_free
-        larger = axis == 0 and first_axis_free and not (type(stride) is type(expected) is int and stride < expected)
+        larger = (
+            axis == 0
+            and first_axis_free
+            and not (type(stride) is type(expected) is int and stride < expected)
+        )
         if different(stride, expected) and not one and not larger:
             return False
         expected = expected * size
@@ -88,7 +103,9 @@ def writable(tensor: Tensor, *, first_axis_free: bool, ones_free: bool) -> bool:
 
 
 def _as_torch_lays_out(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
-    """Whether these are the strides of a new tensor, for which an axis of size 0 counts as one of size 1."""
+    """Whether these are the strides of a new tensor, for which an axis of size 0 counts as one of
+    size 1.
+    """
     expected: Any = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if different(stride, expected):

@@ -1,9 +1,11 @@
-"""Which sizes, cache modes and quantisation modes each CANN release takes, per SoC: tables and their look-up.
+"""Which sizes, cache modes and quantisation modes each CANN release takes, per SoC: tables and
+their look-up.
 
-Read from `CheckDims` and its neighbours in `mla_prolog_tiling_check.cpp` of ops-transformer at the releases
-8.5.0, 9.0.0, 9.1.0 and master 2026-08 ("latest"), and of the state of 2025-11 for the releases before 8.5,
-when v3 existed with the narrower sizes of that time. What a release asks beyond these sets, on one of the two
-paths or on both, are `TRAITS`, from the same files, from each version's infershape and from the operator definitions.
+Read from `CheckDims` and its neighbours in `mla_prolog_tiling_check.cpp` of ops-transformer at the
+releases 8.5.0, 9.0.0, 9.1.0 and master 2026-08 ("latest"), and of the state of 2025-11 for the
+releases before 8.5, when v3 existed with the narrower sizes of that time. What a release asks
+beyond these sets, on one of the two paths or on both, are `TRAITS`, from the same files, from each
+version's infershape and from the operator definitions.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from mla_fusion.meta.prolog import PROLOGS
 
 from mla_fusion.machine import RELEASES, SOCS
 
-# how a call reaches the device: torch_npu allocates the results and calls aclnn, or GE infers their shapes in a graph;
-# both end in the operator's tiling, which checks the call
+# how a call reaches the device: torch_npu allocates the results and calls aclnn, or GE infers their
+# shapes in a graph; both end in the operator's tiling, which checks the call
 PATHS = ("eager", "graph")
 
 
@@ -37,12 +39,18 @@ class Sizes:
         if self.listed:
             return size in self.listed
         assert isinstance(size, int)
-        return self.low <= size and (self.high is None or size <= self.high) and size % self.step == 0
+        return (
+            self.low <= size and (self.high is None or size <= self.high) and size % self.step == 0
+        )
 
     def describe(self) -> str:
         """As text, also for Dynamo, which does not call ``__str__``."""
         if self.listed:
-            return "one of " + ", ".join(map(str, sorted(self.listed))) if len(self.listed) > 1 else self._only()
+            return (
+                "one of " + ", ".join(map(str, sorted(self.listed)))
+                if len(self.listed) > 1
+                else self._only()
+            )
         upper = f"{self.low}..{self.high}" if self.high is not None else f"at least {self.low}"
         return upper + (f", a multiple of {self.step}" if self.step > 1 else "")
 
@@ -67,7 +75,9 @@ _A23, _ANY_SOC = ("A2", "A3"), SOCS
 
 @dataclass(frozen=True)
 class Limit:
-    """``axis`` takes ``sizes`` from CANN ``since`` on, until a later row for the same axis replaces it."""
+    """``axis`` takes ``sizes`` from CANN ``since`` on, until a later row for the same axis replaces
+    it.
+    """
 
     axis: str
     sizes: Sizes
@@ -96,7 +106,8 @@ LIMITS = (
     Limit("S", Sizes(), "9.0"),
     Limit("T", Sizes(low=0, high=1 << 20)),
     Limit("T", Sizes(), "8.5"),
-    # without tokens sin and cos are empty, which the newest v3 reads as "no RoPE"; then it wants them to be [0]
+    # without tokens sin and cos are empty, which the newest v3 reads as "no RoPE"; then it wants
+    # them to be [0]
     Limit("tokens", Sizes()),
     Limit("tokens", Sizes(low=1), "latest", versions=_V3),
     Limit("B", Sizes(low=0, high=65536)),
@@ -127,7 +138,9 @@ QUANT_RELEASES = (
 
 @dataclass(frozen=True)
 class Trait:
-    """Field ``name`` of `Limits` is ``value`` from CANN ``since`` on, until a later row for it replaces it."""
+    """Field ``name`` of `Limits` is ``value`` from CANN ``since`` on, until a later row for it
+    replaces it.
+    """
 
     name: str
     value: Any
@@ -142,7 +155,8 @@ TRAITS = (
     Trait("absent", "CANN has it there from 8.5 on", socs=("A5",), versions=_V3),
     Trait(
         "absent",
-        "its tiling takes modes 3/0 and 3/1 with a 3-D token_x, and its definition has no float8_e8m0fnu for the "
+        "its tiling takes modes 3/0 and 3/1 with a 3-D token_x, and its definition has no "
+        "float8_e8m0fnu for the "
         "dequant_scale_q_norm that torch_npu allocates with them",
         "8.5",
         ("A5",),
@@ -156,25 +170,29 @@ TRAITS = (
         ("A5",),
         _V12,
     ),
-    # before 8.5 the tiling of v3 reads the scenario off the dtypes, as that of v1 and v2 does to this day
+    # before 8.5 the tiling of v3 reads the scenario off the dtypes, as that of v1 and v2 does to
+    # this day
     Trait("reads_modes", False, versions=_V3),
     Trait("reads_modes", True, "8.5", versions=_V3),
     Trait("gives_query_norm", False, versions=_V3),
     Trait("gives_query_norm", True, "8.5", versions=_V3),
     Trait("kv_scale", "1 Hckv", versions=("v2", "v3")),
     Trait("kv_scale", "1", "8.5", versions=_V3),
-    # the rank of cache_index in a block-wise mode with a 2-D token_x was not looked at in one release
+    # the rank of cache_index in a block-wise mode with a 2-D token_x was not looked at in one
+    # release
     Trait("block_index_ranks", frozenset(), "8.5", _A23, _V3),
     Trait("block_index_ranks", frozenset({1}), "9.0", versions=_V3),
-    # whose caches' first axis may be strided (`mla_prolog_v3_def.cpp`: IgnoreContiguous); elsewhere rows written to a
-    # cache that is not contiguous do not arrive in it
+    # whose caches' first axis may be strided (`mla_prolog_v3_def.cpp`: IgnoreContiguous); elsewhere
+    # rows written to a cache that is not contiguous do not arrive in it
     Trait("strided_caches", True, "latest", versions=_V3),
     # the tiling compares the stride of every axis, of those of size 1 too
     Trait("compares_strides", True, "latest"),
-    # infershape takes the second size of weight_dq for Hcq, and refuses 4-D storage since that was noticed
+    # infershape takes the second size of weight_dq for Hcq, and refuses 4-D storage since that was
+    # noticed
     Trait("weight_dq_4d", "without query_norm_flag", "8.5", versions=_V3, paths=_GRAPH),
     Trait("weight_dq_4d", "", "9.1", versions=_V3, paths=_GRAPH),
-    # an empty kr_cache of a per-tile call: its ranks, and the weight modes with which it may be int8
+    # an empty kr_cache of a per-tile call: its ranks, and the weight modes with which it may be
+    # int8
     Trait("empty_kr_ranks", frozenset({1, 3, 4}), "9.1", _A23, _V3, _GRAPH),
     Trait("empty_kr_ranks", frozenset({1, 4}), "9.0", ("A5",), _V3),
     Trait("empty_kr_ranks", frozenset({1, 3, 4}), "9.1", ("A5",), _V3),
@@ -209,8 +227,10 @@ class Limits:
     gives_query_norm   whether query_norm and its scale are results; otherwise [1] stands for them
     kv_scale           shape of quant_scale_ckv with kv_cache_quant_mode 1
     compares_strides   whether an axis of size 1 must have the stride of a contiguous cache, too
-    block_index_ranks  of cache_index with a block-wise cache mode and a 2-D token_x; without entries any will do
-    weight_dq_4d       when weight_dq may be 4-D storage: "always", "without query_norm_flag", or "" for never
+    block_index_ranks  of cache_index with a block-wise cache mode and a 2-D token_x; without
+                       entries any will do
+    weight_dq_4d       when weight_dq may be 4-D storage: "always", "without query_norm_flag", or ""
+                       for never
     empty_kr_ranks     of the empty kr_cache of a per-tile call; without entries any will do
     empty_kr_int8      weight modes with which that one may be int8; it may always be bfloat16
     """
@@ -231,11 +251,17 @@ class Limits:
 
 
 def limits(op: str, soc: str = "A3", cann: str = "latest", path: str = "eager") -> Limits:
-    """Allowed sizes per axis, cache modes and (weight, KV cache) quantisation modes, and the traits of a release.
+    """Allowed sizes per axis, cache modes and (weight, KV cache) quantisation modes, and the traits
+    of a release.
 
     Raises ContractError ``op``, ``soc``, ``cann`` or ``path`` for a name that is not in the tables.
     """
-    names = (("op", op, tuple(VERSIONS)), ("soc", soc, SOCS), ("cann", cann, RELEASES), ("path", path, PATHS))
+    names = (
+        ("op", op, tuple(VERSIONS)),
+        ("soc", soc, SOCS),
+        ("cann", cann, RELEASES),
+        ("path", path, PATHS),
+    )
     for name, value, known in names:
         if not isinstance(value, str) or value not in known:
             raise ContractError(name, name, "one of " + ", ".join(known), repr(value))

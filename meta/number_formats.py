@@ -1,7 +1,8 @@
 """The one-byte formats of quantised products, and how npu operators beside the prologue name them.
 
-What a format is in the prologue's own call is the weight_quant_mode of `mla_fusion.meta.spec`; here stands by which
-dtypes and arguments ``npu_dynamic_quant``, ``npu_dynamic_mx_quant`` and ``npu_quant_matmul`` say the same.
+What a format is in the prologue's own call is the weight_quant_mode of `mla_fusion.meta.spec`; here
+stands by which dtypes and arguments ``npu_dynamic_quant``, ``npu_dynamic_mx_quant`` and
+``npu_quant_matmul`` say the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ BLOCK = 32  # elements along k that share an e8m0 scale
 
 
 class NumberFormat(NamedTuple):
-    """full: the weight_quant_mode in which all three projections have it; partial: in which W_uq_qr alone has."""
+    """full: the weight_quant_mode in which all three projections have it; partial: in which W_uq_qr
+    alone has.
+    """
 
     name: str
     full: int
@@ -46,7 +49,9 @@ class NumberFormat(NamedTuple):
 
     @property
     def block_rounding(self) -> str:
-        """The one round_mode of npu_dynamic_block_quant to it: of a tie hifloat8 takes the larger number."""
+        """The one round_mode of npu_dynamic_block_quant to it: of a tie hifloat8 takes the larger
+        number.
+        """
         return "round" if self.number else "rint"
 
 
@@ -58,13 +63,21 @@ FORMATS = (INT8, MXFP8, FP8, HIFLOAT8)
 ELEMENTS = frozenset(form.element for form in FORMATS)
 
 # dst_type: torch's own number of a dtype, or torch_npu's
-_OF_ROWS: Mapping[int | None, NumberFormat] = {None: INT8, 1: INT8, 24: FP8, 292: FP8, HIFLOAT8_NUMBER: HIFLOAT8}
+_OF_ROWS: Mapping[int | None, NumberFormat] = {
+    None: INT8,
+    1: INT8,
+    24: FP8,
+    292: FP8,
+    HIFLOAT8_NUMBER: HIFLOAT8,
+}
 _OF_BLOCKS: Mapping[int | None, NumberFormat] = {24: MXFP8, 292: MXFP8}
 IN_BLOCKS = ((1, 1, BLOCK), (0, 0, BLOCK))  # group_sizes
 
 
 def of_dst_type(dst_type: int | None, in_blocks: bool = False) -> NumberFormat | None:
-    """What npu_dynamic_quant, or npu_dynamic_mx_quant, quantises to; None: none of these formats."""
+    """What npu_dynamic_quant, or npu_dynamic_mx_quant, quantises to; None: none of these
+    formats.
+    """
     return (_OF_BLOCKS if in_blocks else _OF_ROWS).get(dst_type)
 
 
@@ -77,7 +90,8 @@ def of_product(
     """The format of npu_quant_matmul's operands; None: none of these.
 
     dtypes, numbers   of x1 and x2: their dtypes, and x1_dtype and x2_dtype
-    scales            of the weight's and the tokens' scales, dtype and *_dtype argument; None: absent
+    scales            of the weight's and the tokens' scales, dtype and *_dtype argument; None:
+                      absent
     """
     if len(set(dtypes)) > 1 or len(set(numbers)) > 1:
         return None
@@ -87,7 +101,9 @@ def of_product(
         whole = of_blocks == {True} and grouped in IN_BLOCKS and numbers[0] is None
         return MXFP8 if whole and dtypes[0] == MXFP8.element else None
     known = (form for form in FORMATS if not form.in_blocks and not any(grouped))
-    return next((form for form in known if (form.element, form.number) == (dtypes[0], numbers[0])), None)
+    return next(
+        (form for form in known if (form.element, form.number) == (dtypes[0], numbers[0])), None
+    )
 
 
 def _is_e8m0(dtype: torch.dtype, number: int | None) -> bool:

@@ -1,9 +1,11 @@
-"""The contract of ATB's MlaPreprocess (``torch.ops.atb.npu_mla_preprocess``): signature, checks, results.
+"""The contract of ATB's MlaPreprocess (``torch.ops.atb.npu_mla_preprocess``): signature, checks,
+results.
 
-Read from the operation's kernels (`mla_preprocess_mix_bf16.cce`, `mla_preprocess_mix.cce`), its host check and
-torch_npu's entry `MLAPreprocessAtb.cpp`. Axes: T tokens, H hidden, Q query rank, C KV rank, R rope head dim, D nope
-head dim, N heads, W = C+R+Q, U = N*(D+R). wdqkv holds, transposed, the columns ``[C | R | Q]`` of the
-down-projection. vllm-ascend's fork of the kernel has a contract of its own, `mla_fusion.meta.preprocess_csrc`.
+Read from the operation's kernels (`mla_preprocess_mix_bf16.cce`, `mla_preprocess_mix.cce`), its
+host check and torch_npu's entry `MLAPreprocessAtb.cpp`. Axes: T tokens, H hidden, Q query rank, C
+KV rank, R rope head dim, D nope head dim, N heads, W = C+R+Q, U = N*(D+R). wdqkv holds, transposed,
+the columns ``[C | R | Q]`` of the down-projection. vllm-ascend's fork of the kernel has a contract
+of its own, `mla_fusion.meta.preprocess_csrc`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ EPSILON = 1e-6  # of its norms, whatever the caller passes: fixed in the kernel
 
 @dataclass(frozen=True)
 class CacheForm:
-    """One cacheMode: its number in ATB, shapes of both caches (None: not used), and of the query results."""
+    """One cacheMode: its number in ATB, shapes of both caches (None: not used), and of the query
+    results.
+    """
 
     number: int
     kv: str
@@ -42,7 +46,9 @@ NZ_BLOCK = 128  # rows of a block of an NZ cache, fixed in ATB's kernel
 CACHE_FORMS: Mapping[str, CacheForm] = {
     "kvcache": CacheForm(0, "BlockNum BlockSize 1 C+R", None, "T N C+R"),
     "krope_ctkv": CacheForm(1, "BlockNum BlockSize 1 C", "BlockNum BlockSize 1 R"),
-    "int8_nzcache": CacheForm(2, "BlockNum C/32 128 32", "BlockNum R/16 128 16", int8=True, nz=True),
+    "int8_nzcache": CacheForm(
+        2, "BlockNum C/32 128 32", "BlockNum R/16 128 16", int8=True, nz=True
+    ),
     "nzcache": CacheForm(3, "BlockNum C/16 128 16", "BlockNum R/16 128 16", nz=True),
 }
 # value of the torch argument -> number of the ATB parameter
@@ -58,10 +64,11 @@ RESULTS = ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1")
 
 @dataclass(frozen=True)
 class Operator:
-    """One spelling of the operator: its arguments in the schema's order, and the values of its modes.
+    """One spelling of the operator: its arguments in the schema's order, and the values of its
+    modes.
 
-    ``positional`` are the arguments that a call may give by position. ``empty_is_absent``: an optional tensor of
-    shape [0] counts as not passed.
+    ``positional`` are the arguments that a call may give by position. ``empty_is_absent``: an
+    optional tensor of shape [0] counts as not passed.
     """
 
     name: str
@@ -76,29 +83,43 @@ class Operator:
     @property
     def defaults(self) -> dict[str, Any]:
         """Every argument that may be left out, with what stands for it."""
-        return {**dict.fromkeys(self.optional), **{name: DEFAULTS[name] for name in self.modes}, **self.flags}
+        return {
+            **dict.fromkeys(self.optional),
+            **{name: DEFAULTS[name] for name in self.modes},
+            **self.flags,
+        }
 
     @property
     def schema(self) -> tuple[str, str]:
-        """Arguments and results as torch's schema language has them; a mode is a string that may be None."""
+        """Arguments and results as torch's schema language has them; a mode is a string that may be
+        None.
+        """
         tensors = [f"Tensor {name}" for name in self.positional]
         optional = [f"Tensor? {name}=None" for name in self.optional]
         modes = [f"str? {name}=None" for name in self.modes]
-        return ", ".join([*tensors, "*", *optional, *modes]), f"({', '.join(['Tensor'] * len(RESULTS))})"
+        return ", ".join(
+            [*tensors, "*", *optional, *modes]
+        ), f"({', '.join(['Tensor'] * len(RESULTS))})"
 
     @property
     def out_schema(self) -> tuple[str, str]:
-        """Those of the overload that writes its results into the caller's tensors, which it also returns."""
+        """Those of the overload that writes its results into the caller's tensors, which it also
+        returns.
+        """
         marks = [f"Tensor({letter}!)" for letter in "abcd"]
         written = [f"{mark} {name}" for mark, name in zip(marks, RESULTS, strict=True)]
         return ", ".join([self.schema[0], *written]), f"({', '.join(marks)})"
 
 
 REQUIRED = tuple(
-    "input gamma0 beta0 wdqkv descale0 gamma1 beta1 wuq descale1 gamma2 cos sin wuk kv_cache kv_cache_rope slotmapping"
+    "input gamma0 beta0 wdqkv descale0 gamma1 beta1 wuq descale1 gamma2 cos sin wuk kv_cache "
+    "kv_cache_rope slotmapping"
     .split()
 )  # fmt: skip
-OPTIONAL = tuple("quant_scale0 quant_offset0 bias0 quant_scale1 quant_offset1 bias1 ctkv_scale q_nope_scale".split())
+OPTIONAL = tuple(
+    "quant_scale0 quant_offset0 bias0 quant_scale1 quant_offset1 bias1 ctkv_scale "
+    "q_nope_scale".split()
+)
 ATB = Operator(
     OP,
     HOST,
@@ -115,7 +136,8 @@ OWNERS = {"Q": "gamma1", "C": "gamma2", "R": "cos", "D": "wuk"}
 def arguments_of(operator: Operator, given: Mapping[str, Any]) -> dict[str, Any]:
     """Every argument by name; a mode or flag of None is its default.
 
-    Raises ContractError ``argument.unknown``, ``type.<argument>``, ``required.<argument>``, ``<mode>.unknown``.
+    Raises ContractError ``argument.unknown``, ``type.<argument>``, ``required.<argument>``,
+    ``<mode>.unknown``.
     """
 
     def refuse(code: str, name: str, expected: str, found: str) -> None:
@@ -148,11 +170,15 @@ def check_where(operator: Operator, soc: str, cann: str) -> None:
     """ContractError ``cann`` or ``soc`` for a release or chip that the operator does not run on."""
     known_releases(cann)
     if not isinstance(soc, str) or soc not in SOCS:
-        raise ContractError("soc", "soc", " or ".join(SOCS), repr(soc), source=operator.source, op=operator.name)
+        raise ContractError(
+            "soc", "soc", " or ".join(SOCS), repr(soc), source=operator.source, op=operator.name
+        )
 
 
 def check_preprocess(soc: str, cann: str, values: bool, given: Mapping[str, Any]) -> None:
-    """`mla_fusion.meta.check` of ``npu_mla_preprocess``: structure, then the sizes the device takes."""
+    """`mla_fusion.meta.check` of ``npu_mla_preprocess``: structure, then the sizes the device
+    takes.
+    """
     check_where(ATB, soc, cann)
     full = arguments_of(ATB, given)
     bound = bind_tensors(full)
@@ -161,23 +187,34 @@ def check_preprocess(soc: str, cann: str, values: bool, given: Mapping[str, Any]
         bound.refuse("cache_mode.torch", "cache_mode", expected, "kvcache")
     for axis, size in SIZES.items():
         if different(bound.dims[axis], size):
-            bound.refuse(f"dims.{axis.lower()}", OWNERS[axis], f"{axis} {size}", f"{axis} {bound.dims[axis]}")
+            bound.refuse(
+                f"dims.{axis.lower()}", OWNERS[axis], f"{axis} {size}", f"{axis} {bound.dims[axis]}"
+            )
     check_ranges(bound, "input")
     _check_aclnn(bound)
     check_devices(bound, (*ATB.required, *ATB.optional))
     for name in CACHES:
         if not writable(full[name], first_axis_free=False, ones_free=True):
             found = f"strides {list(full[name].stride())}"
-            bound.refuse(f"contiguous.{name}", name, "a contiguous tensor: of others a copy is written", found)
+            bound.refuse(
+                f"contiguous.{name}",
+                name,
+                "a contiguous tensor: of others a copy is written",
+                found,
+            )
     block = bound.dims["BlockSize"]
     if type(block) is int and not (1 <= block <= 128 or block == 256):
-        bound.refuse("dims.blocksize", "kv_cache", "BlockSize at most 128, or 256", f"BlockSize {block}")
+        bound.refuse(
+            "dims.blocksize", "kv_cache", "BlockSize at most 128, or 256", f"BlockSize {block}"
+        )
     if values:
         check_slots(bound)
 
 
 def _check_aclnn(bound: Binder) -> None:
-    """The kernel that takes other hidden sizes and unquantised weights knows one quantisation mode."""
+    """The kernel that takes other hidden sizes and unquantised weights knows one quantisation
+    mode.
+    """
     hidden, full = bound.dims["H"], bound.full
     other = type(hidden) is int and hidden != ATB_HIDDEN
     if (other or full["wdqkv"].dtype != torch.int8) and full["quant_mode"] != STATIC:
@@ -215,7 +252,14 @@ def bind_tensors(full: Mapping[str, Any]) -> Binder:
     """Dtypes, presence and agreement of all shapes; the binder holds the sizes of the axes."""
     bound = Binder(OP, HOST, full)
     kind = activation_of(bound, "input")
-    shapes = {"input": "T H", "gamma0": "H", "beta0": "H", "gamma1": "Q", "beta1": "Q", "gamma2": "C"}
+    shapes = {
+        "input": "T H",
+        "gamma0": "H",
+        "beta0": "H",
+        "gamma1": "Q",
+        "beta1": "Q",
+        "gamma2": "C",
+    }
     for name, shape in {**shapes, "cos": "T R", "sin": "T R"}.items():
         bound.tensor(name, shape, kind)
     quantised = full["wdqkv"].dtype == torch.int8
@@ -241,7 +285,9 @@ def bind_weights(bound: Binder, kind: torch.dtype, weight: torch.dtype) -> None:
 
 
 def bind_descales(bound: Binder, kind: torch.dtype) -> None:
-    """float32 with bfloat16 activations; with float16 an int64 whose low 32 bits are the float32."""
+    """float32 with bfloat16 activations; with float16 an int64 whose low 32 bits are the
+    float32.
+    """
     scale = torch.float32 if kind == torch.bfloat16 else torch.int64
     for name, shape in (("descale0", "W"), ("descale1", "U")):
         bound.needed(name, shape, scale, bound.full["quant_mode"])
@@ -249,7 +295,11 @@ def bind_descales(bound: Binder, kind: torch.dtype) -> None:
 
 def bind_static_scales(bound: Binder, kind: torch.dtype) -> None:
     for stage, width in (("0", "W"), ("1", "U")):
-        rows = (("quant_scale", "1", kind), ("quant_offset", "1", torch.int8), ("bias", width, torch.int32))
+        rows = (
+            ("quant_scale", "1", kind),
+            ("quant_offset", "1", torch.int8),
+            ("bias", width, torch.int32),
+        )
         for name, shape, dtype in rows:
             bound.needed(name + stage, shape, dtype, bound.full["quant_mode"])
 
@@ -283,7 +333,12 @@ def infer_preprocess(given: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], to
     kv, kr = full["kv_cache"], full["kv_cache_rope"]
     if full["cache_mode"] == "kvcache":
         query = (tokens, heads, rank + rope)
-        return [(query, kind), (tuple(kv.shape), kv.dtype), ((0,), kind), (tuple(kr.shape), kr.dtype)]
+        return [
+            (query, kind),
+            (tuple(kv.shape), kv.dtype),
+            ((0,), kind),
+            (tuple(kr.shape), kr.dtype),
+        ]
     results = [((tokens, heads, rank), kv.dtype), (tuple(kv.shape), kv.dtype)]
     return [*results, ((tokens, heads, rope), kind), (tuple(kr.shape), kr.dtype)]
 
@@ -292,7 +347,9 @@ def check_slots(bound: Binder) -> None:
     """slotmapping: -1 exactly skips a token, anything else is a row, each at most once."""
     slots = bound.full["slotmapping"]
     if not holds_data(slots):
-        bound.refuse("values.meta", "slotmapping", "a tensor with data, to check its values", slots.device)
+        bound.refuse(
+            "values.meta", "slotmapping", "a tensor with data, to check its values", slots.device
+        )
     rows = bound.dims["BlockNum"] * bound.dims["BlockSize"]
     bad = slots[(slots < -1) | (slots >= rows)]
     if len(bad):
@@ -301,4 +358,6 @@ def check_slots(bound: Binder) -> None:
     written = slots[slots >= 0].sort().values
     if bool((written.diff() == 0).any()):
         repeated = int(written[1:][written.diff() == 0][0])
-        bound.refuse("values.slotmapping.duplicate", "slotmapping", "every row at most once", repeated)
+        bound.refuse(
+            "values.slotmapping.duplicate", "slotmapping", "every row at most once", repeated
+        )

@@ -1,18 +1,21 @@
 """The contract of vllm-ascend's fork of MlaPreprocess (``torch.ops._C_ascend.mla_preprocess``).
 
-Here it is called ``mla_preprocess_csrc``, after the directory it is built from, because ATB's operator has the same
-name. Read from that repository's `csrc/torch_binding.cpp`, `mla_preprocess_torch_adpt.h`,
-`op_host/mla_preprocess.h` and the kernels it instantiates (`mla_preprocess_kernel.cpp`). What differs from ATB's:
+Here it is called ``mla_preprocess_csrc``, after the directory it is built from, because ATB's
+operator has the same name. Read from that repository's `csrc/torch_binding.cpp`,
+`mla_preprocess_torch_adpt.h`, `op_host/mla_preprocess.h` and the kernels it instantiates
+(`mla_preprocess_kernel.cpp`). What differs from ATB's:
 
 * no gamma0 and beta0: hiddenState is normed by the caller and only quantised;
 * ``quant_mode`` "no_quant": weights of the activation dtype, no scales, no beta1;
 * cos and sin may both be None: no rotation;
 * ``enable_inner_out``: inner_out receives RMSNorm 1 with its beta, before quantisation;
-* results are arguments, and the rows go to kv_cache_out0 and kv_cache_out1: pass the caches again there;
-* caches are [BlockNum, BlockSize, width], with or without a head axis of 1; in NZ modes also the physical
-  [BlockNum, width/C0, BlockSize, C0], of any BlockSize. Their first axis may be strided, no other;
-* a combination of modes without a kernel writes nothing and reports nothing, so `check` refuses it (its host code
-  also knows "per_token_quant_asymm", for which there is none at all).
+* results are arguments, and the rows go to kv_cache_out0 and kv_cache_out1: pass the caches again
+  there;
+* caches are [BlockNum, BlockSize, width], with or without a head axis of 1; in NZ modes also the
+  physical [BlockNum, width/C0, BlockSize, C0], of any BlockSize. Their first axis may be strided,
+  no other;
+* a combination of modes without a kernel writes nothing and reports nothing, so `check` refuses it
+  (its host code also knows "per_token_quant_asymm", for which there is none at all).
 
 Axes as in `mla_fusion.meta.preprocess`.
 """
@@ -49,7 +52,8 @@ OP = "mla_preprocess_csrc"
 SOURCE = "vllm-ascend csrc/mla_preprocess"
 NO_QUANT = "no_quant"
 _ALL = tuple(CACHE_FORMS)
-# (quant_mode, activation dtype) -> cache modes with a kernel, and those of them that can fill inner_out
+# (quant_mode, activation dtype) -> cache modes with a kernel, and those of them that can fill
+# inner_out
 KERNELS: Mapping[tuple[str, torch.dtype], tuple[tuple[str, ...], tuple[str, ...]]] = {
     ("per_tensor_quant_asymm", torch.bfloat16): (("kvcache", "krope_ctkv", "nzcache"),) * 2,
     ("per_tensor_quant_asymm", torch.float16): (("kvcache", "krope_ctkv"), ()),
@@ -58,7 +62,8 @@ KERNELS: Mapping[tuple[str, torch.dtype], tuple[tuple[str, ...], tuple[str, ...]
 }
 RESULTS = ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1", "inner_out")
 _BEFORE_SCALES = tuple(
-    "hiddenState wdqkv descale0 gamma1 beta1 wuq descale1 gamma2 cos sin wuk kv_cache kv_cache_rope slotmapping".split()
+    "hiddenState wdqkv descale0 gamma1 beta1 wuq descale1 gamma2 cos sin wuk kv_cache "
+    "kv_cache_rope slotmapping".split()
 )
 _OPEN = ("descale0", "beta1", "descale1", "cos", "sin")
 CSRC = Operator(
@@ -76,20 +81,29 @@ _SIZES = {"C": ("wuk", 512), "R": ("kv_cache_rope", 64)}
 
 
 def check_csrc(soc: str, cann: str, values: bool, given: Mapping[str, Any]) -> None:
-    """`mla_fusion.meta.check` of ``mla_preprocess_csrc``: a kernel that exists, structure, sizes."""
+    """`mla_fusion.meta.check` of ``mla_preprocess_csrc``: a kernel that exists, structure,
+    sizes.
+    """
     check_where(CSRC, soc, cann)
     full = arguments_of(CSRC, given)
     _check_kernel(full)
     bound = bind_tensors(full)
     for axis, (argument, size) in _SIZES.items():
         if different(bound.dims[axis], size):
-            bound.refuse(f"dims.{axis.lower()}", argument, f"{axis} {size}", f"{axis} {bound.dims[axis]}")
+            bound.refuse(
+                f"dims.{axis.lower()}", argument, f"{axis} {size}", f"{axis} {bound.dims[axis]}"
+            )
     check_ranges(bound, "hiddenState")
     check_devices(bound, _TENSORS)
     for name in _TENSORS:
         if full[name] is not None and name not in _CACHES and not contiguous(full[name]):
             found = f"strides {list(full[name].stride())}"
-            bound.refuse(f"contiguous.{name}", name, "a contiguous tensor: the kernel gets its address", found)
+            bound.refuse(
+                f"contiguous.{name}",
+                name,
+                "a contiguous tensor: the kernel gets its address",
+                found,
+            )
     if values:
         check_slots(bound)
 
@@ -109,7 +123,9 @@ def _check_kernel(full: Mapping[str, Any]) -> None:
 
 
 def bind_tensors(full: Mapping[str, Any]) -> Binder:
-    """Dtypes, presence, agreement of all shapes and strides; the binder holds the sizes of the axes."""
+    """Dtypes, presence, agreement of all shapes and strides; the binder holds the sizes of the
+    axes.
+    """
     bound = Binder(OP, SOURCE, full)
     kind, quant = activation_of(bound, "hiddenState"), full["quant_mode"]
     form = CACHE_FORMS[full["cache_mode"]]
@@ -118,7 +134,12 @@ def bind_tensors(full: Mapping[str, Any]) -> Binder:
     _bind_caches(bound, form, kind)
     _bind_rope(bound, kind)
     if full["wuk"].dim() != 3:
-        bound.refuse("rank.wuk", "wuk", "[N, D, C]: the host code reads the sizes off it", list(full["wuk"].shape))
+        bound.refuse(
+            "rank.wuk",
+            "wuk",
+            "[N, D, C]: the host code reads the sizes off it",
+            list(full["wuk"].shape),
+        )
     bind_weights(bound, kind, kind if quant == NO_QUANT else torch.int8)
     if quant != NO_QUANT:
         bound.needed("beta1", "Q", kind, quant)
@@ -159,17 +180,28 @@ def _cache(bound: Binder, name: str, width: str, dtype: torch.dtype, form: Cache
     bound.dtype(name, dtype)
     tensor = bound.full[name]
     bound.sizes(name, block_row_width(tuple(tensor.shape), form.nz), f"BlockNum BlockSize {width}")
-    if form.nz and is_physical(tuple(tensor.shape)) and different(tensor.shape[3], 32 // tensor.element_size()):
+    if (
+        form.nz
+        and is_physical(tuple(tensor.shape))
+        and different(tensor.shape[3], 32 // tensor.element_size())
+    ):
         c0 = 32 // tensor.element_size()
-        bound.refuse(f"shape.{name}", name, f"[BlockNum, {width}/{c0}, BlockSize, {c0}]", list(tensor.shape))
+        bound.refuse(
+            f"shape.{name}", name, f"[BlockNum, {width}/{c0}, BlockSize, {c0}]", list(tensor.shape)
+        )
     if not writable(tensor, first_axis_free=True, ones_free=True):
         bound.refuse(
-            f"contiguous.{name}", name, "contiguous axes, the first excepted", f"strides {list(tensor.stride())}"
+            f"contiguous.{name}",
+            name,
+            "contiguous axes, the first excepted",
+            f"strides {list(tensor.stride())}",
         )
 
 
 def is_physical(sizes: tuple[Any, ...]) -> bool:
-    """Whether an NZ cache is declared as it lies in memory; axis 2 tells, as it does for the operator."""
+    """Whether an NZ cache is declared as it lies in memory; axis 2 tells, as it does for the
+    operator.
+    """
     return len(sizes) == 4 and different(sizes[2], 1)
 
 
@@ -214,6 +246,8 @@ def _same_layout(bound: Binder, cache: str, out: str) -> None:
 
 
 def infer_csrc(given: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], torch.dtype]]:
-    """q_out0, kv_cache_out0, q_out1, kv_cache_out1, inner_out: the arguments of those names, handed back."""
+    """q_out0, kv_cache_out0, q_out1, kv_cache_out1, inner_out: the arguments of those names, handed
+    back.
+    """
     full = arguments_of(CSRC, given)
     return [(tuple(full[name].shape), full[name].dtype) for name in RESULTS]

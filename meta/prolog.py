@@ -1,8 +1,10 @@
-"""The prologue operators, one table each: arguments in the schema's order, results in torch's order and in GE's.
+"""The prologue operators, one table each: arguments in the schema's order, results in torch's order
+and in GE's.
 
-From it derive the schemas that `mla_fusion.ops` registers, the signatures that calls are bound by, the names of the
-results wherever a call is made or read, and the GE node that a converter writes. Read from torch_npu 2.13's
-`npu_native_functions.yaml` and from `mla_prolog_def.cpp`, `mla_prolog_v2_def.cpp` and `mla_prolog_v3_def.cpp`.
+From it derive the schemas that `mla_fusion.ops` registers, the signatures that calls are bound by,
+the names of the results wherever a call is made or read, and the GE node that a converter writes.
+Read from torch_npu 2.13's `npu_native_functions.yaml` and from `mla_prolog_def.cpp`,
+`mla_prolog_v2_def.cpp` and `mla_prolog_v3_def.cpp`.
 """
 
 from __future__ import annotations
@@ -11,14 +13,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-_GE_KINDS = {"float": "Float", "int": "Int", "bool": "Bool", "str": "Str"}  # torchair.ge.attr has one class for each
+# torchair.ge.attr has one class for each
+_GE_KINDS = {"float": "Float", "int": "Int", "bool": "Bool", "str": "Str"}
 
 
 @dataclass(frozen=True)
 class Argument:
     """``kind`` is the schema's: a tensor, one that may be left out ("Tensor?"), or an attribute.
 
-    ``default`` is None where there is none to give: a required tensor, or a tensor or dtype that may be left out.
+    ``default`` is None where there is none to give: a required tensor, or a tensor or dtype that
+    may be left out.
     """
 
     name: str
@@ -38,9 +42,11 @@ class Operator:
     positional    tensors that a call must give, by position or by name
     keywords      what a call gives by name alone
     results       in torch's order
-    ge_results    in GE's, which names a written cache as it names the cache it reads: that marks a reference
+    ge_results    in GE's, which names a written cache as it names the cache it reads: that marks a
+                  reference
     written       caches that the schema says are written in place
-    functional    the operator that returns them instead, its results being this one's and then the caches; or ""
+    functional    the operator that returns them instead, its results being this one's and then the
+                  caches; or ""
     """
 
     name: str
@@ -66,19 +72,32 @@ class Operator:
     @cached_property
     def ge_inputs(self) -> tuple[str, ...]:
         """Every tensor, in the schema's order."""
-        return tuple(argument.name for argument in (*self.positional, *self.keywords) if argument.is_tensor)
+        return tuple(
+            argument.name for argument in (*self.positional, *self.keywords) if argument.is_tensor
+        )
 
     @cached_property
     def ge_attributes(self) -> dict[str, str]:
-        """Name to kind in ``torchair.ge.attr``. (The dtypes that some arguments name are on GE's tensors.)"""
-        return {argument.name: _GE_KINDS[argument.kind] for argument in self.keywords if argument.kind in _GE_KINDS}
+        """Name to kind in ``torchair.ge.attr``. (The dtypes that some arguments name are on GE's
+        tensors.)
+        """
+        return {
+            argument.name: _GE_KINDS[argument.kind]
+            for argument in self.keywords
+            if argument.kind in _GE_KINDS
+        }
 
     @property
     def schema(self) -> tuple[str, str]:
         """Arguments and results as torch's schema language has them."""
         given = [self._declared(argument) for argument in self.positional]
-        named = [f"{argument.kind} {argument.name}={_literal(argument.default)}" for argument in self.keywords]
-        return ", ".join([*given, "*", *named]), "(" + ", ".join(["Tensor"] * len(self.results)) + ")"
+        named = [
+            f"{argument.kind} {argument.name}={_literal(argument.default)}"
+            for argument in self.keywords
+        ]
+        return ", ".join([*given, "*", *named]), "(" + ", ".join(
+            ["Tensor"] * len(self.results)
+        ) + ")"
 
     def _declared(self, argument: Argument) -> str:
         if argument.name not in self.written:
@@ -138,7 +157,12 @@ _MODES = (
     Argument("kc_scale", "float", 1.0),
 )
 _DTYPES = _tensors(
-    "token_x_dtype", "weight_dq_dtype", "weight_uq_qr_dtype", "weight_dkv_kr_dtype", "kv_cache_dtype", kind="int?"
+    "token_x_dtype",
+    "weight_dq_dtype",
+    "weight_uq_qr_dtype",
+    "weight_dkv_kr_dtype",
+    "kv_cache_dtype",
+    kind="int?",
 )
 _V1 = (*_WEIGHTS, Argument("cache_index"), *_CACHES), (*_SCALES, *_NORM)
 _V3 = (
@@ -157,7 +181,12 @@ _QUERY = ("query", "query_rope")
 _OF_QUERY = ("dequant_scale_q_nope", "query_norm", "dequant_scale_q_norm")
 
 V1 = Operator(
-    "npu_mla_prolog", "v1", *_V1, results=(*_QUERY, *CACHES), ge_type="MlaProlog", ge_results=(*_QUERY, *CACHES)
+    "npu_mla_prolog",
+    "v1",
+    *_V1,
+    results=(*_QUERY, *CACHES),
+    ge_type="MlaProlog",
+    ge_results=(*_QUERY, *CACHES),
 )
 V2 = Operator(
     "npu_mla_prolog_v2",

@@ -1,8 +1,9 @@
 """What a prologue call costs at least: products, bytes, and the time a chip needs for them.
 
-Counted are the multiply-adds of the four matmuls and each byte of the call's tensors once; vector work, launches
-and caches closer than main memory are left out, so the times are lower bounds. The unfused sequence is the
-one that a model runs without the operator: a kernel per step, every intermediate written and read again.
+Counted are the multiply-adds of the four matmuls and each byte of the call's tensors once; vector
+work, launches and caches closer than main memory are left out, so the times are lower bounds. The
+unfused sequence is the one that a model runs without the operator: a kernel per step, every
+intermediate written and read again.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from typing import Any
 from mla_fusion.meta.errors import ContractError
 
 _BF16, _FP32, _INDEX = 2, 4, 8
-# No figure for a launch is published. A small kernel whose bytes take next to nothing is one launch and little more.
+# No figure for a launch is published. A small kernel whose bytes take next to nothing is one launch
+# and little more.
 LAUNCH = 3.5e-6
 LAUNCH_SOURCE = "what a small fused vector kernel took in all in vllm-ascend's pull request 10730"
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One device as torch sees it. Peaks in products-and-sums per second, None where none is published."""
+    """One device as torch sees it. Peaks in products-and-sums per second, None where none is
+    published.
+    """
 
     name: str
     bytes_per_second: float
@@ -31,7 +35,9 @@ class Chip:
 
 
 CHIPS: Mapping[str, Chip] = {
-    "910C": Chip("910C", 1.6e12, 376e12, 752e12, "one die; Serving LLMs on CloudMatrix384, arXiv 2506.12708"),
+    "910C": Chip(
+        "910C", 1.6e12, 376e12, 752e12, "one die; Serving LLMs on CloudMatrix384, arXiv 2506.12708"
+    ),
     "950PR": Chip("950PR", 1.6e12, None, 1e15, "announced at Huawei Connect 2025"),
     "950DT": Chip("950DT", 4.0e12, None, 1e15, "announced at Huawei Connect 2025"),
 }
@@ -49,7 +55,9 @@ def chip_named(chip: str | Chip | None) -> Chip | None:
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel of the unfused sequence: products, bytes of weights, and bytes of everything else."""
+    """One kernel of the unfused sequence: products, bytes of weights, and bytes of everything
+    else.
+    """
 
     name: str
     flops: int = 0
@@ -66,7 +74,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Cost:
-    """Sums over a call. ``intensity`` is products-and-sums per byte; ``seconds`` a lower bound on a chip."""
+    """Sums over a call. ``intensity`` is products-and-sums per byte; ``seconds`` a lower bound on a
+    chip.
+    """
 
     kernels: int
     flops: int
@@ -85,7 +95,9 @@ class Cost:
 
 
 def fused_cost(sizes: Sizes, results: int, chip: Chip | None) -> Cost:
-    """The operator: every argument read once, ``results`` bytes and the new cache rows written once."""
+    """The operator: every argument read once, ``results`` bytes and the new cache rows written
+    once.
+    """
     steps = list(unfused_steps(sizes))
     weight_bytes = sum(step.weight_bytes for step in steps)
     activations = sizes.x + 2 * sizes.rope + sizes.index + results

@@ -1,4 +1,6 @@
-"""Calls bound by the operators' tables: arguments by name, defaults filled in, types of attributes checked."""
+"""Calls bound by the operators' tables: arguments by name, defaults filled in, types of attributes
+checked.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ from mla_fusion.meta.prolog import PROLOGS
 
 # op -> (required arguments in positional order, keyword arguments with the schema's defaults)
 SIGNATURES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    **{name: (operator.required, operator.defaults) for name, operator in (PROLOGS | key_operator.OPERATORS).items()},
+    **{
+        name: (operator.required, operator.defaults)
+        for name, operator in (PROLOGS | key_operator.OPERATORS).items()
+    },
     attention.OP: (attention.ATTENTION.required, attention.ATTENTION.defaults),
     preprocess.OP: (preprocess.ATB.required, preprocess.ATB.defaults),
     preprocess_csrc.OP: (preprocess_csrc.CSRC.required, preprocess_csrc.CSRC.defaults),
 }
-# ATB's operator without torch's prefix; the fork, whose own name this is too, is mla_preprocess_csrc
+# ATB's operator without torch's prefix; the fork, whose own name this is too, is
+# mla_preprocess_csrc
 ALIASES = {"mla_preprocess": preprocess.OP}
 # arguments that may be given by position, where these are not just the required ones
 _POSITIONAL = {preprocess_csrc.OP: preprocess_csrc.CSRC.positional}
@@ -37,15 +43,20 @@ def named(op: str) -> str:
 def bind(op: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by name from a call's positional and keyword arguments, without defaults.
 
-    Raises ContractError ``op`` for an unknown operator and ``argument.unknown`` for too many positional ones.
+    Raises ContractError ``op`` for an unknown operator and ``argument.unknown`` for too many
+    positional ones.
     """
     required, _ = signature(op)
     order = _POSITIONAL.get(named(op), required)
     if len(args) > len(order):
-        raise ContractError("argument.unknown", "*args", f"at most {len(order)} positional", str(len(args)), op=op)
+        raise ContractError(
+            "argument.unknown", "*args", f"at most {len(order)} positional", str(len(args)), op=op
+        )
     twice = next((name for name in order[: len(args)] if name in options), None)
     if twice is not None:
-        raise ContractError("argument.unknown", twice, "one value", "one by position and one by name", op=op)
+        raise ContractError(
+            "argument.unknown", twice, "one value", "one by position and one by name", op=op
+        )
     return dict(zip(order, args, strict=False)) | dict(options)
 
 
@@ -79,13 +90,17 @@ def attribute_types(op: str) -> dict[str, tuple[Any, str]]:
         float: ((int, float, torch.SymFloat), "a number"),
         str: (str, "a str"),
     }
-    attributes = {name: kinds[type(value)] for name, value in signature(op)[1].items() if value is not None}
+    attributes = {
+        name: kinds[type(value)] for name, value in signature(op)[1].items() if value is not None
+    }
     dtype = ((int, type(None)), "a torch_npu dtype number or None")
     return attributes | {name: dtype for name in signature(op)[1] if name.endswith("_dtype")}
 
 
 def signature(op: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """(required arguments in order, keyword arguments with defaults); ContractError ``op`` when unknown."""
+    """(required arguments in order, keyword arguments with defaults); ContractError ``op`` when
+    unknown.
+    """
     try:
         return SIGNATURES[named(op)]
     except (KeyError, TypeError):

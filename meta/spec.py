@@ -1,11 +1,13 @@
-"""The declarative specification of the MLA prologue: tensors, axes, dtypes, and what each mode changes.
+"""The declarative specification of the MLA prologue: tensors, axes, dtypes, and what each mode
+changes.
 
-No code decides here; `mla_fusion.meta.check` interprets the tables. Read from `mla_prolog_tiling_check.cpp`
-(required and forbidden tensors, dtypes, shapes, modes) and the operator definitions `mla_prolog_v3_def.cpp`.
+No code decides here; `mla_fusion.meta.check` interprets the tables. Read from
+`mla_prolog_tiling_check.cpp` (required and forbidden tensors, dtypes, shapes, modes) and the
+operator definitions `mla_prolog_v3_def.cpp`.
 
-Axes: T tokens (or B, S), He hidden, Hcq query rank, N heads, D nope dim, Dr rope dim, Hckv KV rank, BlockNum,
-BlockSize, Nkv, Dtile the width of a kv_cache row. "lead" in a shape stands for ``T`` or ``B S``, as
-token_x has them; "tokens" for T or B*S; "*" for any size.
+Axes: T tokens (or B, S), He hidden, Hcq query rank, N heads, D nope dim, Dr rope dim, Hckv KV rank,
+BlockNum, BlockSize, Nkv, Dtile the width of a kv_cache row. "lead" in a shape stands for ``T`` or
+``B S``, as token_x has them; "tokens" for T or B*S; "*" for any size.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import torch
 
 HIFLOAT8 = 290  # torch_npu.hifloat8; such tensors are uint8 and named by the *_dtype arguments
 
-# A dtype role: the activation dtype (bfloat16 on the device), or the element of the weight quantisation mode.
+# A dtype role: the activation dtype (bfloat16 on the device), or the element of the weight
+# quantisation mode.
 ACTIVATION, ELEMENT = "activation", "element"
 Dtype = str | torch.dtype
 
@@ -30,8 +33,8 @@ INFERSHAPE = "mla_prolog_v3_infershape.cpp"
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor argument: its shape as axes, its dtype or role, and whether FRACTAL_NZ 4-D storage is
-    taken.
+    """One tensor argument: its shape as axes, its dtype or role, and whether FRACTAL_NZ 4-D storage
+    is taken.
     """
 
     name: str
@@ -42,7 +45,9 @@ class Input:
 
 @dataclass(frozen=True)
 class WeightMode:
-    """One weight_quant_mode: dtypes of its tensors, the scales it needs and may have, with their shapes."""
+    """One weight_quant_mode: dtypes of its tensors, the scales it needs and may have, with their
+    shapes.
+    """
 
     title: str
     element: Dtype
@@ -54,7 +59,9 @@ class WeightMode:
 
 @dataclass(frozen=True)
 class CacheQuant:
-    """One kv_cache_quant_mode: cache dtypes and row width, further tensors, and the modes it fixes."""
+    """One kv_cache_quant_mode: cache dtypes and row width, further tensors, and the modes it
+    fixes.
+    """
 
     title: str
     kv: Dtype
@@ -69,9 +76,11 @@ class CacheQuant:
 
 @dataclass(frozen=True)
 class CacheMode:
-    """One cache_mode: axes in front of a cache's row, and the shape of cache_index per rank of token_x.
+    """One cache_mode: axes in front of a cache's row, and the shape of cache_index per rank of
+    token_x.
 
-    An absent rank is not taken. ``actual_seq_len`` is required with a 2-D token_x and forbidden otherwise.
+    An absent rank is not taken. ``actual_seq_len`` is required with a 2-D token_x and forbidden
+    otherwise.
     """
 
     cache: str
@@ -116,12 +125,15 @@ WEIGHT_MODES: Mapping[int, WeightMode] = {
         _SMOOTH,
     ),
     2: WeightMode("full int8", torch.int8, _FULL, _CHANNEL_SCALES, _SMOOTH),
-    3: WeightMode("full mxfp8", torch.float8_e4m3fn, _FULL, _BLOCK_SCALES, {}, torch.float8_e8m0fnu),
+    3: WeightMode(
+        "full mxfp8", torch.float8_e4m3fn, _FULL, _BLOCK_SCALES, {}, torch.float8_e8m0fnu
+    ),
     4: WeightMode("full fp8", torch.float8_e4m3fn, _FULL, _CHANNEL_SCALES, _SMOOTH),
     5: WeightMode("full hifloat8", torch.uint8, _FULL, _CHANNEL_SCALES, _SMOOTH),
 }
 
-# k_nope_clip_alpha goes with the int8 tiles of these weight modes and is forbidden with the A5 formats
+# k_nope_clip_alpha goes with the int8 tiles of these weight modes and is forbidden with the A5
+# formats
 CLIP_WEIGHT_MODES = (1, 2)
 
 CACHE_QUANTS: Mapping[int, CacheQuant] = {
@@ -170,7 +182,9 @@ CACHE_MODES: Mapping[str, CacheMode] = {
 
 
 def _nonzero(size: Any) -> Any:
-    """A BlockSize of 0 is refused by its own rule; until then it may not end a check in a division."""
+    """A BlockSize of 0 is refused by its own rule; until then it may not end a check in a
+    division.
+    """
     return 1 if type(size) is int and size == 0 else size
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 
 def different(a: Any, b: Any) -> bool:
-    """Whether two sizes are known to differ; a symbolic one is neither guarded on nor specialised."""
+    """Whether two sizes are known to differ; a symbolic one is neither guarded on nor
+    specialised.
+    """
     if type(a) is int and type(b) is int:
         return a != b
     from mla_fusion.compat import statically_known_true

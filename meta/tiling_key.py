@@ -1,8 +1,8 @@
 """The tiling key: which kernel template the host's tiling selects for a call.
 
-A uint64 of bit fields, whose layout and numbers differ by release: `LAYOUTS` and `QUANT_NUMBERS`, read from
-`mla_prolog_template_tiling_key.h` and `GenTilingKey` in `mla_prolog_tiling.cpp`. Two vector cores to a cube core, as
-every product has, are taken for granted.
+A uint64 of bit fields, whose layout and numbers differ by release: `LAYOUTS` and `QUANT_NUMBERS`,
+read from `mla_prolog_template_tiling_key.h` and `GenTilingKey` in `mla_prolog_tiling.cpp`. Two
+vector cores to a cube core, as every product has, are taken for granted.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class TilingKey:
         return next(field for field in self.fields if field.name == name)
 
 
-def tiling_key(cann: str, wq: int, kv: int, cache_mode: str, dims: Mapping[str, int], lengths: bool) -> TilingKey:
+def tiling_key(
+    cann: str, wq: int, kv: int, cache_mode: str, dims: Mapping[str, int], lengths: bool
+) -> TilingKey:
     """The key of a legal call with CANN ``cann``; ``lengths``: whether actual_seq_len is given."""
     known = known_releases(cann)
     empty = empty_tensor_mode(dims["tokens"], dims.get("BlockNum"))
@@ -111,7 +113,9 @@ def tiling_key(cann: str, wq: int, kv: int, cache_mode: str, dims: Mapping[str, 
 
 
 def empty_tensor_mode(tokens: int, block_num: int | None) -> int:
-    """0, 1 for a paged cache without blocks, 2 without tokens (which leaves nothing to do in any case)."""
+    """0, 1 for a paged cache without blocks, 2 without tokens (which leaves nothing to do in any
+    case).
+    """
     if tokens == 0:
         return 2
     return 1 if block_num == 0 else 0
@@ -124,25 +128,42 @@ _ALWAYS: _Values = {
     "CV_MODE": (TWO_VECTOR_CORES, "two vector cores to a cube core"),
 }
 _EMPTY_QUERY: _Values = _ALWAYS | {
-    name: (0, "unused: there are no tokens") for name, _ in _SINCE_8_5 if name != "EMPTY_TENSOR_MODE"
+    name: (0, "unused: there are no tokens")
+    for name, _ in _SINCE_8_5
+    if name != "EMPTY_TENSOR_MODE"
 }
 
 
 def _values(
-    known: tuple[str, ...], wq: int, kv: int, cache_mode: str, dims: Mapping[str, int], lengths: bool
+    known: tuple[str, ...],
+    wq: int,
+    kv: int,
+    cache_mode: str,
+    dims: Mapping[str, int],
+    lengths: bool,
 ) -> _Values:
     """Each field's value and meaning, EMPTY_TENSOR_MODE excepted, of a call with tokens."""
     cache = CACHE_NUMBERS[cache_mode]
     dequant = wq > 2 or (wq > 0 and dims["N"] >= DEQUANT_HEADS)
     large = dims["tokens"] >= SPLIT_TOKENS and dims["He"] in SPLIT_HE and dims["N"] == SPLIT_HEADS
     split = SPLIT_SINCE in known and wq == 3 and large
-    quant = "unused: nothing is quantised" if wq == 0 else f"{WEIGHT_MODES[wq].title}, cache {CACHE_QUANTS[kv].title}"
+    quant = (
+        "unused: nothing is quantised"
+        if wq == 0
+        else f"{WEIGHT_MODES[wq].title}, cache {CACHE_QUANTS[kv].title}"
+    )
     return _ALWAYS | {
         "CACHE_MODE": (cache, f"{cache_mode}: {_CACHES[cache]}"),
         "SCENARIO": (2, "quantised") if wq else (1, "not quantised"),
         "QUANT_MODE": (_newest(QUANT_NUMBERS, known)[wq, kv], quant),
-        "ENABLE_DEQUANT_OPTIONAL": (int(dequant), "dequantised beside the products" if dequant else "off"),
-        "ACTUAL_SEQ_LEN_MODE": (int(lengths), "actual_seq_len is read" if lengths else "no actual_seq_len"),
+        "ENABLE_DEQUANT_OPTIONAL": (
+            int(dequant),
+            "dequantised beside the products" if dequant else "off",
+        ),
+        "ACTUAL_SEQ_LEN_MODE": (
+            int(lengths),
+            "actual_seq_len is read" if lengths else "no actual_seq_len",
+        ),
         "SPLIT_M_MODE": (int(split), "split by tokens" if split else "split by columns"),
     }
 

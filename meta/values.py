@@ -1,4 +1,6 @@
-"""What the device does not check and silently corrupts: the contents of cache_index and actual_seq_len."""
+"""What the device does not check and silently corrupts: the contents of cache_index and
+actual_seq_len.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,14 @@ from mla_fusion.compat import FakeTensor
 
 
 def check_values(op: str, arguments: Mapping[str, Any], dims: Mapping[str, Any]) -> None:
-    """Raise ContractError for an index past the cache, a repeated one, or lengths that are not prefix sums.
+    """Raise ContractError for an index past the cache, a repeated one, or lengths that are not
+    prefix sums.
 
-    cache_index: slots below BlockNum*BlockSize (PA_BSND, PA_NZ) or blocks below BlockNum (PA_BLK_*), each
-    at most once; negative entries are skipped by the kernel and legal. actual_seq_len: inclusive prefix
-    sums, that is non-decreasing from >= 0 and ending at T; cache_index then lists at least
-    sum(ceil(S_i/BlockSize)) blocks.
-    Codes: ``values.cache_index.range|duplicate|blocks``, ``values.actual_seq_len``, ``values.meta`` when a
+    cache_index: slots below BlockNum*BlockSize (PA_BSND, PA_NZ) or blocks below BlockNum
+    (PA_BLK_*), each at most once; negative entries are skipped by the kernel and legal.
+    actual_seq_len: inclusive prefix sums, that is non-decreasing from >= 0 and ending at T;
+    cache_index then lists at least sum(ceil(S_i/BlockSize)) blocks. Codes:
+    ``values.cache_index.range|duplicate|blocks``, ``values.actual_seq_len``, ``values.meta`` when a
     tensor holds no data.
     """
 
@@ -30,7 +33,12 @@ def check_values(op: str, arguments: Mapping[str, Any], dims: Mapping[str, Any])
     index, ends = arguments.get("cache_index"), arguments.get("actual_seq_len")
     for name, tensor in (("cache_index", index), ("actual_seq_len", ends)):
         if tensor is not None and not holds_data(tensor):
-            refuse("meta", name, "a tensor with data, to check its values", f"a {type(tensor).__name__} without")
+            refuse(
+                "meta",
+                name,
+                "a tensor with data, to check its values",
+                f"a {type(tensor).__name__} without",
+            )
     if index is None:
         return
     blockwise = "BLK" in arguments["cache_mode"]
@@ -58,7 +66,12 @@ def check_values(op: str, arguments: Mapping[str, Any], dims: Mapping[str, Any])
     unique, counts = written.unique(return_counts=True)
     if len(unique) != len(written):
         repeated = unique[counts > 1]
-        refuse("cache_index.duplicate", "cache_index", "every entry at most once", f"{int(repeated[0])} repeated")
+        refuse(
+            "cache_index.duplicate",
+            "cache_index",
+            "every entry at most once",
+            f"{int(repeated[0])} repeated",
+        )
 
 
 def _lengths(ends: Tensor) -> Tensor:

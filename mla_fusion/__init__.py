@@ -1,7 +1,7 @@
 """Fuse DeepSeek MLA prologues in FX graphs into the single Ascend NPU kernel.
 
-The names below are the whole public surface; each loads its module on first use, and torch with it. Whoever imports
-torch has the npu:: operators, before or after this package.
+The names below are the whole public surface; each loads its module on first use, and torch with it.
+Whoever imports torch has the npu:: operators, before or after this package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from mla_fusion import _autoload, _lazy
 
 if not Path(__file__).with_name("meta").exists():
-    # A source tree, perhaps before its installation on sys.path: meta/, converters/ and examples/ stand beside it.
+    # A source tree, perhaps before its installation on sys.path: meta/, converters/ and examples/
+    # stand beside it.
     __path__.append(str(Path(__file__).parents[1]))
 
 _autoload.keep_torch_importable()

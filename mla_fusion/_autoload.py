@@ -1,9 +1,9 @@
 """Keep ``import torch`` working where torch_npu is installed and CANN is not.
 
 torch loads every package that announces itself as a device backend while torch itself is imported.
-torch_npu is one, and without CANN's libraries its import fails and takes torch's down with it. This module
-is therefore imported before torch, imports nothing outside the standard library, and switches that loading
-off where it can only fail. Somebody who set the switch has the last word.
+torch_npu is one, and without CANN's libraries its import fails and takes torch's down with it. This
+module is therefore imported before torch, imports nothing outside the standard library, and
+switches that loading off where it can only fail. Somebody who set the switch has the last word.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def torch_npu_installed() -> bool:
 
 
 def keep_torch_importable() -> None:
-    """Switch torch's backend autoload off if it would import a torch_npu that has no CANN to load."""
+    """Switch torch's backend autoload off if it would import a torch_npu that has no CANN to
+    load.
+    """
     if "torch" in sys.modules or _SWITCH in os.environ:
         return
     if torch_npu_installed() and cann_location() is None:

@@ -1,7 +1,8 @@
 """``import mla_fusion`` without torch: the npu:: operators are defined once torch is there.
 
-They have to stand before anybody uses them, and torch takes seconds to load, for which ``mla-fusion --help`` and a
-wrong call need not wait. So a finder watches for the first import of torch, or of a module here that needs it.
+They have to stand before anybody uses them, and torch takes seconds to load, for which ``mla-fusion
+--help`` and a wrong call need not wait. So a finder watches for the first import of torch, or of a
+module here that needs it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from types import ModuleType
 LIGHT = frozenset(
     f"mla_fusion.{name}"
     for name in """
-    _autoload _lazy _version cli graphs_cli audit_cli proof_cli selftest_cli target terminal installed machine
-    report report.text_tables prove prove.check
+    _autoload _lazy _version cli graphs_cli audit_cli proof_cli selftest_cli target terminal
+    installed machine report report.text_tables prove prove.check
     """.split()
 )
 
@@ -37,12 +38,17 @@ def _define() -> None:
     if not hasattr(torch, "float8_e8m0fnu"):  # before torch 2.7: a dtype of the operator's table
         releases = import_module("mla_fusion.releases")
         pair = releases.command(releases.for_torch(torch.__version__))
-        raise ImportError(f"mla_fusion needs torch 2.7 or newer, and torch {torch.__version__} is installed: {pair}")
+        raise ImportError(
+            f"mla_fusion needs torch 2.7 or newer, and torch {torch.__version__} is "
+            f"installed: {pair}"
+        )
     import_module("mla_fusion.ops")
 
 
 class _Loaded(importlib.abc.Loader):
-    """Gives a module that was loaded while it was looked for; loaded again, it would have its classes twice."""
+    """Gives a module that was loaded while it was looked for; loaded again, it would have its
+    classes twice.
+    """
 
     def __init__(self, module: ModuleType, spec: importlib.machinery.ModuleSpec) -> None:
         self._module, self._spec, self._loader = module, spec, spec.loader
@@ -62,19 +68,26 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname.startswith("mla_fusion.") and fullname not in LIGHT:
-            import_module("torch")  # first: no module of ours is half imported when the operators are defined
+            # first: no module of ours is half imported when the operators are defined
+            import_module("torch")
             loaded = sys.modules.get(fullname)
-            if loaded is not None and loaded.__spec__ is not None:  # it came with the operators; Python takes its spec
+            # it came with the operators; Python takes its spec
+            if loaded is not None and loaded.__spec__ is not None:
                 _Loaded(loaded, loaded.__spec__)
                 return loaded.__spec__
         if fullname != "torch":
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
+        spec = next(
+            (found for finder in others if (found := finder.find_spec(fullname, path, target))),
+            None,
+        )
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def followed(module: ModuleType, execute: Callable[[ModuleType], None] = execute) -> None:
+            def followed(
+                module: ModuleType, execute: Callable[[ModuleType], None] = execute
+            ) -> None:
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
                 execute(module)

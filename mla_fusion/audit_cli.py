@@ -12,23 +12,52 @@ from typing import Any
 
 import mla_fusion as mf
 from mla_fusion import terminal
-from mla_fusion.target import UserError, add_limits, load_target, output, target, target_or_dump, writing
+from mla_fusion.target import (
+    UserError,
+    add_limits,
+    load_target,
+    output,
+    target,
+    target_or_dump,
+    writing,
+)
 
 
 def add(commands: Any, command: Callable[..., Any]) -> None:
     """Both subcommands; ``command`` makes the parser of one that prints JSON on request."""
-    summary = "Check hand-written calls of the operators; with --reference, against the model that they stand for."
-    parser = command(commands, "audit", _audit, summary, "Exit status 1: something is wrong with a call.")
-    takes = "function that returns (module_or_function, arguments); its file is imported and runs. Or a dump: data"
+    summary = (
+        "Check hand-written calls of the operators; with --reference, against the model that they "
+        "stand for."
+    )
+    parser = command(
+        commands, "audit", _audit, summary, "Exit status 1: something is wrong with a call."
+    )
+    takes = (
+        "function that returns (module_or_function, arguments); its file is imported and runs. Or "
+        "a dump: data"
+    )
     parser.add_argument("target", metavar="FILE.py:FUNCTION", help=takes)
-    parser.add_argument("--reference", metavar="FILE.py:FUNCTION", help="one that returns (unfused_model, arguments)")
+    parser.add_argument(
+        "--reference",
+        metavar="FILE.py:FUNCTION",
+        help="one that returns (unfused_model, arguments)",
+    )
     add_limits(parser)
-    parser.add_argument("--path", choices=("eager", "graph"), default="eager", help="how the calls reach the device")
-    parser.add_argument("--html", type=output, metavar="FILE", help="also write the audit as a page")
-    summary = "Print how to write a call of the operator by hand, for people and for agents that write code."
+    parser.add_argument(
+        "--path", choices=("eager", "graph"), default="eager", help="how the calls reach the device"
+    )
+    parser.add_argument(
+        "--html", type=output, metavar="FILE", help="also write the audit as a page"
+    )
+    summary = (
+        "Print how to write a call of the operator by hand, for people and for agents that write "
+        "code."
+    )
     parser = commands.add_parser("guide", help=summary, description=summary)
     parser.set_defaults(run=_guide)
-    parser.add_argument("--out", type=output, metavar="FILE", help="write it to a file instead, AGENTS.md for one")
+    parser.add_argument(
+        "--out", type=output, metavar="FILE", help="write it to a file instead, AGENTS.md for one"
+    )
 
 
 def _audit(arguments: argparse.Namespace) -> int:
@@ -71,18 +100,26 @@ def _of_function(arguments: argparse.Namespace) -> mf.Audit:
         for function in (model, reference):
             if function is not None:
                 check_arguments(function, example)
-        return mf.audit(model, reference, *example, soc=limits.soc, cann=limits.cann, path=arguments.path)
+        return mf.audit(
+            model, reference, *example, soc=limits.soc, cann=limits.cann, path=arguments.path
+        )
     except ValueError:  # in words already
         raise
     except CaptureError as error:
         raise UserError(str(error)) from error
     except Exception as error:
         ours, frames = str(Path(mf.__file__).parent), extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not frame.filename.startswith((ours, str(Path(torch.__file__).parent)))]
+        own = [
+            frame
+            for frame in frames
+            if not frame.filename.startswith((ours, str(Path(torch.__file__).parent)))
+        ]
         if not own or frames[-1].filename.startswith(ours):  # a defect of the audit
             raise
         where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}"
-        raise UserError(f"the function fails when it is run: {type(error).__name__}: {error}\n  at {where}") from error
+        raise UserError(
+            f"the function fails when it is run: {type(error).__name__}: {error}\n  at {where}"
+        ) from error
 
 
 def _guide(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,6 @@
-"""``mla-fusion bench``: how long the pass takes, on plain decoders of growing depth or on a graph of one's own."""
+"""``mla-fusion bench``: how long the pass takes, on plain decoders of growing depth or on a graph
+of one's own.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ from mla_fusion.selftest.unfused import FORMS, Prologue, arguments
 
 @dataclass(frozen=True)
 class Timing:
-    """Median wall seconds on fresh copies of one graph, after an untimed run: the whole pass as configured, without
-    verification, and ``explain``; stages are those of the last whole pass.
+    """Median wall seconds on fresh copies of one graph, after an untimed run: the whole pass as
+    configured, without verification, and ``explain``; stages are those of the last whole pass.
     """
 
     graph: str
@@ -49,7 +51,9 @@ class Decoder(nn.Module):
         kind = {"device": "meta", "dtype": torch.bfloat16}
         self.outputs = nn.ModuleList(nn.Linear(n * dr, he, bias=False, **kind) for _ in layers)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *caches: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *caches: Tensor
+    ) -> Tensor:
         for index, (layer, output) in enumerate(zip(self.layers, self.outputs, strict=True)):
             query, query_rope = layer(x, cos, sin, slots, *caches[2 * index : 2 * index + 2])
             x = x + output((query_rope + query.mean(-1, keepdim=True)).flatten(1))
@@ -57,7 +61,9 @@ class Decoder(nn.Module):
 
 
 def decoder_graph(layers: int, he: int, heads: int) -> GraphModule:
-    """The AOT graph of ``layers`` plain prologues, 8 tokens; weights and caches are meta tensors."""
+    """The AOT graph of ``layers`` plain prologues, 8 tokens; weights and caches are meta
+    tensors.
+    """
     return decoder(layers, he, heads)[0]
 
 
@@ -74,14 +80,20 @@ def decoder(layers: int, he: int, heads: int) -> tuple[GraphModule, list[Any]]:
 def measure(name: str, gm: GraphModule, config: Config, repeats: int) -> Timing:
     """Time the pass on ``gm``, which stays as it is."""
     seconds, report = median_seconds(gm, repeats, lambda graph: fuse(graph, config))
-    unverified, _ = median_seconds(gm, repeats, lambda graph: fuse(graph, replace(config, verify="off")))
+    unverified, _ = median_seconds(
+        gm, repeats, lambda graph: fuse(graph, replace(config, verify="off"))
+    )
     explained, _ = median_seconds(gm, repeats, lambda graph: explain(graph, config))
     counts = len(gm.graph.nodes), len(report.fused), len(report.rejected)
     return Timing(name, *counts, seconds, unverified, explained, dict(report.timings))
 
 
-def median_seconds(gm: GraphModule, repeats: int, run: Callable[[GraphModule], Any]) -> tuple[float, Any]:
-    """Median wall seconds of ``run`` on fresh copies of the graph, after one untimed run; its last result."""
+def median_seconds(
+    gm: GraphModule, repeats: int, run: Callable[[GraphModule], Any]
+) -> tuple[float, Any]:
+    """Median wall seconds of ``run`` on fresh copies of the graph, after one untimed run; its last
+    result.
+    """
     times, result = [], run(_copy(gm))
     for _ in range(repeats):
         graph = _copy(gm)
@@ -93,7 +105,9 @@ def median_seconds(gm: GraphModule, repeats: int, run: Callable[[GraphModule], A
 
 
 def _copy(gm: GraphModule) -> GraphModule:
-    """Of the same kind: AOT autograd's modules generate their Python code when they are first called, not before."""
+    """Of the same kind: AOT autograd's modules generate their Python code when they are first
+    called, not before.
+    """
     held = {id(tensor): tensor for tensor in (*gm.parameters(), *gm.buffers())}
     return copy.deepcopy(gm, held)
 
@@ -102,7 +116,15 @@ def text(timings: Sequence[Timing]) -> str:
     """The table, and the stages of the largest graph."""
     header = ("graph", "nodes", "fused", "rejected", "fuse s", "unverified s", "explain s")
     rows = [
-        (t.graph, t.nodes, t.fused, t.rejected, f"{t.fuse:.3f}", f"{t.unverified:.3f}", f"{t.explain:.3f}")
+        (
+            t.graph,
+            t.nodes,
+            t.fused,
+            t.rejected,
+            f"{t.fuse:.3f}",
+            f"{t.unverified:.3f}",
+            f"{t.explain:.3f}",
+        )
         for t in timings
     ]
     stages = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in timings[-1].stages.items())

@@ -1,4 +1,6 @@
-"""The ``mla-fusion`` command. Its help and its words for wrong calls need no torch, so they come at once."""
+"""The ``mla-fusion`` command. Its help and its words for wrong calls need no torch, so they come at
+once.
+"""
 
 from __future__ import annotations
 
@@ -27,28 +29,32 @@ from mla_fusion.target import (
 
 EPILOG = """\
 examples:
-  mla-fusion demo                               DeepSeek-V3 layers of Hugging Face, fused and unfused
+  mla-fusion demo                               layers of Hugging Face's DeepSeek-V3, fused
   mla-fusion doctor                             what is installed and what can be lowered here
-  mla-fusion explain model.py:example           would the prologues of this function fuse, and if not, why?
+  mla-fusion explain model.py:example           would this function's prologues fuse? if not, why?
   mla-fusion explain graph.txt                  the same of a graph that torchair or torch dumped
   mla-fusion lower model.py:example --out out   the graph that torchair would hand to an NPU
-  mla-fusion inspect graph.pbtxt                prologues, copies of caches and weights, dynamic inputs of a dump
+  mla-fusion inspect graph.pbtxt                a dump's prologues, copies and dynamic inputs
   mla-fusion diff before.pbtxt after.pbtxt      operators added and removed, whatever their names
-  mla-fusion audit hand.py:mine --reference model.py:example    does this hand-written call equal the model?
+  mla-fusion audit hand.py:mine --reference model.py:example    does this call equal the model?
   mla-fusion check-proof report.json            is what a report says is proved so? needs no torch
-  mla-fusion check-model folder                 what of a Hugging Face checkpoint decodes absorbed, and what fuses
-  mla-fusion selftest --out selftest.json       on an NPU: every scenario of the operator against the reference
+  mla-fusion check-model folder                 what of a Hugging Face checkpoint fuses
+  mla-fusion selftest --out selftest.json       on an NPU: every scenario, against the reference
 
-model.py:example names a function without arguments that returns (module_or_function, arguments); a module that can be \
-imported does as well as a file: mla_fusion.examples.fuse_your_model:example is one to try. The file is imported, so \
-its code runs; a dump of a graph is data, and nothing that it names is run.
+model.py:example names a function without arguments that returns (module_or_function, arguments); \
+a module that can be imported does as well as a file: \
+mla_fusion.examples.fuse_your_model:example is one to try. The file is imported, so its code runs; \
+a dump of a graph is data, and nothing that it names is run.
 
-exit status: 0 fine; 1 something was found (a prologue left, a difference, a failed check); 2 a wrong call or bad input
+exit status: 0 fine; 1 something was found (a prologue left, a difference, a failed check); \
+2 a wrong call or bad input
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Exit status: 0 fine, 1 something was found, 2 a wrong call or bad input."""
+    """Run one subcommand. Exit status: 0 fine, 1 something was found, 2 a wrong call or bad
+    input.
+    """
     words = sys.argv[1:] if argv is None else argv
     try:
         try:
@@ -95,7 +101,8 @@ def _said(error: Exception) -> str | None:
 
 def _stop_writing() -> None:
     """Let nothing more be written to a stdout that takes nothing, not even when Python ends."""
-    with suppress(OSError, ValueError, AttributeError):  # a stdout of no file, in a test or a notebook
+    # a stdout of no file, in a test or a notebook
+    with suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -103,14 +110,16 @@ def parser() -> argparse.ArgumentParser:
     """Of the whole command line."""
     whole = terminal.Parser(
         prog="mla-fusion",
-        description="Fuse DeepSeek MLA prologues into the single Ascend NPU kernel. Needs no NPU and no CANN.",
+        description="Fuse DeepSeek MLA prologues into the single Ascend NPU kernel. Needs no NPU "
+        "and no CANN.",
         epilog=EPILOG,
     )
     whole.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
     _add_demo(commands)
     _command(
-        commands, "doctor", _doctor, "Say what is installed, and which operators can be lowered here.",
+        commands, "doctor", _doctor, "Say what is installed, and which operators can be lowered "
+                                     "here.",
         "Exit status 1: something is in the way; it is listed with what to do.",
     )  # fmt: skip
     graphs_cli.add(commands, _command)
@@ -123,7 +132,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, more: str = "", **kind: Any
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    more: str = "",
+    **kind: Any,
 ) -> Any:
     made = commands.add_parser(name, help=summary, description=f"{summary} {more}".rstrip(), **kind)
     made.set_defaults(run=run)
@@ -137,11 +151,18 @@ def _command(
 def _add_demo(commands: Any) -> None:
     summary = "Decode Hugging Face's DeepSeek-V3 fused and unfused, compare, and lower."
     made = _command(commands, "demo", _demo, summary)
-    made.add_argument("--out", type=output_folder, default=Path("out"), help="folder for the report and the graphs")
+    made.add_argument(
+        "--out",
+        type=output_folder,
+        default=Path("out"),
+        help="folder for the report and the graphs",
+    )
     made.add_argument("--layers", type=positive, default=2)
     made.add_argument("--heads", type=positive, default=16, help="heads of one rank (128 / TP)")
     made.add_argument("--batch", type=positive, default=8, help="sequences decoded at once")
-    made.add_argument("--quick", action="store_true", help="He 1024, a short history and a narrow MLP")
+    made.add_argument(
+        "--quick", action="store_true", help="He 1024, a short history and a narrow MLP"
+    )
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -162,12 +183,24 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _add_check_model(commands: Any) -> None:
-    summary = "Say what of a Hugging Face checkpoint can decode absorbed and be fused; with --tokens, try it."
+    summary = (
+        "Say what of a Hugging Face checkpoint can decode absorbed and be fused; with --tokens, "
+        "try it."
+    )
     more = "It writes nothing. Exit status 1: nothing can be converted, or tokens differ."
     made = _command(commands, "check-model", _check_model, summary, more, aliases=["optimize"])
     made.add_argument("folder", help="checkpoint folder: config.json, and weights for --tokens")
-    made.add_argument("--prepack", action="store_true", help="say what mla_fusion.prepack would lay out in a layer")
-    made.add_argument("--tokens", type=int, default=0, help="load the weights, generate so many tokens and compare")
+    made.add_argument(
+        "--prepack",
+        action="store_true",
+        help="say what mla_fusion.prepack would lay out in a layer",
+    )
+    made.add_argument(
+        "--tokens",
+        type=int,
+        default=0,
+        help="load the weights, generate so many tokens and compare",
+    )
     made.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -236,9 +269,14 @@ def _add_bench(commands: Any) -> None:
     summary = "Time the pass on plain decoders of growing depth, or on your graph."
     made = _command(commands, "bench", _bench, summary, "It times the compilation, not the model.")
     made.add_argument(
-        "target", nargs="?", metavar="FILE.py:FUNCTION", help="function that returns (module_or_function, arguments)"
+        "target",
+        nargs="?",
+        metavar="FILE.py:FUNCTION",
+        help="function that returns (module_or_function, arguments)",
     )
-    made.add_argument("--dynamic", action="store_true", help="symbolic sizes, as torch.compile(dynamic=True)")
+    made.add_argument(
+        "--dynamic", action="store_true", help="symbolic sizes, as torch.compile(dynamic=True)"
+    )
     made.add_argument("--layers", type=positive, nargs="+", default=[1, 8, 61])
     made.add_argument("--hidden", type=positive, default=7168, help="He")
     made.add_argument("--heads", type=positive, default=16, help="heads of one rank (128 / TP)")
@@ -254,10 +292,17 @@ def _bench(arguments: argparse.Namespace) -> int:
     graphs: dict[str, Callable[[], Any]]
     if arguments.target:
         model, example = load_target(arguments.target)
-        graphs = {arguments.target: partial(capture, model, *example, device="cpu", dynamic=arguments.dynamic)}
+        graphs = {
+            arguments.target: partial(
+                capture, model, *example, device="cpu", dynamic=arguments.dynamic
+            )
+        }
     else:
         sizes = arguments.hidden, arguments.heads
-        graphs = {f"{layers} layers": partial(bench.decoder, layers, *sizes) for layers in arguments.layers}
+        graphs = {
+            f"{layers} layers": partial(bench.decoder, layers, *sizes)
+            for layers in arguments.layers
+        }
     timings = []
     for name, graph in graphs.items():
         print(f"{name}: {arguments.repeats} runs ..", file=sys.stderr, flush=True)

@@ -1,15 +1,17 @@
-"""Every private or version-dependent name of torch, torch_npu and torchair; nobody else touches one.
+"""Every private or version-dependent name of torch, torch_npu and torchair; nobody else touches
+one.
 
 ``tests/project/test_private_names.py`` holds the package to it, five other places apart:
 
 * ``compile/torchair_bridge.py``: how torchair and npugraph_ex compile, from inside
 * ``compile/inductor_bridge.py``: what Inductor asks of its custom passes
-* ``compile/offline/``: stand-ins for CANN's libraries, and what of torch_npu and torchair asks for a device
+* ``compile/offline/``: stand-ins for CANN's libraries, and what of torch_npu and torchair asks for
+  a device
 * ``modes.py``: what of torch's state belongs to the caller
 * ``_autoload.py``: imported before torch
 
-What ``import torch`` has loaded anyway is imported here at the top. The rest is loaded where it is first asked for,
-so that ``import mla_fusion`` stays light.
+What ``import torch`` has loaded anyway is imported here at the top. The rest is loaded where it is
+first asked for, so that ``import mla_fusion`` stays light.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-# -- operators; attrgetter costs no more than the attribute, and the pass asks for schemas everywhere
+# -- operators; attrgetter costs no more than the attribute: the pass asks for schemas everywhere
 
 schema_of: Callable[[Any], FunctionSchema] = attrgetter("_schema")
 
@@ -123,7 +125,9 @@ def has_schema(name: str) -> bool:
 
 
 def has_argument(operator: str, name: str) -> bool:
-    """Is there an operator of that name (``namespace::name``), and does its schema name that argument?"""
+    """Is there an operator of that name (``namespace::name``), and does its schema name that
+    argument?
+    """
     if not has_schema(operator):
         return False
     namespace, _, packet = operator.partition("::")
@@ -136,12 +140,16 @@ def has_kernel(name: str, key: str) -> bool:
 
 
 def registrations(name: str) -> list[str]:
-    """The dispatcher's own lines on an operator: what is registered for which key, and from where."""
+    """The dispatcher's own lines on an operator: what is registered for which key, and from
+    where.
+    """
     return torch._C._dispatch_dump(name).splitlines()
 
 
 def override(library: torch.library.Library, operator: str, kernel: Callable[..., Any]) -> None:
-    """Register a kernel for the one key of a library, in place of another one where there is one."""
+    """Register a kernel for the one key of a library, in place of another one where there is
+    one.
+    """
     if "allow_override" in signature(torch.library.Library.impl).parameters:  # since torch 2.8
         library.impl(operator, kernel, allow_override=True)
         return
@@ -151,15 +159,21 @@ def override(library: torch.library.Library, operator: str, kernel: Callable[...
 
 
 def withdraw(library: torch.library.Library) -> list[OpOverloadPacket]:
-    """Take back all that a library has registered. Returns what others may hold of the operators it defined."""
+    """Take back all that a library has registered. Returns what others may hold of the operators it
+    defined.
+    """
     names = {name.partition("::")[2].partition(".")[0] for name in library._op_defs}
-    held = [packet for name, packet in vars(getattr(torch.ops, library.ns)).items() if name in names]
+    held = [
+        packet for name, packet in vars(getattr(torch.ops, library.ns)).items() if name in names
+    ]
     library._destroy()
     return held
 
 
 def renew(packet: OpOverloadPacket) -> None:
-    """Make a held operator, defined anew since, and its overloads those of now: they would read freed memory."""
+    """Make a held operator, defined anew since, and its overloads those of now: they would read
+    freed memory.
+    """
     namespace, _, name = packet_name(packet).partition("::")
     now = getattr(getattr(torch.ops, namespace), name)
     held = {name: vars(packet)[name] for name in now.overloads() if name in vars(packet)}
@@ -177,7 +191,9 @@ def _become(held: Any, now: Any) -> None:
 
 
 class _Called(partial[Any]):
-    """What a held operator calls. Operators have the hash of that, and graphs keep tables by operators."""
+    """What a held operator calls. Operators have the hash of that, and graphs keep tables by
+    operators.
+    """
 
     hashed: int
 
@@ -214,7 +230,8 @@ def below_functionalisation() -> AbstractContextManager[Any]:
 # -- tensors and their memory
 
 storage_id: Callable[[Tensor], int] = getattr(torch._C, "_storage_id")  # noqa: B009  # its stubs leave it out
-version_of: Callable[[Tensor], int] = attrgetter("_version")  # raises RuntimeError where there is no counter
+# raises RuntimeError where there is no counter
+version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def is_view(tensor: Tensor) -> bool:
@@ -223,7 +240,9 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def holders(tensor: Tensor) -> int:
-    """Tensors (and others) that hold its storage; the Python object of the storage, made here, is one of them."""
+    """Tensors (and others) that hold its storage; the Python object of the storage, made here, is
+    one of them.
+    """
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
@@ -236,7 +255,9 @@ def expression_of(size: Any) -> Any:
 
 
 def bounds_of(size: Any, part: Any = None) -> tuple[float, float]:
-    """The least and the largest number that a symbolic size can be, or an expression in its symbols."""
+    """The least and the largest number that a symbolic size can be, or an expression in its
+    symbols.
+    """
     bounds = size.node.shape_env.bound_sympy(size.node.expr if part is None else part)
     if bounds is None:  # no symbol of torch's
         return 1, math.inf
@@ -261,7 +282,9 @@ def traced_with(size: Any, symbol: Any) -> int:
 
 
 def symbolic_mode(kind: type[FakeTensorMode], weigh: Callable[[Any], Any]) -> FakeTensorMode:
-    """A fake mode whose tensors may have sizes made by `new_size`; ``weigh`` passes each expression on to torch."""
+    """A fake mode whose tensors may have sizes made by `new_size`; ``weigh`` passes each expression
+    on to torch.
+    """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     env: Any = ShapeEnv()
@@ -272,12 +295,16 @@ def symbolic_mode(kind: type[FakeTensorMode], weigh: Callable[[Any], Any]) -> Fa
 
 
 def take_for_one(a: Any, b: Any) -> None:
-    """Two sizes that an operator needs to be equal: symbols are one from here on; numbers that differ raise."""
+    """Two sizes that an operator needs to be equal: symbols are one from here on; numbers that
+    differ raise.
+    """
     torch._check(a == b)
 
 
 def new_size(mode: FakeTensorMode, name: str, hint: int, largest: int) -> torch.SymInt:
-    """A symbolic size of that name, from 2 to ``largest``; torch takes it for ``hint`` where it needs a number."""
+    """A symbolic size of that name, from 2 to ``largest``; torch takes it for ``hint`` where it
+    needs a number.
+    """
     import sympy
     from torch.fx.experimental.sym_node import SymNode
     from torch.utils._sympy.value_ranges import ValueRanges
@@ -292,7 +319,8 @@ def new_size(mode: FakeTensorMode, name: str, hint: int, largest: int) -> torch.
 
 # -- FX graphs
 
-C_FUNCTIONS = "torch._C"  # how a graph names torch's functions in C++, torch._C._nn.linear say, before AOT autograd
+# how a graph names torch's functions in C++, torch._C._nn.linear say, before AOT autograd
+C_FUNCTIONS = "torch._C"
 
 
 def call_like(graph: Graph, other: Graph) -> None:
@@ -301,7 +329,9 @@ def call_like(graph: Graph, other: Graph) -> None:
 
 
 def source_name(placeholder: Node) -> str:
-    """The expression by which dynamo reaches an input, such as ``L['self'].eps``; "" where dynamo made no note."""
+    """The expression by which dynamo reaches an input, such as ``L['self'].eps``; "" where dynamo
+    made no note.
+    """
     if "grapharg" not in placeholder.meta:
         return ""
     name = placeholder.meta["grapharg"].source.name
@@ -325,15 +355,19 @@ _MARKS = (HELD, _STATIC, *(f"_dynamo_{mark}" for mark in _OF_SIZES))
 
 
 def is_of_model(value: Any) -> bool:
-    """Is a tensor a parameter or a buffer, as far as can be told? Dynamo marks those of the modules that it traces."""
+    """Is a tensor a parameter or a buffer, as far as can be told? Dynamo marks those of the modules
+    that it traces.
+    """
     is_marked = getattr(value, _STATIC, None) is not None
     return isinstance(value, torch.nn.Parameter) or (isinstance(value, torch.Tensor) and is_marked)
 
 
 def in_tracing_mode(inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of a graph of dynamo, fake tensors of another mode rebuilt in the mode that dynamo traced in.
+    """The inputs of a graph of dynamo, fake tensors of another mode rebuilt in the mode that dynamo
+    traced in.
 
-    AOT autograd does so itself since torch 2.11, and asserts that there are none in releases before.
+    AOT autograd does so itself since torch 2.11, and asserts that there are none in releases
+    before.
     """
     context = torch._guards.TracingContext.try_get()
     mode = context.fake_mode if context is not None else None
@@ -342,7 +376,8 @@ def in_tracing_mode(inputs: Sequence[Any]) -> list[Any]:
     rebuilt: list[Any] = []
     for value in inputs:
         if isinstance(value, FakeTensor) and value.fake_mode is not mode:
-            known: Any = context.tensor_to_context.get(value)  # how dynamo read its sizes: the same symbols again
+            # how dynamo read its sizes: the same symbols again
+            known: Any = context.tensor_to_context.get(value)
             source = known.tensor_source if known is not None else None
             moved = mode.from_tensor(value, symbolic_context=known, source=source, trace=False)
             copy_marks(value, moved)
@@ -364,7 +399,9 @@ def mark_static_address(tensor: Tensor) -> None:
 
 
 def is_saving() -> bool:
-    """Whether what is compiled now is to be serialised, as ``torch.compile(..).aot_compile`` asks for."""
+    """Whether what is compiled now is to be serialised, as ``torch.compile(..).aot_compile`` asks
+    for.
+    """
     config: Any = import_module("torch._functorch.config")
     asked = ("bundled_autograd_cache", "strict_autograd_cache")
     return all(getattr(config, name, False) for name in asked)
@@ -381,7 +418,8 @@ _COMPILES_THROUGH = ("_compile_graph_with_aot", "_get_merged_decompositions", "_
 
 
 def torchair_lacks() -> tuple[str, ...]:
-    """The functions by which graphs are compiled that the installed torchair does not define; it is not imported.
+    """The functions by which graphs are compiled that the installed torchair does not define; it is
+    not imported.
 
     In releases where they are absent, importing torchair may fail already.
     """

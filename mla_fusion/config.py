@@ -10,7 +10,8 @@ from mla_fusion.machine import AUTO, Machine, release_named, settled, soc_named
 
 Skip = str | Callable[[Any], bool]
 
-TARGETS = {  # the ladder: each is tried where those above it, as far as they are asked for, are not possible
+# the ladder: each is tried where those above it, as far as they are asked for, are not possible
+TARGETS = {
     "v3": "npu_mla_prolog_v3, for the whole prologue",
     "identity": "the same where no W_uk product follows, with weight_uk = [I | 0]",
     "preprocess": "npu_mla_preprocess (ATB), for prologues in W8A8 by scales fixed ahead of time",
@@ -37,38 +38,44 @@ class Config:
     enable      False leaves every graph untouched.
     verify      Compare each region with its replacement, on seeded CPU inputs:
                 "off" never, "first" once per distinct region, "all" for every fusion.
-    cann        CANN release whose limits hold: "8.2" .. "9.1", "latest", or a version as CANN writes it ("8.3.RC1").
-    soc         Chip generation whose limits hold: "A2", "A3", "A5", or a chip's name ("910B", "Ascend910_93", "950PR").
-                "auto", the default of both, asks the NPU of this process; without one, A3 and the latest release are
-                taken. The report says which.
-    staging     "auto" stages a fusion (the kernel writes small buffers, and the model's own cache writes stay) where a
-                write by the kernel would not be exact. "always", or "never".
-    kr_layout   "exact" never changes what a cache row holds. "half" is your word that every reader and writer of
-                kr_cache uses the half layout that the kernel writes.
-    targets     Operators that may be emitted. Each prologue is offered to them in this order, whatever order you give:
-                "v3" for whole prologues; "identity", the same for those without a W_uk product, by
-                weight_uk = [I | 0]; "preprocess", npu_mla_preprocess for static W8A8 (not in GE graphs); "key",
-                npu_kv_rmsnorm_rope_cache_v2 for the key's half alone.
+    cann        CANN release whose limits hold: "8.2" .. "9.1", "latest", or a version as CANN
+                writes it ("8.3.RC1").
+    soc         Chip generation whose limits hold: "A2", "A3", "A5", or a chip's name ("910B",
+                "Ascend910_93", "950PR"). "auto", the default of both, asks the NPU of this process;
+                without one, A3 and the latest release are taken. The report says which.
+    staging     "auto" stages a fusion (the kernel writes small buffers, and the model's own cache
+                writes stay) where a write by the kernel would not be exact. "always", or "never".
+    kr_layout   "exact" never changes what a cache row holds. "half" is your word that every reader
+                and writer of kr_cache uses the half layout that the kernel writes.
+    targets     Operators that may be emitted. Each prologue is offered to them in this order,
+                whatever order you give: "v3" for whole prologues; "identity", the same for those
+                without a W_uk product, by weight_uk = [I | 0]; "preprocess", npu_mla_preprocess for
+                static W8A8 (not in GE graphs); "key", npu_kv_rmsnorm_rope_cache_v2 for the key's
+                half alone.
     unabsorbed  "identity" is another name for that target.
-    skip        What to leave alone without a warning: layers by the name that a report gives them, prologues that
-                would be rejected with a code ("absorb.absent", "contract", "contract:dims.he"), or candidates for which
-                a predicate holds.
-    weights     Where packed weights live, with ``mf.backend``: "copy" beside the parameters, or "shared": a parameter
-                whose packing only changes its layout becomes a view of the packed weight, so that memory does not
-                grow. It keeps its shape and values, and gets other strides.
-    updates     How the backend notices that a parameter with a packed copy has changed. It sees changes that torch
-                counts (``copy_`` and optimizers under no_grad, ``load_state_dict``), and new memory, before the next
-                call, whatever you choose. For the others (``parameter.data.add_(..)``, fused optimizers, flat
-                buffers), "rounds" reads a share of the bytes at each step, waits for nothing, and packs a change anew
-                with a warning. "counted" does not look for them: call ``mla_fusion.refresh``. "every call" compares
-                all bytes before each call: slow, for tests and debugging.
-    slots       "trusted" takes slots that are an input as they are (non-negative, in range and distinct; the report
-                lists the assumption). "checked" tests them before each call of ``mf.backend``
-                (``mla_fusion.SlotError``); a pass in another compiler cannot, and the assumption says so.
-    strides     Strides of results that leave the graph. "exact": the model's, for which a permuted query may be
-                copied. "kernel": the kernel's, dense with tokens first. "auto": "kernel" in GE graphs and behind the
-                hook of another compiler, "exact" elsewhere.
-    strict      True raises a defect of the pass. False leaves the graph as it was, with ``pass.failed`` in the report.
+    skip        What to leave alone without a warning: layers by the name that a report gives them,
+                prologues that would be rejected with a code ("absorb.absent", "contract",
+                "contract:dims.he"), or candidates for which a predicate holds.
+    weights     Where packed weights live, with ``mf.backend``: "copy" beside the parameters, or
+                "shared": a parameter whose packing only changes its layout becomes a view of the
+                packed weight, so that memory does not grow. It keeps its shape and values, and gets
+                other strides.
+    updates     How the backend notices that a parameter with a packed copy has changed. It sees
+                changes that torch counts (``copy_`` and optimizers under no_grad,
+                ``load_state_dict``), and new memory, before the next call, whatever you choose. For
+                the others (``parameter.data.add_(..)``, fused optimizers, flat buffers), "rounds"
+                reads a share of the bytes at each step, waits for nothing, and packs a change anew
+                with a warning. "counted" does not look for them: call ``mla_fusion.refresh``.
+                "every call" compares all bytes before each call: slow, for tests and debugging.
+    slots       "trusted" takes slots that are an input as they are (non-negative, in range and
+                distinct; the report lists the assumption). "checked" tests them before each call of
+                ``mf.backend`` (``mla_fusion.SlotError``); a pass in another compiler cannot, and
+                the assumption says so.
+    strides     Strides of results that leave the graph. "exact": the model's, for which a permuted
+                query may be copied. "kernel": the kernel's, dense with tokens first. "auto":
+                "kernel" in GE graphs and behind the hook of another compiler, "exact" elsewhere.
+    strict      True raises a defect of the pass. False leaves the graph as it was, with
+                ``pass.failed`` in the report.
 
     Raises ValueError for a value outside these choices.
     """
@@ -94,7 +101,9 @@ class Config:
         for field, choices in _CHOICES.items():
             value = getattr(self, field)
             if value not in choices:
-                raise ValueError(f"Config.{field} must be one of {', '.join(map(str, choices))}, got {value!r}")
+                raise ValueError(
+                    f"Config.{field} must be one of {', '.join(map(str, choices))}, got {value!r}"
+                )
         for field, named in (("soc", soc_named), ("cann", release_named)):
             if (value := getattr(self, field)) != AUTO:
                 try:
@@ -104,7 +113,9 @@ class Config:
         for field in ("skip", "targets"):
             value = getattr(self, field)
             if isinstance(value, str):
-                raise ValueError(f"Config.{field} takes a sequence, got the string {value!r}; write ({value!r},)")
+                raise ValueError(
+                    f"Config.{field} takes a sequence, got the string {value!r}; write ({value!r},)"
+                )
             object.__setattr__(self, field, tuple(value))
         self._set_targets()
 
@@ -112,18 +123,24 @@ class Config:
         """In the ladder's order, and in agreement with ``unabsorbed``."""
         known = tuple(TARGETS)
         if not self.targets or any(name not in known for name in self.targets):
-            raise ValueError(f"Config.targets must name some of {', '.join(known)}, got {self.targets!r}")
+            raise ValueError(
+                f"Config.targets must name some of {', '.join(known)}, got {self.targets!r}"
+            )
         wanted = {*self.targets, *(["identity"] if self.unabsorbed == "identity" else [])}
         object.__setattr__(self, "targets", tuple(name for name in TARGETS if name in wanted))
         object.__setattr__(self, "unabsorbed", "identity" if "identity" in wanted else "skip")
 
     @classmethod
     def given(cls, config: Config | None) -> Config:
-        """What a function was called with, the default for None. Raises TypeError for anything else."""
+        """What a function was called with, the default for None. Raises TypeError for anything
+        else.
+        """
         if config is None or isinstance(config, cls):
             return config or cls()
         said = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"
-        raise TypeError(f"config must be a mla_fusion.Config, such as Config(verify='all'), got {said}")
+        raise TypeError(
+            f"config must be a mla_fusion.Config, such as Config(verify='all'), got {said}"
+        )
 
     @property
     def machine(self) -> Machine:

@@ -1,6 +1,8 @@
-"""``mla-fusion demo``: Hugging Face's DeepSeek-V3 decoded fused and unfused, compared, lowered and written out.
+"""``mla-fusion demo``: Hugging Face's DeepSeek-V3 decoded fused and unfused, compared, lowered and
+written out.
 
-Runs on a CPU. What an NPU would execute is taken from the real torchair, which needs no device to lower a graph.
+Runs on a CPU. What an NPU would execute is taken from the real torchair, which needs no device to
+lower a graph.
 """
 
 from __future__ import annotations
@@ -44,14 +46,23 @@ class Options:
 
     def quick(self) -> Options:
         """Small sizes that the kernel still takes; heads, layers and batch stay as asked."""
-        return Options(self.out, self.layers, self.heads, self.batch, hidden=1024, intermediate=256, history=200)
+        return Options(
+            self.out,
+            self.layers,
+            self.heads,
+            self.batch,
+            hidden=1024,
+            intermediate=256,
+            history=200,
+        )
 
 
 @dataclass
 class Lowered:
     """What torchair makes of the model: GE operators of the fused and of the unfused one.
 
-    refusal   what torchair alone says to the unfused one; its operators are then those with our converters added
+    refusal   what torchair alone says to the unfused one; its operators are then those with our
+              converters added
     """
 
     missing: str = ""
@@ -64,7 +75,9 @@ class Lowered:
             return []
         found = []
         if self.operators.get(KERNEL, 0) != layers:
-            found.append(f"the GE graph holds {self.operators.get(KERNEL, 0)} {KERNEL}, expected {layers}")
+            found.append(
+                f"the GE graph holds {self.operators.get(KERNEL, 0)} {KERNEL}, expected {layers}"
+            )
         moved = {name: self.operators[name] for name in MOVES if name in self.operators}
         if moved:
             found.append(f"the GE graph copies caches: {moved}")
@@ -91,21 +104,32 @@ class Outcome:
         for item in self.measurements:
             if item.ratio > item.allowed:
                 found.append(
-                    f"{item.where}, {item.output}: fused error is {item.ratio:.2f} x the unfused error, "
+                    f"{item.where}, {item.output}: fused error is {item.ratio:.2f} x the unfused "
+                    "error, "
                     f"allowed {item.allowed:.2f}"
                 )
             if item.untouched is False:
-                found.append(f"{item.where}, {item.output}: rows that belong to nobody have changed")
+                found.append(
+                    f"{item.where}, {item.output}: rows that belong to nobody have changed"
+                )
         return found + self.lowered.problems(self.options.layers)
 
     def to_json(self) -> str:
         """The demo's numbers beside the pass's own report."""
         rows = [
-            {**asdict(item), "ratio": item.ratio, "largest_ratio_allowed": item.allowed, "passed": item.passed}
+            {
+                **asdict(item),
+                "ratio": item.ratio,
+                "largest_ratio_allowed": item.allowed,
+                "passed": item.passed,
+            }
             for item in self.measurements
         ]
         data = {
-            "options": {key: str(value) if key == "out" else value for key, value in asdict(self.options).items()},
+            "options": {
+                key: str(value) if key == "out" else value
+                for key, value in asdict(self.options).items()
+            },
             "measurements": rows,
             "ge": asdict(self.lowered),
             "problems": self.problems,
@@ -119,8 +143,8 @@ class Outcome:
     def __str__(self) -> str:
         parts = [
             str(self.report),
-            "Relative L2 error against float64 (layer n: its prologue alone; model: the whole step)\n"
-            + text_tables.render(*measurement_table(self.measurements)),
+            "Relative L2 error against float64 (layer n: its prologue alone; model: the whole "
+            "step)\n" + text_tables.render(*measurement_table(self.measurements)),
             "FX operators of the compiled graph\n"
             + text_tables.render(("operator", "before", "after"), _changed(self.report)),
             _ge_text(self.lowered),
@@ -128,18 +152,25 @@ class Outcome:
             f"{self.seconds:.0f} s, peak memory {self.peak_gib:.1f} GiB",
         ]
         problems = self.problems
-        verdict = "\n".join(f"FAILED: {line}" for line in problems) if problems else "All checks passed."
+        verdict = (
+            "\n".join(f"FAILED: {line}" for line in problems) if problems else "All checks passed."
+        )
         return "\n\n".join([*parts, verdict])
 
 
 def run(options: Options, progress: Callable[[str], None] | None = None) -> Outcome:
-    """The whole demo; writes ``options.out``. Raises TransformersMissing without Hugging Face's modules."""
+    """The whole demo; writes ``options.out``. Raises TransformersMissing without Hugging Face's
+    modules.
+    """
     say = progress or Progress()
     started = perf_counter()
     options.out.mkdir(parents=True, exist_ok=True)
     say(f"random bfloat16 weights: {options.layers} layers, He {options.hidden}, N {options.heads}")
     model = random_decoder(
-        layers=options.layers, heads=options.heads, hidden=options.hidden, intermediate=options.intermediate
+        layers=options.layers,
+        heads=options.heads,
+        hidden=options.hidden,
+        intermediate=options.intermediate,
     )
     batch = random_batch(
         layers=options.layers, batch=options.batch, hidden=options.hidden, history=options.history
@@ -172,9 +203,20 @@ class Progress:
         print(f"[{perf_counter() - self._started:6.1f} s] {message}", file=sys.stderr, flush=True)
 
 
-def measurement_table(measurements: list[Measurement]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def measurement_table(
+    measurements: list[Measurement],
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows of the errors."""
-    header = ("where", "output", "unfused", "fused", "ratio", "allowed", "other rows identical", "check")
+    header = (
+        "where",
+        "output",
+        "unfused",
+        "fused",
+        "ratio",
+        "allowed",
+        "other rows identical",
+        "check",
+    )
     word = {None: "-", True: "yes", False: "NO"}
     rows: list[tuple[str, ...]] = [
         (
@@ -197,9 +239,11 @@ def sections(outcome: Outcome) -> list[page.Section]:
     header, rows = measurement_table(outcome.measurements)
     errors = page.Section(
         "Accuracy",
-        "Relative L2 error against float64. A layer's rows are its prologue alone, from the same bfloat16 input; "
+        "Relative L2 error against float64. A layer's rows are its prologue alone, from the same "
+        "bfloat16 input; "
         "the model's rows carry the errors of earlier layers. "
-        f"Passed where fused is at most {LARGEST_RATIO} x unfused, and {DEVIATIONS} / sqrt(n) for chance: "
+        f"Passed where fused is at most {LARGEST_RATIO} x unfused, and {DEVIATIONS} / sqrt(n) for "
+        "chance: "
         "the errors are those of n rounded numbers.",
         header,
         rows,
@@ -219,7 +263,10 @@ def _compile(module: torch.nn.Module) -> Callable[..., Any]:
 
 def _lower(model: AbsorbedDecoder, batch: PagedBatch, out: Path) -> tuple[Lowered, list[Path]]:
     if find_spec("torch_npu") is None:
-        missing = "torch_npu is not installed, so nothing was lowered to GE; the FX graphs are those of the CPU."
+        missing = (
+            "torch_npu is not installed, so nothing was lowered to GE; the FX graphs are those of "
+            "the CPU."
+        )
         return Lowered(missing), _save_cpu_graphs(model, batch, out)
     from mla_fusion import converters
     from mla_fusion.compile.lowering import LoweringError
@@ -248,7 +295,9 @@ def _save_cpu_graphs(model: AbsorbedDecoder, batch: PagedBatch, out: Path) -> li
 
 
 def _changed(report: Report) -> list[tuple[str, int, int]]:
-    return text_tables.operators(report.operators.get("before", {}), report.operators.get("after", {}))
+    return text_tables.operators(
+        report.operators.get("before", {}), report.operators.get("after", {})
+    )
 
 
 def _ge_rows(lowered: Lowered) -> list[tuple[str, int, int]]:
@@ -258,7 +307,10 @@ def _ge_rows(lowered: Lowered) -> list[tuple[str, int, int]]:
 def _refusal(lowered: Lowered) -> str:
     if not lowered.refusal:
         return "Both sides as torchair lowers them."
-    return f"torchair alone refuses the unfused model ({lowered.refusal}); it is lowered with our converters added."
+    return (
+        f"torchair alone refuses the unfused model ({lowered.refusal}); it is lowered with our "
+        "converters added."
+    )
 
 
 def _ge_text(lowered: Lowered) -> str:

@@ -22,10 +22,11 @@ def explain(
 ) -> Report:
     """What :func:`fuse` would do, with the same reasons, changing nothing.
 
-    gm        a graph as :func:`fuse` takes it, or the path of a dump that torchair or torch wrote, from which the
-              graph is rebuilt
+    gm        a graph as :func:`fuse` takes it, or the path of a dump that torchair or torch wrote,
+              from which the graph is rebuilt
     config    options of the pass
-    boundary  say what :func:`backend` would do, which views caches in the kernel's shape before it calls the graph
+    boundary  say what :func:`backend` would do, which views caches in the kernel's shape before it
+              calls the graph
 
     A dump that cannot be read, or does not hold enough, raises a ValueError that says why.
     """

@@ -1,4 +1,6 @@
-"""``mla-fusion explain``, ``lower``, ``inspect`` and ``diff``: graphs of functions, and of dumps."""
+"""``mla-fusion explain``, ``lower``, ``inspect`` and ``diff``: graphs of functions, and of
+dumps.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,12 @@ def add(commands: Any, command: Callable[..., Any]) -> None:
         commands, "explain", _explain, "Say for every MLA prologue why it would fuse or not.",
         "Exit status 1: a prologue is left, or none is there.",
     ))  # fmt: skip
-    _add_lower(command(commands, "lower", _lower, "Fuse a function and lower it with the real torchair."))
-    parser = command(commands, "inspect", _inspect, "Say what stands in graphs that torchair or torch dumped.")
+    _add_lower(
+        command(commands, "lower", _lower, "Fuse a function and lower it with the real torchair.")
+    )
+    parser = command(
+        commands, "inspect", _inspect, "Say what stands in graphs that torchair or torch dumped."
+    )
     parser.add_argument("dumps", metavar="DUMP", nargs="+", help="pbtxt, txt, py or FX listing")
     forms = "also write one dump: .dot, .svg, .json or .pbtxt"
     parser.add_argument("--export", type=output, metavar="FILE", help=forms)
@@ -44,19 +50,32 @@ def add(commands: Any, command: Callable[..., Any]) -> None:
 
 
 def _add_explain(parser: Any) -> None:
-    add_target(parser, "; its file is imported and runs. Or a dump of a graph, which is data: nothing in it runs")
+    add_target(
+        parser,
+        "; its file is imported and runs. Or a dump of a graph, which is data: nothing in it runs",
+    )
     add_limits(parser)
-    parser.add_argument("--pass-only", action="store_true", help="as mf.torchair_pass: no wrapper views caches")
-    parser.add_argument("--html", type=output, metavar="FILE", help="also write the report as a page")
-    parser.add_argument("--stats", action="store_true", help="calls, hits and milliseconds of each fact and rule")
+    parser.add_argument(
+        "--pass-only", action="store_true", help="as mf.torchair_pass: no wrapper views caches"
+    )
+    parser.add_argument(
+        "--html", type=output, metavar="FILE", help="also write the report as a page"
+    )
+    parser.add_argument(
+        "--stats", action="store_true", help="calls, hits and milliseconds of each fact and rule"
+    )
 
 
 def add_target(parser: Any, more: str = "") -> None:
     """The function that a command works on."""
     parser.add_argument(
-        "target", metavar="FILE.py:FUNCTION", help=f"function that returns (module_or_function, arguments){more}"
+        "target",
+        metavar="FILE.py:FUNCTION",
+        help=f"function that returns (module_or_function, arguments){more}",
     )
-    parser.add_argument("--dynamic", action="store_true", help="symbolic sizes, as torch.compile(dynamic=True)")
+    parser.add_argument(
+        "--dynamic", action="store_true", help="symbolic sizes, as torch.compile(dynamic=True)"
+    )
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -65,7 +84,11 @@ def _explain(arguments: argparse.Namespace) -> int:
     from mla_fusion.report import text_tables
 
     with measuring() as tallies:
-        report = _explain_dump(arguments) if Path(arguments.target).is_file() else _explain_function(arguments)
+        report = (
+            _explain_dump(arguments)
+            if Path(arguments.target).is_file()
+            else _explain_function(arguments)
+        )
     print(report.to_json()) if arguments.json else terminal.show(report)
     if arguments.stats:
         rows = [(name, t.calls, t.hits, f"{t.seconds * 1e3:.1f}") for name, t in tallies.items()]
@@ -84,7 +107,9 @@ def _explain_function(arguments: argparse.Namespace) -> mf.Report:
     boundary = not arguments.pass_only
     model, example = load_target(arguments.target)
     try:
-        gm, _ = capture(model, *example, device="cpu", dynamic=arguments.dynamic, as_backend=boundary)
+        gm, _ = capture(
+            model, *example, device="cpu", dynamic=arguments.dynamic, as_backend=boundary
+        )
     except CaptureError as error:
         raise UserError(str(error)) from error
     return mf.explain(gm, _config(arguments), boundary=boundary)
@@ -108,7 +133,9 @@ def _add_lower(parser: Any) -> None:
     add_limits(parser)
     parser.add_argument("--mode", choices=("ge", "npugraph_ex"), default="ge")
     parser.add_argument("--no-fuse", action="store_true", help="lower the graph as it is")
-    parser.add_argument("--out", type=output_folder, help="folder for the FX graphs, the pbtxt and the report")
+    parser.add_argument(
+        "--out", type=output_folder, help="folder for the FX graphs, the pbtxt and the report"
+    )
 
 
 def _lower(arguments: argparse.Namespace) -> int:
@@ -120,7 +147,9 @@ def _lower(arguments: argparse.Namespace) -> int:
     model, example = load_target(arguments.target)
     config = _config(arguments, enable=not arguments.no_fuse)
     try:
-        lowered = mf.lower(model, *example, mode=arguments.mode, dynamic=arguments.dynamic, config=config)
+        lowered = mf.lower(
+            model, *example, mode=arguments.mode, dynamic=arguments.dynamic, config=config
+        )
     except (LoweringError, OfflineError) as error:
         raise UserError(str(error)) from error
     operators = dict((lowered.ge_ops or lowered.fx_ops).most_common())
@@ -130,7 +159,12 @@ def _lower(arguments: argparse.Namespace) -> int:
             files = [str(path) for path in lowered.save(arguments.out)]
     if arguments.json:
         report = json.loads(lowered.report.to_json()) if lowered.report else None
-        print(json.dumps({"mode": lowered.mode, "operators": operators, "files": files, "report": report}, indent=2))
+        print(
+            json.dumps(
+                {"mode": lowered.mode, "operators": operators, "files": files, "report": report},
+                indent=2,
+            )
+        )
         return 0
     if lowered.report is not None:
         terminal.show(f"{lowered.report}\n")

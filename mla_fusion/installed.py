@@ -1,4 +1,6 @@
-"""What is installed, found out without torch: for the case that torch is absent, or cannot be imported."""
+"""What is installed, found out without torch: for the case that torch is absent, or cannot be
+imported.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from mla_fusion._autoload import cann_location
 
 _PACKAGES = ("torch", "torch_npu", "transformers", "protobuf", "pyelftools", "numpy")
 TO_DO = (
-    "pip install torch==2.13.0, then pip install torch_npu==2.13.0 (in a virtual environment where there is no CANN); "
+    "pip install torch==2.13.0, then pip install torch_npu==2.13.0 (in a virtual environment "
+    "where there is no CANN); "
     "docs/releases.md has the other pairs"
 )
 
@@ -32,7 +35,9 @@ def versions() -> dict[str, str | None]:
 
 
 def without_torch() -> dict[str, object] | None:
-    """What ``doctor`` can say where torch cannot be imported, the reason among its problems; None where it can."""
+    """What ``doctor`` can say where torch cannot be imported, the reason among its problems; None
+    where it can.
+    """
     try:
         import_module("torch")
         return None

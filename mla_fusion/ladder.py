@@ -1,4 +1,6 @@
-"""The ladder of targets: a prologue that one of them does not take is offered to the next of ``Config.targets``."""
+"""The ladder of targets: a prologue that one of them does not take is offered to the next of
+``Config.targets``.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ Reject = Callable[[Found, Refuse, Iterable[Refuse]], None]
 
 
 def descend(item: Found, config: Config, fit: Fit, reject: Reject) -> None:
-    """Fit the first rung that takes the item. ``fit`` is told why the one above it did not take the item."""
+    """Fit the first rung that takes the item. ``fit`` is told why the one above it did not take the
+    item.
+    """
     whole, below = _whole(item, config), _halves(item) if "key" in config.targets else ()
     above: Refuse | None = None
     others: list[Refuse] = []
@@ -45,7 +49,9 @@ def descend(item: Found, config: Config, fit: Fit, reject: Reject) -> None:
             below = ()
             break
     if not whole and not below:
-        above = Refuse("target.unlisted", f"Config.targets is {', '.join(config.targets)}", item.nodes[:1])
+        above = Refuse(
+            "target.unlisted", f"Config.targets is {', '.join(config.targets)}", item.nodes[:1]
+        )
     failed = [(half, why) for half in below if (why := fit(Rung("key", half), above)) is not None]
     if above is not None and len(failed) == len(below):
         reject(item, above, [*others, *(why for _, why in failed)])
@@ -57,11 +63,15 @@ def descend(item: Found, config: Config, fit: Fit, reject: Reject) -> None:
 def _whole(item: Found, config: Config) -> list[Rung]:
     """The rungs of a whole prologue that are asked for."""
     if isinstance(item, NearMiss):
-        asked = not item.halves or any(target in config.targets for target in ("v3", "identity", "preprocess"))
+        asked = not item.halves or any(
+            target in config.targets for target in ("v3", "identity", "preprocess")
+        )
         return [Rung("v3", item)] if asked else []
     if not isinstance(item, Candidate):
         return []
-    wholes = ("identity",) if isinstance(item.query.absorb, UnabsorbedFact) else ("v3", "preprocess")
+    wholes = (
+        ("identity",) if isinstance(item.query.absorb, UnabsorbedFact) else ("v3", "preprocess")
+    )
     return [Rung(target, item) for target in wholes if target in config.targets]
 
 

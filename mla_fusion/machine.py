@@ -1,4 +1,6 @@
-"""Chips and CANN releases by the names that people and machines give them, and which of them are here."""
+"""Chips and CANN releases by the names that people and machines give them, and which of them are
+here.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _target: ContextVar[str] = ContextVar("mla_fusion.machine", default=_ASSUMED[0])
 
 @contextmanager
 def compiling_for(soc: str) -> Iterator[None]:
-    """Inside, torch_npu answers questions about the chip as on this one, where there is none (`mla_fusion.offline`)."""
+    """Inside, torch_npu answers questions about the chip as on this one, where there is none
+    (`mla_fusion.offline`).
+    """
     token = _target.set(soc)
     try:
         yield
@@ -49,17 +53,22 @@ class Machine:
 
 
 def soc_named(name: str) -> str:
-    """``910B``, ``Ascend910B2`` -> A2; ``910C``, ``Ascend910_9392`` -> A3; ``Ascend950PR`` -> A5. Raises ValueError."""
+    """``910B``, ``Ascend910B2`` -> A2; ``910C``, ``Ascend910_9392`` -> A3; ``Ascend950PR`` -> A5.
+    Raises ValueError.
+    """
     plain = re.sub(r"^(ASCEND|ATLAS)", "", re.sub(r"[\s_-]", "", str(name)).upper())
     for soc, starts in _NAMES.items():
         if plain.startswith(starts):
             return soc
-    raise ValueError(f"{name!r} is no chip that the operator's tables know; they have A2 (910B), A3 (910C), A5 (950)")
+    raise ValueError(
+        f"{name!r} is no chip that the operator's tables know; they have A2 (910B), "
+        "A3 (910C), A5 (950)"
+    )
 
 
 def release_named(version: str, *, found: bool = False) -> str:
-    """``9.0.1`` is 9.0, ``8.3.RC1`` is 8.3. Raises ValueError for what the tables do not reach; a newer one that was
-    ``found`` on a machine is "latest".
+    """``9.0.1`` is 9.0, ``8.3.RC1`` is 8.3. Raises ValueError for what the tables do not reach; a
+    newer one that was ``found`` on a machine is "latest".
     """
     if version == "latest":
         return version
@@ -70,16 +79,22 @@ def release_named(version: str, *, found: bool = False) -> str:
     known = {tuple(map(int, text.split("."))): text for text in RELEASES if text != "latest"}
     if wanted > max(known):
         if not found:
-            raise ValueError(f"CANN {version} is newer than the tables; there are {', '.join(RELEASES)}")
+            raise ValueError(
+                f"CANN {version} is newer than the tables; there are {', '.join(RELEASES)}"
+            )
         return "latest"
     fitting = [release for release in known if release <= wanted]
     if not fitting:
-        raise ValueError(f"CANN {version} is older than {known[min(known)]}, the first with the operator")
+        raise ValueError(
+            f"CANN {version} is older than {known[min(known)]}, the first with the operator"
+        )
     return known[max(fitting)]
 
 
 def settled(soc: str, cann: str) -> Machine:
-    """With "auto" found out: what an NPU of this process says, or else A3 and the latest release."""
+    """With "auto" found out: what an NPU of this process says, or else A3 and the latest
+    release.
+    """
     if AUTO not in (soc, cann):
         return Machine(soc, cann, "")
     here = _here(sys.modules.get("torch_npu"))

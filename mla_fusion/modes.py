@@ -1,7 +1,8 @@
-"""What of torch's state belongs to whoever calls: modes, transforms, locks, the number of threads, hooks.
+"""What of torch's state belongs to whoever calls: modes, transforms, locks, the number of threads,
+hooks.
 
-Whatever outlives a call is made outside of its modes, of tensors that are no mode's: one dry run under a FakeTensorMode
-would else leave fake tensors for every call that follows.
+Whatever outlives a call is made outside of its modes, of tensors that are no mode's: one dry run
+under a FakeTensorMode would else leave fake tensors for every call that follows.
 """
 
 from __future__ import annotations
@@ -26,14 +27,24 @@ _R = TypeVar("_R")
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Outside of dispatch and function modes, of functorch's transforms, of inference mode, and without gradients."""
+    """Outside of dispatch and function modes, of functorch's transforms, of inference mode, and
+    without gradients.
+    """
     functions = torch._C.DisableTorchFunction()
-    with torch.inference_mode(False), torch.no_grad(), without_transforms(), without_modes(), functions:
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        without_transforms(),
+        without_modes(),
+        functions,
+    ):
         yield
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is memory and nothing else: not fake, not a transform's, of no class that dispatches by itself."""
+    """Whether it is memory and nothing else: not fake, not a transform's, of no class that
+    dispatches by itself.
+    """
     return (
         type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -42,9 +53,11 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def kept_outside_modes(most: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A cache of ``most`` results, for a function of positions that makes tensors: outside of all modes.
+    """A cache of ``most`` results, for a function of positions that makes tensors: outside of all
+    modes.
 
-    Under a dispatch mode, which may ask for tensors of its own kind, the result is made anew and not kept.
+    Under a dispatch mode, which may ask for tensors of its own kind, the result is made anew and
+    not kept.
     """
 
     def of(make: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -63,7 +76,8 @@ def kept_outside_modes(most: int) -> Callable[[Callable[_P, _R]], Callable[_P, _
 
 
 def compile_lock() -> AbstractContextManager[Any]:
-    """Dynamo's, which it holds from its first look at the tensors of a frame until its guards are tried.
+    """Dynamo's, which it holds from its first look at the tensors of a frame until its guards are
+    tried.
 
     Whoever moves a parameter meanwhile makes the guards fail at once.
     """
@@ -72,15 +86,17 @@ def compile_lock() -> AbstractContextManager[Any]:
 
 
 def use_threads(count: int) -> bool:
-    """Let operators called by this Python thread run on so many threads; False where this process has no way to.
+    """Let operators called by this Python thread run on so many threads; False where this process
+    has no way to.
 
-    ``torch.set_num_threads`` would decide for every thread that calls its first operator meanwhile, and for good.
-    OpenMP's own setting is the calling thread's.
+    ``torch.set_num_threads`` would decide for every thread that calls its first operator meanwhile,
+    and for good. OpenMP's own setting is the calling thread's.
     """
     openmp = _process()
     if not hasattr(openmp, "omp_set_num_threads"):
         return False
-    torch.get_num_threads()  # a thread that has called no operator yet: torch sets its number now, not later
+    # a thread that has called no operator yet: torch sets its number now, not later
+    torch.get_num_threads()
     before = openmp.omp_get_max_threads()
     openmp.omp_set_num_threads(count)
     if torch.get_num_threads() == count:
@@ -103,11 +119,14 @@ def is_capturing(device: torch.device) -> bool:
 
 def is_call_of_torch(call: Any) -> bool:
     """``nn.Module.__call__``, or what torch.fx puts in its place while it traces."""
-    return call is _CALL or (unwrap(call) is _CALL and call.__globals__["__name__"] == "torch.fx._symbolic_trace")
+    return call is _CALL or (
+        unwrap(call) is _CALL and call.__globals__["__name__"] == "torch.fx._symbolic_trace"
+    )
 
 
 def has_hooks(module: torch.nn.Module, but_of: str = "") -> bool:
-    """Does calling a module do more than its forward? Hooks, its own or of all modules, or a call that was replaced.
+    """Does calling a module do more than its forward? Hooks, its own or of all modules, or a call
+    that was replaced.
 
     but_of  a package whose hooks do not count
     """
@@ -115,7 +134,12 @@ def has_hooks(module: torch.nn.Module, but_of: str = "") -> bool:
         return True
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
-    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    own = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     for hooks in own:
         for hook in hooks.values():
             if not but_of or not getattr(hook, "__module__", "").startswith(but_of):
@@ -128,4 +152,6 @@ _CALL, _CALL_IMPL = (
     torch.nn.Module.__call__,
     torch.nn.Module._call_impl,
 )  # as torch has them, whoever patches them later
-_HOOKS_OF_ALL = tuple(f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre"))
+_HOOKS_OF_ALL = tuple(
+    f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre")
+)

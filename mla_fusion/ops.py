@@ -1,12 +1,14 @@
-"""The operators of MLA graphs, ``npu::`` and one ``atb::``: schemas where torch_npu has none, CPU and Meta kernels.
+"""The operators of MLA graphs, ``npu::`` and one ``atb::``: schemas where torch_npu has none, CPU
+and Meta kernels.
 
 ``provide()`` adds what is missing at that moment: schemas (the strings of torch_npu), CPU kernels
-(torch_npu has none), Meta kernels where absent, and for the two in-place operators a Functionalize kernel
-which makes AOT graphs hold the ``_functional`` operator plus ``copy_`` into the caches, as torch_npu's own
-does. ``withdraw()`` removes all of it, because a second definition of a schema is an error in torch: a
-finder on ``sys.meta_path`` calls it just before a later ``import torch_npu`` runs and ``provide()`` just
-after. Graphs compiled before that import hold the withdrawn operators: these run (``provide()`` makes them those of
-now), but what is registered for the new ones does not know them, so such graphs must be compiled again for an NPU.
+(torch_npu has none), Meta kernels where absent, and for the two in-place operators a Functionalize
+kernel which makes AOT graphs hold the ``_functional`` operator plus ``copy_`` into the caches, as
+torch_npu's own does. ``withdraw()`` removes all of it, because a second definition of a schema is
+an error in torch: a finder on ``sys.meta_path`` calls it just before a later ``import torch_npu``
+runs and ``provide()`` just after. Graphs compiled before that import hold the withdrawn operators:
+these run (``provide()`` makes them those of now), but what is registered for the new ones does not
+know them, so such graphs must be compiled again for an NPU.
 
 Kernels live in `mla_fusion.reference` and `mla_fusion.meta` and are imported on their first call.
 """
@@ -52,7 +54,8 @@ _SIGNATURES: dict[str, tuple[str, str]] = {
         "Tensor",
     ),
     "npu_transpose_batchmatmul": (
-        "Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None, int[]? perm_x1=None, "
+        "Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None, int[]? "
+        "perm_x1=None, "
         "int[]? perm_x2=None, int[]? perm_y=None, int? batch_split_factor=1",
         "Tensor",
     ),
@@ -61,22 +64,26 @@ _SIGNATURES: dict[str, tuple[str, str]] = {
     "npu_scatter_pa_kv_cache": (_SCATTER_PA.format(**_MUTABLE), _tensors(0)),
     "npu_scatter_pa_kv_cache_functional": (_SCATTER_PA.format(**_PURE), _tensors(2)),
     "npu_dynamic_quant": (
-        "Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, int? dst_type=None, "
+        "Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, int? "
+        "dst_type=None, "
         'str quant_mode="pertoken", float dst_type_max=0.0',
         _tensors(2),
     ),
     "npu_dynamic_mx_quant": (
-        'Tensor input, *, int axis=-1, str round_mode="rint", int dst_type=296, int block_size=32, int? scale_alg=0, '
+        'Tensor input, *, int axis=-1, str round_mode="rint", int dst_type=296, int '
+        "block_size=32, int? scale_alg=0, "
         "float dst_type_max=0.0, float max_low_bound=0.0",
         _tensors(2),
     ),
     "npu_dynamic_block_quant": (
-        'Tensor x, *, float min_scale=0.0, str round_mode="rint", int dst_type=1, int row_block_size=1, '
+        'Tensor x, *, float min_scale=0.0, str round_mode="rint", int dst_type=1, int '
+        "row_block_size=1, "
         "int col_block_size=128, float dst_type_max=0.0",
         "(Tensor y, Tensor scale)",
     ),
     "npu_quantize": (
-        "Tensor input, Tensor scales, Tensor? zero_points, int dtype, int axis=1, bool div_mode=True",
+        "Tensor input, Tensor scales, Tensor? zero_points, int dtype, int axis=1, bool "
+        "div_mode=True",
         "Tensor",
     ),
     "npu_quant_matmul": (
@@ -95,8 +102,8 @@ _SIGNATURES: dict[str, tuple[str, str]] = {
 # operators of torch_npu that get a CPU kernel where they are, and no schema where they are not
 _KERNELS_ALONE = ("npu_sparse_flash_attention", "npu_fused_infer_attention_score_v2")
 
-# in-place operator -> (its functional form, positions of the mutated arguments); the new values of those come
-# last among the functional form's results
+# in-place operator -> (its functional form, positions of the mutated arguments); the new values of
+# those come last among the functional form's results
 _IN_PLACE: dict[str, tuple[str, tuple[int, ...]]] = {
     V3.name: (V3.functional, V3.places(*V3.written)),
     V2.name: (V2.functional, V2.places(*V2.written)),
@@ -124,7 +131,9 @@ def schema(name: str, namespace: str = "npu") -> str:
 
 
 def defined(name: str, namespace: str = "npu") -> bool:
-    """Whether ``<namespace>::<name>`` has a schema now, from whichever side; ``name`` may have an overload."""
+    """Whether ``<namespace>::<name>`` has a schema now, from whichever side; ``name`` may have an
+    overload.
+    """
     return compat.has_schema(f"{namespace}::{name}")
 
 
@@ -168,11 +177,15 @@ def _lazy(module: str, name: str) -> Callable[..., Any]:
 
 
 def _functionalize(name: str) -> Callable[..., Any]:
-    """A Functionalize kernel: run the functional form, give its last results to the mutated arguments."""
+    """A Functionalize kernel: run the functional form, give its last results to the mutated
+    arguments.
+    """
     functional_name, positions = _IN_PLACE[name]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        plain_args, plain_kwargs = compat.tree_map_only(torch.Tensor, compat.content_of, (args, kwargs))
+        plain_args, plain_kwargs = compat.tree_map_only(
+            torch.Tensor, compat.content_of, (args, kwargs)
+        )
         if not all(compat.is_functional(args[position]) for position in positions):
             with compat.below_functionalisation():
                 return getattr(torch.ops.npu, name).default(*plain_args, **plain_kwargs)
@@ -192,7 +205,9 @@ def _functionalize(name: str) -> Callable[..., Any]:
 
 
 class _TorchNpuFinder(importlib.abc.MetaPathFinder):
-    """Makes way for torch_npu: its import runs without our definitions and is followed by ``provide()``."""
+    """Makes way for torch_npu: its import runs without our definitions and is followed by
+    ``provide()``.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -204,7 +219,9 @@ class _TorchNpuFinder(importlib.abc.MetaPathFinder):
             if spec is not None and spec.loader is not None:
                 execute = spec.loader.exec_module
 
-                def make_way(module: ModuleType, execute: Callable[[ModuleType], None] = execute) -> None:
+                def make_way(
+                    module: ModuleType, execute: Callable[[ModuleType], None] = execute
+                ) -> None:
                     withdraw()
                     try:
                         execute(module)

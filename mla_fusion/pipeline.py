@@ -1,6 +1,7 @@
 """The pass, stage by stage: normalise, index, match, plan, contract, verify, commit.
 
-A stage hands a value on to the next. One that gives up on a prologue raises ``Refuse``; graphs change at the very end.
+A stage hands a value on to the next. One that gives up on a prologue raises ``Refuse``; graphs
+change at the very end.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ from mla_fusion.report.rejection import Refuse, Rejection
 from mla_fusion.report.report import Report, keep
 
 log = logging.getLogger("mla_fusion")
-BuilderOf = type[GraphBuilder]  # made of the module whose graph is written, and of the graph that it is written after
+# made of the module whose graph is written, and of the graph that it is written after
+BuilderOf = type[GraphBuilder]
 
 
 def fuse(gm: GraphModule, config: Config | None = None) -> Report:
     """Rewrite every MLA prologue of ``gm`` that the kernel computes exactly, in place.
 
-    gm      a functionalised ATen graph whose nodes carry ``meta["val"]``, as AOT autograd, torch.export and make_fx
-            make it
+    gm      a functionalised ATen graph whose nodes carry ``meta["val"]``, as AOT autograd,
+            torch.export and make_fx make it
     config  options of the pass
 
-    The graph's inputs and outputs stay as they are; weights are packed inside it. A graph in which nothing can be
-    fused is left untouched, with a reason for each candidate in the report.
+    The graph's inputs and outputs stay as they are; weights are packed inside it. A graph in which
+    nothing can be fused is left untouched, with a reason for each candidate in the report.
 
     Raises TypeError for anything but a GraphModule, ValueError for a graph without ``meta["val"]``.
     """
@@ -55,19 +57,27 @@ def fuse(gm: GraphModule, config: Config | None = None) -> Report:
 
 
 def explain(gm: GraphModule, config: Config | None = None, *, boundary: bool = False) -> Report:
-    """What :func:`fuse` would do, with the same reasons, changing nothing; ``boundary``: what the backend would."""
+    """What :func:`fuse` would do, with the same reasons, changing nothing; ``boundary``: what the
+    backend would.
+    """
     return run(gm, Config.given(config), None, boundary)
 
 
 def run(
-    gm: GraphModule, config: Config, builder: BuilderOf | None, boundary: bool = False, is_trial: bool = False
+    gm: GraphModule,
+    config: Config,
+    builder: BuilderOf | None,
+    boundary: bool = False,
+    is_trial: bool = False,
 ) -> Report:
-    """One pass over ``gm``; ``builder`` is the kind that makes the graph's changes, None for none: ``boundary`` then
-    says whether to judge as if a wrapper stood around the graph, as that of ``mf.backend`` does. ``is_trial``: no graph
-    that runs is made, so no report is kept, and nothing is logged of prologues that were not fused.
+    """One pass over ``gm``; ``builder`` is the kind that makes the graph's changes, None for none:
+    ``boundary`` then says whether to judge as if a wrapper stood around the graph, as that of
+    ``mf.backend`` does. ``is_trial``: no graph that runs is made, so no report is kept, and nothing
+    is logged of prologues that were not fused.
 
-    Either all of it succeeds, or ``gm`` stays as it is: a defect of the pass is reported as ``pass.failed``, and raised
-    under ``Config(strict=True)``. Raises what a predicate of ``Config.skip`` raises, as SkipError.
+    Either all of it succeeds, or ``gm`` stays as it is: a defect of the pass is reported as
+    ``pass.failed``, and raised under ``Config(strict=True)``. Raises what a predicate of
+    ``Config.skip`` raises, as SkipError.
     """
     _check_graph(gm)
     started, nodes = perf_counter(), len(gm.graph.nodes)
@@ -76,7 +86,9 @@ def run(
         # A compiler calls with its fake mode on; probes are real tensors.
         for_chip = compiling_for(config.machine.soc)
         with without_modes(), for_chip, on_the_cpu(), threads(1) as usual:
-            report = _all_or_nothing(gm, config, builder, usual, builder.has_boundary if builder else boundary)
+            report = _all_or_nothing(
+                gm, config, builder, usual, builder.has_boundary if builder else boundary
+            )
     report.nodes_before = nodes
     report.timings["total"] = perf_counter() - started
     report.nodes_after = len(gm.graph.nodes)
@@ -87,20 +99,30 @@ def run(
     unasked = [item for item in report.rejected if item.code != "skip"]
     if unasked and not report.fused and report.committed:
         worst = max(unasked, key=lambda item: item.score)
-        log.warning("no MLA prologue was fused; nearest miss %s: [%s] %s", worst.where, worst.code, worst.message)
+        log.warning(
+            "no MLA prologue was fused; nearest miss %s: [%s] %s",
+            worst.where,
+            worst.code,
+            worst.message,
+        )
     return report
 
 
 def _check_graph(gm: object) -> None:
     if not isinstance(gm, GraphModule):
-        hint = "; a module is compiled: torch.compile(model, backend='mla_fusion')" if isinstance(gm, Module) else ""
+        hint = (
+            "; a module is compiled: torch.compile(model, backend='mla_fusion')"
+            if isinstance(gm, Module)
+            else ""
+        )
         raise TypeError(f"expected a torch.fx.GraphModule, got {type(gm).__name__}{hint}")
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "call_function") and "val" not in node.meta:
             if not node.users:  # an unused input, an assertion
                 continue
             raise ValueError(
-                f"node {node.name} carries no meta['val']; capture the graph with AOT autograd, torch.export "
+                f"node {node.name} carries no meta['val']; capture the graph with AOT autograd, "
+                "torch.export "
                 "or make_fx, or run FakeTensorProp over it first"
             )
 
@@ -137,7 +159,11 @@ def _of_best_form(
         plans = _plans(form, config, boundary, usual_threads, report)
         looked_at.append((form, plans, report))
         stepped_down = any(fusion.instead_of for fusion in report.fused)
-        if plans and not (report.rejected or stepped_down) and all(isinstance(plan.caches, InPlace) for plan in plans):
+        if (
+            plans
+            and not (report.rejected or stepped_down)
+            and all(isinstance(plan.caches, InPlace) for plan in plans)
+        ):
             break
     form, plans, report = max(looked_at, key=lambda found: _worth(found[1], config))
     if plans and builder is not None:
@@ -147,9 +173,13 @@ def _of_best_form(
 
 
 def _worth(plans: list[Plan], config: Config) -> list[tuple[int, int]]:
-    """For comparison: by target, the first of the ladder first, how many prologues are fused, and in place."""
+    """For comparison: by target, the first of the ladder first, how many prologues are fused, and
+    in place.
+    """
     by_target = [[plan for plan in plans if plan.target == target] for target in config.targets]
-    return [(len(some), sum(isinstance(plan.caches, InPlace) for plan in some)) for some in by_target]
+    return [
+        (len(some), sum(isinstance(plan.caches, InPlace) for plan in some)) for some in by_target
+    ]
 
 
 def _plans(
@@ -193,9 +223,16 @@ def _plans(
 
 
 def _commit(
-    gm: GraphModule, form: GraphModule, plans: list[Plan], config: Config, builder_of: BuilderOf, report: Report
+    gm: GraphModule,
+    form: GraphModule,
+    plans: list[Plan],
+    config: Config,
+    builder_of: BuilderOf,
+    report: Report,
 ) -> None:
-    """Write the graph of ``form`` with the calls of the plans in it, and give it to ``gm`` when that is done."""
+    """Write the graph of ``form`` with the calls of the plans in it, and give it to ``gm`` when
+    that is done.
+    """
     clock = Clock(report.timings)
     report.operators["before"] = count_operators(form)
     work = workplace(form)
@@ -215,14 +252,26 @@ class SkipError(RuntimeError):
 
 
 def _wanted(item: Found, config: Config) -> KeyHalf:
-    """The candidate. Raises the reason of a near miss, and ``Refuse("skip")`` for what ``Config.skip`` names."""
+    """The candidate. Raises the reason of a near miss, and ``Refuse("skip")`` for what
+    ``Config.skip`` names.
+    """
     near = isinstance(item, NearMiss)
-    where = module_path.layer(item.nodes) or module_path.root(item.nodes[0].graph.nodes) if config.skip else ""
+    where = (
+        module_path.layer(item.nodes) or module_path.root(item.nodes[0].graph.nodes)
+        if config.skip
+        else ""
+    )
     for entry in config.skip:
         try:
-            hit = not near and entry(item) if callable(entry) else entry == where or where.endswith("." + entry)
+            hit = (
+                not near and entry(item)
+                if callable(entry)
+                else entry == where or where.endswith("." + entry)
+            )
         except Exception as error:
-            raise SkipError(f"{entry!r} in Config.skip raised {type(error).__name__}: {error}") from error
+            raise SkipError(
+                f"{entry!r} in Config.skip raised {type(error).__name__}: {error}"
+            ) from error
         if hit:
             raise Refuse("skip", f"layer {where or 'unknown'} matches {entry!r}", item.nodes[:1])
     if isinstance(item, NearMiss):
@@ -231,7 +280,8 @@ def _wanted(item: Found, config: Config) -> KeyHalf:
 
 
 def _defect(error: Exception, config: Config) -> Refuse:
-    """A serving job does not stop because the pass met a graph it cannot read; the log has the traceback.
+    """A serving job does not stop because the pass met a graph it cannot read; the log has the
+    traceback.
 
     Raises the error under ``Config(strict=True)``.
     """

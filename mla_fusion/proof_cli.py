@@ -1,4 +1,6 @@
-"""``mla-fusion check-proof``: the certificates of a report, checked without torch and without the pass."""
+"""``mla-fusion check-proof``: the certificates of a report, checked without torch and without the
+pass.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,21 @@ from mla_fusion.target import UserError, existing, positive
 
 def add(commands: Any, command: Callable[..., Any]) -> None:
     """The subcommand; ``command`` makes the parser of one that prints JSON on request."""
-    summary = "Check what a report says is proved: its certificates, without torch and without the pass."
-    parser = command(commands, "check-proof", _check, summary, "Exit status 1: a fusion is not accepted.")
+    summary = (
+        "Check what a report says is proved: its certificates, without torch and without the pass."
+    )
+    parser = command(
+        commands, "check-proof", _check, summary, "Exit status 1: a fusion is not accepted."
+    )
     parser.add_argument("report", metavar="REPORT.json", help="what Report.to_json wrote")
-    parser.add_argument("--points", type=positive, default=3, help="random points at which values are compared")
-    parser.add_argument("--seed", metavar="TEXT", help="what the points follow from; left out, they are new each time")
+    parser.add_argument(
+        "--points", type=positive, default=3, help="random points at which values are compared"
+    )
+    parser.add_argument(
+        "--seed",
+        metavar="TEXT",
+        help="what the points follow from; left out, they are new each time",
+    )
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -1,8 +1,10 @@
-"""THE table of releases: what each torch_npu brings, and which one to install where it does not bring enough.
+"""THE table of releases: what each torch_npu brings, and which one to install where it does not
+bring enough.
 
-Nothing decides by it at run time: whether a schema or a function of torchair is there is asked of what is installed
-(`mla_fusion.compat`). The table names the release to install instead, lists the pairs that ``make matrix`` tests, and
-is the page docs/releases.md. What decides is the post release: 2.9.0 and 2.9.0.post9 are for the same torch.
+Nothing decides by it at run time: whether a schema or a function of torchair is there is asked of
+what is installed (`mla_fusion.compat`). The table names the release to install instead, lists the
+pairs that ``make matrix`` tests, and is the page docs/releases.md. What decides is the post
+release: 2.9.0 and 2.9.0.post9 are for the same torch.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ TORCHAIRS = {
 
 @dataclass(frozen=True)
 class Release:
-    """One release of torch_npu. ``torch``: as its metadata asks for it. ``tested``: it is a pair of the matrix."""
+    """One release of torch_npu. ``torch``: as its metadata asks for it. ``tested``: it is a pair of
+    the matrix.
+    """
 
     torch_npu: str
     torch: str
@@ -63,11 +67,15 @@ _NUMBERS = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
 
 
 class UnsupportedRelease(RuntimeError):
-    """The torch_npu that is installed lacks what graphs are compiled through; the message says what to install."""
+    """The torch_npu that is installed lacks what graphs are compiled through; the message says what
+    to install.
+    """
 
 
 def numbers(version: str) -> tuple[int, int, int]:
-    """``2.13.0.post1``, ``2.13.0+cpu`` and ``2.13.0rc1`` -> (2, 13, 0). Raises ValueError for what is no version."""
+    """``2.13.0.post1``, ``2.13.0+cpu`` and ``2.13.0rc1`` -> (2, 13, 0). Raises ValueError for what
+    is no version.
+    """
     found = _NUMBERS.match(version)
     if found is None:
         raise ValueError(f"{version!r} is no version of torch or torch_npu")
@@ -88,7 +96,9 @@ def command(release: Release) -> str:
 
 
 def refusal() -> str | None:
-    """What to install in place of the torch_npu that is installed; None where it will do, or there is none."""
+    """What to install in place of the torch_npu that is installed; None where it will do, or there
+    is none.
+    """
     if not torch_npu_installed():
         return None
     lacking = compat.torchair_lacks()
@@ -97,7 +107,8 @@ def refusal() -> str | None:
     installed = _installed()
     better = for_torch(installed)
     return (
-        f"the torchair inside torch_npu {installed} lacks {', '.join(lacking)}, through which graphs are compiled; "
+        f"the torchair inside torch_npu {installed} lacks {', '.join(lacking)}, through which "
+        "graphs are compiled; "
         f"install {better.torch_npu}: {command(better)}"
     )
 

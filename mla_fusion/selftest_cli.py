@@ -1,4 +1,6 @@
-"""``mla-fusion selftest``: run the acceptance test, or judge outcomes of it that somebody has sent."""
+"""``mla-fusion selftest``: run the acceptance test, or judge outcomes of it that somebody has
+sent.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,34 @@ from mla_fusion.target import UserError, add_limits, output, positive, writing
 def add(commands: Any, command: Callable[..., Any]) -> None:
     """The subcommand; ``command`` makes the parser of one that prints JSON on request."""
     parser = command(
-        commands, "selftest", _selftest, "Check the operators and the pass on this device against the references.",
+        commands, "selftest", _selftest, "Check the operators and the pass on this device against "
+                                         "the references.",
         "Exit status 1: a check failed.",
     )  # fmt: skip
-    parser.add_argument("--device", choices=("npu", "cpu"), help="default: an NPU where there is one")
+    parser.add_argument(
+        "--device", choices=("npu", "cpu"), help="default: an NPU where there is one"
+    )
     add_limits(parser)
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="scenarios whose name matches, as 'w2 kv1'")
-    parser.add_argument("--hidden", type=positive, help="He; 7168 on an NPU, the smallest legal one on a CPU")
+    parser.add_argument(
+        "--only", default="*", metavar="PATTERN", help="scenarios whose name matches, as 'w2 kv1'"
+    )
+    parser.add_argument(
+        "--hidden", type=positive, help="He; 7168 on an NPU, the smallest legal one on a CPU"
+    )
     parser.add_argument("--heads", type=positive, help="N; 16 on an NPU, 4 on a CPU")
     parser.add_argument("--repeats", type=positive, help="timed calls per scenario")
-    parser.add_argument("--out", type=output, metavar="FILE", help="also write the JSON to a file, to send back")
-    parser.add_argument("--compare", nargs="+", metavar="JSON", help="run nothing: judge one such file, or compare two")
-    parser.add_argument("--html", type=output, metavar="FILE", help="with --compare: also write a page")
+    parser.add_argument(
+        "--out", type=output, metavar="FILE", help="also write the JSON to a file, to send back"
+    )
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        metavar="JSON",
+        help="run nothing: judge one such file, or compare two",
+    )
+    parser.add_argument(
+        "--html", type=output, metavar="FILE", help="with --compare: also write a page"
+    )
 
 
 def _selftest(arguments: argparse.Namespace) -> int:

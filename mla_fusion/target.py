@@ -1,4 +1,6 @@
-"""A function that the command line names, ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``, and what it returns."""
+"""A function that the command line names, ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``, and what it
+returns.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,8 @@ def target(text: str) -> str:
     if text.endswith(".py"):
         functions = _functions(existing(text))
         raise UserError(
-            f"which function of {text}? FILE.py:FUNCTION, as {text}:{functions[0]}; it defines {', '.join(functions)}"
+            f"which function of {text}? FILE.py:FUNCTION, as {text}:{functions[0]}; it defines "
+            f"{', '.join(functions)}"
             if functions
             else f"{text} defines no function without arguments"
         )
@@ -108,11 +111,15 @@ def target(text: str) -> str:
 
 
 def target_or_dump(text: str) -> str:
-    """The same, or the file of a dump; the Python that torchair writes is told by having no function."""
+    """The same, or the file of a dump; the Python that torchair writes is told by having no
+    function.
+    """
     path = Path(text)
     if ":" not in text and not path.is_file():
         raise UserError(_no_file(text))
-    return text if path.is_file() and not (path.suffix == ".py" and _functions(path)) else target(text)
+    return (
+        text if path.is_file() and not (path.suffix == ".py" and _functions(path)) else target(text)
+    )
 
 
 def _functions(path: Path) -> list[str]:
@@ -122,14 +129,29 @@ def _functions(path: Path) -> list[str]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     functions = [node for node in statements if isinstance(node, ast.FunctionDef)]
-    return [one.name for one in functions if len(one.args.args) + len(one.args.kwonlyargs) == len(one.args.defaults)]
+    return [
+        one.name
+        for one in functions
+        if len(one.args.args) + len(one.args.kwonlyargs) == len(one.args.defaults)
+    ]
 
 
 def add_limits(parser: Any, default: str = machine.AUTO) -> None:
     """``--soc`` and ``--cann``, checked at once."""
-    of = "by default that of the NPU here, or A3 and the newest" if default == machine.AUTO else f"by default {default}"
-    parser.add_argument("--soc", type=_named(machine.soc_named), default=default, help=f"chip, as A2 or 910B; {of}")
-    parser.add_argument("--cann", type=_named(machine.release_named), default=default, help="release whose limits hold")
+    of = (
+        "by default that of the NPU here, or A3 and the newest"
+        if default == machine.AUTO
+        else f"by default {default}"
+    )
+    parser.add_argument(
+        "--soc", type=_named(machine.soc_named), default=default, help=f"chip, as A2 or 910B; {of}"
+    )
+    parser.add_argument(
+        "--cann",
+        type=_named(machine.release_named),
+        default=default,
+        help="release whose limits hold",
+    )
 
 
 def _named(known: Callable[[str], str]) -> Callable[[str], str]:
@@ -159,7 +181,9 @@ def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         raise UserError(f"{name}() failed: {_brief(error, module.__file__ or file)}") from error
     pair = isinstance(found, tuple) and len(found) == 2
     if not (pair and callable(found[0]) and isinstance(found[1], (tuple, list))):
-        raise UserError(f"{name}() returned {type(found).__name__}, expected (module_or_function, arguments)")
+        raise UserError(
+            f"{name}() returned {type(found).__name__}, expected (module_or_function, arguments)"
+        )
     return found[0], tuple(found[1])
 
 
@@ -178,7 +202,10 @@ def _imported(name: str) -> ModuleType:
 
 def _is_module(name: str) -> bool:
     try:
-        return all(map(str.isidentifier, name.split("."))) and importlib.util.find_spec(name) is not None
+        return (
+            all(map(str.isidentifier, name.split(".")))
+            and importlib.util.find_spec(name) is not None
+        )
     except ModuleNotFoundError:  # of a package that it would stand in
         return False
 
@@ -189,7 +216,8 @@ def _of_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UserError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))  # as for a script: its neighbours can be imported
+    # as for a script: its neighbours can be imported
+    sys.path.insert(0, str(path.parent.resolve()))
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
@@ -198,6 +226,10 @@ def _of_file(path: Path) -> ModuleType:
 def _brief(error: BaseException, file: str) -> str:
     """The error with the last line of the caller's file that led to it."""
     path = Path(file)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) in (path.resolve(), path)]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if Path(f.filename) in (path.resolve(), path)
+    ]
     where = f" (line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -1,7 +1,8 @@
 """What the command line prints, as wide as the terminal is. Needs no torch.
 
-On a terminal, and wherever ``COLUMNS`` is set, lines are wrapped and tables narrowed to that width. A pipe or a file
-without ``COLUMNS`` gets each line whole, so that ``grep`` finds what a line says; help is 80 columns wide there.
+On a terminal, and wherever ``COLUMNS`` is set, lines are wrapped and tables narrowed to that width.
+A pipe or a file without ``COLUMNS`` gets each line whole, so that ``grep`` finds what a line says;
+help is 80 columns wide there.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def show(text: object) -> None:
 
 
 def fitted(text: str, columns: int, more: int = 4) -> str:
-    """The text in lines of at most so many columns, but for words that are longer; ``more``: what a line that goes on
-    is indented by."""
+    """The text in lines of at most so many columns, but for words that are longer; ``more``: what a
+    line that goes on is indented by."""
     lines, done = text.split("\n"), list[str]()
     while lines:
         if len(lines) > 1 and _RULE.match(lines[1]) and lines[0].strip():
@@ -68,8 +69,16 @@ def _line(line: str, columns: int, more: int = 4) -> list[str]:
         if gap is not None and hang == gap.end()
         else (" " * indent, line.lstrip())
     )
-    return wrap(body, columns, initial_indent=head, subsequent_indent=" " * min(hang, columns * 2 // 3),
-                break_long_words=False, break_on_hyphens=False) or [line]  # fmt: skip
+    below = " " * min(hang, columns * 2 // 3)
+    wrapped = wrap(
+        body,
+        columns,
+        initial_indent=head,
+        subsequent_indent=below,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return wrapped or [line]
 
 
 def _is_row(spans: list[tuple[int, int]], line: str) -> bool:
@@ -80,7 +89,9 @@ def _is_row(spans: list[tuple[int, int]], line: str) -> bool:
 
 
 def _table(lines: list[str], spans: list[tuple[int, int]], columns: int) -> list[str]:
-    """Columns are where the rule under the head says; the widest give way, and their cells are wrapped."""
+    """Columns are where the rule under the head says; the widest give way, and their cells are
+    wrapped.
+    """
     if max(map(len, lines)) <= columns:
         return lines
     indent = spans[0][0]
@@ -113,7 +124,9 @@ def _row(cells: tuple[str, ...], widths: list[int], numeric: list[bool], indent:
 
 
 def _records(rows: list[list[str]], columns: int) -> list[str]:
-    """Where not even narrow columns stand side by side: each row by itself, a line for every cell that is not empty."""
+    """Where not even narrow columns stand side by side: each row by itself, a line for every cell
+    that is not empty.
+    """
     head, found = rows[0], list[str]()
     for row in rows[1:]:
         first, *others = (

@@ -1,4 +1,6 @@
-"""A package, so that no module of it is imported under two names: an operator defined twice is gone for the first."""
+"""A package, so that no module of it is imported under two names: an operator defined twice is gone
+for the first.
+"""
 
 import os
 

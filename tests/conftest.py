@@ -13,7 +13,8 @@ import pytest
 ROOT = str(Path(__file__).parents[1])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
-# One thread of compilation: the suite runs on small machines, and nothing here is compiled by Inductor.
+# One thread of compilation: the suite runs on small machines, and nothing here is compiled by
+# Inductor.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Garbage is collected below, not after every compilation too.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
@@ -53,7 +54,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What stands by now (torch, its operators, the cases) stays: to look for garbage in it is a fifth of the time."""
+    """What stands by now (torch, its operators, the cases) stays: to look for garbage in it is a
+    fifth of the time.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
@@ -61,7 +64,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def what_stands_is_no_garbage() -> Iterator[None]:
-    """The same for what the tests of a file have loaded: models of transformers, caches of torch's."""
+    """The same for what the tests of a file have loaded: models of transformers, caches of
+    torch's.
+    """
     yield
     gc.collect()
     gc.freeze()
@@ -69,7 +74,9 @@ def what_stands_is_no_garbage() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def guards_are_not_timed() -> Iterator[None]:
-    """Dynamo flushes the processor's caches after every compilation, to log how long the guards take."""
+    """Dynamo flushes the processor's caches after every compilation, to log how long the guards
+    take.
+    """
     from torch._dynamo import guards
 
     with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +86,9 @@ def guards_are_not_timed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def compilations_are_not_traced() -> Iterator[None]:
-    """torch writes its trace (every graph as text) where a handler stands; pytest gives one to each logger."""
+    """torch writes its trace (every graph as text) where a handler stands; pytest gives one to each
+    logger.
+    """
     from torch._logging._internal import trace_log
 
     with pytest.MonkeyPatch.context() as patch:
@@ -99,13 +108,17 @@ def no_reports_yet() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def lines_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is printed does not depend on the terminal that the tests run in, which xdist hands on as COLUMNS."""
+    """What is printed does not depend on the terminal that the tests run in, which xdist hands on
+    as COLUMNS.
+    """
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture(autouse=True)
 def defects_are_raised() -> Iterator[None]:
-    """A defect of the pass, which a serving job survives, fails the test: ``Config.strict`` is on unless given."""
+    """A defect of the pass, which a serving job survives, fails the test: ``Config.strict`` is on
+    unless given.
+    """
     from mla_fusion.config import Config
 
     made = Config.__init__

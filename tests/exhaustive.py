@@ -9,12 +9,15 @@ import pytest
 
 
 def one_in(count: int, cases: Iterable[Any], first: int = 0) -> list[Any]:
-    """Cases for ``parametrize``: of ``count`` in a row one runs each time, all of them with `make test-all`.
+    """Cases for ``parametrize``: of ``count`` in a row one runs each time, all of them with `make
+    test-all`.
 
     ``first`` tells tests over one table apart, so that each case is seen by some of them each time.
     """
     found = []
     for number, case in enumerate(cases):
         values = case if isinstance(case, tuple) else (case,)
-        found.append(case if number % count == first else pytest.param(*values, marks=pytest.mark.exhaustive))
+        found.append(
+            case if number % count == first else pytest.param(*values, marks=pytest.mark.exhaustive)
+        )
     return found

@@ -34,10 +34,15 @@ def eager(model: nn.Module, args: tuple[Tensor, ...]) -> list[Tensor]:
         return [*flat(model(*args)), *args]
 
 
-def compiled(model: nn.Module, args: tuple[Tensor, ...], backend: Any, dynamic: bool = False) -> list[Tensor]:
+def compiled(
+    model: nn.Module, args: tuple[Tensor, ...], backend: Any, dynamic: bool = False
+) -> list[Tensor]:
     torch._dynamo.reset()
     with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
-        return [*flat(torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)(*args)), *args]
+        return [
+            *flat(torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)(*args)),
+            *args,
+        ]
 
 
 def fuse_only(config: mf.Config | None = None) -> Callable[..., Any]:
@@ -50,7 +55,11 @@ def fuse_only(config: mf.Config | None = None) -> Callable[..., Any]:
             return graph.forward
 
         return aot_module_simplified(
-            gm, inputs, fw_compiler=infer, inference_compiler=infer, keep_inference_input_mutations=True
+            gm,
+            inputs,
+            fw_compiler=infer,
+            inference_compiler=infer,
+            keep_inference_input_mutations=True,
         )
 
     return compile_graph
@@ -59,7 +68,9 @@ def fuse_only(config: mf.Config | None = None) -> Callable[..., Any]:
 def both_ways(
     model: nn.Module, args: tuple[Tensor, ...], config: mf.Config | None = None
 ) -> list[tuple[mf.Report, list[Tensor]]]:
-    """The reports and results of one graph, fused as the backend does it, with a boundary, and by ``mf.fuse`` alone."""
+    """The reports and results of one graph, fused as the backend does it, with a boundary, and by
+    ``mf.fuse`` alone.
+    """
     from torch._functorch.aot_autograd import aot_module_simplified
 
     fused: list[tuple[mf.Report, Callable[..., Any]]] = []
@@ -77,7 +88,9 @@ def both_ways(
     def backend(gm: GraphModule, inputs: list[Any]) -> Any:
         held.extend(inputs)
         kept = {"keep_inference_input_mutations": True}
-        return aot_module_simplified(gm, inputs, fw_compiler=infer, inference_compiler=infer, **kept)
+        return aot_module_simplified(
+            gm, inputs, fw_compiler=infer, inference_compiler=infer, **kept
+        )
 
     torch._dynamo.reset()
     results, run = [], torch.compile(model, backend=backend, fullgraph=True)
@@ -109,7 +122,9 @@ def traced(model: nn.Module, given: tuple[Tensor, ...]) -> tuple[GraphModule, li
 
     functional = torch.func.functionalize(call, remove="mutations")
     with torch.no_grad():
-        return make_fx(functional, tracing_mode="fake")(list(weights.values()), *given), list(weights.values())
+        return make_fx(functional, tracing_mode="fake")(list(weights.values()), *given), list(
+            weights.values()
+        )
 
 
 def refused(gm: GraphModule, config: mf.Config | None = None) -> Rejection:
@@ -121,9 +136,14 @@ def refused(gm: GraphModule, config: mf.Config | None = None) -> Rejection:
     rejection, *_ = report.rejected
     assert rejection.message.startswith(CODES[rejection.code.partition(":")[0]][0])
     assert rejection.nodes and rejection.remedy
-    whole, numbered = module_path.root(gm.graph.nodes), re.compile(r"(?<![\w.])(?!npu_)\w*\d\w*(?![\w.])")
+    whole, numbered = (
+        module_path.root(gm.graph.nodes),
+        re.compile(r"(?<![\w.])(?!npu_)\w*\d\w*(?![\w.])"),
+    )
     names = {node.name: module_path.label(node, whole) for node in gm.graph.nodes}
-    internal = [name for name in numbered.findall(rejection.message) if names.get(name, name) != name]
+    internal = [
+        name for name in numbered.findall(rejection.message) if names.get(name, name) != name
+    ]
     assert not internal, f"{internal} in {rejection.message}"
     return rejection
 
@@ -132,16 +152,24 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / max(float(b.double().norm()), 1e-30))
 
 
-def assert_as_exact(model: nn.Module, args: tuple[Tensor, ...], fused: list[Tensor], slack: float = 1.1) -> None:
-    """Against a float64 run of the same maths, the fused run errs no more than the unfused one (times slack)."""
+def assert_as_exact(
+    model: nn.Module, args: tuple[Tensor, ...], fused: list[Tensor], slack: float = 1.1
+) -> None:
+    """Against a float64 run of the same maths, the fused run errs no more than the unfused one
+    (times slack).
+    """
     assert_no_worse(exact(model, args), eager(model, clones(args)), fused, slack)
 
 
 def assert_same_but_for_rounding(found: Tensor, other: Tensor, exact: Tensor) -> None:
-    """Two runs of one float computation err alike against a float64 run (limit 1.5 times, and chance)."""
+    """Two runs of one float computation err alike against a float64 run (limit 1.5 times, and
+    chance).
+    """
     assert found.dtype == other.dtype
     limit = largest_ratio(exact.numel(), 1.5) * distance(other, exact)
-    assert distance(found, exact) <= limit, f"{distance(found, exact):.3e}, the other run {limit:.3e}"
+    assert distance(found, exact) <= limit, (
+        f"{distance(found, exact):.3e}, the other run {limit:.3e}"
+    )
 
 
 def exact(model: nn.Module, args: tuple[Tensor, ...]) -> list[Tensor]:
@@ -149,10 +177,14 @@ def exact(model: nn.Module, args: tuple[Tensor, ...]) -> list[Tensor]:
     return eager(copy.deepcopy(model).double(), clones(args, wide=True))
 
 
-def assert_no_worse(exact: list[Tensor], unfused: list[Tensor], fused: list[Tensor], slack: float = 1.1) -> None:
-    """The fused values err no more than the unfused ones (times slack), but for chance; integers are the same.
+def assert_no_worse(
+    exact: list[Tensor], unfused: list[Tensor], fused: list[Tensor], slack: float = 1.1
+) -> None:
+    """The fused values err no more than the unfused ones (times slack), but for chance; integers
+    are the same.
 
-    Chance is that of the numbers which either run has rounded: rows of a cache that nobody wrote are not among them.
+    Chance is that of the numbers which either run has rounded: rows of a cache that nobody wrote
+    are not among them.
     """
     assert len(exact) == len(unfused) == len(fused)
     for index, (want, plain, got) in enumerate(zip(exact, unfused, fused, strict=True)):
@@ -162,4 +194,6 @@ def assert_no_worse(exact: list[Tensor], unfused: list[Tensor], fused: list[Tens
         rounded = int(((plain.double() != want) | (got.double() != want)).sum())
         error, unfused_error = distance(got, want), distance(plain, want)
         limit = largest_ratio(max(rounded, 1), slack) * unfused_error
-        assert error <= limit + 1e-12, f"value {index}: error {error:.3e}, unfused {unfused_error:.3e}"
+        assert error <= limit + 1e-12, (
+            f"value {index}: error {error:.3e}, unfused {unfused_error:.3e}"
+        )

@@ -1,7 +1,8 @@
 """The exhaustive tests in eight shares, of which a submission runs the one whose turn it is.
 
-Whoever begins work that is to be submitted raises ``SUBMISSION`` by one, in the first commit: so eight submissions in a
-row run all shares. Tests whose file has changed since, and entries of the catalogue whose file has, run in any case.
+Whoever begins work that is to be submitted raises ``SUBMISSION`` by one, in the first commit: so
+eight submissions in a row run all shares. Tests whose file has changed since, and entries of the
+catalogue whose file has, run in any case.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def share_of(test: str) -> int:
 
 
 def recent() -> tuple[int, frozenset[Path]]:
-    """The share whose turn it is, and the files that commits since the number was raised, and the working tree, change.
+    """The share whose turn it is, and the files that commits since the number was raised, and the
+    working tree, change.
 
     Raises RuntimeError where the history is not there: not a checkout, or a shallow one.
     """

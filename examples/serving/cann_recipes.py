@@ -1,8 +1,10 @@
-"""Code in the style of cann-recipes: a layer of torch_npu operators, torchair's GE graphs, parameters frozen.
+"""Code in the style of cann-recipes: a layer of torch_npu operators, torchair's GE graphs,
+parameters frozen.
 
     python examples/serving/cann_recipes.py
 
-Two lines of configuration put one kernel in place of the prologue. Without an NPU all but the last step runs.
+Two lines of configuration put one kernel in place of the prologue. Without an NPU all but the last
+step runs.
 """
 
 import layer  # imports mla_fusion before torch
@@ -16,7 +18,8 @@ def compiled(model):
 
     config = torchair.CompilerConfig()
     config.post_grad_custom_pre_pass = mf.torchair_pass()
-    config.experimental_config.frozen_parameter = True  # GE then packs the weights once, not at every step
+    # GE then packs the weights once, not at every step
+    config.experimental_config.frozen_parameter = True
     backend = torchair.get_npu_backend(compiler_config=config)
     return torch.compile(model, backend=backend, dynamic=False, fullgraph=True)
 
@@ -32,7 +35,10 @@ def main() -> None:
 
     for title, config in (("as it was", mf.Config(enable=False)), ("fused", mf.Config())):
         graph = mf.lower(model, *arguments, config=config, hook=True).ge_ops
-        print(f"GE operators, {title}:", ", ".join(f"{count} {name}" for name, count in sorted(graph.items())))
+        print(
+            f"GE operators, {title}:",
+            ", ".join(f"{count} {name}" for name, count in sorted(graph.items())),
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""MLA attention in decoding, as serving code for Ascend writes it out today: torch_npu's operators, one by one.
+"""MLA attention in decoding, as serving code for Ascend writes it out today: torch_npu's operators,
+one by one.
 
-Weights are [in, out], as such code keeps them; caches are paged. The other examples here compile it.
+Weights are [in, out], as such code keeps them; caches are paged. The other examples here compile
+it.
 """
 
 import mla_fusion as mf  # before torch, where torch_npu is installed without CANN
@@ -28,20 +30,35 @@ class Attention(nn.Module):
             "w_o": (N * DV, HE),
         }
         for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape).normal_(0, shape[-2] ** -0.5)))
-        self.gamma_cq, self.gamma_ckv = nn.Parameter(torch.ones(HCQ)), nn.Parameter(torch.ones(HCKV))
+            self.register_parameter(
+                name, nn.Parameter(torch.empty(shape).normal_(0, shape[-2] ** -0.5))
+            )
+        self.gamma_cq, self.gamma_ckv = (
+            nn.Parameter(torch.ones(HCQ)),
+            nn.Parameter(torch.ones(HCKV)),
+        )
         self.to(torch.bfloat16).requires_grad_(False)
 
     def prologue(self, x, cos, sin, slots, kv_cache, kr_cache):
         npu = torch.ops.npu
         c_q, _ = npu.npu_rms_norm(x @ self.w_dq, self.gamma_cq, EPSILON)
         q_nope, q_pe = (c_q @ self.w_uq_qr).view(-1, N, D + DR).split([D, DR], dim=-1)
-        query = npu.npu_transpose_batchmatmul(q_nope, self.w_uk, perm_x1=(1, 0, 2), perm_x2=(0, 1, 2), perm_y=(1, 0, 2))
+        query = npu.npu_transpose_batchmatmul(
+            q_nope, self.w_uk, perm_x1=(1, 0, 2), perm_x2=(0, 1, 2), perm_y=(1, 0, 2)
+        )
         cos, sin = cos.view(-1, 1, 1, DR), sin.view(-1, 1, 1, DR)
         query_rope = npu.npu_interleave_rope(q_pe.view(-1, N, 1, DR), cos, sin).view(-1, N, DR)
         latent = (x @ self.w_dkv_kr).view(-1, 1, 1, HCKV + DR)
         npu.npu_kv_rmsnorm_rope_cache_v2(
-            latent, self.gamma_ckv, cos, sin, slots, kr_cache, kv_cache, epsilon=EPSILON, cache_mode="PA_BNSD"
+            latent,
+            self.gamma_ckv,
+            cos,
+            sin,
+            slots,
+            kr_cache,
+            kv_cache,
+            epsilon=EPSILON,
+            cache_mode="PA_BNSD",
         )
         return query, query_rope
 
@@ -66,11 +83,21 @@ def example():
     block = block_tables.gather(1, (last // BLOCK_SIZE).unsqueeze(1)).squeeze(1)
     slots = block * BLOCK_SIZE + last % BLOCK_SIZE
     caches = (torch.randn(BLOCKS, BLOCK_SIZE, 1, width).bfloat16() for width in (HCKV, DR))
-    return Attention(), (torch.randn(T, HE).bfloat16(), cos, sin, slots, block_tables, seq_lens, *caches)
+    return Attention(), (
+        torch.randn(T, HE).bfloat16(),
+        cos,
+        sin,
+        slots,
+        block_tables,
+        seq_lens,
+        *caches,
+    )
 
 
 def on_npu(model, arguments):
-    """Both on an NPU, weights in FRACTAL_NZ; without one as fake tensors, which compile and cannot run."""
+    """Both on an NPU, weights in FRACTAL_NZ; without one as fake tensors, which compile and cannot
+    run.
+    """
     model, arguments = mf.offline.on_npu(model, arguments)
     import torch_npu
 

@@ -2,8 +2,8 @@
 
     python examples/serving/npugraph_ex.py
 
-Lengths are host integers here: a captured graph takes them anew at every replay. Without an NPU all but the last step
-runs.
+Lengths are host integers here: a captured graph takes them anew at every replay. Without an NPU all
+but the last step runs.
 """
 
 import layer  # imports mla_fusion before torch
@@ -14,7 +14,9 @@ import mla_fusion as mf
 
 def compiled(model):
     options = {"post_grad_custom_pre_pass": mf.torchair_pass(), "frozen_parameter": True}
-    return torch.compile(model, backend="npugraph_ex", options=options, dynamic=False, fullgraph=True)
+    return torch.compile(
+        model, backend="npugraph_ex", options=options, dynamic=False, fullgraph=True
+    )
 
 
 @torch.no_grad()

@@ -1,11 +1,16 @@
-"""vLLM-Ascend's graph fusion manager: what it does with our pass, and what it cannot do about an opaque operator.
+"""vLLM-Ascend's graph fusion manager: what it does with our pass, and what it cannot do about an
+opaque operator.
 
     python examples/serving/vllm_ascend.py
 
-vLLM is not needed: `Manager` and `fusion_pass_compile` below do what vLLM-Ascend's do to a graph. In vLLM itself:
+vLLM is not needed: `Manager` and `fusion_pass_compile` below do what vLLM-Ascend's do to a graph.
+In vLLM itself:
 
-    CompilationConfig(inductor_passes={"graph_fusion_manager": mla_fusion.serving.vllm_ascend_pass()})
-    additional_config={"ascend_compilation_config": {"enable_npugraph_ex": False}}   # else no manager is called
+    CompilationConfig(inductor_passes={"graph_fusion_manager":
+    mla_fusion.serving.vllm_ascend_pass()})
+    additional_config={"ascend_compilation_config": {"enable_npugraph_ex": False}}   # else no
+                                                                                     manager is
+                                                                                     called
 """
 
 import layer  # imports mla_fusion before torch
@@ -18,7 +23,9 @@ from mla_fusion.serving import vllm_ascend_pass
 
 
 class Manager:
-    """Runs the passes that apply to a range of batch sizes over a graph, which is then executed as it is."""
+    """Runs the passes that apply to a range of batch sizes over a graph, which is then executed as
+    it is.
+    """
 
     def __init__(self, *passes) -> None:
         self.passes = passes
@@ -32,7 +39,10 @@ class Manager:
 
 
 def fusion_pass_compile(manager):
-    return aot_autograd(fw_compiler=lambda graph, example_inputs: manager(graph), decompositions=select_decomp_table())
+    return aot_autograd(
+        fw_compiler=lambda graph, example_inputs: manager(graph),
+        decompositions=select_decomp_table(),
+    )
 
 
 @torch.library.custom_op("vllm::mla_forward", mutates_args=("output", "kv_cache", "kr_cache"))
@@ -48,7 +58,9 @@ def mla_forward(
     output: torch.Tensor,
     layer_name: str,
 ) -> None:
-    """vLLM-Ascend's boundary: the graph holds this one node, the attention is found by name and runs inside."""
+    """vLLM-Ascend's boundary: the graph holds this one node, the attention is found by name and
+    runs inside.
+    """
     output.copy_(LAYERS[layer_name](x, cos, sin, slots, block_tables, seq_lens, kv_cache, kr_cache))
 
 
@@ -69,7 +81,9 @@ def main() -> None:
     expected = model(*(argument.clone() for argument in arguments))
     for title, module in (("open", model), ("opaque", Opaque())):
         torch._dynamo.reset()
-        compiled = torch.compile(module, backend=fusion_pass_compile(Manager(vllm_ascend_pass())), fullgraph=True)
+        compiled = torch.compile(
+            module, backend=fusion_pass_compile(Manager(vllm_ascend_pass())), fullgraph=True
+        )
         found = compiled(*(argument.clone() for argument in arguments))
         error = (found - expected).norm() / expected.norm()
         print(f"{title}: {mf.reports()[-1]}\n  relative difference from eager {error:.1e}")

@@ -1,4 +1,6 @@
-"""The fused operators that a model calls by hand: seen as they run, and run again with other arguments."""
+"""The fused operators that a model calls by hand: seen as they run, and run again with other
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ AUDITED = frozenset([*(f"npu::{name}" for name in PROLOGS), *_OTHERS])
 _CAST = ("npu::npu_format_cast", "npu::npu_format_cast_")
 _FRACTAL_NZ = 29
 _KEEPS_LAYOUT = ("aten::detach", "aten::alias", "aten::lift_fresh", *_CAST)
-_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, contextlib) if module.__file__)
+_LIBRARIES = tuple(
+    str(Path(module.__file__).parent) for module in (torch, contextlib) if module.__file__
+)
 
 
 @dataclass(frozen=True)
@@ -58,18 +62,24 @@ class Watch(TorchDispatchMode):
     """Records the audited calls; makes each with the arguments that ``changes`` give instead."""
 
     def __init__(
-        self, changes: Sequence[Change] = (), afterwards: Sequence[After] = (), line: Callable[[], str] = lambda: ""
+        self,
+        changes: Sequence[Change] = (),
+        afterwards: Sequence[After] = (),
+        line: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.refused: Exception | None = None  # what an audited operator raised
         self.held: Mapping[str, Tensor] = {}  # what the run can write, by name
         self._changes, self._afterwards, self._line = changes, afterwards, line
-        self._cast: dict[int, tuple[Tensor, str]] = {}  # kept alive, so that no other tensor has its id
+        # kept alive, so that no other tensor has its id
+        self._cast: dict[int, tuple[Tensor, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = schema_of(func).name + (f".{schema_of(func).overload_name}" if schema_of(func).overload_name else "")
+        name = schema_of(func).name + (
+            f".{schema_of(func).overload_name}" if schema_of(func).overload_name else ""
+        )
         if name not in AUDITED:
             result = func(*args, **kwargs)
             self._follow(schema_of(func).name, args, kwargs, result)
@@ -101,9 +111,16 @@ class Watch(TorchDispatchMode):
                 self._cast[id(result)] = result, ""
             return
         flat = tree_leaves((args, kwargs))
-        sources = [self._cast[id(item)][1] for item in flat if isinstance(item, Tensor) and id(item) in self._cast]
+        sources = [
+            self._cast[id(item)][1]
+            for item in flat
+            if isinstance(item, Tensor) and id(item) in self._cast
+        ]
         if sources and isinstance(result, Tensor):
-            self._cast[id(result)] = result, next(filter(None, sources), "") or ("" if name in _KEEPS_LAYOUT else name)
+            self._cast[id(result)] = (
+                result,
+                next(filter(None, sources), "") or ("" if name in _KEEPS_LAYOUT else name),
+            )
 
 
 def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +131,9 @@ def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
 
 
 def run(target: Callable[..., Any], args: Sequence[Any], watch: Watch) -> Any:
-    """Call ``target`` under the watch; the lines of a graph's nodes are those of their ``stack_trace``."""
+    """Call ``target`` under the watch; the lines of a graph's nodes are those of their
+    ``stack_trace``.
+    """
     with torch.no_grad(), watch:
         if isinstance(target, GraphModule):
             return _Traced(target, watch).run(*args)
@@ -145,7 +164,11 @@ def callers_line() -> str:
     here = str(Path(__file__).parent)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((*_LIBRARIES, here)) and "torch_npu" not in file and not file.startswith("<"):
+        if (
+            not file.startswith((*_LIBRARIES, here))
+            and "torch_npu" not in file
+            and not file.startswith("<")
+        ):
             return f'File "{file}", line {frame.f_lineno}, in {frame.f_code.co_name}'
         frame = frame.f_back  # type: ignore[assignment]
     return ""

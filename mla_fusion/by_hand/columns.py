@@ -38,11 +38,16 @@ _ORDERS: tuple[tuple[str, Callable[[Tensor], Tensor], str], ...] = (
 def _rope_columns(roles: Roles, call: Call) -> Iterator[Repair]:
     rope = roles.rope_dim(call)
     for label, order, text in _ORDERS:
-        for weight, scale, touched in ((roles.up, roles.up_scale, QUERY), (roles.down, roles.down_scale, KR)):
+        for weight, scale, touched in (
+            (roles.up, roles.up_scale, QUERY),
+            (roles.down, roles.down_scale, KR),
+        ):
             if not weight:
                 continue
 
-            def rows(matrix: Tensor, order: Any = order, of_query: bool = touched == QUERY) -> Tensor | None:
+            def rows(
+                matrix: Tensor, order: Any = order, of_query: bool = touched == QUERY
+            ) -> Tensor | None:
                 return _reordered_rope(matrix, roles, call, rope, order, of_query)
 
             code = f"rope_columns.{label}"
@@ -51,11 +56,18 @@ def _rope_columns(roles: Roles, call: Call) -> Iterator[Repair]:
                 of_both = both(on(weight, rows), on(scale, rows))
                 every += [(scale, on(scale, rows)), (f"{weight}, {scale}", of_both)]
             for name, change in every:
-                yield Repair(code, f"{name}: the rope columns {text}", name, touching(touched), change)
+                yield Repair(
+                    code, f"{name}: the rope columns {text}", name, touching(touched), change
+                )
 
 
 def _reordered_rope(
-    matrix: Tensor, roles: Roles, call: Call, rope: int, order: Callable[[Tensor], Tensor], of_query: bool
+    matrix: Tensor,
+    roles: Roles,
+    call: Call,
+    rope: int,
+    order: Callable[[Tensor], Tensor],
+    of_query: bool,
 ) -> Tensor | None:
     columns = roles.columns(matrix)
     if columns is None:
@@ -129,19 +141,29 @@ def _up_by_heads(roles: Roles) -> Iterator[Repair]:
                     if columns is None or not heads or columns.shape[-1] % heads:
                         return None
                     width = columns.shape[-1] // heads
-                    return roles.like(matrix, arrange(columns, heads, width - rope, rope)) if width > rope else None
+                    return (
+                        roles.like(matrix, arrange(columns, heads, width - rope, rope))
+                        if width > rope
+                        else None
+                    )
 
                 return both(*(on(name, rows) for name in (roles.up, roles.up_scale) if name))(call)
 
             return change
 
         for code, text, arrange in (
-            ("heads.nope_then_rope", "all nope columns come before all rope columns", _all_nope_first),
+            (
+                "heads.nope_then_rope",
+                "all nope columns come before all rope columns",
+                _all_nope_first,
+            ),
             ("heads.rope_first", "each head is [Dr | D]", _rope_first),
             ("heads.transposed", "heads vary fastest: [D + Dr, N]", _heads_last),
         ):
             wanted = "the kernel wants [D | Dr] head by head"
-            yield Repair(code, f"{roles.up}: {text}; {wanted}", roles.up, touching(QUERY), by_heads(arrange))
+            yield Repair(
+                code, f"{roles.up}: {text}; {wanted}", roles.up, touching(QUERY), by_heads(arrange)
+            )
     if roles.absorbed:
 
         def as_latent_rows(weight: Tensor) -> Tensor | None:
@@ -180,12 +202,20 @@ def _heads_last(columns: Tensor, heads: int, nope: int, rope: int) -> Tensor:
 
 
 def _transposed(roles: Roles) -> Iterator[Repair]:
-    for weight, touched in ((roles.down_query, (QUERY,)), (roles.up, (QUERY,)), (roles.down, (KV, KR))):
+    for weight, touched in (
+        (roles.down_query, (QUERY,)),
+        (roles.up, (QUERY,)),
+        (roles.down, (KV, KR)),
+    ):
         if not weight:
             continue
 
         def read_as_rows(matrix: Tensor) -> Tensor | None:
-            return matrix.reshape(matrix.shape[1], matrix.shape[0]).t() if matrix.dim() == 2 else None
+            return (
+                matrix.reshape(matrix.shape[1], matrix.shape[0]).t() if matrix.dim() == 2 else None
+            )
 
-        text = f"{weight} holds a linear layer's [out, in] reshaped to [in, out]: transpose it instead"
+        text = (
+            f"{weight} holds a linear layer's [out, in] reshaped to [in, out]: transpose it instead"
+        )
         yield Repair("weight.reshaped", text, weight, touching(*touched), on(weight, read_as_rows))

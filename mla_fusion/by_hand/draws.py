@@ -1,8 +1,8 @@
-"""The inputs on which a hand-written call and the model are compared: as given, and with latents so small that an
-epsilon counts.
+"""The inputs on which a hand-written call and the model are compared: as given, and with latents so
+small that an epsilon counts.
 
-The latents are made small at the weights: those of the call, and the reference's parameters that they are made of. A
-norm before the prologue would undo a smaller x.
+The latents are made small at the weights: those of the call, and the reference's parameters that
+they are made of. A norm before the prologue would undo a smaller x.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from mla_fusion.by_hand.calls import Call, Change
 from mla_fusion.by_hand.roles import Roles, roles_of
 from mla_fusion.compat import tree_map_only
 
-_SMALL = 2e-6  # the mean square of a latent at which an epsilon of 1e-6 weighs half as much as the row
+# the mean square of a latent at which an epsilon of 1e-6 weighs half as much as the row
+_SMALL = 2e-6
 AS_GIVEN, SMALL = "the inputs as given", "latents so small that an epsilon counts"
 
 
@@ -49,14 +50,20 @@ class Draw:
 
 
 @torch.no_grad()
-def draws_of(calls: Sequence[Call], inputs: Sequence[Any], reference: Callable[..., Any]) -> list[Draw]:
-    """The inputs as given; then the small latents, by the weights or else by x, where either can be had."""
+def draws_of(
+    calls: Sequence[Call], inputs: Sequence[Any], reference: Callable[..., Any]
+) -> list[Draw]:
+    """The inputs as given; then the small latents, by the weights or else by x, where either can be
+    had.
+    """
     found = [Draw(AS_GIVEN, inputs)]
     small = _by_weights(calls, inputs, reference) or _by_x(calls, inputs)
     return [*found, small] if small is not None else found
 
 
-def _by_weights(calls: Sequence[Call], inputs: Sequence[Any], reference: Callable[..., Any]) -> Draw | None:
+def _by_weights(
+    calls: Sequence[Call], inputs: Sequence[Any], reference: Callable[..., Any]
+) -> Draw | None:
     held = list(reference.parameters()) if isinstance(reference, nn.Module) else []
     factors: dict[int, tuple[tuple[str, ...], float]] = {}
     scaled: dict[int, tuple[nn.Parameter, float]] = {}
@@ -66,7 +73,8 @@ def _by_weights(calls: Sequence[Call], inputs: Sequence[Any], reference: Callabl
         square = _mean_square(roles, call) if names else 0.0
         if not square:
             return None
-        factor = 2.0 ** round(math.log2((_SMALL / square) ** 0.5))  # a power of two changes no rounding
+        # a power of two changes no rounding
+        factor = 2.0 ** round(math.log2((_SMALL / square) ** 0.5))
         factors[call.place] = names, factor
         for name in names:
             value = call.arguments[name]
@@ -84,7 +92,9 @@ def _by_weights(calls: Sequence[Call], inputs: Sequence[Any], reference: Callabl
 
 
 def _scalable(roles: Roles, call: Call) -> tuple[str, ...]:
-    """What the latents are proportional to: the down-projections, or the scales of their columns."""
+    """What the latents are proportional to: the down-projections, or the scales of their
+    columns.
+    """
     if not roles.down_query or roles.transposed:
         return ()
     weights = roles.down_query, roles.down
@@ -107,7 +117,9 @@ def _mean_square(roles: Roles, call: Call) -> float:
 
 
 def _holds(parameter: nn.Parameter, numbers: int, mark: tuple[float, ...]) -> bool:
-    """Are so many numbers of that fingerprint those of a parameter, or of its first or last rows?"""
+    """Are so many numbers of that fingerprint those of a parameter, or of its first or last
+    rows?
+    """
     if not parameter.is_floating_point() or parameter.numel() < numbers or not parameter.dim():
         return False
     rows = parameter.detach().reshape(parameter.shape[0], -1)
@@ -118,7 +130,9 @@ def _holds(parameter: nn.Parameter, numbers: int, mark: tuple[float, ...]) -> bo
 
 
 def fingerprint(value: Tensor) -> tuple[float, ...]:
-    """Equal for the same numbers in another order (sums of whole multiples of a small step are exact)."""
+    """Equal for the same numbers in another order (sums of whole multiples of a small step are
+    exact).
+    """
     wide = value.detach().double().flatten()
     steps = (wide * 2.0**40).round()
     return float(wide.abs().max()), float((steps % 65521).sum()), float((steps % 65519).sum())
@@ -130,7 +144,12 @@ def _by_x(calls: Sequence[Call], inputs: Sequence[Any]) -> Draw | None:
         roles = roles_of(call.short)
         x = call.arguments.get(roles.x)
         weight = call.arguments.get(roles.down_query or roles.down)
-        if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2 or roles.transposed:
+        if (
+            not isinstance(x, Tensor)
+            or not isinstance(weight, Tensor)
+            or weight.dim() != 2
+            or roles.transposed
+        ):
             continue
         if torch.int8 in (x.dtype, weight.dtype):
             continue

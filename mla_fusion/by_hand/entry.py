@@ -28,7 +28,8 @@ _ROUNDING = 2e-2  # two bfloat16 evaluations of one prologue, as Config.verify h
 _ROUNDING_INT8 = 6e-2
 _NOISE = 4.0  # times the reference's own distance from float64
 _PER_TILE = 3  # of kv_cache_quant_mode
-_MOST_NOISE = 0.2  # a reference further off than this computes something else in float64, and tells nothing
+# a reference further off than this computes something else in float64, and tells nothing
+_MOST_NOISE = 0.2
 
 
 def audit(
@@ -42,28 +43,32 @@ def audit(
     tries: int = 4000,
     seconds: float = 45.0,
 ) -> Audit:
-    """Check what ``fused`` calls by hand: ``npu_mla_prolog*``, ``npu_kv_rmsnorm_rope_cache*``, ``npu_mla_preprocess``.
+    """Check what ``fused`` calls by hand: ``npu_mla_prolog*``, ``npu_kv_rmsnorm_rope_cache*``,
+    ``npu_mla_preprocess``.
 
     fused            a module, a method of one, a function, an FX graph or an exported program
-    reference        the unfused model, in any of these forms, over the same weights; None: the contract and the
-                     arguments' values alone are looked at
+    reference        the unfused model, in any of these forms, over the same weights; None: the
+                     contract and the arguments' values alone are looked at
     inputs           what both are called with, copied before each run
     soc, cann, path  whose limits hold, as in `mla_fusion.meta.check`
-    tolerance        the relative error that counts as rounding; by default 2e-2 (6e-2 with int8), or four times
-                     what the reference itself is off from a float64 run of it, value by value
-    tries            the most runs of the repaired function, reached only where nothing explains a difference
+    tolerance        the relative error that counts as rounding; by default 2e-2 (6e-2 with int8),
+                     or four times what the reference itself is off from a float64 run of it, value
+                     by value
+    tries            the most runs of the repaired function, reached only where nothing explains a
+                     difference
     seconds          the longest search, reached only then
 
-    What either writes is compared too: arguments, also in lists and dicts, buffers, and tensors that modules hold as
-    attributes.
+    What either writes is compared too: arguments, also in lists and dicts, buffers, and tensors
+    that modules hold as attributes.
 
-    Where results differ, the mistakes that are usual in such calls are undone one by one, two and three together, and
-    those that make the results equal are named with the caller's line. Everything runs on the CPU, on the reference
-    kernels.
+    Where results differ, the mistakes that are usual in such calls are undone one by one, two and
+    three together, and those that make the results equal are named with the caller's line.
+    Everything runs on the CPU, on the reference kernels.
 
-    Where ``fused`` calls none of the operators, both functions are run in exact arithmetic instead: they are proved
-    equal over the real numbers (rounding left out), or shown to differ (``witness``: inputs that show it), or not
-    decided (``equal`` is None), with the steps at which the two part. Raises ValueError where there is no reference.
+    Where ``fused`` calls none of the operators, both functions are run in exact arithmetic instead:
+    they are proved equal over the real numbers (rounding left out), or shown to differ
+    (``witness``: inputs that show it), or not decided (``equal`` is None), with the steps at which
+    the two part. Raises ValueError where there is no reference.
     """
     fused, reference = _callable(fused), None if reference is None else _callable(reference)
     names = memory.paired(fused, reference)
@@ -72,12 +77,17 @@ def audit(
         return exact.compare(fused, reference, inputs)
     if not calls:
         raise ValueError(
-            "the function calls none of npu_mla_prolog*, npu_kv_rmsnorm_rope_cache*, npu_mla_preprocess, and there is"
+            "the function calls none of npu_mla_prolog*, npu_kv_rmsnorm_rope_cache*, "
+            "npu_mla_preprocess, and there is"
             " no reference to compare it with"
         )
     seen = [finding for call in calls for finding in wiring.findings(call, soc, cann, path)]
     if stopped is not None and not any(item.code.startswith("contract:") for item in seen):
-        seen.append(Finding("call.fails", str(stopped), "", calls[-1].short, calls[-1].place, calls[-1].line))
+        seen.append(
+            Finding(
+                "call.fails", str(stopped), "", calls[-1].short, calls[-1].place, calls[-1].line
+            )
+        )
     operators = tuple(call.short for call in calls)
     if reference is None:
         return Audit(operators, tuple(seen))
@@ -90,8 +100,18 @@ def audit(
     before, said = subject.errors(()), tuple(draw.name for draw in draws)
     if subject.is_right(before):
         seen += _other_epsilons(calls, reference, ())
-        return Audit(operators, tuple(seen), True, before, None, {name: limits[name] for name in before}, said)
-    chosen, after = search(subject, options_of(calls, parameters_of(fused, reference), _epsilons(fused, reference)))
+        return Audit(
+            operators,
+            tuple(seen),
+            True,
+            before,
+            None,
+            {name: limits[name] for name in before},
+            said,
+        )
+    chosen, after = search(
+        subject, options_of(calls, parameters_of(fused, reference), _epsilons(fused, reference))
+    )
     mended = [_mended(subject, chosen, place, calls) for place in range(len(chosen))]
     seen += _other_epsilons(calls, reference, [item.argument for item in mended])
     copies = [item.argument for item in mended if item.code == "cache.other"]
@@ -104,7 +124,10 @@ def _callable(target: Any) -> Callable[..., Any]:
     if isinstance(target, ExportedProgram):
         return target.module()
     if not callable(target):
-        raise TypeError(f"expected a module, a function, a graph or an exported program, got {type(target).__name__}")
+        raise TypeError(
+            "expected a module, a function, a graph or an exported program, got "
+            f"{type(target).__name__}"
+        )
     owner = getattr(target, "__self__", None)
     return _Method(owner, target.__name__) if isinstance(owner, nn.Module) else target
 
@@ -142,13 +165,18 @@ def _values(reference: Callable[..., Any], draw: Draw) -> Values:
 
 
 def _tiles(calls: Sequence[Call], places: dict[int, str]) -> dict[str, tuple[int, int]]:
-    """The caches whose rows are int8 tiles, their scales and a bfloat16 key: Hckv and the tile's size."""
+    """The caches whose rows are int8 tiles, their scales and a bfloat16 key: Hckv and the tile's
+    size.
+    """
     found = {}
     for call in calls:
         cache = call.arguments.get(roles_of(call.short).kv_cache)
         if call.arguments.get("kv_cache_quant_mode") == _PER_TILE and isinstance(cache, Tensor):
             hckv = call.arguments["rmsnorm_gamma_ckv"].shape[-1]
-            found[places.get(cache.untyped_storage().data_ptr(), "")] = hckv, call.arguments["tile_size"]
+            found[places.get(cache.untyped_storage().data_ptr(), "")] = (
+                hckv,
+                call.arguments["tile_size"],
+            )
     return found
 
 
@@ -158,21 +186,38 @@ def _not_compared(calls: Sequence[Call], places: dict[int, str]) -> Iterator[Fin
         roles = roles_of(call.short)
         for name in (roles.kv_cache, roles.kr_cache):
             cache = call.arguments.get(name)
-            if isinstance(cache, Tensor) and cache.numel() and cache.untyped_storage().data_ptr() not in places:
-                said = f"{name} is memory of no argument and no module (a copy?): what is written there is not compared"
-                yield Finding("cache.elsewhere", said, name, call.short, call.place, call.line, certain=False)
+            if (
+                isinstance(cache, Tensor)
+                and cache.numel()
+                and cache.untyped_storage().data_ptr() not in places
+            ):
+                said = (
+                    f"{name} is memory of no argument and no module (a copy?): what is written "
+                    "there is not compared"
+                )
+                yield Finding(
+                    "cache.elsewhere", said, name, call.short, call.place, call.line, certain=False
+                )
 
 
-def _other_epsilons(calls: Sequence[Call], reference: object, named: Sequence[str]) -> Iterator[Finding]:
+def _other_epsilons(
+    calls: Sequence[Call], reference: object, named: Sequence[str]
+) -> Iterator[Finding]:
     """Epsilons that the reference's modules do not hold; results need not show them."""
     held = _epsilons(reference)
     for call in calls:
         for name in roles_of(call.short).epsilons:
             value = call.arguments[name]
-            if held and name not in named and not any(math.isclose(value, other, rel_tol=1e-6) for other in held):
+            if (
+                held
+                and name not in named
+                and not any(math.isclose(value, other, rel_tol=1e-6) for other in held)
+            ):
                 theirs = " and ".join(f"{other:g}" for other in held)
                 said = f"{name} is {value:g}; the reference's modules hold {theirs}"
-                yield Finding("epsilon.differs", said, name, call.short, call.place, call.line, certain=False)
+                yield Finding(
+                    "epsilon.differs", said, name, call.short, call.place, call.line, certain=False
+                )
 
 
 def _limits(
@@ -184,7 +229,9 @@ def _limits(
 ) -> dict[str, float]:
     """Of each value, what is rounding."""
     int8 = any(
-        isinstance(value, Tensor) and value.dtype == torch.int8 for call in calls for value in call.arguments.values()
+        isinstance(value, Tensor) and value.dtype == torch.int8
+        for call in calls
+        for value in call.arguments.values()
     )
     usual = tolerance if tolerance is not None else _ROUNDING_INT8 if int8 else _ROUNDING
     limits: dict[str, float] = defaultdict(lambda: usual)
@@ -192,11 +239,17 @@ def _limits(
         return limits
     try:
         wide = copy.deepcopy(reference).double()
-        given = tree_map_only(Tensor, lambda v: v.double() if v.is_floating_point() else v, list(inputs))
+        given = tree_map_only(
+            Tensor, lambda v: v.double() if v.is_floating_point() else v, list(inputs)
+        )
         noise = errors(values_of(wide, given, Watch()), wanted)
     except Exception:  # a model that runs in its own dtypes alone
         return limits
-    return limits | {name: _NOISE * error for name, error in noise.items() if usual < _NOISE * error < _MOST_NOISE}
+    return limits | {
+        name: _NOISE * error
+        for name, error in noise.items()
+        if usual < _NOISE * error < _MOST_NOISE
+    }
 
 
 def _epsilons(*models: object) -> list[float]:
@@ -210,8 +263,12 @@ def _epsilons(*models: object) -> list[float]:
     return list(found)
 
 
-def _mended(subject: Subject, chosen: Sequence[Repair], place: int, calls: Sequence[Call]) -> Finding:
+def _mended(
+    subject: Subject, chosen: Sequence[Repair], place: int, calls: Sequence[Call]
+) -> Finding:
     repair = chosen[place]
     call = calls[repair.place or 0]
     left = worst(subject.errors(chosen[: place + 1]))
-    return Finding(repair.code, repair.text, repair.argument, call.short, repair.place, call.line, True, left)
+    return Finding(
+        repair.code, repair.text, repair.argument, call.short, repair.place, call.line, True, left
+    )

@@ -1,9 +1,10 @@
-"""``mf.audit`` of two functions that call no fused operator: proved equal, different, or not decided.
+"""``mf.audit`` of two functions that call no fused operator: proved equal, different, or not
+decided.
 
 Both are exported, and run at random points of a finite field, where sums and products are exact and
-all else is a function of which nothing is known (:mod:`mla_fusion.prove`). Equal there is equal over
-the real numbers; rounding and casts between floats are left out. What is not equal there is run in
-float64, for an input that shows the difference.
+all else is a function of which nothing is known (:mod:`mla_fusion.prove`). Equal there is equal
+over the real numbers; rounding and casts between floats are left out. What is not equal there is
+run in float64, for an input that shows the difference.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from mla_fusion.prove import field, operators
 from mla_fusion.prove.field import Complex, Num, Point, Undecided, Value
 
 POINTS = 3
-DEGREE = 100_000  # more than the degree of what a model computes, roots and quotients multiplied out
+# more than the degree of what a model computes, roots and quotients multiplied out
+DEGREE = 100_000
 MOST_POINTS = 16
 OVERFLOWING = "inputs of size 1000"
 BITS = 32  # signs of roots that are seen
@@ -59,7 +61,9 @@ class Exported:
     numbers: dict[str, Any]
 
 
-def compare(fused: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[Any]) -> Audit:
+def compare(
+    fused: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[Any]
+) -> Audit:
     """Neither calls an operator of the contract."""
     both = []
     for target, role in ((fused, "the function"), (reference, "the reference")):
@@ -195,10 +199,15 @@ def _unordered(*both: Exported) -> Iterator[Finding]:
         node.name: tuple(tensor.shape)
         for each in both
         for node, (kind, tensor) in each.held.items()
-        if kind is InputKind.PARAMETER and tensor.numel() > 1 and bool((tensor == tensor.reshape(-1)[0]).all())
+        if kind is InputKind.PARAMETER
+        and tensor.numel() > 1
+        and bool((tensor == tensor.reshape(-1)[0]).all())
     }
     if found:
-        said = f"each of {', '.join(found)} holds one number only, so that an order of it, or another, is not seen"
+        said = (
+            f"each of {', '.join(found)} holds one number only, so that an order of it, or "
+            "another, is not seen"
+        )
         yield Finding("weight.uniform", said, certain=False)
 
 
@@ -228,7 +237,9 @@ class _Run:
             return value
         name = f"input {self._of.given[node]}"
         if value.is_complex():
-            return Complex(field.random(f"{name} real", value.shape), field.random(f"{name} imag", value.shape))
+            return Complex(
+                field.random(f"{name} real", value.shape), field.random(f"{name} imag", value.shape)
+            )
         if value.numel() <= _FEW:
             place = _FEW * self._of.given[node]
             return field.of_both_signs(name, value.shape, place, POINTS)
@@ -311,7 +322,9 @@ def _complex(found: Value, held: Tensor, known: bool = False) -> Value:
 
 
 def _by_numbers(tensor: Tensor, exactly: bool) -> Value:
-    """Equal numbers are equal elements, wherever they lie: so copies, joins and transposes of weights are known."""
+    """Equal numbers are equal elements, wherever they lie: so copies, joins and transposes of
+    weights are known.
+    """
     if tensor.is_complex():
         return Complex(_by_numbers(tensor.real, exactly), _by_numbers(tensor.imag, exactly))  # type: ignore[arg-type]
     if exactly and tensor.numel() <= 1 << 16:
@@ -320,7 +333,8 @@ def _by_numbers(tensor: Tensor, exactly: bool) -> Value:
         return field.integers(tensor)
     bits = tensor.double().abs().contiguous().view(torch.int64)
     root = field.function("number", Num(bits & 0x7FFFFFFF), Num(bits >> 31))
-    size = field.mul(root, root)  # a square, and its negative is none: so the root of a square is its size
+    # a square, and its negative is none: so the root of a square is its size
+    size = field.mul(root, root)
     sign = Num(tensor.sign().to(torch.int64).remainder(field.P))
     return field.mul(size, sign)
 
@@ -336,7 +350,13 @@ def _parts(value: Any) -> list[Num]:
 def _mark(value: Any) -> object:
     """Equal for equal values of one shape."""
     parts = _parts(value)
-    shape = tuple(value.shape) if isinstance(value, (Num, Complex)) else repr(value) if not parts else None
+    shape = (
+        tuple(value.shape)
+        if isinstance(value, (Num, Complex))
+        else repr(value)
+        if not parts
+        else None
+    )
     return shape, tuple(int(field.label(part).re) for part in parts)
 
 
@@ -351,17 +371,25 @@ def _unproved(
     inputs: Sequence[Any],
     seen: Sequence[Finding],
 ) -> Audit:
-    parts = [_parting(run, each, names, set(other.marks.values())) for run, each, other in _sides(mine, theirs, runs)]
+    parts = [
+        _parting(run, each, names, set(other.marks.values()))
+        for run, each, other in _sides(mine, theirs, runs)
+    ]
     errors, draw, witness = _witness(mine, theirs, inputs, DIFFERENT)
     if errors is None:
         said = "not decided: neither proved equal nor seen to differ in float64. They part at "
-        return Audit((), (Finding("graphs.part", said + _told(parts), line=_line(parts), certain=False), *seen))
+        return Audit(
+            (),
+            (Finding("graphs.part", said + _told(parts), line=_line(parts), certain=False), *seen),
+        )
     said = f"on {draw}, {_largest(errors)}. The two part at {_told(parts)}"
     found = Finding("values.differ", said, line=_line(parts))
     return Audit((), (found, *seen), False, errors, draws=(draw,), witness=witness)
 
 
-def _sides(mine: Exported, theirs: Exported, runs: tuple[_Run, _Run]) -> Iterator[tuple[_Run, Exported, _Run]]:
+def _sides(
+    mine: Exported, theirs: Exported, runs: tuple[_Run, _Run]
+) -> Iterator[tuple[_Run, Exported, _Run]]:
     yield runs[0], mine, runs[1]
     yield runs[1], theirs, runs[0]
 
@@ -382,12 +410,19 @@ def _parting(run: _Run, of: Exported, names: Sequence[str], known: set[object]) 
 
 
 def _told(parts: Sequence[Sequence[Node]]) -> str:
-    sides = [", ".join(f"{node.name} ({node.target})" for node in side[:_MOST_PARTS]) for side in parts]
-    return " of the function, and ".join(side or "no step of its own" for side in sides) + " of the reference"
+    sides = [
+        ", ".join(f"{node.name} ({node.target})" for node in side[:_MOST_PARTS]) for side in parts
+    ]
+    return (
+        " of the function, and ".join(side or "no step of its own" for side in sides)
+        + " of the reference"
+    )
 
 
 def _line(parts: Sequence[Sequence[Node]]) -> str:
-    return next((line for side in parts for node in side if (line := last_line(node.stack_trace or ""))), "")
+    return next(
+        (line for side in parts for node in side if (line := last_line(node.stack_trace or ""))), ""
+    )
 
 
 def _largest(errors: Mapping[str, float]) -> str:
@@ -400,8 +435,9 @@ def _witness(
 ) -> tuple[dict[str, float] | None, str, tuple[Any, ...] | None]:
     """Inputs on which float64 shows a difference, and how large it is of each result.
 
-    To be called different they have to be so by far more than rounded inputs make of either. Against a
-    proof anything counts, what is no number in one alone too, but for an overflow of large inputs.
+    To be called different they have to be so by far more than rounded inputs make of either.
+    Against a proof anything counts, what is no number in one alone too, but for an overflow of
+    large inputs.
     """
     for name, draw in _draws(inputs):
         try:
@@ -430,7 +466,9 @@ def _draws(inputs: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
         def draw(value: Tensor, size: float = size, drawn: torch.Generator = drawn) -> Tensor:
             if not value.is_floating_point():
                 return value
-            return (torch.randn(value.shape, generator=drawn, dtype=torch.float64) * size).to(value.dtype)
+            return (torch.randn(value.shape, generator=drawn, dtype=torch.float64) * size).to(
+                value.dtype
+            )
 
         yield f"inputs of size {size:g}", tree_map_only(Tensor, draw, list(inputs))
     drawn = torch.Generator().manual_seed(len(SIZES))
@@ -474,7 +512,8 @@ class _Wide(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map_only(torch.dtype, _wide_dtype, (args, dict(kwargs)))
         found = super().call_function(target, args, kwargs)
-        if isinstance(found, Tensor) and found.dtype == torch.float32:  # of integers, or of the default dtype
+        # of integers, or of the default dtype
+        if isinstance(found, Tensor) and found.dtype == torch.float32:
             if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
                 kwargs = {**kwargs, "dtype": torch.float64}
             args, kwargs = tree_map_only(Tensor, Tensor.double, (args, kwargs))
@@ -493,7 +532,13 @@ def _wide(value: Any, rounded: bool = False) -> Any:
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else dtype
+    return (
+        torch.complex128
+        if dtype.is_complex
+        else torch.float64
+        if dtype.is_floating_point
+        else dtype
+    )
 
 
 def _distance(one: Tensor, other: Tensor, no_number: bool = False) -> float:

@@ -1,4 +1,6 @@
-"""The tensors that a function may write: its arguments, and what its modules hold. Named, copied, put back."""
+"""The tensors that a function may write: its arguments, and what its modules hold. Named, copied,
+put back.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ def copied(inputs: Sequence[Any]) -> list[Any]:
         if value.layout != torch.strided:
             return value.clone()
         storage = value.untyped_storage()
-        held = storages.setdefault(storage.data_ptr(), storage.clone()) if storage.data_ptr() else storage.clone()
+        held = (
+            storages.setdefault(storage.data_ptr(), storage.clone())
+            if storage.data_ptr()
+            else storage.clone()
+        )
         made = torch.empty(0, dtype=value.dtype, device=value.device)
         return made.set_(held, value.storage_offset(), value.shape, value.stride())
 
@@ -36,12 +42,16 @@ def named(inputs: Sequence[Any]) -> dict[str, Tensor]:
             found[f"argument {place}"] = value
         else:
             leaves = enumerate(tree_leaves(value))
-            found |= {f"argument {place}.{at}": leaf for at, leaf in leaves if isinstance(leaf, Tensor)}
+            found |= {
+                f"argument {place}.{at}": leaf for at, leaf in leaves if isinstance(leaf, Tensor)
+            }
     return found
 
 
 def held_by(target: object) -> dict[str, Tensor]:
-    """Buffers of a module, and tensors among its plain attributes, in lists and dicts too; parameters are not."""
+    """Buffers of a module, and tensors among its plain attributes, in lists and dicts too;
+    parameters are not.
+    """
     if not isinstance(target, nn.Module):
         return {}
     found = {f"buffer {name}": value for name, value in target.named_buffers()}
@@ -50,15 +60,24 @@ def held_by(target: object) -> dict[str, Tensor]:
         for name, value in vars(module).items():
             if name.startswith("_"):
                 continue
-            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and id(leaf) not in known]
+            tensors = [
+                leaf
+                for leaf in tree_leaves(value)
+                if isinstance(leaf, Tensor) and id(leaf) not in known
+            ]
             label = f"attribute {path}.{name}" if path else f"attribute {name}"
-            found |= {f"{label}.{at}" if len(tensors) > 1 else label: leaf for at, leaf in enumerate(tensors)}
+            found |= {
+                f"{label}.{at}" if len(tensors) > 1 else label: leaf
+                for at, leaf in enumerate(tensors)
+            }
     return found
 
 
 @contextlib.contextmanager
 def kept(target: object) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """What a module holds is as before afterwards. Yields it by name, each with a copy of what it was."""
+    """What a module holds is as before afterwards. Yields it by name, each with a copy of what it
+    was.
+    """
     held = {name: (value, value.detach().clone()) for name, value in held_by(target).items()}
     try:
         yield held
@@ -69,9 +88,13 @@ def kept(target: object) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
 
 
 def paired(fused: object, reference: object) -> dict[str, str]:
-    """The reference's name of what ``fused`` holds: the same memory, or the one whose name ends alike in that shape."""
+    """The reference's name of what ``fused`` holds: the same memory, or the one whose name ends
+    alike in that shape.
+    """
     theirs, found = held_by(reference), {}
-    by_memory = {value.untyped_storage().data_ptr(): name for name, value in theirs.items() if value.numel()}
+    by_memory = {
+        value.untyped_storage().data_ptr(): name for name, value in theirs.items() if value.numel()
+    }
     for name, value in held_by(fused).items():
         same = by_memory.get(value.untyped_storage().data_ptr()) if value.numel() else None
         last = name.split(" ")[-1].split(".")[-1]
@@ -94,4 +117,6 @@ def reachable(inputs: Sequence[Any], target: object, names: Mapping[str, str]) -
 
 def places(held: Mapping[str, Tensor]) -> dict[int, str]:
     """Where each of them lies, with its name."""
-    return {value.untyped_storage().data_ptr(): name for name, value in held.items() if value.numel()}
+    return {
+        value.untyped_storage().data_ptr(): name for name, value in held.items() if value.numel()
+    }

@@ -1,4 +1,6 @@
-"""An audit of a graph dump: the contract of its prologue operators, and how their inputs are wired."""
+"""An audit of a graph dump: the contract of its prologue operators, and how their inputs are
+wired.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,11 @@ _EPSILONS = ("rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv")
 
 
 def audit_dump(path: str | Path, soc: str = "A3", cann: str = "latest") -> Audit:
-    """The prologue operators of a graph that torchair, GE or torch wrote: their contract, by shapes and attributes.
+    """The prologue operators of a graph that torchair, GE or torch wrote: their contract, by shapes
+    and attributes.
 
-    No numbers are in a dump, so nothing is compared; a dynamic dimension is taken for 8. Raises DumpError for a file
-    that is no dump, OSError for one that cannot be read.
+    No numbers are in a dump, so nothing is compared; a dynamic dimension is taken for 8. Raises
+    DumpError for a file that is no dump, OSError for one that cannot be read.
     """
     dump = read(path)
     found = prologues.find(dump)
@@ -51,7 +54,10 @@ def _findings(dump: Dump, item: Prologue, soc: str, cann: str) -> Iterator[Findi
 def _attributes(name: str, item: Prologue) -> dict[str, Any]:
     """Attributes as torch has them: some dumps hold a bool as a number."""
     kinds = {argument.name: argument.kind for argument in PROLOGS[name].keywords}
-    return {key: bool(value) if kinds.get(key) == "bool" else value for key, value in item.attributes.items()}
+    return {
+        key: bool(value) if kinds.get(key) == "bool" else value
+        for key, value in item.attributes.items()
+    }
 
 
 def _name(item: Prologue) -> str:

@@ -1,8 +1,11 @@
-"""Arguments in whose place another tensor was meant: the weight of another norm or layer, the rows of W_uv, a cache."""
+"""Arguments in whose place another tensor was meant: the weight of another norm or layer, the rows
+of W_uv, a cache.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +39,15 @@ def _gammas(roles: Roles, call: Call, parameters: Parameters) -> Iterator[Repair
 
 
 def _weights(roles: Roles, call: Call, parameters: Parameters) -> Iterator[Repair]:
-    """Of the same numbers in another order, `mla_fusion.by_hand.columns` says what is wrong with the order."""
-    touches = {roles.down_query: (QUERY,), roles.up: (QUERY,), roles.absorbed: (QUERY,), roles.down: (KV, KR)}
+    """Of the same numbers in another order, `mla_fusion.by_hand.columns` says what is wrong with
+    the order.
+    """
+    touches = {
+        roles.down_query: (QUERY,),
+        roles.up: (QUERY,),
+        roles.absorbed: (QUERY,),
+        roles.down: (KV, KR),
+    }
     for name, touched in touches.items():
         weight = call.arguments.get(name)
         if not isinstance(weight, Tensor) or roles.of_rows:
@@ -47,7 +57,13 @@ def _weights(roles: Roles, call: Call, parameters: Parameters) -> Iterator[Repai
             for rows, value in _as(weight, parameter.detach()):
                 if value.dtype == weight.dtype and fingerprint(value) != mark:
                     text = f"{name} holds other numbers than {rows}{source}"
-                    yield Repair("weight.other", text, name, touching(*touched), _given(name, value.contiguous()))
+                    yield Repair(
+                        "weight.other",
+                        text,
+                        name,
+                        touching(*touched),
+                        _given(name, value.contiguous()),
+                    )
 
 
 def _as(weight: Tensor, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -60,21 +76,43 @@ def _as(weight: Tensor, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"the last {nope} rows of each head of ", of_heads[:, -nope:]
     if parameter.shape == weight.shape:
         yield "", parameter
-    if parameter.dim() == 2 and parameter.shape != weight.shape and parameter.T.shape == weight.shape:
+    if (
+        parameter.dim() == 2
+        and parameter.shape != weight.shape
+        and parameter.T.shape == weight.shape
+    ):
         yield "", parameter.T
 
 
 def _caches(roles: Roles, call: Call) -> Iterator[Repair]:
-    """Another tensor of the caller's that has the cache's shape: that of another layer, or the one that was copied."""
+    """Another tensor of the caller's that has the cache's shape: that of another layer, or the one
+    that was copied.
+    """
     for name, touched in ((roles.kv_cache, KV), (roles.kr_cache, KR)):
         cache = call.arguments.get(name)
         if not isinstance(cache, Tensor) or not cache.numel():
             continue
         mine = next((label for label, value in call.held.items() if _shares(value, cache)), None)
         for label, value in call.held.items():
-            if value.shape == cache.shape and value.dtype == cache.dtype and not _shares(value, cache):
-                text = f"{name} is {mine or 'memory of its own (a copy?)'}; the model writes {label}"
-                yield Repair("cache.other", text, name, touching(touched), lambda c, n=name, t=label: {n: c.held[t]})  # type: ignore[misc]
+            if (
+                value.shape == cache.shape
+                and value.dtype == cache.dtype
+                and not _shares(value, cache)
+            ):
+                text = (
+                    f"{name} is {mine or 'memory of its own (a copy?)'}; the model writes {label}"
+                )
+                yield Repair(
+                    "cache.other",
+                    text,
+                    name,
+                    touching(touched),
+                    partial(_held, name, label),
+                )
+
+
+def _held(name: str, label: str, call: Call) -> dict[str, Any]:
+    return {name: call.held[label]}
 
 
 def _shares(one: Tensor, other: Tensor) -> bool:

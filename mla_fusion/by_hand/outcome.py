@@ -46,10 +46,12 @@ class Finding:
 class Audit:
     """What an audit found.
 
-    operators  those that were called, in order; none: two functions were compared, neither of which calls one
+    operators  those that were called, in order; none: two functions were compared, neither of which
+               calls one
     findings   what is wrong, or looks so
     draws      on which inputs values were compared
-    equal      is every compared value the reference's? None where there was no reference, or where it is not decided
+    equal      is every compared value the reference's? None where there was no reference, or where
+               it is not decided
     errors     relative error of each compared value, as written
     repaired   the same with every repair that was found
     tolerance  of each value, the error that is rounding
@@ -87,7 +89,9 @@ class Audit:
         if not self.operators:
             calls = "two functions that call no fused operator"
         verdict = {
-            True: f"proved equal to the reference: {self.proof}" if self.proof else "equal to the reference",
+            True: f"proved equal to the reference: {self.proof}"
+            if self.proof
+            else "equal to the reference",
             False: "NOT equal to the reference",
             None: "no reference to compare with" if self.operators else "not decided",
         }[self.equal]
@@ -97,28 +101,45 @@ class Audit:
             width = max(map(len, self.errors))
             for name, error in self.errors.items():
                 after = (self.repaired or {}).get(name)
-                mended = f"   repaired {after:.2g}" if after is not None and self.equal is False else ""
-                limit = f"   rounding up to {self.tolerance.get(name, 0.0):.2g}" if self.tolerance else ""
+                mended = (
+                    f"   repaired {after:.2g}" if after is not None and self.equal is False else ""
+                )
+                limit = (
+                    f"   rounding up to {self.tolerance.get(name, 0.0):.2g}"
+                    if self.tolerance
+                    else ""
+                )
                 lines.append(f"    {name:<{width}}  error {error:.2g}{mended}{limit}")
         lines += map(str, self.findings)
-        if self.equal is False and self.operators and not any(item.error is not None for item in self.findings):
-            lines.append(f"  no repair that is known explains it ({self.tried} runs; `tries` and `seconds` allow more)")
+        if (
+            self.equal is False
+            and self.operators
+            and not any(item.error is not None for item in self.findings)
+        ):
+            lines.append(
+                f"  no repair that is known explains it ({self.tried} runs; `tries` and "
+                "`seconds` allow more)"
+            )
         return "\n".join(lines)
 
     def to_html(self, path: str | Path) -> Path:
         """Write a page that stands alone."""
         repaired = self.repaired or {}
         rows = [
-            (name, f"{error:.2g}", f"{repaired.get(name, error):.2g}") for name, error in (self.errors or {}).items()
+            (name, f"{error:.2g}", f"{repaired.get(name, error):.2g}")
+            for name, error in (self.errors or {}).items()
         ]
         notes = [
             (
                 "wrong" if item.certain else "maybe",
                 f"[{item.code}] {item.operator}: {item.message}",
-                [f"largest error then {item.error:.2g}"] * (item.error is not None) + [item.line] * bool(item.line),
+                [f"largest error then {item.error:.2g}"] * (item.error is not None)
+                + [item.line] * bool(item.line),
             )
             for item in self.findings
         ]
         header = ("value", "error", "repaired")
         headings = str(self).splitlines()[:1]
-        return plain_page.write(path, "mla_fusion audit", headings, notes, header, rows, "Nothing found.")
+        return plain_page.write(
+            path, "mla_fusion audit", headings, notes, header, rows, "Nothing found."
+        )

@@ -15,7 +15,9 @@ QUERY, KV, KR = "query", "kv", "kr"  # what a mistake can alter: the query, and 
 
 @dataclass(frozen=True)
 class Repair:
-    """``code`` is stable; ``text`` says what is wrong and what is right; ``argument`` is what it is about."""
+    """``code`` is stable; ``text`` says what is wrong and what is right; ``argument`` is what it is
+    about.
+    """
 
     code: str
     text: str
@@ -33,7 +35,20 @@ class Repair:
             if call.place == place and self.after is not None:
                 self.after(call, results)
 
-        return Repair(self.code, self.text, self.argument, self.touches, change, after if self.after else None, place)
+        return Repair(
+            self.code,
+            self.text,
+            self.argument,
+            self.touches,
+            change,
+            after if self.after else None,
+            place,
+        )
+
+
+def instead(name: str, value: Any) -> Change:
+    """Give another value for one argument."""
+    return lambda call: {name: value}
 
 
 def on(name: str, function: Callable[[Tensor], Tensor | None]) -> Change:

@@ -1,9 +1,12 @@
-"""What is usually wrong with a hand-written call: every repair that could change something of it."""
+"""What is usually wrong with a hand-written call: every repair that could change something of
+it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor
 from mla_fusion.by_hand.calls import After, Call, Change
 from mla_fusion.by_hand.columns import of_columns
 from mla_fusion.by_hand.others import Parameters, of_others
-from mla_fusion.by_hand.repair import KR, KV, QUERY, Repair, both, on, touching
+from mla_fusion.by_hand.repair import KR, KV, QUERY, Repair, both, instead, on, touching
 from mla_fusion.by_hand.roles import Roles, roles_of
 from mla_fusion.meta.prolog import PROLOGS
 
@@ -46,7 +49,8 @@ def _has_effect(repair: Repair, call: Call) -> bool:
     for name, value in repair.change(call).items():
         before = call.arguments[name]
         if isinstance(value, Tensor) and isinstance(before, Tensor):
-            another = any(value is held for held in call.held.values())  # to be written, whatever it holds
+            # to be written, whatever it holds
+            another = any(value is held for held in call.held.values())
             if another or value.shape != before.shape or not torch.equal(value, before):
                 return True
         elif value != before:
@@ -80,7 +84,9 @@ def _tables(roles: Roles) -> Iterator[Repair]:
     for shift, where in ((-1, "one position later"), (1, "one position earlier")):
         for of_sequence in (False, True):
 
-            def rolled(table: Tensor, shift: int = shift, of_sequence: bool = of_sequence) -> Tensor:
+            def rolled(
+                table: Tensor, shift: int = shift, of_sequence: bool = of_sequence
+            ) -> Tensor:
                 """Along the tokens, or along those of each sequence."""
                 if of_sequence:
                     return table.roll(shift, -2) if table.dim() > 2 else table
@@ -88,7 +94,8 @@ def _tables(roles: Roles) -> Iterator[Repair]:
 
             yield Repair(
                 "tables.position",
-                f"{tables} are those of the token {'before' if shift < 0 else 'behind'}: each row belongs {where}",
+                f"{tables} are those of the token {'before' if shift < 0 else 'behind'}: each row "
+                f"belongs {where}",
                 tables,
                 touches,
                 of_each(rolled),
@@ -106,14 +113,23 @@ def _epsilons(roles: Roles, call: Call, held: Iterable[float]) -> Iterator[Repai
             if abs(epsilon - now) > _SAME * epsilon:
                 how = ", the operator's default" if now == OPERATORS_EPSILON else ""
                 text = f"{name} is {now:g}{how}; the model's is {epsilon:g}"
-                yield Repair("epsilon", text, name, frozenset(touched), lambda _, n=name, e=epsilon: {n: e})  # type: ignore[misc]
+                yield Repair("epsilon", text, name, frozenset(touched), instead(name, epsilon))
 
 
 def _gammas(roles: Roles, call: Call) -> Iterator[Repair]:
     for name, touched in roles.gammas.items():
         touches = frozenset(touched)
-        for text, shift in (("the weight is kept as gamma - 1 and 1 is not added", 1), ("1 is added to it twice", -1)):
-            yield Repair("gamma.offset", f"{name}: {text}", name, touches, on(name, lambda g, s=shift: g + s))  # type: ignore[misc]
+        for text, shift in (
+            ("the weight is kept as gamma - 1 and 1 is not added", 1),
+            ("1 is added to it twice", -1),
+        ):
+            yield Repair(
+                "gamma.offset",
+                f"{name}: {text}",
+                name,
+                touches,
+                on(name, partial(torch.add, other=shift)),
+            )
 
 
 # -- scales
@@ -123,13 +139,19 @@ def _scales(roles: Roles, call: Call) -> Iterator[Repair]:
     for name, touched in roles.scales.items():
         value, touches = call.arguments.get(name), frozenset(touched)
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
-            yield Repair("scale.inverted", f"{name} is the reciprocal", name, touches, on(name, torch.reciprocal))
+            yield Repair(
+                "scale.inverted",
+                f"{name} is the reciprocal",
+                name,
+                touches,
+                on(name, torch.reciprocal),
+            )
         elif isinstance(value, float):
             for number, text in _numbers(value, call):
                 if not math.isclose(number, value, rel_tol=1e-6):
                     code = "scale.inverted" if text == "the reciprocal" else "scale.value"
                     said = f"{name} is {value:g}; {number:.6g} would be right ({text})"
-                    yield Repair(code, said, name, touches, lambda _, n=name, x=number: {n: x})  # type: ignore[misc]
+                    yield Repair(code, said, name, touches, instead(name, number))
 
 
 def _numbers(value: float, call: Call) -> Iterator[tuple[float, str]]:
@@ -151,14 +173,28 @@ def _slots(roles: Roles, call: Call) -> Iterator[Repair]:
     cache = call.arguments.get(roles.kv_cache)
     touches = touching(KV, KR)
     block = int(cache.shape[1]) if isinstance(cache, Tensor) and cache.dim() == 4 else 0
-    shifts = [(1, "a slot"), (-1, "a slot")] + ([(block, "a block"), (-block, "a block")] if block > 1 else [])
+    shifts = [(1, "a slot"), (-1, "a slot")] + (
+        [(block, "a block"), (-block, "a block")] if block > 1 else []
+    )
     for shift, what in shifts:
         way = "too low" if shift > 0 else "too high"
         text = f"{roles.slots} is {what} {way}"
-        yield Repair("slots.off", text, roles.slots, touches, on(roles.slots, lambda v, s=shift: v + s))  # type: ignore[misc]
+        yield Repair(
+            "slots.off",
+            text,
+            roles.slots,
+            touches,
+            on(roles.slots, partial(torch.add, other=shift)),
+        )
     for shift in (1, -1):
         text = f"{roles.slots} has the slots of the token {'behind' if shift > 0 else 'before'}"
-        yield Repair("slots.rolled", text, roles.slots, touches, on(roles.slots, lambda v, s=shift: v.roll(s, -1)))  # type: ignore[misc]
+        yield Repair(
+            "slots.rolled",
+            text,
+            roles.slots,
+            touches,
+            on(roles.slots, partial(torch.roll, shifts=shift, dims=-1)),
+        )
 
 
 def _modes(call: Call) -> Iterator[Repair]:
@@ -167,13 +203,25 @@ def _modes(call: Call) -> Iterator[Repair]:
     for other in modes:
         if mode in modes and other != mode:
             text = f"cache_mode is {mode}; attention reads the caches as {other} writes them"
-            yield Repair("cache_mode", text, "cache_mode", touching(KV, KR), lambda _, m=other: {"cache_mode": m})  # type: ignore[misc]
+            yield Repair(
+                "cache_mode",
+                text,
+                "cache_mode",
+                touching(KV, KR),
+                instead("cache_mode", other),
+            )
     for name in ("weight_quant_mode", "kv_cache_quant_mode", "query_quant_mode"):
         now = call.arguments.get(name)
         for value in range(4) if isinstance(now, int) else ():
             if value != now:
                 text = f"{name} is {now}; {value} would be right"
-                yield Repair("quant_mode", text, name, touching(QUERY, KV, KR), lambda _, n=name, v=value: {n: v})  # type: ignore[misc]
+                yield Repair(
+                    "quant_mode",
+                    text,
+                    name,
+                    touching(QUERY, KV, KR),
+                    instead(name, value),
+                )
 
 
 def _written_back(roles: Roles, call: Call) -> Iterator[Repair]:
@@ -194,7 +242,11 @@ def _written_back(roles: Roles, call: Call) -> Iterator[Repair]:
     every = roles.returned_caches
     out = "call its out overload with the model's caches as results"
     for cache, place, touched in every:
-        remedy = out if roles.fresh else f"copy the new {cache}, its result {place}, into the model's cache"
+        remedy = (
+            out
+            if roles.fresh
+            else f"copy the new {cache}, its result {place}, into the model's cache"
+        )
         text = f"{call.short} does not write {cache}: {remedy}"
         after = copying((cache, place, touched))
         yield Repair("cache.not_written", text, cache, touching(touched), after=after)

@@ -21,11 +21,12 @@ class Roles:
 
     transposed   weights are [columns, in] (ATB's), not [in, columns]
     of_rows      ``down`` is no weight but what it has made: rows of any number of axes
-    down         the weight whose columns are [c_kv | k_pe ..]; ``down_also_query``: [c_kv | k_pe | c_q]
+    down         the weight whose columns are [c_kv | k_pe ..]; ``down_also_query``: [c_kv | k_pe |
+                 c_q]
     down_vectors what else has those columns
     epsilons, gammas, scales   with the values that each touches
-    returned_caches            cache, its place among the results, "kv" or "kr"; ``fresh``: of their rows, only those
-                               of the slots are defined
+    returned_caches            cache, its place among the results, "kv" or "kr"; ``fresh``: of their
+                               rows, only those of the slots are defined
     """
 
     x: str
@@ -51,7 +52,9 @@ class Roles:
     fresh: bool = False
 
     def columns(self, matrix: Tensor) -> Tensor | None:
-        """The matrix, or a vector of scales, with its columns last; None for other storage (FRACTAL_NZ's 4-D shape)."""
+        """The matrix, or a vector of scales, with its columns last; None for other storage
+        (FRACTAL_NZ's 4-D shape).
+        """
         if self.of_rows:
             return matrix
         if matrix.dim() == 1 or (matrix.dim() == 2 and 1 in matrix.shape):

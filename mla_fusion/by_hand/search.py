@@ -1,7 +1,8 @@
 """Which repairs make a hand-written call right: each is tried, and so are two and three together.
 
-The values that a call can alter come apart: rows of the latent cache, rows of the key's cache, and everything else. One
-after the other is made right, by the fewest repairs that touch it, on top of those found before.
+The values that a call can alter come apart: rows of the latent cache, rows of the key's cache, and
+everything else. One after the other is made right, by the fewest repairs that touch it, on top of
+those found before.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Subject:
         return self.runs >= self.tries or perf_counter() > self.until
 
     def errors(self, repairs: Sequence[Repair], wanted: Sequence[str] = ()) -> dict[str, float]:
-        """Of each value, the largest over the draws; infinite for all where the repaired call does not run.
+        """Of each value, the largest over the draws; infinite for all where the repaired call does
+        not run.
 
         ``wanted``: the first draw in which one of these values is wrong ends it.
         """
@@ -77,12 +79,19 @@ class Subject:
     def _measured(self, place: int, repairs: Sequence[Repair]) -> dict[str, float]:
         draw, want = self.draws[place], self.wanted[place]
         changes = [item.change for item in repairs]
-        watch = Watch([draw.change, *changes] if draw.change else changes, [r.after for r in repairs if r.after])
+        watch = Watch(
+            [draw.change, *changes] if draw.change else changes,
+            [r.after for r in repairs if r.after],
+        )
         self.runs += 1
         try:
             return errors(want, values_of(self.fused, draw.inputs, watch, self.names), self.tiles)
         except Exception:  # a mode, a shape or a slot that the operator refuses
-            return {name: float("inf") for name in want.held if name not in want.before or _written(want, name)}
+            return {
+                name: float("inf")
+                for name in want.held
+                if name not in want.before or _written(want, name)
+            }
 
     def is_right(self, found: Mapping[str, float], names: Iterable[str] | None = None) -> bool:
         wanted = found if names is None else names
@@ -101,18 +110,23 @@ def search(subject: Subject, options: Sequence[Repair]) -> tuple[list[Repair], d
     chosen: list[Repair] = []
     for count in range(1, len(subject.draws) + 1):
         subject.only = count
-        # An epsilon is nothing beside rows of usual size: it has no part in what is wrong with them.
+        # An epsilon is nothing beside rows of usual size: it has no part in what is wrong with
+        # them.
         last = count == len(subject.draws)
         fitting = [item for item in options if last or item.code != "epsilon"]
         for names, touched in _in_order(subject, subject.errors(chosen)):
             if not subject.is_right(subject.errors(chosen), names):
-                chosen += _fewest(subject, chosen, [item for item in fitting if item.touches & touched], names)
+                chosen += _fewest(
+                    subject, chosen, [item for item in fitting if item.touches & touched], names
+                )
     subject.only = None
     chosen = _without_the_idle(subject, chosen)
     return chosen, subject.errors(chosen)
 
 
-def _in_order(subject: Subject, found: Mapping[str, float]) -> Iterator[tuple[list[str], frozenset[str]]]:
+def _in_order(
+    subject: Subject, found: Mapping[str, float]
+) -> Iterator[tuple[list[str], frozenset[str]]]:
     """The latent cache, the key's cache, then all: what is less entangled first."""
     parts = _caches(subject)
     for name in (KV, KR):
@@ -135,15 +149,21 @@ def _caches(subject: Subject) -> dict[str, str]:
     return found
 
 
-def _fewest(subject: Subject, chosen: list[Repair], options: list[Repair], names: list[str]) -> list[Repair]:
-    """The fewest of the options that make these values right; where none do, the one that helps most, or nothing."""
+def _fewest(
+    subject: Subject, chosen: list[Repair], options: list[Repair], names: list[str]
+) -> list[Repair]:
+    """The fewest of the options that make these values right; where none do, the one that helps
+    most, or nothing.
+    """
     start = _total(subject.errors(chosen), names)
     alone = [(item, _total(subject.errors([*chosen, item], names), names)) for item in options]
     if start < _REFUSED:
         alone = [(item, total) for item, total in alone if total < _REFUSED]
     singles = [item for item, _ in sorted(alone, key=lambda pair: pair[1])]
     for count in (1, 2, 3):
-        pool = [item for item, _ in alone] if count == 1 else singles if count == 2 else singles[:_FEW]
+        pool = (
+            [item for item, _ in alone] if count == 1 else singles if count == 2 else singles[:_FEW]
+        )
         best: tuple[float, list[Repair]] | None = None
         for group in combinations(pool, count):
             if subject.is_over:
@@ -153,7 +173,8 @@ def _fewest(subject: Subject, chosen: list[Repair], options: list[Repair], names
             found = subject.errors([*chosen, *group], names)
             if subject.is_right(found, names):
                 total = _total(found, list(found))
-                if best is None or total < best[0] / 2:  # of those that differ by rounding, the first
+                # of those that differ by rounding, the first
+                if best is None or total < best[0] / 2:
                     best = total, list(group)
         if best is not None:
             return best[1]
@@ -162,7 +183,9 @@ def _fewest(subject: Subject, chosen: list[Repair], options: list[Repair], names
     return []
 
 
-def _fewest_again(subject: Subject, chosen: list[Repair], options: list[Repair], names: list[str]) -> list[Repair]:
+def _fewest_again(
+    subject: Subject, chosen: list[Repair], options: list[Repair], names: list[str]
+) -> list[Repair]:
     if len(chosen) > 4 or subject.is_over:
         return []
     return _fewest(subject, chosen, [item for item in options if item not in chosen], names)
@@ -183,11 +206,15 @@ def _without_the_idle(subject: Subject, chosen: list[Repair]) -> list[Repair]:
     return chosen
 
 
-def options_of(calls: Sequence[Call], parameters: list[tuple[str, Tensor]], epsilons: list[float]) -> list[Repair]:
+def options_of(
+    calls: Sequence[Call], parameters: list[tuple[str, Tensor]], epsilons: list[float]
+) -> list[Repair]:
     """The repairs of every call together, then, of several calls, those of each."""
     if not calls:
         return []
     found = candidates(calls[0], parameters, epsilons)
     if len(calls) > 1:
-        found += [item.at(call.place) for call in calls for item in candidates(call, parameters, epsilons)]
+        found += [
+            item.at(call.place) for call in calls for item in candidates(call, parameters, epsilons)
+        ]
     return found

@@ -18,8 +18,8 @@ _FLOORS = ("aten::clamp", "aten::clamp_min", "aten::maximum")
 
 
 def assumed_of_numbers(view: View, region: Region) -> tuple[str, ...]:
-    """A line for each floor that no row is taken to come near, each cast that is taken to keep every number, and each
-    operator that is taken for what was registered."""
+    """A line for each floor that no row is taken to come near, each cast that is taken to keep
+    every number, and each operator that is taken for what was registered."""
     own = registered.assumed(region.nodes)
     return tuple(dict.fromkeys((*_floors(view, region), *_narrowed(view, region), *own)))
 
@@ -27,7 +27,11 @@ def assumed_of_numbers(view: View, region: Region) -> tuple[str, ...]:
 def _floors(view: View, region: Region) -> Iterator[str]:
     for node in region.nodes:
         value = node.meta.get("val")
-        if op_name(node) not in _FLOORS or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if (
+            op_name(node) not in _FLOORS
+            or not isinstance(value, torch.Tensor)
+            or not value.is_floating_point()
+        ):
             continue
         sides = [arg for arg in node.args[:2] if isinstance(arg, Node)]
         held = [side for side in sides if not view.is_constant(side)]
@@ -44,4 +48,5 @@ def _narrowed(view: View, region: Region) -> Iterator[str]:
     inside = {*region.nodes, *(node for twin in region.twins for node in nodes_between((), twin))}
     for node in view.terms.narrowed:
         if node in inside:
-            yield f"input {origin(node.all_input_nodes[0], reshapes).name} holds numbers below 2**31 ({node.name})"
+            source = origin(node.all_input_nodes[0], reshapes).name
+            yield f"input {source} holds numbers below 2**31 ({node.name})"

@@ -3,11 +3,13 @@
 The kinds of draw:
 
 * "normal": x from the standard normal distribution, its rows of different size.
-* "small", "large": floats of float64, for a run that rounds nothing. Rows of x span forty decades, from 1e-20 to 1e20,
-  and so do those of float inputs that have no part. Of norm weights, those of "large" are 1e20 times as large:
-  behind a norm, too, values span forty decades. Where a floor is taken for granted, rows are 1 and larger.
-* "outliers": in every other row of x some channels are a hundred to ten thousand times as large; some elements and one
-  row are exactly zero. Weights have channels far larger than the rest, so that latents have them, normed ones too.
+* "small", "large": floats of float64, for a run that rounds nothing. Rows of x span forty decades,
+  from 1e-20 to 1e20, and so do those of float inputs that have no part. Of norm weights, those of
+  "large" are 1e20 times as large: behind a norm, too, values span forty decades. Where a floor is
+  taken for granted, rows are 1 and larger.
+* "outliers": in every other row of x some channels are a hundred to ten thousand times as large;
+  some elements and one row are exactly zero. Weights have channels far larger than the rest, so
+  that latents have them, normed ones too.
 * "edges": normal rows of x; integers and flags at the ends of what they may be.
 
 Tables and scales are drawn once, weights twice.
@@ -33,23 +35,33 @@ from mla_fusion.reference import hifloat8
 KINDS = ("normal", "outliers", "edges")
 WIDE = ("small", "large")
 _DECADES = 20  # from 1 to the largest, and to the smallest
-# Largest integer of a leaf of which no reader says how large it may be. Each is tried where a step fails at the one
-# before: far beyond what bfloat16 and int16 count exactly, then lengths of tables and sequences.
+# Largest integer of a leaf of which no reader says how large it may be. Each is tried where a step
+# fails at the one before: far beyond what bfloat16 and int16 count exactly, then lengths of tables
+# and sequences.
 CEILINGS = (100_000, 2_048, 64, 8, 2, 1)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 _ONE_BYTE = frozenset((torch.int8, torch.uint8, *ELEMENTS, torch.float8_e8m0fnu))
 _INT8 = 40  # standard deviation of drawn int8 values
 _OF_ONE = 127  # the e8m0 code of 1
-_CHANGING = frozenset(("x", "slots", "token_scale", ""))  # drawn anew each time; "" where they are integers or flags
+# drawn anew each time; "" where they are integers or flags
+_CHANGING = frozenset(("x", "slots", "token_scale", ""))
 
 
 class Draws:
     """Draws the leaves of one region at one binding of its sizes."""
 
     def __init__(
-        self, view: View, plan: Plan, region: Region, blocks: int | None, row_constant: bool, seed: int
+        self,
+        view: View,
+        plan: Plan,
+        region: Region,
+        blocks: int | None,
+        row_constant: bool,
+        seed: int,
     ) -> None:
-        """``blocks``: of a cache cut to fewer of them; ``row_constant``: kr_cache holds one number a row."""
+        """``blocks``: of a cache cut to fewer of them; ``row_constant``: kr_cache holds one number
+        a row.
+        """
         self.view, self.plan, self.region, self.blocks = view, plan, region, blocks
         self._format = plan.candidate.format
         self._generator = torch.Generator().manual_seed(seed)
@@ -76,7 +88,11 @@ class Draws:
 
     def _is_fixed(self, node: Node) -> bool:
         value = node.meta["val"]
-        return self.region.leaves[node] == "" and isinstance(value, torch.Tensor) and _is_float(value.dtype)
+        return (
+            self.region.leaves[node] == ""
+            and isinstance(value, torch.Tensor)
+            and _is_float(value.dtype)
+        )
 
     def _value(self, node: Node, role: str, kind: str, ceiling: int) -> Any:
         if self.changes(node):
@@ -93,9 +109,16 @@ class Draws:
     def _scaled(self, value: Any, role: str, kind: str) -> Any:
         if role == "gamma" and kind == "large":
             return value * 10.0**_DECADES
-        if role == "" and isinstance(value, torch.Tensor) and _is_float(value.dtype) and value.dim():
+        if (
+            role == ""
+            and isinstance(value, torch.Tensor)
+            and _is_float(value.dtype)
+            and value.dim()
+        ):
             rows = value.shape[:-1] if value.dim() > 1 else value.shape
-            return value * self._decades(math.prod(rows), kind).reshape(*rows, *(1,) * (value.dim() - len(rows)))
+            return value * self._decades(math.prod(rows), kind).reshape(
+                *rows, *(1,) * (value.dim() - len(rows))
+            )
         return value
 
     def _decades(self, count: int, kind: str) -> torch.Tensor:
@@ -122,7 +145,9 @@ class Draws:
         drawn = self._numbers(node, shape, value.dtype, role)
         if role == "weight" and has_large_channels(kind) and value.dtype in MODEL_FLOATS:
             for axis in {0, len(shape) - 1}:
-                for place, factor in zip((shape[axis] // 3, shape[axis] // 2), (60, 15), strict=True):
+                for place, factor in zip(
+                    (shape[axis] // 3, shape[axis] // 2), (60, 15), strict=True
+                ):
                     drawn.select(axis, place).mul_(factor)
         return drawn
 
@@ -134,12 +159,15 @@ class Draws:
         whole = self.view.binding.size(self.plan.caches.kv_shape[0])
         return (shape[0] * self.blocks // whole, *shape[1:])
 
-    def _numbers(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype, role: str) -> torch.Tensor:
+    def _numbers(
+        self, node: Node, shape: tuple[int, ...], dtype: torch.dtype, role: str
+    ) -> torch.Tensor:
         pool, form = self._pool, self._format
         if role.startswith("one_"):
             return self._one(node, role).to(dtype).expand(shape).contiguous()
         if role == "cache" and self.plan.kv_cache_quant_mode == 3:
-            return torch.zeros(shape, dtype=dtype)  # rows that are not written are compared as numbers too
+            # rows that are not written are compared as numbers too
+            return torch.zeros(shape, dtype=dtype)
         elements = _INT8 if form is None or form.element == torch.int8 else 1
         if role in ("scale", "token_scale"):
             wanted = (1 + pool.clamp(-4, 4) / 8) / (elements * (32 if role == "scale" else 1))
@@ -161,12 +189,16 @@ class Draws:
             parts = [_repeat(pool, shape, start + shift) for shift in (0, 17)]
             return torch.complex(*parts).to(dtype)
         is_codes = dtype == torch.float8_e8m0fnu
-        drawn = _repeat(pool.to(torch.uint8).view(dtype) if is_codes else pool.to(dtype), shape, start)
+        drawn = _repeat(
+            pool.to(torch.uint8).view(dtype) if is_codes else pool.to(dtype), shape, start
+        )
         is_kr = isinstance(self.plan.caches, InPlace) and node is self.plan.caches.kr_cache
         return drawn[..., :1].expand(shape).contiguous() if self._row_constant and is_kr else drawn
 
     def _one(self, node: Node, role: str) -> torch.Tensor:
-        """What a vector repeats: an offset, or a scale that bfloat16 holds, or the reciprocal of one."""
+        """What a vector repeats: an offset, or a scale that bfloat16 holds, or the reciprocal of
+        one.
+        """
         number = self._pool[4099 * self._place[node] % len(self._pool)].clamp(-3, 3)
         if role == "one_offset":
             return (_INT8 * number).round()
@@ -189,7 +221,8 @@ class Draws:
             channels = torch.randperm(width, generator=self._generator)[: max(2, width // 100)]
             x[::2, channels] *= 10 ** (2 + 2 * self._uniform((1, len(channels))))
             x = x * (self._uniform(x.shape) > 0.1)
-            if tokens > 1 and not self.plan.candidate.weight_quant_mode:  # a scale of zero divides zero by zero
+            # a scale of zero divides zero by zero
+            if tokens > 1 and not self.plan.candidate.weight_quant_mode:
                 x[tokens // 2] = 0
         return x.to(dtype).reshape(shape)
 
@@ -249,7 +282,9 @@ def _as_elements(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def rounds_nothing(region: Region) -> bool:
-    """Is every number of a region a float of two bytes or more, an integer or a flag, so that float64 rounds none?"""
+    """Is every number of a region a float of two bytes or more, an integer or a flag, so that
+    float64 rounds none?
+    """
     values = (node.meta["val"] for node in (*region.leaves, *region.nodes))
     return not any(isinstance(value, torch.Tensor) and value.dtype in _ONE_BYTE for value in values)
 
@@ -266,13 +301,16 @@ def _is_float(dtype: torch.dtype) -> bool:
 def _repeat(pool: torch.Tensor, shape: Iterable[int], offset: int) -> torch.Tensor:
     shape = tuple(shape)
     size = math.prod(shape)
-    start = offset % len(pool) & ~15  # pairs are read as complex numbers where they start at an even place
+    # pairs are read as complex numbers where they start at an even place
+    start = offset % len(pool) & ~15
     return pool.repeat((size + start) // len(pool) + 1)[start : start + size].reshape(shape)
 
 
 def _bounds(view: View, region: Region) -> dict[Node, int]:
     """Of integer leaves that index an axis, through views and casts alone: how long it is."""
-    leaf_of = {node: node for node, role in region.leaves.items() if role == "" and _is_integer(node)}
+    leaf_of = {
+        node: node for node, role in region.leaves.items() if role == "" and _is_integer(node)
+    }
     found: dict[Node, int] = {}
     for node in region.nodes:
         source = node.args[0] if node.args else None

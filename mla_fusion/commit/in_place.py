@@ -1,8 +1,10 @@
-"""Steps that change memory in place, judged for each prologue: do they change what its call would read?
+"""Steps that change memory in place, judged for each prologue: do they change what its call would
+read?
 
-A functional graph has such steps at its end alone, where each input that was written gets its new value. Graphs that
-were never made functional (``torch.export(m).module()``, make_fx) may hold them anywhere, and then what a reader sees
-depends on the order in which nodes stand, which moving a computation into one call would change.
+A functional graph has such steps at its end alone, where each input that was written gets its new
+value. Graphs that were never made functional (``torch.export(m).module()``, make_fx) may hold them
+anywhere, and then what a reader sees depends on the order in which nodes stand, which moving a
+computation into one call would change.
 """
 
 from __future__ import annotations
@@ -38,19 +40,26 @@ class InPlaceSteps:
 
     @cached_property
     def _between_reads(self) -> dict[object, list[tuple[Node, Node]]]:
-        """By the memory, the steps that do not just end the graph: of a functionalised one there are none."""
+        """By the memory, the steps that do not just end the graph: of a functionalised one there
+        are none.
+        """
         found = {
-            memory: [(step, target) for step, target in steps if not _is_epilogue(self._view, step, memory)]
+            memory: [
+                (step, target)
+                for step, target in steps
+                if not _is_epilogue(self._view, step, memory)
+            ]
             for memory, steps in self._on.items()
         }
         return {memory: steps for memory, steps in found.items() if steps}
 
     def judge(self, plan: Plan, region: Region, point: Node) -> None:
-        """Raise ``Refuse("graph.not_functional")`` where a step changes memory that the region or the call reads.
+        """Raise ``Refuse("graph.not_functional")`` where a step changes memory that the region or
+        the call reads.
 
-        Two kinds of steps do no harm: those after which nobody reads that memory but other such steps and the output,
-        if the call stands before them (at ``point``), and the writes by which the model itself puts the new rows into
-        the caches of the plan.
+        Two kinds of steps do no harm: those after which nobody reads that memory but other such
+        steps and the output, if the call stands before them (at ``point``), and the writes by which
+        the model itself puts the new rows into the caches of the plan.
         """
         if not self._between_reads and (self._first is None or point < self._first):
             return
@@ -62,7 +71,9 @@ class InPlaceSteps:
                     continue
                 own = _own_writes(plan) if own is None else own
                 if step not in own:
-                    raise Refuse("graph.not_functional", f"{step.name} changes {target.name}", (step, target))
+                    raise Refuse(
+                        "graph.not_functional", f"{step.name} changes {target.name}", (step, target)
+                    )
 
 
 def _written(step: Node) -> Iterator[Node]:
@@ -80,12 +91,16 @@ def _flat(given: object) -> Iterable[object]:
 
 
 def _root(node: Node) -> Node:
-    """What the memory of a node may belong to: up through views, casts that may copy nothing, and in-place results."""
+    """What the memory of a node may belong to: up through views, casts that may copy nothing, and
+    in-place results.
+    """
     return origin(node, shared_memory)
 
 
 def _memory(node: Node) -> object:
-    """Equal for nodes that may share memory: the root, of an attribute (each reading of which is a node) its name."""
+    """Equal for nodes that may share memory: the root, of an attribute (each reading of which is a
+    node) its name.
+    """
     root = _root(node)
     return (root.op, root.target) if root.op == "get_attr" else root
 
@@ -98,14 +113,24 @@ def _own_writes(plan: Plan) -> set[Node]:
     caches = {cache for _, cache, _ in plan.caches.held}
     for item in plan.replacements:
         steps = (node for node in upward(item.node, views_and_writes) if operator_of(node).mutates)
-        found |= {step for step in steps if (target := input_of(step)) is not None and _root(target) in caches}
+        found |= {
+            step
+            for step in steps
+            if (target := input_of(step)) is not None and _root(target) in caches
+        }
     return found
 
 
 def _is_epilogue(view: View, step: Node, memory: object) -> bool:
-    """Is it a ``copy_`` into an input, after which nothing but such copies and the output stands to read it?"""
-    if op_name(step) != "aten::copy_" or not all(_root(target).op in INPUTS for target in _written(step)):
+    """Is it a ``copy_`` into an input, after which nothing but such copies and the output stands to
+    read it?
+    """
+    if op_name(step) != "aten::copy_" or not all(
+        _root(target).op in INPUTS for target in _written(step)
+    ):
         return False
     after = view.nodes[view.position[step] + 1 :]
     later = (node for node in after if op_name(node) != "aten::copy_" and node.op != "output")
-    return not any(_memory(node) == memory or memory in map(_memory, node.all_input_nodes) for node in later)
+    return not any(
+        _memory(node) == memory or memory in map(_memory, node.all_input_nodes) for node in later
+    )

@@ -1,6 +1,7 @@
 """Runs nodes of a region on CPU tensors, one after the other, as torch would.
 
-Recognition runs nodes by ``fx/program.py``. The witness does not: a mistake there would deceive both.
+Recognition runs nodes by ``fx/program.py``. The witness does not: a mistake there would deceive
+both.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Interpreter:
     """Nodes, in an order in which they can be run.
 
     binding  numbers for symbolic sizes
-    wide     all floats are float64, so that casts among them do nothing; else dtypes are the graph's
+    wide     all floats are float64, so that casts among them do nothing; else dtypes are the
+             graph's
     """
 
     def __init__(self, nodes: Sequence[Node], binding: Binding, wide: bool = False) -> None:
@@ -60,7 +62,10 @@ class Interpreter:
         """
         env, wanted = dict(given), list(wanted)
         if self._in_place:  # what is drawn is drawn for other runs too
-            env = {node: value.clone() if isinstance(value, Tensor) else value for node, value in env.items()}
+            env = {
+                node: value.clone() if isinstance(value, Tensor) else value
+                for node, value in env.items()
+            }
         needed = set(wanted)
         for node, _ in reversed(self._steps):
             if node in needed and node not in env:
@@ -75,7 +80,9 @@ class Interpreter:
         return env
 
     def _value(self, node: Node, arguments: Any, env: Mapping[Node, Any]) -> Any:
-        """Of a node; of one that does not run the reason, which is the reason of all that read it."""
+        """Of a node; of one that does not run the reason, which is the reason of all that read
+        it.
+        """
         try:
             filling = filled_with(node)
             if filling is not None:
@@ -118,13 +125,18 @@ class Interpreter:
             return [widened(part) if self._wide else part for part in result] if several else result
         if self._wide:
             return widened(result)
-        if result.is_floating_point() and not any(isinstance(arg, Tensor) and _is_float(arg) for arg in args):
-            return result.to(node.meta["val"].dtype)  # torch's default dtype may be another one by now
+        if result.is_floating_point() and not any(
+            isinstance(arg, Tensor) and _is_float(arg) for arg in args
+        ):
+            # torch's default dtype may be another one by now
+            return result.to(node.meta["val"].dtype)
         return result
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """float64 or complex128 for any float; numbers of one byte, which products read by their format, stay."""
+    """float64 or complex128 for any float; numbers of one byte, which products read by their
+    format, stay.
+    """
     if dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex):
         return dtype
     return torch.complex128 if dtype.is_complex else torch.float64
@@ -145,12 +157,16 @@ def _is_float(value: Tensor) -> bool:
 
 
 def _writes(node: Node) -> bool:
-    """Does it change an argument? (``kinds.is_mutating`` says no where recognition has a functional form for it.)"""
+    """Does it change an argument? (``kinds.is_mutating`` says no where recognition has a functional
+    form for it.)
+    """
     return isinstance(node.target, OpOverload) and bool(schema_of(node.target).is_mutable)
 
 
 def _call(target: Any) -> Callable[..., Any]:
-    """What a node calls; a view as a reshape, since strides on a CPU may be others than those of the graph."""
+    """What a node calls; a view as a reshape, since strides on a CPU may be others than those of
+    the graph.
+    """
     return _reshape if target in _RESHAPES else _expand if target in _EXPANDS else target
 
 

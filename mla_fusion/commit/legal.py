@@ -1,4 +1,6 @@
-"""From a candidate to a plan that the operator's contract takes and that the order of the graph allows."""
+"""From a candidate to a plan that the operator's contract takes and that the order of the graph
+allows.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,18 @@ class Legal:
 
 
 class Plans:
-    """The legal plans of one graph. What is decided of one structure is decided of all layers that have it."""
+    """The legal plans of one graph. What is decided of one structure is decided of all layers that
+    have it.
+    """
 
     def __init__(self, view: View, config: Config, boundary: bool) -> None:
-        """``boundary``: a wrapper will stand around the graph, so that caches can be viewed before the call."""
+        """``boundary``: a wrapper will stand around the graph, so that caches can be viewed before
+        the call.
+        """
         self._view, self._config, self._boundary = view, config, boundary
         self._steps = InPlaceSteps(view)
-        self._structures: dict[object, int] = {}  # a number for each: hashing one takes as long as a fact
+        # a number for each: hashing one takes as long as a fact
+        self._structures: dict[object, int] = {}
         self._accepted: set[int] = set()
 
     def of(self, target: str, candidate: KeyHalf) -> Legal:
@@ -66,7 +73,9 @@ class Plans:
             if not in_place or candidate.key.operator or self._config.staging == "never":
                 raise
             because = f"the kernel refuses the caches ({reason.code.partition(':')[2]})"
-            found = self._described(planner.plan(Obstacle("cache.refused", f"{because}: {reason.detail}")))
+            found = self._described(
+                planner.plan(Obstacle("cache.refused", f"{because}: {reason.detail}"))
+            )
             try:
                 contract.ask(found.plan, self._config)
             except Refuse:
@@ -78,4 +87,8 @@ class Plans:
         region = cut_out(self._view, plan)
         assumed = assumed_of_numbers(self._view, region)
         plan = replace(plan, assumptions=(*plan.assumptions, *assumed)) if assumed else plan
-        return Legal(plan, region, self._structures.setdefault(structure.key(region, plan), len(self._structures)))
+        return Legal(
+            plan,
+            region,
+            self._structures.setdefault(structure.key(region, plan), len(self._structures)),
+        )

@@ -17,7 +17,9 @@ _PLACES = {V3.results.index(name) for name in OF_HEADS}
 
 
 def carry(builder: GraphBuilder) -> None:
-    """Let readers that pad heads with zeros read the result that has them. Heads of zeros are zeros in a result."""
+    """Let readers that pad heads with zeros read the result that has them. Heads of zeros are zeros
+    in a result.
+    """
     graph, made_here = builder.gm.graph, {*builder.made}
     for pad in [node for node in graph.nodes if node.op == "call_function" and zero_heads(node)]:
         whole = _with_zeros(pad, made_here)
@@ -26,7 +28,9 @@ def carry(builder: GraphBuilder) -> None:
         shape = list(pad.meta["val"].shape)
         with builder.propagating():
             builder.at(pad, {})
-            made = whole if list(whole.meta["val"].shape) == shape else builder.reshape(whole, shape)
+            made = (
+                whole if list(whole.meta["val"].shape) == shape else builder.reshape(whole, shape)
+            )
         pad.replace_all_uses_with(made)
         step = pad
         while step is not whole and not step.users:
@@ -35,9 +39,11 @@ def carry(builder: GraphBuilder) -> None:
 
 
 def _with_zeros(pad: Node, made: Collection[Node]) -> Node | None:
-    """The result whose heads the call's own cut leaves out, and that are padded again; None for any other pad.
+    """The result whose heads the call's own cut leaves out, and that are padded again; None for any
+    other pad.
 
-    made  the nodes that the rewriting has made; a cut by the model leaves out heads that are no zeros
+    made  the nodes that the rewriting has made; a cut by the model leaves out heads that are no
+          zeros
     """
     step = pad.args[0]
     while isinstance(step, Node) and step.op == "call_function" and op_name(step) != "aten::slice":
@@ -51,8 +57,15 @@ def _with_zeros(pad: Node, made: Collection[Node]) -> Node | None:
     while is_view(result) and result in made:  # the columns of each head in another order
         result = result.all_input_nodes[0]
     call, place = result.args if result.target is getitem else (None, None)
-    if not isinstance(call, Node) or not op_name(call).startswith(f"npu::{V3.name}") or place not in _PLACES:
+    if (
+        not isinstance(call, Node)
+        or not op_name(call).startswith(f"npu::{V3.name}")
+        or place not in _PLACES
+    ):
         return None
     value = whole.meta["val"]
-    has_all = value.shape[-2] == pad.meta["val"].shape[-2] and value.dtype in (torch.bfloat16, torch.float16)
+    has_all = value.shape[-2] == pad.meta["val"].shape[-2] and value.dtype in (
+        torch.bfloat16,
+        torch.float16,
+    )
     return whole if has_all else None

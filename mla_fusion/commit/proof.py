@@ -1,4 +1,6 @@
-"""The proof of a plan: its region and its call, run at random points of the field, give the same values."""
+"""The proof of a plan: its region and its call, run at random points of the field, give the same
+values.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from mla_fusion.compat import OpOverload
 from mla_fusion.emit import results as of_call
 from mla_fusion.emit import rows, targets
 from mla_fusion.fx.build import Recipe, TensorBuilder
-from mla_fusion.fx.kinds import Kind, argument, attribute, is_cast, is_getitem, is_literal, operator_of
+from mla_fusion.fx.kinds import (
+    Kind,
+    argument,
+    attribute,
+    is_cast,
+    is_getitem,
+    is_literal,
+    operator_of,
+)
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, views_and_casts
@@ -33,11 +43,14 @@ from mla_fusion.report.report import Shown
 
 POINTS, MOST_POINTS = 3, 60
 BITS = 53  # signs of roots that are seen, where more than one is possible
-DEGREE = 10_000  # more than the degree of any identity that is tested, roots and quotients multiplied out
+# more than the degree of any identity that is tested, roots and quotients multiplied out
+DEGREE = 10_000
 _CODES = torch.uint8  # in which a plan holds scales that it reads as powers of two, or gives out
-_OF_OPERATOR = {"kv_cache": "ckv_cache", "kr_cache": "k_cache"}  # caches, by the key operator's names
+# caches, by the key operator's names
+_OF_OPERATOR = {"kv_cache": "ckv_cache", "kr_cache": "k_cache"}
 _NARROW = (torch.bfloat16, torch.float16)
-_ALL_TOKENS = 1 << 22  # elements of a result up to which all tokens are drawn where fewer do not fit
+# elements of a result up to which all tokens are drawn where fewer do not fit
+_ALL_TOKENS = 1 << 22
 _MOST_COLUMNS = 1 << 16
 _SMALL = 1 / 16  # a factor of rows from which on they are as far from a floor as normed rows are
 _FEW = 8  # elements of an input for each of which both signs are tried
@@ -46,7 +59,15 @@ _OF_MODEL = frozenset(("weight", "gamma", "scale", "cache", "constant"))  # leav
 
 
 # Whatever a rule does not expect (a shape, an argument, an operator) is no proof.
-_UNKNOWN = (Undecided, RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
+_UNKNOWN = (
+    Undecided,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AssertionError,
+    AttributeError,
+)
 
 
 def _unproved(detail: str, *nodes: Node) -> Refuse:
@@ -54,27 +75,38 @@ def _unproved(detail: str, *nodes: Node) -> Refuse:
 
 
 def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> Shown:
-    """What was shown, for the report. Raises ``Refuse("proof.differs")`` where the call gives other values.
+    """What was shown, for the report. Raises ``Refuse("proof.differs")`` where the call gives other
+    values.
 
-    half_rows  the caller chose ``kr_layout="half"``: rotated values are compared in the kernel's order
+    half_rows  the caller chose ``kr_layout="half"``: rotated values are compared in the kernel's
+               order
     """
     run = _Run(with_room(view, plan, region), plan, region, half_rows)
     try:
         count = run.compare_at_all()
     except Refuse:
         run.floors = any(view.steps.floored(node) for node in region.nodes)
-        run.read_off, run.draws_weights = True, run.has_mixed  # the call joins what the region multiplies apart
+        # the call joins what the region multiplies apart
+        run.read_off, run.draws_weights = True, run.has_mixed
         if run.is_small:
-            run.shrink = None  # sizes of fewer tokens may not fit: a weight spread over the sequences
+            # sizes of fewer tokens may not fit: a weight spread over the sequences
+            run.shrink = None
         count = run.compare_at_all()
-    wrong = (DEGREE / field.P) ** run.points + (0.5 ** (run.points * run.signs) if run.signs < BITS else 0)
-    text = f"proved in exact arithmetic: {count:,} values at {run.points} points, wrong by a chance below {wrong:.0e}"
+    wrong = (DEGREE / field.P) ** run.points + (
+        0.5 ** (run.points * run.signs) if run.signs < BITS else 0
+    )
+    text = (
+        f"proved in exact arithmetic: {count:,} values at {run.points} points, wrong by a chance "
+        f"below {wrong:.0e}"
+    )
     return Shown(text, run.certificate)
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """A node, its value, and what of the kernel's output it is; ``place`` among the plan's replacements."""
+    """A node, its value, and what of the kernel's output it is; ``place`` among the plan's
+    replacements.
+    """
 
     node: Node
     output: str
@@ -107,22 +139,29 @@ class _Run:
     @property
     def is_small(self) -> bool:
         """May all its tokens be drawn?"""
-        shapes = (self.binding.shape(item.node.meta["val"].shape) for item in self.plan.replacements)
+        shapes = (
+            self.binding.shape(item.node.meta["val"].shape) for item in self.plan.replacements
+        )
         return all(math.prod(shape) <= _ALL_TOKENS for shape in shapes)
 
     def compare_at_all(self) -> int:
         """How many values are equal at each point. Raises ``Refuse`` where one is not."""
         count, self.points, self.signs = 0, 0, BITS
         while self.points < min(MOST_POINTS, max(POINTS, -(-BITS // self.signs))):
-            trace = None if self.points else Trace()  # at the first, what is evaluated is written down
+            # at the first, what is evaluated is written down
+            trace = None if self.points else Trace()
             half = self.plan.candidate.dtype == torch.float16
-            point = Point(self.points, read_off=self.read_off, floors=self.floors, float16=half, trace=trace)
+            point = Point(
+                self.points, read_off=self.read_off, floors=self.floors, float16=half, trace=trace
+            )
             try:
                 with field.at(point):
                     count = self._compare()
             finally:
                 self.has_mixed |= point.has_mixed
-            unknown = [a for a in self._roots if not any(field.is_square_times(a, b) for b in point.roots)]
+            unknown = [
+                a for a in self._roots if not any(field.is_square_times(a, b) for b in point.roots)
+            ]
             self.signs = min([self.signs, *(root.re.numel() for root in unknown)])
             self.points += 1
         return count
@@ -148,11 +187,19 @@ class _Run:
             self.certificate = self._certificate(trace, builder, claims)
         return count
 
-    def _certificate(self, trace: Trace, builder: _FieldBuilder, claims: Sequence[_Claim]) -> dict[str, Any] | None:
-        """What was evaluated, so that it can be checked elsewhere; None where something was done that it cannot say."""
+    def _certificate(
+        self, trace: Trace, builder: _FieldBuilder, claims: Sequence[_Claim]
+    ) -> dict[str, Any] | None:
+        """What was evaluated, so that it can be checked elsewhere; None where something was done
+        that it cannot say.
+        """
         call = builder.kernel
         assert call is not None
-        values = {name: item for name, item in call.given.items() if isinstance(item, Num) and 0 not in item.shape}
+        values = {
+            name: item
+            for name, item in call.given.items()
+            if isinstance(item, Num) and 0 not in item.shape
+        }
         sides = [side for claim in claims for side in (claim.value, claim.result)]
         found = [trace.number(item) for item in (*values.values(), *sides)]
         known = [number for number in found if number is not None]
@@ -161,7 +208,9 @@ class _Run:
         entries, numbers = trace.certificate(known)
         places = iter([numbers[number] for number in known])
         arguments = {name: next(places) for name in values}
-        others = {name: item for name, item in call.given.items() if not isinstance(item, (Num, NoneType))}
+        others = {
+            name: item for name, item in call.given.items() if not isinstance(item, (Num, NoneType))
+        }
         return {
             "version": VERSION,
             "call": {
@@ -171,7 +220,12 @@ class _Run:
             },
             "replaced": [item.output for item in self.plan.replacements],
             "claims": [
-                {"output": claim.output, "place": claim.place, "value": next(places), "is": next(places)}
+                {
+                    "output": claim.output,
+                    "place": claim.place,
+                    "value": next(places),
+                    "is": next(places),
+                }
                 for claim in claims
             ],
             "assumptions": list(self.plan.assumptions),
@@ -186,7 +240,9 @@ class _Run:
                 result = rows.interleave(builder, result)
             if item.output in ("kv_cache", "kr_cache"):
                 if isinstance(caches, InPlace) and not caches.rows:  # the model's own operator
-                    yield _Claim(item.node, item.output, place, _rows(self.value(item.node)), _rows(result))
+                    yield _Claim(
+                        item.node, item.output, place, _rows(self.value(item.node)), _rows(result)
+                    )
                 continue
             arranged = of_call.arrange(builder, item, result)
             yield _Claim(item.node, item.output, place, self.value(item.node), arranged)
@@ -196,7 +252,9 @@ class _Run:
                 if self.half_rows and name == "kr_cache":
                     got = rows.interleave(builder, got)
                 want = real(self.value(node))
-                yield _Claim(node, name, None, want.moved(lambda part: part.reshape(-1, part.shape[-1])), got)
+                yield _Claim(
+                    node, name, None, want.moved(lambda part: part.reshape(-1, part.shape[-1])), got
+                )
 
     # -- nodes
 
@@ -240,7 +298,10 @@ class _Run:
     def _leaf(self, node: Node, role: str) -> Any:
         held = node.meta.get("val")
         if isinstance(held, (tuple, list)):
-            return [self._drawn(f"{same_attribute(node)}[{place}]", part) for place, part in enumerate(held)]
+            return [
+                self._drawn(f"{same_attribute(node)}[{place}]", part)
+                for place, part in enumerate(held)
+            ]
         if isinstance(held, (int, float, bool)):
             return held
         if not isinstance(held, torch.Tensor):
@@ -258,7 +319,9 @@ class _Run:
             return field.leaf(str(same_attribute(node)), Num(None, cells=known), "weight")
         if role.startswith("one_"):  # each element is the same number
             shape, name = self.binding.shape(held.shape), str(same_attribute(node))
-            return self._drawn(name, held.new_empty(1), False).moved(lambda part: part.expand(shape))
+            return self._drawn(name, held.new_empty(1), False).moved(
+                lambda part: part.expand(shape)
+            )
         return self._drawn(str(same_attribute(node)), held, role not in _OF_MODEL)
 
     def _is_small(self, literal: Any, held: torch.Tensor) -> bool:
@@ -321,9 +384,15 @@ class _Run:
     def _rounds(self, node: Node, call: operators.Call) -> bool:
         """Does it hold numbers that a cast has rounded, and that no function has read since?"""
         held = node.meta["val"]
-        if not isinstance(held, torch.Tensor) or not (held.is_floating_point() or held.is_complex()):
+        if not isinstance(held, torch.Tensor) or not (
+            held.is_floating_point() or held.is_complex()
+        ):
             return False
-        narrows = is_cast(node) and held.dtype in _NARROW and call.source in (torch.float32, torch.float64)
+        narrows = (
+            is_cast(node)
+            and held.dtype in _NARROW
+            and call.source in (torch.float32, torch.float64)
+        )
         if narrows and not self._is_narrow(node.args[0]):  # type: ignore[arg-type]
             return True
         return call.rounded and operator_of(node).kind in (Kind.MOVEMENT, Kind.ANALYTIC)
@@ -433,7 +502,9 @@ class _FieldBuilder(TensorBuilder):
         sizes = [self._binding.size(size) for size in shape]
         if -1 not in sizes and math.prod(sizes) != math.prod(value.shape):
             sizes = list(self._run.short(tuple(sizes)))
-        return value if list(value.shape) == sizes else value.moved(lambda part: part.reshape(sizes))
+        return (
+            value if list(value.shape) == sizes else value.moved(lambda part: part.reshape(sizes))
+        )
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         return value
@@ -449,13 +520,17 @@ class _FieldBuilder(TensorBuilder):
 
 
 def _is_of_a_norm(value: Any) -> bool:
-    """Is it the mean square of the rows of a norm of the kernel's, a whole number times that, or the root of either?"""
+    """Is it the mean square of the rows of a norm of the kernel's, a whole number times that, or
+    the root of either?
+    """
     if not isinstance(value, Num):
         return False
     with field.untraced():
         powers = value, field.mul(value, value)
         alike = (mean for mean in field.here().means if mean.re.numel() == value.re.numel())
-        return any(field.is_whole_times(power, mean, _MOST_COLUMNS) for mean in alike for power in powers)
+        return any(
+            field.is_whole_times(power, mean, _MOST_COLUMNS) for mean in alike for power in powers
+        )
 
 
 def _dtype(given: Any) -> torch.dtype | None:

@@ -1,7 +1,8 @@
-"""The part of a graph that verification runs: from leaves, which are drawn, to all that a plan replaces or reads.
+"""The part of a graph that verification runs: from leaves, which are drawn, to all that a plan
+replaces or reads.
 
-Two nodes are two values here, even where recognition holds them equal, with one exception: integers that the graph
-computes twice, where :func:`same_integers` proves them equal.
+Two nodes are two values here, even where recognition holds them equal, with one exception: integers
+that the graph computes twice, where :func:`same_integers` proves them equal.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class Region:
     """What is run, in an order in which it can be.
 
     nodes     from the leaves to the targets and to what the call reads
-    leaves    what is drawn, with the part that it plays: "x", "weight", "gamma", "scale", "token_scale", "cache",
-              "inverse", "slots", "one_scale", "one_inverse", "one_offset" (vectors that repeat one number), "constant"
-              (its real value is taken), or "" for anything else
+    leaves    what is drawn, with the part that it plays: "x", "weight", "gamma", "scale",
+              "token_scale", "cache", "inverse", "slots", "one_scale", "one_inverse", "one_offset"
+              (vectors that repeat one number), "constant" (its real value is taken), or "" for
+              anything else
     twins     integers that are, by proof, the very integers of another node
     targets   what the call replaces
     """
@@ -61,7 +63,8 @@ def cut_out(view: View, plan: Plan) -> Region:
     above = set[Node]() if plan.read_from else _above_x(plan.candidate.down.origin)
     walk = _Walk(view, plan, {**dict.fromkeys(xs, "x"), **roles})
     reached = walk.run([*targets, *reads], stop_at=above.difference(xs))
-    if reached:  # x is computed a second time from what lies above it: that is drawn, and both are computed
+    # x is computed a second time from what lies above it: that is drawn, and both are computed
+    if reached:
         walk = _Walk(view, plan, {**dict.fromkeys(reached, "x"), **roles})
         walk.run([*targets, *reads])
     outside = walk.not_runnable()
@@ -114,11 +117,17 @@ class _Walk:
     def _twin(self, node: Node) -> Node | None:
         if getattr(node.meta["val"], "dtype", None) not in _INTEGERS or node in self._slots:
             return None
-        alike = (slot for slot in self._slots if _like(node, slot) and same_integers(self.view, node, slot))
+        alike = (
+            slot
+            for slot in self._slots
+            if _like(node, slot) and same_integers(self.view, node, slot)
+        )
         return next(alike, None)
 
     def not_runnable(self) -> list[Node]:
-        """What depends on no x and is no plain computation: a product of another layer, a collective, an effect."""
+        """What depends on no x and is no plain computation: a product of another layer, a
+        collective, an effect.
+        """
         xs = {node for node, role in self.leaves.items() if role == "x"}
         depends: set[Node] = set(xs)
         outside = []
@@ -131,7 +140,9 @@ class _Walk:
 
 
 def same_attribute(node: Node) -> object:
-    """Equal for nodes that read one attribute of the module (tracers make a node of each reading); else the node."""
+    """Equal for nodes that read one attribute of the module (tracers make a node of each reading);
+    else the node.
+    """
     return str(node.target) if node.op == "get_attr" else node
 
 
@@ -145,7 +156,9 @@ def _roles(plan: Plan) -> dict[Node, str]:
     if isinstance(plan.caches, InPlace):
         for scale in (plan.caches.kv_scale, plan.caches.kr_scale):
             if scale is not None:
-                parts.append(((scale.node,), "inverse" if scale.inverse else "cache_scale", _source))
+                parts.append(
+                    ((scale.node,), "inverse" if scale.inverse else "cache_scale", _source)
+                )
         parts.append((plan.caches.slots.nodes, "slots", same_elements))
         parts.append(((cache for _, cache, _ in plan.caches.held), "cache", lambda node: node))
     found: dict[Node, str] = {}
@@ -156,7 +169,9 @@ def _roles(plan: Plan) -> dict[Node, str]:
     return found
 
 
-def _roles_of_query(candidate: Candidate) -> Iterator[tuple[Iterable[Node | None], str, Callable[[Node], Node]]]:
+def _roles_of_query(
+    candidate: Candidate,
+) -> Iterator[tuple[Iterable[Node | None], str, Callable[[Node], Node]]]:
     """Those of the weights, and of what else only a whole prologue has."""
     q = candidate.query
     quantised = [item.quantised for item in candidate.projections if item.quantised is not None]
@@ -171,13 +186,17 @@ def _roles_of_query(candidate: Candidate) -> Iterator[tuple[Iterable[Node | None
 
 
 def _source(node: Node) -> Node:
-    """The graph input of which the node is a view or a cast, or the node itself where something computes it."""
+    """The graph input of which the node is a view or a cast, or the node itself where something
+    computes it.
+    """
     above = origin(node, views_and_casts)
     return above if above.op in INPUTS else node
 
 
 def _only_input(node: Node) -> Node:
-    """The graph input that the node is computed from, where there is one alone: a model may compute it twice."""
+    """The graph input that the node is computed from, where there is one alone: a model may compute
+    it twice.
+    """
     found = node
     while found.op not in INPUTS and len(found.all_input_nodes) == 1:
         (found,) = found.all_input_nodes
@@ -190,7 +209,9 @@ def same_elements(node: Node) -> Node:
 
 
 def _leaf_of_x(plan: Plan) -> Node:
-    """Of the x that the call reads and the x that the projections read, the one from which the other is computed."""
+    """Of the x that the call reads and the x that the projections read, the one from which the
+    other is computed.
+    """
     origin, above = plan.candidate.down.origin, [plan.token_x]
     for node in above:  # grows as it is walked
         if node is origin:
@@ -201,13 +222,19 @@ def _leaf_of_x(plan: Plan) -> Node:
 
 
 def _above_x(origin: Node) -> set[Node]:
-    """What x is computed from that has as many elements: a wider form of it, the value before its norm, residuals."""
+    """What x is computed from that has as many elements: a wider form of it, the value before its
+    norm, residuals.
+    """
     found, stack = set[Node](), [origin]
     size = origin.meta["val"].numel()
     while stack and len(found) < _FARTHEST:
         for read in stack.pop(0).all_input_nodes:
             value = read.meta.get("val")
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or read.op in INPUTS:
+            if (
+                not isinstance(value, torch.Tensor)
+                or not value.is_floating_point()
+                or read.op in INPUTS
+            ):
                 continue
             if read not in found and same_shape((value.numel(),), (size,)):
                 found.add(read)
@@ -220,7 +247,9 @@ def _is_random(node: Node) -> bool:
 
 
 def _makes_a_size(node: Node) -> bool:
-    """Does it have as many rows as the values say that it reads (nonzero, an index by a mask)? These are drawn."""
+    """Does it have as many rows as the values say that it reads (nonzero, an index by a mask)?
+    These are drawn.
+    """
     value = node.meta["val"]
     if isinstance(value, torch.Tensor) and not any(map(is_symbolic, value.shape)):
         return False  # most are such
@@ -233,7 +262,9 @@ def _symbols(value: Any) -> set[Any]:
     if isinstance(value, (tuple, list)):
         return set().union(*map(_symbols, value))
     sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-    return {symbol for size in sizes if is_symbolic(size) for symbol in expression_of(size).free_symbols}
+    return {
+        symbol for size in sizes if is_symbolic(size) for symbol in expression_of(size).free_symbols
+    }
 
 
 def _has_value(node: Node) -> bool:

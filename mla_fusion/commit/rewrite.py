@@ -1,4 +1,6 @@
-"""Find a place in the graph where a call can go; write a new graph with the calls in place of what they replace."""
+"""Find a place in the graph where a call can go; write a new graph with the calls in place of what
+they replace.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,21 @@ _CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label",
 
 
 def prove(plan: Plan) -> Node:
-    """The node before which the call goes: every reader is still to come, and every input is defined or can be by then.
+    """The node before which the call goes: every reader is still to come, and every input is
+    defined or can be by then.
 
     Raises ``Refuse`` where there is none.
     """
     products = _products_of_query(plan)
-    readers = [user for item in plan.replacements for user in item.node.users if user not in products]
+    readers = [
+        user for item in plan.replacements for user in item.node.users if user not in products
+    ]
     if not readers:
-        raise Refuse("graph.unread", f"{plan.candidate.down.node.name} and what follows it", plan.candidate.nodes)
+        raise Refuse(
+            "graph.unread",
+            f"{plan.candidate.down.node.name} and what follows it",
+            plan.candidate.nodes,
+        )
     point = min(readers)
     replaced = {replacement.node for replacement in plan.replacements}
     seen: set[Node] = set()
@@ -38,7 +47,9 @@ def prove(plan: Plan) -> Node:
     while stack:
         node = stack.pop()
         if node in replaced or (has_effect(node) and not node < point):
-            raise Refuse("order.cycle", f"{node.name} is needed by the kernel before it can exist", (node,))
+            raise Refuse(
+                "order.cycle", f"{node.name} is needed by the kernel before it can exist", (node,)
+            )
         if node in seen or node < point:
             continue
         seen.add(node)
@@ -47,7 +58,8 @@ def prove(plan: Plan) -> Node:
 
 
 def write(builder: GraphBuilder, plans: Sequence[Plan], exact_strides: bool = True) -> None:
-    """Write the builder's graph: its source, with the calls of the plans and without what these leave unread.
+    """Write the builder's graph: its source, with the calls of the plans and without what these
+    leave unread.
 
     ``exact_strides``: what leaves the graph has the strides that it has in the source.
     """
@@ -58,7 +70,9 @@ def write(builder: GraphBuilder, plans: Sequence[Plan], exact_strides: bool = Tr
 
 
 def clean(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
-    """Eliminate dead code where a product of a region is still in the graph, kept by a node nobody reads; then lint."""
+    """Eliminate dead code where a product of a region is still in the graph, kept by a node nobody
+    reads; then lint.
+    """
     graph = builder.gm.graph
     if any(isinstance(plan, PrologPlan) and plan.kernel_heads > plan.heads for plan in plans):
         padding.carry(builder)
@@ -69,7 +83,9 @@ def clean(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
 
 
 def _keep_output_names(source: Graph, graph: Graph) -> None:
-    """Let what leaves the graph have the name that it has in the source: an exported program's signature has names."""
+    """Let what leaves the graph have the name that it has in the source: an exported program's
+    signature has names.
+    """
     pairs = dict(zip(_leaving(source), _leaving(graph), strict=True))
     after = list(pairs.values())
     named = {node.name: node for node in graph.nodes}
@@ -105,17 +121,21 @@ class _Writer:
         self.handed_on: dict[tuple[Node, Node], None] = {}
         self._copies = builder.copies
         self._values: dict[Node, Node] = {}
-        self._results: dict[int, dict[str, Any]] = {}  # of the calls made so far, by the plan's place in the list
+        # of the calls made so far, by the plan's place in the list
+        self._results: dict[int, dict[str, Any]] = {}
         self._begun: set[int] = set()
         self._plans = plans
         self._calls: dict[Node, list[int]] = {}
         self._plan_of: dict[Node, int] = {}
-        self._keeps: dict[Node, frozenset[Node]] = {}  # readers of a replaced value that go on reading it
+        # readers of a replaced value that go on reading it
+        self._keeps: dict[Node, frozenset[Node]] = {}
         self._borrowers: dict[Node, Plan] = {}
         for number, plan in enumerate(plans):
             self._calls.setdefault(prove(plan), []).append(number)
             self._plan_of |= {item.node: number for item in plan.replacements}
-            self._keeps |= dict.fromkeys((item.node for item in plan.replacements), _products_of_query(plan))
+            self._keeps |= dict.fromkeys(
+                (item.node for item in plan.replacements), _products_of_query(plan)
+            )
             self._borrowers |= dict.fromkeys(plan.borrowers, plan)
         self._unread = self._find_unread()
         builder.copy = self._copy_with_inputs
@@ -131,7 +151,11 @@ class _Writer:
                 self._write_caches_back()
             if node in self._borrowers:
                 self._lend(node)
-            elif node not in self._copies and node not in self._unread and not self._is_written_already(node):
+            elif (
+                node not in self._copies
+                and node not in self._unread
+                and not self._is_written_already(node)
+            ):
                 self._copy(node)
 
     def _is_written_already(self, node: Node) -> bool:
@@ -140,11 +164,17 @@ class _Writer:
             return False
         target, source = node.args[:2]
         number = self._plan_of.get(source)  # type: ignore[arg-type]
-        caches = self._plans[number].caches if number is not None and self._plans[number].writes_inputs else None
+        caches = (
+            self._plans[number].caches
+            if number is not None and self._plans[number].writes_inputs
+            else None
+        )
         return isinstance(caches, InPlace) and any(target is cache for _, cache, _ in caches.held)
 
     def _copy(self, node: Node) -> Node:
-        made = self._copies[node] = copied(node, self.b.gm.graph, lambda read: self._input(node, read))
+        made = self._copies[node] = copied(
+            node, self.b.gm.graph, lambda read: self._input(node, read)
+        )
         return made
 
     def _input(self, reader: Node, read: Node) -> Node:
@@ -168,14 +198,18 @@ class _Writer:
             if reader in self._copies or reader in missing:
                 continue
             missing.add(reader)
-            stack += [read for read in reader.all_input_nodes if not self._is_handed_on(reader, read)]
+            stack += [
+                read for read in reader.all_input_nodes if not self._is_handed_on(reader, read)
+            ]
         for reader in sorted(missing):
             if reader not in self._copies:
                 self._copy(reader)
         return self._copies[node]
 
     def _call(self, number: int) -> None:
-        """Make the call of a plan and what its readers read; of calls that wait for each other this raises."""
+        """Make the call of a plan and what its readers read; of calls that wait for each other this
+        raises.
+        """
         if number in self._results:
             return
         plan = self._plans[number]
@@ -192,7 +226,9 @@ class _Writer:
         self._values[borrower] = results.lend(self.b, self._borrowers[borrower], borrower)
 
     def _write_caches_back(self) -> None:
-        """The model's operator changed its caches unseen; say so in the graph, where torchair looks for it."""
+        """The model's operator changed its caches unseen; say so in the graph, where torchair looks
+        for it.
+        """
         self.b.at(None, {})
         for number, plan in enumerate(self._plans):
             if not isinstance(plan.caches, InPlace) or not plan.caches.copies:
@@ -203,7 +239,8 @@ class _Writer:
                 self.b.insert(torch.ops.aten.copy_.default, args, {}, cache.meta["val"])
 
     def _find_unread(self) -> set[Node]:
-        """What nobody reads once the new values are handed on, walking up from the regions: far fewer than all nodes.
+        """What nobody reads once the new values are handed on, walking up from the regions: far
+        fewer than all nodes.
 
         What only the calls read is among it, and copied when they do.
         """
@@ -213,7 +250,9 @@ class _Writer:
             node = stack.pop()
             if node in unread or node.op != "call_function" or has_effect(node):
                 continue
-            if any(user not in unread and not self._is_handed_on(user, node) for user in node.users):
+            if any(
+                user not in unread and not self._is_handed_on(user, node) for user in node.users
+            ):
                 continue
             unread.add(node)
             stack.extend(node.all_input_nodes)
@@ -221,10 +260,17 @@ class _Writer:
 
 
 def _left_over(plan: Plan) -> list[Node]:
-    """What may have lost its last reader: replaced values, the products, the model's cache operator."""
+    """What may have lost its last reader: replaced values, the products, the model's cache
+    operator.
+    """
     operator = plan.candidate.key.operator
     replaced = [item.node for item in plan.replacements]
-    return [*replaced, *plan.borrowers, *plan.candidate.nodes, *([operator.node] if operator else [])]
+    return [
+        *replaced,
+        *plan.borrowers,
+        *plan.candidate.nodes,
+        *([operator.node] if operator else []),
+    ]
 
 
 def _products_of_query(plan: Plan) -> frozenset[Node]:

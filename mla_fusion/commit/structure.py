@@ -1,8 +1,9 @@
 """When two plans are one and the same but for the layer: then one is verified, and drawn, for both.
 
-The key holds every node of the region and of what the plan reads, up to the inputs of the graph: the operator, its
-literals, and its inputs by the order in which they are met. Of inputs it holds shape, dtype and part, of constants
-their values. What the plan adds (columns, tables, attributes, outputs) is in it too.
+The key holds every node of the region and of what the plan reads, up to the inputs of the graph:
+the operator, its literals, and its inputs by the order in which they are met. Of inputs it holds
+shape, dtype and part, of constants their values. What the plan adds (columns, tables, attributes,
+outputs) is in it too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from mla_fusion.fx.kinds import tensor_held
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.plan.plan import InPlace, Plan
 
-_FEW = 4096  # elements of a constant up to which its values are compared; a larger one is like itself alone
+# elements of a constant up to which its values are compared; a larger one is like itself alone
+_FEW = 4096
 
 
 def key(region: Region, plan: Plan) -> object:
@@ -31,7 +33,9 @@ def key(region: Region, plan: Plan) -> object:
         numbers[leaf] = attributes.setdefault(same_attribute(leaf), len(numbers))
     for twin in region.twins:
         numbers[twin] = len(numbers)
-    parts: list[object] = [(numbers[leaf], role, _described(leaf, role)) for leaf, role in region.leaves.items()]
+    parts: list[object] = [
+        (numbers[leaf], role, _described(leaf, role)) for leaf, role in region.leaves.items()
+    ]
     for node in region.nodes:
         numbers[node] = len(numbers)
         parts.append((id(node.target), _frozen(node.args, numbers), _frozen(node.kwargs, numbers)))
@@ -44,17 +48,34 @@ def _of_plan(plan: Plan, numbers: dict[Node, int]) -> object:
     """What the call does with the nodes that it reads."""
     tables = tuple(
         tuple(
-            (numbers.get(run.base, -1), run.field, run.start, run.step, run.count, run.factor, run.rows)
+            (
+                numbers.get(run.base, -1),
+                run.field,
+                run.start,
+                run.step,
+                run.count,
+                run.factor,
+                run.rows,
+            )
             for run in table
         )
         for table in (plan.cos, plan.sin)
     )
-    outputs = tuple((numbers.get(item.node, -1), item.output, item.order) for item in plan.replacements)
+    outputs = tuple(
+        (numbers.get(item.node, -1), item.output, item.order) for item in plan.replacements
+    )
     caches: object = None
     if isinstance(plan.caches, InPlace):
-        held = tuple((name, numbers.get(node, -1), _sizes(shape)) for name, node, shape in plan.caches.held)
+        held = tuple(
+            (name, numbers.get(node, -1), _sizes(shape)) for name, node, shape in plan.caches.held
+        )
         scales = tuple(
-            scale and (scale.node is not None and numbers.get(scale.node, -1), scale.inverse, scale.factor)
+            scale
+            and (
+                scale.node is not None and numbers.get(scale.node, -1),
+                scale.inverse,
+                scale.factor,
+            )
             for scale in (plan.caches.kv_scale, plan.caches.kr_scale)
         )
         slots = tuple(node and numbers.get(node, -1) for node in _slots(plan.caches))
@@ -91,7 +112,9 @@ def _sizes(shape: Sequence[Any]) -> tuple[object, ...]:
 
 
 def _frozen(value: Any, numbers: dict[Node, int]) -> Any:
-    """Hashable: nodes by number, a size by its expression, a literal with its type (1, 1.0 and True are not one)."""
+    """Hashable: nodes by number, a size by its expression, a literal with its type (1, 1.0 and True
+    are not one).
+    """
     kind = type(value)
     if kind is Node:
         number = numbers.get(value)

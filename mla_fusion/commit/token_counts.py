@@ -16,22 +16,30 @@ from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.plan.plan import InPlace, Plan
 
-MANY = 131  # tokens of the second run where the number is symbolic: more than any block, and a prime
+# tokens of the second run where the number is symbolic: more than any block, and a prime
+MANY = 131
 _FEWEST = 17  # of one axis in that run
 _MOST = 600
 _COSTLY = 256  # tokens from which one draw holds ordinary rows and rows with outliers side by side
 
-_CUTS = {"aten::slice": ("start", "end"), "aten::narrow": ("start", "length"), "aten::select": ("index",)}
+_CUTS = {
+    "aten::slice": ("start", "end"),
+    "aten::narrow": ("start", "length"),
+    "aten::select": ("index",),
+}
 _COUNTS = frozenset(
     """
-    aten::arange aten::lt aten::le aten::gt aten::ge aten::eq aten::ne aten::clamp aten::clamp_min aten::clamp_max
-    aten::remainder aten::fmod aten::floor_divide aten::div aten::sub aten::tril aten::triu aten::roll
+    aten::arange aten::lt aten::le aten::gt aten::ge aten::eq aten::ne aten::clamp aten::clamp_min
+    aten::clamp_max aten::remainder aten::fmod aten::floor_divide aten::div aten::sub aten::tril
+    aten::triu aten::roll
     """.split()
 )
 
 
 def counts(view: View, plan: Plan, region: Region) -> Iterator[View]:
-    """The view at the sizes that it is bound to; where the number of tokens is symbolic, at a larger one too."""
+    """The view at the sizes that it is bound to; where the number of tokens is symbolic, at a
+    larger one too.
+    """
     yield with_room(view, plan, region)
     lead = plan.token_x.meta["val"].shape[:-1]
     symbolic = [size for size in lead if is_symbolic(size)]
@@ -39,7 +47,8 @@ def counts(view: View, plan: Plan, region: Region) -> Iterator[View]:
         most = max((literal for node in region.nodes for literal in _literals(node)), default=0)
         others = _tokens(view, plan) // view.binding.size(symbolic[-1])
         wanted = max(-(-MANY // others), _FEWEST, most + 2)
-        fewer = (wanted * part // 8 for part in range(7, 0, -1))  # where a table or a cache has few rows
+        # where a table or a cache has few rows
+        fewer = (wanted * part // 8 for part in range(7, 0, -1))
         for least in (wanted, _rows(view, plan), *fewer):
             binding = view.binding.raised(symbolic[-1], least)
             larger = with_room(view.bound(binding), plan, region)
@@ -65,13 +74,16 @@ def kinds_at(view: View, plan: Plan, region: Region) -> tuple[str, ...]:
     is_second = any(map(is_symbolic, plan.token_x.meta["val"].shape[:-1])) and tokens >= MANY
     if tokens <= _COSTLY and not is_second:
         in_pieces = isinstance(plan.caches, InPlace) and plan.caches.mode == "PA_NZ"
-        # A piece of an NZ cache is 32 bytes: numbers of float64 lie elsewhere than those of the model.
+        # A piece of an NZ cache is 32 bytes: numbers of float64 lie elsewhere than those of the
+        # model.
         return (*KINDS, *WIDE) if rounds_nothing(region) and not in_pieces else KINDS
     return ("outliers", "edges") if any(map(_is_integer, region.leaves)) else ("outliers",)
 
 
 def with_room(view: View, plan: Plan, region: Region) -> View:
-    """The view with sizes at which every token finds a slot in a cache of symbolic size, and every slice its rows."""
+    """The view with sizes at which every token finds a slot in a cache of symbolic size, and every
+    slice its rows.
+    """
     binding = view.binding
     if isinstance(plan.caches, InPlace):
         blocks, block_size = plan.caches.kv_shape[:2]
@@ -106,7 +118,9 @@ def _slices(region: Region) -> Iterator[tuple[Node, Any, Any]]:
 
 
 def _literals(node: Node) -> Iterator[int]:
-    """Integers with which tokens may be counted: where a symbolic axis is cut, and what integers are compared with."""
+    """Integers with which tokens may be counted: where a symbolic axis is cut, and what integers
+    are compared with.
+    """
     name = op_name(node)
     if name in _CUTS:
         source = node.args[0]
@@ -125,4 +139,6 @@ def _counting(values: object) -> Iterator[int]:
 
 def _is_integer(node: Node) -> bool:
     value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and not (value.dtype.is_floating_point or value.dtype.is_complex)
+    return isinstance(value, torch.Tensor) and not (
+        value.dtype.is_floating_point or value.dtype.is_complex
+    )

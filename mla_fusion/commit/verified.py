@@ -45,7 +45,9 @@ class Verified:
         few = prod(self._view.binding.shape(plan.token_x.meta["val"].shape)) <= _FEW
         with threads(1 if few else self._threads):
             outcome = verify.compare(self._view, plan, half_rows, region=legal.region)
-        self._known[legal.structure] = module_path.layer(plan.candidate.nodes) or plan.candidate.down.node.name
+        self._known[legal.structure] = (
+            module_path.layer(plan.candidate.nodes) or plan.candidate.down.node.name
+        )
         return outcome
 
     def _half_rows(self, plan: Plan) -> bool:
@@ -57,5 +59,7 @@ class Verified:
         """What was shown of the structure."""
         if legal.structure not in self._proved:
             plan = legal.plan
-            self._proved[legal.structure] = prove(self._view, plan, legal.region, self._half_rows(plan))
+            self._proved[legal.structure] = prove(
+                self._view, plan, legal.region, self._half_rows(plan)
+            )
         return self._proved[legal.structure]

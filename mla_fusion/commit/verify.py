@@ -1,8 +1,9 @@
-"""The second witness: the region and its replacement run on the same values, on CPU, and are compared row by row.
+"""The second witness: the region and its replacement run on the same values, on CPU, and are
+compared row by row.
 
-It shares no notion of equality with recognition. The nodes of the graph are run as they are, dtypes and casts
-included, from leaves whose values are drawn (``region`` says which, ``draws`` how); the call is given what the graph's
-own nodes have computed for it, tables and slots among it.
+It shares no notion of equality with recognition. The nodes of the graph are run as they are, dtypes
+and casts included, from leaves whose values are drawn (``region`` says which, ``draws`` how); the
+call is given what the graph's own nodes have computed for it, tables and slots among it.
 """
 
 from __future__ import annotations
@@ -34,16 +35,18 @@ from mla_fusion.reference import hifloat8
 from mla_fusion.report.rejection import Refuse
 from mla_fusion.report.report import Figure, Shown
 
-# Two bfloat16 evaluations of one prologue differ by 3e-3 to 6e-3 in relative L2 norm (one rounding more or less
-# per step); a swapped pair, a wrong column or a wrong row differs by more than 1e-1.
+# Two bfloat16 evaluations of one prologue differ by 3e-3 to 6e-3 in relative L2 norm (one rounding
+# more or less per step); a swapped pair, a wrong column or a wrong row differs by more than 1e-1.
 TOLERANCE = 2e-2
-# c_q rounded to bfloat16 or not before it is quantised: a few hundredths of the int8 values differ by one step.
+# c_q rounded to bfloat16 or not before it is quantised: a few hundredths of the int8 values differ
+# by one step.
 TOLERANCE_QUANTISED = 4e-2
 # Two evaluations in float64; float literals of a graph may be rounded to float32.
 TOLERANCE_WIDE = 1e-6
 # One row has as few as 64 elements, and a rounding of a large one weighs more in it.
 OF_A_ROW = 2.5
-_OF_ROUNDING = 6.0  # times what rounding can do to it, where a row of small numbers is made of large ones
+# times what rounding can do to it, where a row of small numbers is made of large ones
+_OF_ROUNDING = 6.0
 _STEP, _JITTERS = 2.0**-8, 4
 _CACHES = ("kv_cache", "kr_cache")
 _ROTATED = ("query_rope", "k_pe", "kr_cache")
@@ -54,8 +57,9 @@ _LARGEST_CACHE = 1 << 28
 
 @dataclass(frozen=True)
 class Outcome:
-    """verified: "verified" and what was not, or why nothing was. figures: of each replaced value. compared: what was
-    run, as text. left_out: outputs that were not compared. proved: what was shown in exact arithmetic.
+    """verified: "verified" and what was not, or why nothing was. figures: of each replaced value.
+    compared: what was run, as text. left_out: outputs that were not compared. proved: what was
+    shown in exact arithmetic.
     """
 
     verified: str
@@ -66,10 +70,14 @@ class Outcome:
 
 
 @measured
-def compare(view: View, plan: Plan, half_rows: bool = False, seed: int = 0, region: Region | None = None) -> Outcome:
-    """Compare every replaced value. Raises ``Refuse("verify.mismatch")`` where one is out of tolerance.
+def compare(
+    view: View, plan: Plan, half_rows: bool = False, seed: int = 0, region: Region | None = None
+) -> Outcome:
+    """Compare every replaced value. Raises ``Refuse("verify.mismatch")`` where one is out of
+    tolerance.
 
-    ``half_rows``: the caller chose ``kr_layout="half"``, so rotated values are brought to the model's order first.
+    ``half_rows``: the caller chose ``kr_layout="half"``, so rotated values are brought to the
+    model's order first.
     """
     region = region or cut_out(view, plan)
     worst: dict[Replacement, Figure] = {}
@@ -87,7 +95,10 @@ def compare(view: View, plan: Plan, half_rows: bool = False, seed: int = 0, regi
             draws += 1
         left_out |= dict.fromkeys(item.output for item in witness.left_out)
         tokens.append(str(math.prod(sized.binding.shape(plan.token_x.meta["val"].shape[:-1]))))
-    said = f"compared at T = {' and '.join(tokens)}, {_plural(draws, 'draw')}, {_plural(len(worst), 'output')}"
+    said = (
+        f"compared at T = {' and '.join(tokens)}, {_plural(draws, 'draw')}, "
+        f"{_plural(len(worst), 'output')}"
+    )
     except_for = f" except {', '.join(left_out)}" if left_out else ""
     return Outcome("verified" + except_for, tuple(worst.values()), said, tuple(left_out))
 
@@ -119,7 +130,9 @@ class _Witness:
         self._packed: dict[str, dict[str, Any]] = {}
 
     def agrees(self, kind: str) -> bool:
-        """Whether a draw has been compared that not every region can be run on. Raises ``Refuse`` for a difference."""
+        """Whether a draw has been compared that not every region can be run on. Raises ``Refuse``
+        for a difference.
+        """
         try:
             values, unfused = self._run_at_some_ceiling(kind)
             builder = self._builder(values, kind)
@@ -144,10 +157,15 @@ class _Witness:
             results = targets.call_kernel(builder, self.plan)
         except (RuntimeError, ValueError) as error:
             nodes = self.plan.candidate.nodes
-            raise Refuse("verify.mismatch", f"the call does not run on CPU: {error}", nodes) from error
+            raise Refuse(
+                "verify.mismatch", f"the call does not run on CPU: {error}", nodes
+            ) from error
         for item in self.plan.replacements:
             if item not in self.left_out:
-                yield item, self._figure(item, unfused[item.node], results[item.output], builder, kind)
+                yield (
+                    item,
+                    self._figure(item, unfused[item.node], results[item.output], builder, kind),
+                )
 
     # -- the region
 
@@ -159,7 +177,9 @@ class _Witness:
             if self.blocks is None:
                 raise Refuse("verify.mismatch", str(error), (error.node,)) from error
         assert isinstance(self.plan.caches, InPlace)
-        if any(_elements(self.view, cache) > _LARGEST_CACHE for _, cache, _ in self.plan.caches.held):
+        if any(
+            _elements(self.view, cache) > _LARGEST_CACHE for _, cache, _ in self.plan.caches.held
+        ):
             self.left_out = [item for item in self.plan.replacements if item.output in _CACHES]
         else:
             self._cut(None)
@@ -186,16 +206,22 @@ class _Witness:
         given = {leaf: drawn[leaf] for leaf in region.leaves}
         for node, slots in region.twins.items():
             value = node.meta["val"]
-            given[node] = drawn[same_elements(slots)].reshape(binding.shape(value.shape)).to(value.dtype)
+            given[node] = (
+                drawn[same_elements(slots)].reshape(binding.shape(value.shape)).to(value.dtype)
+            )
         self._given = given
         targets = [item.node for item in self.plan.replacements if item not in self.left_out]
         runs = self._in_float64 if kind in WIDE else self._as_written
         found = runs.run(given, [*targets, *region.reads])
-        return {node: drawn.get(node, found[node]) for node in region.reads}, {node: found[node] for node in targets}
+        return {node: drawn.get(node, found[node]) for node in region.reads}, {
+            node: found[node] for node in targets
+        }
 
     # -- the comparison
 
-    def _figure(self, item: Replacement, want: Any, result: Any, builder: TensorBuilder, kind: str) -> Figure:
+    def _figure(
+        self, item: Replacement, want: Any, result: Any, builder: TensorBuilder, kind: str
+    ) -> Figure:
         name = item.output
         if self.half_rows and name in _ROTATED:
             result = rows.interleave(builder, result)
@@ -207,11 +233,17 @@ class _Witness:
             owner = torch.arange(want.numel()) // width
         else:
             got = of_call.arrange(builder, item, result)
-            owner = of_call.arrange(builder, item, _owners(result, 1 if "scale" in name else len(self.plan.lead)))
+            owner = of_call.arrange(
+                builder, item, _owners(result, 1 if "scale" in name else len(self.plan.lead))
+            )
         return self._judged(item, want, got.to(want.dtype), owner, kind)
 
-    def _judged(self, item: Replacement, want: Any, got: Any, owner: torch.Tensor, kind: str) -> Figure:
-        """The figure of an output. Raises ``Refuse`` where it, or one row of it, is out of tolerance."""
+    def _judged(
+        self, item: Replacement, want: Any, got: Any, owner: torch.Tensor, kind: str
+    ) -> Figure:
+        """The figure of an output. Raises ``Refuse`` where it, or one row of it, is out of
+        tolerance.
+        """
         where = f"{item.output} at {item.node.name}, {kind}"
         of_all, of_row = (TOLERANCE_WIDE, TOLERANCE_WIDE) if kind in WIDE else self._limits
         if want.shape != got.shape:
@@ -220,14 +252,23 @@ class _Witness:
         want, got = (self._numbers(item, value) for value in (want, got))
         wrong, size = _squares(want, got, owner)
         relative = math.sqrt(float(wrong.sum()) / (float(size.sum()) or 1.0))
-        of_rows = torch.where(wrong == 0, 0.0, (wrong / size).sqrt())  # a row of zeros must be one; NaN stays NaN
+        # a row of zeros must be one; NaN stays NaN
+        of_rows = torch.where(wrong == 0, 0.0, (wrong / size).sqrt())
         row = float(of_rows.max()) if len(of_rows) else 0.0
         if kind in WIDE and not max(relative, row) <= of_row:  # nothing was rounded
-            raise Refuse("verify.mismatch", f"{where}: relative error {max(relative, row):.3g}", (item.node,))
+            raise Refuse(
+                "verify.mismatch", f"{where}: relative error {max(relative, row):.3g}", (item.node,)
+            )
         if not relative <= of_all:  # rows over the limit of one row are among those over this one
             if not self._is_rounding(item, want, wrong, ~(of_rows <= of_all), owner):
-                raise Refuse("verify.mismatch", f"{where}: relative error {relative:.3g} > {of_all:g}", (item.node,))
-        elif not row <= of_row and not self._is_rounding(item, want, wrong, ~(of_rows <= of_row), owner):
+                raise Refuse(
+                    "verify.mismatch",
+                    f"{where}: relative error {relative:.3g} > {of_all:g}",
+                    (item.node,),
+                )
+        elif not row <= of_row and not self._is_rounding(
+            item, want, wrong, ~(of_rows <= of_row), owner
+        ):
             detail = f"{where}: relative error {row:.3g} > {of_row:g} in one row"
             raise Refuse("verify.mismatch", detail, (item.node,))
         largest = float((want.double() - got.double()).abs().max()) if want.numel() else 0.0
@@ -236,24 +277,39 @@ class _Witness:
     def _numbers(self, item: Replacement, value: torch.Tensor) -> torch.Tensor:
         """What bytes of a float format stand for."""
         form = self.plan.candidate.format
-        if form is None or item.output not in _QUANTISED or value.dtype not in (form.element, torch.uint8):
+        if (
+            form is None
+            or item.output not in _QUANTISED
+            or value.dtype not in (form.element, torch.uint8)
+        ):
             return value
         if item.output == "dequant_scale_q_norm":
             return value.view(torch.float8_e8m0fnu).float()
         return hifloat8.decode(value) if form.element == torch.uint8 else value.float()
 
     def _is_rounding(
-        self, item: Replacement, want: torch.Tensor, wrong: torch.Tensor, rows_over: torch.Tensor, owner: torch.Tensor
+        self,
+        item: Replacement,
+        want: torch.Tensor,
+        wrong: torch.Tensor,
+        rows_over: torch.Tensor,
+        owner: torch.Tensor,
     ) -> bool:
-        """Do these rows differ by no more than the model's own rounding error, which is large where terms cancel?
+        """Do these rows differ by no more than the model's own rounding error, which is large where
+        terms cancel?
 
-        The region is run in float64 on the same values, and again with x, and with what the down-projections make of
-        it, changed by about one step of bfloat16: how far a row moves is what rounding can do to it. (What the model
-        itself has lost in the row may happen to be nothing. A quantised x takes no notice of small changes, and then
-        nor does anything behind it: hence the second place.)
+        The region is run in float64 on the same values, and again with x, and with what the
+        down-projections make of it, changed by about one step of bfloat16: how far a row moves is
+        what rounding can do to it. (What the model itself has lost in the row may happen to be
+        nothing. A quantised x takes no notice of small changes, and then nor does anything behind
+        it: hence the second place.)
         """
         region = self.region
-        x = [leaf for leaf, role in region.leaves.items() if role == "x" and leaf.meta["val"].dtype in MODEL_FLOATS]
+        x = [
+            leaf
+            for leaf, role in region.leaves.items()
+            if role == "x" and leaf.meta["val"].dtype in MODEL_FLOATS
+        ]
         made = [node for node in region.nodes if node in self.plan.candidate.made_of_x]
         given = {leaf: widened(value) for leaf, value in self._given.items()}
         try:
@@ -281,11 +337,15 @@ def _jittered(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 class _Builder(TensorBuilder):
     """Packs a weight once for all draws, where it is made of what does not change."""
 
-    def __init__(self, values: Any, binding: Any, packed: dict[str, Any], changing: set[Node]) -> None:
+    def __init__(
+        self, values: Any, binding: Any, packed: dict[str, Any], changing: set[Node]
+    ) -> None:
         super().__init__(values, binding)
         self._packed, self._changing = packed, changing
 
-    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None) -> Any:
+    def packed(
+        self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None
+    ) -> Any:
         if not self._changing.isdisjoint(leaves):
             return recipe(self)
         if name not in self._packed:
@@ -320,7 +380,9 @@ def _owners(result: torch.Tensor, lead: int) -> torch.Tensor:
     return tokens.reshape(*tokens.shape, *(1,) * (result.dim() - lead)).expand(result.shape)
 
 
-def _squares(want: torch.Tensor, got: torch.Tensor, owner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _squares(
+    want: torch.Tensor, got: torch.Tensor, owner: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each row: the squared length of the difference, and of what it should be."""
     rows_of = owner.reshape(-1)
     found = torch.zeros(2, int(rows_of.max()) + 1 if len(rows_of) else 0, dtype=torch.float64)
@@ -363,7 +425,9 @@ def _fewer_blocks(view: View, plan: Plan) -> int | None:
 
 
 def _unit(view: View, plan: Plan) -> int:
-    """The number of equal parts, each of whole blocks, in which every cache can be cut along its first axis; or 0."""
+    """The number of equal parts, each of whole blocks, in which every cache can be cut along its
+    first axis; or 0.
+    """
     assert isinstance(plan.caches, InPlace)
     blocks = view.binding.size(plan.caches.kv_shape[0])
     firsts = [view.binding.size(cache.meta["val"].shape[0]) for _, cache, _ in plan.caches.held]

@@ -1,6 +1,7 @@
 """A compiled graph behind its boundary: what is done to the caller's arguments before each call.
 
-Weights are packed once and caches viewed. A step at which nothing has changed costs a few comparisons a parameter.
+Weights are packed once and caches viewed. A step at which nothing has changed costs a few
+comparisons a parameter.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Same:
 
 @dataclass(frozen=True)
 class Viewed:
-    """A cache, or a part of a pool of them, seen in the kernel's shape: the caller's memory, no copy.
+    """A cache, or a part of a pool of them, seen in the kernel's shape: the caller's memory, no
+    copy.
 
     shape   None: its own. Raises where the cache is not contiguous and would have to be.
     """
@@ -57,7 +59,8 @@ class Adapted:
         checks: Sequence[SlotCheck] = (),
     ) -> None:
         self.compiled, self.adaptors, self.checks = compiled, tuple(adaptors), tuple(checks)
-        self._unsettled = unsettled  # the report whose bytes are known once weights have been packed
+        # the report whose bytes are known once weights have been packed
+        self._unsettled = unsettled
         self.weights = Weights([item for item in self.adaptors if isinstance(item, Packed)])
         self._same = items([item.position for item in self.adaptors if isinstance(item, Same)])
         self._viewed = [item for item in self.adaptors if isinstance(item, Viewed)]
@@ -74,13 +77,19 @@ class Adapted:
 
     def inputs(self, args: Sequence[Any]) -> Sequence[Any]:
         """The inputs of the compiled graph."""
-        made = (*self._same(args), *self.weights.of(args), *[viewed(args) for viewed in self._viewed])
+        made = (
+            *self._same(args),
+            *self.weights.of(args),
+            *[viewed(args) for viewed in self._viewed],
+        )
         if self._unsettled is not None:
             self._settle(self._unsettled, args)
         return made if self._arrange is None else self._arrange(made)
 
     def _settle(self, report: Report, args: Sequence[Any]) -> None:
-        """What was added shows in the first call: tied weights look like any other while compiling."""
+        """What was added shows in the first call: tied weights look like any other while
+        compiling.
+        """
         entries = self.weights.entries(args)
         if entries is None:  # of tensors that are not plain nothing was kept
             return

@@ -1,4 +1,6 @@
-"""``torch.compile(model, backend="mla_fusion")``: the pass in front of torchair, or of eager CPU kernels."""
+"""``torch.compile(model, backend="mla_fusion")``: the pass in front of torchair, or of eager CPU
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -28,28 +30,34 @@ log = logging.getLogger("mla_fusion")
 
 
 def backend(
-    config: Config | None = None, compiler_config: Any = None, report: str | PathLike[str] | None = None
+    config: Config | None = None,
+    compiler_config: Any = None,
+    report: str | PathLike[str] | None = None,
 ) -> Backend:
     """A backend for ``torch.compile``.
 
     config           options of the pass
     compiler_config  a torchair ``CompilerConfig``; by default torchair's own
-    report           a folder to which the report of every graph is written as JSON and HTML; for all entry points of a
-                     process, the environment variable ``MLA_FUSION_REPORT`` does the same
+    report           a folder to which the report of every graph is written as JSON and HTML; for
+                     all entry points of a process, the environment variable ``MLA_FUSION_REPORT``
+                     does the same
 
-    For tensors on a device: AOT autograd, the pass, then torchair. Without: AOT autograd, the pass, then the graph
-    itself, its kernel call run by the CPU reference, so that the same script runs anywhere.
+    For tensors on a device: AOT autograd, the pass, then torchair. Without: AOT autograd, the pass,
+    then the graph itself, its kernel call run by the CPU reference, so that the same script runs
+    anywhere.
 
-    Of torch.compile's own words, ``options={"verify": "all"}`` sets fields of ``config`` for that model, and ``mode``
-    picks torchair's compiler (:mod:`mla_fusion.compile.words`). Raises ValueError for an option that there is not;
-    dynamo wraps it in its BackendCompilerFailed.
+    Of torch.compile's own words, ``options={"verify": "all"}`` sets fields of ``config`` for that
+    model, and ``mode`` picks torchair's compiler (:mod:`mla_fusion.compile.words`). Raises
+    ValueError for an option that there is not; dynamo wraps it in its BackendCompilerFailed.
 
     Graphs that record gradients are compiled unfused, with a report that says so.
 
-    What it compiles cannot be saved, by ``torch.compile(..).aot_compile`` or ``torchair.inference.cache_compile``:
-    packed weights live outside the graph. The hook's can (:func:`mla_fusion.torchair_pass`).
+    What it compiles cannot be saved, by ``torch.compile(..).aot_compile`` or
+    ``torchair.inference.cache_compile``: packed weights live outside the graph. The hook's can
+    (:func:`mla_fusion.torchair_pass`).
 
-    Raises UnsupportedRelease on an NPU whose torch_npu lacks what graphs are compiled through (docs/releases.md).
+    Raises UnsupportedRelease on an NPU whose torch_npu lacks what graphs are compiled through
+    (docs/releases.md).
     """
     if _device_present():
         releases.require()
@@ -80,7 +88,9 @@ class Backend:
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
         if is_saving():
-            raise NotSaved(f"torch.compile(model, backend='mla_fusion').aot_compile: {_NOT_SAVED} {_INDUCTOR}")
+            raise NotSaved(
+                f"torch.compile(model, backend='mla_fusion').aot_compile: {_NOT_SAVED} {_INDUCTOR}"
+            )
         given = words.configured(self.config, options or {})
         specialise(gm)
         if _device_present() and any(_on_npu(value) for value in inputs):
@@ -92,16 +102,22 @@ class Backend:
     @property
     def keywords(self) -> Any:
         """What torchair's ``cache_compile`` asks of a backend, which has to be torchair's own."""
-        raise NotSaved(f"torchair.inference.cache_compile(backend=mla_fusion.backend()): {_NOT_SAVED} {_TORCHAIR}")
+        raise NotSaved(
+            "torchair.inference.cache_compile(backend=mla_fusion.backend()): "
+            f"{_NOT_SAVED} {_TORCHAIR}"
+        )
 
 
 class NotSaved(AttributeError, RuntimeError):
     """Somebody wants to save what the backend compiles; the message says what to use instead."""
 
 
-_NOT_SAVED = "what this backend compiles cannot be saved, since its packed weights live outside the graph."
+_NOT_SAVED = (
+    "what this backend compiles cannot be saved, since its packed weights live outside the graph."
+)
 _INDUCTOR = (
-    "Write torch.compile(model, options={'post_grad_custom_pre_pass': mla_fusion.torchair_pass()}).aot_compile(..); "
+    "Write torch.compile(model, options={'post_grad_custom_pre_pass': "
+    "mla_fusion.torchair_pass()}).aot_compile(..); "
     "for torchair, torchair.inference.cache_compile with that hook in its config"
 )
 _TORCHAIR = (
@@ -111,13 +127,19 @@ _TORCHAIR = (
 
 
 def mla_fusion(
-    gm: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """The registered backend: ``torch.compile(model, backend="mla_fusion")``."""
     return backend()(gm, inputs, mode=mode, options=options)
 
 
-def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config, folder: Path | None) -> Callable[..., Any]:
+def _with_cpu(
+    gm: GraphModule, inputs: Sequence[Any], config: Config, folder: Path | None
+) -> Callable[..., Any]:
     from mla_fusion.compat import aot_autograd
 
     name = names.of(gm)
@@ -143,7 +165,12 @@ def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config, folder: Pa
 
 
 def _with_torchair(
-    gm: GraphModule, inputs: Sequence[Any], config: Config, compiler_config: Any, folder: Path | None, mode: str
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    config: Config,
+    compiler_config: Any,
+    folder: Path | None,
+    mode: str,
 ) -> Callable[..., Any]:
     from mla_fusion import converters
     from mla_fusion.compile import torchair_bridge
@@ -164,15 +191,28 @@ def _with_torchair(
 
 
 def _declined(graph: GraphModule, config: Config, folder: Path | None) -> Callable[..., Any]:
-    """A graph with gradients stays as it is; the report names the layers that would fuse without."""
+    """A graph with gradients stays as it is; the report names the layers that would fuse
+    without.
+    """
     said = explain(graph, replace(config, verify="off", strict=False), boundary=True)
     found: list[Fusion | Rejection] = [*said.fused]
     found += (one for one in said.rejected if one.score == 1.0)  # what is kept for backward is read
     meaning = CODES["autograd"][0]
-    layers = [Rejection("autograd", meaning, one.nodes, one.layer, one.source, score=1.0) for one in found]
-    report = Report(config, rejected=layers or [Rejection("autograd", meaning)], nodes_before=len(graph.graph.nodes))
+    layers = [
+        Rejection("autograd", meaning, one.nodes, one.layer, one.source, score=1.0) for one in found
+    ]
+    report = Report(
+        config,
+        rejected=layers or [Rejection("autograd", meaning)],
+        nodes_before=len(graph.graph.nodes),
+    )
     for left in layers[:1]:
-        log.warning("no MLA prologue was fused: %d of them, %s first: [autograd] %s", len(layers), left.layer, meaning)
+        log.warning(
+            "no MLA prologue was fused: %d of them, %s first: [autograd] %s",
+            len(layers),
+            left.layer,
+            meaning,
+        )
     with live.into(folder):
         keep(report)
     return graph.forward

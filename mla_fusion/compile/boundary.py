@@ -1,7 +1,7 @@
 """The boundary of a compiled graph: what is done to its inputs before each call.
 
-Weights are packed out here, once per parameter, so the graph that the compiler sees holds nothing but the
-kernel. The compiled callable keeps the signature that the caller knows.
+Weights are packed out here, once per parameter, so the graph that the compiler sees holds nothing
+but the kernel. The compiled callable keeps the signature that the caller knows.
 """
 
 from __future__ import annotations
@@ -70,17 +70,22 @@ class BoundaryBuilder(GraphBuilder):
         self._bytes_on_npu: dict[object, int] = {}  # by what is packed
         self._added_on_npu: dict[object, int] = {}  # by how it is packed
 
-    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None) -> Any:
+    def packed(
+        self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None
+    ) -> Any:
         try:
             program, positions, result = self._program(recipe, leaves)
-        except (_Unpackable, LookupError):  # the sizes of the weight are not known before the graph runs
+        # the sizes of the weight are not known before the graph runs
+        except (_Unpackable, LookupError):
             if exact is not None:
                 raise  # in the graph nothing would be looked at
             return recipe(self)
         signature = cache.describe(program) if program is not None else ""
         if not self._share_weights:
             places = positions if program is not None else (self._position[result],)
-            self._bytes_on_npu[signature, places] = self._on_npu(name, signature, result, recipe, leaves)
+            self._bytes_on_npu[signature, places] = self._on_npu(
+                name, signature, result, recipe, leaves
+            )
         if program is None:
             return self.value(result)
         inverse = None if exact is not None else self._inverse(program, positions)
@@ -89,17 +94,26 @@ class BoundaryBuilder(GraphBuilder):
         return self._input(f"packed_{name}", made, result.meta["val"])
 
     def check_slots(
-        self, recipe: Recipe, leaves: Sequence[Node], caches: Sequence[tuple[str, Node, Sequence[Any]]], skips: bool
+        self,
+        recipe: Recipe,
+        leaves: Sequence[Node],
+        caches: Sequence[tuple[str, Node, Sequence[Any]]],
+        skips: bool,
     ) -> None:
         if not self._checks_slots:
             return
         places = tuple(
-            (f"{name} ({node.name})", self._seen(node, shape), int(shape[-1])) for name, node, shape in caches
+            (f"{name} ({node.name})", self._seen(node, shape), int(shape[-1]))
+            for name, node, shape in caches
         )
         try:
             program, positions, given = self._program(recipe, leaves)
         except (_Unpackable, LookupError) as error:
-            log.warning("the slots of %s are not checked: they are not made of inputs (%s)", places[0][0], error)
+            log.warning(
+                "the slots of %s are not checked: they are not made of inputs (%s)",
+                places[0][0],
+                error,
+            )
             return
         if program is None:
             check = SlotCheck(None, "", (self._position[given],), places, skips)
@@ -108,7 +122,11 @@ class BoundaryBuilder(GraphBuilder):
         self.slot_checks.setdefault((check.signature, check.positions, check.caches), check)
 
     def _inverse(self, program: GraphModule, positions: tuple[int, ...]) -> Inverse | None:
-        if not self._share_weights or len(positions) != 1 or is_symbolic(self._originals[positions[0]].meta["val"]):
+        if (
+            not self._share_weights
+            or len(positions) != 1
+            or is_symbolic(self._originals[positions[0]].meta["val"])
+        ):
             return None
         parameter = self._originals[positions[0]].meta["val"]
         return None if any(map(is_symbolic, parameter.shape)) else inverse(program, parameter)
@@ -124,7 +142,9 @@ class BoundaryBuilder(GraphBuilder):
         return self._caches[node]
 
     def _seen(self, node: Node, shape: Sequence[Any]) -> Viewed:
-        """A cache in this shape. Of another than its own one size may be symbolic; the caller's tensor tells it."""
+        """A cache in this shape. Of another than its own one size may be symbolic; the caller's
+        tensor tells it.
+        """
         position, part = part_of(node) or (self._position[node], None)
         if same_shape(node.meta["val"].shape, shape):
             return Viewed(position, None, part)
@@ -151,32 +171,50 @@ class BoundaryBuilder(GraphBuilder):
             for user in list(cache.users):
                 if op_name(user) == "aten::copy_" and user.args[0] is cache:
                     result = user.args[1]
-                    source = result.args[0] if isinstance(result, Node) and is_reshape(result) else None
-                    if isinstance(source, Node) and same_shape(source.meta["val"].shape, viewed.meta["val"].shape):
+                    source = (
+                        result.args[0] if isinstance(result, Node) and is_reshape(result) else None
+                    )
+                    if isinstance(source, Node) and same_shape(
+                        source.meta["val"].shape, viewed.meta["val"].shape
+                    ):
                         user.args = (viewed, source)
 
-    def _on_npu(self, name: str, signature: str, result: Node, recipe: Recipe, leaves: Sequence[Node]) -> int:
-        """The bytes that a weight would add where weights are laid out for an NPU; tried once for equal layers."""
+    def _on_npu(
+        self, name: str, signature: str, result: Node, recipe: Recipe, leaves: Sequence[Node]
+    ) -> int:
+        """The bytes that a weight would add where weights are laid out for an NPU; tried once for
+        equal layers.
+        """
         form = name, signature, str(result.meta["val"].shape), result.meta["val"].dtype
         if form not in self._added_on_npu:
             program, positions, made = self._program(recipe, leaves, as_on_npu=True)
             value = made.meta["val"]
-            adds = program is not None and not _has_symbolic_sizes(made) and not self._shares_memory(value, positions)
+            adds = (
+                program is not None
+                and not _has_symbolic_sizes(made)
+                and not self._shares_memory(value, positions)
+            )
             self._added_on_npu[form] = value.nbytes if adds else 0
         return self._added_on_npu[form]
 
     @property
     def bytes_on_npu(self) -> int:
-        """What :attr:`bytes_packed` would be on an NPU; the same, where weights share memory: those are laid out so."""
+        """What :attr:`bytes_packed` would be on an NPU; the same, where weights share memory: those
+        are laid out so.
+        """
         return self.bytes_packed if self._share_weights else sum(self._bytes_on_npu.values())
 
     def _program(
         self, recipe: Recipe, leaves: Sequence[Node], as_on_npu: bool = False
     ) -> tuple[GraphModule | None, tuple[int, ...], Node]:
-        """The recipe as a graph over the caller's inputs; no graph where it is one of them as it is."""
+        """The recipe as a graph over the caller's inputs; no graph where it is one of them as it
+        is.
+        """
         graph, copies = self._copied(leaves)
         end = graph.output(None)
-        inner = _PackingBuilder(GraphModule(self.gm, graph), copies, self._fake_mode, self._share_weights or as_on_npu)
+        inner = _PackingBuilder(
+            GraphModule(self.gm, graph), copies, self._fake_mode, self._share_weights or as_on_npu
+        )
         inner.at(end, {})
         result = recipe(inner)
         given = {copied: node for node, copied in copies.items() if node.op == "placeholder"}
@@ -187,14 +225,17 @@ class BoundaryBuilder(GraphBuilder):
         read = {copied: node for copied, node in given.items() if copied.users}
         for copied in given.keys() - read.keys():
             inner.gm.graph.erase_node(copied)
-        positions = tuple(self._position[read[node]] for node in inner.gm.graph.nodes if node in read)
+        positions = tuple(
+            self._position[read[node]] for node in inner.gm.graph.nodes if node in read
+        )
         return GraphModule(inner.gm, inner.gm.graph, "PackWeight"), positions, result
 
     def _copied(self, leaves: Sequence[Node]) -> tuple[Graph, dict[Node, Node]]:
         """What the leaves are made of, copied into a graph of its own, and which node became which.
 
-        The numbers among the caller's inputs come first, whether they are read or not: sizes may depend on them. A
-        value that is one number everywhere is made anew, without the tensor that lent it a dtype.
+        The numbers among the caller's inputs come first, whether they are read or not: sizes may
+        depend on them. A value that is one number everywhere is made anew, without the tensor that
+        lent it a dtype.
 
         Raises ``_Unpackable`` for a size that is read off a tensor: it may be that of the tokens.
         """
@@ -202,8 +243,15 @@ class BoundaryBuilder(GraphBuilder):
         numbers = [node for node in self._originals if is_symbolic(node.meta.get("val"))]
         copies = {node: graph.node_copy(node) for node in numbers}
         by_value = {expression_of(node.meta["val"]): copies[node] for node in numbers}
-        fills = {node for leaf in leaves for node in nodes_between(numbers, leaf) if _fill(node) is not None}
-        steps = dict.fromkeys(node for leaf in leaves for node in nodes_between((*numbers, *fills), leaf))
+        fills = {
+            node
+            for leaf in leaves
+            for node in nodes_between(numbers, leaf)
+            if _fill(node) is not None
+        }
+        steps = dict.fromkeys(
+            node for leaf in leaves for node in nodes_between((*numbers, *fills), leaf)
+        )
         inputs = [node for node in self._originals if node in steps]
         for node in inputs:
             copies[node] = graph.node_copy(node)
@@ -215,7 +263,9 @@ class BoundaryBuilder(GraphBuilder):
                 raise _Unpackable
             elif node in fills:
                 filled = {"dtype": value.dtype, "device": value.device}
-                copies[node] = graph.call_function(aten.full.default, (list(value.shape), _fill(node)), filled)
+                copies[node] = graph.call_function(
+                    aten.full.default, (list(value.shape), _fill(node)), filled
+                )
                 copies[node].meta["val"] = value
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -228,7 +278,9 @@ class BoundaryBuilder(GraphBuilder):
                 self.made_outside[self.copies[node]] = self._seen(node, node.meta["val"].shape)
         if self.made_outside or self.slot_checks:
             self.adaptors = self._inputs()
-            self.examples = [node.meta["val"] for node in self.gm.graph.find_nodes(op="placeholder")]
+            self.examples = [
+                node.meta["val"] for node in self.gm.graph.find_nodes(op="placeholder")
+            ]
             self.bytes_packed = self._bytes_packed()
 
     def _inputs(self) -> list[Adaptor]:
@@ -246,7 +298,9 @@ class BoundaryBuilder(GraphBuilder):
         return adaptors
 
     def _leave_read_parameters(self) -> None:
-        """A parameter that the graph reads itself keeps its strides: the graph is compiled for them."""
+        """A parameter that the graph reads itself keeps its strides: the graph is compiled for
+        them.
+        """
         for node, made in self.made_outside.items():
             if isinstance(made, Packed):
                 sources = (self.copies[self._originals[position]] for position in made.positions)
@@ -254,35 +308,49 @@ class BoundaryBuilder(GraphBuilder):
                     self.made_outside[node] = replace(made, inverse=None)
 
     def _bytes_packed(self) -> int:
-        """Of packed weights that are not views of their parameters, nor these (as far as can be told) views of them."""
+        """Of packed weights that are not views of their parameters, nor these (as far as can be
+        told) views of them.
+        """
         return sum(
             node.meta["val"].nbytes
             for node, made in self.made_outside.items()
             if isinstance(made, Packed) and made.inverse is None
-            if not self._shares_memory(node.meta["val"], made.positions) and not _has_symbolic_sizes(node)
+            if not self._shares_memory(node.meta["val"], made.positions)
+            and not _has_symbolic_sizes(node)
         )
 
     def packed_weights(self) -> Iterator[PackedWeight]:
         for node, made in self.made_outside.items():
             if isinstance(made, Packed):
                 value = node.meta["val"]
-                source = self._originals[made.positions[0]].meta["val"] if len(made.positions) == 1 else None
+                source = (
+                    self._originals[made.positions[0]].meta["val"]
+                    if len(made.positions) == 1
+                    else None
+                )
                 parameter = source if isinstance(source, Tensor) else None
                 name = re.sub(r"^packed_|_\d+$", "", str(node.target))
-                yield PackedWeight(name, made, value, parameter, self._shares_memory(value, made.positions))
+                yield PackedWeight(
+                    name, made, value, parameter, self._shares_memory(value, made.positions)
+                )
 
     @property
     def knows_late(self) -> bool:
         """Whether the bytes of a packed weight are known at the first call alone.
 
-        Its size may be symbolic; and a parameter may have the format already to which it would be cast.
+        Its size may be symbolic; and a parameter may have the format already to which it would be
+        cast.
         """
-        made = ((node, item) for node, item in self.made_outside.items() if isinstance(item, Packed))
+        made = (
+            (node, item) for node, item in self.made_outside.items() if isinstance(item, Packed)
+        )
         return any(_has_symbolic_sizes(node) or _casts_format(item.program) for node, item in made)
 
     def _shares_memory(self, value: Tensor, positions: Sequence[int]) -> bool:
         sources = (self._originals[place].meta["val"] for place in positions)
-        return storage_id(value) in {storage_id(source) for source in sources if not is_symbolic(source)}
+        return storage_id(value) in {
+            storage_id(source) for source in sources if not is_symbolic(source)
+        }
 
 
 def _casts_format(program: GraphModule) -> bool:
@@ -296,21 +364,29 @@ def _has_symbolic_sizes(node: Node) -> bool:
 def _fill(node: Node) -> float | None:
     """The number that fills a value of static shape, where the operator says so."""
     value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, Tensor) or any(map(is_symbolic, value.shape)):
+    if (
+        node.op != "call_function"
+        or not isinstance(value, Tensor)
+        or any(map(is_symbolic, value.shape))
+    ):
         return None
     number = filled_with(node)
     return None if number is None or isnan(number) else number
 
 
 def _key(adaptor: Packed | Viewed) -> object:
-    """Equal for adaptors that make the same input (programs are equal when their signatures are)."""
+    """Equal for adaptors that make the same input (programs are equal when their signatures
+    are).
+    """
     return (adaptor.signature, adaptor.positions) if isinstance(adaptor, Packed) else adaptor
 
 
 class _PackingBuilder(GraphBuilder):
     """Builds a packing program: nodes of the main graph stand for their copies in it."""
 
-    def __init__(self, gm: GraphModule, copies: dict[Node, Node], fake_mode: Any, as_on_npu: bool) -> None:
+    def __init__(
+        self, gm: GraphModule, copies: dict[Node, Node], fake_mode: Any, as_on_npu: bool
+    ) -> None:
         super().__init__(gm)
         self._as_on_npu = as_on_npu
         self._copies = {copy.name: copy for copy in gm.graph.nodes}
@@ -321,18 +397,25 @@ class _PackingBuilder(GraphBuilder):
         return self._copies[self._names[node]]
 
     def device_type(self, value: Node) -> str:
-        """Shared weights are laid out on a CPU as on an NPU: what that does to a model can be tried without one."""
+        """Shared weights are laid out on a CPU as on an NPU: what that does to a model can be tried
+        without one.
+        """
         kind = super().device_type(value)
         return "npu" if kind == "cpu" and self._as_on_npu else kind
 
 
 def fuse_for_torchair(
-    gm: GraphModule, inputs: Sequence[Any], config: Config, given: Sequence[Any], compiler_config: Any
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    config: Config,
+    given: Sequence[Any],
+    compiler_config: Any,
 ) -> tuple[Report, list[Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
     """:func:`fuse_with_boundary`, and what torchair's compiler asks for beside it.
 
-    What leaves a GE graph has no strides, so none are kept for it. npugraph_ex runs the FX graph, in which calls whose
-    caches are made in it have to be those that write in place (:mod:`mla_fusion.compile.inplace`).
+    What leaves a GE graph has no strides, so none are kept for it. npugraph_ex runs the FX graph,
+    in which calls whose caches are made in it have to be those that write in place
+    (:mod:`mla_fusion.compile.inplace`).
     """
     runs_fx = runs_fx_graph(compiler_config)
     if config.strides == "auto" and not runs_fx:
@@ -346,9 +429,11 @@ def fuse_for_torchair(
 def fuse_with_boundary(
     gm: GraphModule, inputs: Sequence[Any], config: Config, given: Sequence[Any] = ()
 ) -> tuple[Report, list[Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """Fuse ``gm`` in place; the new example inputs, and the wrapper that keeps the caller's signature.
+    """Fuse ``gm`` in place; the new example inputs, and the wrapper that keeps the caller's
+    signature.
 
-    ``given``: what the inputs stand for, where that is known: parameters whose numbers can be looked at.
+    ``given``: what the inputs stand for, where that is known: parameters whose numbers can be
+    looked at.
     """
     report, builder = _fused(gm, config, given)
     if builder is None or not (builder.made_outside or builder.slot_checks):
@@ -357,7 +442,11 @@ def fuse_with_boundary(
     live.save(report)
     unsettled = report if config.weights == "shared" or builder.knows_late else None
     checks = tuple(builder.slot_checks.values())
-    return report, builder.examples, lambda compiled: Adapted(compiled, builder.adaptors, unsettled, checks)
+    return (
+        report,
+        builder.examples,
+        lambda compiled: Adapted(compiled, builder.adaptors, unsettled, checks),
+    )
 
 
 def _fused(
@@ -390,7 +479,11 @@ class PackedWeight(NamedTuple):
     is_view: bool
 
 
-def packings(gm: GraphModule, config: Config, given: Sequence[Any]) -> tuple[Report, list[PackedWeight]]:
-    """What :func:`fuse_with_boundary` would pack; ``gm`` is used up, and nobody is told of a compiled graph."""
+def packings(
+    gm: GraphModule, config: Config, given: Sequence[Any]
+) -> tuple[Report, list[PackedWeight]]:
+    """What :func:`fuse_with_boundary` would pack; ``gm`` is used up, and nobody is told of a
+    compiled graph.
+    """
     report, builder = _fused(gm, config, given, is_trial=True)
     return report, list(builder.packed_weights()) if builder is not None else []

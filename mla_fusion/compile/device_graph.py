@@ -1,9 +1,9 @@
 """The graph that a compiler's backend is given, without running anything.
 
-``capture`` takes a function through dynamo and AOT autograd as torchair would: functionalised, inference
-only, input mutations kept as ``copy_``. On device npu it goes through the real dispatcher with torchair's
-decompositions, and no pass of torchair has run. On device cpu neither torch_npu nor torchair is needed, or
-touched.
+``capture`` takes a function through dynamo and AOT autograd as torchair would: functionalised,
+inference only, input mutations kept as ``copy_``. On device npu it goes through the real dispatcher
+with torchair's decompositions, and no pass of torchair has run. On device cpu neither torch_npu nor
+torchair is needed, or touched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule
 
-from mla_fusion.compat import TorchRuntimeError, Unsupported, aot_module_simplified, in_tracing_mode, quiet_fakes
+from mla_fusion.compat import (
+    TorchRuntimeError,
+    Unsupported,
+    aot_module_simplified,
+    in_tracing_mode,
+    quiet_fakes,
+)
 from mla_fusion.compile import names
 from mla_fusion.compile.fakes import relocate
 from mla_fusion.compile.floats import specialise
@@ -30,23 +36,31 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 class CaptureError(RuntimeError):
-    """A function could not be captured as one graph; the message holds the reason that torch gives."""
+    """A function could not be captured as one graph; the message holds the reason that torch
+    gives.
+    """
 
 
 class _Done(BaseException):
-    """Ends the first call of a compiled function: there is a graph by then, and nothing to run it on."""
+    """Ends the first call of a compiled function: there is a graph by then, and nothing to run it
+    on.
+    """
 
 
 def capture(
-    module_or_fn: Callable[..., Any], *args: Any, device: str = "npu", dynamic: bool = False, as_backend: bool = False
+    module_or_fn: Callable[..., Any],
+    *args: Any,
+    device: str = "npu",
+    dynamic: bool = False,
+    as_backend: bool = False,
 ) -> tuple[GraphModule, Inputs]:
     """The AOT inference graph of one call, with its example inputs (fake tensors).
 
-    Arguments, parameters and buffers may lie anywhere, the meta device included; nothing is allocated and
-    nothing of the caller's is changed. ``dynamic`` means what it means to torch.compile; a dimension can
-    also be marked with ``torch._dynamo.mark_dynamic``. ``as_backend``: epsilons that are attributes of modules stay
-    numbers under ``dynamic``, as ``mf.backend`` sees to. Raises CaptureError where the function is more than
-    one graph.
+    Arguments, parameters and buffers may lie anywhere, the meta device included; nothing is
+    allocated and nothing of the caller's is changed. ``dynamic`` means what it means to
+    torch.compile; a dimension can also be marked with ``torch._dynamo.mark_dynamic``.
+    ``as_backend``: epsilons that are attributes of modules stay numbers under ``dynamic``, as
+    ``mf.backend`` sees to. Raises CaptureError where the function is more than one graph.
     """
     found: list[tuple[GraphModule, Inputs]] = []
     decompositions: dict[Any, Any] = {}
@@ -64,8 +78,12 @@ def capture(
     return found[0]
 
 
-def aot_backend(on_graph: OnGraph, decompositions: dict[Any, Any], specialised: bool = False) -> Callable[..., Any]:
-    """A torch.compile backend that hands the AOT inference graph to ``on_graph`` and runs nothing."""
+def aot_backend(
+    on_graph: OnGraph, decompositions: dict[Any, Any], specialised: bool = False
+) -> Callable[..., Any]:
+    """A torch.compile backend that hands the AOT inference graph to ``on_graph`` and runs
+    nothing.
+    """
 
     def backend(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
         if specialised:
@@ -102,7 +120,9 @@ def trace(
     device: str,
     dynamic: bool,
 ) -> None:
-    """Call ``module_or_fn`` once under torch.compile with ``backend``, over fake tensors on ``device``."""
+    """Call ``module_or_fn`` once under torch.compile with ``backend``, over fake tensors on
+    ``device``.
+    """
     check_arguments(module_or_fn, args)
     target, fakes = relocate(module_or_fn, args, device)
 
@@ -110,7 +130,9 @@ def trace(
         return cast("Callable[..., Any]", backend(gm, in_tracing_mode(inputs)))
 
     with _fresh_dynamo(), quiet_fakes(), torch.no_grad():
-        compiled = torch.compile(target, backend=on_graph, fullgraph=True, dynamic=True if dynamic else None)
+        compiled = torch.compile(
+            target, backend=on_graph, fullgraph=True, dynamic=True if dynamic else None
+        )
         try:
             compiled(*fakes)
         except _Done:
@@ -128,18 +150,27 @@ def check_arguments(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
     except ValueError:  # it has no signature: the call will tell
         return
     except TypeError as error:
-        raise CaptureError(f"{_name(target)} does not take these {len(args)} arguments: {error}") from error
+        raise CaptureError(
+            f"{_name(target)} does not take these {len(args)} arguments: {error}"
+        ) from error
 
 
 _RAISED = re.compile(r"(?:raised exception|\bgot) (\w+\(.*)")
-_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
+_LINE = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in '
+    r"(?P<function>\S+)\n\s*(?P<code>.*)"
+)
 
 
 def _why(text: str) -> str:
-    """Of what dynamo says: what the function raised, or what broke the graph, and the user's line."""
+    """Of what dynamo says: what the function raised, or what broke the graph, and the user's
+    line.
+    """
     said, _, stack = text.partition("from user code:")
     own = [found for found in _LINE.finditer(stack) if not found["file"].startswith(_TORCH)]
-    where = "\n  at {file}:{line} in {function}: {code}".format(**own[-1].groupdict()) if own else ""
+    where = (
+        "\n  at {file}:{line} in {function}: {code}".format(**own[-1].groupdict()) if own else ""
+    )
     raised = _RAISED.search(said)
     if raised is not None:
         return f"fails when it is run: {raised[1].rstrip()}{where}"

@@ -1,4 +1,6 @@
-"""What is installed, what runs on what, and who converts which operator: facts for ``mla-fusion doctor``."""
+"""What is installed, what runs on what, and who converts which operator: facts for ``mla-fusion
+doctor``.
+"""
 
 from __future__ import annotations
 
@@ -44,18 +46,25 @@ OPERATORS = (
 
 
 _OURS = "a defect of mla_fusion: the other answers hold; please report this one with all of them"
-_PAIR = "install a pair of the table in docs/releases.md; doctor names the one beside your torch under \"release\""
+_PAIR = (
+    "install a pair of the table in docs/releases.md; doctor names the one beside your torch "
+    'under "release"'
+)
 _TRIAL = "from mla_fusion.compile import offline; offline.activate(); import torch_npu, torchair"
 _TRIAL_SECONDS = 300
 
 
 class _Checks:
-    """Runs checks, each by itself: one that fails leaves a line on what failed and what to do, and no answer."""
+    """Runs checks, each by itself: one that fails leaves a line on what failed and what to do, and
+    no answer.
+    """
 
     def __init__(self) -> None:
         self.problems: list[dict[str, str]] = []
 
-    def ask(self, name: str, check: Callable[[], Any], remedy: str = _OURS, otherwise: Any = None) -> Any:
+    def ask(
+        self, name: str, check: Callable[[], Any], remedy: str = _OURS, otherwise: Any = None
+    ) -> Any:
         try:
             return check()
         except Exception as error:
@@ -67,10 +76,11 @@ class _Checks:
 
 
 def survey() -> dict[str, Any]:
-    """Versions, device, CANN, the offline runtime, the operators, hooks, known traps and problems, as plain data.
+    """Versions, device, CANN, the offline runtime, the operators, hooks, known traps and problems,
+    as plain data.
 
-    Activates the offline runtime where there is no CANN, since only then can torchair be asked. Nothing is raised: a
-    check that fails is an entry of "problems", with what to do.
+    Activates the offline runtime where there is no CANN, since only then can torchair be asked.
+    Nothing is raised: a check that fails is an entry of "problems", with what to do.
     """
     checks = _Checks()
     ask = checks.ask
@@ -82,9 +92,14 @@ def survey() -> dict[str, Any]:
         "release": release,
         "cann": ask("cann", cann_location),
         "cann_version": ask("cann_version", _cann_version),
-        "device": ask("device", _device, "npu-smi info tells whether the driver sees the device") if usable else None,
+        "device": ask("device", _device, "npu-smi info tells whether the driver sees the device")
+        if usable
+        else None,
         "offline": ask("offline", lambda: _offline(error)),
-        "operators": {name: ask(name, partial(_operator, name, usable), otherwise=_UNKNOWN) for name in OPERATORS},
+        "operators": {
+            name: ask(name, partial(_operator, name, usable), otherwise=_UNKNOWN)
+            for name in OPERATORS
+        },
         "hooks": ask("hooks", lambda: hooks(usable)),
         "traps": ask("traps", lambda: traps.survey(usable)),
         "problems": checks.problems,
@@ -98,10 +113,16 @@ def _release() -> dict[str, str | None]:
 
 
 def _activation_error(checks: _Checks, release: dict[str, str | None] | None) -> str | None:
-    """Why torchair cannot be asked here; None where it can, or where there is no torch_npu and nobody needs it."""
+    """Why torchair cannot be asked here; None where it can, or where there is no torch_npu and
+    nobody needs it.
+    """
     refused = (release or {}).get("refused")
     if refused:
-        checks.add("release", refused, "install that release; on CPU tensors the backend works with any torch_npu")
+        checks.add(
+            "release",
+            refused,
+            "install that release; on CPU tensors the backend works with any torch_npu",
+        )
         return refused
     ended = checks.ask("trial", _trial, _PAIR)
     if ended is not None:
@@ -113,7 +134,11 @@ def _activation_error(checks: _Checks, release: dict[str, str | None] | None) ->
             import_module("torch_npu")
     except offline.OfflineError as error:
         if torch_npu_installed():
-            checks.add("offline", str(error), "as the message says; on CPU tensors the backend works without torchair")
+            checks.add(
+                "offline",
+                str(error),
+                "as the message says; on CPU tensors the backend works without torchair",
+            )
         return str(error)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
@@ -123,21 +148,32 @@ def _activation_error(checks: _Checks, release: dict[str, str | None] | None) ->
 
 
 def _trial() -> str | None:
-    """How importing torch_npu ends the process, where it does: libraries that do not fit raise no exception."""
+    """How importing torch_npu ends the process, where it does: libraries that do not fit raise no
+    exception.
+    """
     if not torch_npu_installed() or "torch_npu" in sys.modules:
         return None
     signalled = _ending(_TRIAL)
-    return f"importing torch_npu ends the process with {signalled}" if signalled is not None else None
+    return (
+        f"importing torch_npu ends the process with {signalled}" if signalled is not None else None
+    )
 
 
 def _ending(code: str) -> str | None:
-    """The signal that ends a process which runs this code, and what it said; None where none does."""
+    """The signal that ends a process which runs this code, and what it said; None where none
+    does.
+    """
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=False
+    )
     if done.returncode >= 0:
         return None  # an exception, if any, will be the same in this process
     said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    what = next((line for line in said if line.startswith("what():")), said[0] if said else "nothing on stderr")
+    what = next(
+        (line for line in said if line.startswith("what():")),
+        said[0] if said else "nothing on stderr",
+    )
     return f"{signal.Signals(-done.returncode).name}: {what}"
 
 
@@ -154,7 +190,9 @@ def _offline(error: str | None) -> dict[str, Any]:
         "active": offline.is_active(),
         "standins": str(directory) if directory else None,
         "cache": str(standins.cache_root()),
-        "c_compiler": next((path for path in map(shutil.which, ("cc", "gcc", "clang")) if path), None),
+        "c_compiler": next(
+            (path for path in map(shutil.which, ("cc", "gcc", "clang")) if path), None
+        ),
         "error": error,
     }
 
@@ -170,7 +208,9 @@ def _operator(name: str, usable: bool) -> dict[str, Any]:
     if usable:
         bridge = import_module("mla_fusion.compile.torchair_bridge")
         owner = import_module("mla_fusion.converters").register().get(name)
-        entry["converter"] = owner or ("torchair" if bridge.has_converter(packet.default) else "none")
+        entry["converter"] = owner or (
+            "torchair" if bridge.has_converter(packet.default) else "none"
+        )
     return entry
 
 
@@ -181,16 +221,24 @@ def _registrar(name: str, key: str) -> str | None:
     if found is None:
         return None
     if "/dev/null" in found and name in ops.OPERATORS:
-        return "mla_fusion"  # up to torch 2.8 what is registered in Python names no file, and torch_npu does it in C++
-    return next((package for package in ("torch_npu", "mla_fusion") if f"{package}/" in found), "another package")
+        # up to torch 2.8 what is registered in Python names no file, and torch_npu does it in C++
+        return "mla_fusion"
+    return next(
+        (package for package in ("torch_npu", "mla_fusion") if f"{package}/" in found),
+        "another package",
+    )
 
 
 def hooks(usable: bool) -> dict[str, str]:
-    """What of this process calls the pass, and who else stands where it could. torchair's are fields of each config."""
+    """What of this process calls the pass, and who else stands where it could. torchair's are
+    fields of each config.
+    """
     names = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass")
     found = {f"Inductor {name}": _named(inductor_bridge.option(name)) for name in names}
     known = "mla_fusion" in torch.compiler.list_backends(exclude_tags=())
-    found['torch.compile(backend="mla_fusion")'] = "known" if known else "unknown: pip install the package"
+    found['torch.compile(backend="mla_fusion")'] = (
+        "known" if known else "unknown: pip install the package"
+    )
     if usable:
         config = import_module("mla_fusion.compile.torchair_bridge").compiler_config("ge")
         hook = getattr(config, "post_grad_custom_pre_pass", None)
@@ -202,7 +250,8 @@ def hooks(usable: bool) -> dict[str, str]:
 def _named(hook: Any) -> str:
     if hook is None:
         return "none"
-    return f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return f"{getattr(hook, '__module__', '?')}.{name}"
 
 
 def _cann_version() -> str | None:

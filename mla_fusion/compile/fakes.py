@@ -1,9 +1,9 @@
 """Stand a user's function and arguments on another device without allocating anything.
 
-Tensors become fake tensors of the same shape, stride and dtype on the wanted device; tensors that share
-storage still do, because whether two caches are views of one pool decides what a compiler may do in place.
-The user's objects are never altered: modules are copied with their tensors swapped, functions are rebuilt
-over swapped closures.
+Tensors become fake tensors of the same shape, stride and dtype on the wanted device; tensors that
+share storage still do, because whether two caches are views of one pool decides what a compiler may
+do in place. The user's objects are never altered: modules are copied with their tensors swapped,
+functions are rebuilt over swapped closures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Relocation:
         self._keep: list[Any] = []  # what the memo knows by id must not be freed meanwhile
 
     def __call__(self, value: Any) -> Any:
-        """The relocated counterpart of a tensor, container, module or function; anything else as it is."""
+        """The relocated counterpart of a tensor, container, module or function; anything else as it
+        is.
+        """
         known = self._memo.get(id(value))
         if known is not None:
             return known
@@ -76,7 +78,9 @@ class Relocation:
         """A fake tensor over the fake counterpart of this tensor's storage."""
         key = storage_id(tensor)
         whole = tensor.is_contiguous() and tensor.storage_offset() == 0
-        whole = whole and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        whole = (
+            whole and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        )
         with self.mode:
             if key not in self._storages:
                 if whole:
@@ -124,7 +128,11 @@ class Relocation:
         if not changed:
             return function
         rebuilt = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+            function.__code__,
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            tuple(cells),
         )
         rebuilt.__kwdefaults__ = function.__kwdefaults__
         return rebuilt

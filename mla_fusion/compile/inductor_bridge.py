@@ -1,7 +1,9 @@
-"""The one place where this project touches Inductor's internals. Making a hook does not import Inductor.
+"""The one place where this project touches Inductor's internals. Making a hook does not import
+Inductor.
 
-Inductor asks its custom passes to be instances of a class of its own, lest their graphs be kept out of its caches; and
-it decomposes operators ahead of the custom passes alone, so that they may add none that it would have decomposed.
+Inductor asks its custom passes to be instances of a class of its own, lest their graphs be kept out
+of its caches; and it decomposes operators ahead of the custom passes alone, so that they may add
+none that it would have decomposed.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def option(name: str) -> Any:
 
 
 def pass_class() -> type:
-    """The class that Inductor asks its custom passes to be of; ``object`` where this torch has none."""
+    """The class that Inductor asks its custom passes to be of; ``object`` where this torch has
+    none.
+    """
     try:
         base: type = import_module(_PASSES).CustomGraphPass
     except (ImportError, AttributeError):
@@ -53,7 +57,9 @@ def runs(custom: object) -> bool:
     """Whether Inductor is given this pass itself, rather than by somebody's pass manager."""
     config = sys.modules.get("torch._inductor.config")
     found = [getattr(config, name, None) for name in SLOTS] if config is not None else []
-    each = [item for slot in found for item in (slot if isinstance(slot, (list, tuple)) else [slot])]
+    each = [
+        item for slot in found for item in (slot if isinstance(slot, (list, tuple)) else [slot])
+    ]
     return any(item is custom for item in each)
 
 
@@ -62,7 +68,9 @@ def is_loaded() -> bool:
 
 
 def noops() -> frozenset[Any]:
-    """The operators that Inductor's pass over such that change nothing takes out; torchair has that pass too."""
+    """The operators that Inductor's pass over such that change nothing takes out; torchair has that
+    pass too.
+    """
     try:
         return frozenset(import_module("torch._inductor.fx_passes.post_grad").noop_registry)
     except (ImportError, AttributeError):
@@ -70,13 +78,17 @@ def noops() -> frozenset[Any]:
 
 
 def decompose(graph: Graph) -> int:
-    """Spell, in place, the operators that Inductor has no lowering for as it would have decomposed them; how many."""
+    """Spell, in place, the operators that Inductor has no lowering for as it would have decomposed
+    them; how many.
+    """
     table = import_module("torch._inductor.decomposition").select_decomp_table()
     lowered = import_module("torch._inductor.lowering").lowerings
     foreign = [
         node
         for node in graph.nodes
-        if isinstance(node.target, OpOverload) and node.target in table and node.target not in lowered
+        if isinstance(node.target, OpOverload)
+        and node.target in table
+        and node.target not in lowered
     ]
     for node in foreign:
         _decompose(graph, node, table)
@@ -86,7 +98,8 @@ def decompose(graph: Graph) -> int:
 def spell_out(graph: Graph) -> None:
     """Give the calls of operators that are not torch's the defaults that they leave out.
 
-    AOTInductor writes down the arguments that such a call has, and then hands all of the schema's to the operator.
+    AOTInductor writes down the arguments that such a call has, and then hands all of the schema's
+    to the operator.
     """
     for node in graph.nodes:
         if isinstance(node.target, OpOverload) and node.target.namespace not in ("aten", "prims"):

@@ -1,12 +1,14 @@
 """Functional kernel calls as those that write their caches, for graphs that run as they are.
 
-torchair does this itself when it compiles a graph, for caches that are inputs of it. Two others are left:
+torchair does this itself when it compiles a graph, for caches that are inputs of it. Two others are
+left:
 
-* A pass manager that hands the FX graph back to be executed. The functional operator then copies both caches at every
-  step, and AOT autograd copies them back.
-* npugraph_ex, where a cache is made in the graph: the buffers of a staged call, and the empty kr_cache beside packed
-  rows. It leaves the latter functional. Of the former it makes a call in place, and then hands the first buffer to
-  whoever read one of the results (torch_npu 2.13), so it must not be given them.
+* A pass manager that hands the FX graph back to be executed. The functional operator then copies
+  both caches at every step, and AOT autograd copies them back.
+* npugraph_ex, where a cache is made in the graph: the buffers of a staged call, and the empty
+  kr_cache beside packed rows. It leaves the latter functional. Of the former it makes a call in
+  place, and then hands the first buffer to whoever read one of the results (torch_npu 2.13), so it
+  must not be given them.
 """
 
 from __future__ import annotations
@@ -48,21 +50,29 @@ def write_in_place(graph: Graph) -> int:
 
 
 def write_buffers_in_place(graph: Graph) -> int:
-    """The same for calls with a cache that is made in the graph: torchair sees to the others; how many."""
-    found = [one for one in _functional_calls(graph) if any(map(_is_buffer, _caches(*one).values()))]
+    """The same for calls with a cache that is made in the graph: torchair sees to the others; how
+    many.
+    """
+    found = [
+        one for one in _functional_calls(graph) if any(map(_is_buffer, _caches(*one).values()))
+    ]
     return sum(_write_in_place(graph, *one) for one in found)
 
 
 def ready_to_run(graph: Graph) -> int:
-    """Both of what npugraph_ex needs of a graph with calls of kernels; how many nodes were changed."""
+    """Both of what npugraph_ex needs of a graph with calls of kernels; how many nodes were
+    changed.
+    """
     return keep_returned_copies(graph) + write_buffers_in_place(graph)
 
 
 def keep_returned_copies(graph: Graph) -> int:
-    """Copies of a written cache that the graph returns, spelled so that torchair keeps them; how many.
+    """Copies of a written cache that the graph returns, spelled so that torchair keeps them; how
+    many.
 
-    torchair takes operators out that leave their operand as it is (a clone, a cat of one), which is right as long as
-    the kernel gives out a cache of its own. It then lets the kernel write in place, and the copy would be the cache.
+    torchair takes operators out that leave their operand as it is (a clone, a cat of one), which is
+    right as long as the kernel gives out a cache of its own. It then lets the kernel write in
+    place, and the copy would be the cache.
     """
     written = {
         result
@@ -71,7 +81,9 @@ def keep_returned_copies(graph: Graph) -> int:
         if result.args[1] in places.values()
     }
     backs = graph.find_nodes(op="call_function", target=aten.copy_.default) if written else []
-    results = written.intersection(chain.from_iterable(upward_through(back.args[1], ()) for back in backs))
+    results = written.intersection(
+        chain.from_iterable(upward_through(back.args[1], ()) for back in backs)
+    )
     noops, end, kept = inductor_bridge.noops(), graph.output_node(), dict[Node, Node]()
 
     def keep(node: Node) -> Node:
@@ -99,7 +111,9 @@ def upward_through(node: Node, noops: Collection[Any]) -> Iterator[Node]:
 
 
 def _functional_calls(graph: Graph) -> list[tuple[Node, OpOverload, dict[int, int]]]:
-    """Each call with the operator that writes in its place, and argument by argument the result that is the cache."""
+    """Each call with the operator that writes in its place, and argument by argument the result
+    that is the cache.
+    """
     operators = [
         (getattr(torch.ops.npu, functional).default, getattr(torch.ops.npu, writes).default, places)
         for functional, writes, places in _PAIRS
@@ -117,7 +131,9 @@ def _caches(call: Node, writes: OpOverload, places: Mapping[int, int]) -> dict[i
     return {result: call.args[place] for place, result in places.items()}
 
 
-def _write_in_place(graph: Graph, call: Node, writes: OpOverload, places: Mapping[int, int]) -> bool:
+def _write_in_place(
+    graph: Graph, call: Node, writes: OpOverload, places: Mapping[int, int]
+) -> bool:
     caches = _caches(call, writes, places)
     if not all(_its_own(call, cache) for cache in caches.values()) or not _apart(caches.values()):
         return False
@@ -143,7 +159,9 @@ def _its_own(call: Node, cache: Any) -> bool:
 
 def _apart(caches: Iterable[Node]) -> bool:
     """Do the caches lie in different memory? One without elements lies in none."""
-    storages = [storage_id(cache.meta["val"]) for cache in caches if 0 not in cache.meta["val"].shape]
+    storages = [
+        storage_id(cache.meta["val"]) for cache in caches if 0 not in cache.meta["val"].shape
+    ]
     return len(set(storages)) == len(storages)
 
 
@@ -167,9 +185,13 @@ def _rewrite(graph: Graph, call: Node, writes: OpOverload, caches: Mapping[int, 
 
 
 def runs_fx_graph(compiler_config: Any) -> bool:
-    """Does torchair, under this ``CompilerConfig``, run the FX graph itself rather than make a GE graph of it?
+    """Does torchair, under this ``CompilerConfig``, run the FX graph itself rather than make a GE
+    graph of it?
 
-    npugraph_ex does, and torchair in mode "reduce-overhead". None, of a caller that is no torchair: False.
+    npugraph_ex does, and torchair in mode "reduce-overhead". None, of a caller that is no torchair:
+    False.
     """
     mode = getattr(getattr(compiler_config, "mode", None), "value", None)
-    return mode in ("reduce-overhead", "npugraph_ex") or type(compiler_config).__module__.startswith("npugraph_ex")
+    return mode in ("reduce-overhead", "npugraph_ex") or type(
+        compiler_config
+    ).__module__.startswith("npugraph_ex")

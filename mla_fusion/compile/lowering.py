@@ -1,8 +1,8 @@
 """``mf.lower``: what the real torchair makes of a function, with no device in sight.
 
-The function is captured by torch.compile over fake tensors on device npu, goes through torchair's own FX
-passes and converters and, in mode "ge", its GE graph passes, and stops where a device would load the
-result.
+The function is captured by torch.compile over fake tensors on device npu, goes through torchair's
+own FX passes and converters and, in mode "ge", its GE graph passes, and stops where a device would
+load the result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from mla_fusion.report.report import Report, reports
 
 
 class LoweringError(RuntimeError):
-    """A function could not be lowered. ``operators`` names those that torchair has no GE converter for."""
+    """A function could not be lowered. ``operators`` names those that torchair has no GE converter
+    for.
+    """
 
     def __init__(self, message: str, operators: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -43,9 +45,11 @@ class Lowering:
 
     mode               as it was asked of :func:`lower`
     fx_before          the AOT graph as torch.compile hands it over
-    fx_after           the FX graph that torchair holds at the end (mode "npugraph_ex": after re-inplace)
+    fx_after           the FX graph that torchair holds at the end (mode "npugraph_ex": after
+                       re-inplace)
     fx_ops             how often each target occurs in ``fx_after``
-    ge_ops             how often each operator type occurs in the optimised GE graph; empty in mode "npugraph_ex"
+    ge_ops             how often each operator type occurs in the optimised GE graph; empty in mode
+                       "npugraph_ex"
     ge_text, ge_graph  that graph as pbtxt and as protobuf; "" and None in mode "npugraph_ex"
     report             what the fusion pass did, or None where it did not run
     """
@@ -61,16 +65,23 @@ class Lowering:
 
     def __repr__(self) -> str:
         operators = self.ge_ops or self.fx_ops
-        return f"<Lowering: mode {self.mode}, {sum(operators.values())} operators, report {self.report!r}>"
+        return (
+            f"<Lowering: mode {self.mode}, {sum(operators.values())} operators, report "
+            f"{self.report!r}>"
+        )
 
     def save(self, directory: str | Path) -> list[Path]:
-        """Write fx_before.txt, fx_after.txt and, where they exist, graph.pbtxt and report.json; returns their paths.
+        """Write fx_before.txt, fx_after.txt and, where they exist, graph.pbtxt and report.json;
+        returns their paths.
 
         directory  made where there is none
         """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        texts = {"fx_before.txt": _readable(self.fx_before), "fx_after.txt": _readable(self.fx_after)}
+        texts = {
+            "fx_before.txt": _readable(self.fx_before),
+            "fx_after.txt": _readable(self.fx_after),
+        }
         if self.ge_text:
             texts["graph.pbtxt"] = self.ge_text
         if self.report is not None:
@@ -95,11 +106,13 @@ def lower(
     mode        "ge" for torchair's GE graph, "npugraph_ex" for the FX graph of the ACL-graph path.
     dynamic     as torch.compile's; tensors may also carry ``torch._dynamo.mark_dynamic``.
     config      options of the fusion pass; ``Config(enable=False)`` lowers the graph as it is.
-    hook        run the pass through torchair's own hook, as ``mf.torchair_pass`` does: weights are packed
-                inside the graph. By default it runs as in ``mf.backend``, which packs them outside.
+    hook        run the pass through torchair's own hook, as ``mf.torchair_pass`` does: weights are
+                packed inside the graph. By default it runs as in ``mf.backend``, which packs them
+                outside.
 
-    Tensors may lie on any device, meta included; nothing is allocated and the module stays as it is. Raises
-    LoweringError for a graph break and for operators that torchair cannot convert, naming all of them.
+    Tensors may lie on any device, meta included; nothing is allocated and the module stays as it
+    is. Raises LoweringError for a graph break and for operators that torchair cannot convert,
+    naming all of them.
     """
     if mode not in torchair_bridge.MODES:
         raise ValueError(f"mode must be one of {', '.join(torchair_bridge.MODES)}, got {mode!r}")
@@ -111,7 +124,9 @@ def lower(
         raise LoweringError(str(error)) from error
     except BackendCompilerFailed as error:
         inner = error.inner_exception
-        raise LoweringError(f"torchair failed: {type(inner).__name__}: {_first_line(inner)}") from inner
+        raise LoweringError(
+            f"torchair failed: {type(inner).__name__}: {_first_line(inner)}"
+        ) from inner
     return session.result()
 
 
@@ -152,8 +167,12 @@ class _Session:
         earlier = reports()[-1:]
         try:
             if self.at_boundary:
-                _, inputs, _ = fuse_for_torchair(gm, inputs, self.config, self.given, self.compiler_config)
-            self.compiled = torchair_bridge.compile_graph(self.mode, self.compiler_config, gm, list(inputs))
+                _, inputs, _ = fuse_for_torchair(
+                    gm, inputs, self.config, self.given, self.compiler_config
+                )
+            self.compiled = torchair_bridge.compile_graph(
+                self.mode, self.compiler_config, gm, list(inputs)
+            )
         except Exception as error:
             self.error = self._explain(gm, error)
         newest = reports()[-1:]
@@ -183,7 +202,9 @@ class _Session:
             fx_before=self.before,
             fx_after=compiled.fx,
             fx_ops=fx_operators(compiled.fx),
-            ge_ops=Counter(op.type for op in compiled.proto.op) if compiled.proto is not None else Counter(),
+            ge_ops=Counter(op.type for op in compiled.proto.op)
+            if compiled.proto is not None
+            else Counter(),
             ge_text=compiled.text,
             ge_graph=compiled.proto,
             report=self.report,
@@ -198,7 +219,9 @@ def snapshot(gm: GraphModule) -> GraphModule:
 def fx_operators(gm: GraphModule) -> Counter[str]:
     """How often each call target occurs in a graph, by name."""
     return Counter(
-        str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", str(node.target))
+        str(node.target)
+        if isinstance(node.target, OpOverload)
+        else getattr(node.target, "__name__", str(node.target))
         for node in gm.graph.nodes
         if node.op.startswith("call_")
     )

@@ -12,7 +12,9 @@ from mla_fusion.fx.module_path import NAME, plain
 
 
 def of(gm: GraphModule) -> Callable[[Any], None]:
-    """Of dynamo's graph; what is returned writes them to the placeholders of the graph that AOT autograd makes."""
+    """Of dynamo's graph; what is returned writes them to the placeholders of the graph that AOT
+    autograd makes.
+    """
     names = [plain(source_name(node)) for node in gm.graph.find_nodes(op="placeholder")]
 
     def give(made: GraphModule) -> None:

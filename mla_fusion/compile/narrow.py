@@ -1,8 +1,9 @@
-"""Looks at the vectors of a model: float32 norm weights whose numbers are bfloat16's, as in DeepSeek-V3.2's code, and
-static scales that were repeated for every channel when a checkpoint was loaded, as vllm-ascend does.
+"""Looks at the vectors of a model: float32 norm weights whose numbers are bfloat16's, as in
+DeepSeek-V3.2's code, and static scales that were repeated for every channel when a checkpoint was
+loaded, as vllm-ascend does.
 
-What they hold is a matter of values: they are looked at when a graph is compiled, where parameters are at hand, and
-again whenever they are packed (:mod:`mla_fusion.weights.cache`).
+What they hold is a matter of values: they are looked at when a graph is compiled, where parameters
+are at hand, and again whenever they are packed (:mod:`mla_fusion.weights.cache`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from mla_fusion.modes import outside_modes
 
 
 def mark(gm: GraphModule, given: Sequence[Any]) -> None:
-    """Note on the inputs of an AOT graph what the vectors hold that its caller gives, one for each input."""
+    """Note on the inputs of an AOT graph what the vectors hold that its caller gives, one for each
+    input.
+    """
     inputs = gm.graph.find_nodes(op="placeholder")
     if len(inputs) != len(given):  # AOT autograd has taken some for one another, or apart
         return

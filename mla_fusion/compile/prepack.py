@@ -1,4 +1,6 @@
-"""``mf.prepack``: a model's weights laid out as the kernel reads them, once, before anything is compiled."""
+"""``mf.prepack``: a model's weights laid out as the kernel reads them, once, before anything is
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,9 @@ class PrepackedWeight:
 
     name    the parameter's in the model; of several, joined by " + "
     weight  the kernel's argument, such as "weight_dq"
-    kind    "view": the parameter is a view of the packed weight. "copy": it is packed beside the parameter at the first
-            call. "left": it could be a view, but the parameter may not give up its memory, and is packed as a copy.
+    kind    "view": the parameter is a view of the packed weight. "copy": it is packed beside the
+            parameter at the first call. "left": it could be a view, but the parameter may not give
+            up its memory, and is packed as a copy.
     bytes   of the packed weight
     reason  why it is a copy, or was left; of a view, whether it lay so before
     """
@@ -53,7 +56,8 @@ class Prepacked:
     """What :func:`prepack` has done; ``str()`` says it in 80 columns.
 
     rows           one for each packed weight
-    bytes_before   of the model's parameters and buffers before, memory that several share counted once
+    bytes_before   of the model's parameters and buffers before, memory that several share counted
+                   once
     bytes_after    the same afterwards
     peak_over_end  how many bytes more than at the end were held meanwhile, at most
     bytes_copied   what the copies of the first call will take
@@ -79,13 +83,20 @@ class Prepacked:
         lines = [f"prepack: {self.laid_out} of {len(self.rows)} packed weights {done}"]
         if not self.laid_out:
             lines.append("  nothing to change: what can be a view of its packed weight is one")
-        lines.append(f"  parameters and buffers   {size(self.bytes_before)} before, {size(self.bytes_after)} after")
+        lines.append(
+            f"  parameters and buffers   {size(self.bytes_before)} before, "
+            f"{size(self.bytes_after)} after"
+        )
         lines.append(f"  peak over the end        {size(self.peak_over_end)}")
-        lines.append(f"  copies at the first call {size(self.bytes_copied)}, of {copies} packed weights")
+        lines.append(
+            f"  copies at the first call {size(self.bytes_copied)}, of {copies} packed weights"
+        )
         for row in self.rows:
             lines.append(f"  {row.kind}  {row.name}: {row.weight}, {size(row.bytes)}")
             if row.reason:
-                lines.append(fill(row.reason, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8))
+                lines.append(
+                    fill(row.reason, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
+                )
         return "\n".join(lines)
 
 
@@ -96,30 +107,36 @@ def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None
     example_inputs  as its decode step takes them; they are not computed with
     config          options of the pass that will compile it
 
-    A parameter whose packing only changes the layout becomes a view of the packed weight: the same shape and values,
-    other strides, and its old memory is freed. Eager calls, state dicts, optimizers and other graphs go on with it, and
-    no memory is added; meanwhile at most one parameter is held twice. The rest is packed beside the parameters at the
-    first call, as without this function. From here on ``load_state_dict``, steps of ``torch.optim`` optimizers and
-    PEFT's ``merge`` end with the weights laid out anew in their memory, so that captured graphs stay right.
-    :func:`refresh` does it after other updates, :func:`release` undoes all of it. A second call changes nothing. Of a
-    model on the meta device, or of fake tensors, it is a plan.
+    A parameter whose packing only changes the layout becomes a view of the packed weight: the same
+    shape and values, other strides, and its old memory is freed. Eager calls, state dicts,
+    optimizers and other graphs go on with it, and no memory is added; meanwhile at most one
+    parameter is held twice. The rest is packed beside the parameters at the first call, as without
+    this function. From here on ``load_state_dict``, steps of ``torch.optim`` optimizers and PEFT's
+    ``merge`` end with the weights laid out anew in their memory, so that captured graphs stay
+    right. :func:`refresh` does it after other updates, :func:`release` undoes all of it. A second
+    call changes nothing. Of a model on the meta device, or of fake tensors, it is a plan.
 
     What torch.compile has compiled so far in this process is compiled again at its next call.
 
-    Raises ValueError for a model without an MLA prologue that can be fused, TypeError for anything but a module,
-    CaptureError where the model does not compile to one graph with these inputs. The model is then as it was.
+    Raises ValueError for a model without an MLA prologue that can be fused, TypeError for anything
+    but a module, CaptureError where the model does not compile to one graph with these inputs. The
+    model is then as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepack takes a torch.nn.Module, got a {type(model).__name__}")
     weights = _wanted(model, example_inputs, Config.given(config))
     gc.collect()  # the capture's tensors hold memory of the parameters
-    is_plan = any(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters())
+    is_plan = any(
+        parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters()
+    )
     before, ours = _bytes(model), _Parameters(model)
     rows, moved = list[PrepackedWeight](), list[int]()
     for weight in _with_progress(weights):
         kind, reason, is_moved = _settled(weight, ours, is_plan)
         held = weight.value.nbytes
-        rows.append(PrepackedWeight(" + ".join(weight.packed.names), weight.name, kind, held, reason))
+        rows.append(
+            PrepackedWeight(" + ".join(weight.packed.names), weight.name, kind, held, reason)
+        )
         if is_moved:
             moved.append(held)
     if not is_plan:
@@ -129,24 +146,34 @@ def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None
             pin(*owner)
         follow(model, {module for module, _ in owners})
     copied = sum(row.bytes for row in rows if row.kind != "view")
-    return Prepacked(tuple(rows), before, _bytes(model), max(moved, default=0), copied, len(moved), is_plan)
+    return Prepacked(
+        tuple(rows), before, _bytes(model), max(moved, default=0), copied, len(moved), is_plan
+    )
 
 
 def _with_progress(weights: Sequence[PackedWeight]) -> Iterable[PackedWeight]:
-    """With a bar on a terminal, where tqdm is installed and there are weights of several layers to wait for."""
+    """With a bar on a terminal, where tqdm is installed and there are weights of several layers to
+    wait for.
+    """
     if len(weights) < _MANY or not sys.stderr.isatty() or find_spec("tqdm") is None:
         return weights
-    bar: Iterable[PackedWeight] = import_module("tqdm").tqdm(weights, "prepack", unit="weight", file=sys.stderr)
+    bar: Iterable[PackedWeight] = import_module("tqdm").tqdm(
+        weights, "prepack", unit="weight", file=sys.stderr
+    )
     return bar
 
 
 def _wanted(model: nn.Module, inputs: tuple[Any, ...], config: Config) -> list[PackedWeight]:
-    """What would be packed, laid out as on an NPU. Raises ValueError where nothing would be fused."""
+    """What would be packed, laid out as on an NPU. Raises ValueError where nothing would be
+    fused.
+    """
     on_npu = any(parameter.device.type == "npu" for parameter in model.parameters())
     gm, examples = capture(model, *inputs, device="npu" if on_npu else "cpu", as_backend=True)
     report, found = packings(gm, replace(config, weights="shared"), examples)
     if not report.fused:
-        what = f"no MLA prologue of this {type(model).__name__} can be fused, so no weight is packed"
+        what = (
+            f"no MLA prologue of this {type(model).__name__} can be fused, so no weight is packed"
+        )
         raise ValueError(f"{what}. {_why(report)}")
     return [weight for weight in found if not any(map(is_symbolic, weight.value.shape))]
 
@@ -159,7 +186,9 @@ def _why(report: Report) -> str:
 
 
 class _Parameters:
-    """A model's parameters, by name: the module that holds each, and the other names that it has."""
+    """A model's parameters, by name: the module that holds each, and the other names that it
+    has.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._owners: dict[str, tuple[nn.Module, str]] = {}
@@ -177,7 +206,10 @@ class _Parameters:
         if like is None:
             return found
         parameter = found[0]._parameters[found[1]] if found is not None else None
-        same = parameter is not None and (parameter.shape, parameter.dtype) == (like.shape, like.dtype)
+        same = parameter is not None and (parameter.shape, parameter.dtype) == (
+            like.shape,
+            like.dtype,
+        )
         return found if same else None
 
     def why_left(self, name: str, owner: tuple[nn.Module, str] | None) -> str:

@@ -1,9 +1,10 @@
 """The one place where this project touches torchair's internals.
 
-Two packages inside torch_npu share one design: ``torchair`` (GE graphs) and ``npugraph_ex`` (captured ACL
-graphs). Both offer ``get_compiler(config)``: a function from an AOT graph to a compiled graph, which is
-where an FX graph can be changed before, and a callable wrapped after. What is read out of the compiled
-object is private and differs by mode; ``compile_graph`` turns it into one shape.
+Two packages inside torch_npu share one design: ``torchair`` (GE graphs) and ``npugraph_ex``
+(captured ACL graphs). Both offer ``get_compiler(config)``: a function from an AOT graph to a
+compiled graph, which is where an FX graph can be changed before, and a callable wrapped after. What
+is read out of the compiled object is private and differs by mode; ``compile_graph`` turns it into
+one shape.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Compiled:
 
 
 def package(mode: str = "ge") -> Any:
-    """The compiler module of a mode: torchair's, or npugraph_ex's where torch_npu has that package."""
+    """The compiler module of a mode: torchair's, or npugraph_ex's where torch_npu has that
+    package.
+    """
     _require()
     offline.activate()
     _patch_once()
@@ -57,9 +60,11 @@ def _require() -> None:
 
 @cache
 def _patch_once() -> None:
-    """Let torchair patch torch's dispatch before npugraph_ex does: the same patch, and only the latter asks first.
+    """Let torchair patch torch's dispatch before npugraph_ex does: the same patch, and only the
+    latter asks first.
 
-    Where npugraph_ex was used before, torchair's attempt would raise; it is spared what is done already.
+    Where npugraph_ex was used before, torchair's attempt would raise; it is spared what is done
+    already.
     """
     import_module("torchair")
     if DispatchKey.AutogradPrivateUse1 in torch.ops.aten.to.other.py_kernels:
@@ -85,37 +90,49 @@ def default_decompositions(mode: str = "ge") -> dict[Any, Any]:
 def backend(
     mode: str, config: Any, compiler: Callable[[GraphModule, list[Any]], Any]
 ) -> Callable[[GraphModule, list[Any]], Any]:
-    """torchair's own backend for torch.compile, with ``compiler`` in place of its graph compiler."""
+    """torchair's own backend for torch.compile, with ``compiler`` in place of its graph
+    compiler.
+    """
     module = package(mode)
     decompositions = module._get_merged_decompositions(config, {})
 
     def compile_dynamo_graph(gm: GraphModule, inputs: list[Any]) -> Any:
-        # torchair calls AOT autograd itself; DDP's splitter tells by this count whom it may ask for fake results.
+        # torchair calls AOT autograd itself; DDP's splitter tells by this count whom it may ask for
+        # fake results.
         torch._dynamo.utils.counters["aot_autograd"]["total"] += 1
         module._process_send_recv(gm, config)
-        return module._compile_graph_with_aot(gm, compiler, inputs, config, decompositions, is_cache=False)
+        return module._compile_graph_with_aot(
+            gm, compiler, inputs, config, decompositions, is_cache=False
+        )
 
     return compile_dynamo_graph
 
 
 def compile_graph(mode: str, config: Any, gm: GraphModule, inputs: list[Any]) -> Compiled:
-    """Run torchair's graph compiler on an AOT graph: its passes, its converters, its GE graph passes."""
+    """Run torchair's graph compiler on an AOT graph: its passes, its converters, its GE graph
+    passes.
+    """
     runner = package(mode).get_compiler(config)(gm, inputs).runner
     if mode != "ge":
         return Compiled(runner.fx_graph, None, "", runner)
     utils = import_module("torchair._ge_concrete_graph.utils")
-    return Compiled(runner.fx_graph, runner.graph._proto, str(utils.convert_to_pbtxt(runner.graph)), runner)
+    return Compiled(
+        runner.fx_graph, runner.graph._proto, str(utils.convert_to_pbtxt(runner.graph)), runner
+    )
 
 
 def refused_operators(gm: GraphModule) -> list[str]:
     """The operators of a graph that torchair cannot convert to GE, each once, in order.
 
-    torchair declares a converter for most of ATen, and many of them do nothing but raise NotImplementedError.
+    torchair declares a converter for most of ATen, and many of them do nothing but raise
+    NotImplementedError.
     """
     refused = dict.fromkeys(
         str(node.target)
         for node in gm.graph.nodes
-        if node.op == "call_function" and isinstance(node.target, OpOverload) and not has_converter(node.target)
+        if node.op == "call_function"
+        and isinstance(node.target, OpOverload)
+        and not has_converter(node.target)
     )
     return list(refused)
 

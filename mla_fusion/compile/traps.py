@@ -1,6 +1,8 @@
-"""Known traps on the way to a fused graph: those that can be seen from here, and those that need saying.
+"""Known traps on the way to a fused graph: those that can be seen from here, and those that need
+saying.
 
-Each is one line: what it is in this environment, and what to do. Facts from torchair's and torch_npu's sources.
+Each is one line: what it is in this environment, and what to do. Facts from torchair's and
+torch_npu's sources.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def survey(usable: bool) -> dict[str, str]:
             "give it mf.torchair_pass(config) itself"
         ),
         "streams": (
-            "a prologue whose nodes carry different stream labels is refused (stream.mixed), by torchair's own "
+            "a prologue whose nodes carry different stream labels is refused (stream.mixed), by "
+            "torchair's own "
             "patterns too; keep it on one stream"
         ),
         "caches in GE mode": (
@@ -36,15 +39,18 @@ def survey(usable: bool) -> dict[str, str]:
             "`mla-fusion inspect` on dynamo_optimized_* shows them"
         ),
         "caches in npugraph_ex mode": (
-            "re-inplace needs each cache to be a graph input itself, not a view, and two caches not to share storage"
+            "re-inplace needs each cache to be a graph input itself, not a view, and two caches "
+            "not to share storage"
         ),
-        "graph_dump type py": "written before GE's passes: copies that it shows may be gone; look at pbtxt instead",
+        "graph_dump type py": "written before GE's passes: copies that it shows may be gone; look "
+        "at pbtxt instead",
     }
     if torch_npu_installed() and cann_location() is None:
         found["import torch"] = _autoload()
     if importlib.util.find_spec("vllm_ascend") is not None:
         found["vllm-ascend"] = (
-            "vllm::mla_forward is opaque: no pass sees the prologue inside; its npugraph_ex mode never calls "
+            "vllm::mla_forward is opaque: no pass sees the prologue inside; its npugraph_ex mode "
+            "never calls "
             "pass managers"
         )
     return {**found, **(_of_torchair() if usable else {})}
@@ -54,15 +60,22 @@ def _runtime_epsilon() -> str:
     if specialises_floats():
         return "specialize_float is set: the norm's epsilon stays a constant"
     return (
-        "turns the norm's epsilon into a graph input: backend='mla_fusion' makes it a number again, a pass in another "
-        "backend cannot (norm.runtime_eps); there use mark_dynamic, or set torch._dynamo.config.specialize_float = True"
+        "turns the norm's epsilon into a graph input: backend='mla_fusion' makes it a number "
+        "again, a pass in another "
+        "backend cannot (norm.runtime_eps); there use mark_dynamic, or set "
+        "torch._dynamo.config.specialize_float = True"
     )
 
 
 def _autoload() -> str:
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        return "TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set, as it must be where torch_npu is and CANN is not"
-    return "fails here unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set or mla_fusion is imported first"
+        return (
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set, as it must be where torch_npu is and CANN is "
+            "not"
+        )
+    return (
+        "fails here unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set or mla_fusion is imported first"
+    )
 
 
 def _of_torchair() -> dict[str, str]:
@@ -71,7 +84,8 @@ def _of_torchair() -> dict[str, str]:
     patterns = _pattern_pass(bridge.compiler_config("ge"))
     if patterns is not None:
         found["pattern_fusion_pass"] = (
-            f"{'on' if patterns else 'off'} by default; off, it takes register_replacement patterns with it; "
+            f"{'on' if patterns else 'off'} by default; off, it takes register_replacement "
+            "patterns with it; "
             "mla_fusion is a pre pass and runs either way"
         )
     raw = getattr(torch.ops.npu, "npu_mla_prolog_v3", None)
@@ -79,8 +93,10 @@ def _of_torchair() -> dict[str, str]:
     returned = _returned(bridge.converter_of(raw.default)) if raw is not None else None
     if returned is not None and returned != promised:
         found["npu_mla_prolog_v3 in GE mode"] = (
-            f"this torch_npu's converter gives {returned} results for the {promised} of the schema: those after the "
-            "second are wrong; call npu_mla_prolog_v3_functional, or mla_fusion.converters.register(force=True)"
+            f"this torch_npu's converter gives {returned} results for the {promised} of the "
+            "schema: those after the "
+            "second are wrong; call npu_mla_prolog_v3_functional, or "
+            "mla_fusion.converters.register(force=True)"
         )
     return found
 
@@ -93,7 +109,9 @@ def _pattern_pass(config: Any) -> bool | None:
 def _returned(converter: Any) -> int | None:
     """How many results the converter's source returns; None where it cannot be read."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(converter, "__wrapped__", converter))))
+        tree = ast.parse(
+            textwrap.dedent(inspect.getsource(getattr(converter, "__wrapped__", converter)))
+        )
     except (OSError, TypeError, SyntaxError):
         return None
     tuples = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]

@@ -29,7 +29,9 @@ _TORCHAIR = {
 
 
 def configured(config: Config, options: Mapping[str, Any]) -> Config:
-    """``config`` with some of its fields set anew. Raises ValueError for names that are no fields."""
+    """``config`` with some of its fields set anew. Raises ValueError for names that are no
+    fields.
+    """
     known = [field.name for field in fields(Config)]
     unknown = [name for name in options if name not in known]
     if unknown:
@@ -55,7 +57,11 @@ def torchair_mode(mode: str | None, *, has_config: bool) -> str:
 def without_device(mode: str | None) -> None:
     """No mode changes how the graph is run on a CPU."""
     if mode is not None and mode != "default":
-        _say(mode, "has no effect: no tensor lies on an NPU, so the fused graph runs by the CPU reference kernel")
+        _say(
+            mode,
+            "has no effect: no tensor lies on an NPU, so the fused graph runs by the CPU "
+            "reference kernel",
+        )
 
 
 @cache

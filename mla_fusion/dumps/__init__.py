@@ -1,4 +1,5 @@
-"""Readers of the graph dumps that torchair, GE, Inductor and torch write. Need neither torchair nor protobuf.
+"""Readers of the graph dumps that torchair, GE, Inductor and torch write. Need neither torchair nor
+protobuf.
 
 A dump's format is told by its content: torchair gives the ending ``.txt`` to three different ones.
 """
@@ -10,7 +11,18 @@ from pathlib import Path
 from mla_fusion.dumps import dtypes, fx_text, ge_onnx, ge_python, ge_text
 from mla_fusion.dumps.model import FORMATS, Dump, DumpError, Edge, Operator, Value
 
-__all__ = ["FORMATS", "Dump", "DumpError", "Edge", "Operator", "Value", "dtypes", "fx_text", "read", "recognise"]
+__all__ = [
+    "FORMATS",
+    "Dump",
+    "DumpError",
+    "Edge",
+    "Operator",
+    "Value",
+    "dtypes",
+    "fx_text",
+    "read",
+    "recognise",
+]
 
 _HEAD = 1 << 16  # characters looked at to tell the format
 
@@ -33,7 +45,9 @@ def read(path: str | Path) -> Dump:
 
 
 def recognise(head: str) -> str:
-    """The key in FORMATS that the first characters of a file show. Raises DumpError for anything else."""
+    """The key in FORMATS that the first characters of a file show. Raises DumpError for anything
+    else.
+    """
     if fx_text.CLASS.search(head):
         return "fx"
     if "import ge_apis as ge" in head or "\nfrom torchair.ge" in head:

@@ -1,8 +1,9 @@
 """Limits the work that reading a dump may cause, whatever the dump says.
 
-A small listing can ask for sizes whose expressions double with each line. Each symbolic size is therefore weighed when
-torch first uses it, and each operator is counted. Units are counted, not seconds, so that the answer is the same on
-every machine. They are counted where torch works for a dump; elsewhere nothing is limited.
+A small listing can ask for sizes whose expressions double with each line. Each symbolic size is
+therefore weighed when torch first uses it, and each operator is counted. Units are counted, not
+seconds, so that the answer is the same on every machine. They are counted where torch works for a
+dump; elsewhere nothing is limited.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class TooCostly(BaseException):
 
 
 class Budget:
-    """What one dump has cost so far. ``line``: of the operator that is read, 0 while the pass looks at all."""
+    """What one dump has cost so far. ``line``: of the operator that is read, 0 while the pass looks
+    at all.
+    """
 
     def __init__(self, operators: int) -> None:
         self.line = 0
@@ -81,9 +84,11 @@ class Budget:
 
 
 def measured(size: Any) -> tuple[int, int]:
-    """Terms of an expression when it is multiplied out, and its degree; both stop a little above the limits.
+    """Terms of an expression when it is multiplied out, and its degree; both stop a little above
+    the limits.
 
-    What stands in a quotient, a remainder or a maximum counts twice, because sympy compares it with its neighbours.
+    What stands in a quotient, a remainder or a maximum counts twice, because sympy compares it with
+    its neighbours.
     """
     most = max(MOST_TERMS, MOST_DEGREE) + 1
     if isinstance(size, sympy.Integer) and abs(size) > _LARGEST:
@@ -94,7 +99,9 @@ def measured(size: Any) -> tuple[int, int]:
         (terms, degree), power = measured(size.args[0]), size.args[1]
         if not isinstance(power, sympy.Integer) or abs(power) > most:
             return most, most
-        return min(most, comb(terms + abs(int(power)) - 1, terms - 1)), min(most, degree * abs(int(power)))
+        return min(most, comb(terms + abs(int(power)) - 1, terms - 1)), min(
+            most, degree * abs(int(power))
+        )
     terms, degree = (1, 0) if isinstance(size, sympy.Mul) else (0, 0)
     for part in size.args:
         more, higher = measured(part)
@@ -120,7 +127,9 @@ def weigh(size: Any) -> Any:
 
 
 class Mode(FakeTensorMode):
-    """Counts the operators that torch calls, also those of which it makes another, and refuses long results."""
+    """Counts the operators that torch calls, also those of which it makes another, and refuses long
+    results.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         current = _CURRENT.get()
@@ -148,12 +157,16 @@ def called(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> Any:
         raise Refused(f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
-_REFUSE = {"builtins", "torch", "torch_npu", "sympy", "numpy", "mla_fusion"}  # packages whose errors are refusals
-_HIDDEN = re.compile(r'(?:^|with error ")(\w+)(?=:|$)')  # torch's C++ makes an error of its own of what Python raised
+# packages whose errors are refusals
+_REFUSE = {"builtins", "torch", "torch_npu", "sympy", "numpy", "mla_fusion"}
+# torch's C++ makes an error of its own of what Python raised
+_HIDDEN = re.compile(r'(?:^|with error ")(\w+)(?=:|$)')
 
 
 def end_if_interrupted(error: Exception) -> None:
-    """Raise what a signal handler raised, a time limit say: it only looks like an answer of the call that it met."""
+    """Raise what a signal handler raised, a time limit say: it only looks like an answer of the
+    call that it met.
+    """
     name = found[1] if (found := _HIDDEN.search(str(error))) else ""
     kind = vars(builtins).get(name)
     if isinstance(kind, type) and issubclass(kind, (KeyboardInterrupt, SystemExit, OSError)):
@@ -164,7 +177,9 @@ def end_if_interrupted(error: Exception) -> None:
 
 @contextmanager
 def limited(operators: int) -> Iterator[Budget]:
-    """Work for a dump of so many operators. Raises NotRebuilt where it costs too much. The outermost one counts."""
+    """Work for a dump of so many operators. Raises NotRebuilt where it costs too much. The
+    outermost one counts.
+    """
     outer = _CURRENT.get()
     if outer is not None:
         yield outer
@@ -183,9 +198,13 @@ def limited(operators: int) -> Iterator[Budget]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What torch logs in this thread when it refuses a call is dropped: the reader says so itself."""
+    """What torch logs in this thread when it refuses a call is dropped: the reader says so
+    itself.
+    """
     thread = threading.get_ident()
-    names = [name for name in list(logging.root.manager.loggerDict) if name.partition(".")[0] == "torch"]
+    names = [
+        name for name in list(logging.root.manager.loggerDict) if name.partition(".")[0] == "torch"
+    ]
     loggers = [logging.getLogger(name) for name in names]
 
     def drop(record: logging.LogRecord) -> bool:

@@ -1,7 +1,8 @@
 """FX listings: ``GraphModule.print_readable`` as torchair, Inductor and TORCH_LOGS write it.
 
-The text is Python with annotations such as ``"bf16[8, 1024][1024, 1]cpu"`` or ``"Sym(s0)"``; strides and device stand
-there only where the writer asked for them. Log prefixes before the class are skipped.
+The text is Python with annotations such as ``"bf16[8, 1024][1024, 1]cpu"`` or ``"Sym(s0)"``;
+strides and device stand there only where the writer asked for them. Log prefixes before the class
+are skipped.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from typing import Any
 from mla_fusion.dumps import dtypes, python_text
 from mla_fusion.dumps.model import Dim, DumpError, Edge, Operator, Value, dim
 
-METHOD = "Tensor."  # of the type of a call of a tensor's method; only graphs before AOT autograd have those
+# of the type of a call of a tensor's method; only graphs before AOT autograd have those
+METHOD = "Tensor."
 CLASS = re.compile(r"class (?P<name>[\w<>.$-]+)\(torch\.nn\.Module\):")
 _ANNOTATION = re.compile(
     r"^(?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:\[(?P<stride>[^\]]*)\])?(?P<device>[a-z]\w*(?::\d+)?)?$"
 )
 _SYMBOL = re.compile(r"^Sym\((?P<expr>.*)\)$")
 _BINARY: dict[type[ast.AST], str] = {
-    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.FloorDiv: "floordiv", ast.Div: "truediv", ast.Mod: "mod",
-    ast.Pow: "pow", ast.BitAnd: "and_", ast.BitOr: "or_", ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le",
+    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.FloorDiv: "floordiv", ast.Div: "truediv",
+    ast.Mod: "mod",
+    ast.Pow: "pow", ast.BitAnd: "and_", ast.BitOr: "or_", ast.Eq: "eq", ast.NotEq: "ne",
+    ast.Lt: "lt", ast.LtE: "le",
     ast.Gt: "gt", ast.GtE: "ge",
 }  # fmt: skip
 
@@ -41,20 +45,30 @@ def read(text: str) -> tuple[list[Operator], str]:
     except DumpError as error:  # lines of the cut-out listing, but those of the reader's own checks
         raise DumpError(error.message, error.line + start - 1, error.offset) from None
     if not reader.operators or reader.operators[-1].type != "output":
-        raise DumpError("the listing ends without a return: truncated", start + len(body.split("\n")) - 1, len(text))
+        raise DumpError(
+            "the listing ends without a return: truncated",
+            start + len(body.split("\n")) - 1,
+            len(text),
+        )
     return reader.operators, name
 
 
 def _listing(text: str) -> tuple[int, str, str]:
-    """(line, class name, text) of the first class, its indentation and what stands around it removed."""
+    """(line, class name, text) of the first class, its indentation and what stands around it
+    removed.
+    """
     found = CLASS.search(text)
     if found is None:
         raise DumpError("no class of an FX graph", 1)
     head = text.rfind("\n", 0, found.start()) + 1
     lines = text[found.end() :].split("\n")
-    # ``class <lambda>`` is no Python; the class may also stand behind a log prefix, its body then deeper or not.
+    # ``class <lambda>`` is no Python; the class may also stand behind a log prefix, its body then
+    # deeper or not.
     body = ["class Graph:" + lines[0], *lines[1:]]
-    end = next((i for i, line in enumerate(body) if i and line[:1] not in ("", " ", "\t", "#", ")", "\r")), len(body))
+    end = next(
+        (i for i, line in enumerate(body) if i and line[:1] not in ("", " ", "\t", "#", ")", "\r")),
+        len(body),
+    )
     return text.count("\n", 0, head) + 1, found["name"], "\n".join(body[:end])
 
 
@@ -110,9 +124,14 @@ class _Reader:
         return getattr(node, "lineno", 1) + self._start - 1
 
     def _output(self, statement: ast.Return) -> None:
-        found = python_text.value(statement.value, self._names) if statement.value is not None else None
+        found = (
+            python_text.value(statement.value, self._names) if statement.value is not None else None
+        )
         edges: list[Edge | None] = list(python_text.edges_in(found))
-        self._add(Operator("output", "output", edges, line=self._line(statement), call=((found,), {})), None)
+        self._add(
+            Operator("output", "output", edges, line=self._line(statement), call=((found,), {})),
+            None,
+        )
 
     def _assign(self, target: ast.expr, expression: ast.expr, annotation: ast.expr | None) -> None:
         if not isinstance(target, ast.Name):
@@ -121,17 +140,23 @@ class _Reader:
         edges: list[Edge | None] = list(python_text.edges_in([arguments, options]))
         attributes = _literals(arguments, options)
         line = self._line(target)
-        operator = Operator(target.id, kind, edges, [], attributes, line=line, call=(arguments, options))
+        operator = Operator(
+            target.id, kind, edges, [], attributes, line=line, call=(arguments, options)
+        )
         operator.source = self._source
         self._add(operator, annotation)
 
     def _setitem(self, target: ast.Subscript, expression: ast.expr) -> None:
-        """``cache[slots] = rows``, as dynamo's graphs write it; the line after it names the result."""
+        """``cache[slots] = rows``, as dynamo's graphs write it; the line after it names the
+        result.
+        """
         parts = (target.value, target.slice, expression)
         arguments = tuple(python_text.value(part, self._names) for part in parts)
         edges: list[Edge | None] = list(python_text.edges_in(list(arguments)))
         name = f"setitem at line {self._line(target)}"
-        self._add(Operator(name, "setitem", edges, line=self._line(target), call=(arguments, {})), None)
+        self._add(
+            Operator(name, "setitem", edges, line=self._line(target), call=(arguments, {})), None
+        )
 
     def _call(self, node: ast.expr) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
         value: Callable[[ast.AST], Any] = lambda item: python_text.value(item, self._names)  # noqa: E731
@@ -163,7 +188,11 @@ class _Reader:
     def _add(self, operator: Operator, annotation: ast.expr | None) -> None:
         if operator.name in self._names:
             raise DumpError(f"{operator.name!r} is defined twice", operator.line - self._start + 1)
-        text = annotation.value if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str) else ""
+        text = (
+            annotation.value
+            if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str)
+            else ""
+        )
         operator.outputs = [annotated(text)] if operator.type != "output" else []
         self._names[operator.name] = Edge(operator.name)
         self.operators.append(operator)
@@ -204,4 +233,7 @@ def _dims(text: str) -> tuple[Dim, ...]:
     return tuple(dim(part.strip()) for part in parts if part.strip())
 
 
-OPERATORS = {name: getattr(py, name) for name in _BINARY.values()} | {"neg": py.neg, "getitem": py.getitem}
+OPERATORS = {name: getattr(py, name) for name in _BINARY.values()} | {
+    "neg": py.neg,
+    "getitem": py.getitem,
+}

@@ -1,4 +1,6 @@
-"""What GE's fused operators mean: norms, rotations, quantisation, writes of both caches; see ``ge_operators``."""
+"""What GE's fused operators mean: norms, rotations, quantisation, writes of both caches; see
+``ge_operators``.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def torch_dtype(op: Operator, attribute: str, default: int | None = None) -> tor
 
 
 def _rms_norm(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    both = r.call(npu.npu_rms_norm.default, r.node(op, 0), r.node(op, 1), float(op.attributes["epsilon"]))
+    both = r.call(
+        npu.npu_rms_norm.default, r.node(op, 0), r.node(op, 1), float(op.attributes["epsilon"])
+    )
     return [r.call(getitem, both, index) for index in range(2)]
 
 
@@ -60,7 +64,11 @@ def _kv_rmsnorm_rope_cache(r: OperatorReader, op: Operator) -> Sequence[Any]:
     """GE returns the caches first, the functional operator of torch_npu last."""
     needed = [r.node(op, place) for place in range(7)]
     given = options(r, op, _KV_OPTIONS, 7)
-    given |= {name: op.attributes[name] for name in ("cache_mode", "is_output_kv") if name in op.attributes}
+    given |= {
+        name: op.attributes[name]
+        for name in ("cache_mode", "is_output_kv")
+        if name in op.attributes
+    }
     given["epsilon"] = float(op.attributes["epsilon"])
     found = r.call(npu.npu_kv_rmsnorm_rope_cache_v2_functional.default, *needed, **given)
     parts = [r.call(getitem, found, index) for index in (2, 3, 0, 1)]
@@ -76,8 +84,13 @@ def _dynamic_quant(r: OperatorReader, op: Operator) -> Sequence[Any]:
 
 
 def _dynamic_quant_v2(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    """Its symmetric form, one scale a token, is ``DynamicQuant``; the others have no counterpart in the pass."""
-    if not op.attributes.get("is_symmetrical") or op.attributes.get("quant_mode", "pertoken") != "pertoken":
+    """Its symmetric form, one scale a token, is ``DynamicQuant``; the others have no counterpart in
+    the pass.
+    """
+    if (
+        not op.attributes.get("is_symmetrical")
+        or op.attributes.get("quant_mode", "pertoken") != "pertoken"
+    ):
         return r.opaque(op)
     return [*_dynamic_quant(r, op), None]
 
@@ -90,7 +103,11 @@ def _quant_matmul(r: OperatorReader, op: Operator) -> Sequence[Any]:
             sides[place] = r.call(torch.ops.aten.transpose.int, sides[place], -2, -1)
     given = options(r, op, ("offset", "bias", "pertoken_scale"), 3)
     found = r.call(
-        npu.npu_quant_matmul.default, *sides, r.node(op, 2), **given, output_dtype=torch_dtype(op, "dtype")
+        npu.npu_quant_matmul.default,
+        *sides,
+        r.node(op, 2),
+        **given,
+        output_dtype=torch_dtype(op, "dtype"),
     )
     return [found]
 

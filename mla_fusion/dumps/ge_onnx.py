@@ -1,8 +1,9 @@
-"""GE's own ``ge_onnx_*.pbtxt``: an ONNX ModelProto as protobuf text, its operators named ``ge:MatMulV2``.
+"""GE's own ``ge_onnx_*.pbtxt``: an ONNX ModelProto as protobuf text, its operators named
+``ge:MatMulV2``.
 
-What GE keeps in an operator's description becomes ONNX attributes: ``output_desc_shape:0`` and so on. Bools are ints
-there; what has the default value of its field is left out. With DUMP_GE_GRAPH=1 strings and constants' data are
-included, otherwise not.
+What GE keeps in an operator's description becomes ONNX attributes: ``output_desc_shape:0`` and so
+on. Bools are ints there; what has the default value of its field is left out. With DUMP_GE_GRAPH=1
+strings and constants' data are included, otherwise not.
 """
 
 from __future__ import annotations
@@ -23,16 +24,26 @@ _DESCRIBED = ("dtype", "shape", "layout", "device_type")
 # Bookkeeping that says nothing which the edges and descriptions do not.
 _LEFT_OUT = frozenset(
     """
-    id stream_id input_name src_name src_index dst_name dst_index input_i output_i workspace workspace_bytes
-    is_input_const input_desc_nums output_desc_nums send_event_id_list recv_event_id_list
+    id stream_id input_name src_name src_index dst_name dst_index input_i output_i workspace
+    workspace_bytes is_input_const input_desc_nums output_desc_nums send_event_id_list
+    recv_event_id_list
     """.split()
 )
-_FIELD = {"FLOAT": "f", "INT": "i", "STRING": "s", "FLOATS": "floats", "INTS": "ints", "STRINGS": "strings"}
+_FIELD = {
+    "FLOAT": "f",
+    "INT": "i",
+    "STRING": "s",
+    "FLOATS": "floats",
+    "INTS": "ints",
+    "STRINGS": "strings",
+}
 _DEFAULT: dict[str, Any] = {"f": 0.0, "i": 0, "s": ""}
 
 
 def read(lines: Iterable[str]) -> tuple[list[Operator], str]:
-    """The operators of the graph, those of its subgraphs under the subgraph's name, and the graph's name."""
+    """The operators of the graph, those of its subgraphs under the subgraph's name, and the graph's
+    name.
+    """
     operators: list[Operator] = []
     graph = ""
     for name, value, line in prototext.top_messages(lines, inside="graph"):
@@ -68,7 +79,8 @@ def _operator(message: Message, line: int, kind: str, under: str) -> Operator:
     attributes: dict[str, Any] = {}
     for item in every(message, "attribute"):
         name = str(first(item, "name", ""))
-        if name.startswith("input_desc_") or name in _LEFT_OUT:  # inputs are what their producers' outputs are
+        # inputs are what their producers' outputs are
+        if name.startswith("input_desc_") or name in _LEFT_OUT:
             continue
         found = _DESCRIPTION.match(name)
         if found is None:
@@ -82,13 +94,17 @@ def _operator(message: Message, line: int, kind: str, under: str) -> Operator:
         prefer_readable(attributes)
     edges = [edge(under + text if text else "") for text in map(str, every(message, "input"))]
     roles = _roles(names, places, len(edges))
-    return Operator(under + str(first(message, "name")), kind, edges, outputs, attributes, roles, [], line)
+    return Operator(
+        under + str(first(message, "name")), kind, edges, outputs, attributes, roles, [], line
+    )
 
 
 def _value_of(attribute: Message) -> Any:
     """Protobuf leaves fields of default value out; ``type`` says which field it would be."""
     field = _FIELD.get(str(first(attribute, "type", "")), "")
-    return first(attribute, field, _DEFAULT[field]) if field in _DEFAULT else every(attribute, field)
+    return (
+        first(attribute, field, _DEFAULT[field]) if field in _DEFAULT else every(attribute, field)
+    )
 
 
 def _value(description: dict[str, Any], kind: str) -> Value:

@@ -1,4 +1,5 @@
-"""What GE operators mean in ATen. Each function is named in the table below it and gets its operator's results.
+"""What GE operators mean in ATen. Each function is named in the table below it and gets its
+operator's results.
 
 Arguments stand in the order of GE's own operator definitions, which torchair keeps.
 """
@@ -20,11 +21,14 @@ aten, npu = torch.ops.aten, torch.ops.npu
 Convert = Callable[[OperatorReader, Operator], Sequence[Any]]
 _END = 2**31 - 1
 _AXES = 64  # torch's own limit
-_LONGEST = 1 << 20  # numbers of a constant that is joined here; a dump can double one with every line
+# numbers of a constant that is joined here; a dump can double one with every line
+_LONGEST = 1 << 20
 
 
 def convert(r: OperatorReader, operator: Operator) -> Sequence[Any]:
-    """The operator's results, None for an unknown one. Raises Unmapped, or LookupError for an unknown argument."""
+    """The operator's results, None for an unknown one. Raises Unmapped, or LookupError for an
+    unknown argument.
+    """
     converter = _TABLE.get(operator.type)
     return r.opaque(operator) if converter is None else converter(r, operator)
 
@@ -98,7 +102,9 @@ def _complex(r: OperatorReader, op: Operator) -> Sequence[Any]:
 
 def _part(index: int) -> Convert:
     """Real or imaginary part."""
-    return lambda r, op: [r.call(aten.select.int, r.call(aten.view_as_real.default, r.node(op, 0)), -1, index)]
+    return lambda r, op: [
+        r.call(aten.select.int, r.call(aten.view_as_real.default, r.node(op, 0)), -1, index)
+    ]
 
 
 # -- reductions and products
@@ -106,7 +112,11 @@ def _part(index: int) -> Convert:
 
 def _reduce(target: Any) -> Convert:
     def converter(r: OperatorReader, op: Operator) -> Sequence[Any]:
-        return [r.call(target, r.node(op, 0), r.numbers(op, 1), bool(op.attributes.get("keep_dims", False)))]
+        return [
+            r.call(
+                target, r.node(op, 0), r.numbers(op, 1), bool(op.attributes.get("keep_dims", False))
+            )
+        ]
 
     return converter
 
@@ -115,7 +125,11 @@ def _norm(r: OperatorReader, op: Operator) -> Sequence[Any]:
     axes, keep = list(op.attributes["axes"]), bool(op.attributes.get("keepdim", False))
     if op.attributes.get("epsilon"):
         raise Unmapped
-    return [r.call(aten.linalg_vector_norm.default, r.node(op, 0), op.attributes.get("p", 2.0), axes, keep)]
+    return [
+        r.call(
+            aten.linalg_vector_norm.default, r.node(op, 0), op.attributes.get("p", 2.0), axes, keep
+        )
+    ]
 
 
 def _matmul(first: str, second: str) -> Convert:
@@ -137,7 +151,11 @@ def _matmul(first: str, second: str) -> Convert:
 def _transposed_matmul(r: OperatorReader, op: Operator) -> Sequence[Any]:
     if r.has(op, 2) or r.has(op, 3):
         raise Unmapped
-    orders = {name: list(op.attributes[name]) for name in ("perm_x1", "perm_x2", "perm_y") if op.attributes.get(name)}
+    orders = {
+        name: list(op.attributes[name])
+        for name in ("perm_x1", "perm_x2", "perm_y")
+        if op.attributes.get(name)
+    }
     split = int(op.attributes.get("batch_split_factor", 1))
     call = npu.npu_transpose_batchmatmul.default
     return [r.call(call, r.node(op, 0), r.node(op, 1), **orders, batch_split_factor=split)]
@@ -156,7 +174,9 @@ def _alias(r: OperatorReader, op: Operator) -> Sequence[Any]:
 
 
 def _move(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    """A copy that torchair makes so that a write does not reach the original: FX has no such writes."""
+    """A copy that torchair makes so that a write does not reach the original: FX has no such
+    writes.
+    """
     source = r.node(op, 0)
     if source in r.rows:
         r.copied.add(r.rows[source].placeholder)
@@ -166,7 +186,11 @@ def _move(r: OperatorReader, op: Operator) -> Sequence[Any]:
 def _reshape(r: OperatorReader, op: Operator) -> Sequence[Any]:
     source, sizes = r.argument(op, 0), r.numbers(op, 1)
     if isinstance(source, Constant):
-        return [Constant(source.numbers, tuple(sizes), source.dtype)] if all(size >= 0 for size in sizes) else [source]
+        return (
+            [Constant(source.numbers, tuple(sizes), source.dtype)]
+            if all(size >= 0 for size in sizes)
+            else [source]
+        )
     symbolic = [place for place, size in enumerate(sizes) if not isinstance(size, int)]
     if len(symbolic) > 1 or (symbolic and -1 in sizes):
         raise Unmapped
@@ -198,7 +222,10 @@ def _squeeze(r: OperatorReader, op: Operator) -> Sequence[Any]:
 def _parts(r: OperatorReader, source: Node, sizes: list[Any], axis: int) -> Sequence[Any]:
     if -1 in sizes:
         whole = source.meta["val"].shape[axis]
-        sizes = [whole - sum(other for other in sizes if other != -1) if size == -1 else size for size in sizes]
+        sizes = [
+            whole - sum(other for other in sizes if other != -1) if size == -1 else size
+            for size in sizes
+        ]
     split = r.call(aten.split_with_sizes.default, source, sizes, axis)
     return [r.call(getitem, split, index) for index in range(len(sizes))]
 
@@ -220,7 +247,9 @@ def _concat(r: OperatorReader, op: Operator) -> Sequence[Any]:
     axis = r.number(op, count) if axis is None else axis
     found = [r.argument(op, place) for place in range(count)]
     if all(isinstance(item, Constant) for item in found):
-        numbers = [number for item in found if isinstance(item, Constant) for number in item.numbers]
+        numbers = [
+            number for item in found if isinstance(item, Constant) for number in item.numbers
+        ]
         if len(numbers) > _LONGEST:
             raise Unmapped
         return [Constant(tuple(numbers), (len(numbers),), found[0].dtype)]  # type: ignore[union-attr]
@@ -232,7 +261,11 @@ def _pack(r: OperatorReader, op: Operator) -> Sequence[Any]:
     if all(isinstance(item, Constant) and item.shape == () for item in found):
         numbers = tuple(item.numbers[0] for item in found if isinstance(item, Constant))
         return [Constant(numbers, (len(numbers),), found[0].dtype)]  # type: ignore[union-attr]
-    return [r.call(aten.stack.default, [r.as_node(item) for item in found], op.attributes.get("axis", 0))]
+    return [
+        r.call(
+            aten.stack.default, [r.as_node(item) for item in found], op.attributes.get("axis", 0)
+        )
+    ]
 
 
 def _unpack(r: OperatorReader, op: Operator) -> Sequence[Any]:
@@ -253,16 +286,22 @@ def _strided_slice(r: OperatorReader, op: Operator) -> Sequence[Any]:
 
 
 def _strided_slice_v1(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    """TensorFlow's: bit i of a mask says that the i-th begin or end does not count, or that its axis is dropped."""
+    """TensorFlow's: bit i of a mask says that the i-th begin or end does not count, or that its
+    axis is dropped.
+    """
     if op.attributes.get("ellipsis_mask") or op.attributes.get("new_axis_mask"):
         raise Unmapped
     begins, ends, steps = (r.numbers(op, place) for place in (1, 2, 3))
-    masks = {name: int(op.attributes.get(f"{name}_mask", 0)) for name in ("begin", "end", "shrink_axis")}
+    masks = {
+        name: int(op.attributes.get(f"{name}_mask", 0)) for name in ("begin", "end", "shrink_axis")
+    }
     found = r.node(op, 0)
     dropped = [axis for axis in range(len(begins)) if masks["shrink_axis"] >> axis & 1]
     for axis, (begin, end, step) in enumerate(zip(begins, ends, steps, strict=True)):
         begin = 0 if masks["begin"] >> axis & 1 else begin
-        end = 2**63 - 1 if masks["end"] >> axis & 1 or (isinstance(end, int) and end >= _END) else end
+        end = (
+            2**63 - 1 if masks["end"] >> axis & 1 or (isinstance(end, int) and end >= _END) else end
+        )
         if axis not in dropped and (begin, end, step) != (0, 2**63 - 1, 1):
             found = r.view(aten.slice.Tensor, found, axis, begin, end, step)
     for axis in reversed(dropped):
@@ -271,7 +310,11 @@ def _strided_slice_v1(r: OperatorReader, op: Operator) -> Sequence[Any]:
 
 
 def _repeat_interleave(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    return [r.call(aten.repeat_interleave.self_int, r.node(op, 0), r.number(op, 1), op.attributes["axis"])]
+    return [
+        r.call(
+            aten.repeat_interleave.self_int, r.node(op, 0), r.number(op, 1), op.attributes["axis"]
+        )
+    ]
 
 
 def _tile(r: OperatorReader, op: Operator) -> Sequence[Any]:
@@ -301,7 +344,9 @@ def _range(r: OperatorReader, op: Operator) -> Sequence[Any]:
     start, stop, step = (r.number(op, place) for place in range(3))
     first = r.argument(op, 0)
     dtype = names.dtype(first.dtype) if isinstance(first, Constant) else None
-    return [r.call(aten.arange.start_step, start, stop, step, dtype=dtype, device=torch.device("cpu"))]
+    return [
+        r.call(aten.arange.start_step, start, stop, step, dtype=dtype, device=torch.device("cpu"))
+    ]
 
 
 def _fill(r: OperatorReader, op: Operator) -> Sequence[Any]:
@@ -309,7 +354,15 @@ def _fill(r: OperatorReader, op: Operator) -> Sequence[Any]:
     dtype = names.dtype(value.dtype) if isinstance(value, Constant) else None
     if dtype is None:
         raise Unmapped
-    return [r.call(aten.full.default, r.numbers(op, 0), r.number(op, 1), dtype=dtype, device=torch.device("cpu"))]
+    return [
+        r.call(
+            aten.full.default,
+            r.numbers(op, 0),
+            r.number(op, 1),
+            dtype=dtype,
+            device=torch.device("cpu"),
+        )
+    ]
 
 
 def _gather(r: OperatorReader, op: Operator) -> Sequence[Any]:
@@ -388,21 +441,32 @@ def _scatter_update(r: OperatorReader, op: Operator) -> Sequence[Any]:
 def _index_add(r: OperatorReader, op: Operator) -> Sequence[Any]:
     var, index, updates = (r.node(op, place) for place in range(3))
     alpha = r.number(op, 3) if r.has(op, 3) else 1
-    return [r.write(var, r.call(aten.index_add.default, var, op.attributes["axis"], index, updates, alpha=alpha))]
+    return [
+        r.write(
+            var,
+            r.call(aten.index_add.default, var, op.attributes["axis"], index, updates, alpha=alpha),
+        )
+    ]
 
 
 def _row_indices(r: OperatorReader, op: Operator, var: Node) -> list[Node]:
     """The index tensors whose stack, ``[rows, count]``, the operator takes.
 
-    ``index_put`` counts negative indices from the end and GE does not, so converters bring them into range with
-    FloorMod; together that is index_put's own reading of the index below.
+    ``index_put`` counts negative indices from the end and GE does not, so converters bring them
+    into range with FloorMod; together that is index_put's own reading of the index below.
     """
     edge = op.inputs[1]
     stacked = r.dump.producer(edge) if edge is not None else op
-    if stacked.type in ("Unsqueeze", "Reshape", "ExpandDims") and r.node(op, 1).meta["val"].shape[-1] == 1:
+    if (
+        stacked.type in ("Unsqueeze", "Reshape", "ExpandDims")
+        and r.node(op, 1).meta["val"].shape[-1] == 1
+    ):
         return [_unwrapped(r, stacked, 0, var.meta["val"].shape[0])]
     if stacked.type == "Pack":
-        return [_unwrapped(r, stacked, place, var.meta["val"].shape[place]) for place in range(len(stacked.inputs))]
+        return [
+            _unwrapped(r, stacked, place, var.meta["val"].shape[place])
+            for place in range(len(stacked.inputs))
+        ]
     found = r.node(op, 1)
     columns = found.meta["val"].shape[-1]
     if int(columns) > _AXES:
@@ -430,11 +494,15 @@ def _assign(r: OperatorReader, op: Operator) -> Sequence[Any]:
 
 
 _TABLE: dict[str, Convert] = {
-    "Abs": _unary(aten.abs.default), "Neg": _unary(aten.neg.default), "Exp": _unary(aten.exp.default),
-    "Sqrt": _unary(aten.sqrt.default), "Rsqrt": _unary(aten.rsqrt.default), "Sin": _unary(aten.sin.default),
-    "Cos": _unary(aten.cos.default), "Reciprocal": _unary(aten.reciprocal.default), "Tanh": _unary(aten.tanh.default),
+    "Abs": _unary(aten.abs.default), "Neg": _unary(aten.neg.default),
+    "Exp": _unary(aten.exp.default),
+    "Sqrt": _unary(aten.sqrt.default), "Rsqrt": _unary(aten.rsqrt.default),
+    "Sin": _unary(aten.sin.default),
+    "Cos": _unary(aten.cos.default), "Reciprocal": _unary(aten.reciprocal.default),
+    "Tanh": _unary(aten.tanh.default),
     "Square": lambda r, op: [r.call(aten.pow.Tensor_Scalar, r.node(op, 0), 2)],
-    "Sigmoid": _unary(aten.sigmoid.default), "Relu": _unary(aten.relu.default), "Silu": _unary(aten.silu.default),
+    "Sigmoid": _unary(aten.sigmoid.default), "Relu": _unary(aten.relu.default),
+    "Silu": _unary(aten.silu.default),
     "ZerosLike": _unary(aten.zeros_like.default), "OnesLike": _unary(aten.ones_like.default),
     "Add": _binary(aten.add.Tensor, True), "AddV2": _binary(aten.add.Tensor, True),
     "Sub": _binary(aten.sub.Tensor, False), "Mul": _binary(aten.mul.Tensor, True),
@@ -443,17 +511,25 @@ _TABLE: dict[str, Convert] = {
     "Minimum": _extreme(aten.minimum.default), "Pow": _pow, "Cast": _cast,
     "ReduceMean": _reduce(aten.mean.dim), "ReduceSum": _reduce(aten.sum.dim_IntList),
     "ReduceMax": _reduce(aten.amax.default), "SoftmaxV2": _softmax,
-    "MatMul": _matmul("transpose_x1", "transpose_x2"), "MatMulV2": _matmul("transpose_x1", "transpose_x2"),
+    "MatMul": _matmul("transpose_x1", "transpose_x2"),
+    "MatMulV2": _matmul("transpose_x1", "transpose_x2"),
     "MatMulV3": _matmul("transpose_x1", "transpose_x2"), "BatchMatMul": _matmul("adj_x1", "adj_x2"),
     "BatchMatMulV2": _matmul("adj_x1", "adj_x2"), "TransposeBatchMatMul": _transposed_matmul,
-    "Identity": _alias, "TensorMove": _move, "Reshape": _reshape, "Transpose": _transpose, "TransposeD": _transpose,
-    "Unsqueeze": _unsqueeze, "ExpandDims": _expand_dims, "Squeeze": _squeeze, "SplitV": _split_v, "Split": _split,
-    "ConcatV2": _concat, "ConcatD": _concat, "Pack": _pack, "Unpack": _unpack, "StridedSliceV2": _strided_slice,
-    "BroadcastTo": _broadcast, "Const": _const, "Constant": _const, "Shape": _shape, "Gather": _gather,
+    "Identity": _alias, "TensorMove": _move, "Reshape": _reshape, "Transpose": _transpose,
+    "TransposeD": _transpose,
+    "Unsqueeze": _unsqueeze, "ExpandDims": _expand_dims, "Squeeze": _squeeze, "SplitV": _split_v,
+    "Split": _split,
+    "ConcatV2": _concat, "ConcatD": _concat, "Pack": _pack, "Unpack": _unpack,
+    "StridedSliceV2": _strided_slice,
+    "BroadcastTo": _broadcast, "Const": _const, "Constant": _const, "Shape": _shape,
+    "Gather": _gather,
     "GatherV2": _gather, "IndexByTensor": _index, "ScatterNdUpdate": _scatter, "Assign": _assign,
-    "Round": _unary(aten.round.default), "ClipByValueV2": _clip, "FloorDiv": _floor_divide, "Muls": _by_number,
+    "Round": _unary(aten.round.default), "ClipByValueV2": _clip, "FloorDiv": _floor_divide,
+    "Muls": _by_number,
     "Adds": _by_number, "LpNormV2": _norm, "RepeatInterleave": _repeat_interleave, "Tile": _tile,
-    "StridedSlice": _strided_slice_v1, "Range": _range, "Fill": _fill, "ScatterElements": _scatter_elements,
-    "ScatterUpdate": _scatter_update, "InplaceIndexAdd": _index_add, "Complex": _complex, "Real": _part(0),
+    "StridedSlice": _strided_slice_v1, "Range": _range, "Fill": _fill,
+    "ScatterElements": _scatter_elements,
+    "ScatterUpdate": _scatter_update, "InplaceIndexAdd": _index_add, "Complex": _complex,
+    "Real": _part(0),
     "Imag": _part(1), **ge_fused_operators.TABLE,
 }  # fmt: skip

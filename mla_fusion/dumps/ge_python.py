@@ -1,8 +1,10 @@
-"""The Python that torchair generates beside a GE graph (``graph_dump.type = "py"``): one call per operator.
+"""The Python that torchair generates beside a GE graph (``graph_dump.type = "py"``): one call per
+operator.
 
-torchair writes a line as it converts a node and never again, so this form shows the graph before GE's passes: copies
-that the optimised graph has lost still stand in it. Shapes stand on Data alone. Literals among the inputs are the
-constants that torchair makes of them, and become Const operators here too.
+torchair writes a line as it converts a node and never again, so this form shows the graph before
+GE's passes: copies that the optimised graph has lost still stand in it. Shapes stand on Data alone.
+Literals among the inputs are the constants that torchair makes of them, and become Const operators
+here too.
 """
 
 from __future__ import annotations
@@ -14,9 +16,21 @@ from typing import Any
 from mla_fusion.dumps import dtypes, ge_text, python_text
 from mla_fusion.dumps.model import Dim, DumpError, Edge, Operator, Value
 
-_FRAME = re.compile(r'# File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\s+(?P<code>.*)$')
+_FRAME = re.compile(
+    r'# File "(?P<file>[^"]+)", line (?P<line>\d+), in '
+    r"(?P<function>\S+)\s+(?P<code>.*)$"
+)
 _ANNOTATED = re.compile(r"\b(\w+): torch\.\w+\[([^\]\n]{0,1000})\]")
-_LIST_INPUTS = {"Pack", "ConcatV2", "ConcatD", "NetOutput", "IndexByTensor", "AddN", "IdentityN", "Stack"}
+_LIST_INPUTS = {
+    "Pack",
+    "ConcatV2",
+    "ConcatD",
+    "NetOutput",
+    "IndexByTensor",
+    "AddN",
+    "IdentityN",
+    "Stack",
+}
 
 
 def read(text: str) -> tuple[list[Operator], str]:
@@ -34,7 +48,9 @@ def _sources(text: str) -> list[tuple[int, str]]:
         frame = _FRAME.match(line) if line.startswith("# File") else None
         if frame is not None:
             code = frame["code"].rstrip().rstrip("^").rstrip()
-            found.append((number, f"{frame['file']}:{frame['line']} in {frame['function']}: {code}"))
+            found.append(
+                (number, f"{frame['file']}:{frame['line']} in {frame['function']}: {code}")
+            )
     return found
 
 
@@ -58,7 +74,11 @@ class _Reader:
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             return
         good = isinstance(statement, ast.Assign) and len(statement.targets) == 1
-        if not good or not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
+        if (
+            not good
+            or not isinstance(statement, ast.Assign)
+            or not isinstance(statement.value, ast.Call)
+        ):
             raise DumpError("a line that calls no GE operator", statement.lineno)
         while self._sources and self._sources[0][0] < statement.lineno:
             self._source = self._sources.pop(0)[1]
@@ -86,7 +106,9 @@ class _Reader:
         inputs: list[Edge | None] = []
         for item in call.args:
             found = self._value(item)
-            many = isinstance(found, list) and (kind in _LIST_INPUTS or any(isinstance(one, Edge) for one in found))
+            many = isinstance(found, list) and (
+                kind in _LIST_INPUTS or any(isinstance(one, Edge) for one in found)
+            )
             for one in found if many else [found]:
                 inputs.append(self._edge(one, call.lineno))
         for name in [name for name, found in given.items() if isinstance(found, Edge)]:

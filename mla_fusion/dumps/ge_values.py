@@ -1,4 +1,6 @@
-"""What a GE tensor can be while its graph is rebuilt, and what the functions that rebuild operators work with."""
+"""What a GE tensor can be while its graph is rebuilt, and what the functions that rebuild operators
+work with.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Unmapped(Exception):
 
 
 class OperatorReader:
-    """What the functions of ``ge_operators`` work with: arguments of the operator at hand, and ``call``."""
+    """What the functions of ``ge_operators`` work with: arguments of the operator at hand, and
+    ``call``.
+    """
 
     def __init__(self, dump: Dump) -> None:
         self.dump = dump
@@ -85,7 +89,9 @@ class OperatorReader:
         if dtype is None or not all(isinstance(number, (int, float)) for number in found.numbers):
             raise Unmapped
         name = f"constant_{sum(1 for _ in self.root.buffers())}"
-        self.root.register_buffer(name, torch.tensor(found.numbers, dtype=dtype).reshape(found.shape))
+        self.root.register_buffer(
+            name, torch.tensor(found.numbers, dtype=dtype).reshape(found.shape)
+        )
         node = self.graph.get_attr(name)
         node.meta["val"] = self.tensors.of(Value(found.dtype, found.shape))
         return node
@@ -109,7 +115,9 @@ class OperatorReader:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call of the graph. Raises Unmapped where torch refuses it."""
         value = self._value(target, args, kwargs)
-        node = self.graph.create_node("call_function", target, args, kwargs, name=self._name or None)
+        node = self.graph.create_node(
+            "call_function", target, args, kwargs, name=self._name or None
+        )
         node.meta["val"] = value
         if self._source:
             node.meta["stack_trace"] = self._source
@@ -119,7 +127,11 @@ class OperatorReader:
         """What torch says of the result. Layers ask the same again and again."""
         values, options = torch.fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
         leaves = tree_leaves((values, options))
-        key = (target, tuple(_described(leaf) for leaf in leaves), str(tree_structure((values, options))))
+        key = (
+            target,
+            tuple(_described(leaf) for leaf in leaves),
+            str(tree_structure((values, options))),
+        )
         if key not in self._known:
             if not names.bounded(target, values, options):
                 raise Unmapped(f"{target} would have too many parts, or an argument of no sense")
@@ -130,14 +142,18 @@ class OperatorReader:
         return self._known[key]
 
     def view(self, target: Any, source: Node, *args: Any) -> Node:
-        """A call that re-indexes ``source``; what is known of the source's rows holds of the result."""
+        """A call that re-indexes ``source``; what is known of the source's rows holds of the
+        result.
+        """
         node = self.call(target, source, *args)
         if source in self.rows:
             self.rows[node] = self.rows[source]
         return node
 
     def write(self, var: Node, result: Node) -> Node:
-        """``result`` is what ``var`` holds after a write; where that is an input itself, the input is written."""
+        """``result`` is what ``var`` holds after a write; where that is an input itself, the input
+        is written.
+        """
         rows = self.rows.get(var)
         if rows is not None:
             self.rows[result] = Rows(rows.placeholder, True)
@@ -147,7 +163,11 @@ class OperatorReader:
 
     def opaque(self, operator: Operator) -> list[Result]:
         """An operator that stays a black box, its results as the dump describes them."""
-        inputs = [self.results.get((edge.producer, edge.index)) for edge in operator.inputs if edge is not None]
+        inputs = [
+            self.results.get((edge.producer, edge.index))
+            for edge in operator.inputs
+            if edge is not None
+        ]
         nodes = tuple(found for found in inputs if isinstance(found, Node))
         values = [self.tensors.of(value) for value in operator.outputs]
         if not nodes or all(value is None for value in values):
@@ -166,7 +186,9 @@ class OperatorReader:
 
 
 def _described(leaf: Any) -> object:
-    """Equal for arguments that give equal results: shape, stride and dtype of a tensor, a literal with its type."""
+    """Equal for arguments that give equal results: shape, stride and dtype of a tensor, a literal
+    with its type.
+    """
     if isinstance(leaf, torch.Tensor):
         return str(tuple(leaf.shape)), str(leaf.stride()), leaf.dtype
     return type(leaf), str(leaf)

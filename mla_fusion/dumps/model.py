@@ -1,4 +1,6 @@
-"""The one form that every dump is read into: operators, the values between them, and where they stand in the file."""
+"""The one form that every dump is read into: operators, the values between them, and where they
+stand in the file.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,28 @@ _BITS = {"int4": 4, "uint1": 1, "bool": 8}
 
 
 class DumpError(ValueError):
-    """A file that is no dump, or a damaged one. ``line`` counts from 1, ``offset`` is in characters from the start."""
+    """A file that is no dump, or a damaged one. ``line`` counts from 1, ``offset`` is in characters
+    from the start.
+    """
 
-    def __init__(self, message: str, line: int = 0, offset: int = 0, path: Path | None = None) -> None:
+    def __init__(
+        self, message: str, line: int = 0, offset: int = 0, path: Path | None = None
+    ) -> None:
         self.message, self.line, self.offset, self.path = message, line, offset, path
         super().__init__(f"{path or 'dump'}:{line}: {message} (offset {offset})")
 
 
 class NotRebuilt(ValueError):
-    """A dump that does not hold what a graph needs, or is too costly; the message says what is missing."""
+    """A dump that does not hold what a graph needs, or is too costly; the message says what is
+    missing.
+    """
 
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor as far as the dump tells: torch's name of the dtype, "" for none; shape and strides may be None."""
+    """One tensor as far as the dump tells: torch's name of the dtype, "" for none; shape and
+    strides may be None.
+    """
 
     dtype: str = ""
     shape: tuple[Dim, ...] | None = None
@@ -59,7 +69,9 @@ class Value:
     def dynamic(self) -> tuple[int, ...]:
         """Places of the dynamic dimensions."""
         shape = self.shape or ()
-        return tuple(place for place, dim in enumerate(shape) if not isinstance(dim, int) or dim < 0)
+        return tuple(
+            place for place, dim in enumerate(shape) if not isinstance(dim, int) or dim < 0
+        )
 
     def __str__(self) -> str:
         shape = "[?]" if self.shape is None else f"[{', '.join(str(dim) for dim in self.shape)}]"
@@ -69,7 +81,9 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The ``index``-th result of the operator named ``producer``; index -1 is an order without data."""
+    """The ``index``-th result of the operator named ``producer``; index -1 is an order without
+    data.
+    """
 
     producer: str
     index: int = 0
@@ -100,11 +114,17 @@ class Operator:
 
     @property
     def stack_trace(self) -> str:
-        """``source`` in the words of Python's tracebacks, as nodes of a graph carry it; "" where there is none."""
+        """``source`` in the words of Python's tracebacks, as nodes of a graph carry it; "" where
+        there is none.
+        """
         where, _, rest = self.source.partition(" in ")
         file, _, line = where.rpartition(":")
         function, _, code = rest.partition(": ")
-        return f'File "{file}", line {line}, in {function}\n    {code}' if file and line.isdigit() else ""
+        return (
+            f'File "{file}", line {line}, in {function}\n    {code}'
+            if file and line.isdigit()
+            else ""
+        )
 
     def input(self, place: int) -> Edge | None:
         """What it reads at a place; None where the dump gives it nothing there."""
@@ -144,7 +164,9 @@ class Dump:
     @cached_property
     def readers(self) -> dict[str, list[tuple[Operator, int]]]:
         """For each operator those that read it, each with the place of that input."""
-        found: dict[str, list[tuple[Operator, int]]] = {operator.name: [] for operator in self.operators}
+        found: dict[str, list[tuple[Operator, int]]] = {
+            operator.name: [] for operator in self.operators
+        }
         for operator in self.operators:
             for place, edge in enumerate(operator.inputs):
                 if edge is not None:
@@ -164,9 +186,16 @@ class Dump:
             if edge is None:
                 break
             operator = self.by_name[edge.producer]
-            found = operator.outputs[edge.index] if 0 <= edge.index < len(operator.outputs) else Value()
-            told = found.shape is not None  # of other results torchair writes a dtype that they need not have
-            if told or operator.type not in ("TensorMove", "Identity") or operator.inputs[:1] == [edge]:
+            found = (
+                operator.outputs[edge.index] if 0 <= edge.index < len(operator.outputs) else Value()
+            )
+            # of other results torchair writes a dtype that they need not have
+            told = found.shape is not None
+            if (
+                told
+                or operator.type not in ("TensorMove", "Identity")
+                or operator.inputs[:1] == [edge]
+            ):
                 return found
             edge = operator.inputs[0] if operator.inputs else None
         return Value()
@@ -181,12 +210,17 @@ class Dump:
         seen: dict[str, int] = {}
         for operator in self.operators:
             if not operator.name or operator.name in seen:
-                raise DumpError(f"two operators, or none, have the name {operator.name!r}", operator.line)
+                raise DumpError(
+                    f"two operators, or none, have the name {operator.name!r}", operator.line
+                )
             seen[operator.name] = operator.line
         for operator in self.operators:
             for edge in operator.inputs:
                 if edge is not None and edge.producer not in seen:
-                    raise DumpError(f"{operator.name} reads {edge.producer!r}, which the dump lacks", operator.line)
+                    raise DumpError(
+                        f"{operator.name} reads {edge.producer!r}, which the dump lacks",
+                        operator.line,
+                    )
         return self
 
 
@@ -196,4 +230,8 @@ def _bits(dtype: str) -> int | None:
     if dtype.startswith(("float8", "hifloat8", "qint8", "quint8")):
         return 8
     digits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
-    return int(digits) if dtype.startswith(("float", "bfloat", "int", "uint", "complex")) and digits else None
+    return (
+        int(digits)
+        if dtype.startswith(("float", "bfloat", "int", "uint", "complex")) and digits
+        else None
+    )

@@ -1,7 +1,9 @@
-"""What a name in a dump may become: an operator of a fixed list of namespaces, an entry of a fixed table, or nothing.
+"""What a name in a dump may become: an operator of a fixed list of namespaces, an entry of a fixed
+table, or nothing.
 
-A dump is data that somebody else wrote. No name of it is looked up on a module, no module is imported for it, and
-nothing is called but operators without effects, on tensors without storage and with a bounded result.
+A dump is data that somebody else wrote. No name of it is looked up on a module, no module is
+imported for it, and nothing is called but operators without effects, on tensors without storage and
+with a bounded result.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Unknown(ValueError):
 
 
 def target(name: str) -> Any:
-    """The operator of a name such as ``aten.mm.default``, ``getitem`` or ``torch.sym_max``; None for none.
+    """The operator of a name such as ``aten.mm.default``, ``getitem`` or ``torch.sym_max``; None
+    for none.
 
     Asked of torch each time: torch_npu, where it is loaded later, defines operators anew.
     """
@@ -47,7 +50,9 @@ def target(name: str) -> Any:
 
 
 def _overload(name: str) -> OpOverload | None:
-    """The dispatcher is asked first, so that an attribute is read only where it is that of an operator."""
+    """The dispatcher is asked first, so that an attribute is read only where it is that of an
+    operator.
+    """
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     schema = f"{namespace}::{packet}" + (f".{overload}" if overload != "default" else "")
@@ -58,7 +63,9 @@ def _overload(name: str) -> OpOverload | None:
 
 
 def _computes(found: OpOverload, namespace: str) -> bool:
-    """Is the result made of tensors, or of numbers by torch itself, and not of a file or a socket?"""
+    """Is the result made of tensors, or of numbers by torch itself, and not of a file or a
+    socket?
+    """
     arguments = schema_of(found).arguments
     made = namespace in ("aten", "prims") or any(
         "Tensor" in str(argument.type) for argument in arguments
@@ -67,7 +74,9 @@ def _computes(found: OpOverload, namespace: str) -> bool:
 
 
 def literal(name: str) -> Any:
-    """The object of a dotted name among the arguments. A device becomes the CPU, on which everything here runs."""
+    """The object of a dotted name among the arguments. A device becomes the CPU, on which
+    everything here runs.
+    """
     if name.startswith("device:"):
         return torch.device("cpu")
     if name.lstrip("-") in ("inf", "nan"):
@@ -92,7 +101,8 @@ def dtype(name: str) -> torch.dtype | None:
 def computable(
     found: Any, args: Sequence[Any], kwargs: dict[str, Any], writes: bool = False
 ) -> bool:
-    """May a call that a dump names be made, with tensors without storage, to learn the shape of its result?
+    """May a call that a dump names be made, with tensors without storage, to learn the shape of its
+    result?
 
     ``writes``: also one that writes into such a tensor, but leaves it its shape.
     """
@@ -102,7 +112,9 @@ def computable(
 
 
 def fits(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Are there as many arguments as the schema of an operator asks for, tensors where it says so?"""
+    """Are there as many arguments as the schema of an operator asks for, tensors where it says
+    so?
+    """
     if not isinstance(found, OpOverload):
         return True
     arguments = schema_of(found).arguments
@@ -110,13 +122,16 @@ def fits(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return len(args) <= len(arguments) and all(
         argument.has_default_value()
         if argument.name not in given
-        else str(argument.type) != "Tensor" or isinstance(given[argument.name], (torch.Tensor, *_NUMBERS))
+        else str(argument.type) != "Tensor"
+        or isinstance(given[argument.name], (torch.Tensor, *_NUMBERS))
         for argument in arguments
     )
 
 
 def _is_cheap(found: OpOverload) -> bool:
-    """Is it one step, or known to come down to few? An LSTM unrolls its input, and combinations are without number."""
+    """Is it one step, or known to come down to few? An LSTM unrolls its input, and combinations are
+    without number.
+    """
     entry = known(found)
     name = schema_of(found).name
     return (
@@ -134,7 +149,10 @@ def bounded(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if isinstance(found, OpOverload):
         if len(leaves) > MOST_ELEMENTS or any(_has_many_axes(leaf) for leaf in leaves):
             return False
-        long = any(isinstance(arg, (list, tuple)) and len(arg) > MOST_AXES for arg in (*args, *kwargs.values()))
+        long = any(
+            isinstance(arg, (list, tuple)) and len(arg) > MOST_AXES
+            for arg in (*args, *kwargs.values())
+        )
         return (not long or _takes_lists(found)) and _parts(found, args, kwargs) <= MOST_PARTS
     if found is operator.getitem:
         return isinstance(args[0], (tuple, list)) and all(
@@ -150,7 +168,9 @@ def _has_many_axes(leaf: Any) -> bool:
 
 
 def _takes_lists(found: OpOverload) -> bool:
-    """Does a list of any length cost in proportion? (The axes of a mesh are as many as its list is long.)"""
+    """Does a list of any length cost in proportion? (The axes of a mesh are as many as its list is
+    long.)
+    """
     namespace, _, name = schema_of(found).name.partition("::")
     return namespace not in ("aten", "prims") or f"aten::{name}" in JOINERS | SELECTIONS
 
@@ -177,7 +197,8 @@ def full_name(found: OpOverload) -> str:
 def pure(found: OpOverload, writes: bool = False) -> bool:
     """Says the schema that a call computes tensors or sizes, and changes nothing?
 
-    Only operators that torch runs without storage count: an operator outside of the dispatcher has no such kernel.
+    Only operators that torch runs without storage count: an operator outside of the dispatcher has
+    no such kernel.
     """
     schema = schema_of(found)
     kinds = {str(value.type) for value in schema.returns}

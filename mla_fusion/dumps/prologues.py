@@ -14,8 +14,10 @@ from mla_fusion.meta.prolog import V1, V2, V3
 _GE = {operator.ge_type: operator for operator in (V1, V2, V3)}
 _FX = re.compile(r"npu\.npu_mla_prolog(_v2|_v3)?(_functional)?(\.\w+)?$")
 _SHOWN = (
-    "cache_mode", "rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv", "weight_quant_mode", "kv_cache_quant_mode",
-    "query_quant_mode", "query_norm_flag", "ckvkr_repo_mode", "quant_scale_repo_mode", "tile_size", "qc_qr_scale",
+    "cache_mode", "rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv", "weight_quant_mode",
+    "kv_cache_quant_mode",
+    "query_quant_mode", "query_norm_flag", "ckvkr_repo_mode", "quant_scale_repo_mode", "tile_size",
+    "qc_qr_scale",
     "kc_scale",
 )  # fmt: skip
 
@@ -31,7 +33,9 @@ class Input:
 
 @dataclass(frozen=True)
 class Prologue:
-    """One prologue operator. ``place`` counts them in the order of the dump, which is that of the layers."""
+    """One prologue operator. ``place`` counts them in the order of the dump, which is that of the
+    layers.
+    """
 
     place: int
     name: str
@@ -81,9 +85,15 @@ def result_of(kind: str, role: str) -> int:
 def _fx_roles(operator: Operator) -> list[str]:
     """The schema's name of each input; its place where the operator is not known here."""
     target = names.target(operator.type)
-    known = [argument.name for argument in schema_of(target).arguments] if isinstance(target, OpOverload) else []
+    known = (
+        [argument.name for argument in schema_of(target).arguments]
+        if isinstance(target, OpOverload)
+        else []
+    )
     args, kwargs = operator.call or ((), {})
-    named = {known[place] if place < len(known) else str(place): item for place, item in enumerate(args)}
+    named = {
+        known[place] if place < len(known) else str(place): item for place, item in enumerate(args)
+    }
     return [name for name, item in {**named, **kwargs}.items() for _ in edges_in(item)]
 
 
@@ -93,7 +103,11 @@ def _attributes(dump: Dump, operator: Operator) -> dict[str, Any]:
     if not isinstance(target, OpOverload):
         return operator.attributes
     arguments = schema_of(target).arguments
-    found = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    found = {
+        argument.name: argument.default_value
+        for argument in arguments
+        if argument.has_default_value()
+    }
     args, kwargs = operator.call or ((), {})
     given = {argument.name: item for argument, item in zip(arguments, args, strict=False)}
     return {**found, **given, **kwargs}

@@ -1,8 +1,8 @@
 """Protobuf text, read line by line without protobuf and without a schema.
 
-A message is a list of (field, value, line) in file order; a value is a number, a bool, a string, an enum's name as
-:class:`Word`, or a message. ``top_messages`` yields the messages of the file one after the other, so that a graph
-is never held as text and as messages at once.
+A message is a list of (field, value, line) in file order; a value is a number, a bool, a string, an
+enum's name as :class:`Word`, or a message. ``top_messages`` yields the messages of the file one
+after the other, so that a graph is never held as text and as messages at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ Field = tuple[str, Any, int]
 Message = list[Field]
 
 _VALUE = r"""(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([-+.\w]+))"""
-_LINE = re.compile(rf"\s*(?:(\w+)\s*(?::\s*(?:{_VALUE}|(\{{))|(\{{))|(\}}))")  # no two \s* side by side: linear
+# no two \s* side by side: linear
+_LINE = re.compile(rf"\s*(?:(\w+)\s*(?::\s*(?:{_VALUE}|(\{{))|(\{{))|(\}}))")
 _WHOLE = re.compile(rf"{_LINE.pattern}\s*$")
 _REST = re.compile(r"\s*[;,]?\s*(?:#.*\s*)?")
 _ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{1,2})|(.))", re.DOTALL)
@@ -32,7 +33,8 @@ class Word(str):
 
 
 def top_messages(lines: Iterable[str], inside: str = "") -> Iterator[Field]:
-    """The fields at the top of the text. A message ``inside`` there is given empty, then its fields, as they are read.
+    """The fields at the top of the text. A message ``inside`` there is given empty, then its
+    fields, as they are read.
 
     Raises DumpError, without a path, for anything but protobuf text.
     """
@@ -64,9 +66,15 @@ def top_messages(lines: Iterable[str], inside: str = "") -> Iterator[Field]:
                 yield name, value, opened
         offset += len(line)
     if entered and not stack:
-        raise DumpError(f"the file ends inside {inside!r} of line {entered}: truncated", number, offset)
+        raise DumpError(
+            f"the file ends inside {inside!r} of line {entered}: truncated", number, offset
+        )
     if stack:
-        raise DumpError(f"the file ends inside {stack[-1][0]!r} of line {stack[-1][2]}: truncated", number, offset)
+        raise DumpError(
+            f"the file ends inside {stack[-1][0]!r} of line {stack[-1][2]}: truncated",
+            number,
+            offset,
+        )
 
 
 def parse(text: str) -> Message:
@@ -107,7 +115,9 @@ def _several(line: str, number: int, offset: int) -> Iterator[tuple[str, Any, in
             return
         found = _LINE.match(line, place)
         if found is None:
-            raise DumpError(f"not protobuf text: {line[place : place + 40].strip()!r}", number, offset + place)
+            raise DumpError(
+                f"not protobuf text: {line[place : place + 40].strip()!r}", number, offset + place
+            )
         yield _token(found, place)
         place = found.end()
 

@@ -1,4 +1,6 @@
-"""Python text as data: parsed, never run. Shared by the readers of generated GE code and of FX listings."""
+"""Python text as data: parsed, never run. Shared by the readers of generated GE code and of FX
+listings.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,13 @@ from mla_fusion.dumps.model import DumpError, Edge
 
 
 def parse(text: str, first_line: int = 1) -> ast.Module:
-    """The syntax tree. Raises DumpError where there is none; ``first_line`` is the text's place in its file."""
+    """The syntax tree. Raises DumpError where there is none; ``first_line`` is the text's place in
+    its file.
+    """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of literals that are legal and odd, as damage makes them
+            # of literals that are legal and odd, as damage makes them
+            warnings.simplefilter("ignore")
             return ast.parse(text)
     except SyntaxError as error:
         line = (error.lineno or 1) - 1
@@ -68,7 +73,9 @@ def _negative(node: ast.UnaryOp, names: dict[str, Edge]) -> Any:
 
 
 def _constructor(node: ast.Call, names: dict[str, Edge]) -> Any:
-    """``device(type='npu', index=0)``, ``tensor([1, 2])``, ``slice(None, 3)``: by name and arguments."""
+    """``device(type='npu', index=0)``, ``tensor([1, 2])``, ``slice(None, 3)``: by name and
+    arguments.
+    """
     name = dotted(node.func).rpartition(".")[2]
     arguments = [value(item, names) for item in node.args]
     options = {item.arg: value(item.value, names) for item in node.keywords if item.arg}
@@ -88,7 +95,9 @@ def _word(node: ast.AST, name: str) -> Any:
 
 
 def _refuse(node: ast.AST, why: str = "") -> Any:
-    raise DumpError(why or f"unexpected {type(node).__name__} in the listing", getattr(node, "lineno", 0))
+    raise DumpError(
+        why or f"unexpected {type(node).__name__} in the listing", getattr(node, "lineno", 0)
+    )
 
 
 def edges_in(found: Any) -> list[Edge]:

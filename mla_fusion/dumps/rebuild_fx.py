@@ -1,4 +1,6 @@
-"""An FX listing made a graph again: the operators that torch knows, each value with the shape that stands beside it."""
+"""An FX listing made a graph again: the operators that torch knows, each value with the shape that
+stands beside it.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,12 @@ from mla_fusion.dumps.symbols import Tensors
 
 
 def rebuild(dump: Dump) -> tuple[GraphModule, list[str]]:
-    """The graph, and remarks on what the dump does not tell. Raises NotRebuilt where that is too much."""
-    early = next((op for op in dump.operators if op.type.startswith((METHOD, "setitem", C_FUNCTIONS))), None)
+    """The graph, and remarks on what the dump does not tell. Raises NotRebuilt where that is too
+    much.
+    """
+    early = next(
+        (op for op in dump.operators if op.type.startswith((METHOD, "setitem", C_FUNCTIONS))), None
+    )
     if early is not None:
         raise NotRebuilt(
             f"line {early.line} calls {early.type}: this is the graph before AOT autograd; "
@@ -72,8 +78,12 @@ class _Rebuilder:
         self.unknown[called or operator.type] = self.unknown.get(called or operator.type, 0) + 1
         inputs = tuple(self.nodes[edge.producer] for edge in operator.inputs if edge is not None)
         if not inputs:
-            raise NotRebuilt(f"line {operator.line}: {operator.type} is not known here and reads nothing")
-        return self._described(self.graph.create_node("call_method", "unknown", inputs, name=operator.name), operator)
+            raise NotRebuilt(
+                f"line {operator.line}: {operator.type} is not known here and reads nothing"
+            )
+        return self._described(
+            self.graph.create_node("call_method", "unknown", inputs, name=operator.name), operator
+        )
 
     def _attribute(self, operator: Operator, path: str) -> Node:
         value = self.tensors.of(operator.outputs[0])
@@ -83,11 +93,17 @@ class _Rebuilder:
             if folder not in owner._modules:
                 owner.add_module(folder, nn.Module())
             owner = getattr(owner, folder)
-        held = None if value is None else torch.empty(_numbers(value.shape), dtype=value.dtype, device="meta")
+        held = (
+            None
+            if value is None
+            else torch.empty(_numbers(value.shape), dtype=value.dtype, device="meta")
+        )
         if name not in owner._buffers:
             owner.register_buffer(name, held)
         self.constants.append(path)
-        return self._described(self.graph.create_node("get_attr", path, name=operator.name), operator)
+        return self._described(
+            self.graph.create_node("get_attr", path, name=operator.name), operator
+        )
 
     def _described(self, node: Node, operator: Operator) -> Node:
         value = self.tensors.of(operator.outputs[0])
@@ -102,7 +118,9 @@ class _Rebuilder:
     def _computed(self, node: Node) -> Any:
         """What torch says the operator returns: listings write no annotation on a tuple."""
         missing = object()
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("val", missing))
+        args, kwargs = torch.fx.node.map_arg(
+            (node.args, node.kwargs), lambda arg: arg.meta.get("val", missing)
+        )
         if not names.computable(node.target, args, kwargs):
             return self._gathered(node)
         try:
@@ -113,10 +131,18 @@ class _Rebuilder:
     def _gathered(self, node: Node) -> Any:
         parts = {}
         for reader, _ in self.dump.readers[node.name]:
-            if reader.type == "getitem" and reader.call is not None and isinstance(reader.call[0][1], int):
+            if (
+                reader.type == "getitem"
+                and reader.call is not None
+                and isinstance(reader.call[0][1], int)
+            ):
                 parts[reader.call[0][1]] = self.tensors.of(reader.outputs[0])
         last = max(parts, default=-1)
-        return tuple(parts.get(index) for index in range(last + 1)) if 0 <= last < names.MOST_PARTS else None
+        return (
+            tuple(parts.get(index) for index in range(last + 1))
+            if 0 <= last < names.MOST_PARTS
+            else None
+        )
 
     def _data(self, found: Any) -> Any:
         if isinstance(found, Edge):
@@ -140,22 +166,34 @@ class _Rebuilder:
                 raise NotRebuilt(f"line {line}: the dump does not tell the shape of {node.name}")
 
     def _remarks(self) -> list[str]:
-        remarks = [f"{name} is not known here; {count} calls stand as opaque" for name, count in self.unknown.items()]
+        remarks = [
+            f"{name} is not known here; {count} calls stand as opaque"
+            for name, count in self.unknown.items()
+        ]
         if self.constants:
             few = ", ".join(self.constants[:3]) + (", .." if len(self.constants) > 3 else "")
-            remarks.append(f"the dump holds no values of constants ({few}); what depends on them is not recognised")
+            remarks.append(
+                f"the dump holds no values of constants ({few}); what depends on them "
+                "is not recognised"
+            )
         return remarks
 
 
 def contradiction(gm: GraphModule) -> tuple[Node, str] | None:
-    """The first node whose operands torch refuses, or makes something else of than the dump says; and which."""
+    """The first node whose operands torch refuses, or makes something else of than the dump says;
+    and which.
+    """
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("val"))
+        args, kwargs = torch.fx.node.map_arg(
+            (node.args, node.kwargs), lambda arg: arg.meta.get("val")
+        )
         if not names.fits(node.target, args, kwargs):
             return node, "these are not the arguments that it takes"
-        modes = [leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        modes = [
+            leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)
+        ]
         if not modes or not names.computable(node.target, args, kwargs, writes=True):
             continue
         try:
@@ -172,12 +210,18 @@ def _differ(stated: Any, made: Any) -> bool:
     """Symbolic sizes may be the same in other words."""
     if not isinstance(stated, torch.Tensor) or not isinstance(made, torch.Tensor):
         return False
-    pairs = [(a, b) for a, b in zip(stated.shape, made.shape, strict=False) if type(a) is type(b) is int]
+    pairs = [
+        (a, b) for a, b in zip(stated.shape, made.shape, strict=False) if type(a) is type(b) is int
+    ]
     return stated.dtype != made.dtype or stated.dim() != made.dim() or any(a != b for a, b in pairs)
 
 
 def _said(leaves: list[Any]) -> str:
-    shapes = (f"{leaf.dtype}{list(leaf.shape)}".removeprefix("torch.") for leaf in leaves if hasattr(leaf, "shape"))
+    shapes = (
+        f"{leaf.dtype}{list(leaf.shape)}".removeprefix("torch.")
+        for leaf in leaves
+        if hasattr(leaf, "shape")
+    )
     return ", ".join(shapes)
 
 

@@ -1,8 +1,10 @@
-"""A GE graph made an FX graph: GE operators become the ATen or npu calls that mean the same, as far as that is known.
+"""A GE graph made an FX graph: GE operators become the ATen or npu calls that mean the same, as far
+as that is known.
 
-Shapes are not taken from the dump but follow from those of its inputs, because torchair notes them for few other
-tensors. An operator without a counterpart here, or one whose call torch refuses, makes its results unknown, and
-with them all that is computed from those; both are told in the remarks, and nothing is guessed.
+Shapes are not taken from the dump but follow from those of its inputs, because torchair notes them
+for few other tensors. An operator without a counterpart here, or one whose call torch refuses,
+makes its results unknown, and with them all that is computed from those; both are told in the
+remarks, and nothing is guessed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ aten = torch.ops.aten
 
 
 def rebuild(dump: Dump) -> tuple[GraphModule, list[str]]:
-    """The graph, and remarks on what could not be carried over. Raises NotRebuilt where no input has a shape."""
+    """The graph, and remarks on what could not be carried over. Raises NotRebuilt where no input
+    has a shape.
+    """
     return Rebuilder(dump).graph_module()
 
 
@@ -50,12 +54,16 @@ class Rebuilder(OperatorReader):
     def _placeholder(self, operator: Operator) -> None:
         value = operator.outputs[0] if operator.outputs else Value()
         named = [
-            f"{operator.name}_{place}" if dim == -1 else dim for place, dim in enumerate(value.shape or ())
+            f"{operator.name}_{place}" if dim == -1 else dim
+            for place, dim in enumerate(value.shape or ())
         ]
         tensor = self.tensors.of(Value(value.dtype, None if value.shape is None else tuple(named)))
         if tensor is None:
-            raise NotRebuilt(f"line {operator.line}: the dump does not tell dtype and shape of {operator.name}")
-        node = self.graph.placeholder(re.sub(r"\W|^(?=\d)", "_", operator.name))  # GE's names may be no identifiers
+            raise NotRebuilt(
+                f"line {operator.line}: the dump does not tell dtype and shape of {operator.name}"
+            )
+        # GE's names may be no identifiers
+        node = self.graph.placeholder(re.sub(r"\W|^(?=\d)", "_", operator.name))
         node.meta["val"] = tensor
         self.rows[node] = Rows(node)
         self.results[operator.name, 0] = node
@@ -64,7 +72,8 @@ class Rebuilder(OperatorReader):
         self._name, self._source = operator.name, operator.stack_trace
         try:
             found = ge_operators.convert(self, operator)
-        except (Unmapped, TypeError, ValueError, AttributeError, ArithmeticError):  # of another version, or damaged
+        # of another version, or damaged
+        except (Unmapped, TypeError, ValueError, AttributeError, ArithmeticError):
             self.unmapped[operator.type] += 1
             found = ()
         except LookupError:  # an argument is unknown, or absent
@@ -83,25 +92,38 @@ class Rebuilder(OperatorReader):
                 self.escaped[result] = None
 
     def _finish(self, outputs: list[Edge | None]) -> None:
-        """Caches that torchair writes back are graph results of their own: those become writes again."""
+        """Caches that torchair writes back are graph results of their own: those become writes
+        again.
+        """
         self._name = self._source = ""
         returned = []
         for edge in outputs:
             result = self.results.get((edge.producer, edge.index)) if edge is not None else None
             rows = self.rows.get(result) if isinstance(result, Node) else None
-            if isinstance(result, Node) and rows is not None and rows.written and self._fills(rows, result):
+            if (
+                isinstance(result, Node)
+                and rows is not None
+                and rows.written
+                and self._fills(rows, result)
+            ):
                 self.written.setdefault(rows.placeholder, result)
             elif isinstance(result, Node):
                 returned.append(result)
         for placeholder, result in self.written.items():
             shape = placeholder.meta["val"].shape
-            whole = result if result.meta["val"].shape == shape else self.call(aten.reshape.default, result, [*shape])
+            whole = (
+                result
+                if result.meta["val"].shape == shape
+                else self.call(aten.reshape.default, result, [*shape])
+            )
             self.call(aten.copy_.default, placeholder, whole)
         self.graph.output(tuple(dict.fromkeys([*returned, *self.escaped])))
         self._drop_unread_views()
 
     def _drop_unread_views(self) -> None:
-        """GE spreads operands that ATen takes as they are; what was spread is then read by nobody."""
+        """GE spreads operands that ATen takes as they are; what was spread is then read by
+        nobody.
+        """
         for node in reversed(self.graph.nodes):
             if is_view(node) and not node.users:
                 self.graph.erase_node(node)
@@ -110,9 +132,15 @@ class Rebuilder(OperatorReader):
         return bool(rows.placeholder.meta["val"].shape == result.meta["val"].shape)
 
     def _remarks(self) -> list[str]:
-        remarks = ["GE operators are read as the ATen calls that mean the same; rounding may differ in places"]
+        remarks = [
+            "GE operators are read as the ATen calls that mean the same; rounding may "
+            "differ in places"
+        ]
         if self.boxed:
-            remarks.append(f"no ATen counterpart here for {_listed(self.boxed)}: opaque, in the shapes of the dump")
+            remarks.append(
+                f"no ATen counterpart here for {_listed(self.boxed)}: opaque, in the "
+                "shapes of the dump"
+            )
         if self.unmapped:
             remarks.append(f"not carried over: {_listed(self.unmapped)}; their results are unknown")
         if self.lost:
@@ -135,7 +163,9 @@ def _in_order(dump: Dump) -> list[Operator]:
         open_ = {start.name}
         while stack:
             operator, edges = stack[-1]
-            edge = next((edge for edge in edges if edge is not None and edge.producer not in done), None)
+            edge = next(
+                (edge for edge in edges if edge is not None and edge.producer not in done), None
+            )
             if edge is None:
                 stack.pop()
                 done.add(operator.name)

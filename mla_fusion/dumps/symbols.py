@@ -20,7 +20,11 @@ _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: lambda base, exponent: base ** _small(base, exponent),
 }
-_CALLS: dict[str, Callable[..., Any]] = {"Max": torch.sym_max, "Min": torch.sym_min, "FloorDiv": operator.floordiv}
+_CALLS: dict[str, Callable[..., Any]] = {
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+    "FloorDiv": operator.floordiv,
+}
 _HINT = 11  # as good a number of tokens as any: a prime that no model's dims contain
 _LARGEST = 1 << 40
 _LONGEST = 256  # characters of an expression
@@ -48,10 +52,13 @@ class Tensors:
         self._tensors: dict[Value, Any] = {}
 
     def of(self, value: Value) -> Any:
-        """The tensor or symbolic size that an annotation describes, or None where it does not say enough."""
+        """The tensor or symbolic size that an annotation describes, or None where it does not say
+        enough.
+        """
         if value.dtype == "Sym":
             return self.size((value.shape or ("",))[0])
-        if value not in self._tensors:  # layers repeat their shapes, and a tensor without storage can stand for many
+        # layers repeat their shapes, and a tensor without storage can stand for many
+        if value not in self._tensors:
             self._tensors[value] = self._make(value)
         return self._tensors[value]
 
@@ -82,7 +89,15 @@ class Tensors:
                 if len(dim) > _LONGEST or dim.count("*") > 2 * _DEGREE:
                     raise ValueError("too long for a size")
                 self._made[dim] = self._evaluate(ast.parse(dim.strip(), mode="eval").body)
-            except (SyntaxError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError, MemoryError):
+            except (
+                SyntaxError,
+                ValueError,
+                LookupError,
+                TypeError,
+                ArithmeticError,
+                RecursionError,
+                MemoryError,
+            ):
                 self._made[dim] = None
         return self._made[dim]
 

@@ -1,7 +1,9 @@
-"""The call of ``npu_kv_rmsnorm_rope_cache``: the key's products go in, caches and new rows come out.
+"""The call of ``npu_kv_rmsnorm_rope_cache``: the key's products go in, caches and new rows come
+out.
 
-In place, tokens are one sequence, [1, 1, T, ..]: the newest releases ask for as many blocks as there are sequences.
-Staged, the operator's mode for caches of sequences writes dense buffers [B, 1, S, ..].
+In place, tokens are one sequence, [1, 1, T, ..]: the newest releases ask for as many blocks as
+there are sequences. Staged, the operator's mode for caches of sequences writes dense buffers [B, 1,
+S, ..].
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def call_kernel(b: Builder, plan: KeyPlan) -> dict[str, Any]:
     k, lead = plan.candidate.key, _lead(plan)
     assert k.gamma is not None
     kv = b.reshape(_rows(b, plan), (lead[0], 1, lead[1], len(k.columns) + k.rope_dim))
-    tables = [_table(b, plan, table, without, kv) for table, without in ((plan.cos, 1.0), (plan.sin, 0.0))]
+    tables = [
+        _table(b, plan, table, without, kv) for table, without in ((plan.cos, 1.0), (plan.sin, 0.0))
+    ]
     if isinstance(plan.caches, InPlace):
         held = {name: b.cache(cache, shape) for name, cache, shape in plan.caches.held}
         index = rows.checked_slots(b, plan, (prod(plan.lead),))
@@ -49,11 +53,15 @@ def call_kernel(b: Builder, plan: KeyPlan) -> dict[str, Any]:
         held = {name: _buffer(b, kv, _shape(lead, width)) for name, width in widths.items()}
         index = b.once(("places", tuple(map(str, lead))), lambda b: _places(b, plan, lead))
     device = plan.token_x.meta["val"].device
-    scales = {name: pack.cache_scale(b, scale, (1, width), device) for name, scale, width in _scales(plan)}
+    scales = {
+        name: pack.cache_scale(b, scale, (1, width), device) for name, scale, width in _scales(plan)
+    }
     gamma = pack.vector(b, "gamma", k.gamma, plan.candidate.dtype)
     operator = getattr(torch.ops.npu, KERNEL.name).default
     given = attributes(plan)
-    called = b.call(operator, kv, gamma, *tables, index, held["kr_cache"], held["kv_cache"], **scales, **given)
+    called = b.call(
+        operator, kv, gamma, *tables, index, held["kr_cache"], held["kv_cache"], **scales, **given
+    )
     asked = {item.output for item in plan.replacements}
     staged = {} if isinstance(plan.caches, InPlace) else {"k_pe": "kr_cache", "c_kv": "kv_cache"}
     results = {}
@@ -68,7 +76,9 @@ def call_kernel(b: Builder, plan: KeyPlan) -> dict[str, Any]:
 
 
 def attributes(plan: KeyPlan) -> dict[str, Any]:
-    """Keyword attributes of the call. The epsilon is always given: the operator's default is not the models'."""
+    """Keyword attributes of the call. The epsilon is always given: the operator's default is not
+    the models'.
+    """
     in_place = isinstance(plan.caches, InPlace)
     given = {"epsilon": plan.candidate.key.eps, "cache_mode": "PA_BNSD" if in_place else "Norm"}
     return given | ({"is_output_kv": True} if plan.gives_rows else {})
@@ -99,11 +109,17 @@ def _places(b: Builder, plan: KeyPlan, lead: tuple[Any, Any]) -> Any:
     """Row s of sequence b is row s of its cache."""
     device = plan.token_x.meta["val"].device
     places = b.call(aten.arange.default, b.sizes(lead[1:])[0], dtype=torch.int64, device=device)
-    return b.call(aten.expand.default, places, b.sizes(lead)) if lead[0] != 1 else b.reshape(places, lead)
+    return (
+        b.call(aten.expand.default, places, b.sizes(lead))
+        if lead[0] != 1
+        else b.reshape(places, lead)
+    )
 
 
 def _rows(b: Builder, plan: KeyPlan) -> Any:
-    """[T, Hckv + Dr]: the latent's columns of its product, then those of the key as interleaved pairs."""
+    """[T, Hckv + Dr]: the latent's columns of its product, then those of the key as interleaved
+    pairs.
+    """
     k = plan.candidate.key
     rope = pack.pairs(k.first, k.second)
     if k.down.node is k.down_rope.node:
@@ -133,7 +149,10 @@ def _scales(plan: KeyPlan) -> list[tuple[str, Any, int]]:
     if not isinstance(plan.caches, InPlace):
         return []
     k, caches = plan.candidate.key, plan.caches
-    every = ("k_rope_scale", caches.kr_scale, k.rope_dim), ("c_kv_scale", caches.kv_scale, len(k.columns))
+    every = (
+        ("k_rope_scale", caches.kr_scale, k.rope_dim),
+        ("c_kv_scale", caches.kv_scale, len(k.columns)),
+    )
     return [(name, scale, width) for name, scale, width in every if scale is not None]
 
 
@@ -171,7 +190,9 @@ def nodes(plan: KeyPlan) -> dict[str, Node]:
     found = {"kv": k.down.node}
     if k.gamma is not None:
         found["gamma"] = k.gamma
-    found |= {name: table[0].base for name, table in (("cos", plan.cos), ("sin", plan.sin)) if table}
+    found |= {
+        name: table[0].base for name, table in (("cos", plan.cos), ("sin", plan.sin)) if table
+    }
     if isinstance(plan.caches, InPlace):
         found |= {_ARGUMENT[name]: cache for name, cache, _ in plan.caches.held}
         if plan.caches.slots.index is not None:

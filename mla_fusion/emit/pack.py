@@ -24,19 +24,24 @@ from mla_fusion.plan.plan import InPlace, PrologPlan
 from mla_fusion.weights.columns import describe
 
 aten = torch.ops.aten
-Matrix = Callable[[Builder, Projection], Any]  # a weight as [in, out], or its scales with as many columns
+# a weight as [in, out], or its scales with as many columns
+Matrix = Callable[[Builder, Projection], Any]
 Arrange = Callable[[Builder, PrologPlan, Matrix], Any]  # their columns as the kernel wants them
 FRACTAL_NZ = 29
 
 
-def weight(b: Builder, plan: PrologPlan, name: str, arrange: Arrange, *projections: Projection) -> Any:
+def weight(
+    b: Builder, plan: PrologPlan, name: str, arrange: Arrange, *projections: Projection
+) -> Any:
     def recipe(b: Builder) -> Any:
         return dense(b, arrange(b, plan, matrix), nz=True)
 
     return b.packed(name, recipe, [part.weight for item in projections for part in item.by_weight])
 
 
-def _scale(b: Builder, plan: PrologPlan, name: str, arrange: Arrange, *projections: Projection) -> Any:
+def _scale(
+    b: Builder, plan: PrologPlan, name: str, arrange: Arrange, *projections: Projection
+) -> Any:
     def recipe(b: Builder) -> Any:
         arranged = arrange(b, plan, scale_matrix)
         if not _in_blocks(plan):
@@ -44,7 +49,9 @@ def _scale(b: Builder, plan: PrologPlan, name: str, arrange: Arrange, *projectio
         return _as_e8m0(b, dense(b, b.call(aten.permute.default, arranged, [1, 0]), nz=False))
 
     parts = [part for item in projections for part in item.by_weight]
-    return b.packed(name, recipe, [part.quantised.weight_scale for part in parts if part.quantised is not None])
+    return b.packed(
+        name, recipe, [part.quantised.weight_scale for part in parts if part.quantised is not None]
+    )
 
 
 def _in_blocks(plan: PrologPlan) -> bool:
@@ -58,18 +65,26 @@ def _as_e8m0(b: Builder, codes: Any) -> Any:
 
 
 def quantisation(b: Builder, plan: PrologPlan) -> dict[str, Any]:
-    """The scales of a quantised call: [1, columns] and [T, 1] in float32, or [columns, k/32] and [T, k/32] in e8m0."""
+    """The scales of a quantised call: [1, columns] and [T, 1] in float32, or [columns, k/32] and
+    [T, k/32] in e8m0.
+    """
     q, k = plan.candidate.query, plan.candidate.key
     if q.up_nope.quantised is None:
         return {}
-    given = {"dequant_scale_w_uq_qr": _scale(b, plan, "dequant_scale_w_uq_qr", uq_qr, q.up_nope, q.up_rope)}
+    given = {
+        "dequant_scale_w_uq_qr": _scale(
+            b, plan, "dequant_scale_w_uq_qr", uq_qr, q.up_nope, q.up_rope
+        )
+    }
     smooth = q.up_nope.quantised.dynamic.smooth if q.up_nope.quantised.dynamic is not None else None
     if smooth is not None:
         given["smooth_scales_cq"] = b.cast(_row(b, b.value(smooth)), torch.float32)
     if q.down.quantised is not None and q.down.quantised.token_scale is not None:
         given["dequant_scale_x"] = _token_scale(b, plan, q.down.quantised)
         given["dequant_scale_w_dq"] = _scale(b, plan, "dequant_scale_w_dq", dq, q.down)
-        given["dequant_scale_w_dkv_kr"] = _scale(b, plan, "dequant_scale_w_dkv_kr", dkv_kr, k.down, k.down_rope)
+        given["dequant_scale_w_dkv_kr"] = _scale(
+            b, plan, "dequant_scale_w_dkv_kr", dkv_kr, k.down, k.down_rope
+        )
     if isinstance(plan.caches, InPlace):
         scales = {
             "quant_scale_ckv": plan.caches.kv_scale,
@@ -83,8 +98,12 @@ def quantisation(b: Builder, plan: PrologPlan) -> dict[str, Any]:
     return given
 
 
-def cache_scale(b: Builder, scale: CacheScale | None, shape: tuple[int, ...], device: torch.device) -> Any:
-    """What a cache's rows are multiplied by (or clipped at), [1] or one row of channels, [1, width]."""
+def cache_scale(
+    b: Builder, scale: CacheScale | None, shape: tuple[int, ...], device: torch.device
+) -> Any:
+    """What a cache's rows are multiplied by (or clipped at), [1] or one row of channels, [1,
+    width].
+    """
     assert scale is not None
     if scale.node is None:
         fill = partial(_full, shape=shape, number=scale.factor, device=device)
@@ -117,11 +136,17 @@ def _token_scale(b: Builder, plan: PrologPlan, quantised: Quantised) -> Any:
     shape = b.shape(value)
     if _in_blocks(plan):
         return _as_e8m0(b, b.call(aten.reshape.default, value, [-1, 2 * shape[-2]]))
-    column = value if len(shape) == 2 and shape[1] == 1 else b.call(aten.reshape.default, value, [-1, 1])
+    column = (
+        value if len(shape) == 2 and shape[1] == 1 else b.call(aten.reshape.default, value, [-1, 1])
+    )
     column = b.cast(column, torch.float32)
     if quantised.token_inverse:
         column = b.call(aten.reciprocal.default, column)
-    return column if quantised.token_factor == 1.0 else b.call(aten.mul.Tensor, column, quantised.token_factor)
+    return (
+        column
+        if quantised.token_factor == 1.0
+        else b.call(aten.mul.Tensor, column, quantised.token_factor)
+    )
 
 
 def matrix(b: Builder, projection: Projection) -> Any:
@@ -129,7 +154,10 @@ def matrix(b: Builder, projection: Projection) -> Any:
     if projection.pieces:
         return b.call(aten.cat.default, [matrix(b, piece) for piece in projection.pieces], 1)
     weight, labels = _operand(b, projection.weight), projection.weight_labels
-    order = [labels.index(label) for label in (*projection.batch, *projection.summed, *projection.column_labels)]
+    order = [
+        labels.index(label)
+        for label in (*projection.batch, *projection.summed, *projection.column_labels)
+    ]
     order = [axis for axis in range(len(labels)) if axis not in order] + order
     if len(order) == 2:
         return weight if order == [0, 1] else b.call(aten.permute.default, weight, [1, 0])
@@ -146,13 +174,17 @@ def _operand(b: Builder, weight: Node) -> Any:
 
 
 def scale_matrix(b: Builder, projection: Projection) -> Any:
-    """The scales of a weight's columns as [1, out], or of its blocks as [in/32, out]: arranged as the weight is."""
+    """The scales of a weight's columns as [1, out], or of its blocks as [in/32, out]: arranged as
+    the weight is.
+    """
     if projection.pieces:
         return b.call(aten.cat.default, [scale_matrix(b, piece) for piece in projection.pieces], 1)
     assert projection.quantised is not None
     scale = projection.quantised.weight_scale
     form = projection.quantised.format
-    columns = projection.weight.meta["val"].shape[projection.weight_labels.index(projection.column_labels[0])]
+    columns = projection.weight.meta["val"].shape[
+        projection.weight_labels.index(projection.column_labels[0])
+    ]
     if form is None or not form.in_blocks:
         return b.reshape(b.value(scale), (1, columns))
     pairs = scale.meta["val"].shape[0]
@@ -207,12 +239,18 @@ class _HeadColumns(NamedTuple):
 
 @lru_cache(maxsize=64)  # equal layers ask the same
 def _head_columns(
-    nope: tuple[tuple[int, ...], ...], first: tuple[tuple[int, ...], ...], second: tuple[tuple[int, ...], ...]
+    nope: tuple[tuple[int, ...], ...],
+    first: tuple[tuple[int, ...], ...],
+    second: tuple[tuple[int, ...], ...],
 ) -> _HeadColumns:
     rope = tuple(pairs(f, s) for f, s in zip(first, second, strict=True))
     merged = [column for n, r in zip(nope, rope, strict=True) for column in (*n, *r)]
-    all_nope, all_rope = (tuple(column for head in part for column in head) for part in (nope, rope))
-    return _HeadColumns(all_nope, all_rope, merged == list(range(len(merged))), len(nope[0]) + len(rope[0]))
+    all_nope, all_rope = (
+        tuple(column for head in part for column in head) for part in (nope, rope)
+    )
+    return _HeadColumns(
+        all_nope, all_rope, merged == list(range(len(merged))), len(nope[0]) + len(rope[0])
+    )
 
 
 def uq_qr(b: Builder, plan: PrologPlan, of: Matrix) -> Any:
@@ -230,11 +268,15 @@ def uq_qr(b: Builder, plan: PrologPlan, of: Matrix) -> Any:
         parts.append(b.reshape(taken, (b.shape(taken)[0], heads, len(flat) // heads)))
     joined = b.call(aten.cat.default, parts, -1)
     rows, _, width = b.shape(joined)
-    return _more_columns(b, b.reshape(joined, (rows, heads * width)), width * (plan.kernel_heads - heads))
+    return _more_columns(
+        b, b.reshape(joined, (rows, heads * width)), width * (plan.kernel_heads - heads)
+    )
 
 
 def _more_columns(b: Builder, matrix: Any, count: int) -> Any:
-    """With so many columns of zeros behind its own: heads that the model has not. Before any cast to FRACTAL_NZ."""
+    """With so many columns of zeros behind its own: heads that the model has not. Before any cast
+    to FRACTAL_NZ.
+    """
     return b.call(aten.constant_pad_nd.default, matrix, [0, count]) if count else matrix
 
 
@@ -259,14 +301,21 @@ def weight_uk(b: Builder, plan: PrologPlan) -> Any:
         return b.packed("weight_uk", lambda b: _absorbed(b, absorb, more), absorb.weights)
     shape = (plan.kernel_heads, absorb.nope_dim, absorb.latent_dim)
     device = plan.token_x.meta["val"].device
-    return b.once(("identity", shape), lambda b: b.packed("weight_uk", lambda b: _identity(b, shape, device), []))
+    return b.once(
+        ("identity", shape),
+        lambda b: b.packed("weight_uk", lambda b: _identity(b, shape, device), []),
+    )
 
 
 def _absorbed(b: Builder, absorb: AbsorbFact, more: int) -> Any:
     """``more``: heads of zeros behind the model's."""
     parts = [_heads(b, part) for part in absorb.by_weight]
     weight = parts[0] if len(parts) == 1 else b.call(aten.cat.default, parts)
-    return dense(b, b.call(aten.constant_pad_nd.default, weight, [0, 0, 0, 0, 0, more]) if more else weight, nz=False)
+    return dense(
+        b,
+        b.call(aten.constant_pad_nd.default, weight, [0, 0, 0, 0, 0, more]) if more else weight,
+        nz=False,
+    )
 
 
 def _heads(b: Builder, absorb: AbsorbFact) -> Any:
@@ -280,7 +329,8 @@ def _heads(b: Builder, absorb: AbsorbFact) -> Any:
 def _identity(b: Builder, shape: tuple[int, int, int], device: torch.device) -> Any:
     """[I | 0] for every head: the product with it is q_nope itself, then zeros."""
     rows, columns = (b.call(aten.arange.default, size, device=device) for size in shape[1:])
-    eye = b.call(aten.eq.Tensor, b.reshape(rows, (shape[1], 1)), columns)  # torchair has no converter for eye
+    # torchair has no converter for eye
+    eye = b.call(aten.eq.Tensor, b.reshape(rows, (shape[1], 1)), columns)
     heads = b.call(aten.expand.default, b.cast(eye, torch.bfloat16), list(shape))
     return b.call(aten.clone.default, heads, memory_format=torch.contiguous_format)
 
@@ -288,7 +338,8 @@ def _identity(b: Builder, shape: tuple[int, int, int], device: torch.device) -> 
 def dense(b: Builder, weight: Any, nz: bool) -> Any:
     """Contiguous, and on a device in the format that the kernel reads (weight_uk stays ND)."""
     if b.device_type(weight) == "cpu":
-        return weight  # the reference kernel reads any strides; copying weights at every call would be waste
+        # the reference kernel reads any strides; copying weights at every call would be waste
+        return weight
     if not _lies_right(weight, nz):
         weight = b.call(aten.clone.default, weight, memory_format=torch.contiguous_format)
     on_cpu = weight.meta["val"].device.type == "cpu"  # laid out as on an NPU: a CPU has no formats
@@ -300,15 +351,17 @@ def dense(b: Builder, weight: Any, nz: bool) -> Any:
 def _lies_right(weight: Any, nz: bool) -> bool:
     """Whether a value needs no copy to be contiguous in memory that holds nothing else.
 
-    A format cast works on the whole memory, in the shape in which it was allocated. So a view that is to be cast has to
-    be an input transposed, as ``mla_fusion.prepack`` leaves parameters.
+    A format cast works on the whole memory, in the shape in which it was allocated. So a view that
+    is to be cast has to be an input transposed, as ``mla_fusion.prepack`` leaves parameters.
     """
     if _is_input(weight):
         return True
     value = weight.meta["val"]
     if any(map(is_symbolic, (*value.shape, *value.stride()))) or not value.is_contiguous():
         return False
-    turned = op_name(weight) in ("aten::permute", "aten::t", "aten::transpose") and _is_input(weight.args[0])
+    turned = op_name(weight) in ("aten::permute", "aten::t", "aten::transpose") and _is_input(
+        weight.args[0]
+    )
     return not nz or (turned and value.untyped_storage().nbytes() == value.nbytes)
 
 
@@ -317,7 +370,9 @@ def _is_input(weight: Any) -> bool:
 
 
 def vector(b: Builder, name: str, gamma: Node, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The weight of a norm; one that is wider than ``dtype`` holds its numbers (the verdict has seen to that)."""
+    """The weight of a norm; one that is wider than ``dtype`` holds its numbers (the verdict has
+    seen to that).
+    """
     value = gamma.meta["val"]
 
     def recipe(b: Builder) -> Any:
@@ -325,5 +380,10 @@ def vector(b: Builder, name: str, gamma: Node, dtype: torch.dtype = torch.bfloat
 
     if value.dtype == dtype:
         return recipe(b)
-    what = f"the numbers of {label(gamma)}, a norm weight in {value.dtype}, are not all {dtype} numbers"
-    return b.packed(name, recipe, [gamma], exact=Exact("norm.gamma_dtype", what.replace("torch.", "")))
+    what = (
+        f"the numbers of {label(gamma)}, a norm weight in {value.dtype}, are not all {dtype} "
+        "numbers"
+    )
+    return b.packed(
+        name, recipe, [gamma], exact=Exact("norm.gamma_dtype", what.replace("torch.", ""))
+    )

@@ -1,4 +1,6 @@
-"""The call of ``npu_mla_preprocess`` in the form that writes its results into tensors: the caches, and two new ones."""
+"""The call of ``npu_mla_preprocess`` in the form that writes its results into tensors: the caches,
+and two new ones.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,21 @@ from mla_fusion.meta.prolog import Argument, Operator
 from mla_fusion.plan.plan import InPlace, PreprocessPlan
 
 aten = torch.ops.aten
-KERNEL = Operator(OP, "atb", (Argument("input"),), (), ("query", "kv_cache", "query_rope", "kr_cache"), "", ())
+KERNEL = Operator(
+    OP, "atb", (Argument("input"),), (), ("query", "kv_cache", "query_rope", "kr_cache"), "", ()
+)
 _BLOCK = 128  # rows of a block of the buffers that new rows are staged in
 
 
 def inputs(plan: PreprocessPlan) -> list[Node]:
     """Nodes of the graph that the call reads."""
     biases = [part.product.bias for part in plan.candidate.projections]
-    scales = [one.node for how in (plan.down, plan.up) for one in (how.scale, how.offset) if one is not None]
+    scales = [
+        one.node
+        for how in (plan.down, plan.up)
+        for one in (how.scale, how.offset)
+        if one is not None
+    ]
     of_whole = [node for node in whole.inputs(plan) if node is not None]
     more = [node for node in (plan.gamma, *biases, *scales) if isinstance(node, Node)]
     return list(dict.fromkeys([*of_whole, *more]))
@@ -47,10 +56,16 @@ def call_kernel(b: Builder, plan: PreprocessPlan) -> dict[str, Any]:
         slots = rows.checked_slots(b, plan, (tokens,))
     else:
         pool = (-(-tokens // _BLOCK), _BLOCK, 1)
-        held = {name: _new(b, x, (*pool, width)) for name, width in (("kv_cache", latent), ("kr_cache", rope))}
+        held = {
+            name: _new(b, x, (*pool, width))
+            for name, width in (("kv_cache", latent), ("kr_cache", rope))
+        }
         device = plan.token_x.meta["val"].device
         slots = b.call(aten.arange.default, tokens, dtype=torch.int32, device=device)
-    outs = {"query": _new(b, x, (tokens, plan.heads, latent)), "query_rope": _new(b, x, (tokens, plan.heads, rope))}
+    outs = {
+        "query": _new(b, x, (tokens, plan.heads, latent)),
+        "query_rope": _new(b, x, (tokens, plan.heads, rope)),
+    }
     called = b.call(
         torch.ops.atb.npu_mla_preprocess.out,
         x,
@@ -63,7 +78,10 @@ def call_kernel(b: Builder, plan: PreprocessPlan) -> dict[str, Any]:
         _weight(b, plan, "wuq", _of_up),
         _vector(b, plan, "descale1", _of_up, pack.scale_matrix, torch.float32),
         pack.vector(b, "gamma2", k.gamma),
-        *(_table(b, plan, table, without, x) for table, without in ((plan.cos, 1.0), (plan.sin, 0.0))),
+        *(
+            _table(b, plan, table, without, x)
+            for table, without in ((plan.cos, 1.0), (plan.sin, 0.0))
+        ),
         pack.weight_uk(b, plan),
         held["kv_cache"],
         held["kr_cache"],
@@ -85,10 +103,14 @@ def call_kernel(b: Builder, plan: PreprocessPlan) -> dict[str, Any]:
     asked = {item.output for item in plan.replacements}
     for name, cache, width in (("c_kv", "kv_cache", latent), ("k_pe", "kr_cache", rope)):
         if name in asked and isinstance(plan.caches, InPlace):
-            results[name] = rows.written(b, made[cache], slots, (*plan.lead, width), plan.caches.mode)
+            results[name] = rows.written(
+                b, made[cache], slots, (*plan.lead, width), plan.caches.mode
+            )
         elif name in asked:
             flat = b.reshape(made[cache], (-(-tokens // _BLOCK) * _BLOCK, width))
-            results[name] = b.reshape(b.call(aten.slice.Tensor, flat, 0, 0, tokens), (*plan.lead, width))
+            results[name] = b.reshape(
+                b.call(aten.slice.Tensor, flat, 0, 0, tokens), (*plan.lead, width)
+            )
     for name in plan.interleave & results.keys():
         results[name] = rows.interleave(b, results[name])
     return results
@@ -104,7 +126,9 @@ def _zeros(b: Builder, x: Any, name: str, width: int) -> Any:
 
 def _table(b: Builder, plan: PreprocessPlan, table: Any, without: float, x: Any) -> Any:
     width = plan.candidate.key.rope_dim
-    return b.reshape(rows.table(b, table, (*plan.lead, width), without, x), (prod(plan.lead), width))
+    return b.reshape(
+        rows.table(b, table, (*plan.lead, width), without, x), (prod(plan.lead), width)
+    )
 
 
 def _static(b: Builder, x: Any, how: StaticQuant, stage: str) -> dict[str, Any]:
@@ -113,7 +137,10 @@ def _static(b: Builder, x: Any, how: StaticQuant, stage: str) -> dict[str, Any]:
         offset = b.call(aten.new_zeros.default, x, [1], dtype=torch.int8)
     else:
         offset = _one(b, f"quant_offset{stage}", how.offset)
-    return {f"quant_scale{stage}": _one(b, f"quant_scale{stage}", how.scale), f"quant_offset{stage}": offset}
+    return {
+        f"quant_scale{stage}": _one(b, f"quant_scale{stage}", how.scale),
+        f"quant_offset{stage}": offset,
+    }
 
 
 def _one(b: Builder, name: str, one: One) -> Any:
@@ -125,24 +152,31 @@ def _one(b: Builder, name: str, one: One) -> Any:
         if one.inverse:
             first = b.call(aten.reciprocal.default, b.cast(first, torch.float32))
         # memory of its own, whatever the dtypes: a change of any number of the vector is then seen
-        return b.call(aten.clone.default, b.cast(first, one.dtype), memory_format=torch.contiguous_format)
+        return b.call(
+            aten.clone.default, b.cast(first, one.dtype), memory_format=torch.contiguous_format
+        )
 
     return b.packed(name, recipe, [one.node], exact=one.exact)
 
 
-# -- weights, scales and biases: columns of the projections, [C | R | Q] and head by head [D | R], halves of RoPE apart
+# -- weights, scales and biases: columns of the projections, [C | R | Q], and head by head [D | R],
+# halves of RoPE apart
 
 
 def _of_down(b: Builder, plan: PreprocessPlan, of: pack.Matrix) -> Any:
     q, k = plan.candidate.query, plan.candidate.key
     parts = (k.down, k.columns), (k.down_rope, (*k.first, *k.second)), (q.down, q.norm.columns)
-    return b.call(aten.cat.default, [pack.take(b, of(b, item), columns) for item, columns in parts], 1)
+    return b.call(
+        aten.cat.default, [pack.take(b, of(b, item), columns) for item, columns in parts], 1
+    )
 
 
 def _of_up(b: Builder, plan: PreprocessPlan, of: pack.Matrix) -> Any:
     q = plan.candidate.query
     nope = q.absorb.columns
-    rope = tuple((*first, *second) for first, second in zip(q.rope.first, q.rope.second, strict=True))
+    rope = tuple(
+        (*first, *second) for first, second in zip(q.rope.first, q.rope.second, strict=True)
+    )
     parts = []
     for item, heads in ((q.up_nope, nope), (q.up_rope, rope)):
         flat = tuple(column for head in heads for column in head)
@@ -166,13 +200,17 @@ def _weight(b: Builder, plan: PreprocessPlan, name: str, arrange: Any) -> Any:
         if b.device_type(matrix) == "cpu":
             return matrix
         columns, width = b.shape(matrix)
-        blocks = b.call(aten.permute.default, b.reshape(matrix, (columns, width // 32, 32)), [1, 0, 2])
+        blocks = b.call(
+            aten.permute.default, b.reshape(matrix, (columns, width // 32, 32)), [1, 0, 2]
+        )
         return pack.dense(b, b.reshape(blocks, (1, width // 32, columns, 32)), nz=True)
 
     return b.packed(name, recipe, [part.weight for part in _leaves(plan, arrange)])
 
 
-def _vector(b: Builder, plan: PreprocessPlan, name: str, arrange: Any, of: pack.Matrix, dtype: torch.dtype) -> Any:
+def _vector(
+    b: Builder, plan: PreprocessPlan, name: str, arrange: Any, of: pack.Matrix, dtype: torch.dtype
+) -> Any:
     """A number for each column."""
 
     def recipe(b: Builder) -> Any:
@@ -182,7 +220,9 @@ def _vector(b: Builder, plan: PreprocessPlan, name: str, arrange: Any, of: pack.
     parts = _leaves(plan, arrange)
     held = [part.product.bias for part in parts]
     if of is pack.scale_matrix:
-        held = [part.quantised.weight_scale if part.quantised is not None else None for part in parts]
+        held = [
+            part.quantised.weight_scale if part.quantised is not None else None for part in parts
+        ]
     leaves = [part.weight if node is None else node for part, node in zip(parts, held, strict=True)]
     return b.packed(name, recipe, leaves)
 
@@ -191,10 +231,14 @@ def _bias_matrix(b: Builder, projection: Projection) -> Any:
     """The int32 biases of a projection's columns as [1, out]; zeros where it has none."""
     if projection.pieces:
         return b.call(aten.cat.default, [_bias_matrix(b, piece) for piece in projection.pieces], 1)
-    columns = projection.weight.meta["val"].shape[projection.weight_labels.index(projection.column_labels[0])]
+    columns = projection.weight.meta["val"].shape[
+        projection.weight_labels.index(projection.column_labels[0])
+    ]
     if projection.product.bias is not None:
         return b.reshape(b.value(projection.product.bias), (1, columns))
-    return b.call(aten.new_zeros.default, b.value(projection.weight), [1, columns], dtype=torch.int32)
+    return b.call(
+        aten.new_zeros.default, b.value(projection.weight), [1, columns], dtype=torch.int32
+    )
 
 
 def arguments(plan: PreprocessPlan) -> dict[str, Any]:
@@ -209,14 +253,24 @@ def arguments(plan: PreprocessPlan) -> dict[str, Any]:
 
     found = {"input": like(tokens, hidden), "gamma0": like(hidden), "beta0": like(hidden)}
     found |= {"gamma1": like(rank), "beta1": like(rank), "gamma2": like(latent)}
-    found |= {"cos": like(tokens, rope), "sin": like(tokens, rope), "slotmapping": like(tokens, dtype=torch.int32)}
+    found |= {
+        "cos": like(tokens, rope),
+        "sin": like(tokens, rope),
+        "slotmapping": like(tokens, dtype=torch.int32),
+    }
     found["wuk"] = like(plan.heads, q.absorb.nope_dim, latent)
     for stage, name, columns, width in (("0", "wdqkv", wide, hidden), ("1", "wuq", up, rank)):
         found[name] = like(columns, width, dtype=torch.int8)
         found[f"descale{stage}"] = like(columns, dtype=torch.float32)
         found[f"bias{stage}"] = like(columns, dtype=torch.int32)
-        found[f"quant_scale{stage}"], found[f"quant_offset{stage}"] = like(1), like(1, dtype=torch.int8)
-    shapes: dict[str, tuple[Any, ...]] = {"kv_cache": (1, _BLOCK, 1, latent), "kr_cache": (1, _BLOCK, 1, rope)}
+        found[f"quant_scale{stage}"], found[f"quant_offset{stage}"] = (
+            like(1),
+            like(1, dtype=torch.int8),
+        )
+    shapes: dict[str, tuple[Any, ...]] = {
+        "kv_cache": (1, _BLOCK, 1, latent),
+        "kr_cache": (1, _BLOCK, 1, rope),
+    }
     kinds = dict.fromkeys(shapes, torch.bfloat16)
     if isinstance(plan.caches, InPlace):
         shapes = {name: tuple(shape) for name, _, shape in plan.caches.held}
@@ -229,7 +283,12 @@ def arguments(plan: PreprocessPlan) -> dict[str, Any]:
 def nodes(plan: PreprocessPlan) -> dict[str, Node]:
     """Nodes of the graph that stand for arguments, by name."""
     q, k = plan.candidate.query, plan.candidate.key
-    found = {"input": plan.token_x, "wdqkv": k.down.weight, "wuq": q.up_rope.weight, "gamma0": plan.gamma}
+    found = {
+        "input": plan.token_x,
+        "wdqkv": k.down.weight,
+        "wuq": q.up_rope.weight,
+        "gamma0": plan.gamma,
+    }
     if isinstance(plan.caches, InPlace):
         names = {"kv_cache": "kv_cache", "kr_cache": "kv_cache_rope"}
         found |= {names[name]: cache for name, cache, _ in plan.caches.held}

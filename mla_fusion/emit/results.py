@@ -30,7 +30,8 @@ def arrange(b: Builder, replacement: Replacement, result: Any) -> Any:
     """The kernel's result in the shape and order of the node that it replaces."""
     wanted = replacement.node.meta["val"]
     order = replacement.order
-    if b.dtype(result) == torch.float8_e8m0fnu and wanted.dtype == torch.uint8:  # the codes of the same scales
+    # the codes of the same scales
+    if b.dtype(result) == torch.float8_e8m0fnu and wanted.dtype == torch.uint8:
         result = b.call(aten.view.dtype, result, torch.uint8)
     if order is not None and order != tuple(range(len(order))):
         result = b.call(aten.permute.default, result, list(order))
@@ -50,7 +51,9 @@ _MADE_FROM = {  # of what a borrower is called with, the sizes and the number ar
 
 
 def lend(b: Builder, plan: Plan, borrower: Node) -> Any:
-    """What the borrower makes, with its device taken from x instead of from a value that is replaced."""
+    """What the borrower makes, with its device taken from x instead of from a value that is
+    replaced.
+    """
     value = borrower.meta["val"]
     new = _MADE_FROM.get(op_name(borrower), aten.new_empty)
     fill = argument(borrower, "fill_value")

@@ -18,14 +18,24 @@ aten = torch.ops.aten
 
 
 def table(
-    b: Builder, table: Table, shape: Sequence[Any], without: float, x: Any, dtype: torch.dtype = torch.bfloat16
+    b: Builder,
+    table: Table,
+    shape: Sequence[Any],
+    without: float,
+    x: Any,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Any:
     """The full-width table, lead + [Dr]; ``without`` a rotation, of that number."""
     if not table:
         of = "no rotation", without, tuple(map(str, shape)), dtype
-        return b.once(of, lambda b: b.call(aten.new_full.default, x, b.sizes(shape), without, dtype=dtype))
+        return b.once(
+            of, lambda b: b.call(aten.new_full.default, x, b.sizes(shape), without, dtype=dtype)
+        )
     *lead, _ = shape
-    return b.once(("table", table, tuple(map(str, lead)), dtype), lambda b: _build_table(b, table, lead, dtype))
+    return b.once(
+        ("table", table, tuple(map(str, lead)), dtype),
+        lambda b: _build_table(b, table, lead, dtype),
+    )
 
 
 def _build_table(b: Builder, table: Table, lead: Sequence[Any], dtype: torch.dtype) -> Any:
@@ -34,7 +44,9 @@ def _build_table(b: Builder, table: Table, lead: Sequence[Any], dtype: torch.dty
         spread = {run: _spread(b, part, run.rows, run.count, lead) for run, part in parts.items()}
         return b.cast(b.call(aten.cat.default, [spread[run] for run in table], -1), dtype)
     value = (
-        next(iter(parts.values())) if len(table) == 1 else b.call(aten.cat.default, [parts[run] for run in table], -1)
+        next(iter(parts.values()))
+        if len(table) == 1
+        else b.call(aten.cat.default, [parts[run] for run in table], -1)
     )
     return b.cast(_spread(b, value, table[0].rows, sum(run.count for run in table), lead), dtype)
 
@@ -55,7 +67,9 @@ def _run(b: Builder, run: TableRun) -> Any:
     if run.field:
         if run.base.meta["val"].is_conj():  # by a flag: the memory is not
             value = b.call(aten.resolve_conj.default, value)
-        value = b.call(aten.select.int, b.call(aten.view_as_real.default, value), -1, int(run.field == "imag"))
+        value = b.call(
+            aten.select.int, b.call(aten.view_as_real.default, value), -1, int(run.field == "imag")
+        )
     width = run.base.meta["val"].shape[-1]
     if (run.start, run.step, run.count) != (0, 1, width):
         stop = run.start + run.step * (run.count - 1) + 1
@@ -66,13 +80,17 @@ def _run(b: Builder, run: TableRun) -> Any:
 
 
 def checked_slots(b: Builder, plan: Plan, lead: Sequence[Any], skips: bool = False) -> Any:
-    """The slots of caches that are written in place, looked at before the graph runs where somebody asks for that.
+    """The slots of caches that are written in place, looked at before the graph runs where somebody
+    asks for that.
 
-    ``skips``: negative ones are the model's own, of tokens that are not kept. Slices that are assigned need no look.
+    ``skips``: negative ones are the model's own, of tokens that are not kept. Slices that are
+    assigned need no look.
     """
     assert isinstance(plan.caches, InPlace)
     if plan.caches.slots.span is None:
-        b.check_slots(lambda b: slots(b, plan, lead), plan.caches.slots.nodes, plan.caches.held, skips)
+        b.check_slots(
+            lambda b: slots(b, plan, lead), plan.caches.slots.nodes, plan.caches.held, skips
+        )
     return slots(b, plan, lead)
 
 
@@ -107,7 +125,9 @@ def _assigned(b: Builder, span: Span, device: torch.device) -> Any:
 
 
 def written(b: Builder, cache: Any, slots: Any, shape: Sequence[Any], mode: str) -> Any:
-    """The new rows, read back from where the kernel wrote them; of a skipped token (slot below 0) some other row."""
+    """The new rows, read back from where the kernel wrote them; of a skipped token (slot below 0)
+    some other row.
+    """
     return b.new_rows(cache, shape, lambda b: _read_back(b, cache, slots, shape, mode))
 
 
@@ -119,7 +139,10 @@ def _read_back(b: Builder, cache: Any, slots: Any, shape: Sequence[Any], mode: s
     index, piece = b.once(("places", slots), places), shape[-1]
     if mode == "PA_NZ":  # a row lies in pieces, a block of rows apart
         piece = _NZ_COLUMNS
-        index = b.once(("pieces", slots, shape[-1]), lambda b: _pieces(b, index, b.shape(cache)[1], shape[-1] // piece))
+        index = b.once(
+            ("pieces", slots, shape[-1]),
+            lambda b: _pieces(b, index, b.shape(cache)[1], shape[-1] // piece),
+        )
     flat = b.call(aten.reshape.default, cache, [-1, piece])
     return b.reshape(b.call(aten.index_select.default, flat, 0, index), shape)
 
@@ -138,14 +161,18 @@ def _pieces(b: Builder, rows: Any, block_size: Any, count: int) -> Any:
 
 
 def buffer(b: Builder, x: Any, lead: Sequence[Any], width: int) -> Any:
-    """Room for the new rows, [B, S, 1, width] or [T, 1, width] in bfloat16; every row is written."""
+    """Room for the new rows, [B, S, 1, width] or [T, 1, width] in bfloat16; every row is
+    written.
+    """
     dtype = {} if b.dtype(x) == torch.bfloat16 else {"dtype": torch.bfloat16}
     return b.call(aten.new_empty.default, x, b.sizes((*lead, 1, width)), **dtype)
 
 
 def nothing(b: Builder, x: Any) -> Any:
     """The kr_cache of packed rows: no elements."""
-    return b.once("no kr_cache", lambda b: b.call(aten.new_empty.default, x, [0], dtype=torch.bfloat16))
+    return b.once(
+        "no kr_cache", lambda b: b.call(aten.new_empty.default, x, [0], dtype=torch.bfloat16)
+    )
 
 
 def interleave(b: Builder, value: Any) -> Any:

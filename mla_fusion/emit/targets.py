@@ -1,4 +1,5 @@
-"""THE table of targets: of each operator that a plan may call, how it is planned, called and checked.
+"""THE table of targets: of each operator that a plan may call, how it is planned, called and
+checked.
 
 The stages behind the plan ask ``target_of(plan)``; none of them knows an operator by name.
 """
@@ -79,14 +80,19 @@ _PREPROCESS: Target[Any] = Target(
     arguments=preprocess.arguments,
     nodes=preprocess.nodes,
 )
-TARGETS: dict[str, Target[Any]] = {"v3": _WHOLE, "identity": _WHOLE, "preprocess": _PREPROCESS, "key": _KEY}
+TARGETS: dict[str, Target[Any]] = {
+    "v3": _WHOLE,
+    "identity": _WHOLE,
+    "preprocess": _PREPROCESS,
+    "key": _KEY,
+}
 
 
 def call_kernel(b: Builder, plan: Plan) -> dict[str, Any]:
     """Emit the call of a plan; its results by name.
 
-    Written against :class:`~mla_fusion.fx.build.Builder`, so the same lines rewrite the graph and run on tensors when
-    the fusion is verified.
+    Written against :class:`~mla_fusion.fx.build.Builder`, so the same lines rewrite the graph and
+    run on tensors when the fusion is verified.
     """
     return target_of(plan).call(b, plan)
 

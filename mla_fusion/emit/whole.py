@@ -36,17 +36,25 @@ def inputs(plan: PrologPlan) -> list[Node]:
 
 
 def scales(plan: PrologPlan) -> list[Node]:
-    """Scales of the quantised products and caches, and what smooths c_q; empty where nothing is quantised."""
+    """Scales of the quantised products and caches, and what smooths c_q; empty where nothing is
+    quantised.
+    """
     q, k = plan.candidate.query, plan.candidate.key
     found: list[Node | None] = []
     for item in (q.up_nope, q.up_rope, q.down, k.down, k.down_rope):
-        found += [part.quantised.weight_scale for part in item.by_weight if part.quantised is not None]
+        found += [
+            part.quantised.weight_scale for part in item.by_weight if part.quantised is not None
+        ]
     if q.up_nope.quantised is not None and q.up_nope.quantised.dynamic is not None:
         found.append(q.up_nope.quantised.dynamic.smooth)
     if q.down.quantised is not None:
         found.append(q.down.quantised.token_scale)
     if isinstance(plan.caches, InPlace):
-        found += [scale.node for scale in (plan.caches.kv_scale, plan.caches.kr_scale) if scale is not None]
+        found += [
+            scale.node
+            for scale in (plan.caches.kv_scale, plan.caches.kr_scale)
+            if scale is not None
+        ]
     return list(dict.fromkeys(node for node in found if node is not None))
 
 
@@ -61,10 +69,15 @@ def call_kernel(b: Builder, plan: PrologPlan) -> dict[str, Any]:
     lead = plan.lead
     if isinstance(plan.caches, InPlace):
         held = {name: b.cache(cache, shape) for name, cache, shape in plan.caches.held}
-        kv_cache, kr_cache = held["kv_cache"], held["kr_cache"] if "kr_cache" in held else rows.nothing(b, x)
+        kv_cache, kr_cache = (
+            held["kv_cache"],
+            held["kr_cache"] if "kr_cache" in held else rows.nothing(b, x),
+        )
         index = {"cache_index": rows.checked_slots(b, plan, lead, skips=k.operator is not None)}
     else:
-        kv_cache, kr_cache = (rows.buffer(b, x, lead, width) for width in (len(k.columns), k.rope_dim))
+        kv_cache, kr_cache = (
+            rows.buffer(b, x, lead, width) for width in (len(k.columns), k.rope_dim)
+        )
         index = {}
     fused = b.call(
         getattr(torch.ops.npu, KERNEL.name).default,
@@ -83,17 +96,28 @@ def call_kernel(b: Builder, plan: PrologPlan) -> dict[str, Any]:
         **pack.quantisation(b, plan),
         **attributes(plan),
     )
-    results = {name: result_of(b, fused, place) for place, name in enumerate(KERNEL.results) if name in _used(plan)}
+    results = {
+        name: result_of(b, fused, place)
+        for place, name in enumerate(KERNEL.results)
+        if name in _used(plan)
+    }
     asked = {replacement.output for replacement in plan.replacements}
-    for name, made, width in (("c_kv", "kv_cache", len(k.columns)), ("k_pe", "kr_cache", k.rope_dim)):
+    for name, made, width in (
+        ("c_kv", "kv_cache", len(k.columns)),
+        ("k_pe", "kr_cache", k.rope_dim),
+    ):
         if name in asked and index:
-            results[name] = rows.written(b, results[made], index["cache_index"], (*lead, width), plan.cache_mode)
+            results[name] = rows.written(
+                b, results[made], index["cache_index"], (*lead, width), plan.cache_mode
+            )
         elif name in asked:
             results[name] = b.reshape(results.pop(made), (*lead, width))
     if isinstance(q.absorb, AbsorbFact) and q.absorb.times is not None:
         results["query"] = rows.multiplied(b, results["query"], q.absorb.times)
     if not isinstance(q.absorb, AbsorbFact):
-        results["q_nope"] = b.call(aten.slice.Tensor, results.pop("query"), -1, 0, q.absorb.nope_dim)
+        results["q_nope"] = b.call(
+            aten.slice.Tensor, results.pop("query"), -1, 0, q.absorb.nope_dim
+        )
     for name in plan.interleave & results.keys():
         results[name] = rows.interleave(b, results[name])
     if plan.kernel_heads > plan.heads:
@@ -103,7 +127,9 @@ def call_kernel(b: Builder, plan: PrologPlan) -> dict[str, Any]:
 
 
 def attributes(plan: PrologPlan) -> dict[str, Any]:
-    """Keyword attributes of the call. Both epsilons are always given: the operator's default is not the models'."""
+    """Keyword attributes of the call. Both epsilons are always given: the operator's default is not
+    the models'.
+    """
     given: dict[str, Any] = {
         "rmsnorm_epsilon_cq": plan.eps_cq,
         "rmsnorm_epsilon_ckv": plan.eps_ckv,
@@ -124,4 +150,6 @@ def _used(plan: PrologPlan) -> set[str]:
     names = {replacement.output for replacement in plan.replacements} | {"query", "query_rope"}
     names |= {"kv_cache"} if "c_kv" in names else set()
     names |= {"kr_cache"} if "k_pe" in names else set()
-    return names | ({name for name, _, _ in plan.caches.held} if isinstance(plan.caches, InPlace) else set())
+    return names | (
+        {name for name, _, _ in plan.caches.held} if isinstance(plan.caches, InPlace) else set()
+    )

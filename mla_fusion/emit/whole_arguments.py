@@ -22,7 +22,10 @@ def ask(plan: PrologPlan, config: Config) -> None:
     """Raise ``Refuse`` where the operator takes a call and does not give what the model reads."""
     soc, cann = config.machine.soc, config.machine.cann
     if plan.query_norm and not limits(whole.KERNEL.name, soc, cann, "graph").gives_query_norm:
-        message = f"query_norm_flag: the operator takes it with CANN {cann} and gives no query_norm, which is read here"
+        message = (
+            f"query_norm_flag: the operator takes it with CANN {cann} and gives no query_norm, "
+            "which is read here"
+        )
         raise Refuse("contract:query_norm_flag", message, (plan.candidate.query.norm.node,))
 
 
@@ -41,26 +44,41 @@ def arguments(plan: PrologPlan) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "token_x": x,
         "weight_dq": like(x.shape[-1], len(q.norm.columns), dtype=element["weight_dq"]),
-        "weight_uq_qr": like(len(q.norm.columns), heads * (nope + rope), dtype=element["weight_uq_qr"]),
+        "weight_uq_qr": like(
+            len(q.norm.columns), heads * (nope + rope), dtype=element["weight_uq_qr"]
+        ),
         "weight_uk": like(heads, nope, q.absorb.latent_dim),
-        "weight_dkv_kr": like(x.shape[-1], len(k.columns) + k.rope_dim, dtype=element["weight_dkv_kr"]),
+        "weight_dkv_kr": like(
+            x.shape[-1], len(k.columns) + k.rope_dim, dtype=element["weight_dkv_kr"]
+        ),
         "rmsnorm_gamma_cq": like(len(q.norm.columns)),
         "rmsnorm_gamma_ckv": like(len(k.columns)),
         "rope_sin": like(*lead, rope),
         "rope_cos": like(*lead, rope),
     }
-    sizes = {"He": x.shape[-1], "Hcq": len(q.norm.columns), "Hckv": len(k.columns), "N": heads, "D": nope, "Dr": rope}
+    sizes = {
+        "He": x.shape[-1],
+        "Hcq": len(q.norm.columns),
+        "Hckv": len(k.columns),
+        "N": heads,
+        "D": nope,
+        "Dr": rope,
+    }
     for name, (shape, dtype) in weight_modes.scales(mode, sizes | {"tokens": prod(lead)}).items():
         arguments[name] = like(*shape, dtype=dtype)
     dynamic = q.up_nope.quantised.dynamic if q.up_nope.quantised is not None else None
     if dynamic is not None and dynamic.smooth is not None:
-        arguments["smooth_scales_cq"] = like(1, dynamic.smooth.meta["val"].numel(), dtype=torch.float32)
+        arguments["smooth_scales_cq"] = like(
+            1, dynamic.smooth.meta["val"].numel(), dtype=torch.float32
+        )
     if isinstance(plan.caches, InPlace):
         arguments["kr_cache"] = like(0)
         for name, cache, shape in plan.caches.held:
             arguments[name] = like(*shape, dtype=cache.meta["val"].dtype)
         arguments["cache_index"] = like(*lead, dtype=torch.int64)
-        for name, shape in scale_shapes(plan.kv_cache_quant_mode, len(k.columns), k.rope_dim, mode).items():
+        for name, shape in scale_shapes(
+            plan.kv_cache_quant_mode, len(k.columns), k.rope_dim, mode
+        ).items():
             arguments[name] = like(*shape, dtype=torch.float32)
     else:
         arguments["kv_cache"] = like(*lead, 1, len(k.columns))

@@ -18,7 +18,14 @@ from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import EXPANDS, expands, peel, reshapes_and_exact_casts, upward, views_and_exact_casts
+from mla_fusion.fx.walk import (
+    EXPANDS,
+    expands,
+    peel,
+    reshapes_and_exact_casts,
+    upward,
+    views_and_exact_casts,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +37,10 @@ class AbsorbFact:
     factor      what q_nope is multiplied by on the way (LongCat's scale), 1.0 where nothing is
     to_ndc      permutation of ``weight`` after which a reshape gives [N, D, Hckv]
     codes       of the node's shape: (token * N + n) * Hckv + c
-    times       what else each token of q_nope is multiplied by, a node with one number for each; the same of the result
-    pieces      products of some heads each, in the order of the heads, where W_uk is held in as many pieces;
-                weight and to_ndc are then the first one's
+    times       what else each token of q_nope is multiplied by, a node with one number for each;
+                the same of the result
+    pieces      products of some heads each, in the order of the heads, where W_uk is held in as
+                many pieces; weight and to_ndc are then the first one's
     """
 
     projection: Projection
@@ -65,7 +73,9 @@ class AbsorbFact:
     def latent_dim(self) -> int:
         """Hckv, the columns of the product."""
         label = self.projection.column_labels[0]
-        return int(self.projection.weight.meta["val"].shape[self.projection.weight_labels.index(label)])
+        return int(
+            self.projection.weight.meta["val"].shape[self.projection.weight_labels.index(label)]
+        )
 
     @property
     def nope_dim(self) -> int:
@@ -73,7 +83,9 @@ class AbsorbFact:
 
 
 @measured
-def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], projection: Projection) -> AbsorbFact | None:
+def find(
+    cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], projection: Projection
+) -> AbsorbFact | None:
     """The projection as an absorb of columns of ``cone``'s product, or None."""
     reading = readings.get(projection.activation)
     if reading is None or not reading.single or reading.degree != 1:
@@ -90,11 +102,13 @@ def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], project
     grid = reading.first.permute(order).reshape(products, count, -1)  # [product, t, d] codes of q
     token, column = grid // cone.width, grid % cone.width
     weight, weight_node = projection.weight_labels, projection.weight
-    broadcast = [label for label in weight if label not in (*batch, *summed, *columns)]  # axes of size 1
+    # axes of size 1
+    broadcast = [label for label in weight if label not in (*batch, *summed, *columns)]
     to_ndc = tuple(weight.index(label) for label in (*broadcast, *batch, *summed, *columns))
     width = cone.view.binding.size(projection.weight.meta["val"].shape[weight.index(columns[0])])
     head, heads = torch.arange(products), products
-    if count != cone.tokens:  # the weight was repeated along sequences, which are merged with the heads
+    # the weight was repeated along sequences, which are merged with the heads
+    if count != cone.tokens:
         repeated = _before_expand(cone, projection, to_ndc, (products, grid.shape[-1], width))
         if repeated is None:
             return None
@@ -102,7 +116,9 @@ def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], project
         heads, to_ndc = int(head.max()) + 1, tuple(range(len(weight_node.meta["val"].shape)))
     by_head = head.argsort(stable=True)
     rows = products * count
-    if rows != heads * cone.tokens or not torch.equal(head[by_head], torch.arange(products) * heads // products):
+    if rows != heads * cone.tokens or not torch.equal(
+        head[by_head], torch.arange(products) * heads // products
+    ):
         return None
     held = math.prod(cone.view.binding.shape(weight_node.meta["val"].shape))
     if held != heads * grid.shape[-1] * width:
@@ -117,11 +133,15 @@ def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], project
         ratio = _ratio(cone, probe, reading).permute(order).reshape(products, count, -1)[by_head]
         of_tokens = ratio.reshape(token.shape)
         times = factor_of_tokens(cone.view, projection, heads * grid.shape[-1])
-        if times is None or not torch.allclose(of_tokens, of_tokens[:1, :, :1].expand_as(of_tokens), rtol=1e-9):
+        if times is None or not torch.allclose(
+            of_tokens, of_tokens[:1, :, :1].expand_as(of_tokens), rtol=1e-9
+        ):
             return None
         factor = 1.0
     out = projection.product.out_labels
-    by_axis = codes.reshape([sizes[label] for label in batch] + [sizes[label] for label in tokens] + [width])
+    by_axis = codes.reshape(
+        [sizes[label] for label in batch] + [sizes[label] for label in tokens] + [width]
+    )
     axes = (*batch, *tokens, *columns)
     codes = by_axis.permute([axes.index(label) for label in out])
     return AbsorbFact(
@@ -136,7 +156,8 @@ def find(cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], project
 
 
 def factor_of_tokens(view: View, projection: Projection, width: int) -> Node | None:
-    """Of an activation ``q * s``, ``width`` numbers a token, the ``s`` that holds one number for each.
+    """Of an activation ``q * s``, ``width`` numbers a token, the ``s`` that holds one number for
+    each.
 
     A product with a matrix for each head leaves it where it is: ``(q * s) W = (q W) * s``.
     """
@@ -144,18 +165,27 @@ def factor_of_tokens(view: View, projection: Projection, width: int) -> Node | N
     operands = product.args[:2] if op_name(product) == "aten::mul" else ()
     for operand in operands:
         if isinstance(operand, Node):
-            sizes = (view.binding.shape(node.meta["val"].shape) for node in (operand, projection.activation))
+            sizes = (
+                view.binding.shape(node.meta["val"].shape)
+                for node in (operand, projection.activation)
+            )
             if math.prod(next(sizes)) * width == math.prod(next(sizes)):
                 return operand
     return None
 
 
-def join_heads(view: View, pieces: Sequence[AbsorbFact], shrink: Shrink | None) -> AbsorbFact | None:
-    """Products of some heads each (a loop over heads, or over groups of them), put side by side, as one product.
+def join_heads(
+    view: View, pieces: Sequence[AbsorbFact], shrink: Shrink | None
+) -> AbsorbFact | None:
+    """Products of some heads each (a loop over heads, or over groups of them), put side by side, as
+    one product.
 
     W_uk is one node of the graph of which the pieces' weights are parts, or is held in pieces.
     """
-    if len(pieces) < 2 or len({(fact.factor, fact.latent_dim, fact.nope_dim) for fact in pieces}) > 1:
+    if (
+        len(pieces) < 2
+        or len({(fact.factor, fact.latent_dim, fact.nope_dim) for fact in pieces}) > 1
+    ):
         return None
     if any(fact.times is not None for fact in pieces):
         return None
@@ -174,7 +204,9 @@ def join_heads(view: View, pieces: Sequence[AbsorbFact], shrink: Shrink | None) 
         return None
     node, held = side_by_side
     first = pieces[0].projection
-    whole = replace(first, product=replace(first.product, node=node), pieces=tuple(f.projection for f in pieces))
+    whole = replace(
+        first, product=replace(first.product, node=node), pieces=tuple(f.projection for f in pieces)
+    )
     columns = tuple(head for fact in pieces for head in fact.columns)
     if to_ndc is None:
         return AbsorbFact(
@@ -187,14 +219,24 @@ def join_heads(view: View, pieces: Sequence[AbsorbFact], shrink: Shrink | None) 
             pieces=tuple(pieces),
         )
     return AbsorbFact(
-        projection=whole, weight=weight, columns=columns, factor=pieces[0].factor, to_ndc=to_ndc, codes=held
+        projection=whole,
+        weight=weight,
+        columns=columns,
+        factor=pieces[0].factor,
+        to_ndc=to_ndc,
+        codes=held,
     )
 
 
 def _whole_weight(view: View, pieces: Sequence[AbsorbFact]) -> tuple[Node, tuple[int, ...]] | None:
-    """The nearest node that holds the pieces' weights in their order and nothing else, and how it is [N, D, Hckv]."""
+    """The nearest node that holds the pieces' weights in their order and nothing else, and how it
+    is [N, D, Hckv].
+    """
     size = sum(math.prod(view.binding.shape(fact.weight.meta["val"].shape)) for fact in pieces)
-    lines = [{view.number(node): node for node in upward(fact.weight, views_and_exact_casts)} for fact in pieces]
+    lines = [
+        {view.number(node): node for node in upward(fact.weight, views_and_exact_casts)}
+        for fact in pieces
+    ]
     for number, weight in lines[0].items():
         shape = view.binding.shape(weight.meta["val"].shape)
         if math.prod(shape) != size or not all(number in line for line in lines):
@@ -202,11 +244,15 @@ def _whole_weight(view: View, pieces: Sequence[AbsorbFact]) -> tuple[Node, tuple
         held = torch.arange(size, dtype=torch.float64).reshape(shape)
         parts = []
         for fact, line in zip(pieces, lines, strict=True):
-            program = Program([line[number]], nodes_between((line[number],), fact.weight), view.binding)
+            program = Program(
+                [line[number]], nodes_between((line[number],), fact.weight), view.binding
+            )
             value = program.run([held])[program.slot(fact.weight)]
             if not isinstance(value, torch.Tensor):
                 return None
-            parts.append(value.permute(fact.to_ndc).reshape(fact.heads, fact.nope_dim, fact.latent_dim))
+            parts.append(
+                value.permute(fact.to_ndc).reshape(fact.heads, fact.nope_dim, fact.latent_dim)
+            )
         whole = torch.cat(parts)
         for axes in permutations(range(len(shape))):
             if torch.equal(held.permute(axes).reshape(whole.shape), whole):
@@ -215,7 +261,12 @@ def _whole_weight(view: View, pieces: Sequence[AbsorbFact]) -> tuple[Node, tuple
 
 
 def _moves(node: Node) -> bool:
-    return is_view(node) or is_faithful_cast(node) or is_writer(node) or op_name(node) in ("aten::cat", "aten::stack")
+    return (
+        is_view(node)
+        or is_faithful_cast(node)
+        or is_writer(node)
+        or op_name(node) in ("aten::cat", "aten::stack")
+    )
 
 
 _FARTHEST = 64  # nodes walked from the last piece to where all stand side by side
@@ -246,7 +297,8 @@ def _side_by_side(
 def _before_expand(
     cone: Cone, projection: Projection, to_ndc: tuple[int, ...], sizes: tuple[int, int, int]
 ) -> tuple[Node, torch.Tensor] | None:
-    """The weight before it was repeated, [.., N, D, Hckv], and which of its matrices each of the products is with.
+    """The weight before it was repeated, [.., N, D, Hckv], and which of its matrices each of the
+    products is with.
 
     sizes  of the products' weight, [products, D, Hckv]
     """
@@ -261,19 +313,26 @@ def _before_expand(
         before = (1,) * (len(whole) - len(before)) + before
         if cone.shrink is not None:
             whole = tuple(
-                cone.shrink.merged(new) if old == 1 else new for old, new in zip(before, whole, strict=True)
+                cone.shrink.merged(new) if old == 1 else new
+                for old, new in zip(before, whole, strict=True)
             )
         rows = torch.arange(math.prod(before[:-1])).reshape(before[:-1]).expand(whole[:-1])
         if before[-1] != width or whole[-1] != width or rows.numel() != products * nope:
             return None
         rows = rows.reshape(products, nope)
         matrix = rows[:, 0] // nope
-        return (source, matrix) if torch.equal(rows, matrix[:, None] * nope + torch.arange(nope)) else None
+        return (
+            (source, matrix)
+            if torch.equal(rows, matrix[:, None] * nope + torch.arange(nope))
+            else None
+        )
     return None
 
 
 def uniform_factor(cone: Cone, probe: torch.Tensor, reading: Reading) -> float | None:
-    """What every element is multiplied by on its way from the product: a literal, never the value of a tensor."""
+    """What every element is multiplied by on its way from the product: a literal, never the value
+    of a tensor.
+    """
     if not reading.steady:
         return None
     ratio = _ratio(cone, probe, reading)

@@ -1,8 +1,8 @@
 """Cache writes: rows of a value stored into a graph input at given slots.
 
-Recognised are the writers that place whole rows by index: index_put with one index or with (block, offset),
-index_copy, scatter with one index a row, npu_scatter_nd_update. Every other writer keeps its place in the
-graph (staging), so it needs no recognising.
+Recognised are the writers that place whole rows by index: index_put with one index or with (block,
+offset), index_copy, scatter with one index a row, npu_scatter_nd_update. Every other writer keeps
+its place in the graph (staging), so it needs no recognising.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from mla_fusion.fx.walk import INPUTS, origin, unit_selections
 
 @dataclass(frozen=True)
 class Slots:
-    """Row numbers: ``index``, ``block * block_size + offset`` where the graph holds no such tensor, or a ``span``."""
+    """Row numbers: ``index``, ``block * block_size + offset`` where the graph holds no such tensor,
+    or a ``span``.
+    """
 
     index: Node | None
     block: Node | None = None
@@ -68,17 +70,23 @@ class WriteFact:
 
 
 def paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
-    """[BlockNum, BlockSize, 1, width] that the cache has, or that its memory can be viewed as; None if neither.
+    """[BlockNum, BlockSize, 1, width] that the cache has, or that its memory can be viewed as; None
+    if neither.
 
-    A cache of another rank is rows of its last axis: [.., BlockSize, width] keeps its blocks where the kernel
-    takes that BlockSize (16 to 1024, in steps of 16), other rows are cut into blocks of 128, 64, 32 or 16. Its sizes
-    must be static, but for the BlockNum of [BlockNum, BlockSize, width].
+    A cache of another rank is rows of its last axis: [.., BlockSize, width] keeps its blocks where
+    the kernel takes that BlockSize (16 to 1024, in steps of 16), other rows are cut into blocks of
+    128, 64, 32 or 16. Its sizes must be static, but for the BlockNum of [BlockNum, BlockSize,
+    width].
     """
     value = cache.meta["val"]
     shape = value.shape
     if len(shape) == 4 and same(shape[2], 1):
         return shape[0], shape[1], 1, shape[3]
-    if len(shape) < 2 or not all(isinstance(size, int) for size in shape[1:]) or not value.is_contiguous():
+    if (
+        len(shape) < 2
+        or not all(isinstance(size, int) for size in shape[1:])
+        or not value.is_contiguous()
+    ):
         return None
     own = shape[-2] if len(shape) == 3 and shape[-2] % 16 == 0 and 16 <= shape[-2] <= 1024 else None
     if not isinstance(shape[0], int):
@@ -90,7 +98,9 @@ def paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
 
 @measured
 def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
-    """The write of ``value`` by ``writer``, or everything for which it is not one the kernel can do."""
+    """The write of ``value`` by ``writer``, or everything for which it is not one the kernel can
+    do.
+    """
     name = op_name(writer)
     if name == _SCATTER_PA:
         return _paged_pair(view, writer, value)
@@ -100,7 +110,12 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
     if name in _ADDING:
         return (Obstacle("cache.accumulates", f"{writer.name} adds to what the rows hold"),)
     if name not in _INDEX_OF or not isinstance(base, Node):
-        return (Obstacle("cache.writer", f"{writer.name} ({name or writer.op}) is not a write of rows by index"),)
+        return (
+            Obstacle(
+                "cache.writer",
+                f"{writer.name} ({name or writer.op}) is not a write of rows by index",
+            ),
+        )
     found: list[Obstacle] = []
     cache = input_behind(base)
     paged = paged_shape(cache) if cache is not None else None
@@ -127,7 +142,12 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
     if found or cache is None or isinstance(trust, Unproven):
         return tuple(found)
     return WriteFact(
-        node=writer, cache=cache, value=value, slots=slots, result=_whole(writer, cache), trusted=trust.inputs
+        node=writer,
+        cache=cache,
+        value=value,
+        slots=slots,
+        result=_whole(writer, cache),
+        trusted=trust.inputs,
     )
 
 
@@ -144,7 +164,9 @@ def _no_blocks(cache: Node) -> str:
     value = cache.meta["val"]
     shape = f"{cache.name} of shape [{', '.join(map(str, value.shape))}]"
     if not all(isinstance(size, int) for size in value.shape):
-        why = "its sizes are symbolic, so that its BlockSize is not known when the graph is compiled"
+        why = (
+            "its sizes are symbolic, so that its BlockSize is not known when the graph is compiled"
+        )
     elif len(value.shape) < 2:
         why = "it has no rows"
     elif not value.is_contiguous():
@@ -163,16 +185,23 @@ def _by_no_row_number(writer: Node, name: str, base: Node) -> Obstacle:
         axis = next((place for place, index in enumerate(indices) if index is not None), 0)
     if isinstance(axis, int) and shape and (axis := axis % len(shape)):
         message = (
-            f"{writer.name} runs along axis {axis} of {shape}; the kernel needs one row number for each token: "
+            f"{writer.name} runs along axis {axis} of {shape}; the kernel needs one row number "
+            "for each token: "
             f"view the cache as [-1, {shape[-1]}]"
         )
         return Obstacle("cache.index_axis", message)
-    return Obstacle("cache.index_elements", f"{writer.name} does not place whole rows by one number each")
+    return Obstacle(
+        "cache.index_elements", f"{writer.name} does not place whole rows by one number each"
+    )
 
 
 def _tensors_of_integers(writer: Node) -> list[Node]:
     values = ((node, node.meta.get("val")) for node in writer.all_input_nodes[1:])
-    return [node for node, value in values if isinstance(value, torch.Tensor) and value.dtype in _INDICES]
+    return [
+        node
+        for node, value in values
+        if isinstance(value, torch.Tensor) and value.dtype in _INDICES
+    ]
 
 
 def _assigned(writer: Node, value: Node) -> WriteFact | Obstacles:
@@ -182,14 +211,18 @@ def _assigned(writer: Node, value: Node) -> WriteFact | Obstacles:
     if paged_shape(found.cache) is None:
         return (Obstacle("cache.shape", _no_blocks(found.cache)),)
     slots, inside = Slots(None, span=found.span), found.inside
-    return WriteFact(node=writer, cache=found.cache, value=value, slots=slots, result=found.result, inside=inside)
+    return WriteFact(
+        node=writer, cache=found.cache, value=value, slots=slots, result=found.result, inside=inside
+    )
 
 
 _SCATTER_PA = "npu::npu_scatter_pa_kv_cache_functional"
 
 
 def _paged_pair(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
-    """npu_scatter_pa_kv_cache writes two caches at once, key rows to the first and value rows to the second."""
+    """npu_scatter_pa_kv_cache writes two caches at once, key rows to the first and value rows to
+    the second.
+    """
     found: list[str] = []
     mode = argument(writer, "cache_mode")
     if mode != "Norm":
@@ -198,12 +231,16 @@ def _paged_pair(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
     found += [f"{writer.name} has {name}" for name in extra if argument(writer, name) is not None]
     rows, caches, slots = writer.args[:2], writer.args[2:4], writer.args[4]
     if rows.count(value) != 1 or not isinstance(slots, Node):
-        return (Obstacle("cache.writer", f"{writer.name} does not write {value.name} to one cache"),)
+        return (
+            Obstacle("cache.writer", f"{writer.name} does not write {value.name} to one cache"),
+        )
     place = rows.index(value)
     cache = caches[place]
     if not isinstance(cache, Node) or cache.op not in INPUTS or paged_shape(cache) is None:
         found.append(f"{cache} is not a graph input of shape [BlockNum, BlockSize, 1, width]")
-    result = next((user for user in writer.users if is_getitem(user) and user.args[1] == place), None)
+    result = next(
+        (user for user in writer.users if is_getitem(user) and user.args[1] == place), None
+    )
     if result is None:
         found.append(f"{writer.name} writes {cache}, and nobody reads what it wrote")
     trust = judge(view, [slots])
@@ -211,7 +248,12 @@ def _paged_pair(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
     if found or isinstance(trust, Unproven) or result is None or not isinstance(cache, Node):
         return (*(Obstacle("cache.writer", message) for message in found), *unproven)
     return WriteFact(
-        node=writer, cache=cache, value=value, slots=Slots(slots), result=result, trusted=trust.inputs
+        node=writer,
+        cache=cache,
+        value=value,
+        slots=Slots(slots),
+        result=result,
+        trusted=trust.inputs,
     )
 
 
@@ -232,10 +274,16 @@ def _scatter(node: Node) -> list[Node] | None:
     index = node.args[2]
     if node.args[1] != 0 or not isinstance(index, Node) or not isinstance(node.args[3], Node):
         return None
-    if op_name(index) not in ("aten::expand", "aten::repeat") or len(node.args) > 4 or "reduce" in node.kwargs:
+    if (
+        op_name(index) not in ("aten::expand", "aten::repeat")
+        or len(node.args) > 4
+        or "reduce" in node.kwargs
+    ):
         return None
     column = index.args[0]
-    if not isinstance(column, Node) or not same_shape(index.meta["val"].shape, node.args[3].meta["val"].shape):
+    if not isinstance(column, Node) or not same_shape(
+        index.meta["val"].shape, node.args[3].meta["val"].shape
+    ):
         return None
     shape = column.meta["val"].shape
     return [column] if len(shape) == 2 and same(shape[1], 1) else None
@@ -263,7 +311,9 @@ def input_behind(node: Node) -> Node | None:
     return cache if cache.op in INPUTS else None
 
 
-def _slots(view: View, paged: tuple[Any, Any, int, object], base: Node, indices: list[Node]) -> Slots | Obstacle:
+def _slots(
+    view: View, paged: tuple[Any, Any, int, object], base: Node, indices: list[Node]
+) -> Slots | Obstacle:
     block_num, block_size = paged[:2]
     rows = base.meta["val"].shape
     if len(indices) == 1:
@@ -273,7 +323,9 @@ def _slots(view: View, paged: tuple[Any, Any, int, object], base: Node, indices:
     if len(indices) == 3 and len(rows) > 2 and same(rows[2], 1):
         indices = indices[:2]  # the third indexes an axis of size 1
     if len(indices) != 2 or not (same(rows[0], block_num) and same(rows[1], block_size)):
-        message = f"{base.name} is indexed by {len(indices)} tensors, which do not spell (block, offset)"
+        message = (
+            f"{base.name} is indexed by {len(indices)} tensors, which do not spell (block, offset)"
+        )
         return Obstacle("cache.rows", message)
     block, offset = indices
     slot = _common_slot(view, block, offset, block_size)
@@ -281,7 +333,9 @@ def _slots(view: View, paged: tuple[Any, Any, int, object], base: Node, indices:
 
 
 def _common_slot(view: View, block: Node, offset: Node, block_size: object) -> Node | None:
-    """The node of which ``block`` is the quotient and ``offset`` the remainder by the block size."""
+    """The node of which ``block`` is the quotient and ``offset`` the remainder by the block
+    size.
+    """
     if not isinstance(block_size, int):
         return None
     number = view.terms.quotient_and_remainder(block, offset, block_size)
@@ -292,7 +346,10 @@ def _common_slot(view: View, block: Node, offset: Node, block_size: object) -> N
         value = candidate.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dtype not in _INDICES:
             continue
-        if same(math.prod(value.shape), math.prod(shape)) and view.terms.number(candidate) == number:
+        if (
+            same(math.prod(value.shape), math.prod(shape))
+            and view.terms.number(candidate) == number
+        ):
             return candidate
     return None
 
@@ -311,7 +368,9 @@ def _whole(writer: Node, cache: Node) -> Node:
 
 
 def readers(cache: Node, *writers: Node) -> list[Node]:
-    """Nodes that read the cache as it was before the writers wrote (shape readers and the epilogue apart)."""
+    """Nodes that read the cache as it was before the writers wrote (shape readers and the epilogue
+    apart).
+    """
     found, stack, seen = [], [cache], set()
     while stack:
         node = stack.pop()

@@ -1,10 +1,11 @@
 """Read off, from values, which elements of a matrix product each node of its cone is made of.
 
-Element ``e`` of the product carries the code ``token * width + column``. The cone is run once per bit of
-the code, on a probe from which the elements whose bit is 0 are removed. For a node that is linear in the
-product, each of its elements is then 0, whole, or one of two parts; the pattern over the bits spells the
-codes of the one or two product elements it reads, and their coefficients. For a node that does not change
-when the product is scaled (a norm), the zero pattern alone spells its code.
+Element ``e`` of the product carries the code ``token * width + column``. The cone is run once per
+bit of the code, on a probe from which the elements whose bit is 0 are removed. For a node that is
+linear in the product, each of its elements is then 0, whole, or one of two parts; the pattern over
+the bits spells the codes of the one or two product elements it reads, and their coefficients. For a
+node that does not change when the product is scaled (a norm), the zero pattern alone spells its
+code.
 
 Nothing here depends on how the nodes are written; the answer is exact or there is none.
 """
@@ -49,8 +50,11 @@ class Reading:
         return bool((self.first == self.second).all())
 
 
-def _spell(total: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """``first``, ``second`` and ``share`` of a linear node, from its value under each bit's mask ([bits, ..]).
+def _spell(
+    total: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """``first``, ``second`` and ``share`` of a linear node, from its value under each bit's mask
+    ([bits, ..]).
 
     None where one of them is not zero, whole, or one of two parts.
     """
@@ -64,7 +68,9 @@ def _spell(total: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, tor
     share = torch.where(share.isinf(), total, share)
     scale = tolerance + _CLOSE * share.abs()
     is_first = ((values - share).abs_() <= scale).logical_and_(part)
-    is_second = ((values - (total - share)).abs_() <= scale).logical_and_(part).logical_and_(~is_first)
+    is_second = (
+        ((values - (total - share)).abs_() <= scale).logical_and_(part).logical_and_(~is_first)
+    )
     if not torch.equal(part, is_first | is_second):
         return None
     return _codes(whole | is_first), _codes(whole | is_second), share
@@ -113,7 +119,9 @@ class Decoder:
         return found
 
     def read(self, degrees: dict[Node, int], wanted: Callable[[Node], bool]) -> dict[Node, Reading]:
-        """Readings of the wanted nodes. A node whose elements read three or more elements has none."""
+        """Readings of the wanted nodes. A node whose elements read three or more elements has
+        none.
+        """
         nodes = [node for node in degrees if wanted(node)]
         if not nodes:
             return {}
@@ -132,7 +140,9 @@ class Decoder:
         return readings
 
     def _under_masks(self, nodes: list[Node]) -> dict[Node, torch.Tensor]:
-        """[bits, ..]: the nodes' values where the elements whose bit is 0 are taken out of the product."""
+        """[bits, ..]: the nodes' values where the elements whose bit is 0 are taken out of the
+        product.
+        """
         values: dict[Node, list[torch.Tensor]] = {node: [] for node in nodes}
         large, codes = self.probe * LARGE, self.cone.codes.int()
         for bit in range(max(1, int(codes.max()).bit_length())):
@@ -145,10 +155,18 @@ class Decoder:
         return {node: torch.stack(each) for node, each in values.items()}
 
     def _steady(self, nodes: list[Node]) -> set[Node]:
-        """The nodes whose value does not change with any base, bases that hold a single number included."""
-        again = self.cone.run(self.probe * LARGE, small_scalars(self.cone.draw(self.generator)), nodes)
+        """The nodes whose value does not change with any base, bases that hold a single number
+        included.
+        """
+        again = self.cone.run(
+            self.probe * LARGE, small_scalars(self.cone.draw(self.generator)), nodes
+        )
         values = {node: again[self.cone.slot(node)] for node in nodes}
-        return {node for node, value in values.items() if _is_real(value) and torch.equal(value, self._value(node))}
+        return {
+            node
+            for node, value in values.items()
+            if _is_real(value) and torch.equal(value, self._value(node))
+        }
 
     def _value(self, node: Node) -> torch.Tensor:
         value = self.values[self.cone.slot(node)]
@@ -157,7 +175,9 @@ class Decoder:
 
 
 def small_scalars(bases: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Draw 0-d floats (an epsilon handed in at run time) near 1e-6, so that they act as an epsilon would."""
+    """Draw 0-d floats (an epsilon handed in at run time) near 1e-6, so that they act as an epsilon
+    would.
+    """
     return [1e-6 * (1 + b.abs()) if b.is_floating_point() and b.numel() == 1 else b for b in bases]
 
 

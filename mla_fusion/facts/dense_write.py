@@ -1,4 +1,6 @@
-"""Rows that a model assigns by slices, ``cache[:B, start:start + S] = rows``, as slots that follow from the sizes."""
+"""Rows that a model assigns by slices, ``cache[:B, start:start + S] = rows``, as slots that follow
+from the sizes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from mla_fusion.fx.walk import INPUTS
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Of a cache ``[.., rows, width]`` ``length`` rows from ``start`` on, of ``sequences`` from ``first`` on."""
+    """Of a cache ``[.., rows, width]`` ``length`` rows from ``start`` on, of ``sequences`` from
+    ``first`` on.
+    """
 
     first: int
     start: int
@@ -49,7 +53,9 @@ class DenseWrite:
 
 
 def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
-    """The write that ``writer`` begins, the one reader of ``value`` (which may be a copy onto the slice already)."""
+    """The write that ``writer`` begins, the one reader of ``value`` (which may be a copy onto the
+    slice already).
+    """
     inside: list[Node] = [value] if op_name(value) == "aten::copy" else []
     starts: dict[int, int] = {}
     if op_name(writer) == "aten::copy" and len(writer.users) == 1 and writer.args[1] is value:
@@ -64,8 +70,16 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
         scatter = inside[-1]
         base, axis = scatter.args[0], argument(scatter, "dim", 0)
         start = argument(scatter, "start") or 0
-        if not isinstance(base, Node) or argument(scatter, "step", 1) != 1 or not isinstance(start, int) or start < 0:
-            message = f"{scatter.name} assigns rows whose first number is known when the graph runs, or every nth row"
+        if (
+            not isinstance(base, Node)
+            or argument(scatter, "step", 1) != 1
+            or not isinstance(start, int)
+            or start < 0
+        ):
+            message = (
+                f"{scatter.name} assigns rows whose first number is known when the graph runs, or "
+                "every nth row"
+            )
             return Obstacle("cache.slice_bounds", message)
         starts[axis] = starts.get(axis, 0) + start  # a slice of a slice
         if base.op in INPUTS:
@@ -75,7 +89,10 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
             return Obstacle("cache.no_input", pools.no_input(base))
         inside.append(outer)
     if any(not isinstance(size, int) for size in _shape(base)):
-        message = f"{base.name} of shape {list(_shape(base))} has sizes that are known when the graph runs"
+        message = (
+            f"{base.name} of shape {list(_shape(base))} has sizes that are known when the graph "
+            "runs"
+        )
         return Obstacle("cache.shape", message)
     rank, assigned = len(_shape(base)), _shape(value)
     if rank not in (2, 3) or len(assigned) != rank or not starts.keys() <= set(range(rank - 1)):

@@ -1,8 +1,10 @@
-"""Can two tokens have one slot? Which of their rows stays depends on the order of writing, and the kernel has its own.
+"""Can two tokens have one slot? Which of their rows stays depends on the order of writing, and the
+kernel has its own.
 
-The elements of one integer input are assumed to be distinct. This module follows which steps keep different numbers
-different: sums with literals, products with them, (s // b) * b + s % b, an entry of a block table beside a place in
-the block. A remainder or a quotient alone may map two numbers to one.
+The elements of one integer input are assumed to be distinct. This module follows which steps keep
+different numbers different: sums with literals, products with them, (s // b) * b + s % b, an entry
+of a block table beside a place in the block. A remainder or a quotient alone may map two numbers to
+one.
 """
 
 from __future__ import annotations
@@ -23,16 +25,22 @@ from mla_fusion.fx.walk import INPUTS, origin, views_and_casts
 
 _LONGEST = 24  # steps from the slots to the input
 _KEEP_APART = GATHER | {"aten::neg", "aten::flip", "aten::roll"}
-_BOUNDS = frozenset("aten::clamp aten::clamp_min aten::clamp_max aten::maximum aten::abs aten::relu".split())
-_COUNTS = frozenset("aten::add aten::sub aten::cumsum aten::cat aten::stack aten::arange aten::repeat".split())
+_BOUNDS = frozenset(
+    "aten::clamp aten::clamp_min aten::clamp_max aten::maximum aten::abs aten::relu".split()
+)
+_COUNTS = frozenset(
+    "aten::add aten::sub aten::cumsum aten::cat aten::stack aten::arange aten::repeat".split()
+)
 _SHIFTS = frozenset(("aten::bitwise_left_shift", "aten::__lshift__"))
 _SUMS = _SHIFTS | {"aten::add", "aten::sub", "aten::mul"}
 
 
 def repeats(view: View, slots: list[Node], trusting: Ranges) -> str:
-    """Why two tokens may have one slot, given that no two elements of an input are the same; "" where they may not.
+    """Why two tokens may have one slot, given that no two elements of an input are the same; ""
+    where they may not.
 
-    ``slots``: the slots, or (block, place in it); ``trusting``: ranges that take inputs at their word.
+    ``slots``: the slots, or (block, place in it); ``trusting``: ranges that take inputs at their
+    word.
     """
     if all(same(math.prod(node.meta["val"].shape), 1) for node in slots):
         return ""
@@ -48,38 +56,54 @@ def repeats(view: View, slots: list[Node], trusting: Ranges) -> str:
 
 
 def _deciding(view: View, block: Node, place: Node) -> Node | None:
-    """Of blocks and places in them, what decides whether two tokens have both alike: the table in which the blocks are
-    looked up, or the blocks. None where two tokens may look up one entry for one place.
+    """Of blocks and places in them, what decides whether two tokens have both alike: the table in
+    which the blocks are looked up, or the blocks. None where two tokens may look up one entry for
+    one place.
     """
     entry = origin(block, views_and_casts)
     if op_name(entry) not in GATHER:
         return block
-    table, *indices = [node for node in entry.all_input_nodes if not is_symbolic(node.meta.get("val"))]
+    table, *indices = [
+        node for node in entry.all_input_nodes if not is_symbolic(node.meta.get("val"))
+    ]
     return table if any(_picks_apart(view, index, place) for index in indices) else None
 
 
 def _picks_apart(view: View, index: Node, place: Node) -> bool:
-    """Have tokens of one place different entries, as where both are given, or quotient and remainder of positions?"""
+    """Have tokens of one place different entries, as where both are given, or quotient and
+    remainder of positions?
+    """
     if all(origin(node, views_and_casts).op in INPUTS for node in (index, place)):
         return True
     return view.terms.are_apart(index, place) and not _counts_twice(view, index)
 
 
 def _counts_twice(view: View, index: Node) -> bool:
-    """Of the quotient of positions: may these, which are distinct where they come in, be the same for two tokens?"""
+    """Of the quotient of positions: may these, which are distinct where they come in, be the same
+    for two tokens?
+    """
     quotient = origin(index, views_and_casts)
     positions = nodes_between((), quotient.all_input_nodes[0]) if quotient.all_input_nodes else []
-    computed = (node for node in positions if node.op == "call_function" and not view.is_constant(node))
+    computed = (
+        node for node in positions if node.op == "call_function" and not view.is_constant(node)
+    )
     return not all(_keeps_positions(node) for node in computed)
 
 
 def _keeps_positions(node: Node) -> bool:
     name = op_name(node)
-    return is_symbolic(node.meta.get("val")) or is_view(node) or is_cast(node) or name in _KEEP_APART | _COUNTS
+    return (
+        is_symbolic(node.meta.get("val"))
+        or is_view(node)
+        or is_cast(node)
+        or name in _KEEP_APART | _COUNTS
+    )
 
 
 def _merging_step(view: View, node: Node, trusting: Ranges) -> Node | None:
-    """The first step above the node that may make two different numbers one; None where there is none."""
+    """The first step above the node that may make two different numbers one; None where there is
+    none.
+    """
     for _ in range(_LONGEST):
         if node.op in ("placeholder", "get_attr"):
             return node if _holds_repeats(node) else None
@@ -105,26 +129,38 @@ def _holds_repeats(node: Node) -> bool:
 
 def _following(view: View, node: Node, trusting: Ranges) -> Node | None:
     """The operand whose different numbers the step keeps different."""
-    name, operands = op_name(node), [arg for arg in node.all_input_nodes if not is_symbolic(arg.meta.get("val"))]
+    name, operands = (
+        op_name(node),
+        [arg for arg in node.all_input_nodes if not is_symbolic(arg.meta.get("val"))],
+    )
     if not operands:
         return None
     if is_cast(node) and not _keeps_numbers(node, operands[0], trusting):
         return None
     if is_view(node) or is_cast(node) or name in _KEEP_APART:
-        return None if name.startswith("aten::expand") and not _keeps_count(node, operands[0]) else operands[0]
+        return (
+            None
+            if name.startswith("aten::expand") and not _keeps_count(node, operands[0])
+            else operands[0]
+        )
     if name in _BOUNDS:
-        return Steps(view, trusting).kept(node)  # where no value of the bound is within those of the operand
+        # where no value of the bound is within those of the operand
+        return Steps(view, trusting).kept(node)
     return _of_sum(view, node, operands) if name in _SUMS else None
 
 
 def _keeps_numbers(node: Node, source: Node, trusting: Ranges) -> bool:
-    """Is every integer that comes in one that the cast's dtype holds? A float holds some of them alone."""
+    """Is every integer that comes in one that the cast's dtype holds? A float holds some of them
+    alone.
+    """
     dtypes = [side.meta["val"].dtype for side in (node, source)]
     if any(dtype.is_floating_point or dtype.is_complex or dtype == torch.bool for dtype in dtypes):
         return False
     limits, held = (torch.iinfo(dtype) for dtype in dtypes)
     low, high = trusting.of(source)
-    return (limits.min <= held.min and held.max <= limits.max) or (limits.min <= low and high <= limits.max)
+    return (limits.min <= held.min and held.max <= limits.max) or (
+        limits.min <= low and high <= limits.max
+    )
 
 
 def _keeps_count(node: Node, source: Node) -> bool:
@@ -140,14 +176,16 @@ def _of_sum(view: View, node: Node, operands: list[Node]) -> Node | None:
         low, high = view.ranges.of(by)
         return None if name == "aten::mul" and low <= 0 <= high else varying[0]
     if len(varying) == 1 and name == "aten::add" and not _is_vector(varying[0]):
-        return next(arg for arg in operands if arg is not varying[0])  # a start, and a count from there
+        # a start, and a count from there
+        return next(arg for arg in operands if arg is not varying[0])
     if name != "aten::add" or len(varying) != 2:
         return None
     number = view.terms.number(node)
     for above in nodes_between((), node):  # (s // 16) * 16 + s % 16 is s
         if above is not node and view.terms.number(above) == number:
             return above
-    for whole, place in (varying, varying[::-1]):  # an entry of a table times the size of a block, a place in it
+    # an entry of a table times the size of a block, a place in it
+    for whole, place in (varying, varying[::-1]):
         size = _literal_factor(view, whole)
         low, high = view.ranges.of(place)
         if size is not None and low >= 0 and high < size:
@@ -175,7 +213,11 @@ def _are_distinct(view: View, node: Node) -> bool:
     if any(map(is_symbolic, node.meta["val"].shape)):
         counted = origin(node, views_and_casts)
         step = argument(counted, "step", 1)
-        return op_name(counted) in ("aten::arange", "prims::iota") and isinstance(step, int) and step != 0
+        return (
+            op_name(counted) in ("aten::arange", "prims::iota")
+            and isinstance(step, int)
+            and step != 0
+        )
     program = Program([], nodes_between((), node), view.binding)
     value = program.run([])[program.slot(node)]
     return isinstance(value, torch.Tensor) and value.unique().numel() == value.numel()

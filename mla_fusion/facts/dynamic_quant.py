@@ -1,9 +1,11 @@
-"""Quantisation of rows as the kernel does it: by an npu operator, or to int8 by whatever nodes compute the same.
+"""Quantisation of rows as the kernel does it: by an npu operator, or to int8 by whatever nodes
+compute the same.
 
-``values = round(rows * 127 / max|rows|)``, ``scale = max|rows| / 127``; of float formats, and of blocks of a row, an
-operator says it by its arguments. Nodes are run on rows of many magnitudes, with the largest element of either sign
-first, last and elsewhere. Another number of steps, a truncation, or a maximum over less or more than a row changes the
-result. A floor under the maximum that no normed row comes near does not, and is allowed.
+``values = round(rows * 127 / max|rows|)``, ``scale = max|rows| / 127``; of float formats, and of
+blocks of a row, an operator says it by its arguments. Nodes are run on rows of many magnitudes,
+with the largest element of either sign first, last and elsewhere. Another number of steps, a
+truncation, or a maximum over less or more than a row changes the result. A floor under the maximum
+that no normed row comes near does not, and is allowed.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import ELEMENTS, INT8, NumberFormat
 
 _FARTHEST = 24  # nodes from int8 values up to the rows
-# Of a probe: the size of a tenth to ten times which its rows are, and what is added to the largest element of each, in
-# standard deviations, so that clipped outliers show.
+# Of a probe: the size of a tenth to ten times which its rows are, and what is added to the largest
+# element of each, in standard deviations, so that clipped outliers show.
 _SIZES = ((0.1, 0.0), (1.0, 3.0), (10.0, 30.0))
 _CLOSE = 1e-3  # of a step, and of a scale: 128 steps instead of 127 differ by eight times that
-# What arguments of the operators must be for the kernel's own quantisation, where a release has them.
+# What arguments of the operators must be for the kernel's own quantisation, where a release has
+# them.
 _ROWS, _BLOCKS = "npu::npu_dynamic_quant", "npu::npu_dynamic_mx_quant"
 _PLAIN: dict[str, dict[str, object]] = {
     _ROWS: {"quant_mode": "pertoken", "dst_type_max": 0.0},
@@ -47,11 +50,13 @@ _PLAIN: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicQuant:
-    """``node`` quantises every row of ``source`` to ``format``, ``smooth`` (per column) multiplied onto it before.
+    """``node`` quantises every row of ``source`` to ``format``, ``smooth`` (per column) multiplied
+    onto it before.
 
     node      the operator, or the int8 values where other nodes compute them
     by_nodes  they do
-    scale     what holds a scale for each row where nodes compute it; None where none does (they use its inverse, say)
+    scale     what holds a scale for each row where nodes compute it; None where none does (they use
+              its inverse, say)
     """
 
     node: Node
@@ -66,7 +71,11 @@ def by_operator(operator: Node) -> DynamicQuant | None:
     """What ``operator`` does, where it is a quantisation that the kernel does itself."""
     plain = _PLAIN.get(op_name(operator))
     source = operator.args[0] if plain is not None else None
-    if plain is None or not isinstance(source, Node) or argument(operator, "group_index") is not None:
+    if (
+        plain is None
+        or not isinstance(source, Node)
+        or argument(operator, "group_index") is not None
+    ):
         return None
     if any(argument(operator, name) not in (None, wanted) for name, wanted in plain.items()):
         return None
@@ -74,7 +83,9 @@ def by_operator(operator: Node) -> DynamicQuant | None:
     form = number_formats.of_dst_type(argument(operator, "dst_type"), in_blocks)
     if form is None or int(argument(operator, "axis", -1)) % rank != rank - 1:
         return None
-    return DynamicQuant(node=operator, source=source, smooth=argument(operator, "smooth_scales"), format=form)
+    return DynamicQuant(
+        node=operator, source=source, smooth=argument(operator, "smooth_scales"), format=form
+    )
 
 
 def of_values(values: Node) -> DynamicQuant | None:
@@ -91,7 +102,8 @@ def quantised_behind(activation: Node) -> Node | None:
 
 
 def unsmoothed(view: View, dynamic: DynamicQuant) -> DynamicQuant | None:
-    """The same, read as rows times a vector that no product reaches; a norm's weight is one as much as smooth scales.
+    """The same, read as rows times a vector that no product reaches; a norm's weight is one as much
+    as smooth scales.
 
     Of an operator's, which is given its smooth scales, there is no second form.
     """
@@ -101,14 +113,22 @@ def unsmoothed(view: View, dynamic: DynamicQuant) -> DynamicQuant | None:
         return None
     for rows, smooth in (sides, sides[::-1]):
         shape = smooth.meta["val"].shape
-        columns = same_shape(shape[-1:], base.meta["val"].shape[-1:]) and all(same(size, 1) for size in shape[:-1])
-        if columns and not view.sources(smooth) and same_shape(rows.meta["val"].shape, base.meta["val"].shape):
+        columns = same_shape(shape[-1:], base.meta["val"].shape[-1:]) and all(
+            same(size, 1) for size in shape[:-1]
+        )
+        if (
+            columns
+            and not view.sources(smooth)
+            and same_shape(rows.meta["val"].shape, base.meta["val"].shape)
+        ):
             return replace(dynamic, source=rows, smooth=smooth)
     return None
 
 
 def results(view: View, dynamic: DynamicQuant, rows: Node) -> Iterator[tuple[Node, bool]]:
-    """What holds quantised values (True) or scales (False) of ``rows``, quantised as ``dynamic`` does."""
+    """What holds quantised values (True) or scales (False) of ``rows``, quantised as ``dynamic``
+    does.
+    """
     if not dynamic.by_nodes:
         for user in rows.users:
             if view.same(user, dynamic.node):
@@ -137,10 +157,16 @@ class DynamicQuantReader:
         self._holds: dict[object, bool] = {}
 
     def of_product(self, values: Node, scales: Scales) -> DynamicQuant | None:
-        """The quantisation of which ``values`` (an operand) and the token scale of its product are the results."""
+        """The quantisation of which ``values`` (an operand) and the token scale of its product are
+        the results.
+        """
         base, token = peel(values), scales.token
         if not is_getitem(base):
-            return self._by_nodes(base, token, scales.factor, scales.inverse) if token is not None else None
+            return (
+                self._by_nodes(base, token, scales.factor, scales.inverse)
+                if token is not None
+                else None
+            )
         dynamic = of_values(values)
         if dynamic is None or token is None:
             return dynamic  # without a token scale for the verdict to refuse
@@ -152,40 +178,64 @@ class DynamicQuantReader:
         if scales.factor != 1.0 or scales.inverse or not is_getitem(of_scale):
             return None
         maker = of_scale.args[0]
-        theirs = of_scale.args[1] == 1 and isinstance(maker, Node) and self.view.same(maker, dynamic.node)
-        return dynamic if theirs else None  # else it is scaled by something else than what it was divided by
+        theirs = (
+            of_scale.args[1] == 1
+            and isinstance(maker, Node)
+            and self.view.same(maker, dynamic.node)
+        )
+        # else it is scaled by something else than what it was divided by
+        return dynamic if theirs else None
 
-    def _by_nodes(self, values: Node, token: Node, factor: float, inverse: bool) -> DynamicQuant | None:
+    def _by_nodes(
+        self, values: Node, token: Node, factor: float, inverse: bool
+    ) -> DynamicQuant | None:
         token = origin(token, reshapes)
         for source, inside in self._cuts(values, token):
             if self._is_source(source, inside, values, token, factor, inverse):
                 scale = token if factor == 1.0 and not inverse else None
-                return DynamicQuant(node=values, source=source, smooth=None, by_nodes=True, scale=scale)
+                return DynamicQuant(
+                    node=values, source=source, smooth=None, by_nodes=True, scale=scale
+                )
         return None
 
     def _cuts(self, values: Node, token: Node) -> Iterator[tuple[Node, list[Node]]]:
-        """Nodes from which alone (and from literals) both are computed, nearest first; and the nodes in between."""
+        """Nodes from which alone (and from literals) both are computed, nearest first; and the
+        nodes in between.
+        """
         position = self.view.position
         frontier, passed = {values, token}, 0
         while frontier and passed < _FARTHEST:
             last = max(frontier, key=position.__getitem__)
             if len(frontier) == 1 and passed:
                 between = {*nodes_between((last,), values), *nodes_between((last,), token)}
-                yield last, [node for node in sorted(between) if not is_symbolic(node.meta.get("val"))]
+                yield (
+                    last,
+                    [node for node in sorted(between) if not is_symbolic(node.meta.get("val"))],
+                )
             if not operator_of(last).runs:
                 return
             frontier.remove(last)
             passed += 1
-            inputs = (node for node in last.all_input_nodes if not is_symbolic(node.meta.get("val")))
+            inputs = (
+                node for node in last.all_input_nodes if not is_symbolic(node.meta.get("val"))
+            )
             frontier.update(node for node in inputs if not self.view.is_constant(node))
 
     def _is_source(
-        self, source: Node, inside: list[Node], values: Node, token: Node, factor: float, inverse: bool
+        self,
+        source: Node,
+        inside: list[Node],
+        values: Node,
+        token: Node,
+        factor: float,
+        inverse: bool,
     ) -> bool:
         value = source.meta.get("val")
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or token is source:
             return False
-        if values.meta["val"].dtype != torch.int8 or not same_shape(value.shape, values.meta["val"].shape):
+        if values.meta["val"].dtype != torch.int8 or not same_shape(
+            value.shape, values.meta["val"].shape
+        ):
             return False
         if any(getattr(node.meta.get("val"), "dtype", None) == torch.float16 for node in inside):
             return False
@@ -199,18 +249,23 @@ class DynamicQuantReader:
         key = shape, places, factor, inverse, program.signature
         if key not in self._holds:
             probes = _probes(shape if shrink is None else shrink.rows(shape))
-            self._holds[key] = all(_holds(program, rows, places, factor, inverse) for rows in probes)
+            self._holds[key] = all(
+                _holds(program, rows, places, factor, inverse) for rows in probes
+            )
         return self._holds[key]
 
 
 def _probes(shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
-    """Rows whose sizes differ a hundredfold, in each the largest element at another place; both signs of it."""
+    """Rows whose sizes differ a hundredfold, in each the largest element at another place; both
+    signs of it.
+    """
     generator = torch.Generator().manual_seed(0)
     lead, width = shape[:-1], shape[-1]
     for size, peak in _SIZES:
         for sign, place in ((1.0, 0), (-1.0, width - 1), (1.0, None), (-1.0, None)):
             exponents = 2 * torch.rand((*lead, 1), generator=generator, dtype=torch.float64) - 1
-            exponents.view(-1)[:1] = -sign  # of a single row the smallest and the largest are tried too
+            # of a single row the smallest and the largest are tried too
+            exponents.view(-1)[:1] = -sign
             rows = torch.randn(shape, generator=generator, dtype=torch.float64)
             places = torch.randint(width, (*lead, 1), generator=generator)
             if place is not None:
@@ -219,13 +274,19 @@ def _probes(shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
             yield size * 10**exponents * rows
 
 
-def _holds(program: Program, rows: torch.Tensor, places: tuple[int, int], factor: float, inverse: bool) -> bool:
+def _holds(
+    program: Program, rows: torch.Tensor, places: tuple[int, int], factor: float, inverse: bool
+) -> bool:
     memory = program.run([rows])
     values, scale = (memory[place] for place in places)
     if not isinstance(values, torch.Tensor) or not isinstance(scale, torch.Tensor):
         return False
     largest = rows.abs().amax(-1, keepdim=True)
-    if values.shape != rows.shape or scale.numel() != largest.numel() or not scale.is_floating_point():
+    if (
+        values.shape != rows.shape
+        or scale.numel() != largest.numel()
+        or not scale.is_floating_point()
+    ):
         return False
     held = factor * (1 / scale if inverse else scale).flatten()
     nearest = (values.double() - rows * (127 / largest)).abs().max() <= 0.5 + _CLOSE

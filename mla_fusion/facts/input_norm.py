@@ -1,7 +1,9 @@
-"""RMSNorm of the hidden state itself: ``normed = gamma * h / sqrt(mean(h^2) + 1e-6)``, whatever operators say it.
+"""RMSNorm of the hidden state itself: ``normed = gamma * h / sqrt(mean(h^2) + 1e-6)``, whatever
+operators say it.
 
-No product stands before it, so there is no cone: the nodes between h and its norm are run at their full, static size,
-on float64 numbers of several magnitudes. That is a proof where each is movement or analytic on its domain.
+No product stands before it, so there is no cone: the nodes between h and its norm are run at their
+full, static size, on float64 numbers of several magnitudes. That is a proof where each is movement
+or analytic on its domain.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class InputNorm:
 
 @measured
 def find(view: View, normed: Node) -> InputNorm | None:
-    """The norm whose result ``normed`` is; the hidden state is the nearest bfloat16 value of which that is shown."""
+    """The norm whose result ``normed`` is; the hidden state is the nearest bfloat16 value of which
+    that is shown.
+    """
     shape = normed.meta["val"].shape
     if any(map(is_symbolic, shape)):
         return None
@@ -56,7 +60,11 @@ def find(view: View, normed: Node) -> InputNorm | None:
                 continue
             seen.add(read)
             stack.append(read)
-            if isinstance(value, torch.Tensor) and same_shape(value.shape, shape) and value.dtype == torch.bfloat16:
+            if (
+                isinstance(value, torch.Tensor)
+                and same_shape(value.shape, shape)
+                and value.dtype == torch.bfloat16
+            ):
                 fact = _check(view, read, normed)
                 if fact is not None:
                     return fact
@@ -69,11 +77,20 @@ def _of_sum(normed: Node) -> InputNorm | None:
     if not isinstance(operator, Node) or op_name(operator) != "npu::npu_add_rms_norm":
         return None
     total = next((user for user in operator.users if is_getitem(user) and user.args[1] == 2), None)
-    epsilon = operator.args[3] if len(operator.args) > 3 else operator.kwargs.get("epsilon", EPSILON)
+    epsilon = (
+        operator.args[3] if len(operator.args) > 3 else operator.kwargs.get("epsilon", EPSILON)
+    )
     gamma = operator.args[2]
-    if total is None or not isinstance(gamma, Node) or not isinstance(epsilon, float) or epsilon != EPSILON:
+    if (
+        total is None
+        or not isinstance(gamma, Node)
+        or not isinstance(epsilon, float)
+        or epsilon != EPSILON
+    ):
         return None
-    return InputNorm(hidden=total, normed=normed, gamma=gamma, begins=tuple(operator.all_input_nodes[:2]))
+    return InputNorm(
+        hidden=total, normed=normed, gamma=gamma, begins=tuple(operator.all_input_nodes[:2])
+    )
 
 
 def _check(view: View, hidden: Node, normed: Node) -> InputNorm | None:

@@ -1,4 +1,5 @@
-"""npu_kv_rmsnorm_rope_cache (v1, v2): norm, rotation and both cache writes of the key side in one operator.
+"""npu_kv_rmsnorm_rope_cache (v1, v2): norm, rotation and both cache writes of the key side in one
+operator.
 
 Argument order of the operator: cos before sin, rope cache before latent cache.
 """
@@ -23,7 +24,8 @@ _RESULTS = {  # operator -> index of (k_pe, c_kv, kr_cache, kv_cache) among its 
 
 _KERNEL_MODE = {"PA": "PA_BSND", "PA_BNSD": "PA_BSND", "PA_NZ": "PA_NZ"}
 
-_TENSORS = ("latent", "gamma", "cos", "sin", "index", "kr_cache", "kv_cache")  # its first arguments, in order
+# its first arguments, in order
+_TENSORS = ("latent", "gamma", "cos", "sin", "index", "kr_cache", "kv_cache")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +33,10 @@ class KvOperatorFact:
     """One such node. ``hidden_write`` (v1): the caches change though the schema does not say so.
 
     gives_rows           are the new rows among its results (``is_output_kv``)?
-    kv_scale, kr_scale   multiplied onto the rows before they are rounded to a format of one byte; None: rows are cast
-    other                an argument that the kernel has no counterpart of (an offset, a separate v), or None
+    kv_scale, kr_scale   multiplied onto the rows before they are rounded to a format of one byte;
+                         None: rows are cast
+    other                an argument that the kernel has no counterpart of (an offset, a separate
+                         v), or None
     """
 
     node: Node
@@ -91,6 +95,8 @@ def find(view: View) -> list[KvOperatorFact]:
 
 
 def _format(cache: Any, number: int | None) -> NumberFormat | None:
-    """What the cache's rows are rounded to where a scale is given; None: none of the known formats."""
+    """What the cache's rows are rounded to where a scale is given; None: none of the known
+    formats.
+    """
     dtype = cache.meta["val"].dtype
     return number_formats.of_product((dtype,), (number,))

@@ -1,6 +1,7 @@
 """A fact is a value: it is said of an equal layer by exchanging its nodes.
 
-Which fields hold nodes is read off their declared types, so a new field of a fact needs nothing here.
+Which fields hold nodes is read off their declared types, so a new field of a fact needs nothing
+here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Fact = TypeVar("Fact", bound="DataclassInstance")
 
 
 def moved(fact: Fact, to: Mapping[Node, Node]) -> Fact:
-    """The dataclass ``fact`` with ``to[node]`` for each node in it, nested facts and tuples included.
+    """The dataclass ``fact`` with ``to[node]`` for each node in it, nested facts and tuples
+    included.
 
     Raises KeyError for a node that has no counterpart.
     """
@@ -39,10 +41,14 @@ def _moved(value: Any, to: Mapping[Node, Node]) -> Any:
 
 @cache
 def _with_nodes(fact: type[DataclassInstance]) -> tuple[str, ...]:
-    """The fields that may hold nodes, by their types: tables of a thousand columns are not looked through."""
+    """The fields that may hold nodes, by their types: tables of a thousand columns are not looked
+    through.
+    """
     types = get_type_hints(fact)
     return tuple(field.name for field in fields(fact) if _may_hold_nodes(types[field.name]))
 
 
 def _may_hold_nodes(declared: Any) -> bool:
-    return declared is Node or is_dataclass(declared) or any(map(_may_hold_nodes, get_args(declared)))
+    return (
+        declared is Node or is_dataclass(declared) or any(map(_may_hold_nodes, get_args(declared)))
+    )

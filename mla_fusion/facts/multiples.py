@@ -1,4 +1,6 @@
-"""What is made of a product by re-indexing and by numbers: its views and casts, and their multiples by one number."""
+"""What is made of a product by re-indexing and by numbers: its views and casts, and their multiples
+by one number.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from mla_fusion.fx.view import View
 
 @dataclass(frozen=True)
 class Multiple:
-    """``node`` is ``factor`` times the product's elements ``codes``, made from ``of`` (None: the product itself)."""
+    """``node`` is ``factor`` times the product's elements ``codes``, made from ``of`` (None: the
+    product itself).
+    """
 
     node: Node
     codes: torch.Tensor
@@ -41,7 +45,9 @@ def multiples(view: View, cone: Cone) -> list[Multiple]:
         elif value.shape == of.codes.shape:
             ratio = value / (of.codes + 1)
             factor = float(ratio.reshape(-1)[0]) if ratio.numel() else 0.0
-            if factor and torch.allclose(ratio, torch.full_like(ratio, factor), rtol=1e-9, atol=0.0):
+            if factor and torch.allclose(
+                ratio, torch.full_like(ratio, factor), rtol=1e-9, atol=0.0
+            ):
                 forms[node] = Multiple(node, of.codes, float(f"{factor:.10g}"), source)
     return list(forms.values())
 
@@ -51,7 +57,9 @@ def _is_piece(node: Node) -> bool:
     return is_getitem(node) and isinstance(node.args[0], Node)
 
 
-def _recode(view: View, cone: Cone, source: Node, codes: torch.Tensor, node: Node) -> torch.Tensor | None:
+def _recode(
+    view: View, cone: Cone, source: Node, codes: torch.Tensor, node: Node
+) -> torch.Tensor | None:
     program = Program([source], nodes_between((source,), node), view.binding, shrink=cone.shrink)
     value = program.run([codes])[program.slot(node)]
     return value.long() if isinstance(value, torch.Tensor) else None

@@ -1,10 +1,11 @@
-"""Rows of a per-tile quantised cache (kv_cache_quant_mode 3): ``int8 c_kv | bfloat16 k_pe | float32 scales``; in a
-float format of A5 its numbers in the place of int8.
+"""Rows of a per-tile quantised cache (kv_cache_quant_mode 3): ``int8 c_kv | bfloat16 k_pe | float32
+scales``; in a float format of A5 its numbers in the place of int8.
 
-Read off by running the nodes between the latent, the key and the int8 rows as they are, dtypes and all, on numbers
-that bfloat16 holds: then the key's bytes must come out bit for bit, every scale be ``alpha * max|tile| / 127`` and
-every int8 the nearest number of steps. Another order of the parts, another tile or a truncation is another function.
-In a float format npu_dynamic_block_quant alone may quantise, and everything else moves bytes.
+Read off by running the nodes between the latent, the key and the int8 rows as they are, dtypes and
+all, on numbers that bfloat16 holds: then the key's bytes must come out bit for bit, every scale be
+``alpha * max|tile| / 127`` and every int8 the nearest number of steps. Another order of the parts,
+another tile or a truncation is another function. In a float format npu_dynamic_block_quant alone
+may quantise, and everything else moves bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.quantising import only_quantises
-from mla_fusion.fx.kinds import Kind, argument, is_cast, is_faithful_cast, is_reshape, kind_of, op_name
+from mla_fusion.fx.kinds import (
+    Kind,
+    argument,
+    is_cast,
+    is_faithful_cast,
+    is_reshape,
+    kind_of,
+    op_name,
+)
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
@@ -32,7 +41,9 @@ _FARTHEST = 48  # nodes looked at on the way from the latent to the rows
 
 @dataclass(frozen=True)
 class Rows:
-    """A value with a row for each token, and which element (token * width + column) each of its elements is."""
+    """A value with a row for each token, and which element (token * width + column) each of its
+    elements is.
+    """
 
     node: Node
     codes: torch.Tensor
@@ -49,9 +60,15 @@ class PackedRows:
 
 @measured
 def find(
-    view: View, latent: Rows, key: Rows, shrink: Shrink | None = None, element: torch.dtype = torch.int8
+    view: View,
+    latent: Rows,
+    key: Rows,
+    shrink: Shrink | None = None,
+    element: torch.dtype = torch.int8,
 ) -> PackedRows | None:
-    """The packed rows made of ``latent`` (c_kv) and ``key`` (k_pe), or None; ``element``: of a tile."""
+    """The packed rows made of ``latent`` (c_kv) and ``key`` (k_pe), or None; ``element``: of a
+    tile.
+    """
     width = DERIVED["Dtile"]({"Hckv": latent.width, "Dr": key.width, "tile": TILE_SIZE})
     packed = _rows_of_bytes(latent.node, width, element)
     if packed is None or latent.width % TILE_SIZE:
@@ -90,18 +107,31 @@ def _moves(node: Node) -> bool:
 
 
 def _bounds_by_rows(node: Node, inside: Collection[Node]) -> bool:
-    """Is it a clip whose bounds are made of the rows alone, as ``alpha * max|tile|`` is? Which, the numbers say."""
+    """Is it a clip whose bounds are made of the rows alone, as ``alpha * max|tile|`` is? Which, the
+    numbers say.
+    """
     literal = any(isinstance(argument(node, name), (int, float)) for name in ("min", "max"))
     clips = op_name(node) in ("aten::clamp", "aten::minimum", "aten::maximum") and not literal
     return clips and all(read in inside for read in node.all_input_nodes)
 
 
 def _quantises_tiles(node: Node, element: torch.dtype) -> bool:
-    """Does npu_dynamic_block_quant make tiles of ``element`` as the kernel does, also of rows that no probe has?"""
+    """Does npu_dynamic_block_quant make tiles of ``element`` as the kernel does, also of rows that
+    no probe has?
+    """
     made = of_dst_type(argument(node, "dst_type", 1))
-    if made is None or made.element != element or argument(node, "round_mode", "rint") != made.block_rounding:
+    if (
+        made is None
+        or made.element != element
+        or argument(node, "round_mode", "rint") != made.block_rounding
+    ):
         return False
-    wanted = {"row_block_size": 1, "col_block_size": TILE_SIZE, "min_scale": 0.0, "dst_type_max": 0.0}
+    wanted = {
+        "row_block_size": 1,
+        "col_block_size": TILE_SIZE,
+        "min_scale": 0.0,
+        "dst_type_max": 0.0,
+    }
     return all(argument(node, name) in (None, value) for name, value in wanted.items())
 
 
@@ -109,22 +139,34 @@ def _is_packed(rows: torch.Tensor, c_kv: torch.Tensor, k_pe: torch.Tensor) -> bo
     kernel = HIFLOAT8 if rows.dtype == torch.uint8 else FP8
     values, bits, scale = unpack_rows(rows, hckv=c_kv.shape[-1], dr=k_pe.shape[-1], tile=TILE_SIZE)
     wanted, of_tiles = kernel.per_tile(c_kv.float(), None, TILE_SIZE)
-    same = torch.equal(values.view(torch.uint8), wanted.view(torch.uint8)) and torch.equal(scale, of_tiles)
+    same = torch.equal(values.view(torch.uint8), wanted.view(torch.uint8)) and torch.equal(
+        scale, of_tiles
+    )
     return same and torch.equal(bits.view(torch.int16), k_pe.view(torch.int16))
 
 
 def _rows_of_bytes(source: Node, width: int, element: torch.dtype) -> Node | None:
-    """The first tensor of bytes of rows that wide which is made of ``source``, through the reshapes behind it."""
+    """The first tensor of bytes of rows that wide which is made of ``source``, through the reshapes
+    behind it.
+    """
     nodes = [source]
     for node in nodes:  # grows as it is walked
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dtype == element and same(value.shape[-1], width):
+        if (
+            isinstance(value, torch.Tensor)
+            and value.dtype == element
+            and same(value.shape[-1], width)
+        ):
             readers = list(node.users)
             while len(readers) == 1 and is_reshape(readers[0]):
                 node, readers = readers[0], list(readers[0].users)
             return node
         if len(nodes) < _FARTHEST:
-            nodes += [user for user in node.users if user not in nodes and not is_symbolic(user.meta.get("val"))]
+            nodes += [
+                user
+                for user in node.users
+                if user not in nodes and not is_symbolic(user.meta.get("val"))
+            ]
     return None
 
 

@@ -28,10 +28,11 @@ class Projection:
     """``product.node = activation @ weight``, as one einsum.
 
     activation, weight   operands of the product
-    origin               what the activation re-indexes, casts or quantises: equal for projections of one x
+    origin               what the activation re-indexes, casts or quantises: equal for projections
+                         of one x
     quantised            of a quantised product, None of any other
-    pieces               projections whose columns stand side by side in this one (a weight in chunks); weight,
-                         scales and labels are then the first one's
+    pieces               projections whose columns stand side by side in this one (a weight in
+                         chunks); weight, scales and labels are then the first one's
     """
 
     product: Contraction
@@ -58,7 +59,9 @@ class Projection:
 
     @property
     def batch(self) -> Labels:
-        """Labels that activation, weight and output share (the head axis of an absorbed product)."""
+        """Labels that activation, weight and output share (the head axis of an absorbed
+        product).
+        """
         out = set(self.product.out_labels)
         return tuple(x for x in self.activation_labels if x in self.weight_labels and x in out)
 
@@ -83,7 +86,9 @@ class Projection:
 
     @property
     def row_labels(self) -> Labels:
-        """Token labels in the order of the output, which is the order in which a cone counts tokens."""
+        """Token labels in the order of the output, which is the order in which a cone counts
+        tokens.
+        """
         return tuple(x for x in self.product.out_labels if x in self.token_labels)
 
     @property
@@ -93,10 +98,11 @@ class Projection:
 
 
 def rows(view: View, item: Projection) -> torch.Tensor | None:
-    """Codes of the origin's elements, [token * He + k] as the product reads them; None where that is unknown.
+    """Codes of the origin's elements, [token * He + k] as the product reads them; None where that
+    is unknown.
 
-    An origin is looked for through slices and permutations too, so two projections of one origin need not read the
-    same rows of it.
+    An origin is looked for through slices and permutations too, so two projections of one origin
+    need not read the same rows of it.
     """
     item = item.by_weight[0]
     source = item.quantised.source if item.quantised is not None else None
@@ -126,12 +132,18 @@ def _keeps_tokens(view: View, start: Node, end: Node) -> bool:
 
 
 def token_sizes(item: Projection) -> list[object] | None:
-    """The sizes of the token axes before any were merged, in the order in which the product's rows count them.
+    """The sizes of the token axes before any were merged, in the order in which the product's rows
+    count them.
 
-    ``[B, S]`` where the activation ``[B * S, He]`` is a view of ``[B, S, He]``; None where nothing above has more axes.
+    ``[B, S]`` where the activation ``[B * S, He]`` is a view of ``[B, S, He]``; None where nothing
+    above has more axes.
     """
     shape = item.activation.meta["val"].shape
-    long = [label for label, size in zip(item.activation_labels, shape, strict=True) if not same(size, 1)]
+    long = [
+        label
+        for label, size in zip(item.activation_labels, shape, strict=True)
+        if not same(size, 1)
+    ]
     rows = [label for label in item.row_labels if label in long]
     if long[-1:] != list(item.summed) or long[:-1] != rows:
         return None
@@ -145,7 +157,9 @@ def token_sizes(item: Projection) -> list[object] | None:
 
 
 def reads_whole(view: View, item: Projection) -> bool:
-    """Does the projection read every element of its origin, rows and columns in the origin's order?"""
+    """Does the projection read every element of its origin, rows and columns in the origin's
+    order?
+    """
     ordered = _order(item) == tuple(range(len(item.activation_labels)))
     if ordered and all(is_reshape(node) or is_cast(node) for node in _between(item)):
         return True
@@ -154,7 +168,9 @@ def reads_whole(view: View, item: Projection) -> bool:
 
 
 def _between(item: Projection) -> list[Node]:
-    """Views and casts from the activation up to its origin, on both sides of a dynamic quantisation."""
+    """Views and casts from the activation up to its origin, on both sides of a dynamic
+    quantisation.
+    """
     source = item.quantised.source if item.quantised is not None else None
     chains = [item.activation] if source is None else [item.activation, source]
     return [node for start in chains for node in list(upward(start, views_and_model_casts))[:-1]]
@@ -184,7 +200,9 @@ def find(view: View) -> list[Projection]:
     found: dict[Node, Projection] = {}
     sides, reader = _Sides(view), DynamicQuantReader(view)
     for product in view.contractions.values():
-        made = _join(view, product, found) if product.pieces else _orient(view, product, sides, reader)
+        made = (
+            _join(view, product, found) if product.pieces else _orient(view, product, sides, reader)
+        )
         if made is not None:
             found[product.node] = made
     return list(found.values())
@@ -192,7 +210,9 @@ def find(view: View) -> list[Projection]:
 
 def _join(view: View, product: Contraction, found: dict[Node, Projection]) -> Projection | None:
     pieces = tuple(found[part.node] for part in product.pieces if part.node in found)
-    if len(pieces) != len(product.pieces) or any(piece.weight is not piece.product.right for piece in pieces):
+    if len(pieces) != len(product.pieces) or any(
+        piece.weight is not piece.product.right for piece in pieces
+    ):
         return None
     if not all(same_rows(view, pieces[0], piece) for piece in pieces[1:]):
         return None
@@ -214,22 +234,27 @@ class _Sides:
         return Counter(peel(product.right) for product in self._products)
 
     def turned(self, product: Contraction) -> bool:
-        """Is the right operand the activation: on the left of other products (``W @ x.T`` beside ``x @ V``), or alone
-        shared by several (``W @ x.T`` beside ``V @ x.T``)?
+        """Is the right operand the activation: on the left of other products (``W @ x.T`` beside
+        ``x @ V``), or alone shared by several (``W @ x.T`` beside ``V @ x.T``)?
         """
         left, right = peel(product.left), peel(product.right)
         return right in self._left or (self._right[right] > 1 and self._left[left] < 2)
 
 
-def _orient(view: View, product: Contraction, sides: _Sides, reader: DynamicQuantReader) -> Projection | None:
-    """Which operand is the weight: one that no product reaches; of two such, the right one, unless its size varies
-    or other products show that it is not.
+def _orient(
+    view: View, product: Contraction, sides: _Sides, reader: DynamicQuantReader
+) -> Projection | None:
+    """Which operand is the weight: one that no product reaches; of two such, the right one, unless
+    its size varies or other products show that it is not.
     """
     left, right = (not view.sources(operand) for operand in (product.left, product.right))
     if not left and not right:
         return None
-    open_question = left and right and product.scales is None  # of a quantised product, the columns have the scales
-    turned = open_question and ((_varies(product.right) and not _varies(product.left)) or sides.turned(product))
+    # of a quantised product, the columns have the scales
+    open_question = left and right and product.scales is None
+    turned = open_question and (
+        (_varies(product.right) and not _varies(product.left)) or sides.turned(product)
+    )
     right_is_weight = right and not turned
     if right_is_weight:
         a, w, la, lw = product.left, product.right, product.left_labels, product.right_labels
@@ -249,7 +274,9 @@ def _orient(view: View, product: Contraction, sides: _Sides, reader: DynamicQuan
 
 
 def unsmoothed(view: View, item: Projection) -> Projection | None:
-    """The projection read as one of what was smoothed before nodes quantised it; None where nothing was."""
+    """The projection read as one of what was smoothed before nodes quantised it; None where nothing
+    was.
+    """
     quantised = item.quantised
     dynamic = quantised.dynamic if quantised is not None else None
     other = dynamic_quant.unsmoothed(view, dynamic) if dynamic is not None else None
@@ -259,9 +286,16 @@ def unsmoothed(view: View, item: Projection) -> Projection | None:
 
 
 def statically_quantised(item: Projection) -> Projection | None:
-    """The projection read as one of what one scale has quantised; None where nothing was, or not so."""
+    """The projection read as one of what one scale has quantised; None where nothing was, or not
+    so.
+    """
     quantised = item.quantised
-    if quantised is None or quantised.dynamic is not None or quantised.token_scale is not None or item.pieces:
+    if (
+        quantised is None
+        or quantised.dynamic is not None
+        or quantised.token_scale is not None
+        or item.pieces
+    ):
         return None
     fact = static_quant.by_operator(dynamic_quant.quantised_behind(item.activation))
     if fact is None:

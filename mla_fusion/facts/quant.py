@@ -1,7 +1,8 @@
-"""Quantised projections: the scales of a product, and the dynamic quantisation that its activation went through.
+"""Quantised projections: the scales of a product, and the dynamic quantisation that its activation
+went through.
 
-``y = (x_int8 @ w_int8) * weight_scale * token_scale`` with ``x_int8, token_scale = npu_dynamic_quant(x, smooth)``;
-alike in the float formats.
+``y = (x_int8 @ w_int8) * weight_scale * token_scale`` with ``x_int8, token_scale =
+npu_dynamic_quant(x, smooth)``; alike in the float formats.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from mla_fusion.meta.number_formats import NumberFormat
 
 @dataclass(frozen=True, kw_only=True)
 class Quantised:
-    """Of one projection. ``dynamic`` is None where the activation enters the graph quantised, or is not of the kind
-    that the kernel does itself.
+    """Of one projection. ``dynamic`` is None where the activation enters the graph quantised, or is
+    not of the kind that the kernel does itself.
 
     format                        of activation and weight; None: one that the kernel has not
-    static                        how the activation was quantised, where one scale for all tokens did
-    token_factor, token_inverse   a token's rows are multiplied by token_factor * token_scale (over it with inverse)
+    static                        how the activation was quantised, where one scale for all tokens
+                                  did
+    token_factor, token_inverse   a token's rows are multiplied by token_factor * token_scale (over
+                                  it with inverse)
     """
 
     weight_scale: Node

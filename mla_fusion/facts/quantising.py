@@ -1,8 +1,8 @@
 """The choices that a quantisation to one byte is made of, and no others.
 
-Values read off probes prove what movement and analytic steps compute. Rounding, saturating and taking the largest of a
-row are choices, but known ones: probes on both sides of their bounds show all that they do. Any other choice, or one
-with other bounds, may do something that no probe shows.
+Values read off probes prove what movement and analytic steps compute. Rounding, saturating and
+taking the largest of a row are choices, but known ones: probes on both sides of their bounds show
+all that they do. Any other choice, or one with other bounds, may do something that no probe shows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ def _is_known(view: View, node: Node, to: torch.dtype) -> bool:
     if name.startswith("aten::cl"):
         return _saturates(argument(node, "min"), argument(node, "max"), *_ENDS[to])
     if name == "aten::maximum":
-        literal = [view.ranges.of(side) for side in node.args[:2] if isinstance(side, Node) and view.is_constant(side)]
+        literal = [
+            view.ranges.of(side)
+            for side in node.args[:2]
+            if isinstance(side, Node) and view.is_constant(side)
+        ]
         return all(low > 0 and high <= _FLOOR for low, high in literal)
     return name != "aten::round" or not argument(node, "decimals", 0)
 

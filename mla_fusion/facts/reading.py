@@ -28,7 +28,9 @@ from mla_fusion.fx.view import View
 
 @dataclass
 class ConeFacts:
-    """What was found in the cone of one projection. ``absorbs`` is shared by cones of one structure."""
+    """What was found in the cone of one projection. ``absorbs`` is shared by cones of one
+    structure.
+    """
 
     cone: Cone
     probe: torch.Tensor
@@ -45,7 +47,11 @@ class ConeFacts:
             tokens.follow([projection.node])
             if tokens.broken(projection.node) is not None:
                 return None
-        labels = projection.activation_labels, projection.weight_labels, projection.product.out_labels
+        labels = (
+            projection.activation_labels,
+            projection.weight_labels,
+            projection.product.out_labels,
+        )
         shape = str(projection.weight.meta["val"].shape)
         key = self.cone.slot(projection.activation), *labels, shape
         known = self.absorbs.get(key)
@@ -59,17 +65,22 @@ class ConeFacts:
         return found
 
 
-_MOST_COMPARED = 8  # cones of one outline; a graph of which no two are alike would else compare every pair
+# cones of one outline; a graph of which no two are alike would else compare every pair
+_MOST_COMPARED = 8
 
 
 class FactReader:
     """Reads cones of one view; what is like a cone read before is not probed again."""
 
     def __init__(
-        self, view: View, projections: Iterable[Projection], operands: Iterable[Node] = (), shrinks: bool = True
+        self,
+        view: View,
+        projections: Iterable[Projection],
+        operands: Iterable[Node] = (),
+        shrinks: bool = True,
     ) -> None:
-        """``operands``: nodes, beside the activations, whose reading somebody will ask for; ``shrinks``: may many
-        tokens be probed as few?
+        """``operands``: nodes, beside the activations, whose reading somebody will ask for;
+        ``shrinks``: may many tokens be probed as few?
         """
         self.view = view
         self.probes = 0
@@ -78,7 +89,8 @@ class FactReader:
         longest = max(lead, default=0)
         self.shrink = Shrink(longest) if math.prod(lead) >= WORTHWHILE and longest > SMALL else None
         self.tokens = Tokens(self.shrink, view.binding.meaning)
-        # Are there tokens that cannot be probed as few? (Cone.) A batch as long as its sequences has two such axes.
+        # Are there tokens that cannot be probed as few? (Cone.) A batch as long as its sequences
+        # has two such axes.
         self.is_lost = lead.count(longest) > 1
         self._operands = {projection.activation for projection in projections} | set(operands)
         self._alike: dict[object, list[ConeFacts]] = defaultdict(list)
@@ -87,7 +99,9 @@ class FactReader:
     def read(self, projection: Projection) -> ConeFacts:
         facts = self._facts.get(projection.node)
         if facts is None:
-            facts = self._facts[projection.node] = self._like_another(projection) or self._anew(projection)
+            facts = self._facts[projection.node] = self._like_another(projection) or self._anew(
+                projection
+            )
         return facts
 
     def _like_another(self, projection: Projection) -> ConeFacts | None:
@@ -112,7 +126,9 @@ class FactReader:
 
     def _anew(self, projection: Projection) -> ConeFacts:
         lead = token_sizes(projection)
-        cone = Cone(self.view, projection.product, projection.weight_is_left, self.shrink, self.tokens, lead)
+        cone = Cone(
+            self.view, projection.product, projection.weight_is_left, self.shrink, self.tokens, lead
+        )
         self.is_lost |= cone.is_lost
         facts = self._probe(cone)
         self._alike[outline(self.view, projection.product, projection.weight_is_left)].append(facts)
@@ -143,15 +159,21 @@ class FactReader:
 
 def _lead(view: View, projections: list[Projection]) -> tuple[int, ...]:
     """The token axes of most of the graph's linear layers, those with several before others."""
-    leads = [view.binding.shape(item.origin.meta["val"].shape[:-1]) for item in projections if item.is_flat]
+    leads = [
+        view.binding.shape(item.origin.meta["val"].shape[:-1])
+        for item in projections
+        if item.is_flat
+    ]
     counted = Counter(filter(None, leads)).items()
     return max(counted, key=lambda entry: (len(entry[0]) > 1, entry[1]), default=((), 0))[0]
 
 
 def _mixes_by_a_table(cone: Cone) -> set[Node]:
-    """Members that depend on a base with columns (a rotation needs one) and may hold sums of two elements.
+    """Members that depend on a base with columns (a rotation needs one) and may hold sums of two
+    elements.
 
-    What only multiplies real elements of the product, one by one, is on the way to a rotation and none.
+    What only multiplies real elements of the product, one by one, is on the way to a rotation and
+    none.
     """
     tables = {base for base in cone.bases if len(getattr(base.meta.get("val"), "shape", ())) > 0}
     inside = {cone.node, *cone.nodes}
@@ -186,8 +208,9 @@ def _after_own_write(cone: Cone) -> set[Node]:
 
 
 def _parts_of_mixtures(cone: Cone, degrees: Mapping[Node, int]) -> set[Node]:
-    """Views that take a part out of values joined before: of several products (``rope(cat([q_pe, k_pe]))``), or of
-    what was rotated and what was not (``cat([q_nope, rope(q_pe)])``, whole heads by tables padded with ones).
+    """Views that take a part out of values joined before: of several products (``rope(cat([q_pe,
+    k_pe]))``), or of what was rotated and what was not (``cat([q_nope, rope(q_pe)])``, whole heads
+    by tables padded with ones).
     """
     found = set()
     for node in cone.nodes:
@@ -197,12 +220,20 @@ def _parts_of_mixtures(cone: Cone, degrees: Mapping[Node, int]) -> set[Node]:
                 source = source.args[0]
             if not isinstance(source, Node) or source is cone.node:
                 continue
-            if source not in degrees or op_name(source) == "aten::cat" or _takes_columns(source, node):
+            if (
+                source not in degrees
+                or op_name(source) == "aten::cat"
+                or _takes_columns(source, node)
+            ):
                 found.add(node)
     return found
 
 
 def _takes_columns(source: Node, node: Node) -> bool:
     """Are the node's rows shorter than those of a value that was computed?"""
-    rows = [n.meta["val"].shape[-1:] for n in (source, node) if isinstance(n.meta.get("val"), torch.Tensor)]
+    rows = [
+        n.meta["val"].shape[-1:]
+        for n in (source, node)
+        if isinstance(n.meta.get("val"), torch.Tensor)
+    ]
     return not is_view(source) and len(rows) == 2 and rows[0] != rows[1]

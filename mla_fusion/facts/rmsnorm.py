@@ -1,8 +1,10 @@
-"""RMSNorm by meaning: y = gamma * u / sqrt(mean(u^2) + eps) * scale, with u some columns of a product.
+"""RMSNorm by meaning: y = gamma * u / sqrt(mean(u^2) + eps) * scale, with u some columns of a
+product.
 
-Whatever the spelling (pow or square or x*x, rsqrt or sqrt and division, npu_rms_norm, aten.rms_norm,
-npu_add_rms_norm with a zero residual), the node's values satisfy this at three magnitudes of u or they do not.
-``eps`` and ``scale`` are solved from the values, never assumed, and must be the same whatever the other tensors hold.
+Whatever the spelling (pow or square or x*x, rsqrt or sqrt and division, npu_rms_norm,
+aten.rms_norm, npu_add_rms_norm with a zero residual), the node's values satisfy this at three
+magnitudes of u or they do not. ``eps`` and ``scale`` are solved from the values, never assumed, and
+must be the same whatever the other tensors hold.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class NormFact:
     eps            solved from the values; ``runtime_eps`` instead where it is an input of the graph
     scale          1.0, or the factor of LongCat-like models
     codes          of the node's shape: token * len(columns) + place
-    low_precision  a statistic (mean of squares, its root) that is rounded to less than float32, or None
+    low_precision  a statistic (mean of squares, its root) that is rounded to less than float32, or
+                   None
     """
 
     node: Node
@@ -49,30 +52,43 @@ class NormFact:
 
 @measured
 def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[NormFact]:
-    """Norms in the cone in graph order; views and casts of a norm are not repeated, multiples of it are."""
-    candidates = {n: r for n, r in readings.items() if r.degree == 0 and not is_view(n) and not is_cast(n)}
+    """Norms in the cone in graph order; views and casts of a norm are not repeated, multiples of it
+    are.
+    """
+    candidates = {
+        n: r for n, r in readings.items() if r.degree == 0 and not is_view(n) and not is_cast(n)
+    }
     if not candidates:
         return []
     drawn = _Draw(decoder.probe, decoder.bases, cone, candidates)
-    other = _Draw(decoder.fresh_probe(), small_scalars(cone.draw(decoder.generator)), cone, candidates)
+    other = _Draw(
+        decoder.fresh_probe(), small_scalars(cone.draw(decoder.generator)), cone, candidates
+    )
     found: list[NormFact] = []
     weighted: set[tuple[int, ...]] = set()
-    for node, reading in reversed(candidates.items()):  # a weighted norm is found before the same without its weight
+    # a weighted norm is found before the same without its weight
+    for node, reading in reversed(candidates.items()):
         fact = _check(cone, node, reading, drawn, other, weighted)
         if fact is not None:
             found.append(fact)
             weighted |= {fact.columns} if fact.gamma is not None else set()
-    return [fact for fact in reversed(found) if fact.gamma is not None or fact.columns not in weighted]
+    return [
+        fact for fact in reversed(found) if fact.gamma is not None or fact.columns not in weighted
+    ]
 
 
-_SCALES = (1e-10, 1e-4, 1.0, 1e3)  # at the smallest, a clamp of the statistic away from zero has an effect
-_NOTHING = 1e-30  # a scale so small that the epsilon alone decides the norm; at zero itself both sides would be 0 / 0
+# at the smallest, a clamp of the statistic away from zero has an effect
+_SCALES = (1e-10, 1e-4, 1.0, 1e3)
+# a scale so small that the epsilon alone decides the norm; at zero itself both sides would be 0 / 0
+_NOTHING = 1e-30
 
 
 class _Draw:
     """One probe and the values of the bases; the cone run on the probe at each scale."""
 
-    def __init__(self, probe: torch.Tensor, bases: list[torch.Tensor], cone: Cone, wanted: Iterable[Node]) -> None:
+    def __init__(
+        self, probe: torch.Tensor, bases: list[torch.Tensor], cone: Cone, wanted: Iterable[Node]
+    ) -> None:
         self.bases = bases
         self.cone, self.probe = cone, probe
         self.runs = [cone.run(probe * scale, bases, wanted) for scale in _SCALES]
@@ -90,7 +106,12 @@ class _Draw:
 
 
 def _check(
-    cone: Cone, node: Node, reading: Reading, drawn: _Draw, other: _Draw, weighted: Collection[tuple[int, ...]]
+    cone: Cone,
+    node: Node,
+    reading: Reading,
+    drawn: _Draw,
+    other: _Draw,
+    weighted: Collection[tuple[int, ...]],
 ) -> NormFact | None:
     """The node as a norm; of columns that are ``weighted`` elsewhere only as one with a weight."""
     codes = reading.first
@@ -136,11 +157,17 @@ def _check(
 def _gammas(cone: Cone, width: int) -> list[int]:
     """Which bases may be the weight."""
     sizes = [math.prod(cone.shape(base)) for base in cone.bases]
-    return [i for i, base in enumerate(cone.bases) if sizes[i] == width and base.meta["val"].is_floating_point()]
+    return [
+        i
+        for i, base in enumerate(cone.bases)
+        if sizes[i] == width and base.meta["val"].is_floating_point()
+    ]
 
 
 def _gamma(draw: _Draw, index: int | None, width: int) -> torch.Tensor:
-    return torch.ones(width, dtype=torch.float64) if index is None else draw.bases[index].reshape(-1)
+    return (
+        torch.ones(width, dtype=torch.float64) if index is None else draw.bases[index].reshape(-1)
+    )
 
 
 def _ratios(u: torch.Tensor, gamma: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor | None:
@@ -150,8 +177,12 @@ def _ratios(u: torch.Tensor, gamma: torch.Tensor, outputs: torch.Tensor) -> torc
     return first[..., 0] if bool(((ratio - first).abs() <= _EXACT * first.abs()).all()) else None
 
 
-def _solve(u: torch.Tensor, gamma: torch.Tensor, outputs: torch.Tensor) -> tuple[float, float] | None:
-    """Solve (mean + eps) / scale^2 = 1 / r^2 from the smallest and largest probe; check it on all."""
+def _solve(
+    u: torch.Tensor, gamma: torch.Tensor, outputs: torch.Tensor
+) -> tuple[float, float] | None:
+    """Solve (mean + eps) / scale^2 = 1 / r^2 from the smallest and largest probe; check it on
+    all.
+    """
     ratios = _ratios(u, gamma, outputs)
     if ratios is None:
         return None
@@ -167,10 +198,14 @@ def _solve(u: torch.Tensor, gamma: torch.Tensor, outputs: torch.Tensor) -> tuple
     return (eps, factor) if _holds(u, ratios, eps, factor) else None
 
 
-def _at_zero(draw: _Draw, node: Node, columns: torch.Tensor, gamma: torch.Tensor, scale: float) -> float:
-    """The epsilon that a norm without one (F.normalize) has next to zero, where it is clamped; 0.0 where it is not.
+def _at_zero(
+    draw: _Draw, node: Node, columns: torch.Tensor, gamma: torch.Tensor, scale: float
+) -> float:
+    """The epsilon that a norm without one (F.normalize) has next to zero, where it is clamped; 0.0
+    where it is not.
 
-    A row of padding is zero, and stays so in a model that clamps; with no epsilon at all the kernel would divide by 0.
+    A row of padding is zero, and stays so in a model that clamps; with no epsilon at all the kernel
+    would divide by 0.
     """
     output = draw.cone.run(draw.probe * _NOTHING, draw.bases, [node])[draw.cone.slot(node)]
     u = draw.rows[:, columns] * _NOTHING
@@ -191,7 +226,11 @@ def _holds(u: torch.Tensor, ratios: torch.Tensor | None, eps: float, factor: flo
 def _runtime_eps(cone: Cone, draw: _Draw, eps: float) -> int | None:
     """Which base is the epsilon."""
     for index, value in enumerate(draw.bases):
-        if value.numel() == 1 and value.is_floating_point() and abs(float(value) - eps) < 1e-6 * eps:
+        if (
+            value.numel() == 1
+            and value.is_floating_point()
+            and abs(float(value) - eps) < 1e-6 * eps
+        ):
             return index
     return None
 
@@ -199,8 +238,8 @@ def _runtime_eps(cone: Cone, draw: _Draw, eps: float) -> int | None:
 def _literal(cone: Cone, eps: float) -> float:
     """The literal that the graph holds for the solved epsilon, else the solved one to seven digits.
 
-    F.rms_norm leaves float32(1e-6) = 9.999999974752427e-07 in the graph; the operator's attribute is a
-    float32 too, so the short decimal of the same float32 is meant.
+    F.rms_norm leaves float32(1e-6) = 9.999999974752427e-07 in the graph; the operator's attribute
+    is a float32 too, so the short decimal of the same float32 is meant.
     """
     for literal in cone.program.literals:
         if literal > 0 and abs(literal - eps) <= 1e-7 * literal:
@@ -215,15 +254,26 @@ def _float32(value: float) -> float:
 
 
 def _low_precision(cone: Cone, norm: Node) -> Node | None:
-    """The first node below float32 on the way to a per-token statistic (all-bf16 norms are not the kernel's)."""
+    """The first node below float32 on the way to a per-token statistic (all-bf16 norms are not the
+    kernel's).
+    """
     inside = set(cone.nodes)
-    path = [n for n in nodes_between((cone.node,), norm) if n in inside and isinstance(n.meta.get("val"), torch.Tensor)]
-    statistics = [n for n in path if _numel(cone, n) == cone.all_tokens and not is_view(n) and not is_cast(n)]
+    path = [
+        n
+        for n in nodes_between((cone.node,), norm)
+        if n in inside and isinstance(n.meta.get("val"), torch.Tensor)
+    ]
+    statistics = [
+        n for n in path if _numel(cone, n) == cone.all_tokens and not is_view(n) and not is_cast(n)
+    ]
     for statistic in statistics:
         for node in nodes_between((cone.node,), statistic):
             if node in inside and not (is_view(node) or is_cast(node) or is_getitem(node)):
                 value = node.meta.get("val")
-                if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+                if isinstance(value, torch.Tensor) and value.dtype in (
+                    torch.bfloat16,
+                    torch.float16,
+                ):
                     return node
     return None
 

@@ -1,11 +1,13 @@
-"""RoPE by meaning: each pair of product columns is mixed by a 2x2 matrix whose entries are table columns.
+"""RoPE by meaning: each pair of product columns is mixed by a 2x2 matrix whose entries are table
+columns.
 
     out[first]  = x[first] * cos_first  - x[second] * sin_first
     out[second] = x[second] * cos_second + x[first] * sin_second
 
-The kernel treats the two halves of cos and sin independently, so every such map can be handed to it; which
-columns form a pair (interleaved or half), where the pair lands (half or interleaved output) and which table
-column, real or imaginary part, sign and factor each entry is, are all read off the values.
+The kernel treats the two halves of cos and sin independently, so every such map can be handed to
+it; which columns form a pair (interleaved or half), where the pair lands (half or interleaved
+output) and which table column, real or imaginary part, sign and factor each entry is, are all read
+off the values.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ _FEWEST_ROWS = 4  # of one table: where one row serves all tokens, a draw is one
 class TableRun:
     """Columns ``start, start+step, ...`` (``count`` of them) of ``field(base)``, times ``factor``.
 
-    rows says how the base's rows relate to tokens: "token", "position" (shared by all sequences), "sequence"
-    or "one".
+    rows says how the base's rows relate to tokens: "token", "position" (shared by all sequences),
+    "sequence" or "one".
     """
 
     base: Node
@@ -57,10 +59,12 @@ class RopeFact:
     heads, rope_dim    N (1 for k) and Dr
     first, second      [heads][Dr/2] product columns of each pair
     layout             of the output: "half" or "interleaved"
-    cos, sin           full-width tables in the kernel's order, as runs of base columns; empty where nothing rotates
+    cos, sin           full-width tables in the kernel's order, as runs of base columns; empty where
+                       nothing rotates
     codes              of the node's shape: (token * heads + head) * Dr + place
     duplicates         nodes that hold the same values by way of a write into the product's own view
-    factor             what columns that nothing rotates are multiplied by; of a rotation, the tables have it
+    factor             what columns that nothing rotates are multiplied by; of a rotation, the
+                       tables have it
     """
 
     node: Node
@@ -81,7 +85,9 @@ class RopeFact:
 
     @property
     def of_one_head(self) -> RopeFact | None:
-        """The rotation of one head where all heads rotate the same columns: what was repeated for them before."""
+        """The rotation of one head where all heads rotate the same columns: what was repeated for
+        them before.
+        """
         if self.heads == 1 or len({*zip(self.first, self.second, strict=True)}) != 1:
             return self if self.heads == 1 else None
 
@@ -95,7 +101,11 @@ class RopeFact:
     @property
     def input_layout(self) -> str:
         """ "interleaved" or "half" where all pairs of a head are so laid out, else "other"."""
-        gaps = {s - f for fs, ss in zip(self.first, self.second, strict=True) for f, s in zip(fs, ss, strict=True)}
+        gaps = {
+            s - f
+            for fs, ss in zip(self.first, self.second, strict=True)
+            for f, s in zip(fs, ss, strict=True)
+        }
         if gaps == {1}:
             return "interleaved"
         return "half" if gaps == {self.rope_dim // 2} else "other"
@@ -103,10 +113,11 @@ class RopeFact:
 
 @measured
 def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[RopeFact]:
-    """Complete rotations in the cone, of each set of columns the earliest node in half layout, or else the earliest.
+    """Complete rotations in the cone, of each set of columns the earliest node in half layout, or
+    else the earliest.
 
-    Half layout is what the kernel gives: a complex product whose real and imaginary parts are joined as halves is a
-    rotation twice, and only the second can be had as it is.
+    Half layout is what the kernel gives: a complex product whose real and imaginary parts are
+    joined as halves is a rotation twice, and only the second can be had as it is.
     """
     found: dict[frozenset[int], RopeFact] = {}
     onward = (form for item in readings.items() for form in (item, *_onward(cone, *item)))
@@ -116,7 +127,11 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[Ro
             continue
         columns = _columns(cone, reading.first)
         known = found.get(columns)
-        if known is not None and known.layout == "half" and not (is_view(node) and node in readings):
+        if (
+            known is not None
+            and known.layout == "half"
+            and not (is_view(node) and node in readings)
+        ):
             continue
         fact = _check(cone, decoder, node, reading, shape)
         if fact is None:
@@ -129,7 +144,9 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[Ro
 
 
 def _onward(cone: Cone, node: Node, reading: Reading) -> list[tuple[Node, Reading]]:
-    """A rotation in the forms that it takes before anybody reads it: products of 2x2 matrices leave pairs apart."""
+    """A rotation in the forms that it takes before anybody reads it: products of 2x2 matrices leave
+    pairs apart.
+    """
     if is_view(node) or not _mixes_pairs(reading):
         return []
     chain = list(_only_views_of(cone, node))
@@ -153,7 +170,11 @@ def _only_views_of(cone: Cone, node: Node) -> Iterator[Node]:
 
 
 def _mixes_pairs(reading: Reading) -> bool:
-    return reading.degree == 1 and reading.first.dim() > 0 and not bool((reading.first == reading.second).any())
+    return (
+        reading.degree == 1
+        and reading.first.dim() > 0
+        and not bool((reading.first == reading.second).any())
+    )
 
 
 def _values(fact: RopeFact) -> tuple[object, ...]:
@@ -168,7 +189,9 @@ def _columns(cone: Cone, codes: torch.Tensor) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Rows of ``width`` elements, ``heads`` of them a token; with ``axes`` in this order a row is contiguous."""
+    """Rows of ``width`` elements, ``heads`` of them a token; with ``axes`` in this order a row is
+    contiguous.
+    """
 
     heads: int
     width: int
@@ -178,9 +201,14 @@ class _Shape:
 def _rotation_shape(cone: Cone, reading: Reading) -> _Shape | None:
     """Where every element mixes exactly two columns and the columns are as many as the elements.
 
-    A row is the last axis, or the last few: [.., Dr/2, 2] of view_as_real, [.., 2, Dr/2] of two halves stacked.
+    A row is the last axis, or the last few: [.., Dr/2, 2] of view_as_real, [.., 2, Dr/2] of two
+    halves stacked.
     """
-    if not _mixes_pairs(reading) or not reading.first.numel() or reading.first.numel() % cone.tokens:
+    if (
+        not _mixes_pairs(reading)
+        or not reading.first.numel()
+        or reading.first.numel() % cone.tokens
+    ):
         return None
     axes = _tokens_first(cone, reading.first)
     first, second = reading.first.permute(axes), reading.second.permute(axes)
@@ -202,10 +230,14 @@ def _tokens_first(cone: Cone, codes: torch.Tensor) -> list[int]:
 def _is_closed(first: torch.Tensor, second: torch.Tensor) -> bool:
     """In each row as many outputs as inputs, and each input met twice."""
     both = torch.cat([first, second], -1).sort(-1).values
-    return bool((both[:, 0::2] == both[:, 1::2]).all()) and bool((both[:, :-2:2] != both[:, 2::2]).all())
+    return bool((both[:, 0::2] == both[:, 1::2]).all()) and bool(
+        (both[:, :-2:2] != both[:, 2::2]).all()
+    )
 
 
-def _check(cone: Cone, decoder: Decoder, node: Node, reading: Reading, found: _Shape) -> RopeFact | None:
+def _check(
+    cone: Cone, decoder: Decoder, node: Node, reading: Reading, found: _Shape
+) -> RopeFact | None:
     heads, width, axes = found.heads, found.width, found.axes
     shape = reading.first.permute(axes).shape
     low = torch.minimum(reading.first, reading.second).permute(axes).reshape(-1, width)
@@ -245,15 +277,21 @@ def _check(cone: Cone, decoder: Decoder, node: Node, reading: Reading, found: _S
 
 
 def _row_order(token: torch.Tensor, tokens: int, heads: int) -> torch.Tensor | None:
-    """[tokens, heads] row numbers: the heads of a token in the order in which the node holds them."""
+    """[tokens, heads] row numbers: the heads of a token in the order in which the node holds
+    them.
+    """
     order = torch.argsort(token, stable=True)
     if not torch.equal(token[order], torch.arange(tokens).repeat_interleave(heads)):
         return None
     return order.reshape(tokens, heads)
 
 
-def _output_layout(low: torch.Tensor, high: torch.Tensor, width: int) -> tuple[str | None, torch.Tensor]:
-    """Where the two outputs of a pair stand; the order that brings a row to the kernel's half layout."""
+def _output_layout(
+    low: torch.Tensor, high: torch.Tensor, width: int
+) -> tuple[str | None, torch.Tensor]:
+    """Where the two outputs of a pair stand; the order that brings a row to the kernel's half
+    layout.
+    """
     place = torch.arange(width)
     for layout, order in (
         ("half", place),
@@ -284,9 +322,11 @@ def _coefficients(
     order: torch.Tensor,
     axes: list[int],
 ) -> _Samples | None:
-    """Run the cone on the first column of every pair alone, then on the second, under several draws of the bases.
+    """Run the cone on the first column of every pair alone, then on the second, under several draws
+    of the bases.
 
-    Few tokens need more draws: in two dimensions, one of a thousand random columns may well point where a table does.
+    Few tokens need more draws: in two dimensions, one of a thousand random columns may well point
+    where a table does.
     """
     is_first = torch.zeros(cone.width, dtype=torch.bool)
     is_first[first.reshape(-1)] = True
@@ -302,7 +342,8 @@ def _coefficients(
                 return None
             parts.append(value.permute(axes).reshape(-1, len(order))[rows])
     out = torch.stack(parts)[..., order].unflatten(0, (-1, 2)).unflatten(-1, (2, -1))
-    of_first, of_second = out.unbind(1)  # [draws, tokens, heads, 2, Dr/2], halves of the row as the kernel has them
+    # [draws, tokens, heads, 2, Dr/2], halves of the row as the kernel has them
+    of_first, of_second = out.unbind(1)
     x = cone.rows(decoder.probe)
     x_first, x_second = x[:, first], x[:, second]
     cos = torch.cat([of_first[..., 0, :] / x_first, of_second[..., 1, :] / x_second], -1)
@@ -310,7 +351,11 @@ def _coefficients(
     for table in (cos, sin):
         if not torch.allclose(table, table[:, :, :1].expand_as(table), rtol=1e-9, atol=1e-12):
             return None  # all heads must share one table
-    drawn = {base: [draw[index] for draw in draws] for index, base in enumerate(cone.bases) if base in bases}
+    drawn = {
+        base: [draw[index] for draw in draws]
+        for index, base in enumerate(cone.bases)
+        if base in bases
+    }
     return _Samples(cos[:, :, 0].flatten(0, 1), sin[:, :, 0].flatten(0, 1), drawn)
 
 
@@ -322,7 +367,9 @@ def _draws_needed(cone: Cone, bases: list[Node]) -> int:
 
 
 def _match(cone: Cone, samples: _Samples) -> tuple[Table, Table] | None:
-    """Name each coefficient column as a base column times a factor; columns in a row become runs."""
+    """Name each coefficient column as a base column times a factor; columns in a row become
+    runs.
+    """
     wanted = torch.cat([samples.cos, samples.sin], -1)
     unit = wanted / wanted.norm(dim=0, keepdim=True)
     best: list[tuple[Node, str, int, float, str] | None] = [None] * wanted.shape[1]
@@ -332,7 +379,9 @@ def _match(cone: Cone, samples: _Samples) -> tuple[Table, Table] | None:
             hit, column = cosine.abs().max(dim=1)
             nearest = stacked[:, column]
             factor = (wanted * nearest).sum(0) / nearest.square().sum(0)
-            fits = zip((1 - hit < _SAME_DIRECTION).tolist(), column.tolist(), factor.tolist(), strict=True)
+            fits = zip(
+                (1 - hit < _SAME_DIRECTION).tolist(), column.tolist(), factor.tolist(), strict=True
+            )
             for place, (same, at, times) in enumerate(fits):
                 if same and best[place] is None:
                     best[place] = (base, field, at, _round_factor(times), rows)
@@ -342,7 +391,9 @@ def _match(cone: Cone, samples: _Samples) -> tuple[Table, Table] | None:
 
 
 def _candidates(draws: list[torch.Tensor], tokens: int) -> list[tuple[str, str, torch.Tensor]]:
-    """(field, rows, [draws * tokens, columns]) for each way in which the base's rows can meet the tokens."""
+    """(field, rows, [draws * tokens, columns]) for each way in which the base's rows can meet the
+    tokens.
+    """
     found = []
     for field in ("real", "imag") if draws[0].is_complex() else ("",):
         values = [getattr(value, field) if field else value for value in draws]
@@ -353,7 +404,9 @@ def _candidates(draws: list[torch.Tensor], tokens: int) -> list[tuple[str, str, 
         if count == 0 or tokens % count:
             continue
         rows = "token" if count == tokens else "one" if count == 1 else "position"
-        found.append((field, rows, torch.cat([table.repeat(tokens // count, 1) for table in tables])))
+        found.append(
+            (field, rows, torch.cat([table.repeat(tokens // count, 1) for table in tables]))
+        )
         if rows == "position":
             spread = [table.repeat_interleave(tokens // count, 0) for table in tables]
             found.append((field, "sequence", torch.cat(spread)))
@@ -378,8 +431,18 @@ def _runs(entries: list[tuple[Node, str, int, float, str]]) -> Table:
             step = column - last.start if last.count == 1 else last.step
             if step > 0 and column == last.start + step * last.count:
                 runs[-1] = TableRun(
-                    base=base, field=field, start=last.start, step=step, count=last.count + 1, factor=factor, rows=rows
+                    base=base,
+                    field=field,
+                    start=last.start,
+                    step=step,
+                    count=last.count + 1,
+                    factor=factor,
+                    rows=rows,
                 )
                 continue
-        runs.append(TableRun(base=base, field=field, start=column, step=1, count=1, factor=factor, rows=rows))
+        runs.append(
+            TableRun(
+                base=base, field=field, start=column, step=1, count=1, factor=factor, rows=rows
+            )
+        )
     return tuple(runs)

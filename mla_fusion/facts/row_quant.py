@@ -1,7 +1,9 @@
-"""Rows on their way into a cache of one byte: ``sat(rint(rows * scale))``, whatever operators say it.
+"""Rows on their way into a cache of one byte: ``sat(rint(rows * scale))``, whatever operators say
+it.
 
-Read off by running the nodes between the rows and the int8 (or float8) tensor on float64 rows that reach both ends of
-the range. A clamp at -127, a zero point or a truncation is another function, and there is no fact then.
+Read off by running the nodes between the rows and the int8 (or float8) tensor on float64 rows that
+reach both ends of the range. A clamp at -127, a zero point or a truncation is another function, and
+there is no fact then.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _PEAKS = {INT8: 80, FP8: 300}  # four times which is out of range
 
 @dataclass(frozen=True)
 class CacheScale:
-    """What rows are multiplied by before they are rounded: ``factor``, times ``node`` (over it with ``inverse``).
+    """What rows are multiplied by before they are rounded: ``factor``, times ``node`` (over it with
+    ``inverse``).
 
     ``node`` holds one value, or one a channel. ``format``: what they are rounded to.
     """
@@ -93,7 +96,9 @@ def _to_bytes(rows: Node) -> list[Node] | None:
 
 
 def _clamps(chain: list[Node]) -> bool:
-    """Is saturation written out? What a cast to float8 alone does with larger numbers differs from torch to torch."""
+    """Is saturation written out? What a cast to float8 alone does with larger numbers differs from
+    torch to torch.
+    """
     ends = [argument(node, name) for node in chain for name in ("min", "max")]
     return FP8_MAXIMUM in ends and -FP8_MAXIMUM in ends
 
@@ -111,10 +116,16 @@ def _candidates(program: Program, bases: list[Node], form: NumberFormat) -> Iter
     if not bases:
         yield from (CacheScale(None, False, factor, form) for factor in factors)
     for base in bases:
-        yield from (CacheScale(base, inverse, factor, form) for inverse in (False, True) for factor in factors)
+        yield from (
+            CacheScale(base, inverse, factor, form)
+            for inverse in (False, True)
+            for factor in factors
+        )
 
 
-def _holds(view: View, program: Program, rows: Node, result: Node, bases: list[Node], scale: CacheScale) -> bool:
+def _holds(
+    view: View, program: Program, rows: Node, result: Node, bases: list[Node], scale: CacheScale
+) -> bool:
     generator = torch.Generator().manual_seed(0)
     shape = view.binding.shape(rows.meta["val"].shape)
     shapes = [view.binding.shape(base.meta["val"].shape) for base in bases]
@@ -135,5 +146,9 @@ def _holds(view: View, program: Program, rows: Node, result: Node, bases: list[N
     kernel = format_of(scale.format.full, "A3")
     assert kernel is not None
     wanted = kernel.per_tensor(probe * multiplier)
-    is_same = isinstance(found, torch.Tensor) and found.shape == wanted.shape and found.dtype == wanted.dtype
+    is_same = (
+        isinstance(found, torch.Tensor)
+        and found.shape == wanted.shape
+        and found.dtype == wanted.dtype
+    )
     return bool(is_same) and torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))

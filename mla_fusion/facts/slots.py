@@ -1,7 +1,9 @@
-"""Can slots be negative? The writers of a model wrap a negative slot to the end of the cache; the kernel skips it.
+"""Can slots be negative? The writers of a model wrap a negative slot to the end of the cache; the
+kernel skips it.
 
-That they are not is shown by ranges (a remainder by 16 is 0 to 15), or assumed of one input of the graph, which the
-report lists. Nothing is assumed of slots made of several inputs: one of them may be a buffer of -1 that pads a batch.
+That they are not is shown by ranges (a remainder by 16 is 0 to 15), or assumed of one input of the
+graph, which the report lists. Nothing is assumed of slots made of several inputs: one of them may
+be a buffer of -1 that pads a batch.
 """
 
 from __future__ import annotations
@@ -20,15 +22,16 @@ from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 
-# Positions, blocks and slots that come in: what is computed of them, 128 rows to a block, fits an int32. How many rows
-# the cache has says nothing of them.
+# Positions, blocks and slots that come in: what is computed of them, 128 rows to a block, fits an
+# int32. How many rows the cache has says nothing of them.
 _TRUSTED = (0.0, 2.0**24 - 1)
 _ARITHMETIC = frozenset(
     """
-    aten::add aten::sub aten::mul aten::div aten::floor_divide aten::remainder aten::fmod aten::bitwise_and
-    aten::__and__ aten::bitwise_right_shift aten::__rshift__ aten::bitwise_left_shift aten::__lshift__ aten::clamp
-    aten::clamp_min aten::clamp_max aten::repeat aten::repeat_interleave aten::flip aten::roll aten::cumsum aten::sum
-    aten::maximum aten::minimum aten::where aten::masked_fill aten::cat aten::stack aten::abs aten::relu
+    aten::add aten::sub aten::mul aten::div aten::floor_divide aten::remainder aten::fmod
+    aten::bitwise_and aten::__and__ aten::bitwise_right_shift aten::__rshift__
+    aten::bitwise_left_shift aten::__lshift__ aten::clamp aten::clamp_min aten::clamp_max
+    aten::repeat aten::repeat_interleave aten::flip aten::roll aten::cumsum aten::sum aten::maximum
+    aten::minimum aten::where aten::masked_fill aten::cat aten::stack aten::abs aten::relu
     """.split()
 )
 
@@ -60,7 +63,10 @@ def judge(view: View, slots: Iterable[Node]) -> Trust | Unproven:
             return Unproven(f"{node.name} is computed by operators whose range is not known")
         if len(inputs) > 1:
             names = ", ".join(sorted(found.name for found in inputs))
-            why = f"computed from {len(inputs)} inputs ({names}); only slots from one input are trusted"
+            why = (
+                f"computed from {len(inputs)} inputs ({names}); only slots from one input are "
+                "trusted"
+            )
             return Unproven(f"{node.name} is {why}")
         trusted += inputs
     nodes = list(slots)
@@ -83,7 +89,9 @@ def _inputs(view: View, node: Node) -> set[Node] | None:
         if is_view(current) or is_cast(current) or name in GATHER or is_getitem(current):
             operands = current.all_input_nodes[:1]
         elif name in _ARITHMETIC:
-            operands = [arg for arg in current.all_input_nodes if not is_symbolic(arg.meta.get("val"))]
+            operands = [
+                arg for arg in current.all_input_nodes if not is_symbolic(arg.meta.get("val"))
+            ]
         else:
             return None
         stack += [arg for arg in operands if arg not in seen]

@@ -1,8 +1,9 @@
-"""Quantisation to int8 by one scale fixed ahead of time: ``int8(sat(round(x / scale + offset)))``, by npu_quantize.
+"""Quantisation to int8 by one scale fixed ahead of time: ``int8(sat(round(x / scale + offset)))``,
+by npu_quantize.
 
-That the scale is one is seen in the graph (one element, or an expansion of one), or in a vector of the model's whose
-numbers were looked at and are all the same: checkpoints are loaded so, each scale and offset repeated for every channel
-(:mod:`mla_fusion.fx.held` says what such a fact rests on).
+That the scale is one is seen in the graph (one element, or an expansion of one), or in a vector of
+the model's whose numbers were looked at and are all the same: checkpoints are loaded so, each scale
+and offset repeated for every channel (:mod:`mla_fusion.fx.held` says what such a fact rests on).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from mla_fusion.fx.walk import EXPANDS, INPUTS, input_of, origin, upward, views_
 class One:
     """One number, of ``dtype``.
 
-    node       holds it: as its only element, or, ``repeated``, as every element of an input of the graph
+    node       holds it: as its only element, or, ``repeated``, as every element of an input of the
+               graph
     inverse    what is repeated is its reciprocal
     """
 
@@ -39,14 +41,25 @@ class One:
         """What a drawn value plays, where it must suit."""
         if self.dtype == torch.int8:
             return "one_offset"
-        return "token_scale" if not self.repeated else "one_inverse" if self.inverse else "one_scale"
+        return (
+            "token_scale" if not self.repeated else "one_inverse" if self.inverse else "one_scale"
+        )
 
     @property
     def exact(self) -> Exact:
         """What must be seen of the number whenever it is taken from what repeats it."""
         kind = str(self.dtype).removeprefix("torch.")
-        kind = "the reciprocal of one " + kind + " number" if self.inverse else "one " + kind + " number"
-        return Exact("quant.not_static", f"the numbers of {label(self.node)} are not all {kind}", True, self.inverse)
+        kind = (
+            "the reciprocal of one " + kind + " number"
+            if self.inverse
+            else "one " + kind + " number"
+        )
+        return Exact(
+            "quant.not_static",
+            f"the numbers of {label(self.node)} are not all {kind}",
+            True,
+            self.inverse,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +82,9 @@ class NotStatic(Exception):
 
 @measured
 def by_operator(operator: Node | None) -> StaticQuant | None:
-    """What ``operator`` does, where it is npu_quantize with one scale, and one offset, for all that it is given."""
+    """What ``operator`` does, where it is npu_quantize with one scale, and one offset, for all that
+    it is given.
+    """
     try:
         return _read(operator)
     except NotStatic:
@@ -77,7 +92,9 @@ def by_operator(operator: Node | None) -> StaticQuant | None:
 
 
 def why_not(operator: Node | None) -> str:
-    """Why :func:`by_operator` has nothing to say; "" where it has, or where there is nothing that quantises."""
+    """Why :func:`by_operator` has nothing to say; "" where it has, or where there is nothing that
+    quantises.
+    """
     try:
         _read(operator)
     except NotStatic as reason:
@@ -88,7 +105,11 @@ def why_not(operator: Node | None) -> str:
 def _read(operator: Node | None) -> StaticQuant:
     if operator is None:
         raise NotStatic
-    source, scales, zero = operator.args[0], argument(operator, "scales"), argument(operator, "zero_points")
+    source, scales, zero = (
+        operator.args[0],
+        argument(operator, "scales"),
+        argument(operator, "zero_points"),
+    )
     is_known = op_name(operator) == "npu::npu_quantize" and operator.meta["val"].dtype == torch.int8
     if not is_known or not isinstance(source, Node) or not isinstance(scales, Node):
         raise NotStatic(f"{operator.name} ({operator.target}) is not npu_quantize to int8")
@@ -108,7 +129,9 @@ def _inverse(node: Node, width: object) -> One:
 
 
 def _one(node: Node, dtype: torch.dtype, width: object, inverse: bool = False) -> One:
-    """The number of ``dtype`` that ``node`` is, or repeats; with ``inverse``, of which it holds the reciprocal."""
+    """The number of ``dtype`` that ``node`` is, or repeats; with ``inverse``, of which it holds the
+    reciprocal.
+    """
     for above in upward(node, _repeated):
         if not inverse and above.meta["val"].dtype == dtype and same(_count(above), 1):
             return One(node=above, dtype=dtype)
@@ -136,8 +159,8 @@ def _count(node: Node) -> object:
 
 
 def _repeated(node: Node) -> Node | None:
-    """Up through views, copies that repeat, and casts that keep every number, those of int8 among them: what holds no
-    other numbers.
+    """Up through views, copies that repeat, and casts that keep every number, those of int8 among
+    them: what holds no other numbers.
     """
     if reads_by_strides(node):
         return None

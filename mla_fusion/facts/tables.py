@@ -1,8 +1,10 @@
-"""Are two tables the same numbers, however each was lifted, joined or repeated for its side of the attention?
+"""Are two tables the same numbers, however each was lifted, joined or repeated for its side of the
+attention?
 
-Integers are compared as terms. What movement and analytic steps alone make of floats is run on random values of what
-both tables are made of, which proves the tables equal or shows that they are not. A step that picks by values, a cast
-that loses some, or tokens that are mixed on the way prove nothing, and count as different.
+Integers are compared as terms. What movement and analytic steps alone make of floats is run on
+random values of what both tables are made of, which proves the tables equal or shows that they are
+not. A step that picks by values, a cast that loses some, or tokens that are mixed on the way prove
+nothing, and count as different.
 """
 
 from __future__ import annotations
@@ -44,7 +46,11 @@ def same_values(view: View, a: Node, b: Node) -> bool:
     sides = ((a, atoms_a, steps_a), (b, atoms_b, steps_b))
     for seed in range(_DRAWS):
         first, second = (_run(view, node, atoms, steps, seed) for node, atoms, steps in sides)
-        if first is None or second is None or not torch.equal(first.reshape(-1), second.reshape(-1)):
+        if (
+            first is None
+            or second is None
+            or not torch.equal(first.reshape(-1), second.reshape(-1))
+        ):
             return False
     return True
 
@@ -58,17 +64,21 @@ def _as_many(a: Node, b: Node) -> bool:
 
 
 def _between(view: View, node: Node, common: set[int]) -> tuple[list[Node], list[Node]] | None:
-    """The nearest floats above the node that are common, and the steps from these; None where a step proves nothing."""
+    """The nearest floats above the node that are common, and the steps from these; None where a
+    step proves nothing.
+    """
     atoms: dict[Node, None] = {}
     seen, stack = {node}, [node]
     while stack:
         current = stack.pop()
         if is_symbolic(current.meta.get("val")):
             continue
-        whole = isinstance(current.meta.get("val"), torch.Tensor)  # the parts of a split differ: what is split is above
+        # the parts of a split differ: what is split is above
+        whole = isinstance(current.meta.get("val"), torch.Tensor)
         if whole and view.terms.number(current) in common and not view.is_constant(current):
             if not _is_float(current):
-                return None  # what is made of integers is compared as terms; these differ further down
+                # what is made of integers is compared as terms; these differ further down
+                return None
             atoms[current] = None
             continue
         if view.step_ends_proof(current) or not (_is_float(current) or view.is_constant(current)):
@@ -89,15 +99,21 @@ def _is_float(node: Node) -> bool:
 
 
 def _keeps_tokens(view: View, atoms: list[Node], steps: list[Node], end: Node) -> bool:
-    """Is each row of the end made of the same row of every atom, where the number of rows is symbolic?"""
+    """Is each row of the end made of the same row of every atom, where the number of rows is
+    symbolic?
+    """
     tokens = Tokens.of(atoms, steps, view.binding.meaning)
     if not tokens:
         return not any(is_symbolic(size) for size in end.meta["val"].shape)
     return end in atoms or (tokens.broken(end) is None and tokens.knows(end))
 
 
-def _run(view: View, node: Node, atoms: list[Node], steps: list[Node], seed: int) -> torch.Tensor | None:
-    """The node's value on random values of the atoms, equal for atoms of one term; None if it fails."""
+def _run(
+    view: View, node: Node, atoms: list[Node], steps: list[Node], seed: int
+) -> torch.Tensor | None:
+    """The node's value on random values of the atoms, equal for atoms of one term; None if it
+    fails.
+    """
     program = Program(atoms, steps, view.binding)
     value = program.run([_draw(view, atom, seed) for atom in atoms])[program.slot(node)]
     return value if isinstance(value, torch.Tensor) else None

@@ -1,7 +1,8 @@
-"""q_nope as the model reads it, where no W_uk product follows: the columns of W_uq_qr's product that are not rotated.
+"""q_nope as the model reads it, where no W_uk product follows: the columns of W_uq_qr's product
+that are not rotated.
 
-The kernel has no output for it, but ``query = q_nope W_uk`` is q_nope itself, bit for bit, with W_uk the identity in
-its first D columns and zero in the others.
+The kernel has no output for it, but ``query = q_nope W_uk`` is q_nope itself, bit for bit, with
+W_uk the identity in its first D columns and zero in the others.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from mla_fusion.fx.view import View
 
 @dataclass(frozen=True, kw_only=True)
 class UnabsorbedFact:
-    """Every node of ``roots`` holds ``factor * q_nope``, ``codes`` of its shape: (token * N + n) * D + d.
+    """Every node of ``roots`` holds ``factor * q_nope``, ``codes`` of its shape: (token * N + n) *
+    D + d.
 
     columns      [N][D] columns of the product, heads and dims in ascending order
-    factor       what q_nope is multiplied by after the product (LongCat's scale), 1.0 where nothing is
+    factor       what q_nope is multiplied by after the product (LongCat's scale), 1.0 where nothing
+                 is
     latent_dim   Hckv, the width of the kernel's query output
     """
 
@@ -55,8 +58,8 @@ class UnabsorbedFact:
 def find(
     view: View, cone: Cone, up: Projection, rotated: Collection[int], heads: int, latent_dim: int
 ) -> list[UnabsorbedFact]:
-    """q_nope in the product ``up``: all columns that are not ``rotated``, where something reads them as one piece.
-    One fact for each factor by which it is read.
+    """q_nope in the product ``up``: all columns that are not ``rotated``, where something reads
+    them as one piece. One fact for each factor by which it is read.
     """
     nope = [column for column in range(cone.width) if column not in rotated]
     d = len(nope) // heads
@@ -73,8 +76,13 @@ def find(
             continue
         holding[node] = form.factor
         if form.of is None or holding.get(form.of) != form.factor:
-            roots.setdefault(form.factor, []).append((node, form.codes // cone.width * len(nope) + places))
+            roots.setdefault(form.factor, []).append(
+                (node, form.codes // cone.width * len(nope) + places)
+            )
     columns = tuple(tuple(nope[head * d : head * d + d]) for head in range(heads))
-    return [UnabsorbedFact(
-        projection=up, columns=columns, factor=factor, roots=tuple(held), latent_dim=latent_dim
-    ) for factor, held in roots.items()]
+    return [
+        UnabsorbedFact(
+            projection=up, columns=columns, factor=factor, roots=tuple(held), latent_dim=latent_dim
+        )
+        for factor, held in roots.items()
+    ]

@@ -1,7 +1,9 @@
-"""Columns that are read as they are where other models rotate them (NoPE): the rotation by cos = 1, sin = 0.
+"""Columns that are read as they are where other models rotate them (NoPE): the rotation by cos = 1,
+sin = 0.
 
-The kernel rotates whatever it is given; by these tables it hands the columns on. Pairs are those of half layout: the
-columns of the weights are interleaved beforehand, and the kernel's own re-ordering undoes that.
+The kernel rotates whatever it is given; by these tables it hands the columns on. Pairs are those of
+half layout: the columns of the weights are interleaved beforehand, and the kernel's own re-ordering
+undoes that.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ from mla_fusion.fx.view import View
 
 
 @measured
-def find(view: View, cone: Cone, taken: Collection[int], heads: int, width: int | None = None) -> list[RopeFact]:
-    """Columns of the product apart from those ``taken``, read as one piece of ``heads`` rows for each token.
+def find(
+    view: View, cone: Cone, taken: Collection[int], heads: int, width: int | None = None
+) -> list[RopeFact]:
+    """Columns of the product apart from those ``taken``, read as one piece of ``heads`` rows for
+    each token.
 
-    ``width``: of each row, where it is known. One fact for each set of columns and each factor by which it is read.
+    ``width``: of each row, where it is known. One fact for each set of columns and each factor by
+    which it is read.
     """
     held: dict[tuple[tuple[int, ...], float], list[Multiple]] = {}
     for form in multiples(view, cone):
@@ -43,7 +49,9 @@ def find(view: View, cone: Cone, taken: Collection[int], heads: int, width: int 
 
 
 def _columns(cone: Cone, form: Multiple) -> tuple[int, ...]:
-    """The columns that a value holds of every token, each once; () where it holds some otherwise."""
+    """The columns that a value holds of every token, each once; () where it holds some
+    otherwise.
+    """
     columns = (form.codes % cone.width).unique()
     whole = form.codes.numel() == cone.tokens * len(columns) == len(form.codes.unique())
     return tuple(columns.tolist()) if whole else ()
@@ -56,11 +64,18 @@ def _outermost(forms: list[Multiple]) -> Iterator[Multiple]:
 
 
 def _are_read_unrotated(view: View, roots: list[Node]) -> bool:
-    """Do products, cache writes and operators of attention read them, and no step that might be a rotation?"""
+    """Do products, cache writes and operators of attention read them, and no step that might be a
+    rotation?
+    """
     stack = list(roots)
     for node in stack:  # grows as it is walked
         for user in node.users:
-            passes = is_view(user) or is_faithful_cast(user) or op_name(user) in JOINERS or _is_multiple(user)
+            passes = (
+                is_view(user)
+                or is_faithful_cast(user)
+                or op_name(user) in JOINERS
+                or _is_multiple(user)
+            )
             if is_symbolic(user.meta.get("val")):  # a size
                 continue
             if passes and user not in stack:
@@ -76,15 +91,24 @@ def _is_multiple(node: Node) -> bool:
 
 
 def _reads_rows(view: View, user: Node) -> bool:
-    return user.op == "output" or user in view.contractions or is_writer(user) or "attention" in op_name(user)
+    return (
+        user.op == "output"
+        or user in view.contractions
+        or is_writer(user)
+        or "attention" in op_name(user)
+    )
 
 
-def _fact(cone: Cone, columns: tuple[int, ...], factor: float, roots: list[Multiple], heads: int) -> RopeFact:
+def _fact(
+    cone: Cone, columns: tuple[int, ...], factor: float, roots: list[Multiple], heads: int
+) -> RopeFact:
     width = len(columns) // heads
     rows = [columns[head * width : (head + 1) * width] for head in range(heads)]
     place = torch.full((cone.width,), -1, dtype=torch.int64)
     place[list(columns)] = torch.arange(len(columns))
-    codes = [root.codes // cone.width * len(columns) + place[root.codes % cone.width] for root in roots]
+    codes = [
+        root.codes // cone.width * len(columns) + place[root.codes % cone.width] for root in roots
+    ]
     return RopeFact(
         node=roots[0].node,
         heads=heads,
@@ -95,6 +119,8 @@ def _fact(cone: Cone, columns: tuple[int, ...], factor: float, roots: list[Multi
         cos=(),
         sin=(),
         codes=codes[0],
-        duplicates=tuple((root.node, code) for root, code in zip(roots[1:], codes[1:], strict=True)),
+        duplicates=tuple(
+            (root.node, code) for root, code in zip(roots[1:], codes[1:], strict=True)
+        ),
         factor=factor,
     )

@@ -1,8 +1,10 @@
-"""Can facts be read behind a step? They can where the step moves elements or is analytic; else they end there.
+"""Can facts be read behind a step? They can where the step moves elements or is analytic; else they
+end there.
 
-An operator's class is in the table; here the operands are looked at. A choice whose outcome is the same for every input
-ends nothing: ``clamp_min(0)`` of a sum of squares, ``where`` with a mask of literals. Whether what was read holds for
-all inputs is decided by exact arithmetic (:mod:`mla_fusion.prove`).
+An operator's class is in the table; here the operands are looked at. A choice whose outcome is the
+same for every input ends nothing: ``clamp_min(0)`` of a sum of squares, ``where`` with a mask of
+literals. Whether what was read holds for all inputs is decided by exact arithmetic
+(:mod:`mla_fusion.prove`).
 """
 
 from __future__ import annotations
@@ -15,12 +17,21 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.indexed import Indexed
-from mla_fusion.fx.kinds import MODEL_FLOATS, argument, is_cast, kind_of, op_name, operator_of, reduces_a_symbolic_axis
+from mla_fusion.fx.kinds import (
+    MODEL_FLOATS,
+    argument,
+    is_cast,
+    kind_of,
+    op_name,
+    operator_of,
+    reduces_a_symbolic_axis,
+)
 from mla_fusion.fx.operators import GATHER, PLACED_WRITERS, QUANTISING, Kind
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.walk import input_of, upward, views_and_casts
 
-FLOOR = 1e-10  # a floor under a norm that no row of bfloat16 numbers comes near (F.normalize: 1e-12)
+# a floor under a norm that no row of bfloat16 numbers comes near (F.normalize: 1e-12)
+FLOOR = 1e-10
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,9 @@ class Steps:
         kind, name = kind_of(node), entry.name
         if kind is Kind.ANALYTIC:
             reason = _swamps(node, name)
-            return Barrier("step.choice", f"{node.name} ({node.target}): {reason}") if reason else None
+            return (
+                Barrier("step.choice", f"{node.name} ({node.target}): {reason}") if reason else None
+            )
         if kind is Kind.RANDOM:
             return Barrier("step.random", f"{node.name} ({node.target}) draws random numbers")
         if kind in (Kind.OPAQUE, Kind.EFFECT):
@@ -66,9 +79,14 @@ class Steps:
         return None if self._is_inert(node, name) else Barrier("step.choice", _what_it_picks(node))
 
     def of_sizes(self, node: Node, size: Node | None) -> Barrier | None:
-        """Why probes show what holds at one length alone: the node computes with a size, or sums over such an axis."""
+        """Why probes show what holds at one length alone: the node computes with a size, or sums
+        over such an axis.
+        """
         if size is not None:
-            detail = f"{node.name} ({node.target}) computes with {size.name}, which is another number at other lengths"
+            detail = (
+                f"{node.name} ({node.target}) computes with {size.name}, which is another number "
+                "at other lengths"
+            )
         elif reduces_a_symbolic_axis(node):
             detail = f"{node.name} ({node.target}) sums over an axis of symbolic length"
         else:
@@ -89,15 +107,32 @@ class Steps:
     # -- indices
 
     def _moved_by_index(self, node: Node, name: str) -> Barrier | None:
-        """Movement where the index is a literal of the graph; what an input's values pick is a choice."""
+        """Movement where the index is a literal of the graph; what an input's values pick is a
+        choice.
+        """
         if name in PLACED_WRITERS:
             return None
-        indices = [arg for arg in node.all_input_nodes if _is_integer(arg) and not self._view.is_constant(arg)]
-        by_mask = [index for index in node.all_input_nodes if _is_mask(index) and not self._view.is_constant(index)]
-        if name in ("aten::masked_scatter", "aten::scatter_reduce", "aten::index_reduce") or indices or by_mask:
+        indices = [
+            arg
+            for arg in node.all_input_nodes
+            if _is_integer(arg) and not self._view.is_constant(arg)
+        ]
+        by_mask = [
+            index
+            for index in node.all_input_nodes
+            if _is_mask(index) and not self._view.is_constant(index)
+        ]
+        if (
+            name in ("aten::masked_scatter", "aten::scatter_reduce", "aten::index_reduce")
+            or indices
+            or by_mask
+        ):
             moved = "is placed" if name not in GATHER else "is taken"
             by = ", ".join(index.name for index in (*indices, *by_mask)) or node.name
-            return Barrier("step.choice", f"what {moved} by {node.name} ({node.target}) depends on the values of {by}")
+            return Barrier(
+                "step.choice",
+                f"what {moved} by {node.name} ({node.target}) depends on the values of {by}",
+            )
         return None
 
     # -- choices that never pick
@@ -109,7 +144,11 @@ class Steps:
     def kept(self, node: Node) -> Node | None:
         """Of a choice that never picks otherwise: the operand that it always is."""
         name = op_name(node)
-        if name in ("aten::where", "aten::masked_fill") or not self._is_inert(node, name) or self.floored(node):
+        if (
+            name in ("aten::where", "aten::masked_fill")
+            or not self._is_inert(node, name)
+            or self.floored(node)
+        ):
             return None
         a, b = (*node.args, None)[:2]
         if name in _OF_TWO:
@@ -168,25 +207,34 @@ def _is_scaled(node: Node) -> bool:
 
 
 def _scalings(node: Node) -> Node | None:
-    """Views, casts, products with a number: what keeps zeros, and the places of values in their rows."""
+    """Views, casts, products with a number: what keeps zeros, and the places of values in their
+    rows.
+    """
     return input_of(node) if _is_scaled(node) else views_and_casts(node)
 
 
 def _what_it_picks(node: Node) -> str:
-    literals = [repr(arg) for arg in (*node.args[1:], *node.kwargs.values()) if isinstance(arg, (int, float))]
+    literals = [
+        repr(arg)
+        for arg in (*node.args[1:], *node.kwargs.values())
+        if isinstance(arg, (int, float))
+    ]
     given = f" with {', '.join(literals)}" if literals else ""
     return f"{node.name} ({node.target}{given}) {Kind.CHOICE.value}"
 
 
 def quantises(node: Node) -> bool:
-    """May the step be one of a quantisation to int8? (Which bounds it may have, facts/quantising.py says.)"""
+    """May the step be one of a quantisation to int8? (Which bounds it may have, facts/quantising.py
+    says.)
+    """
     return op_name(node) in QUANTISING
 
 
 def _swamps(node: Node, name: str) -> str:
     """Literals that take values of 16 bits out of range, which float64 probes do not show; or "".
 
-    All that stand on the way one after the other count together: ``v * 1e-18 * 1e-18 * 1e18 * 1e18``.
+    All that stand on the way one after the other count together: ``v * 1e-18 * 1e-18 * 1e18 *
+    1e18``.
     """
     if name not in _SCALED_BY or not _is_scaled(node):
         return ""

@@ -1,7 +1,7 @@
 """Where the plan's operations go: into a graph, or straight onto tensors.
 
-The replacement is written once (:mod:`mla_fusion.emit.targets`) against :class:`Builder`; committing it and
-verifying it run the very same code.
+The replacement is written once (:mod:`mla_fusion.emit.targets`) against :class:`Builder`;
+committing it and verifying it run the very same code.
 """
 
 from __future__ import annotations
@@ -66,14 +66,23 @@ class Builder(ABC):
     def close(self) -> None:  # noqa: B027  # nothing to do is a good default
         """Nobody changes the graph any more: last chance to fail before it is put in place."""
 
-    def packed(self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None) -> Any:
-        """A weight made by ``recipe`` from ``leaves``: here, where it is used. ``exact``: what must be seen of it."""
+    def packed(
+        self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None
+    ) -> Any:
+        """A weight made by ``recipe`` from ``leaves``: here, where it is used. ``exact``: what must
+        be seen of it.
+        """
         return recipe(self)
 
     def check_slots(  # noqa: B027  # trusted, unless somebody stands before the graph
-        self, recipe: Recipe, leaves: Sequence[Node], caches: Sequence[tuple[str, Node, Sequence[Any]]], skips: bool
+        self,
+        recipe: Recipe,
+        leaves: Sequence[Node],
+        caches: Sequence[tuple[str, Node, Sequence[Any]]],
+        skips: bool,
     ) -> None:
-        """The kernel will write rows at ``recipe``'s slots, made of ``leaves``, into caches (name, input, shape).
+        """The kernel will write rows at ``recipe``'s slots, made of ``leaves``, into caches (name,
+        input, shape).
 
         ``skips``: the model, like the kernel, leaves out a token whose slot is negative.
         """
@@ -94,12 +103,17 @@ class Builder(ABC):
             return value
         sizes = self.sizes(shape)
         unknown = [place for place, size in enumerate(sizes) if type(size) is not int]
-        if len(unknown) == 1 and -1 not in sizes:  # what the others leave of it: no node has to be packed with them
+        # what the others leave of it: no node has to be packed with them
+        if len(unknown) == 1 and -1 not in sizes:
             sizes[unknown[0]] = -1
         return self.call(aten.reshape.default, value, sizes)
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        return value if self.dtype(value) == dtype else self.call(aten._to_copy.default, value, dtype=dtype)
+        return (
+            value
+            if self.dtype(value) == dtype
+            else self.call(aten._to_copy.default, value, dtype=dtype)
+        )
 
 
 class TensorBuilder(Builder):
@@ -142,8 +156,9 @@ class TensorBuilder(Builder):
 class GraphBuilder(Builder):
     """Adds nodes, with meta values, to ``gm.graph``.
 
-    Either that graph is changed where it stands, and nodes are inserted before the one given to :meth:`at`. Or it is
-    being written from beginning to end after the model of another one, ``source``, and nodes are added at its end.
+    Either that graph is changed where it stands, and nodes are inserted before the one given to
+    :meth:`at`. Or it is being written from beginning to end after the model of another one,
+    ``source``, and nodes are added at its end.
 
     copies      nodes of the source, by those of ``gm.graph`` that stand for them so far
     copy        makes the copy of a node of the source that has none yet
@@ -169,7 +184,9 @@ class GraphBuilder(Builder):
         self._results: dict[object, tuple[Any, bool]] = {}
 
     def at(self, point: Node | None, meta: dict[str, Any]) -> None:
-        """Insert before ``point`` (None: at the end) from now on; new nodes take ``meta``, where they come from."""
+        """Insert before ``point`` (None: at the end) from now on; new nodes take ``meta``, where
+        they come from.
+        """
         self._point, self._meta = point, meta
 
     def value(self, node: Node) -> Node:
@@ -181,7 +198,9 @@ class GraphBuilder(Builder):
     def insert(self, op: Any, args: Any, kwargs: Any, value: Any) -> Node:
         """A call whose meta value is known."""
         with self._place():
-            node = self.gm.graph.create_node("call_function", op, args, kwargs, name=self.free_name(_title(op)))
+            node = self.gm.graph.create_node(
+                "call_function", op, args, kwargs, name=self.free_name(_title(op))
+            )
         return self.take(node, value)
 
     def take(self, node: Node, value: Any) -> Node:
@@ -195,7 +214,9 @@ class GraphBuilder(Builder):
         return nullcontext() if self._point is None else self.gm.graph.inserting_before(self._point)
 
     def free_name(self, wanted: str) -> str | None:
-        """A name that no node of the source has, copied already or not; None where the graph itself sees to that."""
+        """A name that no node of the source has, copied already or not; None where the graph itself
+        sees to that.
+        """
         if not self._is_written:
             return None
         name, number = wanted, self._numbers.get(wanted, 0)
@@ -208,7 +229,9 @@ class GraphBuilder(Builder):
 
     @contextmanager
     def propagating(self) -> Iterator[None]:
-        """Stand in the graph's fake mode for many calls; entering it for each would cost as much as the calls."""
+        """Stand in the graph's fake mode for many calls; entering it for each would cost as much as
+        the calls.
+        """
         with torch.no_grad(), self._fake_mode or nullcontext():
             self._inside = True
             try:
@@ -220,14 +243,23 @@ class GraphBuilder(Builder):
         """The meta value of a call, nodes among its arguments standing for theirs."""
         fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), self._fake)
         with nullcontext() if self._inside else self.propagating():
-            signature = _signature(fake_args, fake_kwargs) if self._fake_mode and _is_functional(op) else None
+            signature = (
+                _signature(fake_args, fake_kwargs)
+                if self._fake_mode and _is_functional(op)
+                else None
+            )
             known = self._results.get((op, signature)) if signature is not None else None
-            if known is not None:  # equal layers: tensors like the first one's, at a tenth of the cost
+            # equal layers: tensors like the first one's, at a tenth of the cost
+            if known is not None:
                 results, is_view = known
                 memory = fake_args[0] if is_view else None
                 with without_fake_mode():
                     several = not isinstance(results, torch.Tensor)
-                    return tuple(map(self._another, results)) if several else self._another(results, memory)
+                    return (
+                        tuple(map(self._another, results))
+                        if several
+                        else self._another(results, memory)
+                    )
             results = op(*fake_args, **fake_kwargs)
             if signature is not None:
                 is_view = _is_view(results, fake_args)
@@ -239,19 +271,25 @@ class GraphBuilder(Builder):
         if memory is None and not value.numel():
             return value  # no memory to share: an output that is not asked for
         if memory is None:
-            meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            meta = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
         else:
             meta = torch.empty(0, dtype=value.dtype, device="meta")
             meta.set_(memory.untyped_storage(), value.storage_offset(), value.shape, value.stride())
         return FakeTensor(self._fake_mode, meta, value.device)
 
     def _fake(self, node: Node) -> Any:
-        """The node's meta value in this graph's fake mode (make_fx of real tensors uses one mode a node)."""
+        """The node's meta value in this graph's fake mode (make_fx of real tensors uses one mode a
+        node).
+        """
         value = node.meta["val"]
         if getattr(value, "fake_mode", self._fake_mode) is self._fake_mode:
             return value
         with self._fake_mode:
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            return torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
 
     def shape(self, value: Node) -> Sequence[Any]:
         return tuple(value.meta["val"].shape)
@@ -283,15 +321,23 @@ class GraphBuilder(Builder):
     def constant(self, numbers: Sequence[int], like: Node) -> Node:
         with without_fake_mode():  # the graph will hold it, so it must be real
             tensor = torch.tensor(numbers, dtype=torch.int64)
-        name = next(name for number in count() if not hasattr(self.gm, name := f"_mla_fusion_constant{number}"))
+        name = next(
+            name
+            for number in count()
+            if not hasattr(self.gm, name := f"_mla_fusion_constant{number}")
+        )
         self.gm.register_buffer(name, tensor)
         self.constants[name] = tensor
         with self._place():
             node = self.gm.graph.create_node("get_attr", name, name=self.free_name(name))
         in_mode = self._fake_mode is not None
-        self.take(node, self._fake_mode.from_tensor(tensor, static_shapes=True) if in_mode else tensor)
+        self.take(
+            node, self._fake_mode.from_tensor(tensor, static_shapes=True) if in_mode else tensor
+        )
         device = like.meta["val"].device
-        return node if device.type == "cpu" else self.call(aten._to_copy.default, node, device=device)
+        return (
+            node if device.type == "cpu" else self.call(aten._to_copy.default, node, device=device)
+        )
 
     def once(self, key: object, recipe: Recipe) -> Node:
         shared = self._shared.get(key)
@@ -311,7 +357,9 @@ def _title(op: Any) -> str:
 
 @cache
 def _is_functional(op: Any) -> bool:
-    """Does the schema say that the results are tensors of their own, or one view of the first argument?"""
+    """Does the schema say that the results are tensors of their own, or one view of the first
+    argument?
+    """
     if not isinstance(op, OpOverload):
         return False
     schema = schema_of(op)
@@ -331,9 +379,13 @@ def _is_view(result: Any, args: Any) -> bool:
 
 
 def _signature(args: Any, kwargs: Any) -> object | None:
-    """Equal for calls whose results have equal shapes, strides and dtypes; None where a size is symbolic."""
+    """Equal for calls whose results have equal shapes, strides and dtypes; None where a size is
+    symbolic.
+    """
     try:
-        return tuple(map(_described, args)), tuple((name, _described(value)) for name, value in kwargs.items())
+        return tuple(map(_described, args)), tuple(
+            (name, _described(value)) for name, value in kwargs.items()
+        )
     except _SymbolicSize:
         return None
 
@@ -343,7 +395,9 @@ class _SymbolicSize(Exception):
 
 
 def _described(value: Any) -> object:
-    """Of a tensor what its results depend on, of a list what its items are, of a literal itself with its type."""
+    """Of a tensor what its results depend on, of a list what its items are, of a literal itself
+    with its type.
+    """
     if isinstance(value, torch.Tensor):
         if any(map(is_symbolic, (*value.shape, *value.stride(), value.storage_offset()))):
             raise _SymbolicSize
@@ -356,7 +410,9 @@ def _described(value: Any) -> object:
 
 
 def describe_attributes(gm: GraphModule) -> list[Node]:
-    """Give get_attr nodes a meta value where the tracer left none (make_fx of real tensors does); these nodes."""
+    """Give get_attr nodes a meta value where the tracer left none (make_fx of real tensors does);
+    these nodes.
+    """
     nodes = [node for node in gm.graph.find_nodes(op="get_attr") if "val" not in node.meta]
     mode = _fake_mode(gm.graph) if nodes else None
     for node in nodes:

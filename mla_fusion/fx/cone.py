@@ -1,7 +1,7 @@
 """The cone of a matrix product: the plain nodes that depend on it, as one program to run on probes.
 
-Free inputs of the program are the product itself and the *bases*: the tables, gammas and other tensors that
-meet the product in the cone, taken as far up as they are merely re-indexed.
+Free inputs of the program are the product itself and the *bases*: the tables, gammas and other
+tensors that meet the product in the cone, taken as far up as they are merely re-indexed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, table_columns
 
 _LARGEST = 1 << 24  # elements of one probe value; beyond it lies attention, not the prologue
-_MOST_INPUTS = 128  # of one node: a join of more is of a whole model's values, and would be read once for each
-_LARGEST_BASES = 1 << 27  # elements of all that a probe draws: a gibibyte; no prologue has a table as long
+# of one node: a join of more is of a whole model's values, and would be read once for each
+_MOST_INPUTS = 128
+# elements of all that a probe draws: a gibibyte; no prologue has a table as long
+_LARGEST_BASES = 1 << 27
 
 
 class Cone:
@@ -34,8 +36,10 @@ class Cone:
     shrink   fewer tokens than the graph's, or None where all of them are probed
     codes    int64, of the product's shape: token * width + column of every element
     tokens   T, as bound for probing (all_tokens: in the graph);  width: columns of the weight
-    mixed    the first step that does not keep the tokens apart, where they are probed fewer than they are
-    is_lost  is an axis probed shorter that is none of the token axes followed, if as long? It has no members
+    mixed    the first step that does not keep the tokens apart, where they are probed fewer than
+             they are
+    is_lost  is an axis probed shorter that is none of the token axes followed, if as long? It has
+             no members
     """
 
     def __init__(
@@ -47,9 +51,13 @@ class Cone:
         token_proof: Tokens | None = None,
         lead: Sequence[object] | None = None,
     ) -> None:
-        """``lead``: the sizes of the token axes before any were merged, where they are not the product's own."""
+        """``lead``: the sizes of the token axes before any were merged, where they are not the
+        product's own.
+        """
         self.view = view
-        self.token_proof = token_proof if token_proof is not None else Tokens(shrink, view.binding.meaning)
+        self.token_proof = (
+            token_proof if token_proof is not None else Tokens(shrink, view.binding.meaning)
+        )
         self.mixed: Broken | None = None
         self.is_lost = False
         self.product = product
@@ -70,7 +78,9 @@ class Cone:
             if small != rows and shrink.full not in view.binding.shape(lead):
                 self.is_lost, self.nodes = True, []
             sizes = iter(small)
-            shape = tuple(size if axis in columns else next(sizes) for axis, size in enumerate(shape))
+            shape = tuple(
+                size if axis in columns else next(sizes) for axis, size in enumerate(shape)
+            )
         order = tokens + columns
         self.width = _product(shape[axis] for axis in columns)
         self.tokens = _product(shape[axis] for axis in tokens)
@@ -93,7 +103,9 @@ class Cone:
         return not is_symbolic(value)
 
     def _join_bases(self) -> None:
-        """Find what meets the product, peel it to its base, and put the peeled nodes into the program."""
+        """Find what meets the product, peel it to its base, and put the peeled nodes into the
+        program.
+        """
         inside = {self.node, *self.nodes}
         bases: dict[Node, None] = {}
         aliases: dict[Node, Node] = {}
@@ -122,9 +134,13 @@ class Cone:
         if self._leave_out_mixed((*self.bases, *aliases), ordered):
             self._join_bases()  # anew: what meets only nodes left out is none of the cone's
             return
-        self.program = Program([self.node, *self.bases], ordered, self.view.binding, aliases, shrink=self.shrink)
+        self.program = Program(
+            [self.node, *self.bases], ordered, self.view.binding, aliases, shrink=self.shrink
+        )
         self.aliases = aliases
-        self._slots = {node: self.program.slot(node) for node in (self.node, *self.bases, *aliases, *ordered)}
+        self._slots = {
+            node: self.program.slot(node) for node in (self.node, *self.bases, *aliases, *ordered)
+        }
 
     def _leave_out_mixed(self, bases: tuple[Node, ...], ordered: list[Node]) -> bool:
         """Nodes that mix tokens: what fewer tokens show does not hold for all. Is any left out?"""
@@ -132,7 +148,9 @@ class Cone:
             return False
         self.token_proof.start_outside(bases)
         self.token_proof.follow(ordered)
-        broken = {node: state for node in ordered if (state := self.token_proof.broken(node)) is not None}
+        broken = {
+            node: state for node in ordered if (state := self.token_proof.broken(node)) is not None
+        }
         if self.mixed is None:
             self.mixed = next((broken[node] for node in self.nodes if node in broken), None)
         before = len(self.nodes)
@@ -141,7 +159,9 @@ class Cone:
         return len(self.nodes) < before
 
     def _is_literal(self, side: Node) -> bool:
-        """Signs, masks or one number, made of literals: no table. (A table may be made of an arange.)"""
+        """Signs, masks or one number, made of literals: no table. (A table may be made of an
+        arange.)
+        """
         if not self.view.is_constant(side):
             return False
         base = origin(side, table_columns)
@@ -161,16 +181,26 @@ class Cone:
         return rows > 0 and self.tokens % rows == 0
 
     def _is_padded(self, base: Node) -> bool:
-        """A table padded with ones and zeros: whole heads are rotated, and their q_nope columns do not change."""
-        return op_name(base) == "aten::cat" and any(self.view.is_constant(arg) for arg in base.all_input_nodes)
+        """A table padded with ones and zeros: whole heads are rotated, and their q_nope columns do
+        not change.
+        """
+        return op_name(base) == "aten::cat" and any(
+            self.view.is_constant(arg) for arg in base.all_input_nodes
+        )
 
     def _parts(self, base: Node) -> list[Node]:
-        """Through rearrangements: tables stacked as [[cos, -sin], [sin, cos]], transposed, padded."""
+        """Through rearrangements: tables stacked as [[cos, -sin], [sin, cos]], transposed,
+        padded.
+        """
         found, stack = [], [base]
         while stack:
             node = stack.pop()
             if _rearranges(node):
-                stack.extend(arg for arg in reversed(node.all_input_nodes) if not is_symbolic(arg.meta.get("val")))
+                stack.extend(
+                    arg
+                    for arg in reversed(node.all_input_nodes)
+                    if not is_symbolic(arg.meta.get("val"))
+                )
             elif not self.view.is_constant(node):
                 found.append(node)
         return found
@@ -198,7 +228,9 @@ class Cone:
         return tuple(self.codes.shape), self.codes.stride(), shapes, self.program.signature
 
     def draw(self, generator: torch.Generator) -> list[torch.Tensor]:
-        """Random values for the bases: normal for floats, permutations for integers, coin tosses for masks."""
+        """Random values for the bases: normal for floats, permutations for integers, coin tosses
+        for masks.
+        """
         values = []
         for base in self.bases:
             shape, dtype = self.shape(base), _dtype(base)
@@ -209,7 +241,9 @@ class Cone:
             elif dtype == torch.bool:
                 values.append(torch.rand(shape, generator=generator, dtype=torch.float32) < 0.5)
             else:
-                values.append(torch.randperm(_product(shape), generator=generator).reshape(shape).to(dtype))
+                values.append(
+                    torch.randperm(_product(shape), generator=generator).reshape(shape).to(dtype)
+                )
         return values
 
     def rows(self, probe: torch.Tensor) -> torch.Tensor:
@@ -218,8 +252,12 @@ class Cone:
         flat[self.codes.reshape(-1)] = probe.reshape(-1)
         return flat.reshape(self.tokens, self.width)
 
-    def run(self, probe: torch.Tensor, bases: list[torch.Tensor], wanted: Iterable[Node] | None = None) -> list[object]:
-        """Values by slot; of nothing but what is ``wanted`` and what that is made of, where anything is."""
+    def run(
+        self, probe: torch.Tensor, bases: list[torch.Tensor], wanted: Iterable[Node] | None = None
+    ) -> list[object]:
+        """Values by slot; of nothing but what is ``wanted`` and what that is made of, where
+        anything is.
+        """
         return self.program.run([probe, *bases], None if wanted is None else map(self.slot, wanted))
 
     def bases_of(self, node: Node) -> list[Node]:

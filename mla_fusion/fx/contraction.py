@@ -25,10 +25,12 @@ Labels = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Scales:
-    """What a quantised product is multiplied by: ``weight`` per column, ``token`` per row (None: static quantisation).
+    """What a quantised product is multiplied by: ``weight`` per column, ``token`` per row (None:
+    static quantisation).
 
-    Rows are multiplied by ``factor * token``, with ``inverse`` by ``factor / token``. Of a format in blocks both hold
-    the codes of a power of two for each block, ``[k/64, n, 2]`` and ``[.., k/64, 2]``.
+    Rows are multiplied by ``factor * token``, with ``inverse`` by ``factor / token``. Of a format
+    in blocks both hold the codes of a power of two for each block, ``[k/64, n, 2]`` and ``[..,
+    k/64, 2]``.
 
     format  of both operands; None: one that no prologue has
     """
@@ -45,7 +47,8 @@ class Scales:
 class Contraction:
     """``node = einsum(left, right)``; a label is an int, equal labels are one axis.
 
-    pieces  products of one activation whose columns ``node`` puts side by side; left and right are the first one's
+    pieces  products of one activation whose columns ``node`` puts side by side; left and right are
+            the first one's
     inside  nodes from the bare product of integers until ``node``, where that is written in steps
     """
 
@@ -56,7 +59,8 @@ class Contraction:
     right_labels: Labels
     out_labels: Labels
     bias: Node | None = None
-    factors: tuple[float, float] = field(default=(1.0, 1.0))  # (alpha on the product, beta on the bias)
+    # (alpha on the product, beta on the bias)
+    factors: tuple[float, float] = field(default=(1.0, 1.0))
     scales: Scales | None = None
     pieces: tuple[Contraction, ...] = ()
     inside: tuple[Node, ...] = ()
@@ -73,7 +77,11 @@ def join(node: Node, known: Mapping[Node, Contraction]) -> Contraction | None:
 
     Whether the products read one x is for the caller to say.
     """
-    if op_name(node) != "aten::cat" or not isinstance(node.args[0], (list, tuple)) or len(node.args[0]) < 2:
+    if (
+        op_name(node) != "aten::cat"
+        or not isinstance(node.args[0], (list, tuple))
+        or len(node.args[0]) < 2
+    ):
         return None
     rank = _rank(node)
     if rank < 2 or argument(node, "dim", 0) not in (-1, rank - 1):
@@ -87,18 +95,30 @@ def join(node: Node, known: Mapping[Node, Contraction]) -> Contraction | None:
             return None
         pieces.append(piece)
     tokens = tuple(range(_TOKENS, _TOKENS + rank - 1))
-    return replace(pieces[0], node=node, out_labels=(*tokens, pieces[0].out_labels[-1]), pieces=tuple(pieces))
+    return replace(
+        pieces[0], node=node, out_labels=(*tokens, pieces[0].out_labels[-1]), pieces=tuple(pieces)
+    )
 
 
 _TOKENS = 10_000  # labels that no operand has: the token axes may be other ones than the products'
 
 
 def _rank(node: object) -> int:
-    return node.meta["val"].dim() if isinstance(node, Node) and hasattr(node.meta.get("val"), "dim") else -1
+    return (
+        node.meta["val"].dim()
+        if isinstance(node, Node) and hasattr(node.meta.get("val"), "dim")
+        else -1
+    )
 
 
-def _make(node: Node, a: object, b: object, la: Labels, lb: Labels, lo: Labels) -> Contraction | None:
-    if not (isinstance(a, Node) and isinstance(b, Node)) or _rank(a) != len(la) or _rank(b) != len(lb):
+def _make(
+    node: Node, a: object, b: object, la: Labels, lb: Labels, lo: Labels
+) -> Contraction | None:
+    if (
+        not (isinstance(a, Node) and isinstance(b, Node))
+        or _rank(a) != len(la)
+        or _rank(b) != len(lb)
+    ):
         return None
     return Contraction(node, a, b, la, lb, lo)
 
@@ -136,12 +156,16 @@ def _linear(node: Node) -> Contraction | None:
     made = _make(node, node.args[0], node.args[1], (*lead, 100), (101, 100), (*lead, 101))
     bias = argument(node, "bias")
     if made is not None and isinstance(bias, Node):
-        return Contraction(node, made.left, made.right, made.left_labels, made.right_labels, made.out_labels, bias)
+        return Contraction(
+            node, made.left, made.right, made.left_labels, made.right_labels, made.out_labels, bias
+        )
     return made
 
 
 def _matmul(node: Node) -> Contraction | None:
-    """Batch axes are aligned from the right; an axis of size 1 that broadcasts gets a label of its own."""
+    """Batch axes are aligned from the right; an axis of size 1 that broadcasts gets a label of its
+    own.
+    """
     a, b = node.args[0], node.args[1]
     rank_a, rank_b = _rank(a), _rank(b)
     if rank_a < 2 or rank_b < 2:
@@ -169,7 +193,11 @@ def _is_one(size: object) -> bool:
 
 def _einsum(node: Node) -> Contraction | None:
     equation, operands = node.args[0], node.args[1]
-    if not isinstance(equation, str) or not isinstance(operands, (list, tuple)) or len(operands) != 2:
+    if (
+        not isinstance(equation, str)
+        or not isinstance(operands, (list, tuple))
+        or len(operands) != 2
+    ):
         return None
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     if not arrow or "." in equation or inputs.count(",") != 1:
@@ -198,19 +226,34 @@ def _transpose_batchmatmul(node: Node) -> Contraction | None:
 
 
 def _quant_matmul(node: Node) -> Contraction | None:
-    """One byte by one byte, scaled to a float; the packed and requantising forms are none of a prologue's."""
+    """One byte by one byte, scaled to a float; the packed and requantising forms are none of a
+    prologue's.
+    """
     made, requantised = _matmul(node), argument(node, "y_scale")
     numbers = [argument(node, name) for name in ("x1_dtype", "x2_dtype")]
-    if made is None or requantised is not None or not {*numbers} <= {None, number_formats.HIFLOAT8.number}:
+    if (
+        made is None
+        or requantised is not None
+        or not {*numbers} <= {None, number_formats.HIFLOAT8.number}
+    ):
         return None
     dtypes = [side.meta["val"].dtype for side in (made.left, made.right)]
     if any(dtype.itemsize != 1 for dtype in dtypes):
         return None
-    weight, token, offset, bias = (argument(node, name) for name in ("scale", "pertoken_scale", "offset", "bias"))
-    given = [(weight, argument(node, "scale_dtype")), (token, argument(node, "pertoken_scale_dtype"))]
-    scales = [(scale.meta["val"].dtype, number) if scale is not None else None for scale, number in given]
+    weight, token, offset, bias = (
+        argument(node, name) for name in ("scale", "pertoken_scale", "offset", "bias")
+    )
+    given = [
+        (weight, argument(node, "scale_dtype")),
+        (token, argument(node, "pertoken_scale_dtype")),
+    ]
+    scales = [
+        (scale.meta["val"].dtype, number) if scale is not None else None for scale, number in given
+    ]
     form = number_formats.of_product(dtypes, numbers, scales, argument(node, "group_sizes"))
-    held = Scales(codes_of(weight), codes_of(token) if token is not None else None, offset, format=form)
+    held = Scales(
+        codes_of(weight), codes_of(token) if token is not None else None, offset, format=form
+    )
     return replace(made, bias=bias, scales=held)
 
 

@@ -1,4 +1,5 @@
-"""Joins of one tensor with empty ones: ``cat((rotated, q[..., 64:]))`` where the slice keeps nothing is ``rotated``.
+"""Joins of one tensor with empty ones: ``cat((rotated, q[..., 64:]))`` where the slice keeps
+nothing is ``rotated``.
 
 A slice of width 0 reads no element, so it is no reader of what the kernel replaces.
 """
@@ -33,17 +34,27 @@ def drop(graph: Graph) -> None:
 
 def _only_part(node: Node) -> Node | None:
     """The one operand of a join that has elements, where the join is that operand."""
-    if op_name(node) != "aten::cat" or not isinstance(node.args[0], (list, tuple)) or len(node.args[0]) < 2:
+    if (
+        op_name(node) != "aten::cat"
+        or not isinstance(node.args[0], (list, tuple))
+        or len(node.args[0]) < 2
+    ):
         return None
     parts = [part for part in node.args[0] if isinstance(part, Node) and not _is_empty(part)]
     if len(parts) != 1:
         return None
     value, whole = parts[0].meta.get("val"), node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not isinstance(whole, torch.Tensor) or value.dtype != whole.dtype:
+    if (
+        not isinstance(value, torch.Tensor)
+        or not isinstance(whole, torch.Tensor)
+        or value.dtype != whole.dtype
+    ):
         return None
     return parts[0] if str(value.shape) == str(whole.shape) else None
 
 
 def _is_empty(node: Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and any(isinstance(size, int) and size == 0 for size in value.shape)
+    return isinstance(value, torch.Tensor) and any(
+        isinstance(size, int) and size == 0 for size in value.shape
+    )

@@ -1,9 +1,11 @@
-"""What vectors of a model hold: looked at when a graph is compiled, and shown again by what is packed of them.
+"""What vectors of a model hold: looked at when a graph is compiled, and shown again by what is
+packed of them.
 
-Some facts are a matter of values: a float32 norm weight whose numbers are bfloat16's, a scale that was repeated for
-every channel when a checkpoint was loaded. What was seen once holds for that call alone. So the note (:class:`Numbers`)
-decides only whether a graph may be compiled so, and :class:`Exact` goes with the packed tensor: whenever it is made,
-every number of its source must be found in it again.
+Some facts are a matter of values: a float32 norm weight whose numbers are bfloat16's, a scale that
+was repeated for every channel when a checkpoint was loaded. What was seen once holds for that call
+alone. So the note (:class:`Numbers`) decides only whether a graph may be compiled so, and
+:class:`Exact` goes with the packed tensor: whenever it is made, every number of its source must be
+found in it again.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ class Numbers:
     @classmethod
     def of(cls, vector: torch.Tensor) -> Numbers:
         bfloat16 = bool((vector.to(torch.bfloat16).to(vector.dtype) == vector).all())
-        return cls(bfloat16, vector[0].item() if len(vector) and bool((vector == vector[0]).all()) else None)
+        return cls(
+            bfloat16,
+            vector[0].item() if len(vector) and bool((vector == vector[0]).all()) else None,
+        )
 
 
 def numbers(node: Node) -> Numbers | None:
@@ -56,7 +61,9 @@ class Exact:
     def holds(self, packed: torch.Tensor, source: torch.Tensor) -> bool:
         held = packed if self.repeated else source.to(packed.dtype)
         restored = held.float().reciprocal() if self.inverse else held
-        return bool(torch.isfinite(packed).all()) and bool((restored.to(source.dtype) == source).all())
+        return bool(torch.isfinite(packed).all()) and bool(
+            (restored.to(source.dtype) == source).all()
+        )
 
 
 def narrowed(vector: torch.Tensor, dtype: torch.dtype, inverse: bool) -> torch.Tensor:

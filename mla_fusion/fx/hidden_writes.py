@@ -1,7 +1,9 @@
-"""Inputs that a graph gives out, as views, behind an operator that writes them though its schema does not say so.
+"""Inputs that a graph gives out, as views, behind an operator that writes them though its schema
+does not say so.
 
-A model that keeps ``self.cache = cache.view(..)`` has that view among the outputs of its graph. Behind the operator
-the memory holds the new rows, which are what the operator returns: so that is what is given out.
+A model that keeps ``self.cache = cache.view(..)`` has that view among the outputs of its graph.
+Behind the operator the memory holds the new rows, which are what the operator returns: so that is
+what is given out.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import is_getitem, is_mutating, op_name
 from mla_fusion.fx.walk import INPUTS, origin, reshapes, views
 
-_WRITTEN = {"npu::npu_kv_rmsnorm_rope_cache": ((5, 0), (6, 1))}  # operator: argument written, result that is it
+# operator: argument written, result that is it
+_WRITTEN = {"npu::npu_kv_rmsnorm_rope_cache": ((5, 0), (6, 1))}
 _NEVER_COPY = ("aten::view", "aten::unsqueeze", "aten::squeeze", "aten::alias", "aten::detach")
 
 
 def found(graph: Graph) -> list[tuple[Node, Node, int]]:
-    """Each view of an input among the outputs, the one operator that writes that input, and which of its results."""
+    """Each view of an input among the outputs, the one operator that writes that input, and which
+    of its results.
+    """
     by_input: dict[Node, list[tuple[Node, int]]] = {}
     for writer, cache, result in _writes(graph):
         by_input.setdefault(origin(cache, _same_memory), []).append((writer, result))
@@ -29,7 +34,9 @@ def found(graph: Graph) -> list[tuple[Node, Node, int]]:
             by_input.pop(origin(node.args[0], views), None)
     given_out = graph.output_node().all_input_nodes if by_input else ()
     written = ((node, by_input.get(origin(node, _same_memory), ())) for node in given_out)
-    return [(node, *writes[0]) for node, writes in written if len(writes) == 1 and node.op not in INPUTS]
+    return [
+        (node, *writes[0]) for node, writes in written if len(writes) == 1 and node.op not in INPUTS
+    ]
 
 
 def _writes(graph: Graph) -> Iterator[tuple[Node, Node, int]]:
@@ -52,7 +59,9 @@ def give_results(gm: GraphModule) -> None:
     for node, writer, result in found(gm.graph):
         builder.at(output, {})
         with builder.propagating():
-            taken = next((user for user in writer.users if is_getitem(user) and user.args[1] == result), None)
+            taken = next(
+                (user for user in writer.users if is_getitem(user) and user.args[1] == result), None
+            )
             value = taken if taken is not None else builder.call(operator.getitem, writer, result)
             output.replace_input_with(node, builder.reshape(value, node.meta["val"].shape))
     gm.graph.lint()

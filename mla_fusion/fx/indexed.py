@@ -1,6 +1,7 @@
 """What the index of a graph answers to the files that it is made with.
 
-:class:`mla_fusion.fx.view.View` is this index. Ranges, terms and the rules of proof ask it while it is built.
+:class:`mla_fusion.fx.view.View` is this index. Ranges, terms and the rules of proof ask it while it
+is built.
 """
 
 from __future__ import annotations

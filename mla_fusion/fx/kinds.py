@@ -30,13 +30,16 @@ from mla_fusion.fx.sizes import is_symbolic
 
 __all__ = ["Kind", "is_getitem"]
 
-# Casts among these are looked through when a group of nodes is asked what it means. float16 is among them so
-# that a float16 model is recognised, and then refused by name; float8 and integers are quantisation.
+# Casts among these are looked through when a group of nodes is asked what it means. float16 is
+# among them so that a float16 model is recognised, and then refused by name; float8 and integers
+# are quantisation.
 MODEL_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def operator_of(node: Node) -> Operator:
-    """What the node calls; of an in-place step on a tensor that nothing else reads, the functional form."""
+    """What the node calls; of an in-place step on a tensor that nothing else reads, the functional
+    form.
+    """
     entry = KNOWN.get(id(node.target))
     if entry is None:
         if node.op != "call_function":
@@ -47,7 +50,9 @@ def operator_of(node: Node) -> Operator:
 
 
 def kind_of(node: Node) -> Kind:
-    """The class of the call, its arguments looked at. (Whether a mask or an index is a literal, the view knows.)"""
+    """The class of the call, its arguments looked at. (Whether a mask or an index is a literal, the
+    view knows.)
+    """
     return kind_by_arguments(node, operator_of(node), argument)
 
 
@@ -65,7 +70,9 @@ def op_name(node: Node) -> str:
 
 
 def filled_with(node: Node) -> float | None:
-    """The number that every element of the node is, where its operator says so; NaN for memory not yet written."""
+    """The number that every element of the node is, where its operator says so; NaN for memory not
+    yet written.
+    """
     name = operator_of(node).name
     if name in FILLED_WITH:
         value, held = argument(node, "fill_value"), node.meta.get("val")
@@ -82,10 +89,11 @@ def _as_dtype(value: float, dtype: torch.dtype) -> float:
 
 
 def holds_at_any_length(node: Node) -> bool:
-    """Of a node made of literals and symbolic sizes: is each of its elements the same whatever the sizes are?
+    """Of a node made of literals and symbolic sizes: is each of its elements the same whatever the
+    sizes are?
 
-    So are fills, counts from a literal start, and what moves or combines such values element by element; a sum over a
-    symbolic axis, its last element, or a join along it are not.
+    So are fills, counts from a literal start, and what moves or combines such values element by
+    element; a sum over a symbolic axis, its last element, or a join along it are not.
     """
     inputs = [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
     name = op_name(node)
@@ -119,7 +127,9 @@ def named_axes(node: Node, rank: int, name: str = "dim") -> list[int]:
 
 
 def size_among_numbers(node: Node) -> Node | None:
-    """A symbolic size that the node computes with; one that only says how long the result is does not count."""
+    """A symbolic size that the node computes with; one that only says how long the result is does
+    not count.
+    """
     name = op_name(node)
     if name in ELEMENTWISE or name == "aten::scalar_tensor":
         given = (*node.args, *node.kwargs.values())
@@ -127,11 +137,15 @@ def size_among_numbers(node: Node) -> Node | None:
         given = (argument(node, "fill_value"),)
     else:
         return None
-    return next((arg for arg in given if isinstance(arg, Node) and is_symbolic(arg.meta.get("val"))), None)
+    return next(
+        (arg for arg in given if isinstance(arg, Node) and is_symbolic(arg.meta.get("val"))), None
+    )
 
 
 def borrows_only(node: Node) -> bool:
-    """Does the node, contiguous, take no more than a shape, a dtype or a device from the tensor it is given?"""
+    """Does the node, contiguous, take no more than a shape, a dtype or a device from the tensor it
+    is given?
+    """
     return op_name(node) in LENT and bool(node.meta["val"].is_contiguous())
 
 
@@ -167,7 +181,9 @@ def cast_ends(node: Node) -> frozenset[torch.dtype]:
 
 
 def is_faithful_cast(node: Node) -> bool:
-    """A cast that keeps every bfloat16 number, or every index: no float8, float16 or small integer in between."""
+    """A cast that keeps every bfloat16 number, or every index: no float8, float16 or small integer
+    in between.
+    """
     ends = cast_ends(node)
     return bool(ends) and any(ends <= kept for kept in _FAITHFUL)
 
@@ -187,7 +203,9 @@ def is_mutating(node: Node) -> bool:
 
 
 def attribute(node: Node) -> Any:
-    """What a get_attr node reads of its module; None for another node, or where the module has nothing of that name."""
+    """What a get_attr node reads of its module; None for another node, or where the module has
+    nothing of that name.
+    """
     if node.op != "get_attr":
         return None
     try:
@@ -202,17 +220,21 @@ def reads_by_strides(node: Node) -> bool:
 
 
 def tensor_held(node: Node) -> torch.Tensor | None:
-    """The tensor that a get_attr node reads, where its numbers can be read: no parameter, no subclass, not on meta."""
+    """The tensor that a get_attr node reads, where its numbers can be read: no parameter, no
+    subclass, not on meta.
+    """
     value = attribute(node)
     is_plain = type(value) is torch.Tensor and value.device.type != "meta"
     return value if is_plain else None
 
 
 def is_literal(node: Node) -> bool:
-    """Does a get_attr node read a literal of the trace? A buffer, or a tensor that the model captures, may be written
-    between calls.
+    """Does a get_attr node read a literal of the trace? A buffer, or a tensor that the model
+    captures, may be written between calls.
     """
-    return all(op_name(user) in ("aten::lift_fresh_copy", "aten::lift_fresh") for user in node.users)
+    return all(
+        op_name(user) in ("aten::lift_fresh_copy", "aten::lift_fresh") for user in node.users
+    )
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:

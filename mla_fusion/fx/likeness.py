@@ -1,7 +1,8 @@
-"""Are the cones of two products equal node by node? Then one of them is read, and its facts hold for both.
+"""Are the cones of two products equal node by node? Then one of them is read, and its facts hold
+for both.
 
-A cone has a program, and programs could be compared; but walking two cones side by side costs a quarter of compiling
-the second.
+A cone has a program, and programs could be compared; but walking two cones side by side costs a
+quarter of compiling the second.
 """
 
 from __future__ import annotations
@@ -17,20 +18,26 @@ from mla_fusion.fx.walk import origin, table_columns
 
 
 def outline(view: View, product: Contraction, weight_is_left: bool) -> object:
-    """Equal for products whose cones may be alike: found at once where :func:`likeness` must walk."""
+    """Equal for products whose cones may be alike: found at once where :func:`likeness` must
+    walk.
+    """
     members = tuple([id(node.target) for node in view.members(product.node)])
     labels = product.left_labels, product.right_labels, product.out_labels, weight_is_left
     return labels, str(product.node.meta["val"].shape), members
 
 
 def likeness(cone: Cone, product: Contraction) -> dict[Node, Node] | None:
-    """What stands in the cone of ``product`` for every node of ``cone``, or None where they differ."""
+    """What stands in the cone of ``product`` for every node of ``cone``, or None where they
+    differ.
+    """
     walk = _Walk(cone)
     if not walk.alike(cone.node, product.node):
         return None
     walk.move[cone.node] = product.node
     inside = set(cone.nodes)
-    for node, other in zip(cone.view.members(cone.node), cone.view.members(product.node), strict=True):
+    for node, other in zip(
+        cone.view.members(cone.node), cone.view.members(product.node), strict=True
+    ):
         if node in inside and not walk.step(node, other):
             return None
     return walk.move
@@ -41,11 +48,14 @@ class _Walk:
         self.view = cone.view
         self.move: dict[Node, Node] = {}
         self._bases = {*cone.bases, *cone.aliases}
-        self._numbers: dict[int, int] = {}  # bases that hold one value are one input: so must be their counterparts
+        # bases that hold one value are one input: so must be their counterparts
+        self._numbers: dict[int, int] = {}
         self._theirs: dict[int, int] = {}
 
     def step(self, node: Node, other: Node) -> bool:
-        """Take in a node that does to its inputs what ``other`` does to the counterparts of these."""
+        """Take in a node that does to its inputs what ``other`` does to the counterparts of
+        these.
+        """
         call, inputs = self.view.call(node)
         its, theirs = self.view.call(other)
         if call != its:
@@ -64,13 +74,22 @@ class _Walk:
             return node is other
         if node in self._bases:
             return self._base(node, other)
-        return self.view.is_constant(node) == self.view.is_constant(other) and self.step(node, other)
+        return self.view.is_constant(node) == self.view.is_constant(other) and self.step(
+            node, other
+        )
 
     def _base(self, base: Node, other: Node) -> bool:
-        if self.view.is_constant(other) or origin(other, table_columns) is not other or not self.alike(base, other):
+        if (
+            self.view.is_constant(other)
+            or origin(other, table_columns) is not other
+            or not self.alike(base, other)
+        ):
             return False
         number, theirs = self.view.number(base), self.view.number(other)
-        if self._numbers.setdefault(number, theirs) != theirs or self._theirs.setdefault(theirs, number) != number:
+        if (
+            self._numbers.setdefault(number, theirs) != theirs
+            or self._theirs.setdefault(theirs, number) != number
+        ):
             return False
         self.move[base] = other
         return True

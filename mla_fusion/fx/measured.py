@@ -1,4 +1,5 @@
-"""How often each fact is looked for and each rule applied, how often it answers, and how long that takes.
+"""How often each fact is looked for and each rule applied, how often it answers, and how long that
+takes.
 
 Kept only inside :func:`measuring`; elsewhere a measured function costs one look-up more.
 """
@@ -19,7 +20,9 @@ T = TypeVar("T")
 
 @dataclass
 class Tally:
-    """calls; hits: facts that were found, or rules that refused; seconds: wall time of all calls."""
+    """calls; hits: facts that were found, or rules that refused; seconds: wall time of all
+    calls.
+    """
 
     calls: int = 0
     hits: int = 0
@@ -41,7 +44,9 @@ def measuring() -> Iterator[dict[str, Tally]]:
 
 
 def measured(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, tallied: a hit is a result that holds something, or an exception (a rule that refuses)."""
+    """The function, tallied: a hit is a result that holds something, or an exception (a rule that
+    refuses).
+    """
     name = f"{function.__module__.removeprefix('mla_fusion.')}.{function.__name__.lstrip('_')}"
 
     @wraps(function)

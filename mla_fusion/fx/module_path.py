@@ -14,22 +14,30 @@ from torch.fx import Graph, Node
 
 from mla_fusion.fx.kinds import op_name
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?!File ")(?P<code>.*))?')
+_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in '
+    r'(?P<function>\S+)(?:\n\s*(?!File ")(?P<code>.*))?'
+)
 
 
 _NEARLY_ALL = 0.8
 
 
 def layer(nodes: Iterable[Node]) -> str:
-    """The module path that the nodes share, such as ``model.layers.3.self_attn``; "" where there is none."""
+    """The module path that the nodes share, such as ``model.layers.3.self_attn``; "" where there is
+    none.
+    """
     found = [path for node in nodes if (path := _path(node)) is not None]
     if len(set(found)) < 2:
         return "".join(found[:1])
     paths = [path.split(".") for path in found]
     shared: list[str] = []
-    while paths:  # what nearly all share: a step that two layers have in common is a node of the first alone
+    # what nearly all share: a step that two layers have in common is a node of the first alone
+    while paths:
         depth = len(shared)
-        name, count = Counter(path[depth] if depth < len(path) else "" for path in paths).most_common(1)[0]
+        name, count = Counter(
+            path[depth] if depth < len(path) else "" for path in paths
+        ).most_common(1)[0]
         if not name or count < _NEARLY_ALL * len(paths):
             break
         shared.append(name)
@@ -38,7 +46,9 @@ def layer(nodes: Iterable[Node]) -> str:
 
 
 def _path(node: Node) -> str | None:
-    """Of the module that made the node; "" for the one that was compiled itself, None where nothing tells."""
+    """Of the module that made the node; "" for the one that was compiled itself, None where nothing
+    tells.
+    """
     stack = node.meta.get("nn_module_stack")
     if stack:
         return _plain(str(list(stack.values())[-1][0]))
@@ -46,13 +56,18 @@ def _path(node: Node) -> str | None:
 
 
 def root(nodes: Iterable[Node]) -> str:
-    """The class of the module that was compiled, ``Attention``, or the function's name; "" where no node tells."""
+    """The class of the module that was compiled, ``Attention``, or the function's name; "" where no
+    node tells.
+    """
     own = (node for node in nodes if node.op == "call_function" and not _path(node))
     stacks = [list(_FRAME.finditer(node.meta.get("stack_trace") or "")) for node in own]
     for frame in (frame for stack in stacks for frame in stack):
         if name := _class_at(frame["file"], int(frame["line"])):
             return name
-    return next((stack[0]["function"] for stack in stacks if stack and stack[0]["function"].isidentifier()), "")
+    return next(
+        (stack[0]["function"] for stack in stacks if stack and stack[0]["function"].isidentifier()),
+        "",
+    )
 
 
 def _class_at(file: str, line: int) -> str:
@@ -75,7 +90,8 @@ NAME = "mla_fusion_name"  # in a placeholder's meta: what the user calls it
 
 
 def label(node: Node, whole: str = "") -> str:
-    """``q_b.weight`` for an input, ``q_b's addmm`` for what a module computes; the node's name where there is no other.
+    """``q_b.weight`` for an input, ``q_b's addmm`` for what a module computes; the node's name
+    where there is no other.
 
     ``whole``: what stands for the path of the module that was compiled, its class.
     """
@@ -108,20 +124,29 @@ class Labels:
         return _WORD.sub(self._instead, text)
 
     def _instead(self, found: re.Match[str]) -> str:
-        """Some words are English too ("no wrapper can view it"): they count at the beginning, and before a target."""
+        """Some words are English too ("no wrapper can view it"): they count at the beginning, and
+        before a target.
+        """
         word = found[0]
-        surely = word not in _ENGLISH or not found.start() or found.string.startswith(" (", found.end())
+        surely = (
+            word not in _ENGLISH or not found.start() or found.string.startswith(" (", found.end())
+        )
         node = self._nodes.get(word) if surely else None
         return word if node is None else label(node, self.whole)
 
 
-_ENGLISH = frozenset("view index split copy where sum add norm select repeat slice clone scatter square t".split())
+_ENGLISH = frozenset(
+    "view index split copy where sum add norm select repeat slice clone scatter square t".split()
+)
 _WORD = re.compile(r"(?<![\w.:])\w+(?![\w:]|\.\w)")
 
 
 def plain(path: str) -> str:
-    """A source of dynamo's as users write it: ``L['self']._modules['q_a']._parameters['bias']`` is ``q_a.bias``."""
-    whole = re.sub(r"^L\['\w+'\](?=\._(?:modules|parameters|buffers))", "", path)  # the module that was compiled
+    """A source of dynamo's as users write it: ``L['self']._modules['q_a']._parameters['bias']`` is
+    ``q_a.bias``.
+    """
+    # the module that was compiled
+    whole = re.sub(r"^L\['\w+'\](?=\._(?:modules|parameters|buffers))", "", path)
     whole = re.sub(r"\._(?:parameters|buffers)\['(\w+)'\]", r".\1", whole)
     return _plain(re.sub(r"^L\['(\w+)'\]", r"\1", whole))
 
@@ -135,10 +160,13 @@ def _plain(path: str) -> str:
 
 
 def source(node: Node) -> str:
-    """``file:line in function: code`` of the innermost frame that made the node; "" where unknown."""
+    """``file:line in function: code`` of the innermost frame that made the node; "" where
+    unknown.
+    """
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     if not frames:
         return ""
     last = frames[-1]
-    code = f": {last['code'].strip()}" if last["code"] else ""  # none where the source was not a file
+    # none where the source was not a file
+    code = f": {last['code'].strip()}" if last["code"] else ""
     return f"{last['file']}:{last['line']} in {last['function']}{code}"

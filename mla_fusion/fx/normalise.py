@@ -1,4 +1,6 @@
-"""The forms of a graph that the pass looks at, each the same computation: made beside it, never in it."""
+"""The forms of a graph that the pass looks at, each the same computation: made beside it, never in
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from mla_fusion.fx.workplace import workplace
 
 
 def forms(gm: GraphModule, boundary: bool = False) -> Iterator[GraphModule]:
-    """The graph, subgraphs inlined and empty parts dropped; then with what was assembled in place as its parts, too.
+    """The graph, subgraphs inlined and empty parts dropped; then with what was assembled in place
+    as its parts, too.
 
     ``boundary``: a wrapper can make inputs of what it is given, of each layer of a pool for one.
     """

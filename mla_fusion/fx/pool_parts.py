@@ -1,4 +1,6 @@
-"""Which parts of one input a graph takes: runs of its elements that literals name, and what overlaps as one."""
+"""Which parts of one input a graph takes: runs of its elements that literals name, and what
+overlaps as one.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ class Span:
 class Pool:
     """What is made of a pool.
 
-    grain   how many elements a place counts: one, or the whole entries of the first axis where these are symbolic
+    grain   how many elements a place counts: one, or the whole entries of the first axis where
+            these are symbolic
     spans   of the pool, of its parts, and of those with a part of them exchanged
     parts   by their spans, in order
     back    the step that copies what has become of the pool into it
@@ -111,7 +114,8 @@ def read_pool(whole: Node) -> Pool | str:
     spans = _parts(pool, read)
     if pool.spans[whole] in spans and not of_one:
         return "the runs of it that are read overlap"
-    if scatters or back:  # functional: then nothing else may change the pool, and no part be another one's rows
+    # functional: then nothing else may change the pool, and no part be another one's rows
+    if scatters or back:
         reason = _not_functional(pool, spans, scatters, others, back)
         if reason:
             return reason
@@ -121,13 +125,18 @@ def read_pool(whole: Node) -> Pool | str:
     for span in spans:
         part = _handed_in(pool, span)
         if part is None:
-            return "a part of it is no entry of its first axis, and the whole is of symbolic sizes or not contiguous"
+            return (
+                "a part of it is no entry of its first axis, and the whole is of symbolic sizes "
+                "or not contiguous"
+            )
         parts[span] = part
     return replace(pool, parts=parts, back=back[0] if back else None)
 
 
 def _follow(pool: Pool) -> tuple[dict[Span, Node], list[Node], list[Node]]:
-    """Fills in the spans. What is read or exchanged as it is, and by whom; these readers; the steps that copy back."""
+    """Fills in the spans. What is read or exchanged as it is, and by whom; these readers; the steps
+    that copy back.
+    """
     read: dict[Span, Node] = {}
     others: list[Node] = []
     back: list[Node] = []
@@ -155,21 +164,33 @@ def _follow(pool: Pool) -> tuple[dict[Span, Node], list[Node], list[Node]]:
 
 def _pieces(user: Node) -> list[Node]:
     """The user, or the results of a split."""
-    return [*user.users] if isinstance(user.meta.get("val"), (tuple, list)) and op_name(user) in _SELECTIONS else [user]
+    return (
+        [*user.users]
+        if isinstance(user.meta.get("val"), (tuple, list)) and op_name(user) in _SELECTIONS
+        else [user]
+    )
 
 
 def _span_of(user: Node, node: Node, pool: Pool) -> Span | None:
-    """The span of a view of the node, or of the node with a part of it exchanged; None: it is neither."""
+    """The span of a view of the node, or of the node with a part of it exchanged; None: it is
+    neither.
+    """
     of_node = pool.spans[node]
     if input_of(user) is not node:
         return None
     if op_name(user) in SCATTERS:
-        return of_node if user.args[1] is not node and _taken(user, of_node, pool.grain) is not None else None
+        return (
+            of_node
+            if user.args[1] is not node and _taken(user, of_node, pool.grain) is not None
+            else None
+        )
     return of_node if keeps_all(user) else _taken(user, of_node, pool.grain)
 
 
 def _taken(node: Node, whole: Span, grain: Any) -> Span | None:
-    """What a selection takes of a span, or a scatter puts there; None where it is no run of its elements."""
+    """What a selection takes of a span, or a scatter puts there; None where it is no run of its
+    elements.
+    """
     selects: Any = node.args[0] if is_getitem(node) else node
     place: Any = node.args[1] if len(node.args) > 1 else None  # or what a scatter puts there
     name = op_name(selects).removesuffix("_scatter")
@@ -184,16 +205,23 @@ def _taken(node: Node, whole: Span, grain: Any) -> Span | None:
     start: Any = argument(selects, "index" if name == "aten::select" else "start") or 0
     length: Any = 1
     if is_getitem(node):
-        lengths = [1 if name == "aten::unbind" else piece.shape[axis] for piece in selects.meta["val"]]
+        lengths = [
+            1 if name == "aten::unbind" else piece.shape[axis] for piece in selects.meta["val"]
+        ]
         start, length = sum(lengths[:place]), lengths[place]
     elif name != "aten::select":
         length = shape_of(place if op_name(node) in SCATTERS else node)[axis]
     size, step = shape[axis], _number(count_of(shape[axis + 1 :]), grain)
     if is_one(size) and length == 1:
         return whole
-    if not (isinstance(start, int) and isinstance(length, int) and isinstance(size if start < 0 else 0, int)):
+    if not (
+        isinstance(start, int)
+        and isinstance(length, int)
+        and isinstance(size if start < 0 else 0, int)
+    ):
         return None
-    first = max(start + size, 0) if start < 0 else start  # a slice may begin in front of its first entry
+    # a slice may begin in front of its first entry
+    first = max(start + size, 0) if start < 0 else start
     if step is None:
         return None
     found = Span(whole.start + first * step, whole.start + (first + length) * step)
@@ -206,8 +234,12 @@ def _number(count: Any, grain: Any) -> int | None:
     return int(number) if number is not None and sympy.sympify(number).is_Integer else None
 
 
-_RESHAPES = frozenset(f"aten::{name}" for name in "view _unsafe_view reshape squeeze unsqueeze alias detach".split())
-_SELECTIONS = frozenset(f"aten::{name}" for name in "select slice narrow unbind split split_with_sizes chunk".split())
+_RESHAPES = frozenset(
+    f"aten::{name}" for name in "view _unsafe_view reshape squeeze unsqueeze alias detach".split()
+)
+_SELECTIONS = frozenset(
+    f"aten::{name}" for name in "select slice narrow unbind split split_with_sizes chunk".split()
+)
 SCATTERS = frozenset(("aten::select_scatter", "aten::slice_scatter"))
 
 
@@ -216,11 +248,17 @@ def _through(nodes: list[Node]) -> Iterator[Node]:
     nodes = list(dict.fromkeys(nodes))
     for node in nodes:  # grows as it is walked
         yield node
-        nodes += [user for user in node.users if user not in nodes] if shared_memory(node) is not None else ()
+        nodes += (
+            [user for user in node.users if user not in nodes]
+            if shared_memory(node) is not None
+            else ()
+        )
 
 
 def _parts(pool: Pool, read: Collection[Span]) -> list[Span]:
-    """What is read, what overlaps as one: each value made of the pool holds all of a part, none of it, or is inside."""
+    """What is read, what overlaps as one: each value made of the pool holds all of a part, none of
+    it, or is inside.
+    """
     spans = set(read)
     while True:
         parts = _merged(spans)
@@ -245,7 +283,9 @@ def _not_functional(
     pool: Pool, parts: list[Span], scatters: list[Node], others: list[Node], back: list[Node]
 ) -> str:
     """Why the parts of a graph that is functional cannot be copied back each alone, or ""."""
-    changes = next((node for node in _through(others) if is_mutating(node) or has_effect(node)), None)
+    changes = next(
+        (node for node in _through(others) if is_mutating(node) or has_effect(node)), None
+    )
     if changes is not None:
         return f"{changes.name} writes to it in place"
     if len(back) != 1 or back[0].args[1] not in pool.spans:
@@ -256,13 +296,17 @@ def _not_functional(
     for scatter in scatters:
         span, source = pool.put(scatter), scatter.all_input_nodes[-1]
         lies, own = origin(source, shared_memory), pool.spans.get(source)
-        if own != span and (lies in pool.spans or (lies.op in INPUTS and any(part.within(span) for part in parts))):
+        if own != span and (
+            lies in pool.spans or (lies.op in INPUTS and any(part.within(span) for part in parts))
+        ):
             return f"{scatter.name} puts rows of {label(lies)} there as they are"
     return ""
 
 
 def _handed_in(pool: Pool, span: Span) -> Part | None:
-    """The part as a wrapper makes it: an entry of the first axis, or elements in the shape in which they are read."""
+    """The part as a wrapper makes it: an entry of the first axis, or elements in the shape in which
+    they are read.
+    """
     shape: Any = shape_of(pool.whole)
     entry = _number(count_of(shape[1:]), pool.grain)
     has_symbols, count = any(map(is_symbolic, shape)), span.stop - span.start

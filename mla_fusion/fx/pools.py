@@ -1,9 +1,10 @@
 """Caches that are stacked in one input, each read as an input of its own.
 
-Functional, a write to ``pool[i]`` is a ``select_scatter`` over the whole pool, and the next layer selects from that.
-What literal selections, slices and splits along the outermost axis take, and reshapes of it, is a run of the pool's
-elements in their order (a span). Spans that overlap are one part; parts have nothing to do with each other. Each is an
-input of its own, written and copied back alone: a wrapper around the graph makes these inputs, views of the pool.
+Functional, a write to ``pool[i]`` is a ``select_scatter`` over the whole pool, and the next layer
+selects from that. What literal selections, slices and splits along the outermost axis take, and
+reshapes of it, is a run of the pool's elements in their order (a span). Spans that overlap are one
+part; parts have nothing to do with each other. Each is an input of its own, written and copied back
+alone: a wrapper around the graph makes these inputs, views of the pool.
 """
 
 from __future__ import annotations
@@ -53,14 +54,27 @@ def no_input(node: Node) -> str:
         return f"{node.name} is not a graph input seen as rows"
     maker = origin(node, views)
     if is_writer(maker) and op_name(maker) not in SCATTERS:
-        return f"{node.name} is {whole.name} as {maker.name} has written it, and the kernel would write it once more"
+        return (
+            f"{node.name} is {whole.name} as {maker.name} has written it, and the kernel would "
+            "write it once more"
+        )
     copy = next((step.name for step in upward(node, written) if op_name(step) in _COPIES), "")
     if copy:
-        return f"{node.name} is a copy of {whole.name} ({copy}), and what is written to it does not get there"
+        return (
+            f"{node.name} is a copy of {whole.name} ({copy}), and what is written to it does not "
+            "get there"
+        )
     if part_of(whole) is not None:
-        return f"{node.name} is a part of {whole.name}, of which the graph takes other runs that overlap it"
+        return (
+            f"{node.name} is a part of {whole.name}, of which the graph takes other runs that "
+            "overlap it"
+        )
     pool = read_pool(whole)
-    why = pool if isinstance(pool, str) else "only a wrapper around the graph, as that of mf.backend(), can hand it in"
+    why = (
+        pool
+        if isinstance(pool, str)
+        else "only a wrapper around the graph, as that of mf.backend(), can hand it in"
+    )
     return f"{node.name} is a part of {whole.name}, and no input of its own: {why}"
 
 
@@ -70,7 +84,8 @@ class _Rewrite:
     def __init__(self, builder: GraphBuilder, pool: Pool, position: int) -> None:
         self.b, self.pool = builder, pool
         self.held: dict[Node, dict[Span, Node]] = {pool.whole: self._inputs(position)}
-        self.made_of = {node: (input_of(node), node.args[1:2]) for node in pool.spans}  # as long as nothing is replaced
+        # as long as nothing is replaced
+        self.made_of = {node: (input_of(node), node.args[1:2]) for node in pool.spans}
         self.replaced: list[tuple[Node, Node]] = []
 
     def run(self) -> None:
@@ -92,11 +107,15 @@ class _Rewrite:
             for span, new in self.held[last].items():
                 own = inputs[span]
                 if origin(new, reshapes) is not own:
-                    self.b.insert(aten.copy_.default, (own, self._shaped(new, own)), {}, own.meta["val"])
+                    self.b.insert(
+                        aten.copy_.default, (own, self._shaped(new, own)), {}, own.meta["val"]
+                    )
             graph.erase_node(back)
         strides.follow(self.b, [(new, node) for new, node in self.replaced if new.users])
         for node in nodes:
-            if op_name(node) in SCATTERS and self.pool.spans[node] not in self.held.get(node, {self.pool.spans[node]}):
+            if op_name(node) in SCATTERS and self.pool.spans[node] not in self.held.get(
+                node, {self.pool.spans[node]}
+            ):
                 node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]  # sizes alone are read of it
         left = {*nodes[1:], *inputs.values(), *(new for new, _ in self.replaced)}
         left |= {node.args[0] for node in left if is_getitem(node)}  # type: ignore[misc]
@@ -127,7 +146,9 @@ class _Rewrite:
                 return
             flat = self._grains(of_base[around], around)
             places = (span.start - around.start, int(span.stop) - around.start)
-            self._replace(node, self._shaped(self.b.call(aten.slice.Tensor, flat, 0, *places), node))
+            self._replace(
+                node, self._shaped(self.b.call(aten.slice.Tensor, flat, 0, *places), node)
+            )
         if inside:
             self.held[node] = inside
 
@@ -146,7 +167,9 @@ class _Rewrite:
             around, value = held[0], of_base[held[0]]
             flat, rows = self._grains(value, around), self._grains(source, put)
             places = (put.start - around.start, int(put.stop) - around.start)
-            new = of_base | {around: self.b.call(aten.slice_scatter.default, flat, rows, 0, *places)}
+            new = of_base | {
+                around: self.b.call(aten.slice_scatter.default, flat, rows, 0, *places)
+            }
         span = self.pool.spans[scatter]
         if span in new and new[span] is not scatter:
             new[span] = self._replace(scatter, self._shaped(new[span], scatter))
@@ -154,7 +177,9 @@ class _Rewrite:
 
     def _nothing(self, like: torch.Tensor) -> Node:
         """Of no elements, so it need not be read of anything."""
-        return self.b.call(aten.full.default, self.b.sizes(like.shape), 0, dtype=like.dtype, device=like.device)
+        return self.b.call(
+            aten.full.default, self.b.sizes(like.shape), 0, dtype=like.dtype, device=like.device
+        )
 
     def _grains(self, value: Node, span: Span) -> Node:
         """The value of a span, a row for each grain."""
@@ -178,6 +203,8 @@ class _Rewrite:
             with graph.inserting_after(last):
                 last = made[span] = graph.create_node("placeholder", f"{whole.target}_part{number}")
             last.meta["val"] = part.of(whole.meta["val"])
-            place = part.start if part.shape is None else f"{span.start}:{span.stop} of its elements"
+            place = (
+                part.start if part.shape is None else f"{span.start}:{span.stop} of its elements"
+            )
             last.meta |= {_PART_OF: (position, part), NAME: f"{label(whole)}[{place}]"}
         return made

@@ -1,4 +1,6 @@
-"""Operators as a program calls them: floats in float64, casts erased, nothing left to torch's default dtype."""
+"""Operators as a program calls them: floats in float64, casts erased, nothing left to torch's
+default dtype.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def widened(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def takes_default_dtype(node: Node) -> bool:
-    """Whether it makes floats of integers, or of no tensors: torch's default dtype, which other threads may change."""
+    """Whether it makes floats of integers, or of no tensors: torch's default dtype, which other
+    threads may change.
+    """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(node.target, OpOverload):
         return False
@@ -56,7 +60,9 @@ def takes_default_dtype(node: Node) -> bool:
         return False
     for source in node.all_input_nodes:  # of most nodes the first ends this
         read = source.meta.get("val")
-        if isinstance(read, torch.Tensor) and (read.dtype.is_floating_point or read.dtype.is_complex):
+        if isinstance(read, torch.Tensor) and (
+            read.dtype.is_floating_point or read.dtype.is_complex
+        ):
             return False
     return True
 

@@ -1,9 +1,9 @@
 """A small group of graph nodes as a program on float64 tensors: what the nodes mean, casts erased.
 
 The pass never asks how RMSNorm or RoPE is spelled. It runs the nodes between two matrix products on
-small float64 probes and looks at what comes out. Casts among bfloat16, float32 and float64 are identity
-here, so a spelling that rounds elsewhere means the same; where rounding is the question, the facts look at
-dtypes instead.
+small float64 probes and looks at what comes out. Casts among bfloat16, float32 and float64 are
+identity here, so a spelling that rounds elsewhere means the same; where rounding is the question,
+the facts look at dtypes instead.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ Template = Any  # nested tuples/lists/dicts of literals and Slots
 
 
 class Unprobeable(Exception):
-    """A node cannot be run on probes (no CPU kernel, a size that does not fit, a quantising cast)."""
+    """A node cannot be run on probes (no CPU kernel, a size that does not fit, a quantising
+    cast).
+    """
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ class Failed:
 class Step:
     """One call; ``args`` and ``kwargs`` are templates, ``reads`` the slots in them."""
 
-    def __init__(self, call: Callable[..., Any], args: Template, kwargs: Template, name: str) -> None:
+    def __init__(
+        self, call: Callable[..., Any], args: Template, kwargs: Template, name: str
+    ) -> None:
         self.call, self.args, self.kwargs, self.name = call, args, kwargs, name
         of_args = [_slots_in(arg) for arg in args]
         of_kwargs = _slots_in(kwargs)
@@ -90,12 +94,13 @@ class Step:
 class Program:
     """Nodes compiled against inputs; ``run`` gives the value of every step.
 
-    ``nodes`` must be in topological order; each argument is an input, an earlier node, a literal, or a
-    symbolic size that ``binding`` makes a number (nodes that hold one are passed over). ``aliases`` names
-    nodes that compute what an input holds. A node that cannot be probed becomes a step that fails, and so
-    does whatever reads it. ``exact`` keeps every dtype and cast as the graph has it, and inputs have the sizes
-    that ``binding`` gives, so symbolic slices of them can be taken; ``shrink`` runs on fewer tokens than the graph
-    has; with ``narrows`` a cast to float8 is done, which is else a step that fails.
+    ``nodes`` must be in topological order; each argument is an input, an earlier node, a literal,
+    or a symbolic size that ``binding`` makes a number (nodes that hold one are passed over).
+    ``aliases`` names nodes that compute what an input holds. A node that cannot be probed becomes a
+    step that fails, and so does whatever reads it. ``exact`` keeps every dtype and cast as the
+    graph has it, and inputs have the sizes that ``binding`` gives, so symbolic slices of them can
+    be taken; ``shrink`` runs on fewer tokens than the graph has; with ``narrows`` a cast to float8
+    is done, which is else a step that fails.
     """
 
     def __init__(
@@ -149,7 +154,9 @@ class Program:
         """
         memory: list[Any] = [*inputs, *[None] * len(self.steps)]
         with torch.no_grad():
-            for slot in range(len(memory)) if wanted is None or self._in_place else self.above(wanted):
+            for slot in (
+                range(len(memory)) if wanted is None or self._in_place else self.above(wanted)
+            ):
                 if slot >= self._inputs:
                     memory[slot] = self.steps[slot - self._inputs].run(memory)
         return memory
@@ -249,7 +256,9 @@ class Program:
 
 
 def _refuse_symbolic_ends(node: Node, name: str, binding: Binding) -> None:
-    """A slice with symbolic ends takes a part of a probe that depends on the probe's size, so it is not run."""
+    """A slice with symbolic ends takes a part of a probe that depends on the probe's size, so it is
+    not run.
+    """
     given = [arg for arg in (*node.args[1:], *node.kwargs.values()) if isinstance(arg, Node)]
     ends = [end for end in given if binding.varies(end.meta.get("val"))]
     value, source = node.meta.get("val"), node.args[0]
@@ -316,7 +325,9 @@ _PLAIN = frozenset((int, float, str, bool, Slot, type(None)))
 
 
 def _freeze(template: Template) -> Any:
-    """Hashable, and equal for equal templates. (Exact types first: an isinstance of Tensor is slow.)"""
+    """Hashable, and equal for equal templates. (Exact types first: an isinstance of Tensor is
+    slow.)
+    """
     kind = type(template)
     if kind in _PLAIN:
         return template

@@ -1,4 +1,6 @@
-"""What an operator makes of the ranges of its operands. A rule must hold for every input that these admit."""
+"""What an operator makes of the ranges of its operands. A rule must hold for every input that these
+admit.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def keeps_floats(node: Node) -> bool:
 def whole(inner: Range) -> Range:
     """Of a number cut to an integer; not known of an infinite one."""
     low, high = inner
-    return math.floor(low) if math.isfinite(low) else low, math.ceil(high) if math.isfinite(high) else high
+    return math.floor(low) if math.isfinite(low) else low, math.ceil(high) if math.isfinite(
+        high
+    ) else high
 
 
 Of = Callable[[Any], Range]
@@ -217,7 +221,11 @@ def _shifted_right(of: Of, node: Node) -> Range:
 
 def _shifted_left(of: Of, node: Node) -> Range:
     by = of(node.args[1])
-    return multiplied(of(node.args[0]), (2.0 ** by[0],) * 2) if by[0] == by[1] and 0 <= by[0] < 63 else UNBOUNDED
+    return (
+        multiplied(of(node.args[0]), (2.0 ** by[0],) * 2)
+        if by[0] == by[1] and 0 <= by[0] < 63
+        else UNBOUNDED
+    )
 
 
 def _either(of: Of, node: Node) -> Range:

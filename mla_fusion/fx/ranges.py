@@ -1,7 +1,9 @@
-"""Between which numbers every element of a node lies, whatever the graph's inputs hold: interval arithmetic.
+"""Between which numbers every element of a node lies, whatever the graph's inputs hold: interval
+arithmetic.
 
-From literals, lifted constants and what operators do for any input: a square is never negative, a cosine never above 1.
-What is not known is unbounded. NaN is left out of account: where a graph computes one, so does the kernel.
+From literals, lifted constants and what operators do for any input: a square is never negative, a
+cosine never above 1. What is not known is unbounded. NaN is left out of account: where a graph
+computes one, so does the kernel.
 """
 
 from __future__ import annotations
@@ -15,13 +17,22 @@ from torch.fx import Node
 from mla_fusion.compat import bounds_of
 from mla_fusion.fx import contraction
 from mla_fusion.fx.indexed import Indexed
-from mla_fusion.fx.kinds import filled_with, is_cast, is_getitem, is_literal, is_view, op_name, tensor_held
+from mla_fusion.fx.kinds import (
+    filled_with,
+    is_cast,
+    is_getitem,
+    is_literal,
+    is_view,
+    op_name,
+    tensor_held,
+)
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.range_rules import RULES, UNBOUNDED, Range, keeps_floats, whole
 from mla_fusion.fx.sizes import is_symbolic
 
 _SPREADS = frozenset(("aten::var_mean", "aten::std_mean"))  # whose first result is the spread
-_DEEPEST = 64  # operands above a node that are asked: a norm's statistic is a few steps below a square
+# operands above a node that are asked: a norm's statistic is a few steps below a square
+_DEEPEST = 64
 
 
 class Ranges:
@@ -84,8 +95,8 @@ class Ranges:
         return (0.0, math.inf) if all(signs) and product.factors[0] >= 0 else UNBOUNDED
 
     def _of_integers(self, node: Node) -> Range:
-        """Of integers that come in: of a literal those that it holds. What else holds a negative number is trusted
-        with nothing.
+        """Of integers that come in: of a literal those that it holds. What else holds a negative
+        number is trusted with nothing.
         """
         held = tensor_held(node)
         if held is None or not held.numel():

@@ -36,35 +36,43 @@ _KNOWN: dict[Any, Callable[..., Any]] = {}  # by overload
 _TAG = "mla_fusion_call"
 
 
-def register_operator(
-    op: Any, decomposition: Callable[..., Any] | None, *example: Any
-) -> None:
+def register_operator(op: Any, decomposition: Callable[..., Any] | None, *example: Any) -> None:
     """Say what an operator of your own computes, so that prologues that use it fuse.
 
-    op             ``torch.ops.mylib.rope``, an overload of it, or what ``torch.library.custom_op`` returned
-    decomposition  a function that takes its arguments and returns its results, made of torch's operators; None: forget
-                   the operator
-    example        arguments on which both are run and compared, where the operator has a kernel for them
+    op             ``torch.ops.mylib.rope``, an overload of it, or what ``torch.library.custom_op``
+                   returned
+    decomposition  a function that takes its arguments and returns its results, made of torch's
+                   operators; None: forget the operator
+    example        arguments on which both are run and compared, where the operator has a kernel for
+                   them
 
-    The graph that runs still calls the operator wherever nothing was fused. What the function computes is taken for
-    what the operator computes: it is proved with, not checked, but on the example. Compile caches are keyed on its
-    code.
+    The graph that runs still calls the operator wherever nothing was fused. What the function
+    computes is taken for what the operator computes: it is proved with, not checked, but on the
+    example. Compile caches are keyed on its code.
 
-    Raises TypeError for what is no operator, ValueError for one of torch's or of torch_npu's, for one that writes into
-    an argument, and where the example gives other results (relative error above 1e-2).
+    Raises TypeError for what is no operator, ValueError for one of torch's or of torch_npu's, for
+    one that writes into an argument, and where the example gives other results (relative error
+    above 1e-2).
     """
     overload = _overload(op)
     if decomposition is None:
         _KNOWN.pop(overload, None)
         return
     if not callable(decomposition):
-        raise TypeError(f"decomposition of {overload}: expected a function, got {type(decomposition).__name__}")
+        raise TypeError(
+            f"decomposition of {overload}: expected a function, got {type(decomposition).__name__}"
+        )
     namespace = overload.name().partition("::")[0]
     if namespace in _TORCHS_OWN:
-        raise ValueError(f"{overload} is not yours to register: {namespace} is torch's or torch_npu's")
+        raise ValueError(
+            f"{overload} is not yours to register: {namespace} is torch's or torch_npu's"
+        )
     schema = schema_of(overload)
     if any(argument.alias_info is not None for argument in (*schema.arguments, *schema.returns)):
-        raise ValueError(f"{overload} writes into an argument, or returns a view of one: it is no function of them")
+        raise ValueError(
+            f"{overload} writes into an argument, or returns a view of one: it is no "
+            "function of them"
+        )
     if example:
         _compare(overload, decomposition, example)
     _KNOWN[overload] = decomposition
@@ -75,26 +83,42 @@ def _overload(op: Any) -> OpOverload:
     if isinstance(found, OpOverloadPacket):
         names = found.overloads()
         if len(names) != 1:
-            raise TypeError(f"{found} has the overloads {', '.join(names)}: name one, such as {found}.{names[0]}")
+            raise TypeError(
+                f"{found} has the overloads {', '.join(names)}: name one, such as "
+                f"{found}.{names[0]}"
+            )
         found = getattr(found, names[0])
     if not isinstance(found, OpOverload):
-        raise TypeError(f"expected an operator such as torch.ops.mylib.rope, got {type(op).__name__}")
+        raise TypeError(
+            f"expected an operator such as torch.ops.mylib.rope, got {type(op).__name__}"
+        )
     return found
 
 
-def _compare(overload: OpOverload, decomposition: Callable[..., Any], example: tuple[Any, ...]) -> None:
+def _compare(
+    overload: OpOverload, decomposition: Callable[..., Any], example: tuple[Any, ...]
+) -> None:
     with torch.no_grad():
         wanted, found = (tree_leaves(function(*example)) for function in (overload, decomposition))
     if len(wanted) != len(found):
         raise ValueError(f"{overload} gives {len(wanted)} results, its decomposition {len(found)}")
     for place, (want, got) in enumerate(zip(wanted, found, strict=True)):
-        if not isinstance(want, Tensor) or not isinstance(got, Tensor) or _described(want) != _described(got):
-            raise ValueError(f"{overload}, result {place}: {_described(want)}; of its decomposition {_described(got)}")
+        if (
+            not isinstance(want, Tensor)
+            or not isinstance(got, Tensor)
+            or _described(want) != _described(got)
+        ):
+            raise ValueError(
+                f"{overload}, result {place}: {_described(want)}; of its "
+                f"decomposition {_described(got)}"
+            )
         if not want.numel():
             continue
         apart = (want.double() - got.double()).abs().max()
         if not bool(apart <= 1e-2 * want.double().abs().max().clamp_min(1e-30)):
-            raise ValueError(f"{overload}, result {place}: its decomposition is off by {float(apart):.2g}")
+            raise ValueError(
+                f"{overload}, result {place}: its decomposition is off by {float(apart):.2g}"
+            )
 
 
 def _described(value: Any) -> str:
@@ -122,7 +146,11 @@ def _code(function: Callable[..., Any]) -> str:
 def unknown(nodes: Iterable[Node]) -> list[str]:
     """The operators among the nodes' that somebody could register, by name."""
     targets = dict.fromkeys(node.target for node in nodes if node.op == "call_function")
-    names = [target.name() for target in targets if isinstance(target, OpOverload) and target not in _KNOWN]
+    names = [
+        target.name()
+        for target in targets
+        if isinstance(target, OpOverload) and target not in _KNOWN
+    ]
     return [name for name in names if name.partition("::")[0] not in _TORCHS_OWN]
 
 
@@ -131,12 +159,16 @@ def unknown(nodes: Iterable[Node]) -> list[str]:
 
 def found(graph: Graph) -> bool:
     """Does the graph call a registered operator?"""
-    return bool(_KNOWN) and any(node.target in _KNOWN for node in graph.nodes if node.op == "call_function")
+    return bool(_KNOWN) and any(
+        node.target in _KNOWN for node in graph.nodes if node.op == "call_function"
+    )
 
 
 @dataclass(frozen=True)
 class Inside:
-    """What stands for a call: its graph, what its placeholders stand for, and whether it has one result by itself."""
+    """What stands for a call: its graph, what its placeholders stand for, and whether it has one
+    result by itself.
+    """
 
     graph: Graph
     operands: list[Any]
@@ -144,7 +176,9 @@ class Inside:
 
 
 def inside(node: Node) -> Inside | None:
-    """Of a call of a registered operator; None for any other node, and where the function cannot be traced for it."""
+    """Of a call of a registered operator; None for any other node, and where the function cannot be
+    traced for it.
+    """
     function = _KNOWN.get(node.target) if node.op == "call_function" else None
     if function is None:
         return None
@@ -186,8 +220,12 @@ def _traced(node: Node, function: Callable[..., Any]) -> GraphModule:
 
 
 def tag(call: Node, values: Mapping[Node, Any], results: list[Any]) -> None:
-    """Remember, at the results, of which call they are; its operands by their names, which copies keep."""
-    args, kwargs = tree_map_only(Node, lambda node: _Name(values[node].name), (call.args, dict(call.kwargs)))
+    """Remember, at the results, of which call they are; its operands by their names, which copies
+    keep.
+    """
+    args, kwargs = tree_map_only(
+        Node, lambda node: _Name(values[node].name), (call.args, dict(call.kwargs))
+    )
     operands = [values[node] for node in call.all_input_nodes]
     for place, result in enumerate(results):
         if isinstance(result, Node) and result not in operands:
@@ -222,12 +260,16 @@ def restore(graph: Graph) -> None:
     made: dict[Node, Node] = {}
     for node in list(graph.nodes):
         known: _Call | None = node.meta.get(_TAG) if node.users else None
-        if known is None or not all(name.of in by_name for name in _names((known.args, known.kwargs))):
+        if known is None or not all(
+            name.of in by_name for name in _names((known.args, known.kwargs))
+        ):
             by_name[node.name] = node
             continue
         with graph.inserting_before(node):
             if known.call not in made:
-                args, kwargs = tree_map_only(_Name, lambda name: by_name[name.of], (known.args, known.kwargs))
+                args, kwargs = tree_map_only(
+                    _Name, lambda name: by_name[name.of], (known.args, known.kwargs)
+                )
                 made[known.call] = graph.call_function(known.call.target, args, kwargs)  # type: ignore[arg-type]
                 made[known.call].meta = dict(known.call.meta)
             result = made[known.call]

@@ -1,9 +1,10 @@
-"""A product with an int8 weight, written in steps: numbers multiplied, then brought to scale by multiplications.
+"""A product with an int8 weight, written in steps: numbers multiplied, then brought to scale by
+multiplications.
 
-``(x_int8 @ w_int8).float() * token_scale * weight_scale``, the product in int32 or in floats, the scales in any order,
-one by one or multiplied beforehand; npu_quant_matmul without a token scale, which comes after. Only where each step is
-read by the next alone is it one product. What the token scale is worth is not decided here, nor whether the activation
-must be int8 too.
+``(x_int8 @ w_int8).float() * token_scale * weight_scale``, the product in int32 or in floats, the
+scales in any order, one by one or multiplied beforehand; npu_quant_matmul without a token scale,
+which comes after. Only where each step is read by the next alone is it one product. What the token
+scale is worth is not decided here, nor whether the activation must be int8 too.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ from mla_fusion.meta.number_formats import INT8
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 _HOLD_INT8 = (torch.int8, torch.float16, *_INTEGERS, *_WIDE)  # every one of its numbers, exactly
-_SUMS = (torch.int32, torch.int64, torch.float16, *_WIDE)  # of a bare product; a narrower integer would wrap
+# of a bare product; a narrower integer would wrap
+_SUMS = (torch.int32, torch.int64, torch.float16, *_WIDE)
 _LONGEST = 12  # nodes from the bare product to the scaled one
 _STEPS = 127  # of int8: a token scale may be max|row|, and the product divided by this at the end
 _COLUMN, _ROW = 101, 100  # labels of the weight's columns and of what is summed
 
 
 def read(product: Contraction) -> Contraction | None:
-    """The product that begins with ``product``, a bare one of integers, and ends where both its scales are on it."""
+    """The product that begins with ``product``, a bare one of integers, and ends where both its
+    scales are on it.
+    """
     node, given = product.node, product.scales
     if product.bias is not None or product.factors[0] != 1.0 or node.meta["val"].dtype not in _SUMS:
         return None
@@ -41,11 +45,14 @@ def read(product: Contraction) -> Contraction | None:
     rows = _int8_activations(product.left) or _float_activations(product.left)
     if not rows:
         return None
-    steps = _Steps(node, node.meta["val"].shape[-1], is_int8=rows[0].meta["val"].dtype == torch.int8)
+    steps = _Steps(
+        node, node.meta["val"].shape[-1], is_int8=rows[0].meta["val"].dtype == torch.int8
+    )
     if given is not None:
         if given.token is not None or given.offset is not None or given.format is not INT8:
             return None
-        if node.meta["val"].dtype != torch.int32:  # that is npu_quant_matmul's sum before it is scaled
+        # that is npu_quant_matmul's sum before it is scaled
+        if node.meta["val"].dtype != torch.int32:
             steps.weight = given.weight
     steps.walk()
     if steps.weight is None or (steps.token is None and given is not None) or len(steps.nodes) < 2:
@@ -55,7 +62,9 @@ def read(product: Contraction) -> Contraction | None:
 
 @dataclass
 class _Steps:
-    """nodes: the bare product and what it becomes, as far as it was followed; ``is_int8``: is the activation?"""
+    """nodes: the bare product and what it becomes, as far as it was followed; ``is_int8``: is the
+    activation?
+    """
 
     first: Node
     width: Any
@@ -127,10 +136,21 @@ class _Steps:
             return False
         lead = self.nodes[-1].meta["val"].shape[:-1]
         shape = value.shape
-        if self.weight is None and not divides and shape and same(shape[-1], self.width) and _ones(shape[:-1]):
+        if (
+            self.weight is None
+            and not divides
+            and shape
+            and same(shape[-1], self.width)
+            and _ones(shape[:-1])
+        ):
             self.weight = scale
             return True
-        if self.token is None and len(shape) > 1 and same(shape[-1], 1) and same_shape(shape[:-1], lead):
+        if (
+            self.token is None
+            and len(shape) > 1
+            and same(shape[-1], 1)
+            and same_shape(shape[:-1], lead)
+        ):
             self.token, self.inverse = scale, divides
             return True
         return False
@@ -161,7 +181,13 @@ def _is_linear(product: Contraction) -> bool:
     """Rows by a matrix, the columns last."""
     left, out = product.left_labels, product.out_labels
     right = _longer(product.right_labels, product.right.meta["val"].shape)
-    return len(right) == 2 and len(left) > 1 and left[-1] in right and out[:-1] == left[:-1] and out[-1] in right
+    return (
+        len(right) == 2
+        and len(left) > 1
+        and left[-1] in right
+        and out[:-1] == left[:-1]
+        and out[-1] in right
+    )
 
 
 def _int8_weight(node: Node, labels: Labels) -> tuple[Node, Labels] | None:
@@ -223,7 +249,9 @@ def _row(value: torch.Tensor) -> Any:
 
 
 def _int8_activations(node: Node) -> list[Node]:
-    """The int8 rows that the operand is a cast of, as they are before and after being reshaped, nearest first."""
+    """The int8 rows that the operand is a cast of, as they are before and after being reshaped,
+    nearest first.
+    """
     found: list[Node] = []
     for above in upward(node, _holding_int8):
         if not same(_row(above.meta["val"]), _row(node.meta["val"])):
@@ -236,13 +264,19 @@ def _int8_activations(node: Node) -> list[Node]:
 
 
 def _float_activations(node: Node) -> list[Node]:
-    """Of a product whose weight alone is int8: the rows as they are before and after being reshaped."""
+    """Of a product whose weight alone is int8: the rows as they are before and after being
+    reshaped.
+    """
     above = upward(node, lambda step: input_of(step) if _keeps_order(step) else None)
     return list(above) if node.meta["val"].is_floating_point() else []
 
 
-def _whole(product: Contraction, rows: list[Node], weight: tuple[Node, Labels], steps: _Steps) -> Contraction | None:
-    """The product whose rows are arranged as the scaled result's are; None where none of ``rows`` is."""
+def _whole(
+    product: Contraction, rows: list[Node], weight: tuple[Node, Labels], steps: _Steps
+) -> Contraction | None:
+    """The product whose rows are arranged as the scaled result's are; None where none of ``rows``
+    is.
+    """
     *inside, last = steps.nodes
     lead = last.meta["val"].shape[:-1]
     summed = product.left_labels[-1]

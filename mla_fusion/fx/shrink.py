@@ -1,9 +1,9 @@
 """Fewer tokens than the graph has: a static prefill of 4,096 tokens is probed with five.
 
-The token axis is one factor of each shape. Operators that name sizes (view, expand) are given sizes in which
-that factor is replaced; where it stands after a view follows from its stride. Where that is wrong, a step fails,
-since shapes no longer fit. That few tokens stand for all is shown by :mod:`mla_fusion.fx.tokens`; verification
-of a fusion runs at full size.
+The token axis is one factor of each shape. Operators that name sizes (view, expand) are given sizes
+in which that factor is replaced; where it stands after a view follows from its stride. Where that
+is wrong, a step fails, since shapes no longer fit. That few tokens stand for all is shown by
+:mod:`mla_fusion.fx.tokens`; verification of a fusion runs at full size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Shrink:
         return size // self.full * self.small if size % self.full == 0 else size
 
     def lead(self, shape: Sequence[int]) -> Shape:
-        """Token axes, [T] or [B, S]: the last that is the shrunk one, else the last that holds it."""
+        """Token axes, [T] or [B, S]: the last that is the shrunk one, else the last that holds
+        it.
+        """
         sizes = list(shape)
         for fits in (lambda size: size == self.full, lambda size: size % self.full == 0):
             for axis, size in reversed(list(enumerate(sizes))):

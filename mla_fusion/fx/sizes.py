@@ -1,4 +1,6 @@
-"""Symbolic sizes: a small concrete number for each symbol, and graph nodes that hold a symbolic size."""
+"""Symbolic sizes: a small concrete number for each symbol, and graph nodes that hold a symbolic
+size.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ _SYMBOLIC = frozenset((torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def is_symbolic(value: Any) -> bool:
-    return type(value) in _SYMBOLIC  # isinstance takes microseconds for a fake tensor, and this is asked everywhere
+    # isinstance takes microseconds for a fake tensor, and this is asked everywhere
+    return type(value) in _SYMBOLIC
 
 
 def same(a: Any, b: Any) -> bool:
@@ -34,7 +37,9 @@ def same(a: Any, b: Any) -> bool:
 
 
 def expression(size: Any) -> Any:
-    """A size as sympy has it, quotients that are whole for every value of their symbols written without a division."""
+    """A size as sympy has it, quotients that are whole for every value of their symbols written
+    without a division.
+    """
     if not is_symbolic(size):
         return size
     found = expression_of(size)
@@ -43,7 +48,9 @@ def expression(size: Any) -> Any:
 
 @cache
 def _without_quotients(found: sympy.Expr) -> sympy.Expr:
-    """``s ** 2 // s`` is ``s``: tokens of as many sequences as each is long, where torch gave both one symbol."""
+    """``s ** 2 // s`` is ``s``: tokens of as many sequences as each is long, where torch gave both
+    one symbol.
+    """
 
     def ratio(quotient: sympy.Expr) -> sympy.Expr:
         exact = sympy.cancel(quotient.args[0] / quotient.args[1])
@@ -58,13 +65,17 @@ def same_shape(a: Iterable[Any], b: Iterable[Any]) -> bool:
 
 
 class Binding:
-    """Binds each symbol to a small prime that no literal of the graph equals, where it can be as large.
+    """Binds each symbol to a small prime that no literal of the graph equals, where it can be as
+    large.
 
-    A slice ``[:8]`` of a token axis whose example size was 8 is then told apart from the whole axis.
+    A slice ``[:8]`` of a token axis whose example size was 8 is then told apart from the whole
+    axis.
     """
 
     def __init__(self, prepare: Callable[[Binding], None] | None = None) -> None:
-        """``prepare`` is called with the first symbolic size that is asked for: most graphs have none."""
+        """``prepare`` is called with the first symbolic size that is asked for: most graphs have
+        none.
+        """
         self._prepare = prepare
         self._free = list(_PRIMES)
         self._bound: dict[Any, int] = {}
@@ -78,9 +89,9 @@ class Binding:
     def equate(self, a: Any, b: Any) -> None:
         """Take two sizes for equal from here on: the graph runs for no others.
 
-        Solved for a symbol (``s == 2 * (s // 2)`` makes it twice its half), or for a quotient that is
-        a number then (``w // 2 == 64``; w stays what the graph was traced with). An equation that
-        has neither is left.
+        Solved for a symbol (``s == 2 * (s // 2)`` makes it twice its half), or for a quotient that
+        is a number then (``w // 2 == 64``; w stays what the graph was traced with). An equation
+        that has neither is left.
         """
         _, difference = sympy.expand(self._expr(a) - self._expr(b)).as_content_primitive()
         quotients = difference.atoms(FloorDiv)
@@ -100,16 +111,26 @@ class Binding:
             return
 
     def admit(self, sizes: Iterable[Any]) -> None:
-        """Bind symbols so that no difference among these sizes is less than 2: five tokens, of which n = 7 are cut."""
+        """Bind symbols so that no difference among these sizes is less than 2: five tokens, of
+        which n = 7 are cut.
+        """
         distinct = {expression_of(size): size for size in sizes if is_symbolic(size)}
-        differences = {expr: size for size in distinct.values() if _is_difference(expr := self._expr(size))}
+        differences = {
+            expr: size for size in distinct.values() if _is_difference(expr := self._expr(size))
+        }
         for expr, size in differences.items():
-            rising = [symbol for symbol in expr.free_symbols if expr.subs(symbol, symbol + 1) - expr == 1]
+            rising = [
+                symbol for symbol in expr.free_symbols if expr.subs(symbol, symbol + 1) - expr == 1
+            ]
             short = 2 - self.size(size)
             if short > 0 and rising:
                 symbol = min(rising, key=str)
                 least, (_, most) = self._bound[symbol] + short, bounds_of(size, symbol)
-                free = (number for number in self._free if number >= least and number not in self._bound.values())
+                free = (
+                    number
+                    for number in self._free
+                    if number >= least and number not in self._bound.values()
+                )
                 self._bound[symbol] = int(min(next(free, least), most))
 
     def same(self, a: Any, b: Any) -> bool:
@@ -132,15 +153,20 @@ class Binding:
         return sympy.sympify(expression(size)).xreplace(self._solved)
 
     def roomier(self, size: Any, least: int) -> Binding:
-        """This binding, or one in which ``size``, a symbol that stands for less, stands for ``least`` or more."""
+        """This binding, or one in which ``size``, a symbol that stands for less, stands for
+        ``least`` or more.
+        """
         if not is_symbolic(size) or not self._expr(size).is_symbol or self.size(size) >= least:
             return self
         other = copy(self)
-        other._bound = self._bound | {self._expr(size): next(n for n in count(least) if n not in self._bound.values())}
+        other._bound = self._bound | {
+            self._expr(size): next(n for n in count(least) if n not in self._bound.values())
+        }
         return other
 
     def raised(self, size: Any, least: int) -> Binding:
-        """This binding, or one in which ``size`` is ``least`` or near it: one of its symbols stands for more.
+        """This binding, or one in which ``size`` is ``least`` or near it: one of its symbols stands
+        for more.
 
         Where the graph runs for no more than so many, it stands for that.
         """
@@ -187,7 +213,11 @@ class Binding:
 
     def number(self, value: Any) -> Any:
         if isinstance(value, torch.SymFloat):
-            return float(self._at(self._expr(value))) if expression_of(value).free_symbols else float(value)
+            return (
+                float(self._at(self._expr(value)))
+                if expression_of(value).free_symbols
+                else float(value)
+            )
         if isinstance(value, torch.SymBool):
             return bool(self._at(self._expr(value)))
         return self.size(value)

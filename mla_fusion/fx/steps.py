@@ -1,7 +1,8 @@
 """Sizes that a graph's operators hold equal, though nothing in the graph says so.
 
-``mark_dynamic`` gives each tensor a symbol of its own. Element-wise operators make torch unify the symbols; the
-operators below do not, and run all the same for nothing but equal sizes (or for 1, which dynamo compiles apart).
+``mark_dynamic`` gives each tensor a symbol of its own. Element-wise operators make torch unify the
+symbols; the operators below do not, and run all the same for nothing but equal sizes (or for 1,
+which dynamo compiles apart).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ Pair = tuple[Any, Any]
 
 
 def rows_in_step(node: Node) -> Iterator[Pair]:
-    """Pairs of sizes of the node's operands that are equal whenever it runs, unless one of them is 1."""
+    """Pairs of sizes of the node's operands that are equal whenever it runs, unless one of them is
+    1.
+    """
     reader = _READERS.get(op_name(node))
     if reader is not None:
         yield from reader(node)

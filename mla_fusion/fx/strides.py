@@ -1,8 +1,10 @@
-"""A replacement may have other strides than the value it replaces, and the graph was traced for the latter.
+"""A replacement may have other strides than the value it replaces, and the graph was traced for the
+latter.
 
-A query that the model rotated head by head was dense with heads first; the kernel's is dense with tokens first, and
-handed on permuted. Most operators read either. A view of it may have to become a reshape; what leaves the graph, and
-what is read by strides of its own, gets the strides that it had.
+A query that the model rotated head by head was dense with heads first; the kernel's is dense with
+tokens first, and handed on permuted. Most operators read either. A view of it may have to become a
+reshape; what leaves the graph, and what is read by strides of its own, gets the strides that it
+had.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ aten = torch.ops.aten
 _DEMANDING = frozenset((aten.view.default, aten._unsafe_view.default))
 
 
-def follow(builder: GraphBuilder, replaced: Iterable[tuple[Node, Node]], exact_outputs: bool = True) -> None:
-    """Carry the strides of (new, old) values down the graph, and let go of what only the old ones allowed.
+def follow(
+    builder: GraphBuilder, replaced: Iterable[tuple[Node, Node]], exact_outputs: bool = True
+) -> None:
+    """Carry the strides of (new, old) values down the graph, and let go of what only the old ones
+    allowed.
 
     ``exact_outputs``: what leaves the graph gets the old strides.
     """
@@ -40,12 +45,18 @@ def follow(builder: GraphBuilder, replaced: Iterable[tuple[Node, Node]], exact_o
                 for value in node.all_input_nodes:
                     if value in traced and exact_outputs:
                         _restore(builder, value, traced[value], {node})
-            elif node not in traced and not traced.keys().isdisjoint(node.all_input_nodes) and operator_of(node).runs:
+            elif (
+                node not in traced
+                and not traced.keys().isdisjoint(node.all_input_nodes)
+                and operator_of(node).runs
+            ):
                 _carry(builder, node, traced)
 
 
 def reader(starts: Iterable[Node]) -> Node | None:
-    """The first ``as_strided`` found behind the nodes: what it reads depends on how they lie in memory."""
+    """The first ``as_strided`` found behind the nodes: what it reads depends on how they lie in
+    memory.
+    """
     stack, seen = list(starts), set[Node]()
     while stack:
         for user in stack.pop().users:
@@ -70,7 +81,9 @@ def _carry(builder: GraphBuilder, node: Node, traced: dict[Node, Any]) -> None:
 
 
 def _restore(builder: GraphBuilder, node: Node, traced: Any, readers: set[Node]) -> None:
-    """Give the readers of a node a copy of it with the strides that it had when the graph was traced."""
+    """Give the readers of a node a copy of it with the strides that it had when the graph was
+    traced.
+    """
     if not isinstance(traced, torch.Tensor):
         return
     builder.at(node.next, node.meta)

@@ -1,8 +1,8 @@
-"""Subgraphs inlined: layers that were traced once and are called, bodies under a switched-off grad or autocast mode,
-and what stands for the user's own operators (:mod:`mla_fusion.fx.registered`).
+"""Subgraphs inlined: layers that were traced once and are called, bodies under a switched-off grad
+or autocast mode, and what stands for the user's own operators (:mod:`mla_fusion.fx.registered`).
 
-A call of a subgraph is one node, so nothing of a prologue inside it can be seen. It is called once and
-unconditionally, so its nodes can take the place of the call.
+A call of a subgraph is one node, so nothing of a prologue inside it can be seen. It is called once
+and unconditionally, so its nodes can take the place of the call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class _Call:
 
     body       the get_attr node of the graph; of an operator of the user's own, its call
     operands   what its placeholders stand for
-    written    those it writes into, where the call is a function: their new values follow its own results
+    written    those it writes into, where the call is a function: their new values follow its own
+               results
     shared     other layers may call the same body, whose nodes tell of the first one only
     """
 
@@ -48,13 +49,15 @@ class _Body:
 def found(gm: GraphModule) -> bool:
     """Does ``gm.graph`` call subgraphs that can be inlined?
 
-    Calls stay where the body was traced for other shapes, or writes into its operands before it ends.
+    Calls stay where the body was traced for other shapes, or writes into its operands before it
+    ends.
     """
     return bool(_calls(gm, gm.graph, "")) or registered.found(gm.graph)
 
 
 def copied(gm: GraphModule, into: Graph | None = None) -> Graph:
-    """A copy of ``gm.graph``, to be changed: the same nodes, with those of subgraphs in place of their calls.
+    """A copy of ``gm.graph``, to be changed: the same nodes, with those of subgraphs in place of
+    their calls.
 
     ``into``: an empty graph to be filled, instead of a new one.
     """
@@ -68,9 +71,16 @@ def copied(gm: GraphModule, into: Graph | None = None) -> Graph:
 
 
 def _lay(
-    gm: GraphModule, into: Graph, graph: Graph, values: dict[Node, Any], path: str, origin: Mapping[str, Any]
+    gm: GraphModule,
+    into: Graph,
+    graph: Graph,
+    values: dict[Node, Any],
+    path: str,
+    origin: Mapping[str, Any],
 ) -> None:
-    """Copies ``graph``, which stands at ``path`` in the module, except for the nodes in ``values``; adds theirs."""
+    """Copies ``graph``, which stands at ``path`` in the module, except for the nodes in ``values``;
+    adds theirs.
+    """
     bodies = _calls(gm, graph, path)
     for node in graph.nodes:
         if node in values:
@@ -92,18 +102,27 @@ def _lay(
 
 
 def _results(
-    gm: GraphModule, into: Graph, body: _Body, outside: Mapping[Node, Any], origin: Mapping[str, Any]
+    gm: GraphModule,
+    into: Graph,
+    body: _Body,
+    outside: Mapping[Node, Any],
+    origin: Mapping[str, Any],
 ) -> list[Any]:
     graph, call = body.graph, body.call
     (output,) = graph.find_nodes(op="output")
     copies = _last_copies(graph) if call.written else []
     inputs = graph.find_nodes(op="placeholder")
     given = (_value(outside, operand) for operand in call.operands)
-    values: dict[Node, Any] = dict.fromkeys((output, *copies)) | dict(zip(inputs, given, strict=True))
+    values: dict[Node, Any] = dict.fromkeys((output, *copies)) | dict(
+        zip(inputs, given, strict=True)
+    )
     _lay(gm, into, graph, values, f"{body.path}.", body.origin or origin)
     new = {values[node.args[0]]: _value(values, node.args[1]) for node in copies}  # type: ignore[index]
     written = (_value(outside, base) for base in call.written)
-    return [*(_value(values, item) for item in output.args[0]), *(new.get(base, base) for base in written)]
+    return [
+        *(_value(values, item) for item in output.args[0]),
+        *(new.get(base, base) for base in written),
+    ]
 
 
 def _value(values: Mapping[Node, Any], item: Any) -> Any:
@@ -140,14 +159,18 @@ def _fits(graph: Graph, call: _Call) -> bool:
         return True
     copies = _last_copies(graph)
     targets = [node.args[0] for node in copies]
-    written = [node for node, operand in zip(inputs, call.operands, strict=True) if operand in call.written]
+    written = [
+        node for node, operand in zip(inputs, call.operands, strict=True) if operand in call.written
+    ]
     effects = [node for node in graph.nodes if node.op == "call_function" and is_mutating(node)]
     return effects == copies and len(set(targets)) == len(targets) and set(targets) <= set(written)
 
 
 def _alike(placeholder: Node, operand: Any) -> bool:
     traced = placeholder.meta.get("val")
-    return _description(traced) == _description(operand.meta.get("val") if isinstance(operand, Node) else operand)
+    return _description(traced) == _description(
+        operand.meta.get("val") if isinstance(operand, Node) else operand
+    )
 
 
 def _description(value: Any) -> tuple[str, str]:
@@ -158,7 +181,9 @@ def _last_copies(graph: Graph) -> list[Node]:
     """The copies into operands that end a body which has been made a function."""
     copies: list[Node] = []
     for node in list(graph.nodes)[-2::-1]:
-        is_copy = op_name(node) == "aten::copy_" and isinstance(node.args[0], Node) and not node.users
+        is_copy = (
+            op_name(node) == "aten::copy_" and isinstance(node.args[0], Node) and not node.users
+        )
         if not is_copy or node.args[0].op != "placeholder":
             break
         copies.insert(0, node)
@@ -178,14 +203,23 @@ def _invoked(node: Node) -> _Call | None:
 
 
 def _functionalised(node: Node) -> _Call | None:
-    """``arg<i>``, or the base that it is one with; a base that an operand is a part of is left alone."""
+    """``arg<i>``, or the base that it is one with; a base that an operand is a part of is left
+    alone.
+    """
     given, bases = node.kwargs, node.kwargs.get("_all_bases")
     body = given.get("subgraph")
-    if _name(node.args[0]) != "invoke_subgraph" or not isinstance(body, Node) or not isinstance(bases, Sequence):
+    if (
+        _name(node.args[0]) != "invoke_subgraph"
+        or not isinstance(body, Node)
+        or not isinstance(bases, Sequence)
+    ):
         return None
     operands: dict[int, Any] = {}
     for key, value in given.items():
-        direct, base, view = (re.fullmatch(form, key) for form in (r"arg(\d+)", r"_arg(\d+)_base_index", r"_arg\d+_.*"))
+        direct, base, view = (
+            re.fullmatch(form, key)
+            for form in (r"arg(\d+)", r"_arg(\d+)_base_index", r"_arg\d+_.*")
+        )
         if direct:
             operands[int(direct[1])] = value
         elif base:

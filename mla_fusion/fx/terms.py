@@ -1,8 +1,9 @@
-"""Integers as terms: positions, slots, block tables and masks are compared by what they are computed from.
+"""Integers as terms: positions, slots, block tables and masks are compared by what they are
+computed from.
 
-Two values are equal where their terms are: the same operators on the same inputs, after a short list of exact rules.
-What no rule makes equal counts as different, whatever numbers a probe would show. A float made of an integer is a term
-too.
+Two values are equal where their terms are: the same operators on the same inputs, after a short
+list of exact rules. What no rule makes equal counts as different, whatever numbers a probe would
+show. A float made of an integer is a term too.
 
     (s // b) * b + s % b = s            s - (s // b) * b = s % b              for b > 0
     s >> k = s // 2 ** k                s & (2 ** k - 1) = s % 2 ** k         s << k = s * 2 ** k
@@ -33,7 +34,9 @@ Term = tuple[Any, ...]
 
 
 class Terms:
-    """The terms of one view's nodes. A term stands for the elements in their order; the shape is the node's."""
+    """The terms of one view's nodes. A term stands for the elements in their order; the shape is
+    the node's.
+    """
 
     def __init__(self, view: Indexed, ranges: Ranges) -> None:
         self._view = view
@@ -63,11 +66,17 @@ class Terms:
     def quotient_and_remainder(self, block: Node, offset: Node, size: int) -> int | None:
         """The number of ``s`` where the nodes are ``s // size`` and ``s % size``."""
         quotient, remainder = self.term(block), self.term(offset)
-        fit = quotient[:1] == ("floordiv",) and remainder[:1] == ("mod",) and quotient[1:] == remainder[1:]
+        fit = (
+            quotient[:1] == ("floordiv",)
+            and remainder[:1] == ("mod",)
+            and quotient[1:] == remainder[1:]
+        )
         return quotient[1] if fit and quotient[2] == size else None
 
     def are_apart(self, block: Node, place: Node) -> bool:
-        """Are the nodes ``s // b`` and ``(s + k) % b``, either first, which tell any two different ``s`` apart?"""
+        """Are the nodes ``s // b`` and ``(s + k) % b``, either first, which tell any two different
+        ``s`` apart?
+        """
         quotient, remainder = self.term(block), self.term(place)
         if quotient[0] == "mod":
             quotient, remainder = remainder, quotient
@@ -92,7 +101,9 @@ class Terms:
         if literal is not None:
             return self._intern(("literal", literal))
         source = node.args[0] if node.args else None
-        if isinstance(source, Node) and (is_reshape(node) or (is_cast(node) and self._keeps_numbers(node, source))):
+        if isinstance(source, Node) and (
+            is_reshape(node) or (is_cast(node) and self._keeps_numbers(node, source))
+        ):
             return self._given(source)
         part = _part_of_stack(node)
         if part is not None and part in self._of:
@@ -124,7 +135,9 @@ class Terms:
         return self._intern(("call", call, *named))
 
     def _arithmetic(self, node: Node, name: str) -> int | None:
-        """Sums, products, quotients and remainders of integers, where nothing is broadcast but a single number."""
+        """Sums, products, quotients and remainders of integers, where nothing is broadcast but a
+        single number.
+        """
         if len(node.args) < 2:
             return None
         left, right = (self._operand(node, value) for value in node.args[:2])
@@ -138,7 +151,9 @@ class Terms:
         if name == "aten::mul":
             return self._product(a, first, b, second, node)
         if name in _SHIFTS and second is not None and 0 <= second < 62:
-            return self._product(a, first, self._intern(("literal", 1 << second)), 1 << second, node)
+            return self._product(
+                a, first, self._intern(("literal", 1 << second)), 1 << second, node
+            )
         if second is None or second <= 0:
             return None
         if name in ("aten::bitwise_right_shift", "aten::__rshift__") and second < 62:
@@ -147,7 +162,9 @@ class Terms:
             return self._intern(("mod", a, second + 1))
         if name == "aten::floor_divide" or self._floors(node, name):
             return self._intern(("floordiv", a, second))
-        if name == "aten::remainder" or (name == "aten::fmod" and self._ranges.of(node.args[0])[0] >= 0):
+        if name == "aten::remainder" or (
+            name == "aten::fmod" and self._ranges.of(node.args[0])[0] >= 0
+        ):
             return self._intern(("mod", a, second))
         return None
 
@@ -158,7 +175,9 @@ class Terms:
         return mode == "floor" or (mode == "trunc" and self._ranges.of(node.args[0])[0] >= 0)
 
     def _operand(self, node: Node, value: Any) -> tuple[int, int | None] | None:
-        """The number of an operand's term, and its value where it is a literal; None where it is broadcast."""
+        """The number of an operand's term, and its value where it is a literal; None where it is
+        broadcast.
+        """
         if isinstance(value, bool) or not isinstance(value, (int, Node)):
             return None
         if isinstance(value, int):
@@ -240,13 +259,21 @@ class Terms:
             return None
         program = Program([], nodes_between((), node), self._view.binding, exact=True)
         found = program.run([])[program.slot(node)]
-        return int(found.reshape(())) if isinstance(found, torch.Tensor) and found.numel() == 1 else None
+        return (
+            int(found.reshape(()))
+            if isinstance(found, torch.Tensor) and found.numel() == 1
+            else None
+        )
 
 
 def _part_of_stack(node: Node) -> Node | None:
     """``stack([a, b])[0]`` is ``a``."""
     source = node.args[0] if node.args else None
-    if op_name(node) != "aten::select" or not isinstance(source, Node) or op_name(source) != "aten::stack":
+    if (
+        op_name(node) != "aten::select"
+        or not isinstance(source, Node)
+        or op_name(source) != "aten::stack"
+    ):
         return None
     index, parts = argument(node, "index"), source.args[0]
     if not isinstance(index, int) or not isinstance(parts, (list, tuple)):
@@ -259,7 +286,9 @@ def _part_of_stack(node: Node) -> Node | None:
 
 
 def _rows_of_table(node: Node) -> tuple[Node, Node] | None:
-    """The table and the index of ``table[index]``, however it is written: whole rows, by one tensor of integers."""
+    """The table and the index of ``table[index]``, however it is written: whole rows, by one tensor
+    of integers.
+    """
     name = op_name(node)
     if name in ("aten::index", "aten::_unsafe_index") and isinstance(node.args[1], (list, tuple)):
         table, index = node.args[0], node.args[1][0] if len(node.args[1]) == 1 else None

@@ -1,4 +1,6 @@
-"""One axis of tokens: where it stands in each node, and what the rules of the operators ask of it."""
+"""One axis of tokens: where it stands in each node, and what the rules of the operators ask of
+it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ Shape = Sequence[Size]
 
 @dataclass(frozen=True)
 class Place:
-    """The tokens are in ``axis``, which may also hold ``inner`` other elements for each token (as rows of [T * N])."""
+    """The tokens are in ``axis``, which may also hold ``inner`` other elements for each token (as
+    rows of [T * N]).
+    """
 
     axis: int
     inner: Any = 1  # int, or a sympy expression
@@ -47,10 +51,16 @@ class Break(Exception):
 
 
 class TokenAxis(ABC):
-    """One axis of tokens (all of them, or the sequences, or the positions of each) through the nodes of a view."""
+    """One axis of tokens (all of them, or the sequences, or the positions of each) through the
+    nodes of a view.
+    """
 
     def __init__(
-        self, size: Size, inner: Any = 1, meaning: Callable[[Size], Any] = expression, behind: int = 0
+        self,
+        size: Size,
+        inner: Any = 1,
+        meaning: Callable[[Size], Any] = expression,
+        behind: int = 0,
     ) -> None:
         """
         inner    how many tokens stand between two of this axis where all token axes are one
@@ -101,7 +111,9 @@ class TokenAxis(ABC):
         return sum(isinstance(state, Place) for state in self._states.values())
 
     def follow(self, nodes: Iterable[Node]) -> None:
-        """Carry the axis through nodes in graph order; what comes in from elsewhere has been started."""
+        """Carry the axis through nodes in graph order; what comes in from elsewhere has been
+        started.
+        """
         for node in nodes:
             if node not in self._states:
                 self._states[node] = self._after(node)
@@ -139,7 +151,9 @@ class TokenAxis(ABC):
         return state
 
     def _elementwise(self, node: Node, operands: Sequence[Node]) -> Place:
-        """Operands are aligned at their last axes; all that have the tokens have them in one axis."""
+        """Operands are aligned at their last axes; all that have the tokens have them in one
+        axis.
+        """
         rank = len(shape_of(node))
         found: Place | None = None
         for operand in operands:
@@ -147,13 +161,18 @@ class TokenAxis(ABC):
             if isinstance(state, Place):
                 here = replace(state, axis=state.axis + rank - len(shape_of(operand)))
                 if found is not None and found != here:
-                    raise Break(f"{node.name} ({node.target}) meets tokens at axes {found.axis} and {here.axis}")
+                    raise Break(
+                        f"{node.name} ({node.target}) meets tokens at axes {found.axis} "
+                        f"and {here.axis}"
+                    )
                 found = here
         if found is None:
             raise Break(f"{node.name} has no axis of tokens")
         for operand in operands:
             if not isinstance(self._states.get(operand), Place):
-                self._check_same(node, operand, replace(found, axis=found.axis - rank + len(shape_of(operand))))
+                self._check_same(
+                    node, operand, replace(found, axis=found.axis - rank + len(shape_of(operand)))
+                )
         return found
 
     def _check_same(self, node: Node, operand: Node, place: Place) -> None:
@@ -162,7 +181,9 @@ class TokenAxis(ABC):
             return
         if self._is_spread(operand, place):
             return
-        raise Break(f"{operand.name} has a value of its own for each token at {node.name} ({node.target})")
+        raise Break(
+            f"{operand.name} has a value of its own for each token at {node.name} ({node.target})"
+        )
 
     def _is_spread(self, node: Node, place: Place) -> bool:
         """Was the axis made by an expand of one that is 1 long?"""
@@ -182,10 +203,15 @@ class TokenAxis(ABC):
 
     def _reshaped(self, place: Place, before: Shape, after: Shape) -> Place | None:
         """Where the tokens stand once a value of one shape has another."""
-        step = place.inner * count_of(before[place.axis + 1 :], self.meaning)  # elements from one token to the next
+        # elements from one token to the next
+        step = place.inner * count_of(before[place.axis + 1 :], self.meaning)
         for axis, size in enumerate(after):
             inner = divided(step, count_of(after[axis + 1 :], self.meaning))
-            if inner is not None and not is_one(size) and divides(self.size * inner, self.meaning(size)):
+            if (
+                inner is not None
+                and not is_one(size)
+                and divides(self.size * inner, self.meaning(size))
+            ):
                 return Place(axis, inner)
         return None
 
@@ -236,12 +262,19 @@ def is_empty(node: Node) -> bool:
 
 def is_uniform(node: Node) -> bool:
     """Is every element the same number: a fill, views of one, or multiples?"""
-    *views, base = upward(node, lambda step: input_of(step) if op_name(step) == "aten::slice" else repeats(step))
+    *views, base = upward(
+        node, lambda step: input_of(step) if op_name(step) == "aten::slice" else repeats(step)
+    )
     if filled_with(base) is not None or op_name(base) in _FILLS:
         return True
     if op_name(base) in ELEMENTWISE_SCALING and (operands := base.all_input_nodes):
-        return all(is_symbolic(operand.meta.get("val")) or is_uniform(operand) for operand in operands)
-    return any(all(is_one(size) for size in shape_of(source)) for source in (*views[1:], *([base] if views else ())))
+        return all(
+            is_symbolic(operand.meta.get("val")) or is_uniform(operand) for operand in operands
+        )
+    return any(
+        all(is_one(size) for size in shape_of(source))
+        for source in (*views[1:], *([base] if views else ()))
+    )
 
 
 _FILLS = frozenset("aten::zeros aten::ones aten::full aten::scalar_tensor aten::new_full".split())

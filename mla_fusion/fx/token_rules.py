@@ -1,4 +1,6 @@
-"""The rules by which the token axis passes each kind of step: a table of operators, a method for each rule."""
+"""The rules by which the token axis passes each kind of step: a table of operators, a method for
+each rule.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,18 @@ from torch.fx import Node
 from mla_fusion.fx import contraction
 from mla_fusion.fx.kinds import argument, is_cast, is_getitem, is_reshape, named_axes, op_name
 from mla_fusion.fx.operators import CASTS, ELEMENTWISE, SELECTIONS
-from mla_fusion.fx.token_axis import SAME, Break, Place, Size, State, TokenAxis, equal, is_empty, is_uniform, shape_of
+from mla_fusion.fx.token_axis import (
+    SAME,
+    Break,
+    Place,
+    Size,
+    State,
+    TokenAxis,
+    equal,
+    is_empty,
+    is_uniform,
+    shape_of,
+)
 from mla_fusion.fx.walk import EXPANDS
 
 
@@ -40,7 +53,9 @@ class RuledAxis(TokenAxis):
         place = self._reshaped(self._place(source), before, after)
         if place is not None:
             return place
-        raise Break(f"{node.name} ({node.target}) takes {list(before)} for {list(after)}, across tokens")
+        raise Break(
+            f"{node.name} ({node.target}) takes {list(before)} for {list(after)}, across tokens"
+        )
 
     def _permuted(self, node: Node) -> Place:
         place, rank = self._place(node.args[0]), len(shape_of(node))
@@ -72,7 +87,10 @@ class RuledAxis(TokenAxis):
     def _quantised(self, node: Node) -> Place:
         """Values, and scales of each row's own: of a whole row, or of blocks along an ``axis``."""
         place, rank = self._place(node.args[0]), len(shape_of(node))
-        per_row = argument(node, "quant_mode", "pertoken") == "pertoken" and argument(node, "group_index") is None
+        per_row = (
+            argument(node, "quant_mode", "pertoken") == "pertoken"
+            and argument(node, "group_index") is None
+        )
         if place.axis == int(argument(node, "axis", -1)) % rank or not per_row:
             raise Break(f"{node.name} ({node.target}) has one scale for many tokens")
         return place
@@ -90,7 +108,9 @@ class RuledAxis(TokenAxis):
         if isinstance(value, (tuple, list)):
             return len(value) == 1
         axis = int(argument(node, "dim", 0))
-        return equal(self.meaning(value.shape[axis]), self.meaning(size)) and argument(node, "step", 1) in (1, None)
+        return equal(self.meaning(value.shape[axis]), self.meaning(size)) and argument(
+            node, "step", 1
+        ) in (1, None)
 
     @staticmethod
     def _along(node: Node, name: str = "dim") -> list[int]:
@@ -101,12 +121,18 @@ class RuledAxis(TokenAxis):
         if place.axis in axes:
             raise Break(f"{node.name} ({node.target}) reduces along the tokens")
         kept = bool(argument(node, "keepdim", False))
-        return place if kept else replace(place, axis=place.axis - sum(axis < place.axis for axis in axes))
+        return (
+            place
+            if kept
+            else replace(place, axis=place.axis - sum(axis < place.axis for axis in axes))
+        )
 
     def _within_rows(self, node: Node) -> Place:
         """Of softmax, cumsum, flip and the like: along other axes, the shape stays."""
         place = self._place(node.args[0])
-        if place.axis in self._along(node, "dims" if op_name(node) in ("aten::flip", "aten::roll") else "dim"):
+        if place.axis in self._along(
+            node, "dims" if op_name(node) in ("aten::flip", "aten::roll") else "dim"
+        ):
             raise Break(f"{node.name} ({node.target}) goes along the tokens")
         return place
 
@@ -115,7 +141,11 @@ class RuledAxis(TokenAxis):
         place, rank = self._place(node.args[0]), len(shape_of(node.args[0]))
         shape = argument(node, "normalized_shape")
         weight = argument(node, "weight") or argument(node, "gamma")
-        last = len(shape) if shape is not None else max(1, len(shape_of(weight)) if isinstance(weight, Node) else 1)
+        last = (
+            len(shape)
+            if shape is not None
+            else max(1, len(shape_of(weight)) if isinstance(weight, Node) else 1)
+        )
         if place.axis >= rank - last:
             raise Break(f"{node.name} ({node.target}) is a norm along the tokens")
         for operand in node.all_input_nodes[1:]:
@@ -183,7 +213,9 @@ class RuledAxis(TokenAxis):
         base, source = node.args[:2]
         assert isinstance(base, Node) and isinstance(source, Node)
         if op_name(node) == "aten::copy":
-            return self._elementwise(node, [source, *([base] if isinstance(self._states.get(base), Place) else [])])
+            return self._elementwise(
+                node, [source, *([base] if isinstance(self._states.get(base), Place) else [])]
+            )
         rank = len(shape_of(node))
         axis = int(argument(node, "dim", 0)) % rank
         selects = op_name(node) == "aten::select_scatter"
@@ -191,7 +223,9 @@ class RuledAxis(TokenAxis):
         for operand, shift in ((base, 0), (source, int(selects))):
             state = self._states.get(operand)
             if isinstance(state, Place):
-                found.add(replace(state, axis=state.axis + (shift if shift and axis <= state.axis else 0)))
+                found.add(
+                    replace(state, axis=state.axis + (shift if shift and axis <= state.axis else 0))
+                )
         if len(found) != 1:
             raise Break(f"{node.name} ({node.target}) meets tokens at several axes")
         place = found.pop()
@@ -199,7 +233,10 @@ class RuledAxis(TokenAxis):
             raise Break(f"{node.name} ({node.target}) overwrites some of the tokens")
         for operand in (base, source):
             if not isinstance(self._states.get(operand), Place) and not is_uniform(operand):
-                raise Break(f"{operand.name} has a value of its own for each token at {node.name} ({node.target})")
+                raise Break(
+                    f"{operand.name} has a value of its own for each token at {node.name} "
+                    f"({node.target})"
+                )
         return place
 
     def _keeps_slice(self, node: Node, base: Node) -> bool:
@@ -229,23 +266,36 @@ Rule = Callable[[RuledAxis, Node], State]
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(("aten::permute", "aten::permute_copy"), RuledAxis._permuted),
     **dict.fromkeys(
-        ("aten::transpose", "aten::transpose_copy", "aten::t", "aten::t_copy", "aten::swapaxes", "aten::swapdims"),
+        (
+            "aten::transpose",
+            "aten::transpose_copy",
+            "aten::t",
+            "aten::t_copy",
+            "aten::swapaxes",
+            "aten::swapdims",
+        ),
         RuledAxis._transposed,
     ),
     **dict.fromkeys(EXPANDS, RuledAxis._expanded),
     **dict.fromkeys(SELECTIONS, RuledAxis._sliced),
-    **dict.fromkeys(("aten::select", "aten::select_copy", "aten::unbind", "aten::unbind_copy"), RuledAxis._selected),
     **dict.fromkeys(
-        "aten::sum aten::mean aten::var aten::std aten::linalg_vector_norm aten::norm aten::logsumexp aten::prod "
+        ("aten::select", "aten::select_copy", "aten::unbind", "aten::unbind_copy"),
+        RuledAxis._selected,
+    ),
+    **dict.fromkeys(
+        "aten::sum aten::mean aten::var aten::std aten::linalg_vector_norm aten::norm "
+        "aten::logsumexp aten::prod "
         "aten::amax aten::amin".split(),
         RuledAxis._reduced,
     ),
     **dict.fromkeys(
-        "aten::_softmax aten::softmax aten::_log_softmax aten::log_softmax aten::cumsum aten::flip aten::roll".split(),
+        "aten::_softmax aten::softmax aten::_log_softmax aten::log_softmax aten::cumsum "
+        "aten::flip aten::roll".split(),
         RuledAxis._within_rows,
     ),
     **dict.fromkeys(
-        "aten::rms_norm aten::_fused_rms_norm aten::layer_norm aten::native_layer_norm npu::npu_rms_norm "
+        "aten::rms_norm aten::_fused_rms_norm aten::layer_norm aten::native_layer_norm "
+        "npu::npu_rms_norm "
         "npu::npu_add_rms_norm".split(),
         RuledAxis._normed,
     ),
@@ -257,5 +307,7 @@ _RULES: dict[str, Rule] = {
     "aten::index_select": RuledAxis._index_selected,
     "npu::npu_dynamic_quant": RuledAxis._quantised,
     "npu::npu_dynamic_mx_quant": RuledAxis._quantised,
-    **dict.fromkeys(("aten::slice_scatter", "aten::select_scatter", "aten::copy"), RuledAxis._written),
+    **dict.fromkeys(
+        ("aten::slice_scatter", "aten::select_scatter", "aten::copy"), RuledAxis._written
+    ),
 }

@@ -1,9 +1,10 @@
-"""The token axis, proved: in which axis of each node the tokens stand, as long as every step keeps them apart.
+"""The token axis, proved: in which axis of each node the tokens stand, as long as every step keeps
+them apart.
 
-A graph of 4,096 tokens, or of a symbolic number, is probed with five. What five show holds for all where the token
-axis is a batch axis of every step: no step reduces, slices, joins or rolls along it, and no literal has a value of its
-own for each token. Where it stands is carried from step to step; a step for which no rule says where it goes breaks
-the proof.
+A graph of 4,096 tokens, or of a symbolic number, is probed with five. What five show holds for all
+where the token axis is a batch axis of every step: no step reduces, slices, joins or rolls along
+it, and no literal has a value of its own for each token. Where it stands is carried from step to
+step; a step for which no rule says where it goes breaks the proof.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from mla_fusion.fx.token_rules import RuledAxis
 
 
 class Tokens:
-    """The token axes of a view that are probed shorter than they are: symbolic ones, and one that is shrunk.
+    """The token axes of a view that are probed shorter than they are: symbolic ones, and one that
+    is shrunk.
 
     Empty where every token is probed; then nothing needs a proof.
     """
@@ -34,7 +36,10 @@ class Tokens:
 
     @classmethod
     def of(
-        cls, tensors: Sequence[Node], steps: Sequence[Node], meaning: Callable[[Any], Any] = expression
+        cls,
+        tensors: Sequence[Node],
+        steps: Sequence[Node],
+        meaning: Callable[[Any], Any] = expression,
     ) -> Tokens:
         """Every symbolic axis of the tensors, followed through the steps that are made of these."""
         found = cls(None, meaning)
@@ -48,7 +53,9 @@ class Tokens:
         return bool(self._axes)
 
     def start(self, product: Node, lead: Shape, axes: Sequence[int]) -> None:
-        """``lead``: the token axes before any were merged; ``axes``: where they stand in the product, in order."""
+        """``lead``: the token axes before any were merged; ``axes``: where they stand in the
+        product, in order.
+        """
         shape, sizes, probed = shape_of(product), [self._meaning(size) for size in lead], []
         for at, size in enumerate(sizes):
             if not (isinstance(size, sympy.Expr) or self._is_shrunk(lead, at)):
@@ -59,7 +66,9 @@ class Tokens:
             new = RuledAxis(lead[at], after, self._meaning, behind=key[1])
             axis = self._axes.setdefault(key, new)
             for place, standing in enumerate(axes):
-                inner = divided(after, count_of([shape[other] for other in axes[place + 1 :]], self._meaning))
+                inner = divided(
+                    after, count_of([shape[other] for other in axes[place + 1 :]], self._meaning)
+                )
                 if inner is not None and divides(axis.size * inner, self._meaning(shape[standing])):
                     axis.start(product, Place(standing, inner))
                     break
@@ -67,13 +76,17 @@ class Tokens:
             self._of_product[product] = frozenset(probed)
 
     def among(self, products: Iterable[Node]) -> Tokens:
-        """Those of these products alone: a graph may have several kinds (rows that decode, rows that are prefilled).
+        """Those of these products alone: a graph may have several kinds (rows that decode, rows
+        that are prefilled).
 
-        All of them for a product that is probed shorter than it is along an axis that nothing follows.
+        All of them for a product that is probed shorter than it is along an axis that nothing
+        follows.
         """
         own = [self._of_product.get(product, self._axes.keys()) for product in products]
         found = Tokens(self._shrink, self._meaning)
-        found._axes = {key: axis for key, axis in self._axes.items() if any(key in keys for keys in own)}
+        found._axes = {
+            key: axis for key, axis in self._axes.items() if any(key in keys for keys in own)
+        }
         return found
 
     def _is_shrunk(self, lead: Shape, at: int) -> bool:
@@ -95,7 +108,9 @@ class Tokens:
     def copy(self, move: Mapping[Node, Node]) -> None:
         for axis in self._axes.values():
             axis.copy(move)
-        self._of_product |= {move[node]: keys for node, keys in self._of_product.items() if node in move}
+        self._of_product |= {
+            move[node]: keys for node, keys in self._of_product.items() if node in move
+        }
 
     def broken(self, node: Node) -> Broken | None:
         """The step above the node, or at it, that does not keep the tokens apart."""
@@ -103,8 +118,13 @@ class Tokens:
         return next((state for state in states if isinstance(state, Broken)), None)
 
     def summary(self) -> str:
-        """Which axes are tokens', and through how many nodes they were followed; "" where none had to be."""
-        axes = (f"axis of {axis.size}: followed through {axis.followed} nodes" for axis in self._axes.values())
+        """Which axes are tokens', and through how many nodes they were followed; "" where none had
+        to be.
+        """
+        axes = (
+            f"axis of {axis.size}: followed through {axis.followed} nodes"
+            for axis in self._axes.values()
+        )
         return "; ".join(axes)
 
     def knows(self, node: Node) -> bool:

@@ -47,16 +47,20 @@ from mla_fusion.fx.walk import peel, upward, views_and_model_casts
 
 _NOTHING: frozenset[Node] = frozenset()
 _SEQUENCES = (tuple, list, immutable_list)
-_MANY = 4  # a value that mixes more products than this (a residual stream) counts as a source of its own
+# a value that mixes more products than this (a residual stream) counts as a source of its own
+_MANY = 4
 
 
 class View:
     """``gm.graph``, indexed.
 
     contractions   every matrix product over more than one element, in graph order
-    sources(n)     the products and barriers whose result reaches ``n`` through movement and analytic steps alone
-    members(p)     the nodes that such steps alone make of product ``p``, in graph order: what probes can prove
-    barriers       why nothing is known behind a node: it picks by values, draws random numbers, or is unknown
+    sources(n)     the products and barriers whose result reaches ``n`` through movement and
+                   analytic steps alone
+    members(p)     the nodes that such steps alone make of product ``p``, in graph order: what
+                   probes can prove
+    barriers       why nothing is known behind a node: it picks by values, draws random numbers, or
+                   is unknown
     effects        nodes whose schema says that they change an argument
     same(a, b)     do two nodes compute the same value (equal operators on equal inputs)?
     """
@@ -75,9 +79,12 @@ class View:
         self.steps = Steps(self, self.ranges)
         self._calls: dict[Node, tuple[int, list[Node]]] = {}
         self._number: dict[Node, int] = {}
-        self._in_steps: dict[Node, Contraction] = {}  # int8 products that plain nodes scale, by their last node
+        # int8 products that plain nodes scale, by their last node
+        self._in_steps: dict[Node, Contraction] = {}
         self._inside_products: set[Node] = set()
-        self.effects = [node for node in self.nodes if node.op == "call_function" and is_mutating(node)]
+        self.effects = [
+            node for node in self.nodes if node.op == "call_function" and is_mutating(node)
+        ]
         self._read()
 
     def _read(self) -> None:
@@ -119,7 +126,11 @@ class View:
             return frozenset((node,))
         operator = operator_of(node)
         if not operator.runs or (operator.writer and not self._writes_into_own(node)):
-            why = "writes to memory that is not its own" if operator.writer else "has no kernel that probes could run"
+            why = (
+                "writes to memory that is not its own"
+                if operator.writer
+                else "has no kernel that probes could run"
+            )
             unknown = Barrier("step.unknown", f"{node.name} ({node.target}) {why}")
             self.barriers[node] = self.steps.barrier(node) or unknown
             return frozenset((node,))
@@ -146,8 +157,9 @@ class View:
         return sources if few else frozenset((node,))
 
     def _is_arithmetic(self, product: Contraction) -> bool:
-        """A product that no weight takes part in: of very few terms (frequencies times positions, 2x2 rotations), by a
-        matrix of literals (signs, a mean), or of a value with itself (the squares of a norm).
+        """A product that no weight takes part in: of very few terms (frequencies times positions,
+        2x2 rotations), by a matrix of literals (signs, a mean), or of a value with itself (the
+        squares of a norm).
         """
         left, right = product.left, product.right
         if _sums_few(product):
@@ -161,20 +173,27 @@ class View:
     def _one_activation(self, joined: Contraction) -> bool:
         """Do all parts multiply one value, none of them a slice of it, by weights?"""
         first, *others = (self._number[_unreshaped(part.left)] for part in joined.pieces)
-        return all(other == first for other in others) and not any(self._sources[part.right] for part in joined.pieces)
+        return all(other == first for other in others) and not any(
+            self._sources[part.right] for part in joined.pieces
+        )
 
     def _writes_into_own(self, node: Node) -> bool:
-        """``q[..., D:] = rope(q)`` writes into a value of its own making, or of literals; a cache write does not."""
+        """``q[..., D:] = rope(q)`` writes into a value of its own making, or of literals; a cache
+        write does not.
+        """
         base = node.args[0]
         others = [arg for arg in node.all_input_nodes if arg is not base]
         if not isinstance(base, Node):
             return False
         if op_name(node) == "aten::copy":  # only the shape of what it overwrites matters
             return True
-        return base in self._constant or any(self._sources[base] & self._sources[arg] for arg in others)
+        return base in self._constant or any(
+            self._sources[base] & self._sources[arg] for arg in others
+        )
 
     def _call_key(self, node: Node, inputs: list[Node]) -> Any:
-        """Equal for nodes that do the same to their inputs, which go to ``inputs``; a literal is (type, literal).
+        """Equal for nodes that do the same to their inputs, which go to ``inputs``; a literal is
+        (type, literal).
 
         What has an effect, or is random, is like nothing else.
         """
@@ -183,7 +202,8 @@ class View:
             return node.op, node.target if node.op == "get_attr" else node
         try:
             key: list[Any] = [operator]
-            for arg in node.args:  # most are nodes, and a call for each would be a tenth of the view's time
+            # most are nodes, and a call for each would be a tenth of the view's time
+            for arg in node.args:
                 if type(arg) is Node:
                     inputs.append(arg)
                     key.append(Node)
@@ -226,7 +246,9 @@ class View:
         return self.steps.barrier(node) is not None or size_among_numbers(node) is not None
 
     def reaches(self, source: Node, node: Node) -> bool:
-        """Is the node made of ``source`` by operators that can be run on probes, choices among them?"""
+        """Is the node made of ``source`` by operators that can be run on probes, choices among
+        them?
+        """
         seen, stack = set[Node](), [node]
         while stack:
             for found in self._sources[stack.pop()]:
@@ -238,20 +260,30 @@ class View:
         return False
 
     def squares_of(self, node: Node) -> Node | None:
-        """The value of whose products with itself the node is the sums: ``einsum("tc,tc->t", u, u)``, rows by their own
-        columns, or the diagonal of ``u @ u.T``. None for any other node.
+        """The value of whose products with itself the node is the sums: ``einsum("tc,tc->t", u,
+        u)``, rows by their own columns, or the diagonal of ``u @ u.T``. None for any other node.
         """
         on_diagonal = op_name(node) == "aten::diagonal" and argument(node, "offset", 0) == 0
-        product = contraction.read(node.args[0] if on_diagonal and isinstance(node.args[0], Node) else node)
+        product = contraction.read(
+            node.args[0] if on_diagonal and isinstance(node.args[0], Node) else node
+        )
         if product is None or product.bias is not None or product.scales is not None:
             return None
         left, right = (_long_axes(labels, side) for labels, side in _sides(product))
         if on_diagonal:
-            first, second = (argument(node, name, at) % 2 for name, at in (("dim1", 0), ("dim2", 1)))
+            first, second = (
+                argument(node, name, at) % 2 for name, at in (("dim1", 0), ("dim2", 1))
+            )
             if len(product.out_labels) != 2 or first == second:
                 return None
-            right = tuple(product.out_labels[0] if label == product.out_labels[1] else label for label in right)
-        if sorted(left) != sorted(right) or self._number[peel(product.left)] != self._number[peel(product.right)]:
+            right = tuple(
+                product.out_labels[0] if label == product.out_labels[1] else label
+                for label in right
+            )
+        if (
+            sorted(left) != sorted(right)
+            or self._number[peel(product.left)] != self._number[peel(product.right)]
+        ):
             return None
         codes = [self._codes_of(peel(side), side) for _, side in _sides(product)]
         if codes[0] is None or codes[1] is None:
@@ -267,7 +299,11 @@ class View:
         codes = self._codes_of(base, node)
         in_order = codes is not None and torch.equal(codes.reshape(-1), torch.arange(codes.numel()))
         whole = same(math.prod(base.meta["val"].shape), math.prod(node.meta["val"].shape))
-        return in_order and whole and Tokens.of((base,), between, self.binding.meaning).broken(node) is None
+        return (
+            in_order
+            and whole
+            and Tokens.of((base,), between, self.binding.meaning).broken(node) is None
+        )
 
     def _codes_of(self, base: Node, node: Node) -> torch.Tensor | None:
         """Which element of ``base`` each element of a view of it is."""
@@ -284,7 +320,9 @@ class View:
         return node in self._constant
 
     def is_plain_constant(self, node: Node) -> bool:
-        """Of a node computed from literals alone: is every element -1, 0 or 1, or all the same number?"""
+        """Of a node computed from literals alone: is every element -1, 0 or 1, or all the same
+        number?
+        """
         known = self._plain.get(node)
         if any(map(is_symbolic, node.meta["val"].shape)):
             return is_uniform(node)
@@ -302,7 +340,9 @@ class View:
     @cached_property
     def held_dtypes(self) -> frozenset[torch.dtype]:
         """Of what comes in from outside: arguments, parameters and caches."""
-        held = (node.meta.get("val") for node in self.nodes if node.op in ("placeholder", "get_attr"))
+        held = (
+            node.meta.get("val") for node in self.nodes if node.op in ("placeholder", "get_attr")
+        )
         return frozenset(value.dtype for value in held if isinstance(value, torch.Tensor))
 
     @cached_property
@@ -359,17 +399,25 @@ def _sides(product: Contraction) -> tuple[tuple[contraction.Labels, Node], ...]:
 
 def _long_axes(labels: contraction.Labels, side: Node) -> contraction.Labels:
     """The labels of axes longer than one."""
-    return tuple(label for label, size in zip(labels, side.meta["val"].shape, strict=True) if not same(size, 1))
+    return tuple(
+        label
+        for label, size in zip(labels, side.meta["val"].shape, strict=True)
+        if not same(size, 1)
+    )
 
 
 def is_sign_constant(node: Node) -> bool:
-    """A lifted literal such as [-1, 1, -1, 1]: small, a plain tensor, of nothing but -1, 0 and 1, not all 1."""
+    """A lifted literal such as [-1, 1, -1, 1]: small, a plain tensor, of nothing but -1, 0 and 1,
+    not all 1.
+    """
     value = tensor_held(node)
     if value is None or value.numel() > 4096 or not is_literal(node):
         return False
     if value.dtype not in (*MODEL_FLOATS, torch.int8, torch.int16, torch.int32, torch.int64):
         return False
-    return bool(torch.isin(value, torch.tensor([-1, 0, 1], dtype=value.dtype)).all()) and bool((value != 1).any())
+    return bool(torch.isin(value, torch.tensor([-1, 0, 1], dtype=value.dtype)).all()) and bool(
+        (value != 1).any()
+    )
 
 
 def is_number(node: Node) -> bool:
@@ -379,10 +427,17 @@ def is_number(node: Node) -> bool:
 
 
 def _says_little(value: torch.Tensor) -> bool:
-    if value.numel() == 0 or not (value.is_floating_point() or value.is_complex()) or bool(value.isnan().any()):
+    if (
+        value.numel() == 0
+        or not (value.is_floating_point() or value.is_complex())
+        or bool(value.isnan().any())
+    ):
         return True
     one = torch.ones((), dtype=value.dtype)
-    return bool((value == value.reshape(-1)[0]).all() | torch.isin(value, torch.stack([-one, 0 * one, one])).all())
+    return bool(
+        (value == value.reshape(-1)[0]).all()
+        | torch.isin(value, torch.stack([-one, 0 * one, one])).all()
+    )
 
 
 def _unreshaped(node: Node) -> Node:

@@ -1,7 +1,9 @@
-"""The walk up a graph: from a tensor through what re-indexes or casts it, to the node that computes it.
+"""The walk up a graph: from a tensor through what re-indexes or casts it, to the node that computes
+it.
 
-A walk asks a policy at each node where it goes from there. The policies differ in what is equal at both ends, and are
-named for what they pass. Nothing else in the package loops over ``node.args[0]``.
+A walk asks a policy at each node where it goes from there. The policies differ in what is equal at
+both ends, and are named for what they pass. Nothing else in the package loops over
+``node.args[0]``.
 """
 
 from __future__ import annotations
@@ -67,9 +69,17 @@ def codes_of(node: Node) -> Node:
     """The bytes of which the node is another reading (e8m0 scales, held as uint8), or itself."""
     reading = origin(node, _detached)  # AOT detaches what view.dtype gives
     source = input_of(reading)
-    if op_name(reading) != "aten::view" or not isinstance(reading.args[1], torch.dtype) or source is None:
+    if (
+        op_name(reading) != "aten::view"
+        or not isinstance(reading.args[1], torch.dtype)
+        or source is None
+    ):
         return node
-    return source if source.meta["val"].dtype.itemsize == node.meta["val"].dtype.itemsize == 1 else node
+    return (
+        source
+        if source.meta["val"].dtype.itemsize == node.meta["val"].dtype.itemsize == 1
+        else node
+    )
 
 
 def _detached(node: Node) -> Node | None:
@@ -121,8 +131,14 @@ def views_and_exact_casts(node: Node) -> Node | None:
 
 
 def views_and_model_casts(node: Node) -> Node | None:
-    """What re-indexes numbers, or rounds them to another of a model's floats: the value as a fact speaks of it."""
-    return input_of(node) if is_view(node) or (is_cast(node) and cast_ends(node) <= _MODEL_FLOATS) else None
+    """What re-indexes numbers, or rounds them to another of a model's floats: the value as a fact
+    speaks of it.
+    """
+    return (
+        input_of(node)
+        if is_view(node) or (is_cast(node) and cast_ends(node) <= _MODEL_FLOATS)
+        else None
+    )
 
 
 def views_and_casts(node: Node) -> Node | None:
@@ -141,8 +157,12 @@ def written(node: Node) -> Node | None:
 
 
 def shared_memory(node: Node) -> Node | None:
-    """Whatever may give back the memory that it is given: views of any kind, casts, steps in place."""
-    return input_of(node) if operator_of(node).aliases or is_getitem(node) or is_cast(node) else None
+    """Whatever may give back the memory that it is given: views of any kind, casts, steps in
+    place.
+    """
+    return (
+        input_of(node) if operator_of(node).aliases or is_getitem(node) or is_cast(node) else None
+    )
 
 
 def repeats(node: Node) -> Node | None:
@@ -160,13 +180,19 @@ def unit_selections(node: Node) -> Node | None:
     above = input_of(node)
     if above is None or not (is_reshape(node) or op_name(node) in _SELECTS):
         return None
-    return above if is_reshape(node) or same(above.meta["val"].shape[int(argument(node, "dim", 0))], 1) else None
+    return (
+        above
+        if is_reshape(node) or same(above.meta["val"].shape[int(argument(node, "dim", 0))], 1)
+        else None
+    )
 
 
 def table_columns(node: Node) -> Node | None:
-    """What keeps the rows of a table: reshapes, expands, exact casts, selections of columns, the parts of complex rows.
+    """What keeps the rows of a table: reshapes, expands, exact casts, selections of columns, the
+    parts of complex rows.
 
-    A selection of rows (``freqs[start:end]``) is not passed, for above it may be the table of every position.
+    A selection of rows (``freqs[start:end]``) is not passed, for above it may be the table of every
+    position.
     """
     source = node.args[0] if node.args else None
     if not isinstance(source, Node):
@@ -175,9 +201,17 @@ def table_columns(node: Node) -> Node | None:
         return input_of(node) if is_view(node) and _on_last_axis(source) else None
     if is_reshape(node):
         return source if _width(node) == _width(source) else None
-    if op_name(node) in EXPANDS or is_widening(node) or (op_name(node) in _SLICES and _on_last_axis(node)):
+    if (
+        op_name(node) in EXPANDS
+        or is_widening(node)
+        or (op_name(node) in _SLICES and _on_last_axis(node))
+    ):
         return source
-    if op_name(node) in _SELECTS and op_name(source) == "aten::view_as_real" and _on_last_axis(node):
+    if (
+        op_name(node) in _SELECTS
+        and op_name(source) == "aten::view_as_real"
+        and _on_last_axis(node)
+    ):
         return input_of(source)
     return None
 

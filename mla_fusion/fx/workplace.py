@@ -1,4 +1,6 @@
-"""Beside the module that owns a graph: a module of its attributes with an empty graph, into which nodes are copied."""
+"""Beside the module that owns a graph: a module of its attributes with an empty graph, into which
+nodes are copied.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,19 @@ from mla_fusion.compat import call_like
 
 
 def workplace(gm: GraphModule) -> GraphModule:
-    """A module with the attributes of ``gm``, the very same objects, and an empty graph that is called as its graph is.
+    """A module with the attributes of ``gm``, the very same objects, and an empty graph that is
+    called as its graph is.
 
     What is registered on it is not registered on ``gm``.
     """
     made = GraphModule(torch.nn.Module(), Graph())
-    held = dict((*gm.named_parameters(recurse=False), *gm.named_buffers(recurse=False), *gm.named_children()))
+    held = dict(
+        (
+            *gm.named_parameters(recurse=False),
+            *gm.named_buffers(recurse=False),
+            *gm.named_children(),
+        )
+    )
     for op in ("get_attr", "call_module"):
         for node in gm.graph.find_nodes(op=op):
             name = str(node.target).partition(".")[0]
@@ -33,8 +42,9 @@ def workplace(gm: GraphModule) -> GraphModule:
 def copied(node: Node, into: Graph, transform: Callable[[Node], Any]) -> Node:
     """``node`` at the end of another graph, with its name and its metadata.
 
-    The arguments are set afterwards because ``create_node`` looks through all that it is given for raw symbolic
-    sizes, which is half of the time of ``Graph.node_copy`` and has been done when the node was first made.
+    The arguments are set afterwards because ``create_node`` looks through all that it is given for
+    raw symbolic sizes, which is half of the time of ``Graph.node_copy`` and has been done when the
+    node was first made.
     """
     made = into.create_node(node.op, node.target, None, None, node.name, node.type)
     if node.args:

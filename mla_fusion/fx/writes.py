@@ -1,9 +1,10 @@
 """Values that a model assembles in place, or joins and cuts again, read as their parts.
 
-``q[..., D:] = rope(q[..., D:])`` becomes, once functional, a slice, a scatter over the whole of q, and views of both.
-What the result holds is q's first columns beside the rotated ones; whoever reads a part of it reads one of the two.
-Read so, a latent row whose halves have both been overwritten has nothing left of the product it was written over.
-The same holds of ``torch.cat([c_kv, k_pe], -1)[..., :512]``, which reads nothing of k_pe.
+``q[..., D:] = rope(q[..., D:])`` becomes, once functional, a slice, a scatter over the whole of q,
+and views of both. What the result holds is q's first columns beside the rotated ones; whoever reads
+a part of it reads one of the two. Read so, a latent row whose halves have both been overwritten has
+nothing left of the product it was written over. The same holds of ``torch.cat([c_kv, k_pe],
+-1)[..., :512]``, which reads nothing of k_pe.
 """
 
 from __future__ import annotations
@@ -19,19 +20,30 @@ from torch.fx import Graph, GraphModule, Node
 from mla_fusion.compat import OpOverload
 from mla_fusion.fx import strides
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import argument, is_getitem, is_mutating, is_reshape, is_view, op_name, operator_of
+from mla_fusion.fx.kinds import (
+    argument,
+    is_getitem,
+    is_mutating,
+    is_reshape,
+    is_view,
+    op_name,
+    operator_of,
+)
 from mla_fusion.fx.operators import SELECTIONS
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.walk import origin, views, written
 
 aten = torch.ops.aten
 _SCATTERS = frozenset(("aten::slice_scatter", "aten::select_scatter"))
-_KEPT_AXES = frozenset("aten::transpose aten::permute aten::t aten::slice aten::narrow aten::select".split())
+_KEPT_AXES = frozenset(
+    "aten::transpose aten::permute aten::t aten::slice aten::narrow aten::select".split()
+)
 
 
 def found(graph: Graph) -> list[Node]:
-    """Scatters and copies into values that the graph itself has made (not into its inputs: those are cache writes), and
-    joins of which parts are taken, where what was joined stays as it was to the end of the graph.
+    """Scatters and copies into values that the graph itself has made (not into its inputs: those
+    are cache writes), and joins of which parts are taken, where what was joined stays as it was to
+    the end of the graph.
     """
     nodes = list(graph.nodes)
     first = next((place for place, node in enumerate(nodes) if is_mutating(node)), len(nodes))
@@ -46,7 +58,11 @@ def _is_cut_again(node: Node) -> bool:
     for view in views_of:  # grows as it is walked
         if op_name(view) in SELECTIONS:
             return True
-        views_of += [user for user in view.users if views(user) is view or op_name(user) in (*SELECTIONS, "aten::mul")]
+        views_of += [
+            user
+            for user in view.users
+            if views(user) is view or op_name(user) in (*SELECTIONS, "aten::mul")
+        ]
     return False
 
 
@@ -63,7 +79,9 @@ def _made_here(value: Any) -> bool:
 
 
 def take_apart(gm: GraphModule) -> None:
-    """Rewrite the module's graph so that assembled values are joined from their parts, or not made at all."""
+    """Rewrite the module's graph so that assembled values are joined from their parts, or not made
+    at all.
+    """
     _Parts(GraphBuilder(gm)).rewrite(gm.graph)
 
 
@@ -126,7 +144,8 @@ class _Parts:
         """Follow one node; True where it is part of an assembly."""
         try:
             return self._follow(node)
-        except (RuntimeError, ValueError):  # sizes that are not known in full: the value stays as it is made
+        # sizes that are not known in full: the value stays as it is made
+        except (RuntimeError, ValueError):
             return False
 
     def _follow(self, node: Node) -> bool:
@@ -149,7 +168,9 @@ class _Parts:
         return False
 
     def _settle(self, node: Node) -> None:
-        """Join the pieces for whoever still reads the value; what sees it whole, in another shape, sees them joined."""
+        """Join the pieces for whoever still reads the value; what sees it whole, in another shape,
+        sees them joined.
+        """
         row = self.rows.get(node)
         if node.users and row is not None and (node in self.selected or _is_assembly(node)):
             self.b.at(node, _origin(node))
@@ -159,7 +180,9 @@ class _Parts:
             else:
                 self._replace(node, parts[0], lambda user: not _gives_out(user))
 
-    def _replace(self, node: Node, new: Node, wanted: Callable[[Node], bool] = lambda user: True) -> None:
+    def _replace(
+        self, node: Node, new: Node, wanted: Callable[[Node], bool] = lambda user: True
+    ) -> None:
         node.replace_all_uses_with(new, wanted)
         self.replaced.append((new, node))
 
@@ -182,8 +205,16 @@ class _Parts:
         if op_name(node) == "aten::select_scatter":
             src = self.b.call(aten.unsqueeze.default, src, axis)
         known = self.rows.get(base)
-        row = known if known is not None and known.axis == axis else _Row(axis, (_Piece(base, 0, whole),))
-        pieces = (*row.cut(0, start), *self._pieces(src, axis, 0, stop - start), *row.cut(stop, whole))
+        row = (
+            known
+            if known is not None and known.axis == axis
+            else _Row(axis, (_Piece(base, 0, whole),))
+        )
+        pieces = (
+            *row.cut(0, start),
+            *self._pieces(src, axis, 0, stop - start),
+            *row.cut(stop, whole),
+        )
         self.rows[node] = _Row(axis, pieces)
         return True
 
@@ -192,11 +223,23 @@ class _Parts:
         axis, joined = argument(node, "dim", 0) % len(_shape(node)), node.args[0]
         if not isinstance(joined, (list, tuple)):
             return False
-        parts = [part for part in joined if isinstance(part, Node) and len(_shape(part)) == len(_shape(node))]
+        parts = [
+            part
+            for part in joined
+            if isinstance(part, Node) and len(_shape(part)) == len(_shape(node))
+        ]
         sizes = [_shape(part)[axis] for part in parts]
-        if len(parts) != len(joined) or not _known(*sizes) or not all(_alike(part, node) for part in parts):
+        if (
+            len(parts) != len(joined)
+            or not _known(*sizes)
+            or not all(_alike(part, node) for part in parts)
+        ):
             return False
-        pieces = (piece for part, size in zip(parts, sizes, strict=True) for piece in self._pieces(part, axis, 0, size))
+        pieces = (
+            piece
+            for part, size in zip(parts, sizes, strict=True)
+            for piece in self._pieces(part, axis, 0, size)
+        )
         self.rows[node] = _Row(axis, tuple(pieces))
         return True
 
@@ -208,7 +251,11 @@ class _Parts:
 
     def _pieces(self, node: Node, axis: int, start: int, stop: int) -> tuple[_Piece, ...]:
         row = self.rows.get(node)
-        return row.cut(start, stop) if row is not None and row.axis == axis else (_Piece(node, start, stop),)
+        return (
+            row.cut(start, stop)
+            if row is not None and row.axis == axis
+            else (_Piece(node, start, stop),)
+        )
 
     # -- views
 
@@ -217,7 +264,10 @@ class _Parts:
         if is_getitem(node):
             node_of_split: Any = node.args[0]
             self._select(node, row, _share(node_of_split, row.axis, node.args[1]))
-        elif name in ("aten::slice", "aten::narrow") and argument(node, "dim", 0) % len(_shape(source)) == axis:
+        elif (
+            name in ("aten::slice", "aten::narrow")
+            and argument(node, "dim", 0) % len(_shape(source)) == axis
+        ):
             self._select(node, row, _span(node, _shape(source)[axis]))
         elif is_reshape(node):
             self._reshape(node, source, row)
@@ -234,11 +284,17 @@ class _Parts:
     def _reshape(self, node: Node, source: Node, row: _Row) -> None:
         """The pieces reshaped, where the axis along which they stand is one of the new axes."""
         axis = _surviving(_shape(source), row.axis, _shape(node))
-        parts = [] if axis is None else [self._reshaped(node, axis, piece, row.axis) for piece in row.pieces]
+        parts = (
+            []
+            if axis is None
+            else [self._reshaped(node, axis, piece, row.axis) for piece in row.pieces]
+        )
         if axis is None or not all(parts):
             self.origin[node] = source
             return
-        self.rows[node] = _Row(axis, tuple(_Piece(part, 0, _shape(part)[axis]) for part in parts if part is not None))
+        self.rows[node] = _Row(
+            axis, tuple(_Piece(part, 0, _shape(part)[axis]) for part in parts if part is not None)
+        )
 
     def _reshaped(self, node: Node, axis: int, piece: _Piece, of_piece: int) -> Node | None:
         sizes = [piece.size if at == axis else size for at, size in enumerate(_shape(node))]
@@ -249,12 +305,22 @@ class _Parts:
         return self.b.call(aten.reshape.default, self._part(piece, of_piece), shape)
 
     def _apply(self, node: Node, row: _Row) -> None:
-        """The view of every piece: it names axes and places along others, so it does the same to each."""
-        parts = [self.b.call(node.target, self._part(piece, row.axis), *node.args[1:]) for piece in row.pieces]
+        """The view of every piece: it names axes and places along others, so it does the same to
+        each.
+        """
+        parts = [
+            self.b.call(node.target, self._part(piece, row.axis), *node.args[1:])
+            for piece in row.pieces
+        ]
         pairs = [zip(_shape(part), _shape(node), strict=True) for part in parts]
-        axes = {tuple(at for at, (one, whole) in enumerate(pair) if not _same(one, whole)) for pair in pairs}
+        axes = {
+            tuple(at for at, (one, whole) in enumerate(pair) if not _same(one, whole))
+            for pair in pairs
+        }
         if len(axes) == 1 and len(axis := axes.pop()) == 1:
-            self.rows[node] = _Row(axis[0], tuple(_Piece(part, 0, _shape(part)[axis[0]]) for part in parts))
+            self.rows[node] = _Row(
+                axis[0], tuple(_Piece(part, 0, _shape(part)[axis[0]]) for part in parts)
+            )
 
     def _part(self, piece: _Piece, axis: int) -> Node:
         if piece.size == _shape(piece.node)[axis]:
@@ -293,16 +359,26 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _span(node: Node, whole: Any) -> tuple[int, int] | None:
-    """The places along its axis that a slice, or a scatter of one, is about; None where they are no known run."""
+    """The places along its axis that a slice, or a scatter of one, is about; None where they are no
+    known run.
+    """
     if op_name(node) == "aten::select_scatter":
         place = argument(node, "index")
         return (place % whole, place % whole + 1) if isinstance(place, int) else None
     if op_name(node) == "aten::narrow":
         start, length = argument(node, "start"), argument(node, "length")
-        return (start % whole, start % whole + length) if length and _known(start, length, whole) else None
+        return (
+            (start % whole, start % whole + length)
+            if length and _known(start, length, whole)
+            else None
+        )
     start, stop = argument(node, "start"), argument(node, "end")
     start, stop = 0 if start is None else start, whole if stop is None else stop
-    return _clamped(start, stop, whole) if _known(start, stop, whole) and argument(node, "step", 1) == 1 else None
+    return (
+        _clamped(start, stop, whole)
+        if _known(start, stop, whole) and argument(node, "step", 1) == 1
+        else None
+    )
 
 
 def _known(*sizes: Any) -> bool:
@@ -310,7 +386,9 @@ def _known(*sizes: Any) -> bool:
 
 
 def _clamped(start: int, stop: int, whole: int) -> tuple[int, int]:
-    low, high = (min(max(place + whole if place < 0 else place, 0), whole) for place in (start, stop))
+    low, high = (
+        min(max(place + whole if place < 0 else place, 0), whole) for place in (start, stop)
+    )
     return low, max(low, high)
 
 
@@ -319,7 +397,12 @@ def _share(split: Node, axis: int, index: Any) -> tuple[int, int] | None:
     whole = _shape(split.args[0])  # type: ignore[arg-type]
     sizes = [value.shape[axis] for value in split.meta["val"]]
     along = argument(split, "dim", 0) % len(whole)
-    if along != axis or not _known(*sizes) or sum(sizes) != whole[axis] or "unbind" in op_name(split):
+    if (
+        along != axis
+        or not _known(*sizes)
+        or sum(sizes) != whole[axis]
+        or "unbind" in op_name(split)
+    ):
         return None
     return sum(sizes[:index]), sum(sizes[: index + 1])
 

@@ -1,4 +1,6 @@
-"""Graph dumps as people read them: summed up, explained, compared and exported for other viewers."""
+"""Graph dumps as people read them: summed up, explained, compared and exported for other
+viewers.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ if TYPE_CHECKING:
     from mla_fusion.inspect.viewers import ExportError, export
 
 _HOME = {
-    "Difference": "inspect.compare", "diff": "inspect.compare", "Dump": "dumps", "DumpError": "dumps", "read": "dumps",
-    "DumpReport": "inspect.explain", "NotRebuilt": "inspect.explain", "ExportError": "inspect.viewers",
+    "Difference": "inspect.compare", "diff": "inspect.compare", "Dump": "dumps",
+    "DumpError": "dumps", "read": "dumps",
+    "DumpReport": "inspect.explain", "NotRebuilt": "inspect.explain",
+    "ExportError": "inspect.viewers",
     "export": "inspect.viewers", "Summary": "inspect.summary", "summarise": "inspect.summary",
 }  # fmt: skip
 

@@ -1,9 +1,10 @@
 """Two dumps compared by what their operators are and how they are wired; names count for nothing.
 
-Every operator gets a digest of its type, attributes and inputs' digests (what it computes), refined by those of its
-readers (what it is for) until no more operators are told apart. Operators with equal digests are paired off; the rest
-was added or removed. Where one operator changed, everything behind it computes something else too: so what is left is
-paired again by type, attributes and the pairs among its neighbours, and reported only if no partner is found.
+Every operator gets a digest of its type, attributes and inputs' digests (what it computes), refined
+by those of its readers (what it is for) until no more operators are told apart. Operators with
+equal digests are paired off; the rest was added or removed. Where one operator changed, everything
+behind it computes something else too: so what is left is paired again by type, attributes and the
+pairs among its neighbours, and reported only if no partner is found.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Change:
 
 @dataclass
 class Difference:
-    """removed: in the first dump only; added: in the second only; rewired: (type, from, to) of partners."""
+    """removed: in the first dump only; added: in the second only; rewired: (type, from, to) of
+    partners.
+    """
 
     first: str
     second: str
@@ -57,13 +60,24 @@ class Difference:
     def __str__(self) -> str:
         if self.equal:
             return f"{self.first} and {self.second}: equal"
-        removed, added = (Counter(change.type for change in side) for side in (self.removed, self.added))
-        parts = [f"{self.first} -> {self.second}: {len(self.removed)} removed, {len(self.added)} added"]
+        removed, added = (
+            Counter(change.type for change in side) for side in (self.removed, self.added)
+        )
+        parts = [
+            f"{self.first} -> {self.second}: {len(self.removed)} removed, {len(self.added)} added"
+        ]
         if removed or added:
-            rows = [(kind, removed[kind], added[kind]) for kind in dict.fromkeys([*removed, *added])]
+            rows = [
+                (kind, removed[kind], added[kind]) for kind in dict.fromkeys([*removed, *added])
+            ]
             parts.append(text_tables.render(("operator", "removed", "added"), rows))
-        lines = [f"  - {_line(change)}" for change in self.removed] + [f"  + {_line(change)}" for change in self.added]
-        lines += [f"  ~ {kind} {before}: other inputs than {after}" for kind, before, after in self.rewired]
+        lines = [f"  - {_line(change)}" for change in self.removed] + [
+            f"  + {_line(change)}" for change in self.added
+        ]
+        lines += [
+            f"  ~ {kind} {before}: other inputs than {after}"
+            for kind, before, after in self.rewired
+        ]
         return "\n\n".join([*parts, "\n".join(lines)])
 
 
@@ -114,13 +128,18 @@ class _Side:
 
     def _downwards(self) -> dict[str, str]:
         """What each operator computes: inputs are settled before their readers."""
-        waiting = {op.name: sum(edge is not None for edge in op.inputs) for op in self.dump.operators}
+        waiting = {
+            op.name: sum(edge is not None for edge in op.inputs) for op in self.dump.operators
+        }
         ready = deque(name for name, count in waiting.items() if not count)
         found = dict(self.own)
         while ready:
             name = ready.popleft()
             operator = self.dump.by_name[name]
-            inputs = [None if edge is None else (found[edge.producer], edge.index) for edge in operator.inputs]
+            inputs = [
+                None if edge is None else (found[edge.producer], edge.index)
+                for edge in operator.inputs
+            ]
             found[name] = _digest(self.own[name], inputs)
             for reader, _ in self.dump.readers[name]:
                 waiting[reader.name] -= 1
@@ -129,22 +148,35 @@ class _Side:
         return found
 
     def refined(self, digests: dict[str, str]) -> dict[str, str]:
-        """One round: the digest, those of the inputs in order, those of the readers in any order."""
+        """One round: the digest, those of the inputs in order, those of the readers in any
+        order.
+        """
         found = {}
         for operator in self.dump.operators:
-            inputs = [None if edge is None else (digests[edge.producer], edge.index) for edge in operator.inputs]
-            readers = sorted((digests[reader.name], place) for reader, place in self.dump.readers[operator.name])
+            inputs = [
+                None if edge is None else (digests[edge.producer], edge.index)
+                for edge in operator.inputs
+            ]
+            readers = sorted(
+                (digests[reader.name], place) for reader, place in self.dump.readers[operator.name]
+            )
             found[operator.name] = _digest(digests[operator.name], inputs, readers)
         return found
 
 
 def _own(operator: Operator, by_attributes: bool) -> str:
-    """Type and attributes. Inputs are told apart by dtype and shape, never by their number or name."""
+    """Type and attributes. Inputs are told apart by dtype and shape, never by their number or
+    name.
+    """
     if operator.type in _NUMBERED:
         return _digest(operator.type, [str(value) for value in operator.outputs])
     if not by_attributes and operator.type != "Const":
         return _digest(operator.type)
-    given = sorted((name, str(value)) for name, value in operator.attributes.items() if not name.startswith("_"))
+    given = sorted(
+        (name, str(value))
+        for name, value in operator.attributes.items()
+        if not name.startswith("_")
+    )
     return _digest(operator.type, given)
 
 
@@ -153,13 +185,17 @@ def _digest(*parts: object) -> str:
 
 
 def _pair(first: _Side, second: _Side) -> dict[str, str]:
-    """Partners: first those that mean and serve the same, then ever less, and last by neighbours."""
+    """Partners: first those that mean and serve the same, then ever less, and last by
+    neighbours.
+    """
     pairs: dict[str, str] = {}
     exact = [side.meant for side in (first, second)]
     both = [first.refined(exact[0]), second.refined(exact[1])]
     for _ in range(_ROUNDS):
         finer = [first.refined(both[0]), second.refined(both[1])]
-        if all(len(set(a.values())) == len(set(b.values())) for a, b in zip(finer, both, strict=True)):
+        if all(
+            len(set(a.values())) == len(set(b.values())) for a, b in zip(finer, both, strict=True)
+        ):
             break
         both = finer
     for one, other in (both, exact):
@@ -168,7 +204,9 @@ def _pair(first: _Side, second: _Side) -> dict[str, str]:
     return pairs
 
 
-def _match(first: _Side, second: _Side, pairs: dict[str, str], one: dict[str, str], other: dict[str, str]) -> None:
+def _match(
+    first: _Side, second: _Side, pairs: dict[str, str], one: dict[str, str], other: dict[str, str]
+) -> None:
     """Pair what has equal digests, in order of the graphs."""
     taken = set(pairs.values())
     free: dict[str, deque[str]] = defaultdict(deque)
@@ -201,19 +239,32 @@ def _spread(first: _Side, second: _Side, pairs: dict[str, str]) -> None:
 
 def _score(near: list[tuple[str | None, Any]], other: list[tuple[str, Any]]) -> int:
     """How many neighbours are partners; at the same place they count twice."""
-    return len(set(near) & set(other)) + len({name for name, _ in near} & {name for name, _ in other})
+    return len(set(near) & set(other)) + len(
+        {name for name, _ in near} & {name for name, _ in other}
+    )
 
 
 def _neighbours(dump: Dump) -> Callable[[Operator], list[tuple[str, Any]]]:
     def of(operator: Operator) -> list[tuple[str, Any]]:
-        inputs = [(edge.producer, ("in", place)) for place, edge in enumerate(operator.inputs) if edge is not None]
-        return [*inputs, *((reader.name, ("out", place)) for reader, place in dump.readers[operator.name])]
+        inputs = [
+            (edge.producer, ("in", place))
+            for place, edge in enumerate(operator.inputs)
+            if edge is not None
+        ]
+        return [
+            *inputs,
+            *((reader.name, ("out", place)) for reader, place in dump.readers[operator.name]),
+        ]
 
     return of
 
 
-def _wired_alike(first: _Side, second: _Side, before: str, after: str, pairs: dict[str, str]) -> bool:
-    """Do partners read partners, each at the same place? What was added or removed is told already."""
+def _wired_alike(
+    first: _Side, second: _Side, before: str, after: str, pairs: dict[str, str]
+) -> bool:
+    """Do partners read partners, each at the same place? What was added or removed is told
+    already.
+    """
     one, other = first.dump.by_name[before].inputs, second.dump.by_name[after].inputs
     if len(one) != len(other):
         return False

@@ -1,8 +1,10 @@
-"""Copies of whole caches and weights: each cache followed from where it comes in to where the graph leaves it.
+"""Copies of whole caches and weights: each cache followed from where it comes in to where the graph
+leaves it.
 
-A cache is an input of the graph that is written (by a kernel, a scatter, ``copy_`` or Assign), or returned with other
-rows in it. What lies between keeps the memory, makes a second tensor of it, or only reads it
-(:mod:`mla_fusion.inspect.followed`). An operator that is neither is named, and nothing is said of that cache.
+A cache is an input of the graph that is written (by a kernel, a scatter, ``copy_`` or Assign), or
+returned with other rows in it. What lies between keeps the memory, makes a second tensor of it, or
+only reads it (:mod:`mla_fusion.inspect.followed`). An operator that is neither is named, and
+nothing is said of that cache.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from mla_fusion.inspect import operator_kinds as kinds
 from mla_fusion.inspect.followed import Followed
 from mla_fusion.inspect.operator_kinds import plain
 
-_MOST_VISITED = 500_000  # operators below inputs, all inputs together; 61 layers have less than half as many
+# operators below inputs, all inputs together; 61 layers have less than half as many
+_MOST_VISITED = 500_000
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A cache or weight that the graph copies at every run. ``bytes`` is None where the shape is not known.
+    """A cache or weight that the graph copies at every run. ``bytes`` is None where the shape is
+    not known.
 
     role    "cache", "cache, to read it" (on no way to an output), or "weight"
     folded  why GE may make no copy of it after all, "" where the copy is certain
@@ -37,7 +41,9 @@ class Copy:
 
 @dataclass
 class Copies:
-    """``found``: in order; ``followed``: caches from input to output; ``lost``: of the others, by which operator."""
+    """``found``: in order; ``followed``: caches from input to output; ``lost``: of the others, by
+    which operator.
+    """
 
     found: list[Copy] = field(default_factory=list)
     followed: list[str] = field(default_factory=list)
@@ -87,20 +93,32 @@ def find_copies(dump: Dump) -> Copies:
 def _caches(dump: Dump) -> list[Operator]:
     """Inputs of two dims or more, which something may write."""
     inputs = (operator for operator in dump.operators if operator.type in kinds.INPUTS)
-    return [one for one in inputs if not one.outputs or one.outputs[0].shape is None or len(one.outputs[0].shape) > 1]
+    return [
+        one
+        for one in inputs
+        if not one.outputs or one.outputs[0].shape is None or len(one.outputs[0].shape) > 1
+    ]
 
 
 def _copy(dump: Dump, operator: Operator, held: Operator, what: str, role: str) -> Copy:
-    """Of what is written: the result where the dump describes it, else the whole of what is copied."""
+    """Of what is written: the result where the dump describes it, else the whole of what is
+    copied.
+    """
     result = operator.outputs[0].bytes if operator.outputs else None
     whole = held.outputs[0].bytes if held.outputs else None
-    count = whole if operator.type == "Assign" or result is None or kinds.written(dump, operator) else result
+    count = (
+        whole
+        if operator.type == "Assign" or result is None or kinds.written(dump, operator)
+        else result
+    )
     folded = _folded(dump, operator, held)
     return Copy(operator.name, operator.type, what, held.name, role, count, operator.source, folded)
 
 
 def _folded(dump: Dump, operator: Operator, held: Operator) -> str:
-    """GE computes what is made of constants when it compiles, and a product can read its operand transposed."""
+    """GE computes what is made of constants when it compiles, and a product can read its operand
+    transposed.
+    """
     if held.type in kinds.CONSTANTS:
         return "made of a constant when GE compiles"
     readers = [reader for reader, _ in dump.readers[operator.name]]
@@ -129,7 +147,9 @@ _PASSED = kinds.VIEWS | kinds.PARTS | kinds.TURNED | kinds.JOINED | kinds.COPIES
 
 
 def _is_weight(dump: Dump, operator: Operator, held: Operator) -> bool:
-    """A constant, or a static input of two dims or more, that meets a matrix product on its right side."""
+    """A constant, or a static input of two dims or more, that meets a matrix product on its right
+    side.
+    """
     value = held.outputs[0] if held.outputs else Value()
     if value.shape is None or len(value.shape) < 2 or value.dynamic:
         return False

@@ -1,4 +1,6 @@
-"""``mf.explain`` of a dump file: the graph is rebuilt and the pass reads it as it would read the live one."""
+"""``mf.explain`` of a dump file: the graph is rebuilt and the pass reads it as it would read the
+live one.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ __all__ = ["DumpReport", "NotRebuilt", "explain"]
 
 @dataclass(repr=False)
 class DumpReport(Report):
-    """A Report on a dump. ``remarks`` say what the dump does not tell, and what the verdicts therefore leave out."""
+    """A Report on a dump. ``remarks`` say what the dump does not tell, and what the verdicts
+    therefore leave out.
+    """
 
     dump: str = ""
     remarks: tuple[str, ...] = ()
@@ -34,7 +38,8 @@ def explain(
 ) -> DumpReport:
     """What the pass says of the graph in a dump. Layers are unnamed: dumps hold no module paths.
 
-    Raises DumpError for a file that is no dump, and NotRebuilt, with the reason, for one that does not hold enough.
+    Raises DumpError for a file that is no dump, and NotRebuilt, with the reason, for one that does
+    not hold enough.
     """
     dump = path if isinstance(path, Dump) else read(Path(fspath(path)))
     with budget.limited(len(dump.operators)) as spent:
@@ -45,11 +50,15 @@ def explain(
     if kernels:
         remarks.append(f"{kernels} prologues of the graph are fused already")
     fields = {name: getattr(report, name) for name in Report.__dataclass_fields__}
-    return DumpReport(**fields, dump=f"{dump.path} ({FORMATS[dump.format]})", remarks=tuple(remarks))
+    return DumpReport(
+        **fields, dump=f"{dump.path} ({FORMATS[dump.format]})", remarks=tuple(remarks)
+    )
 
 
 def _explained(dump: Dump, gm: GraphModule, config: Config, boundary: bool) -> Report:
-    """Where the pass fails on a graph that contradicts itself, the dump is at fault, not the pass."""
+    """Where the pass fails on a graph that contradicts itself, the dump is at fault, not the
+    pass.
+    """
     try:
         report = pipeline.explain(gm, replace(config, strict=True), boundary=boundary)
         report.config = config
@@ -62,7 +71,9 @@ def _explained(dump: Dump, gm: GraphModule, config: Config, boundary: bool) -> R
         if found is not None:
             node, why = found
             line = dump.by_name[node.name].line if node.name in dump.by_name else 0
-            raise NotRebuilt(f"line {line}: {node.name} is no result of {node.target}: {why}") from error
+            raise NotRebuilt(
+                f"line {line}: {node.name} is no result of {node.target}: {why}"
+            ) from error
     return pipeline.explain(gm, config, boundary=boundary)
 
 
@@ -71,7 +82,8 @@ def _rebuilt(dump: Dump, spent: budget.Budget) -> tuple[GraphModule, list[str]]:
         return (rebuild_fx if dump.is_fx else rebuild_ge).rebuild(dump)
     except NotRebuilt:
         raise
-    except Exception as error:  # a damaged dump can describe what no graph is: sizes below zero, names that are none
+    # a damaged dump can describe what no graph is: sizes below zero, names that are none
+    except Exception as error:
         budget.end_if_interrupted(error)
         said = error if isinstance(error, budget.Refused) else f"{type(error).__name__}: {error}"
         raise NotRebuilt(f"line {spent.line}: torch accepts no such graph: {said}") from error

@@ -1,8 +1,8 @@
 """One input of a graph, followed through every value that holds it to where the graph ends.
 
-A view keeps the memory of what it reads, a kernel or a scatter writes into it, attention and products read it. Whatever
-else makes a value as large as the cache copies it; where the size of that value is not known, and the operator neither,
-it is named.
+A view keeps the memory of what it reads, a kernel or a scatter writes into it, attention and
+products read it. Whatever else makes a value as large as the cache copies it; where the size of
+that value is not known, and the operator neither, it is named.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class Followed:
 
     def _through(self, operator: Operator) -> dict[Edge, Held]:
         """What it does with the values that hold the input; which of its results hold it."""
-        given = {i: self._held[edge] for i, edge in enumerate(operator.inputs) if edge in self._held}
+        given = {
+            i: self._held[edge] for i, edge in enumerate(operator.inputs) if edge in self._held
+        }
         if not given:
             return {}
         kind, first = plain(operator.type), given.get(0)
@@ -143,7 +145,9 @@ class Followed:
         if not self.dump.is_fx:
             return False
         if kind in kinds.RESHAPES:
-            before, after = (self.dump.value(edge).shape for edge in (operator.inputs[0], Edge(operator.name)))
+            before, after = (
+                self.dump.value(edge).shape for edge in (operator.inputs[0], Edge(operator.name))
+            )
             same = before is not None and after is not None and _real(before) == _real(after)
             held = self._held[operator.inputs[0]]  # type: ignore[index]  # asked of held ones
             return held.order is None or (same and kind != "aten.contiguous")
@@ -154,13 +158,19 @@ class Followed:
             held = replace(held, order=self._order(operator, kind, held.order))
         elif kind in kinds.PARTS:
             smaller = self._as_large(operator) is not True
-            held = replace(held, whole=held.whole and not smaller, order=() if smaller else held.order)
+            held = replace(
+                held, whole=held.whole and not smaller, order=() if smaller else held.order
+            )
         elif held.order is not None:
             held = replace(held, order=())
         return self._results(operator, held, {0: held})
 
-    def _order(self, operator: Operator, kind: str, before: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """The axes of the value, where a permutation is known and moves more than axes of one element."""
+    def _order(
+        self, operator: Operator, kind: str, before: tuple[int, ...] | None
+    ) -> tuple[int, ...] | None:
+        """The axes of the value, where a permutation is known and moves more than axes of one
+        element.
+        """
         shape = self.dump.value(operator.inputs[0]).shape
         args = operator.call[0] if operator.call is not None else ()
         axes = list(range(len(shape or ())) if before is None else before)
@@ -202,7 +212,9 @@ class Followed:
                 if functional:
                     held = replace(held, own=False, order=None)
                     self._copied(operator, "rebuilt")
-                self._targets += [edge for edge in operator.inputs[place : place + 1] if edge is not None]
+                self._targets += [
+                    edge for edge in operator.inputs[place : place + 1] if edge is not None
+                ]
                 if result is not None:
                     edge = Edge(operator.name, 0 if self.dump.is_fx else result)
                     found[edge] = held
@@ -220,19 +232,29 @@ class Followed:
         elif value is not None and value.whole and target is None:
             self.copies.setdefault(operator.name, "write back")
             self._ends += [edge for edge in operator.inputs[1:2] if edge is not None]
-        return self._results(operator, replace(target, changed=True), given) if target is not None else {}
+        return (
+            self._results(operator, replace(target, changed=True), given)
+            if target is not None
+            else {}
+        )
 
     def _leaves(self, edge: Edge | None, held: Held) -> None:
         if edge is not None:
             self.is_cache = self.is_cache or (held.whole and held.changed and not held.own)
             self._ends.append(edge)
 
-    def _moved(self, operator: Operator, given: dict[int, Held], how: str, changes: bool = False) -> dict[Edge, Held]:
-        """Another tensor of the same elements, and perhaps others: a copy where it is as large as the cache."""
+    def _moved(
+        self, operator: Operator, given: dict[int, Held], how: str, changes: bool = False
+    ) -> dict[Edge, Held]:
+        """Another tensor of the same elements, and perhaps others: a copy where it is as large as
+        the cache.
+        """
         large, of_whole = self._as_large(operator), any(held.whole for held in given.values())
         if large is None and how in ("sliced", "gathered"):
             large = False
-            self.lost += [f"{operator.type} {operator.name}"] if how == "gathered" and of_whole else []
+            self.lost += (
+                [f"{operator.type} {operator.name}"] if how == "gathered" and of_whole else []
+            )
         whole = large is True or (large is None and of_whole)
         if whole:
             self._copied(operator, how)
@@ -242,8 +264,12 @@ class Followed:
         return self._results(operator, Held(whole, own=False, changed=changed), given)
 
     def _gets_rows(self, operator: Operator, given: dict[int, Held]) -> bool:
-        """Are the others of its operands rows that do not depend on the input? (A hidden state is made anew.)"""
-        others = [edge for i, edge in enumerate(operator.inputs) if i not in given and edge is not None]
+        """Are the others of its operands rows that do not depend on the input? (A hidden state is
+        made anew.)
+        """
+        others = [
+            edge for i, edge in enumerate(operator.inputs) if i not in given and edge is not None
+        ]
         others = [edge for edge in others if self.dump.producer(edge).type not in kinds.CONSTANTS]
         values = [self.dump.value(edge) for edge in others]
         if not others or any(_as_large(self.unit, value) is False for value in values):
@@ -281,7 +307,10 @@ class Followed:
         """Does one result look like the input as an operator in place gives it out?"""
         if kinds.is_pure(self.dump, operator):
             return False
-        return any((value.bytes, value.dtype) == (self.unit.bytes, self.unit.dtype) for value in operator.outputs)
+        return any(
+            (value.bytes, value.dtype) == (self.unit.bytes, self.unit.dtype)
+            for value in operator.outputs
+        )
 
     def _as_large(self, operator: Operator) -> bool | None:
         """Has a result as many elements as the cache? None where the dump does not say."""
@@ -301,7 +330,9 @@ class Followed:
 
 
 def _places(dump: Dump) -> dict[str, int]:
-    """Where each operator comes after all that it reads; a damaged dump, with circles, as far as that goes."""
+    """Where each operator comes after all that it reads; a damaged dump, with circles, as far as
+    that goes.
+    """
     known: dict[str, int] | None = vars(dump).get("_places")
     if known is not None:
         return known
@@ -334,7 +365,9 @@ def _size(value: Value) -> tuple[int, Counter[str]]:
 
 
 def _as_large(value: Value, other: Value) -> bool | None:
-    """Has a value at least as many elements as another, whatever the symbols are? None where nobody can say."""
+    """Has a value at least as many elements as another, whatever the symbols are? None where nobody
+    can say.
+    """
     if value.shape is None or other.shape is None:
         return None
     (mine, symbols), (others, theirs) = _size(value), _size(other)

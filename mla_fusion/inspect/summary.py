@@ -1,4 +1,6 @@
-"""What stands in a dump: operators, MLA prologues, copies of caches and weights, host inputs, dynamic dimensions."""
+"""What stands in a dump: operators, MLA prologues, copies of caches and weights, host inputs,
+dynamic dimensions.
+"""
 
 from __future__ import annotations
 
@@ -51,22 +53,34 @@ class Summary:
             _copies(self),
         ]
         if self.host_inputs:
-            parts.append("Inputs on the host\n" + text_tables.render(("", ""), list(self.host_inputs.items())))
+            parts.append(
+                "Inputs on the host\n"
+                + text_tables.render(("", ""), list(self.host_inputs.items()))
+            )
         if self.dynamic:
-            parts.append("Dynamic inputs\n" + text_tables.render(("", ""), list(self.dynamic.items())))
+            parts.append(
+                "Dynamic inputs\n" + text_tables.render(("", ""), list(self.dynamic.items()))
+            )
         parts += [f"note: {remark}" for remark in self.remarks]
         return "\n\n".join(parts)
 
 
 def summarise(dump: Dump) -> Summary:
-    """What stands in a dump; the unfused prologues are those that ``explain`` finds, without running them.
+    """What stands in a dump; the unfused prologues are those that ``explain`` finds, without
+    running them.
 
     dump  as :func:`read` gives it
     """
     unfused, remarks = _unfused(dump)
     if dump.format == "python":
-        remarks.append("this form is written while converting: GE's passes may have removed copies that stand here")
-    inputs, copies = [operator for operator in dump.operators if operator.type in INPUTS], find_copies(dump)
+        remarks.append(
+            "this form is written while converting: GE's passes may have removed "
+            "copies that stand here"
+        )
+    inputs, copies = (
+        [operator for operator in dump.operators if operator.type in INPUTS],
+        find_copies(dump),
+    )
     return Summary(
         dump=f"{dump.path} ({FORMATS[dump.format]})",
         graph=dump.graph,
@@ -77,8 +91,12 @@ def summarise(dump: Dump) -> Summary:
         followed=copies.followed,
         not_followed=copies.lost,
         weights_followed=copies.weights,
-        host_inputs={op.name: str(op.outputs[0]) for op in inputs if op.outputs and _on_host(op.outputs[0])},
-        dynamic={op.name: str(op.outputs[0]) for op in inputs if op.outputs and op.outputs[0].dynamic},
+        host_inputs={
+            op.name: str(op.outputs[0]) for op in inputs if op.outputs and _on_host(op.outputs[0])
+        },
+        dynamic={
+            op.name: str(op.outputs[0]) for op in inputs if op.outputs and op.outputs[0].dynamic
+        },
         remarks=remarks,
     )
 
@@ -88,8 +106,14 @@ def _unfused(dump: Dump) -> tuple[list[str], list[str]]:
         report = explain(dump, Config(verify="off"))
     except NotRebuilt as error:
         return [], [f"unfused prologues were not looked for: {error}"]
-    lines = [f"  would fuse: {item.nodes[0]} .. {item.nodes[-1]}: {_dims(item.dims)}" for item in report.fused]
-    lines += [f"  left: {', '.join(item.nodes[:2])}: [{item.code}] {item.message}" for item in report.rejected]
+    lines = [
+        f"  would fuse: {item.nodes[0]} .. {item.nodes[-1]}: {_dims(item.dims)}"
+        for item in report.fused
+    ]
+    lines += [
+        f"  left: {', '.join(item.nodes[:2])}: [{item.code}] {item.message}"
+        for item in report.rejected
+    ]
     return lines, [remark for remark in report.remarks if "fused already" not in remark]
 
 
@@ -115,7 +139,11 @@ def _kernels(found: list[Prologue]) -> list[str]:
 
 def _kernel(group: list[Prologue]) -> str:
     first = group[0]
-    places = f"layer {first.place}" if len(group) == 1 else f"{len(group)} layers, {first.place} to {group[-1].place}"
+    places = (
+        f"layer {first.place}"
+        if len(group) == 1
+        else f"{len(group)} layers, {first.place} to {group[-1].place}"
+    )
     rows = [(item.role, item.producer, str(item.value)) for item in first.inputs]
     attributes = ", ".join(f"{name} {value}" for name, value in first.attributes.items())
     table = text_tables.render(("input", "from", "tensor"), rows)
@@ -127,19 +155,30 @@ def _copies(summary: Summary) -> str:
     certain = [item for item in found if not item.folded]
     parts = [_copied("Copies at every run", certain)] if certain else []
     for why in dict.fromkeys(item.folded for item in found if item.folded):
-        parts.append(_copied(f"Copies in this graph that GE may fold ({why})", [i for i in found if i.folded == why]))
-    parts += [f"{cache}: not followed through {where}; whether it is copied is not known" for cache, where in
+        parts.append(
+            _copied(
+                f"Copies in this graph that GE may fold ({why})",
+                [i for i in found if i.folded == why],
+            )
+        )
+    parts += [f"{cache}: not followed through {where}; whether it is copied is not "
+              "known" for cache, where in
               summary.not_followed.items()]  # fmt: skip
     copied = {item.of for item in certain if item.role == "cache"}
     clean = [cache for cache in summary.followed if cache not in copied]
     weights = f"{summary.weights_followed} weights" if summary.weights_followed else ""
-    looked = ", ".join(filter(None, [*clean, "" if any(one.role == "weight" for one in certain) else weights]))
+    looked = ", ".join(
+        filter(None, [*clean, "" if any(one.role == "weight" for one in certain) else weights])
+    )
     if not certain and not summary.not_followed and summary.followed:
         parts.insert(0, f"No copies of caches or weights. Followed from input to output: {looked}.")
     elif looked:
         parts.append(f"Followed from input to output, and not copied: {looked}.")
     if not summary.followed and not summary.not_followed:
-        parts.append("No cache was found: no operator known here writes an input, or returns one with other rows.")
+        parts.append(
+            "No cache was found: no operator known here writes an input, or returns one "
+            "with other rows."
+        )
     return "\n\n".join(parts)
 
 
@@ -148,11 +187,16 @@ def _copied(title: str, found: list[Copy]) -> str:
     for item in found:
         groups.setdefault((item.role, item.type, item.what, item.bytes), []).append(item)
     rows = [
-        (role, type_, what, len(items), "?" if each is None else text_tables.size(each), items[0].of)
+        (
+            role,
+            type_,
+            what,
+            len(items),
+            "?" if each is None else text_tables.size(each),
+            items[0].of,
+        )
         for (role, type_, what, each), items in groups.items()
     ]
     known = sum(item.bytes for item in found if item.bytes is not None)
     header = ("copied", "operator", "how", "count", "each", "first of")
     return f"{title}: {text_tables.size(known)}\n{text_tables.render(header, rows)}"
-
-

@@ -1,4 +1,6 @@
-"""Graphs for other viewers, by the file's suffix: .dot and .svg (Graphviz), .json (Model Explorer), .pbtxt (Netron)."""
+"""Graphs for other viewers, by the file's suffix: .dot and .svg (Graphviz), .json (Model Explorer),
+.pbtxt (Netron).
+"""
 
 from __future__ import annotations
 
@@ -54,22 +56,31 @@ def of_module(gm: GraphModule) -> Dump:
 def _dot(dump: Dump) -> str:
     lines = [
         "digraph dump {",
-        '  node [shape=box, style="rounded,filled", fillcolor=white, fontname="sans-serif", fontsize=10];',
+        '  node [shape=box, style="rounded,filled", fillcolor=white, fontname="sans-serif", '
+        "fontsize=10];",
         '  edge [fontname="sans-serif", fontsize=8, arrowsize=0.6];',
     ]
-    lines += [f"  {_quoted(op.name)} [label={_quoted(_label(op))}{_style(op)}];" for op in dump.operators]
+    lines += [
+        f"  {_quoted(op.name)} [label={_quoted(_label(op))}{_style(op)}];" for op in dump.operators
+    ]
     for operator in dump.operators:
         for place, edge in enumerate(operator.inputs):
             if edge is None:
                 continue
-            look = "style=dashed" if edge.index < 0 else f"label={_quoted(_edge_label(operator, place))}"
+            look = (
+                "style=dashed"
+                if edge.index < 0
+                else f"label={_quoted(_edge_label(operator, place))}"
+            )
             lines.append(f"  {_quoted(edge.producer)} -> {_quoted(operator.name)} [{look}];")
     return "\n".join([*lines, "}", ""])
 
 
 def _label(operator: Operator) -> str:
     value = str(operator.outputs[0]) if operator.outputs and operator.outputs[0] != Value() else ""
-    return "\n".join(text for text in (text_tables.short_name(operator.type), operator.name, value) if text)
+    return "\n".join(
+        text for text in (text_tables.short_name(operator.type), operator.name, value) if text
+    )
 
 
 def _edge_label(operator: Operator, place: int) -> str:
@@ -90,8 +101,13 @@ def _quoted(text: str) -> str:
 def _svg(dump: Dump) -> bytes:
     program = shutil.which("dot")
     if program is None:
-        raise ExportError("an .svg is drawn by Graphviz, whose program 'dot' is not installed; a .dot needs nothing")
-    return subprocess.run([program, "-Tsvg"], input=_dot(dump).encode(), check=True, capture_output=True).stdout
+        raise ExportError(
+            "an .svg is drawn by Graphviz, whose program 'dot' is not installed; a "
+            ".dot needs nothing"
+        )
+    return subprocess.run(
+        [program, "-Tsvg"], input=_dot(dump).encode(), check=True, capture_output=True
+    ).stdout
 
 
 # -- Model Explorer
@@ -104,9 +120,13 @@ def _model_explorer(dump: Dump) -> str:
 
 
 def _node(operator: Operator) -> dict[str, Any]:
-    """Graph inputs and constants stand in groups of their own, so that a large model opens readably."""
+    """Graph inputs and constants stand in groups of their own, so that a large model opens
+    readably.
+    """
     group = "inputs" if operator.type in _INPUTS else "outputs" if operator.type in _OUTPUTS else ""
-    attributes = {name: value for name, value in operator.attributes.items() if not name.startswith("_")}
+    attributes = {
+        name: value for name, value in operator.attributes.items() if not name.startswith("_")
+    }
     if operator.source:
         attributes["source"] = operator.source
     return {
@@ -145,7 +165,13 @@ def _pbtxt_node(operator: Operator) -> str:
     """As torchair's own: protobuf text of TensorFlow's GraphDef, every attribute a string."""
     lines = ["node {", f"    name: {_quoted(operator.name)}", f"    op: {_quoted(operator.type)}"]
     for edge in operator.inputs:
-        text = "" if edge is None else f"^{edge.producer}" if edge.index < 0 else f"{edge.producer}:{edge.index}"
+        text = (
+            ""
+            if edge is None
+            else f"^{edge.producer}"
+            if edge.index < 0
+            else f"{edge.producer}:{edge.index}"
+        )
         lines.append(f"    input: {_quoted(text)}")
     attributes = {name: _attribute_text(value) for name, value in operator.attributes.items()}
     attributes |= {"_input_name_key": _list_text(operator.roles)} if operator.roles else {}

@@ -1,4 +1,6 @@
-"""What a graph without a prologue has of one: what the parts are, and how many products, norms and writes there are."""
+"""What a graph without a prologue has of one: what the parts are, and how many products, norms and
+writes there are.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ _ROOTS = frozenset(
 
 
 def lines(finder: Finder) -> tuple[str, ...]:
-    """For the report. Counted alone: nothing is probed, so that a graph of another kind costs nothing."""
+    """For the report. Counted alone: nothing is probed, so that a graph of another kind costs
+    nothing.
+    """
     view, flat = finder.view, [item for item in finder.projections if item.is_flat]
     if flat and all(0 in view.binding.shape(item.origin.meta["val"].shape) for item in flat):
-        return ("no tokens in this graph: it was compiled for a call with none, which needs no fusion",)
+        return (
+            "no tokens in this graph: it was compiled for a call with none, which needs no fusion",
+        )
     of_one = Counter(view.number(item.origin) for item in flat)
     pairs = sum(count > 1 for count in of_one.values())
     by_head = len(finder.projections) - len(flat)
@@ -29,12 +35,18 @@ def lines(finder: Finder) -> tuple[str, ...]:
     unknown = ", ".join(registered.unknown(view.nodes))
     return (
         "no MLA prologue in this graph. Looked for, and what there is of it:",
-        f"  W_dq and W_dkv_kr, or both in one: products of one x with weights ({len(flat)} products with weights here; "
+        f"  W_dq and W_dkv_kr, or both in one: products of one x with weights ({len(flat)} "
+        "products with weights here; "
         f"{pairs} values are multiplied with more than one)",
         f"  RMSNorm of each latent ({norms} roots or norms), then W_uq_qr on the query's",
         f"  W_uk: a product head by head ({by_head} here); RoPE of query and key beside it",
-        f"  the latent and the rotated key written into caches, which are inputs ({writes} writes into inputs here)",
-        *([f"  not known: {unknown}; mf.register_operator says what an operator computes"] if unknown else ()),
+        f"  the latent and the rotated key written into caches, which are inputs ({writes} writes "
+        "into inputs here)",
+        *(
+            [f"  not known: {unknown}; mf.register_operator says what an operator computes"]
+            if unknown
+            else ()
+        ),
     )
 
 

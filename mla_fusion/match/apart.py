@@ -1,4 +1,5 @@
-"""Halves of one prologue that read two forms of one x (quantised twice, scaled, normed): one near miss, not two.
+"""Halves of one prologue that read two forms of one x (quantised twice, scaled, normed): one near
+miss, not two.
 
 Each half by itself lacks the other, and says so. What is true of both is how the two forms differ.
 """
@@ -23,7 +24,9 @@ _FARTHEST = 24  # steps from a projection up to the x that both are made of
 
 @dataclass(frozen=True)
 class Part:
-    """Projections of one form of x, and the near miss that is all that was found on it; ``done``: more was."""
+    """Projections of one form of x, and the near miss that is all that was found on it; ``done``:
+    more was.
+    """
 
     group: list[Projection]
     miss: NearMiss | None
@@ -37,7 +40,8 @@ class Part:
 def joined(
     view: View, parts: Sequence[Part], has_query: Callable[[list[Projection]], bool], static: bool
 ) -> dict[int, NearMiss | None]:
-    """What becomes of parts by their places: a near miss of both halves instead of the query's, none of the key's.
+    """What becomes of parts by their places: a near miss of both halves instead of the query's,
+    none of the key's.
 
     has_query   is there a normed latent that is projected up and rotated?
     static      is there a target for scales that are fixed ahead of time?
@@ -62,10 +66,14 @@ def joined(
 
 
 def _forms(view: View, item: Projection) -> dict[Node, int]:
-    """What the projection multiplies, and what that alone is made of, row by row; by how many steps above it is."""
+    """What the projection multiplies, and what that alone is made of, row by row; by how many steps
+    above it is.
+    """
     size, found, node = _size(view, item.activation), {item.activation: 0}, item.activation
     while len(found) < _FARTHEST and node not in view.contractions:
-        rows = [read for read in node.all_input_nodes if is_getitem(node) or _size(view, read) == size]
+        rows = [
+            read for read in node.all_input_nodes if is_getitem(node) or _size(view, read) == size
+        ]
         if len(rows) != 1:
             break
         node = rows[0]
@@ -82,17 +90,32 @@ def _of_both(key: Part, query: Part, static: bool) -> NearMiss:
     assert key.miss is not None
     of_key, of_query = key.group[0], query.group[0]
     by_scale = [item for item in (of_query, of_key) if _is_static(item)]
-    forms = {item.quantised.format if item.quantised is not None else None for item in (of_key, of_query)}
-    both = f"{of_key.node.name} multiplies {of_key.activation.name}, {of_query.node.name} {of_query.activation.name}"
+    forms = {
+        item.quantised.format if item.quantised is not None else None for item in (of_key, of_query)
+    }
+    both = (
+        f"{of_key.node.name} multiplies {of_key.activation.name}, {of_query.node.name} "
+        f"{of_query.activation.name}"
+    )
     if key.miss.reason.code != "q_lora.absent":
         reason = key.miss.reason  # the key's own
     elif by_scale and not static:
-        reason = Refuse("quant.static", f"{by_scale[0].node.name} has no pertoken_scale", (by_scale[0].node,))
+        reason = Refuse(
+            "quant.static", f"{by_scale[0].node.name} has no pertoken_scale", (by_scale[0].node,)
+        )
     else:
-        code = "quant.mixed" if len(forms) > 1 else "quant.tokens_differ" if forms != {None} else "kv_latent.absent"
+        code = (
+            "quant.mixed"
+            if len(forms) > 1
+            else "quant.tokens_differ"
+            if forms != {None}
+            else "kv_latent.absent"
+        )
         reason = Refuse(code, both, (of_key.activation, of_key.node))
     score = max(part.miss.score for part in (key, query) if part.miss is not None)
-    nodes = dict.fromkeys((*key.miss.nodes, *(query.miss.nodes if query.miss is not None else (of_query.node,))))
+    nodes = dict.fromkeys(
+        (*key.miss.nodes, *(query.miss.nodes if query.miss is not None else (of_query.node,)))
+    )
     return replace(key.miss, reason=reason, nodes=tuple(nodes), score=score, lacks="")
 
 

@@ -33,7 +33,9 @@ class QuerySide:
 
 @dataclass(frozen=True, kw_only=True)
 class KeySide:
-    """c_kv = norm(x W_dkv); k_pe = rope(x W_kr), by plain nodes or by one npu operator that also writes."""
+    """c_kv = norm(x W_dkv); k_pe = rope(x W_kr), by plain nodes or by one npu operator that also
+    writes.
+    """
 
     down: Projection
     down_rope: Projection
@@ -66,7 +68,8 @@ class KeyHalf:
 
     shrink   on how many tokens the facts were read
     tokens   where these stand in the nodes
-    others   the same with other nodes for its parts: one node may hold the normed latent, another twice it
+    others   the same with other nodes for its parts: one node may hold the normed latent, another
+             twice it
     """
 
     key: KeySide
@@ -94,7 +97,9 @@ class KeyHalf:
     def columns(self) -> tuple[object, ...]:
         """Of every product, those that are taken, and the axis along which they lie."""
         k = self.key
-        axes = [item.product.out_labels.index(item.column_labels[0]) for item in (k.down, k.down_rope)]
+        axes = [
+            item.product.out_labels.index(item.column_labels[0]) for item in (k.down, k.down_rope)
+        ]
         return k.columns, k.first, k.second, *axes
 
     @property
@@ -119,20 +124,26 @@ class KeyHalf:
 
     @property
     def format(self) -> NumberFormat | None:
-        """Of the weights of the projections that the call replaces, some at least; None: bfloat16."""
+        """Of the weights of the projections that the call replaces, some at least; None:
+        bfloat16.
+        """
         return None
 
     @property
     def nodes(self) -> tuple[Node, ...]:
         """The rare nodes, for messages."""
         k = self.key
-        facts = [k.operator.node] if k.operator else [f.node for f in (k.norm, k.rope) if f is not None]
+        facts = (
+            [k.operator.node] if k.operator else [f.node for f in (k.norm, k.rope) if f is not None]
+        )
         return tuple(dict.fromkeys([k.down.node, k.down_rope.node, *facts]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate(KeyHalf):
-    """Everything a call of the whole prologue needs to know of the graph, and nothing yet about whether it is legal."""
+    """Everything a call of the whole prologue needs to know of the graph, and nothing yet about
+    whether it is legal.
+    """
 
     query: QuerySide
     others: tuple[Candidate, ...] = ()
@@ -186,7 +197,14 @@ class Candidate(KeyHalf):
     @property
     def nodes(self) -> tuple[Node, ...]:
         q = self.query
-        named = [q.down.node, q.norm.node, q.up_nope.node, q.up_rope.node, q.absorb.node, q.rope.node]
+        named = [
+            q.down.node,
+            q.norm.node,
+            q.up_nope.node,
+            q.up_rope.node,
+            q.absorb.node,
+            q.rope.node,
+        ]
         return tuple(dict.fromkeys([*named, *super().nodes]))
 
 

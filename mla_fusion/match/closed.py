@@ -1,4 +1,6 @@
-"""Prologues in graphs that a node runs under a condition or in a loop (``torch.cond``): seen, and left alone."""
+"""Prologues in graphs that a node runs under a condition or in a loop (``torch.cond``): seen, and
+left alone.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,14 @@ def in_bodies(gm: GraphModule) -> Iterator[NearMiss]:
     """One for each body in which a prologue, or a part of one, is found."""
     for node in gm.graph.find_nodes(op="get_attr"):
         body = attribute(node)
-        caller = next((user for user in node.users if isinstance(user.target, HigherOrderOperator)), None)
-        if caller is not None and isinstance(body, GraphModule) and all(map(_is_described, body.graph.nodes)):
+        caller = next(
+            (user for user in node.users if isinstance(user.target, HigherOrderOperator)), None
+        )
+        if (
+            caller is not None
+            and isinstance(body, GraphModule)
+            and all(map(_is_described, body.graph.nodes))
+        ):
             _, found = search(View(body))
             if found:
                 detail = f"{caller.name} ({caller.target}) runs it in {node.target}"

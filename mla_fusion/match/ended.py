@@ -1,4 +1,6 @@
-"""The step at which the proof of a prologue ended: a better reason than that a norm or a rotation was not found."""
+"""The step at which the proof of a prologue ended: a better reason than that a norm or a rotation
+was not found.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ from mla_fusion.report.rejection import Refuse
 
 # Reasons that say what is absent; the step that hides it says more.
 _VAGUE = frozenset(
-    "q_lora.absent kv_latent.absent rope.absent absorb.absent norm.absent rope.tables_differ reader.latent".split()
+    "q_lora.absent kv_latent.absent rope.absent absorb.absent norm.absent rope.tables_differ "
+    "reader.latent".split()
 )
 _FARTHEST = 64  # nodes from a step to the product or the write that it leads to
 
 
-def because_of_a_step(view: View, facts: Facts, ups: Iterable[Projection], miss: NearMiss) -> NearMiss:
+def because_of_a_step(
+    view: View, facts: Facts, ups: Iterable[Projection], miss: NearMiss
+) -> NearMiss:
     """The near miss with the code of the step that ended the proof, where there is one."""
     if miss.reason.code == "q_lora.interrupted":
         return _mixed(facts, miss)
@@ -37,9 +42,13 @@ def because_of_a_step(view: View, facts: Facts, ups: Iterable[Projection], miss:
             if node in quantising:
                 continue
             code = barrier.code
-            if miss.reason.code == "norm.absent" and (code == "step.unknown" or _is_statistic(node, product)):
+            if miss.reason.code == "norm.absent" and (
+                code == "step.unknown" or _is_statistic(node, product)
+            ):
                 code = miss.reason.code  # it is no RMSNorm; what it is, the detail says
-            reason = Refuse(code, f"{barrier.detail}; {miss.reason.detail}", (node, *miss.nodes[:1]))
+            reason = Refuse(
+                code, f"{barrier.detail}; {miss.reason.detail}", (node, *miss.nodes[:1])
+            )
             return replace(miss, reason=reason)
     return _mixed(facts, miss)
 
@@ -54,12 +63,20 @@ def _quantising(item: Projection) -> list[Node]:
 
 
 def _ends(view: View, product: Node) -> Iterator[tuple[Node, Barrier]]:
-    """Steps that read nothing but this product's values, and lead to a product by a weight or to a write."""
+    """Steps that read nothing but this product's values, and lead to a product by a weight or to a
+    write.
+    """
     inside = {product, *view.members(product)}
     readers = dict.fromkeys(user for node in inside for user in node.users)
     for node in sorted(readers, key=view.position.__getitem__):
         barrier = view.barriers.get(node)
-        if barrier is None or is_cast(node) or is_writer(node) or node in view.contractions or kv_operator.is_one(node):
+        if (
+            barrier is None
+            or is_cast(node)
+            or is_writer(node)
+            or node in view.contractions
+            or kv_operator.is_one(node)
+        ):
             continue
         read = {source for arg in node.all_input_nodes for source in view.sources(arg)}
         if read == {product} and _leads_on(view, node):
@@ -90,5 +107,7 @@ def _mixed(facts: Facts, miss: NearMiss) -> NearMiss:
     for found in facts.values():
         mixed = found.cone.mixed
         if mixed is not None:
-            return replace(miss, reason=Refuse("tokens.mixed", mixed.reason, (mixed.node, *miss.nodes[:1])))
+            return replace(
+                miss, reason=Refuse("tokens.mixed", mixed.reason, (mixed.node, *miss.nodes[:1]))
+            )
     return miss

@@ -14,7 +14,9 @@ _KERNEL = "the kernel adds epsilon to the mean square, under the root"
 
 
 def misplaced(product: Node, latent: Node) -> str:
-    """Of a latent made of a product: where an epsilon is added or taken as a floor, if not under the root; or ""."""
+    """Of a latent made of a product: where an epsilon is added or taken as a floor, if not under
+    the root; or "".
+    """
     steps = nodes_between((product,), latent)
     roots = [node for node in steps if op_name(node) in _ROOTS or _is_root(node)]
     for node in steps:

@@ -1,7 +1,7 @@
 """Join facts by dataflow into prologues, or into near misses that know what is absent.
 
-All projections of one x are one group. A prologue needs, in its group: a normed query latent that is projected
-up, rotated and absorbed; and a normed kv latent beside a rotated key of one head.
+All projections of one x are one group. A prologue needs, in its group: a normed query latent that
+is projected up, rotated and absorbed; and a normed kv latent beside a rotated key of one head.
 """
 
 from __future__ import annotations
@@ -32,19 +32,24 @@ from mla_fusion.match.plain import Plain
 from mla_fusion.report.rejection import Refuse
 
 Found = KeyHalf | NearMiss  # a Candidate is a KeyHalf with a query
-_LARGEST_WEIGHT = 1 << 32  # elements; no prologue has a larger one, and what it makes would be probed
+# elements; no prologue has a larger one, and what it makes would be probed
+_LARGEST_WEIGHT = 1 << 32
 _ALTERNATIVES = 7  # of one prologue that are tried where the first has no plan
 
 
 class Finder:
     """Finds candidates and near misses in one view, in graph order."""
 
-    def __init__(self, view: View, targets: Collection[str] = ("v3",), shrinks: bool = True) -> None:
-        """``targets``: those of Config. With "identity", a query that no W_uk product follows is one too; with "key", a
-        key needs no query. ``shrinks``: may many tokens be probed as few?
+    def __init__(
+        self, view: View, targets: Collection[str] = ("v3",), shrinks: bool = True
+    ) -> None:
+        """``targets``: those of Config. With "identity", a query that no W_uk product follows is
+        one too; with "key", a key needs no query. ``shrinks``: may many tokens be probed as few?
         """
         self.view, self.targets = view, targets
-        self.projections = [item for item in projection.find(view) if self._size(item.weight) <= _LARGEST_WEIGHT]
+        self.projections = [
+            item for item in projection.find(view) if self._size(item.weight) <= _LARGEST_WEIGHT
+        ]
         self.operators = kv_operator.find(view)
         latents = [operator.latent for operator in self.operators]
         self.reader = FactReader(view, self.projections, latents, shrinks)
@@ -70,9 +75,14 @@ class Finder:
         return self._found(parts) or [*self.why.hidden_queries()]
 
     def _found(self, parts: list[list[Projection]]) -> list[Found]:
-        """What is found on each x; halves of one prologue that read two forms of one are told as one."""
+        """What is found on each x; halves of one prologue that read two forms of one are told as
+        one.
+        """
         every = [self._join(part) if self._may_be_down(part) else [] for part in parts]
-        alone = [found[0] if len(found) == 1 and isinstance(found[0], NearMiss) else None for found in every]
+        alone = [
+            found[0] if len(found) == 1 and isinstance(found[0], NearMiss) else None
+            for found in every
+        ]
         told = zip(parts, alone, every, strict=True)
         known = [Part(part, miss, done=bool(found) and miss is None) for part, miss, found in told]
         for place, miss in apart.joined(self.view, known, self.why.has_query, self._static).items():
@@ -80,15 +90,24 @@ class Finder:
         return [item for found in every for item in found]
 
     def _may_be_down(self, group: list[Projection]) -> bool:
-        """Could these be W_dq and W_dkv_kr? Spares reading what most layers hold besides: an output projection.
+        """Could these be W_dq and W_dkv_kr? Spares reading what most layers hold besides: an output
+        projection.
 
-        A projection alone on its x is one of a prologue if its columns are taken apart (both weights in one), or if
-        what is made of it is projected up and then head by head (a query whose key is missing).
+        A projection alone on its x is one of a prologue if its columns are taken apart (both
+        weights in one), or if what is made of it is projected up and then head by head (a query
+        whose key is missing).
         """
         if len(group) > 1 or self._comes_apart(group[0]):
             return True
-        ups = (up for member in self.view.members(group[0].node) for up in self.above.get(member, ()))
-        readers = (item for up in ups for node in self.view.members(up.node) for item in self.on_operand.get(node, ()))
+        ups = (
+            up for member in self.view.members(group[0].node) for up in self.above.get(member, ())
+        )
+        readers = (
+            item
+            for up in ups
+            for node in self.view.members(up.node)
+            for item in self.on_operand.get(node, ())
+        )
         return any(not item.is_flat for item in readers)
 
     def _comes_apart(self, item: Projection) -> bool:
@@ -106,7 +125,10 @@ class Finder:
         """The group, split where projections read x sliced or permuted differently."""
         classes: list[list[Projection]] = []
         for item in group:
-            alike = next((known for known in classes if projection.same_rows(self.view, known[0], item)), None)
+            alike = next(
+                (known for known in classes if projection.same_rows(self.view, known[0], item)),
+                None,
+            )
             if alike is None:
                 classes.append([item])
             else:
@@ -119,18 +141,30 @@ class Finder:
         keys = self._keys(facts)
         joined = self._candidates(facts, keys)
         if "key" in self.targets and joined and not keys:
-            keys = [key for key in self.plain.keys(facts) if key.down is key.down_rope]  # not a query's columns
+            # not a query's columns
+            keys = [key for key in self.plain.keys(facts) if key.down is key.down_rope]
         if isinstance(joined, NearMiss):
-            ups = [up for cone in facts.values() for norm in cone.norms for up in self.above[norm.node]]
+            ups = [
+                up for cone in facts.values() for norm in cone.norms for up in self.above[norm.node]
+            ]
             joined = ended.because_of_a_step(self.view, facts, ups, joined)
             return [replace(joined, score=self._score(facts, ups), halves=self._halves(keys))]
-        return [*joined, *self._halves(keys, [item.key for item in joined if isinstance(item, Candidate)])]
+        return [
+            *joined,
+            *self._halves(keys, [item.key for item in joined if isinstance(item, Candidate)]),
+        ]
 
     def _halves(self, keys: Sequence[KeySide], used: Sequence[KeySide] = ()) -> tuple[KeyHalf, ...]:
-        return halves.of(keys, used, self.reader.shrink, self.reader.tokens) if "key" in self.targets else ()
+        return (
+            halves.of(keys, used, self.reader.shrink, self.reader.tokens)
+            if "key" in self.targets
+            else ()
+        )
 
     def _score(self, facts: Facts, ups: list[Projection]) -> float:
-        """How much of a prologue there is: the norms, the rotations of query and key, an absorbed product."""
+        """How much of a prologue there is: the norms, the rotations of query and key, an absorbed
+        product.
+        """
         norms = [norm for cone in facts.values() for norm in cone.norms]
         of_key = [rope for cone in facts.values() for rope in cone.ropes]
         read = [self.reader.read(up) for up in ups if up.is_flat]
@@ -138,7 +172,9 @@ class Finder:
         absorbed = [up for up in ups if up.is_flat and self.absorbs(up)]
         return sum(map(bool, (norms, norms[1:], of_key, of_query, absorbed))) / 5
 
-    def _candidates(self, facts: Facts, keys: list[KeySide]) -> list[Candidate | NearMiss] | NearMiss:
+    def _candidates(
+        self, facts: Facts, keys: list[KeySide]
+    ) -> list[Candidate | NearMiss] | NearMiss:
         group = list(facts)
         queries, partial = self._queries(facts)
         if not keys and not queries:
@@ -157,8 +193,12 @@ class Finder:
         if keys and partial is None:
             partial = self.why.quantised_otherwise(facts)
         if keys and partial is not None:
-            return (self.why.interrupted(facts) if partial.reason.code == "absorb.absent" else None) or partial
-        if unnormed := (self.why.hidden_query(group[0].origin) if keys else None) or self.why.unnormed(facts):
+            return (
+                self.why.interrupted(facts) if partial.reason.code == "absorb.absent" else None
+            ) or partial
+        if unnormed := (
+            self.why.hidden_query(group[0].origin) if keys else None
+        ) or self.why.unnormed(facts):
             return unnormed
         if partial is not None and sum(len(cone.norms) for cone in facts.values()) > 1:
             return self.why.normed_key(facts, partial.nodes[0]) or partial
@@ -166,28 +206,47 @@ class Finder:
         if keys:
             told = why.direct(facts, has_key=True) or why.cut(facts) or why.cut_query(facts)
             told = told or why.undecoded(facts, {key.latent for key in keys})
-            nodes = tuple(fact.node for fact in (keys[0].norm, keys[0].rope, keys[0].operator) if fact is not None)
+            nodes = tuple(
+                fact.node
+                for fact in (keys[0].norm, keys[0].rope, keys[0].operator)
+                if fact is not None
+            )
             alone = Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}")
-            return told or replace(why.scaled_by_others(group[0]) or NearMiss(alone, nodes), lacks="query")
+            return told or replace(
+                why.scaled_by_others(group[0]) or NearMiss(alone, nodes), lacks="query"
+            )
         direct = why.direct(facts, halves="key" in self.targets)
         needed = "identity" not in self.targets
-        return why.unrotated(facts) or direct or why.cut(facts) or why.unabsorbed(facts, needed) or []
+        return (
+            why.unrotated(facts) or direct or why.cut(facts) or why.unabsorbed(facts, needed) or []
+        )
 
     def _paired(self, queries: list[QuerySide], keys: list[KeySide]) -> list[Candidate | NearMiss]:
-        """Each query with a key of its own; what is left of either is a near miss (two attentions may read one x)."""
+        """Each query with a key of its own; what is left of either is a near miss (two attentions
+        may read one x).
+        """
         found: list[Candidate | NearMiss] = []
         while queries and keys:
             of_query = [query for query in queries if query.absorb.node is queries[0].absorb.node]
-            apart = [key for key in keys if not any(_is_latent_of(query, key) for query in queries)] or keys
+            apart = [
+                key for key in keys if not any(_is_latent_of(query, key) for query in queries)
+            ] or keys
             first, *others = (self._candidate(query, key) for query in of_query for key in apart)
             found.append(replace(first, others=tuple(others[:_ALTERNATIVES])))
             done = first.query.absorb.node, first.query.up_rope.node, first.key.latent
-            queries = [query for query in queries if not self._same(done[:2], (query.absorb.node, query.up_rope.node))]
+            queries = [
+                query
+                for query in queries
+                if not self._same(done[:2], (query.absorb.node, query.up_rope.node))
+            ]
             # what reads the same latent apart is no prologue of its own: an indexer, say
             queries = [query for query in queries if query.down.node is not first.query.down.node]
             keys = [key for key in apart if not self._same(done[2:], (key.latent,))]
         for query in {query.absorb.node: query for query in queries}.values():
-            reason = Refuse("kv_latent.absent", f"another query on {query.down.origin.name} goes with its kv latent")
+            reason = Refuse(
+                "kv_latent.absent",
+                f"another query on {query.down.origin.name} goes with its kv latent",
+            )
             found.append(NearMiss(reason, (query.norm.node, query.absorb.node), 0.6))
         return found
 
@@ -211,32 +270,66 @@ class Finder:
                 for up_rope, rope in rotations:
                     for up_nope, absorb in absorbs:
                         if rope.heads == absorb.heads:
-                            found.append(QuerySide(
-                                down=down, norm=norm, up_nope=up_nope, up_rope=up_rope, absorb=absorb, rope=rope
-                            ))
+                            found.append(
+                                QuerySide(
+                                    down=down,
+                                    norm=norm,
+                                    up_nope=up_nope,
+                                    up_rope=up_rope,
+                                    absorb=absorb,
+                                    rope=rope,
+                                )
+                            )
                 if rotations and not absorbs:
-                    detail = f"{rotations[0][1].heads} heads rotated at {rotations[0][1].node.name}, none absorbed"
-                    at_query = (rotations[0][0].node, rotations[0][1].node)  # its line is where W_uk is missing
-                    absent = NearMiss(Refuse("absorb.absent", detail, at_query), (norm.node, rotations[0][1].node))
-                    partial = self.why.scaled_before(ups, heads) or self.why.shared(ups, rotations[0][1]) or absent
+                    detail = (
+                        f"{rotations[0][1].heads} heads rotated at {rotations[0][1].node.name}, "
+                        "none absorbed"
+                    )
+                    # its line is where W_uk is missing
+                    at_query = (rotations[0][0].node, rotations[0][1].node)
+                    absent = NearMiss(
+                        Refuse("absorb.absent", detail, at_query), (norm.node, rotations[0][1].node)
+                    )
+                    partial = (
+                        self.why.scaled_before(ups, heads)
+                        or self.why.shared(ups, rotations[0][1])
+                        or absent
+                    )
                 elif absorbs and not rotations and absorbs[0][1].times is not None:
                     at = absorbs[0][1].times
-                    detail = f"{at.name} multiplies each token of the query, q_pe before its rotation"
+                    detail = (
+                        f"{at.name} multiplies each token of the query, q_pe before its rotation"
+                    )
                     partial = NearMiss(Refuse("scale.unequal", detail), (at, absorbs[0][1].node))
                 elif absorbs and not rotations:
-                    detail = f"{absorbs[0][1].heads} heads absorbed at {absorbs[0][1].node.name}, none rotated"
-                    partial = NearMiss(Refuse("rope.absent", detail), (norm.node, absorbs[0][1].node))
+                    detail = (
+                        f"{absorbs[0][1].heads} heads absorbed at {absorbs[0][1].node.name}, none "
+                        "rotated"
+                    )
+                    partial = NearMiss(
+                        Refuse("rope.absent", detail), (norm.node, absorbs[0][1].node)
+                    )
         return found, partial
 
     def _ups(self, norm: NormFact) -> list[Projection]:
-        return [up for up in self.above[norm.node] if up.is_flat and projection.reads_whole(self.view, up)]
+        return [
+            up
+            for up in self.above[norm.node]
+            if up.is_flat and projection.reads_whole(self.view, up)
+        ]
 
     def absorbs(self, up: Projection, heads: Collection[int] = ()) -> list[AbsorbFact]:
-        """Absorbed products of the projection; those of fewer ``heads`` than are rotated are pieces of one."""
+        """Absorbed products of the projection; those of fewer ``heads`` than are rotated are pieces
+        of one.
+        """
         cone = self.reader.read(up)
-        every = [cone.absorb(item) for operand in cone.readings for item in self.on_operand[operand]]
+        every = [
+            cone.absorb(item) for operand in cone.readings for item in self.on_operand[operand]
+        ]
         found = [fact for fact in every if fact is not None]
-        whole = [fact for fact in found if (fact.heads in heads if heads else fact.projection.batch)]
+        whole = [
+            fact for fact in found if (fact.heads in heads if heads else fact.projection.batch)
+        ]
         if whole or not found:
             return whole
         joined = join_heads(self.view, found, self.reader.shrink)
@@ -259,12 +352,22 @@ class Finder:
                             found.append(plain_key(down, down_rope, norm, rope))
         return found
 
-    def _operator_side(self, down: Projection, cone: ConeFacts, operator: KvOperatorFact) -> KeySide | None:
+    def _operator_side(
+        self, down: Projection, cone: ConeFacts, operator: KvOperatorFact
+    ) -> KeySide | None:
         reading = cone.readings.get(operator.latent)
-        if reading is None or not reading.single or reading.degree != 1 or reading.first.numel() % cone.cone.tokens:
+        if (
+            reading is None
+            or not reading.single
+            or reading.degree != 1
+            or reading.first.numel() % cone.cone.tokens
+        ):
             return None
         codes = reading.first.reshape(cone.cone.tokens, -1)
-        expected = torch.arange(cone.cone.tokens).unsqueeze(1) * cone.cone.width + codes[0] % cone.cone.width
+        expected = (
+            torch.arange(cone.cone.tokens).unsqueeze(1) * cone.cone.width
+            + codes[0] % cone.cone.width
+        )
         if not torch.equal(codes, expected):
             return None
         if uniform_factor(cone.cone, cone.probe, reading) != 1.0:
@@ -303,12 +406,16 @@ _LARGEST = 1 << 24  # elements of a product that is probed with all of its token
 
 
 def search(view: View, targets: Collection[str] = ("v3",)) -> tuple[Finder, list[Found]]:
-    """What a view holds. Where many tokens were probed as few and a step does not treat all alike, with all of them."""
+    """What a view holds. Where many tokens were probed as few and a step does not treat all alike,
+    with all of them.
+    """
     finder = Finder(view, targets)
     found = finder.find()
     reader = finder.reader
     if reader.shrink is not None and (reader.is_lost or any(_is_mixed(item) for item in found)):
-        sizes = [prod(view.binding.shape(item.node.meta["val"].shape)) for item in finder.projections]
+        sizes = [
+            prod(view.binding.shape(item.node.meta["val"].shape)) for item in finder.projections
+        ]
         if max(sizes) <= _LARGEST:
             whole = Finder(view, targets, shrinks=False)
             return whole, whole.find()
@@ -325,11 +432,15 @@ def _is_latent_of(query: QuerySide, key: KeySide) -> bool:
 
 
 def _overlap(norm: NormFact, rope: RopeFact) -> bool:
-    return bool(set(norm.columns) & {column for pair in (rope.first[0], rope.second[0]) for column in pair})
+    return bool(
+        set(norm.columns) & {column for pair in (rope.first[0], rope.second[0]) for column in pair}
+    )
 
 
 def same_table(view: View, a: Table, b: Table) -> float | None:
-    """The factor by which table ``a`` is table ``b``, or None where they are not provably proportional."""
+    """The factor by which table ``a`` is table ``b``, or None where they are not provably
+    proportional.
+    """
     if len(a) != len(b):
         return None
     ratios = set()
@@ -344,7 +455,9 @@ def same_table(view: View, a: Table, b: Table) -> float | None:
 
 
 def rotation_ratio(view: View, query: QuerySide, key: KeySide) -> float | None:
-    """What q_pe is multiplied by, relative to k_pe, or None where they are not provably rotated by the same angles."""
+    """What q_pe is multiplied by, relative to k_pe, or None where they are not provably rotated by
+    the same angles.
+    """
     if not query.rope.cos and not key.cos:
         return query.rope.factor / (key.rope.factor if key.rope else 1.0)
     ratios = {same_table(view, query.rope.cos, key.cos), same_table(view, query.rope.sin, key.sin)}
@@ -352,6 +465,8 @@ def rotation_ratio(view: View, query: QuerySide, key: KeySide) -> float | None:
 
 
 def _equally_scaled(view: View, query: QuerySide, key: KeySide) -> bool:
-    """Is q_nope multiplied by what q_pe is, relative to k_pe? (A model may read it unscaled too.)"""
+    """Is q_nope multiplied by what q_pe is, relative to k_pe? (A model may read it unscaled
+    too.)
+    """
     ratio = rotation_ratio(view, query, key)
     return ratio is not None and abs(ratio - query.absorb.factor) <= 1e-6 * abs(ratio)

@@ -15,18 +15,25 @@ _ALTERNATIVES = 7  # of one latent that are tried where the first pair has no pl
 def of(
     keys: Sequence[KeySide], used: Sequence[KeySide], shrink: Shrink | None, tokens: Tokens
 ) -> tuple[KeyHalf, ...]:
-    """Each latent with a rotated key, of the same product if there is one; other pairs of the two are alternatives.
+    """Each latent with a rotated key, of the same product if there is one; other pairs of the two
+    are alternatives.
 
     Nothing of ``used``, which other candidates have.
     """
     found = []
-    left = [key for key in keys if key.rope is not None and not any(_share(key, other) for other in used)]
+    left = [
+        key
+        for key in keys
+        if key.rope is not None and not any(_share(key, other) for other in used)
+    ]
     left.sort(key=_is_unlikely)
     while left:
         pairs = [key for key in left if _share(key, left[0])]
         left = [key for key in left if key not in pairs]
         halves = [
-            KeyHalf(key=key, shrink=shrink, tokens=tokens.among((key.down.node, key.down_rope.node)))
+            KeyHalf(
+                key=key, shrink=shrink, tokens=tokens.among((key.down.node, key.down_rope.node))
+            )
             for key in pairs[: _ALTERNATIVES + 1]
         ]
         found.append(replace(halves[0], others=tuple(halves[1:])))
@@ -46,5 +53,7 @@ def _share(a: KeySide, b: KeySide) -> bool:
 
 
 def _is_unlikely(key: KeySide) -> tuple[bool, bool]:
-    """For sorting: what lies side by side belongs together, and a multiple of a norm is read behind the norm."""
+    """For sorting: what lies side by side belongs together, and a multiple of a norm is read behind
+    the norm.
+    """
     return key.down.node is not key.down_rope.node, key.scale != 1.0

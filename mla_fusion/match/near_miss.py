@@ -60,41 +60,66 @@ class Diagnosis:
         absorbs: Callable[[Projection], list[AbsorbFact]],
         static: bool,
     ) -> None:
-        """``above``: projections by origin, ``on_operand``: by activation; ``absorbs``: absorbed products of one;
-        ``static``: is there a target for scales that are fixed ahead of time?
+        """``above``: projections by origin, ``on_operand``: by activation; ``absorbs``: absorbed
+        products of one; ``static``: is there a target for scales that are fixed ahead of time?
         """
         self.view, self.reader, self.projections, self.absorbs = view, reader, projections, absorbs
         self.above, self.on_operand, self._static = above, on_operand, static
 
     def undecoded(self, facts: Facts, latents: Collection[Node]) -> NearMiss | None:
-        """A norm beside the key's ``latents`` is projected up, and nothing of that is a rotated or an absorbed part."""
-        for norm in (norm for cone in facts.values() for norm in cone.norms if norm.node not in latents):
+        """A norm beside the key's ``latents`` is projected up, and nothing of that is a rotated or
+        an absorbed part.
+        """
+        for norm in (
+            norm for cone in facts.values() for norm in cone.norms if norm.node not in latents
+        ):
             ups = [up for up in self.above[norm.node] if up.is_flat]
             if ups:
-                detail = f"of what {ups[0].node.name} makes of {norm.node.name} nothing is rotated, or absorbed"
-                return self.scaled_before(ups) or NearMiss(Refuse("rope.absent", detail), (ups[0].node, norm.node))
+                detail = (
+                    f"of what {ups[0].node.name} makes of {norm.node.name} nothing is rotated, or "
+                    "absorbed"
+                )
+                return self.scaled_before(ups) or NearMiss(
+                    Refuse("rope.absent", detail), (ups[0].node, norm.node)
+                )
         return None
 
-    def scaled_before(self, ups: Collection[Projection], heads: Collection[int] | None = None) -> NearMiss | None:
-        """A product head by head of what would be q_nope, had a value of the graph not been multiplied onto it."""
+    def scaled_before(
+        self, ups: Collection[Projection], heads: Collection[int] | None = None
+    ) -> NearMiss | None:
+        """A product head by head of what would be q_nope, had a value of the graph not been
+        multiplied onto it.
+        """
         for up in ups:
             cone = self.reader.read(up)
             for operand, reading in cone.readings.items():
                 if not reading.single or reading.degree != 1:
                     continue
                 for item in self.on_operand[operand]:
-                    by_head = item.batch and not item.is_flat and (heads is None or self._heads(item) in heads)
+                    by_head = (
+                        item.batch
+                        and not item.is_flat
+                        and (heads is None or self._heads(item) in heads)
+                    )
                     if by_head and uniform_factor(cone.cone, cone.probe, reading) is None:
-                        detail = f"{item.node.name} multiplies {operand.name}, {up.node.name} not scaled by one number"
+                        detail = (
+                            f"{item.node.name} multiplies {operand.name}, {up.node.name} not "
+                            "scaled by one number"
+                        )
                         return NearMiss(Refuse("scale.unequal", detail), (up.node, item.node))
         return None
 
     def shared(self, ups: Collection[Projection], rope: RopeFact) -> NearMiss | None:
-        """Absorbed heads beside rotated columns that are not as many heads: one query key for all of them, say."""
+        """Absorbed heads beside rotated columns that are not as many heads: one query key for all
+        of them, say.
+        """
         absorb = next((fact for up in ups for fact in self.absorbs(up)), None)
         if absorb is None or absorb.heads == rope.heads:
             return None
-        detail = f"{absorb.heads} heads absorbed at {absorb.node.name}, {rope.heads} rotated at {rope.node.name}"
+        detail = (
+            f"{absorb.heads} heads absorbed at {absorb.node.name}, {rope.heads} rotated at "
+            f"{rope.node.name}"
+        )
         return NearMiss(Refuse("rope.heads_differ", detail), (rope.node, absorb.node))
 
     def _heads(self, item: Projection) -> int:
@@ -102,33 +127,59 @@ class Diagnosis:
         return prod(shape[item.weight_labels.index(label)] for label in item.batch)
 
     def quantised_otherwise(self, facts: Facts) -> NearMiss | None:
-        """A normed latent that reaches a linear layer quantised, but not by the kernel's quantisation."""
+        """A normed latent that reaches a linear layer quantised, but not by the kernel's
+        quantisation.
+        """
         for item in self.projections:
             values = quantised_behind(item.activation) if item.is_flat else None
             if values is None:
                 continue
             for down, cone in facts.items():
-                norm = next((norm for norm in cone.norms if self._size_of_rows(values) == len(norm.columns)), None)
+                norm = next(
+                    (
+                        norm
+                        for norm in cone.norms
+                        if self._size_of_rows(values) == len(norm.columns)
+                    ),
+                    None,
+                )
                 if norm is not None and self.view.reaches(down.node, values):
-                    detail = f"{item.node.name} multiplies {values.name}, made from {norm.node.name}"
+                    detail = (
+                        f"{item.node.name} multiplies {values.name}, made from {norm.node.name}"
+                    )
                     return NearMiss(Refuse("quant.dynamic", detail), (norm.node, values, item.node))
         return None
 
     def scaled_by_others(self, item: Projection) -> NearMiss | None:
-        """A product of values quantised in this graph, by token scales that are not what quantised them gave."""
+        """A product of values quantised in this graph, by token scales that are not what quantised
+        them gave.
+        """
         values = quantised_behind(item.activation)
         read = item.quantised
-        if values is None or values.op == "placeholder" or read is None or read.token_scale is None or read.dynamic:
+        if (
+            values is None
+            or values.op == "placeholder"
+            or read is None
+            or read.token_scale is None
+            or read.dynamic
+        ):
             return None
-        detail = f"{item.node.name} multiplies by {read.token_scale.name}, which is not the scale of {values.name}"
+        detail = (
+            f"{item.node.name} multiplies by {read.token_scale.name}, which is not the scale of "
+            f"{values.name}"
+        )
         return NearMiss(Refuse("quant.scale", detail), (values, item.node))
 
     def _size_of_rows(self, node: Node) -> int:
         return self.view.binding.size(node.meta["val"].shape[-1])
 
     def unnormed(self, facts: Facts) -> NearMiss | None:
-        """A key of one head beside a latent that is projected up and rotated, but is not its projection's RMSNorm."""
-        keys = [rope for cone in facts.values() for rope in cone.ropes if rope.of_one_head is not None]
+        """A key of one head beside a latent that is projected up and rotated, but is not its
+        projection's RMSNorm.
+        """
+        keys = [
+            rope for cone in facts.values() for rope in cone.ropes if rope.of_one_head is not None
+        ]
         if not keys:
             return None
         for down, cone in facts.items():
@@ -136,53 +187,79 @@ class Diagnosis:
                 up = self._rotated_after(norm.node, facts)
                 if up is not None and up.origin is norm.node:
                     rope = keys[0]
-                    detail = f"the key is rotated at {rope.node.name}, and no latent beside it is normed in this graph"
+                    detail = (
+                        f"the key is rotated at {rope.node.name}, and no latent beside it is "
+                        "normed in this graph"
+                    )
                     return NearMiss(Refuse("kv_latent.absent", detail), (norm.node, rope.node))
                 if up is not None:
                     code, why = between_norm_and(up, self._static)
-                    detail = f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
+                    detail = (
+                        f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
+                    )
                     barrier = self.view.barriers.get(up.origin)
                     why = why or (barrier.detail if barrier is not None else "")
                     detail += f"; {why}" if why else ""
                     return NearMiss(Refuse(code, detail), (up.origin, norm.node, up.node))
             up = self._rotated_after(down.node, facts)
             if up is not None:
-                detail = f"{up.origin.name}, projected by {up.node.name}, is made of {down.node.name}"
+                detail = (
+                    f"{up.origin.name}, projected by {up.node.name}, is made of {down.node.name}"
+                )
                 detail += f"; {why}" if (why := epsilon.misplaced(down.node, up.origin)) else ""
                 nodes = tuple(dict.fromkeys((up.origin, down.node, up.node)))
                 return NearMiss(Refuse("norm.absent", detail), nodes)
         return None
 
     def interrupted(self, facts: Facts) -> NearMiss | None:
-        """What is made of a normed latent and is not it, or of it and something else, is projected up and absorbed."""
+        """What is made of a normed latent and is not it, or of it and something else, is projected
+        up and absorbed.
+        """
         for cone in facts.values():
             for norm in cone.norms:
                 for up in self._ups_after(norm.node, facts):
                     if up.origin is not norm.node and self.absorbs(up):
-                        detail = f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
-                        return NearMiss(Refuse("q_lora.interrupted", detail), (up.origin, norm.node, up.node))
+                        detail = (
+                            f"{up.origin.name}, not {norm.node.name}, is projected by "
+                            f"{up.node.name}"
+                        )
+                        return NearMiss(
+                            Refuse("q_lora.interrupted", detail), (up.origin, norm.node, up.node)
+                        )
         return None
 
     def has_query(self, group: list[Projection]) -> bool:
-        """Is there a normed latent on this x that is projected up, through whatever quantises it, and rotated?"""
+        """Is there a normed latent on this x that is projected up, through whatever quantises it,
+        and rotated?
+        """
         norms = (norm for item in group for norm in self.reader.read(item).norms)
         return any(self._rotated_after(norm.node, group) is not None for norm in norms)
 
     def _rotated_after(self, start: Node, group: Collection[Projection]) -> Projection | None:
-        """The projection of what is made of ``start``, by any operators but products, whose result is rotated."""
-        return next((up for up in self._ups_after(start, group) if self.reader.read(up).ropes), None)
+        """The projection of what is made of ``start``, by any operators but products, whose result
+        is rotated.
+        """
+        return next(
+            (up for up in self._ups_after(start, group) if self.reader.read(up).ropes), None
+        )
 
     def _ups_after(self, start: Node, group: Collection[Projection]) -> Iterator[Projection]:
         seen, stack = {start}, [start]
         while stack:
             node = stack.pop()
             yield from (up for up in self.above.get(node, ()) if up.is_flat and up not in group)
-            following = [user for user in node.users if user not in seen and user not in self.view.contractions]
+            following = [
+                user
+                for user in node.users
+                if user not in seen and user not in self.view.contractions
+            ]
             seen.update(following)
             stack.extend(following)
 
     def cut(self, facts: Facts) -> NearMiss | None:
-        """Some of the projected tokens are taken, and what is made of these is projected up and rotated."""
+        """Some of the projected tokens are taken, and what is made of these is projected up and
+        rotated.
+        """
         for down in facts:
             for node in self.view.members(down.node):
                 source = node.args[0] if is_view(node) else None
@@ -190,54 +267,94 @@ class Diagnosis:
                     continue
                 up = self._projected(node, down.node, facts) or self._rotated_after(node, facts)
                 if up is not None:
-                    detail = f"{node.name} takes some rows of {down.node.name}, and {up.node.name} projects these"
+                    detail = (
+                        f"{node.name} takes some rows of {down.node.name}, and {up.node.name} "
+                        "projects these"
+                    )
                     return NearMiss(Refuse("tokens.cut", detail), (node, down.node, up.node))
         return None
 
     def cut_query(self, facts: Facts) -> NearMiss | None:
-        """Of a normed latent that is projected up, some of the tokens are taken behind that product."""
+        """Of a normed latent that is projected up, some of the tokens are taken behind that
+        product.
+        """
         for norm in (norm for cone in facts.values() for norm in cone.norms):
             for up in self.above[norm.node]:
                 for node in self.view.members(up.node) if up.is_flat else ():
                     source = node.args[0] if is_view(node) else None
                     if isinstance(source, Node) and _takes_rows(node, source):
-                        detail = f"{node.name} takes some rows of {up.node.name}, made of {norm.node.name}"
-                        return NearMiss(Refuse("tokens.cut", detail), (node, norm.node, up.node), certain=True)
+                        detail = (
+                            f"{node.name} takes some rows of {up.node.name}, made of "
+                            f"{norm.node.name}"
+                        )
+                        return NearMiss(
+                            Refuse("tokens.cut", detail), (node, norm.node, up.node), certain=True
+                        )
         return None
 
-    def _projected(self, rows: Node, down: Node, group: Collection[Projection]) -> Projection | None:
-        """The projection of these rows, or of what is made of them and of no other product, beside another of x."""
+    def _projected(
+        self, rows: Node, down: Node, group: Collection[Projection]
+    ) -> Projection | None:
+        """The projection of these rows, or of what is made of them and of no other product, beside
+        another of x.
+        """
         ups = [up for up in self.above.get(peel(rows), ()) if up.is_flat and up not in group]
         read = [up for up in ups if rows in upward(up.activation, views_and_model_casts)]
-        made = (up for up in (*read, *self._ups_after(rows, group)) if self.view.sources(up.origin) == {down})
+        made = (
+            up
+            for up in (*read, *self._ups_after(rows, group))
+            if self.view.sources(up.origin) == {down}
+        )
         return next(made, None) if len(group) > 1 else None
 
     def normed_key(self, facts: Facts, query: Node) -> NearMiss | None:
-        """Beside the query's latent two norms, of which the narrower stands where the key would be rotated as it is."""
+        """Beside the query's latent two norms, of which the narrower stands where the key would be
+        rotated as it is.
+        """
         others = [norm for cone in facts.values() for norm in cone.norms if norm.node is not query]
         if len(others) < 2:
             return None
-        latent, key = max(others, key=lambda norm: len(norm.columns)), min(others, key=lambda norm: len(norm.columns))
+        latent, key = (
+            max(others, key=lambda norm: len(norm.columns)),
+            min(others, key=lambda norm: len(norm.columns)),
+        )
         if len(latent.columns) == len(key.columns) or set(latent.columns) & set(key.columns):
             return None
-        detail = f"{key.node.name} normalises {len(key.columns)} columns beside the latent {latent.node.name}"
+        detail = (
+            f"{key.node.name} normalises {len(key.columns)} columns beside the latent "
+            f"{latent.node.name}"
+        )
         return NearMiss(Refuse("rope.normed_key", detail), (key.node, latent.node, query))
 
     def unrotated(self, facts: Facts) -> NearMiss | None:
-        """Two weighted norms on one x, one of them projected up and absorbed, and nothing rotated (NoPE)."""
+        """Two weighted norms on one x, one of them projected up and absorbed, and nothing rotated
+        (NoPE).
+        """
         for cone in facts.values():
             for norm in cone.norms:
-                absorbed = [fact for up in self.above[norm.node] if up.is_flat for fact in self.absorbs(up)]
-                others = [n for c in facts.values() for n in c.norms if n.columns != norm.columns or c is not cone]
+                absorbed = [
+                    fact for up in self.above[norm.node] if up.is_flat for fact in self.absorbs(up)
+                ]
+                others = [
+                    n
+                    for c in facts.values()
+                    for n in c.norms
+                    if n.columns != norm.columns or c is not cone
+                ]
                 if absorbed and others:
-                    detail = f"{len(absorbed[0].columns)} heads absorbed at {absorbed[0].node.name}, nothing rotated"
+                    detail = (
+                        f"{len(absorbed[0].columns)} heads absorbed at {absorbed[0].node.name}, "
+                        "nothing rotated"
+                    )
                     return NearMiss(Refuse("rope.absent", detail), (norm.node, absorbed[0].node))
         return None
 
     def unabsorbed(self, facts: Facts, needed: bool) -> NearMiss | None:
-        """Two normed latents on one x, each projected up, whose projections meet in attention: nothing is rotated.
+        """Two normed latents on one x, each projected up, whose projections meet in attention:
+        nothing is rotated.
 
-        needed: is a product with W_uk? If not, what is absent is the part that is rotated, or handed on as it is.
+        needed: is a product with W_uk? If not, what is absent is the part that is rotated, or
+        handed on as it is.
         """
         norms = [norm for cone in facts.values() for norm in cone.norms if norm.gamma is not None]
         ups = [(norm, up) for norm in norms for up in self._ups_after(norm.node, facts)]
@@ -245,7 +362,10 @@ class Diagnosis:
             for other, key in ups:
                 meeting = self._meeting(query, key) if norm.node is not other.node else None
                 if meeting is not None:
-                    detail = f"{meeting.name} reads what {query.node.name} and {key.node.name} make, nothing rotated"
+                    detail = (
+                        f"{meeting.name} reads what {query.node.name} and {key.node.name} make, "
+                        "nothing rotated"
+                    )
                     code = "absorb.absent" if needed else "rope.absent"
                     return NearMiss(Refuse(code, detail), (norm.node, other.node, meeting))
         return None
@@ -260,49 +380,74 @@ class Diagnosis:
         return None
 
     def direct(self, facts: Facts, has_key: bool = False, halves: bool = False) -> NearMiss | None:
-        """A query that is absorbed, or (beside a key) rotated by heads, as it comes from x, and a normed latent.
+        """A query that is absorbed, or (beside a key) rotated by heads, as it comes from x, and a
+        normed latent.
 
-        Where no latent can be read, one that is absorbed and rotated, beside a product that a cache keeps. ``halves``:
-        would the key's side alone do? Then a step that hides the latent says more.
+        Where no latent can be read, one that is absorbed and rotated, beside a product that a cache
+        keeps. ``halves``: would the key's side alone do? Then a step that hides the latent says
+        more.
         """
         norms = [norm for cone in facts.values() for norm in cone.norms]
         for query, cone in facts.items():
             absorbed = [fact.node for fact in self.absorbs(query)]
             by_heads = [rope.node for rope in cone.ropes if rope.heads > 1]
             rotated = by_heads if has_key else []
-            kept, has_norm = self._kept(query) if absorbed and by_heads and not norms else (None, False)
+            kept, has_norm = (
+                self._kept(query) if absorbed and by_heads and not norms else (None, False)
+            )
             if kept is not None:
-                detail = f"{query.node.name}, absorbed at {absorbed[0].name}, is projected from {query.origin.name}"
+                detail = (
+                    f"{query.node.name}, absorbed at {absorbed[0].name}, is projected from "
+                    f"{query.origin.name}"
+                )
                 detail += f", and no RMSNorm of what {kept.node.name} makes is read beside it"
                 code = "norm.absent" if halves and not has_norm else "q_lora.absent"
                 return NearMiss(Refuse(code, detail), (kept.node, absorbed[0]), certain=not halves)
             if norms and (absorbed or rotated):
-                how = f"absorbed at {absorbed[0].name}" if absorbed else f"rotated at {rotated[0].name}"
+                how = (
+                    f"absorbed at {absorbed[0].name}"
+                    if absorbed
+                    else f"rotated at {rotated[0].name}"
+                )
                 detail = f"{query.node.name}, {how}, is projected from {query.origin.name}"
                 nodes = (norms[0].node, *(absorbed or rotated)[:1])
                 return NearMiss(Refuse("q_lora.absent", detail), nodes, certain=True)
         return None
 
     def _kept(self, query: Projection) -> tuple[Projection | None, bool]:
-        """Another product of the same x, values made of which, by no further product, are written to a graph input.
+        """Another product of the same x, values made of which, by no further product, are written
+        to a graph input.
 
-        And whether something like a norm stands between: of a sum, say, or of values that a step has picked.
+        And whether something like a norm stands between: of a sum, say, or of values that a step
+        has picked.
         """
         for item in self.above.get(query.origin, ()):
             following = [item.node] if item.is_flat and item.node is not query.node else []
             for node in following:  # grows as it is walked
-                if is_writer(node) and isinstance(node.args[0], Node) and input_behind(node.args[0]) is not None:
+                if (
+                    is_writer(node)
+                    and isinstance(node.args[0], Node)
+                    and input_behind(node.args[0]) is not None
+                ):
                     return item, any(map(_is_of_a_norm, following))
-                users = (user for user in node.users if user.op == "call_function" and user not in following)
+                users = (
+                    user
+                    for user in node.users
+                    if user.op == "call_function" and user not in following
+                )
                 following += [user for user in users if user not in self.view.contractions]
         return None, False
 
-    # -- layers that are no plain product: an unknown operator, or a sum of products (an adapter beside a weight)
+    # -- layers that are no plain product: an unknown operator, or a sum of products (an adapter
+    # beside a weight)
 
     def hidden_query(self, x: Node) -> NearMiss | None:
         """The query of this x, where a layer on its way is not one plain product."""
         number = self.view.number(x)
-        return next((miss for origin, miss in self._hidden.values() if self.view.number(origin) == number), None)
+        return next(
+            (miss for origin, miss in self._hidden.values() if self.view.number(origin) == number),
+            None,
+        )
 
     def hidden_queries(self) -> list[NearMiss]:
         return [miss for _, miss in self._hidden.values()]
@@ -322,8 +467,8 @@ class Diagnosis:
 
     @cached_property
     def _hidden(self) -> dict[Node, tuple[Node, NearMiss]]:
-        """(x, near miss), by the layer concerned, for every product head by head with a part of what two layers make of
-        x, where one of the two is hidden.
+        """(x, near miss), by the layer concerned, for every product head by head with a part of
+        what two layers make of x, where one of the two is hidden.
         """
         found: dict[Node, tuple[Node, NearMiss]] = {}
         for item in self.projections:
@@ -333,7 +478,9 @@ class Diagnosis:
             latent = self._read_by(ups[0]) if ups else None
             downs = self._ordered(self.view.sources(latent)) if latent is not None else []
             x = self._read_by(downs[0]) if downs else latent
-            layers = next((layers for layers in (ups, downs) if layers and self._is_hidden(layers)), None)
+            layers = next(
+                (layers for layers in (ups, downs) if layers and self._is_hidden(layers)), None
+            )
             if x is not None and layers is not None and self._readers[self.view.number(x)] > 1:
                 found.setdefault(layers[0], (x, self._hide(layers)))
         return found
@@ -344,10 +491,14 @@ class Diagnosis:
         return NearMiss(Refuse("linear.hidden", detail), tuple(layers))
 
     def _is_hidden(self, layers: list[Node]) -> bool:
-        """More than one product, or one operator that is none; what keeps the width is no layer but a norm, say."""
+        """More than one product, or one operator that is none; what keeps the width is no layer but
+        a norm, say.
+        """
         if len(layers) > 1:
             return True
-        width = self._unknown[layers[0]].meta["val"].shape[-1] if layers[0] in self._unknown else None
+        width = (
+            self._unknown[layers[0]].meta["val"].shape[-1] if layers[0] in self._unknown else None
+        )
         return width is not None and not same(layers[0].meta["val"].shape[-1], width)
 
     @cached_property
@@ -385,7 +536,9 @@ class Diagnosis:
     def _is_part(self, node: Node) -> bool:
         """Is the node some columns of what was computed?"""
         whole = peel(node).meta.get("val")
-        return isinstance(whole, torch.Tensor) and self._numel(node.meta["val"]) < self._numel(whole)
+        return isinstance(whole, torch.Tensor) and self._numel(node.meta["val"]) < self._numel(
+            whole
+        )
 
     def _numel(self, value: torch.Tensor) -> int:
         return prod(self.view.binding.shape(value.shape))
@@ -394,7 +547,12 @@ class Diagnosis:
 def _takes_rows(node: Node, source: Node) -> bool:
     """Does a view keep fewer rows than its source has, each as wide as it was?"""
     kept, whole = node.meta["val"], source.meta["val"]
-    if not isinstance(kept, torch.Tensor) or not isinstance(whole, torch.Tensor) or not kept.dim() or not whole.dim():
+    if (
+        not isinstance(kept, torch.Tensor)
+        or not isinstance(whole, torch.Tensor)
+        or not kept.dim()
+        or not whole.dim()
+    ):
         return False
     return same(kept.shape[-1], whole.shape[-1]) and not same(prod(kept.shape), prod(whole.shape))
 

@@ -1,4 +1,6 @@
-"""Sides of a prologue with a part less: a query that nothing rotates, or that no W_uk product follows, or neither."""
+"""Sides of a prologue with a part less: a query that nothing rotates, or that no W_uk product
+follows, or neither.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Plain:
             for up in self.ups(norm)
             for absorb in self.absorbs(up)
             for up_rope in self.ups(norm)
-            for rope in self._handed_on(up_rope, _flat(absorb.columns) if up_rope is up else (), absorb.heads)
+            for rope in self._handed_on(
+                up_rope, _flat(absorb.columns) if up_rope is up else (), absorb.heads
+            )
         ]
         latents = {query.norm.node for query in queries}
         found = self.keys(facts, queries[0].rope.rope_dim) if queries else ()
@@ -44,13 +48,16 @@ class Plain:
         return (queries, keys) if keys else ([], [])
 
     def unabsorbed(self, facts: Facts, keys: list[KeySide]) -> Sides:
-        """Normed latents whose projection is rotated in part, beside these keys; the rest, of it or of another
-        projection, is q_nope. Without a key that is rotated, what has neither RoPE nor a W_uk product.
+        """Normed latents whose projection is rotated in part, beside these keys; the rest, of it or
+        of another projection, is q_nope. Without a key that is rotated, what has neither RoPE nor a
+        W_uk product.
         """
         if not keys:
             return self._neither(facts)
         latent_dim = len(keys[0].columns)
-        rotations = ((*found, up, rope) for found in _norms(facts) for up, rope in self._rotations(found[1]))
+        rotations = (
+            (*found, up, rope) for found in _norms(facts) for up, rope in self._rotations(found[1])
+        )
         return [query for found in rotations for query in self._beside(*found, latent_dim)], keys
 
     def _rotations(self, norm: NormFact) -> Iterator[tuple[Projection, RopeFact]]:
@@ -59,9 +66,19 @@ class Plain:
     def _neither(self, facts: Facts) -> Sides:
         """Of each head as many columns as the key has are handed on beside the others."""
         for key in self.keys(facts):
-            others = [found for found in _norms(facts) if key.norm is not None and found[1].node is not key.norm.node]
-            pieces = ((*found, up, rope) for found in others for up, rope in self._pieces(found[1], key.rope_dim))
-            queries = [query for found in pieces for query in self._beside(*found, len(key.columns))]
+            others = [
+                found
+                for found in _norms(facts)
+                if key.norm is not None and found[1].node is not key.norm.node
+            ]
+            pieces = (
+                (*found, up, rope)
+                for found in others
+                for up, rope in self._pieces(found[1], key.rope_dim)
+            )
+            queries = [
+                query for found in pieces for query in self._beside(*found, len(key.columns))
+            ]
             if queries:
                 return queries, [key]
         return [], []
@@ -70,9 +87,16 @@ class Plain:
         """Columns, so many of each head, of how many heads the values say that hold them."""
         for up in self.ups(norm):
             cone = self.reader.read(up).cone
-            shapes = [self.view.binding.shape(form.node.meta["val"].shape) for form in multiples(self.view, cone)]
+            shapes = [
+                self.view.binding.shape(form.node.meta["val"].shape)
+                for form in multiples(self.view, cone)
+            ]
             heads = {shape[-2] for shape in shapes if len(shape) > 2 and shape[-1] == width}
-            yield from ((up, rope) for count in sorted(heads) for rope in self._handed_on(up, (), count, width))
+            yield from (
+                (up, rope)
+                for count in sorted(heads)
+                for rope in self._handed_on(up, (), count, width)
+            )
 
     def _beside(
         self, down: Projection, norm: NormFact, up_rope: Projection, rope: RopeFact, latent_dim: int
@@ -80,8 +104,12 @@ class Plain:
         taken = _flat((*rope.first, *rope.second))
         for up in self.ups(norm):
             own = taken if up is up_rope else ()
-            for nope in unabsorbed.find(self.view, self.reader.read(up).cone, up, own, rope.heads, latent_dim):
-                yield QuerySide(down=down, norm=norm, up_nope=up, up_rope=up_rope, absorb=nope, rope=rope)
+            for nope in unabsorbed.find(
+                self.view, self.reader.read(up).cone, up, own, rope.heads, latent_dim
+            ):
+                yield QuerySide(
+                    down=down, norm=norm, up_nope=up, up_rope=up_rope, absorb=nope, rope=rope
+                )
 
     def keys(self, facts: Facts, width: int | None = None) -> Iterator[KeySide]:
         """Latents beside columns of one head that nothing norms and nothing rotates."""

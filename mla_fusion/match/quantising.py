@@ -1,4 +1,6 @@
-"""What stands between a value and the product that reads it quantised, where no prologue is found."""
+"""What stands between a value and the product that reads it quantised, where no prologue is
+found.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from mla_fusion.fx.walk import origin, peel
 
 
 def between_norm_and(up: Projection, static: bool) -> tuple[str, str]:
-    """The code of what stands between a norm and the projection of it, and more about it; ``static``: one scale fixed
-    ahead of time would do.
+    """The code of what stands between a norm and the projection of it, and more about it;
+    ``static``: one scale fixed ahead of time would do.
     """
     if up.quantised is None or up.quantised.dynamic is not None:  # before it was quantised
         return "q_lora.interrupted", ""
@@ -35,7 +37,9 @@ def before_quantisation(node: Node) -> Node:
         return peel(node)
 
     def quantisation(step: Node) -> Node | None:
-        passed = is_view(step) or is_cast(step) or (step is not node and op_name(step) in _QUANTISING)
+        passed = (
+            is_view(step) or is_cast(step) or (step is not node and op_name(step) in _QUANTISING)
+        )
         return first_rows(step) if passed else None
 
     return peel(origin(node, quantisation))

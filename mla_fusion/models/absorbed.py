@@ -1,9 +1,10 @@
 """Hugging Face's DeepSeek-V3 attention in the absorbed, paged form that serving stacks decode with.
 
-Hugging Face expands every cached latent back to keys and values of all heads. Decoding keeps the latent:
-``(q W_uk) . c_kv`` equals ``q . (W_uk c_kv)``, so W_uk moves to the query and W_uv to the output. The modules
-below hold Hugging Face's own layers, share their parameters, call their norms and rotary functions, and
-change only that. Tokens are rows, ``[T, hidden]``; each has a row of the block table and a length.
+Hugging Face expands every cached latent back to keys and values of all heads. Decoding keeps the
+latent: ``(q W_uk) . c_kv`` equals ``q . (W_uk c_kv)``, so W_uk moves to the query and W_uv to the
+output. The modules below hold Hugging Face's own layers, share their parameters, call their norms
+and rotary functions, and change only that. Tokens are rows, ``[T, hidden]``; each has a row of the
+block table and a length.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class AbsorbedAttention(nn.Module):
-    """``DeepseekV3Attention`` over latent caches ``[BlockNum, BlockSize, 1, 512]`` and ``[.., 1, 64]``.
+    """``DeepseekV3Attention`` over latent caches ``[BlockNum, BlockSize, 1, 512]`` and ``[.., 1,
+    64]``.
 
     Raises ValueError for an attention without a query LoRA, which has no such form.
     """
@@ -49,8 +51,11 @@ class AbsorbedAttention(nn.Module):
         latent = hf.kv_a_proj_with_mqa(hidden)
         c_kv, k_pe = latent.split([hf.kv_lora_rank, hf.qk_rope_head_dim], dim=-1)
         c_kv = hf.kv_a_layernorm(c_kv)
-        # Sequences of one token each, [T, heads, 1, Dr]: some releases rotate nothing but four dimensions.
-        query_rope, k_pe = self.rotate(q_pe.unsqueeze(2), k_pe[:, None, None], cos.unsqueeze(1), sin.unsqueeze(1))
+        # Sequences of one token each, [T, heads, 1, Dr]: some releases rotate nothing but four
+        # dimensions.
+        query_rope, k_pe = self.rotate(
+            q_pe.unsqueeze(2), k_pe[:, None, None], cos.unsqueeze(1), sin.unsqueeze(1)
+        )
         query_rope, k_pe = query_rope.squeeze(2), k_pe.squeeze(2)
         w_uk, _ = self._up_projections()
         query = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
@@ -75,7 +80,9 @@ class AbsorbedAttention(nn.Module):
         tokens = block_tables.shape[0]
         c_kv = kv_cache[block_tables].view(tokens, -1, hf.kv_lora_rank)
         k_pe = kr_cache[block_tables].view(tokens, -1, hf.qk_rope_head_dim)
-        scores = torch.matmul(query, c_kv.transpose(1, 2)) + torch.matmul(query_rope, k_pe.transpose(1, 2))
+        scores = torch.matmul(query, c_kv.transpose(1, 2)) + torch.matmul(
+            query_rope, k_pe.transpose(1, 2)
+        )
         absent = torch.arange(c_kv.shape[1], device=hidden.device) >= seq_lens.unsqueeze(1)
         scores = (scores.float() * hf.scaling).masked_fill(absent.unsqueeze(1), float("-inf"))
         context = torch.matmul(torch.softmax(scores, dim=-1).to(c_kv.dtype), c_kv)
@@ -113,7 +120,9 @@ class AbsorbedLayer(nn.Module):
 
 
 class AbsorbedDecoder(nn.Module):
-    """Layers that decode one token each of a batch of sequences, over one pair of caches a layer."""
+    """Layers that decode one token each of a batch of sequences, over one pair of caches a
+    layer.
+    """
 
     rotary_emb: Any
 
@@ -141,5 +150,7 @@ class AbsorbedDecoder(nn.Module):
         """
         cos, sin = (table.squeeze(0) for table in self.rotary_emb(hidden, positions.unsqueeze(0)))
         for layer, kv_cache, kr_cache in zip(self.layers, kv_caches, kr_caches, strict=True):
-            hidden = layer(hidden, cos, sin, slot_mapping, block_tables, seq_lens, kv_cache, kr_cache)
+            hidden = layer(
+                hidden, cos, sin, slot_mapping, block_tables, seq_lens, kv_cache, kr_cache
+            )
         return hidden

@@ -1,4 +1,5 @@
-"""What releases of ``transformers`` do differently. Each is asked of the class or the code itself, never of a version.
+"""What releases of ``transformers`` do differently. Each is asked of the class or the code itself,
+never of a version.
 
 ``since`` is the first release that has the feature, for messages that name what to install.
 """
@@ -13,9 +14,14 @@ from importlib import metadata
 from typing import Any
 
 OLDEST = "4.57"
-"""The first release whose attentions call an attention function by the arguments that the conversion exchanges."""
+"""The first release whose attentions call an attention function by the arguments that the
+conversion exchanges.
+"""
 
-OWN_CLASS = f"load the checkpoint with the class that transformers {OLDEST} or newer has for it, without remote code"
+OWN_CLASS = (
+    f"load the checkpoint with the class that transformers {OLDEST} or newer has for it, without "
+    "remote code"
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,8 @@ EXPANDS_AFTER_CACHE = Feature(
     "5.15",
     "an attention caches latents; its `expand_kv` makes keys and values of what is cached",
     "the attention's class",
-    "its forward expands latents before it caches them, and the product with the up projection is put off",
+    "its forward expands latents before it caches them, and the product with the up projection is "
+    "put off",
     lambda kind: hasattr(kind, "expand_kv"),
 )
 ASKS_FOR_INTERFACE = Feature(
@@ -55,7 +62,8 @@ TWO_WIDTHS = Feature(
     "5.0",
     "a static cache has keys and values of different widths",
     "the class of a static layer",
-    "a `StaticCache` under an optimised model is refused (`cache.kind`); `MlaPagedCache` has a fixed size too",
+    "a `StaticCache` under an optimised model is refused (`cache.kind`); `MlaPagedCache` has a "
+    "fixed size too",
     lambda layer: "value_states" in _parameters(layer.lazy_initialization),
 )
 COUNTS_POSITIONS = Feature(
@@ -69,7 +77,9 @@ FEATURES = (EXPANDS_AFTER_CACHE, ASKS_FOR_INTERFACE, TWO_WIDTHS, COUNTS_POSITION
 
 
 def advice(module: Any) -> str:
-    """What to install or to load so that an attention caches latents, in brackets; "" where neither would help."""
+    """What to install or to load so that an attention caches latents, in brackets; "" where neither
+    would help.
+    """
     if type(module).__module__.startswith("transformers."):
         is_older = _numbers(metadata.version("transformers")) < _numbers(EXPANDS_AFTER_CACHE.since)
         return f" ({EXPANDS_AFTER_CACHE.install})" if is_older else ""

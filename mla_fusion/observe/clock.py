@@ -25,7 +25,9 @@ class Clock:
 
 @contextmanager
 def on_the_cpu() -> Iterator[None]:
-    """New tensors on the CPU, in this thread: serving stacks change torch's default device, and probes name none."""
+    """New tensors on the CPU, in this thread: serving stacks change torch's default device, and
+    probes name none.
+    """
     try:
         elsewhere = torch.get_default_device().type != "cpu"  # makes a tensor there
     except Exception:  # a device that this process has not
@@ -36,9 +38,11 @@ def on_the_cpu() -> Iterator[None]:
 
 @contextmanager
 def threads(wanted: int) -> Iterator[int]:
-    """Run this thread's operators on so many threads; yields the usual number. Other Python threads keep theirs.
+    """Run this thread's operators on so many threads; yields the usual number. Other Python threads
+    keep theirs.
 
-    Probes are small: a second thread gains nothing, and on a busy machine each operator waits for it.
+    Probes are small: a second thread gains nothing, and on a busy machine each operator waits for
+    it.
     """
     usual = torch.get_num_threads()
     if usual == wanted or not use_threads(wanted):

@@ -34,8 +34,14 @@ _ABSENT = {
 }
 _OF_A_STEP = ("step.", "tokens.")  # codes whose first node is one step, at fault by itself
 _READERS = 4  # of a failing node, that are drawn
-_STEP_OF_OUTPUT = {"query": "absorb", "q_nope": "absorb", "query_rope": "RoPE q", "c_kv": "RMSNorm c_kv"}
-Labels = dict[Node, tuple[str, str]]  # what a tensor at the boundary is: role, and the kernel's argument
+_STEP_OF_OUTPUT = {
+    "query": "absorb",
+    "q_nope": "absorb",
+    "query_rope": "RoPE q",
+    "c_kv": "RMSNorm c_kv",
+}
+# what a tensor at the boundary is: role, and the kernel's argument
+Labels = dict[Node, tuple[str, str]]
 
 
 def fused(finder: Finder, plan: Plan) -> Picture | None:
@@ -46,7 +52,9 @@ def fused(finder: Finder, plan: Plan) -> Picture | None:
         region.claim_output(item)
     if len(region.steps) > _MOST:
         return None
-    return Picture(module_path.layer(plan.candidate.nodes), region.drawing(), _after(finder.view, plan))
+    return Picture(
+        module_path.layer(plan.candidate.nodes), region.drawing(), _after(finder.view, plan)
+    )
 
 
 def rejected(finder: Finder, item: Found, code: str, nodes: Sequence[Node]) -> Picture | None:
@@ -103,9 +111,19 @@ class _Region:
                 self.claim(projection.node, "product", step, formula)
         k = item.key
         if k.operator is not None:
-            self.claim(k.operator.node, "write", "npu_kv_rmsnorm_rope_cache", f"norm, RoPE and write, eps {k.eps:g}")
+            self.claim(
+                k.operator.node,
+                "write",
+                "npu_kv_rmsnorm_rope_cache",
+                f"norm, RoPE and write, eps {k.eps:g}",
+            )
         if k.norm is not None:
-            self.claim(k.norm.node, "norm", "RMSNorm c_kv", f"c_kv = RMSNorm(x W_dkv), eps {k.eps:g}{_times(k.scale)}")
+            self.claim(
+                k.norm.node,
+                "norm",
+                "RMSNorm c_kv",
+                f"c_kv = RMSNorm(x W_dkv), eps {k.eps:g}{_times(k.scale)}",
+            )
         if k.rope is not None:
             self.claim(k.rope.node, "rope", "RoPE k", f"k_pe = {_rotated(k.rope, 'x W_kr')}")
 
@@ -117,8 +135,14 @@ class _Region:
         self.claim(q.norm.node, "norm", "RMSNorm c_q", f"c_q = {normed}")
         for projection, _, step, formula in _products(item)[3:]:
             self.claim(projection.node, "product", step, formula)
-        self.claim(q.rope.node, "rope", "RoPE q", f"query_rope = {_rotated(q.rope, 'q_pe')}, {heads} heads")
-        absorbed = "query = q_nope W_uk" if isinstance(q.absorb, AbsorbFact) else "q_nope, which no W_uk follows"
+        self.claim(
+            q.rope.node, "rope", "RoPE q", f"query_rope = {_rotated(q.rope, 'q_pe')}, {heads} heads"
+        )
+        absorbed = (
+            "query = q_nope W_uk"
+            if isinstance(q.absorb, AbsorbFact)
+            else "q_nope, which no W_uk follows"
+        )
         times = isinstance(q.absorb, AbsorbFact) and q.absorb.times is not None
         absorbed += " times one number for each token" if times else ""
         self.claim(q.absorb.node, "product", "absorb", f"{absorbed}, {heads} heads")
@@ -129,13 +153,17 @@ class _Region:
         if written:
             self.claim(item.node, "write", f"write {item.output}", f"{item.output}[slots] = {rows}")
         else:
-            step = _STEP_OF_OUTPUT.get(item.output, "RoPE k" if item.output == "k_pe" else "RMSNorm c_q")
+            step = _STEP_OF_OUTPUT.get(
+                item.output, "RoPE k" if item.output == "k_pe" else "RMSNorm c_q"
+            )
             role = next((role for role, known in self.steps.values() if known == step), "other")
             self.claim(item.node, role, step)
         self.outputs.append(item)
 
     def claim_found(self, nodes: Iterable[Node]) -> None:
-        """Of a near miss: the products, norms and rotations below its nodes, up to the x that they share."""
+        """Of a near miss: the products, norms and rotations below its nodes, up to the x that they
+        share.
+        """
         nodes = list(nodes)
         wanted, products = list(nodes), dict[Node, Projection]()
         by_node = {item.node: item for item in self.finder.projections}
@@ -159,15 +187,27 @@ class _Region:
             facts = self.finder.reader.read(item)
             for norm in facts.norms:
                 if norm.node in inside:
-                    self.claim(norm.node, "norm", f"RMSNorm {self._place(norm.node)}", f"RMSNorm, eps {norm.eps:g}")
+                    self.claim(
+                        norm.node,
+                        "norm",
+                        f"RMSNorm {self._place(norm.node)}",
+                        f"RMSNorm, eps {norm.eps:g}",
+                    )
             for rope in facts.ropes:
                 if rope.node in inside:
-                    self.claim(rope.node, "rope", f"RoPE {self._place(rope.node)}", f"RoPE, heads {rope.heads}")
+                    self.claim(
+                        rope.node,
+                        "rope",
+                        f"RoPE {self._place(rope.node)}",
+                        f"RoPE, heads {rope.heads}",
+                    )
 
     def _title(self, node: Node) -> str:
         """What the user calls it; two steps of one name are told apart by the graph's."""
         title = module_path.label(node, self._whole)
-        title = title.removeprefix(next((path for path in self._above if title.startswith(path)), ""))
+        title = title.removeprefix(
+            next((path for path in self._above if title.startswith(path)), "")
+        )
         first = self._titles.setdefault(title, node)
         return title if first is node else f"{title} ({node.name})"
 
@@ -175,31 +215,53 @@ class _Region:
         return self._title(node).partition("'s ")[0]
 
     def _products_behind(self, node: Node) -> frozenset[Node]:
-        """The products that a node is made of; of a step at which the proof ends, those that its operands are."""
+        """The products that a node is made of; of a step at which the proof ends, those that its
+        operands are.
+        """
         if node not in self.view.barriers:
             return self.view.sources(node)
         return frozenset[Node]().union(*(self.view.sources(read) for read in node.all_input_nodes))
 
     def fail(self, code: str, nodes: Sequence[Node]) -> None:
-        """Mark the edges between the nodes at fault; where there are none, those into them, or to what is missing."""
+        """Mark the edges between the nodes at fault; where there are none, those into them, or to
+        what is missing.
+        """
         for node in nodes:
             self.steps.setdefault(node, ("other", self._title(node)))
         if code in _ABSENT and nodes:
-            self.missing.append((self._anchor(code, nodes), _ABSENT[code], code == "norm.gamma_absent"))
+            self.missing.append(
+                (self._anchor(code, nodes), _ABSENT[code], code == "norm.gamma_absent")
+            )
             return
         named = set(nodes)
-        self.failing = {(start, end) for end in named for start in end.all_input_nodes if start in named}
+        self.failing = {
+            (start, end) for end in named for start in end.all_input_nodes if start in named
+        }
         if code == "rope.tables_differ":
             tables = {node for node, (role, _) in self.steps.items() if role == "table"}
-            self.failing |= {(table, user) for table in tables for user in table.users if user in self.steps}
+            self.failing |= {
+                (table, user) for table in tables for user in table.users if user in self.steps
+            }
         elif not self.failing:
-            blamed = nodes[:1] if code.startswith(_OF_A_STEP) else nodes[-1:] if code.startswith("norm") else nodes
+            blamed = (
+                nodes[:1]
+                if code.startswith(_OF_A_STEP)
+                else nodes[-1:]
+                if code.startswith("norm")
+                else nodes
+            )
             for node in blamed:
-                self.failing |= self._around(node, code.startswith(("reader", "contract", "token_x", "rope")))
+                self.failing |= self._around(
+                    node, code.startswith(("reader", "contract", "token_x", "rope"))
+                )
 
     def _around(self, node: Node, outward: bool) -> set[tuple[Node, Node]]:
         """Edges from the node to what reads it, or into it; the others where there are none."""
-        sources = {(source, node) for source in node.all_input_nodes if source in self.steps and self._is_open(node)}
+        sources = {
+            (source, node)
+            for source in node.all_input_nodes
+            if source in self.steps and self._is_open(node)
+        }
         readers = [user for user in node.users if user in self.steps or outward][:_READERS]
         if not readers or (sources and not outward):
             return sources
@@ -238,7 +300,11 @@ class _Region:
             dots.append(Dot(f"no {what}", "", "missing", f"no {what}"))
             self.formulas[f"no {what}"] = "The kernel needs it; the graph has none."
         used = {dot.step for dot in dots}
-        return Drawing(tuple(dots), tuple(arrows), {step: text for step, text in self.formulas.items() if step in used})
+        return Drawing(
+            tuple(dots),
+            tuple(arrows),
+            {step: text for step, text in self.formulas.items() if step in used},
+        )
 
     def _leave_views_with_their_source(self, order: list[Node]) -> None:
         """A split of a product, or a view of a table, serves several steps and is none of them."""
@@ -254,15 +320,27 @@ class _Region:
 
 
 def _products(item: Candidate) -> list[tuple[Projection, str, str, str]]:
-    """The projections with the kernel's argument, their step and what they compute: three of x, two of c_q."""
+    """The projections with the kernel's argument, their step and what they compute: three of x, two
+    of c_q.
+    """
     q, k = item.query, item.key
     shared = q.down.node is k.down.node
     down = "W_dq, W_dkv_kr" if shared else "W_dq"
     up = "W_uq_qr" if q.up_nope.node is q.up_rope.node else "W_uq"
     return [
-        (q.down, "weight_dq", down, "[c_q | c_kv | k_pe] = x [W_dq | W_dkv_kr]" if shared else "c_q = x W_dq"),
+        (
+            q.down,
+            "weight_dq",
+            down,
+            "[c_q | c_kv | k_pe] = x [W_dq | W_dkv_kr]" if shared else "c_q = x W_dq",
+        ),
         *_products_of_key(k),
-        (q.up_nope, "weight_uq_qr", up, "[q_nope | q_pe] = c_q W_uq_qr" if up == "W_uq_qr" else "q_nope = c_q W_uq"),
+        (
+            q.up_nope,
+            "weight_uq_qr",
+            up,
+            "[q_nope | q_pe] = c_q W_uq_qr" if up == "W_uq_qr" else "q_nope = c_q W_uq",
+        ),
         (q.up_rope, "weight_uq_qr", "W_qr", "q_pe = c_q W_qr"),
     ]
 
@@ -270,7 +348,12 @@ def _products(item: Candidate) -> list[tuple[Projection, str, str, str]]:
 def _products_of_key(k: KeySide) -> list[tuple[Projection, str, str, str]]:
     key = "W_dkv_kr" if k.down.node is k.down_rope.node else "W_dkv"
     return [
-        (k.down, "weight_dkv_kr", key, "[c_kv | k_pe] = x W_dkv_kr" if key == "W_dkv_kr" else "c_kv = x W_dkv"),
+        (
+            k.down,
+            "weight_dkv_kr",
+            key,
+            "[c_kv | k_pe] = x W_dkv_kr" if key == "W_dkv_kr" else "c_kv = x W_dkv",
+        ),
         (k.down_rope, "weight_dkv_kr", "W_kr", "k_pe = x W_kr"),
     ]
 
@@ -290,7 +373,10 @@ def _operands(item: KeyHalf) -> Labels:
     for gamma, argument in ((q.norm.gamma, "rmsnorm_gamma_cq"), (k.gamma, "rmsnorm_gamma_ckv")):
         if gamma is not None:
             _add(found, gamma, "weight", argument)
-    for tables, argument in (((*q.rope.cos, *k.cos), "rope_cos"), ((*q.rope.sin, *k.sin), "rope_sin")):
+    for tables, argument in (
+        ((*q.rope.cos, *k.cos), "rope_cos"),
+        ((*q.rope.sin, *k.sin), "rope_sin"),
+    ):
         for run in tables:
             _add(found, run.base, "table", argument)
     return found
@@ -331,7 +417,9 @@ def _add(found: Labels, node: Node, role: str, argument: str) -> None:
 
 
 def _after(view: View, plan: Plan) -> Drawing:
-    """The kernel with its arguments and what becomes of its results, with the steps that a staged fusion leaves."""
+    """The kernel with its arguments and what becomes of its results, with the steps that a staged
+    fusion leaves.
+    """
     target = target_of(plan)
     read = set(target.inputs(plan))
     labels = {node: label for node, label in _arguments(plan).items() if node in read}
@@ -353,7 +441,9 @@ def _after(view: View, plan: Plan) -> Drawing:
         source = kernel
         if item.output in plan.interleave:
             arrows.append(Arrow(kernel, source := len(dots)))
-            dots.append(Dot(f"pairs of {item.output}", "aten.transpose", "other", f"pairs of {item.output}"))
+            dots.append(
+                Dot(f"pairs of {item.output}", "aten.transpose", "other", f"pairs of {item.output}")
+            )
         arrows.append(Arrow(source, len(dots)))
         if not item.is_free:
             formulas[item.output] = "Its axes reordered, or reshaped, as the model has them."
@@ -361,10 +451,18 @@ def _after(view: View, plan: Plan) -> Drawing:
             formulas[item.output] = "The new rows, for the model's own cache write, which stays."
         dots.append(Dot(item.output, "", "output", item.output, _tensor(item.node)))
     if "cache writes" in left:
-        rows = [place for place, dot in enumerate(dots) if dot.role == "output" and dot.name in ("c_kv", "k_pe")]
+        rows = [
+            place
+            for place, dot in enumerate(dots)
+            if dot.role == "output" and dot.name in ("c_kv", "k_pe")
+        ]
         arrows += [Arrow(place, len(dots)) for place in rows]
-        formulas["cache writes"] = f"The model's own, which stay: {counted(left['cache writes'].operators)}."
-        dots.append(Dot("cache writes", left["cache writes"].operators[-1], "write", "cache writes"))
+        formulas["cache writes"] = (
+            f"The model's own, which stay: {counted(left['cache writes'].operators)}."
+        )
+        dots.append(
+            Dot("cache writes", left["cache writes"].operators[-1], "write", "cache writes")
+        )
     return Drawing(tuple(dots), tuple(arrows), formulas)
 
 
@@ -389,10 +487,12 @@ def _described(value: Any) -> Iterator[str]:
 
 
 def _rotated(fact: RopeFact, what: str) -> str:
-    return f"RoPE({what}), {fact.input_layout} in, {fact.layout} out" if fact.rotates else f"{what}, not rotated"
+    return (
+        f"RoPE({what}), {fact.input_layout} in, {fact.layout} out"
+        if fact.rotates
+        else f"{what}, not rotated"
+    )
 
 
 def _times(scale: float) -> str:
     return f", times {scale:g}" if scale != 1.0 else ""
-
-

@@ -1,7 +1,8 @@
-"""The graph as files, before the pass and after each stage that changes it: ``MLA_FUSION_GRAPHS=dir``.
+"""The graph as files, before the pass and after each stage that changes it:
+``MLA_FUSION_GRAPHS=dir``.
 
-``<process>_<pass>_0_given.txt``, ``.._1_normalised.txt`` and ``.._2_fused.txt``, each the listing that
-``GraphModule.print_readable`` prints, which ``mla-fusion inspect`` and ``diff`` read.
+``<process>_<pass>_0_given.txt``, ``.._1_normalised.txt`` and ``.._2_fused.txt``, each the listing
+that ``GraphModule.print_readable`` prints, which ``mla-fusion inspect`` and ``diff`` read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _numbers = itertools.count(1)
 
 
 class Graphs:
-    """The files of one pass; none where they are not asked for. A folder that cannot be written stops nothing."""
+    """The files of one pass; none where they are not asked for. A folder that cannot be written
+    stops nothing.
+    """
 
     def __init__(self) -> None:
         folder = os.environ.get(VARIABLE)
@@ -43,7 +46,8 @@ class Graphs:
 def count_operators(gm: GraphModule) -> dict[str, int]:
     """How often each operator is called, the commonest first."""
     targets = [node.target for node in gm.graph.nodes if node.op == "call_function"]
-    by_identity = {id(target): target for target in targets}  # their hashes and names cost more than the counting
+    # their hashes and names cost more than the counting
+    by_identity = {id(target): target for target in targets}
     counts = Counter[str]()
     for identity, count in Counter(map(id, targets)).items():
         counts[str(by_identity[identity])] += count

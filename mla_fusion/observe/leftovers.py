@@ -16,14 +16,19 @@ from mla_fusion.report.staging import Leftover
 
 _BFLOAT16 = 2  # bytes
 _FARTHEST = 64  # nodes between the new rows and their caches
-_PUT_BACK = ("aten::slice_scatter", "aten::select_scatter", "aten::copy_")  # a slice into what it was taken from
+# a slice into what it was taken from
+_PUT_BACK = ("aten::slice_scatter", "aten::select_scatter", "aten::copy_")
 
 
 def leftovers(view: View, plan: Plan) -> tuple[Leftover, ...]:
     """Of a staged plan; nothing of one whose caches the kernel writes."""
     if not isinstance(plan.caches, Staged):
         return ()
-    return tuple(found for found in (_buffers(plan), _re_interleaving(plan), _writes(view, plan)) if found.operators)
+    return tuple(
+        found
+        for found in (_buffers(plan), _re_interleaving(plan), _writes(view, plan))
+        if found.operators
+    )
 
 
 def _buffers(plan: Plan) -> Leftover:
@@ -38,7 +43,9 @@ def _re_interleaving(plan: Plan) -> Leftover:
     rope = plan.candidate.key.rope_dim
     heads = plan.heads if isinstance(plan, PrologPlan) else 1
     rows = sum(heads if name == "query_rope" else 1 for name in asked)
-    return Leftover("re-interleaving", ("aten.transpose",) * len(asked), len(asked), 2 * rows * rope * _BFLOAT16)
+    return Leftover(
+        "re-interleaving", ("aten.transpose",) * len(asked), len(asked), 2 * rows * rope * _BFLOAT16
+    )
 
 
 def _writes(view: View, plan: Plan) -> Leftover:
@@ -62,7 +69,9 @@ def _writes(view: View, plan: Plan) -> Leftover:
 
 
 def _to_caches(rows: Iterable[Node]) -> list[Node]:
-    """The nodes on the way from the rows to what writes them, and to what puts slices of caches back; in order."""
+    """The nodes on the way from the rows to what writes them, and to what puts slices of caches
+    back; in order.
+    """
     below: dict[Node, None] = {}
     ends: dict[Node, None] = {}
     stack = list(rows)
@@ -98,7 +107,9 @@ def _caches(writer: Node) -> Iterator[Node]:
         node = read
         while (is_view(node) or is_writer(node)) and isinstance(node.args[0], Node):
             node = node.args[0]
-        if node.op in INPUTS and any(op_name(user) == "aten::copy_" and user.args[0] is node for user in node.users):
+        if node.op in INPUTS and any(
+            op_name(user) == "aten::copy_" and user.args[0] is node for user in node.users
+        ):
             yield node
 
 
@@ -109,4 +120,8 @@ def _whole(cache: Node) -> int | None:
 
 def _bytes(view: View, node: Node) -> int:
     value = node.meta["val"]
-    return math.prod(view.binding.shape(value.shape)) * value.element_size() if hasattr(value, "shape") else 0
+    return (
+        math.prod(view.binding.shape(value.shape)) * value.element_size()
+        if hasattr(value, "shape")
+        else 0
+    )

@@ -30,14 +30,16 @@ def _lines(view: View, plan: Plan) -> Iterator[str]:
         of_heads = f"{q.rope.heads} heads, {q.rope.rope_dim} columns each"
         yield f"{_rotation(q.rope)} of {of_heads}: {_steps(q.up_rope.node, q.rope.node)}"
     if k.rope is not None:
-        yield f"{_rotation(k.rope)} of one head, {k.rope_dim} columns: {_steps(k.down_rope.node, k.rope.node)}"
+        steps = _steps(k.down_rope.node, k.rope.node)
+        yield f"{_rotation(k.rope)} of one head, {k.rope_dim} columns: {steps}"
     if k.operator is not None:
         yield f"latent, key and caches: {k.operator.node.target}, by its documentation"
     if whole is not None and isinstance(q.absorb, AbsorbFact):
         ends = [part.projection.activation for part in q.absorb.by_weight]
         yield f"W_uk: {_steps(q.up_nope.node, *ends)}, then a product of {q.absorb.heads} heads"
     if isinstance(plan, PrologPlan) and plan.kernel_heads > plan.heads:
-        yield f"heads: {plan.heads}, and {plan.kernel_heads - plan.heads} of zeros, whose results are cut off"
+        added = plan.kernel_heads - plan.heads
+        yield f"heads: {plan.heads}, and {added} of zeros, whose results are cut off"
     yield f"tokens: {plan.candidate.tokens.summary() or 'all of them are probed'}"
     if not plan.cos:
         yield "tables: cos is 1 and sin is 0"
@@ -54,9 +56,17 @@ def _steps(start: Node, *ends: Node) -> str:
     between = dict.fromkeys(node for end in ends for node in nodes_between((start,), end))
     analytic = sum(kind_of(node) is Kind.ANALYTIC for node in between)
     inert = sum(kind_of(node) is Kind.CHOICE for node in between)
-    moved = sum(kind_of(node) in (Kind.MOVEMENT, Kind.GATHER, Kind.WRITER) and not is_cast(node) for node in between)
+    moved = sum(
+        kind_of(node) in (Kind.MOVEMENT, Kind.GATHER, Kind.WRITER) and not is_cast(node)
+        for node in between
+    )
     casts = sum(map(is_cast, between))
-    counts = {"analytic steps": analytic, "of movement": moved, "casts": casts, "choices that never act": inert}
+    counts = {
+        "analytic steps": analytic,
+        "of movement": moved,
+        "casts": casts,
+        "choices that never act": inert,
+    }
     return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no steps"
 
 

@@ -45,45 +45,58 @@ class Record:
         compared: str,
         above: Refuse | None = None,
     ) -> None:
-        """``structure``: equal for layers that differ in nothing but their nodes; ``above``: why a target above it did
-        not take the prologue; the rest: what the proof and verification found.
+        """``structure``: equal for layers that differ in nothing but their nodes; ``above``: why a
+        target above it did not take the prologue; the rest: what the proof and verification found.
         """
         target = target_of(plan)
         given = target.attributes(plan)
-        self._report.fused.append(Fusion(
-            layer=self._layer(plan.candidate.nodes),
-            nodes=tuple(node.name for node in plan.candidate.nodes),
-            dims=plan.dims,
-            cache_mode=given["cache_mode"],
-            placement=self._placement(plan),
-            staged_by=self._staged_by(plan),
-            leaves=leftovers(self._view, plan),
-            warnings=tuple(map(self._named, plan.warnings)),
-            rope=_rotation(plan),
-            attributes=given,
-            replaced={item.node.name: item.output for item in plan.replacements},
-            assumptions=tuple(map(self._named, plan.assumptions)),
-            verified=verified,
-            figures=figures,
-            compared=compared,
-            source=module_path.source(plan.candidate.down.node),
-            picture=self._picture(structure, partial(draw.fused, self._finder, plan)),
-            proof=(*map(self._named, self._proof(plan, structure)), proved.text, compared or verified),
-            certificate=self._certificate(proved),
-            target=plan.target,
-            operator=target.operator.name.removesuffix("_functional"),
-            instead_of=self._named(above.text) if above is not None else "",
-            beside=self._beside(plan),
-        ))
+        self._report.fused.append(
+            Fusion(
+                layer=self._layer(plan.candidate.nodes),
+                nodes=tuple(node.name for node in plan.candidate.nodes),
+                dims=plan.dims,
+                cache_mode=given["cache_mode"],
+                placement=self._placement(plan),
+                staged_by=self._staged_by(plan),
+                leaves=leftovers(self._view, plan),
+                warnings=tuple(map(self._named, plan.warnings)),
+                rope=_rotation(plan),
+                attributes=given,
+                replaced={item.node.name: item.output for item in plan.replacements},
+                assumptions=tuple(map(self._named, plan.assumptions)),
+                verified=verified,
+                figures=figures,
+                compared=compared,
+                source=module_path.source(plan.candidate.down.node),
+                picture=self._picture(structure, partial(draw.fused, self._finder, plan)),
+                proof=(
+                    *map(self._named, self._proof(plan, structure)),
+                    proved.text,
+                    compared or verified,
+                ),
+                certificate=self._certificate(proved),
+                target=plan.target,
+                operator=target.operator.name.removesuffix("_functional"),
+                instead_of=self._named(above.text) if above is not None else "",
+                beside=self._beside(plan),
+            )
+        )
 
     def _placement(self, plan: Plan) -> str:
         if not isinstance(plan.caches, InPlace):
             return f"staged: {self._named(plan.caches.reason)}"
-        new = [cache.name for name, cache, _ in plan.caches.held if not _written_back(plan, name, cache)]
+        new = [
+            cache.name
+            for name, cache, _ in plan.caches.held
+            if not _written_back(plan, name, cache)
+        ]
         if not new:
             return "in place"
         whole = self._named(", ".join(new))
-        return f"written by the kernel into new caches, as the model returns them: the whole of {whole} is copied"
+        return (
+            "written by the kernel into new caches, as the model returns them: the whole of "
+            f"{whole} is copied"
+        )
 
     def rejected(self, item: Found, reason: Refuse, below: Iterable[Refuse] = ()) -> None:
         """``below``: why the targets that were tried after the first did not take it either."""
@@ -91,22 +104,33 @@ class Record:
         if any(code in self._config.skip for code in (reason.code, reason.code.partition(":")[0])):
             reason = Refuse("skip", f"{reason.code} is in Config.skip; {reason.detail}", nodes)
         source = next((text for node in nodes if (text := module_path.source(node))), "")
-        alike = reason.code, source, *(str(node.target) for node in (*item.nodes, *nodes) if node.op == "call_function")
-        self._report.rejected.append(Rejection(
-            code=reason.code,
-            message=replace(reason, detail=self._named(reason.detail)).message,
-            nodes=tuple(node.name for node in nodes),
-            layer=self._layer(item.nodes),
-            source=source,
-            picture=self._picture(alike, partial(draw.rejected, self._finder, item, reason.code, nodes)),
-            score=item.score if isinstance(item, NearMiss) else 1.0,
-            below=tuple(self._named(why.text) for why in below),
-        ))
+        alike = (
+            reason.code,
+            source,
+            *(str(node.target) for node in (*item.nodes, *nodes) if node.op == "call_function"),
+        )
+        self._report.rejected.append(
+            Rejection(
+                code=reason.code,
+                message=replace(reason, detail=self._named(reason.detail)).message,
+                nodes=tuple(node.name for node in nodes),
+                layer=self._layer(item.nodes),
+                source=source,
+                picture=self._picture(
+                    alike, partial(draw.rejected, self._finder, item, reason.code, nodes)
+                ),
+                score=item.score if isinstance(item, NearMiss) else 1.0,
+                below=tuple(self._named(why.text) for why in below),
+            )
+        )
 
     def _staged_by(self, plan: Plan) -> tuple[StagedBy, ...]:
         if isinstance(plan.caches, InPlace):
             return ()
-        found = (StagedBy(one.code, self._named(one.message), REMEDIES[one.code]) for one in plan.caches.obstacles)
+        found = (
+            StagedBy(one.code, self._named(one.message), REMEDIES[one.code])
+            for one in plan.caches.obstacles
+        )
         return tuple(dict.fromkeys(found))
 
     def _beside(self, plan: Plan) -> str:
@@ -137,7 +161,9 @@ class Record:
         return len(known) - 1
 
     def _picture(self, key: object, draw_it: Callable[[], Picture | None]) -> int | None:
-        """The place in ``Report.pictures`` of the one that stands for ``key``; drawn when first asked for."""
+        """The place in ``Report.pictures`` of the one that stands for ``key``; drawn when first
+        asked for.
+        """
         if key not in self._pictures:
             drawn, pictures = draw_it(), self._report.pictures
             self._pictures[key] = None if drawn is None else len(pictures)

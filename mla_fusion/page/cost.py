@@ -56,7 +56,9 @@ class Roofline:
 
 
 def roofline(fusion: Fusion, machine: Machine) -> Roofline | None:
-    """For the call's tokens, or a few numbers of them where they are symbolic; None for a call the contract refuses."""
+    """For the call's tokens, or a few numbers of them where they are symbolic; None for a call the
+    contract refuses.
+    """
     counts = _tokens(str(fusion.dims.get("T", "")))
     try:
         found = [_explained(fusion, count, machine) for count in counts]
@@ -74,18 +76,32 @@ def roofline(fusion: Fusion, machine: Machine) -> Roofline | None:
         for label, cost in zip(("unfused", name), pair, strict=True)
     ]
     longest = max(cost.bytes for cost in costs[0])
-    bars = [_bar(label, cost, longest) for label, cost in zip(("unfused", name), costs[0], strict=True)]
-    timed = f"Lower bounds on {chip.name}: {chip.source}" if chip else f"No peaks are known for {soc}"
+    bars = [
+        _bar(label, cost, longest) for label, cost in zip(("unfused", name), costs[0], strict=True)
+    ]
+    timed = (
+        f"Lower bounds on {chip.name}: {chip.source}" if chip else f"No peaks are known for {soc}"
+    )
     note = (
-        f"Each byte and product counted once; unfused is one kernel a step. {timed}, without launches. What these "
-        f"may add is an estimate: {LAUNCH * 1e6:.1f} us a kernel, {LAUNCH_SOURCE}; captured graphs hide a part of it."
+        f"Each byte and product counted once; unfused is one kernel a step. {timed}, without "
+        "launches. What these "
+        f"may add is an estimate: {LAUNCH * 1e6:.1f} us a kernel, {LAUNCH_SOURCE}; captured "
+        "graphs hide a part of it."
     )
     if fusion.leaves:
         kept = ", ".join(item.what for item in fusion.leaves)
         note += f" Staged is the kernel and what stays beside it: {kept}."
         if any(item.bytes != 0 for item in fusion.leaves):
-            note += " Whole caches that a compiler writes anew are not counted: mla-fusion inspect counts them."
-    return Roofline(("T", "kernels", "GFLOP", "MB moved", "FLOP/byte", "at least", "launches, up to"), rows, bars, note)
+            note += (
+                " Whole caches that a compiler writes anew are not counted: mla-fusion inspect "
+                "counts them."
+            )
+    return Roofline(
+        ("T", "kernels", "GFLOP", "MB moved", "FLOP/byte", "at least", "launches, up to"),
+        rows,
+        bars,
+        note,
+    )
 
 
 def _with_staging(cost: Cost, fusion: Fusion, tokens: int, chip: Chip | None) -> Cost:
@@ -99,7 +115,10 @@ def _with_staging(cost: Cost, fusion: Fusion, tokens: int, chip: Chip | None) ->
 
 
 def _explained(fusion: Fusion, tokens: int, machine: Machine) -> CallExplanation:
-    chip, of = CHIP_OF_SOC.get(machine.soc), {"soc": machine.soc, "cann": machine.cann, "path": "graph"}
+    chip, of = (
+        CHIP_OF_SOC.get(machine.soc),
+        {"soc": machine.soc, "cann": machine.cann, "path": "graph"},
+    )
     return explain_call("npu_mla_prolog_v3_functional", chip=chip, **of, **_call(fusion, tokens))
 
 
@@ -113,7 +132,9 @@ def _call(fusion: Fusion, tokens: int) -> dict[str, Any]:
     dims = fusion.dims
     he, hcq, hckv, nope, rope = (int(dims[name]) for name in ("He", "Hcq", "Hckv", "D", "Dr"))
     heads = int(dims.get("N_padded", dims["N"]))
-    quant, kv_quant = (int(fusion.attributes.get(name, 0)) for name in ("weight_quant_mode", "kv_cache_quant_mode"))
+    quant, kv_quant = (
+        int(fusion.attributes.get(name, 0)) for name in ("weight_quant_mode", "kv_cache_quant_mode")
+    )
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -134,13 +155,25 @@ def _call(fusion: Fusion, tokens: int) -> dict[str, Any]:
         "rmsnorm_gamma_ckv": empty(hckv),
         "rope_sin": empty(tokens, rope),
         "rope_cos": empty(tokens, rope),
-        "kv_cache": empty(*lead, 1, packed if cache.kr is None else hckv, dtype=_dtype(cache.kv, of_kind)),
-        "kr_cache": empty(0) if cache.kr is None else empty(*lead, 1, rope, dtype=_dtype(cache.kr, of_kind)),
+        "kv_cache": empty(
+            *lead, 1, packed if cache.kr is None else hckv, dtype=_dtype(cache.kv, of_kind)
+        ),
+        "kr_cache": empty(0)
+        if cache.kr is None
+        else empty(*lead, 1, rope, dtype=_dtype(cache.kr, of_kind)),
         "cache_mode": fusion.cache_mode if paged else "TND",
         **weight_modes.attributes(quant, kv_quant),
         **cache_modes.attributes(kv_quant),
     }
-    sizes = {"He": he, "Hcq": hcq, "Hckv": hckv, "N": heads, "D": nope, "Dr": rope, "tokens": tokens}
+    sizes = {
+        "He": he,
+        "Hcq": hcq,
+        "Hckv": hckv,
+        "N": heads,
+        "D": nope,
+        "Dr": rope,
+        "tokens": tokens,
+    }
     for name, (shape, dtype) in weight_modes.scales(quant, sizes).items():
         call[name] = empty(*shape, dtype=dtype)
     for name, shape in cache_modes.scale_shapes(kv_quant, hckv, rope, quant).items():
@@ -167,7 +200,11 @@ def _row(tokens: int, name: str, cost: Cost) -> tuple[str, ...]:
 
 def _bar(name: str, cost: Cost, longest: int) -> Bar:
     parts, done = [], 0
-    sizes = (("weights", cost.weight_bytes), ("activations", cost.activation_bytes), ("cache", cost.cache_bytes))
+    sizes = (
+        ("weights", cost.weight_bytes),
+        ("activations", cost.activation_bytes),
+        ("cache", cost.cache_bytes),
+    )
     for part, size in sizes:
         left, width = (round(100 * value / longest, 2) for value in (done, size))
         parts.append(Part(part, min(left, 99.6), width, f"{size / 1e6:.2f} MB"))

@@ -1,4 +1,6 @@
-"""Places for the boxes of a drawing: layers from left to right, or from the top down, by Sugiyama's method."""
+"""Places for the boxes of a drawing: layers from left to right, or from the top down, by Sugiyama's
+method.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,22 @@ class Layout:
     height: float
 
 
-def place(sizes: Sequence[Point], edges: Sequence[tuple[int, int]], across: bool, gap: Point = (26, 44)) -> Layout:
+def place(
+    sizes: Sequence[Point], edges: Sequence[tuple[int, int]], across: bool, gap: Point = (26, 44)
+) -> Layout:
     """Lay out boxes of ``sizes`` joined by ``edges``. ``across``: from left to right.
 
-    ``gap`` is what stays free between neighbours of a layer, and between layers. Whatever feeds a box stands in the
-    layer before it, so an input is found beside its reader. Raises ImportError where grandalf is not installed.
+    ``gap`` is what stays free between neighbours of a layer, and between layers. Whatever feeds a
+    box stands in the layer before it, so an input is found beside its reader. Raises ImportError
+    where grandalf is not installed.
     """
     try:
         from grandalf.graphs import Edge, Graph, Vertex
         from grandalf.layouts import SugiyamaLayout
     except ImportError as error:
-        raise ImportError("the drawings of a report need grandalf: pip install 'mla-fusion[report]'") from error
+        raise ImportError(
+            "the drawings of a report need grandalf: pip install 'mla-fusion[report]'"
+        ) from error
     vertices = [Vertex(index) for index in range(len(sizes))]
     for vertex, (width, height) in zip(vertices, sizes, strict=True):
         vertex.view = _View(height, width) if across else _View(width, height)
@@ -48,7 +55,9 @@ def place(sizes: Sequence[Point], edges: Sequence[tuple[int, int]], across: bool
         _part_overlaps(part, gap[0])
         offset, extent = _beside(part, offset, extent, gap[0])
     middles = [_turn(vertex.view.xy, extent, across) for vertex in vertices]
-    paths = [[_turn(point, extent, across) for point in reversed(edge.view.points)] for edge in turned]
+    paths = [
+        [_turn(point, extent, across) for point in reversed(edge.view.points)] for edge in turned
+    ]
     return Layout(middles, paths, *((extent, offset) if across else (offset, extent)))
 
 
@@ -74,7 +83,9 @@ def _keep_points(edge: Any, points: list[Point]) -> None:
 
 
 def _part_overlaps(part: Any, gap: float) -> None:
-    """Neighbours of a layer that grandalf has let overlap are moved apart, with the edges that pass between them."""
+    """Neighbours of a layer that grandalf has let overlap are moved apart, with the edges that pass
+    between them.
+    """
     layers: dict[int, list[tuple[float, float, Any, int]]] = {}
     for vertex in part.V():
         x, y = vertex.view.xy

@@ -1,7 +1,8 @@
-"""Reports as files while models compile: ``MLA_FUSION_REPORT=dir``, or ``mf.backend(report="dir")``.
+"""Reports as files while models compile: ``MLA_FUSION_REPORT=dir``, or
+``mf.backend(report="dir")``.
 
-Each compiled graph gets ``mla_fusion_<process>_<number>.json`` and ``.html``. A folder that cannot be written never
-stops a compilation; it is said once in the log.
+Each compiled graph gets ``mla_fusion_<process>_<number>.json`` and ``.html``. A folder that cannot
+be written never stops a compilation; it is said once in the log.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def into(folder: str | Path | None) -> Iterator[None]:
 
 
 def save(report: Report) -> list[Path]:
-    """Write the report where asked for, under the number it has already if it has one; the files."""
+    """Write the report where asked for, under the number it has already if it has one; the
+    files.
+    """
     asked = (_folder.get(), os.environ.get(VARIABLE))
     folders = dict.fromkeys(Path(folder).absolute() for folder in asked if folder)
     return [path for folder in folders for path in _save(report, folder)]

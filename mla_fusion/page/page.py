@@ -1,4 +1,6 @@
-"""A report as one self-contained HTML page: no network, light and dark, printable, usable without a mouse."""
+"""A report as one self-contained HTML page: no network, light and dark, printable, usable without a
+mouse.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Section:
     @property
     def right(self) -> list[bool]:
         """Which columns hold numbers."""
-        return [all(text_tables.is_number(row[i]) for row in self.rows) for i in range(len(self.header))]
+        return [
+            all(text_tables.is_number(row[i]) for row in self.rows) for i in range(len(self.header))
+        ]
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,9 @@ class Card:
     @property
     def title(self) -> str:
         layers = self.layers
-        return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)} layers)"
+        return (
+            layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)} layers)"
+        )
 
 
 def write(report: Report, path: str | Path, sections: Sequence[Section] = ()) -> Path:
@@ -80,14 +86,17 @@ def write(report: Report, path: str | Path, sections: Sequence[Section] = ()) ->
 def render(report: Report, sections: Sequence[Section] = ()) -> str:
     """The page as text. Everything that comes from a graph or a model is escaped."""
     environment, safe = _template_engine()
-    operators = text_tables.operators(report.operators.get("before", {}), report.operators.get("after", {}))
+    operators = text_tables.operators(
+        report.operators.get("before", {}), report.operators.get("after", {})
+    )
     verb = "fused" if report.committed else "to be fused"
     template = environment.get_template("page.html")
     return str(
         template.render(
             css=_resource("page.css"),
             js=_resource("page.js"),
-            summary=f"{len(report.fused)} {verb}, {len(report.rejected)} left, in {duration(report.seconds)}",
+            summary=f"{len(report.fused)} {verb}, {len(report.rejected)} left, in "
+            f"{duration(report.seconds)}",
             numbers=_numbers(report),
             stages=_stages(report),
             committed=report.committed,
@@ -125,7 +134,9 @@ def fold(items: Iterable[Item], key: Callable[[Item], object]) -> list[Card]:
 
 
 def fused_cards(report: Report, safe: Callable[[str], Any] = str) -> list[Card]:
-    """Cards of prologues with equal dims, caches and attributes; figures are those of the verified one."""
+    """Cards of prologues with equal dims, caches and attributes; figures are those of the verified
+    one.
+    """
     cards = fold(report.fused, _fusion_key)
     for index, card in enumerate(cards):
         card.item = next((one for one in card.members if one.figures), card.item)
@@ -143,20 +154,36 @@ def rejected_cards(report: Report, safe: Callable[[str], Any] = str) -> list[Car
         if card.item.picture is not None:
             picture = report.pictures[card.item.picture]
             failing = sum(arrow.failing for arrow in picture.before.arrows)
-            text = f"{picture.layer or 'this prologue'}; in red, why it is left" if failing else picture.layer
-            card.plates = [_plate("What was found", text, drawing.steps(picture.before), card.item.picture, safe)]
+            text = (
+                f"{picture.layer or 'this prologue'}; in red, why it is left"
+                if failing
+                else picture.layer
+            )
+            card.plates = [
+                _plate(
+                    "What was found", text, drawing.steps(picture.before), card.item.picture, safe
+                )
+            ]
     return cards
 
 
-def _before_and_after(report: Report, item: Fusion, safe: Callable[[str], Any], every: bool) -> list[Plate]:
+def _before_and_after(
+    report: Report, item: Fusion, safe: Callable[[str], Any], every: bool
+) -> list[Plate]:
     assert item.picture is not None
     number, picture = item.picture, report.pictures[item.picture]
     count = sum(bool(dot.op) and dot.role not in INPUTS for dot in picture.before.dots)
     whose = f" of {picture.layer}" if picture.layer else ""
-    plates = [_plate("Before", f"{count} nodes{whose}, by step", drawing.steps(picture.before), number, safe)]
+    plates = [
+        _plate(
+            "Before", f"{count} nodes{whose}, by step", drawing.steps(picture.before), number, safe
+        )
+    ]
     if picture.after is not None:
         call = drawing.steps(picture.after)
-        beside = f"one call, and {item.launches_left} launches beside it" if item.leaves else "one call"
+        beside = (
+            f"one call, and {item.launches_left} launches beside it" if item.leaves else "one call"
+        )
         plates.append(_plate("After", beside, call, number, safe, side="after"))
     if every:
         nodes = drawing.nodes(picture.before)
@@ -181,8 +208,16 @@ def _plate(
 
 
 def _fusion_key(item: Fusion) -> object:
-    where = item.source.partition(" in ")[2]  # the code; not the line, which unrolled loops may repeat
-    call = (item.dims, item.cache_mode, item.placement, item.rope, item.attributes, item.assumptions)
+    # the code; not the line, which unrolled loops may repeat
+    where = item.source.partition(" in ")[2]
+    call = (
+        item.dims,
+        item.cache_mode,
+        item.placement,
+        item.rope,
+        item.attributes,
+        item.assumptions,
+    )
     staging = [one.code for one in item.staged_by], [asdict(one) for one in item.leaves]
     return json.dumps((*call, *staging, item.picture, where), default=str, sort_keys=True)
 
@@ -217,7 +252,9 @@ def _stages(report: Report) -> list[dict[str, object]]:
     for name in STAGES:
         seconds = report.timings.get(name, 0.0)
         left, width = (round(100 * value / total, 2) for value in (done, seconds))
-        bars.append({"name": name, "left": min(left, 99.7), "width": width, "text": duration(seconds)})
+        bars.append(
+            {"name": name, "left": min(left, 99.7), "width": width, "text": duration(seconds)}
+        )
         done += seconds
     return bars
 
@@ -229,7 +266,9 @@ def _template_engine() -> tuple[Any, Callable[[str], Any]]:
     except ImportError as error:
         raise ImportError("HTML reports need jinja2: pip install 'mla-fusion[report]'") from error
     loader = jinja2.FunctionLoader(_resource)
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined
+    )
     return environment, markupsafe.Markup
 
 

@@ -1,14 +1,15 @@
 """Indices and caches of the MLA prologue from what other systems hold, and back.
 
-* `PageTable`: which pages a batch of sequences occupies, from FlashInfer's CSR triple, from vLLM's block tables, or
-  from a table of token slots; it makes ``cache_index`` token-wise or block-wise
-* `slots_from_mapping`, `slots_from_ppl`: ``cache_index`` from vLLM slot mappings and PPL cache starts
+* `PageTable`: which pages a batch of sequences occupies, from FlashInfer's CSR triple, from vLLM's
+  block tables, or from a table of token slots; it makes ``cache_index`` token-wise or block-wise
+* `slots_from_mapping`, `slots_from_ppl`: ``cache_index`` from vLLM slot mappings and PPL cache
+  starts
 * `nd_to_nz`, `nz_to_nd`: a paged cache between its two memory layouts
 * `pack_rows`, `unpack_rows`, `dequantise_rows`: the 656-byte rows of per-tile caches
 
-Everything is vectorised torch on the device of its input. Bad input raises ContractError (a ValueError) that
-names the argument. Looking into tensors costs a synchronisation on a device: ``check=False`` leaves that out
-and keeps the checks of shapes and dtypes.
+Everything is vectorised torch on the device of its input. Bad input raises ContractError (a
+ValueError) that names the argument. Looking into tensors costs a synchronisation on a device:
+``check=False`` leaves that out and keeps the checks of shapes and dtypes.
 """
 
 from mla_fusion.paging.layout import nd_to_nz, nz_to_nd

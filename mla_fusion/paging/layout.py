@@ -1,4 +1,5 @@
-"""A paged cache between its two memory layouts. Its declared shape is ``[BlockNum, BlockSize, 1, W]`` in both.
+"""A paged cache between its two memory layouts. Its declared shape is ``[BlockNum, BlockSize, 1,
+W]`` in both.
 
 In FRACTAL_NZ the memory of a block is ``[W/C0, BlockSize, C0]``, C0 being 32 bytes
 (`service_scatter_cache_arch22.h`): 16 elements of bfloat16, 32 of int8.
@@ -16,13 +17,23 @@ _FRACTAL_BYTES = 32
 def nd_to_nz(cache: Tensor) -> Tensor:
     """A copy of a PA_BSND cache as the PA_NZ cache of the same rows."""
     block_num, block_size, c1, c0 = _fractal(cache)
-    return cache.reshape(block_num, block_size, c1, c0).transpose(1, 2).reshape(cache.shape).contiguous()
+    return (
+        cache.reshape(block_num, block_size, c1, c0)
+        .transpose(1, 2)
+        .reshape(cache.shape)
+        .contiguous()
+    )
 
 
 def nz_to_nd(cache: Tensor) -> Tensor:
     """A copy of a PA_NZ cache as the PA_BSND cache of the same rows."""
     block_num, block_size, c1, c0 = _fractal(cache)
-    return cache.reshape(block_num, c1, block_size, c0).transpose(1, 2).reshape(cache.shape).contiguous()
+    return (
+        cache.reshape(block_num, c1, block_size, c0)
+        .transpose(1, 2)
+        .reshape(cache.shape)
+        .contiguous()
+    )
 
 
 def _fractal(cache: Tensor) -> tuple[int, int, int, int]:

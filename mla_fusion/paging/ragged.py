@@ -39,7 +39,9 @@ def positive_size(name: str, size: int) -> None:
 
 
 def require(name: str, holds: Tensor, expected: str, values: Tensor) -> None:
-    """Every element of ``holds`` is true, or ContractError with the first of ``values`` where it is not."""
+    """Every element of ``holds`` is true, or ContractError with the first of ``values`` where it is
+    not.
+    """
     if not bool(holds.all()):
         refuse(name, expected, int(values.expand_as(holds)[~holds][0]))
 

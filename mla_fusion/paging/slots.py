@@ -1,4 +1,6 @@
-"""``cache_index`` from systems that name the row of every token: vLLM slot mappings and PPL cache starts."""
+"""``cache_index`` from systems that name the row of every token: vLLM slot mappings and PPL cache
+starts.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ def slots_from_mapping(
 ) -> Tensor:
     """vLLM's ``slot_mapping`` [T] as ``cache_index`` int64: the same numbers, -1 skipped by both.
 
-    ``rows`` is BlockNum*BlockSize: the device writes a slot past it out of bounds and unchecked. A slot other
-    than -1 may occur once.
+    ``rows`` is BlockNum*BlockSize: the device writes a slot past it out of bounds and unchecked. A
+    slot other than -1 may occur once.
     """
     slots = integers("slot_mapping", slot_mapping)
     if check:
@@ -49,9 +51,10 @@ def slots_from_ppl(
 ) -> Tensor:
     """PPL's MultiHeadCacheAttention indexing as ``cache_index`` [T] int64, T = seqstarts[B].
 
-    Token j of batch b stands at position ``start_pos[b] + j``. Offset mode (``cache_mode`` 0, cachestarts [B]):
-    row ``cachestarts[b] + position``. Table mode (1, cachestarts [kvstarts[B]]): row
-    ``cachestarts[kvstarts[b] + position]``. PPL's MaxT is the BlockNum*BlockSize of the Ascend cache.
+    Token j of batch b stands at position ``start_pos[b] + j``. Offset mode (``cache_mode`` 0,
+    cachestarts [B]): row ``cachestarts[b] + position``. Table mode (1, cachestarts [kvstarts[B]]):
+    row ``cachestarts[kvstarts[b] + position]``. PPL's MaxT is the BlockNum*BlockSize of the Ascend
+    cache.
     """
     base, past = integers("cachestarts", cachestarts), integers("start_pos", start_pos)
     starts = integers("seqstarts", seqstarts)
@@ -84,19 +87,23 @@ def slots_from_ppl(
 def blocks_from_slots(slots: Tensor, new_tokens: Tensor, block_size: int) -> BlockIndex:
     """The block-wise index that writes the same rows as token-wise ``slots`` [T] of B sequences.
 
-    Raises ContractError ``paging.slots`` where there is none: a sequence's tokens have to fill blocks in order
-    from offset 0.
+    Raises ContractError ``paging.slots`` where there is none: a sequence's tokens have to fill
+    blocks in order from offset 0.
     """
     positive_size("block_size", block_size)
     slots, new = integers("slots", slots), integers("new_tokens", new_tokens)
     if int(new.sum()) != len(slots):
-        refuse("new_tokens", f"lengths that sum to {len(slots)}, the number of slots", int(new.sum()))
+        refuse(
+            "new_tokens", f"lengths that sum to {len(slots)}, the number of slots", int(new.sum())
+        )
     require("new_tokens", new >= 0, "at least 0", new)
     starts = new.cumsum(0) - new
     sequence, position = positions(new)
     first = slots[starts[sequence] + position - position.remainder(block_size)]
     held = (slots == first + position.remainder(block_size)) & (first.remainder(block_size) == 0)
-    require("slots", held & (slots >= 0), f"blocks of {block_size} rows, filled from their start", slots)
+    require(
+        "slots", held & (slots >= 0), f"blocks of {block_size} rows, filled from their start", slots
+    )
     sequence, block = positions(ceil_div(new, block_size))
     pages = slots[starts[sequence] + block * block_size].div(block_size, rounding_mode="floor")
     return BlockIndex(pages, new.cumsum(0).int())

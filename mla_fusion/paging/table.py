@@ -1,8 +1,9 @@
-"""Which pages a batch of sequences occupies, and the ``cache_index`` of the tokens that are being added.
+"""Which pages a batch of sequences occupies, and the ``cache_index`` of the tokens that are being
+added.
 
-A page of FlashInfer, a block of vLLM and a block of the Ascend cache are one thing: BlockSize rows; a slot is
-``block * BlockSize + offset``. The table covers a sequence including its new tokens, which are its last ones
-(FlashInfer's append and vLLM's scheduler allocate before they write).
+A page of FlashInfer, a block of vLLM and a block of the Ascend cache are one thing: BlockSize rows;
+a slot is ``block * BlockSize + offset``. The table covers a sequence including its new tokens,
+which are its last ones (FlashInfer's append and vLLM's scheduler allocate before they write).
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from mla_fusion.paging.ragged import (
 
 @dataclass(frozen=True)
 class BlockIndex:
-    """Arguments of the PA_BLK_* cache modes: ``cache_index`` int64 [blocks], ``actual_seq_len`` int32 [B].
+    """Arguments of the PA_BLK_* cache modes: ``cache_index`` int64 [blocks], ``actual_seq_len``
+    int32 [B].
 
-    actual_seq_len holds inclusive prefix sums of the new tokens per sequence. For a 3-D token_x [B, S, He] with
-    equal lengths pass ``cache_index.view(B, -1)`` and no actual_seq_len.
+    actual_seq_len holds inclusive prefix sums of the new tokens per sequence. For a 3-D token_x [B,
+    S, He] with equal lengths pass ``cache_index.view(B, -1)`` and no actual_seq_len.
     """
 
     cache_index: Tensor
@@ -39,10 +41,11 @@ class BlockIndex:
 
 @dataclass(frozen=True)
 class PageTable:
-    """Pages of B sequences: sequence b has ``pages[starts[b]:starts[b + 1]]`` and ``lengths[b]`` tokens.
+    """Pages of B sequences: sequence b has ``pages[starts[b]:starts[b + 1]]`` and ``lengths[b]``
+    tokens.
 
-    ``starts`` int64 [B+1], ``pages`` int64 [P], ``lengths`` int64 [B]. Build it with ``from_flashinfer``,
-    ``from_block_table`` or ``from_token_table``; they check their arguments.
+    ``starts`` int64 [B+1], ``pages`` int64 [P], ``lengths`` int64 [B]. Build it with
+    ``from_flashinfer``, ``from_block_table`` or ``from_token_table``; they check their arguments.
     """
 
     starts: Tensor
@@ -54,12 +57,18 @@ class PageTable:
 
     @classmethod
     def from_flashinfer(
-        cls, indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int, *, check: bool = True
+        cls,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        page_size: int,
+        *,
+        check: bool = True,
     ) -> PageTable:
         """From ``kv_indptr`` [B+1], ``kv_indices`` [>= indptr[-1]] and ``kv_last_page_len`` [B].
 
-        Length of sequence i: ``page_size * (pages_i - 1) + last_page_len[i]``, with last_page_len in
-        1..page_size; a sequence without pages has length 0, whatever its last_page_len.
+        Length of sequence i: ``page_size * (pages_i - 1) + last_page_len[i]``, with last_page_len
+        in 1..page_size; a sequence without pages has length 0, whatever its last_page_len.
         """
         positive_size("page_size", page_size)
         starts, pages = integers("indptr", indptr), integers("indices", indices)
@@ -131,8 +140,8 @@ class PageTable:
     def from_token_table(cls, slots: Tensor, kvstarts: Tensor, block_size: int) -> PageTable:
         """From the slot of every token (PPL's table mode): ``slots[kvstarts[b]:kvstarts[b + 1]]``.
 
-        Raises ContractError ``paging.slots`` unless token p of each sequence lies at offset p % block_size of
-        one block per block_size tokens: other placements have no page table.
+        Raises ContractError ``paging.slots`` unless token p of each sequence lies at offset p %
+        block_size of one block per block_size tokens: other placements have no page table.
         """
         positive_size("block_size", block_size)
         slots, starts = integers("slots", slots), integers("kvstarts", kvstarts)
@@ -140,23 +149,34 @@ class PageTable:
         lengths = starts.diff()
         sequence, position = positions(lengths)
         first = slots[starts[sequence] + position - position.remainder(block_size)]
-        held = (slots == first + position.remainder(block_size)) & (first.remainder(block_size) == 0)
-        require("slots", held & (slots >= 0), f"pages of {block_size} rows, filled from their start", slots)
+        held = (slots == first + position.remainder(block_size)) & (
+            first.remainder(block_size) == 0
+        )
+        require(
+            "slots",
+            held & (slots >= 0),
+            f"pages of {block_size} rows, filled from their start",
+            slots,
+        )
         counts = ceil_div(lengths, block_size)
         sequence, block = positions(counts)
         pages = slots[starts[sequence] + block * block_size].div(block_size, rounding_mode="floor")
         return cls(_starts(counts), pages, lengths, block_size)
 
     def token_table(self) -> tuple[Tensor, Tensor]:
-        """``(slots, kvstarts)`` of every token of every sequence, int64: PPL's cachestarts in table mode."""
+        """``(slots, kvstarts)`` of every token of every sequence, int64: PPL's cachestarts in table
+        mode.
+        """
         return self._slots(*positions(self.lengths)), _starts(self.lengths)
 
     # -- the new tokens
 
     def slots(self, new_tokens: Tensor, *, pad_to: int | None = None, check: bool = True) -> Tensor:
-        """Token-wise ``cache_index`` [T] int64 of the last ``new_tokens[b]`` tokens of each sequence.
+        """Token-wise ``cache_index`` [T] int64 of the last ``new_tokens[b]`` tokens of each
+        sequence.
 
-        For PA_BSND and PA_NZ. T is the sum of new_tokens, or ``pad_to`` with -1 (skipped) behind it.
+        For PA_BSND and PA_NZ. T is the sum of new_tokens, or ``pad_to`` with -1 (skipped) behind
+        it.
         """
         new, start = self._new(new_tokens, check)
         sequence, position = positions(new)
@@ -165,13 +185,19 @@ class PageTable:
     def blocks(self, new_tokens: Tensor, *, check: bool = True) -> BlockIndex:
         """Block-wise index of the new tokens, for PA_BLK_BSND and PA_BLK_NZ.
 
-        The kernel puts a sequence's first new token at offset 0 of its first listed block. Raises ContractError
-        ``paging.new_tokens`` where new tokens start inside a block (``slots`` takes any start).
+        The kernel puts a sequence's first new token at offset 0 of its first listed block. Raises
+        ContractError ``paging.new_tokens`` where new tokens start inside a block (``slots`` takes
+        any start).
         """
         new, start = self._new(new_tokens, check)
         if check:
             aligned = (start.remainder(self.block_size) == 0) | (new == 0)
-            require("new_tokens", aligned, f"new tokens that start at a multiple of {self.block_size}", start)
+            require(
+                "new_tokens",
+                aligned,
+                f"new tokens that start at a multiple of {self.block_size}",
+                start,
+            )
         sequence, block = positions(ceil_div(new, self.block_size))
         first = self.starts[:-1] + start.div(self.block_size, rounding_mode="floor")
         return BlockIndex(self.pages[first[sequence] + block], new.cumsum(0).int())
@@ -180,17 +206,29 @@ class PageTable:
         new = integers("new_tokens", new_tokens)
         same_length("new_tokens", new, len(self.lengths), "one a sequence")
         if check:
-            require("new_tokens", (new >= 0) & (new <= self.lengths), "between 0 and the sequence length", new)
+            require(
+                "new_tokens",
+                (new >= 0) & (new <= self.lengths),
+                "between 0 and the sequence length",
+                new,
+            )
         return new, self.lengths - new
 
     def _slots(self, sequence: Tensor, position: Tensor) -> Tensor:
         block = position.div(self.block_size, rounding_mode="floor")
-        return self.pages[self.starts[sequence] + block] * self.block_size + position.remainder(self.block_size)
+        return self.pages[self.starts[sequence] + block] * self.block_size + position.remainder(
+            self.block_size
+        )
 
     def _compact(self) -> PageTable:
         counts = ceil_div(self.lengths, self.block_size)
         sequence, block = positions(counts)
-        return PageTable(_starts(counts), self.pages[self.starts[sequence] + block], self.lengths, self.block_size)
+        return PageTable(
+            _starts(counts),
+            self.pages[self.starts[sequence] + block],
+            self.lengths,
+            self.block_size,
+        )
 
 
 def _starts(lengths: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""Rows of per-tile quantised caches (kv_cache_quant_mode 3): ``quantised ckv | rope part | float32 scales``.
+"""Rows of per-tile quantised caches (kv_cache_quant_mode 3): ``quantised ckv | rope part | float32
+scales``.
 
 For Hckv 512, Dr 64 and tiles of 128 a row has 512 + 128 + 16 = 656 bytes
-(`mla_prolog_tiling_check.cpp`, `kernel_mla_prolog_split_n_arch22.h`); its dtype is that of the quantised part.
+(`mla_prolog_tiling_check.cpp`, `kernel_mla_prolog_split_n_arch22.h`); its dtype is that of the
+quantised part.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ _SCALE_BYTES = 4
 
 
 def pack_rows(ckv: Tensor, kr: Tensor, scale: Tensor) -> Tensor:
-    """``ckv [.., Hckv]`` of one byte, ``kr [.., Dr]`` of two, ``scale [.., Hckv/tile]`` float32, as rows.
+    """``ckv [.., Hckv]`` of one byte, ``kr [.., Dr]`` of two, ``scale [.., Hckv/tile]`` float32, as
+    rows.
 
-    The result is ``[.., Hckv + 2*Dr + 4*Hckv/tile]`` of ckv's dtype (int8, float8_e4m3fn, or uint8: hifloat8).
+    The result is ``[.., Hckv + 2*Dr + 4*Hckv/tile]`` of ckv's dtype (int8, float8_e4m3fn, or uint8:
+    hifloat8).
     """
     if ckv.dtype not in _BYTE_DTYPES:
         refuse("ckv", "int8, uint8 or float8_e4m3fn", ckv.dtype)
@@ -36,7 +40,12 @@ def pack_rows(ckv: Tensor, kr: Tensor, scale: Tensor) -> Tensor:
 
 
 def unpack_rows(
-    rows: Tensor, *, hckv: int = 512, dr: int = 64, tile: int = 128, kr_dtype: torch.dtype = torch.bfloat16
+    rows: Tensor,
+    *,
+    hckv: int = 512,
+    dr: int = 64,
+    tile: int = 128,
+    kr_dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(ckv [.., hckv], kr [.., dr], scale [.., hckv/tile])`` of rows, as views of their memory.
 
@@ -61,8 +70,12 @@ def numbers_of_rows(rows: Tensor, *, hckv: int, dr: int, tile: int) -> Tensor:
     return torch.cat([latent, rope.float()], -1)
 
 
-def dequantise_rows(rows: Tensor, *, hckv: int = 512, dr: int = 64, tile: int = 128) -> tuple[Tensor, Tensor]:
-    """``(ckv [.., hckv] float32, kr [.., dr] bfloat16)``: each tile times its scale; uint8 is hifloat8."""
+def dequantise_rows(
+    rows: Tensor, *, hckv: int = 512, dr: int = 64, tile: int = 128
+) -> tuple[Tensor, Tensor]:
+    """``(ckv [.., hckv] float32, kr [.., dr] bfloat16)``: each tile times its scale; uint8 is
+    hifloat8.
+    """
     ckv, kr, scale = unpack_rows(rows, hckv=hckv, dr=dr, tile=tile)
     values = hifloat8.decode(ckv) if ckv.dtype == torch.uint8 else ckv.float()
     return (values.unflatten(-1, (hckv // tile, tile)) * scale.unsqueeze(-1)).flatten(-2), kr

@@ -1,4 +1,6 @@
-"""What goes with each kv_cache_quant_mode of a planned call, read from the operator's specification."""
+"""What goes with each kv_cache_quant_mode of a planned call, read from the operator's
+specification.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def attributes(mode: int) -> dict[str, int]:
 
 
 def scale_shapes(mode: int, latent: int, rope: int, weight_mode: int) -> dict[str, tuple[int, ...]]:
-    """The float32 arguments of a mode beside a weight_quant_mode, by name; ``latent`` is Hckv, ``rope`` Dr."""
+    """The float32 arguments of a mode beside a weight_quant_mode, by name; ``latent`` is Hckv,
+    ``rope`` Dr.
+    """
     sizes = {"1": 1, "Hckv": latent, "Dr": rope}
     required = CACHE_QUANTS[mode].required.items()
     clips = weight_mode in CLIP_WEIGHT_MODES

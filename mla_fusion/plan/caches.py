@@ -1,4 +1,6 @@
-"""Where the new rows go: into the model's own caches by the kernel where that is exact, else by the model's writes."""
+"""Where the new rows go: into the model's own caches by the kernel where that is exact, else by the
+model's writes.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,27 @@ class Placement:
 
 
 class WritePlanner:
-    """Two caches, each written by plain nodes: what every operator that writes caches asks of them."""
+    """Two caches, each written by plain nodes: what every operator that writes caches asks of
+    them.
+    """
 
     def __init__(
-        self, view: View, config: Config, candidate: KeyHalf, trees: dict[str, ValueTree], boundary: bool
+        self,
+        view: View,
+        config: Config,
+        candidate: KeyHalf,
+        trees: dict[str, ValueTree],
+        boundary: bool,
     ) -> None:
-        """``trees``: the values by name, as the graph reads them; ``boundary``: a cache can be viewed outside."""
+        """``trees``: the values by name, as the graph reads them; ``boundary``: a cache can be
+        viewed outside.
+        """
         self.view, self.config, self.trees, self.boundary = view, config, trees, boundary
         self.key = candidate.key
 
     def place(self, token_x: Node, pairs: bool, stage_because: Obstacle | None) -> Placement:
-        """Write the model's caches in the kernel where that is exact, else say everything that is in the way.
+        """Write the model's caches in the kernel where that is exact, else say everything that is
+        in the way.
 
         pairs          the caches are to hold the interleaved pairs that the model's rotation leaves
         stage_because  why the caches are left to the model whatever it writes
@@ -60,7 +72,9 @@ class WritePlanner:
             others = self._in_kernel(token_x).caches
         except Refuse:  # of an operator that writes in place: this one stages
             others = None
-        return Placement(Staged((_PAIRS, *(others.obstacles if isinstance(others, Staged) else ()))))
+        return Placement(
+            Staged((_PAIRS, *(others.obstacles if isinstance(others, Staged) else ())))
+        )
 
     def _in_kernel(self, token_x: Node) -> Placement:
         return self.packed(token_x) or self._apart(token_x)
@@ -72,8 +86,14 @@ class WritePlanner:
         return None
 
     def as_quantised(self, kv: CacheScale | None, kr: CacheScale | None) -> Int8Query | str | None:
-        """The query that goes with caches scaled so (None: none of its own), or why the operator does not scale so."""
-        others = [scale.format.name for scale in (kv, kr) if scale is not None and scale.format is not INT8]
+        """The query that goes with caches scaled so (None: none of its own), or why the operator
+        does not scale so.
+        """
+        others = [
+            scale.format.name
+            for scale in (kv, kr)
+            if scale is not None and scale.format is not INT8
+        ]
         return f"the operator writes no {others[0]} rows" if others else None
 
     def write_of(self, name: str) -> tuple[WriteFact | Obstacles, CacheScale | None]:
@@ -100,7 +120,9 @@ class WritePlanner:
             widths = {"c_kv": len(key.columns), "k_pe": key.rope_dim}
             found: list[Obstacle] = []
             for write, width in ((kv, widths["c_kv"]), (kr, widths["k_pe"])):
-                found += self.obstacles(token_x, write, width) if isinstance(write, WriteFact) else write
+                found += (
+                    self.obstacles(token_x, write, width) if isinstance(write, WriteFact) else write
+                )
             return Placement(Staged(tuple(dict.fromkeys(found))))
         obstacles = self._joint_obstacles(token_x, kv, kr)
         query = None if obstacles else self.as_quantised(kv_scale, kr_scale)
@@ -131,7 +153,9 @@ class WritePlanner:
         return Placement(in_place, tuple(replaced), query)
 
     def single_write(self, name: str) -> tuple[WriteFact | Obstacles, CacheScale | None]:
-        """The one write that takes the new rows, whole and in token order, and what they are scaled by into int8."""
+        """The one write that takes the new rows, whole and in token order, and what they are scaled
+        by into int8.
+        """
         tree = self.trees[name]
         readers = tree.readers()
         every = [user for users in readers.values() for user in users]
@@ -139,13 +163,17 @@ class WritePlanner:
             return read_elsewhere(self.view, self.trees, name, every), None
         ((value, (writer,)),) = readers.items()
         if not tree.in_order(value):
-            return (Obstacle("cache.row_order", f"{value.name} does not hold the rows in token order"),), None
+            return (
+                Obstacle("cache.row_order", f"{value.name} does not hold the rows in token order"),
+            ), None
         quantised = row_quant.find(self.view, value)
         if quantised is None:
             if other := no_write(self.view, self.trees, name, writer):
                 return other, None
             write = cache_write.find(self.view, writer, value)
-            if not isinstance(write, WriteFact) and any(one.code == "slots.unproven" for one in write):
+            if not isinstance(write, WriteFact) and any(
+                one.code == "slots.unproven" for one in write
+            ):
                 self.check_order(writer)
             return write, None
         writers = live_users(quantised.node)
@@ -173,24 +201,44 @@ class WritePlanner:
         shape = cache_write.paged_shape(write.cache) or ()
         name, value, found = write.cache.name, write.cache.meta["val"], list[Obstacle]()
         if not self.boundary and not same_shape(value.shape, shape):
-            message = f"{name} has shape {list(value.shape)}, and no wrapper can view it as {list(shape)}"
+            message = (
+                f"{name} has shape {list(value.shape)}, and no wrapper can view it as {list(shape)}"
+            )
             found.append(Obstacle("cache.boundary", message))
         if not self.writable(value):
-            message = f"{name} has strides {list(value.stride())}, and rows that the kernel writes to it do not arrive"
+            message = (
+                f"{name} has strides {list(value.stride())}, and rows that the kernel writes to "
+                "it do not arrive"
+            )
             found.append(Obstacle("cache.strides", message))
         slots = write.slots.shape
         if not self.as_many(slots, token_x):
             tokens = list(token_x.meta["val"].shape[:-1])
-            found.append(Obstacle("cache.slots_count", f"{write.slots} has {list(slots)} slots for tokens {tokens}"))
+            found.append(
+                Obstacle(
+                    "cache.slots_count",
+                    f"{write.slots} has {list(slots)} slots for tokens {tokens}",
+                )
+            )
         late = cache_write.readers(write.cache, write.node, write.result, *write.inside)
         if late:
-            found.append(Obstacle("cache.old_rows_read", f"{late[0].name} reads {name} as it was before the write"))
+            found.append(
+                Obstacle(
+                    "cache.old_rows_read", f"{late[0].name} reads {name} as it was before the write"
+                )
+            )
         width = self.view.binding.size(value.shape[-1])
         if width != wanted:
-            found.append(Obstacle("cache.width", f"{name} is {width} wide, and its rows hold {wanted}"))
+            found.append(
+                Obstacle("cache.width", f"{name} is {width} wide, and its rows hold {wanted}")
+            )
         dtype = write.value.meta["val"].dtype
         if value.dtype != dtype:
-            found.append(Obstacle("cache.dtype", f"{name} is {value.dtype}, and what is written to it {dtype}"))
+            found.append(
+                Obstacle(
+                    "cache.dtype", f"{name} is {value.dtype}, and what is written to it {dtype}"
+                )
+            )
         return found
 
     def as_many(self, slots: Sequence[Any], token_x: Node) -> bool:
@@ -202,18 +250,27 @@ class WritePlanner:
             return False
         pairs = zip((a.index, a.block, a.offset), (b.index, b.block, b.offset), strict=True)
         return all(
-            x is y or (x is not None and y is not None and self.view.terms.same(x, y)) for x, y in pairs
+            x is y or (x is not None and y is not None and self.view.terms.same(x, y))
+            for x, y in pairs
         )
 
 
 _PAIRS = Obstacle(
     "rope.pairs",
-    "the key cache holds pairs (a0 b0 a1 b1 ..) as RoPE leaves them, the kernel writes halves (a0 a1 .. b0 b1 ..)",
+    "the key cache holds pairs (a0 b0 a1 b1 ..) as RoPE leaves them, the kernel writes halves (a0 "
+    "a1 .. b0 b1 ..)",
 )
 
+
 def in_ratio(scale: CacheScale | None, query: Int8Query | None) -> CacheScale | None:
-    """The scale of the cache as the query was multiplied by it; what is left of the factor goes to kc_scale."""
-    return scale if scale is None or query is None else replace(scale, factor=scale.factor * query.ratio)
+    """The scale of the cache as the query was multiplied by it; what is left of the factor goes to
+    kc_scale.
+    """
+    return (
+        scale
+        if scale is None or query is None
+        else replace(scale, factor=scale.factor * query.ratio)
+    )
 
 
 def shaped(slots: Slots, lead: Sequence[object]) -> Slots:

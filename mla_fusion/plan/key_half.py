@@ -1,4 +1,6 @@
-"""Plans of the key's side alone: ``npu_kv_rmsnorm_rope_cache`` reads the products, and writes both caches."""
+"""Plans of the key's side alone: ``npu_kv_rmsnorm_rope_cache`` reads the products, and writes both
+caches.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from mla_fusion.plan.planner import Planner
 class KeyPlanner(Planner[KeyHalf, KeyPlan]):
     """Plans one half. Raises ``Refuse`` where no exact plan exists."""
 
-    def __init__(self, view: View, config: Config, candidate: KeyHalf, boundary: bool = False) -> None:
+    def __init__(
+        self, view: View, config: Config, candidate: KeyHalf, boundary: bool = False
+    ) -> None:
         super().__init__(view, config, candidate, boundary)
         self.caches = _Caches(view, config, candidate, self.trees, boundary)
 
@@ -33,14 +37,19 @@ class KeyPlanner(Planner[KeyHalf, KeyPlan]):
     def plan_at(self, token_x: Node) -> KeyPlan:
         k, lead = self.candidate.key, self.lead_of(token_x)
         rows = {"c_kv": (*lead, len(k.columns)), "k_pe": (*lead, k.rope_dim)}
-        # Config.kr_layout says nothing here: the query is the model's, and stays in the model's layout
+        # Config.kr_layout says nothing here: the query is the model's, and stays in the model's
+        # layout
         interleaved = k.layout == "interleaved"
         placement = self.caches.place(token_x, interleaved, self.stage_because)
         if isinstance(placement.caches, Staged):
             read = self.staged(placement.caches, rows)
         else:  # what reads the rows beside their writers gets them as results
             own = {writer for write in self.caches.writes.values() for writer in write}
-            read = [item for name, shape in rows.items() for item in self.trees[name].replacements(name, shape, own)]
+            read = [
+                item
+                for name, shape in rows.items()
+                for item in self.trees[name].replacements(name, shape, own)
+            ]
         return KeyPlan(
             target="key",
             candidate=self.candidate,
@@ -63,17 +72,23 @@ class _Caches(WritePlanner):
         self.writes: dict[str, list[Node]] = {}
 
     def write_of(self, name: str) -> tuple[WriteFact | Obstacles, CacheScale | None]:
-        """The only write of whole rows to a cache; other readers get the rows, which the operator gives out too."""
+        """The only write of whole rows to a cache; other readers get the rows, which the operator
+        gives out too.
+        """
         found, scale = self.single_write(name)
         if isinstance(found, WriteFact):
-            self.writes[name] = [user for users in self.trees[name].readers().values() for user in users]
+            self.writes[name] = [
+                user for users in self.trees[name].readers().values() for user in users
+            ]
             return found, scale
         tree, writes, why = self.trees[name], list[WriteFact](), found
         for value, users in tree.readers().items():
             for user in users if tree.in_order(value) else ():
                 write = cache_write.find(self.view, user, value)
                 writes += [write] if isinstance(write, WriteFact) else []
-                if not isinstance(write, WriteFact) and any(one.code == "slots.unproven" for one in write):
+                if not isinstance(write, WriteFact) and any(
+                    one.code == "slots.unproven" for one in write
+                ):
                     why = write
         if len(writes) != 1:
             return why, None

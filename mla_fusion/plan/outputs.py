@@ -33,7 +33,9 @@ from mla_fusion.report.rejection import Refuse
 
 @dataclass(frozen=True)
 class Replacement:
-    """``node`` is ``output`` of the kernel, its axes permuted by ``order``, then reshaped and cast to fit."""
+    """``node`` is ``output`` of the kernel, its axes permuted by ``order``, then reshaped and cast
+    to fit.
+    """
 
     node: Node
     output: str
@@ -45,7 +47,9 @@ class Replacement:
 
 
 def live_users(node: Node) -> list[Node]:
-    """Users that matter: whoever only asks for a size, keeps no element, or is itself unread, does not."""
+    """Users that matter: whoever only asks for a size, keeps no element, or is itself unread, does
+    not.
+    """
     return [user for user in node.users if is_live(user) and not keeps_nothing(user)]
 
 
@@ -58,14 +62,18 @@ def is_live(user: Node) -> bool:
 def keeps_nothing(node: Node) -> bool:
     """Is the node a slice without elements?"""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or 0 not in [size for size in value.shape if isinstance(size, int)]:
+    if not isinstance(value, torch.Tensor) or 0 not in [
+        size for size in value.shape if isinstance(size, int)
+    ]:
         return False
     source = node.args[0] if is_getitem(node) else node
     return isinstance(source, Node) and op_name(source) in SELECTIONS
 
 
 def leads_only_to(starts: Iterable[Node], targets: Iterable[Node]) -> Node | None:
-    """The first node that reads ``starts`` for anything else than ``targets``; None: they lead to ``targets`` only."""
+    """The first node that reads ``starts`` for anything else than ``targets``; None: they lead to
+    ``targets`` only.
+    """
     stops = set(targets)
     nodes = [node for node in dict.fromkeys(starts) if node not in stops]
     for node in nodes:  # grows as it is walked
@@ -87,9 +95,11 @@ class ValueTree:
         shrink: Shrink | None = None,
         tokens: Tokens | None = None,
     ) -> None:
-        """``duplicates``: other nodes that hold the value, with their codes; ``shrink``, ``tokens``: as they were made.
+        """``duplicates``: other nodes that hold the value, with their codes; ``shrink``,
+        ``tokens``: as they were made.
 
-        A node that takes some of many tokens has no codes: it reads the node above it, and stays in the graph.
+        A node that takes some of many tokens has no codes: it reads the node above it, and stays in
+        the graph.
         """
         self._shrink, self._tokens = shrink, tokens
         self.roots = [root]
@@ -106,7 +116,11 @@ class ValueTree:
         order = [root]
         for node in order:
             for user in node.users:
-                if (is_view(user) or is_faithful_cast(user)) and user.args[0] is node and user not in self.parent:
+                if (
+                    (is_view(user) or is_faithful_cast(user))
+                    and user.args[0] is node
+                    and user not in self.parent
+                ):
                     self.parent[user] = node
                     order.append(user)
         program = Program([root], order[1:], view.binding, shrink=self._shrink)
@@ -131,19 +145,28 @@ class ValueTree:
         found = {}
         for node in self.nodes:
             users = [user for user in live_users(node) if user not in inside and user not in skip]
-            users = [user for user in users if not self._feeds_a_duplicate(user) and not borrows_only(user)]
+            users = [
+                user
+                for user in users
+                if not self._feeds_a_duplicate(user) and not borrows_only(user)
+            ]
             if users:
                 found[node] = users
         return found
 
     def _feeds_a_duplicate(self, user: Node) -> bool:
-        """The write through which a duplicate came to be; it is dead once the duplicates are replaced."""
+        """The write through which a duplicate came to be; it is dead once the duplicates are
+        replaced.
+        """
         return len(self.roots) > 1 and is_writer(user)
 
-    def replacements(self, output: str, shape: tuple[int, ...], ignored: Collection[Node] = ()) -> list[Replacement]:
+    def replacements(
+        self, output: str, shape: tuple[int, ...], ignored: Collection[Node] = ()
+    ) -> list[Replacement]:
         """How to make every node that is read outside from ``output`` of the given shape.
 
-        A node that is not the whole value in some order of axes (a slice of it) is made from its parent.
+        A node that is not the whole value in some order of axes (a slice of it) is made from its
+        parent.
         """
         kernel = torch.arange(torch.Size(shape).numel()).reshape(shape)
         wanted, made = list(self.readers(ignored)), {}
@@ -163,10 +186,16 @@ class ValueTree:
 
 
 def quantised_rows(
-    view: View, rows: ValueTree, width: int, dynamic: DynamicQuant, shrink: Shrink | None, tokens: Tokens | None = None
+    view: View,
+    rows: ValueTree,
+    width: int,
+    dynamic: DynamicQuant,
+    shrink: Shrink | None,
+    tokens: Tokens | None = None,
 ) -> tuple[ValueTree, ValueTree | None] | None:
-    """The quantised values of ``rows`` and their scales, over all quantisations that equal ``dynamic``; None where one
-    is not of whole rows, each ``width`` wide. (A projection and an indexer may each have their own.)
+    """The quantised values of ``rows`` and their scales, over all quantisations that equal
+    ``dynamic``; None where one is not of whole rows, each ``width`` wide. (A projection and an
+    indexer may each have their own.)
     """
     values: dict[Node, torch.Tensor] = {}
     scales: dict[Node, torch.Tensor] = {}
@@ -208,7 +237,9 @@ def _are_rows(codes: torch.Tensor, width: int) -> bool:
 
 
 def _arrange(kernel: torch.Tensor, codes: torch.Tensor) -> tuple[int, ...] | None:
-    """The permutation of ``kernel`` that, reshaped, is ``codes``; () where it is the kernel's own shape."""
+    """The permutation of ``kernel`` that, reshaped, is ``codes``; () where it is the kernel's own
+    shape.
+    """
     codes = codes.to(torch.int64)
     if codes.numel() != kernel.numel():
         return None
@@ -220,8 +251,12 @@ def _arrange(kernel: torch.Tensor, codes: torch.Tensor) -> tuple[int, ...] | Non
     return None
 
 
-def whole_readers(root: Node, output: str, shape: tuple[object, ...], same: Callable[..., bool]) -> list[Replacement]:
-    """Replacements for a whole cache: only reshapes are followed, so no codes are needed (caches are large)."""
+def whole_readers(
+    root: Node, output: str, shape: tuple[object, ...], same: Callable[..., bool]
+) -> list[Replacement]:
+    """Replacements for a whole cache: only reshapes are followed, so no codes are needed (caches
+    are large).
+    """
     found, stack = [], [root]
     while stack:
         node = stack.pop()

@@ -1,7 +1,7 @@
 """Heads that a graph pads with zeros for the attention operator, which takes powers of two.
 
-Where the pass pads the heads of a prologue to that number, the results have these zeros already: columns of zeros in
-W_uq_qr and W_uk give zeros. Neither the cut nor the pad is needed then.
+Where the pass pads the heads of a prologue to that number, the results have these zeros already:
+columns of zeros in W_uq_qr and W_uk give zeros. Neither the cut nor the pad is needed then.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ OF_HEADS = ("query", "query_rope")
 
 
 def zero_heads(node: Node) -> int:
-    """How many zeros the node puts behind the heads, its last axis but one; 0 where it is no such pad."""
+    """How many zeros the node puts behind the heads, its last axis but one; 0 where it is no such
+    pad.
+    """
     if op_name(node) != "aten::constant_pad_nd" or argument(node, "value"):
         return 0
     before_and_behind = argument(node, "pad")
-    is_plain = isinstance(before_and_behind, list | tuple) and all(type(size) is int for size in before_and_behind)
+    is_plain = isinstance(before_and_behind, list | tuple) and all(
+        type(size) is int for size in before_and_behind
+    )
     if not is_plain or len(before_and_behind) < 4 or before_and_behind[3] < 1:
         return 0
     others = [*before_and_behind[:3], *before_and_behind[4:]]
@@ -38,8 +42,12 @@ def keeps_heads(node: Node, source: Node) -> bool:
 
 
 def wanted_heads(replacements: Iterable[Replacement], heads: int) -> int:
-    """The number to which all readers of query and query_rope pad the heads; ``heads`` where they do not."""
-    found = {number for item in replacements if item.output in OF_HEADS for number in _read(item.node)}
+    """The number to which all readers of query and query_rope pad the heads; ``heads`` where they
+    do not.
+    """
+    found = {
+        number for item in replacements if item.output in OF_HEADS for number in _read(item.node)
+    }
     outputs = {item.output for item in replacements}
     if len(found) != 1 or not outputs.issuperset(OF_HEADS):
         return heads

@@ -22,16 +22,17 @@ class InPlace:
     """The kernel writes the model's own caches.
 
     kv_cache, kr_cache   inputs of the graph that hold the caches; no kr_cache where rows are packed
-    kv_shape, kr_shape   [BlockNum, BlockSize, 1, width] of each; where an input has another shape, the
-                         compiled callable views it so before the call
+    kv_shape, kr_shape   [BlockNum, BlockSize, 1, width] of each; where an input has another shape,
+                         the compiled callable views it so before the call
     mode                 "PA_BSND" or "PA_NZ"
-    copies               caches that need a ``copy_`` of their own (the model's operator wrote them unseen)
-    kv_scale, kr_scale   of int8 caches: both, per channel (kv_cache_quant_mode 2), or kv_scale, one value, where the
-                         query is int8 too (mode 1)
+    copies               caches that need a ``copy_`` of their own (the model's operator wrote them
+                         unseen)
+    kv_scale, kr_scale   of int8 caches: both, per channel (kv_cache_quant_mode 2), or kv_scale, one
+                         value, where the query is int8 too (mode 1)
     clip_alpha           of rows packed per tile (mode 3)
     trusted              inputs of the graph whose slots are assumed, not shown, to be non-negative
-    rows                 what each cache takes, [T, width] in some shape; empty where the model's own cache operator
-                         makes it
+    rows                 what each cache takes, [T, width] in some shape; empty where the model's
+                         own cache operator makes it
     """
 
     kv_cache: Node
@@ -115,12 +116,16 @@ class Plan:
 
     @property
     def read_from(self) -> tuple[Node, ...]:
-        """Where all that the call computes begins; empty where that is x, in whichever form lies highest."""
+        """Where all that the call computes begins; empty where that is x, in whichever form lies
+        highest.
+        """
         return self.candidate.taken
 
     @property
     def parts(self) -> tuple[tuple[Node, str], ...]:
-        """Nodes that a drawn value must suit, beside those of the facts, with the parts that they play."""
+        """Nodes that a drawn value must suit, beside those of the facts, with the parts that they
+        play.
+        """
         return ()
 
     @property
@@ -142,7 +147,8 @@ class Plan:
 class PrologPlan(Plan):
     """One call of ``npu_mla_prolog_v3_functional``.
 
-    token_x       [T, He] or [B, S, He], which the call reads; its rank decides that of every other token axis
+    token_x       [T, He] or [B, S, He], which the call reads; its rank decides that of every other
+                  token axis
     kernel_heads  N of the call: the model's, or the next number that the kernel takes
     eps_cq ...    attributes of the call
     """
@@ -206,7 +212,12 @@ class PreprocessPlan(PrologPlan):
 
     @property
     def parts(self) -> tuple[tuple[Node, str], ...]:
-        ones = (one for how in (self.down, self.up) for one in (how.scale, how.offset) if one is not None)
+        ones = (
+            one
+            for how in (self.down, self.up)
+            for one in (how.scale, how.offset)
+            if one is not None
+        )
         return (self.gamma, "gamma"), *((one.node, one.part) for one in ones if one.part)
 
     @property

@@ -24,9 +24,16 @@ from mla_fusion.plan.outputs import Replacement, ValueTree
 from mla_fusion.plan.plan import InPlace, Plan, Staged
 from mla_fusion.report.rejection import Refuse
 
-_SLOTS_ASSUMED = "slots are non-negative{whose} and distinct (the kernel skips negative slots, the model wraps them)"
-_NARROW = "the float32 norm weights hold bfloat16 numbers (looked at, and again whenever they are packed)"
-_UNCHECKED = "nothing checks the slots (Config.slots is 'checked'): no wrapper stands around the graph"
+_SLOTS_ASSUMED = (
+    "slots are non-negative{whose} and distinct (the kernel skips negative slots, the model wraps "
+    "them)"
+)
+_NARROW = (
+    "the float32 norm weights hold bfloat16 numbers (looked at, and again whenever they are packed)"
+)
+_UNCHECKED = (
+    "nothing checks the slots (Config.slots is 'checked'): no wrapper stands around the graph"
+)
 
 C = TypeVar("C", bound=KeyHalf)
 P = TypeVar("P", bound=Plan)
@@ -36,7 +43,9 @@ class Planner(ABC, Generic[C, P]):
     """Plans one candidate for one target. Raises ``Refuse`` where no exact plan exists."""
 
     def __init__(self, view: View, config: Config, candidate: C, boundary: bool = False) -> None:
-        """``boundary``: a wrapper stands around the graph and can view a cache in the kernel's shape."""
+        """``boundary``: a wrapper stands around the graph and can view a cache in the kernel's
+        shape.
+        """
         self.view, self.config, self.candidate, self.boundary = view, config, candidate, boundary
         always = Obstacle("config.staging", "Config.staging is 'always'")
         self.stage_because = always if config.staging == "always" else None
@@ -55,11 +64,15 @@ class Planner(ABC, Generic[C, P]):
         """The plan in which the leading axes of ``token_x`` are the tokens'."""
 
     def borrowers(self, plan: P) -> Iterable[Node]:
-        """Readers that want only the dtype and device of what goes away. Raises ``Refuse`` for any that want more."""
+        """Readers that want only the dtype and device of what goes away. Raises ``Refuse`` for any
+        that want more.
+        """
         return ()
 
     def plan(self, stage_because: Obstacle | None = None) -> P:
-        """The cheapest exact plan; with ``stage_because``, one that leaves the caches to the model's own writes."""
+        """The cheapest exact plan; with ``stage_because``, one that leaves the caches to the
+        model's own writes.
+        """
         self.stage_because = stage_because or self.stage_because
         self.judge()
         origin = self.candidate.down.origin
@@ -70,7 +83,8 @@ class Planner(ABC, Generic[C, P]):
                 try:
                     plans.append(self.plan_at(token_x))
                 except Refuse as reason:
-                    first = why is None or why.code == "rope.table_shape"  # of a form that the tables do not go with
+                    # of a form that the tables do not go with
+                    first = why is None or why.code == "rope.table_shape"
                     why = reason if first else why
         if not plans:
             layout = f"{origin.name} has shape {list(origin.meta['val'].shape)}"
@@ -82,7 +96,9 @@ class Planner(ABC, Generic[C, P]):
     # -- tokens
 
     def token_choices(self, wanted: torch.dtype | None = None) -> list[Node]:
-        """Forms of x that are rows of tokens, [T, He] or [B, S, He], innermost first, one of each shape."""
+        """Forms of x that are rows of tokens, [T, He] or [B, S, He], innermost first, one of each
+        shape.
+        """
         down = self.candidate.down
         found: dict[tuple[int, ...], Node] = {}
         if down.activation_labels[-1] != down.summed[0] or down.row_labels != down.token_labels:
@@ -94,7 +110,9 @@ class Planner(ABC, Generic[C, P]):
         return list(found.values())
 
     def sources_of_rows(self) -> Iterator[Node]:
-        """Further up, x where the activation is its rows in token order by other views (permuted unit axes, x^T)."""
+        """Further up, x where the activation is its rows in token order by other views (permuted
+        unit axes, x^T).
+        """
         down = self.candidate.down
         for node in upward(down.activation, views_and_model_casts):
             value = node.meta["val"]
@@ -103,18 +121,25 @@ class Planner(ABC, Generic[C, P]):
                 yield node
 
     def lead_of(self, token_x: Node) -> tuple[int, ...]:
-        """The sizes of the tokens' axes as numbers. Raises ``Refuse`` where a table has no row for each token."""
+        """The sizes of the tokens' axes as numbers. Raises ``Refuse`` where a table has no row for
+        each token.
+        """
         lead = self.view.binding.shape(token_x.meta["val"].shape[:-1])
         if self.candidate.shrink is not None:
             lead = self.candidate.shrink.lead(lead)
         for run in (*self.candidate.key.cos, *self.candidate.key.sin):
             if not self._has_rows(run, lead):
-                detail = f"{run.base.name} has shape {list(run.base.meta['val'].shape)} for tokens {list(lead)}"
+                detail = (
+                    f"{run.base.name} has shape {list(run.base.meta['val'].shape)} for tokens "
+                    f"{list(lead)}"
+                )
                 raise Refuse("rope.table_shape", detail, (run.base,))
         return lead
 
     def _has_rows(self, run: TableRun, lead: tuple[int, ...]) -> bool:
-        """Can the table, with a row a position or a row a sequence, be spread over tokens [B, S]?"""
+        """Can the table, with a row a position or a row a sequence, be spread over tokens [B,
+        S]?
+        """
         if run.rows not in ("position", "sequence"):
             return True
         shape = self.view.binding.shape(run.base.meta["val"].shape)
@@ -125,36 +150,63 @@ class Planner(ABC, Generic[C, P]):
     # -- caches
 
     def staged(self, caches: Staged, rows: dict[str, tuple[int, ...]]) -> list[Replacement]:
-        """The new rows, of these shapes, for the model's own writes; ``Refuse`` where ``Config.staging`` is "never"."""
+        """The new rows, of these shapes, for the model's own writes; ``Refuse`` where
+        ``Config.staging`` is "never".
+        """
         if self.config.staging == "never":
-            first, why = caches.obstacles[0].code, "; ".join(one.message for one in caches.obstacles)
+            first, why = (
+                caches.obstacles[0].code,
+                "; ".join(one.message for one in caches.obstacles),
+            )
             code = first if first == "slots.unproven" else "cache.staging_forbidden"
             raise Refuse(code, why, self.candidate.nodes[-2:])
-        return [item for name, shape in rows.items() for item in self.trees[name].replacements(name, shape)]
+        return [
+            item
+            for name, shape in rows.items()
+            for item in self.trees[name].replacements(name, shape)
+        ]
 
     def assumed(self, caches: InPlace | Staged) -> list[str]:
         """What is taken for granted of the slots, as text."""
-        if not isinstance(caches, InPlace) or self.candidate.key.operator is not None or caches.slots.span is not None:
+        if (
+            not isinstance(caches, InPlace)
+            or self.candidate.key.operator is not None
+            or caches.slots.span is not None
+        ):
             return []
         if self.boundary and self.config.slots == "checked":
             return []
         names = ", ".join(node.name for node in caches.trusted)
         whose = f" (input {names}, trusted to hold numbers from 0 to 2**24 - 1)" if names else ""
-        return [_SLOTS_ASSUMED.format(whose=whose), *([_UNCHECKED] if self.config.slots == "checked" else [])]
+        return [
+            _SLOTS_ASSUMED.format(whose=whose),
+            *([_UNCHECKED] if self.config.slots == "checked" else []),
+        ]
 
     def narrowed(self, *gammas: Node | None) -> list[str]:
         """What is taken for granted of the norms' weights, as text."""
-        wide = any(gamma is not None and gamma.meta["val"].dtype != self.candidate.dtype for gamma in gammas)
+        wide = any(
+            gamma is not None and gamma.meta["val"].dtype != self.candidate.dtype
+            for gamma in gammas
+        )
         return [_NARROW] if wide else []
 
     def _check_memory(self, plan: Plan) -> None:
-        """Strides can be given to a copy of the kernel's result; memory around the replaced value cannot."""
+        """Strides can be given to a copy of the kernel's result; memory around the replaced value
+        cannot.
+        """
         if not self.view.reads_by_strides:
             return
-        parts = [item.node for item in plan.replacements if not _fills_its_memory(item.node.meta["val"])]
+        parts = [
+            item.node for item in plan.replacements if not _fills_its_memory(item.node.meta["val"])
+        ]
         by = strides.reader(parts)
         if by is not None:
-            raise Refuse("reader.latent", f"{by.name} reads the memory in which {parts[0].name} lies", (parts[0], by))
+            raise Refuse(
+                "reader.latent",
+                f"{by.name} reads the memory in which {parts[0].name} lies",
+                (parts[0], by),
+            )
 
 
 def _fills_its_memory(value: torch.Tensor) -> bool:

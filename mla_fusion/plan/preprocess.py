@@ -1,4 +1,6 @@
-"""Plans of the whole prologue for ``npu_mla_preprocess``: W8A8 by fixed scales, the input's norm inside."""
+"""Plans of the whole prologue for ``npu_mla_preprocess``: W8A8 by fixed scales, the input's norm
+inside.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,17 @@ from mla_fusion.plan.whole import PrologPlanner
 from mla_fusion.plan.whole_caches import CachesOfWhole
 from mla_fusion.report.rejection import Refuse
 
-_REPEATED = "static scales and offsets repeat one number (looked at, and again whenever they are packed)"
+_REPEATED = (
+    "static scales and offsets repeat one number (looked at, and again whenever they are packed)"
+)
 
 
 class PreprocessPlanner(PrologPlanner):
     """Plans one candidate. Raises ``Refuse`` where no exact plan exists."""
 
-    def __init__(self, view: View, config: Config, candidate: Candidate, boundary: bool = False) -> None:
+    def __init__(
+        self, view: View, config: Config, candidate: Candidate, boundary: bool = False
+    ) -> None:
         super().__init__(view, config, candidate, boundary)
         self.caches = _Caches(view, config, candidate, self.trees, boundary)
         self._down: StaticQuant | None = None
@@ -56,20 +62,30 @@ class PreprocessPlanner(PrologPlanner):
         self._down = self._quantised((q.down, k.down, k.down_rope))
         self._up = self._quantised((q.up_nope, q.up_rope))
         if peel(self._up.source) is not peel(q.norm.node):
-            raise Refuse("quant.not_static", f"{self._up.node.name} is not of {q.norm.node.name}", (self._up.node,))
+            raise Refuse(
+                "quant.not_static",
+                f"{self._up.node.name} is not of {q.norm.node.name}",
+                (self._up.node,),
+            )
         for name, eps, node in (("c_q", q.norm.eps, q.norm.node), ("c_kv", k.eps, k.latent)):
             if not math.isclose(eps, EPSILON, rel_tol=1e-6):
                 raise Refuse("norm.epsilon", f"that of {name} is {eps:g}", (node,))
         factors = (q.norm.scale, k.scale, q.absorb.factor, rotation_ratio(self.view, q, k) or 0.0)
         if any(abs(factor - 1.0) > 1e-6 for factor in factors):
             text = ", ".join(f"{factor:g}" for factor in factors)
-            raise Refuse("scale.unequal", f"c_q, c_kv, q_nope, q_pe by {text}, not by 1", (q.down.node,))
+            raise Refuse(
+                "scale.unequal", f"c_q, c_kv, q_nope, q_pe by {text}, not by 1", (q.down.node,)
+            )
         self._input = input_norm.find(self.view, peel(self._down.source))
         if self._input is None:
             quantised = self._down.node, self._down.source
             symbolic = any(map(is_symbolic, quantised[1].meta["val"].shape))
             why = ", of which the number is known when the graph runs" if symbolic else ""
-            raise Refuse("norm.of_input", f"{quantised[0].name} quantises rows of {quantised[1].name}{why}", quantised)
+            raise Refuse(
+                "norm.of_input",
+                f"{quantised[0].name} quantises rows of {quantised[1].name}{why}",
+                quantised,
+            )
         verdict.judge_gamma("x", self._input.normed, self._input.gamma, self.candidate.dtype)
 
     def _quantised(self, sides: tuple[Projection, ...]) -> StaticQuant:
@@ -80,7 +96,9 @@ class PreprocessPlanner(PrologPlanner):
             form = item if fact is not None else of_projection.statically_quantised(item)
             if form is None or form.quantised is None or form.quantised.static is None:
                 why = static_quant.why_not(quantised_behind(item.activation))
-                detail = f"{item.node.name} multiplies {item.activation.name}" + (f"; {why}" if why else "")
+                detail = f"{item.node.name} multiplies {item.activation.name}" + (
+                    f"; {why}" if why else ""
+                )
                 raise Refuse("quant.not_static", detail, (item.node,))
             if not of_projection.reads_whole(self.view, form):
                 detail = f"{item.node.name} reads {form.origin.name} in another order"
@@ -95,7 +113,11 @@ class PreprocessPlanner(PrologPlanner):
     def token_choices(self, wanted: torch.dtype | None = None) -> list[Node]:
         assert self._input is not None
         value = self._input.hidden.meta["val"]
-        taken = value.dim() in (2, 3) and value.dtype == torch.bfloat16 and not any(map(is_symbolic, value.shape))
+        taken = (
+            value.dim() in (2, 3)
+            and value.dtype == torch.bfloat16
+            and not any(map(is_symbolic, value.shape))
+        )
         return [self._input.hidden] if taken else []
 
     def sources_of_rows(self) -> Iterator[Node]:
@@ -106,13 +128,30 @@ class PreprocessPlanner(PrologPlanner):
         plan = super().plan_at(token_x)
         readers = [item.node for item in plan.replacements if item.output == "query_norm"]
         if readers:
-            raise Refuse("reader.latent", f"{readers[0].name} reads c_q, which the operator keeps", (readers[0],))
+            raise Refuse(
+                "reader.latent",
+                f"{readers[0].name} reads c_q, which the operator keeps",
+                (readers[0],),
+            )
         norm = self._input
-        ones = (one for how in (self._down, self._up) for one in (how.scale, how.offset) if one is not None)
+        ones = (
+            one
+            for how in (self._down, self._up)
+            for one in (how.scale, how.offset)
+            if one is not None
+        )
         repeated = [_REPEATED] if any(one.repeated for one in ones) else []
-        assumptions = tuple(dict.fromkeys((*plan.assumptions, *self.narrowed(norm.gamma), *repeated)))
-        found = vars(plan) | {"target": "preprocess", "kernel_heads": plan.heads, "assumptions": assumptions}
-        return PreprocessPlan(**found, gamma=norm.gamma, begins=norm.begins, down=self._down, up=self._up)
+        assumptions = tuple(
+            dict.fromkeys((*plan.assumptions, *self.narrowed(norm.gamma), *repeated))
+        )
+        found = vars(plan) | {
+            "target": "preprocess",
+            "kernel_heads": plan.heads,
+            "assumptions": assumptions,
+        }
+        return PreprocessPlan(
+            **found, gamma=norm.gamma, begins=norm.begins, down=self._down, up=self._up
+        )
 
     def borrowers(self, plan: PrologPlan) -> list[Node]:
         """Whoever else reads a product, or the quantised x, goes on reading it."""
@@ -128,20 +167,32 @@ class _Caches(CachesOfWhole):
         return None
 
     def as_quantised(self, kv: CacheScale | None, kr: CacheScale | None) -> Int8Query | str | None:
-        return None if kv is None and kr is None else "the operator's int8 caches are in the NZ layout"
+        return (
+            None if kv is None and kr is None else "the operator's int8 caches are in the NZ layout"
+        )
 
     def obstacles(self, token_x: Node, write: WriteFact, wanted: int) -> list[Obstacle]:
         """The operator writes to memory: it must be where the graph stores the new rows, too."""
-        copies = [user for user in write.cache.users if op_name(user) == "aten::copy_" and user.args[0] is write.cache]
+        copies = [
+            user
+            for user in write.cache.users
+            if op_name(user) == "aten::copy_" and user.args[0] is write.cache
+        ]
         stored = any(write.result in upward(user.args[1], reshapes) for user in copies)  # type: ignore[arg-type]
-        message = f"{write.cache.name} keeps its old rows, the new ones are in {write.result.name} alone"
+        message = (
+            f"{write.cache.name} keeps its old rows, the new ones are in {write.result.name} alone"
+        )
         kept = [] if stored else [Obstacle("cache.not_stored", message)]
         return [*super().obstacles(token_x, write, wanted), *kept]
 
     def place(self, token_x: Node, pairs: bool, stage_because: Obstacle | None) -> Placement:
         found = super().place(token_x, pairs, stage_because)
         if not isinstance(found.caches, Staged) and found.caches.mode != "PA_BSND":
-            raise Refuse("cache.operator_mode", f"{found.caches.mode} on {found.caches.kv_cache.name}", (token_x,))
+            raise Refuse(
+                "cache.operator_mode",
+                f"{found.caches.mode} on {found.caches.kv_cache.name}",
+                (token_x,),
+            )
         if not isinstance(found.caches, Staged) and found.caches.copies:
             return replace(found, caches=replace(found.caches, copies=False))
         return found

@@ -1,4 +1,6 @@
-"""What the readers of new rows do with them, if none is a write that the kernel could do: in the user's terms."""
+"""What the readers of new rows do with them, if none is a write that the kernel could do: in the
+user's terms.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from torch.fx import Node
 from mla_fusion.facts import cache_write
 from mla_fusion.facts.cache_write import WriteFact
 from mla_fusion.facts.obstacle import Obstacle, Obstacles
-from mla_fusion.fx.kinds import Kind, has_effect, is_cast, is_mutating, is_view, is_writer, kind_of, op_name
+from mla_fusion.fx.kinds import (
+    Kind,
+    has_effect,
+    is_cast,
+    is_mutating,
+    is_view,
+    is_writer,
+    kind_of,
+    op_name,
+)
 from mla_fusion.fx.operators import JOINERS
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, origin, views_and_casts
@@ -19,8 +30,12 @@ _FARTHEST = 16  # nodes looked at behind a reader
 _PAIR = ("c_kv", "k_pe")
 
 
-def read_elsewhere(view: View, trees: dict[str, ValueTree], name: str, readers: Sequence[Node]) -> Obstacles:
-    """The new rows are read beside their write, or by nobody; and what is wrong with that write itself."""
+def read_elsewhere(
+    view: View, trees: dict[str, ValueTree], name: str, readers: Sequence[Node]
+) -> Obstacles:
+    """The new rows are read beside their write, or by nobody; and what is wrong with that write
+    itself.
+    """
     if not _are_written(view, readers):
         return (_not_written(name, readers),)
     names = ", ".join(reader.name for reader in readers)
@@ -34,9 +49,21 @@ def _not_written(name: str, readers: Sequence[Node]) -> Obstacle:
     for node in ends:  # grows as it is walked
         if op_name(node) in JOINERS or is_view(node) or is_cast(node):
             ends += [user for user in live_users(node) if user not in ends]
-    names = [end.name for end in ends if end.op != "output" and not (op_name(end) in JOINERS or is_view(end))]
-    instead = f"{names[0]} reads them" if names else "they are returned" if readers else "nobody reads them"
-    return Obstacle("cache.not_written", f"nothing here writes the new {name} rows to a cache: {instead}")
+    names = [
+        end.name
+        for end in ends
+        if end.op != "output" and not (op_name(end) in JOINERS or is_view(end))
+    ]
+    instead = (
+        f"{names[0]} reads them"
+        if names
+        else "they are returned"
+        if readers
+        else "nobody reads them"
+    )
+    return Obstacle(
+        "cache.not_written", f"nothing here writes the new {name} rows to a cache: {instead}"
+    )
 
 
 def _are_written(view: View, readers: Sequence[Node]) -> bool:
@@ -51,9 +78,13 @@ def _are_written(view: View, readers: Sequence[Node]) -> bool:
 
 
 def no_write(view: View, trees: dict[str, ValueTree], value: str, reader: Node) -> Obstacles:
-    """Why the one reader of the new rows ``value`` is no write; nothing of a reader that may be one."""
+    """Why the one reader of the new rows ``value`` is no write; nothing of a reader that may be
+    one.
+    """
     name = op_name(reader)
-    if name in JOINERS and any(origin(part, views_and_casts).op in INPUTS for part in reader.all_input_nodes):
+    if name in JOINERS and any(
+        origin(part, views_and_casts).op in INPUTS for part in reader.all_input_nodes
+    ):
         message = f"{reader.name} makes a new, longer cache of the old one and the new rows"
         return (Obstacle("cache.grown", message),)
     if not _are_written(view, [reader]):
@@ -63,24 +94,40 @@ def no_write(view: View, trees: dict[str, ValueTree], value: str, reader: Node) 
     if is_writer(reader) or name == "aten::copy":
         return ()
     if _quantised_behind(reader):
-        message = f"{reader.name} begins a quantisation of the new rows that is none of the kernel's"
+        message = (
+            f"{reader.name} begins a quantisation of the new rows that is none of the kernel's"
+        )
         return (Obstacle("cache.quantised", message),)
     if kind_of(reader) in (Kind.OPAQUE, Kind.EFFECT):
         return ()
-    return (Obstacle("cache.rows_changed", f"{reader.name} ({name}) changes the new rows before they are written"),)
+    return (
+        Obstacle(
+            "cache.rows_changed",
+            f"{reader.name} ({name}) changes the new rows before they are written",
+        ),
+    )
 
 
 def joined_row(view: View, trees: dict[str, ValueTree], reader: Node) -> Obstacles:
-    """If the reader joins latent and rotated key into one row: that, and what is wrong with its write."""
+    """If the reader joins latent and rotated key into one row: that, and what is wrong with its
+    write.
+    """
     parts = reader.all_input_nodes
-    if op_name(reader) not in JOINERS or not all(any(part in trees[name].codes for part in parts) for name in _PAIR):
+    if op_name(reader) not in JOINERS or not all(
+        any(part in trees[name].codes for part in parts) for name in _PAIR
+    ):
         return ()
     row = reader
     while len(row.users) == 1 and (is_view(user := next(iter(row.users))) or is_cast(user)):
         row = user
     writers = [user for user in live_users(row) if is_writer(user)]
     if len(writers) < len(live_users(row)):
-        return (Obstacle("cache.rows_joined", f"{reader.name} joins latent and rotated key before they are written"),)
+        return (
+            Obstacle(
+                "cache.rows_joined",
+                f"{reader.name} joins latent and rotated key before they are written",
+            ),
+        )
     found = [_JOINED]
     for writer in writers:
         write = cache_write.find(view, writer, row)
@@ -100,7 +147,10 @@ def _quantised_behind(reader: Node) -> bool:
     for node in nodes:  # grows as it is walked
         values = node.meta.get("val")
         several = values if isinstance(values, (tuple, list)) else (values,)
-        if any(getattr(value, "dtype", None) is not None and value.dtype.itemsize == 1 for value in several):
+        if any(
+            getattr(value, "dtype", None) is not None and value.dtype.itemsize == 1
+            for value in several
+        ):
             return True
         if len(nodes) < _FARTHEST and not is_writer(node):
             nodes += [user for user in node.users if user not in nodes]

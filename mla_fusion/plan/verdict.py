@@ -30,7 +30,9 @@ def judge(view: View, candidate: Candidate) -> None:
 
 
 def judge_static(view: View, candidate: Candidate) -> None:
-    """The same for an operator whose products are int8 by fixed scales, each with an int32 bias or none."""
+    """The same for an operator whose products are int8 by fixed scales, each with an int32 bias or
+    none.
+    """
     for rule in (_norms, _int8_products, _rotation, _dtypes, _streams):
         rule(view, candidate)
 
@@ -43,12 +45,20 @@ def judge_half(view: View, half: KeyHalf) -> None:
 
 @measured
 def _model(view: View, candidate: Candidate) -> None:
-    """A model in another precision hears that first: its norms and products are wrong for the same reason."""
+    """A model in another precision hears that first: its norms and products are wrong for the same
+    reason.
+    """
     for node in (candidate.query.down.weight, candidate.key.down.weight):
         dtype = node.meta["val"].dtype
-        if dtype in (torch.float16, torch.float64) or (dtype == torch.float32 and not _holds_bfloat16(node)):
+        if dtype in (torch.float16, torch.float64) or (
+            dtype == torch.float32 and not _holds_bfloat16(node)
+        ):
             name = str(dtype).removeprefix("torch.")
-            raise Refuse("dtype.region", f"weight {peel(node).name} is {name}, the kernel takes bfloat16", (node,))
+            raise Refuse(
+                "dtype.region",
+                f"weight {peel(node).name} is {name}, the kernel takes bfloat16",
+                (node,),
+            )
 
 
 @measured
@@ -63,24 +73,38 @@ def _norms(view: View, candidate: KeyHalf) -> None:
         sides.append(("c_kv", k.operator.node, k.gamma, None, None))
     for name, node, gamma, runtime_eps, low_precision in sides:
         if runtime_eps is not None:
-            raise Refuse("norm.runtime_eps", f"epsilon of {name} is {runtime_eps.name}", (node, runtime_eps))
+            raise Refuse(
+                "norm.runtime_eps", f"epsilon of {name} is {runtime_eps.name}", (node, runtime_eps)
+            )
         if low_precision is not None:
             dtype = str(low_precision.meta["val"].dtype).removeprefix("torch.")
-            raise Refuse("norm.low_precision", f"{low_precision.name} of {name} is {dtype}", (node, low_precision))
+            raise Refuse(
+                "norm.low_precision",
+                f"{low_precision.name} of {name} is {dtype}",
+                (node, low_precision),
+            )
         if gamma is None:
             raise Refuse("norm.gamma_absent", f"{name} = {node.name}", (node,))
         judge_gamma(name, node, gamma, candidate.dtype)
 
 
 def judge_gamma(name: str, node: Node, gamma: Node, dtype: torch.dtype) -> None:
-    """Can the weight of this norm be given in ``dtype``, the model's, with every number as it is?"""
+    """Can the weight of this norm be given in ``dtype``, the model's, with every number as it
+    is?
+    """
     known = numbers(origin(gamma, views_and_exact_casts))
-    if dtype == torch.bfloat16 and (_holds_bfloat16(gamma) or (known is not None and known.bfloat16)):
+    if dtype == torch.bfloat16 and (
+        _holds_bfloat16(gamma) or (known is not None and known.bfloat16)
+    ):
         return  # looked at again whenever it is packed
     if dtype != torch.bfloat16 and gamma.meta["val"].dtype == dtype:
         return
     held = str(gamma.meta["val"].dtype).removeprefix("torch.")
-    why = "its numbers cannot be looked at here" if known is None else "some of its numbers are no bfloat16 numbers"
+    why = (
+        "its numbers cannot be looked at here"
+        if known is None
+        else "some of its numbers are no bfloat16 numbers"
+    )
     raise Refuse("norm.gamma_dtype", f"{gamma.name} of {name} is {held}, and {why}", (node, gamma))
 
 
@@ -90,12 +114,18 @@ def _projections(view: View, candidate: Candidate) -> None:
         out = zip(item.product.out_labels, item.node.meta["val"].shape, strict=True)
         if any(is_symbolic(size) for label, size in out if label in item.column_labels):
             sizes = list(item.node.meta["val"].shape)
-            raise Refuse("linear.symbolic", f"{item.node.name} of shape {sizes}", (item.node, item.weight))
+            raise Refuse(
+                "linear.symbolic", f"{item.node.name} of shape {sizes}", (item.node, item.weight)
+            )
         bias = item.product.bias
         if bias is not None and item.product.factors[1] != 0.0 and not _is_zero(view, bias):
             raise Refuse("linear.bias", f"{item.node.name} adds {bias.name}", (item.node, bias))
         if item.product.factors[0] != 1.0:
-            raise Refuse("linear.scaled", f"{item.node.name} has alpha {item.product.factors[0]}", (item.node,))
+            raise Refuse(
+                "linear.scaled",
+                f"{item.node.name} has alpha {item.product.factors[0]}",
+                (item.node,),
+            )
 
 
 def _is_zero(view: View, bias: Node) -> bool:
@@ -114,21 +144,41 @@ def _int8_products(view: View, candidate: Candidate) -> None:
         how, bias = item.quantised, item.product.bias
         by_scale = how is not None and how.token_scale is None and how.format is INT8
         if how is None or not by_scale or item.activation.meta["val"].dtype != torch.int8:
-            raise Refuse("quant.not_static", f"{item.node.name} by {item.weight.name}", (item.node, item.weight))
+            raise Refuse(
+                "quant.not_static",
+                f"{item.node.name} by {item.weight.name}",
+                (item.node, item.weight),
+            )
         columns = item.weight.meta["val"].shape[item.weight_labels.index(item.column_labels[0])]
         scale = how.weight_scale.meta["val"]
-        if scale.dtype != torch.float32 or how.offset is not None or item.product.factors != (1.0, 1.0):
-            raise Refuse("quant.scale", f"{how.weight_scale.name} of {item.node.name}", (item.node, how.weight_scale))
+        if (
+            scale.dtype != torch.float32
+            or how.offset is not None
+            or item.product.factors != (1.0, 1.0)
+        ):
+            raise Refuse(
+                "quant.scale",
+                f"{how.weight_scale.name} of {item.node.name}",
+                (item.node, how.weight_scale),
+            )
         for vector in (scale, *([bias.meta["val"]] if bias is not None else [])):
             if prod(view.binding.shape(vector.shape)) != view.binding.size(columns):
-                raise Refuse("quant.scale", f"{list(vector.shape)} for {columns} columns", (item.node,))
+                raise Refuse(
+                    "quant.scale", f"{list(vector.shape)} for {columns} columns", (item.node,)
+                )
         if bias is not None and bias.meta["val"].dtype != torch.int32:
-            raise Refuse("linear.bias", f"{item.node.name} adds {bias.name}, which is no int32", (item.node, bias))
+            raise Refuse(
+                "linear.bias",
+                f"{item.node.name} adds {bias.name}, which is no int32",
+                (item.node, bias),
+            )
 
 
 @measured
 def _quantisation(view: View, candidate: Candidate) -> None:
-    """One of the weight_quant_modes, each quantised value and its scales used by all that share it."""
+    """One of the weight_quant_modes, each quantised value and its scales used by all that share
+    it.
+    """
     q, k = candidate.query, candidate.key
     down = [part for item in (q.down, k.down, k.down_rope) for part in item.by_weight]
     up = [part for item in (q.up_nope, q.up_rope) for part in item.by_weight]
@@ -148,7 +198,11 @@ def _quantisation(view: View, candidate: Candidate) -> None:
         first, *others = (_quantised_input(view, item) for item in items)
         if any(other != first for other in others):
             names = ", ".join(dict.fromkeys(item.activation.name for item in items))
-            raise Refuse("quant.tokens_differ", f"quantised activations {names}", tuple(item.node for item in items))
+            raise Refuse(
+                "quant.tokens_differ",
+                f"quantised activations {names}",
+                tuple(item.node for item in items),
+            )
 
 
 def _format(item: Projection) -> NumberFormat | None:
@@ -158,7 +212,13 @@ def _format(item: Projection) -> NumberFormat | None:
 def _name_of(item: Projection) -> str:
     """The format as messages have it."""
     form = _format(item)
-    return form.name if form is not None else "in bfloat16" if item.quantised is None else "in another format"
+    return (
+        form.name
+        if form is not None
+        else "in bfloat16"
+        if item.quantised is None
+        else "in another format"
+    )
 
 
 def _quantised_input(view: View, item: Projection) -> tuple[object, ...]:
@@ -185,20 +245,35 @@ def _scales(view: View, item: Projection) -> None:
     if quantised.token_scale is None:
         raise Refuse("quant.static", f"{item.node.name} has no pertoken_scale", (item.node,))
     if quantised.offset is not None:
-        raise Refuse("quant.scale", f"{item.node.name} adds {quantised.offset.name}", (item.node, quantised.offset))
-    for scale, wanted in zip((quantised.weight_scale, quantised.token_scale), _scale_shapes(item), strict=True):
-        value, of_blocks = scale.meta["val"], quantised.format is not None and quantised.format.in_blocks
+        raise Refuse(
+            "quant.scale",
+            f"{item.node.name} adds {quantised.offset.name}",
+            (item.node, quantised.offset),
+        )
+    for scale, wanted in zip(
+        (quantised.weight_scale, quantised.token_scale), _scale_shapes(item), strict=True
+    ):
+        value, of_blocks = (
+            scale.meta["val"],
+            quantised.format is not None and quantised.format.in_blocks,
+        )
         shape, needed = view.binding.shape(value.shape), view.binding.shape(wanted)
         fits = shape == needed if of_blocks else prod(shape) == prod(needed)
         if value.dtype not in (_CODES if of_blocks else _FACTORS) or not fits:
-            found = f"{scale.name} of {item.node.name} is {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+            found = (
+                f"{scale.name} of {item.node.name} is {str(value.dtype).removeprefix('torch.')} "
+                f"{list(value.shape)}"
+            )
             raise Refuse("quant.scale", f"{found}, {list(wanted)} is needed", (item.node, scale))
 
 
 def _scale_shapes(item: Projection) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Of the weight's scales and of the tokens', as npu_quant_matmul has them."""
     form, weight, labels = _format(item), item.weight.meta["val"].shape, item.weight_labels
-    columns, lead = weight[labels.index(item.column_labels[0])], item.activation.meta["val"].shape[:-1]
+    columns, lead = (
+        weight[labels.index(item.column_labels[0])],
+        item.activation.meta["val"].shape[:-1],
+    )
     if form is None or not form.in_blocks:
         return (columns,), tuple(lead)
     pairs = weight[labels.index(item.summed[0])] // (2 * BLOCK)
@@ -212,14 +287,20 @@ _CODES = (torch.uint8, torch.float8_e8m0fnu)
 @measured
 def _rotation(view: View, candidate: Candidate) -> None:
     q, k = candidate.query, candidate.key
-    nodes = tuple(node for node in (q.rope.node, k.rope.node if k.rope else None) if node is not None)
+    nodes = tuple(
+        node for node in (q.rope.node, k.rope.node if k.rope else None) if node is not None
+    )
     if q.rope.rope_dim != k.rope_dim:
-        raise Refuse("rope.tables_differ", f"Dr is {q.rope.rope_dim} on q and {k.rope_dim} on k", nodes)
+        raise Refuse(
+            "rope.tables_differ", f"Dr is {q.rope.rope_dim} on q and {k.rope_dim} on k", nodes
+        )
     if q.rope.layout != k.layout:
         raise Refuse("rope.layouts_differ", f"q leaves RoPE {q.rope.layout}, k {k.layout}", nodes)
     ratio = rotation_ratio(view, q, k)
     if ratio is None:
-        bases = ", ".join(sorted({run.base.name for run in (*q.rope.cos, *q.rope.sin, *k.cos, *k.sin)}))
+        bases = ", ".join(
+            sorted({run.base.name for run in (*q.rope.cos, *q.rope.sin, *k.cos, *k.sin)})
+        )
         raise Refuse("rope.tables_differ", f"tables are taken from {bases}", nodes)
     if abs(ratio - q.absorb.factor) > 1e-6 * abs(ratio):
         factors = f"q_nope by {q.absorb.factor:g}, q_pe by {ratio:g} (relative to k_pe)"
@@ -235,7 +316,8 @@ def _dtypes(view: View, candidate: Candidate) -> None:
         for role, node, wanted in (*roles, ("product", item.node, torch.bfloat16)):
             dtype = node.meta["val"].dtype
             if dtype == torch.float32 and (role == "product" or _holds_bfloat16(node)):
-                continue  # the kernel adds up in float32 too; a product of float32 operands has those refused
+                # the kernel adds up in float32 too; a product of float32 operands has those refused
+                continue
             if dtype != wanted:
                 names = [str(kind).removeprefix("torch.") for kind in (dtype, wanted)]
                 detail = f"{role} {peel(node).name} is {names[0]}, the kernel takes {names[1]}"
@@ -247,7 +329,11 @@ def _between(region: Iterable[Node], dtype: torch.dtype) -> None:
     """Are the floats between products ``dtype``, or no narrower than the kernel's float32?"""
     for node in region:
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype not in (dtype, *_WIDE):
+        if (
+            isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and value.dtype not in (dtype, *_WIDE)
+        ):
             found = str(value.dtype).removeprefix("torch.")
             raise Refuse("dtype.region", f"{node.name} is {found}", (node,))
 
@@ -257,12 +343,16 @@ _WIDE = (torch.float32, torch.float64)
 
 @measured
 def _half_dtypes(view: View, half: KeyHalf) -> None:
-    """The products are read as they are: both of one dtype, of 16 bits, with which norm and rotation begin."""
+    """The products are read as they are: both of one dtype, of 16 bits, with which norm and
+    rotation begin.
+    """
     for product in half.taken:
         dtype = product.meta["val"].dtype
         if dtype not in _OF_16_BITS or dtype != half.dtype:
             found = f"product {product.name} is {str(dtype).removeprefix('torch.')}"
-            raise Refuse("dtype.region", f"{found}, the operator takes bfloat16 or float16", (product,))
+            raise Refuse(
+                "dtype.region", f"{found}, the operator takes bfloat16 or float16", (product,)
+            )
     _between(_region_of_key(half.key), half.dtype)
 
 
@@ -271,23 +361,34 @@ _OF_16_BITS = (torch.bfloat16, torch.float16)
 
 @measured
 def _half_scale(view: View, half: KeyHalf) -> None:
-    """A multiple of the norm is none of what the operator computes; it has no argument for the factor."""
+    """A multiple of the norm is none of what the operator computes; it has no argument for the
+    factor.
+    """
     k = half.key
     if k.norm is not None and k.scale != 1.0:
-        raise Refuse("norm.scaled", f"{k.norm.node.name} is {k.scale:g} times the norm", (k.norm.node,))
+        raise Refuse(
+            "norm.scaled", f"{k.norm.node.name} is {k.scale:g} times the norm", (k.norm.node,)
+        )
 
 
 def _holds_bfloat16(node: Node) -> bool:
     """Are the numbers, though in a wider dtype, bfloat16's by a cast?"""
     dtypes = (above.meta["val"].dtype for above in upward(node, views_and_model_casts))
-    return next((dtype for dtype in dtypes if dtype not in (torch.float32, torch.float64)), None) == torch.bfloat16
+    return (
+        next((dtype for dtype in dtypes if dtype not in (torch.float32, torch.float64)), None)
+        == torch.bfloat16
+    )
 
 
 def _region(candidate: Candidate) -> Iterator[Node]:
     """Plain nodes between the projections and the norms and rotations."""
     q, k = candidate.query, candidate.key
     for item in candidate.projections:
-        yield from (node for node in upward(item.activation, views_and_model_casts) if item.quantised is None)
+        yield from (
+            node
+            for node in upward(item.activation, views_and_model_casts)
+            if item.quantised is None
+        )
         dynamic = item.quantised.dynamic if item.quantised is not None else None
         if dynamic is not None:
             yield from upward(dynamic.source, views_and_model_casts)
@@ -297,7 +398,9 @@ def _region(candidate: Candidate) -> Iterator[Node]:
     yield from nodes_between((q.down.node,), q.norm.node)
     yield from nodes_between((q.up_rope.node,), q.rope.node)
     absorbed = isinstance(q.absorb, AbsorbFact)
-    for end in [p.activation for p in q.absorb.projection.by_weight] if absorbed else [q.absorb.node]:
+    for end in (
+        [p.activation for p in q.absorb.projection.by_weight] if absorbed else [q.absorb.node]
+    ):
         yield from nodes_between((q.up_nope.node,), end)
     yield from _region_of_key(k)
 

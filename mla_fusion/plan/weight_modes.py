@@ -1,4 +1,6 @@
-"""What goes with each weight_quant_mode of a planned call, read from the operator's specification."""
+"""What goes with each weight_quant_mode of a planned call, read from the operator's
+specification.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def scales(mode: int, dims: Mapping[str, Any]) -> dict[str, tuple[tuple[Any, ...
     weights = WEIGHT_MODES[mode]
     shapes = {name: text.split() for name, text in weights.required.items()}
     return {
-        name: (tuple(DERIVED[axis](dims) if axis in DERIVED else dims[axis] for axis in axes), weights.scale_dtype)
+        name: (
+            tuple(DERIVED[axis](dims) if axis in DERIVED else dims[axis] for axis in axes),
+            weights.scale_dtype,
+        )
         for name, axes in shapes.items()
     }
 

@@ -17,7 +17,14 @@ from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.finder import rotation_ratio
 from mla_fusion.meta import limits
 from mla_fusion.plan import verdict
-from mla_fusion.plan.outputs import Replacement, ValueTree, is_live, keeps_nothing, leads_only_to, quantised_rows
+from mla_fusion.plan.outputs import (
+    Replacement,
+    ValueTree,
+    is_live,
+    keeps_nothing,
+    leads_only_to,
+    quantised_rows,
+)
 from mla_fusion.plan.padded import wanted_heads
 from mla_fusion.plan.plan import InPlace, PrologPlan, Staged
 from mla_fusion.plan.planner import Planner
@@ -25,10 +32,13 @@ from mla_fusion.plan.weight_modes import scales_of_row
 from mla_fusion.plan.whole_caches import CachesOfWhole
 from mla_fusion.report.rejection import Refuse
 
-_ROWS_READ_BACK = "the new rows are read back from the caches: of a token without a slot nobody reads them"
+_ROWS_READ_BACK = (
+    "the new rows are read back from the caches: of a token without a slot nobody reads them"
+)
 
 _HALVES = (
-    "{cache} and query_rope hold halves (a0 a1 .. b0 b1 ..), not the model's pairs (a0 b0 a1 b1 ..): everything that "
+    "{cache} and query_rope hold halves (a0 a1 .. b0 b1 ..), not the model's pairs (a0 b0 a1 b1 "
+    "..): everything that "
     "reads or writes this cache uses halves, and it was filled so (Config.kr_layout is 'half')"
 )
 _IDENTITY = "q_nope, finite, is taken through weight_uk = [I | 0] (Config.unabsorbed is 'identity')"
@@ -37,7 +47,9 @@ _IDENTITY = "q_nope, finite, is taken through weight_uk = [I | 0] (Config.unabso
 class PrologPlanner(Planner[Candidate, PrologPlan]):
     """Plans one candidate. Raises ``Refuse`` where no exact plan exists."""
 
-    def __init__(self, view: View, config: Config, candidate: Candidate, boundary: bool = False) -> None:
+    def __init__(
+        self, view: View, config: Config, candidate: Candidate, boundary: bool = False
+    ) -> None:
         super().__init__(view, config, candidate, boundary)
         q, how = candidate.query, (candidate.shrink, candidate.tokens)
         self.trees |= {
@@ -54,7 +66,9 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
             self._follow_quantised_norm()
 
     def _follow_quantised_norm(self) -> None:
-        """The kernel gives c_q out quantised, with its scales, so those are what its readers must read."""
+        """The kernel gives c_q out quantised, with its scales, so those are what its readers must
+        read.
+        """
         candidate = self.candidate
         if self._normed == ("query_norm",):
             self._normed = ("query_norm", "dequant_scale_q_norm")
@@ -67,7 +81,11 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
                 detail = f"{dynamic.node.name} does not quantise c_q token by token"
                 raise Refuse("quant.tokens_differ", detail, (dynamic.node,))
             self._normed = self._normed if trees[1] is not None else ("query_norm",)
-            self.trees |= {name: tree for name, tree in zip(self._normed, trees, strict=False) if tree is not None}
+            self.trees |= {
+                name: tree
+                for name, tree in zip(self._normed, trees, strict=False)
+                if tree is not None
+            }
 
     def token_choices(self, wanted: torch.dtype | None = None) -> list[Node]:
         form = self.candidate.format if self.candidate.query.down.quantised is not None else None
@@ -82,7 +100,10 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
             "query_rope": (*lead, q.rope.heads, q.rope.rope_dim),
             "dequant_scale_q_nope": (math.prod(lead), q.absorb.heads, 1),
             "query_norm": (*lead, len(q.norm.columns)),
-            "dequant_scale_q_norm": (math.prod(lead), scales_of_row(self.candidate.format, len(q.norm.columns))),
+            "dequant_scale_q_norm": (
+                math.prod(lead),
+                scales_of_row(self.candidate.format, len(q.norm.columns)),
+            ),
         }
         ups = [part.node for item in (q.up_nope, q.up_rope) for part in item.by_weight]
         pairs = q.rope.layout == "interleaved"
@@ -91,14 +112,24 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
         query = "query" if isinstance(q.absorb, AbsorbFact) else "q_nope"
         trees = {query: self.trees["query"], "query_rope": self.trees["query_rope"]}
         trees |= placement.query.trees if placement.query is not None else {}
-        replacements = [r for name, tree in trees.items() for r in tree.replacements(name, shapes[name])]
+        replacements = [
+            r for name, tree in trees.items() for r in tree.replacements(name, shapes[name])
+        ]
         normed = [r for name in self._normed for r in self._of_normed(name, shapes[name], ups)]
         if normed and q.absorb.factor != 1.0:
-            raise Refuse("reader.latent", f"{normed[0].node.name} reads c_q before it is scaled", (normed[0].node,))
+            raise Refuse(
+                "reader.latent",
+                f"{normed[0].node.name} reads c_q before it is scaled",
+                (normed[0].node,),
+            )
         caches, of_caches = placement.caches, list(placement.found)
         if isinstance(caches, Staged):
-            of_caches = self.staged(caches, {"c_kv": (*lead, len(k.columns)), "k_pe": (*lead, k.rope_dim)})
-        read_back = isinstance(caches, InPlace) and any(item.output in ("c_kv", "k_pe") for item in of_caches)
+            of_caches = self.staged(
+                caches, {"c_kv": (*lead, len(k.columns)), "k_pe": (*lead, k.rope_dim)}
+            )
+        read_back = isinstance(caches, InPlace) and any(
+            item.output in ("c_kv", "k_pe") for item in of_caches
+        )
         warnings = []
         if pairs and not exact and isinstance(caches, InPlace):
             warnings.append(_HALVES.format(cache=caches.kr_cache or caches.kv_cache))
@@ -108,7 +139,9 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
             target="v3" if query == "query" else "identity",
             candidate=self.candidate,
             token_x=token_x,
-            kernel_heads=_heads_of_call(wanted_heads(replacements, q.absorb.heads), q.absorb.heads, self.config),
+            kernel_heads=_heads_of_call(
+                wanted_heads(replacements, q.absorb.heads), q.absorb.heads, self.config
+            ),
             cos=k.cos,
             sin=k.sin,
             caches=caches,
@@ -133,7 +166,9 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
         """What reads c_q beside the products ``ups`` (and the nodes inside them)."""
         tree = self.trees[name]
         readers = {user for users in tree.readers().values() for user in users}
-        return tree.replacements(name, shape, {user for user in readers if leads_only_to([user], ups) is None})
+        return tree.replacements(
+            name, shape, {user for user in readers if leads_only_to([user], ups) is None}
+        )
 
     # -- what must be dead afterwards
 
@@ -144,14 +179,20 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
         joined = {item.node for item in (q.down, q.up_nope, q.up_rope, key.down, key.down_rope)}
         region = joined | {item.node for item in self.candidate.projections}
         stops = cut | region
-        if self.candidate.weight_quant_mode:  # the quantisation of c_q: its results are the replaced ones
-            stops |= {node for root in self.trees["query_norm"].roots for node in root.all_input_nodes}
+        # the quantisation of c_q: its results are the replaced ones
+        if self.candidate.weight_quant_mode:
+            stops |= {
+                node for root in self.trees["query_norm"].roots for node in root.all_input_nodes
+            }
         stops |= {base.args[0] for base in map(peel, cut) if is_getitem(base)}  # type: ignore[misc]  # of the int8 query
         if key.operator is not None:
             stops.add(key.operator.node)
         if isinstance(plan.caches, InPlace) and key.operator is None:
             stops |= {
-                user for name in ("c_kv", "k_pe") for users in self.trees[name].readers().values() for user in users
+                user
+                for name in ("c_kv", "k_pe")
+                for users in self.trees[name].readers().values()
+                for user in users
             }
         borrowers: dict[Node, None] = {}
         for product in sorted(region - cut, key=self.view.position.__getitem__):
@@ -181,7 +222,9 @@ def _duplicates(absorb: AbsorbFact | UnabsorbedFact) -> tuple[tuple[Node, torch.
 
 
 def _heads_of_call(wanted: int, heads: int, config: Config) -> int:
-    """What readers want, if the kernel takes it; else the least number, not below the model's, that it takes."""
+    """What readers want, if the kernel takes it; else the least number, not below the model's, that
+    it takes.
+    """
     machine = config.machine
     taken = limits("npu_mla_prolog_v3", machine.soc, machine.cann).dims["N"]
     if wanted <= _MOST_HEADS and wanted in taken:

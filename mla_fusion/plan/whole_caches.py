@@ -1,4 +1,6 @@
-"""Where the whole prologue's new rows go: pairs of caches, packed rows, the model's own cache operator."""
+"""Where the whole prologue's new rows go: pairs of caches, packed rows, the model's own cache
+operator.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,17 @@ from mla_fusion.report.rejection import Refuse
 
 
 class CachesOfWhole(WritePlanner):
-    """Of the whole prologue. Raises ``Refuse`` where the model's own operator cannot be replaced."""
+    """Of the whole prologue. Raises ``Refuse`` where the model's own operator cannot be
+    replaced.
+    """
 
     def __init__(
-        self, view: View, config: Config, candidate: Candidate, trees: dict[str, ValueTree], boundary: bool
+        self,
+        view: View,
+        config: Config,
+        candidate: Candidate,
+        trees: dict[str, ValueTree],
+        boundary: bool,
     ) -> None:
         super().__init__(view, config, candidate, trees, boundary)
         self.candidate = candidate
@@ -46,14 +55,18 @@ class CachesOfWhole(WritePlanner):
         return super().place(token_x, pairs, stage_because)
 
     def check_order(self, writer: Node) -> None:
-        """Slots that the query decides, and that the model itself keeps from being negative, are the kernel's but for
-        their time: it writes before its query can say where to.
+        """Slots that the query decides, and that the model itself keeps from being negative, are
+        the kernel's but for their time: it writes before its query can say where to.
         """
         made = self.candidate.query.down.node
         for index in _integers(writer):
             above = nodes_between((), index) if self.view.depends_on_products(index) else []
             if made in above and any(op_name(node) in _NEVER_NEGATIVE for node in above):
-                raise Refuse("order.cycle", f"{index.name} is needed by the kernel before it can exist", (index,))
+                raise Refuse(
+                    "order.cycle",
+                    f"{index.name} is needed by the kernel before it can exist",
+                    (index,),
+                )
 
     def writable(self, cache: Any) -> bool:
         machine = self.config.machine
@@ -62,16 +75,22 @@ class CachesOfWhole(WritePlanner):
         return layout.writable(cache, first_axis_free=free, ones_free=not compares)
 
     def as_quantised(self, kv: CacheScale | None, kr: CacheScale | None) -> Int8Query | str | None:
-        """The query that goes with caches scaled so (None: in bfloat16), or why they are no mode of the kernel.
+        """The query that goes with caches scaled so (None: in bfloat16), or why they are no mode of
+        the kernel.
 
-        Both per channel is mode 2, the latent cache alone mode 1: its scale is one value, and the query is int8.
+        Both per channel is mode 2, the latent cache alone mode 1: its scale is one value, and the
+        query is int8.
         """
         if kv is None and kr is None:
             return None
         weights = self.candidate.weight_quant_mode
         mode = 2 if kr is not None else 1
         element = self.candidate.format.element if self.candidate.format is not None else None
-        others = [scale.format.name for scale in (kv, kr) if scale is not None and scale.format.element != element]
+        others = [
+            scale.format.name
+            for scale in (kv, kr)
+            if scale is not None and scale.format.element != element
+        ]
         if kv is None or others or not self._takes(mode):
             which, name = "both caches" if kv and kr else "one cache", (others or ["quantised"])[0]
             return f"{name} rows of {which} do not go with weight_quant_mode {weights}"
@@ -82,13 +101,19 @@ class CachesOfWhole(WritePlanner):
         if not isinstance(self.candidate.query.absorb, AbsorbFact):
             return "the kernel would quantise the absorbed query, and this one is not absorbed"
         if kv not in self._int8_queries:
-            query, rope, width = self.trees["query"], self.trees["query_rope"], self.candidate.query.absorb.latent_dim
+            query, rope, width = (
+                self.trees["query"],
+                self.trees["query_rope"],
+                self.candidate.query.absorb.latent_dim,
+            )
             how = self.candidate.shrink, self.candidate.tokens
             self._int8_queries[kv] = int8_query.find(self.view, query, rope, width, kv, *how)
         return self._int8_queries[kv]
 
     def _takes(self, mode: int) -> bool:
-        """Is the kv_cache_quant_mode one that goes with the weights' mode, on this chip and release?"""
+        """Is the kv_cache_quant_mode one that goes with the weights' mode, on this chip and
+        release?
+        """
         machine = self.config.machine
         legal = limits("npu_mla_prolog_v3", machine.soc, machine.cann).quant_modes
         return (self.candidate.weight_quant_mode, mode) in legal
@@ -96,20 +121,30 @@ class CachesOfWhole(WritePlanner):
     # -- one cache of packed rows
 
     def packed(self, token_x: Node) -> Placement | None:
-        """Rows of quantised tiles, key and scales in one cache; None where the graph packs no such rows."""
+        """Rows of quantised tiles, key and scales in one cache; None where the graph packs no such
+        rows.
+        """
         form = self.candidate.format or INT8
         if form.element not in self.view.held_dtypes:
             return None
         latent, key = self.trees["c_kv"], self.trees["k_pe"]
         columns, rope, shrink = len(self.key.columns), self.key.rope_dim, self.candidate.shrink
         of_latent, of_key = (_rows(tree, width) for tree, width in ((latent, columns), (key, rope)))
-        rows = packed_rows.find(self.view, of_latent, of_key, shrink, form.element) if of_latent and of_key else None
+        rows = (
+            packed_rows.find(self.view, of_latent, of_key, shrink, form.element)
+            if of_latent and of_key
+            else None
+        )
         if rows is None:
             return None
         if not self._takes(3):
-            message = f"packed rows do not go with weight_quant_mode {self.candidate.weight_quant_mode}"
+            message = (
+                f"packed rows do not go with weight_quant_mode {self.candidate.weight_quant_mode}"
+            )
             return Placement(Staged((Obstacle("cache.quantised", message),)))
-        readers = [user for tree in (latent, key) for users in tree.readers().values() for user in users]
+        readers = [
+            user for tree in (latent, key) for users in tree.readers().values() for user in users
+        ]
         other = leads_only_to(readers, [rows.node])
         writers = live_users(rows.node)
         if other is not None or len(writers) != 1:
@@ -119,7 +154,9 @@ class CachesOfWhole(WritePlanner):
         write = cache_write.find(self.view, writers[0], rows.node)
         if not isinstance(write, WriteFact):
             return Placement(Staged(write))
-        obstacles = self.obstacles(token_x, write, self.view.binding.size(rows.node.meta["val"].shape[-1]))
+        obstacles = self.obstacles(
+            token_x, write, self.view.binding.size(rows.node.meta["val"].shape[-1])
+        )
         if obstacles:
             return Placement(Staged(tuple(obstacles)))
         shape = cache_write.paged_shape(write.cache)
@@ -136,7 +173,9 @@ class CachesOfWhole(WritePlanner):
             rows=(rows.node,),
         )
         in_place = replace(in_place, clip_alpha=rows.alpha)
-        return Placement(in_place, tuple(whole_readers(write.result, "kv_cache", shape, same_shape)))
+        return Placement(
+            in_place, tuple(whole_readers(write.result, "kv_cache", shape, same_shape))
+        )
 
     # -- the model's own fused operator
 
@@ -153,27 +192,53 @@ class CachesOfWhole(WritePlanner):
             raise Refuse("cache.operator_mode", detail, (operator.node,))
         both = ((operator.kv_scale, operator.kv_format), (operator.kr_scale, operator.kr_format))
         if any(node is not None and form is None for node, form in both):
-            raise Refuse("quant.cache", f"{operator.node.name} writes a cache of another format", (operator.node,))
-        scales = [CacheScale(node, format=form) if node is not None and form else None for node, form in both]
+            raise Refuse(
+                "quant.cache",
+                f"{operator.node.name} writes a cache of another format",
+                (operator.node,),
+            )
+        scales = [
+            CacheScale(node, format=form) if node is not None and form else None
+            for node, form in both
+        ]
         query = self.as_quantised(*scales)
         if isinstance(query, str):
             raise Refuse("quant.cache", f"{operator.node.name}: {query}", (operator.node,))
-        inputs = [self._input_of_operator(operator.node, cache) for cache in (operator.kv_cache, operator.kr_cache)]
-        parts = {node.args[1]: node for node in operator.node.users if is_getitem(node) and live_users(node)}
+        inputs = [
+            self._input_of_operator(operator.node, cache)
+            for cache in (operator.kv_cache, operator.kr_cache)
+        ]
+        parts = {
+            node.args[1]: node
+            for node in operator.node.users
+            if is_getitem(node) and live_users(node)
+        }
         k_pe, c_kv, kr, kv = operator.results
         found: list[Replacement] = []
-        for index, name, width in ((k_pe, "k_pe", self.key.rope_dim), (c_kv, "c_kv", self._latent_dim)):
+        for index, name, width in (
+            (k_pe, "k_pe", self.key.rope_dim),
+            (c_kv, "c_kv", self._latent_dim),
+        ):
             if index in parts:
                 if not operator.gives_rows or operator.kv_scale is not None:
-                    why = "the cache holds in int8" if operator.gives_rows else "are given with is_output_kv alone"
+                    why = (
+                        "the cache holds in int8"
+                        if operator.gives_rows
+                        else "are given with is_output_kv alone"
+                    )
                     detail = f"{parts[index].name} reads the new {name} rows, which {why}"
                     raise Refuse("reader.latent", detail, (parts[index],))
                 shape = (*token_x.meta["val"].shape[:-1], width)
                 found += whole_readers(parts[index], name, shape, same_shape)
-        for index, name, cache in ((kv, "kv_cache", operator.kv_cache), (kr, "kr_cache", operator.kr_cache)):
+        for index, name, cache in (
+            (kv, "kv_cache", operator.kv_cache),
+            (kr, "kr_cache", operator.kr_cache),
+        ):
             if index in parts:
                 found += whole_readers(parts[index], name, cache.meta["val"].shape, same_shape)
-        kv_shape, kr_shape = (tuple(cache.meta["val"].shape) for cache in (operator.kv_cache, operator.kr_cache))
+        kv_shape, kr_shape = (
+            tuple(cache.meta["val"].shape) for cache in (operator.kv_cache, operator.kr_cache)
+        )
         in_place = InPlace(
             kv_cache=inputs[0],
             kr_cache=inputs[1],
@@ -192,29 +257,43 @@ class CachesOfWhole(WritePlanner):
         return len(self.key.columns)
 
     def _input_of_operator(self, operator: Node, cache: Node) -> Node:
-        """The graph input that the operator writes to: its operand itself, or what a wrapper can view so."""
+        """The graph input that the operator writes to: its operand itself, or what a wrapper can
+        view so.
+        """
         found = cache_write.input_behind(cache)
         if found is None or (found is not cache and not self.boundary):
-            raise Refuse("cache.view_of_input", f"{cache.name} in {operator.name}", (operator, cache))
+            raise Refuse(
+                "cache.view_of_input", f"{cache.name} in {operator.name}", (operator, cache)
+            )
         if not self.writable(found.meta["val"]):
             detail = f"{found.name} has strides {list(found.meta['val'].stride())}"
             raise Refuse("contract:contiguous.kv_cache", detail, (operator, found))
         others = cache_write.readers(found, operator)
         if others:
-            raise Refuse("cache.also_read", f"{others[0].name} reads {found.name}", (others[0], found))
+            raise Refuse(
+                "cache.also_read", f"{others[0].name} reads {found.name}", (others[0], found)
+            )
         return found
 
 
 def _integers(writer: Node) -> list[Node]:
     """The operands of a writer that say where rows go."""
     values = ((node, node.meta.get("val")) for node in writer.all_input_nodes)
-    return [node for node, value in values if isinstance(value, torch.Tensor) and value.dtype in _INDICES]
+    return [
+        node
+        for node, value in values
+        if isinstance(value, torch.Tensor) and value.dtype in _INDICES
+    ]
 
 
 _INDICES = (torch.int32, torch.int64)
-_NEVER_NEGATIVE = frozenset("aten::abs aten::relu aten::clamp aten::clamp_min aten::argsort aten::nonzero".split())
+_NEVER_NEGATIVE = frozenset(
+    "aten::abs aten::relu aten::clamp aten::clamp_min aten::argsort aten::nonzero".split()
+)
 
 
 def _rows(tree: ValueTree, width: int) -> packed_rows.Rows | None:
     codes = tree.codes[tree.roots[0]]
-    return packed_rows.Rows(tree.roots[0], codes, width) if isinstance(codes, torch.Tensor) else None
+    return (
+        packed_rows.Rows(tree.roots[0], codes, width) if isinstance(codes, torch.Tensor) else None
+    )

@@ -51,7 +51,9 @@ class Cells:
         return found
 
     def columns(self) -> tuple[Tensor, Tensor] | None:
-        """Of cells [.., k, n] whose columns are elements a step apart: the first of each, and the step; else None."""
+        """Of cells [.., k, n] whose columns are elements a step apart: the first of each, and the
+        step; else None.
+        """
         if self.shape[-2] < 2:
             return None
         first = self.moved(lambda part: part[..., 0, :]).numbers()

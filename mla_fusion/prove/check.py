@@ -1,11 +1,13 @@
-"""Checks the certificates of a report, with Python's own library and numpy: no torch, nothing of the pass.
+"""Checks the certificates of a report, with Python's own library and numpy: no torch, nothing of
+the pass.
 
 ``mla-fusion check-proof report.json``, or this file alone: ``python check.py report.json``.
 
-A certificate lists values, each made of earlier ones. It says which of them are the kernel's arguments, and which of
-the kernel's results replaces which value. The values, and a definition of the kernel written from its documents, are
-evaluated at random points of GF(p^2). Prime and points are drawn anew in each run. What is claimed to be equal must
-be so. A certificate is data, perhaps false: what is not as it should be is refused.
+A certificate lists values, each made of earlier ones. It says which of them are the kernel's
+arguments, and which of the kernel's results replaces which value. The values, and a definition of
+the kernel written from its documents, are evaluated at random points of GF(p^2). Prime and points
+are drawn anew in each run. What is claimed to be equal must be so. A certificate is data, perhaps
+false: what is not as it should be is refused.
 """
 
 from __future__ import annotations
@@ -27,16 +29,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 VERSION = 1
-ROOTS = (3, 5, 7, 11, 13, 17, 19, 23, 29)  # have roots, as 2 has: roots of products of sizes are products of roots
+# have roots, as 2 has: roots of products of sizes are products of roots
+ROOTS = (3, 5, 7, 11, 13, 17, 19, 23, 29)
 POINTS, MOST_POINTS, DEGREE = 3, 60, 10_000  # no identity that is tested is of such a degree
 MOST_BYTES, MOST_VALUES = 1 << 28, 1 << 15  # of a report, of a certificate
 LARGEST, LARGEST_WEIGHT = 1 << 25, 1 << 32  # elements of a value; a weight need not be drawn
 MOST, MOST_PRODUCTS = 1 << 27, 1 << 35  # elements of a point, of a product that is computed
-FLOOR, BITS = 1e-20, 53  # the largest epsilon that may stand for a floor; signs of a root that must have been seen
+# the largest epsilon that may stand for a floor; signs of a root that must have been seen
+FLOOR, BITS = 1e-20, 53
 
 
 def _drawn_prime() -> int:
-    """A prime of 31 bits, 7 mod 8, that nobody knows who writes a certificate: 1 and 1 + prime are one number in it."""
+    """A prime of 31 bits, 7 mod 8, that nobody knows who writes a certificate: 1 and 1 + prime are
+    one number in it.
+    """
     while True:
         number = int.from_bytes(os.urandom(4), "big") >> 2 | 1 << 30 | 7
         if all(pow(root, (number - 1) // 2, number) == 1 for root in ROOTS) and _is_prime(number):
@@ -87,7 +93,9 @@ class Num:
         return self.map(lambda part: part[where])
 
     def __add__(self, b: Num) -> Num:
-        return Num((self.re + b.re) % P, None if self.im is None and b.im is None else (self.i + b.i) % P)
+        return Num(
+            (self.re + b.re) % P, None if self.im is None and b.im is None else (self.i + b.i) % P
+        )
 
     def __neg__(self) -> Num:
         return self.map(lambda part: (P - part) % P)
@@ -117,7 +125,9 @@ class Num:
 def of(number: Fraction | int) -> Num:
     if number.denominator % PRIME == 0 or (number and number.numerator % PRIME == 0):
         raise Refused("a number that has no value in this field")
-    return Num(np.array(number.numerator * pow(number.denominator, -1, PRIME) % PRIME, dtype=np.uint64))
+    return Num(
+        np.array(number.numerator * pow(number.denominator, -1, PRIME) % PRIME, dtype=np.uint64)
+    )
 
 
 def power(a: Array, exponent: int) -> Array:
@@ -134,13 +144,19 @@ def product(a: Array, b: Array) -> Array:
     for start in range(0, a.shape[-1], 1 << 12):
         halves = a[..., start : start + (1 << 12)], b[..., start : start + (1 << 12), :]
         (a1, a0), (b1, b0) = (((m >> shift).astype(float), (m & low).astype(float)) for m in halves)
-        hh, hl, ll = ((part % PRIME).astype(np.uint64) for part in (a1 @ b1, a1 @ b0 + a0 @ b1, a0 @ b0))
+        hh, hl, ll = (
+            (part % PRIME).astype(np.uint64) for part in (a1 @ b1, a1 @ b0 + a0 @ b1, a0 @ b0)
+        )
         found = (found + (((hh << shift) + hl) % P << shift) + ll) % P
     return found
 
 
 def joined(parts: Sequence[Num], axis: int = -1) -> Num:
-    im = None if all(part.im is None for part in parts) else np.concatenate([part.i for part in parts], axis)
+    im = (
+        None
+        if all(part.im is None for part in parts)
+        else np.concatenate([part.i for part in parts], axis)
+    )
     return Num(np.concatenate([part.re for part in parts], axis), im)
 
 
@@ -207,7 +223,9 @@ def inside(first: Any, sizes: Any, strides: Any, low: int, high: int) -> None:
     least = most = whole(first, low, high)
     for size, stride in zip(sizes, strides, strict=True):
         each = [0, (whole(size, 1) - 1) * stride] if type(stride) is int else stride
-        if any(type(step) is not int for step in each) or len(each) != (2 if type(stride) is int else size):
+        if any(type(step) is not int for step in each) or len(each) != (
+            2 if type(stride) is int else size
+        ):
             raise Refused("a move of other sizes than it says")
         least, most = least + min(each), most + max(each)
     if least < low or most >= high:
@@ -238,7 +256,9 @@ def fraction(exact: Any, written: Any = None, is_root: bool = False) -> Fraction
 
 
 class Point:
-    """A random point of the field. Its rules, by name, are given their operands and what else stands in an entry."""
+    """A random point of the field. Its rules, by name, are given their operands and what else
+    stands in an entry.
+    """
 
     def __init__(self, seed: bytes) -> None:
         self._seed, self._cells = seed, 0
@@ -291,13 +311,20 @@ class Point:
 
     def function(self, *given: Any) -> Num:
         """An uninterpreted function, named last, element by element."""
-        parts = (part for item in given[:-1] for part in (item.re, 0 if item.im is None else item.im))
+        parts = (
+            part for item in given[:-1] for part in (item.re, 0 if item.im is None else item.im)
+        )
         return self.hashed(f"function {given[-1]}", *parts)
 
     def label(self, *arguments: Num) -> Num:
         """One element for all elements of the arguments, in order."""
-        every = (self.hashed("element", a.re.reshape(-1), a.i.reshape(-1), np.arange(a.re.size)) for a in arguments)
-        return self.hashed(f"label {[a.shape for a in arguments]}", *(one.total((0,), False).re for one in every))
+        every = (
+            self.hashed("element", a.re.reshape(-1), a.i.reshape(-1), np.arange(a.re.size))
+            for a in arguments
+        )
+        return self.hashed(
+            f"label {[a.shape for a in arguments]}", *(one.total((0,), False).re for one in every)
+        )
 
     def total(self, a: Num, axes: Any, keep: Any) -> Num:
         return a.total([whole(axis, 0, len(a.shape) - 1) for axis in axes], bool(keep))
@@ -305,7 +332,9 @@ class Point:
     def matmul(self, a: Value, b: Value) -> Num:
         if len(a.shape) < 2 or len(b.shape) < 2 or a.shape[-1] != b.shape[-2]:
             raise Refused(f"a product of {a.shape} and {b.shape}")
-        found = sizes_of((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]))
+        found = sizes_of(
+            (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+        )
         if isinstance(a, Num) and isinstance(b, Weight) and b.columns is not None:
             return self._by_columns(a, *b.columns)
         if math.prod(found) * a.shape[-1] > MOST_PRODUCTS:
@@ -317,19 +346,25 @@ class Point:
         return Num((product(a.re, b.re) + P - product(a.i, b.i)) % P, im)
 
     def _by_columns(self, a: Num, first: Places, step: Places) -> Num:
-        """Of a row and a column of a weight no more is used than that the product is linear in the row's size."""
+        """Of a row and a column of a weight no more is used than that the product is linear in the
+        row's size.
+        """
         size = (a * self.leaf("size", a.shape[-1:])).total()
         size = Num(np.where(size.is_zero(), np.uint64(1), size.re), size.im)
         row = a * size.inverse()
         row = self.hashed("row", row.re, row.i, np.arange(a.shape[-1])).total()
-        return (self.hashed("product", row.re, first, step) * size).map(lambda part: np.where(first == -1, 0, part))
+        return (self.hashed("product", row.re, first, step) * size).map(
+            lambda part: np.where(first == -1, 0, part)
+        )
 
     def join(self, *given: Any) -> Value:
         *parts, axis = given
         shape, inner = list(parts[0].shape), math.prod(parts[0].shape[axis + 1 :])
         ends = np.cumsum([part.shape[axis] for part in parts])
         shape[whole(axis, 0, len(shape) - 1)] = int(ends[-1])
-        if any([*part.shape[:axis], shape[axis], *part.shape[axis + 1 :]] != shape for part in parts):
+        if any(
+            [*part.shape[:axis], shape[axis], *part.shape[axis + 1 :]] != shape for part in parts
+        ):
             raise Refused("a join of other sizes")
         if not all(isinstance(part, Weight) for part in parts):
             sizes_of(shape)
@@ -364,25 +399,31 @@ class Point:
 
         whole_leaf = value.line is not None and value.line[1] == contiguous(value.shape)
         is_line = whole_leaf and sizes == shape and all(type(stride) is int for stride in strides)
-        return Weight(shape, cells, (value.line[0] + first, strides) if value.line and is_line else None)
+        return Weight(
+            shape, cells, (value.line[0] + first, strides) if value.line and is_line else None
+        )
 
 
 ARITHMETIC = {"add": Num.__add__, "mul": Num.__mul__, "neg": Num.__neg__, "inverse": Num.inverse}
 ELEMENTWISE = (*ARITHMETIC, "sqrt", "function")
-FIXED = (*ARITHMETIC, "number", "root", "integers", "sqrt", "total", "join", "move")  # literal of literals
+# literal of literals
+FIXED = (*ARITHMETIC, "number", "root", "integers", "sqrt", "total", "join", "move")
 RULES = {*ELEMENTWISE, *FIXED, "label", "matmul", "weight", "zeros"}  # beside "leaf" and "result"
 
 
 # -- the kernels, by their documents
 
 INT8 = ("int8", 127)
-FORMATS = {3: ("fp8", 448), 4: ("fp8", 448), 5: ("hifloat8", 32768)}  # of rows, and what their largest becomes
+# of rows, and what their largest becomes
+FORMATS = {3: ("fp8", 448), 4: ("fp8", 448), 5: ("hifloat8", 32768)}
 
 
 class Kernel:
     """A call: the definition of its operator."""
 
-    def __init__(self, point: Point, given: dict[str, Value], attributes: dict[str, Any], floors: bool) -> None:
+    def __init__(
+        self, point: Point, given: dict[str, Value], attributes: dict[str, Any], floors: bool
+    ) -> None:
         self.point, self.given, self.attributes, self._floors = point, given, attributes, floors
         self.read = set[str]()
         mode = attributes.get("weight_quant_mode", 0)
@@ -426,17 +467,23 @@ class Kernel:
         return self.point.function(value, self.format)
 
     def largest(self, rows: Num) -> Num:
-        return self.point.function(self.point.function(rows * rows, "size").total(), "largest of row")
+        return self.point.function(
+            self.point.function(rows * rows, "size").total(), "largest of row"
+        )
 
     def by_row(self, rows: Num, largest: Num) -> tuple[Num, Num]:
         """Rows in bytes, and their steps."""
-        return self.in_bytes(rows * of(self.most) * largest.inverse()), largest * of(self.most).inverse()
+        return self.in_bytes(rows * of(self.most) * largest.inverse()), largest * of(
+            self.most
+        ).inverse()
 
     def by_block(self, rows: Num) -> tuple[Num, Num]:
         """Rows in mxfp8, and a power of two for each 32 neighbours."""
         blocks = rows.reshape(len(rows.re), -1, 32)
         powers = self.point.function(self.largest(blocks), "power of two")
-        return self.point.function(blocks * powers.inverse(), "mxfp8").reshape(*rows.shape), powers[..., 0]
+        return self.point.function(blocks * powers.inverse(), "mxfp8").reshape(*rows.shape), powers[
+            ..., 0
+        ]
 
     def projected(self, rows: Num, name: str, step: Num | None) -> Num:
         weight = self.weight(f"weight_{name}")
@@ -449,34 +496,50 @@ class Kernel:
             return self.point.matmul(rows, weight) * step * steps
         blocks = rows.reshape(len(rows.re), -1, 32) * step.reshape(len(rows.re), -1, 1)
         count, width = blocks.shape[1], weight.shape[1]
-        weight = self.point.move(weight, [count, 32, width], 0, list(weight.shape), contiguous(weight.shape))
+        weight = self.point.move(
+            weight, [count, 32, width], 0, list(weight.shape), contiguous(weight.shape)
+        )
         products = self.point.matmul(blocks.map(lambda part: part.swapaxes(0, 1)), weight)
         return (products * steps.map(lambda part: part.T[:, None])).total((0,), False)
 
     def prolog(self) -> dict[str, Num]:
-        weights, caches = self.attributes["weight_quant_mode"], self.attributes["kv_cache_quant_mode"]
+        weights, caches = (
+            self.attributes["weight_quant_mode"],
+            self.attributes["kv_cache_quant_mode"],
+        )
         if weights not in range(6) or caches not in (0, 1, 2, 3):
             raise Refused("a format that is not proved in exact arithmetic")
         x, uk = self.take("token_x"), self.weight("weight_uk")
         lead, (heads, nope, latent) = x.shape[:-1], uk.shape
-        x, cos, sin = (v.reshape(-1, v.shape[-1]) for v in (x, self.take("rope_cos"), self.take("rope_sin")))
+        x, cos, sin = (
+            v.reshape(-1, v.shape[-1]) for v in (x, self.take("rope_cos"), self.take("rope_sin"))
+        )
         step, of_x = None, self.take("dequant_scale_x") if weights > 1 else None
         c_q = self.norm(self.projected(x, "dq", of_x), "rmsnorm_gamma_cq", "rmsnorm_epsilon_cq")
         times = self.scale("qc_qr_scale")
         scaled = c_q if times is None else c_q * times
         if weights and "smooth_scales_cq" in self.given:
             scaled = scaled * self.take("smooth_scales_cq")
-            scaled, step = self.by_block(scaled) if self.in_blocks else self.by_row(scaled, self.largest(scaled))
+            scaled, step = (
+                self.by_block(scaled)
+                if self.in_blocks
+                else self.by_row(scaled, self.largest(scaled))
+            )
         elif self.in_blocks:
             scaled, step = self.by_block(scaled)
         elif weights:  # a positive number goes through the largest
-            scaled, step = self.by_row(scaled, self.largest(c_q) if times is None else self.largest(c_q) * times)
+            scaled, step = self.by_row(
+                scaled, self.largest(c_q) if times is None else self.largest(c_q) * times
+            )
         query = self.projected(scaled, "uq_qr", step).reshape(len(x.re), heads, -1)
         absorbed = self.point.matmul(query[..., :nope].map(lambda part: part.swapaxes(0, 1)), uk)
         absorbed = absorbed.map(lambda part: part.swapaxes(0, 1))
         query_rope = self.rope(query[..., nope:], cos[:, None], sin[:, None])
         both = self.projected(x, "dkv_kr", of_x)
-        ckv, kr = self.norm(both[:, :latent], "rmsnorm_gamma_ckv", "rmsnorm_epsilon_ckv"), both[:, latent:]
+        ckv, kr = (
+            self.norm(both[:, :latent], "rmsnorm_gamma_ckv", "rmsnorm_epsilon_ckv"),
+            both[:, latent:],
+        )
         times, kr, found = self.scale("kc_scale"), self.rope(kr, cos, sin), dict[str, Num]()
         ckv = ckv if times is None else ckv * times
         if caches == 1:
@@ -485,7 +548,10 @@ class Kernel:
             found["dequant_scale_q_nope"] = of_query
             query_rope, ckv = query_rope * (scale * of_query.inverse()), self.in_bytes(ckv * scale)
         elif caches == 2:
-            ckv, kr = (self.in_bytes(v * self.take(f"quant_scale_{n}")) for v, n in ((ckv, "ckv"), (kr, "ckr")))
+            ckv, kr = (
+                self.in_bytes(v * self.take(f"quant_scale_{n}"))
+                for v, n in ((ckv, "ckv"), (kr, "ckr"))
+            )
         elif caches == 3:
             ckv = self.packed(ckv, kr)
         results = {"query": absorbed, "query_rope": query_rope, "query_norm": scaled}
@@ -497,7 +563,11 @@ class Kernel:
     def packed(self, ckv: Num, kr: Num) -> Num:
         """Bytes: tiles of the latent, the key in bfloat16, a float32 step for each tile."""
         tiles = ckv.reshape(len(ckv.re), -1, self.attributes["tile_size"])
-        alpha = self.take("k_nope_clip_alpha").reshape(-1)[0] if "k_nope_clip_alpha" in self.given else of(1)
+        alpha = (
+            self.take("k_nope_clip_alpha").reshape(-1)[0]
+            if "k_nope_clip_alpha" in self.given
+            else of(1)
+        )
         limit = self.largest(tiles)
         if not alpha.same(of(1)):
             limit = limit * alpha
@@ -505,12 +575,16 @@ class Kernel:
         values, steps = self.by_row(tiles, limit)
         kinds = (kr, "torch.bfloat16", 2), (steps[..., 0], "torch.float32", 4)
         parts = [
-            joined([self.point.function(value, f"byte {k} of {kind}")[..., None] for k in range(count)])
+            joined(
+                [self.point.function(value, f"byte {k} of {kind}")[..., None] for k in range(count)]
+            )
             for value, kind, count in kinds
         ]
         parts = [part.reshape(len(ckv.re), -1) for part in (values, *parts)]
         kind = {"fp8": "as torch.float8_e4m3fn", "hifloat8": "as torch.uint8"}.get(self.format)
-        return joined(parts[:1] + [self.point.function(part, kind) if kind else part for part in parts[1:]])
+        return joined(
+            parts[:1] + [self.point.function(part, kind) if kind else part for part in parts[1:]]
+        )
 
     def key_half(self) -> dict[str, Num]:
         kv, latent = self.take("kv"), self.given["gamma"].shape[-1]
@@ -520,11 +594,18 @@ class Kernel:
             self.in_bytes(value * self.take(scale)) if scale in self.given else value
             for value, scale in ((k_pe, "k_rope_scale"), (c_kv, "c_kv_scale"))
         )
-        return {"k_pe": k_pe, "c_kv": c_kv} | self.caches(("kr_cache", "k_cache", ckr), ("kv_cache", "ckv_cache", ckv))
+        return {"k_pe": k_pe, "c_kv": c_kv} | self.caches(
+            ("kr_cache", "k_cache", ckr), ("kv_cache", "ckv_cache", ckv)
+        )
 
     def preprocess(self) -> dict[str, Num]:
         """W8A8 by fixed scales, the input's norm inside; rotations of halves."""
-        uk, cos, sin, epsilon = self.weight("wuk"), self.take("cos"), self.take("sin"), Fraction(1, 10**6)
+        uk, cos, sin, epsilon = (
+            self.weight("wuk"),
+            self.take("cos"),
+            self.take("sin"),
+            Fraction(1, 10**6),
+        )
         (heads, nope, latent), rope = uk.shape, cos.shape[-1]
         half = rope // 2
 
@@ -533,31 +614,48 @@ class Kernel:
 
         def by_scales(rows: Num, stage: int, name: str) -> Num:
             normed = self.norm(rows, f"gamma{stage}", epsilon) + self.take(f"beta{stage}")
-            scaled = normed * self.take(f"quant_scale{stage}").inverse() + self.take(f"quant_offset{stage}")
+            scaled = normed * self.take(f"quant_scale{stage}").inverse() + self.take(
+                f"quant_offset{stage}"
+            )
             weight = self.weight(name)
             width, columns = rows.shape[-1], math.prod(weight.shape) // rows.shape[-1]
-            blocks = ([width // 32, 32, columns], [columns * 32, 1, 32]) if len(weight.shape) == 4 else None
-            turned = self.point.move(weight, [width, columns], 0, *(blocks or ([width, columns], [1, width])))
+            blocks = (
+                ([width // 32, 32, columns], [columns * 32, 1, 32])
+                if len(weight.shape) == 4
+                else None
+            )
+            turned = self.point.move(
+                weight, [width, columns], 0, *(blocks or ([width, columns], [1, width]))
+            )
             found = self.point.matmul(self.in_bytes(scaled), turned)
             return (found + self.take(f"bias{stage}")) * self.take(f"descale{stage}")
 
         down = by_scales(self.take("input"), 0, "wdqkv")
-        up = by_scales(down[..., latent + rope :], 1, "wuq").reshape(len(down.re), heads, nope + rope)
+        up = by_scales(down[..., latent + rope :], 1, "wuq").reshape(
+            len(down.re), heads, nope + rope
+        )
         query = self.point.matmul(up[..., :nope].map(lambda part: part.swapaxes(0, 1)), uk)
-        rows = self.norm(down[..., :latent], "gamma2", epsilon), rotated(down[..., latent : latent + rope], cos, sin)
+        rows = (
+            self.norm(down[..., :latent], "gamma2", epsilon),
+            rotated(down[..., latent : latent + rope], cos, sin),
+        )
         found = {"query": query.map(lambda part: part.swapaxes(0, 1))}
         found["query_rope"] = rotated(up[..., nope:], cos[:, None], sin[:, None])
         for name, argument, new in zip(_CACHES, ("kv_cache", "kv_cache_rope"), rows, strict=True):
             buffer = self.take(argument)  # one element stands for a cache of the model's
             rest = buffer.reshape(-1, buffer.shape[-1])[len(new.re) :]
-            found[name] = new if buffer.shape == (1,) else joined([new, rest], 0).reshape(*buffer.shape)
+            found[name] = (
+                new if buffer.shape == (1,) else joined([new, rest], 0).reshape(*buffer.shape)
+            )
         return found
 
     def caches(self, *rows: tuple[str, str, Num]) -> dict[str, Num]:
         """The new rows [T, width] of caches; of a buffer that holds nothing else, in its form."""
         is_buffer = self.attributes["cache_mode"] in ("BSND", "TND", "Norm")
         return {
-            name: value.reshape(*self.weight(buffer).shape) if is_buffer else value.reshape(-1, value.shape[-1])
+            name: value.reshape(*self.weight(buffer).shape)
+            if is_buffer
+            else value.reshape(-1, value.shape[-1])
             for name, buffer, value in rows
         }
 
@@ -584,30 +682,40 @@ class Accepted:
     chance: float
 
     def __str__(self) -> str:
-        return f"{self.values:,} values at {self.points} points, wrong by a chance below {self.chance:.0e}"
+        return (
+            f"{self.values:,} values at {self.points} points, wrong by a chance below "
+            f"{self.chance:.0e}"
+        )
 
 
 DEFAULTS = {  # of the operators' attributes
-    "query_norm_flag": False, "weight_quant_mode": 0, "kv_cache_quant_mode": 0, "query_quant_mode": 0,
-    "ckvkr_repo_mode": 0, "quant_scale_repo_mode": 0, "tile_size": 128, "qc_qr_scale": 1.0, "kc_scale": 1.0,
+    "query_norm_flag": False, "weight_quant_mode": 0, "kv_cache_quant_mode": 0,
+    "query_quant_mode": 0,
+    "ckvkr_repo_mode": 0, "quant_scale_repo_mode": 0, "tile_size": 128, "qc_qr_scale": 1.0,
+    "kc_scale": 1.0,
     "is_output_kv": False,
 }  # fmt: skip
 _SOURCES = {"c_kv": ("kv_cache", "c_kv"), "k_pe": ("kr_cache", "k_pe"), "q_nope": ("query",)}
 _CACHES = ("kv_cache", "kr_cache")
 _DIMS = (
     ("He", "token_x", -1), ("Hcq", "rmsnorm_gamma_cq", -1), ("Hckv", "rmsnorm_gamma_ckv", -1),
-    ("D", "weight_uk", 1), ("N", "weight_uk", 0), ("Dr", "rope_cos", -1), ("Hckv", "gamma", -1), ("Dr", "cos", -1),
-    ("He", "input", -1), ("Hcq", "gamma1", -1), ("Hckv", "gamma2", -1), ("D", "wuk", 1), ("N", "wuk", 0),
+    ("D", "weight_uk", 1), ("N", "weight_uk", 0), ("Dr", "rope_cos", -1), ("Hckv", "gamma", -1),
+    ("Dr", "cos", -1),
+    ("He", "input", -1), ("Hcq", "gamma1", -1), ("Hckv", "gamma2", -1), ("D", "wuk", 1),
+    ("N", "wuk", 0),
 )  # fmt: skip
 
 
 class Run:
     """A certificate at a point. Raises Refused where a claim does not hold."""
 
-    def __init__(self, certificate: dict[str, Any], point: Point, weights: dict[int, Weight]) -> None:
+    def __init__(
+        self, certificate: dict[str, Any], point: Point, weights: dict[int, Weight]
+    ) -> None:
         self.certificate, self.point, self.weights = certificate, point, weights
         self.values: list[Value] = []
-        self.of_result: dict[int, str] = {}  # of a result of the kernel, moved, or times a number a token: which
+        # of a result of the kernel, moved, or times a number a token: which
+        self.of_result: dict[int, str] = {}
         self.of_kernel: list[Num] = []  # what the kernel's roots are drawn of
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.results: dict[str, Num] = {}
@@ -625,8 +733,13 @@ class Run:
             if elements > MOST or place > MOST_VALUES:
                 raise Refused("a certificate of too many elements")
         self.count = sum(map(self._claimed, certificate["claims"]))
-        unknown = (one for one in point.roots if not any(_is_multiple(one, other) for other in self.of_kernel))
-        self.signs = min((one.re.size for one in unknown), default=BITS)  # that a point shows of each root
+        unknown = (
+            one
+            for one in point.roots
+            if not any(_is_multiple(one, other) for other in self.of_kernel)
+        )
+        # that a point shows of each root
+        self.signs = min((one.re.size for one in unknown), default=BITS)
 
     def _scales_tokens(self, op: str, operands: list[int]) -> bool:
         """Is it the query, each token of it times one number that is no result?"""
@@ -634,7 +747,9 @@ class Run:
         queries = [index for index in operands if self.of_result.get(index) == "query"]
         return op == "mul" and len(queries) == len(others) == 1 and others[0].shape[-2:] == (1, 1)
 
-    def _value(self, place: int, op: str, operands: list[int], given: list[Value], rest: list[Any]) -> Value:
+    def _value(
+        self, place: int, op: str, operands: list[int], given: list[Value], rest: list[Any]
+    ) -> Value:
         sources = {self.of_result[index] for index in operands if index in self.of_result}
         if op == "result":
             self.results = self.results or self._call()
@@ -667,7 +782,10 @@ class Run:
         self.point.roots = self.of_kernel
         results, self.point.roots = run(kernel), before
         if arguments.keys() - kernel.read - unread:
-            raise Refused(f"the kernel takes no {', '.join(arguments.keys() - kernel.read - unread)} in this format")
+            raise Refused(
+                "the kernel takes no "
+                f"{', '.join(arguments.keys() - kernel.read - unread)} in this format"
+            )
         return results
 
     def _claimed(self, claim: dict[str, Any]) -> int:
@@ -693,15 +811,30 @@ def _assumes_rows(of: dict[str, Any]) -> bool:
 
 
 def fits(certificate: dict[str, Any], fusion: dict[str, Any]) -> None:
-    """Raises Refused where a certificate is of another fusion, or does not claim all that the fusion replaces."""
+    """Raises Refused where a certificate is of another fusion, or does not claim all that the
+    fusion replaces.
+    """
     call, replaced = certificate["call"], list(fusion["replaced"].values())
-    given = {name: item["written"] if isinstance(item, dict) else item for name, item in call["attributes"].items()}
-    wrong = [name for name, item in fusion["attributes"].items() if name not in given or given[name] != item]
+    given = {
+        name: item["written"] if isinstance(item, dict) else item
+        for name, item in call["attributes"].items()
+    }
+    wrong = [
+        name
+        for name, item in fusion["attributes"].items()
+        if name not in given or given[name] != item
+    ]
     other = call["operator"] != fusion["operator"] or call["operator"] not in KERNELS
     if other or wrong or certificate["replaced"] != replaced or certificate["version"] != VERSION:
-        raise Refused(f"the certificate is of another call, or another version {', '.join(wrong)}".rstrip())
+        raise Refused(
+            f"the certificate is of another call, or another version {', '.join(wrong)}".rstrip()
+        )
     claims = [(claim["place"], claim["output"]) for claim in certificate["claims"]]
-    if any(item != DEFAULTS.get(name) for name, item in given.items() if name not in fusion["attributes"]):
+    if any(
+        item != DEFAULTS.get(name)
+        for name, item in given.items()
+        if name not in fusion["attributes"]
+    ):
         raise Refused("an attribute is not the operator's default, and the report does not list it")
     if _assumes_rows(certificate) and not _assumes_rows(fusion):
         raise Refused("the fusion does not list what the certificate assumes")
@@ -709,7 +842,10 @@ def fits(certificate: dict[str, Any], fusion: dict[str, Any]) -> None:
     if call["operator"] == "npu_mla_preprocess":
         paged = certificate["values"][whole(arguments["kv_cache"])][2] == [1]
         written = [arguments[name] for name in ("kv_cache", "kv_cache_rope", "q_out0", "q_out1")]
-        if len(set(written)) < 4 or [arguments[f"kv_cache_out{place}"] for place in (0, 1)] != written[:2]:
+        if (
+            len(set(written)) < 4
+            or [arguments[f"kv_cache_out{place}"] for place in (0, 1)] != written[:2]
+        ):
             raise Refused("results are written to one place, or caches to another than their own")
     in_place = _CACHES[: 1 if given.get("kv_cache_quant_mode") == 3 else 2] if paged else ()
     if len(set(claims)) < len(claims) or not claims:
@@ -721,16 +857,26 @@ def fits(certificate: dict[str, Any], fusion: dict[str, Any]) -> None:
         raise Refused("nothing is claimed of a cache")
 
 
-def proved(certificate: dict[str, Any], points: int, seed: str) -> tuple[Accepted, dict[str, tuple[int, ...]]]:
-    """What holds at so many points, or more where signs of roots have to be seen; and sizes. Raises Refused."""
+def proved(
+    certificate: dict[str, Any], points: int, seed: str
+) -> tuple[Accepted, dict[str, tuple[int, ...]]]:
+    """What holds at so many points, or more where signs of roots have to be seen; and sizes. Raises
+    Refused.
+    """
     done, signs, run, weights = 0, BITS, None, dict[int, Weight]()
     while run is None or done < min(MOST_POINTS, max(points, -(-BITS // signs))):
-        run = Run(certificate, Point(hashlib.blake2b(f"{seed} {done}".encode(), digest_size=32).digest()), weights)
+        run = Run(
+            certificate,
+            Point(hashlib.blake2b(f"{seed} {done}".encode(), digest_size=32).digest()),
+            weights,
+        )
         done, signs = done + 1, min(signs, run.signs)
     return Accepted(run.count, done, (DEGREE / 2**30) ** done + 0.5 ** (done * signs)), run.shapes
 
 
-def checked(report: Any, points: int = POINTS, seed: str | None = None) -> Iterator[tuple[str, Accepted | Refused]]:
+def checked(
+    report: Any, points: int = POINTS, seed: str | None = None
+) -> Iterator[tuple[str, Accepted | Refused]]:
     """Each fusion's layer, and what was found of it. Raises NoReport."""
     if not isinstance(report, dict) or not isinstance(report.get("fused"), list):
         raise NoReport("it has no list of fusions")
@@ -742,8 +888,18 @@ def checked(report: Any, points: int = POINTS, seed: str | None = None) -> Itera
             yield layer, _of_fusion(report, fusion, points, drawn, known)
         except Refused as refusal:
             yield layer, refusal
-        except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
-            yield layer, Refused(f"no certificate of the form that is known ({type(error).__name__})")
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            MemoryError,
+            TypeError,
+            ValueError,
+        ) as error:
+            yield (
+                layer,
+                Refused(f"no certificate of the form that is known ({type(error).__name__})"),
+            )
 
 
 def _of_fusion(report: Any, fusion: Any, points: int, seed: str, known: dict[int, Any]) -> Accepted:

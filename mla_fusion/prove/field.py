@@ -100,7 +100,9 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 
 
 def primitive(rule: Made) -> Made:
-    """One entry of a certificate, however it is computed: the function's name, its operands, the rest."""
+    """One entry of a certificate, however it is computed: the function's name, its operands, the
+    rest.
+    """
 
     @wraps(rule)
     def written(*given: Any) -> Num:
@@ -108,7 +110,12 @@ def primitive(rule: Made) -> Made:
             found: Num = rule(*given)
         if trace is not None:
             values = [item for item in given if isinstance(item, Num)]
-            trace.enter(found, rule.__name__.strip("_"), values, *(item for item in given if not isinstance(item, Num)))
+            trace.enter(
+                found,
+                rule.__name__.strip("_"),
+                values,
+                *(item for item in given if not isinstance(item, Num)),
+            )
         return found
 
     return written  # type: ignore[return-value]
@@ -199,12 +206,16 @@ def join(*given: Any) -> Num:
 
 
 def pad(value: Num, pads: Sequence[int]) -> Num:
-    """Zeros around, as torch counts them: before and behind the last axis, then the one before it."""
+    """Zeros around, as torch counts them: before and behind the last axis, then the one before
+    it.
+    """
     for place, count in enumerate(pads):
         axis = len(value.shape) - 1 - place // 2
         if count < 0:
             start = 0 if place % 2 else -count
-            value = value.moved(partial(torch.narrow, dim=axis, start=start, length=value.shape[axis] + count))
+            value = value.moved(
+                partial(torch.narrow, dim=axis, start=start, length=value.shape[axis] + count)
+            )
         elif count:
             shape = (*value.shape[:axis], count, *value.shape[axis + 1 :])
             zeros = _zeros(shape, of_weights=value.cells is not None)
@@ -236,7 +247,9 @@ class Complex:
         return Complex(self.real.moved(move), self.imag.moved(move))
 
     def parts(self, move: Callable[[Tensor], Sequence[Tensor]]) -> list[Complex]:
-        return [Complex(a, b) for a, b in zip(self.real.parts(move), self.imag.parts(move), strict=True)]
+        return [
+            Complex(a, b) for a, b in zip(self.real.parts(move), self.imag.parts(move), strict=True)
+        ]
 
 
 Value = Num | Complex
@@ -285,7 +298,8 @@ def literal(value: float) -> Literal:
 
 @cache
 def rational(value: float | Fraction) -> Fraction:
-    """What was written: a quotient of small numbers, 1 / n, or a decimal number of a float32 or of 15 digits.
+    """What was written: a quotient of small numbers, 1 / n, or a decimal number of a float32 or of
+    15 digits.
 
     Factors that are multiplied out (``1e-5 * 1536``) lose the last bit of a float64.
     """
@@ -306,7 +320,10 @@ def _shortest32(value: float) -> str | None:
     if narrow.double().item() != value:
         return None
     written = (f"{value:.{digits}g}" for digits in range(1, 10))
-    return next((text for text in written if torch.tensor(float(text), dtype=torch.float32).equal(narrow)), None)
+    return next(
+        (text for text in written if torch.tensor(float(text), dtype=torch.float32).equal(narrow)),
+        None,
+    )
 
 
 def _root_of(value: float) -> Fraction | None:
@@ -317,12 +334,16 @@ def _root_of(value: float) -> Fraction | None:
         square = 1 / inverse if 1e-3 < inverse < 1e7 else Fraction(0)
     if not square or abs(math.sqrt(square) - abs(value)) > 4e-16 * abs(value):
         return None
-    is_rational = all(math.isqrt(part) ** 2 == part for part in (square.numerator, square.denominator))
+    is_rational = all(
+        math.isqrt(part) ** 2 == part for part in (square.numerator, square.denominator)
+    )
     return None if is_rational else square
 
 
 def nearest(value: float) -> Literal:
-    """The small fraction, or the root of one, that a number of eight digits was read off from; else the number."""
+    """The small fraction, or the root of one, that a number of eight digits was read off from; else
+    the number.
+    """
     exact, square = (Fraction(part).limit_denominator(1000) for part in (value, value * value))
     found = [
         Literal(part, is_root)
@@ -332,7 +353,9 @@ def nearest(value: float) -> Literal:
         )
         if part and apart <= 2e-8 * abs(value)
     ]
-    return min(found, key=lambda one: one.exact.denominator) if found and value > 0 else literal(value)
+    return (
+        min(found, key=lambda one: one.exact.denominator) if found and value > 0 else literal(value)
+    )
 
 
 def residue(value: Fraction) -> int:
@@ -435,7 +458,9 @@ def inverse(a: Num) -> Num:
 
 
 def _times(a: Num, b: Num) -> Tensor | None:
-    """[1]: how many times the elements of the other all elements are; None where that is not one number."""
+    """[1]: how many times the elements of the other all elements are; None where that is not one
+    number.
+    """
     if a.re.numel() != b.re.numel() or not a.re.numel():
         return None
     one, other = a.re.reshape(-1), b.re.reshape(-1)
@@ -444,7 +469,9 @@ def _times(a: Num, b: Num) -> Tensor | None:
 
 
 def is_square_times(a: Num, b: Num) -> bool:
-    """Are all elements as many times those of the other, and that number a square? Then both roots have one sign."""
+    """Are all elements as many times those of the other, and that number a square? Then both roots
+    have one sign.
+    """
     times = _times(a, b) if a.im is None and b.im is None else None
     return times is not None and int(_power(times, (P - 1) // 2)) == 1
 
@@ -506,8 +533,8 @@ def matmul(a: Num, b: Num) -> Num:
 
 @primitive
 def _matmul(a: Num, b: Num) -> Num:
-    """The product of a row with a column of a weight is a function of both, of which no more is used
-    than that it is linear in the row's size: so no weight need be drawn.
+    """The product of a row with a column of a weight is a function of both, of which no more is
+    used than that it is linear in the row's size: so no weight need be drawn.
     """
     if b.cells is not None and a.cells is None:
         return _by_columns(a, b.cells)
@@ -558,7 +585,9 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 @primitive
 def function(name: str, *arguments: Num) -> Num:
-    """One element for each element of the arguments, spread over each other; equal for equal arguments alone."""
+    """One element for each element of the arguments, spread over each other; equal for equal
+    arguments alone.
+    """
     found = _start(name)
     for argument in arguments:
         found = _mixed(found, argument.re)
@@ -601,7 +630,8 @@ def _random(name: str, shape: Sequence[int]) -> Num:
 
 
 def of_both_signs(name: str, shape: Sequence[int], first: int, points: int) -> Num:
-    """The same for an input of few elements: each is a square at some points, and at another it is none.
+    """The same for an input of few elements: each is a square at some points, and at another it is
+    none.
 
     ``sqrt(s * s)`` is s or -s; of a single number both have to be seen.
     """

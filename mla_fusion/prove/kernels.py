@@ -72,14 +72,20 @@ def prolog(call: Call) -> list[Num]:
     c_q = _normed(_projected(call, flat, "dq", "dequant_scale_x"), call, "cq", "qc_qr_scale")
     step, form = None, _format(call)
     if form is not None:
-        smoothed = c_q if call["smooth_scales_cq"] is None else mul(c_q, call.num("smooth_scales_cq"))
-        c_q, step = quantising.by_block(smoothed) if form is MXFP8 else quantising.by_row(smoothed, form)
+        smoothed = (
+            c_q if call["smooth_scales_cq"] is None else mul(c_q, call.num("smooth_scales_cq"))
+        )
+        c_q, step = (
+            quantising.by_block(smoothed) if form is MXFP8 else quantising.by_row(smoothed, form)
+        )
     query = _projected(call, c_q, "uq_qr", step)
     query = query.moved(lambda part: part.reshape(-1, heads, nope + rope))
     q_nope, q_pe = _columns(query, nope, rope)
     absorbed = field.matmul(q_nope.moved(lambda part: part.transpose(0, 1)), weight_uk)
     absorbed = absorbed.moved(lambda part: part.transpose(0, 1))
-    query_rope = rotated(q_pe, *(table.moved(lambda part: part.unsqueeze(1)) for table in (cos, sin)))
+    query_rope = rotated(
+        q_pe, *(table.moved(lambda part: part.unsqueeze(1)) for table in (cos, sin))
+    )
     both = _projected(call, flat, "dkv_kr", "dequant_scale_x")
     ckv, kr = _columns(both, latent, rope)
     ckv, kr = _normed(ckv, call, "ckv", "kc_scale"), rotated(kr, cos, sin)
@@ -96,13 +102,20 @@ def prolog(call: Call) -> list[Num]:
         ckv = _packed(call, ckv, kr)
     caches = [_written(call, name, rows) for name, rows in (("kv_cache", ckv), ("kr_cache", kr))]
     given = (absorbed, query_rope, c_q)
-    query, query_rope, c_q = (part.moved(lambda p: p.reshape(*lead, *p.shape[1:])) for part in given)
+    query, query_rope, c_q = (
+        part.moved(lambda p: p.reshape(*lead, *p.shape[1:])) for part in given
+    )
     return [query, query_rope, of_query, c_q, step or _UNUSED, *caches]
 
 
 def _packed(call: Call, ckv: Num, kr: Num) -> Num:
-    """Rows of bytes: int8 tiles of the latent, the key in bfloat16, a float32 step for each tile."""
-    tiles, form = ckv.moved(lambda part: part.unflatten(-1, (-1, call["tile_size"]))), _of_rows(call)
+    """Rows of bytes: int8 tiles of the latent, the key in bfloat16, a float32 step for each
+    tile.
+    """
+    tiles, form = (
+        ckv.moved(lambda part: part.unflatten(-1, (-1, call["tile_size"]))),
+        _of_rows(call),
+    )
     alpha = 1.0 if call["k_nope_clip_alpha"] is None else call.num("k_nope_clip_alpha").past
     if alpha == 1.0:
         values, steps = quantising.by_row(tiles, form)
@@ -158,7 +171,9 @@ def _in_bytes(call: Call, scale: str, cache: str, rows: Num) -> Num:
 
 
 def _normed(value: Num, call: Call, name: str, scale: str) -> Num:
-    found, _ = rms_norm(value, call.num(f"rmsnorm_gamma_{name}"), _epsilon(call, f"rmsnorm_epsilon_{name}"), 1)
+    found, _ = rms_norm(
+        value, call.num(f"rmsnorm_gamma_{name}"), _epsilon(call, f"rmsnorm_epsilon_{name}"), 1
+    )
     if abs(call[scale] - 1.0) < FLT_EPS:
         return found
     exact = constant(scale, call[scale])
@@ -176,7 +191,9 @@ def _epsilon_of(given: float) -> Num:
 
 
 def written(name: str, given: Any) -> Any:
-    """An attribute as a certificate has it: a number that is computed with beside the exact one that it stands for."""
+    """An attribute as a certificate has it: a number that is computed with beside the exact one
+    that it stands for.
+    """
     if not isinstance(given, float):
         return given
     exact = constant(name, given)
@@ -190,7 +207,9 @@ def constant(name: str, given: float) -> Literal:
     """
     if "epsilon" in name and field.here().floors and given <= FLOOR**2:
         return Literal(Fraction(0))
-    return field.nearest(given) if "scale" in name and field.here().read_off else field.literal(given)
+    return (
+        field.nearest(given) if "scale" in name and field.here().read_off else field.literal(given)
+    )
 
 
 @rule("npu::npu_kv_rmsnorm_rope_cache_v2_functional", "npu::npu_kv_rmsnorm_rope_cache")
@@ -204,9 +223,10 @@ def key_half(call: Call) -> list[Num]:
     tables = call.num("cos"), call.num("sin")
     rows = rotated(kr, *tables), rms_norm(ckv, gamma, _epsilon(call, "epsilon"), 1)[0]
     named = zip(("k_cache", "ckv_cache"), ("k_rope_scale", "c_kv_scale"), rows, strict=True)
-    written = [_written(call, name, _flat(_in_bytes(call, scale, name, row))) for name, scale, row in named]
+    written = [
+        _written(call, name, _flat(_in_bytes(call, scale, name, row))) for name, scale, row in named
+    ]
     return [*rows, *written] if call.name.endswith("functional") else [*written, *rows]
-
 
 
 # -- W8A8 by fixed scales, the input's norm inside
@@ -214,18 +234,30 @@ def key_half(call: Call) -> list[Num]:
 
 @rule("atb::npu_mla_preprocess")
 def preprocess(call: Call) -> list[Num]:
-    """The whole prologue behind the input's norm: latent, key and c_q side by side, rotations of halves."""
+    """The whole prologue behind the input's norm: latent, key and c_q side by side, rotations of
+    halves.
+    """
     hidden = _with_beta(call, "0", real(call.value))
     heads, nope, latent = call.num("wuk").shape
     cos, sin = call.num("cos"), call.num("sin")
     rope, rank = cos.shape[-1], call.num("gamma1").shape[-1]
     ckv, kr, c_q = _columns(_static_product(call, "0", "wdqkv", hidden), latent, rope, rank)
     up = _static_product(call, "1", "wuq", _with_beta(call, "1", c_q))
-    q_nope, q_pe = _columns(up.moved(lambda part: part.unflatten(-1, (heads, nope + rope))), nope, rope)
+    q_nope, q_pe = _columns(
+        up.moved(lambda part: part.unflatten(-1, (heads, nope + rope))), nope, rope
+    )
     query = field.matmul(q_nope.moved(lambda part: part.transpose(0, 1)), call.num("wuk"))
-    query_rope = rotated_halves(q_pe, *(table.moved(lambda part: part.unsqueeze(1)) for table in (cos, sin)))
-    rows = rms_norm(ckv, call.num("gamma2"), _epsilon_of(EPSILON), 1)[0], rotated_halves(kr, cos, sin)
-    caches = [_stored(call.num(name), part) for name, part in zip(("kv_cache", "kv_cache_rope"), rows, strict=True)]
+    query_rope = rotated_halves(
+        q_pe, *(table.moved(lambda part: part.unsqueeze(1)) for table in (cos, sin))
+    )
+    rows = (
+        rms_norm(ckv, call.num("gamma2"), _epsilon_of(EPSILON), 1)[0],
+        rotated_halves(kr, cos, sin),
+    )
+    caches = [
+        _stored(call.num(name), part)
+        for name, part in zip(("kv_cache", "kv_cache_rope"), rows, strict=True)
+    ]
     return [query.moved(lambda part: part.transpose(0, 1)), caches[0], query_rope, caches[1]]
 
 
@@ -239,7 +271,9 @@ def _static_product(call: Call, stage: str, weight: str, rows: Num) -> Num:
     if len(matrix.shape) == 4:  # FRACTAL_NZ
         matrix = matrix.moved(lambda part: part[0].transpose(0, 1).flatten(1))
     quantised = quantising.saturated(add(mul(rows, scale), call.num(f"quant_offset{stage}")))
-    found = add(field.matmul(quantised, matrix.moved(lambda part: part.t())), call.num(f"bias{stage}"))
+    found = add(
+        field.matmul(quantised, matrix.moved(lambda part: part.t())), call.num(f"bias{stage}")
+    )
     return mul(found, call.num(f"descale{stage}"))
 
 

@@ -1,4 +1,5 @@
-"""Each operator in the field: what moves elements moves them, arithmetic is exact, all else is a function.
+"""Each operator in the field: what moves elements moves them, arithmetic is exact, all else is a
+function.
 
 A rule takes a :class:`Call` and gives its value. An operator without one is an uninterpreted
 function: of each element where torch's own tag says that it works element by element, else of all
@@ -22,7 +23,18 @@ from mla_fusion.fx.operators import known
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import E8M0_NUMBER, HIFLOAT8, NumberFormat
 from mla_fusion.prove import field, quantising
-from mla_fusion.prove.field import Complex, Num, Undecided, Value, add, function, here, mul, neg, sub
+from mla_fusion.prove.field import (
+    Complex,
+    Num,
+    Undecided,
+    Value,
+    add,
+    function,
+    here,
+    mul,
+    neg,
+    sub,
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,9 @@ class Call:
         return real(as_value(self.given[name]))
 
     def plain(self, name: str) -> Any:
-        """An argument that says where, not what: a number. Raises Undecided for one of this run alone."""
+        """An argument that says where, not what: a number. Raises Undecided for one of this run
+        alone.
+        """
         return plain(self.given.get(name))
 
     def function(self, name: str, *arguments: Num) -> Num:
@@ -97,7 +111,9 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 _WRAPS = (torch.int8, torch.uint8, torch.int16, torch.bool)
-_ARITHMETIC = frozenset(f"aten::{name}" for name in "add sub rsub mul neg square pow sum addcmul mm bmm matmul".split())
+_ARITHMETIC = frozenset(
+    f"aten::{name}" for name in "add sub rsub mul neg square pow sum addcmul mm bmm matmul".split()
+)
 
 
 def run(call: Call) -> Any:
@@ -253,7 +269,14 @@ def _dropout(call: Call) -> Value:
     return call.value
 
 
-@rule("_to_copy", "to", "type_as", "prims::convert_element_type", "npu::npu_dtype_cast", "npu::_npu_dtype_cast")
+@rule(
+    "_to_copy",
+    "to",
+    "type_as",
+    "prims::convert_element_type",
+    "npu::npu_dtype_cast",
+    "npu::_npu_dtype_cast",
+)
 def _cast(call: Call) -> Value:
     """Casts among the wide floats are erased; integers are floats exactly."""
     wanted, value = call.dtype, call.value
@@ -271,7 +294,9 @@ def _cast(call: Call) -> Value:
         return value.with_past() if value.cells is None else value
     if call.source == torch.uint8 and value.ints is None:
         value = function("number of a byte", value)  # which may stand for that of a float format
-    is_whole = call.source is not None and not (call.source.is_floating_point or call.source.is_complex)
+    is_whole = call.source is not None and not (
+        call.source.is_floating_point or call.source.is_complex
+    )
     if is_whole and wanted in (torch.int32, torch.int64):
         return value
     if here().are_rows and quantising.whole(value).rounded and wanted in (torch.int32, torch.int64):
@@ -311,14 +336,19 @@ def _expanded(call: Call) -> Value:
 
 
 @rule(
-    *"permute permute_copy transpose transpose_copy t t_copy numpy_T mT swapaxes swapdims movedim".split(),
+    *"permute permute_copy transpose transpose_copy t t_copy numpy_T mT swapaxes swapdims "
+    "movedim".split(),
     *"diagonal".split(),
 )
 def _natively(call: Call) -> Value:
-    """The operator itself, on elements and integers alike; a function of all where a symbolic size says which."""
+    """The operator itself, on elements and integers alike; a function of all where a symbolic size
+    says which.
+    """
     if any(isinstance(item, Abstract) for item in call.given.values()):
         return opaque(call)
-    keywords = {argument.name for argument in schema_of(call.target).arguments if argument.kwarg_only}
+    keywords = {
+        argument.name for argument in schema_of(call.target).arguments if argument.kwarg_only
+    }
     rest = [plain(item) for name, item in list(call.given.items())[1:] if name not in keywords]
     return call.value.moved(lambda part: call.target(part, *rest))
 
@@ -367,7 +397,10 @@ def _selected(call: Call) -> Value:
     return _natively(call)
 
 
-@rule(*"split split_copy split_with_sizes split_with_sizes_copy unsafe_split chunk unsafe_chunk tensor_split".split())
+@rule(
+    *"split split_copy split_with_sizes split_with_sizes_copy unsafe_split chunk unsafe_chunk "
+    "tensor_split".split()
+)
 def _split(call: Call) -> Any:
     rest = [plain(item) for item in list(call.given.values())[1:]]
     if call.varies("self", _axis(call)):
@@ -399,8 +432,14 @@ def _turned(call: Call) -> Value:
 @rule("constant_pad_nd", "pad")
 def _padded(call: Call) -> Value:
     pads, value = call.plain("pad"), call.value
-    if isinstance(value, Complex) or call["mode"] not in (None, "constant") or any(
-        call.varies("self", len(value.shape) - 1 - place // 2) for place, pad in enumerate(pads) if pad
+    if (
+        isinstance(value, Complex)
+        or call["mode"] not in (None, "constant")
+        or any(
+            call.varies("self", len(value.shape) - 1 - place // 2)
+            for place, pad in enumerate(pads)
+            if pad
+        )
     ):
         return opaque(call)
     fill = real(as_value(call["value"] or 0))
@@ -422,8 +461,13 @@ def _joined(call: Call) -> Value:
         return opaque(call)
     join = field.stacked if stacks else field.joined
     if any(isinstance(part, Complex) for part in parts):
-        pairs = [part if isinstance(part, Complex) else Complex(part, mul(part, field.number(0))) for part in parts]
-        return Complex(*(join(side, axis) for side in zip(*((p.real, p.imag) for p in pairs), strict=True)))
+        pairs = [
+            part if isinstance(part, Complex) else Complex(part, mul(part, field.number(0)))
+            for part in parts
+        ]
+        return Complex(
+            *(join(side, axis) for side in zip(*((p.real, p.imag) for p in pairs), strict=True))
+        )
     return join([real(part) for part in parts], axis)
 
 
@@ -451,7 +495,9 @@ def _read(call: Call, indices: list[Num | None], value: Value | None = None) -> 
     value = call.value if value is None else value
     known = [index for index in indices if index is not None]
     if all(index.ints is not None for index in known):
-        if any(call.varies("self", axis) for axis, index in enumerate(indices) if index is not None):
+        if any(
+            call.varies("self", axis) for axis, index in enumerate(indices) if index is not None
+        ):
             return opaque(call)
         places = [slice(None) if index is None else index.ints for index in indices]
         return value.moved(lambda part: part[tuple(places)])
@@ -460,7 +506,8 @@ def _read(call: Call, indices: list[Num | None], value: Value | None = None) -> 
         return _read_any(value, known[0], len(indices) - 1)
     names = reduce(lambda a, b: function("place", a, b), [i.with_past() for i in known])
     places = [
-        slice(None) if index is None else index.re.remainder(sizes[axis]) for axis, index in enumerate(indices)
+        slice(None) if index is None else index.re.remainder(sizes[axis])
+        for axis, index in enumerate(indices)
     ]
     taken = value.moved(lambda part: part[tuple(places)])
     first = next(axis for axis, index in enumerate(indices) if index is not None)
@@ -477,7 +524,9 @@ def _read_any(value: Num, index: Num, axis: int) -> Num:
     """Each row, times whether it is the one."""
     rows = field.integers(torch.arange(value.shape[axis]))
     chosen = function("chosen", index.with_past().moved(lambda part: part.reshape(-1, 1)), rows)
-    flat = value.moved(lambda part: part.movedim(axis, 0).flatten(1) if part.dim() > 1 else part.unsqueeze(1))
+    flat = value.moved(
+        lambda part: part.movedim(axis, 0).flatten(1) if part.dim() > 1 else part.unsqueeze(1)
+    )
     shape = (*index.shape, *value.shape[:axis], *value.shape[axis + 1 :])
     found = field.matmul(chosen, flat).moved(lambda part: part.reshape(shape))
     order = [*range(len(index.shape), len(index.shape) + axis), *range(len(index.shape))]
@@ -524,7 +573,9 @@ def _scattered(call: Call) -> Value:
 def _copied(call: Call) -> Value:
     shape, source = call.num("self").shape, as_value(call["src"])
     is_float = call.dtype is None or (call.dtype.is_floating_point and call.dtype.itemsize > 1)
-    if not is_float and not (isinstance(source, Num) and source.ints is not None and call.dtype == torch.int64):
+    if not is_float and not (
+        isinstance(source, Num) and source.ints is not None and call.dtype == torch.int64
+    ):
         return opaque(call)
     return source.moved(lambda part: part.expand(shape))
 
@@ -534,11 +585,16 @@ def _index_put(call: Call) -> Value:
     base, source = call.num("self"), call.num("values")
     indices = [None if index is None else real(as_value(index)) for index in call["indices"]]
     literal = all(index is None or index.ints is not None for index in indices)
-    if not literal or call.masks or call["accumulate"] or any(
-        call.varies("self", axis) for axis, index in enumerate(indices) if index is not None
+    if (
+        not literal
+        or call.masks
+        or call["accumulate"]
+        or any(call.varies("self", axis) for axis, index in enumerate(indices) if index is not None)
     ):
         return opaque(call)
-    return _put(base, source, tuple(slice(None) if index is None else index.ints for index in indices))
+    return _put(
+        base, source, tuple(slice(None) if index is None else index.ints for index in indices)
+    )
 
 
 # -- tensors of numbers
@@ -609,7 +665,10 @@ def _counted(call: Call) -> Num:
         (length,) = call.shape
     places = torch.arange(length, dtype=torch.int64)
     if call.varies("", 0):  # every position is one of its own
-        return add(real(as_value(start)), mul(real(as_value(step)), function("position", field.integers(places))))
+        return add(
+            real(as_value(start)),
+            mul(real(as_value(step)), function("position", field.integers(places))),
+        )
     if isinstance(start, Abstract) or isinstance(step, Abstract):
         return add(real(as_value(start)), mul(real(as_value(step)), field.integers(places)))
     if isinstance(start, float) or isinstance(step, float):
@@ -648,7 +707,9 @@ def times(a: Value, b: Value) -> Value:
     return Complex(real_part, add(mul(a.real, b.imag), mul(a.imag, b.real)))
 
 
-def _with_integers(found: Value, a: Value, b: Value, on: Callable[[Tensor, Tensor], Tensor]) -> Value:
+def _with_integers(
+    found: Value, a: Value, b: Value, on: Callable[[Tensor, Tensor], Tensor]
+) -> Value:
     """Sums and products of literal integers are such."""
     if isinstance(a, Num) and isinstance(b, Num) and a.ints is not None and b.ints is not None:
         return field.integers(on(a.ints, b.ints))
@@ -829,7 +890,9 @@ def _greater(call: Call) -> Value:
     a, b = (side.past for side in sides)
     if quantising.are_both_ends(a, b):
         found = quantising.largest_of(a.rows)
-        return found if found.shape == sides[0].shape else found.moved(lambda part: part.squeeze(-1))
+        return (
+            found if found.shape == sides[0].shape else found.moved(lambda part: part.squeeze(-1))
+        )
     return _clip(call, *sides)
 
 
@@ -839,7 +902,9 @@ def _smaller(call: Call) -> Value:
 
 
 def _clip(call: Call, *sides: Num) -> Num:
-    """``minimum(maximum(v, -limit), limit)``, or the half of it; in the other order where no limit is below 0."""
+    """``minimum(maximum(v, -limit), limit)``, or the half of it; in the other order where no limit
+    is below 0.
+    """
     for inner, bound in (sides, sides[::-1]):
         if not isinstance(inner.past, quantising.Bounded) or inner.past.by == call.name:
             continue
@@ -1003,7 +1068,9 @@ def _variance(call: Call) -> tuple[Num, Num]:
     fewer = sub(count, real(as_value(1 if less is None else less)))
     if isinstance(less, (int, float)) and prod(value.shape[axis] for axis in axes) <= less:
         raise Undecided(f"{call.name} of too few elements")
-    return mul(squares, field.inverse(fewer)), mul(field.total(value, axes, keep), field.inverse(count))
+    return mul(squares, field.inverse(fewer)), mul(
+        field.total(value, axes, keep), field.inverse(count)
+    )
 
 
 @rule("var", "var_mean", "std", "std_mean")
@@ -1017,7 +1084,11 @@ def _var(call: Call) -> Any:
 def _norm(call: Call) -> Value:
     order = call["ord"] if "ord" in call.given else call["p"]
     last = len(call.value.shape) - 1
-    if order == float("inf") and _axes(call, call.value) == [last] and not call.varies("self", last):
+    if (
+        order == float("inf")
+        and _axes(call, call.value) == [last]
+        and not call.varies("self", last)
+    ):
         found = quantising.largest_of(real(call.value))
         return found if call["keepdim"] else found.moved(lambda part: part.squeeze(-1))
     value = real(call.value)
@@ -1048,7 +1119,9 @@ def _largest(call: Call) -> Any:
         return found
     (axis,) = axes
     places = torch.arange(value.shape[axis]).reshape(-1, *(1,) * (len(value.shape) - 1 - axis))
-    in_order = field.total(function("element in its place", value, field.integers(places)), axes, keep)
+    in_order = field.total(
+        function("element in its place", value, field.integers(places)), axes, keep
+    )
     return [found, function("place of largest", in_order)]
 
 
@@ -1058,7 +1131,9 @@ def _largest(call: Call) -> Any:
 def _einsum(left: Num, right: Num, a: str, b: str, out: str) -> Num:
     """Two operands; a letter that only one of them has and the result has not is summed first."""
     for side, other in ((a, b), (b, a)):
-        if any(letter not in other and letter not in out for letter in side) or len(set(side)) < len(side):
+        if any(letter not in other and letter not in out for letter in side) or len(
+            set(side)
+        ) < len(side):
             raise Undecided(f"einsum {a},{b}->{out}")
     batch = [letter for letter in a if letter in b and letter in out]
     summed = [letter for letter in a if letter in b and letter not in out]
@@ -1068,17 +1143,22 @@ def _einsum(left: Num, right: Num, a: str, b: str, out: str) -> Num:
 
     def arrange(value: Num, labels: str, *groups: list[str]) -> Num:
         order = [labels.index(letter) for group in (batch, *groups) for letter in group]
-        shape = [sizes[letter] for letter in batch] + [prod(sizes[x] for x in group) for group in groups]
+        shape = [sizes[letter] for letter in batch] + [
+            prod(sizes[x] for x in group) for group in groups
+        ]
         return value.moved(lambda part: part.permute(order).reshape(shape))
 
     found = field.matmul(arrange(left, a, rows, summed), arrange(right, b, summed, columns))
     made = [*batch, *rows, *columns]
     shape = [sizes[letter] for letter in made]
-    return found.moved(lambda part: part.reshape(shape).permute([made.index(letter) for letter in out]))
+    return found.moved(
+        lambda part: part.reshape(shape).permute([made.index(letter) for letter in out])
+    )
 
 
 def _sums_along(call: Call, name: str = "self", axis: int = -1) -> None:
-    """Raises Undecided for a product that sums over an axis which is shorter in this run than it may be.
+    """Raises Undecided for a product that sums over an axis which is shorter in this run than it
+    may be.
 
     A weight has no tokens: what it is multiplied along is a width.
     """
@@ -1146,7 +1226,9 @@ def _transposed_product(call: Call) -> Value:
     a, b = map(real, _two(call))
     one, two = (call[name] or [0, 1, 2] for name in ("perm_x1", "perm_x2"))
     _sums_along(call, next(iter(call.given)), one[-1])
-    found = field.matmul(a.moved(lambda part: part.permute(one)), b.moved(lambda part: part.permute(two)))
+    found = field.matmul(
+        a.moved(lambda part: part.permute(one)), b.moved(lambda part: part.permute(two))
+    )
     order = call["perm_y"] or [1, 0, 2]
     return found.moved(lambda part: part.permute(order))
 
@@ -1182,7 +1264,12 @@ def _dynamic_quant(call: Call) -> Any:
 def _mx_quant(call: Call) -> Any:
     """Blocks of 32 neighbours, whose scales lie in pairs."""
     value, _ = real(call.value), _format(call, in_blocks=True)
-    _only(call, axis=len(value.shape) - 1 if call["axis"] != -1 else -1, round_mode="rint", dst_type_max=0)
+    _only(
+        call,
+        axis=len(value.shape) - 1 if call["axis"] != -1 else -1,
+        round_mode="rint",
+        dst_type_max=0,
+    )
     _only(call, block_size=number_formats.BLOCK, scale_alg=0, max_low_bound=0)
     if value.shape[-1] % (2 * number_formats.BLOCK):
         raise Undecided("blocks that fill no pair")
@@ -1197,7 +1284,9 @@ def _block_quant(call: Call) -> Any:
     _only(call, min_scale=0, round_mode=form.block_rounding, row_block_size=1, dst_type_max=0)
     if value.shape[-1] % tile:
         raise Undecided("tiles that are cut")
-    values, scale = quantising.by_row(value.moved(lambda part: part.unflatten(-1, (-1, tile))), form)
+    values, scale = quantising.by_row(
+        value.moved(lambda part: part.unflatten(-1, (-1, tile))), form
+    )
     return [values.moved(lambda part: part.flatten(-2)), scale.moved(lambda part: part.squeeze(-1))]
 
 
@@ -1221,13 +1310,21 @@ def _quant_matmul(call: Call) -> Num:
     given = {"x1", "x2", "scale", "pertoken_scale", "output_dtype"}
     if call.holds("bias") == torch.int32 and call["pertoken_scale"] is None:
         given.add("bias")  # before the scale
-    others = {name for name, item in call.given.items() if name not in given | kinds and item is not None}
+    others = {
+        name for name, item in call.given.items() if name not in given | kinds and item is not None
+    }
     if others or call["x1_dtype"] != call["x2_dtype"]:
         raise Undecided(f"npu_quant_matmul with {', '.join(sorted(others))}")
     _sums_along(call, "x1")
     rows, weight, scale = call.num("x1"), call.num("x2"), call.num("scale")
     if any(call["group_sizes"] or ()):
-        _only(call, bias=None, scale_dtype=E8M0_NUMBER, pertoken_scale_dtype=E8M0_NUMBER, x1_dtype=None)
+        _only(
+            call,
+            bias=None,
+            scale_dtype=E8M0_NUMBER,
+            pertoken_scale_dtype=E8M0_NUMBER,
+            x1_dtype=None,
+        )
         if tuple(call["group_sizes"]) not in number_formats.IN_BLOCKS:
             raise Undecided("blocks of other sizes")
         of_rows = call.num("pertoken_scale").moved(lambda part: part.flatten(-2))

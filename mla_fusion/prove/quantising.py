@@ -1,7 +1,8 @@
-"""Quantisation to one byte in the field: ``saturate(round(v))`` is one function, however its steps are written.
+"""Quantisation to one byte in the field: ``saturate(round(v))`` is one function, however its steps
+are written.
 
-The largest of a row is a function of the row's elements in any order. By it, ``v = x * 127 / max|x|``
-is known to be at most 127, so that it is the same with and without saturation.
+The largest of a row is a function of the row's elements in any order. By it, ``v = x * 127 /
+max|x|`` is known to be at most 127, so that it is the same with and without saturation.
 
 An element of a float format is the number that its byte stands for.
 """
@@ -24,7 +25,9 @@ MOST = {INT8: STEPS, FP8: 448, HIFLOAT8: 32768}  # the number that the largest o
 
 @dataclass(frozen=True)
 class Whole:
-    """``value``, rounded, and kept from ``least`` to ``most``: in either order where the ends are whole numbers."""
+    """``value``, rounded, and kept from ``least`` to ``most``: in either order where the ends are
+    whole numbers.
+    """
 
     value: Num
     rounded: bool = False
@@ -58,12 +61,16 @@ def are_both_ends(a: object, b: object) -> bool:
     """Are they the largest of rows, and minus the smallest?"""
     if not isinstance(a, End) or not isinstance(b, End):
         return False
-    return {(end.of_least, end.sign) for end in (a, b)} == {(False, 1), (True, -1)} and field.equal(a.rows, b.rows)
+    return {(end.of_least, end.sign) for end in (a, b)} == {(False, 1), (True, -1)} and field.equal(
+        a.rows, b.rows
+    )
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """``value`` times a number above 0: its largest is as many times as large, its int8 is the same."""
+    """``value`` times a number above 0: its largest is as many times as large, its int8 is the
+    same.
+    """
 
     value: Num
     factor: Num
@@ -138,7 +145,9 @@ def rounded(value: Num) -> Num:
 
 
 def bounded(value: Num, least: float | None, most: float | None) -> Num:
-    """Ends that cross, and ends between whole numbers behind a rounding, are a step of their own."""
+    """Ends that cross, and ends between whole numbers behind a rounding, are a step of their
+    own.
+    """
     found, given = whole(value), [end for end in (least, most) if end is not None]
     least = found.least if least is None else max(found.least, least)
     most = found.most if most is None else min(found.most, most)
@@ -173,7 +182,9 @@ def saturated(value: Num, form: NumberFormat = INT8) -> Num:
 
 
 def read_as(rows: Num, number: int | None) -> Num:
-    """Rows of bytes as the operand of a product, whose argument says which format's they are where no dtype does."""
+    """Rows of bytes as the operand of a product, whose argument says which format's they are where
+    no dtype does.
+    """
     return rows if number is None else function(f"of format {number}", rows)
 
 

@@ -1,7 +1,8 @@
-"""What is evaluated at a point, written down: each value once, with what it is made of. A certificate is made of it.
+"""What is evaluated at a point, written down: each value once, with what it is made of. A
+certificate is made of it.
 
-An entry is ``[operation, operands, ..]``, operands by their numbers. Movement is a place in the operand's flat order,
-and strides along sizes from there: what a tensor of memory is.
+An entry is ``[operation, operands, ..]``, operands by their numbers. Movement is a place in the
+operand's flat order, and strides along sizes from there: what a tensor of memory is.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class Trace:
                 used.update(self.entries[number][1])
         numbers = {number: place for place, number in enumerate(sorted(used))}
         entries = [self.entries[number] for number in numbers]
-        return [[entry[0], [numbers[of] for of in entry[1]], *entry[2:]] for entry in entries], numbers
+        return [
+            [entry[0], [numbers[of] for of in entry[1]], *entry[2:]] for entry in entries
+        ], numbers
 
 
 def _flat(shape: Sequence[int]) -> Tensor:
@@ -92,7 +95,8 @@ def _flat(shape: Sequence[int]) -> Tensor:
 
 
 def fitted(places: Tensor) -> tuple[int, list[int], list[Any]] | None:
-    """Integers as the first, sizes, and strides along them. Of an axis without a stride: a list of all its steps.
+    """Integers as the first, sizes, and strides along them. Of an axis without a stride: a list of
+    all its steps.
 
     None for a list that is too long.
     """
@@ -113,7 +117,9 @@ def fitted(places: Tensor) -> tuple[int, list[int], list[Any]] | None:
 
 
 def _irregular(flat: Tensor, shape: Sequence[int], behind: int) -> int:
-    """How many numbers are repeated, each time from another first one; all of them where none are."""
+    """How many numbers are repeated, each time from another first one; all of them where none
+    are.
+    """
     for axis in range(len(shape) - 1, 0, -1):
         run, rest = divmod(prod(shape[axis:]), behind)
         if run > 1 and not rest and flat.numel() % run == 0:

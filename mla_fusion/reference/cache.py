@@ -1,7 +1,8 @@
 """Where each token's row goes in the KV cache, for the six cache modes, and the write itself.
 
-Source of the arithmetic: `service_scatter_cache_arch22.h`. Rows are ``[T, W]``; a paged cache is declared
-``[BlockNum, BlockSize, 1, W]`` in every mode, also where the memory behind it is FRACTAL_NZ.
+Source of the arithmetic: `service_scatter_cache_arch22.h`. Rows are ``[T, W]``; a paged cache is
+declared ``[BlockNum, BlockSize, 1, W]`` in every mode, also where the memory behind it is
+FRACTAL_NZ.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ def token_slots(index: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 def block_slots(
     block_ids: Tensor, lead: torch.Size, actual_seq_len: Tensor | None, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """``(block, offset)`` of every token where cache_index lists blocks; each batch starts at offset 0.
+    """``(block, offset)`` of every token where cache_index lists blocks; each batch starts at
+    offset 0.
 
-    ``lead`` is ``[B, S]``, or ``[T]`` with ``actual_seq_len`` the inclusive prefix sums of the sequence
-    lengths. Tokens behind the last prefix belong to the last batch, as on the device.
+    ``lead`` is ``[B, S]``, or ``[T]`` with ``actual_seq_len`` the inclusive prefix sums of the
+    sequence lengths. Tokens behind the last prefix belong to the last batch, as on the device.
     """
     ids = block_ids.reshape(-1)
     if len(lead) == 2:
@@ -45,12 +47,14 @@ def block_slots(
         blocks = (ends - starts + block_size - 1).div(block_size, rounding_mode="floor")
         position = token - starts[batch]
         first_block = (blocks.cumsum(0) - blocks)[batch]
-    return ids[first_block + position.div(block_size, rounding_mode="floor")], position.remainder(block_size)
+    return ids[first_block + position.div(block_size, rounding_mode="floor")], position.remainder(
+        block_size
+    )
 
 
 def _last_of_each_slot(slot: Tensor) -> Tensor:
-    """Positions to write, in ascending slot order: of equal slots the last one wins, negatives are left
-    out.
+    """Positions to write, in ascending slot order: of equal slots the last one wins, negatives are
+    left out.
     """
     ordered, position = torch.sort(slot, stable=True)
     keep = ordered >= 0
@@ -58,14 +62,17 @@ def _last_of_each_slot(slot: Tensor) -> Tensor:
     return position[keep]
 
 
-def write_paged(cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, *, nz: bool, argument: str) -> None:
-    """Put ``rows[t]`` at ``(block[t], offset[t])``; negative blocks are skipped, duplicates: the last wins.
+def write_paged(
+    cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, *, nz: bool, argument: str
+) -> None:
+    """Put ``rows[t]`` at ``(block[t], offset[t])``; negative blocks are skipped, duplicates: the
+    last wins.
 
     With ``nz`` the memory is ``[BlockNum, W/C0, BlockSize, C0]``, C0 being 32 bytes:
     element ``block*stride0 + (j/C0)*(BlockSize*C0) + offset*C0 + j%C0``.
 
-    Raises ContractError ``values.cache_index.range`` for a slot past the cache, which the device writes
-    unchecked.
+    Raises ContractError ``values.cache_index.range`` for a slot past the cache, which the device
+    writes unchecked.
     """
     block_num, block_size, _, width = cache.shape
     if block_num == 0 or block.numel() == 0:
@@ -81,7 +88,9 @@ def write_paged(cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, *, n
             {"BlockNum": block_num, "BlockSize": block_size},
             "service_scatter_cache: the device does not check the slot",
         )
-    chosen = _last_of_each_slot(torch.where(block < 0, block.new_full((), -1), block * block_size + offset))
+    chosen = _last_of_each_slot(
+        torch.where(block < 0, block.new_full((), -1), block * block_size + offset)
+    )
     block, offset, rows = block[chosen], offset[chosen], rows[chosen]
     if nz:
         c0 = 32 // cache.element_size()
@@ -99,9 +108,13 @@ def write_paged(cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, *, n
 
 
 def _check_layout(cache: Tensor, nz: bool, argument: str) -> None:
-    """ContractError for a cache that shares memory with itself, or whose blocks are no FRACTAL_NZ memory."""
+    """ContractError for a cache that shares memory with itself, or whose blocks are no FRACTAL_NZ
+    memory.
+    """
     if shares_memory(cache) or (nz and not writable(cache, first_axis_free=True, ones_free=True)):
-        expected = "contiguous axes, the first excepted" if nz else "memory of its own for every row"
+        expected = (
+            "contiguous axes, the first excepted" if nz else "memory of its own for every row"
+        )
         found = f"{list(cache.shape)} with strides {list(cache.stride())}"
         raise ContractError(f"contiguous.{argument}", argument, expected, found)
 
@@ -115,8 +128,8 @@ def write(
     actual_seq_len: Tensor | None,
     argument: str,
 ) -> None:
-    """Write the new rows of one cache, in place; an empty cache (per-tile kr_cache, BlockNum 0) is left
-    alone.
+    """Write the new rows of one cache, in place; an empty cache (per-tile kr_cache, BlockNum 0) is
+    left alone.
     """
     if cache.numel() == 0 or rows.numel() == 0:
         return

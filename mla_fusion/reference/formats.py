@@ -1,14 +1,16 @@
-"""The number formats of weight_quant_mode, one `Format` each: product, dynamic quantisation, cache rows.
+"""The number formats of weight_quant_mode, one `Format` each: product, dynamic quantisation, cache
+rows.
 
-int8 follows the kernel of the chip (`mla_fusion.reference.chips`): `mla_prolog/op_kernel/arch22` on A2 and A3,
-`arch35` on A5. mxfp8, fp8 and hifloat8 exist on A5 only, where products come out as float32 and a channel scale is
-applied before a token scale.
+int8 follows the kernel of the chip (`mla_fusion.reference.chips`): `mla_prolog/op_kernel/arch22` on
+A2 and A3, `arch35` on A5. mxfp8, fp8 and hifloat8 exist on A5 only, where products come out as
+float32 and a channel scale is applied before a token scale.
 
-What A5 does differently with int8 (`vf_dequant.h`, `vf_dynamic_quant.h`): the channel scale comes first;
-dynamic quantisation of c_q and of the query takes ``scale = max|x| * (1/127)`` and ``x / scale`` where A2 and A3 take
-``max|x| / 127`` and ``x * (127/max|x|)``; and it casts to half towards odd, then half to even, which together round
-once. A2 and A3 cast the query to half to nearest and then half away from zero, which rounds twice. Per tensor, per
-channel and per tile the arithmetic is the same on all.
+What A5 does differently with int8 (`vf_dequant.h`, `vf_dynamic_quant.h`): the channel scale comes
+first; dynamic quantisation of c_q and of the query takes ``scale = max|x| * (1/127)`` and ``x /
+scale`` where A2 and A3 take ``max|x| / 127`` and ``x * (127/max|x|)``; and it casts to half towards
+odd, then half to even, which together round once. A2 and A3 cast the query to half to nearest and
+then half away from zero, which rounds twice. Per tensor, per channel and per tile the arithmetic is
+the same on all.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ _TILE_FLOOR = 1e-4  # the A5 kernel keeps a tile's maximum above this (`vf_dynam
 class Format:
     """How one quantised format multiplies and rounds.
 
-    ``product(x, weight, scale_token, scale_channel)`` gives the dequantised float32 product; the other
-    functions return quantised data, with its float32 scale (last axis kept) where the scale is computed.
+    ``product(x, weight, scale_token, scale_channel)`` gives the dequantised float32 product; the
+    other functions return quantised data, with its float32 scale (last axis kept) where the scale
+    is computed.
     """
 
     product: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
@@ -44,7 +47,9 @@ class Format:
 # -- int8, A2/A3
 
 
-def _int8_product(x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None) -> Tensor:
+def _int8_product(
+    x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None
+) -> Tensor:
     assert scale_token is not None and scale_channel is not None
     return quantize.dequant(quantize.int8_matmul(x, weight), scale_token, scale_channel)
 
@@ -75,8 +80,12 @@ def to_fp8(x: Tensor) -> Tensor:
     return x.float().clamp(-FP8_MAXIMUM, FP8_MAXIMUM).to(torch.float8_e4m3fn)
 
 
-def _dynamic(encode: Callable[[Tensor], Tensor], maximum: float) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """``scale = max|x| * (1/maximum)``, ``q = x / scale`` over the last axis; a row of zeros quantises to zeros."""
+def _dynamic(
+    encode: Callable[[Tensor], Tensor], maximum: float
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """``scale = max|x| * (1/maximum)``, ``q = x / scale`` over the last axis; a row of zeros
+    quantises to zeros.
+    """
 
     def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.float()
@@ -87,7 +96,9 @@ def _dynamic(encode: Callable[[Tensor], Tensor], maximum: float) -> Callable[[Te
     return quantise
 
 
-def _scaled(encode: Callable[[Tensor], Tensor], decode: Callable[[Tensor], Tensor], maximum: float) -> Format:
+def _scaled(
+    encode: Callable[[Tensor], Tensor], decode: Callable[[Tensor], Tensor], maximum: float
+) -> Format:
     """A format whose largest value is ``maximum``."""
 
     def product(x: Tensor, weight: Tensor, token: Tensor | None, channel: Tensor | None) -> Tensor:
@@ -111,7 +122,9 @@ HIFLOAT8 = _scaled(hifloat8.encode, hifloat8.decode, hifloat8.MAXIMUM)
 # -- int8, A5
 
 
-def _int8_product_a5(x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None) -> Tensor:
+def _int8_product_a5(
+    x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None
+) -> Tensor:
     assert scale_token is not None and scale_channel is not None
     return quantize.dequant(quantize.int8_matmul(x, weight), scale_channel, scale_token)
 
@@ -128,14 +141,18 @@ def _spread(scale: Tensor) -> Tensor:
     return scale.float().repeat_interleave(_MX_BLOCK, -1)
 
 
-def _mx_product(x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None) -> Tensor:
+def _mx_product(
+    x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None
+) -> Tensor:
     """Blocks of 32 run along k in both operands; the weight's scales are stored ``[n, k/32]``."""
     assert scale_token is not None and scale_channel is not None
     return (x.float() * _spread(scale_token)) @ (weight.float() * _spread(scale_channel).t())
 
 
 def bfloat16_half_away(x: Tensor) -> Tensor:
-    """float32 values rounded to bfloat16, half-way cases away from zero (CAST_ROUND); finite input."""
+    """float32 values rounded to bfloat16, half-way cases away from zero (CAST_ROUND); finite
+    input.
+    """
     bits = x.float().contiguous().view(torch.int32) + 0x8000
     return (bits & -0x10000).view(torch.float32)
 
@@ -144,7 +161,8 @@ def mx_quant(x: Tensor) -> tuple[Tensor, Tensor]:
     """``(fp8, e8m0 [.., n/32])``: block exponent ``max(exponent field of max|x|, 8) - 8``
     (`vf_dynamic_quant.h`).
 
-    The input is rounded to bfloat16 first. A block of zeros has scale code 0, one with inf or NaN 0xFF.
+    The input is rounded to bfloat16 first. A block of zeros has scale code 0, one with inf or NaN
+    0xFF.
     """
     rounded = bfloat16_half_away(x)
     blocks = rounded.unflatten(-1, (x.shape[-1] // _MX_BLOCK, _MX_BLOCK))

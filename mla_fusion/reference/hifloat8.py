@@ -1,16 +1,19 @@
 """HiFloat8 in software, as uint8: torch has no such dtype and torch_npu carries it as uint8 too.
 
-Layout, from the published format ("Ascend HiFloat8 Format for Deep Learning", arXiv 2409.16626): a sign, a prefix code
-of 2 to 4 bits that says how many exponent bits D follow, D exponent bits (a sign and a magnitude with a hidden
-leading one), and the rest mantissa. D = 4 has 1 mantissa bit, D = 3 has 2, D <= 2 has 3: 7 exponents of 3 bits, 8 of
-2, 16 of 1. The prefix 0000 holds powers of two 2**-22 .. 2**-16, zero (0x00) and NaN (0x80); there is no negative
-zero. Largest finite value 2**15, infinities 0x6F and 0xEF.
+Layout, from the published format ("Ascend HiFloat8 Format for Deep Learning", arXiv 2409.16626): a
+sign, a prefix code of 2 to 4 bits that says how many exponent bits D follow, D exponent bits (a
+sign and a magnitude with a hidden leading one), and the rest mantissa. D = 4 has 1 mantissa bit, D
+= 3 has 2, D <= 2 has 3: 7 exponents of 3 bits, 8 of 2, 16 of 1. The prefix 0000 holds powers of two
+2**-22 .. 2**-16, zero (0x00) and NaN (0x80); there is no negative zero. Largest finite value 2**15,
+infinities 0x6F and 0xEF.
 
-Verified: `decode` of all 256 codes, and `encode` of every bfloat16 and float16 value, of every midpoint and of its two
-float32 neighbours, against the numpy dtype `hifloat8` of en_dtypes 0.0.4, whose only difference is that it overflows to
-infinity where the kernel saturates (`vf_dynamic_quant.h`, `vf_quant_pertensor.h`: SatMode SAT, CAST_ROUND).
-`decode` also agrees with MindSpore's `hifloat8.h`; that one's encoder truncates and is no reference. Not verified: the
-kernel's cast of infinities (saturated here) and of NaN (kept), since neither has been seen on a device.
+Verified: `decode` of all 256 codes, and `encode` of every bfloat16 and float16 value, of every
+midpoint and of its two float32 neighbours, against the numpy dtype `hifloat8` of en_dtypes 0.0.4,
+whose only difference is that it overflows to infinity where the kernel saturates
+(`vf_dynamic_quant.h`, `vf_quant_pertensor.h`: SatMode SAT, CAST_ROUND). `decode` also agrees with
+MindSpore's `hifloat8.h`; that one's encoder truncates and is no reference. Not verified: the
+kernel's cast of infinities (saturated here) and of NaN (kept), since neither has been seen on a
+device.
 """
 
 from __future__ import annotations
@@ -61,7 +64,9 @@ def decode(codes: Tensor) -> Tensor:
 
 
 def encode(x: Tensor) -> Tensor:
-    """uint8 codes nearest to ``x``; half-way cases away from zero (CAST_ROUND), saturating, NaN kept."""
+    """uint8 codes nearest to ``x``; half-way cases away from zero (CAST_ROUND), saturating, NaN
+    kept.
+    """
     _, magnitudes, codes = _tables()
     midpoints = (magnitudes[1:] + magnitudes[:-1]) / 2
     nearest = codes[torch.bucketize(x.float().abs().contiguous(), midpoints, right=True)]

@@ -1,7 +1,7 @@
 """CPU kernels of npu_kv_rmsnorm_rope_cache (v1, v2, v2_functional).
 
-Argument order: cos before sin, the rope cache before the nope cache; the schema's "k_cache" is the rope
-cache.
+Argument order: cos before sin, the rope cache before the nope cache; the schema's "k_cache" is the
+rope cache.
 """
 
 from __future__ import annotations
@@ -37,20 +37,24 @@ def npu_kv_rmsnorm_rope_cache_v2(
     k_cache_dtype: int | None = None,
     ckv_cache_dtype: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(k_embed [B, N, S, Dk], y [B, N, S, Dv])``; writes ``RoPE(kv[..., Dv:])`` and ``RMSNorm(kv[...,
-    :Dv])``.
+    """``(k_embed [B, N, S, Dk], y [B, N, S, Dv])``; writes ``RoPE(kv[..., Dv:])`` and
+    ``RMSNorm(kv[..., :Dv])``.
 
-    ``kv [B, N, S, Dv + Dk]``, ``gamma [Dv]``, ``cos``/``sin`` ``[B, 1, S or 1, Dk]``. Everything is float32
-    inside; the cache rows are cast (or multiplied by their scale, offset added, rounded and saturated to
-    int8) once. ``index``: "Norm" ``[B, S]``, a position in the batch's own cache ``[B, N, S_max, *]``; "PA",
-    "PA_BNSD", "PA_NZ" ``[B*S]``, a slot; "PA_BLK_*" ``[B*ceil(S/BlockSize)]``, the first slot of each block.
-    Negative: the row is skipped. The two results are meaningful with ``is_output_kv``; without it the
-    device leaves them unset, and zeros are returned here.
+    ``kv [B, N, S, Dv + Dk]``, ``gamma [Dv]``, ``cos``/``sin`` ``[B, 1, S or 1, Dk]``. Everything is
+    float32 inside; the cache rows are cast (or multiplied by their scale, offset added, rounded and
+    saturated to int8) once. ``index``: "Norm" ``[B, S]``, a position in the batch's own cache ``[B,
+    N, S_max, *]``; "PA", "PA_BNSD", "PA_NZ" ``[B*S]``, a slot; "PA_BLK_*"
+    ``[B*ceil(S/BlockSize)]``, the first slot of each block. Negative: the row is skipped. The two
+    results are meaningful with ``is_output_kv``; without it the device leaves them unset, and zeros
+    are returned here.
 
     Raises ValueError for an unknown cache_mode and for ``v`` (the A5-only three-tensor form).
     """
     if cache_mode not in _MODES:
-        raise ValueError(f"npu_kv_rmsnorm_rope_cache: cache_mode is one of {', '.join(_MODES)}, not {cache_mode!r}")
+        raise ValueError(
+            f"npu_kv_rmsnorm_rope_cache: cache_mode is one of {', '.join(_MODES)}, "
+            f"not {cache_mode!r}"
+        )
     if v is not None:
         raise ValueError("npu_kv_rmsnorm_rope_cache: the form with a separate v has no CPU kernel")
     work = working_dtype(kv.dtype)
@@ -58,8 +62,20 @@ def npu_kv_rmsnorm_rope_cache_v2(
     ckv, k_pe = kv.split((dv, kv.shape[-1] - dv), -1)
     y = rms_norm(ckv.to(work), gamma.to(work), epsilon)
     k_embed = interleave_rope(k_pe, cos, sin, work)
-    _write(k_cache, _cast(k_embed, k_cache.dtype, k_rope_scale, k_rope_offset), index, cache_mode, "k_cache")
-    _write(ckv_cache, _cast(y, ckv_cache.dtype, c_kv_scale, c_kv_offset), index, cache_mode, "ckv_cache")
+    _write(
+        k_cache,
+        _cast(k_embed, k_cache.dtype, k_rope_scale, k_rope_offset),
+        index,
+        cache_mode,
+        "k_cache",
+    )
+    _write(
+        ckv_cache,
+        _cast(y, ckv_cache.dtype, c_kv_scale, c_kv_offset),
+        index,
+        cache_mode,
+        "ckv_cache",
+    )
     if not is_output_kv:
         return torch.zeros_like(k_embed, dtype=kv.dtype), torch.zeros_like(y, dtype=kv.dtype)
     return k_embed.to(kv.dtype), y.to(kv.dtype)
@@ -102,9 +118,9 @@ def npu_kv_rmsnorm_rope_cache(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """v1: ``(k_cache, ckv_cache, k_embed, y)``.
 
-    On the device the caches are written in place although the schema declares no mutation, and the first two
-    results are those caches. Here the inputs are written as well, and the results are copies of them: a
-    result of a pure schema may not share memory with an input.
+    On the device the caches are written in place although the schema declares no mutation, and the
+    first two results are those caches. Here the inputs are written as well, and the results are
+    copies of them: a result of a pure schema may not share memory with an input.
     """
     embedded = npu_kv_rmsnorm_rope_cache_v2(
         kv,
@@ -146,4 +162,6 @@ def _write(target: Tensor, new: Tensor, index: Tensor, cache_mode: str, argument
     rows = new.transpose(1, 2).reshape(batch * length, heads, width)
     for head in range(heads):
         one = target[:, :, head : head + 1]
-        cache.write_paged(one, block, offset, rows[:, head], nz=cache_mode.endswith("NZ"), argument=argument)
+        cache.write_paged(
+            one, block, offset, rows[:, head], nz=cache_mode.endswith("NZ"), argument=argument
+        )

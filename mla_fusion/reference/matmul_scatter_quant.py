@@ -1,5 +1,5 @@
-"""CPU kernels of the remaining NPU operators of MLA graphs: batched matmul, scatter, quantised product, format
-cast.
+"""CPU kernels of the remaining NPU operators of MLA graphs: batched matmul, scatter, quantised
+product, format cast.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ def npu_transpose_batchmatmul(
     perm_y: Sequence[int] | None = None,
     batch_split_factor: int | None = 1,
 ) -> Tensor:
-    """``permute(input)[Bt, M, K] @ permute(weight)[Bt, K, N]``, output ``[M, Bt, N]`` (perm_y is [1, 0, 2]
-    only).
+    """``permute(input)[Bt, M, K] @ permute(weight)[Bt, K, N]``, output ``[M, Bt, N]`` (perm_y is
+    [1, 0, 2] only).
 
-    With ``batch_split_factor`` f > 1 the result is ``[f, M, Bt*N/f]``.
-    Raises ValueError for bias (unsupported by the operator) and scale (static quantisation, no CPU kernel).
+    With ``batch_split_factor`` f > 1 the result is ``[f, M, Bt*N/f]``. Raises ValueError for bias
+    (unsupported by the operator) and scale (static quantisation, no CPU kernel).
     """
     if bias is not None or scale is not None:
         raise ValueError("npu_transpose_batchmatmul: bias and scale have no CPU kernel")
     if list(perm_y or (1, 0, 2)) != [1, 0, 2]:
-        raise ValueError(f"npu_transpose_batchmatmul: perm_y is [1, 0, 2], not {list(perm_y or ())}")
+        raise ValueError(
+            f"npu_transpose_batchmatmul: perm_y is [1, 0, 2], not {list(perm_y or ())}"
+        )
     left = input.permute(*(perm_x1 or (0, 1, 2)))
     right = weight.permute(*(perm_x2 or (0, 1, 2)))
     y = matmul(left, right).transpose(0, 1)
@@ -49,8 +51,8 @@ def npu_transpose_batchmatmul(
 
 
 def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """``input[indices[..., 0], ..., indices[..., a-1]] = updates``, in place; of equal indices the last
-    one wins.
+    """``input[indices[..., 0], ..., indices[..., a-1]] = updates``, in place; of equal indices the
+    last one wins.
     """
     depth = indices.shape[-1]
     positions = indices.reshape(-1, depth).to(torch.int64)
@@ -64,16 +66,26 @@ def npu_scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Te
 
 
 def npu_scatter_pa_kv_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, **options: Any
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    **options: Any,
 ) -> None:
-    """Rows ``[T, heads, width]`` to slots of ``[BlockNum, BlockSize, heads, width]``, in place, for key and value.
+    """Rows ``[T, heads, width]`` to slots of ``[BlockNum, BlockSize, heads, width]``, in place, for
+    key and value.
 
     Raises ValueError for any other ``cache_mode`` than "Norm" and for compressed sequences.
     """
     mode = options.get("cache_mode", "PA_NZ")
     if mode != "Norm":
         raise ValueError(f"cache_mode {mode!r} is not emulated, only 'Norm'")
-    given = [name for name in ("compress_lens", "compress_seq_offsets", "seq_lens") if options.get(name) is not None]
+    given = [
+        name
+        for name in ("compress_lens", "compress_seq_offsets", "seq_lens")
+        if options.get(name) is not None
+    ]
     if given:
         raise ValueError(f"{', '.join(given)}: compressed sequences are not emulated")
     for rows, cache in ((key, key_cache), (value, value_cache)):
@@ -81,7 +93,12 @@ def npu_scatter_pa_kv_cache(
 
 
 def npu_scatter_pa_kv_cache_functional(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, **options: Any
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`npu_scatter_pa_kv_cache` on copies."""
     caches = key_cache.clone(), value_cache.clone()
@@ -117,17 +134,21 @@ def npu_quant_matmul(
 ) -> Tensor:
     """``(x1 @ x2 [+ int32 bias]) * scale [* pertoken_scale] [+ bias] [+ offset]``, rounded once.
 
-    Of int8; of float8_e4m3fn, or hifloat8 (uint8, and 290 for both operands' dtype), with a scale for each column and
-    token; of float8_e4m3fn with e8m0 scales for blocks of 32 along k, ``scale [k/64, n, 2]``, ``pertoken_scale
-    [.., k/64, 2]``. ``output_dtype`` is a torch dtype number: 1 int8 (default), 3 int32, 5 float16, 6 float32, 15
-    bfloat16; int32 returns the accumulator of int8. Raises ValueError for any other form.
+    Of int8; of float8_e4m3fn, or hifloat8 (uint8, and 290 for both operands' dtype), with a scale
+    for each column and token; of float8_e4m3fn with e8m0 scales for blocks of 32 along k, ``scale
+    [k/64, n, 2]``, ``pertoken_scale [.., k/64, 2]``. ``output_dtype`` is a torch dtype number: 1
+    int8 (default), 3 int32, 5 float16, 6 float32, 15 bfloat16; int32 returns the accumulator of
+    int8. Raises ValueError for any other form.
     """
     token = None if pertoken_scale is None else (pertoken_scale.dtype, pertoken_scale_dtype)
     scales = (scale.dtype, scale_dtype), token
-    form = number_formats.of_product((x1.dtype, x2.dtype), (x1_dtype, x2_dtype), scales, group_sizes)
+    form = number_formats.of_product(
+        (x1.dtype, x2.dtype), (x1_dtype, x2_dtype), scales, group_sizes
+    )
     if form is None or x2.dim() != 2 or y_scale is not None:
         raise ValueError(
-            "npu_quant_matmul: the CPU kernel multiplies [..., k] by [k, n] of int8, float8_e4m3fn or hifloat8, in no "
+            "npu_quant_matmul: the CPU kernel multiplies [..., k] by [k, n] of int8, "
+            "float8_e4m3fn or hifloat8, in no "
             "groups but blocks of 32 with e8m0 scales"
         )
     if output_dtype not in OUTPUT_DTYPES:
@@ -154,7 +175,9 @@ def npu_quant_matmul(
     return rounded.view(shape)
 
 
-def _float_product(form: NumberFormat, x1: Tensor, x2: Tensor, scale: Tensor, token: Tensor | None) -> Tensor:
+def _float_product(
+    form: NumberFormat, x1: Tensor, x2: Tensor, scale: Tensor, token: Tensor | None
+) -> Tensor:
     """In float32, by the arithmetic of the prologue's own products."""
     kernel = format_of(form.full, "A5")
     assert kernel is not None
@@ -162,15 +185,21 @@ def _float_product(form: NumberFormat, x1: Tensor, x2: Tensor, scale: Tensor, to
         assert token is not None
         of_columns = scale.view(torch.uint8).permute(1, 0, 2).reshape(x2.shape[1], -1)
         of_rows = token.view(torch.uint8).reshape(x1.shape[0], -1)
-        return kernel.product(x1, x2, *(codes.view(torch.float8_e8m0fnu) for codes in (of_rows, of_columns)))
+        return kernel.product(
+            x1, x2, *(codes.view(torch.float8_e8m0fnu) for codes in (of_rows, of_columns))
+        )
     of_rows = torch.ones(1, dtype=torch.float32) if token is None else token.float().reshape(-1, 1)
     return kernel.product(x1, x2, of_rows, scale.float().reshape(1, -1))
 
 
 def npu_format_cast(
-    input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
+    input: Tensor,
+    acl_format: int,
+    *,
+    customize_dtype: int | None = None,
+    input_dtype: int | None = None,
 ) -> Tensor:
-    """A copy: a storage format such as FRACTAL_NZ (29) is invisible to the logical tensor, and the CPU has
-    none.
+    """A copy: a storage format such as FRACTAL_NZ (29) is invisible to the logical tensor, and the
+    CPU has none.
     """
     return input.clone()

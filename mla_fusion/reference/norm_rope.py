@@ -1,5 +1,5 @@
-"""CPU kernels of the NPU norm and rotary operators met in unfused MLA graphs: float32 inside, one cast at
-the end.
+"""CPU kernels of the NPU norm and rotary operators met in unfused MLA graphs: float32 inside, one
+cast at the end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from mla_fusion.reference.numerics import interleave_rope, working_dtype
 
 
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
-    """``(input * rstd * gamma, rstd)`` over gamma's trailing axes; rstd float32 with those axes kept as 1."""
+    """``(input * rstd * gamma, rstd)`` over gamma's trailing axes; rstd float32 with those axes
+    kept as 1.
+    """
     work = working_dtype(input.dtype)
     axes = tuple(range(input.dim() - gamma.dim(), input.dim()))
     x = input.to(work)
@@ -19,16 +21,20 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[
     return (x * rstd * gamma.to(work)).to(input.dtype), rstd.float()
 
 
-def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor, Tensor]:
-    """``(RMSNorm(x1 + x2), rstd, x1 + x2)``; the sum is rounded to the input dtype before it is normed."""
+def npu_add_rms_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(RMSNorm(x1 + x2), rstd, x1 + x2)``; the sum is rounded to the input dtype before it is
+    normed.
+    """
     total = x1 + x2
     y, rstd = npu_rms_norm(total, gamma, epsilon)
     return y, rstd, total
 
 
 def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of ``x [B, N, S, D]``, interleaved pairs in, halves out; ``cos``/``sin`` ``[B, 1, S or 1, D]``,
-    cos first.
+    """RoPE of ``x [B, N, S, D]``, interleaved pairs in, halves out; ``cos``/``sin`` ``[B, 1, S or
+    1, D]``, cos first.
 
     The result has x's strides, as torch_npu's Meta kernel says.
     """
@@ -38,8 +44,8 @@ def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def npu_rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """``input*r1 + rotated(input)*r2``; "half" rotates halves, "interleave" pairs, ``rotate`` by that
-    matrix.
+    """``input*r1 + rotated(input)*r2``; "half" rotates halves, "interleave" pairs, ``rotate`` by
+    that matrix.
     """
     work = working_dtype(input.dtype)
     x = input.to(work)
@@ -51,5 +57,7 @@ def npu_rotary_mul(
     elif rotary_mode == "interleave":
         rotated = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
     else:
-        raise ValueError(f"npu_rotary_mul: rotary_mode is 'half' or 'interleave', not {rotary_mode!r}")
+        raise ValueError(
+            f"npu_rotary_mul: rotary_mode is 'half' or 'interleave', not {rotary_mode!r}"
+        )
     return (x * r1.to(work) + rotated * r2.to(work)).to(input.dtype)

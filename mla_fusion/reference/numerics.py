@@ -1,9 +1,10 @@
 """The arithmetic every step shares: where the kernel rounds, and in which precision it works.
 
-The Ascend kernel accumulates in float32 and rounds to bfloat16 after every matmul, norm and rotation
-(`service_matmul_arch22.h`, `rms_norm.h`, `service_rope_arch22.h`). ``activation`` below is the dtype those
-roundings go to: bfloat16 as on the device. Called with float32 or float64 tensors the same steps run without
-any bfloat16 rounding, which is what verifying a fusion needs; the NPU itself takes bfloat16 only.
+The Ascend kernel accumulates in float32 and rounds to bfloat16 after every matmul, norm and
+rotation (`service_matmul_arch22.h`, `rms_norm.h`, `service_rope_arch22.h`). ``activation`` below is
+the dtype those roundings go to: bfloat16 as on the device. Called with float32 or float64 tensors
+the same steps run without any bfloat16 rounding, which is what verifying a fusion needs; the NPU
+itself takes bfloat16 only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor
 
 FLT_EPS = 1.1920928955078125e-07
 
-# OpenBLAS, with which builds of torch for other processors multiply bfloat16, rounds the sum of every 512 products.
+# OpenBLAS, with which builds of torch for other processors multiply bfloat16, rounds the sum of
+# every 512 products.
 _ROUNDS_PARTIAL_SUMS = platform.machine() not in ("x86_64", "AMD64")
 
 
@@ -25,9 +27,11 @@ def working_dtype(activation: torch.dtype) -> torch.dtype:
 
 
 def nz_weight_to_nd(weight: Tensor) -> Tensor:
-    """``[k, n]`` from FRACTAL_NZ storage ``[n/C0, k/16, 16, C0]``; a 2-D weight is returned as it is.
+    """``[k, n]`` from FRACTAL_NZ storage ``[n/C0, k/16, 16, C0]``; a 2-D weight is returned as it
+    is.
 
-    `CheckShape` in `mla_prolog_tiling_check.cpp` accepts both for weight_dq, weight_uq_qr and weight_dkv_kr.
+    `CheckShape` in `mla_prolog_tiling_check.cpp` accepts both for weight_dq, weight_uq_qr and
+    weight_dkv_kr.
     """
     if weight.dim() == 2:
         return weight
@@ -45,8 +49,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float, scale: float = 1.0) -> Tensor:
     """``x / sqrt(sum(x^2) * (1/n) + eps) * gamma [* scale]`` in the working dtype, not yet rounded.
 
-    `rms_norm.h`: a true division by the root, 1/n as a constant, and the scale multiplied last and only when
-    ``abs(scale - 1) >= FLT_EPSILON``. The caller casts or quantises the result.
+    `rms_norm.h`: a true division by the root, 1/n as a constant, and the scale multiplied last and
+    only when ``abs(scale - 1) >= FLT_EPSILON``. The caller casts or quantises the result.
     """
     work = working_dtype(gamma.dtype)
     x = x.to(work)
@@ -56,7 +60,8 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float, scale: float = 1.0) -> Te
 
 
 def interleave_rope(x: Tensor, cos: Tensor, sin: Tensor, activation: torch.dtype) -> Tensor:
-    """RoPE over interleaved input pairs with half-layout output; the halves of cos and sin are not tied.
+    """RoPE over interleaved input pairs with half-layout output; the halves of cos and sin are not
+    tied.
 
     ``y[:h] = x[0::2]*cos[:h] - x[1::2]*sin[:h]``, ``y[h:] = x[1::2]*cos[h:] + x[0::2]*sin[h:]``
     (`service_rope_arch22.h`), in the working dtype, rounded once to ``activation``.

@@ -1,9 +1,10 @@
 """ATB's MlaPreprocess on the CPU, with the roundings of `mla_preprocess_mix_bf16.cce`.
 
-What sets it apart from MlaProlog: its own input RMSNorm with a bias, one concatenated down-projection with columns
-``[ckv | k_rope | q]``, a rounding to the activation dtype right after every dequantisation, epsilon fixed at
-1e-6, RoPE that rotates halves (weights de-interleaved beforehand), an int32 slotmapping in which exactly -1 skips,
-and a static query scale per head that multiplies while the cache scale divides.
+What sets it apart from MlaProlog: its own input RMSNorm with a bias, one concatenated
+down-projection with columns ``[ckv | k_rope | q]``, a rounding to the activation dtype right after
+every dequantisation, epsilon fixed at 1e-6, RoPE that rotates halves (weights de-interleaved
+beforehand), an int32 slotmapping in which exactly -1 skips, and a static query scale per head that
+multiplies while the cache scale divides.
 """
 
 from __future__ import annotations
@@ -51,14 +52,16 @@ def npu_mla_preprocess(
     cache_mode: str | None = None,
     quant_mode: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(q_out0, kv_cache, q_out1, kv_cache_rope)``; writes both caches and returns them, as the ``.out`` form.
+    """``(q_out0, kv_cache, q_out1, kv_cache_rope)``; writes both caches and returns them, as the
+    ``.out`` form.
 
-    Arguments as `torch_npu.atb.npu_mla_preprocess`: input [T, H], wdqkv [C+R+Q, H] and wuq [N*(D+R), Q]
-    transposed (or their FRACTAL_NZ storage), wuk [N, D, C]. q_out0 is [T, N, C] (int8 in int8_nzcache), q_out1
-    [T, N, R]; "kvcache" gives [T, N, C+R] and an empty q_out1. The torch form without ``out`` returns freshly
-    allocated caches of which only the written rows are defined. Weights of the input's dtype switch RmsNormQuant off:
-    the input is multiplied as it is, without norm, quantisation or descale, and the second norm adds no beta1 (the
-    operation's own test, `test_mla_preprocess_aclnn.py`). Raises ContractError.
+    Arguments as `torch_npu.atb.npu_mla_preprocess`: input [T, H], wdqkv [C+R+Q, H] and wuq
+    [N*(D+R), Q] transposed (or their FRACTAL_NZ storage), wuk [N, D, C]. q_out0 is [T, N, C] (int8
+    in int8_nzcache), q_out1 [T, N, R]; "kvcache" gives [T, N, C+R] and an empty q_out1. The torch
+    form without ``out`` returns freshly allocated caches of which only the written rows are
+    defined. Weights of the input's dtype switch RmsNormQuant off: the input is multiplied as it is,
+    without norm, quantisation or descale, and the second norm adds no beta1 (the operation's own
+    test, `test_mla_preprocess_aclnn.py`). Raises ContractError.
     """
     full = contract.arguments_of(contract.ATB, dict(locals()))
     bound = contract.bind_tensors(full)
@@ -74,8 +77,8 @@ def npu_mla_preprocess(
 
 @dataclass(frozen=True)
 class Rows:
-    """What one call computes, before it is stored: query [T, N, C], its rope part [T, N, R], RMSNorm 1 with beta
-    [T, Q] and RMSNorm 2 [T, C] in float32, the key's rope part [T, R].
+    """What one call computes, before it is stored: query [T, N, C], its rope part [T, N, R],
+    RMSNorm 1 with beta [T, Q] and RMSNorm 2 [T, C] in float32, the key's rope part [T, R].
     """
 
     query: Tensor
@@ -101,24 +104,35 @@ class Rows:
         return query.contiguous(), self.query_rope
 
 
-def prologue(normed: Tensor, full: Mapping[str, Any], dims: Mapping[str, int], kind: torch.dtype) -> Rows:
-    """Everything between the normed hidden states, float32 [T, H], and the stores; ``kind`` is what a projection is
-    rounded to. An absent beta1 is not added, absent cos and sin do not rotate.
+def prologue(
+    normed: Tensor, full: Mapping[str, Any], dims: Mapping[str, int], kind: torch.dtype
+) -> Rows:
+    """Everything between the normed hidden states, float32 [T, H], and the stores; ``kind`` is what
+    a projection is rounded to. An absent beta1 is not added, absent cos and sin do not rotate.
     """
-    down = linear(normed, weight_to_nd(full["wdqkv"]), full["descale0"], static_scales(full, "0"), kind)
+    down = linear(
+        normed, weight_to_nd(full["wdqkv"]), full["descale0"], static_scales(full, "0"), kind
+    )
     ckv, k_rope, q = down.split((dims["C"], dims["R"], dims["Q"]), -1)
     q_norm = rms_norm_bias(q, full["gamma1"], full["beta1"])
     up = linear(q_norm, weight_to_nd(full["wuq"]), full["descale1"], static_scales(full, "1"), kind)
-    q_nope, q_rope = up.unflatten(-1, (dims["N"], dims["D"] + dims["R"])).split((dims["D"], dims["R"]), -1)
+    q_nope, q_rope = up.unflatten(-1, (dims["N"], dims["D"] + dims["R"])).split(
+        (dims["D"], dims["R"]), -1
+    )
     query = matmul(q_nope.transpose(0, 1), absorb_to_nd(full["wuk"])).transpose(0, 1)
     if full["cos"] is not None:
         cos, sin = full["cos"], full["sin"]
-        q_rope, k_rope = rope_neox(q_rope, cos.unsqueeze(1), sin.unsqueeze(1)), rope_neox(k_rope, cos, sin)
+        q_rope, k_rope = (
+            rope_neox(q_rope, cos.unsqueeze(1), sin.unsqueeze(1)),
+            rope_neox(k_rope, cos, sin),
+        )
     return Rows(query, q_rope, q_norm, rms_norm(ckv, full["gamma2"], EPSILON), k_rope)
 
 
 def rms_norm_bias(x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
-    """``x * (1/sqrt(sum(x^2 * 1/n) + 1e-6)) * gamma + beta`` in float32, unrounded: times the reciprocal."""
+    """``x * (1/sqrt(sum(x^2 * 1/n) + 1e-6)) * gamma + beta`` in float32, unrounded: times the
+    reciprocal.
+    """
     wide = x.float()
     mean_square = (wide.square() * (1.0 / x.shape[-1])).sum(-1, keepdim=True)
     normed = wide * (1.0 / (mean_square + EPSILON).sqrt()) * gamma.float()
@@ -126,7 +140,9 @@ def rms_norm_bias(x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
 
 
 def static_scales(full: Mapping[str, Any], stage: str) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(scale, offset, bias) of a stage that quantises per tensor; None otherwise, whatever else was passed."""
+    """(scale, offset, bias) of a stage that quantises per tensor; None otherwise, whatever else was
+    passed.
+    """
     if full["quant_mode"] != "per_tensor_quant_asymm":
         return None
     return full["quant_scale" + stage], full["quant_offset" + stage], full["bias" + stage]
@@ -141,9 +157,9 @@ def linear(
 ) -> Tensor:
     """Quantise, multiply by ``weight`` [n, k] transposed, dequantise, and round to ``dtype``.
 
-    ``static``, scale, offset and bias: ``int8(x * (1/scale) + offset)``, int32 bias, descale per channel. Without:
-    dynamic per token, ``scale = max|x|/127``, descale per channel times scale. A weight of the activation dtype is
-    multiplied as it is.
+    ``static``, scale, offset and bias: ``int8(x * (1/scale) + offset)``, int32 bias, descale per
+    channel. Without: dynamic per token, ``scale = max|x|/127``, descale per channel times scale. A
+    weight of the activation dtype is multiplied as it is.
     """
     if weight.dtype != torch.int8 or descale is None:
         return matmul(normed.to(dtype), weight.t())
@@ -159,14 +175,18 @@ def linear(
 
 
 def channel_scale(descale: Tensor) -> Tensor:
-    """float32 scales; for float16 activations they arrive as int64 whose low 32 bits are the float32."""
+    """float32 scales; for float16 activations they arrive as int64 whose low 32 bits are the
+    float32.
+    """
     if descale.dtype == torch.float32:
         return descale
     return descale.contiguous().view(torch.int32)[::2].contiguous().view(torch.float32)
 
 
 def to_int8(x: Tensor) -> Tensor:
-    """float32 -> half (nearest) -> clamp [-128, 127] -> int8 (half to even); NaN of an all-zero row: 0."""
+    """float32 -> half (nearest) -> clamp [-128, 127] -> int8 (half to even); NaN of an all-zero
+    row: 0.
+    """
     return x.to(torch.float16).nan_to_num(nan=0.0).clamp(-128, 127).round().to(torch.int8)
 
 
@@ -190,7 +210,8 @@ def absorb_to_nd(weight: Tensor) -> Tensor:
 
 
 def scatter(target: Tensor, rows: Tensor, slots: Tensor, *, nz: bool) -> None:
-    """Row t to ``slots[t]`` of a cache; -1 skips. An NZ cache is [BlockNum, W/C0, BlockSize, C0] in memory.
+    """Row t to ``slots[t]`` of a cache; -1 skips. An NZ cache is [BlockNum, W/C0, BlockSize, C0] in
+    memory.
 
     The cache may be declared as that, as [BlockNum, BlockSize, 1, W], or without the head axis.
     """

@@ -1,4 +1,6 @@
-"""The MLA prologue v3 on the CPU: roundings of the A2/A3 kernel, and of the A5 kernel for its own formats."""
+"""The MLA prologue v3 on the CPU: roundings of the A2/A3 kernel, and of the A5 kernel for its own
+formats.
+"""
 
 from __future__ import annotations
 
@@ -53,16 +55,19 @@ def npu_mla_prolog_v3(
     weight_dkv_kr_dtype: int | None = None,
     kv_cache_dtype: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(query, query_rope, dequant_scale_q_nope, query_norm, dequant_scale_q_norm)``; writes both caches.
+    """``(query, query_rope, dequant_scale_q_nope, query_norm, dequant_scale_q_norm)``; writes both
+    caches.
 
-    Arguments as `torch_npu.npu_mla_prolog_v3`. Leading dims ``lead`` are ``[T]`` or ``[B, S]``, as token_x
-    has them: query ``lead + [N, Hckv]``, query_rope ``lead + [N, Dr]``, query_norm ``lead + [Hcq]``,
-    dequant_scale_q_nope ``[T, N, 1]``, dequant_scale_q_norm ``[T, 1]``; outputs the call does not ask for
-    have shape ``[0]``, as torch_npu gives them from CANN 8.5 on. Only rows named by cache_index are written.
+    Arguments as `torch_npu.npu_mla_prolog_v3`. Leading dims ``lead`` are ``[T]`` or ``[B, S]``, as
+    token_x has them: query ``lead + [N, Hckv]``, query_rope ``lead + [N, Dr]``, query_norm ``lead +
+    [Hcq]``, dequant_scale_q_nope ``[T, N, 1]``, dequant_scale_q_norm ``[T, 1]``; outputs the call
+    does not ask for have shape ``[0]``, as torch_npu gives them from CANN 8.5 on. Only rows named
+    by cache_index are written.
 
-    float32 and float64 tensors are taken too and computed without bfloat16 rounding (the NPU takes bfloat16).
-    Sizes outside the operator's published tables are computed as well; shapes that disagree raise
-    ContractError. int8 rounds as on A2 and A3, inside ``reference.chip("A5")`` as on A5.
+    float32 and float64 tensors are taken too and computed without bfloat16 rounding (the NPU takes
+    bfloat16). Sizes outside the operator's published tables are computed as well; shapes that
+    disagree raise ContractError. int8 rounds as on A2 and A3, inside ``reference.chip("A5")`` as on
+    A5.
     """
     arguments = dict(locals())
     meta.check_structure("npu_mla_prolog_v3", arguments)
@@ -100,7 +105,10 @@ def npu_mla_prolog_v3(
         ckv = steps.quant_ckv_per_tensor(form, ckv, quant_scale_ckv)
     elif kv_cache_quant_mode == 2:
         assert quant_scale_ckv is not None and quant_scale_ckr is not None
-        ckv, kr = steps.quant_per_channel(ckv, quant_scale_ckv), steps.quant_per_channel(kr, quant_scale_ckr)
+        ckv, kr = (
+            steps.quant_per_channel(ckv, quant_scale_ckv),
+            steps.quant_per_channel(kr, quant_scale_ckr),
+        )
     else:
         assert form is not None
         ckv = steps.quant_ckv_per_tile(form, ckv, kr, k_nope_clip_alpha, tile_size)
@@ -134,7 +142,9 @@ def npu_mla_prolog_v3_functional(
     untouched.
     """
     # what is no tensor is refused below
-    kv_cache_out, kr_cache_out = (c.clone() if isinstance(c, Tensor) else c for c in (kv_cache, kr_cache))
+    kv_cache_out, kr_cache_out = (
+        c.clone() if isinstance(c, Tensor) else c for c in (kv_cache, kr_cache)
+    )
     results = npu_mla_prolog_v3(
         token_x,
         weight_dq,

@@ -1,9 +1,9 @@
-"""npu_mla_prolog (v1) and npu_mla_prolog_v2: v3's arithmetic, the scenario read off the dtypes, older
-results.
+"""npu_mla_prolog (v1) and npu_mla_prolog_v2: v3's arithmetic, the scenario read off the dtypes,
+older results.
 
-Both schemas are pure, yet the device writes the caches in place (v2 even returns the very same tensors). Here
-the inputs are written too and the results are copies of them: what a pure schema returns may not share memory
-with its arguments, and a caller reading either sees the updated cache.
+Both schemas are pure, yet the device writes the caches in place (v2 even returns the very same
+tensors). Here the inputs are written too and the results are copies of them: what a pure schema
+returns may not share memory with its arguments, and a caller reading either sees the updated cache.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ def npu_mla_prolog(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tenso
     return _prolog("npu_mla_prolog", args, options)[:4]
 
 
-def npu_mla_prolog_v2(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """v2: ``(query, query_rope, kv_cache, kr_cache, dequant_scale_q_nope)``; the last is ``[1]`` when
-    absent.
+def npu_mla_prolog_v2(
+    *args: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """v2: ``(query, query_rope, kv_cache, kr_cache, dequant_scale_q_nope)``; the last is ``[1]``
+    when absent.
     """
     return _prolog("npu_mla_prolog_v2", args, options)
 

@@ -1,4 +1,6 @@
-"""CPU kernels of the npu operators that quantise rows: per token, per block of a row, by given scales."""
+"""CPU kernels of the npu operators that quantise rows: per token, per block of a row, by given
+scales.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,18 @@ def npu_dynamic_quant(
     quant_mode: str = "pertoken",
     dst_type_max: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """``(numbers, float32 scale)`` per token: ``scale = max|x*smooth|/127``, ``y = round(x*smooth/scale)`` in int8.
+    """``(numbers, float32 scale)`` per token: ``scale = max|x*smooth|/127``, ``y =
+    round(x*smooth/scale)`` in int8.
 
-    With ``dst_type`` float8_e4m3fn 448 takes the place of 127, with hifloat8 (which comes as uint8) 32768. Raises
-    ValueError for group_index, for any other dst_type and for a quant_mode other than "pertoken".
+    With ``dst_type`` float8_e4m3fn 448 takes the place of 127, with hifloat8 (which comes as uint8)
+    32768. Raises ValueError for group_index, for any other dst_type and for a quant_mode other than
+    "pertoken".
     """
     form = number_formats.of_dst_type(dst_type)
     if group_index is not None or quant_mode != "pertoken" or form is None:
         raise ValueError(
-            "npu_dynamic_quant: the CPU kernel quantises per token, without group_index, to int8 (dst_type None or 1), "
+            "npu_dynamic_quant: the CPU kernel quantises per token, without group_index, to int8 "
+            "(dst_type None or 1), "
             "float8_e4m3fn (24 or 292) or hifloat8 (290)"
         )
     kernel = format_of(form.full, "A3")
@@ -52,22 +57,31 @@ def npu_dynamic_mx_quant(
     dst_type_max: float = 0.0,
     max_low_bound: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """``(float8_e4m3fn, e8m0 scales as uint8 [.., ceil(n/64), 2])``: one power of two for 32 neighbours in a row.
+    """``(float8_e4m3fn, e8m0 scales as uint8 [.., ceil(n/64), 2])``: one power of two for 32
+    neighbours in a row.
 
-    ``scale = 2**(floor(log2(max|block|)) - 8)``, ``y = round(x / scale)`` saturating at 448, as the prologue quantises
-    c_q in weight_quant_mode 3. Raises ValueError for any other axis, rounding, dst_type, block or way to the scale.
+    ``scale = 2**(floor(log2(max|block|)) - 8)``, ``y = round(x / scale)`` saturating at 448, as the
+    prologue quantises c_q in weight_quant_mode 3. Raises ValueError for any other axis, rounding,
+    dst_type, block or way to the scale.
     """
-    blocks_of_rows = (axis % input.dim(), round_mode, block_size) == (input.dim() - 1, "rint", number_formats.BLOCK)
+    blocks_of_rows = (axis % input.dim(), round_mode, block_size) == (
+        input.dim() - 1,
+        "rint",
+        number_formats.BLOCK,
+    )
     plain = blocks_of_rows and not scale_alg and not dst_type_max and not max_low_bound
     if not plain or number_formats.of_dst_type(dst_type, in_blocks=True) is None:
         raise ValueError(
-            "npu_dynamic_mx_quant: the CPU kernel quantises blocks of 32 along the last axis to float8_e4m3fn "
+            "npu_dynamic_mx_quant: the CPU kernel quantises blocks of 32 along the last axis to "
+            "float8_e4m3fn "
             "(dst_type 24 or 292; rint, scale_alg 0, no bounds)"
         )
     width = input.shape[-1]
     padded = torch.nn.functional.pad(input.float(), (0, -width % (2 * number_formats.BLOCK)))
     data, codes = mx_quant(padded)
-    return data[..., :width].contiguous(), codes.view(torch.uint8).unflatten(-1, (codes.shape[-1] // 2, 2))
+    return data[..., :width].contiguous(), codes.view(torch.uint8).unflatten(
+        -1, (codes.shape[-1] // 2, 2)
+    )
 
 
 def npu_dynamic_block_quant(
@@ -82,19 +96,23 @@ def npu_dynamic_block_quant(
 ) -> tuple[Tensor, Tensor]:
     """``(int8 [.., M, N], float32 scale [.., M, ceil(N/128)])`` of ``x [M, N]`` or ``[B, M, N]``.
 
-    ``scale = max(max|block|/127, min_scale)`` over 128 neighbours in a row, ``y = round(x/scale)``: all that A2 and
-    A3 have. On A5 ``scale = min(max|block|/maximum, 1/min_scale)``, with dst_type float8_e4m3fn and the maximum 448, or
-    with hifloat8, 32768 and round_mode "round". Raises ValueError for another rank, block, rounding or dst_type.
+    ``scale = max(max|block|/127, min_scale)`` over 128 neighbours in a row, ``y = round(x/scale)``:
+    all that A2 and A3 have. On A5 ``scale = min(max|block|/maximum, 1/min_scale)``, with dst_type
+    float8_e4m3fn and the maximum 448, or with hifloat8, 32768 and round_mode "round". Raises
+    ValueError for another rank, block, rounding or dst_type.
     """
     form = number_formats.of_dst_type(dst_type)
     plain = (row_block_size, col_block_size) == (1, 128) and not dst_type_max
     if x.dim() not in (2, 3) or not plain or form is None or round_mode != form.block_rounding:
         raise ValueError(
-            "npu_dynamic_block_quant: the CPU kernel quantises blocks of 1 x 128 of a 2-D or 3-D tensor to int8 or "
+            "npu_dynamic_block_quant: the CPU kernel quantises blocks of 1 x 128 of a 2-D or 3-D "
+            "tensor to int8 or "
             "float8_e4m3fn (rint), or to hifloat8 (round)"
         )
     width = x.shape[-1]
-    blocks = torch.nn.functional.pad(x.float(), (0, -width % col_block_size)).unflatten(-1, (-1, col_block_size))
+    blocks = torch.nn.functional.pad(x.float(), (0, -width % col_block_size)).unflatten(
+        -1, (-1, col_block_size)
+    )
     largest = blocks.abs().amax(-1, keepdim=True)
     encode, maximum = _OF_BLOCKS[form]
     if form is number_formats.INT8:
@@ -102,7 +120,9 @@ def npu_dynamic_block_quant(
     else:
         scale = largest * torch.tensor(1 / maximum, dtype=torch.float32)
         scale = scale.clamp(max=1 / min_scale if min_scale else torch.inf)
-    return encode(blocks / scale).flatten(-2)[..., :width].contiguous(), scale.squeeze(-1).contiguous()
+    return encode(blocks / scale).flatten(-2)[..., :width].contiguous(), scale.squeeze(
+        -1
+    ).contiguous()
 
 
 _OF_BLOCKS: Mapping[number_formats.NumberFormat, tuple[Callable[[Tensor], Tensor], float]] = {
@@ -116,14 +136,22 @@ _QINT8 = (1, 12)  # torch.int8 and torch.qint8 among the numbers of scalar types
 
 
 def npu_quantize(
-    input: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int, axis: int = 1, div_mode: bool = True
+    input: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    dtype: int,
+    axis: int = 1,
+    div_mode: bool = True,
 ) -> Tensor:
     """``int8(sat(round(input / scales + zero_points)))``; without ``div_mode``, ``input * scales``.
 
-    ``scales`` has one value, or one for each index of ``axis``. Raises ValueError for a dtype other than int8.
+    ``scales`` has one value, or one for each index of ``axis``. Raises ValueError for a dtype other
+    than int8.
     """
     if dtype not in _QINT8:
-        raise ValueError(f"npu_quantize: the CPU kernel quantises to int8 (dtype 1 or 12), not {dtype}")
+        raise ValueError(
+            f"npu_quantize: the CPU kernel quantises to int8 (dtype 1 or 12), not {dtype}"
+        )
     shape = [1] * input.dim()
     shape[axis] = -1
     x, scale = (value.to(working_dtype(input.dtype)) for value in (input, scales.reshape(shape)))

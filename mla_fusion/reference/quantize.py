@@ -10,7 +10,9 @@ _EXACT_K = 1024
 
 
 def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``int8[m, k] @ int8[k, n] -> int32[m, n]``, exact, by float32 products over short slices of k."""
+    """``int8[m, k] @ int8[k, n] -> int32[m, n]``, exact, by float32 products over short slices of
+    k.
+    """
     total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.int32)
     for a_slice, b_slice in zip(a.split(_EXACT_K, 1), b.split(_EXACT_K, 0), strict=True):
         total += (a_slice.float() @ b_slice.float()).to(torch.int32)
@@ -18,17 +20,19 @@ def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def dequant(accumulated: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """``fp32(int32) * first`` then ``* second``; stays float32. The token scale is the first one on A2 and A3
-    (`mla_prolog_vector_comm_arch22.h`), the channel scale on A5 (`vf_dequant.h`).
+    """``fp32(int32) * first`` then ``* second``; stays float32. The token scale is the first one on
+    A2 and A3 (`mla_prolog_vector_comm_arch22.h`), the channel scale on A5 (`vf_dequant.h`).
     """
     return accumulated.float() * first * second
 
 
 def to_int8(x: Tensor) -> Tensor:
-    """fp32 -> int32 (half to even) -> half -> int8 with saturation; NaN (an all-zero row) becomes 0.
+    """fp32 -> int32 (half to even) -> half -> int8 with saturation; NaN (an all-zero row) becomes
+    0.
 
-    A5 goes fp32 -> half (to odd) -> int8 (half to even) instead, which gives the same: half has four bits or more
-    below the unit up to 128, and rounding to odd keeps in the last of them whether anything was lost.
+    A5 goes fp32 -> half (to odd) -> int8 (half to even) instead, which gives the same: half has
+    four bits or more below the unit up to 128, and rounding to odd keeps in the last of them
+    whether anything was lost.
     """
     return x.nan_to_num(nan=0.0).round().clamp(-128, 127).to(torch.int8)
 
@@ -47,10 +51,12 @@ def dynamic_scale(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def per_tile(x: Tensor, alpha: Tensor, tile: int) -> tuple[Tensor, Tensor]:
-    """Clip each tile to ``alpha * max|tile|`` and quantise it: ``(int8 [T, n], fp32 scale [T, n/tile])``.
+    """Clip each tile to ``alpha * max|tile|`` and quantise it: ``(int8 [T, n], fp32 scale [T,
+    n/tile])``.
 
     ``lim = m*alpha; scale = lim*(1/127); q = rint(clip(x, -lim, lim) * (1/scale))``
-    (`mla_prolog_vector_comm_arch22.h`); the device has no floor under m, so an all-zero tile quantises to 0.
+    (`mla_prolog_vector_comm_arch22.h`); the device has no floor under m, so an all-zero tile
+    quantises to 0.
     """
     tiles = x.unflatten(-1, (x.shape[-1] // tile, tile))
     limit = tiles.abs().amax(-1, keepdim=True) * alpha.to(x.dtype).reshape(1)
@@ -60,7 +66,9 @@ def per_tile(x: Tensor, alpha: Tensor, tile: int) -> tuple[Tensor, Tensor]:
 
 
 def tile_row(ckv: Tensor, kr: Tensor, scale: Tensor) -> Tensor:
-    """One per-tile cache row as bytes: ``int8 ckv | rope half in its 16-bit form | fp32 scales``."""
+    """One per-tile cache row as bytes: ``int8 ckv | rope half in its 16-bit form | fp32
+    scales``.
+    """
     return torch.cat((ckv, _bytes(kr), _bytes(scale)), -1)
 
 

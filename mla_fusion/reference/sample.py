@@ -53,9 +53,9 @@ def sample_call(
 ) -> dict[str, Any]:
     """Arguments by name of a legal ``npu_mla_prolog_v3`` call; ``lead`` is ``(T,)`` or ``(B, S)``.
 
-    Values are scaled so that every intermediate is of order one; caches hold noise; slots are distinct,
-    and -1 (skipped) where the cache is too small for the tokens. With
-    block-wise cache modes and a 2-D token_x the tokens are two sequences. On ``device="meta"`` nothing is allocated.
+    Values are scaled so that every intermediate is of order one; caches hold noise; slots are
+    distinct, and -1 (skipped) where the cache is too small for the tokens. With block-wise cache
+    modes and a 2-D token_x the tokens are two sequences. On ``device="meta"`` nothing is allocated.
     """
     make = torch.Generator().manual_seed(seed)
     weights, cache = spec.WEIGHT_MODES[weight_quant_mode], spec.CACHE_QUANTS[kv_cache_quant_mode]
@@ -103,7 +103,10 @@ def sample_call(
         typical = 0.9 if name == "k_nope_clip_alpha" else 30.0 if name.startswith("quant") else 1.0
         if name.startswith("dequant") and weights.element == torch.int8:
             # int8 operands have standard deviation 73: bring each product sum back to order one
-            typical = 1.0 / (73.0 * (known["He"] ** 0.25 if name != "dequant_scale_w_uq_qr" else known["Hcq"] ** 0.5))
+            typical = 1.0 / (
+                73.0
+                * (known["He"] ** 0.25 if name != "dequant_scale_w_uq_qr" else known["Hcq"] ** 0.5)
+            )
         kind = weights.scale_dtype if name in weights.required else torch.float32
         if device == "meta":
             call[name] = torch.empty(shape(text), dtype=kind, device=device)
@@ -128,21 +131,26 @@ def sample_call(
             "weight_dkv_kr_dtype",
             "kv_cache_dtype",
         )
-        options |= dict.fromkeys(names if kv_cache_quant_mode in (1, 3) else names[:-1], spec.HIFLOAT8)
+        options |= dict.fromkeys(
+            names if kv_cache_quant_mode in (1, 3) else names[:-1], spec.HIFLOAT8
+        )
     return call | options
 
 
 def as_operator(op: str, call: Mapping[str, Any], cann: str = "latest") -> dict[str, Any]:
     """A sample call of v3 as another version or release has it.
 
-    v1 and v2 have no modes; some want a row for quant_scale_ckv, of which the kernel reads one float.
+    v1 and v2 have no modes; some want a row for quant_scale_ckv, of which the kernel reads one
+    float.
     """
     required, defaults = signature(op)
     kept = {name: value for name, value in call.items() if name in required or name in defaults}
     row = limits(op, "A3", cann).kv_scale == spec.QUANT_SCALE_CKV_ROW
     if row and call["kv_cache_quant_mode"] == 1:
         width = call["rmsnorm_gamma_ckv"].shape[0]
-        kept["quant_scale_ckv"] = call["quant_scale_ckv"].reshape(1, 1).expand(1, width).contiguous()
+        kept["quant_scale_ckv"] = (
+            call["quant_scale_ckv"].reshape(1, 1).expand(1, width).contiguous()
+        )
     return kept
 
 

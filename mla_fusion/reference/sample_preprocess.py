@@ -11,8 +11,28 @@ from torch import Tensor
 from mla_fusion.meta import preprocess, preprocess_csrc
 
 # small sizes; those of the device are in mla_fusion.meta.preprocess
-SMALL = {"T": 5, "H": 128, "Q": 64, "C": 64, "R": 32, "D": 32, "N": 2, "BlockNum": 3, "BlockSize": 16}
-LEGAL = {"T": 4, "H": 7168, "Q": 1536, "C": 512, "R": 64, "D": 128, "N": 2, "BlockNum": 2, "BlockSize": 16}
+SMALL = {
+    "T": 5,
+    "H": 128,
+    "Q": 64,
+    "C": 64,
+    "R": 32,
+    "D": 32,
+    "N": 2,
+    "BlockNum": 3,
+    "BlockSize": 16,
+}
+LEGAL = {
+    "T": 4,
+    "H": 7168,
+    "Q": 1536,
+    "C": 512,
+    "R": 64,
+    "D": 128,
+    "N": 2,
+    "BlockNum": 2,
+    "BlockSize": 16,
+}
 
 
 def sample_preprocess(
@@ -28,9 +48,9 @@ def sample_preprocess(
 ) -> dict[str, Any]:
     """Arguments by name of ``npu_mla_preprocess`` or ``mla_preprocess_csrc``, its results included.
 
-    Values are scaled so that every intermediate is of order one; caches hold noise; slots are distinct. NZ caches
-    have 128 rows a block. ``weight`` is the dtype of the two projections (the activation's with "no_quant"). On
-    ``device="meta"`` neither weights nor caches are allocated.
+    Values are scaled so that every intermediate is of order one; caches hold noise; slots are
+    distinct. NZ caches have 128 rows a block. ``weight`` is the dtype of the two projections (the
+    activation's with "no_quant"). On ``device="meta"`` neither weights nor caches are allocated.
     """
     make = torch.Generator().manual_seed(seed)
     form = preprocess.CACHE_FORMS[cache_mode]
@@ -53,7 +73,11 @@ def sample_preprocess(
 
     def descale(rows: int, k: int) -> Tensor:
         scale = (0.5 + torch.rand(rows, generator=make, dtype=torch.float32)) / (73 * 40 * k**0.5)
-        return scale if dtype == torch.bfloat16 else scale.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+        return (
+            scale
+            if dtype == torch.bfloat16
+            else scale.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+        )
 
     call: dict[str, Any] = {
         "input": noise(t, h),
@@ -88,7 +112,9 @@ def sample_preprocess(
         for stage, width in (("0", wide), ("1", up)):
             call["quant_scale" + stage] = torch.tensor([0.03], dtype=dtype)
             call["quant_offset" + stage] = torch.tensor([3], dtype=torch.int8)
-            call["bias" + stage] = torch.randint(-10, 10, (width,), generator=make, dtype=torch.int32)
+            call["bias" + stage] = torch.randint(
+                -10, 10, (width,), generator=make, dtype=torch.int32
+            )
     if form.int8:
         call["ctkv_scale"] = torch.tensor([0.02], dtype=dtype)
         call["q_nope_scale"] = torch.linspace(20, 40, n, dtype=torch.float32).to(dtype)
@@ -101,8 +127,12 @@ def sample_preprocess(
     return call
 
 
-def _as_fork(call: dict[str, Any], form: preprocess.CacheForm, sizes: tuple[int, ...], device: str) -> dict[str, Any]:
-    """The same call of the fork: no input norm, results as arguments, in mode kvcache a rope cache for its width."""
+def _as_fork(
+    call: dict[str, Any], form: preprocess.CacheForm, sizes: tuple[int, ...], device: str
+) -> dict[str, Any]:
+    """The same call of the fork: no input norm, results as arguments, in mode kvcache a rope cache
+    for its width.
+    """
     t, n, c, r, q = sizes
     kind = call["input"].dtype
     fork = {name: value for name, value in call.items() if name not in ("input", "gamma0", "beta0")}

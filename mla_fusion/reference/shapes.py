@@ -24,7 +24,10 @@ _LIKE_CACHE = {
 
 def _inferred(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, ...]:
     arguments = meta.bind(op, args, options)
-    results = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in meta.infer(op, **arguments)]
+    results = [
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape, dtype in meta.infer(op, **arguments)
+    ]
     for position, cache in _LIKE_CACHE.get(op, {}).items():
         results[position] = torch.empty_like(arguments[cache])
     return tuple(results)
@@ -59,7 +62,9 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[
     return torch.empty_like(input), input.new_empty(kept, dtype=torch.float32)
 
 
-def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor, Tensor]:
+def npu_add_rms_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06
+) -> tuple[Tensor, Tensor, Tensor]:
     y, rstd = npu_rms_norm(x1, gamma)
     return y, rstd, torch.empty_like(x1)
 
@@ -75,18 +80,33 @@ def npu_rotary_mul(
 
 
 def npu_kv_rmsnorm_rope_cache_v2(
-    kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, index: Tensor, k: Tensor, ckv: Tensor, **options: Any
+    kv: Tensor,
+    gamma: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    k: Tensor,
+    ckv: Tensor,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     lead = list(kv.shape[:-1])
     return kv.new_empty([*lead, cos.shape[-1]]), kv.new_empty([*lead, gamma.shape[0]])
 
 
 def npu_kv_rmsnorm_rope_cache_v2_functional(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    return (*npu_kv_rmsnorm_rope_cache_v2(*args), torch.empty_like(args[5]), torch.empty_like(args[6]))
+    return (
+        *npu_kv_rmsnorm_rope_cache_v2(*args),
+        torch.empty_like(args[5]),
+        torch.empty_like(args[6]),
+    )
 
 
 def npu_kv_rmsnorm_rope_cache(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    return (torch.empty_like(args[5]), torch.empty_like(args[6]), *npu_kv_rmsnorm_rope_cache_v2(*args))
+    return (
+        torch.empty_like(args[5]),
+        torch.empty_like(args[6]),
+        *npu_kv_rmsnorm_rope_cache_v2(*args),
+    )
 
 
 def npu_transpose_batchmatmul(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
@@ -116,7 +136,9 @@ def npu_dynamic_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     number = options.get("dst_type")
     form = number_formats.of_dst_type(number)
     dtype = form.element if form is not None else _FLOAT8.get(number, torch.int8)
-    return torch.empty_like(input, dtype=dtype), input.new_empty(input.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(input, dtype=dtype), input.new_empty(
+        input.shape[:-1], dtype=torch.float32
+    )
 
 
 _FLOAT8: dict[Any, torch.dtype] = dict.fromkeys((23, 291), torch.float8_e5m2) | dict.fromkeys(
@@ -134,7 +156,9 @@ def npu_dynamic_block_quant(x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     blocks = (x.shape[-1] + 127) // 128
     form = number_formats.of_dst_type(options.get("dst_type"))
     dtype = form.element if form is not None else _FLOAT8.get(options.get("dst_type"), torch.int8)
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], blocks), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(
+        (*x.shape[:-1], blocks), dtype=torch.float32
+    )
 
 
 def npu_quantize(input: Tensor, *args: Any, **options: Any) -> Tensor:

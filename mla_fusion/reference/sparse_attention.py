@@ -24,12 +24,20 @@ def npu_sparse_flash_attention(
     attention_mode: int = 0,
     **others: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``query [B, S, N, 512]`` over the rows of ``key [B, L, 1, 512]`` that ``sparse_indices [B, S, 1, k]`` names up to
-    the first -1. Raises ValueError for any other form."""
+    """``query [B, S, N, 512]`` over the rows of ``key [B, L, 1, 512]`` that ``sparse_indices [B, S,
+    1, k]`` names up to the first -1. Raises ValueError for any other form."""
     form = (layout_query, layout_kv, sparse_block_size, sparse_mode, attention_mode)
     given = [name for name, argument in others.items() if isinstance(argument, Tensor)]
-    if form != ("BSND", "BSND", 1, 0, 2) or given or query_rope is None or key_rope is None or value is None:
-        raise ValueError(f"npu_sparse_flash_attention: the CPU kernel has no form {form} with {', '.join(given)}")
+    if (
+        form != ("BSND", "BSND", 1, 0, 2)
+        or given
+        or query_rope is None
+        or key_rope is None
+        or value is None
+    ):
+        raise ValueError(
+            f"npu_sparse_flash_attention: the CPU kernel has no form {form} with {', '.join(given)}"
+        )
     work = working_dtype(query.dtype)
     picks = sparse_indices[:, :, 0].long()
     seen = (picks >= 0).cumprod(-1).bool()

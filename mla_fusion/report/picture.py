@@ -1,4 +1,6 @@
-"""What a report draws of one prologue: its nodes, what each is for, and the edges between them. Plain data."""
+"""What a report draws of one prologue: its nodes, what each is for, and the edges between them.
+Plain data.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Picture:
-    """A prologue as it was and, where it is fused, as it becomes. Layers of equal structure share one.
+    """A prologue as it was and, where it is fused, as it becomes. Layers of equal structure share
+    one.
 
     layer   the one that is drawn; node names are its
     """

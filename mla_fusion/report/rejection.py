@@ -1,4 +1,6 @@
-"""Why a prologue was not fused: stable codes, each with what it means and what would make it fuse."""
+"""Why a prologue was not fused: stable codes, each with what it means and what would make it
+fuse.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ CODES: dict[str, tuple[str, str]] = {
         "The query is projected from the hidden state directly; the kernel needs W_dq, RMSNorm "
         "and W_uq_qr.",
         "Nothing fuses the whole: the kernel has no form without a query LoRA. "
-        "Config(targets=('v3', 'key')) fuses the key's half alone, where the latent has an RMSNorm.",
+        "Config(targets=('v3', 'key')) fuses the key's half alone, where the latent has an "
+        "RMSNorm.",
     ),
     "q_lora.interrupted": (
         "A step that the kernel does not have, such as a collective, stands between the query "
@@ -113,8 +116,7 @@ CODES: dict[str, tuple[str, str]] = {
         "kernel call are fixed.",
     ),
     "linear.hidden": (
-        "A projection is an unknown operator, or a sum of products (with an adapter, for "
-        "example).",
+        "A projection is an unknown operator, or a sum of products (with an adapter, for example).",
         "Use mm, linear or npu_quant_matmul, and merge adapters into the weights.",
     ),
     "quant.static": (
@@ -149,8 +151,7 @@ CODES: dict[str, tuple[str, str]] = {
         "format.",
     ),
     "quant.tokens_differ": (
-        "Two projections of one value read quantised forms of it that the pass cannot prove "
-        "equal.",
+        "Two projections of one value read quantised forms of it that the pass cannot prove equal.",
         "Quantise the value once, with one smooth_scales.",
     ),
     "quant.scale": (
@@ -304,7 +305,8 @@ class Rejection:
     source    the line of the model that the first node came from, where the graph carries it
     picture   its place in ``Report.pictures``
     score     how much of a prologue was found, from 0 to 1: the nearest miss has the highest
-    below     why the targets that were tried after the first did not take it either, ``[code] message``
+    below     why the targets that were tried after the first did not take it either, ``[code]
+              message``
     """
 
     code: str

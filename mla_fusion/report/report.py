@@ -20,7 +20,8 @@ SCHEMA = 1  # of the JSON; docs/stability.md says when it changes
 
 @dataclass(frozen=True)
 class Figure:
-    """One output compared: relative L2 error and largest difference, fused against unfused, over all draws.
+    """One output compared: relative L2 error and largest difference, fused against unfused, over
+    all draws.
 
     row   the relative L2 error of the worst row (of a token, or of a cache)
     """
@@ -56,17 +57,21 @@ class Fusion:
     verified    what verification found, in words
     target      the one of ``Config.targets`` that took it
     operator    what is called
-    instead_of  why the target above in the ladder did not take it, ``[code] message``; empty for the first
-    placement   "in place" (the kernel writes the model's caches), "staged: <the first of staged_by>", or
-                "written by the kernel into new caches .." (the model returns new ones)
-    staged_by   everything that stands between a staged fusion and a write in place, with what to write instead
+    instead_of  why the target above in the ladder did not take it, ``[code] message``; empty for
+                the first
+    placement   "in place" (the kernel writes the model's caches), "staged: <the first of
+                staged_by>", or "written by the kernel into new caches .." (the model returns new
+                ones)
+    staged_by   everything that stands between a staged fusion and a write in place, with what to
+                write instead
     leaves      what a staged fusion leaves in the graph, and what a step pays for it
-    figures     per output, fused against unfused on seeded inputs; empty where ``verified`` says another
-                layer of equal structure stood for this one, or verification was off
+    figures     per output, fused against unfused on seeded inputs; empty where ``verified`` says
+                another layer of equal structure stood for this one, or verification was off
     proof       why the fusion is exact, a line for each fact, and last what verification compared
-    certificate  its place in ``Report.certificates``: what `mla-fusion check-proof` checks; None where a step has no
-                form that a certificate can say
-    compared    what verification ran: at how many tokens, on how many draws, how many outputs; empty where figures is
+    certificate  its place in ``Report.certificates``: what `mla-fusion check-proof` checks; None
+                where a step has no form that a certificate can say
+    compared    what verification ran: at how many tokens, on how many draws, how many outputs;
+                empty where figures is
     picture     its place in ``Report.pictures``; layers of equal structure share one
     beside      what else was recognised that reads the prologue, and stays as it is (an indexer)
     """
@@ -107,7 +112,11 @@ class Fusion:
             return ""
         tokens = sum(item.bytes_per_token for item in self.leaves)
         whole = [item.bytes for item in self.leaves if item.bytes != 0]
-        copies = "" if not whole else f", and whole caches{_size_of(whole)} where a compiler writes them anew"
+        copies = (
+            ""
+            if not whole
+            else f", and whole caches{_size_of(whole)} where a compiler writes them anew"
+        )
         return f"{self.launches_left} launches, {text_tables.size(tokens)} a token{copies}"
 
 
@@ -126,7 +135,8 @@ class Report:
     nodes_before, nodes_after  how many the graph has
     committed        False where nothing was to be changed (:func:`explain`)
     bytes_added      of packed weights, in this process
-    bytes_on_npu     what they would be on an NPU, where they lie in FRACTAL_NZ; None where no wrapper packs them
+    bytes_on_npu     what they would be on an NPU, where they lie in FRACTAL_NZ; None where no
+                     wrapper packs them
     operators        how often which operator stands in the graph, before and after
     pictures         what the page draws, one for each structure
     certificates     what was proved, one for each structure, as the JSON has it
@@ -163,7 +173,8 @@ class Report:
         for row, item in zip(data["rejected"], self.rejected, strict=True):
             row["remedy"] = item.remedy
         written = json.dumps(data, indent=2, default=str).removesuffix("\n}")
-        return f'{written},\n  "certificates": [{", ".join(certificates)}]\n}}'  # each on one line: it is long
+        # each on one line: it is long
+        return f'{written},\n  "certificates": [{", ".join(certificates)}]\n}}'
 
     def to_html(self, path: str | Path) -> Path:
         """Write one self-contained HTML page; returns its path.
@@ -178,16 +189,17 @@ class Report:
     def _summary(self) -> str:
         verb = "fused" if self.committed else "would fuse"
         took = f"in {self.seconds * 1e3:.0f} ms"
-        return f"{verb} {len(self.fused)}, left {len(self.rejected)}, {took}, for {self.config.machine}"
+        return (
+            f"{verb} {len(self.fused)}, left {len(self.rejected)}, {took}, for "
+            f"{self.config.machine}"
+        )
 
     def __str__(self) -> str:
         lines = [f"mla_fusion: {self._summary()}"]
         for item in self.fused:
             lines += _lines(item)
         for rejection in self.rejected:
-            lines.append(
-                f"  - {rejection.where}: [{rejection.code}] {rejection.message}"
-            )
+            lines.append(f"  - {rejection.where}: [{rejection.code}] {rejection.message}")
             lines += [f"      next target: {text}" for text in rejection.below]
             lines.append(f"      to fuse: {rejection.remedy}")
             if rejection.source:
@@ -202,20 +214,31 @@ def _lines(item: Fusion) -> list[str]:
     worst = max((figure.relative for figure in item.figures), default=None)
     checked = f"relative error {worst:.1e}" if worst is not None else item.verified
     named = "" if item.operator == "npu_mla_prolog_v3" else f"{item.operator}, "
-    heads = f", {item.dims['N']} heads computed as {item.dims['N_padded']}" if "N_padded" in item.dims else ""
+    heads = (
+        f", {item.dims['N']} heads computed as {item.dims['N_padded']}"
+        if "N_padded" in item.dims
+        else ""
+    )
     placement = "staged" if item.staged_by else item.placement
-    lines = [f"  + {item.layer or item.nodes[0]}: {named}{item.cache_mode}, {placement}{heads}; {checked}"]
+    lines = [
+        f"  + {item.layer or item.nodes[0]}: {named}{item.cache_mode}, {placement}{heads}; "
+        f"{checked}"
+    ]
     lines += [f"      not by the target above: {item.instead_of}"] if item.instead_of else []
     lines += [f"      beside it: {item.beside}"] if item.beside else []
     lines += [f"      warning: {warning}" for warning in item.warnings]
     if item.leaves:
-        kept = ", ".join(f"{one.what} ({text_tables.counted(one.operators)})" for one in item.leaves)
+        kept = ", ".join(
+            f"{one.what} ({text_tables.counted(one.operators)})" for one in item.leaves
+        )
         lines.append(f"      stays in the graph: {kept}: {item.cost_of_staging}")
     if item.staged_by:
         lines.append("      to write in place:")
         for code in dict.fromkeys(one.code for one in item.staged_by):
             alike = [one for one in item.staged_by if one.code == code]
-            lines.append(f"        [{code}] {'; '.join(one.message for one in alike)}. {alike[0].remedy}")
+            lines.append(
+                f"        [{code}] {'; '.join(one.message for one in alike)}. {alike[0].remedy}"
+            )
     return lines
 
 

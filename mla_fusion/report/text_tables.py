@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
-    """Aligned columns: text to the left, numbers to the right. A header of empty words is left out."""
+    """Aligned columns: text to the left, numbers to the right. A header of empty words is left
+    out.
+    """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    numeric = [
-        all(is_number(str(row[i])) for row in rows) for i in range(len(header))
-    ]
+    numeric = [all(is_number(str(row[i])) for row in rows) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
         parts = [
@@ -58,4 +58,7 @@ def size(count: int) -> str:
 def counted(names: Sequence[str]) -> str:
     """Each name once, with how often it occurs: "index_put x2, cat"."""
     short = [short_name(name).removeprefix("aten.") for name in names]
-    return ", ".join(f"{name} x{short.count(name)}" if short.count(name) > 1 else name for name in dict.fromkeys(short))
+    return ", ".join(
+        f"{name} x{short.count(name)}" if short.count(name) > 1 else name
+        for name in dict.fromkeys(short)
+    )

@@ -1,8 +1,9 @@
 """``mla-fusion selftest``: the acceptance test to run on hardware.
 
-For every scenario that the device supports, the operator against the reference, called by itself and from a
-compiled graph; plain prologues compiled fused and unfused; what happens to the caches; and times. On a machine
-without an NPU the CPU kernels stand in for the device, which tests everything but the device.
+For every scenario that the device supports, the operator against the reference, called by itself
+and from a compiled graph; plain prologues compiled fused and unfused; what happens to the caches;
+and times. On a machine without an NPU the CPU kernels stand in for the device, which tests
+everything but the device.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ __all__ = ["NoDevice", "Options", "Outcome", "Result", "choose", "run"]
 
 @dataclass(frozen=True)
 class Options:
-    """``only``: a pattern as of file names that a scenario's name must match. ``he``: the hidden size, by default
-    DeepSeek-V3's on an NPU and the smallest legal one on the CPU. ``repeats``: calls timed per scenario.
+    """``only``: a pattern as of file names that a scenario's name must match. ``he``: the hidden
+    size, by default DeepSeek-V3's on an NPU and the smallest legal one on the CPU. ``repeats``:
+    calls timed per scenario.
     """
 
     only: str = "*"
@@ -37,8 +39,12 @@ class Options:
     repeats: int | None = None
 
 
-def run(device: Device, options: Options | None = None, progress: Callable[[Result], None] | None = None) -> Outcome:
-    """Every check on ``device``, in order; nothing stops at a failure. ``progress`` sees each result."""
+def run(
+    device: Device, options: Options | None = None, progress: Callable[[Result], None] | None = None
+) -> Outcome:
+    """Every check on ``device``, in order; nothing stops at a failure. ``progress`` sees each
+    result.
+    """
     started = perf_counter()
     results = []
     with chip(device.soc):
@@ -51,7 +57,10 @@ def run(device: Device, options: Options | None = None, progress: Callable[[Resu
 
 def _results(device: Device, options: Options) -> Iterator[Result]:
     on_npu = device.kind == "npu"
-    he, heads = options.he or (DEEPSEEK_V3["He"] if on_npu else None), options.heads or (16 if on_npu else 4)
+    he, heads = (
+        options.he or (DEEPSEEK_V3["He"] if on_npu else None),
+        options.heads or (16 if on_npu else 4),
+    )
     repeats = options.repeats or (20 if on_npu else 1)
     planned = scenarios(device.soc, device.cann, he=he, heads=heads)
     for scenario in planned:
@@ -69,7 +78,8 @@ def _results(device: Device, options: Options) -> Iterator[Result]:
     dims, modes = planned[0].dims, {scenario.cache_mode for scenario in planned}
     formats = {scenario.weight_quant_mode for scenario in planned}
     for form in FORMS:
-        possible = form.in_place or modes & {"TND", "BSND"} or form.target == "key"  # a whole is staged in these modes
+        # a whole is staged in these modes
+        possible = form.in_place or modes & {"TND", "BSND"} or form.target == "key"
         possible = possible and (form.target != "preprocess" or device.soc in PREPROCESS_SOCS)
         possible = possible and (form.format is None or form.format.full in formats)
         if possible and fnmatch(form.name, f"*{options.only}*"):
@@ -77,7 +87,9 @@ def _results(device: Device, options: Options) -> Iterator[Result]:
 
 
 def _one_per_quantisation(planned: list[Scenario]) -> Iterator[Scenario]:
-    """In a graph the cache mode is one more string: the first scenario of every operator and pair of modes."""
+    """In a graph the cache mode is one more string: the first scenario of every operator and pair
+    of modes.
+    """
     seen = set()
     for scenario in planned:
         key = (scenario.op, scenario.weight_quant_mode, scenario.kv_cache_quant_mode)

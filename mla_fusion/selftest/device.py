@@ -38,9 +38,14 @@ class Device:
             return torch.ops.npu.npu_format_cast(placed.contiguous(), FRACTAL_NZ)
         return placed
 
-    def place_all(self, call: Mapping[str, Any], nz: Collection[str] = NZ_WEIGHTS) -> dict[str, Any]:
+    def place_all(
+        self, call: Mapping[str, Any], nz: Collection[str] = NZ_WEIGHTS
+    ) -> dict[str, Any]:
         """Every tensor of a call, the ones named in ``nz`` in FRACTAL_NZ."""
-        return {name: self.place(v, nz=name in nz) if isinstance(v, Tensor) else v for name, v in call.items()}
+        return {
+            name: self.place(v, nz=name in nz) if isinstance(v, Tensor) else v
+            for name, v in call.items()
+        }
 
     def milliseconds(self, run: Callable[[], Any], repeats: int) -> float:
         """Median time of a call with everything it started on the device finished."""
@@ -61,13 +66,16 @@ class Device:
 def choose(kind: str | None = None, soc: str | None = None, cann: str | None = None) -> Device:
     """The device asked for; an NPU where there is one. Raises NoDevice.
 
-    On an NPU, SoC and CANN release are found out where they are not given; on the CPU they say whose scenarios
-    are run, by default A3 and the latest release.
+    On an NPU, SoC and CANN release are found out where they are not given; on the CPU they say
+    whose scenarios are run, by default A3 and the latest release.
     """
     present = _npu_present()
     kind = kind or ("npu" if present else "cpu")
     if kind == "cpu":
-        soc, cann = _known(soc_named, soc or "A3", "soc"), _known(release_named, cann or "latest", "cann")
+        soc, cann = (
+            _known(soc_named, soc or "A3", "soc"),
+            _known(release_named, cann or "latest", "cann"),
+        )
         return Device("cpu", "CPU reference kernels", soc, cann)
     if not present:
         raise NoDevice("no NPU is available here; --device cpu runs the CPU kernels in its place")

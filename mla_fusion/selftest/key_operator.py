@@ -1,4 +1,6 @@
-"""``npu_kv_rmsnorm_rope_cache_v2`` on the device against the reference: rows, caches, and what nobody wrote."""
+"""``npu_kv_rmsnorm_rope_cache_v2`` on the device against the reference: rows, caches, and what
+nobody wrote.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _C, _R, _TOKENS, _POOL = 512, 64, 8, (4, 32)
 
 @dataclass(frozen=True)
 class Scenario:
-    """One call: 8 tokens, as one sequence on scattered slots, or in mode "Norm" as two, on rows of their own caches."""
+    """One call: 8 tokens, as one sequence on scattered slots, or in mode "Norm" as two, on rows of
+    their own caches.
+    """
 
     cache_mode: str
     dtype: torch.dtype
@@ -46,7 +50,11 @@ class Scenario:
         lead = (1, 1, _TOKENS) if paged else (2, 1, _TOKENS // 2)
         pool = (*_POOL, 1) if paged else (2, 1, 16)
         slots = torch.randperm(_POOL[0] * _POOL[1], generator=make)[:_TOKENS]
-        index = slots if paged else torch.stack([torch.randperm(16, generator=make)[: lead[2]] for _ in range(2)])
+        index = (
+            slots
+            if paged
+            else torch.stack([torch.randperm(16, generator=make)[: lead[2]] for _ in range(2)])
+        )
         given: dict[str, Any] = {
             "kv": noise(*lead, _C + _R),
             "gamma": 1 + noise(_C) / 8,
@@ -63,7 +71,9 @@ class Scenario:
 
 
 def scenarios(soc: str) -> Iterator[Scenario]:
-    """The modes that the pass emits, and the NZ layout, in both dtypes, and as int8 where the SoC has it."""
+    """The modes that the pass emits, and the NZ layout, in both dtypes, and as int8 where the SoC
+    has it.
+    """
     for mode in ("PA_BNSD", "PA_NZ", "Norm"):
         for dtype in (torch.bfloat16, torch.float16):
             yield Scenario(mode, dtype)
@@ -72,7 +82,9 @@ def scenarios(soc: str) -> Iterator[Scenario]:
 
 
 def run(scenario: Scenario, device: Device, *, repeats: int = 3) -> Result:
-    """Call the operator and the reference on equal arguments, and compare rows, caches and untouched elements."""
+    """Call the operator and the reference on equal arguments, and compare rows, caches and
+    untouched elements.
+    """
     call = scenario.call()
     result = Result(scenario.name, "eager")
     try:
@@ -86,8 +98,11 @@ def run(scenario: Scenario, device: Device, *, repeats: int = 3) -> Result:
         return result
     wanted = _by_reference(call)
     result.comparisons = [compare(name, after[name], value) for name, value in wanted.items()]
-    # which elements the call writes: those that come out alike from two caches that differ everywhere
-    other = _by_reference(call | {name: ~call[name] if scenario.int8 else call[name] + 1 for name in _CACHES})
+    # which elements the call writes: those that come out alike from two caches that differ
+    # everywhere
+    other = _by_reference(
+        call | {name: ~call[name] if scenario.int8 else call[name] + 1 for name in _CACHES}
+    )
     for name in _CACHES:
         untouched = wanted[name] != other[name]
         result.others_untouched &= same_bits(after[name][untouched], call[name][untouched])

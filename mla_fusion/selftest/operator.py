@@ -1,4 +1,6 @@
-"""One scenario: the operator on the device against the reference, called by itself or inside a compiled graph."""
+"""One scenario: the operator on the device against the reference, called by itself or inside a
+compiled graph.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ from mla_fusion.selftest.scenarios import Scenario
 
 
 def run(scenario: Scenario, device: Device, *, through: str = "eager", repeats: int = 3) -> Result:
-    """Call the operator (``through`` "eager" or "graph") and the reference on equal arguments, and compare
-    every output, both caches, the cache rows that belong to nobody, and which memory was written.
+    """Call the operator (``through`` "eager" or "graph") and the reference on equal arguments, and
+    compare every output, both caches, the cache rows that belong to nobody, and which memory was
+    written.
 
     What the call raises becomes the result's problem: a refusal by the device is a finding.
     """
@@ -33,7 +36,8 @@ def run(scenario: Scenario, device: Device, *, through: str = "eager", repeats: 
         before = {name: placed[name].data_ptr() for name in CACHES}
         operator = _operator(scenario.op, placed, through)
         found = _by_name(scenario.op, operator(placed))
-        after = {name: placed[name].to("cpu", copy=True) for name in CACHES}  # timing writes them again
+        # timing writes them again
+        after = {name: placed[name].to("cpu", copy=True) for name in CACHES}
         moved = [name for name in CACHES if placed[name].data_ptr() != before[name]]
         result.milliseconds = device.milliseconds(lambda: operator(placed), repeats)
     except Exception as error:
@@ -45,7 +49,9 @@ def run(scenario: Scenario, device: Device, *, through: str = "eager", repeats: 
     result.problems += [f"{name} is another tensor after the call" for name in moved]
     if scenario.op.endswith("_functional"):
         changed = [name for name in CACHES if not same_bits(after[name], call[name])]
-        result.problems += [f"the functional operator has written its argument {name}" for name in changed]
+        result.problems += [
+            f"the functional operator has written its argument {name}" for name in changed
+        ]
         after = {name: found[name] for name in CACHES}
     for name in CACHES:
         expected = wanted.get(name, wanted_call[name])
@@ -57,7 +63,9 @@ def run(scenario: Scenario, device: Device, *, through: str = "eager", repeats: 
 
 
 def _operator(op: str, placed: dict[str, Any], through: str) -> Callable[[dict[str, Any]], Any]:
-    """The operator as a function of its arguments by name; in a graph they are the graph's inputs."""
+    """The operator as a function of its arguments by name; in a graph they are the graph's
+    inputs.
+    """
     overload = getattr(torch.ops.npu, op)
     if through == "eager":
         return lambda arguments: overload(**arguments)
@@ -76,8 +84,12 @@ def _by_name(op: str, results: tuple[Tensor, ...]) -> dict[str, Tensor]:
     return {name: value.cpu() for name, value in zip(PROLOGS[op].results, results, strict=True)}
 
 
-def _outputs(scenario: Scenario, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[Comparison]:
-    """The results that are no caches. An absent one is ``[0]`` or ``[1]``, by release, and its value is nobody's."""
+def _outputs(
+    scenario: Scenario, found: dict[str, Tensor], wanted: dict[str, Tensor]
+) -> list[Comparison]:
+    """The results that are no caches. An absent one is ``[0]`` or ``[1]``, by release, and its
+    value is nobody's.
+    """
     comparisons = []
     for name, value in wanted.items():
         if name in CACHES:
@@ -89,14 +101,26 @@ def _outputs(scenario: Scenario, found: dict[str, Tensor], wanted: dict[str, Ten
 
 
 def _covered(scenario: Scenario, call: dict[str, Any], name: str) -> Tensor:
-    """Which elements of a cache the tokens' rows cover, as booleans, addressed as the cache mode addresses them."""
+    """Which elements of a cache the tokens' rows cover, as booleans, addressed as the cache mode
+    addresses them.
+    """
     ones, lead = torch.zeros_like(call[name]), call["token_x"].shape[:-1]
     rows = torch.ones(lead.numel(), ones.shape[-1], dtype=torch.float32).to(ones.dtype)
-    cache.write(ones, rows, scenario.cache_mode, lead, call.get("cache_index"), call.get("actual_seq_len"), name)
+    cache.write(
+        ones,
+        rows,
+        scenario.cache_mode,
+        lead,
+        call.get("cache_index"),
+        call.get("actual_seq_len"),
+        name,
+    )
     return ones.view(torch.uint8).unflatten(-1, (-1, ones.element_size())).amax(-1) != 0
 
 
-def _cache(scenario: Scenario, name: str, found: Tensor, wanted: Tensor, covered: Tensor) -> list[Comparison]:
+def _cache(
+    scenario: Scenario, name: str, found: Tensor, wanted: Tensor, covered: Tensor
+) -> list[Comparison]:
     """The written rows; a packed row as latent, rope part and scales."""
     tensors = [found, wanted, covered.to(wanted.dtype)]
     if scenario.cache_mode.endswith("NZ"):
@@ -105,7 +129,10 @@ def _cache(scenario: Scenario, name: str, found: Tensor, wanted: Tensor, covered
     chosen = covered[:, 0] != 0
     per_tile = scenario.kv_cache_quant_mode == 3
     tile = meta.spec.TILE_SIZE
-    pieces = [parts(name, rows[chosen], per_tile=per_tile, dims=scenario.dims, tile=tile) for rows in (found, wanted)]
+    pieces = [
+        parts(name, rows[chosen], per_tile=per_tile, dims=scenario.dims, tile=tile)
+        for rows in (found, wanted)
+    ]
     return [compare(piece, pieces[0][piece], pieces[1][piece]) for piece in pieces[1]]
 
 

@@ -102,28 +102,47 @@ class Paper:
         parts += [f"differs: {text}" for text in self.differences]
         rows = self._rows()
         parts.append(text_tables.render(self._header, rows) if rows else "no check differs")
-        parts += [f"FAILED {line.name} ({line.through}): {text}" for line in self.lines for text in line.failures]
+        parts += [
+            f"FAILED {line.name} ({line.through}): {text}"
+            for line in self.lines
+            for text in line.failures
+        ]
         return "\n".join(parts)
 
     def to_html(self, path: str | Path) -> Path:
         """Write a page that stands alone."""
-        failed = [f"FAILED {line.name} ({line.through}): {text}" for line in self.lines for text in line.failures]
+        failed = [
+            f"FAILED {line.name} ({line.through}): {text}"
+            for line in self.lines
+            for text in line.failures
+        ]
         notes = [("maybe", f"differs: {text}", ()) for text in self.differences]
         notes += [("wrong", text, ()) for text in failed]
         counted = zip(self.titles, self.counts, strict=True)
-        headings = [f"{title}: {passed} passed, {failed} failed" for title, (passed, failed) in counted]
+        headings = [
+            f"{title}: {passed} passed, {failed} failed" for title, (passed, failed) in counted
+        ]
         rows, nothing = self._rows(), "No check differs."
-        return plain_page.write(path, "mla_fusion selftest", headings, notes, self._header, rows, nothing)
+        return plain_page.write(
+            path, "mla_fusion selftest", headings, notes, self._header, rows, nothing
+        )
 
 
 def read(first: str | Path, second: str | Path | None = None) -> Paper:
-    """The outcome in a file that ``selftest --out`` wrote, beside another. Raises OutcomeError, OSError."""
+    """The outcome in a file that ``selftest --out`` wrote, beside another. Raises OutcomeError,
+    OSError.
+    """
     outcomes = [_load(path) for path in (first, second) if path is not None]
-    by_name = [{(row["name"], row["through"]): row for row in outcome["results"]} for outcome in outcomes]
+    by_name = [
+        {(row["name"], row["through"]): row for row in outcome["results"]} for outcome in outcomes
+    ]
     names = dict.fromkeys(name for rows in by_name for name in rows)
     lines = [_line(name, [rows.get(name) for rows in by_name]) for name in names]
     counts = [
-        (sum(bool(row["passed"]) for row in outcome["results"]), sum(not row["passed"] for row in outcome["results"]))
+        (
+            sum(bool(row["passed"]) for row in outcome["results"]),
+            sum(not row["passed"] for row in outcome["results"]),
+        )
         for outcome in outcomes
     ]
     differences = _differences(*outcomes) if len(outcomes) > 1 else []
@@ -136,7 +155,9 @@ def _load(path: str | Path) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise OutcomeError(f"{path} is no JSON: {error}") from error
     if not isinstance(data, dict) or any(field not in data for field in _FIELDS):
-        raise OutcomeError(f"{path} is no outcome of `mla-fusion selftest --out`: it has not {', '.join(_FIELDS)}")
+        raise OutcomeError(
+            f"{path} is no outcome of `mla-fusion selftest --out`: it has not {', '.join(_FIELDS)}"
+        )
     for row in data["results"]:
         if not isinstance(row, dict) or not {"name", "through", "passed", "failures"} <= row.keys():
             raise OutcomeError(f"{path}: a result without name, through, passed and failures")
@@ -145,7 +166,10 @@ def _load(path: str | Path) -> dict[str, Any]:
 
 def _title(outcome: dict[str, Any]) -> str:
     device = outcome["device"]
-    return f"{device.get('kind')} ({device.get('name')}), {device.get('soc')}, CANN {device.get('cann')}"
+    return (
+        f"{device.get('kind')} ({device.get('name')}), {device.get('soc')}, CANN "
+        f"{device.get('cann')}"
+    )
 
 
 def _differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:

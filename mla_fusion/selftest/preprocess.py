@@ -1,4 +1,6 @@
-"""ATB's MlaPreprocess on the device against the reference, in the ``out`` form that writes the caches in place."""
+"""ATB's MlaPreprocess on the device against the reference, in the ``out`` form that writes the
+caches in place.
+"""
 
 from __future__ import annotations
 
@@ -35,29 +37,43 @@ class Scenario:
     @property
     def name(self) -> str:
         """As ``npu_mla_preprocess per_token_quant_symm krope_ctkv bfloat16``."""
-        return f"{self.op} {self.quant_mode} {self.cache_mode} {str(self.dtype).removeprefix('torch.')}"
+        return (
+            f"{self.op} {self.quant_mode} {self.cache_mode} "
+            f"{str(self.dtype).removeprefix('torch.')}"
+        )
 
     def call(self) -> dict[str, Any]:
         """Seeded arguments by name, on the CPU."""
         dims = dict(LEGAL, N=self.heads)
         return sample_preprocess(
-            self.op, cache_mode=self.cache_mode, quant_mode=self.quant_mode, dtype=self.dtype, dims=dims
+            self.op,
+            cache_mode=self.cache_mode,
+            quant_mode=self.quant_mode,
+            dtype=self.dtype,
+            dims=dims,
         )
 
 
 def scenarios(soc: str, heads: int = 2) -> Iterator[Scenario]:
-    """Every cache mode that torch offers with every quantisation mode, in both activation dtypes."""
+    """Every cache mode that torch offers with every quantisation mode, in both activation
+    dtypes.
+    """
     if soc not in contract.SOCS:
         return
     for quant_mode in contract.QUANT_MODES:
-        for cache_mode in (mode for mode, form in contract.CACHE_FORMS.items() if form.kr is not None):
+        for cache_mode in (
+            mode for mode, form in contract.CACHE_FORMS.items() if form.kr is not None
+        ):
             for dtype in (torch.bfloat16, torch.float16):
-                if (quant_mode, dtype) != ("per_token_quant_symm", torch.float16):  # the kernel knows bfloat16 there
+                # the kernel knows bfloat16 there
+                if (quant_mode, dtype) != ("per_token_quant_symm", torch.float16):
                     yield Scenario(cache_mode, quant_mode, dtype, heads)
 
 
 def run(scenario: Scenario, device: Device, *, repeats: int = 3) -> Result:
-    """Call the operator and the reference on equal arguments, and compare results, caches and untouched rows."""
+    """Call the operator and the reference on equal arguments, and compare results, caches and
+    untouched rows.
+    """
     call = scenario.call()
     result = Result(scenario.name, "eager")
     try:
@@ -65,7 +81,9 @@ def run(scenario: Scenario, device: Device, *, repeats: int = 3) -> Result:
         placed = device.place_all(call, _NZ_WEIGHTS)
         outs = _outs(placed)
         found = _step(placed, outs)
-        after = {name: value.to("cpu", copy=True) for name, value in zip(_RESULTS, found, strict=True)}
+        after = {
+            name: value.to("cpu", copy=True) for name, value in zip(_RESULTS, found, strict=True)
+        }
         result.milliseconds = device.milliseconds(lambda: _step(placed, outs), repeats)
     except Exception as error:
         result.problems.append(f"{type(error).__name__}: {error}")

@@ -14,10 +14,12 @@ from mla_fusion.selftest.device import Device
 
 @dataclass
 class Result:
-    """``through``: "eager" or "graph" (the operator called), or "fused" (the pass's graph against the unfused one).
+    """``through``: "eager" or "graph" (the operator called), or "fused" (the pass's graph against
+    the unfused one).
 
-    ``milliseconds``: median time of a call; ``unfused_milliseconds``: of the unfused graph, where there is one.
-    ``others_untouched``: the cache rows that belong to no token have the bits they had.
+    ``milliseconds``: median time of a call; ``unfused_milliseconds``: of the unfused graph, where
+    there is one. ``others_untouched``: the cache rows that belong to no token have the bits they
+    had.
     """
 
     name: str
@@ -31,13 +33,24 @@ class Result:
     @property
     def failures(self) -> list[str]:
         """One sentence for each thing that is wrong; empty where it passed."""
-        found = [*self.problems, *(f"{item.output}: {item.problem}" for item in self.comparisons if item.problem)]
-        return found if self.others_untouched else [*found, "cache rows that belong to no token have changed"]
+        found = [
+            *self.problems,
+            *(f"{item.output}: {item.problem}" for item in self.comparisons if item.problem),
+        ]
+        return (
+            found
+            if self.others_untouched
+            else [*found, "cache rows that belong to no token have changed"]
+        )
 
     @property
     def worst(self) -> Comparison | None:
-        """The comparison to show in one line: one that failed, else the one with most differing elements."""
-        return max(self.comparisons, key=lambda c: (bool(c.problem), c.differing, c.largest), default=None)
+        """The comparison to show in one line: one that failed, else the one with most differing
+        elements.
+        """
+        return max(
+            self.comparisons, key=lambda c: (bool(c.problem), c.differing, c.largest), default=None
+        )
 
 
 @dataclass
@@ -55,7 +68,9 @@ class Outcome:
 
     def to_json(self) -> str:
         """Everything measured, to send to someone who has no device."""
-        rows = [{**asdict(r), "passed": not r.failures, "failures": r.failures} for r in self.results]
+        rows = [
+            {**asdict(r), "passed": not r.failures, "failures": r.failures} for r in self.results
+        ]
         data = {
             "device": asdict(self.device),
             "versions": self.versions,
@@ -67,15 +82,33 @@ class Outcome:
         return json.dumps(data, indent=2, default=str)
 
     def __str__(self) -> str:
-        header = ("scenario", "through", "worst output", "largest", "differing", "others", "ms", "unfused ms", "check")
+        header = (
+            "scenario",
+            "through",
+            "worst output",
+            "largest",
+            "differing",
+            "others",
+            "ms",
+            "unfused ms",
+            "check",
+        )
         rows = [_row(result, self.device.kind == "npu") for result in self.results]
         lines = [text_tables.render(header, rows, indent="")]
-        lines += [f"FAILED {r.name} ({r.through}): {text}" for r in self.failed for text in r.failures]
-        device = f"{self.device.kind} ({self.device.name}), {self.device.soc}, CANN {self.device.cann}"
+        lines += [
+            f"FAILED {r.name} ({r.through}): {text}" for r in self.failed for text in r.failures
+        ]
+        device = (
+            f"{self.device.kind} ({self.device.name}), {self.device.soc}, CANN {self.device.cann}"
+        )
         passed = len(self.results) - len(self.failed)
         if self.device.kind != "npu":
-            lines.append("A CPU stands in for the device: its times mean nothing, and are not shown.")
-        lines.append(f"{device}: {passed} of {len(self.results)} checks passed in {self.seconds:.0f} s")
+            lines.append(
+                "A CPU stands in for the device: its times mean nothing, and are not shown."
+            )
+        lines.append(
+            f"{device}: {passed} of {len(self.results)} checks passed in {self.seconds:.0f} s"
+        )
         return "\n".join(lines)
 
 

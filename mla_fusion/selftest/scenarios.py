@@ -1,4 +1,6 @@
-"""The calls of the self-test: every scenario that the specification allows on one SoC at one CANN release."""
+"""The calls of the self-test: every scenario that the specification allows on one SoC at one CANN
+release.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _OLDER = ("npu_mla_prolog", "npu_mla_prolog_v2")
 
 @dataclass(frozen=True)
 class Scenario:
-    """One call, as CANN ``cann`` has it. ``lead`` is ``(T,)`` or ``(B, S)``; ``dims`` the other sizes by axis."""
+    """One call, as CANN ``cann`` has it. ``lead`` is ``(T,)`` or ``(B, S)``; ``dims`` the other
+    sizes by axis.
+    """
 
     op: str
     weight_quant_mode: int
@@ -53,11 +57,14 @@ class Scenario:
         return as_operator(self.op, call, self.cann)
 
 
-def scenarios(soc: str, cann: str = "latest", *, he: int | None = None, heads: int = 4) -> list[Scenario]:
-    """Every legal pair of quantisation modes with every cache mode and rank of token_x, for all four operators.
+def scenarios(
+    soc: str, cann: str = "latest", *, he: int | None = None, heads: int = 4
+) -> list[Scenario]:
+    """Every legal pair of quantisation modes with every cache mode and rank of token_x, for all
+    four operators.
 
-    ``he`` is the hidden size, by default the smallest that the release takes; small pools, 8 tokens.
-    Raises ContractError ``soc`` or ``cann`` for a name that is not in the tables.
+    ``he`` is the hidden size, by default the smallest that the release takes; small pools, 8
+    tokens. Raises ContractError ``soc`` or ``cann`` for a name that is not in the tables.
     """
     return [item for op in VERSIONS for item in _of_operator(op, soc, cann, he, heads)]
 

@@ -1,4 +1,6 @@
-"""Plain prologues for the fused-against-unfused checks, from operators that torchair itself can lower."""
+"""Plain prologues for the fused-against-unfused checks, from operators that torchair itself can
+lower.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,11 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Form:
-    """How a prologue is written. ``rope``: layouts of its input and output columns, "half" or "pairs".
+    """How a prologue is written. ``rope``: layouts of its input and output columns, "half" or
+    "pairs".
 
-    target   of ``Config.targets``, the one that takes it: "key" has a query without a latent, "preprocess" static
-             W8A8 and the norm of x
+    target   of ``Config.targets``, the one that takes it: "key" has a query without a latent,
+             "preprocess" static W8A8 and the norm of x
     format   of the weights of the projections, which the rows are quantised to; None: bfloat16
     """
 
@@ -34,12 +37,18 @@ class Form:
 
     @property
     def mode(self) -> str | None:
-        """Of torch.compile: npu_mla_preprocess has no GE converter, and is in captured graphs alone."""
+        """Of torch.compile: npu_mla_preprocess has no GE converter, and is in captured graphs
+        alone.
+        """
         return "reduce-overhead" if self.target == "preprocess" else None
 
     def dims(self, dims: Mapping[str, int]) -> dict[str, int]:
         """These, the hidden size as wide as the operator takes it."""
-        return dict(dims, He=max(dims["He"], _NARROWEST)) if self.target == "preprocess" else dict(dims)
+        return (
+            dict(dims, He=max(dims["He"], _NARROWEST))
+            if self.target == "preprocess"
+            else dict(dims)
+        )
 
 
 _NARROWEST = 2048  # hidden size of npu_mla_preprocess
@@ -67,14 +76,18 @@ class Linear(nn.Module):
 
 
 class StaticLinear(nn.Module):
-    """int8 weight, a scale for each column; one scale for x. In float64 the same weight, x as it is."""
+    """int8 weight, a scale for each column; one scale for x. In float64 the same weight, x as it
+    is.
+    """
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         scale = weight.float().abs().amax(1) / 127
         codes = (weight.float() / scale[:, None]).round().to(torch.int8).t().contiguous()
         self.codes, self.scale = (nn.Parameter(t, requires_grad=False) for t in (codes, scale))
-        self.x_scale = nn.Parameter(torch.tensor([2.0**-5], dtype=torch.bfloat16), requires_grad=False)
+        self.x_scale = nn.Parameter(
+            torch.tensor([2.0**-5], dtype=torch.bfloat16), requires_grad=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float64:
@@ -86,7 +99,9 @@ class StaticLinear(nn.Module):
 
 
 class QuantisedLinear(nn.Module):
-    """[out, in] in a format of one byte, rows quantised by an npu operator; in float64 the same weight as numbers."""
+    """[out, in] in a format of one byte, rows quantised by an npu operator; in float64 the same
+    weight as numbers.
+    """
 
     def __init__(self, weight: nn.Parameter, form: NumberFormat) -> None:
         super().__init__()
@@ -95,7 +110,9 @@ class QuantisedLinear(nn.Module):
         assert kernel is not None
         held, scale = kernel.dynamic_quant(weight.float())
         numbers = hifloat8.decode(held) if held.dtype == torch.uint8 else held.float()
-        self.wide = numbers.double() * scale.double().repeat_interleave(weight.shape[1] // scale.shape[1], -1)
+        self.wide = numbers.double() * scale.double().repeat_interleave(
+            weight.shape[1] // scale.shape[1], -1
+        )
         if form.in_blocks:
             scale = scale.view(torch.uint8).unflatten(-1, (-1, 2)).transpose(0, 1)
         self.weight = nn.Parameter(held, requires_grad=False)
@@ -108,17 +125,28 @@ class QuantisedLinear(nn.Module):
         dst_type = form.number or form.element
         if form.in_blocks:
             x, token = npu.npu_dynamic_mx_quant(x, dst_type=dst_type)
-            named = {"scale_dtype": E8M0_NUMBER, "pertoken_scale_dtype": E8M0_NUMBER, "group_sizes": [1, 1, BLOCK]}
+            named = {
+                "scale_dtype": E8M0_NUMBER,
+                "pertoken_scale_dtype": E8M0_NUMBER,
+                "group_sizes": [1, 1, BLOCK],
+            }
         else:
             x, token = npu.npu_dynamic_quant(x, dst_type=dst_type)
             named = {"x1_dtype": form.number, "x2_dtype": form.number}
         return npu.npu_quant_matmul(
-            x, self.weight.t(), self.scale, pertoken_scale=token, output_dtype=torch.bfloat16, **named
+            x,
+            self.weight.t(),
+            self.scale,
+            pertoken_scale=token,
+            output_dtype=torch.bfloat16,
+            **named,
         )
 
 
 class Prologue(nn.Module):
-    """x to query and query_rope, and the new latents into paged caches; bfloat16 with float32 norms."""
+    """x to query and query_rope, and the new latents into paged caches; bfloat16 with float32
+    norms.
+    """
 
     def __init__(self, form: Form, dims: Mapping[str, int], seed: int = 0) -> None:
         super().__init__()
@@ -137,13 +165,19 @@ class Prologue(nn.Module):
             return StaticLinear(held) if form.target == "preprocess" else Linear(held)
 
         of_query = he if form.target == "key" else hcq
-        self.q_a, self.q_b, self.kv_a = linear(hcq, he), linear(n * (d + dr), of_query), linear(hckv + dr, he)
+        self.q_a, self.q_b, self.kv_a = (
+            linear(hcq, he),
+            linear(n * (d + dr), of_query),
+            linear(hckv + dr, he),
+        )
         if form.target == "preprocess":
             self.kv_a.x_scale = self.q_a.x_scale  # of one x
         self.x_gamma = nn.Parameter(1 + weight(he), requires_grad=False)
         self.indexer = linear(128, hcq) if form.reads_c_q and form.format is not None else None
         self.w_uk = weight(n, d, hckv)
-        self.q_gamma, self.kv_gamma = (nn.Parameter(1 + weight(width), requires_grad=False) for width in (hcq, hckv))
+        self.q_gamma, self.kv_gamma = (
+            nn.Parameter(1 + weight(width), requires_grad=False) for width in (hcq, hckv)
+        )
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv_cache: Tensor, kr_cache: Tensor
@@ -161,7 +195,9 @@ class Prologue(nn.Module):
         c_kv, k_pe = self.kv_a(x).view(-1, hckv + dr).split([hckv, dr], -1)
         rows = rms_norm(c_kv, self.kv_gamma), self.rotate(k_pe.unsqueeze(1), *tables).view(-1, dr)
         for cache, row in zip((kv_cache, kr_cache), rows, strict=True):
-            torch.ops.npu.npu_scatter_nd_update_(cache.view(-1, row.shape[-1]), slots.view(-1, 1), row)
+            torch.ops.npu.npu_scatter_nd_update_(
+                cache.view(-1, row.shape[-1]), slots.view(-1, 1), row
+            )
         outputs = query.reshape(*lead, n, hckv), query_rope.reshape(*lead, n, dr)
         if not self.form.reads_c_q:
             return outputs
@@ -171,7 +207,9 @@ class Prologue(nn.Module):
         """RoPE of the last axis; cos and sin hold each angle in both halves."""
         before, after = self.form.rope
         half = x.shape[-1] // 2
-        left, right = x.unflatten(-1, (half, 2)).unbind(-1) if before == "pairs" else x.split(half, -1)
+        left, right = (
+            x.unflatten(-1, (half, 2)).unbind(-1) if before == "pairs" else x.split(half, -1)
+        )
         cos, sin = cos[..., :half], sin[..., :half]
         turned = left * cos - right * sin, right * cos + left * sin
         return torch.stack(turned, -1).flatten(-2) if after == "pairs" else torch.cat(turned, -1)
@@ -196,4 +234,11 @@ def arguments(form: Form, dims: Mapping[str, int], seed: int = 1) -> tuple[Tenso
     cos, sin = (torch.cat((t, t), -1).bfloat16() for t in (angles.cos(), angles.sin()))
     pool = (dims["BlockNum"], dims["BlockSize"], 1)
     slots = torch.randperm(pool[0] * pool[1], generator=make)[:tokens]
-    return noise(*form.lead, dims["He"]), cos, sin, slots, noise(*pool, dims["Hckv"]), noise(*pool, dims["Dr"])
+    return (
+        noise(*form.lead, dims["He"]),
+        cos,
+        sin,
+        slots,
+        noise(*pool, dims["Hckv"]),
+        noise(*pool, dims["Dr"]),
+    )

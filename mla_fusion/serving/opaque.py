@@ -1,4 +1,6 @@
-"""Operators that no pass can look into, and which of them are known to hold an MLA prologue or a part of it."""
+"""Operators that no pass can look into, and which of them are known to hold an MLA prologue or a
+part of it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from torch.fx import GraphModule, Node
 from mla_fusion.compat import HigherOrderOperator, OpOverload, schema_of
 
 _TRANSPARENT = frozenset(
-    ("aten", "prims", "npu", "air", "higher_order", "_c10d_functional", "c10d_functional", "inductor")
+    (
+        "aten",
+        "prims",
+        "npu",
+        "air",
+        "higher_order",
+        "_c10d_functional",
+        "c10d_functional",
+        "inductor",
+    )
 )
 
 #: name -> what of the prologue is inside
@@ -17,7 +28,8 @@ KNOWN = {
     "vllm::mla_forward": "the whole attention, prologue included",
     "vllm::dsa_forward": "the whole attention, prologue included",
     "vllm::unified_mla_attention": "the product with W_uk and, in older releases, the cache writes",
-    "vllm::unified_mla_attention_with_output": "the product with W_uk and, in older releases, the cache writes",
+    "vllm::unified_mla_attention_with_output": "the product with W_uk and, in older releases, the "
+    "cache writes",
     "vllm::unified_mla_kv_cache_update": "the cache writes",
 }
 
@@ -32,12 +44,22 @@ def opaque_operators(gm: GraphModule) -> Counter[str]:
 
 
 def _operator(node: Node) -> OpOverload | None:
-    """What a node calls; AOT autograd wraps an operator that writes its arguments into a call of its own."""
-    wrapped = isinstance(node.target, HigherOrderOperator) and "functionalized" in node.target.name()
+    """What a node calls; AOT autograd wraps an operator that writes its arguments into a call of
+    its own.
+    """
+    wrapped = (
+        isinstance(node.target, HigherOrderOperator) and "functionalized" in node.target.name()
+    )
     target = node.args[0] if wrapped else node.target
     return target if isinstance(target, OpOverload) else None
 
 
 def hidden_prologues(gm: GraphModule) -> list[str]:
-    """One line for each known operator in the graph that hides a prologue: its name, count and what is inside."""
-    return [f"{count} x {name} holds {KNOWN[name]}" for name, count in opaque_operators(gm).items() if name in KNOWN]
+    """One line for each known operator in the graph that hides a prologue: its name, count and what
+    is inside.
+    """
+    return [
+        f"{count} x {name} holds {KNOWN[name]}"
+        for name, count in opaque_operators(gm).items()
+        if name in KNOWN
+    ]

@@ -1,8 +1,9 @@
 """Weights packed once, in a graph that runs as it is.
 
-Without a wrapper around the graph the pass writes the packing of weights into it, where GE folds it. A graph that
-is executed node by node would transpose and cast every weight at every step; here one call stands for all packings and
-remembers their results for as long as the parameters are the same and unchanged.
+Without a wrapper around the graph the pass writes the packing of weights into it, where GE folds
+it. A graph that is executed node by node would transpose and cast every weight at every step; here
+one call stands for all packings and remembers their results for as long as the parameters are the
+same and unchanged.
 """
 
 from __future__ import annotations
@@ -26,14 +27,21 @@ from mla_fusion.weights.share import inverse
 
 # W_dq, W_uq_qr, W_uk, W_dkv_kr and the two gammas, by position in every form of the call
 WEIGHTS = V3.places(
-    "weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv"
+    "weight_dq",
+    "weight_uq_qr",
+    "weight_uk",
+    "weight_dkv_kr",
+    "rmsnorm_gamma_cq",
+    "rmsnorm_gamma_ckv",
 )
 NAME = "mla_fusion_packed"
 _CALLS = tuple(f"npu::{operator.name}" for operator in (V3, V3_FUNCTIONAL))
 
 
 class PackOnce(torch.nn.Module):
-    """Gives the packed weights of one graph; runs a packing program where it has not run for these very tensors."""
+    """Gives the packed weights of one graph; runs a packing program where it has not run for these
+    very tensors.
+    """
 
     def __init__(self, wanted: Sequence[Packed]) -> None:
         super().__init__()
@@ -48,7 +56,8 @@ def pack_once(gm: GraphModule, config: Config) -> int:
 
     One call of a module stands for all of them, so that one comparison a step does.
     """
-    made: dict[Node, list[tuple[Node, int]]] = {}  # the packing's last node: the calls that read it, and where
+    # the packing's last node: the calls that read it, and where
+    made: dict[Node, list[tuple[Node, int]]] = {}
     for call in _calls(gm.graph):
         for position in WEIGHTS:
             weight = call.args[position]
@@ -86,7 +95,12 @@ def _calls(graph: Graph) -> list[Node]:
 
 
 def _wanted(
-    gm: GraphModule, weight: Node, steps: set[Node], inputs: Sequence[Node], elsewhere: set[Node], config: Config
+    gm: GraphModule,
+    weight: Node,
+    steps: set[Node],
+    inputs: Sequence[Node],
+    elsewhere: set[Node],
+    config: Config,
 ) -> Packed:
     """``elsewhere``: inputs that the graph reads for more than packing; their strides stay."""
     sources = [node for node in inputs if node in steps]
@@ -99,7 +113,9 @@ def _wanted(
     return Packed(program, cache.describe(program), positions, names, back, config.updates)
 
 
-def _program(gm: GraphModule, steps: Sequence[Node], sources: Sequence[Node], weight: Node) -> GraphModule:
+def _program(
+    gm: GraphModule, steps: Sequence[Node], sources: Sequence[Node], weight: Node
+) -> GraphModule:
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in [*sources, *(step for step in steps if step.op != "placeholder")]:

@@ -2,12 +2,13 @@
 
     CompilationConfig(inductor_passes={"graph_fusion_manager": vllm_ascend_pass()})
 
-vLLM wraps a plain function into a class that vLLM-Ascend's manager then refuses, so the pass has to be an instance of
-vLLM's own ``VllmInductorPass``. It is one where vLLM is imported; elsewhere it derives from torch's
-``CustomGraphPass``, with the same methods.
+vLLM wraps a plain function into a class that vLLM-Ascend's manager then refuses, so the pass has to
+be an instance of vLLM's own ``VllmInductorPass``. It is one where vLLM is imported; elsewhere it
+derives from torch's ``CustomGraphPass``, with the same methods.
 
-The manager's graph is executed as it is: no compiler comes after it. So the pass also does what torchair would have
-done, and lets the kernel write its caches in place, and packs weights once instead of at every step.
+The manager's graph is executed as it is: no compiler comes after it. So the pass also does what
+torchair would have done, and lets the kernel write its caches in place, and packs weights once
+instead of at every step.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ from mla_fusion.serving.prepack import pack_once
 
 log = logging.getLogger("mla_fusion")
 
-_HOMES = ("vllm.compilation.passes.vllm_inductor_pass", "vllm.compilation.vllm_inductor_pass")  # newest first
+# newest first
+_HOMES = ("vllm.compilation.passes.vllm_inductor_pass", "vllm.compilation.vllm_inductor_pass")
 
 
 def vllm_ascend_pass(config: Config | None = None) -> Any:
-    """A pass object: callable on an ``fx.Graph`` or its module, which it edits in place; returns nothing.
+    """A pass object: callable on an ``fx.Graph`` or its module, which it edits in place; returns
+    nothing.
 
-    It can be pickled and copied, as vLLM does with its configuration. Raises ValueError where ``Config.skip`` holds a
-    predicate that is not a module-level function.
+    It can be pickled and copied, as vLLM does with its configuration. Raises ValueError where
+    ``Config.skip`` holds a predicate that is not a module-level function.
     """
     return _pass_class(_base())(config or Config())
 
@@ -48,12 +51,15 @@ class _GraphFusion:
     pass_name = "mla_fusion"
 
     def __init__(self, config: Config) -> None:
-        # not vLLM's own __init__: it reads a VllmConfig, which does not exist yet when passes are named
+        # not vLLM's own __init__: it reads a VllmConfig, which does not exist yet when passes are
+        # named
         self.fusion_config = config
         self.hook = torchair_pass(config)
 
     def __call__(self, graph: Graph | GraphModule) -> None:
-        """Raises on a graph that cannot be read; a prologue that does not fuse is a line in the report."""
+        """Raises on a graph that cannot be read; a prologue that does not fuse is a line in the
+        report.
+        """
         self.hook(graph)
         gm = graph.owning_module if isinstance(graph, Graph) else graph
         assert gm is not None  # the hook has refused it otherwise
@@ -85,7 +91,9 @@ def _pass_class(base: type) -> type:
 
 
 def _base() -> type:
-    """vLLM's base class where vLLM is imported, as it is where anybody can call its pass manager; else torch's."""
+    """vLLM's base class where vLLM is imported, as it is where anybody can call its pass manager;
+    else torch's.
+    """
     for module in _HOMES if "vllm" in sys.modules else ():
         with suppress(ImportError, AttributeError):
             base: type = import_module(module).VllmInductorPass

@@ -1,9 +1,10 @@
 """Packed weights, made once per parameter and shared by every graph that needs the same packing.
 
-Keyed by what is done (the packing program) and by what it is done to (memory and layout of the parameters). A
-parameter that has changed is packed again (:mod:`mla_fusion.weights.source` says what shows that). A packed weight
-lives as long as a compiled graph holds it and its parameters live. Where the parameter is a view of the packed weight,
-or the other way round, an update reaches the latter by itself.
+Keyed by what is done (the packing program) and by what it is done to (memory and layout of the
+parameters). A parameter that has changed is packed again (:mod:`mla_fusion.weights.source` says
+what shows that). A packed weight lives as long as a compiled graph holds it and its parameters
+live. Where the parameter is a view of the packed weight, or the other way round, an update reaches
+the latter by itself.
 """
 
 from __future__ import annotations
@@ -53,7 +54,11 @@ class Entry:
     """
 
     def __init__(
-        self, sources: Sequence[Any], packed: torch.Tensor, updates: str, pack: Callable[..., torch.Tensor]
+        self,
+        sources: Sequence[Any],
+        packed: torch.Tensor,
+        updates: str,
+        pack: Callable[..., torch.Tensor],
     ) -> None:
         self.pack = pack
         self.packed: torch.Tensor | None = _without_base(packed)
@@ -82,7 +87,9 @@ class Entry:
             user.forget()
 
     def renew(self, sources: Sequence[Any], packed: torch.Tensor) -> bool:
-        """Take the content of a weight that was packed anew, in place; False where it has no such memory."""
+        """Take the content of a weight that was packed anew, in place; False where it has no such
+        memory.
+        """
         mine = self.memory
         if mine is None or self.is_view or (mine.shape, mine.dtype) != (packed.shape, packed.dtype):
             return False
@@ -95,10 +102,14 @@ class Entry:
     @property
     def is_view(self) -> bool:
         """Of its parameter, or this of it."""
-        return self.memory is not None and any(source.storage == storage_id(self.memory) for source in self.sources)
+        return self.memory is not None and any(
+            source.storage == storage_id(self.memory) for source in self.sources
+        )
 
     def _watch(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Be void as soon as the memory of a source is freed; for memory that it shares there is `_collected`."""
+        """Be void as soon as the memory of a source is freed; for memory that it shares there is
+        `_collected`.
+        """
         this = ref(self)
 
         def void(_: object) -> None:
@@ -116,11 +127,14 @@ class Entry:
         """Whether sources at the same places hold what they held."""
         tensors = (source for source in sources if isinstance(source, torch.Tensor))
         return self.packed is not None and all(
-            known.is_still(source, self.updates) for known, source in zip(self.sources, tensors, strict=True)
+            known.is_still(source, self.updates)
+            for known, source in zip(self.sources, tensors, strict=True)
         )
 
     def share(self, parameter: torch.Tensor, inverse: Inverse) -> bool:
-        """Make the parameter a view of the packed weight, if it may be; asked once, the answer stands."""
+        """Make the parameter a view of the packed weight, if it may be; asked once, the answer
+        stands.
+        """
         self.asked_to_share = True
         assert self.packed is not None
         self._watched = []  # the parameter's memory is about to be freed
@@ -132,7 +146,9 @@ class Entry:
         return True
 
     def release(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Give a parameter that lies in the packed weight contiguous memory of its own; the entry is void then."""
+        """Give a parameter that lies in the packed weight contiguous memory of its own; the entry
+        is void then.
+        """
         if self.inverse is not None and self.packed is not None:
             for parameter in parameters:
                 if self._lies_in(parameter):
@@ -176,7 +192,12 @@ class Packing:
         updates: str = "rounds",
         exact: Exact | None = None,
     ) -> None:
-        self.program, self.signature, self.inverse, self.updates = program, signature, inverse, updates
+        self.program, self.signature, self.inverse, self.updates = (
+            program,
+            signature,
+            inverse,
+            updates,
+        )
         self.exact = exact
         self._held: dict[_Key, Entry] = {}
 
@@ -194,7 +215,11 @@ class Packing:
                     if entry is not None:
                         entry.void()  # whoever holds it asks again
                     entry = Entry(sources, packed, self.updates, self._pack)
-            if self.inverse is not None and not entry.asked_to_share and entry.share(sources[0], self.inverse):
+            if (
+                self.inverse is not None
+                and not entry.asked_to_share
+                and entry.share(sources[0], self.inverse)
+            ):
                 _ENTRIES.pop(key, None)
                 self._held.pop(key, None)
                 key = self._key(sources)  # the parameter has moved
@@ -202,7 +227,9 @@ class Packing:
             return entry
 
     def weight(self, sources: Sequence[Any]) -> torch.Tensor:
-        """The packed weight; of tensors that are not plain (fake, wrapped by a transform) one that is not kept."""
+        """The packed weight; of tensors that are not plain (fake, wrapped by a transform) one that
+        is not kept.
+        """
         if not are_plain(sources):
             return self._pack(*sources)
         packed = self.of(sources).packed
@@ -221,7 +248,9 @@ class Packing:
     def sweep(self) -> None:
         """Let go of void entries."""
         with _LOCK:
-            self._held = {key: entry for key, entry in self._held.items() if entry.memory is not None}
+            self._held = {
+                key: entry for key, entry in self._held.items() if entry.memory is not None
+            }
 
     def _key(self, sources: Sequence[Any]) -> _Key:
         return self.signature, self.updates, tuple(map(place, sources))
@@ -234,8 +263,10 @@ def _pack(program: GraphModule, exact: Exact | None, *sources: Any) -> torch.Ten
         return packed  # it holds no numbers
     if exact is not None and not exact.holds(packed, sources[0]):
         raise WeightError(
-            f"[{exact.code}] {exact.what}, as they were when this graph was compiled: it has changed, or "
-            "is another model's; call torch.compiler.reset(). One compiled function for layers that differ in this "
+            f"[{exact.code}] {exact.what}, as they were when this graph was compiled: it has "
+            "changed, or "
+            "is another model's; call torch.compiler.reset(). One compiled function for layers "
+            "that differ in this "
             "is to be named in Config.skip"
         )
     return packed
@@ -255,18 +286,23 @@ def drop(given: Sequence[torch.Tensor]) -> set[int]:
     dropped = set()
     with compile_lock(), _LOCK, outside_modes():
         for key, entry in list(_ENTRIES.items()):
-            if entry.packed is not None and any(source.storage in wanted for source in entry.sources):
+            if entry.packed is not None and any(
+                source.storage in wanted for source in entry.sources
+            ):
                 dropped.add(storage_id(entry.packed))
                 entry.release(given)
                 _ENTRIES.pop(key, None)
     return dropped
 
 
-def renew(tensors: Iterable[torch.Tensor], others: Callable[[], Iterable[torch.Tensor]] = tuple) -> int:
-    """Pack the copies anew that were made of these tensors, whether they have changed or not; how many.
+def renew(
+    tensors: Iterable[torch.Tensor], others: Callable[[], Iterable[torch.Tensor]] = tuple
+) -> int:
+    """Pack the copies anew that were made of these tensors, whether they have changed or not; how
+    many.
 
-    Each is packed into the memory that it has. ``others`` gives tensors that may have a part in them besides; a copy of
-    which that is not all is left to the next call.
+    Each is packed into the memory that it has. ``others`` gives tensors that may have a part in
+    them besides; a copy of which that is not all is left to the next call.
     """
     by_place = {place(tensor): tensor for tensor in tensors}
     by_storage = {storage_id(tensor): tensor for tensor in by_place.values()}
@@ -280,14 +316,18 @@ def renew(tensors: Iterable[torch.Tensor], others: Callable[[], Iterable[torch.T
                 has_others = True
                 by_place = {**{place(tensor): tensor for tensor in others()}, **by_place}
             sources = [_placed(each, by_place, by_storage) for each in places]
-            if all(source is not None for source in sources) and entry.renew(sources, entry.pack(*sources)):
+            if all(source is not None for source in sources) and entry.renew(
+                sources, entry.pack(*sources)
+            ):
                 count += 1
             else:
                 entry.expire()
     return count
 
 
-def _placed(at: Any, by_place: dict[object, torch.Tensor], by_storage: dict[int, torch.Tensor]) -> Any:
+def _placed(
+    at: Any, by_place: dict[object, torch.Tensor], by_storage: dict[int, torch.Tensor]
+) -> Any:
     """The tensor at a place, or the number; None where no such tensor is known."""
     if not isinstance(at, tuple):
         return at
@@ -306,7 +346,9 @@ def sweep() -> None:
 
 def held() -> Counter[int]:
     """How many packed weights lie in each storage."""
-    return Counter(storage_id(entry.memory) for entry in list(_ENTRIES.values()) if entry.memory is not None)
+    return Counter(
+        storage_id(entry.memory) for entry in list(_ENTRIES.values()) if entry.memory is not None
+    )
 
 
 def _sweep() -> None:
@@ -320,7 +362,9 @@ def _sweep() -> None:
 
 
 def _collected(phase: str, info: dict[str, int]) -> None:
-    """Sweep after each full collection of Python's. Nobody says when memory has lost its last other holder."""
+    """Sweep after each full collection of Python's. Nobody says when memory has lost its last other
+    holder.
+    """
     if phase == "stop" and info["generation"] == 2 and _ENTRIES and _LOCK.acquire(blocking=False):
         try:
             with outside_modes():  # of whoever happened to allocate
@@ -333,7 +377,9 @@ gc.callbacks.append(_collected)
 
 
 def _is_alone(entry: Entry, ours: Counter[int]) -> bool:
-    """Whether the memory of a packed weight in which its parameter lies has no holder but packed weights."""
+    """Whether the memory of a packed weight in which its parameter lies has no holder but packed
+    weights.
+    """
     memory = entry.memory
     if memory is None or not entry.is_view:
         return False
@@ -341,13 +387,17 @@ def _is_alone(entry: Entry, ours: Counter[int]) -> bool:
 
 
 def bytes_held() -> int:
-    """Bytes of all packed weights alive, those apart in which a parameter lies (or which are views of one)."""
+    """Bytes of all packed weights alive, those apart in which a parameter lies (or which are views
+    of one).
+    """
     sweep()
     return sum(entry.bytes for entry in list(_ENTRIES.values()))
 
 
 def _without_base(packed: torch.Tensor) -> torch.Tensor:
-    """The same memory, without the reference that a view keeps to its parameter: that would never die."""
+    """The same memory, without the reference that a view keeps to its parameter: that would never
+    die.
+    """
     memory = (packed.untyped_storage(), packed.storage_offset(), packed.shape, packed.stride())
     return packed.new_empty(0).set_(*memory) if is_view(packed) else packed
 

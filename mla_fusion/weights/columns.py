@@ -1,6 +1,7 @@
 """Columns of a weight as a list of numbers, and the few graph operations that take them.
 
-A packing step is data: which columns of which matrix, in which order. ``runs`` finds the shortest way to say it.
+A packing step is data: which columns of which matrix, in which order. ``runs`` finds the shortest
+way to say it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class Block:
-    """``groups`` equal groups, ``stride`` columns apart: in each, ``width`` columns from ``offset``.
+    """``groups`` equal groups, ``stride`` columns apart: in each, ``width`` columns from
+    ``offset``.
 
-    paired   the group's columns are the halves [0, w/2) and [w/2, w) taken in turn: the half layout of a
-             rotation brought to the interleaved pairs that the kernel reads
+    paired   the group's columns are the halves [0, w/2) and [w/2, w) taken in turn: the half layout
+             of a rotation brought to the interleaved pairs that the kernel reads
     """
 
     groups: int

@@ -1,8 +1,8 @@
 """Are packed weights those of the parameters that a step is called with? Asked at each step.
 
-Address and version counter of each parameter are compared, on the host: no byte of a weight is read,
-and nothing waits for a device. Under ``Config(updates="rounds")`` one share of the bytes is looked at
-besides, at one step of several (:mod:`mla_fusion.weights.rounds`).
+Address and version counter of each parameter are compared, on the host: no byte of a weight is
+read, and nothing waits for a device. Under ``Config(updates="rounds")`` one share of the bytes is
+looked at besides, at one step of several (:mod:`mla_fusion.weights.rounds`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from mla_fusion.weights.share import Inverse
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight made of some of the caller's arguments: tensors, and numbers that its sizes depend on.
+    """A weight made of some of the caller's arguments: tensors, and numbers that its sizes depend
+    on.
 
-    inverse     how the one argument is read out of the packed weight, where it may become a view of it
+    inverse     how the one argument is read out of the packed weight, where it may become a view of
+                it
     names       of the arguments in the user's model
     updates     as in Config
     exact       which numbers of the one argument it must hold
@@ -44,7 +46,9 @@ class Packed:
     packing: cache.Packing = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        packing = cache.Packing(self.program, self.signature, self.inverse, self.updates, self.exact)
+        packing = cache.Packing(
+            self.program, self.signature, self.inverse, self.updates, self.exact
+        )
         object.__setattr__(self, "packing", packing)
 
     def __call__(self, args: Sequence[Any]) -> Tensor:
@@ -69,7 +73,9 @@ def items(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 class _Use(NamedTuple):
-    """A packed weight, and which arguments it was made of: positions, and names in the user's model."""
+    """A packed weight, and which arguments it was made of: positions, and names in the user's
+    model.
+    """
 
     entry: Entry
     positions: tuple[int, ...]

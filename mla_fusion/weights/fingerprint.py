@@ -1,7 +1,7 @@
 """What a tensor holds, as one number for each share of its bytes.
 
-Equal bits give equal numbers; other bits do but for a chance below 2^-31. Integer sums do not depend
-on the order of their terms, so every processor and every number of threads agree.
+Equal bits give equal numbers; other bits do but for a chance below 2^-31. Integer sums do not
+depend on the order of their terms, so every processor and every number of threads agree.
 """
 
 from __future__ import annotations
@@ -42,11 +42,15 @@ def fingerprint(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         shares = Shares(tensor)
         found = [shares.fingerprint(number) for number in range(shares.count)]
-        return torch.stack(found) if found else torch.empty(0, dtype=torch.int64, device=tensor.device)
+        return (
+            torch.stack(found) if found else torch.empty(0, dtype=torch.int64, device=tensor.device)
+        )
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """The same elements with a first axis to be cut: flat where they lie densely, in whatever order."""
+    """The same elements with a first axis to be cut: flat where they lie densely, in whatever
+    order.
+    """
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     ordered = tensor.permute(order)
     return ordered.reshape(-1) if ordered.is_contiguous() else ordered
@@ -55,8 +59,8 @@ def _rows(tensor: Tensor) -> Tensor:
 def _hash(piece: Tensor) -> Tensor:
     """Multilinear: columns are added up, multiplied by random 64-bit keys and added modulo 2^64.
 
-    The upper half of each lane is added up by itself too, because in sums modulo 2^64 two changes of
-    a highest bit cancel.
+    The upper half of each lane is added up by itself too, because in sums modulo 2^64 two changes
+    of a highest bit cancel.
     """
     lanes = _lanes(piece)
     keys = _keys(lanes.device)

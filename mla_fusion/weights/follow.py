@@ -1,8 +1,9 @@
 """Models whose weights are laid out anew by themselves after the usual updates.
 
-A captured graph is replayed without asking whether a weight has changed, and torch does not count every change. So
-three kinds of update end with :func:`mla_fusion.refresh` of what they touched: ``load_state_dict`` (of the model or of
-a module inside), a step of any ``torch.optim.Optimizer``, fused or not, and PEFT's ``merge`` and ``unmerge``.
+A captured graph is replayed without asking whether a weight has changed, and torch does not count
+every change. So three kinds of update end with :func:`mla_fusion.refresh` of what they touched:
+``load_state_dict`` (of the model or of a module inside), a step of any ``torch.optim.Optimizer``,
+fused or not, and PEFT's ``merge`` and ``unmerge``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mla_fusion.weights import cache, prepack
 
 _MODELS: WeakSet[nn.Module] = WeakSet()
-_LOADING: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # modules: the handle of their hook
+# modules: the handle of their hook
+_LOADING: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _MERGES = ("merge", "unmerge")
 _usual: dict[tuple[type, str], Callable[..., Any]] = {}  # methods of PEFT's that are wrapped
 _stepping: list[Any] = []  # the handle of the hook of all optimizers
@@ -33,16 +35,20 @@ def refresh(model: nn.Module) -> int:
 
     model  whose parameters have changed
 
-    Parameters that :func:`mla_fusion.prepack` has laid out and that have been given other memory (``parameter.data =
-    other``, ``load_state_dict(assign=True)``) get back the memory that they had, with the new values: compiled and
-    captured graphs that hold its address stay right. Packed copies made of the model's parameters and buffers are
-    packed again, in place too. To be called after ``parameter.data.add_(..)``, steps of fused optimizers and updates of
-    flat buffers under ``Config(updates="counted")``, and before a captured graph is replayed.
+    Parameters that :func:`mla_fusion.prepack` has laid out and that have been given other memory
+    (``parameter.data = other``, ``load_state_dict(assign=True)``) get back the memory that they
+    had, with the new values: compiled and captured graphs that hold its address stay right. Packed
+    copies made of the model's parameters and buffers are packed again, in place too. To be called
+    after ``parameter.data.add_(..)``, steps of fused optimizers and updates of flat buffers under
+    ``Config(updates="counted")``, and before a captured graph is replayed.
 
-    Raises TypeError for anything but a module, WeightError where a packed weight cannot hold the new numbers.
+    Raises TypeError for anything but a module, WeightError where a packed weight cannot hold the
+    new numbers.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"refresh takes the module whose parameters have changed, got a {type(model).__name__}")
+        raise TypeError(
+            f"refresh takes the module whose parameters have changed, got a {type(model).__name__}"
+        )
     moved = sum(prepack.put_back(module) for module in model.modules())
     return moved + cache.renew([*model.parameters(), *model.buffers()])
 
@@ -52,8 +58,9 @@ def release(parameters: Iterable[Tensor] | nn.Module) -> int:
 
     parameters  those that the weights were made of, or a module that has them
 
-    Parameters that are views of packed weights (:func:`mla_fusion.prepack`, ``Config(weights="shared")``) get
-    contiguous memory of their own again. To be called before weights are loaded into a model that has run on an NPU.
+    Parameters that are views of packed weights (:func:`mla_fusion.prepack`,
+    ``Config(weights="shared")``) get contiguous memory of their own again. To be called before
+    weights are loaded into a model that has run on an NPU.
     """
     given = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     if isinstance(parameters, nn.Module):
@@ -62,7 +69,9 @@ def release(parameters: Iterable[Tensor] | nn.Module) -> int:
 
 
 def follow(model: nn.Module, owners: Iterable[nn.Module]) -> None:
-    """Refresh weights of ``model`` after updates, until :func:`release`; ``owners``: modules that have such weights."""
+    """Refresh weights of ``model`` after updates, until :func:`release`; ``owners``: modules that
+    have such weights.
+    """
     with _LOCK:
         _MODELS.add(model)
         for module in owners:
@@ -130,7 +139,9 @@ def _refresh(modules: Iterable[nn.Module], parameters: Iterable[Tensor | None]) 
 
 
 def _tuners(model: nn.Module) -> set[type]:
-    """Classes of PEFT's layers, each with its own ``merge``: those of the model, and all that PEFT has loaded."""
+    """Classes of PEFT's layers, each with its own ``merge``: those of the model, and all that PEFT
+    has loaded.
+    """
     found = {
         base
         for module in model.modules()
@@ -139,7 +150,9 @@ def _tuners(model: nn.Module) -> set[type]:
         if base is not nn.Module
     }
     peft = sys.modules.get("peft.tuners.tuners_utils")
-    waiting: list[type] = [kind] if isinstance(kind := getattr(peft, "BaseTunerLayer", None), type) else []
+    waiting: list[type] = (
+        [kind] if isinstance(kind := getattr(peft, "BaseTunerLayer", None), type) else []
+    )
     while waiting:
         kind = waiting.pop()
         found.add(kind)

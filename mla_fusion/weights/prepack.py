@@ -1,8 +1,9 @@
 """Parameters that are laid out as the kernel reads them ahead of time, and stay so.
 
-The packed weight is the parameter's memory: everybody else reads it by other strides, and an update of one is an update
-of the other. What is laid out is known by the module that holds the parameter, and goes with it. A copy of a module
-has parameters of its own with the same strides; they are not known here.
+The packed weight is the parameter's memory: everybody else reads it by other strides, and an update
+of one is an update of the other. What is laid out is known by the module that holds the parameter,
+and goes with it. A copy of a module has parameters of its own with the same strides; they are not
+known here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _OTHER_FORM = (
 class _Laid(NamedTuple):
     """A parameter's packed weight; ``program`` makes one of a contiguous tensor.
 
-    Without a program it is the parameter's own memory: copies are packed of it, which are to stay where they are.
+    Without a program it is the parameter's own memory: copies are packed of it, which are to stay
+    where they are.
     """
 
     packed: Tensor
@@ -48,11 +50,16 @@ class _Laid(NamedTuple):
 
     def takes(self, parameter: object) -> bool:
         form = self.inverse.shape, self.packed.dtype, self.packed.device
-        return isinstance(parameter, Tensor) and (tuple(parameter.shape), parameter.dtype, parameter.device) == form
+        return (
+            isinstance(parameter, Tensor)
+            and (tuple(parameter.shape), parameter.dtype, parameter.device) == form
+        )
 
     @property
     def is_somebodys(self) -> bool:
-        """Of memory that a parameter has left: whether it was freed, or who kept it would find other numbers in it."""
+        """Of memory that a parameter has left: whether it was freed, or who kept it would find
+        other numbers in it.
+        """
         memory = self.packed
         if self.program is not None:
             return False
@@ -75,10 +82,17 @@ def is_laid_out(module: nn.Module, name: str) -> bool:
 
 
 def pin(module: nn.Module, name: str) -> None:
-    """Let :func:`put_back` bring a parameter back into the memory that it has now, if nothing else was laid out."""
+    """Let :func:`put_back` bring a parameter back into the memory that it has now, if nothing else
+    was laid out.
+    """
     parameter = module._parameters.get(name)
     known = _MODULES.get(module, {})
-    if parameter is None or name in known or not parameter.is_contiguous() or not is_plain(parameter):
+    if (
+        parameter is None
+        or name in known
+        or not parameter.is_contiguous()
+        or not is_plain(parameter)
+    ):
         return
     if is_view(parameter) or parameter.untyped_storage().nbytes() != parameter.nbytes:
         return  # a part of other memory, whose owner decides what goes there
@@ -87,7 +101,8 @@ def pin(module: nn.Module, name: str) -> None:
 
 
 def lay_out(module: nn.Module, name: str, program: GraphModule, inverse: Inverse) -> str:
-    """Make a module's parameter a view of its packed weight; why not, where its memory is not its alone, else "".
+    """Make a module's parameter a view of its packed weight; why not, where its memory is not its
+    alone, else "".
 
     At most the parameter's size is allocated beside it at any time.
     """
@@ -106,7 +121,9 @@ def lay_out(module: nn.Module, name: str, program: GraphModule, inverse: Inverse
 
 
 def give_back(parameters: Iterable[Tensor]) -> set[int]:
-    """Give parameters that were laid out memory of their own; the memory that they lay in, by identity."""
+    """Give parameters that were laid out memory of their own; the memory that they lay in, by
+    identity.
+    """
     wanted, left = set(map(id, parameters)), set()
     with compile_lock(), outside_modes():
         for module, known in list(_MODULES.items()):
@@ -134,7 +151,9 @@ def _forget(module: nn.Module, name: str) -> None:
 
 
 def put_back(module: nn.Module) -> int:
-    """Bring a module's own parameters back into the packed weights that they were views of; how many."""
+    """Bring a module's own parameters back into the packed weights that they were views of; how
+    many.
+    """
     known, count = _MODULES.get(module), 0
     if known is None:
         return 0

@@ -112,8 +112,10 @@ def warn_once(watched: Watched, calls: int) -> None:
         return
     _SAID.add(watched.name)
     log.warning(
-        "%s has changed in a way that torch does not count (through .data, by a fused optimizer, in a "
-        "flat buffer). Up to %d calls used the weight that was packed before; it is packed anew now. "
+        "%s has changed in a way that torch does not count (through .data, by a fused optimizer, "
+        "in a "
+        "flat buffer). Up to %d calls used the weight that was packed before; it is packed anew "
+        "now. "
         "Call mla_fusion.refresh(model) after such updates.",
         watched.name,
         calls,

@@ -1,7 +1,9 @@
-"""Parameters that live in their packed weight: one memory, read by the kernel and, as a view, by everybody else.
+"""Parameters that live in their packed weight: one memory, read by the kernel and, as a view, by
+everybody else.
 
-Most packings only lay a weight out anew (transposed, heads merged, in FRACTAL_NZ). The parameter is then a view of
-the packed tensor, so that it may give up its own memory: same shape and values, other strides.
+Most packings only lay a weight out anew (transposed, heads merged, in FRACTAL_NZ). The parameter is
+then a view of the packed tensor, so that it may give up its own memory: same shape and values,
+other strides.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from mla_fusion.fx.kinds import op_name
 # Each gives the very elements of its argument, whose place in the result follows from shapes alone.
 _VIEWS = frozenset(
     """
-    aten::t aten::transpose aten::permute aten::view aten::_unsafe_view aten::reshape aten::unsqueeze aten::squeeze
-    aten::alias aten::detach
+    aten::t aten::transpose aten::permute aten::view aten::_unsafe_view aten::reshape
+    aten::unsqueeze aten::squeeze aten::alias aten::detach
     """.split()
 )
-_COPIES = frozenset(["aten::clone", "npu::npu_format_cast"])  # other memory, the same elements in the same places
+# other memory, the same elements in the same places
+_COPIES = frozenset(["aten::clone", "npu::npu_format_cast"])
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,12 @@ class Inverse:
 
 
 def inverse(program: GraphModule, parameter: Tensor) -> Inverse | None:
-    """The inverse of a packing program for a parameter like this (it may be fake); None where it is no view.
+    """The inverse of a packing program for a parameter like this (it may be fake); None where it is
+    no view.
 
-    The program's views are taken on a contiguous stand-in. Their strides tell which axis of the result holds which
-    stretch of the parameter: in descending order they are the parameter, if nothing was left out or repeated.
+    The program's views are taken on a contiguous stand-in. Their strides tell which axis of the
+    result holds which stretch of the parameter: in descending order they are the parameter, if
+    nothing was left out or repeated.
     """
     leaves = [node for node in program.graph.nodes if node.op == "placeholder"]
     steps = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
@@ -75,7 +80,9 @@ class Without(Interpreter):
 
 
 def re_express(parameter: Tensor, packed: Tensor, view: Inverse) -> bool:
-    """Let the parameter hold its values in ``packed`` and free its own memory; False where that is not its alone."""
+    """Let the parameter hold its values in ``packed`` and free its own memory; False where that is
+    not its alone.
+    """
     if _same_memory(parameter, packed) or shared_memory(parameter):
         return False
     values = view(packed)
@@ -84,11 +91,12 @@ def re_express(parameter: Tensor, packed: Tensor, view: Inverse) -> bool:
 
 
 def shared_memory(tensor: Tensor) -> str:
-    """Why a tensor may not give up its memory; "" for a parameter at rest whose memory nobody else reads.
+    """Why a tensor may not give up its memory; "" for a parameter at rest whose memory nobody else
+    reads.
 
-    Tied weights, slices of a merged weight and a state dict that somebody holds share the storage, so it has more
-    holders than that of a fresh tensor. A gradient tells of a training in progress, where optimisers keep state
-    in the parameter's layout.
+    Tied weights, slices of a merged weight and a state dict that somebody holds share the storage,
+    so it has more holders than that of a fresh tensor. A gradient tells of a training in progress,
+    where optimisers keep state in the parameter's layout.
     """
     storage = tensor.untyped_storage()
     if not isinstance(tensor, torch.nn.Parameter):

@@ -1,4 +1,6 @@
-"""One hand-written integration, and what goes wrong in such: each fault changes the arguments of the right call."""
+"""One hand-written integration, and what goes wrong in such: each fault changes the arguments of
+the right call.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Hand(nn.Module):
         super().__init__()
         self.model, self.faults, self.op = model, faults, op
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         m = self.model
         arguments: Arguments = {
             "token_x": x,
@@ -51,7 +55,9 @@ class Hand(nn.Module):
 
 
 def model() -> base.Prologue:
-    """With norms whose weights are not one another's, and a second pair of the same widths beside them."""
+    """With norms whose weights are not one another's, and a second pair of the same widths beside
+    them.
+    """
     found = prologues.PagedRotateHalf(HEADS)
     found.other_norms = nn.ModuleList([base.HfNorm(base.HCQ), base.HfNorm(HCKV)])
     return found
@@ -82,7 +88,9 @@ def rope_of_heads(order: Callable[[Tensor], Tensor]) -> Fault:
 
 
 def rope_of_key(order: Callable[[Tensor], Tensor]) -> Fault:
-    return on("weight_dkv_kr", lambda weight: torch.cat([weight[:, :HCKV], order(weight[:, HCKV:])], -1))
+    return on(
+        "weight_dkv_kr", lambda weight: torch.cat([weight[:, :HCKV], order(weight[:, HCKV:])], -1)
+    )
 
 
 def swapped(arguments: Arguments) -> Arguments:
@@ -140,15 +148,27 @@ FAULTS: dict[str, tuple[str, str, Fault]] = {
         "weight_uk",
         on("weight_uk", lambda w: w.transpose(1, 2).contiguous().view(w.shape)),
     ),
-    "w_uk_heads": ("w_uk.heads", "weight_uk", on("weight_uk", lambda w: w.transpose(0, 1).contiguous().view(w.shape))),
+    "w_uk_heads": (
+        "w_uk.heads",
+        "weight_uk",
+        on("weight_uk", lambda w: w.transpose(0, 1).contiguous().view(w.shape)),
+    ),
     "dq_reshaped": ("weight.reshaped", "weight_dq", on("weight_dq", reshaped)),
     "uq_qr_reshaped": ("weight.reshaped", "weight_uq_qr", on("weight_uq_qr", reshaped)),
     "dkv_kr_reshaped": ("weight.reshaped", "weight_dkv_kr", on("weight_dkv_kr", reshaped)),
     "eps_cq_default": ("epsilon", "rmsnorm_epsilon_cq", given(rmsnorm_epsilon_cq=1e-5)),
     "eps_ckv_default": ("epsilon", "rmsnorm_epsilon_ckv", given(rmsnorm_epsilon_ckv=1e-5)),
     "eps_ckv_small": ("epsilon", "rmsnorm_epsilon_ckv", given(rmsnorm_epsilon_ckv=1e-8)),
-    "gamma_cq_offset": ("gamma.offset", "rmsnorm_gamma_cq", on("rmsnorm_gamma_cq", lambda g: g - 1)),
-    "gamma_ckv_offset": ("gamma.offset", "rmsnorm_gamma_ckv", on("rmsnorm_gamma_ckv", lambda g: g + 1)),
+    "gamma_cq_offset": (
+        "gamma.offset",
+        "rmsnorm_gamma_cq",
+        on("rmsnorm_gamma_cq", lambda g: g - 1),
+    ),
+    "gamma_ckv_offset": (
+        "gamma.offset",
+        "rmsnorm_gamma_ckv",
+        on("rmsnorm_gamma_ckv", lambda g: g + 1),
+    ),
     "qc_qr_scaled": ("scale.value", "qc_qr_scale", given(qc_qr_scale=0.5)),
     "kc_scaled": ("scale.value", "kc_scale", given(kc_scale=2.0)),
     "slot_late": ("slots.off", "cache_index", on("cache_index", lambda v: v + 1)),
@@ -156,7 +176,11 @@ FAULTS: dict[str, tuple[str, str, Fault]] = {
     "block_late": ("slots.off", "cache_index", on("cache_index", lambda v: v + base.BLOCK_SIZE)),
     "block_early": ("slots.off", "cache_index", on("cache_index", lambda v: v - base.BLOCK_SIZE)),
     "slots_rolled": ("slots.rolled", "cache_index", on("cache_index", lambda v: v.roll(1, 0))),
-    "slots_rolled_back": ("slots.rolled", "cache_index", on("cache_index", lambda v: v.roll(-1, 0))),
+    "slots_rolled_back": (
+        "slots.rolled",
+        "cache_index",
+        on("cache_index", lambda v: v.roll(-1, 0)),
+    ),
     "nz": ("cache_mode", "cache_mode", given(cache_mode="PA_NZ")),
 }
 

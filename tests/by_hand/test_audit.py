@@ -1,4 +1,6 @@
-"""Seeded mistakes in hand-written calls: each is detected, and named with the repair that mends it."""
+"""Seeded mistakes in hand-written calls: each is detected, and named with the repair that mends
+it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_one_fault(name: str) -> None:
     assert all("faults.py" in item.line for item in found.findings)
 
 
-@pytest.mark.parametrize("names", [*combinations(3, seed=7), ("slots_rolled_back", "key_first", "eps_cq_default")])
+@pytest.mark.parametrize(
+    "names", [*combinations(3, seed=7), ("slots_rolled_back", "key_first", "eps_cq_default")]
+)
 def test_several_faults(names: tuple[str, ...]) -> None:
     found = audited(*(FAULTS[name][2] for name in names))
     assert named(found) == {FAULTS[name][:2] for name in names}, str(found)
@@ -51,16 +55,18 @@ def test_several_faults(names: tuple[str, ...]) -> None:
 def test_a_right_call() -> None:
     found = audited()
     assert found.equal is True and found.ok and not found.findings
-    assert set(found.errors or {}) == {"output 0", "argument 3", "argument 4"}, "the result and both caches"
+    assert set(found.errors or {}) == {"output 0", "argument 3", "argument 4"}, (
+        "the result and both caches"
+    )
     assert "equal to the reference" in str(found)
 
 
 def test_caches_that_are_not_written() -> None:
     """The functional operator returns its caches; whoever drops them reads the old rows."""
     found = audited(op="npu_mla_prolog_v3_functional")
-    assert named(found) == {("cache.not_written", "kv_cache, kr_cache")} or {code for code, _ in named(found)} == {
-        "cache.not_written"
-    }, str(found)
+    assert named(found) == {("cache.not_written", "kv_cache, kr_cache")} or {
+        code for code, _ in named(found)
+    } == {"cache.not_written"}, str(found)
 
 
 def test_what_no_repair_explains() -> None:
@@ -109,7 +115,9 @@ class HandInt8(nn.Module):
         super().__init__()
         self.model, self.fault = model, fault
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Any:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Any:
         m = self.model
         quantised, scale = npu.npu_dynamic_quant(x)
         arguments = {
@@ -135,7 +143,9 @@ class HandInt8(nn.Module):
             "weight_quant_mode": 2,
         }
         query, query_rope, *_ = npu.npu_mla_prolog_v3(**self.fault(arguments))
-        return base.attend(query, query_rope, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR)), torch.zeros(1)
+        return base.attend(
+            query, query_rope, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR)
+        ), torch.zeros(1)
 
 
 @pytest.mark.parametrize(
@@ -172,11 +182,16 @@ def test_what_a_call_shows_by_itself() -> None:
     assert suspicions(given(rmsnorm_epsilon_cq=1e-5)) == {"epsilon.default"}
     assert "tables.interleaved" in suspicions(FAULTS["tables_interleaved"][2])
     assert suspicions(on("rmsnorm_gamma_cq", torch.ones_like)) == {"gamma.ones"}
-    ones, zeros = (lambda table: table.index_fill(0, FIRST, 1.0)), (lambda table: table.index_fill(0, FIRST, 0.0))
+    ones, zeros = (
+        (lambda table: table.index_fill(0, FIRST, 1.0)),
+        (lambda table: table.index_fill(0, FIRST, 0.0)),
+    )
     at_zero = on("rope_cos", ones), on("rope_sin", zeros)
     assert suspicions(*at_zero) == set()
     assert suspicions(*at_zero, FAULTS["tables_swapped"][2]) == {"tables.swapped"}
-    assert suspicions(on("cache_index", lambda v: v + 1000)) == {"contract:values.cache_index.range"}
+    assert suspicions(on("cache_index", lambda v: v + 1000)) == {
+        "contract:values.cache_index.range"
+    }
 
 
 class PaddedTooLate(Hand):
@@ -191,7 +206,11 @@ class PaddedTooLate(Hand):
             return torch.nn.functional.pad(weight, (0, 4 * (base.D + base.DR)))
 
         weight = arguments["weight_uq_qr"]
-        weight = more(npu.npu_format_cast(weight, 29)) if self.late else npu.npu_format_cast(more(weight), 29)
+        weight = (
+            more(npu.npu_format_cast(weight, 29))
+            if self.late
+            else npu.npu_format_cast(more(weight), 29)
+        )
         w_uk = torch.nn.functional.pad(arguments["weight_uk"], (0, 0, 0, 0, 0, 4))
         return {**arguments, "weight_uq_qr": weight, "weight_uk": w_uk}
 
@@ -208,7 +227,9 @@ def test_padding_after_the_format_cast(late: bool) -> None:
 def test_an_exported_program_knows_the_lines() -> None:
     torch.manual_seed(0)
     module, inputs = model(), args()
-    exported = torch.export.export(Hand(module, FAULTS["key_first"][2], op="npu_mla_prolog_v3"), inputs)
+    exported = torch.export.export(
+        Hand(module, FAULTS["key_first"][2], op="npu_mla_prolog_v3"), inputs
+    )
     found = mf.audit(exported, module, *inputs)
     assert ("columns.key_first", "weight_dkv_kr") in named(found), str(found)
     assert "faults.py" in found.findings[0].line
@@ -237,7 +258,9 @@ def fixture(name: str) -> Path:
     return found
 
 
-@pytest.mark.parametrize("name", ["fused.pbtxt", "fused_py.txt", "fx_after.txt", "ge_onnx_fused.pbtxt"])
+@pytest.mark.parametrize(
+    "name", ["fused.pbtxt", "fused_py.txt", "fx_after.txt", "ge_onnx_fused.pbtxt"]
+)
 def test_dumps_of_right_calls(name: str) -> None:
     found = audit_dump(fixture(name))
     assert found.operators and found.ok, str(found)
@@ -274,14 +297,29 @@ def unfused():
 """
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     file = tmp_path / "mine.py"
     file.write_text(SOURCE)
     assert main(["audit", f"{file}:right", "--reference", f"{file}:unfused"]) == 0
     capsys.readouterr()
     page = tmp_path / "audit.html"
-    assert main(["audit", f"{file}:wrong", "--reference", f"{file}:unfused", "--json", "--html", str(page)]) == 1
+    assert (
+        main(
+            [
+                "audit",
+                f"{file}:wrong",
+                "--reference",
+                f"{file}:unfused",
+                "--json",
+                "--html",
+                str(page),
+            ]
+        )
+        == 1
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is False and found["findings"][0]["code"] == "tables.swapped"
     assert "rope_cos and rope_sin are exchanged" in page.read_text()

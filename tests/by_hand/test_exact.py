@@ -1,4 +1,6 @@
-"""Two functions that call no fused operator: proved equal, different with a witness, or not decided."""
+"""Two functions that call no fused operator: proved equal, different with a witness, or not
+decided.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,15 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def angles(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[0], dtype=torch.float32)[:, None] / 10 ** torch.linspace(0, 1, WIDTH // 2)
+    return torch.arange(x.shape[0], dtype=torch.float32)[:, None] / 10 ** torch.linspace(
+        0, 1, WIDTH // 2
+    )
 
 
 def complex_rope(x: Tensor, gamma: Tensor) -> Tensor:
-    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(angles(x)), angles(x))
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(
+        torch.ones_like(angles(x)), angles(x)
+    )
     return torch.view_as_real(turned).flatten(-2) * gamma
 
 
@@ -108,7 +114,9 @@ UNDECIDED: dict[str, tuple[Step, Step]] = {
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal_over_the_reals(name: str) -> None:
     found = audited(*EQUAL[name])
-    assert found.equal is True and found.ok and "points of a finite field" in found.proof, str(found)
+    assert found.equal is True and found.ok and "points of a finite field" in found.proof, str(
+        found
+    )
     assert "proved equal to the reference" in str(found)
     assert json.loads(found.to_json())["proof"] == found.proof
 
@@ -130,7 +138,11 @@ def test_not_decided_names_the_steps(name: str) -> None:
     found = audited(*UNDECIDED[name])
     assert found.equal is None and found.ok and not found.proof, str(found)
     (finding,) = found.findings
-    assert finding.code == "graphs.part" and "test_exact.py" in finding.line and "not decided" in str(found)
+    assert (
+        finding.code == "graphs.part"
+        and "test_exact.py" in finding.line
+        and "not decided" in str(found)
+    )
 
 
 # -- whole prologues, with caches that are written
@@ -144,26 +156,34 @@ def both(mine: nn.Module, theirs: nn.Module, args: tuple[Tensor, ...] | None = N
 class OfKeys(prologues.PagedRotateHalf):
     """Not absorbed: keys of all heads, of which the scores are the same."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
         q_pe, k_pe = base.rotated(q_pe, c, s), base.rotated(k_pe.unsqueeze(1), c, s)
         kv_cache.view(-1, base.HCKV)[slots] = c_kv
         kr_cache.view(-1, base.DR)[slots] = k_pe.squeeze(1)
-        keys = torch.einsum("rc,hdc->hrd", kv_cache.view(-1, base.HCKV).float(), self.w_uk().float())
+        keys = torch.einsum(
+            "rc,hdc->hrd", kv_cache.view(-1, base.HCKV).float(), self.w_uk().float()
+        )
         scores = torch.einsum("thd,hrd->thr", q_nope.float(), keys)
         return scores + q_pe.float() @ kr_cache.view(-1, base.DR).float().T
 
 
 class OtherSlots(prologues.PagedRotateHalf):
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         found: Tensor = super().forward(x, cos, sin, kv_cache, kr_cache, slots)
         kv_cache.view(-1, base.HCKV)[slots + 1] = 0
         return found
 
 
-@pytest.mark.parametrize("mine", [OfKeys, *one_in(2, [prologues.PagedFunctionalNorm, prologues.PagedSqrtNorm])])
+@pytest.mark.parametrize(
+    "mine", [OfKeys, *one_in(2, [prologues.PagedFunctionalNorm, prologues.PagedSqrtNorm])]
+)
 def test_prologues_in_other_spellings(mine: type[nn.Module]) -> None:
     found = both(mine(), prologues.PagedRotateHalf())
     assert found.equal is True, str(found)
@@ -171,7 +191,9 @@ def test_prologues_in_other_spellings(mine: type[nn.Module]) -> None:
 
 def test_a_cache_that_is_written_elsewhere() -> None:
     found = both(OtherSlots(), prologues.PagedRotateHalf())
-    assert found.equal is False and set(found.errors or ()) == {"output 0", "input 3", "input 4"}, str(found)
+    assert found.equal is False and set(found.errors or ()) == {"output 0", "input 3", "input 4"}, (
+        str(found)
+    )
     assert [name for name, error in (found.errors or {}).items() if error] == ["input 3"]
 
 
@@ -203,7 +225,9 @@ def test_uniform_weights_are_named() -> None:
         theirs.gamma.fill_(1.0)
     mine.load_state_dict(theirs.state_dict())
     found = mf.audit(mine, theirs, torch.randn(5, WIDTH))
-    assert found.equal is True and [item.code for item in found.findings] == ["weight.uniform"], str(found)
+    assert found.equal is True and [item.code for item in found.findings] == ["weight.uniform"], (
+        str(found)
+    )
 
 
 def test_what_cannot_be_exported_is_not_decided() -> None:
@@ -346,7 +370,11 @@ APART: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]]
         (X,),
     ),
     "crossed ends": (lambda x: x.clamp(max=3).clamp(min=5), lambda x: x.clamp(min=5, max=3), (X,)),
-    "a cast to int32": (lambda x: (x * 1e3).round().to(torch.int32).float(), lambda x: (x * 1e3).round(), (X,)),
+    "a cast to int32": (
+        lambda x: (x * 1e3).round().to(torch.int32).float(),
+        lambda x: (x * 1e3).round(),
+        (X,),
+    ),
     "numbers of 8 bits": (
         lambda a, b: (a - b).float(),
         lambda a, b: a.float() - b.float(),
@@ -357,7 +385,11 @@ APART: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]]
         lambda a, b, c: torch.eq(a, torch.complex(b, c)),
         (X, Y, X + 1),
     ),
-    "a cast of a complex number": (lambda z: z.bool(), lambda z: z.real.bool(), (torch.complex(X, Y),)),
+    "a cast of a complex number": (
+        lambda z: z.bool(),
+        lambda z: z.real.bool(),
+        (torch.complex(X, Y),),
+    ),
     "unwritten memory": (lambda x: x + torch.empty(4) - torch.empty(4), lambda x: x + 0, (X,)),
     "a number's place": (
         lambda c, x: torch.where(c, 2.0, x),
@@ -366,7 +398,11 @@ APART: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]]
     ),
     "an index's place": (written_at(False), written_at(True), (X, PLACES, Y)),
     "a mask": (masked([True, False, False, False]), masked([False, True, False, False]), (X,)),
-    "the place of the largest": (lambda x: x.max(-1).indices, lambda x: x.flip(-1).max(-1).indices, (X,)),
+    "the place of the largest": (
+        lambda x: x.max(-1).indices,
+        lambda x: x.flip(-1).max(-1).indices,
+        (X,),
+    ),
     "how it is padded": (
         lambda x: F.pad(x, (1, 1), mode="reflect"),
         lambda x: F.pad(x, (1, 1), mode="circular"),
@@ -377,7 +413,11 @@ APART: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]]
         lambda x: x * 1,
         (X,),
     ),
-    "full of integers": (lambda x: x * torch.full((4,), 1.5, dtype=torch.int64), lambda x: x * 1.5, (X,)),
+    "full of integers": (
+        lambda x: x * torch.full((4,), 1.5, dtype=torch.int64),
+        lambda x: x * 1.5,
+        (X,),
+    ),
     "bytes": (lambda x: x.view(torch.uint8).float(), lambda x: x.view(torch.int8).float(), (X,)),
     "limits below 0": (
         lambda x, n: torch.minimum(torch.maximum(x, -n), n),

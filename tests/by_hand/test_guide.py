@@ -1,4 +1,6 @@
-"""The guide to hand-written calls is one program that runs, and two pages of the documentation are that guide."""
+"""The guide to hand-written calls is one program that runs, and two pages of the documentation are
+that guide.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ GUIDE = "\n".join(PARTS)
 def test_the_blocks_run_in_order() -> None:
     namespace: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    assert len(blocks) == 15, "one for each step, a rewrite, a layer of Hugging Face, graphs, v2 and ATB"
+    assert len(blocks) == 15, (
+        "one for each step, a rewrite, a layer of Hugging Face, graphs, v2 and ATB"
+    )
     for block in blocks:
         exec(compile(block, "guide", "exec"), namespace)
 

@@ -1,4 +1,6 @@
-"""Where caches lie, what memory holds that nobody wrote, what stands before the prologue: nothing hides a mistake."""
+"""Where caches lie, what memory holds that nobody wrote, what stands before the prologue: nothing
+hides a mistake.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class CachesIn(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, caches: list[Tensor], slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, caches: list[Tensor], slots: Tensor
+    ) -> Tensor:
         return self.inner(x, cos, sin, *caches, slots)
 
 
@@ -125,7 +129,9 @@ class Finishes(nn.Module):
 def test_odd_results(fault: Any) -> None:
     torch.manual_seed(0)
     module, inputs = model(), args()
-    found = mf.audit(Finishes(Hand(module, *([fault[2]] if fault else []))), Finishes(module), *inputs)
+    found = mf.audit(
+        Finishes(Hand(module, *([fault[2]] if fault else []))), Finishes(module), *inputs
+    )
     assert named(found) == ({fault[:2]} if fault else set()), str(found)
     assert max((found.tolerance or {}).values()) < 0.2
 

@@ -1,4 +1,6 @@
-"""ATB's MlaPreprocess and the operator for the key alone, with one thing wrong beside the right call."""
+"""ATB's MlaPreprocess and the operator for the key alone, with one thing wrong beside the right
+call.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Fault = Callable[[dict[str, Any]], dict[str, Any]]
 class Calls(nn.Module):
     """An operator on tensors by name, its other arguments fixed."""
 
-    def __init__(self, operator: Callable[..., Any], call: dict[str, Any], fault: Fault | None = None) -> None:
+    def __init__(
+        self, operator: Callable[..., Any], call: dict[str, Any], fault: Fault | None = None
+    ) -> None:
         super().__init__()
         self.operator, self.fault = operator, fault
         self.names = [name for name, value in call.items() if isinstance(value, Tensor)]
@@ -42,7 +46,10 @@ def swapped(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def query_first(arguments: dict[str, Any]) -> dict[str, Any]:
     """[q | kv], and so the scales."""
-    turned = {name: torch.cat([arguments[name][576:], arguments[name][:576]]) for name in ("wdqkv", "descale0")}
+    turned = {
+        name: torch.cat([arguments[name][576:], arguments[name][:576]])
+        for name in ("wdqkv", "descale0")
+    }
     return arguments | turned
 
 
@@ -94,13 +101,21 @@ def test_preprocess_writes_caches_of_its_own() -> None:
         ((2, 1), on("quant_scale_ckv", torch.reciprocal), {("scale.inverted", "quant_scale_ckv")}),
         ((1, 3), None, set()),
         ((1, 3), on("cache_index", lambda v: v.roll(1, 0)), {("slots.rolled", "cache_index")}),
-        ((2, 3), on("rmsnorm_gamma_ckv", lambda gamma: gamma - 1), {("gamma.offset", "rmsnorm_gamma_ckv")}),
+        (
+            (2, 3),
+            on("rmsnorm_gamma_ckv", lambda gamma: gamma - 1),
+            {("gamma.offset", "rmsnorm_gamma_ckv")},
+        ),
     ],
 )
-def test_int8_caches(modes: tuple[int, int], fault: Fault | None, found: set[tuple[str, str]]) -> None:
+def test_int8_caches(
+    modes: tuple[int, int], fault: Fault | None, found: set[tuple[str, str]]
+) -> None:
     """One step for all numbers, and one for each tile of a row of bytes."""
     dims = dict(He=1024, Hcq=1536, N=2, D=128, Dr=64, Hckv=512, BlockNum=4, BlockSize=16, Nkv=1)
-    call = sample_call(weight_quant_mode=modes[0], kv_cache_quant_mode=modes[1], dims=dims, lead=(8,))
+    call = sample_call(
+        weight_quant_mode=modes[0], kv_cache_quant_mode=modes[1], dims=dims, lead=(8,)
+    )
     audit = audited(torch.ops.npu.npu_mla_prolog_v3, call, fault)
     assert named(audit) == found, str(audit)
     assert audit.equal is (not found)
@@ -108,9 +123,15 @@ def test_int8_caches(modes: tuple[int, int], fault: Fault | None, found: set[tup
 
 def key_call() -> dict[str, Any]:
     tokens, rows = 8, 64
-    caches = {"k_cache": torch.randn(4, 16, 1, 64).bfloat16(), "ckv_cache": torch.randn(4, 16, 1, 512).bfloat16()}
+    caches = {
+        "k_cache": torch.randn(4, 16, 1, 64).bfloat16(),
+        "ckv_cache": torch.randn(4, 16, 1, 512).bfloat16(),
+    }
     tables = {name: torch.randn(tokens, 1, 1, 64).bfloat16() for name in ("cos", "sin")}
-    latent = {"kv": torch.randn(tokens, 1, 1, 576).bfloat16(), "gamma": (1 + torch.rand(512)).bfloat16()}
+    latent = {
+        "kv": torch.randn(tokens, 1, 1, 576).bfloat16(),
+        "gamma": (1 + torch.rand(512)).bfloat16(),
+    }
     return {
         **latent,
         **tables,

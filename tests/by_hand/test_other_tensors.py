@@ -1,4 +1,6 @@
-"""Another tensor was meant: the audit names the weight or the cache that the model has in that place."""
+"""Another tensor was meant: the audit names the weight or the cache that the model has in that
+place.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,17 @@ def test_rows_of_the_values_and_tables() -> None:
     torch.manual_seed(0)
     module, inputs = model(), args()
     found = mf.audit(Hand(module, of_values(module), FAULTS["tables_swapped"][2]), module, *inputs)
-    assert named(found) == {("weight.other", "weight_uk"), ("tables.swapped", "rope_cos, rope_sin")}, str(found)
+    assert named(found) == {
+        ("weight.other", "weight_uk"),
+        ("tables.swapped", "rope_cos, rope_sin"),
+    }, str(found)
     (said,) = [item.message for item in found.findings if item.code == "weight.other"]
     assert said.endswith(f"the first {base.D} rows of each head of model.kv_b_proj.weight")
 
 
-@pytest.mark.parametrize(("argument", "source"), [("weight_dq", "q_a_proj"), ("weight_uq_qr", "q_b_proj")])
+@pytest.mark.parametrize(
+    ("argument", "source"), [("weight_dq", "q_a_proj"), ("weight_uq_qr", "q_b_proj")]
+)
 def test_the_weight_of_another_layer(argument: str, source: str) -> None:
     torch.manual_seed(0)
     module, other, inputs = model(), model(), args()

@@ -1,6 +1,7 @@
 """One catalogue of prologues: what each varies, where it is fused or why not, and who writes it so.
 
-Tests select entries by their tags; a new entry is a class with ``@entry(..)`` or ``@miss(..)`` above it.
+Tests select entries by their tags; a new entry is a class with ``@entry(..)`` or ``@miss(..)``
+above it.
 """
 
 from . import (

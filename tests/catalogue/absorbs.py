@@ -41,7 +41,9 @@ class AbsorbTransposedWeight(Base):
 @entry(IN_PLACE, source=OURS, tags="absorb, operators, device")
 class AbsorbNpu(Base):
     def absorb(self, q_nope: Tensor) -> Tensor:
-        return npu.npu_transpose_batchmatmul(q_nope, self.w_uk(), perm_x1=(1, 0, 2), perm_y=(1, 0, 2))
+        return npu.npu_transpose_batchmatmul(
+            q_nope, self.w_uk(), perm_x1=(1, 0, 2), perm_y=(1, 0, 2)
+        )
 
 
 @entry(IN_PLACE, source=OURS, tags="absorb, readers, device")
@@ -54,7 +56,9 @@ class QueryReadRounded(Base):
 
 @entry(IN_PLACE, source=OURS, tags="absorb, layout, device, symbolic")
 class QueryAssembled(Parts):
-    """query and query_rope are written into one buffer, made like q_nope, which the kernel never gives out."""
+    """query and query_rope are written into one buffer, made like q_nope, which the kernel never
+    gives out.
+    """
 
     def scores(self, q_nope: Tensor, q_pe: Tensor, kv_rows: Tensor, kr_rows: Tensor) -> Tensor:
         query = q_nope.new_empty(*q_nope.shape[:-1], HCKV + DR)
@@ -70,7 +74,9 @@ class MatrixPerHead(Base):
     def __init__(self) -> None:
         super().__init__()
         del self.kv_b_proj
-        self.w_uks = nn.ParameterList((torch.randn(D, HCKV) / D**0.5).bfloat16() for _ in range(self.heads))
+        self.w_uks = nn.ParameterList(
+            (torch.randn(D, HCKV) / D**0.5).bfloat16() for _ in range(self.heads)
+        )
 
     def absorb(self, q_nope: Tensor) -> Tensor:
         return torch.stack([q_nope[:, head] @ weight for head, weight in enumerate(self.w_uks)], 1)
@@ -99,7 +105,9 @@ class GroupsApart(Base):
     def __init__(self) -> None:
         Prologue.__init__(self, 4)
         del self.kv_b_proj
-        self.groups = nn.ParameterList((torch.randn(2, D, HCKV) / D**0.5).bfloat16() for _ in range(2))
+        self.groups = nn.ParameterList(
+            (torch.randn(2, D, HCKV) / D**0.5).bfloat16() for _ in range(2)
+        )
 
     def absorb(self, q_nope: Tensor) -> Tensor:
         parts = zip(q_nope.chunk(2, 1), self.groups, strict=True)
@@ -131,7 +139,10 @@ def loop_into_buffer(self: Any, q: Tensor) -> Tensor:
 
 @step("absorb", IN_PLACE, tags="absorb, device", heads=4)
 def two_groups(self: Any, q: Tensor) -> Tensor:
-    parts = (torch.einsum("tnd,ndc->tnc", q[:, part], self.w_uk()[part]) for part in (slice(0, 2), slice(2, 4)))
+    parts = (
+        torch.einsum("tnd,ndc->tnc", q[:, part], self.w_uk()[part])
+        for part in (slice(0, 2), slice(2, 4))
+    )
     return torch.cat(list(parts), 1)
 
 

@@ -27,7 +27,9 @@ def row_args(tokens: int = 6) -> tuple[Tensor, ...]:
 
 @entry(STAGED, source=OURS, tags="layout, device, symbolic, export", args=row_args)
 class RowsInPlace(Base):
-    """Latent and key are written over the projection they come from; so is the query, into an empty one."""
+    """Latent and key are written over the projection they come from; so is the query, into an empty
+    one.
+    """
 
     def assemble(self, rows: Tensor, c: Tensor, sn: Tensor) -> None:
         rows[..., :HCKV] = self.kv_a_layernorm(rows[..., :HCKV].contiguous())
@@ -86,7 +88,9 @@ class CutAgain(RowsInPlace):
 
 @entry(STAGED, source=OURS, tags="layout, unabsorbed", args=row_args)
 class WrittenBack(RowsInPlace):
-    """The rotated part is written back into q, the latent into its row; keys and values are projected from it."""
+    """The rotated part is written back into q, the latent into its row; keys and values are
+    projected from it.
+    """
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
         c, sn = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -106,9 +110,13 @@ class WrittenBack(RowsInPlace):
 
 @entry(IN_PLACE, source=OURS, tags="readers, operators, device")
 class RowsOfOperator(NpuOperators):
-    """The cache operator gives the new rows out as well (``is_output_kv``), and the model reads them."""
+    """The cache operator gives the new rows out as well (``is_output_kv``), and the model reads
+    them.
+    """
 
-    def rows(self, x: Tensor, c: Tensor, sn: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Any:
+    def rows(
+        self, x: Tensor, c: Tensor, sn: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Any:
         latent, norm = self.kv_a_proj_with_mqa(x).view(-1, 1, 1, ROW), self.kv_a_layernorm
         given = latent, norm.weight, c, sn, slots, kr_cache, kv_cache
         if self.version == 2:
@@ -120,7 +128,9 @@ class RowsOfOperator(NpuOperators):
 
     is_output_kv = True
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Any:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Any:
         c, sn = cos.view(-1, 1, 1, DR), sin.view(-1, 1, 1, DR)
         q_nope, q_pe = self.query(x)
         q_pe = torch.ops.npu.npu_interleave_rope(q_pe.unsqueeze(2), c, sn).squeeze(2)
@@ -135,13 +145,19 @@ class PrefillOfOperator(RowsOfOperator):
     def __init__(self) -> None:
         super().__init__(version=1)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Any:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Any:
         c, sn = cos.view(-1, 1, 1, DR), sin.view(-1, 1, 1, DR)
         q_nope, q_pe = self.query(x)
         q_pe = torch.ops.npu.npu_interleave_rope(q_pe.unsqueeze(2), c, sn).squeeze(2)
         k_pe, c_kv = self.rows(x, c, sn, kv_cache, kr_cache, slots)
-        k_nope, value = self.kv_b_proj(c_kv.view(-1, HCKV)).view(-1, self.heads, D + DV).split([D, DV], -1)
-        by_head = torch.einsum("tnd,snd->nts", q_nope, k_nope) + torch.einsum("tnd,sd->nts", q_pe, k_pe.view(-1, DR))
+        k_nope, value = (
+            self.kv_b_proj(c_kv.view(-1, HCKV)).view(-1, self.heads, D + DV).split([D, DV], -1)
+        )
+        by_head = torch.einsum("tnd,snd->nts", q_nope, k_nope) + torch.einsum(
+            "tnd,sd->nts", q_pe, k_pe.view(-1, DR)
+        )
         return by_head, value
 
 
@@ -167,7 +183,9 @@ def assembled(outcome: str, *, tags: str, source: str) -> Callable[[Any], Any]:
     """Puts RowsInPlace with another ``assemble`` into the catalogue."""
 
     def register(body: Any) -> Any:
-        entry(outcome, source=source, tags=tags, args=row_args, name=body.__name__)(assembling(body))
+        entry(outcome, source=source, tags=tags, args=row_args, name=body.__name__)(
+            assembling(body)
+        )
         return body
 
     return register

@@ -1,6 +1,8 @@
-"""What the models of the catalogue are made of: sizes, norms, the prologue whose every step is a method, arguments.
+"""What the models of the catalogue are made of: sizes, norms, the prologue whose every step is a
+method, arguments.
 
-Sizes are the smallest that the operator's host check takes: He 1024, Hcq 1536, Hckv 512, D 128, Dr 64.
+Sizes are the smallest that the operator's host check takes: He 1024, Hcq 1536, Hckv 512, D 128, Dr
+64.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ def through(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Prologue(nn.Module):
-    """Weights, and the attention core that reads what the prologue makes. Subclasses spell ``prologue``."""
+    """Weights, and the attention core that reads what the prologue makes. Subclasses spell
+    ``prologue``.
+    """
 
     norm: type[HfNorm] = HfNorm
 
@@ -134,7 +138,10 @@ class Base(Prologue):
         q_nope, q_pe = self.split(self.q_b_proj(c_q))
         c_kv, k_pe = self.latent(x)
         c, s_ = cos.unsqueeze(1), sin.unsqueeze(1)
-        rotated_q, rotated_k = self.rotate_q(q_pe, c, s_), self.rotate_k(k_pe.unsqueeze(1), c, s_).squeeze(1)
+        rotated_q, rotated_k = (
+            self.rotate_q(q_pe, c, s_),
+            self.rotate_k(k_pe.unsqueeze(1), c, s_).squeeze(1),
+        )
         query = self.absorb(q_nope)
         self.write(kv_cache, kr_cache, self.slots(slots, query), c_kv, rotated_k)
         scores = attend(query, rotated_q, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
@@ -144,7 +151,9 @@ class Base(Prologue):
         q_nope, q_pe = q.view(-1, self.heads, D + DR).split([D, DR], -1)
         return q_nope, q_pe
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         kv_cache.view(-1, HCKV)[slots] = c_kv
         kr_cache.view(-1, DR)[slots] = k_pe
 
@@ -157,9 +166,13 @@ class Parts(Base):
     ) -> tuple[Tensor, Tensor]:
         q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
         c_kv, k_pe = self.latent(x)
-        q_nope, q_pe, k_pe = self.rotated(q_nope, q_pe, k_pe.unsqueeze(1), cos.unsqueeze(1), sin.unsqueeze(1))
+        q_nope, q_pe, k_pe = self.rotated(
+            q_nope, q_pe, k_pe.unsqueeze(1), cos.unsqueeze(1), sin.unsqueeze(1)
+        )
         self.write(kv_cache, kr_cache, slots, c_kv, k_pe.squeeze(1))
-        return self.scores(q_nope, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)), torch.full_like(c_kv, 0.5)
+        return self.scores(
+            q_nope, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)
+        ), torch.full_like(c_kv, 0.5)
 
     def rotated(
         self, q_nope: Tensor, q_pe: Tensor, k_pe: Tensor, c: Tensor, sn: Tensor

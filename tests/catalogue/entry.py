@@ -37,7 +37,8 @@ TAGS = {
     "floats": "weights in the float formats of A5: mxfp8, fp8, hifloat8",
     # what it is
     "near miss": "one thing is wrong: it stays unfused, or is fused as what it is",
-    "public": "a near miss that public code writes so: one thing is otherwise than the kernel has it",
+    "public": "a near miss that public code writes so: one thing is otherwise than the kernel has "
+    "it",
     "operators": "calls npu operators",
     # what tests do with it beside compiling it
     "run": "a near miss that is compiled and run without verification, its numbers compared",
@@ -73,7 +74,9 @@ class Entry:
     def __post_init__(self) -> None:
         unknown = self.tags - TAGS.keys()
         if unknown or not self.source or not self.outcome:
-            raise ValueError(f"{self.name}: needs a source and an outcome, and has no tags {sorted(unknown)}")
+            raise ValueError(
+                f"{self.name}: needs a source and an outcome, and has no tags {sorted(unknown)}"
+            )
 
     def __str__(self) -> str:
         return self.name
@@ -103,19 +106,36 @@ def words(tags: str) -> frozenset[str]:
     return frozenset(tag.strip() for tag in tags.split(",") if tag.strip())
 
 
-def entry(*outcome: str, source: str, tags: str, name: str = "", **fields: Any) -> Callable[[Kind], Kind]:
+def entry(
+    *outcome: str, source: str, tags: str, name: str = "", **fields: Any
+) -> Callable[[Kind], Kind]:
     """Puts a class of models into the catalogue, under its own name."""
 
     def register(model: Kind) -> Kind:
-        add(Entry(name=name or model.__name__, model=model, outcome=outcome, source=source, tags=words(tags), **fields))
+        add(
+            Entry(
+                name=name or model.__name__,
+                model=model,
+                outcome=outcome,
+                source=source,
+                tags=words(tags),
+                **fields,
+            )
+        )
         return model
 
     return register
 
 
-def miss(*outcome: str, tags: str, of: str = "the base prologue", **fields: Any) -> Callable[[Kind], Kind]:
-    """Puts a near miss into the catalogue, with what becomes of it: a rejection code, or placements."""
-    return entry(*outcome, source=f"{OURS}: a near miss of {of}", tags=f"near miss, {tags}", **fields)
+def miss(
+    *outcome: str, tags: str, of: str = "the base prologue", **fields: Any
+) -> Callable[[Kind], Kind]:
+    """Puts a near miss into the catalogue, with what becomes of it: a rejection code, or
+    placements.
+    """
+    return entry(
+        *outcome, source=f"{OURS}: a near miss of {of}", tags=f"near miss, {tags}", **fields
+    )
 
 
 def based(name: str, heads: int = 2, **methods: Any) -> Make:
@@ -133,11 +153,22 @@ def based(name: str, heads: int = 2, **methods: Any) -> Make:
 def step(
     method: str, *outcome: str, tags: str, source: str = OURS, heads: int = 2, **fields: Any
 ) -> Callable[[Any], Any]:
-    """Puts the base prologue with another ``method`` into the catalogue, under the name of the function."""
+    """Puts the base prologue with another ``method`` into the catalogue, under the name of the
+    function.
+    """
 
     def register(body: Any) -> Any:
         model = based(body.__name__, heads, **{method: body})
-        add(Entry(name=body.__name__, model=model, outcome=outcome, source=source, tags=words(tags), **fields))
+        add(
+            Entry(
+                name=body.__name__,
+                model=model,
+                outcome=outcome,
+                source=source,
+                tags=words(tags),
+                **fields,
+            )
+        )
         return body
 
     return register

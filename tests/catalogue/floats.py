@@ -1,5 +1,5 @@
-"""Prologues whose weights are in a float format of A5, as the stacks write them: an npu operator quantises the rows,
-npu_quant_matmul multiplies.
+"""Prologues whose weights are in a float format of A5, as the stacks write them: an npu operator
+quantises the rows, npu_quant_matmul multiplies.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ VLLM = "AscendW8A8MXFP8Dynamic of vllm-ascend, and SGLang"
 
 
 class FloatLinear(nn.Module):
-    """A quantised weight [in, out]. In float64 it is the same weight without any quantisation of the input."""
+    """A quantised weight [in, out]. In float64 it is the same weight without any quantisation of
+    the input.
+    """
 
     weight: nn.Parameter
     scale: nn.Parameter
 
     def hold(self, weight: Tensor, scale: Tensor) -> None:
-        self.weight, self.scale = (nn.Parameter(value, requires_grad=False) for value in (weight, scale))
+        self.weight, self.scale = (
+            nn.Parameter(value, requires_grad=False) for value in (weight, scale)
+        )
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
@@ -44,7 +48,9 @@ class FloatLinear(nn.Module):
 
 
 class MxLinear(FloatLinear):
-    """mxfp8: the weight held as [out, in], its scales as [out, in/64, 2], and both turned once they are loaded."""
+    """mxfp8: the weight held as [out, in], its scales as [out, in/64, 2], and both turned once they
+    are loaded.
+    """
 
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__()
@@ -91,7 +97,12 @@ class RowLinear(FloatLinear):
 
     def product(self, x: Tensor, x_scale: Tensor) -> Tensor:
         return npu.npu_quant_matmul(
-            x, self.weight, self.scale, pertoken_scale=x_scale, output_dtype=torch.bfloat16, **self.named()
+            x,
+            self.weight,
+            self.scale,
+            pertoken_scale=x_scale,
+            output_dtype=torch.bfloat16,
+            **self.named(),
         )
 
     def named(self) -> dict[str, int]:
@@ -134,23 +145,49 @@ class Floats(Base):
 
 
 @entry(
-    IN_PLACE, source=VLLM, tags="floats, operators, device, symbolic", weight_quant_mode=3, soc="A5", slack=1.1
+    IN_PLACE,
+    source=VLLM,
+    tags="floats, operators, device, symbolic",
+    weight_quant_mode=3,
+    soc="A5",
+    slack=1.1,
 )
 class MxFull(Floats):
     pass
 
 
-@entry(IN_PLACE, source=OURS, tags="floats, operators, device", weight_quant_mode=4, soc="A5", slack=1.1)
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="floats, operators, device",
+    weight_quant_mode=4,
+    soc="A5",
+    slack=1.1,
+)
 class Fp8Full(Floats):
     linear = RowLinear
 
 
-@entry(IN_PLACE, source=OURS, tags="floats, operators, device", weight_quant_mode=5, soc="A5", slack=1.1)
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="floats, operators, device",
+    weight_quant_mode=5,
+    soc="A5",
+    slack=1.1,
+)
 class HifFull(Floats):
     linear = HifLinear
 
 
-@entry(IN_PLACE, source=OURS, tags="floats, operators, device", weight_quant_mode=4, soc="A5", slack=1.1)
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="floats, operators, device",
+    weight_quant_mode=4,
+    soc="A5",
+    slack=1.1,
+)
 class Fp8Smooth(Floats):
     """One tensor of smooth scales for x, one for c_q."""
 
@@ -158,7 +195,9 @@ class Fp8Smooth(Floats):
 
     def __init__(self) -> None:
         super().__init__()
-        self.smooth_x, self.smooth_cq = (nn.Parameter(0.5 + torch.rand(width)) for width in (HE, HCQ))
+        self.smooth_x, self.smooth_cq = (
+            nn.Parameter(0.5 + torch.rand(width)) for width in (HE, HCQ)
+        )
         self.q_a_proj.smooth = self.kv_a_proj_with_mqa.smooth = self.smooth_x  # type: ignore[assignment]
         self.q_b_proj.smooth = self.smooth_cq  # type: ignore[assignment]
 
@@ -178,17 +217,38 @@ class Merged(Floats):
         return self.kv_a_layernorm(c_kv), k_pe
 
 
-@entry(IN_PLACE, source=VLLM, tags="floats, operators, device", weight_quant_mode=3, soc="A5", slack=1.1)
+@entry(
+    IN_PLACE,
+    source=VLLM,
+    tags="floats, operators, device",
+    weight_quant_mode=3,
+    soc="A5",
+    slack=1.1,
+)
 class MxMerged(Merged):
     pass
 
 
-@entry(IN_PLACE, source=OURS, tags="floats, operators, device", weight_quant_mode=5, soc="A5", slack=1.1)
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="floats, operators, device",
+    weight_quant_mode=5,
+    soc="A5",
+    slack=1.1,
+)
 class HifMerged(Merged):
     linear = HifLinear
 
 
-@entry(IN_PLACE, source=VLLM, tags="floats, operators, weights", weight_quant_mode=3, soc="A5", slack=1.1)
+@entry(
+    IN_PLACE,
+    source=VLLM,
+    tags="floats, operators, weights",
+    weight_quant_mode=3,
+    soc="A5",
+    slack=1.1,
+)
 class MxChunked(Floats):
     """vllm-ascend's chunked W_uq_qr: two products of one quantised c_q, side by side."""
 
@@ -201,7 +261,9 @@ class MxChunked(Floats):
         return super().split(torch.cat([half(c_q) for half in self.halves], -1))
 
 
-@entry(IN_PLACE, source=OURS, tags="floats, operators, rope", weight_quant_mode=3, soc="A5", slack=1.1)
+@entry(
+    IN_PLACE, source=OURS, tags="floats, operators, rope", weight_quant_mode=3, soc="A5", slack=1.1
+)
 class MxHalfRope(Floats):
     """Half-layout RoPE: columns of weights and of their scales are permuted together."""
 
@@ -209,7 +271,9 @@ class MxHalfRope(Floats):
         return x * c + rotate_half(x) * s
 
 
-@entry(STAGED, source=OURS, tags="floats, operators, rope", weight_quant_mode=3, soc="A5", slack=1.1)
+@entry(
+    STAGED, source=OURS, tags="floats, operators, rope", weight_quant_mode=3, soc="A5", slack=1.1
+)
 class MxInterleavedRope(Floats):
     """Pairs in, pairs out: staged."""
 
@@ -226,7 +290,12 @@ class _Viewed(MxLinear):
 
 
 @entry(
-    IN_PLACE, source="vllm-ascend", tags="floats, operators, device, weights", weight_quant_mode=3, soc="A5", slack=1.1
+    IN_PLACE,
+    source="vllm-ascend",
+    tags="floats, operators, device, weights",
+    weight_quant_mode=3,
+    soc="A5",
+    slack=1.1,
 )
 class MxViewed(Floats):
     linear = _Viewed
@@ -249,17 +318,38 @@ class Indexed(Floats):
         return self.wq_b(c_q)
 
 
-@entry(IN_PLACE, source="GLM-5", tags="floats, operators, device, readers", weight_quant_mode=3, soc="A5", slack=1.1)
+@entry(
+    IN_PLACE,
+    source="GLM-5",
+    tags="floats, operators, device, readers",
+    weight_quant_mode=3,
+    soc="A5",
+    slack=1.1,
+)
 class MxIndexed(Indexed):
     pass
 
 
-@entry(IN_PLACE, source="GLM-5", tags="floats, operators, readers", weight_quant_mode=4, soc="A5", slack=1.1)
+@entry(
+    IN_PLACE,
+    source="GLM-5",
+    tags="floats, operators, readers",
+    weight_quant_mode=4,
+    soc="A5",
+    slack=1.1,
+)
 class Fp8Indexed(Indexed):
     linear = RowLinear
 
 
-@entry(IN_PLACE, source=OURS, tags="floats, operators, readers", weight_quant_mode=5, soc="A5", slack=1.1)
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="floats, operators, readers",
+    weight_quant_mode=5,
+    soc="A5",
+    slack=1.1,
+)
 class HifIndexed(Indexed):
     linear = HifLinear
 

@@ -1,4 +1,6 @@
-"""Prologues in float formats with caches in them: query and latent in float8, or rows packed with a scale a tile."""
+"""Prologues in float formats with caches in them: query and latent in float8, or rows packed with a
+scale a tile.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def packed_hifloat8_args() -> tuple[Tensor, ...]:
 
 
 class FloatAttention(Floats):
-    """Query and latent cache in float8, the key and its query in bfloat16; scores are brought back by both scales."""
+    """Query and latent cache in float8, the key and its query in bfloat16; scores are brought back
+    by both scales.
+    """
 
     dst_type: torch.dtype | int = torch.float8_e4m3fn
 
@@ -59,34 +63,56 @@ class FloatAttention(Floats):
     def to_scale(self, query_rope: Tensor, scale: Tensor) -> Tensor:
         return (query_rope.float() * (self.kv_scale / scale.unsqueeze(-1))).to(query_rope.dtype)
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         kv_cache.view(-1, HCKV)[slots] = self.quantise(c_kv)
         kr_cache.view(-1, DR)[slots] = k_pe
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:  # type: ignore[override]
         q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
         query, scale = self.in_bytes(self.absorb(q_nope))
         query_rope = self.to_scale(self.rotate(q_pe, c, s), scale)
         self.write_rows(x, c, s, kv_cache, kr_cache, slots)
-        scores = torch.einsum("tnc,sc->tns", self.numbers(query), self.numbers(kv_cache.view(-1, HCKV)))
-        scores = scores + torch.einsum("tnc,sc->tns", query_rope.float(), kr_cache.view(-1, DR).float())
+        scores = torch.einsum(
+            "tnc,sc->tns", self.numbers(query), self.numbers(kv_cache.view(-1, HCKV))
+        )
+        scores = scores + torch.einsum(
+            "tnc,sc->tns", query_rope.float(), kr_cache.view(-1, DR).float()
+        )
         return scores * scale.unsqueeze(-1) / self.kv_scale
 
-    def write_rows(self, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> None:
+    def write_rows(
+        self, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> None:
         c_kv, k_pe = self.latent(x)
         self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1))
 
 
 @entry(
-    IN_PLACE, source=VLLM, tags=TAGS, weight_quant_mode=3, kv_cache_quant_mode=1, soc="A5", args=latent_args
+    IN_PLACE,
+    source=VLLM,
+    tags=TAGS,
+    weight_quant_mode=3,
+    kv_cache_quant_mode=1,
+    soc="A5",
+    args=latent_args,
 )
 class MxAttention(FloatAttention):
     pass
 
 
 @entry(
-    IN_PLACE, source=OURS, tags=TAGS, weight_quant_mode=4, kv_cache_quant_mode=1, soc="A5", args=latent_args
+    IN_PLACE,
+    source=OURS,
+    tags=TAGS,
+    weight_quant_mode=4,
+    kv_cache_quant_mode=1,
+    soc="A5",
+    args=latent_args,
 )
 class Fp8Attention(FloatAttention):
     linear = RowLinear
@@ -95,9 +121,9 @@ class Fp8Attention(FloatAttention):
 class _ByOperator(FloatAttention):
     """vllm-ascend's fa_quant on A5: the fused cache operator with one scale."""
 
-
-
-    def write_rows(self, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> None:
+    def write_rows(
+        self, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> None:
         npu.npu_kv_rmsnorm_rope_cache_v2(
             self.kv_a_proj_with_mqa(x).view(-1, 1, 1, HCKV + DR),
             self.kv_a_layernorm.weight,
@@ -117,7 +143,13 @@ class _ByOperator(FloatAttention):
 
 
 @entry(
-    IN_PLACE, source=VLLM, tags=TAGS, weight_quant_mode=3, kv_cache_quant_mode=1, soc="A5", args=latent_args
+    IN_PLACE,
+    source=VLLM,
+    tags=TAGS,
+    weight_quant_mode=3,
+    kv_cache_quant_mode=1,
+    soc="A5",
+    args=latent_args,
 )
 class MxAttentionByOperator(_ByOperator):
     pass
@@ -149,7 +181,9 @@ class HifAttentionByOperator(_ByOperator):
 
 @entry(STAGED, source=OURS, tags=TAGS, weight_quant_mode=3, soc="A5", args=latent_args)
 class MxAttentionOverflows(FloatAttention):
-    """What becomes of numbers out of range is left to the cast, which is NaN in one torch and 448 in another."""
+    """What becomes of numbers out of range is left to the cast, which is NaN in one torch and 448
+    in another.
+    """
 
     def quantise(self, rows: Tensor) -> Tensor:
         return (rows.float() * self.kv_scale).to(torch.float8_e4m3fn)
@@ -171,18 +205,26 @@ class MxAttentionQueryInInt8(FloatAttention):
 
 
 class Packed(Floats):
-    """One cache of 656-byte rows: tiles of the latent in float8, the bfloat16 key, a float32 scale per tile."""
+    """One cache of 656-byte rows: tiles of the latent in float8, the bfloat16 key, a float32 scale
+    per tile.
+    """
 
     options: tuple[tuple[str, Any], ...] = (("dst_type", torch.float8_e4m3fn),)
 
     def pack(self, c_kv: Tensor, k_pe: Tensor) -> Tensor:
         values, scale = npu.npu_dynamic_block_quant(c_kv, **dict(self.options))
-        return torch.cat([values, *(part.contiguous().view(values.dtype) for part in (k_pe, scale))], -1)
+        return torch.cat(
+            [values, *(part.contiguous().view(values.dtype) for part in (k_pe, scale))], -1
+        )
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         npu.npu_scatter_nd_update_(kv_cache.view(-1, 656), slots.view(-1, 1), self.pack(c_kv, k_pe))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:  # type: ignore[override]
         q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
         c_kv, k_pe = self.latent(x)
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -230,7 +272,14 @@ class HifPacked(Packed):
     options = (("dst_type", HIF8), ("round_mode", "round"))
 
 
-@entry(STAGED, source=OURS, tags=f"{TAGS}, layout", weight_quant_mode=5, soc="A5", args=packed_hifloat8_args)
+@entry(
+    STAGED,
+    source=OURS,
+    tags=f"{TAGS}, layout",
+    weight_quant_mode=5,
+    soc="A5",
+    args=packed_hifloat8_args,
+)
 class HifPackedClipped(HifPacked):
     """The latent is clipped where ordinary rows do not reach."""
 
@@ -238,14 +287,28 @@ class HifPackedClipped(HifPacked):
         return super().pack(c_kv.clamp(-30, 30), k_pe)
 
 
-@entry(STAGED, source=OURS, tags=f"{TAGS}, layout", weight_quant_mode=3, soc="A5", args=packed_float_args)
+@entry(
+    STAGED,
+    source=OURS,
+    tags=f"{TAGS}, layout",
+    weight_quant_mode=3,
+    soc="A5",
+    args=packed_float_args,
+)
 class MxPackedWithBound(Packed):
     """No scale above a hundred: the kernel has no bound."""
 
     options = (*Packed.options, ("min_scale", 0.01))
 
 
-@entry(STAGED, source=OURS, tags=f"{TAGS}, layout", weight_quant_mode=3, soc="A5", args=packed_float_args)
+@entry(
+    STAGED,
+    source=OURS,
+    tags=f"{TAGS}, layout",
+    weight_quant_mode=3,
+    soc="A5",
+    args=packed_float_args,
+)
 class MxPackedClipped(Packed):
     """The latent is clipped where ordinary rows do not reach."""
 
@@ -253,7 +316,14 @@ class MxPackedClipped(Packed):
         return super().pack(c_kv.clamp(-30, 30), k_pe)
 
 
-@entry(STAGED, source=OURS, tags=f"{TAGS}, layout", weight_quant_mode=3, soc="A5", args=packed_float_args)
+@entry(
+    STAGED,
+    source=OURS,
+    tags=f"{TAGS}, layout",
+    weight_quant_mode=3,
+    soc="A5",
+    args=packed_float_args,
+)
 class MxPackedOtherwise(Packed):
     """The scales before the key: no row of the kernel's."""
 

@@ -167,7 +167,12 @@ class _Groups(MxLinear):
     def product(self, x: Tensor, x_scale: Tensor) -> Tensor:
         scales = {"scale_dtype": E8M0, "pertoken_scale_dtype": E8M0, "group_sizes": [1, 1, 128]}
         return npu.npu_quant_matmul(
-            x, self.weight, self.scale, pertoken_scale=x_scale, output_dtype=torch.bfloat16, **scales
+            x,
+            self.weight,
+            self.scale,
+            pertoken_scale=x_scale,
+            output_dtype=torch.bfloat16,
+            **scales,
         )
 
 
@@ -189,9 +194,19 @@ class _Biased(MxLinear):
         self.bias = nn.Parameter(torch.randn(width_out))
 
     def product(self, x: Tensor, x_scale: Tensor) -> Tensor:
-        scales = {"scale_dtype": E8M0, "pertoken_scale_dtype": E8M0, "group_sizes": [1, 1, 32], "bias": self.bias}
+        scales = {
+            "scale_dtype": E8M0,
+            "pertoken_scale_dtype": E8M0,
+            "group_sizes": [1, 1, 32],
+            "bias": self.bias,
+        }
         return npu.npu_quant_matmul(
-            x, self.weight, self.scale, pertoken_scale=x_scale, output_dtype=torch.bfloat16, **scales
+            x,
+            self.weight,
+            self.scale,
+            pertoken_scale=x_scale,
+            output_dtype=torch.bfloat16,
+            **scales,
         )
 
 
@@ -214,7 +229,9 @@ class Fp8Static(Floats):
 
 class _PerTensor(RowLinear):
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        values, scale = npu.npu_dynamic_quant(x, dst_type=torch.float8_e4m3fn, quant_mode="pertensor")
+        values, scale = npu.npu_dynamic_quant(
+            x, dst_type=torch.float8_e4m3fn, quant_mode="pertensor"
+        )
         return values, scale.expand(len(x))
 
 

@@ -1,4 +1,6 @@
-"""Prologues with int8 weights, as the stacks write them: npu_dynamic_quant, then npu_quant_matmul."""
+"""Prologues with int8 weights, as the stacks write them: npu_dynamic_quant, then
+npu_quant_matmul.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from .entry import IN_PLACE, OURS, STAGED, entry
 class QuantLinear(nn.Module):
     """int8 weight [in, out] with a scale per column; quantises its input per token.
 
-    In float64 it is the same weight without any quantisation of the input: the maths that both runs approximate.
+    In float64 it is the same weight without any quantisation of the input: the maths that both runs
+    approximate.
     """
 
     def __init__(self, width_in: int, width_out: int, smooth: bool = False) -> None:
@@ -33,7 +36,9 @@ class QuantLinear(nn.Module):
         return self.product(x, x_scale)
 
     def product(self, x: Tensor, x_scale: Tensor) -> Tensor:
-        return npu.npu_quant_matmul(x, self.matrix(), self.scale, pertoken_scale=x_scale, output_dtype=torch.bfloat16)
+        return npu.npu_quant_matmul(
+            x, self.matrix(), self.scale, pertoken_scale=x_scale, output_dtype=torch.bfloat16
+        )
 
 
 class TransposedLinear(QuantLinear):
@@ -55,7 +60,13 @@ class FlattenedLinear(QuantLinear):
         return rows.view(*x.shape[:-1], -1)
 
 
-@entry(IN_PLACE, source=OURS, tags="int8, operators, device, portable, weights", weight_quant_mode=1, slack=1.1)
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="int8, operators, device, portable, weights",
+    weight_quant_mode=1,
+    slack=1.1,
+)
 class Partial(Base):
     """Only W_uq_qr is int8."""
 
@@ -64,7 +75,13 @@ class Partial(Base):
         self.q_b_proj = QuantLinear(HCQ, self.heads * (D + DR))  # type: ignore[assignment]
 
 
-@entry(IN_PLACE, source=OURS, tags="int8, operators, device, portable, weights", weight_quant_mode=1, slack=1.1)
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="int8, operators, device, portable, weights",
+    weight_quant_mode=1,
+    slack=1.1,
+)
 class PartialSmooth(Base):
     """Smooth scales on c_q alone."""
 
@@ -81,7 +98,9 @@ class PartialSmooth(Base):
     slack=1.1,
 )
 class Full(Base):
-    """All three; each projection quantises x by itself, as AscendW8A8Dynamic and cann-recipes do."""
+    """All three; each projection quantises x by itself, as AscendW8A8Dynamic and cann-recipes
+    do.
+    """
 
     linear: type[QuantLinear] = QuantLinear
 
@@ -92,7 +111,13 @@ class Full(Base):
         self.kv_a_proj_with_mqa = self.linear(HE, HCKV + DR)  # type: ignore[assignment]
 
 
-@entry(IN_PLACE, source=OURS, tags="int8, operators, device, portable, weights", weight_quant_mode=2, slack=1.1)
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="int8, operators, device, portable, weights",
+    weight_quant_mode=2,
+    slack=1.1,
+)
 class FullBfloat16Scales(Full):
     def __init__(self) -> None:
         super().__init__()
@@ -100,30 +125,54 @@ class FullBfloat16Scales(Full):
             module.scale = nn.Parameter(module.scale.bfloat16(), requires_grad=False)  # type: ignore[union-attr]
 
 
-@entry(IN_PLACE, source=OURS, tags="int8, operators, device, portable, weights", weight_quant_mode=2, slack=1.1)
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="int8, operators, device, portable, weights",
+    weight_quant_mode=2,
+    slack=1.1,
+)
 class FullSmooth(Full):
     """One tensor of smooth scales for x, one for c_q."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.smooth_x, self.smooth_cq = (nn.Parameter(0.5 + torch.rand(width)) for width in (HE, HCQ))
+        self.smooth_x, self.smooth_cq = (
+            nn.Parameter(0.5 + torch.rand(width)) for width in (HE, HCQ)
+        )
         self.q_a_proj.smooth = self.kv_a_proj_with_mqa.smooth = self.smooth_x  # type: ignore[assignment]
         self.q_b_proj.smooth = self.smooth_cq  # type: ignore[assignment]
 
 
-@entry(IN_PLACE, source=OURS, tags="int8, operators, device, portable, weights", weight_quant_mode=2, slack=1.1)
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="int8, operators, device, portable, weights",
+    weight_quant_mode=2,
+    slack=1.1,
+)
 class FullTransposed(Full):
     linear = TransposedLinear
 
 
 @entry(
-    IN_PLACE, source="cann-recipes", tags="int8, operators, device, portable, weights", weight_quant_mode=2, slack=1.1
+    IN_PLACE,
+    source="cann-recipes",
+    tags="int8, operators, device, portable, weights",
+    weight_quant_mode=2,
+    slack=1.1,
 )
 class FullFlattened(Full):
     linear = FlattenedLinear
 
 
-@entry(IN_PLACE, source="vLLM", tags="int8, operators, device, portable, weights", weight_quant_mode=2, slack=1.1)
+@entry(
+    IN_PLACE,
+    source="vLLM",
+    tags="int8, operators, device, portable, weights",
+    weight_quant_mode=2,
+    slack=1.1,
+)
 class MergedDown(Full):
     """vLLM: one product for W_dq and W_dkv_kr, x quantised once."""
 
@@ -140,7 +189,11 @@ class MergedDown(Full):
 
 
 @entry(
-    IN_PLACE, source="vllm-ascend", tags="int8, operators, device, portable, weights", weight_quant_mode=2, slack=1.1
+    IN_PLACE,
+    source="vllm-ascend",
+    tags="int8, operators, device, portable, weights",
+    weight_quant_mode=2,
+    slack=1.1,
 )
 class Chunked(Full):
     """vllm-ascend's chunked W8A8: two products of one quantised c_q, side by side."""
@@ -154,7 +207,13 @@ class Chunked(Full):
         return super().split(torch.cat([half(c_q) for half in self.halves], -1))
 
 
-@entry(IN_PLACE, source=OURS, tags="int8, operators, device, portable, rope", weight_quant_mode=2, slack=1.1)
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="int8, operators, device, portable, rope",
+    weight_quant_mode=2,
+    slack=1.1,
+)
 class HalfRope(Full):
     """Half-layout RoPE: columns of int8 weights and of their scales are permuted together."""
 
@@ -162,7 +221,13 @@ class HalfRope(Full):
         return x * c + rotate_half(x) * s
 
 
-@entry(STAGED, source=OURS, tags="int8, operators, device, portable, rope", weight_quant_mode=2, slack=1.1)
+@entry(
+    STAGED,
+    source=OURS,
+    tags="int8, operators, device, portable, rope",
+    weight_quant_mode=2,
+    slack=1.1,
+)
 class InterleavedRope(Full):
     """Pairs in, pairs out: staged."""
 

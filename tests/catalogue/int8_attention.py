@@ -24,12 +24,15 @@ def int8_latent_args() -> tuple[Tensor, ...]:
     kv_cache_quant_mode=1,
 )
 class Int8Attention(Full):
-    """int8 query and latent cache, the key and its query in bfloat16; scores are brought back by both scales at once.
+    """int8 query and latent cache, the key and its query in bfloat16; scores are brought back by
+    both scales at once.
 
     ``Tq`` of the cache is ``1 / 25``: rows are multiplied by 25.
     """
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         kv_cache.view(-1, HCKV)[slots] = self.quantise(c_kv)
         kr_cache.view(-1, DR)[slots] = k_pe
 
@@ -42,17 +45,23 @@ class Int8Attention(Full):
     def to_scale(self, query_rope: Tensor, scale: Tensor) -> Tensor:
         return (query_rope.float() * (25.0 / scale.unsqueeze(-1))).to(query_rope.dtype)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:  # type: ignore[override]
         q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
         query, scale = self.in_int8(self.absorb(q_nope))
         query_rope = self.to_scale(self.rotate(q_pe, c, s), scale)
         self.write_rows(x, c, s, kv_cache, kr_cache, slots)
         scores = torch.einsum("tnc,sc->tns", query.float(), kv_cache.view(-1, HCKV).float())
-        scores = scores + torch.einsum("tnc,sc->tns", query_rope.float(), kr_cache.view(-1, DR).float())
+        scores = scores + torch.einsum(
+            "tnc,sc->tns", query_rope.float(), kr_cache.view(-1, DR).float()
+        )
         return scores * scale.unsqueeze(-1) / 25.0
 
-    def write_rows(self, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> None:
+    def write_rows(
+        self, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> None:
         c_kv, k_pe = self.latent(x)
         self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1))
 
@@ -66,7 +75,9 @@ class Int8Attention(Full):
     kv_cache_quant_mode=1,
 )
 class Int8AttentionOperator(Int8Attention):
-    """vllm-ascend's C8 decode: the fused cache operator with one scale, which divides query_rope as its inverse."""
+    """vllm-ascend's C8 decode: the fused cache operator with one scale, which divides query_rope as
+    its inverse.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +86,9 @@ class Int8AttentionOperator(Int8Attention):
     def to_scale(self, query_rope: Tensor, scale: Tensor) -> Tensor:
         return (query_rope / scale.view(-1, self.heads, 1) * self.kv_scale).to(query_rope.dtype)
 
-    def write_rows(self, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> None:
+    def write_rows(
+        self, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> None:
         npu.npu_kv_rmsnorm_rope_cache_v2(
             self.kv_a_proj_with_mqa(x).view(-1, 1, 1, HCKV + DR),
             self.kv_a_layernorm.weight,
@@ -168,7 +181,9 @@ class QueryReadTwice(Int8Attention):
 )
 class SmoothedQuery(Int8Attention):
     def in_int8(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        return npu.npu_dynamic_quant(query, smooth_scales=torch.full((HCKV,), 2.0, dtype=query.dtype))
+        return npu.npu_dynamic_quant(
+            query, smooth_scales=torch.full((HCKV,), 2.0, dtype=query.dtype)
+        )
 
 
 @entry(

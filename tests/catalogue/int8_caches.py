@@ -1,4 +1,6 @@
-"""int8 prologues with int8 caches: a scale for each channel, or rows packed with a scale for each tile."""
+"""int8 prologues with int8 caches: a scale for each channel, or rows packed with a scale for each
+tile.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ def int8_cache_args() -> tuple[Tensor, ...]:
 
 def packed_args() -> tuple[Tensor, ...]:
     x, cos, sin, kv_cache, kr_cache, slots = paged_args()
-    return x, cos, sin, torch.randint(-9, 9, (*kv_cache.shape[:3], 656), dtype=torch.int8), kr_cache, slots
+    return (
+        x,
+        cos,
+        sin,
+        torch.randint(-9, 9, (*kv_cache.shape[:3], 656), dtype=torch.int8),
+        kr_cache,
+        slots,
+    )
 
 
 @entry(
@@ -35,11 +44,18 @@ class OperatorCache(Partial):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kv_scale, self.kr_scale = (nn.Parameter(20 + 10 * torch.rand(width)) for width in self.scales)
+        self.kv_scale, self.kr_scale = (
+            nn.Parameter(20 + 10 * torch.rand(width)) for width in self.scales
+        )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:  # type: ignore[override]
         q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
-        query, query_rope = self.absorb(q_nope), self.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
+        query, query_rope = (
+            self.absorb(q_nope),
+            self.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1)),
+        )
         tables = [table.view(-1, 1, 1, DR) for table in (cos, sin)]
         latent = self.kv_a_proj_with_mqa(x).view(-1, 1, 1, HCKV + DR)
         npu.npu_kv_rmsnorm_rope_cache_v2(
@@ -82,12 +98,16 @@ class PlainCache(Partial):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kv_scale, self.kr_scale = (nn.Parameter(20 + 10 * torch.rand(width)) for width in (HCKV, DR))
+        self.kv_scale, self.kr_scale = (
+            nn.Parameter(20 + 10 * torch.rand(width)) for width in (HCKV, DR)
+        )
 
     def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
         return torch.clamp(torch.round(rows.float() * scale), -128, 127).to(torch.int8)
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         kv_cache.view(-1, HCKV)[slots] = self.quantise(c_kv, self.kv_scale)
         kr_cache.view(-1, DR)[slots] = self.quantise(k_pe, self.kr_scale)
 
@@ -125,7 +145,12 @@ class LiteralScale(PlainCache):
 
 
 @entry(
-    STAGED, source=OURS, tags="int8, cache, operators", args=int8_cache_args, weight_quant_mode=1, kv_cache_quant_mode=0
+    STAGED,
+    source=OURS,
+    tags="int8, cache, operators",
+    args=int8_cache_args,
+    weight_quant_mode=1,
+    kv_cache_quant_mode=0,
 )
 class SymmetricClamp(PlainCache):
     """-127 is the lowest code: not the kernel's saturation."""
@@ -135,7 +160,12 @@ class SymmetricClamp(PlainCache):
 
 
 @entry(
-    STAGED, source=OURS, tags="int8, cache, operators", args=int8_cache_args, weight_quant_mode=1, kv_cache_quant_mode=0
+    STAGED,
+    source=OURS,
+    tags="int8, cache, operators",
+    args=int8_cache_args,
+    weight_quant_mode=1,
+    kv_cache_quant_mode=0,
 )
 class Truncated(PlainCache):
     def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
@@ -143,7 +173,12 @@ class Truncated(PlainCache):
 
 
 @entry(
-    STAGED, source=OURS, tags="int8, cache, operators", args=int8_cache_args, weight_quant_mode=2, kv_cache_quant_mode=0
+    STAGED,
+    source=OURS,
+    tags="int8, cache, operators",
+    args=int8_cache_args,
+    weight_quant_mode=2,
+    kv_cache_quant_mode=0,
 )
 class FullPlainCache(Full):
     """Per-channel caches with all three projections int8: no mode of the kernel."""
@@ -153,7 +188,9 @@ class FullPlainCache(Full):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kv_scale, self.kr_scale = (nn.Parameter(20 + 10 * torch.rand(width)) for width in (HCKV, DR))
+        self.kv_scale, self.kr_scale = (
+            nn.Parameter(20 + 10 * torch.rand(width)) for width in (HCKV, DR)
+        )
 
 
 # -- one cache of packed rows
@@ -168,16 +205,26 @@ class FullPlainCache(Full):
     kv_cache_quant_mode=3,
 )
 class PackedRows(Full):
-    """One cache of 656-byte rows: int8 tiles of the latent, the bfloat16 key, a float32 scale per tile."""
+    """One cache of 656-byte rows: int8 tiles of the latent, the bfloat16 key, a float32 scale per
+    tile.
+    """
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         tiles = c_kv.float().view(-1, 4, 128)
         scale = tiles.abs().amax(-1, keepdim=True) / 127
         values = torch.round(tiles / scale).clamp(-128, 127).to(torch.int8).flatten(1)
-        parts = [values, k_pe.contiguous().view(torch.int8), scale.squeeze(-1).contiguous().view(torch.int8)]
+        parts = [
+            values,
+            k_pe.contiguous().view(torch.int8),
+            scale.squeeze(-1).contiguous().view(torch.int8),
+        ]
         kv_cache.view(-1, 656)[slots] = torch.cat(parts, -1)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:  # type: ignore[override]
         q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
         c_kv, k_pe = self.latent(x)
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -198,14 +245,22 @@ class PackedByOperators(PackedRows):
 
     min_scale = 0.0
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         options = {"row_block_size": 1, "col_block_size": 128, "min_scale": self.min_scale}
         values, scale = npu.npu_dynamic_block_quant(c_kv, **options)
         packed = torch.cat([values, k_pe.contiguous().view(torch.int8), scale.view(torch.int8)], -1)
         npu.npu_scatter_nd_update_(kv_cache.view(-1, 656), slots.view(-1, 1), packed)
 
 
-@entry(STAGED, source=OURS, tags="int8, cache, layout, operators", args=packed_args, weight_quant_mode=2)
+@entry(
+    STAGED,
+    source=OURS,
+    tags="int8, cache, layout, operators",
+    args=packed_args,
+    weight_quant_mode=2,
+)
 class PackedWithFloor(PackedByOperators):
     """No scale below a hundredth, which ordinary rows do not reach."""
 
@@ -227,14 +282,20 @@ class PackedClipped(PackedRows):
         super().__init__()
         self.q_a_proj, self.kv_a_proj_with_mqa = linear(HE, HCQ), linear(HE, HCKV + DR)
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         tiles = c_kv.float().unflatten(-1, (4, 128))
         limit = 0.9 * tiles.abs().amax(-1, keepdim=True)
         scale = (limit / 127).clamp(min=1e-8)
-        values = torch.maximum(torch.minimum(tiles, limit), -limit).div(scale).round().to(torch.int8)
+        values = (
+            torch.maximum(torch.minimum(tiles, limit), -limit).div(scale).round().to(torch.int8)
+        )
         as_bytes = [part.contiguous().view(torch.int8) for part in (k_pe, scale.squeeze(-1))]
         index = torch.stack([slots // 16, slots % 16])
-        kv_cache.view(-1, 16, 656)[index[0], index[1]] = torch.cat([values.flatten(-2), *as_bytes], -1)
+        kv_cache.view(-1, 16, 656)[index[0], index[1]] = torch.cat(
+            [values.flatten(-2), *as_bytes], -1
+        )
 
 
 @entry(
@@ -248,7 +309,9 @@ class PackedClipped(PackedRows):
 class PackedOtherwise(PackedRows):
     """The scales before the key: no row of the kernel's."""
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         values, scale = npu.npu_dynamic_block_quant(c_kv)
         packed = torch.cat([values, scale.view(torch.int8), k_pe.contiguous().view(torch.int8)], -1)
         kv_cache.view(-1, 656)[slots] = packed
@@ -265,7 +328,9 @@ class PackedOtherwise(PackedRows):
 class PackedAndRead(PackedRows):
     """The new rows are read as they are, too."""
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
         self.last = c_kv
 
@@ -289,13 +354,25 @@ class PackedUnquantised(PackedRows):
         Base.__init__(self)
 
 
-@entry(STAGED, source=OURS, tags="int8, cache, layout, operators", args=packed_args, weight_quant_mode=2)
+@entry(
+    STAGED,
+    source=OURS,
+    tags="int8, cache, layout, operators",
+    args=packed_args,
+    weight_quant_mode=2,
+)
 class PackedBounded(PackedRows):
     """No tile's largest counts for more than fifty, which ordinary rows do not reach."""
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         tiles = c_kv.float().view(-1, 4, 128)
         scale = tiles.abs().amax(-1, keepdim=True).clamp(max=50.0) / 127
         values = torch.round(tiles / scale).clamp(-128, 127).to(torch.int8).flatten(1)
-        parts = [values, k_pe.contiguous().view(torch.int8), scale.squeeze(-1).contiguous().view(torch.int8)]
+        parts = [
+            values,
+            k_pe.contiguous().view(torch.int8),
+            scale.squeeze(-1).contiguous().view(torch.int8),
+        ]
         kv_cache.view(-1, 656)[slots] = torch.cat(parts, -1)

@@ -23,11 +23,18 @@ class StaticLinear(QuantLinear):
 class BiasedLinear(QuantLinear):
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__(width_in, width_out)
-        self.bias = nn.Parameter(torch.randint(-9, 9, (width_out,), dtype=torch.int32), requires_grad=False)
+        self.bias = nn.Parameter(
+            torch.randint(-9, 9, (width_out,), dtype=torch.int32), requires_grad=False
+        )
 
     def product(self, x: Tensor, x_scale: Tensor) -> Tensor:
         return npu.npu_quant_matmul(
-            x, self.weight, self.scale, pertoken_scale=x_scale, bias=self.bias, output_dtype=torch.bfloat16
+            x,
+            self.weight,
+            self.scale,
+            pertoken_scale=x_scale,
+            bias=self.bias,
+            output_dtype=torch.bfloat16,
         )
 
 

@@ -1,6 +1,7 @@
 """W8A8 dynamic quantisation written with plain operators, as hands without the npu ones write it.
 
-One linear layer in three steps: ``quantise`` the rows, ``multiply`` int8 by int8, ``bring_back`` to floats.
+One linear layer in three steps: ``quantise`` the rows, ``multiply`` int8 by int8, ``bring_back`` to
+floats.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def clamped(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def by_both_ends(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     ends = torch.maximum(x.float().amax(-1), -x.float().amin(-1))
-    return torch.round(x.float() * (127.0 / ends)[:, None]).to(torch.int8), (ends * (1 / 127)).unsqueeze(-1)
+    return torch.round(x.float() * (127.0 / ends)[:, None]).to(torch.int8), (
+        ends * (1 / 127)
+    ).unsqueeze(-1)
 
 
 def by_norm(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +121,9 @@ def product_in_bfloat16(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
 
 def to_sums(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
     """The operator's int32 output is the sum before any scale."""
-    return npu.npu_quant_matmul(values, matrix, torch.ones_like(self.scale), output_dtype=torch.int32)
+    return npu.npu_quant_matmul(
+        values, matrix, torch.ones_like(self.scale), output_dtype=torch.int32
+    )
 
 
 def to_scaled_columns(self: Any, values: Tensor, matrix: Tensor) -> Tensor:
@@ -157,7 +162,9 @@ def rows_alone(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
 
 
 def by_quant_matmul(self: Any, operands: tuple[Tensor, Tensor], scale: Tensor) -> Tensor:
-    return npu.npu_quant_matmul(*operands, self.scale, pertoken_scale=scale.view(-1), output_dtype=torch.bfloat16)
+    return npu.npu_quant_matmul(
+        *operands, self.scale, pertoken_scale=scale.view(-1), output_dtype=torch.bfloat16
+    )
 
 
 # -- whole layers

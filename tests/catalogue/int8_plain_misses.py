@@ -24,12 +24,22 @@ def over(scale: Callable[[Tensor], Tensor]) -> dict[str, Any]:
 def of_steps(values: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """Other int8 values of rows brought to steps; the scale is right."""
     unit = lambda x: largest(x) / 127  # noqa: E731
-    return {"quantise": lambda self, x: (values(x.float() / unit(x.float())).to(torch.int8), unit(x.float()))}
+    return {
+        "quantise": lambda self, x: (
+            values(x.float() / unit(x.float())).to(torch.int8),
+            unit(x.float()),
+        )
+    }
 
 
 def scaled_by(scale: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """The right values, and another token scale, made from c_q."""
-    return {"quantise": lambda self, x: (to_int8(x.float() * 127 / largest(x.float())), scale(x.float()))}
+    return {
+        "quantise": lambda self, x: (
+            to_int8(x.float() * 127 / largest(x.float())),
+            scale(x.float()),
+        )
+    }
 
 
 def product(multiply: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
@@ -38,7 +48,11 @@ def product(multiply: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
 
 def back(bring_back: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, Any]:
     """Of the sums, the token scale and the scales of the columns."""
-    return {"bring_back": lambda self, sums, scale: bring_back(sums.float(), scale, self.scale).bfloat16()}
+    return {
+        "bring_back": lambda self, sums, scale: bring_back(
+            sums.float(), scale, self.scale
+        ).bfloat16()
+    }
 
 
 def per_group(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,7 +68,9 @@ MISSES: dict[str, dict[str, Any]] = {
     "half of the row": over(lambda v: largest(v[:, : v.shape[1] // 2]) / 127),
     "all but the last": over(lambda v: largest(v[:, :-1]) / 127),
     "every other": over(lambda v: largest(v[:, ::2]) / 127),
-    "outliers clipped": over(lambda v: torch.minimum(largest(v), 6 * v.std(-1, keepdim=True)) / 127),
+    "outliers clipped": over(
+        lambda v: torch.minimum(largest(v), 6 * v.std(-1, keepdim=True)) / 127
+    ),
     "high floor": over(lambda v: largest(v).clamp(min=5.0) / 127),
     "floor of another row": over(lambda v: torch.maximum(largest(v), 0.05 * v.abs().max()) / 127),
     "in groups": {"quantise": per_group},

@@ -23,7 +23,18 @@ def plain(name: str, mode: int, cache: int = 0, **fields: Any) -> Callable[[Any]
         modes = {"weight_quant_mode": mode, "kv_cache_quant_mode": cache}
         tags = words("int8, plain, cache" if cache else "int8, plain")
         name_of = f"plain {name}"
-        add(Entry(name=name_of, model=model, outcome=(IN_PLACE,), source=OURS, tags=tags, slack=1.1, **modes, **fields))
+        add(
+            Entry(
+                name=name_of,
+                model=model,
+                outcome=(IN_PLACE,),
+                source=OURS,
+                tags=tags,
+                slack=1.1,
+                **modes,
+                **fields,
+            )
+        )
         return model
 
     return register
@@ -77,7 +88,9 @@ class OnInFloat32(PlainFull):
 
 @plain("indexer_reads", 2)
 class IndexerReads(PlainFull):
-    """The indexer quantises c_q by itself; its int8 values and scales are the kernel's outputs then."""
+    """The indexer quantises c_q by itself; its int8 values and scales are the kernel's outputs
+    then.
+    """
 
     def __init__(self) -> None:
         super().__init__()

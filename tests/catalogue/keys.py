@@ -1,4 +1,6 @@
-"""Prologues that npu_mla_prolog_v3 does not take, and whose key half npu_kv_rmsnorm_rope_cache does."""
+"""Prologues that npu_mla_prolog_v3 does not take, and whose key half npu_kv_rmsnorm_rope_cache
+does.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ entry = partial(any_entry, targets=BOTH, instead_of="q_lora.absent", slack=1.1)
 
 
 class Lite(Base):
-    """DeepSeek-V2-Lite, Moonlight, Bailing, Mistral-Large-4: the query comes from the hidden state directly."""
+    """DeepSeek-V2-Lite, Moonlight, Bailing, Mistral-Large-4: the query comes from the hidden state
+    directly.
+    """
 
     def __init__(self, heads: int = 2) -> None:
         super().__init__(heads)
@@ -48,7 +52,11 @@ class Lite(Base):
         return self.q_proj(x)
 
 
-@entry(IN_PLACE, source="Hugging Face's remote code of DeepSeek-V2-Lite", tags="key, whole, symbolic, device, export")
+@entry(
+    IN_PLACE,
+    source="Hugging Face's remote code of DeepSeek-V2-Lite",
+    tags="key, whole, symbolic, device, export",
+)
 class PagedLite(Lite):
     """Tables gathered by position, halves by view and transpose, pages."""
 
@@ -101,31 +109,49 @@ class OneCacheLite(Lite):
         return attend(self.absorb(q_nope), q_pe, rows[:, :HCKV], rows[:, HCKV:])
 
 
-@entry(IN_PLACE, source="cann-recipes' prefill", tags="key, whole, operators, readers, symbolic, device")
+@entry(
+    IN_PLACE,
+    source="cann-recipes' prefill",
+    tags="key, whole, operators, readers, symbolic, device",
+)
 class RowsReadToo(Lite):
-    """torch_npu's operators one by one; the new rows go to their caches and, expanded, to attention."""
+    """torch_npu's operators one by one; the new rows go to their caches and, expanded, to
+    attention.
+    """
 
     norm = NpuAddRmsNorm
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:  # type: ignore[override]
         c_kv, k_pe = self.latent(x)
         c, s = cos.view(-1, 1, 1, DR), sin.view(-1, 1, 1, DR)
         q_nope, q_pe = self.split(self.q_proj(x))
-        q_pe = npu.npu_interleave_rope(q_pe.view(-1, self.heads, 1, DR), c, s).view(-1, self.heads, DR)
+        q_pe = npu.npu_interleave_rope(q_pe.view(-1, self.heads, 1, DR), c, s).view(
+            -1, self.heads, DR
+        )
         k_pe = npu.npu_interleave_rope(k_pe.view(-1, 1, 1, DR), c, s).view(-1, DR)
         kv, kr = kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)
         npu.npu_scatter_nd_update_(kv, slots.view(-1, 1), c_kv)
         npu.npu_scatter_nd_update_(kr, slots.view(-1, 1), k_pe)
-        own = torch.einsum("tnd,snd->tsn", q_nope.float(), (c_kv @ self.w_uk().transpose(1, 2)).transpose(0, 1).float())
+        own = torch.einsum(
+            "tnd,snd->tsn",
+            q_nope.float(),
+            (c_kv @ self.w_uk().transpose(1, 2)).transpose(0, 1).float(),
+        )
         own = own + torch.einsum("tnr,sr->tsn", q_pe.float(), k_pe.float())
         return own.sum() + kv.float().sum() + kr.float().sum()
 
 
 @entry(STAGED, source="transformers", tags="key, whole, layout, device", args=static_cache_args)
 class StaticCacheLite(Lite):
-    """Latents of [B, 1, S, ..] in a static cache; keys and values are expanded from what it returns."""
+    """Latents of [B, 1, S, ..] in a static cache; keys and values are expanded from what it
+    returns.
+    """
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:  # type: ignore[override]
         batch, length, _ = x.shape
         q = self.q_proj(x).view(batch, length, self.heads, D + DR).transpose(1, 2)
         q_nope, q_pe = q.split([D, DR], -1)
@@ -135,9 +161,13 @@ class StaticCacheLite(Lite):
         q_pe, k_pe = rotated(q_pe, c, s), rotated(k_pe, c, s)
         kv_cache.index_copy_(2, slots, c_kv)
         kr_cache.index_copy_(2, slots, k_pe)
-        keys = self.kv_b_proj(kv_cache.view(batch, -1, HCKV)).view(batch, -1, self.heads, 2 * D)[..., :D]
+        keys = self.kv_b_proj(kv_cache.view(batch, -1, HCKV)).view(batch, -1, self.heads, 2 * D)[
+            ..., :D
+        ]
         scores = torch.einsum("bnsd,btnd->bnst", q_nope.float(), keys.float())
-        return scores + torch.einsum("bnsd,btd->bnst", q_pe.float(), kr_cache.view(batch, -1, DR).float())
+        return scores + torch.einsum(
+            "bnsd,btd->bnst", q_pe.float(), kr_cache.view(batch, -1, DR).float()
+        )
 
 
 @entry(IN_PLACE, source="Flash Linear Attention", tags="key, weights, norm, device, symbolic")
@@ -170,14 +200,18 @@ class WideLite(Lite):
 
 
 class AssembledKey(Lite):
-    """The rotation is assigned into a fresh join of latent and key, of which each cache takes its part."""
+    """The rotation is assigned into a fresh join of latent and key, of which each cache takes its
+    part.
+    """
 
     def assemble(self, c_kv: Tensor, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
         rows = torch.cat([c_kv, k_pe], -1).unsqueeze(1)
         rows[..., HCKV:] = self.rotate(rows[..., HCKV:], c, s)
         return rows.squeeze(1)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:  # type: ignore[override]
         q_nope, q_pe = self.split(self.q_proj(x))
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
         rows = self.assemble(*self.latent(x), c, s)
@@ -211,16 +245,32 @@ class Int8Rows(Lite):
 
     def __init__(self, heads: int = 2) -> None:
         super().__init__(heads)
-        self.kv_scale, self.kr_scale = nn.Parameter(20 + 10 * torch.rand(HCKV)), nn.Parameter(torch.full((1,), 25.0))
+        self.kv_scale, self.kr_scale = (
+            nn.Parameter(20 + 10 * torch.rand(HCKV)),
+            nn.Parameter(torch.full((1,), 25.0)),
+        )
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
-        for cache, rows, scale in ((kv_cache, c_kv, self.kv_scale), (kr_cache, k_pe, self.kr_scale)):
-            cache.view(-1, rows.shape[-1])[slots] = (rows.float() * scale).round().clamp(-128, 127).to(torch.int8)
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        for cache, rows, scale in (
+            (kv_cache, c_kv, self.kv_scale),
+            (kr_cache, k_pe, self.kr_scale),
+        ):
+            cache.view(-1, rows.shape[-1])[slots] = (
+                (rows.float() * scale).round().clamp(-128, 127).to(torch.int8)
+            )
 
 
 def int8_blocks_args() -> tuple[Tensor, ...]:
     x, cos, sin, *_, slots = paged_args()
-    return x, cos, sin, *(torch.zeros(2, 32, 1, width, dtype=torch.int8) for width in (HCKV, DR)), slots
+    return (
+        x,
+        cos,
+        sin,
+        *(torch.zeros(2, 32, 1, width, dtype=torch.int8) for width in (HCKV, DR)),
+        slots,
+    )
 
 
 entry(IN_PLACE, source=OURS, tags="key, int8, cache", args=int8_blocks_args)(Int8Rows)
@@ -232,7 +282,13 @@ entry(IN_PLACE, source=OURS, tags="key, int8, cache", args=int8_blocks_args)(Int
 def instead(name: str, code: str, **methods: object) -> None:
     """The base prologue with something in its query that v3 does not take."""
     model = based(name, **methods)
-    given = {"targets": BOTH, "instead_of": code, "slack": 1.1, "source": OURS, "tags": words("key, device")}
+    given = {
+        "targets": BOTH,
+        "instead_of": code,
+        "slack": 1.1,
+        "source": OURS,
+        "tags": words("key, device"),
+    }
     add(Entry(name=name, model=model, outcome=(IN_PLACE,), **given))  # type: ignore[arg-type]
 
 
@@ -257,10 +313,17 @@ class StaticLinear(QuantLinear):
         if x.dtype == torch.float64:
             return x @ (self.matrix() * self.scale)
         steps = npu.npu_quantize(x, torch.full((x.shape[-1],), 0.05), None, 1, -1, True)
-        return npu.npu_quant_matmul(steps, self.matrix(), self.scale * 0.05, output_dtype=torch.bfloat16)
+        return npu.npu_quant_matmul(
+            steps, self.matrix(), self.scale * 0.05, output_dtype=torch.bfloat16
+        )
 
 
-@entry(IN_PLACE, source="vllm-ascend, static W8A8", tags="key, int8, operators", instead_of="quant.static")
+@entry(
+    IN_PLACE,
+    source="vllm-ascend, static W8A8",
+    tags="key, int8, operators",
+    instead_of="quant.static",
+)
 class StaticInt8(Base):
     """Every projection int8 by a fixed scale: the key half begins behind its product."""
 
@@ -279,13 +342,15 @@ def _float16() -> nn.Module:
     return PagedLite().half()
 
 
-add(Entry(
-    name="Float16Lite",
-    model=_float16,
-    args=float16_args,
-    outcome=(IN_PLACE,),
-    source=OURS,
-    tags=words("key, device"),
-    targets=("key",),
-    slack=1.1,
-))
+add(
+    Entry(
+        name="Float16Lite",
+        model=_float16,
+        args=float16_args,
+        outcome=(IN_PLACE,),
+        source=OURS,
+        tags=words("key, device"),
+        targets=("key",),
+        slack=1.1,
+    )
+)

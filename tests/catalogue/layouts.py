@@ -8,7 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import DR, HCKV, HCQ, HE, Base, D, H, attend, hf_interleave, paged_args, rotate_half, rotated
+from .base import (
+    DR,
+    HCKV,
+    HCQ,
+    HE,
+    Base,
+    D,
+    H,
+    attend,
+    hf_interleave,
+    paged_args,
+    rotate_half,
+    rotated,
+)
 from .entry import IN_PLACE, OURS, STAGED, entry, miss
 from .prologues import PagedRotateHalf
 
@@ -16,7 +29,14 @@ from .prologues import PagedRotateHalf
 def sequence_args(batch: int = 2, length: int = 3) -> tuple[Tensor, ...]:
     x, cos, sin, kv_cache, kr_cache, slots = paged_args(batch * length)
     lead = (batch, length)
-    return x.view(*lead, HE), cos.view(*lead, DR), sin.view(*lead, DR), kv_cache, kr_cache, slots.view(lead)
+    return (
+        x.view(*lead, HE),
+        cos.view(*lead, DR),
+        sin.view(*lead, DR),
+        kv_cache,
+        kr_cache,
+        slots.view(lead),
+    )
 
 
 def shared_table_args() -> tuple[Tensor, ...]:
@@ -32,9 +52,15 @@ class Sequences(PagedRotateHalf):
     def latent_rows(self, rows: Tensor) -> Tensor:
         return rows
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         batch, length, _ = x.shape
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(batch, length, self.heads, D + DR).transpose(1, 2)
+        q = (
+            self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            .view(batch, length, self.heads, D + DR)
+            .transpose(1, 2)
+        )
         q_nope, q_pe = q.split([D, DR], -1)
         c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([HCKV, DR], -1)
         c_kv, k_pe = self.latent_rows(self.kv_a_layernorm(c_kv)), k_pe.view(batch, 1, length, DR)
@@ -54,9 +80,13 @@ def as_many_as_long(tables_of: int = 3) -> tuple[Tensor, ...]:
 
 
 for name, tables_of in (("AsManyAsLong", 3), ("AsManyAsLongSharedRows", 1)):
-    entry(IN_PLACE, source=OURS, tags="layout, tables, symbolic", name=name, args=partial(as_many_as_long, tables_of))(
-        Sequences
-    )
+    entry(
+        IN_PLACE,
+        source=OURS,
+        tags="layout, tables, symbolic",
+        name=name,
+        args=partial(as_many_as_long, tables_of),
+    )(Sequences)
 
 
 @miss(STAGED, tags="layout, run", of="AsManyAsLong", args=as_many_as_long)
@@ -77,9 +107,13 @@ def sequence_first() -> tuple[Tensor, ...]:
 class Megatron(Base):
     """Sequence first, [S, B, He]; freqs [S, 1, 1, Dr] are rotated in the layer."""
 
-    def forward(self, x: Tensor, freqs: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, freqs: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:  # type: ignore[override]
         length, batch, _ = x.shape
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(length, batch, self.heads, D + DR)
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(
+            length, batch, self.heads, D + DR
+        )
         q_nope, q_pe = torch.split(q, [D, DR], dim=-1)
         c_kv, k_pe = torch.split(self.kv_a_proj_with_mqa(x), [HCKV, DR], dim=-1)
         cos, sin = torch.cos(freqs).to(x.dtype), torch.sin(freqs).to(x.dtype)
@@ -87,7 +121,12 @@ class Megatron(Base):
         kv_cache.view(-1, HCKV)[slots] = self.kv_a_layernorm(c_kv).reshape(-1, HCKV)
         kr_cache.view(-1, DR)[slots] = k_pe.reshape(-1, DR)
         query = torch.einsum("sbhd,hdc->sbhc", q_nope, self.w_uk())
-        return attend(query.transpose(0, 1), q_pe.transpose(0, 1), kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+        return attend(
+            query.transpose(0, 1),
+            q_pe.transpose(0, 1),
+            kv_cache.view(-1, HCKV),
+            kr_cache.view(-1, DR),
+        )
 
 
 def batches() -> tuple[Tensor, ...]:
@@ -101,12 +140,18 @@ class Functional(nn.Module):
 
     def __init__(self, heads: int = 4) -> None:
         super().__init__()
-        shapes = dict(dq=(HE, HCQ), uq=(HCQ, heads, D + DR), dkv=(HE, HCKV), kr=(HE, DR), uk=(heads, D, HCKV))
+        shapes = dict(
+            dq=(HE, HCQ), uq=(HCQ, heads, D + DR), dkv=(HE, HCKV), kr=(HE, DR), uk=(heads, D, HCKV)
+        )
         params = {name: torch.randn(*shape) / 32 for name, shape in shapes.items()}
         params |= {"q_norm": 1 + 0.1 * torch.randn(HCQ), "kv_norm": 1 + 0.1 * torch.randn(HCKV)}
-        self.p = nn.ParameterDict({name: nn.Parameter(value.bfloat16()) for name, value in params.items()})
+        self.p = nn.ParameterDict(
+            {name: nn.Parameter(value.bfloat16()) for name, value in params.items()}
+        )
 
-    def forward(self, x: Tensor, positions: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         p = self.p
         c_q = F.rms_norm(torch.einsum("bth,hr->btr", x, p.dq), (HCQ,), p.q_norm, 1e-6)
         q_nope, q_pe = torch.einsum("btr,rhd->bhtd", c_q, p.uq).tensor_split([D], -1)
@@ -117,15 +162,21 @@ class Functional(nn.Module):
             a, b = x[..., ::2], x[..., 1::2]
             return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
-        kv_cache.view(-1, HCKV)[slots.view(-1)] = F.rms_norm(x @ p.dkv, (HCKV,), p.kv_norm, 1e-6).flatten(0, 1)
+        kv_cache.view(-1, HCKV)[slots.view(-1)] = F.rms_norm(
+            x @ p.dkv, (HCKV,), p.kv_norm, 1e-6
+        ).flatten(0, 1)
         kr_cache.view(-1, DR)[slots.view(-1)] = rotate((x @ p.kr)[:, None])[:, 0].flatten(0, 1)
-        scores = torch.einsum("bhtc,sc->bhts", torch.einsum("bhtd,hdc->bhtc", q_nope, p.uk), kv_cache.view(-1, HCKV))
+        scores = torch.einsum(
+            "bhtc,sc->bhts", torch.einsum("bhtd,hdc->bhtc", q_nope, p.uk), kv_cache.view(-1, HCKV)
+        )
         return scores + torch.einsum("bhtr,sr->bhts", rotate(q_pe), kr_cache.view(-1, DR))
 
 
 @entry(IN_PLACE, source="ports to ggml", tags="layout, weights")
 class TokensLast(Base):
-    """A ggml port: weights on the left, activations [width, tokens], RoPE over the axis before the last."""
+    """A ggml port: weights on the left, activations [width, tokens], RoPE over the axis before the
+    last.
+    """
 
     def forward(  # type: ignore[override]
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
@@ -142,14 +193,23 @@ class TokensLast(Base):
         kv_cache.view(-1, HCKV)[slots] = self.kv_a_layernorm(c_kv.t())
         kr_cache.view(-1, DR)[slots] = rotate(k_pe).t()
         query = torch.bmm(self.w_uk().transpose(1, 2), q_nope)
-        return torch.matmul(kv_cache.view(-1, HCKV), query) + torch.matmul(kr_cache.view(-1, DR), rotate(q_pe))
+        return torch.matmul(kv_cache.view(-1, HCKV), query) + torch.matmul(
+            kr_cache.view(-1, DR), rotate(q_pe)
+        )
 
 
 def buffer_args() -> tuple[Tensor, ...]:
     x, _, _, kv_cache, kr_cache, slots = paged_args(8)
     angles = torch.rand(64, H) * 6
     table = torch.cat([angles.cos(), angles.sin()], -1).bfloat16()
-    return x, torch.arange(8) * 3, table, kv_cache.view(-1, 1, HCKV), kr_cache.view(-1, 1, DR), slots
+    return (
+        x,
+        torch.arange(8) * 3,
+        table,
+        kv_cache.view(-1, 1, HCKV),
+        kr_cache.view(-1, 1, DR),
+        slots,
+    )
 
 
 @entry(IN_PLACE, source="SGLang", tags="layout, cache, tables", args=buffer_args, alone=(STAGED,))
@@ -157,7 +217,13 @@ class SglangBuffers(Base):
     """Buffers [slots, 1, width], neox RoPE from one [cos | sin] cache."""
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, positions: Tensor, cos_sin: Tensor, kv_buffer: Tensor, kr_buffer: Tensor, loc: Tensor
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv_buffer: Tensor,
+        kr_buffer: Tensor,
+        loc: Tensor,
     ) -> Tensor:
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
@@ -174,7 +240,13 @@ def two_of_four() -> tuple[Tensor, ...]:
     return x.view(2, 1, HE), cos[0], sin[0]
 
 
-@entry(IN_PLACE, source="DeepSeek's own code", tags="layout, cache, symbolic", args=two_of_four, alone=(STAGED,))
+@entry(
+    IN_PLACE,
+    source="DeepSeek's own code",
+    tags="layout, cache, symbolic",
+    args=two_of_four,
+    alone=(STAGED,),
+)
 class FourSequences(Base):
     """Buffers for so many at most, of which a batch takes the first."""
 
@@ -192,7 +264,9 @@ class FourSequences(Base):
         c_kv, k_pe = self.latent(x)
         q_pe, k_pe = rotated(q_pe, c, sn), rotated(k_pe.unsqueeze(2), c, sn)
         self.kv_cache[:batch, 5:6] = c_kv
-        self.kr_cache[self.sequences if self.sequences.start else slice(batch), self.of_key] = k_pe.squeeze(2)
+        self.kr_cache[self.sequences if self.sequences.start else slice(batch), self.of_key] = (
+            k_pe.squeeze(2)
+        )
         query = torch.einsum("bsnd,ndc->bsnc", q_nope, self.w_uk())
         of_latent = torch.einsum("bsnc,btc->bsnt", query, self.kv_cache[:batch, :6])
         return of_latent + torch.einsum("bsnr,btr->bsnt", q_pe, self.kr_cache[:batch, :6])
@@ -213,7 +287,8 @@ class OtherSequencesOfTheKey(FourSequences):
 @entry(STAGED, source=OURS, tags="layout, cache, readers", args=two_of_four)
 class ReadsBuffersBefore(FourSequences):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
-        before = 0 * self.kv_cache[:2, 5:6].float().sum()  # buffers keep what the last call has written
+        # buffers keep what the last call has written
+        before = 0 * self.kv_cache[:2, 5:6].float().sum()
         return super().forward(x, cos, sin) + before
 
 
@@ -227,28 +302,48 @@ def grown_args() -> tuple[Tensor, ...]:
 class Grown(Base):
     """Hugging Face's DynamicCache: the cache is concatenated, not written."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_past: Tensor, kr_past: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_past: Tensor, kr_past: Tensor
+    ) -> tuple[Tensor, ...]:  # type: ignore[override]
         q_nope, q_pe = (part.transpose(1, 2) for part in self.query(x))
         c_kv, k_pe = self.latent(x)
         c, sn = cos.unsqueeze(1), sin.unsqueeze(1)
         rows = torch.cat([kv_past, c_kv.unsqueeze(1)], 2)
         rope = torch.cat([kr_past, rotated(k_pe.unsqueeze(1), c, sn)], 2)
-        return torch.matmul(q_nope, self.w_uk()) @ rows.mT + rotated(q_pe, c, sn) @ rope.mT, rows, rope
+        return (
+            torch.matmul(q_nope, self.w_uk()) @ rows.mT + rotated(q_pe, c, sn) @ rope.mT,
+            rows,
+            rope,
+        )
 
 
 @entry(STAGED, source="Kimi-K3", tags="layout, cache, symbolic", args=grown_args)
 class GrownUnrotated(Base):
-    """Nothing rotated, over a cache that is concatenated, by attention that scales both of its sides."""
+    """Nothing rotated, over a cache that is concatenated, by attention that scales both of its
+    sides.
+    """
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_past: Tensor, kr_past: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_past: Tensor, kr_past: Tensor
+    ) -> tuple[Tensor, ...]:  # type: ignore[override]
         q_nope, q_pe = (part.transpose(1, 2) for part in self.query(x))
         c_kv, k_pe = self.latent(x)
-        rows, rope = torch.cat([kv_past, c_kv.unsqueeze(1)], 2), torch.cat([kr_past, k_pe.unsqueeze(1)], 2)
-        query, key = torch.cat([torch.matmul(q_nope, self.w_uk()), q_pe], -1), torch.cat([rows, rope], -1)
+        rows, rope = (
+            torch.cat([kv_past, c_kv.unsqueeze(1)], 2),
+            torch.cat([kr_past, k_pe.unsqueeze(1)], 2),
+        )
+        query, key = (
+            torch.cat([torch.matmul(q_nope, self.w_uk()), q_pe], -1),
+            torch.cat([rows, rope], -1),
+        )
         spread = (value.expand(-1, self.heads, -1, -1) for value in (key, rows))
         return F.scaled_dot_product_attention(query, *spread), rows, rope
 
 
-entry(IN_PLACE, source=OURS, tags="layout, tables, device", name="SequencesShareRows", args=shared_table_args)(
-    Sequences
-)
+entry(
+    IN_PLACE,
+    source=OURS,
+    tags="layout, tables, device",
+    name="SequencesShareRows",
+    args=shared_table_args,
+)(Sequences)

@@ -1,4 +1,6 @@
-"""Near misses of the key's half: one thing is wrong with what npu_kv_rmsnorm_rope_cache would do."""
+"""Near misses of the key's half: one thing is wrong with what npu_kv_rmsnorm_rope_cache would
+do.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,17 @@ miss = partial(any_miss, of="Lite", targets=("key",))
 
 @miss("target.unlisted", tags="key, operators", of="NpuOperators")
 class OperatorAlready(NpuOperators):
-    """The key half is the operator; what is left to fuse is the whole, which Config.targets leaves out."""
+    """The key half is the operator; what is left to fuse is the whole, which Config.targets leaves
+    out.
+    """
 
 
 class DoubledNorm(HfNorm):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        return (wide * (2 * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)) * self.weight).to(x.dtype)
+        return (
+            wide * (2 * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)) * self.weight
+        ).to(x.dtype)
 
 
 @miss("norm.scaled", tags="key, norm")
@@ -39,7 +45,9 @@ class WideWeightNorm(HfNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        return (self.weight * wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return (self.weight * wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(
+            x.dtype
+        )
 
 
 @miss("norm.gamma_dtype", tags="key, norm")
@@ -62,7 +70,9 @@ class WideProduct(Lite):
 
 @miss("step.choice", tags="key, norm")
 class ClampedLatent(Lite):
-    """Nothing of the key can be read; what is left is a query that is absorbed and rotated beside a cache write."""
+    """Nothing of the key can be read; what is left is a query that is absorbed and rotated beside a
+    cache write.
+    """
 
     def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
         c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([HCKV, DR], -1)
@@ -116,8 +126,12 @@ class NarrowLatent(Lite):
         c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([256, DR], -1)
         return self.kv_a_layernorm(c_kv), k_pe
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
-        super().write(kv_cache, kr_cache, slots, torch.cat([c_kv, torch.zeros_like(c_kv)], -1), k_pe)
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        super().write(
+            kv_cache, kr_cache, slots, torch.cat([c_kv, torch.zeros_like(c_kv)], -1), k_pe
+        )
 
 
 # -- fused as what they mean
@@ -125,7 +139,9 @@ class NarrowLatent(Lite):
 
 @miss(STAGED, tags="key, run, layout", of="AssembledKey")
 class KeyTooEarly(AssembledKey):
-    """The rotated key lands eight columns too early in the join: both caches take columns of both."""
+    """The rotated key lands eight columns too early in the join: both caches take columns of
+    both.
+    """
 
     def assemble(self, c_kv: Tensor, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
         rows = torch.cat([c_kv, k_pe], -1)
@@ -147,16 +163,22 @@ class SomeKeysAssigned(AssembledKey):
 class SlotsDiffer(Lite):
     """The key goes one row further than the latent."""
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         kv_cache.view(-1, HCKV)[slots] = c_kv
         kr_cache.view(-1, DR)[(slots + 1) % 64] = k_pe
 
 
 @miss(IN_PLACE, tags="key, run, cache")
 class WrittenTwice(Lite):
-    """The second pair of writes goes on from the caches that the operator has written, by the model's own steps."""
+    """The second pair of writes goes on from the caches that the operator has written, by the
+    model's own steps.
+    """
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
         super().write(kv_cache, kr_cache, 63 - slots, c_kv * 0.5, k_pe)
 
@@ -165,7 +187,9 @@ class WrittenTwice(Lite):
 class KeyWrittenRaw(Lite):
     """The cache holds the key before its rotation; the rotated one is read."""
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         super().write(kv_cache, kr_cache, slots, c_kv, self.raw)
         self.rotated = k_pe
 

@@ -138,7 +138,9 @@ class NormOverHalf(HfNorm):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         half = wide[..., : x.shape[-1] // 2]
-        return self.weight * (wide * torch.rsqrt(half.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * (wide * torch.rsqrt(half.pow(2).mean(-1, keepdim=True) + self.eps)).to(
+            x.dtype
+        )
 
 
 @miss("norm.absent", tags="norm")
@@ -185,25 +187,55 @@ MISSES: dict[str, tuple[Make, str]] = {
         based("m", norm=by_scale(lambda n, x: x.pow(2).mean(-1, True).clamp_min(1e-9).rsqrt())),
         "norm.absent",
     ),
-    "eps_outside": (based("m", norm=by_scale(lambda n, x: 1 / (x.pow(2).mean(-1, True).sqrt() + 1e-2))), "norm.absent"),
+    "eps_outside": (
+        based("m", norm=by_scale(lambda n, x: 1 / (x.pow(2).mean(-1, True).sqrt() + 1e-2))),
+        "norm.absent",
+    ),
     "eps_a_row": (
-        based("m", norm=by_scale(lambda n, x: (x.pow(2).mean(-1, True) + torch.arange(1, 9)[:, None]).rsqrt())),
+        based(
+            "m",
+            norm=by_scale(
+                lambda n, x: (x.pow(2).mean(-1, True) + torch.arange(1, 9)[:, None]).rsqrt()
+            ),
+        ),
         "norm.absent",
     ),
     "dots_of_another_token": (
-        based("m", norm=by_scale(lambda n, x: (torch.einsum("td,td->t", x, x).roll(1)[:, None] + 1e-6).rsqrt())),
+        based(
+            "m",
+            norm=by_scale(
+                lambda n, x: (torch.einsum("td,td->t", x, x).roll(1)[:, None] + 1e-6).rsqrt()
+            ),
+        ),
         "norm.absent",
     ),
     "gram_summed": (
-        based("m", norm=by_scale(lambda n, x: ((x @ x.T).abs().sum(-1, True) / x.shape[1] + 1e-6).rsqrt())),
+        based(
+            "m",
+            norm=by_scale(lambda n, x: ((x @ x.T).abs().sum(-1, True) / x.shape[1] + 1e-6).rsqrt()),
+        ),
         "norm.absent",
     ),
-    "centred": (based("m", norm=by_scale(lambda n, x: (x.var(-1, keepdim=True) + 1e-6).rsqrt())), "norm.absent"),
+    "centred": (
+        based("m", norm=by_scale(lambda n, x: (x.var(-1, keepdim=True) + 1e-6).rsqrt())),
+        "norm.absent",
+    ),
     "added_to_its_norm": (
-        based("m", norm=norm(lambda n, x: F.rms_norm(x, (x.shape[-1],), n.weight, 1e-6) + 0.01 * n.weight)),
+        based(
+            "m",
+            norm=norm(lambda n, x: F.rms_norm(x, (x.shape[-1],), n.weight, 1e-6) + 0.01 * n.weight),
+        ),
         "q_lora.interrupted",
     ),
     "stat_of_576": (based("m", latent=stat_of_576), "kv_latent.absent"),
 }
 for name, (model, code) in MISSES.items():
-    add(Entry(name=name, model=model, outcome=(code,), source=MISS_OF_BASE, tags=words("near miss, norm, run")))
+    add(
+        Entry(
+            name=name,
+            model=model,
+            outcome=(code,),
+            source=MISS_OF_BASE,
+            tags=words("near miss, norm, run"),
+        )
+    )

@@ -1,4 +1,6 @@
-"""Near misses: one thing is wrong with a projection, with the product with W_uk, or with who reads them."""
+"""Near misses: one thing is wrong with a projection, with the product with W_uk, or with who reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class NoQueryLora(Base):
         super().__init__()
         self.q_proj = linear(HE, self.heads * (D + DR))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:  # type: ignore[override]
         q_nope, q_pe = self.split(self.q_proj(x))
         c_kv, k_pe = self.latent(x)
         c, s_ = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -65,7 +69,9 @@ class QueryInputHalf(Base):
 
 @miss("dtype.region", tags="weights, run")
 class FlatWeightOfBfloat16(Base):
-    """Its numbers are bfloat16's today; a product of it is no place where that is looked at again."""
+    """Its numbers are bfloat16's today; a product of it is no place where that is looked at
+    again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +109,11 @@ class Adapted(nn.Module):
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.layer, self.down, self.up = layer, linear(layer.in_features, 8), linear(8, layer.out_features)
+        self.layer, self.down, self.up = (
+            layer,
+            linear(layer.in_features, 8),
+            linear(8, layer.out_features),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) + 2 * self.up(self.down(x))
@@ -115,7 +125,9 @@ class Packed(nn.Module):
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         offline.activate()
-        packed = torch.randint(-9, 9, (layer.in_features, layer.out_features // 8), dtype=torch.int32)
+        packed = torch.randint(
+            -9, 9, (layer.in_features, layer.out_features // 8), dtype=torch.int32
+        )
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.scale = nn.Parameter(torch.rand(1, layer.out_features).bfloat16())
 
@@ -128,7 +140,9 @@ class Scaled8(nn.Module):
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.weight = nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+        self.weight = nn.Parameter(
+            layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         step, one = x.float().abs().max() / 448, torch.ones((), device=x.device)
@@ -188,13 +202,17 @@ class PreMerged(Base):
         self.merged = linear(HCQ, self.heads * HCKV)
         self.q_rope_proj = linear(HCQ, self.heads * DR)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:  # type: ignore[override]
         c_q = self.q_a_layernorm(self.q_a_proj(x))
         query = self.merged(c_q).view(-1, self.heads, HCKV)
         c_kv, k_pe = self.latent(x)
         c, s_ = cos.unsqueeze(1), sin.unsqueeze(1)
         q_pe = self.rotate(self.q_rope_proj(c_q).view(-1, self.heads, DR), c, s_)
-        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s_).squeeze(1))
+        self.write(
+            kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s_).squeeze(1)
+        )
         return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
 
 
@@ -254,7 +272,9 @@ class ScaledByPosition(RowsInPlace):
     """The whole query, by a factor that grows with the position, before W_uk."""
 
     def growing(self, q: Tensor) -> Tensor:
-        return q * (1 + 0.1 * torch.log1p(torch.arange(q.shape[0], device=q.device)))[:, None, None].to(q.dtype)
+        return q * (1 + 0.1 * torch.log1p(torch.arange(q.shape[0], device=q.device)))[
+            :, None, None
+        ].to(q.dtype)
 
     def absorb(self, q_nope: Tensor) -> Tensor:
         return super().absorb(self.growing(q_nope))
@@ -271,8 +291,12 @@ class AbsorbedFromX(Prologue):
         super().__init__()
         self.q_proj = linear(HE, self.heads * (D + DR))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor, ...]:
-        q_nope, q_pe = self.q_proj(x).view(2, 3, self.heads, D + DR).transpose(1, 2).split([D, DR], -1)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor
+    ) -> tuple[Tensor, ...]:
+        q_nope, q_pe = (
+            self.q_proj(x).view(2, 3, self.heads, D + DR).transpose(1, 2).split([D, DR], -1)
+        )
         c_kv, k_pe = (part.unsqueeze(1) for part in self.latent(x))
         kv, kr = torch.cat([kv, c_kv], 2), torch.cat([kr, k_pe], 2)
         return (q_nope @ self.w_uk()) @ kv.mT + q_pe @ kr.mT, kv, kr
@@ -314,23 +338,42 @@ MISSES: dict[str, tuple[Make, str]] = {
         based("m", absorb=lambda m, q: torch.matmul(q.unsqueeze(2), m.w_uk()[:1]).squeeze(2)),
         "absorb.absent",
     ),
-    "one_head_scaled": (based("m", absorb=per_head(first, lambda q, w: (2 * q[:, 1]) @ w[1])), "absorb.absent"),
-    "one_head_added_to": (based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1] + 1)), "absorb.absent"),
+    "one_head_scaled": (
+        based("m", absorb=per_head(first, lambda q, w: (2 * q[:, 1]) @ w[1])),
+        "absorb.absent",
+    ),
+    "one_head_added_to": (
+        based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1] + 1)),
+        "absorb.absent",
+    ),
     "one_head_of_other_tokens": (
         based("m", absorb=per_head(first, lambda q, w: q[:, 1].flip(0) @ w[1])),
         "absorb.absent",
     ),
     "onto_a_bias": (
-        based("m", absorb=lambda m, q: torch.baddbmm(m.w_uk()[:, :1], q.transpose(0, 1), m.w_uk()).transpose(0, 1)),
+        based(
+            "m",
+            absorb=lambda m, q: torch.baddbmm(
+                m.w_uk()[:, :1], q.transpose(0, 1), m.w_uk()
+            ).transpose(0, 1),
+        ),
         "linear.bias",
     ),
     "another_x_for_kv": (based("m", latent=turned_latent), "kv_latent.absent"),
     "nope_halved": (
-        based("m", split=lambda m, q: (lambda nope, pe: (nope * 0.5, pe))(*split_of(slice(D), slice(D, None))(m, q))),
+        based(
+            "m",
+            split=lambda m, q: (lambda nope, pe: (nope * 0.5, pe))(
+                *split_of(slice(D), slice(D, None))(m, q)
+            ),
+        ),
         "scale.unequal",
     ),
     # weights that are not W_uk, head by head, but are packed as what they are
-    "one_weight_for_both": (based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[0])), IN_PLACE),
+    "one_weight_for_both": (
+        based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[0])),
+        IN_PLACE,
+    ),
     "weights_swapped": (
         based("m", absorb=per_head(lambda q, w: q[:, 0] @ w[1], lambda q, w: q[:, 1] @ w[0])),
         IN_PLACE,
@@ -340,11 +383,22 @@ MISSES: dict[str, tuple[Make, str]] = {
         IN_PLACE,
     ),
     "one_head_rounded": (
-        based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].to(torch.float8_e5m2).to(w.dtype))),
+        based(
+            "m",
+            absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].to(torch.float8_e5m2).to(w.dtype)),
+        ),
         IN_PLACE,
     ),
     # columns that the weights can be cut for, whatever they mean
     "columns_overlap": (based("m", split=split_of(slice(D), slice(D - 32, D + 32))), IN_PLACE),
 }
 for name, (model, outcome) in MISSES.items():
-    add(Entry(name=name, model=model, outcome=(outcome,), source=MISS_OF_BASE, tags=words("near miss, absorb, run")))
+    add(
+        Entry(
+            name=name,
+            model=model,
+            outcome=(outcome,),
+            source=MISS_OF_BASE,
+            tags=words("near miss, absorb, run"),
+        )
+    )

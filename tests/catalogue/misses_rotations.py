@@ -81,7 +81,9 @@ class RopeOnHalfTheColumns(Base):
     def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
         first = hf_interleave(first)
-        return torch.cat([first * c[..., : DR // 2] + rotate_half(first) * s[..., : DR // 2], second], -1)
+        return torch.cat(
+            [first * c[..., : DR // 2] + rotate_half(first) * s[..., : DR // 2], second], -1
+        )
 
 
 @miss("rope.absent", tags="rope")
@@ -102,7 +104,9 @@ class SharedRows(Base):
 class KeyCountedOneLater(CountedPositions):
     """The key's positions are counted from another one."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor
+    ) -> tuple[Tensor, ...]:
         q_nope, q_pe = (part.transpose(1, 2) for part in self.query(x))
         c_kv, k_pe = (part.unsqueeze(1) for part in self.latent(x))
         c, sn = self.tables(x, cos, sin)
@@ -115,12 +119,18 @@ class KeyCountedOneLater(CountedPositions):
 
 
 def turned(order: str) -> Any:
-    """Rotation by a 2x2 matrix with its entries [[a, b], [c, d]] given as "abcd" of c, s, -s (n)."""
+    """Rotation by a 2x2 matrix with its entries [[a, b], [c, d]] given as "abcd" of c, s, -s
+    (n).
+    """
 
     def rotate(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
         entries = {"c": half(c), "s": half(sn), "n": -half(sn)}
         matrix = torch.stack([entries[letter] for letter in order], -1).unflatten(-1, (2, 2))
-        return torch.einsum("...rij,...rj->...ri", matrix, x.unflatten(-1, (H, 2))).transpose(-1, -2).flatten(-2)
+        return (
+            torch.einsum("...rij,...rj->...ri", matrix, x.unflatten(-1, (H, 2)))
+            .transpose(-1, -2)
+            .flatten(-2)
+        )
 
     return rotate
 
@@ -135,7 +145,10 @@ def pairs_left(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
 
 def homogeneous(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
     """3x3 matrices, which also move."""
-    matrix, pairs = F.pad(matrices(c, sn), (0, 1, 0, 1), value=0.5), F.pad(x.unflatten(-1, (H, 2)), (0, 1), value=1.0)
+    matrix, pairs = (
+        F.pad(matrices(c, sn), (0, 1, 0, 1), value=0.5),
+        F.pad(x.unflatten(-1, (H, 2)), (0, 1), value=1.0),
+    )
     return torch.einsum("...rij,...rj->...ri", matrix, pairs)[..., :2].transpose(-1, -2).flatten(-2)
 
 
@@ -149,14 +162,28 @@ def doubled_tables(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
 
 
 MISSES: dict[str, tuple[Make, str]] = {
-    "k_turned_back": (based("m", rotate_q=by_einsum, rotate_k=turned("csnc")), "rope.tables_differ"),
+    "k_turned_back": (
+        based("m", rotate_q=by_einsum, rotate_k=turned("csnc")),
+        "rope.tables_differ",
+    ),
     "k_swapped": (based("m", rotate_q=by_einsum, rotate_k=turned("nccs")), "rope.tables_differ"),
     "k_reflected": (based("m", rotate_q=by_einsum, rotate_k=turned("cssc")), "rope.tables_differ"),
     "k_one_token_later": (based("m", rotate_q=by_einsum, rotate_k=later), "rope.tables_differ"),
     "k_pairs_left": (based("m", rotate_q=by_einsum, rotate_k=pairs_left), "rope.layouts_differ"),
     "moved": (based("m", rotate=homogeneous), "rope.absent"),
-    "q_of_twice_the_angle": (based("m", rotate_q=doubled_tables, rotate_k=by_einsum), "rope.tables_differ"),
+    "q_of_twice_the_angle": (
+        based("m", rotate_q=doubled_tables, rotate_k=by_einsum),
+        "rope.tables_differ",
+    ),
     "q_of_other_heads": (based("m", rotate_q=of_other_heads), "rope.absent"),
 }
 for name, (model, code) in MISSES.items():
-    add(Entry(name=name, model=model, outcome=(code,), source=MISS_OF_BASE, tags=words("near miss, rope, run")))
+    add(
+        Entry(
+            name=name,
+            model=model,
+            outcome=(code,),
+            source=MISS_OF_BASE,
+            tags=words("near miss, rope, run"),
+        )
+    )

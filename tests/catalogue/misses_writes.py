@@ -22,7 +22,9 @@ class SlotsFromQuery(Base):
 class OperatorNormMode(NpuOperators):
     """npu_kv_rmsnorm_rope_cache on a cache that is a view of a pool."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         return super().forward(x, cos, sin, kv_cache[:2], kr_cache[:2], slots % 32)
 
 
@@ -30,7 +32,9 @@ class OperatorNormMode(NpuOperators):
 class OperatorAndSum(NpuOperators):
     """The rows that the operator overwrites are read as they were."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         before = kv_cache.float().sum()
         return super().forward(x, cos, sin, kv_cache, kr_cache, slots) + before
 
@@ -41,7 +45,9 @@ class OperatorAndSum(NpuOperators):
 def written(kv: Any, kr: Any) -> Any:
     """A write of both caches, given rows of the cache, slots and new rows."""
 
-    def write(self: Any, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self: Any, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         kv(kv_cache.view(-1, HCKV), slots, c_kv)
         kr(kr_cache.view(-1, DR), slots, k_pe)
 
@@ -92,7 +98,10 @@ def put_negative(rows: Tensor, slots: Tensor, new: Tensor) -> None:
 MISSES: dict[str, tuple[Make, str]] = {
     "kr_elsewhere": (based("m", write=written(put, put_later)), STAGED),
     "kr_by_other_blocks": (based("m", write=written(put, put_other_offset)), STAGED),
-    "both_by_other_blocks": (based("m", write=written(put_other_offset, put_other_offset)), IN_PLACE),
+    "both_by_other_blocks": (
+        based("m", write=written(put_other_offset, put_other_offset)),
+        IN_PLACE,
+    ),
     "where_even": (based("m", write=written(put_where, put)), STAGED),
     "twice": (based("m", write=written(put_twice, put)), STAGED),
     "added": (based("m", write=written(put_added, put)), STAGED),
@@ -101,7 +110,15 @@ MISSES: dict[str, tuple[Make, str]] = {
     "negative": (based("m", write=written(put_negative, put_negative)), STAGED),
 }
 for name, (model, outcome) in MISSES.items():
-    add(Entry(name=name, model=model, outcome=(outcome,), source=MISS_OF_BASE, tags=words("near miss, cache, run")))
+    add(
+        Entry(
+            name=name,
+            model=model,
+            outcome=(outcome,),
+            source=MISS_OF_BASE,
+            tags=words("near miss, cache, run"),
+        )
+    )
 
 
 def one_token() -> tuple[Tensor, ...]:

@@ -29,7 +29,9 @@ class ZeroResidual(Base):
 class PowerNorm(HfNorm):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.double()
-        return (self.weight * (wide * (torch.mean(wide.square(), -1, True) + self.eps).pow(-0.5))).to(x.dtype)
+        return (
+            self.weight * (wide * (torch.mean(wide.square(), -1, True) + self.eps).pow(-0.5))
+        ).to(x.dtype)
 
 
 @entry(IN_PLACE, source=OURS, tags="norm, device")
@@ -83,15 +85,27 @@ def zero_rows() -> tuple[Tensor, ...]:
 
 
 NORMS = {
-    "NormByDots": by_scale(lambda n, x: torch.rsqrt(torch.einsum("td,td->t", x, x)[:, None] / x.shape[1] + n.eps)),
-    "NormByGram": by_scale(lambda n, x: torch.rsqrt((x @ x.T).diagonal()[:, None] / x.shape[1] + n.eps)),
-    "NormByOnes": by_scale(lambda n, x: torch.rsqrt(x**2 @ x.new_full((x.shape[1], 1), 1 / x.shape[1]) + n.eps)),
+    "NormByDots": by_scale(
+        lambda n, x: torch.rsqrt(torch.einsum("td,td->t", x, x)[:, None] / x.shape[1] + n.eps)
+    ),
+    "NormByGram": by_scale(
+        lambda n, x: torch.rsqrt((x @ x.T).diagonal()[:, None] / x.shape[1] + n.eps)
+    ),
+    "NormByOnes": by_scale(
+        lambda n, x: torch.rsqrt(x**2 @ x.new_full((x.shape[1], 1), 1 / x.shape[1]) + n.eps)
+    ),
     "NormByVariance": by_scale(
-        lambda n, x: torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + x.mean(-1, True) ** 2 + n.eps)
+        lambda n, x: torch.rsqrt(
+            x.var(-1, unbiased=False, keepdim=True) + x.mean(-1, True) ** 2 + n.eps
+        )
     ),
     "NormOfLargeEps": by_scale(lambda n, x: torch.rsqrt(x.pow(2).mean(-1, True) + n.eps), 0.5),
-    "EpsOfTensor": by_scale(lambda n, x: torch.rsqrt(x.pow(2).mean(-1, True) + torch.tensor(n.eps)), 1e-5),
-    "Normalize": norm(lambda n, x: (F.normalize(wide(x), dim=-1) * math.sqrt(x.shape[-1])).to(x.dtype) * n.weight),
+    "EpsOfTensor": by_scale(
+        lambda n, x: torch.rsqrt(x.pow(2).mean(-1, True) + torch.tensor(n.eps)), 1e-5
+    ),
+    "Normalize": norm(
+        lambda n, x: (F.normalize(wide(x), dim=-1) * math.sqrt(x.shape[-1])).to(x.dtype) * n.weight
+    ),
 }
 
 

@@ -26,7 +26,9 @@ COMMON: dict[str, Any] = {"tags": "cache, layout", "args": pool_args, "alone": N
 
 @entry(*BOTH, source="SGLang", **COMMON | {"tags": "cache, layout, symbolic"})
 class LayersOfAPool(Base):
-    """Two layers, each over its part of both pools; the second reads what the first has attended to."""
+    """Two layers, each over its part of both pools; the second reads what the first has attended
+    to.
+    """
 
     places = 0, 1
 
@@ -53,19 +55,25 @@ class UnboundLayers(LayersOfAPool):
     def layer(self, pool: Tensor, place: int) -> Tensor:
         return pool.unbind(0)[place]
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         kv_cache.view(-1, HCKV).index_copy_(0, slots, c_kv)
         kr_cache.view(-1, DR).index_copy_(0, slots, k_pe)
 
 
 @entry(*BOTH, source=OURS, **COMMON | {"tags": "cache, layout, operators"})
 class LayersAsRows(LayersOfAPool):
-    """The pool is seen as rows of each layer first; one operator of torch_npu writes them, a scatter the keys."""
+    """The pool is seen as rows of each layer first; one operator of torch_npu writes them, a
+    scatter the keys.
+    """
 
     def layer(self, pool: Tensor, place: int) -> Tensor:
         return pool.view(LAYERS, -1, pool.shape[-1]).select(0, place)
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         npu.npu_scatter_nd_update_(kv_cache, slots.view(-1, 1), c_kv)
         kr_cache.scatter_(0, slots.unsqueeze(1).expand(-1, DR), k_pe)
 
@@ -103,7 +111,9 @@ class RowsOfLayers(LayersOfAPool):
     """The rows of all layers, one after the other."""
 
     def layer(self, pool: Tensor, place: int) -> Tensor:
-        return pool.view(-1, pool.shape[-1]).narrow(0, (place - LAYERS) * BLOCKS * BLOCK_SIZE, BLOCKS * BLOCK_SIZE)
+        return pool.view(-1, pool.shape[-1]).narrow(
+            0, (place - LAYERS) * BLOCKS * BLOCK_SIZE, BLOCKS * BLOCK_SIZE
+        )
 
 
 @entry(IN_PLACE, source=OURS, **COMMON | {"args": lambda: pool_args(1), "alone": (STAGED,)})
@@ -122,7 +132,11 @@ class _OfOperator(NpuOperators):
         return tuple(outputs)
 
 
-@entry(*BOTH, source="vllm-ascend", **COMMON | {"tags": "cache, layout, operators", "alone": ("cache.view_of_input",)})
+@entry(
+    *BOTH,
+    source="vllm-ascend",
+    **COMMON | {"tags": "cache, layout, operators", "alone": ("cache.view_of_input",)},
+)
 class LayersByOperator(_OfOperator):
     """npu_kv_rmsnorm_rope_cache, whose schema does not say that it writes."""
 
@@ -130,7 +144,11 @@ class LayersByOperator(_OfOperator):
         super().__init__(version=1)
 
 
-@entry(*BOTH, source="vllm-ascend", **COMMON | {"tags": "cache, layout, operators", "alone": ("cache.view_of_input",)})
+@entry(
+    *BOTH,
+    source="vllm-ascend",
+    **COMMON | {"tags": "cache, layout, operators", "alone": ("cache.view_of_input",)},
+)
 class LayersByOperatorV2(_OfOperator):
     pass
 
@@ -207,11 +225,20 @@ class LayerByTensor(Base):
     """Which layer it is, a tensor says."""
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_pool: Tensor, kr_pool: Tensor, slots: Tensor, place: Tensor
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_pool: Tensor,
+        kr_pool: Tensor,
+        slots: Tensor,
+        place: Tensor,
     ) -> tuple[Tensor, Tensor]:
         self.place = place
         return super().forward(x, cos, sin, kv_pool, kr_pool, slots)
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         kv_cache.view(LAYERS, -1, HCKV)[self.place, slots] = c_kv
         kr_cache.view(LAYERS, -1, DR)[self.place, slots] = k_pe

@@ -18,9 +18,9 @@ class ChunkedWeights(Base):
         return torch.cat([x @ chunk.t() for chunk in self.q_a_proj.weight.chunk(3)], -1)
 
     def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        c_kv, k_pe = torch.cat([F.linear(x, w) for w in self.kv_a_proj_with_mqa.weight.split(192)], -1).split(
-            [HCKV, DR], -1
-        )
+        c_kv, k_pe = torch.cat(
+            [F.linear(x, w) for w in self.kv_a_proj_with_mqa.weight.split(192)], -1
+        ).split([HCKV, DR], -1)
         return self.kv_a_layernorm(c_kv), k_pe
 
 
@@ -138,7 +138,9 @@ class InPlaceQuery(Base):
         c, sn = cos.unsqueeze(1), sin.unsqueeze(1)
         q[..., D:] = self.rotate(q[..., D:], c, sn)
         q_nope, q_pe = q.split([D, DR], -1)
-        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, sn).squeeze(1))
+        self.write(
+            kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, sn).squeeze(1)
+        )
         scores = attend(self.absorb(q_nope), q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
         return scores, torch.zeros(1)
 

@@ -1,6 +1,7 @@
 """Whole absorbed decode prologues, spelled in the ways that models spell them.
 
-Every class is plain PyTorch (or torch_npu operators), written as the stacks write it; none was shaped by the pass.
+Every class is plain PyTorch (or torch_npu operators), written as the stacks write it; none was
+shaped by the pass.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class NpuNorm(HfNorm):
 class PagedRotateHalf(Prologue):
     """(a) rotate-half after HF's interleave trick, paged index_put."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
         q_pe, k_pe = hf_interleave(q_pe), hf_interleave(k_pe.unsqueeze(1))
@@ -79,7 +82,9 @@ class PagedSqrtNorm(PagedRotateHalf):
 class EvenOdd(Prologue):
     """Even and odd columns sliced, halves of the table, index_copy into flat rows."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
         c, s = cos[:, None, : DR // 2], sin[:, None, : DR // 2]
@@ -99,7 +104,9 @@ class EvenOdd(Prologue):
 class BlockOffset(PagedRotateHalf):
     """Caches indexed by (block, offset) made from the slots."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -119,14 +126,22 @@ def dense_args(batch: int = 2, length: int = 3) -> tuple[Tensor, ...]:
     return x, freqs, torch.randn(4, 16, HCKV).bfloat16(), torch.randn(4, 16, DR).bfloat16()
 
 
-# The kernel takes bfloat16 tables; DeepSeek's complex table is float32, and rounding it is part of the
-# kernel's contract.
+# The kernel takes bfloat16 tables; DeepSeek's complex table is float32, and rounding it is part of
+# the kernel's contract.
 COMPLEX = 1.5
 
 
-@entry(STAGED, source="DeepSeek's own code", tags="whole, symbolic, device, portable", args=dense_args, slack=COMPLEX)
+@entry(
+    STAGED,
+    source="DeepSeek's own code",
+    tags="whole, symbolic, device, portable",
+    args=dense_args,
+    slack=COMPLEX,
+)
 class ComplexDense(Prologue):
-    """(b) DeepSeek's reference: complex RoPE, einsum absorb, caches [B, S_max, width] assigned by slices."""
+    """(b) DeepSeek's reference: complex RoPE, einsum absorb, caches [B, S_max, width] assigned by
+    slices.
+    """
 
     conjugated = False  # a table that is turned the other way, by a flag of the tensor
 
@@ -140,20 +155,28 @@ class ComplexDense(Prologue):
 
         def rotate(x: Tensor) -> Tensor:
             pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
-            return torch.view_as_real(pairs * freqs_cis.view(1, length, 1, DR // 2)).flatten(3).to(x.dtype)
+            return (
+                torch.view_as_real(pairs * freqs_cis.view(1, length, 1, DR // 2))
+                .flatten(3)
+                .to(x.dtype)
+            )
 
         q_nope, q_pe = self.query(x)
         q_pe = rotate(q_pe)
         c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([HCKV, DR], -1)
         k_pe = rotate(k_pe.unsqueeze(2))
-        query = torch.einsum("bshd,hdc->bshc", q_nope, self.kv_b_proj.weight.view(self.heads, -1, HCKV)[:, :D])
+        query = torch.einsum(
+            "bshd,hdc->bshc", q_nope, self.kv_b_proj.weight.view(self.heads, -1, HCKV)[:, :D]
+        )
         kv_cache[:batch, start : start + length] = self.kv_a_layernorm(c_kv)
         pe_cache[:batch, start : start + length] = k_pe.squeeze(2)
         scores = torch.einsum("bshc,btc->bsht", query.float(), kv_cache[:batch].float())
         return scores + torch.einsum("bshr,btr->bsht", q_pe.float(), pe_cache[:batch].float())
 
 
-@entry(STAGED, source=OURS, tags="whole, symbolic, device, portable", args=dense_args, slack=COMPLEX)
+@entry(
+    STAGED, source=OURS, tags="whole, symbolic, device, portable", args=dense_args, slack=COMPLEX
+)
 class ComplexConjugated(ComplexDense):
     conjugated = True
 
@@ -162,7 +185,9 @@ class ComplexConjugated(ComplexDense):
 class Neox(PagedRotateHalf):
     """(c) halves in, halves out: the weights' rotary columns must be permuted."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -182,7 +207,9 @@ class Neox(PagedRotateHalf):
     slack=1.1,
 )
 class NpuOperators(Prologue):
-    """(d) torch_npu's operators as cann-recipes and vllm-ascend chain them; ``version`` of the cache operator."""
+    """(d) torch_npu's operators as cann-recipes and vllm-ascend chain them; ``version`` of the
+    cache operator.
+    """
 
     norm = NpuNorm
 
@@ -190,24 +217,44 @@ class NpuOperators(Prologue):
         super().__init__(heads)
         self.version = version
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         tokens = x.shape[0]
         q_nope, q_pe = self.query(x)
         latent = self.kv_a_proj_with_mqa(x).view(tokens, 1, 1, HCKV + DR)
         c, s = cos.view(tokens, 1, 1, DR), sin.view(tokens, 1, 1, DR)
-        q_pe = torch.ops.npu.npu_interleave_rope(q_pe.view(tokens, self.heads, 1, DR), c, s).view(tokens, -1, DR)
+        q_pe = torch.ops.npu.npu_interleave_rope(q_pe.view(tokens, self.heads, 1, DR), c, s).view(
+            tokens, -1, DR
+        )
         query = torch.ops.npu.npu_transpose_batchmatmul(
             q_nope, self.w_uk(), perm_x1=(1, 0, 2), perm_x2=(0, 1, 2), perm_y=(1, 0, 2)
         )
         gamma = self.kv_a_layernorm
         if self.version == 2:
             torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2(
-                latent, gamma.weight, c, s, slots, kr_cache, kv_cache, epsilon=gamma.eps, cache_mode="PA_BNSD"
+                latent,
+                gamma.weight,
+                c,
+                s,
+                slots,
+                kr_cache,
+                kv_cache,
+                epsilon=gamma.eps,
+                cache_mode="PA_BNSD",
             )
             kr, kv = kr_cache, kv_cache
         else:
             kr, kv, _, _ = torch.ops.npu.npu_kv_rmsnorm_rope_cache(
-                latent, gamma.weight, c, s, slots, kr_cache, kv_cache, epsilon=gamma.eps, cache_mode="PA"
+                latent,
+                gamma.weight,
+                c,
+                s,
+                slots,
+                kr_cache,
+                kv_cache,
+                epsilon=gamma.eps,
+                cache_mode="PA",
             )
         return attend(query, q_pe, kv.view(-1, HCKV), kr.view(-1, DR))
 
@@ -220,7 +267,9 @@ class FusedQkvA(PagedRotateHalf):
         super().__init__(heads)
         self.fused_qkv_a_proj = linear(HE, HCQ + HCKV + DR)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         q_c, kv = self.fused_qkv_a_proj(x).split([HCQ, HCKV + DR], -1)
         q = self.q_b_proj(self.q_a_layernorm(q_c)).view(-1, self.heads, D + DR)
         q_nope, q_pe = q[..., :D], q[..., D:]
@@ -235,7 +284,12 @@ class FusedQkvA(PagedRotateHalf):
         return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
 
 
-@entry(IN_PLACE, source="DeepSeek's own code, V3.2", tags="whole, symbolic, device, portable, readers", slack=1.1)
+@entry(
+    IN_PLACE,
+    source="DeepSeek's own code, V3.2",
+    tags="whole, symbolic, device, portable, readers",
+    slack=1.1,
+)
 class WithIndexer(PagedRotateHalf):
     """(g) a second reader of c_q, as DeepSeek-V3.2's indexer."""
 
@@ -261,9 +315,13 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(layer() for _ in range(count))
         self.out = nn.ModuleList(linear(BLOCKS * BLOCK_SIZE, HE) for _ in range(count))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *caches: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *caches: Tensor
+    ) -> Tensor:
         for index, (layer, out) in enumerate(zip(self.layers, self.out, strict=True)):
-            scores = layer(F.rms_norm(x, (HE,)), cos, sin, caches[2 * index], caches[2 * index + 1], slots)
+            scores = layer(
+                F.rms_norm(x, (HE,)), cos, sin, caches[2 * index], caches[2 * index + 1], slots
+            )
             x = x + out(scores.view(x.shape[0], layer.heads, -1).mean(1).to(x.dtype))
         return x
 
@@ -274,7 +332,9 @@ def layers_args(tokens: int = 8, count: int = 3) -> tuple[Tensor, ...]:
 
 
 class FlatCaches(PagedRotateHalf):
-    """Caches of another shape, written by flat slots: [BlockNum, BlockSize, width] or [rows, width]."""
+    """Caches of another shape, written by flat slots: [BlockNum, BlockSize, width] or [rows,
+    width].
+    """
 
 
 def flat_cache_args(rank: int, tokens: int = 8) -> tuple[Tensor, ...]:
@@ -294,4 +354,6 @@ entry(
     name="NpuOperatorsV1",
     slack=1.1,
 )(lambda: NpuOperators(version=1))
-entry(IN_PLACE, source=OURS, tags="device, layout", name="OneToken", args=one_token_args)(PagedRotateHalf)
+entry(IN_PLACE, source=OURS, tags="device, layout", name="OneToken", args=one_token_args)(
+    PagedRotateHalf
+)

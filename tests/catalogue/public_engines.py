@@ -1,4 +1,6 @@
-"""Absorbed prologues as engines assemble, join and cut them, each in this project's words; and what is nearly one."""
+"""Absorbed prologues as engines assemble, join and cut them, each in this project's words; and what
+is nearly one.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import BLOCK_SIZE, DR, HCKV, HCQ, HE, Base, D, H, attend, linear, npu, paged_args, rotated
+from .base import (
+    BLOCK_SIZE,
+    DR,
+    HCKV,
+    HCQ,
+    HE,
+    Base,
+    D,
+    H,
+    attend,
+    linear,
+    npu,
+    paged_args,
+    rotated,
+)
 from .entry import IN_PLACE, STAGED, entry, miss
 from .prologues import NpuOperators
 from .public_serving import ROW, Compressed, halves, pairs, sequences
@@ -38,7 +54,10 @@ class OneDownProduct(Base):
 
     def assembled(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         c_q, kv = self.qkv_a_proj(x).split([HCQ, ROW], -1)
-        q, kv = self.q_b_proj(self.q_a_layernorm(c_q)).view(-1, self.heads, D + DR), kv.view(-1, 1, ROW)
+        q, kv = (
+            self.q_b_proj(self.q_a_layernorm(c_q)).view(-1, self.heads, D + DR),
+            kv.view(-1, 1, ROW),
+        )
         kv[..., :HCKV].copy_(self.kv_a_layernorm(kv[..., :HCKV]))
         for rope in (q[..., -DR:], kv[..., -DR:]):
             rope.copy_(self.turn(rope, cos.unsqueeze(1), sin.unsqueeze(1)))
@@ -53,9 +72,13 @@ class OneDownProduct(Base):
         return attend(self.absorb(q[..., :-DR]), q[..., -DR:], kv_rows, kr_rows)
 
 
-entry(IN_PLACE, source="LightLLM", tags="whole, layout, cache, device, symbolic", args=half_tables, name="LightLlm")(
-    OneDownProduct
-)
+entry(
+    IN_PLACE,
+    source="LightLLM",
+    tags="whole, layout, cache, device, symbolic",
+    args=half_tables,
+    name="LightLlm",
+)(OneDownProduct)
 
 
 @entry(STAGED, source="LightLLM", tags="whole, layout, cache, symbolic", args=half_tables_and_rows)
@@ -90,7 +113,9 @@ class NormedOverTheQuery(LightLlmRows):
 
 @entry(IN_PLACE, source="dlinfer", tags="layout, readers, cache, device, symbolic")
 class DlInfer(Base):
-    """The latent is joined with the key before it is rotated, and cut out of that join to be written."""
+    """The latent is joined with the key before it is rotated, and cut out of that join to be
+    written.
+    """
 
     start = 0
 
@@ -100,7 +125,13 @@ class DlInfer(Base):
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
         key = torch.cat([c_kv, k_pe], -1)
-        self.write(kv_cache, kr_cache, slots, key[..., self.start : self.start + HCKV], rotated(k_pe, cos, sin))
+        self.write(
+            kv_cache,
+            kr_cache,
+            slots,
+            key[..., self.start : self.start + HCKV],
+            rotated(k_pe, cos, sin),
+        )
         q_pe = rotated(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
         return attend(self.absorb(q_nope), q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
 
@@ -116,7 +147,9 @@ class OneColumnLater(DlInfer):
 class JoinedForTwoCaches(Base):
     """A latent row is made, and split again before it is written, by block and place."""
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         row = torch.cat([c_kv.unsqueeze(1), k_pe.unsqueeze(1)], -1)
         block, place = slots // 16, slots % 16
         kv_cache[block, place], kr_cache[block, place] = row.split([HCKV, DR], -1)
@@ -126,7 +159,9 @@ class JoinedForTwoCaches(Base):
 class JoinedTheOtherWay(JoinedForTwoCaches):
     """Cut at the same place, but the key stands first."""
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         row = torch.cat([k_pe, c_kv], -1)
         kv_cache.view(-1, HCKV)[slots], kr_cache.view(-1, DR)[slots] = row.split([HCKV, DR], -1)
 
@@ -141,7 +176,9 @@ class QueryJoinedAndSplit(Base):
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
         self.write(kv_cache, kr_cache, slots, c_kv, rotated(k_pe, cos, sin))
-        query = torch.cat([self.absorb(q_nope), rotated(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))], -1)
+        query = torch.cat(
+            [self.absorb(q_nope), rotated(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))], -1
+        )
         return attend(*query.split([HCKV, DR], -1), kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
 
 
@@ -251,7 +288,9 @@ class KeptViews(NpuOperators):
     def kept(self, cache: Tensor) -> Tensor:
         return cache
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Any:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Any:
         c, s = cos.view(-1, 1, 1, DR), sin.view(-1, 1, 1, DR)
         q_nope, q_pe = self.query(x)
         q_pe = npu.npu_interleave_rope(q_pe.unsqueeze(2), c, s).squeeze(2)
@@ -282,20 +321,36 @@ def with_positions() -> tuple[Tensor, ...]:
     return *paged_args(), torch.arange(8) * 4000
 
 
-@entry(IN_PLACE, source="Mistral 4 in NeMo", tags="whole, absorb, layout, device, symbolic", args=with_positions)
+@entry(
+    IN_PLACE,
+    source="Mistral 4 in NeMo",
+    tags="whole, absorb, layout, device, symbolic",
+    args=with_positions,
+)
 class QueryByPosition(Base):
-    """The whole query is multiplied by a number for each position, behind its rotation and before W_uk."""
+    """The whole query is multiplied by a number for each position, behind its rotation and before
+    W_uk.
+    """
 
     def factor(self, positions: Tensor, q: Tensor) -> Tensor:
         return (1 + 0.1 * torch.log1p(torch.floor(positions / 8192)))[:, None, None].to(q.dtype)
 
-    def scaled(self, q_nope: Tensor, q_pe: Tensor, c: Tensor, s: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def scaled(
+        self, q_nope: Tensor, q_pe: Tensor, c: Tensor, s: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         q = torch.cat([q_nope, rotated(q_pe, c, s)], -1)
         q_nope, q_pe = (q * self.factor(positions, q)).split([D, DR], -1)
         return q_nope, q_pe
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, positions: Tensor
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        kr_cache: Tensor,
+        slots: Tensor,
+        positions: Tensor,
     ) -> Tensor:
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
@@ -306,14 +361,23 @@ class QueryByPosition(Base):
 
 @entry(IN_PLACE, source="Mistral 4", tags="absorb, symbolic", args=with_positions)
 class PartsByPosition(QueryByPosition):
-    def scaled(self, q_nope: Tensor, q_pe: Tensor, c: Tensor, s: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def scaled(
+        self, q_nope: Tensor, q_pe: Tensor, c: Tensor, s: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         factor = self.factor(positions, q_nope)
         return q_nope * factor, rotated(q_pe, c, s) * factor
 
 
-@miss("scale.unequal", tags="absorb, rope", of="a query that is scaled by position", args=with_positions)
+@miss(
+    "scale.unequal",
+    tags="absorb, rope",
+    of="a query that is scaled by position",
+    args=with_positions,
+)
 class ScaledBeforeRotation(QueryByPosition):
-    def scaled(self, q_nope: Tensor, q_pe: Tensor, c: Tensor, s: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def scaled(
+        self, q_nope: Tensor, q_pe: Tensor, c: Tensor, s: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         factor = self.factor(positions, q_nope)
         return q_nope * factor, rotated(q_pe * factor, c, s)
 
@@ -331,4 +395,6 @@ class ScaledByNeighbour(QueryByPosition):
     """As many numbers as tokens, but one for each head and half the tokens."""
 
     def factor(self, positions: Tensor, q: Tensor) -> Tensor:
-        return super().factor(positions, q)[:4].reshape(1, 2, 2, 1).expand(4, 2, 2, 1).reshape(8, 2, 1)
+        return (
+            super().factor(positions, q)[:4].reshape(1, 2, 2, 1).expand(4, 2, 2, 1).reshape(8, 2, 1)
+        )

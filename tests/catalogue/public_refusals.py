@@ -1,5 +1,5 @@
-"""Prologues of public code that stay as they are, each with its reason: unabsorbed ones, and those the kernel has no
-form for."""
+"""Prologues of public code that stay as they are, each with its reason: unabsorbed ones, and those
+the kernel has no form for."""
 
 from __future__ import annotations
 
@@ -27,13 +27,23 @@ class Unabsorbed(Base):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *given: Tensor) -> Tensor:  # type: ignore[override]
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
-        q_pe, k_pe = (self.turn(part, cos.unsqueeze(1), sin.unsqueeze(1)) for part in (q_pe, k_pe.unsqueeze(1)))
+        q_pe, k_pe = (
+            self.turn(part, cos.unsqueeze(1), sin.unsqueeze(1))
+            for part in (q_pe, k_pe.unsqueeze(1))
+        )
         k_nope, value = self.keys(c_kv)
-        q, k = torch.cat([q_nope, q_pe], -1), torch.cat([k_nope, k_pe.expand(-1, self.heads, -1)], -1)
-        return F.scaled_dot_product_attention(*(part.transpose(0, 1)[None] for part in (q, k, value)))
+        q, k = (
+            torch.cat([q_nope, q_pe], -1),
+            torch.cat([k_nope, k_pe.expand(-1, self.heads, -1)], -1),
+        )
+        return F.scaled_dot_product_attention(
+            *(part.transpose(0, 1)[None] for part in (q, k, value))
+        )
 
 
-entry("absorb.absent", source="DeepSeek's remote code", tags="near miss, public, whole", name="Hub")(Unabsorbed)
+entry(
+    "absorb.absent", source="DeepSeek's remote code", tags="near miss, public, whole", name="Hub"
+)(Unabsorbed)
 
 
 @entry("absorb.absent", source="litgpt", tags="near miss, public, whole")
@@ -111,14 +121,18 @@ class QueryOfHidden(Base):
         c_kv, k_pe = self.latent(x)
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
         self.write(kv_cache, kr_cache, slots, c_kv, rotated(k_pe.unsqueeze(1), c, s).squeeze(1))
-        gate = torch.sigmoid(F.linear(x, self.kv_a_proj_with_mqa.weight[:HCKV]).float()).unsqueeze(1)
+        gate = torch.sigmoid(F.linear(x, self.kv_a_proj_with_mqa.weight[:HCKV]).float()).unsqueeze(
+            1
+        )
         rows = kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)
         return attend(self.absorb(q_nope) * gate, rotated(q_pe, c, s), *rows)
 
 
 @entry("q_lora.interrupted", source="A.X-K2", tags="near miss, public, readers")
 class RawAndNormed(Base):
-    """The query is projected from c_q beside what c_q was before its norm; an indexer reads c_q alone."""
+    """The query is projected from c_q beside what c_q was before its norm; an indexer reads c_q
+    alone.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +168,11 @@ class Dots3Unabsorbed(Dots3):
         return F.pad(q_nope, (0, HCKV - D))
 
 
-@entry("kv_latent.absent", source="graphs that a latent's norm stands outside of", tags="near miss, public, norm")
+@entry(
+    "kv_latent.absent",
+    source="graphs that a latent's norm stands outside of",
+    tags="near miss, public, norm",
+)
 class NormElsewhere(Base):
     def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
         c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([HCKV, DR], -1)
@@ -176,7 +194,10 @@ class OneRotatedPart(Base):
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
     ) -> Tensor:
         c_q = self.q_a_layernorm(self.q_a_proj(x))
-        q_nope, q_pe = self.q_b_proj(c_q).view(-1, self.heads, D), rotated(self.q_rope(c_q), cos, sin)
+        q_nope, q_pe = (
+            self.q_b_proj(c_q).view(-1, self.heads, D),
+            rotated(self.q_rope(c_q), cos, sin),
+        )
         c_kv, k_pe = self.latent(x)
         self.write(kv_cache, kr_cache, slots, c_kv, rotated(k_pe, cos, sin))
         spread = q_pe.unsqueeze(1).expand(-1, self.heads, -1)
@@ -201,7 +222,9 @@ class TrainedFloat32Norms(Base):
 
         def forward(self, x: Tensor) -> Tensor:
             y = wide(x)
-            return (self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps))).to(x.dtype)
+            return (self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps))).to(
+                x.dtype
+            )
 
 
 class MixedBatch(NpuOperators):
@@ -209,8 +232,14 @@ class MixedBatch(NpuOperators):
 
     decode = 5
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Any:
-        c_q, latent, gamma = self.q_a_layernorm(self.q_a_proj(x)), self.kv_a_proj_with_mqa(x), self.kv_a_layernorm
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Any:
+        c_q, latent, gamma = (
+            self.q_a_layernorm(self.q_a_proj(x)),
+            self.kv_a_proj_with_mqa(x),
+            self.kv_a_layernorm,
+        )
         made = []
         for part in (slice(0, self.decode), slice(self.decode, None)):
             c, s = (table[part].view(-1, 1, 1, DR) for table in (cos, sin))
@@ -218,13 +247,26 @@ class MixedBatch(NpuOperators):
             q_pe = npu.npu_interleave_rope(q_pe.unsqueeze(2), c, s).squeeze(2)
             rows = latent[part].view(-1, 1, 1, HCKV + DR)
             npu.npu_kv_rmsnorm_rope_cache_v2(
-                rows, gamma.weight, c, s, slots[part], kr_cache, kv_cache, epsilon=gamma.eps, cache_mode="PA_BNSD"
+                rows,
+                gamma.weight,
+                c,
+                s,
+                slots[part],
+                kr_cache,
+                kv_cache,
+                epsilon=gamma.eps,
+                cache_mode="PA_BNSD",
             )
             made.append(torch.cat([q_nope, q_pe], -1) if made else self.absorb(q_nope))
         return made
 
 
-entry("tokens.cut", source="vllm-ascend", tags="near miss, public, operators, layout", name="MixedBatch")(MixedBatch)
+entry(
+    "tokens.cut",
+    source="vllm-ascend",
+    tags="near miss, public, operators, layout",
+    name="MixedBatch",
+)(MixedBatch)
 
 
 @entry("tokens.cut", source="vllm-ascend", tags="near miss, public, layout")
@@ -245,7 +287,9 @@ class DecodeRows(Base):
 class OfOperatorNz(NpuOperators):
     """Keys and values are made of the rows that the cache operator gives out beside NZ pages."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Any:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Any:
         c, s = cos.view(-1, 1, 1, DR), sin.view(-1, 1, 1, DR)
         q_nope, q_pe = self.query(x)
         q_pe = npu.npu_interleave_rope(q_pe.unsqueeze(2), c, s).squeeze(2)
@@ -254,12 +298,17 @@ class OfOperatorNz(NpuOperators):
             latent, norm.weight, c, s, slots, kr_cache, kv_cache,
             epsilon=norm.eps, cache_mode="PA_NZ", is_output_kv=True,
         )[2:]  # fmt: skip
-        k_nope, value = self.kv_b_proj(c_kv.view(-1, HCKV)).view(-1, self.heads, D + DV).split([D, DV], -1)
-        scores = torch.einsum("tnd,snd->nts", q_nope, k_nope) + torch.einsum("tnd,sd->nts", q_pe, k_pe.view(-1, DR))
+        k_nope, value = (
+            self.kv_b_proj(c_kv.view(-1, HCKV)).view(-1, self.heads, D + DV).split([D, DV], -1)
+        )
+        scores = torch.einsum("tnd,snd->nts", q_nope, k_nope) + torch.einsum(
+            "tnd,sd->nts", q_pe, k_pe.view(-1, DR)
+        )
         return scores, value
 
 
 entry(
-    IN_PLACE, source="cann-recipes, prefill of R1 and LongCat-lite", tags="readers, operators, unabsorbed",
+    IN_PLACE, source="cann-recipes, prefill of R1 and "
+                     "LongCat-lite", tags="readers, operators, unabsorbed",
     name="PrefillNz",
 )(lambda: OfOperatorNz(version=1))  # fmt: skip

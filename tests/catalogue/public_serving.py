@@ -1,4 +1,6 @@
-"""Absorbed prologues as public serving and training stacks write them, each in this project's words."""
+"""Absorbed prologues as public serving and training stacks write them, each in this project's
+words.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import BLOCK_SIZE, DR, HCKV, HE, Base, D, H, HfNorm, attend, npu, paged_args, rotated, wide
+from .base import (
+    BLOCK_SIZE,
+    DR,
+    HCKV,
+    HE,
+    Base,
+    D,
+    H,
+    HfNorm,
+    attend,
+    npu,
+    paged_args,
+    rotated,
+    wide,
+)
 from .entry import IN_PLACE, STAGED, entry
 from .prologues import COMPLEX, NpuOperators
 
@@ -30,9 +46,16 @@ def sequence_first() -> tuple[Tensor, ...]:
     return torch.randn(4, 2, HE).bfloat16(), torch.cat([angles, angles], -1)
 
 
-@entry(STAGED, source="Megatron-core and MindSpeed-LLM", tags="whole, rope, device", args=sequence_first)
+@entry(
+    STAGED,
+    source="Megatron-core and MindSpeed-LLM",
+    tags="whole, rope, device",
+    args=sequence_first,
+)
 class AbsorbedTraining(Base):
-    """The rotation passes on what is wider than its tables, which is nothing here; rows go to attention as they are."""
+    """The rotation passes on what is wider than its tables, which is nothing here; rows go to
+    attention as they are.
+    """
 
     def turned(self, x: Tensor, freqs: Tensor) -> Tensor:
         width = freqs.shape[-1]
@@ -44,7 +67,9 @@ class AbsorbedTraining(Base):
 
     def forward(self, x: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         length, batch, _ = x.shape
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(length, batch, self.heads, D + DR)
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(
+            length, batch, self.heads, D + DR
+        )
         q_nope, q_pe = q.split([D, DR], -1)
         c_kv, k_pe = self.latent(x)
         query = torch.einsum("sbhd,hdc->sbhc", q_nope, self.w_uk())
@@ -72,12 +97,20 @@ class RotatedInTheJoin(Base):
         q, kv = torch.cat([self.absorb(q_nope), q_pe], -1), torch.cat([c_kv, k_pe], -1)
         q[..., HCKV:] = rotated(q[..., HCKV:], cos.unsqueeze(1), sin.unsqueeze(1))
         kv[..., HCKV:] = rotated(kv[..., HCKV:], cos, sin)
-        kv_cache.view(-1, HCKV)[slots], kr_cache.view(-1, DR)[slots] = kv[..., :HCKV], kv[..., HCKV:]
-        return q.float().flatten(0, 1) @ torch.cat([kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)], -1).float().T
+        kv_cache.view(-1, HCKV)[slots], kr_cache.view(-1, DR)[slots] = (
+            kv[..., :HCKV],
+            kv[..., HCKV:],
+        )
+        return (
+            q.float().flatten(0, 1)
+            @ torch.cat([kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)], -1).float().T
+        )
 
 
 class Float32Norm(HfNorm):
-    """A weight in float32, as the code of DeepSeek-V3.2 has it; checkpoints hold bfloat16 numbers."""
+    """A weight in float32, as the code of DeepSeek-V3.2 has it; checkpoints hold bfloat16
+    numbers.
+    """
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__(width, eps)
@@ -85,10 +118,14 @@ class Float32Norm(HfNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         y = wide(x)
-        return (self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps))).to(x.dtype)
+        return (self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps))).to(
+            x.dtype
+        )
 
 
-@entry(IN_PLACE, source="DeepSeek's own code, V3.2", tags="norm, symbolic", alone=("norm.gamma_dtype",))
+@entry(
+    IN_PLACE, source="DeepSeek's own code, V3.2", tags="norm, symbolic", alone=("norm.gamma_dtype",)
+)
 class Float32Norms(Base):
     norm = Float32Norm
 
@@ -99,7 +136,9 @@ class Decode(Base):
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return pairs(x, cos, sin)
 
-    def forward(self, x: Tensor, table: Tensor, positions: Tensor, rows: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, table: Tensor, positions: Tensor, rows: Tensor, slots: Tensor
+    ) -> Tensor:  # type: ignore[override]
         cos, sin = (part.unsqueeze(1) for part in table[positions].chunk(2, -1))
         q_nope, q_pe = self.query(x)
         latent = self.kv_a_proj_with_mqa(x).unsqueeze(1)
@@ -120,7 +159,13 @@ def rows_args(tokens: int = 8) -> tuple[Tensor, ...]:
     return x, table, torch.arange(tokens) * 3, rows, torch.randperm(64)[:tokens]
 
 
-entry(STAGED, source="SGLang 0.4", tags="whole, layout, cache, device", name="SglangDecode", args=rows_args)(Decode)
+entry(
+    STAGED,
+    source="SGLang 0.4",
+    tags="whole, layout, cache, device",
+    name="SglangDecode",
+    args=rows_args,
+)(Decode)
 
 
 @entry(STAGED, source="SGLang 0.5", tags="whole, layout, cache", args=rows_args)
@@ -141,7 +186,9 @@ class SglangFloatDecode(Decode):
 class MiniSglang(Decode):
     """Rows are joined, not assembled."""
 
-    def forward(self, x: Tensor, table: Tensor, positions: Tensor, rows: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, table: Tensor, positions: Tensor, rows: Tensor, slots: Tensor
+    ) -> Tensor:  # type: ignore[override]
         cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
@@ -152,7 +199,9 @@ class MiniSglang(Decode):
 
 @entry(STAGED, source="lmdeploy", tags="whole, layout, cache", args=rows_args)
 class Lmdeploy(Decode):
-    """W_uk's product is written head by head into the query's buffer; the tables are spread by pairs."""
+    """W_uk's product is written head by head into the query's buffer; the tables are spread by
+    pairs.
+    """
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         c, s = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
@@ -177,10 +226,14 @@ class Neuron(Base):
     def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         first, second = x[..., :H], x[..., H:]
-        return torch.cat((first * c[..., :H] - second * s[..., :H], first * s[..., H:] + second * c[..., H:]), -1)
+        return torch.cat(
+            (first * c[..., :H] - second * s[..., :H], first * s[..., H:] + second * c[..., H:]), -1
+        )
 
     def absorb(self, q_nope: Tensor) -> Tensor:
-        return torch.einsum("hdc,bhqd->bhqc", self.w_uk(), q_nope.transpose(0, 1)[None])[0].transpose(0, 1)
+        return torch.einsum("hdc,bhqd->bhqc", self.w_uk(), q_nope.transpose(0, 1)[None])[
+            0
+        ].transpose(0, 1)
 
 
 def sequences() -> tuple[Tensor, ...]:
@@ -192,7 +245,9 @@ def sequences() -> tuple[Tensor, ...]:
 class Compressed(Base):
     """Latents before and after the new tokens are joined (madsys' profile of DeepSeek-V2)."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Tensor, past_rope: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, past: Tensor, past_rope: Tensor
+    ) -> Tensor:  # type: ignore[override]
         q_nope, q_pe = (part.transpose(1, 2) for part in self.query(x))
         c_kv, k_pe = self.latent(x)
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -202,30 +257,41 @@ class Compressed(Base):
 
     def scores(self, q_nope: Tensor, q_pe: Tensor, rows: Tensor, rope: Tensor) -> Tensor:
         query = torch.einsum("hdc,bhid->bhic", self.w_uk(), q_nope)
-        return torch.matmul(torch.cat([query, q_pe], -1), torch.cat([rows, rope], -1).unsqueeze(1).mT)
+        return torch.matmul(
+            torch.cat([query, q_pe], -1), torch.cat([rows, rope], -1).unsqueeze(1).mT
+        )
 
 
-entry(STAGED, source="madsys", tags="whole, absorb, cache", name="MadsysAbsorbed", args=sequences)(Compressed)
+entry(STAGED, source="madsys", tags="whole, absorb, cache", name="MadsysAbsorbed", args=sequences)(
+    Compressed
+)
 
 
 @entry(STAGED, source="madsys", tags="whole, absorb, cache", args=sequences)
 class MadsysMoveElision(Compressed):
     def scores(self, q_nope: Tensor, q_pe: Tensor, rows: Tensor, rope: Tensor) -> Tensor:
         query = torch.einsum("hdc,bhid->bhic", self.w_uk(), q_nope)
-        return torch.matmul(q_pe, rope.unsqueeze(1).mT) + torch.einsum("bhqc,blc->bhql", query, rows)
+        return torch.matmul(q_pe, rope.unsqueeze(1).mT) + torch.einsum(
+            "bhqc,blc->bhql", query, rows
+        )
 
 
 @entry(STAGED, source="madsys", tags="whole, absorb, cache", args=sequences)
 class MadsysMatmul(Compressed):
     def scores(self, q_nope: Tensor, q_pe: Tensor, rows: Tensor, rope: Tensor) -> Tensor:
-        return torch.matmul(torch.matmul(q_nope, self.w_uk()), rows.unsqueeze(1).mT) + q_pe @ rope.unsqueeze(1).mT
+        return (
+            torch.matmul(torch.matmul(q_nope, self.w_uk()), rows.unsqueeze(1).mT)
+            + q_pe @ rope.unsqueeze(1).mT
+        )
 
 
 @entry(STAGED, source="KTransformers", tags="whole, cache, device", args=rows_args)
 class KTransformers(Decode):
     """Pages of 576 columns, two parts written by (page, offset)."""
 
-    def forward(self, x: Tensor, table: Tensor, positions: Tensor, rows: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, table: Tensor, positions: Tensor, rows: Tensor, slots: Tensor
+    ) -> Tensor:  # type: ignore[override]
         cos, sin = (torch.cat((t, t), -1).unsqueeze(1) for t in table[positions].chunk(2, -1))
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
@@ -255,7 +321,9 @@ class Slim(Base):
     class norm(HfNorm):
         def forward(self, x: Tensor) -> Tensor:
             y = wide(x)
-            return (wide(self.weight) * (y / (y * y).mean(-1, keepdim=True).add(self.eps).sqrt())).to(x.dtype)
+            return (
+                wide(self.weight) * (y / (y * y).mean(-1, keepdim=True).add(self.eps).sqrt())
+            ).to(x.dtype)
 
     def absorb(self, q_nope: Tensor) -> Tensor:
         w_uk, _ = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split([D, D], 1)
@@ -266,14 +334,26 @@ class Slim(Base):
 class OperatorsNz(NpuOperators):
     """The fused cache operator over FRACTAL_NZ pages."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Any:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Any:
         tokens = len(x)
         q_nope, q_pe = self.query(x)
         c, s = cos.view(tokens, 1, 1, DR), sin.view(tokens, 1, 1, DR)
-        q_pe = npu.npu_interleave_rope(q_pe.view(tokens, self.heads, 1, DR), c, s).view(tokens, -1, DR)
+        q_pe = npu.npu_interleave_rope(q_pe.view(tokens, self.heads, 1, DR), c, s).view(
+            tokens, -1, DR
+        )
         latent, gamma = self.kv_a_proj_with_mqa(x).view(tokens, 1, 1, ROW), self.kv_a_layernorm
         npu.npu_kv_rmsnorm_rope_cache_v2(
-            latent, gamma.weight, c, s, slots, kr_cache, kv_cache, epsilon=gamma.eps, cache_mode="PA_NZ"
+            latent,
+            gamma.weight,
+            c,
+            s,
+            slots,
+            kr_cache,
+            kv_cache,
+            epsilon=gamma.eps,
+            cache_mode="PA_NZ",
         )
         return self.absorb(q_nope), q_pe
 
@@ -304,7 +384,9 @@ class PaddedBatch(Base):
 class PaddedRowsNotWritten(PaddedBatch):
     """The rows of the padding are not written."""
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         super().write(kv_cache, kr_cache, slots[: self.real], c_kv[: self.real], k_pe[: self.real])
 
 

@@ -17,7 +17,11 @@ class NpuRopeHeadsFirst(Base):
 
     def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         c, s = c.view(1, 1, -1, DR), s.view(1, 1, -1, DR)
-        return npu.npu_interleave_rope(x.unsqueeze(0).transpose(1, 2), c, s).transpose(1, 2).view(*x.shape)
+        return (
+            npu.npu_interleave_rope(x.unsqueeze(0).transpose(1, 2), c, s)
+            .transpose(1, 2)
+            .view(*x.shape)
+        )
 
 
 @entry(IN_PLACE, source=OURS, tags="rope, operators, device")
@@ -30,7 +34,9 @@ class NpuRotaryMul(Base):
 
 @entry(STAGED, source="vLLM and SGLang", tags="rope, device")
 class GptjStack(Base):
-    """vLLM and SGLang native, is_neox_style=False: interleaved in and out, tables repeated by pairs."""
+    """vLLM and SGLang native, is_neox_style=False: interleaved in and out, tables repeated by
+    pairs.
+    """
 
     def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         c, s = (t[..., : DR // 2].repeat_interleave(2, -1) for t in (c, s))
@@ -52,7 +58,9 @@ class RollWithSigns(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("signs", torch.cat([-torch.ones(DR // 2), torch.ones(DR // 2)]).bfloat16())
+        self.register_buffer(
+            "signs", torch.cat([-torch.ones(DR // 2), torch.ones(DR // 2)]).bfloat16()
+        )
 
     def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         signs = torch.cat([x.new_full((DR // 2,), -1.0), x.new_ones(DR // 2)])
@@ -86,7 +94,9 @@ class RotatedTogether(Parts):
 
 @entry(IN_PLACE, source="transformers", tags="rope, layout, device")
 class JoinedAndSplitAgain(Parts):
-    """Hugging Face's habit, absorbed: q is put together again after RoPE, and taken apart for the two products."""
+    """Hugging Face's habit, absorbed: q is put together again after RoPE, and taken apart for the
+    two products.
+    """
 
     def rotated(
         self, q_nope: Tensor, q_pe: Tensor, k_pe: Tensor, c: Tensor, sn: Tensor
@@ -102,7 +112,10 @@ class WholeHeads(Parts):
     def rotated(
         self, q_nope: Tensor, q_pe: Tensor, k_pe: Tensor, c: Tensor, sn: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads, ones = torch.cat([q_nope, hf_interleave(q_pe)], -1), torch.ones(c.shape[0], 1, D, dtype=c.dtype)
+        heads, ones = (
+            torch.cat([q_nope, hf_interleave(q_pe)], -1),
+            torch.ones(c.shape[0], 1, D, dtype=c.dtype),
+        )
         turned = torch.cat([q_nope, rotate_half(heads[..., D:])], -1)
         heads = heads * torch.cat([ones, c], -1) + turned * torch.cat([0 * ones, sn], -1)
         return heads[..., :D], heads[..., D:], rotated(k_pe, c, sn)
@@ -149,7 +162,10 @@ def by_sums(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
 
 @step("rotate", IN_PLACE, tags="rope")
 def stacked_first(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
-    both, tables = torch.stack([hf_interleave(x), rotate_half(hf_interleave(x))]), torch.stack([c, sn])
+    both, tables = (
+        torch.stack([hf_interleave(x), rotate_half(hf_interleave(x))]),
+        torch.stack([c, sn]),
+    )
     return (both * tables).sum(0)
 
 
@@ -196,7 +212,11 @@ def scaled_shear(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
     """No rotation, but tables can say it, the halves of one from tensors of unequal rank."""
     c, sn = half(c), half(sn)
     rows = torch.stack([torch.stack([c, -sn], -1), torch.stack([0 * sn, c], -1)], -2)
-    return torch.einsum("...rij,...rj->...ri", rows, x.unflatten(-1, (H, 2))).transpose(-1, -2).flatten(-2)
+    return (
+        torch.einsum("...rij,...rj->...ri", rows, x.unflatten(-1, (H, 2)))
+        .transpose(-1, -2)
+        .flatten(-2)
+    )
 
 
 @step("rotate", IN_PLACE, tags="rope")

@@ -1,4 +1,6 @@
-"""Prologues in W8A8 by scales fixed ahead of time, their input's norm in the graph, for npu_mla_preprocess."""
+"""Prologues in W8A8 by scales fixed ahead of time, their input's norm in the graph, for
+npu_mla_preprocess.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ _given = {"targets": BOTH, "instead_of": "quant.static", "slack": 1.1}
 
 
 class StaticLinear(nn.Module):
-    """int8 weight, a scale for each column, an int32 bias; one scale and one offset for what it multiplies.
+    """int8 weight, a scale for each column, an int32 bias; one scale and one offset for what it
+    multiplies.
 
     In float64 the same maths without any rounding.
     """
@@ -30,8 +33,12 @@ class StaticLinear(nn.Module):
         super().__init__()
         weight = torch.randint(-127, 128, (width_in, width_out), dtype=torch.int8)
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.scale = nn.Parameter((0.5 + torch.rand(width_out)) / (73 * 32 * width_in**0.5), requires_grad=False)
-        self.bias = nn.Parameter(torch.randint(-9, 9, (width_out,), dtype=torch.int32), requires_grad=False)
+        self.scale = nn.Parameter(
+            (0.5 + torch.rand(width_out)) / (73 * 32 * width_in**0.5), requires_grad=False
+        )
+        self.bias = nn.Parameter(
+            torch.randint(-9, 9, (width_out,), dtype=torch.int32), requires_grad=False
+        )
         self.input_scale = nn.Parameter(torch.tensor([0.03125]).bfloat16(), requires_grad=False)
         self.input_offset = nn.Parameter(torch.tensor([3], dtype=torch.int8), requires_grad=False)
 
@@ -44,7 +51,9 @@ class StaticLinear(nn.Module):
         x = self.quantised(x)
         if x.dtype == torch.float64:
             return (x @ self.weight.double() + self.bias) * self.scale
-        return npu.npu_quant_matmul(x, self.weight, self.scale, bias=self.bias, output_dtype=torch.bfloat16)
+        return npu.npu_quant_matmul(
+            x, self.weight, self.scale, bias=self.bias, output_dtype=torch.bfloat16
+        )
 
 
 class Static(Base):
@@ -69,7 +78,9 @@ def static_args(tokens: int = 8) -> tuple[Tensor, ...]:
 entry = partial(any_entry, args=static_args, **_given)
 
 
-@entry(IN_PLACE, source="W8A8 checkpoints, as ModelSlim writes them", tags="static, int8, operators")
+@entry(
+    IN_PLACE, source="W8A8 checkpoints, as ModelSlim writes them", tags="static, int8, operators"
+)
 class StaticW8A8(Static):
     """Norms by plain nodes, RoPE from pairs to halves."""
 
@@ -117,7 +128,9 @@ class NoBiasLinear(StaticLinear):
     def quantised(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float64:
             return x / self.input_scale
-        return npu.npu_quantize(x, torch.reciprocal(self.input_scale).expand(x.shape[-1]), None, 1, -1, False)
+        return npu.npu_quantize(
+            x, torch.reciprocal(self.input_scale).expand(x.shape[-1]), None, 1, -1, False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.quantised(x)
@@ -142,14 +155,19 @@ class StaticSymmetric(Static):
 
 
 class RepeatedLinear(StaticLinear):
-    """Loaded with scale, reciprocal and offset repeated for every channel, in the activation's dtype."""
+    """Loaded with scale, reciprocal and offset repeated for every channel, in the activation's
+    dtype.
+    """
 
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__(width_in, width_out)
-        scale = torch.tensor([0.0311]).bfloat16().repeat(width_in)  # whose reciprocal bfloat16 does not hold
+        # whose reciprocal bfloat16 does not hold
+        scale = torch.tensor([0.0311]).bfloat16().repeat(width_in)
         self.input_scale = nn.Parameter(scale, requires_grad=False)
         self.input_scale_reciprocal = nn.Parameter(1.0 / scale, requires_grad=False)
-        self.input_offset = nn.Parameter(self.input_offset.repeat(width_in).bfloat16(), requires_grad=False)
+        self.input_offset = nn.Parameter(
+            self.input_offset.repeat(width_in).bfloat16(), requires_grad=False
+        )
 
     def quantised(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float64:
@@ -158,10 +176,15 @@ class RepeatedLinear(StaticLinear):
 
 
 @entry(
-    IN_PLACE, source="SGLang, vllm-ascend", tags="static, int8, operators, weights", alone=("quant.not_static",)
+    IN_PLACE,
+    source="SGLang, vllm-ascend",
+    tags="static, int8, operators, weights",
+    alone=("quant.not_static",),
 )
 class RepeatedScales(StaticFused):
-    """What every vector of scales and offsets repeats is seen in its numbers alone, which the backend looks at."""
+    """What every vector of scales and offsets repeats is seen in its numbers alone, which the
+    backend looks at.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +227,9 @@ class AlreadyNormed(Static):
 
 @miss(IN_PLACE, tags="static, int8, operators, run")
 class LayerNormed(Static):
-    """A layer norm is the RMSNorm of what is left of x without its mean, which is then the hidden state."""
+    """A layer norm is the RMSNorm of what is left of x without its mean, which is then the hidden
+    state.
+    """
 
     def forward(self, x: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return Base.forward(self, self.input_layernorm(x - x.mean(-1, keepdim=True)), *args)
@@ -253,7 +278,9 @@ class TwoScales(Static):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kv_a_proj_with_mqa.input_scale = nn.Parameter(torch.tensor([0.0625]).bfloat16(), requires_grad=False)
+        self.kv_a_proj_with_mqa.input_scale = nn.Parameter(
+            torch.tensor([0.0625]).bfloat16(), requires_grad=False
+        )
 
 
 @miss("quant.not_static", tags="static, int8, operators")
@@ -271,7 +298,9 @@ class ComputedLinear(StaticLinear):
     """A scale for each channel is made of x; they are all the same, whatever x is."""
 
     def quantised(self, x: Tensor) -> Tensor:
-        return npu.npu_quantize(x, self.input_scale + 0 * x[0].square(), self.input_offset, 1, -1, True)
+        return npu.npu_quantize(
+            x, self.input_scale + 0 * x[0].square(), self.input_offset, 1, -1, True
+        )
 
 
 @miss("quant.not_static", tags="static, int8, operators")
@@ -308,7 +337,9 @@ class LatentRead(Static):
 class StaticSlotsDiffer(Static):
     """The key goes one row further than the latent."""
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         kv_cache.view(-1, HCKV)[slots] = c_kv
         kr_cache.view(-1, DR)[(slots + 1) % 64] = k_pe
 
@@ -317,7 +348,9 @@ class StaticSlotsDiffer(Static):
 class StaticRowsNotStored(Static, Parts):
     """The scores read the new rows, and the latent cache keeps its old ones."""
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         self.kv = kv_cache.view(-1, HCKV).index_put((slots,), c_kv)
         kr_cache.view(-1, DR)[slots] = k_pe
 

@@ -19,7 +19,9 @@ class GatheredTables(Base):
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
     ) -> tuple[Tensor, Tensor]:
         positions = slots % 8
-        return super().forward(x, cos[positions], sin.index_select(0, positions), kv_cache, kr_cache, slots)
+        return super().forward(
+            x, cos[positions], sin.index_select(0, positions), kv_cache, kr_cache, slots
+        )
 
 
 @entry(IN_PLACE, source=OURS, tags="tables, device")
@@ -48,7 +50,9 @@ def halves_of_a_table() -> tuple[Tensor, ...]:
 
 @entry(IN_PLACE, source=OURS, tags="tables, symbolic", args=halves_of_a_table)
 class OneTableIsAnArgument(Base):
-    """cos and sin are the halves of one argument: where its width is symbolic, the rotation says what it is."""
+    """cos and sin are the halves of one argument: where its width is symbolic, the rotation says
+    what it is.
+    """
 
     def forward(self, x: Tensor, joined: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return super().forward(x, *joined.chunk(2, -1), *others)  # type: ignore[misc]
@@ -85,10 +89,14 @@ class ComputedTables(Base):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
     ) -> tuple[Tensor, Tensor]:
-        inverse = 1.0 / (10000 ** (torch.arange(0, DR, 2, device=x.device, dtype=torch.float32) / DR))
+        inverse = 1.0 / (
+            10000 ** (torch.arange(0, DR, 2, device=x.device, dtype=torch.float32) / DR)
+        )
         angles = (inverse[:, None] @ slots[None, :].float()).transpose(0, 1)
         both = torch.cat((angles, angles), -1)
-        return super().forward(x, both.cos().to(x.dtype), both.sin().to(x.dtype), kv_cache, kr_cache, slots)
+        return super().forward(
+            x, both.cos().to(x.dtype), both.sin().to(x.dtype), kv_cache, kr_cache, slots
+        )
 
 
 @entry(IN_PLACE, source="SGLang", tags="tables, device")
@@ -119,7 +127,9 @@ class HeadsFirst(Prologue):
     def tables(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return cos, sin
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor
+    ) -> tuple[Tensor, ...]:
         q_nope, q_pe = (part.transpose(1, 2) for part in self.query(x))
         c_kv, k_pe = (part.unsqueeze(1) for part in self.latent(x))
         c, sn = self.tables(x, cos, sin)
@@ -133,7 +143,9 @@ class CountedPositions(HeadsFirst):
     """Angles from literals alone: positions counted, frequencies computed."""
 
     def tables(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        inverse = torch.exp2(-torch.arange(DR // 2, device=x.device) / (DR // 2) * 13.287712379549449)
+        inverse = torch.exp2(
+            -torch.arange(DR // 2, device=x.device) / (DR // 2) * 13.287712379549449
+        )
         angles = torch.arange(7, 7 + x.shape[1], device=x.device)[:, None] * inverse
         angles = torch.cat([angles, angles], -1)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)

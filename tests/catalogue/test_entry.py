@@ -1,4 +1,6 @@
-"""The catalogue itself: names are unique, tags are known, and every entry is selected by some test."""
+"""The catalogue itself: names are unique, tags are known, and every entry is selected by some
+test.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def test_names_are_unique(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"tags": "rope, no such tag"}, {"source": ""}, {"outcome": ()}], ids=["tags", "source", "outcome"]
+    "wrong",
+    [{"tags": "rope, no such tag"}, {"source": ""}, {"outcome": ()}],
+    ids=["tags", "source", "outcome"],
 )
 def test_an_entry_says_who_writes_it_and_what_becomes_of_it(wrong: dict[str, object]) -> None:
     fields = {"tags": "rope", "source": "somebody", "outcome": (IN_PLACE,), **wrong}
@@ -29,7 +33,9 @@ def test_an_entry_says_who_writes_it_and_what_becomes_of_it(wrong: dict[str, obj
 def test_select() -> None:
     near, rope = set(select("near miss")), set(select("rope"))
     assert set(select("near miss", "rope")) == near & rope
-    assert set(select("rope", without="near miss, operators")) == rope - near - set(select("operators"))
+    assert set(select("rope", without="near miss, operators")) == rope - near - set(
+        select("operators")
+    )
     assert select() == list(ENTRIES.values())
     with pytest.raises(ValueError, match="no tags"):
         select("ropes")
@@ -49,7 +55,11 @@ def test_an_outcome_is_a_place_for_each_prologue_or_one_code(item: Entry) -> Non
 
 
 def test_near_misses_are_of_something() -> None:
-    assert [item.name for item in select("near miss", without="public") if ": a near miss of " not in item.source] == []
+    assert [
+        item.name
+        for item in select("near miss", without="public")
+        if ": a near miss of " not in item.source
+    ] == []
 
 
 def test_words() -> None:

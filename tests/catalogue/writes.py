@@ -7,7 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import BLOCK_SIZE, DR, HCKV, HE, Base, hf_interleave, linear, npu, paged_args, paged_caches, rotate_half
+from .base import (
+    BLOCK_SIZE,
+    DR,
+    HCKV,
+    HE,
+    Base,
+    hf_interleave,
+    linear,
+    npu,
+    paged_args,
+    paged_caches,
+    rotate_half,
+)
 from .entry import IN_PLACE, OURS, STAGED, entry, step
 from .layouts import sequence_args
 from .prologues import PagedRotateHalf
@@ -17,7 +29,9 @@ from .prologues import PagedRotateHalf
 class CombinedCache(Base):
     """vLLM: one row [c_kv | k_pe], whose parts are written to two caches."""
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         rows = torch.cat([c_kv, k_pe], -1)
         kv_cache.view(-1, HCKV)[slots] = rows[:, :HCKV]
         kr_cache.view(-1, DR)[slots] = rows[:, HCKV:]
@@ -25,21 +39,27 @@ class CombinedCache(Base):
 
 @entry(IN_PLACE, source=OURS, tags="cache, device, symbolic")
 class ScatterRows(Base):
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         kv_cache.view(-1, HCKV).scatter_(0, slots.unsqueeze(1).expand(-1, HCKV), c_kv)
         kr_cache.view(-1, DR).scatter_(0, slots.unsqueeze(1).expand(-1, DR), k_pe)
 
 
 @entry(IN_PLACE, source=OURS, tags="cache, operators, device")
 class ScatterNd(Base):
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         npu.npu_scatter_nd_update_(kv_cache.view(-1, HCKV), slots.view(-1, 1), c_kv)
         npu.npu_scatter_nd_update_(kr_cache.view(-1, DR), slots.view(-1, 1), k_pe)
 
 
 @entry(STAGED, source=OURS, tags="cache, device")
 class MaskedWrite(Base):
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         kv_cache.view(-1, HCKV).index_add_(0, slots, c_kv)
         kr_cache.view(-1, DR).index_add_(0, slots, k_pe)
 
@@ -54,7 +74,9 @@ class Int32Slots(Base):
 class ReadsOldCache(Base):
     """Something reads the cache as it was before the write."""
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         self.old = kv_cache.view(-1, HCKV)[slots].sum()
         super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
 
@@ -69,14 +91,18 @@ class NewRowsRead(Base):
     def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
         return self.new_rows.sum(-1)
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         self.new_rows = c_kv
         super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
 
 
 @entry(STAGED, source=OURS, tags="cache, device")
 class SlotsFromQuery(Base):
-    """Slots cast from a product may be negative, so the model's own writes stay, which also come late enough."""
+    """Slots cast from a product may be negative, so the model's own writes stay, which also come
+    late enough.
+    """
 
     def slots(self, slots: Tensor, query: Tensor) -> Tensor:
         return slots + (query[:, 0, 0] * 0).long()
@@ -86,20 +112,28 @@ class SlotsFromQuery(Base):
 class SlotsInTwoWays(Base):
     """One cache is written by slot, the other by (block, offset)."""
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         kv_cache.view(-1, HCKV).index_put_((slots.view(-1),), c_kv)
         kr_cache.squeeze(2).index_put_((slots // BLOCK_SIZE, slots % BLOCK_SIZE), k_pe)
 
 
 @entry(IN_PLACE, source="vllm-ascend", tags="cache, operators, device")
 class BothByOneOperator(Base):
-    """vLLM-Ascend without rotation of its own: npu_scatter_pa_kv_cache takes the rows of both caches."""
+    """vLLM-Ascend without rotation of its own: npu_scatter_pa_kv_cache takes the rows of both
+    caches.
+    """
 
     mode = "Norm"
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         rows = c_kv.unsqueeze(1), k_pe.unsqueeze(1)
-        torch.ops.npu.npu_scatter_pa_kv_cache(*rows, kv_cache, kr_cache, slots, cache_mode=self.mode)
+        torch.ops.npu.npu_scatter_pa_kv_cache(
+            *rows, kv_cache, kr_cache, slots, cache_mode=self.mode
+        )
 
 
 def block_table_args() -> tuple[Tensor, ...]:
@@ -111,10 +145,19 @@ def block_table_args() -> tuple[Tensor, ...]:
 
 @entry(IN_PLACE, source="vLLM", tags="cache, device", args=block_table_args)
 class SlotsFromBlockTable(Base):
-    """vLLM: slot = block_table[request, position // BlockSize] * BlockSize + position % BlockSize."""
+    """vLLM: slot = block_table[request, position // BlockSize] * BlockSize + position %
+    BlockSize.
+    """
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, table: Tensor, position: Tensor
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        kr_cache: Tensor,
+        table: Tensor,
+        position: Tensor,
     ) -> tuple[Tensor, Tensor]:
         block = table.gather(1, (position // BLOCK_SIZE).unsqueeze(1)).squeeze(1)
         slots = block * BLOCK_SIZE + position % BLOCK_SIZE
@@ -123,13 +166,17 @@ class SlotsFromBlockTable(Base):
 
 @entry(IN_PLACE, STAGED, source=OURS, tags="cache, layout, device")
 class HalvesOfTheBatch(Base):
-    """Two micro-batches over one pair of caches: the second writes to what the first has written."""
+    """Two micro-batches over one pair of caches: the second writes to what the first has
+    written.
+    """
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
     ) -> tuple[Tensor, Tensor]:
         first, second = (
-            super(HalvesOfTheBatch, self).forward(x[part], cos[part], sin[part], kv_cache, kr_cache, slots[part])[0]
+            super(HalvesOfTheBatch, self).forward(
+                x[part], cos[part], sin[part], kv_cache, kr_cache, slots[part]
+            )[0]
             for part in (slice(None, 4), slice(4, None))
         )
         return first, second
@@ -165,7 +212,9 @@ class GatedLatent(Base):
 
 
 @step("write", IN_PLACE, tags="cache")
-def three_indices(self: Any, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+def three_indices(
+    self: Any, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+) -> None:
     """The one head is indexed too."""
     place = slots // BLOCK_SIZE, slots % BLOCK_SIZE, torch.zeros_like(slots)
     kv_cache.index_put_(place, c_kv)
@@ -184,12 +233,20 @@ def static_cache_args() -> tuple[Tensor, ...]:
     )
 
 
-@entry(STAGED, source="transformers", tags="cache, layout, device, symbolic", args=static_cache_args)
+@entry(
+    STAGED, source="transformers", tags="cache, layout, device, symbolic", args=static_cache_args
+)
 class StaticCache(PagedRotateHalf):
     """Hugging Face StaticCache: [B, 1, S_max, width], index_copy_ on axis 2."""
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, position: Tensor
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        kr_cache: Tensor,
+        position: Tensor,
     ) -> Tensor:
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)

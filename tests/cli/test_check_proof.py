@@ -28,10 +28,16 @@ def test_a_report_is_accepted(report: Path, capsys: pytest.CaptureFixture[str]) 
     assert "accepted: " in said and "at 2 points, wrong by a chance below" in said
     assert cli.main(["check-proof", str(report), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["refused"] == 0 and found["fusions"][0]["accepted"] and found["fusions"][0]["chance"] < 1e-15
+    assert (
+        found["refused"] == 0
+        and found["fusions"][0]["accepted"]
+        and found["fusions"][0]["chance"] < 1e-15
+    )
 
 
-def test_one_that_was_changed_is_status_1(report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_was_changed_is_status_1(
+    report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = json.loads(report.read_text())
     data["certificates"][0]["claims"].pop()
     changed = tmp_path / "changed.json"
@@ -43,7 +49,9 @@ def test_one_that_was_changed_is_status_1(report: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"fused": 3}', "[" * 100000, "\x00\xff"])
-def test_what_is_no_report_is_status_2(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_report_is_status_2(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
     assert cli.main(["check-proof", str(path)]) == 2

@@ -15,7 +15,10 @@ TARGET = f"{EXAMPLE}:example"
 
 
 def test_version_and_help(capsys):
-    for flag, text in (("--version", f"mla-fusion {mf.__version__}"), ("--help", "mla-fusion demo")):
+    for flag, text in (
+        ("--version", f"mla-fusion {mf.__version__}"),
+        ("--help", "mla-fusion demo"),
+    ):
         with pytest.raises(SystemExit) as done:
             cli.main([flag])
         assert done.value.code == 0
@@ -73,7 +76,10 @@ def test_doctor(capsys):
     assert "operators" in json.loads(capsys.readouterr().out)
 
 
-BROKEN = "import torch\n\ndef raises():\n    raise RuntimeError('no such weights')\n\ndef wrong():\n    return 3\n"
+BROKEN = (
+    "import torch\n\ndef raises():\n    raise RuntimeError('no such weights')\n\ndef wrong():\n   "
+    " return 3\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +87,11 @@ BROKEN = "import torch\n\ndef raises():\n    raise RuntimeError('no such weights
     [
         ("model.py", "no such file: model.py"),
         ("model:1", "not of the form FILE.py:FUNCTION"),
-        ("broken.py", "which function of broken.py? FILE.py:FUNCTION, as broken.py:raises; it defines raises, wrong"),
+        (
+            "broken.py",
+            "which function of broken.py? FILE.py:FUNCTION, as broken.py:raises; it "
+            "defines raises, wrong",
+        ),
         ("absent.py:example", "no such file: absent.py"),
         ("broken.py:absent", "defines no function 'absent'"),
         ("broken.py:raises", "raises() failed: RuntimeError: no such weights (line 4)"),
@@ -90,7 +100,9 @@ BROKEN = "import torch\n\ndef raises():\n    raise RuntimeError('no such weights
         ("notes.txt:example", "notes.txt is not a Python file"),
     ],
 )
-def test_bad_targets_are_named_without_a_stack_trace(target, message, tmp_path, monkeypatch, capsys):
+def test_bad_targets_are_named_without_a_stack_trace(
+    target, message, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text(BROKEN)
     (tmp_path / "syntax.py").write_text("def example(:\n")
@@ -115,13 +127,18 @@ def test_graph_break_is_the_users_error(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("example", "message"),
     [
-        ("f, (torch.zeros(3), torch.zeros(3))", "f does not take these 2 arguments: too many positional arguments"),
+        (
+            "f, (torch.zeros(3), torch.zeros(3))",
+            "f does not take these 2 arguments: too many positional arguments",
+        ),
         ("f, (torch.zeros(3, 4),)", " fails when it is run: RuntimeError"),
         ("f, (torch.zeros(3, 5, 2),)", "model.py:4 in f: return x + w"),
         ("g, (torch.zeros(3),)", " fails when it is run: AttributeError"),
     ],
 )
-def test_a_function_that_does_not_run_is_the_users_error(tmp_path, capsys, command, example, message):
+def test_a_function_that_does_not_run_is_the_users_error(
+    tmp_path, capsys, command, example, message
+):
     file = tmp_path / "model.py"
     file.write_text(
         "import torch\nw = torch.zeros(5, 5)\ndef f(x):\n    return x + w\n"
@@ -132,7 +149,9 @@ def test_a_function_that_does_not_run_is_the_users_error(tmp_path, capsys, comma
     assert message in said and len(said.splitlines()) == 1 + ("\n  at " in said)
 
 
-@pytest.mark.parametrize("arguments", [["demo", "--layers", "0"], ["lower", "m.py:f", "--mode", "eager"], ["fly"]])
+@pytest.mark.parametrize(
+    "arguments", [["demo", "--layers", "0"], ["lower", "m.py:f", "--mode", "eager"], ["fly"]]
+)
 def test_bad_options_are_status_2(arguments):
     with pytest.raises(SystemExit) as done:
         cli.main(arguments)
@@ -140,7 +159,12 @@ def test_bad_options_are_status_2(arguments):
 
 
 def test_bench_on_decoders_and_on_a_target(capsys):
-    assert cli.main(["bench", "--layers", "1", "2", "--hidden", "1024", "--heads", "2", "--repeats", "1"]) == 0
+    assert (
+        cli.main(
+            ["bench", "--layers", "1", "2", "--hidden", "1024", "--heads", "2", "--repeats", "1"]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert "2 layers" in text and "stages of the last: view" in text
     assert cli.main(["bench", TARGET, "--repeats", "1", "--json"]) == 0
@@ -150,7 +174,10 @@ def test_bench_on_decoders_and_on_a_target(capsys):
 
 def test_a_report_is_one_line() -> None:
     report = mf.Report(mf.Config())
-    assert repr(report) == "<Report: fused 0, left 0, in 0 ms, for A3, CANN latest (assumed, no NPU here)>"
+    assert (
+        repr(report)
+        == "<Report: fused 0, left 0, in 0 ms, for A3, CANN latest (assumed, no NPU here)>"
+    )
     assert "\n" not in repr(report)
 
 
@@ -162,7 +189,19 @@ def test_a_file_is_no_folder_for_reports(tmp_path) -> None:
 
 def test_a_module_that_can_be_imported_is_a_target(capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["explain", "mla_fusion.examples.fuse_your_model:example", "--soc", "910C", "--cann", "9.1.0"]) == 0
+    assert (
+        cli.main(
+            [
+                "explain",
+                "mla_fusion.examples.fuse_your_model:example",
+                "--soc",
+                "910C",
+                "--cann",
+                "9.1.0",
+            ]
+        )
+        == 0
+    )
     assert "for A3, CANN 9.1\n" in capsys.readouterr().out
     assert cli.main(["explain", "mla_fusion.absent.module:example"]) == 2
     assert "no such file: mla_fusion.absent.module" in capsys.readouterr().err

@@ -23,7 +23,10 @@ def test_all_checks_pass(outcome):
     assert outcome.problems == []
     assert outcome.lowered.operators["MlaPrologV3"] == 2
     assert "aten.index_put.default" in outcome.lowered.refusal
-    assert outcome.lowered.unfused["ScatterNdUpdate"] == 4 and "MlaPrologV3" not in outcome.lowered.unfused
+    assert (
+        outcome.lowered.unfused["ScatterNdUpdate"] == 4
+        and "MlaPrologV3" not in outcome.lowered.unfused
+    )
 
 
 def test_files(outcome):
@@ -42,7 +45,10 @@ def test_text_and_json(outcome):
 
 
 def test_failed_checks_are_named(outcome):
-    bad = [Measurement("layer 0", "query", 1e-3, 2e-3), Measurement("layer 0", "kv_cache", 1e-3, 1e-3, False)]
+    bad = [
+        Measurement("layer 0", "query", 1e-3, 2e-3),
+        Measurement("layer 0", "kv_cache", 1e-3, 1e-3, False),
+    ]
     lowered = demo.Lowered("", {"MlaPrologV3": 1, "TensorMove": 2})
     failed = demo.Outcome(outcome.options, outcome.report, bad, lowered)
     assert len(failed.problems) == 4

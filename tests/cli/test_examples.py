@@ -1,4 +1,6 @@
-"""Every example runs as its first lines say; those for serving stacks are tested in tests/serving."""
+"""Every example runs as its first lines say; those for serving stacks are tested in
+tests/serving.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,23 @@ from tests.exhaustive import one_in
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXPECTED = {
     "audit_a_call.py": ["[tables.swapped]", "rope_cos and rope_sin are exchanged"],
-    "call_the_operator.py": ["rows written: [0, 5, 200]", "refused: [dtype.cache_index]", "1 MlaPrologV3"],
+    "call_the_operator.py": [
+        "rows written: [0, 5, 200]",
+        "refused: [dtype.cache_index]",
+        "1 MlaPrologV3",
+    ],
     "fuse_your_model.py": ["fused 1, left 0"],
-    "hf_generate.py": ["optimized 2 of 2", "float32 tokens equal: True", "fused 2, left 0", "tokens in the cache: 13"],
-    "inspect_a_dump.py": ["MlaPrologV3: layer 0", "No copies of caches or weights.", "would fuse 1, left 0"],
+    "hf_generate.py": [
+        "optimized 2 of 2",
+        "float32 tokens equal: True",
+        "fused 2, left 0",
+        "tokens in the cache: 13",
+    ],
+    "inspect_a_dump.py": [
+        "MlaPrologV3: layer 0",
+        "No copies of caches or weights.",
+        "would fuse 1, left 0",
+    ],
 }
 ELSEWHERE = {"tensor_parallel.py", "__init__.py"}  # tests/models/test_tensor_parallel.py
 
@@ -28,7 +43,8 @@ def test_every_example_is_run_and_listed():
     missing = [
         path.name
         for path in EXAMPLES.rglob("*.py")
-        if path.name not in ("layer.py", "__init__.py") and f"]({path.relative_to(EXAMPLES)})" not in index
+        if path.name not in ("layer.py", "__init__.py")
+        and f"]({path.relative_to(EXAMPLES)})" not in index
     ]
     assert missing == []
 
@@ -36,7 +52,11 @@ def test_every_example_is_run_and_listed():
 @pytest.mark.parametrize("name", one_in(3, sorted(EXPECTED)))
 def test_example_runs(name, tmp_path):
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, cwd=tmp_path, timeout=300
+        [sys.executable, str(EXAMPLES / name)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     for words in EXPECTED[name]:

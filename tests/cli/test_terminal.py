@@ -15,7 +15,10 @@ ROWS = [
     for n in range(3)
 ]
 TABLE = text_tables.render(("scenario", "through", "what was found", "ns"), ROWS)
-REPORT = "  - model.layers.0: [norm.absent] add, mul and rsqrt make what is projected, no RMSNorm; see line 3 of it"
+REPORT = (
+    "  - model.layers.0: [norm.absent] add, mul and rsqrt make what is projected, no RMSNorm; see "
+    "line 3 of it"
+)
 
 
 def lines(text: str) -> list[str]:
@@ -66,7 +69,9 @@ def test_columns_are_those_of_the_environment_or_of_the_terminal(
     assert terminal.width() is None
 
 
-COMMANDS = "demo doctor explain lower inspect diff audit guide selftest bench check-model check-proof".split()
+COMMANDS = (
+    "demo doctor explain lower inspect diff audit guide selftest bench check-model check-proof"
+).split()
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

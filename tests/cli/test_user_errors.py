@@ -1,4 +1,6 @@
-"""What a user can put right is one line and exit status 2, whatever the command: never a stack trace."""
+"""What a user can put right is one line and exit status 2, whatever the command: never a stack
+trace.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 DUMP = str(ROOT / "tests" / "dumps" / "fixtures" / "fx_after.txt")
 TARGET = f"{ROOT / 'examples' / 'fuse_your_model.py'}:example"
 OUTPUTS = [
-    ["explain", DUMP, "--html"], ["inspect", DUMP, "--export"], ["audit", DUMP, "--html"], ["guide", "--out"],
+    ["explain", DUMP, "--html"], ["inspect", DUMP, "--export"], ["audit", DUMP, "--html"],
+    ["guide", "--out"],
     ["selftest", "--out"], ["selftest", "--compare", "a.json", "--html"],
 ]  # fmt: skip
 
@@ -56,20 +59,36 @@ def test_a_function_that_ends_the_process(command, body, tmp_path, capsys):
 
 
 WRONG = ["text", None, [1], -1, 1.5, {"a": 1}]
-FIELDS = ("model_type", "hidden_size", "q_lora_rank", "hidden_act", "torch_dtype", "rope_scaling", "vocab_size")
+FIELDS = (
+    "model_type",
+    "hidden_size",
+    "q_lora_rank",
+    "hidden_act",
+    "torch_dtype",
+    "rope_scaling",
+    "vocab_size",
+)
 
 
 @pytest.mark.parametrize("field", [*FIELDS, "quantization_config", "num_attention_heads", ""])
 def test_a_config_with_fields_of_wrong_types(field, tmp_path, capsys):
     pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 32, "n_routed_experts": 4, "n_group": 1}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "vocab_size": 32,
+        "n_routed_experts": 4,
+        "n_group": 1,
+    }
     good = {"model_type": "deepseek_v3", "topk_group": 1, "num_experts_per_tok": 1, **sizes}
     for value in WRONG:
         config = {**good, field: value} if field else value
         (tmp_path / "config.json").write_text(json.dumps(config))
         status = cli.main(["check-model", str(tmp_path)])
         said = capsys.readouterr().err.splitlines()
-        assert status in (0, 1) or (status == 2 and len([line for line in said if "check-model: " in line]) == 1)
+        assert status in (0, 1) or (
+            status == 2 and len([line for line in said if "check-model: " in line]) == 1
+        )
         assert status == 2 or field, value
 
 
@@ -188,7 +207,8 @@ def test_the_guide_needs_no_torch():
 def test_a_graph_without_mla_says_what_was_looked_for(tmp_path, capsys):
     file = tmp_path / "plain.py"
     file.write_text(
-        "import torch\ndef example():\n    layers = [torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)]\n"
+        "import torch\ndef example():\n    layers = [torch.nn.Linear(8, 8), torch.nn.Linear(8, "
+        "8)]\n"
         "    return torch.nn.Sequential(*layers), (torch.zeros(3, 8),)\n"
     )
     assert cli.main(["explain", f"{file}:example"]) == 1

@@ -12,14 +12,18 @@ from tests.harness import graph_of
 
 
 def assumptions(model: torch.nn.Module, *args: Tensor) -> tuple[str, ...]:
-    report = mf.explain(graph_of(model, *(args or base.paged_args())), mf.Config(verify="off"), boundary=True)
+    report = mf.explain(
+        graph_of(model, *(args or base.paged_args())), mf.Config(verify="off"), boundary=True
+    )
     (fusion,) = report.fused
     return fusion.assumptions
 
 
 def test_slots_that_come_in() -> None:
     (only,) = assumptions(prologues.PagedRotateHalf())
-    assert "(input slots, trusted to hold numbers from 0 to 2**24 - 1)" in only and "distinct" in only
+    assert (
+        "(input slots, trusted to hold numbers from 0 to 2**24 - 1)" in only and "distinct" in only
+    )
 
 
 class Floor(base.HfNorm):
@@ -28,7 +32,9 @@ class Floor(base.HfNorm):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         scale = wide.shape[-1] ** 0.5
-        root = (wide.pow(2).sum(-1, keepdim=True) + self.eps * wide.shape[-1]).sqrt().clamp_min(2e-12)
+        root = (
+            (wide.pow(2).sum(-1, keepdim=True) + self.eps * wide.shape[-1]).sqrt().clamp_min(2e-12)
+        )
         return self.weight * (wide * scale / root).to(x.dtype)
 
 
@@ -60,14 +66,20 @@ def test_a_floor_below_all_rows_is_no_assumption() -> None:
 def test_a_floor_under_the_largest_of_a_row() -> None:
     """PackedClipped: no scale of a tile below 1e-8."""
     found = ENTRIES["PackedClipped"]
-    report = mf.explain(graph_of(found.model(), *found.args()), found.config(verify="off"), boundary=True)
-    assert any("no row comes near the floor of 1e-08" in text for text in report.fused[0].assumptions)
+    report = mf.explain(
+        graph_of(found.model(), *found.args()), found.config(verify="off"), boundary=True
+    )
+    assert any(
+        "no row comes near the floor of 1e-08" in text for text in report.fused[0].assumptions
+    )
 
 
 class TwoWidths(Base):
     """One cache is written by int64 slots, the other by the same in int32."""
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         kv_cache.view(-1, base.HCKV)[slots] = c_kv
         kr_cache.view(-1, base.DR)[slots.int()] = k_pe
 

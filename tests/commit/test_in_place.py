@@ -1,4 +1,6 @@
-"""In-place steps in graphs that were never made functional: what a prologue reads must not change under it."""
+"""In-place steps in graphs that were never made functional: what a prologue reads must not change
+under it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Steps(prologues.PagedRotateHalf):
         self.step(self.after, x, *args)
         return result
 
-    def step(self, name: str, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor) -> None:
+    def step(
+        self, name: str, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
+    ) -> None:
         if name == "x":
             x.mul_(2)
         elif name == "view of x":
@@ -66,8 +70,12 @@ CAPTURES = {"export": exported, "make_fx": traced}
 
 @pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("what", ["x", "view of x", "diagonal of x", "memory of x", "cos", "weight", "gamma"])
-def test_a_step_on_what_the_call_reads(what: str, when: str, capture: Callable[..., GraphModule]) -> None:
+@pytest.mark.parametrize(
+    "what", ["x", "view of x", "diagonal of x", "memory of x", "cos", "weight", "gamma"]
+)
+def test_a_step_on_what_the_call_reads(
+    what: str, when: str, capture: Callable[..., GraphModule]
+) -> None:
     gm = capture(Steps(**{when: what}), base.paged_args())
     before = str(gm.graph)
     report = mf.fuse(gm)
@@ -83,7 +91,9 @@ def test_a_step_on_what_the_call_reads(what: str, when: str, capture: Callable[.
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("what", ["slots", "cache"])
 def test_a_step_on_what_the_models_own_write_reads(what: str, when: str) -> None:
-    """Staged, the call reads neither slots nor caches: the steps and the write stay in their order."""
+    """Staged, the call reads neither slots nor caches: the steps and the write stay in their
+    order.
+    """
     torch.manual_seed(0)
     model, args = Steps(**{when: what}), base.paged_args()
     gm = exported(model, args)
@@ -113,8 +123,12 @@ def test_a_copy_into_what_was_read(what: str, capture: Callable[..., GraphModule
 
 
 @pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
-@pytest.mark.parametrize("write", [lambda q: q.unfold(-1, 8, 8).mul_(2), lambda q: q.diagonal(0, 1, 2).zero_()])
-def test_a_step_on_a_view_of_the_query(write: Callable[[Tensor], Any], capture: Callable[..., GraphModule]) -> None:
+@pytest.mark.parametrize(
+    "write", [lambda q: q.unfold(-1, 8, 8).mul_(2), lambda q: q.diagonal(0, 1, 2).zero_()]
+)
+def test_a_step_on_a_view_of_the_query(
+    write: Callable[[Tensor], Any], capture: Callable[..., GraphModule]
+) -> None:
     class Writes(prologues.PagedRotateHalf):
         def absorb(self, q_nope: Tensor) -> Tensor:
             write(q_nope)
@@ -150,7 +164,9 @@ def test_a_layer_that_reads_no_changed_memory_still_fuses() -> None:
             return self.first(x, *args), self.second(x + 1, *args)
 
     report = mf.fuse(exported(Two(), base.paged_args()))
-    assert len(report.fused) == 1 and [item.code for item in report.rejected] == ["graph.not_functional"]
+    assert len(report.fused) == 1 and [item.code for item in report.rejected] == [
+        "graph.not_functional"
+    ]
 
 
 @pytest.mark.parametrize("hook", [False, True])

@@ -12,7 +12,9 @@ from torch import Tensor
 from mla_fusion.commit.interpreter import Interpreter, Unrunnable
 from tests.fx.tracing import TOKENS, inputs, outputs, view
 
-X = torch.randn(TOKENS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).bfloat16()
+X = torch.randn(
+    TOKENS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+).bfloat16()
 
 
 def value(fn: Callable[..., Tensor], *given: Tensor, symbolic: bool = False, **options: Any) -> Any:
@@ -33,7 +35,9 @@ def test_dtypes_and_casts_are_the_graphs() -> None:
 def test_floats_are_float64_where_asked() -> None:
     found = value(lambda x: (x.float() * 3).bfloat16() + 1, X.double(), wide=True)
     assert found.dtype == torch.float64 and torch.equal(found, X.double() * 3 + 1)
-    joined = value(lambda x: torch.cat([x.float(), x.float() + 1e-12]).bfloat16(), X.double(), wide=True)
+    joined = value(
+        lambda x: torch.cat([x.float(), x.float() + 1e-12]).bfloat16(), X.double(), wide=True
+    )
     assert torch.equal(joined[TOKENS:], X.double() + 1e-12)
     numbers = value(lambda x: x + torch.ones(4) * (torch.arange(4) / 3), X.double(), wide=True)
     assert numbers.dtype == torch.float64

@@ -29,26 +29,36 @@ def test_graph_that_is_not_functional() -> None:
     gm = torch.export.export(InPlace(), base.paged_args()).module()
     assert isinstance(gm, GraphModule)
     left = refused(gm)
-    assert (left.code, left.layer) == ("graph.not_functional", "Base") and "(Base's mul" in left.message
+    assert (left.code, left.layer) == (
+        "graph.not_functional",
+        "Base",
+    ) and "(Base's mul" in left.message
 
 
 def test_exported_programs() -> None:
-    """torch.export's graph keeps its cache writes in place (staged); decomposed, it is functional."""
+    """torch.export's graph keeps its cache writes in place (staged); decomposed, it is
+    functional.
+    """
     program = torch.export.export(prologues.PagedRotateHalf(), base.paged_args())
     gm = program.module()
     assert isinstance(gm, GraphModule)
     assert [f.placement.partition(":")[0] for f in mf.fuse(gm).fused] == ["staged"]
     (fusion,) = mf.fuse(program.run_decompositions().graph_module).fused
-    assert fusion.placement.startswith("written by the kernel into new caches")  # which the graph returns
+    # which the graph returns
+    assert fusion.placement.startswith("written by the kernel into new caches")
 
 
 def test_a_prologue_that_nobody_reads() -> None:
-    """Dead ends that no clean-up has taken away: the last values are there, and nothing after them."""
+    """Dead ends that no clean-up has taken away: the last values are there, and nothing after
+    them.
+    """
     gm = graph_of(base.Base(), *base.paged_args())
     (fusion,) = mf.explain(gm).fused
     *nodes, output = gm.graph.nodes
     made = [node for node in nodes if node.name in fusion.replaced]
-    rows = [node for write in made for node in write.all_input_nodes if "index_put" in str(write.target)]
+    rows = [
+        node for write in made for node in write.all_input_nodes if "index_put" in str(write.target)
+    ]
     output.args = ((nodes[0],),)
     after = {*made, *rows}
     for node in nodes:
@@ -91,11 +101,15 @@ def test_call_that_does_not_run(monkeypatch: pytest.MonkeyPatch, unproved: None)
     assert rejection.code == "verify.mismatch" and "no such kernel" in rejection.message
 
 
-def test_verification_catches_a_wrong_replacement(monkeypatch: pytest.MonkeyPatch, unproved: None) -> None:
+def test_verification_catches_a_wrong_replacement(
+    monkeypatch: pytest.MonkeyPatch, unproved: None
+) -> None:
     from mla_fusion.emit import rows
 
     right = rows.table
-    monkeypatch.setattr(rows, "table", lambda b, *given: b.call(torch.ops.aten.neg.default, right(b, *given)))
+    monkeypatch.setattr(
+        rows, "table", lambda b, *given: b.call(torch.ops.aten.neg.default, right(b, *given))
+    )
     rejection = refused(graph_of(prologues.PagedRotateHalf(), *base.paged_args()))
     assert rejection.code == "verify.mismatch"
     assert str(verify.TOLERANCE) in rejection.message

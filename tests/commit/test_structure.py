@@ -1,4 +1,6 @@
-"""Layers that differ in anything that verification sees are verified each; equal ones share one verification."""
+"""Layers that differ in anything that verification sees are verified each; equal ones share one
+verification.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def layers() -> GraphModule:
     return capture(prologues.Layers(), *prologues.layers_args(), device="cpu")[0]
 
 
-def keys(gm: GraphModule, monkeypatch: pytest.MonkeyPatch) -> tuple[list[object], list[tuple[Region, Plan]]]:
+def keys(
+    gm: GraphModule, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[object], list[tuple[Region, Plan]]]:
     """The keys that the pass gives to the prologues of a graph, and what they were made of."""
     right, made, of = structure.key, [], []
 
@@ -44,7 +48,9 @@ def test_equal_layers_have_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first == second == third and hash(first) == hash(second)
 
 
-def test_every_literal_and_operator_of_the_region_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_literal_and_operator_of_the_region_is_in_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gm = layers()
     (key, *_), ((region, plan), *_) = keys(gm, monkeypatch)
     changed = 0
@@ -67,9 +73,15 @@ def test_every_literal_and_operator_of_the_region_is_in_the_key(monkeypatch: pyt
 def test_types_of_literals_count(monkeypatch: pytest.MonkeyPatch) -> None:
     gm = layers()
     (key, *_), ((region, plan), *_) = keys(gm, monkeypatch)
-    node = next(node for node in region.nodes if any(type(value) is int and value in (0, 1) for value in node.args))
+    node = next(
+        node
+        for node in region.nodes
+        if any(type(value) is int and value in (0, 1) for value in node.args)
+    )
     kept = node.args
-    node.args = tuple(bool(value) if type(value) is int and value in (0, 1) else value for value in kept)
+    node.args = tuple(
+        bool(value) if type(value) is int and value in (0, 1) else value for value in kept
+    )
     assert structure.key(region, plan) != key
     node.args = kept
 
@@ -94,12 +106,17 @@ class Stack(nn.Module):
     def forward(self, *args: Tensor) -> Any:
         x, *tables = args[:4]
         *caches, slots = args[4:]
-        calls = [(x * (at + 1), *tables, *caches[2 * at : 2 * at + 2], slots) for at in range(len(self.layers))]
+        calls = [
+            (x * (at + 1), *tables, *caches[2 * at : 2 * at + 2], slots)
+            for at in range(len(self.layers))
+        ]
         return tuple(layer(*call) for layer, call in zip(self.layers, calls, strict=True))
 
 
 @pytest.mark.parametrize(("shifts", "verified"), [((1, 1), 1), ((1, 2), 2)])
-def test_what_the_call_reads_is_in_the_key_up_to_the_inputs(shifts: tuple[int, ...], verified: int) -> None:
+def test_what_the_call_reads_is_in_the_key_up_to_the_inputs(
+    shifts: tuple[int, ...], verified: int
+) -> None:
     x, cos, _sin, *caches, slots = base.paged_args()
     tables = (torch.randn(64, cos.shape[-1]).to(cos.dtype) for _ in range(2))
     args = (x, *tables, torch.arange(len(x)), *caches, *(cache.clone() for cache in caches), slots)

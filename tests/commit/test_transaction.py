@@ -22,7 +22,8 @@ from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
 from tests.harness import assert_as_exact, clones, compiled
 
-# Where something may go wrong: an attribute, and how many calls of it go well. The layers model has three prologues.
+# Where something may go wrong: an attribute, and how many calls of it go well. The layers model has
+# three prologues.
 STAGES: dict[str, tuple[Any, str, int]] = {
     "recognition": (Finder, "find", 0),
     "plan": (rewrite, "prove", 1),
@@ -30,7 +31,8 @@ STAGES: dict[str, tuple[Any, str, int]] = {
     "picture": (draw, "fused", 0),
     "verification": (verify, "compare", 0),
     "place": (rewrite, "prove", 4),
-    "first call": (targets, "call_kernel", 6),  # the first ones are made by the proof and by verification
+    # the first ones are made by the proof and by verification
+    "first call": (targets, "call_kernel", 6),
     "last call": (targets, "call_kernel", 8),
     "result": (results, "fit", 12),
     "propagation": (build.GraphBuilder, "propagate", 8),
@@ -54,7 +56,9 @@ class Defect(RuntimeError):
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int) -> None:
-    """The call number ``after`` of an attribute, counted from 0, raises; so do those that follow."""
+    """The call number ``after`` of an attribute, counted from 0, raises; so do those that
+    follow.
+    """
     right, calls = getattr(owner, name), []
 
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -71,9 +75,17 @@ def layers() -> GraphModule:
 
 
 def state(gm: GraphModule) -> tuple[Any, ...]:
-    """All that a caller can see of a module: nodes by identity, their arguments and metadata, code, attributes."""
-    nodes = [(node, node.args, node.kwargs, node.target, list(node.users), dict(node.meta)) for node in gm.graph.nodes]
-    held = [(name, id(value)) for name, value in (*gm.named_buffers(), *gm.named_parameters(), *gm.named_modules())]
+    """All that a caller can see of a module: nodes by identity, their arguments and metadata, code,
+    attributes.
+    """
+    nodes = [
+        (node, node.args, node.kwargs, node.target, list(node.users), dict(node.meta))
+        for node in gm.graph.nodes
+    ]
+    held = [
+        (name, id(value))
+        for name, value in (*gm.named_buffers(), *gm.named_parameters(), *gm.named_modules())
+    ]
     return gm.graph, str(gm.graph), gm.code, nodes, held, sorted(vars(gm))
 
 
@@ -119,19 +131,30 @@ def _layers_model() -> tuple[nn.Module, tuple[Tensor, ...], list[Tensor]]:
     "stage",
     [
         *one_in(4, [f"boundary {stage}" for stage in OF_BOUNDARY]),
-        *one_in(len(STAGES), ["recognition", *(name for name in STAGES if name not in ("lint", "recognition"))]),
+        *one_in(
+            len(STAGES),
+            ["recognition", *(name for name in STAGES if name not in ("lint", "recognition"))],
+        ),
     ],
 )
 def test_a_compiled_model_runs_as_if_the_pass_were_not_there(
-    stage: str, layers_model: tuple[nn.Module, tuple[Tensor, ...], list[Tensor]], monkeypatch: pytest.MonkeyPatch
+    stage: str,
+    layers_model: tuple[nn.Module, tuple[Tensor, ...], list[Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, args, want = layers_model
-    where = OF_BOUNDARY[stage.removeprefix("boundary ")] if stage.startswith("boundary") else STAGES[stage]
+    where = (
+        OF_BOUNDARY[stage.removeprefix("boundary ")]
+        if stage.startswith("boundary")
+        else STAGES[stage]
+    )
     if where[:2] in ((build.GraphBuilder, "finish"), (build.GraphBuilder, "close")):
         where = (BoundaryBuilder, *where[1:])
     fail_at(monkeypatch, *where)
     got = compiled(model, clones(args), mf.backend(mf.Config(strict=False)))
-    assert {item.code for item in mf.reports()[-1].rejected} == {"pass.failed"} and not mf.reports()[-1].fused
+    assert {item.code for item in mf.reports()[-1].rejected} == {
+        "pass.failed"
+    } and not mf.reports()[-1].fused
     assert all(map(torch.equal, got, want))
     monkeypatch.undo()
     fail_at(monkeypatch, *where)
@@ -152,7 +175,9 @@ def test_the_graph_of_a_module_is_the_new_one_with_its_constants() -> None:
             assert node.op == by_name[node.name].op
             assert node.target == by_name[node.name].target or "reshape" in str(node.target)
             assert node.meta.get("stack_trace") == by_name[node.name].meta.get("stack_trace")
-            assert node.meta.get("nn_module_stack") == by_name[node.name].meta.get("nn_module_stack")
+            assert node.meta.get("nn_module_stack") == by_name[node.name].meta.get(
+                "nn_module_stack"
+            )
 
 
 def test_buffers_come_with_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:

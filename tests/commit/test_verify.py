@@ -1,4 +1,6 @@
-"""Verification as a second witness: what recognition would take for equal, or never tried, does not pass it."""
+"""Verification as a second witness: what recognition would take for equal, or never tried, does not
+pass it.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def after(gm: GraphModule, node: Any, op: Any, *args: Any, only: Any = None) -> 
     with gm.graph.inserting_after(node):
         made = gm.graph.call_function(op, (node, *args))
     made.meta["val"] = node.meta["val"]
-    node.replace_all_uses_with(made, lambda user: user is not made and (only is None or user in only))
+    node.replace_all_uses_with(
+        made, lambda user: user is not made and (only is None or user in only)
+    )
 
 
 def changed_in_secret(op: Any, *args: Any, where: str = "norm") -> str:
@@ -61,7 +65,9 @@ def changed_in_secret(op: Any, *args: Any, where: str = "norm") -> str:
     gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
     _view, plan = planned(gm)
     q, k = plan.candidate.query, plan.candidate.key
-    node = {"norm": q.norm.node, "kv": k.norm.node, "x": q.down.origin, "cos": plan.cos[0].base}[where]
+    node = {"norm": q.norm.node, "kv": k.norm.node, "x": q.down.origin, "cos": plan.cos[0].base}[
+        where
+    ]
     only = {k.rope.node, *k.rope.node.all_input_nodes} if where == "cos" else None
     if where == "x":
         only = {user for user in node.users if "key" not in user.name and user is not q.down.node}
@@ -84,14 +90,21 @@ def changed_in_secret(op: Any, *args: Any, where: str = "norm") -> str:
     ],
 )
 @pytest.mark.parametrize("where", ["norm", "kv"])
-def test_one_outlier_channel_shows_a_choice_by_value(op: Any, args: tuple[Any, ...], where: str) -> None:
+def test_one_outlier_channel_shows_a_choice_by_value(
+    op: Any, args: tuple[Any, ...], where: str
+) -> None:
     assert changed_in_secret(op, *args, where=where).startswith("verify.mismatch")
 
 
 def test_what_is_random_is_known_by_its_tag() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
-    drawn = [aten.native_dropout.default, aten.rand_like.default, aten.bernoulli.p, aten.randperm.default]
+    drawn = [
+        aten.native_dropout.default,
+        aten.rand_like.default,
+        aten.bernoulli.p,
+        aten.randperm.default,
+    ]
     assert all(region._is_random(graph.call_function(op, (x,))) for op in drawn)
     assert not region._is_random(graph.call_function(aten.add.Tensor, (x, x)))
 
@@ -127,7 +140,9 @@ def test_a_symbolic_number_of_tokens_is_tried_twice() -> None:
     gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args(), dynamic=True)
     (fusion,) = mf.fuse(gm).fused
     assert fusion.verified == "verified"
-    first, second = fusion.compared.partition(",")[0].removeprefix("compared at T = ").split(" and ")
+    first, second = (
+        fusion.compared.partition(",")[0].removeprefix("compared at T = ").split(" and ")
+    )
     assert int(first) < 20 and int(second) >= token_counts.MANY
 
 
@@ -177,9 +192,13 @@ def test_tables_are_made_from_positions_far_out() -> None:
     gm = graph_of(ByPosition(""), x, cos, sin, torch.arange(len(x)), *rest)
     view, plan = planned(gm)
     cut = region.cut_out(view, plan)
-    (positions,) = (leaf for leaf, role in cut.leaves.items() if role == "" and draws._is_integer(leaf))
+    (positions,) = (
+        leaf for leaf, role in cut.leaves.items() if role == "" and draws._is_integer(leaf)
+    )
     drawn = draws.Draws(view, plan, cut, None, False, 0)
-    seen = torch.cat([drawn.values(kind, draws.CEILINGS[0])[positions].reshape(-1) for kind in draws.KINDS])
+    seen = torch.cat(
+        [drawn.values(kind, draws.CEILINGS[0])[positions].reshape(-1) for kind in draws.KINDS]
+    )
     assert int(seen.min()) == 0 and int(seen.max()) > 1 << 15
     assert verify.compare(view, plan).verified == "verified"
 
@@ -200,11 +219,19 @@ def test_positions_that_are_cut_show_far_out() -> None:
 
 def test_gathered_tables_keep_within_their_rows() -> None:
     class Gathered(prologues.PagedRotateHalf):
-        def forward(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *rest: Tensor) -> Any:
+        def forward(
+            self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *rest: Tensor
+        ) -> Any:
             return super().forward(x, cos[positions], sin[positions], *rest)
 
     x, _cos, _sin, *rest = base.paged_args()
-    args = (x, torch.randn(37, 64).bfloat16(), torch.randn(37, 64).bfloat16(), torch.arange(len(x)), *rest)
+    args = (
+        x,
+        torch.randn(37, 64).bfloat16(),
+        torch.randn(37, 64).bfloat16(),
+        torch.arange(len(x)),
+        *rest,
+    )
     view, plan = planned(graph_of(Gathered(), *args))
     cut = region.cut_out(view, plan)
     drawn = draws.Draws(view, plan, cut, None, False, 0)
@@ -244,7 +271,9 @@ def test_a_wrong_slot_shows_in_a_large_cache(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_half_rows_are_compared_in_the_models_order() -> None:
 
-    report = mf.fuse(graph_of(rotations.GptjStack(), *base.paged_args()), mf.Config(kr_layout="half"))
+    report = mf.fuse(
+        graph_of(rotations.GptjStack(), *base.paged_args()), mf.Config(kr_layout="half")
+    )
     (fusion,) = report.fused
     assert fusion.verified == "verified" and "half" not in fusion.placement
     assert {"query_rope", "kr_cache"} <= {figure.output for figure in fusion.figures}
@@ -269,7 +298,9 @@ def refusal(gm: GraphModule, plan: Any) -> str:
         (aten.add.Scalar, (1e-15,)),
     ],
 )
-def test_what_acts_on_very_large_or_small_numbers_alone_shows(op: Any, args: tuple[Any, ...], where: str) -> None:
+def test_what_acts_on_very_large_or_small_numbers_alone_shows(
+    op: Any, args: tuple[Any, ...], where: str
+) -> None:
     assert changed_in_secret(op, *args, where=where).startswith("verify.mismatch")
 
 

@@ -29,8 +29,12 @@ def test_cache_of_another_shape_is_viewed(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [2, 3])
 def test_viewed_cache_is_written_in_place_by_npugraph_ex(rank: int) -> None:
-    lowered = mf.lower(prologues.PagedRotateHalf(), *prologues.flat_cache_args(rank), mode="npugraph_ex")
-    (call,) = [n for n in lowered.fx_after.graph.nodes if str(n.target) == "npu.npu_mla_prolog_v3.default"]
+    lowered = mf.lower(
+        prologues.PagedRotateHalf(), *prologues.flat_cache_args(rank), mode="npugraph_ex"
+    )
+    (call,) = [
+        n for n in lowered.fx_after.graph.nodes if str(n.target) == "npu.npu_mla_prolog_v3.default"
+    ]
     assert [node.op for node in call.args[9:11]] == ["placeholder", "placeholder"]
     assert not any("copy_" in op or "clone" in op for op in lowered.fx_ops if "_to_copy" not in op)
 
@@ -38,8 +42,12 @@ def test_viewed_cache_is_written_in_place_by_npugraph_ex(rank: int) -> None:
 class PoolOfRows(prologues.NpuOperators):
     """SGLang: the fused cache operator is handed views of pools that hold rows."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_pool: Tensor, kr_pool: Tensor, slots: Tensor) -> Tensor:
-        kv_cache, kr_cache = (pool.view(-1, base.BLOCK_SIZE, 1, pool.shape[-1]) for pool in (kv_pool, kr_pool))
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_pool: Tensor, kr_pool: Tensor, slots: Tensor
+    ) -> Tensor:
+        kv_cache, kr_cache = (
+            pool.view(-1, base.BLOCK_SIZE, 1, pool.shape[-1]) for pool in (kv_pool, kr_pool)
+        )
         return super().forward(x, cos, sin, kv_cache, kr_cache, slots)
 
 
@@ -54,7 +62,10 @@ def test_pools_are_viewed_for_the_fused_cache_operator(dynamic: bool) -> None:
     assert_as_exact(model, args, fused)
     if not dynamic:
         lowered = mf.lower(model, *args)
-        assert lowered.ge_ops["MlaPrologV3"] == 1 and not lowered.ge_ops["TensorMove"] + lowered.ge_ops["Assign"]
+        assert (
+            lowered.ge_ops["MlaPrologV3"] == 1
+            and not lowered.ge_ops["TensorMove"] + lowered.ge_ops["Assign"]
+        )
 
 
 def test_without_a_boundary_such_a_cache_is_staged() -> None:
@@ -82,7 +93,9 @@ def test_weights_are_packed_once_per_version() -> None:
         model.q_b_proj.weight.mul_(2.0)
         changed = run(*clones(args))
         assert not torch.equal(first, changed)
-    assert_as_exact(model, args, [changed, *args[:3], *compiled(model, clones(args), mf.backend())[4:]])
+    assert_as_exact(
+        model, args, [changed, *args[:3], *compiled(model, clones(args), mf.backend())[4:]]
+    )
 
 
 def test_packed_weights_go_with_their_parameters() -> None:
@@ -132,13 +145,19 @@ def test_hook_takes_a_graph_as_inductor_gives_it() -> None:
 
 def test_hook_in_torchair() -> None:
     """The pass through torchair's own pre-pass hook: one kernel, weights packed in the graph."""
-    lowered = mf.lower(prologues.PagedRotateHalf(), *base.paged_args(), mode="npugraph_ex", hook=True)
+    lowered = mf.lower(
+        prologues.PagedRotateHalf(), *base.paged_args(), mode="npugraph_ex", hook=True
+    )
     assert lowered.fx_ops["npu.npu_mla_prolog_v3.default"] == 1
     assert lowered.report is not None and len(lowered.report.fused) == 1
 
 
-def test_hook_packs_weights_from_nothing_but_frozen_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under ``frozen_parameter`` torchair gives parameters to GE as constants, so packing in the graph folds away."""
+def test_hook_packs_weights_from_nothing_but_frozen_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under ``frozen_parameter`` torchair gives parameters to GE as constants, so packing in the
+    graph folds away.
+    """
     kept: list[Any] = []
     compile_graph = torchair_bridge.compile_graph
 
@@ -150,7 +169,9 @@ def test_hook_packs_weights_from_nothing_but_frozen_parameters(monkeypatch: pyte
     # half-layout RoPE: columns are permuted, so there is much to pack
     mf.lower(prologues.Neox(), *base.paged_args(), hook=True)
     (made,) = kept
-    frozen = import_module("torchair._ge_concrete_graph.graph_pass").get_frozen_flag(made.runner._input_info_list)
+    frozen = import_module("torchair._ge_concrete_graph.graph_pass").get_frozen_flag(
+        made.runner._input_info_list
+    )
     operators = {op.name: op for op in made.proto.op}
 
     def data_above(name: str) -> set[int]:

@@ -15,7 +15,16 @@ from mla_fusion.compile import words
 from mla_fusion.selftest.unfused import Form, Prologue, arguments
 from tests.exhaustive import one_in
 
-DIMS = {"He": 1024, "Hcq": 1536, "N": 2, "D": 128, "Dr": 64, "Hckv": 512, "BlockNum": 4, "BlockSize": 16}
+DIMS = {
+    "He": 1024,
+    "Hcq": 1536,
+    "N": 2,
+    "D": 128,
+    "Dr": 64,
+    "Hckv": 512,
+    "BlockNum": 4,
+    "BlockSize": 16,
+}
 FORM = Form("half RoPE", lead=(4,))
 BACKENDS = ["by name", "as a function"]
 
@@ -59,16 +68,18 @@ def test_dynamic_and_fullgraph(backend: Any, dynamic: bool | None, fullgraph: bo
 
 
 def test_options_are_fields_of_the_configuration(backend: Any) -> None:
-    report = call(torch.compile(model(), backend=backend, options={"staging": "always", "verify": "off"}))
+    report = call(
+        torch.compile(model(), backend=backend, options={"staging": "always", "verify": "off"})
+    )
     assert report.config == mf.Config(staging="always", verify="off")
     assert report.fused[0].placement.startswith("staged")
 
 
 def test_options_are_merged_over_the_given_configuration() -> None:
     chosen = mf.backend(mf.Config(staging="always"))
-    assert call(torch.compile(model(), backend=chosen, options={"verify": "off"})).config == mf.Config(
-        staging="always", verify="off"
-    )
+    assert call(
+        torch.compile(model(), backend=chosen, options={"verify": "off"})
+    ).config == mf.Config(staging="always", verify="off")
     torch._dynamo.reset()
     assert call(torch.compile(model(), backend=chosen)).config == mf.Config(staging="always")
 
@@ -77,14 +88,21 @@ def test_options_are_merged_over_the_given_configuration() -> None:
     "options, message",
     [
         ({"stagging": "always"}, r"no option 'stagging'; there are enable, verify, .*slots"),
-        ({"staging": "sometimes"}, r"Config.staging must be one of auto, always, never, got 'sometimes'"),
+        (
+            {"staging": "sometimes"},
+            r"Config.staging must be one of auto, always, never, got "
+            r"'sometimes'",
+        ),
     ],
 )
 def test_wrong_options_are_named(backend: Any, options: dict[str, Any], message: str) -> None:
     run = torch.compile(model(), backend=backend, options=options)
     with pytest.raises(Exception, match=message) as caught, torch.no_grad():
         run(*given())
-    assert isinstance(caught.value.__cause__ or caught.value, (ValueError, torch._dynamo.exc.BackendCompilerFailed))
+    assert isinstance(
+        caught.value.__cause__ or caught.value,
+        (ValueError, torch._dynamo.exc.BackendCompilerFailed),
+    )
     with pytest.raises(ValueError, match=message):
         words.configured(mf.Config(), options)
 
@@ -98,12 +116,16 @@ MODES = ["reduce-overhead", "max-autotune", "fastest", "max-autotune-no-cudagrap
 
 
 @pytest.mark.parametrize("mode", one_in(2, MODES))
-def test_what_a_mode_cannot_do_is_said_once(backend: Any, mode: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_mode_cannot_do_is_said_once(
+    backend: Any, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "mla_fusion"):
         for _ in range(2):
             torch._dynamo.reset()
             assert call(torch.compile(model(), backend=backend, mode=mode)).fused
-    (record,) = [record for record in caplog.records if "torch.compile(mode=" in record.getMessage()]
+    (record,) = [
+        record for record in caplog.records if "torch.compile(mode=" in record.getMessage()
+    ]
     assert mode in record.getMessage() and "has no effect" in record.getMessage()
 
 

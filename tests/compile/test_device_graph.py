@@ -9,7 +9,9 @@ import torch
 from mla_fusion.compile.device_graph import CaptureError, capture
 
 
-def write(x: torch.Tensor, weight: torch.Tensor, cache: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def write(
+    x: torch.Tensor, weight: torch.Tensor, cache: torch.Tensor, index: torch.Tensor
+) -> torch.Tensor:
     rows = torch.nn.functional.linear(x, weight)
     cache.index_put_((index,), rows)
     return rows * 2

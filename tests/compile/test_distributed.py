@@ -1,4 +1,6 @@
-"""``DistributedDataParallel``: its splitter of graphs asks the first call of each part for fake results."""
+"""``DistributedDataParallel``: its splitter of graphs asks the first call of each part for fake
+results.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,18 @@ from tests.harness import assert_no_worse, clones, eager, exact, flat
 @pytest.fixture(autouse=True)
 def group(tmp_path: Path) -> Iterator[None]:
     torch._dynamo.reset()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
     torch._dynamo.reset()
 
 
 class Headed(nn.Module):
-    """Behind the prologue a product whose weight fills the first bucket: the prologue is a part of its own."""
+    """Behind the prologue a product whose weight fills the first bucket: the prologue is a part of
+    its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()

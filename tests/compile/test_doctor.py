@@ -79,8 +79,14 @@ def test_the_raw_operators_converter_is_looked_at() -> None:
 
 
 def doctor_beside(site: Path) -> tuple[int, dict[str, Any], str]:
-    """Status, answer and stderr of `mla-fusion doctor --json` in a process that finds packages in ``site`` first."""
-    command = [sys.executable, "-c", "from mla_fusion.cli import main; raise SystemExit(main(['doctor', '--json']))"]
+    """Status, answer and stderr of `mla-fusion doctor --json` in a process that finds packages in
+    ``site`` first.
+    """
+    command = [
+        sys.executable,
+        "-c",
+        "from mla_fusion.cli import main; raise SystemExit(main(['doctor', '--json']))",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(site), "MLA_FUSION_CACHE": str(site / "cache")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     return done.returncode, json.loads(done.stdout), done.stderr
@@ -108,11 +114,16 @@ def test_an_import_that_fails_is_a_problem_and_no_traceback(tmp_path: Path) -> N
     status, found, said = doctor_beside(tmp_path)
     assert status == 1 and "Traceback" not in said
     (problem,) = found["problems"]
-    assert problem["check"] == "offline" and "f() got an unexpected keyword argument" in problem["failed"]
+    assert (
+        problem["check"] == "offline"
+        and "f() got an unexpected keyword argument" in problem["failed"]
+    )
     assert "docs/releases.md" in problem["to do"]
     assert found["versions"]["python"] == platform.python_version()
     assert found["operators"]["npu_mla_prolog_v3"] == {
-        "schema": "mla_fusion", "cpu_kernel": "mla_fusion", "converter": None
+        "schema": "mla_fusion",
+        "cpu_kernel": "mla_fusion",
+        "converter": None,
     }
 
 
@@ -122,7 +133,10 @@ def test_an_import_that_ends_the_process_is_a_problem(tmp_path: Path) -> None:
     status, found, _ = doctor_beside(tmp_path)
     assert status == 1
     (problem,) = found["problems"]
-    assert problem["failed"] == "importing torch_npu ends the process with SIGABRT: what():  Duplicated key"
+    assert (
+        problem["failed"]
+        == "importing torch_npu ends the process with SIGABRT: what():  Duplicated key"
+    )
 
 
 def test_a_release_that_lacks_functions_is_refused_before_it_is_imported(tmp_path: Path) -> None:
@@ -141,5 +155,7 @@ def test_a_check_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(doctor, "hooks", fails)
     found = doctor.survey()
     assert found["hooks"] is None
-    assert [(problem["check"], problem["failed"]) for problem in found["problems"]] == [("hooks", "KeyError: 'field'")]
+    assert [(problem["check"], problem["failed"]) for problem in found["problems"]] == [
+        ("hooks", "KeyError: 'field'")
+    ]
     assert found["traps"] and found["operators"]

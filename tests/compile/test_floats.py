@@ -1,4 +1,6 @@
-"""Module attributes under ``dynamic=True``: numbers in the graph again, with a guard; arguments stay inputs."""
+"""Module attributes under ``dynamic=True``: numbers in the graph again, with a guard; arguments
+stay inputs.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_fuses_and_follows_a_changed_epsilon() -> None:
         (fusion,) = mf.reports()[-1].fused
         assert fusion.placement == "in place" and fusion.attributes["rmsnorm_epsilon_cq"] == eps
         graphs.append(len(mf.reports()))
-    assert graphs[0] == graphs[1] < graphs[2], "another number of tokens is the same graph, another epsilon is not"
+    assert graphs[0] == graphs[1] < graphs[2], (
+        "another number of tokens is the same graph, another epsilon is not"
+    )
 
 
 class NormOfItsClass(base.HfNorm):
@@ -49,7 +53,9 @@ def test_a_float_of_a_class() -> None:
     """A module is reached by any name, its class through it."""
     torch._dynamo.reset()
     model = OfClasses()
-    compiled = torch.compile(lambda module, *args: module(*args), backend="mla_fusion", dynamic=True, fullgraph=True)
+    compiled = torch.compile(
+        lambda module, *args: module(*args), backend="mla_fusion", dynamic=True, fullgraph=True
+    )
     with torch.no_grad():
         compiled(model, *base.paged_args())
     (fusion,) = mf.reports()[-1].fused
@@ -58,7 +64,10 @@ def test_a_float_of_a_class() -> None:
 
 def test_lowered_as_the_backend_would() -> None:
     lowered = mf.lower(prologues.PagedRotateHalf(), *base.paged_args(), dynamic=True)
-    assert lowered.ge_ops["MlaPrologV3"] == 1 and not lowered.ge_ops["TensorMove"] + lowered.ge_ops["Assign"]
+    assert (
+        lowered.ge_ops["MlaPrologV3"] == 1
+        and not lowered.ge_ops["TensorMove"] + lowered.ge_ops["Assign"]
+    )
 
 
 def test_arguments_stay_inputs() -> None:

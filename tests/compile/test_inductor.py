@@ -1,4 +1,6 @@
-"""The hook in Inductor: it compiles, runs, and its caches never give a graph of another configuration."""
+"""The hook in Inductor: it compiles, runs, and its caches never give a graph of another
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def through_inductor(model: nn.Module, args: tuple[Tensor, ...], hook: Any, **options: Any) -> list[Tensor]:
+def through_inductor(
+    model: nn.Module, args: tuple[Tensor, ...], hook: Any, **options: Any
+) -> list[Tensor]:
     """What a call gives, and the arguments behind it."""
     torch._dynamo.reset()
     given = clones(args)
@@ -53,7 +57,9 @@ def through_inductor(model: nn.Module, args: tuple[Tensor, ...], hook: Any, **op
     return [*flat(found), *given]
 
 
-def assert_fused_right(model: nn.Module, args: tuple[Tensor, ...], hook: Any, slack: float = 1.2) -> None:
+def assert_fused_right(
+    model: nn.Module, args: tuple[Tensor, ...], hook: Any, slack: float = 1.2
+) -> None:
     before = len(mf.reports())
     found = through_inductor(model, args, hook, fx_graph_cache=False)
     (report,) = mf.reports()[before:]
@@ -84,11 +90,15 @@ def test_the_example_of_the_readme(make: Any) -> None:
 
 
 def test_a_model_that_aotinductor_has_packaged_runs(tmp_path: Path) -> None:
-    """It hands every argument of the schema to an operator, and so each has to stand in the call."""
+    """It hands every argument of the schema to an operator, and so each has to stand in the
+    call.
+    """
     model, args = example()
     with torch.no_grad(), inductor_config.patch({"post_grad_custom_pre_pass": mf.torchair_pass()}):
         program = torch.export.export(model, args)
-        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        path = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "model.pt2")
+        )
     assert len(mf.reports()[-1].fused) == 1
     given, wanted = clones(args), clones(args)
     with torch.no_grad():
@@ -99,7 +109,10 @@ def test_a_model_that_aotinductor_has_packaged_runs(tmp_path: Path) -> None:
 
 def emitted() -> set[Any]:
     """Every overload that emit/ and its builders name."""
-    files = [*EMIT.glob("*.py"), *(EMIT.parent / "fx" / name for name in ("build.py", "strides.py"))]
+    files = [
+        *EMIT.glob("*.py"),
+        *(EMIT.parent / "fx" / name for name in ("build.py", "strides.py")),
+    ]
     found = set()
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -160,7 +173,8 @@ def test_the_hook_does_not_load_inductor() -> None:
     code = (
         "import mla_fusion as mf, sys; hook = mf.torchair_pass(); hook.uuid(); "
         "assert not [name for name in sys.modules if name.startswith('torch._inductor')]; "
-        "from torch._inductor.custom_graph_pass import CustomGraphPass; assert isinstance(hook, CustomGraphPass)"
+        "from torch._inductor.custom_graph_pass import CustomGraphPass; assert isinstance(hook, "
+        "CustomGraphPass)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -196,7 +210,9 @@ def test_predicates_keep_graphs_out_of_inductors_caches() -> None:
     assert mf.torchair_pass(mf.Config(skip=(predicate,))).uuid() is None
 
 
-def test_no_cache_gives_the_graph_of_another_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cache_gives_the_graph_of_another_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, args = prologues.Neox(), select()[0].args()
     ran: list[Tensor] = []
@@ -213,7 +229,9 @@ def test_no_cache_gives_the_graph_of_another_configuration(tmp_path: Path, monke
         """Reports made, none where a cache gave the graph, and calls of the kernel."""
         before = len(mf.reports())
         torch._dynamo.reset()
-        with inductor_config.patch(post_grad_custom_pre_pass=mf.torchair_pass(config), fx_graph_cache=True):
+        with inductor_config.patch(
+            post_grad_custom_pre_pass=mf.torchair_pass(config), fx_graph_cache=True
+        ):
             run = torch.compile(model, fullgraph=True)
             with torch.no_grad():
                 run(*clones(args))  # compiles

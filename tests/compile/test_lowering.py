@@ -60,7 +60,9 @@ def data_index(op: Any) -> int:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("call", [raw, functional])
 class TestHandWritten:
-    def test_ge_holds_one_kernel_and_nothing_else(self, call: Callable[..., Any], dynamic: bool) -> None:
+    def test_ge_holds_one_kernel_and_nothing_else(
+        self, call: Callable[..., Any], dynamic: bool
+    ) -> None:
         lowered = mf.lower(call, *arguments(), dynamic=dynamic, config=UNTOUCHED)
         assert dict(lowered.ge_ops) == IN_PLACE
         kernel = next(op for op in lowered.ge_graph.op if op.type == "MlaPrologV3")
@@ -70,8 +72,12 @@ class TestHandWritten:
         assert kernel.attr["rmsnorm_epsilon_cq"].f == pytest.approx(1e-6)
         assert "MlaPrologV3" in lowered.ge_text
 
-    def test_npugraph_ex_calls_the_in_place_operator(self, call: Callable[..., Any], dynamic: bool) -> None:
-        lowered = mf.lower(call, *arguments(), mode="npugraph_ex", dynamic=dynamic, config=UNTOUCHED)
+    def test_npugraph_ex_calls_the_in_place_operator(
+        self, call: Callable[..., Any], dynamic: bool
+    ) -> None:
+        lowered = mf.lower(
+            call, *arguments(), mode="npugraph_ex", dynamic=dynamic, config=UNTOUCHED
+        )
         assert dict(lowered.fx_ops) == {"npu.npu_mla_prolog_v3.default": 1, "getitem": 2}
         kernel = next(node for node in lowered.fx_after.graph.nodes if "prolog" in str(node.target))
         assert [kernel.args[index].op for index in (9, 10)] == ["placeholder", "placeholder"]
@@ -80,7 +86,9 @@ class TestHandWritten:
 
 def test_before_and_after_are_kept_apart() -> None:
     lowered = mf.lower(functional, *arguments(), mode="npugraph_ex", config=UNTOUCHED)
-    before = [str(node.target) for node in lowered.fx_before.graph.nodes if node.op == "call_function"]
+    before = [
+        str(node.target) for node in lowered.fx_before.graph.nodes if node.op == "call_function"
+    ]
     assert before[0] == "npu.npu_mla_prolog_v3_functional.default"
     assert before.count("aten.copy_.default") == 2
     assert lowered.report is None

@@ -49,7 +49,9 @@ def test_the_release_to_install(torch_version: str, torch_npu: str) -> None:
 
 
 def test_the_table_is_in_order_and_of_known_words() -> None:
-    rows = [(releases.numbers(row.torch), row.works, row.schema == "whole") for row in releases.RELEASES]
+    rows = [
+        (releases.numbers(row.torch), row.works, row.schema == "whole") for row in releases.RELEASES
+    ]
     assert rows == sorted(rows)
     assert {release.schema for release in releases.RELEASES} <= releases.SCHEMAS.keys()
     assert {release.torchair for release in releases.RELEASES} <= releases.TORCHAIRS.keys()
@@ -74,13 +76,18 @@ except UnsupportedRelease as error:
 
 
 @pytest.mark.parametrize("call", ["mf.lower(torch.relu, torch.ones(2))", "mf.offline.activate()"])
-def test_a_release_without_these_functions_is_refused_with_the_one_to_install(call: str, tmp_path: Path) -> None:
+def test_a_release_without_these_functions_is_refused_with_the_one_to_install(
+    call: str, tmp_path: Path
+) -> None:
     (tmp_path / "torch_npu").mkdir()
     (tmp_path / "torch_npu" / "__init__.py").write_text("raise AssertionError('imported')")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + REFUSED.format(call=call)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "lacks _compile_graph_with_aot, _get_merged_decompositions, _process_send_recv" in done.stdout
+    assert (
+        "lacks _compile_graph_with_aot, _get_merged_decompositions, _process_send_recv"
+        in done.stdout
+    )
     assert "pip install torch==" in done.stdout
 
 

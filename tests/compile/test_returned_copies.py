@@ -1,4 +1,6 @@
-"""Caches, and copies of them, among what a model returns: through the real torchair's own passes."""
+"""Caches, and copies of them, among what a model returns: through the real torchair's own
+passes.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,11 @@ def test_a_copy_taken_behind_the_write_is_none_of_the_cache(name: str, hook: boo
     assert [item.placement for item in low.report.fused] == ["in place"]
     assert low.fx_ops["npu.npu_mla_prolog_v3.default"] == 1
     graph = low.fx_after.graph
-    caches = [node for node in graph.find_nodes(op="placeholder") if node.meta["val"].shape[-1] in (512, 64)]
+    caches = [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if node.meta["val"].shape[-1] in (512, 64)
+    ]
     made_of = {storage_id(node.meta["val"]) for node in caches}
     for out in graph.output_node().args[0][1:]:
         while out.target in (torch.ops.aten.unsqueeze.default, torch.ops.aten.reshape.default):

@@ -1,4 +1,6 @@
-"""What is compiled or exported with fused prologues is saved and loaded, or refused with what to write instead."""
+"""What is compiled or exported with fused prologues is saved and loaded, or refused with what to
+write instead.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("decompose", [False, True])
-@pytest.mark.parametrize("config", [mf.Config(), mf.Config(staging="always")], ids=["in place", "staged"])
-@pytest.mark.parametrize("entry", one_in(3, [select("whole")[0], *select("export", without="key")]), ids=str)
+@pytest.mark.parametrize(
+    "config", [mf.Config(), mf.Config(staging="always")], ids=["in place", "staged"]
+)
+@pytest.mark.parametrize(
+    "entry", one_in(3, [select("whole")[0], *select("export", without="key")]), ids=str
+)
 def test_an_exported_program_fused_in_place_is_saved_and_loaded(
     entry: Entry, config: mf.Config, decompose: bool
 ) -> None:
@@ -42,7 +48,9 @@ def test_an_exported_program_fused_in_place_is_saved_and_loaded(
     program = program.run_decompositions(None if decompose else {})
     before = [node.name for node in program.graph.find_nodes(op="output")[0].all_input_nodes]
     assert mf.fuse(program.graph_module, config).fused
-    assert [node.name for node in program.graph.find_nodes(op="output")[0].all_input_nodes] == before
+    assert [
+        node.name for node in program.graph.find_nodes(op="output")[0].all_input_nodes
+    ] == before
     program.validate()
     file = io.BytesIO()
     torch.export.save(program, file)
@@ -75,15 +83,22 @@ def compiled(backend: object) -> object:
     return torch.compile(prologues.Neox().forward, backend=backend, fullgraph=True)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(not hasattr(compiled("eager"), "aot_compile"), reason="this torch has no aot_compile")
+@pytest.mark.skipif(
+    not hasattr(compiled("eager"), "aot_compile"), reason="this torch has no aot_compile"
+)
 @pytest.mark.parametrize("backend", ["mla_fusion", mf.backend()], ids=["name", "backend"])
 def test_ahead_of_time_compilation_says_what_to_use(backend: object) -> None:
     args = select("whole")[0].args()
-    with torch.no_grad(), pytest.raises(NotSaved, match=r"post_grad_custom_pre_pass.*torchair_pass\(\)"):
+    with (
+        torch.no_grad(),
+        pytest.raises(NotSaved, match=r"post_grad_custom_pre_pass.*torchair_pass\(\)"),
+    ):
         compiled(backend).aot_compile((args, {}))  # type: ignore[attr-defined]
 
 
-@pytest.mark.skipif(not hasattr(compiled("eager"), "aot_compile"), reason="this torch has no aot_compile")
+@pytest.mark.skipif(
+    not hasattr(compiled("eager"), "aot_compile"), reason="this torch has no aot_compile"
+)
 def test_what_it_says_to_use_is_saved_and_loaded(tmp_path: Path) -> None:
     model, args = prologues.Neox(), select("whole")[0].args()
     options = {"post_grad_custom_pre_pass": mf.torchair_pass()}
@@ -107,7 +122,11 @@ def test_torchairs_cache_says_what_to_use() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    with pytest.raises(NotSaved, match=r"config.post_grad_custom_pre_pass = mla_fusion.torchair_pass\(\)"):
+    with pytest.raises(
+        NotSaved,
+        match=r"config.post_grad_custom_pre_pass = "
+        r"mla_fusion.torchair_pass\(\)",
+    ):
         torchair.inference.cache_compile(Model().forward, backend=mf.backend())
     assert not hasattr(mf.backend(), "keywords")
 

@@ -30,7 +30,9 @@ def fresh() -> Iterator[None]:
 class Shifted(prologues.PagedRotateHalf):
     """Slots are computed in the graph."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         return super().forward(x, cos, sin, kv_cache, kr_cache, slots // 2 * 2 + slots % 2)
 
 
@@ -52,7 +54,9 @@ def wrong(token: int, slot: int) -> Tensor:
 @pytest.mark.parametrize(("model", "dynamic"), one_in(3, itertools.product(MODELS, (False, True))))
 def test_right_slots_pass(model: type[nn.Module], dynamic: bool) -> None:
     module, args = model(), base.paged_args()
-    assert_as_exact(module, args, compiled(module, clones(args), mf.backend(CHECKED), dynamic=dynamic))
+    assert_as_exact(
+        module, args, compiled(module, clones(args), mf.backend(CHECKED), dynamic=dynamic)
+    )
     (fusion,) = mf.reports()[-1].fused
     assert fusion.placement == "in place"
     assert not any("slots" in text for text in fusion.assumptions)
@@ -90,7 +94,9 @@ def test_negative_slots_are_wrong(model: type[nn.Module]) -> None:
 
 def test_trusted_slots_are_not_looked_at() -> None:
     gm_report = compiled(prologues.PagedRotateHalf(), clones(base.paged_args()), mf.backend())
-    assert gm_report and any("slots are non-negative" in text for text in mf.reports()[-1].fused[0].assumptions)
+    assert gm_report and any(
+        "slots are non-negative" in text for text in mf.reports()[-1].fused[0].assumptions
+    )
 
 
 def test_without_a_wrapper_the_report_says_that_nothing_checks() -> None:

@@ -1,4 +1,6 @@
-"""Our converters against torchair's own, on the real torchair: the GE protos must agree node by node."""
+"""Our converters against torchair's own, on the real torchair: the GE protos must agree node by
+node.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +11,12 @@ import torch
 import mla_fusion as mf
 from mla_fusion.compile import torchair_bridge
 
-OPERATORS = ("npu_mla_prolog", "npu_mla_prolog_v2", "npu_mla_prolog_v3", "npu_mla_prolog_v3_functional")
+OPERATORS = (
+    "npu_mla_prolog",
+    "npu_mla_prolog_v2",
+    "npu_mla_prolog_v3",
+    "npu_mla_prolog_v3_functional",
+)
 T, HE, HCQ, N, D, DR, HCKV = 8, 7168, 1536, 16, 128, 64, 512
 UNTOUCHED = mf.Config(enable=False)
 
@@ -97,12 +104,18 @@ CASES = {
     "v2": lambda: positional_index("npu_mla_prolog_v2", **EPSILONS),
     "v3": lambda: functional(EPSILONS),
     "v3 with defaults": lambda: functional(),
-    "v3 with scales": lambda: functional({"qc_qr_scale": 2.0, "kc_scale": 0.5, "cache_mode": "PA_NZ"}),
+    "v3 with scales": lambda: functional(
+        {"qc_qr_scale": 2.0, "kc_scale": 0.5, "cache_mode": "PA_NZ"}
+    ),
     "v3 with query_norm": lambda: functional({"query_norm_flag": True, **EPSILONS}),
     "v3 with int8 weights": lambda: functional(
-        {"weight_quant_mode": 2, "query_norm_flag": True, **EPSILONS}, quantised(), weights(torch.int8)
+        {"weight_quant_mode": 2, "query_norm_flag": True, **EPSILONS},
+        quantised(),
+        weights(torch.int8),
     ),
-    "v3 with sequence lengths": lambda: functional(EPSILONS, {"actual_seq_len": meta(T, dtype=torch.int32)}),
+    "v3 with sequence lengths": lambda: functional(
+        EPSILONS, {"actual_seq_len": meta(T, dtype=torch.int32)}
+    ),
 }
 
 
@@ -131,7 +144,9 @@ class TestAgainstTorchair:
 
     def test_registers_only_what_is_absent(self) -> None:
         owners = mf_converters().register()
-        assert {name: owners.pop(name) for name in ("npu_format_cast",)} == {"npu_format_cast": "mla_fusion"}
+        assert {name: owners.pop(name) for name in ("npu_format_cast",)} == {
+            "npu_format_cast": "mla_fusion"
+        }
         assert set(owners.values()) == {"torchair"}
         overload = torch.ops.npu.npu_mla_prolog_v3_functional.default
         del overload._ge_converter
@@ -152,7 +167,13 @@ class TestAgainstTorchair:
             results = overload._ge_converter(*inputs, cache_index=index_input)
             names = [result.node.output_desc[result.index].name for result in results]
             kernels = [op.type for op in graph.op if op.type not in ("Data", "NetOutput")]
-        assert names == ["query", "query_rope", "dequant_scale_q_nope", "query_norm", "dequant_scale_q_norm"]
+        assert names == [
+            "query",
+            "query_rope",
+            "dequant_scale_q_nope",
+            "query_norm",
+            "dequant_scale_q_norm",
+        ]
         assert kernels == ["MlaPrologV3"]
 
 

@@ -34,7 +34,9 @@ def lowered(call: Callable[..., Any], *args: Tensor, dynamic: bool = False) -> m
 def inputs(graph: Any, kind: str) -> list[list[str]]:
     """The operator types that feed each operator of a kind."""
     types = {op.name: op.type for op in graph.op}
-    return [[types[name.rpartition(":")[0]] for name in op.input] for op in graph.op if op.type == kind]
+    return [
+        [types[name.rpartition(":")[0]] for name in op.input] for op in graph.op if op.type == kind
+    ]
 
 
 PLAIN = ("PagedRotateHalf", "EvenOdd", "BlockOffset", "Neox")
@@ -74,8 +76,14 @@ def test_two_indices_are_stacked_and_values_broadcast(dynamic: bool) -> None:
         return cache
 
     index = torch.arange(3)
-    result = lowered(write, torch.zeros(4, 16, 8), index, index.clone(), torch.ones(8), dynamic=dynamic)
-    assert (result.ge_ops["Pack"] >= 1, result.ge_ops["FloorMod"], result.ge_ops["BroadcastTo"]) == (
+    result = lowered(
+        write, torch.zeros(4, 16, 8), index, index.clone(), torch.ones(8), dynamic=dynamic
+    )
+    assert (
+        result.ge_ops["Pack"] >= 1,
+        result.ge_ops["FloorMod"],
+        result.ge_ops["BroadcastTo"],
+    ) == (
         True,
         2,
         1,
@@ -92,7 +100,9 @@ def test_index_copy_along_another_axis() -> None:
     assert scatter.attr["axis"].i == 1
 
 
-@pytest.mark.skipif(releases.numbers(torch.__version__) < (2, 10, 0), reason="before torch 2.10 it is traced apart")
+@pytest.mark.skipif(
+    releases.numbers(torch.__version__) < (2, 10, 0), reason="before torch 2.10 it is traced apart"
+)
 @pytest.mark.parametrize(("dim", "axis"), [(1, 1), (-1, 2), (None, 0)])
 def test_heads_are_repeated(dim: int | None, axis: int) -> None:
     def repeat(x: Tensor) -> Tensor:
@@ -112,7 +122,9 @@ def test_heads_are_repeated(dim: int | None, axis: int) -> None:
         ([torch.arange(2), torch.arange(1)], False, "different shapes"),
     ],
 )
-def test_what_scatter_cannot_write_is_refused(indices: list[Any], accumulate: bool, why: str) -> None:
+def test_what_scatter_cannot_write_is_refused(
+    indices: list[Any], accumulate: bool, why: str
+) -> None:
     def write(cache: Tensor, row: Tensor) -> Tensor:
         given = [None if index is None else index + 0 for index in indices]
         return torch.ops.aten.index_put.default(cache, given, row, accumulate)

@@ -1,23 +1,27 @@
-"""Lines that cost more than their length, for mutated dumps: growing expressions, long lists, many symbols."""
+"""Lines that cost more than their length, for mutated dumps: growing expressions, long lists, many
+symbols.
+"""
 
 from __future__ import annotations
 
 import random
 
 _COMPOSITES = """
-chain_matmul cartesian_prod meshgrid block_diag cat stack einsum linalg_multi_dot broadcast_tensors column_stack
-combinations hstack addmm _foreach_add tensordot
+chain_matmul cartesian_prod meshgrid block_diag cat stack einsum linalg_multi_dot broadcast_tensors
+column_stack combinations hstack addmm _foreach_add tensordot
 """.split()
 _GROWING = (
     "aten.cat.default([{v}, zx])", "aten.cat.default([{v}, {v}], 1)", "aten.kron.default({v}, zx)",
     "aten.repeat.default({v}, [zs, zt])", "aten.repeat.default({v}, [9223372036854775807, 4])",
     "aten.constant_pad_nd.default({v}, [1, zs])", "aten.slice.Tensor({v}, 0, zt, zs, 2)",
     "aten.view.default({v}, [-1])", "aten.unsqueeze.default({v}, 0)", "aten.mm.default({v}, zx)",
-    "aten.unfold.default({v}, 0, zs, zt)", "aten.mul.Tensor({v}, zx)", "aten.expand.default({v}, [zs, -1, -1])",
+    "aten.unfold.default({v}, 0, zs, zt)", "aten.mul.Tensor({v}, zx)", "aten.expand.default({v}, "
+        "[zs, -1, -1])",
     "aten.lstm.input({v}, [{v}, {v}], [{v}, {v}], True, 9, 0.0, False, False, False)",
 )  # fmt: skip
 _ARITHMETIC = (
-    "{a} * {b}", "{a} + {b}", "{a} - {b}", "{a} // {b}", "{a} % {b}", "{a} ** 3", "{a} * {a}", "{a} / {b}", "-{a}",
+    "{a} * {b}", "{a} + {b}", "{a} - {b}", "{a} // {b}", "{a} % {b}", "{a} ** 3", "{a} * {a}",
+    "{a} / {b}", "-{a}",
     "torch.sym_max({a}, {b})", "torch.sym_min({a}, {b})", "{a} == {b}", "{a} // 7", "{a} + 1",
 )  # fmt: skip
 
@@ -31,10 +35,18 @@ def mutated(content: bytes, draw: random.Random) -> bytes:
         place = draw.randrange(len(lines))
         lines[place:place] = [lines[place]] * count
         return b"\n".join(lines)
-    inputs = b'def forward(self, zs: "Sym(s0)", zt: "Sym(s91)", zx: "f32[s0, s91]", zc: "f32[4, 4]", '
-    lines[head] = lines[head].replace(b"def forward(self, ", inputs).replace(b"def forward(self)", inputs[:-2] + b")")
+    inputs = (
+        b'def forward(self, zs: "Sym(s0)", zt: "Sym(s91)", zx: "f32[s0, s91]", zc: "f32[4, 4]", '
+    )
+    lines[head] = (
+        lines[head]
+        .replace(b"def forward(self, ", inputs)
+        .replace(b"def forward(self)", inputs[:-2] + b")")
+    )
     made = "\n        ".join(["", *draw.choice(_COSTS)(draw, count)])
-    end = next((place for place, line in enumerate(lines) if place > head and line.endswith(b":")), head)
+    end = next(
+        (place for place, line in enumerate(lines) if place > head and line.endswith(b":")), head
+    )
     lines[end] += made.encode()
     return b"\n".join(lines)
 
@@ -76,7 +88,10 @@ def _sizes(draw: random.Random, count: int) -> list[str]:
     for place in range(min(count, 60)):
         part = f"s{place % 9} + {place}"
         size = f"{sign}({size}, {part})" if sign.isalpha() else f"({size} {sign} ({part}))"
-    return [f'zz{place}: "f32[{size}, s{place}]" = torch.ops.aten.neg.default(zc)' for place in range(min(count, 100))]
+    return [
+        f'zz{place}: "f32[{size}, s{place}]" = torch.ops.aten.neg.default(zc)'
+        for place in range(min(count, 100))
+    ]
 
 
 _COSTS = (_arithmetic, _long_lists, _many_symbols, _growing, _sizes)

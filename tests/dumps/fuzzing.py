@@ -1,7 +1,8 @@
-"""Mutated dumps, and a process that reads them under watch. ``benchmarks/fuzz_dumps.py`` runs as many as wanted.
+"""Mutated dumps, and a process that reads them under watch. ``benchmarks/fuzz_dumps.py`` runs as
+many as wanted.
 
-A mutation keeps enough of a dump that readers get far: names, literals, annotations and whole lines are replaced or
-nested, beside truncation and damage of single bytes.
+A mutation keeps enough of a dump that readers get far: names, literals, annotations and whole lines
+are replaced or nested, beside truncation and damage of single bytes.
 """
 
 from __future__ import annotations
@@ -25,33 +26,41 @@ WAIT = 120  # for all readers of one file, beside whatever else the machine does
 MEMORY = 12 << 30  # bytes of addresses; torch alone takes several GiB
 
 _NAMES = """
-torch.os.system torch.builtins.exec torch.builtins.eval torch.ops.load_library torch.hub.load torch.load torch.save
-torch.utils.cpp_extension.load_inline torch.jit.load torch.classes.load_library torch.sys.exit
-torch.ops.aten.save.default torch.ops.aten.from_file.default torch.ops.aten.__class__ torch.ops.aten.mm.__init__
-torch._inductor torch.distributed.rpc torch.ops.import_module torch.ops.higher_order.cond
-torch.ops.prim.Print.default torch.ops.aten.bernoulli.p torch.sym_max
-torch.ops.aten.unbind.int torch.ops.aten.split.Tensor torch.ops.aten.nonzero.default torch.ops.aten.item.default
-torch.ops.aten.resize_.default torch.ops.aten.set_.source_Tensor torch.ops.aten.einsum.default torch.ops.aten.mm
-torch.ops.aten.repeat.default torch.ops.aten.zeros.default torch.ops.aten.arange.default torch.float32
-torch.float8_e4m3fn torch.ops.npu.npu_rms_norm.default torch.ops.npu.npu_rotary_mul.default
-torch.ops.c10d.barrier.default os.system self.forward
-self.__class__.forward self.__dict__ device slice tensor Sym getattr eval __import__ RmsNorm TensorMove SplitV ConcatV2
-Pack Unpack Gather Const Reshape Range Fill Assign Transpose MatMul MlaPrologV3 NetOutput Data Identity BroadcastTo
+torch.os.system torch.builtins.exec torch.builtins.eval torch.ops.load_library torch.hub.load
+torch.load torch.save torch.utils.cpp_extension.load_inline torch.jit.load
+torch.classes.load_library torch.sys.exit torch.ops.aten.save.default
+torch.ops.aten.from_file.default torch.ops.aten.__class__ torch.ops.aten.mm.__init__ torch._inductor
+torch.distributed.rpc torch.ops.import_module torch.ops.higher_order.cond
+torch.ops.prim.Print.default torch.ops.aten.bernoulli.p torch.sym_max torch.ops.aten.unbind.int
+torch.ops.aten.split.Tensor torch.ops.aten.nonzero.default torch.ops.aten.item.default
+torch.ops.aten.resize_.default torch.ops.aten.set_.source_Tensor torch.ops.aten.einsum.default
+torch.ops.aten.mm torch.ops.aten.repeat.default torch.ops.aten.zeros.default
+torch.ops.aten.arange.default torch.float32 torch.float8_e4m3fn torch.ops.npu.npu_rms_norm.default
+torch.ops.npu.npu_rotary_mul.default torch.ops.c10d.barrier.default os.system self.forward
+self.__class__.forward self.__dict__ device slice tensor Sym getattr eval __import__ RmsNorm
+TensorMove SplitV ConcatV2 Pack Unpack Gather Const Reshape Range Fill Assign Transpose MatMul
+MlaPrologV3 NetOutput Data Identity BroadcastTo
 """.split()
 _PLAIN = """
-0 1 -1 2 3 64 1000000000 1000000000000 9223372036854775807 9223372036854775808 -9223372036854775808 1e308 1e-06 nan inf
--inf 0.5 True None 10**1000000000 2**10**9 (1).__class__ 1j [1] [] () '' 'x'*9999999999 {1:2} {[1]:2} ...
+0 1 -1 2 3 64 1000000000 1000000000000 9223372036854775807 9223372036854775808 -9223372036854775808
+1e308 1e-06 nan inf -inf 0.5 True None 10**1000000000 2**10**9 (1).__class__ 1j [1] [] () ''
+'x'*9999999999 {1:2} {[1]:2} ...
 """.split()
 _NUMBERS = [*_PLAIN, "9" * 5000, "-" * 300 + "1"]
 _SIZES = [
-    "s0", "s0*s1", "Max(1, s0)", "s0**400", "9**9**9", "(s0+s1+s2+s3)**8", "u0", "FloorDiv(s0, 0)", "s0 % 0", "²", "-1",
+    "s0", "s0*s1", "Max(1, s0)", "s0**400", "9**9**9", "(s0+s1+s2+s3)**8", "u0", "FloorDiv(s0, 0)",
+    "s0 % 0", "²", "-1",
 ]  # fmt: skip
 _LETTERS = ("\x00", "²", "é", "\u2028", "\U0001f40d", "\t", "\r")
 _LINES = [
-    'x = torch.os.system("echo RAN")', 'torch.os.system("echo RAN")', "import os", "exec('print(1)')",
-    "x = torch.ops.aten.zeros.default([1000000000000])", "# File: " + "a:1 in " * 3000, "x = 10 ** 10 ** 10",
-    "op {", "}", 'input: "b:0"', "attr {", "node {", "x = ge.Const([[[1]]], dtype=3)", "raise SystemExit", "a" * 5000,
-    "x" + " " * 5000 + "y", "return (x,)", 'dim: 1000000000000', 'dim: -1', 'i: 99999999999999999999999999',
+    'x = torch.os.system("echo RAN")', 'torch.os.system("echo RAN")', "import os",
+    "exec('print(1)')",
+    "x = torch.ops.aten.zeros.default([1000000000000])", "# File: " + "a:1 in " * 3000,
+    "x = 10 ** 10 ** 10",
+    "op {", "}", 'input: "b:0"', "attr {", "node {", "x = ge.Const([[[1]]], dtype=3)",
+    "raise SystemExit", "a" * 5000,
+    "x" + " " * 5000 + "y", "return (x,)", 'dim: 1000000000000', 'dim: -1',
+    'i: 99999999999999999999999999',
 ]  # fmt: skip
 _WORD = re.compile(rb"[A-Za-z_][\w.]*")
 _NUMBER = re.compile(rb"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.])")
@@ -168,8 +177,8 @@ def fixtures() -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one file. seconds: of the slowest reader; said: by reader, "read", "refused: .." or "failed: <error and last
-    frames>"; bad: what ran."""
+    """Of one file. seconds: of the slowest reader; said: by reader, "read", "refused: .." or
+    "failed: <error and last frames>"; bad: what ran."""
 
     file: str
     seconds: float
@@ -183,7 +192,9 @@ class Outcome:
 
 
 class Worker:
-    """Reads files in a process of its own, which an audit hook watches; a file that hangs ends the process."""
+    """Reads files in a process of its own, which an audit hook watches; a file that hangs ends the
+    process.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -224,7 +235,8 @@ class Worker:
         command = [sys.executable, "-c", _READER, str(FIXTURES), str(MEMORY)]
         root = str(Path(__file__).parents[2])
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True,
             cwd=self.folder, env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert self._process.stdout is not None
@@ -251,7 +263,8 @@ READERS = {
     "explain": lambda dump: mf.explain(dump.path),
     "audit": lambda dump: str(audit_dump(dump.path)),
 }
-SHARES = {"inspect": 3, "explain": 15, "audit": 15}  # the pass takes most of the time: one dump in so many
+# the pass takes most of the time: one dump in so many
+SHARES = {"inspect": 3, "explain": 15, "audit": 15}
 WHOLE = {True: read(f"{fixtures}/fx_before.txt"), False: read(f"{fixtures}/fused.txt")}
 for name in sorted(os.listdir(fixtures)):  # what is imported on first use
     for call in READERS.values():
@@ -263,7 +276,8 @@ bad, logged = [], []
 
 class Kept(logging.Handler):
     def emit(self, record):
-        logged.append(traceback.format_exception(*record.exc_info)[-3:] if record.exc_info else record.getMessage())
+        raised = record.exc_info and traceback.format_exception(*record.exc_info)[-3:]
+        logged.append(raised or record.getMessage())
 
 
 logging.getLogger("mla_fusion").addHandler(Kept())
@@ -271,7 +285,8 @@ logging.getLogger("mla_fusion").propagate = False
 
 
 def watch(event, args):
-    if event in ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "ctypes.dlopen",
+    if event in ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork",
+                 "ctypes.dlopen",
                  "socket.connect", "pickle.find_class", "os.remove", "os.mkdir", "os.rename"):
         bad.append(f"{event} {args[:1]}")
     elif event == "import" and not within(LIBRARIES):
@@ -287,7 +302,9 @@ def watch(event, args):
 def within(packages):
     # Is a library at work, which loads what it needs?
     frame = sys._getframe(2)
-    while frame is not None and not any(f"/{name}/" in frame.f_code.co_filename for name in packages):
+    while frame is not None and not any(
+        f"/{name}/" in frame.f_code.co_filename for name in packages
+    ):
         frame = frame.f_back
     return frame is not None
 
@@ -295,7 +312,8 @@ def within(packages):
 def called_by(packages):
     # Is the nearest frame that is none of Python's own in one of these?
     frame = sys._getframe(2)
-    while frame is not None and ("importlib" in frame.f_code.co_filename or "lib/python" in frame.f_code.co_filename
+    while frame is not None and ("importlib" in frame.f_code.co_filename
+                                 or "lib/python" in frame.f_code.co_filename
                                  and "site-packages" not in frame.f_code.co_filename):
         frame = frame.f_back
     return frame is not None and any(f"/{name}/" in frame.f_code.co_filename for name in packages)
@@ -319,9 +337,12 @@ for line in sys.stdin:
             dump = found if name == "read" else dump
             said[name] = "read"
         except Exception as error:
-            expected = isinstance(error, (DumpError, NotRebuilt)) or name == "rebuild"  # which explain words
-            frames = [f"{f.filename[-40:]}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[-4:]]
-            said[name] = f"refused: {error}"[:200] if expected else f"failed: {error!r} {frames}"[:600]
+            # which explain words
+            expected = isinstance(error, (DumpError, NotRebuilt)) or name == "rebuild"
+            last = traceback.extract_tb(error.__traceback__)[-4:]
+            frames = [f"{f.filename[-40:]}:{f.lineno}" for f in last]
+            failed = f"failed: {error!r} {frames}"[:600]
+            said[name] = f"refused: {error}"[:200] if expected else failed
         if logged:
             said[name] = f"failed: logged {logged}"[:900]
         logged.clear()

@@ -1,8 +1,8 @@
 """torchair's GraphDef in the two forms that GE itself writes, since no GE runs here.
 
-``proto`` is the protobuf's own text of a ModelDef that holds the graph. ``onnx`` is built from what GE's encoder is
-documented to do with operators, descriptions and attributes; an ONNX model in protobuf text, fields in the order of
-their numbers.
+``proto`` is the protobuf's own text of a ModelDef that holds the graph. ``onnx`` is built from what
+GE's encoder is documented to do with operators, descriptions and attributes; an ONNX model in
+protobuf text, fields in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def proto(graph: Any) -> str:
 
 
 def onnx(graph: Any, everything: bool = True) -> str:
-    """As ``ge_onnx_*.pbtxt``; ``everything``: with DUMP_GE_GRAPH=1, which alone has strings and data."""
+    """As ``ge_onnx_*.pbtxt``; ``everything``: with DUMP_GE_GRAPH=1, which alone has strings and
+    data.
+    """
     lines = ["ir_version: 6", 'producer_name: "GE"', "model_version: 1", "graph {"]
     for op in graph.op:
         lines += ["  node {", *_node(op, everything), "  }"]
@@ -39,12 +41,17 @@ def onnx(graph: Any, everything: bool = True) -> str:
 
 def _node(op: Any, everything: bool) -> Iterator[str]:
     yield from (f"    input: {_quoted(_edge(text))}" for text in op.input)
-    yield from (f"    output: {_quoted(f'{op.name}:{index}')}" for index in range(len(op.output_desc)))
+    yield from (
+        f"    output: {_quoted(f'{op.name}:{index}')}" for index in range(len(op.output_desc))
+    )
     yield f"    name: {_quoted(op.name)}"
     yield f"    op_type: {_quoted('ge:' + op.type)}"
-    found = dict(_descriptions("input", op.input_desc)) | dict(_descriptions("output", op.output_desc))
+    found = dict(_descriptions("input", op.input_desc)) | dict(
+        _descriptions("output", op.output_desc)
+    )
     for key, attr in op.attr.items():
-        if key == "_input_name_key":  # written from the operator's own index of names, whatever the level
+        # written from the operator's own index of names, whatever the level
+        if key == "_input_name_key":
             names = [bytes(name) for name in attr.list.s]
             found[key] = ("strings", "STRINGS", names)
             found["_input_name_value"] = ("ints", "INTS", list(range(len(names))))
@@ -69,7 +76,9 @@ def _descriptions(side: str, descriptions: Any) -> Iterator[tuple[str, tuple[str
         yield f"{side}_desc_size:{index}", ("i", "INT", [desc.size])
 
 
-def _attribute(key: str, attr: Any, everything: bool) -> Iterator[tuple[str, tuple[str, str, list[Any]]]]:
+def _attribute(
+    key: str, attr: Any, everything: bool
+) -> Iterator[tuple[str, tuple[str, str, list[Any]]]]:
     kind = attr.WhichOneof("value")
     if kind == "t":
         desc = attr.t.desc
@@ -89,7 +98,10 @@ def _attribute(key: str, attr: Any, everything: bool) -> Iterator[tuple[str, tup
         names = attr.list.DESCRIPTOR.fields_by_name["val_type"].enum_type.values_by_number
         field, word, own = _TYPES.get(names[attr.list.val_type].name, ("", "", ""))
         if field and (field != "strings" or everything):
-            yield key, (field, word, [bytes(v) if own == "s" else v for v in getattr(attr.list, own)])
+            yield (
+                key,
+                (field, word, [bytes(v) if own == "s" else v for v in getattr(attr.list, own)]),
+            )
 
 
 def _written(name: str, field: str, kind: str, values: list[Any]) -> Iterator[str]:
@@ -98,7 +110,8 @@ def _written(name: str, field: str, kind: str, values: list[Any]) -> Iterator[st
     yield "    attribute {"
     yield f"      name: {_quoted(name)}"
     for value in values:
-        if value or field in ("ints", "floats", "strings"):  # a field of default value is not written
+        # a field of default value is not written
+        if value or field in ("ints", "floats", "strings"):
             yield f"      {field}: {_scalar(field, value)}"
     yield f"      type: {kind}"
     yield "    }"
@@ -118,4 +131,8 @@ def _quoted(text: str | bytes) -> str:
     """Bytes outside ASCII as three octal digits, as protobuf writes them."""
     data = text.encode() if isinstance(text, str) else text
     plain = {0x22: '\\"', 0x5C: "\\\\", 0x0A: "\\n", 0x0D: "\\r", 0x09: "\\t", 0x27: "\\'"}
-    return '"' + "".join(plain.get(c) or (chr(c) if 32 <= c < 127 else f"\\{c:03o}") for c in data) + '"'
+    return (
+        '"'
+        + "".join(plain.get(c) or (chr(c) if 32 <= c < 127 else f"\\{c:03o}") for c in data)
+        + '"'
+    )

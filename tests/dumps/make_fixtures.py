@@ -1,12 +1,14 @@
-"""Makes tests/dumps/fixtures: small graphs, fused and unfused, in every form that the real torchair dumps.
+"""Makes tests/dumps/fixtures: small graphs, fused and unfused, in every form that the real torchair
+dumps.
 
     python tests/dumps/make_fixtures.py
 
-The model is that of examples/fuse_your_model.py; the dumps are written by torchair's own code for its option
-``config.debug.graph_dump`` and by ``print_readable``, which its FX dumps are. Paths are shortened, nothing else.
+The model is that of examples/fuse_your_model.py; the dumps are written by torchair's own code for
+its option ``config.debug.graph_dump`` and by ``print_readable``, which its FX dumps are. Paths are
+shortened, nothing else.
 
-The two forms of GE itself (``ge_*``) are torchair's graphs in the protobuf of GE and as its encoder is documented
-(``ge_files.py``); no GE has written them.
+The two forms of GE itself (``ge_*``) are torchair's graphs in the protobuf of GE and as its encoder
+is documented (``ge_files.py``); no GE has written them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ OFF = mf.Config(enable=False)
 
 
 class Dynamic(nn.Module):
-    """The example's layer with any number of tokens: tables gathered by position, slots computed from it."""
+    """The example's layer with any number of tokens: tables gathered by position, slots computed
+    from it.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -63,7 +67,10 @@ def main() -> None:
 
     write("fx_before.txt", readable(unfused.fx_before))
     write("fx_after.txt", readable(fused.fx_after))
-    write("fx_strides.txt", unfused.fx_before.print_readable(False, include_stride=True, include_device=True))
+    write(
+        "fx_strides.txt",
+        unfused.fx_before.print_readable(False, include_stride=True, include_device=True),
+    )
 
     positions = slots % 4
     torch._dynamo.mark_dynamic(x, 0)
@@ -93,7 +100,8 @@ def dump(runner: Any, name: str, kinds: tuple[str, ...]) -> None:
         runner.dump(str(path))
         text = path.read_text()
         path.unlink()
-        # Generated Python is told by its content; under its own name linters would take it for ours.
+        # Generated Python is told by its content; under its own name linters would take it for
+        # ours.
         write(f"{name}_py.txt" if kind == "py" else path.name, text)
 
 

@@ -1,4 +1,6 @@
-"""What reading a dump may cost: a small listing is read, or refused with its line, in a few seconds."""
+"""What reading a dump may cost: a small listing is read, or refused with its line, in a few
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from mla_fusion.dumps.budget import MOST_DEGREE, MOST_TERMS, measured
 from mla_fusion.inspect import NotRebuilt, read, summarise
 from tests.dumps import costly, fuzzing
 
-HEAD = 'class G(torch.nn.Module):\n    def forward(self, a: "f32[2, 2]", s: "Sym(s0)", t: "Sym(s1)", x: "f32[s0, s1]"):'
+HEAD = (
+    'class G(torch.nn.Module):\n    def forward(self, a: "f32[2, 2]", s: "Sym(s0)", t: "Sym(s1)", '
+    'x: "f32[s0, s1]"):'
+)
 SECONDS = 30
 
 
@@ -45,7 +50,11 @@ def mixed(count: int) -> list[str]:
 def nested(sign: str, count: int) -> str:
     size = "s0"
     for place in range(count):
-        size = f"Max({size}, s{place}+{place})" if sign == "Max" else f"({size} {sign} (s{place}+{place}))"
+        size = (
+            f"Max({size}, s{place}+{place})"
+            if sign == "Max"
+            else f"({size} {sign} (s{place}+{place}))"
+        )
     return size
 
 
@@ -57,33 +66,41 @@ REFUSED = {
     "maxima": [line for i in range(60) for line in (f"a{i} = {f'b{i - 1}' if i else 's'} + t",
                                                    f"b{i} = torch.sym_max(a{i}, {i})")],
     "sums in eight axes": [f'y: "f32[{", ".join([LETTERS] * 8)}]" = torch.ops.aten.foo.default(a)'],
-    "a rising sum": [f"y{i} = torch.ops.aten.cat.default([{f'y{i - 1}' if i else 'x'}, x])" for i in range(1500)],
+    "a rising sum": [f"y{i} = torch.ops.aten.cat.default([{f'y{i - 1}' if i else 'x'}, "
+                     "x])" for i in range(1500)],
     "convolutions": ['k: "f32[1, 1, 3]" = torch.ops.aten.foo.default(a)',
                      'c0: "f32[1, 1, s0*s1]" = torch.ops.aten.foo.default(a)']
-                    + [f"c{i + 1} = torch.ops.aten.convolution.default(c{i}, k, None, [2], [1], [1], False, [0], 1)"
+                    + [f"c{i + 1} = torch.ops.aten.convolution.default(c{i}, k, None, [2], [1], "
+                       "[1], False, [0], 1)"
                        for i in range(100)],
     "symbols": [f'y{i}: "f32[u{i}, 4]" = torch.ops.aten.nonzero.default(a)' for i in range(1500)],
     "nested annotations": [f'y{i}: "f32[{"%".join(f"(s{j}+{i}" for j in range(20))}{")" * 20}]" ='
                            " torch.ops.aten.neg.default(a)"
                            for i in range(200)],
-    "nested maxima": [f'y{i}: "f32[{nested("Max", 18)}+{i}]" = torch.ops.aten.neg.default(a)' for i in range(100)],
+    "nested maxima": [f'y{i}: "f32[{nested("Max", 18)}+{i}]" = '
+                      'torch.ops.aten.neg.default(a)' for i in range(100)],
 }  # fmt: skip
 OPAQUE = {
     "a chain of products": ["y = torch.ops.aten.chain_matmul.default([" + "a," * 4000 + "])"],
     "products of lists": ["y = torch.ops.aten.linalg_multi_dot.default([" + "a," * 4000 + "])"],
     "a Cartesian product": ["y = torch.ops.aten.cartesian_prod.default([" + "a," * 1000 + "])"],
     "a mesh": ["y = torch.ops.aten.meshgrid.default([" + "a," * 1000 + "])"],
-    "combinations": ['b: "f32[5]" = torch.ops.aten.foo.default(a)', "y = torch.ops.aten.combinations.default(b, 2000)"],
+    "combinations": ['b: "f32[5]" = torch.ops.aten.foo.default(a)',
+                     "y = torch.ops.aten.combinations.default(b, 2000)"],
     "an LSTM": ['h: "f32[1,1,4]" = torch.ops.aten.foo.default(a)',
                 'i: "f32[1000000000,1,4]" = torch.ops.aten.foo.default(a)',
-                "y = torch.ops.aten.lstm.input(i, [h,h], [h,h,h,h], True, 1, 0.0, False, False, False)"],
-    "a huge repeat": ["y = torch.ops.aten.repeat.default(a, [9223372036854775807, 9223372036854775807])"],
+                "y = torch.ops.aten.lstm.input(i, [h,h], [h,h,h,h], True, 1, 0.0, False, False, "
+                "False)"],
+    "a huge repeat": ["y = torch.ops.aten.repeat.default(a, [9223372036854775807, "
+                      "9223372036854775807])"],
     "a long join": ["y = torch.ops.aten.cat.default([" + "x," * 2000 + "])"],
     "one root of another": ["v = torch.ops.aten.mm.default(a, a)"]
-                                + [f"p{i} = torch.ops.aten.rsqrt.default({f'p{i - 1}' if i else 'v'})"
+                                + [f"p{i} = torch.ops.aten.rsqrt.default("
+                                   f"{f'p{i - 1}' if i else 'v'})"
                                    for i in range(1500)],
     "products in one join": [f"v{i} = torch.ops.aten.mm.default(a, a)" for i in range(900)]
-                            + ["c = torch.ops.aten.cat.default([" + ", ".join(f"v{i}" for i in range(900)) + "])"],
+                            + ["c = torch.ops.aten.cat.default(["
+                               + ", ".join(f"v{i}" for i in range(900)) + "])"],
 }  # fmt: skip
 
 
@@ -112,10 +129,14 @@ def test_what_nobody_needs_is_left_alone(
 
 def test_many_symbols_cost_in_proportion(tmp_path: Path) -> None:
     """Of a live graph, in which nothing is counted: 400 symbols took 12 times as long as 100."""
+
     def seconds(count: int) -> float:
         inputs = "".join(f', x{i}: "f32[u{i}, 4]"' for i in range(count))
         lines = [f'y{i}: "f32[u{i}, 4]" = torch.ops.aten.mm.default(x{i}, w)' for i in range(count)]
-        head = f'class G(torch.nn.Module):\n    def forward(self, a: "f32[4]", w: "f32[4, 4]"{inputs}):'
+        head = (
+            'class G(torch.nn.Module):\n    def forward(self, a: "f32[4]", w: "f32[4, '
+            f'4]"{inputs}):'
+        )
         from mla_fusion.dumps import rebuild_fx
 
         gm, _ = rebuild_fx.rebuild(read(listing(tmp_path, lines, head)))
@@ -145,7 +166,11 @@ def test_nothing_of_torch_s_logging_comes_through(tmp_path: Path) -> None:
 
 def test_terms_and_degrees() -> None:
     a, b, c = sympy.symbols("a b c", positive=True, integer=True)
-    assert measured(sympy.Integer(7)) == (1, 0) and measured(a) == (1, 1) and measured(a * b + c) == (2, 2)
+    assert (
+        measured(sympy.Integer(7)) == (1, 0)
+        and measured(a) == (1, 1)
+        and measured(a * b + c) == (2, 2)
+    )
     assert measured((a + b) ** 3) == (4, 3) and measured((a + b) * (a + c)) == (4, 2)
     assert measured(sympy.Max(a + b, c))[0] == 6
     assert measured(a**1000)[1] > MOST_DEGREE and measured((a + b + c) ** 40)[0] > MOST_TERMS
@@ -154,11 +179,22 @@ def test_terms_and_degrees() -> None:
 
 def test_operators_that_unroll_are_not_called() -> None:
     tensor = torch.empty(4, 4, device="meta")
-    unrolled = ("chain_matmul.default", "lstm.input", "combinations.default", "cartesian_prod.default")
-    assert not [name for name in unrolled if names.computable(names.target(f"aten.{name}"), ([tensor],), {})]
+    unrolled = (
+        "chain_matmul.default",
+        "lstm.input",
+        "combinations.default",
+        "cartesian_prod.default",
+    )
+    assert not [
+        name for name in unrolled if names.computable(names.target(f"aten.{name}"), ([tensor],), {})
+    ]
     cat, mesh = names.target("aten.cat.default"), names.target("aten.meshgrid.default")
-    assert names.computable(cat, ([tensor] * 1000,), {}) and not names.computable(mesh, ([tensor] * 1000,), {})
-    assert not names.computable(names.target("aten.neg.default"), (torch.empty([1] * 65, device="meta"),), {})
+    assert names.computable(cat, ([tensor] * 1000,), {}) and not names.computable(
+        mesh, ([tensor] * 1000,), {}
+    )
+    assert not names.computable(
+        names.target("aten.neg.default"), (torch.empty([1] * 65, device="meta"),), {}
+    )
 
 
 @contextmanager
@@ -174,9 +210,15 @@ def alarmed(seconds: float, handler: Callable[..., Any]) -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError, SystemExit])
 def test_an_interrupt_is_no_refusal(kind: type[BaseException]) -> None:
-    """Torch's C++ makes a TypeError of what Python raises below it; a time limit may be an Exception."""
+    """Torch's C++ makes a TypeError of what Python raises below it; a time limit may be an
+    Exception.
+    """
+
     def refused(*_: object) -> None:
-        raise TypeError(f'empty(): argument \'size\' failed to unpack the object with error "{kind.__name__}: now"')
+        raise TypeError(
+            "empty(): argument 'size' failed to unpack the object with error "
+            f'"{kind.__name__}: now"'
+        )
 
     def late(*_: object) -> None:
         raise kind("now")

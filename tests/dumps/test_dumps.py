@@ -20,7 +20,15 @@ def fixture(name: str) -> Dump:
 
 def shape_of_graph(dump: Dump) -> list[object]:
     return [
-        (op.name, op.type, op.inputs, op.roles, op.results, op.outputs, sorted(map(str, op.attributes.items())))
+        (
+            op.name,
+            op.type,
+            op.inputs,
+            op.roles,
+            op.results,
+            op.outputs,
+            sorted(map(str, op.attributes.items())),
+        )
         for op in dump.operators
     ]
 
@@ -30,7 +38,8 @@ def shape_of_graph(dump: Dump) -> list[object]:
     [
         ("fused.pbtxt", "pbtxt", 14),
         ("fused.txt", "text", 14),
-        ("fused_py.txt", "python", 18),  # TensorMove and Assign, which GE's passes removed, are in the listing
+        # TensorMove and Assign, which GE's passes removed, are in the listing
+        ("fused_py.txt", "python", 18),
         ("fused_original.pbtxt", "pbtxt", 18),
         ("unfused.pbtxt", "pbtxt", 109),
         ("unfused_py.txt", "python", 111),
@@ -63,7 +72,9 @@ def test_ges_own_forms_read_the_same():
         assert (ours.name, ours.type, ours.inputs) == (theirs.name, theirs.type, theirs.inputs)
         assert ours.roles == (theirs.roles if theirs.inputs else [])
         assert [value.dtype for value in ours.outputs] == [value.dtype for value in theirs.outputs]
-    constants = [[op.attributes["value"]["numbers"] for op in dump.of_type("Const")] for dump in (onnx, text)]
+    constants = [
+        [op.attributes["value"]["numbers"] for op in dump.of_type("Const")] for dump in (onnx, text)
+    ]
     assert constants[0] == constants[1]
     inputs = [[op.outputs for op in dump.of_type("Data")] for dump in (onnx, text)]
     assert inputs[0] == inputs[1]
@@ -71,18 +82,34 @@ def test_ges_own_forms_read_the_same():
 
 def test_an_onnx_dump_without_strings_still_has_roles_and_shapes():
     (kernel,) = fixture("ge_onnx_fused.pbtxt").of_type("MlaPrologV3")
-    assert kernel.roles[:5] == ["token_x", "weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr"]
-    assert "cache_mode" not in kernel.attributes and kernel.attributes["rmsnorm_epsilon_cq"] == pytest.approx(1e-6)
+    assert kernel.roles[:5] == [
+        "token_x",
+        "weight_dq",
+        "weight_uq_qr",
+        "weight_uk",
+        "weight_dkv_kr",
+    ]
+    assert "cache_mode" not in kernel.attributes and kernel.attributes[
+        "rmsnorm_epsilon_cq"
+    ] == pytest.approx(1e-6)
 
 
 def test_subgraphs_keep_their_names_apart(tmp_path):
     op = 'op { name: "x" type: "Data" } op { name: "out" type: "NetOutput" input: "x:0" }'
     file = tmp_path / "ge_proto.txt"
-    file.write_text(f'name: "model"\ngraph {{ name: "root" {op} }}\ngraph {{ name: "branch" {op} }}\n')
+    file.write_text(
+        f'name: "model"\ngraph {{ name: "root" {op} }}\ngraph {{ name: "branch" {op} }}\n'
+    )
     dump = read(file)
     assert dump.graph == "root" and list(dump.by_name) == ["x", "out", "branch/x", "branch/out"]
-    node = 'node { name: "x" op_type: "ge:Data" } node { input: "x:0" name: "out" op_type: "ge:NetOutput" }'
-    branch = f'node {{ name: "branch" op_type: "subgraph" attribute {{ name: "graph" g {{ {node} }} type: GRAPH }} }}'
+    node = (
+        'node { name: "x" op_type: "ge:Data" } node { input: "x:0" name: "out" op_type: '
+        '"ge:NetOutput" }'
+    )
+    branch = (
+        f'node {{ name: "branch" op_type: "subgraph" attribute {{ name: "graph" g {{ {node} }} '
+        f"type: GRAPH }} }}"
+    )
     file.write_text(f'ir_version: 6\ngraph {{ {node} {branch} name: "root" }}\n')
     dump = read(file)
     assert dump.graph == "root" and list(dump.by_name) == ["x", "out", "branch/x", "branch/out"]
@@ -107,7 +134,9 @@ def test_a_truncated_onnx_dump_is_told(tmp_path):
 def test_the_kernel_with_roles_and_shapes():
     dump = fixture("fused.pbtxt")
     (kernel,) = dump.of_type("MlaPrologV3")
-    given = {kernel.role(i): dump.value(edge) for i, edge in enumerate(kernel.inputs) if edge is not None}
+    given = {
+        kernel.role(i): dump.value(edge) for i, edge in enumerate(kernel.inputs) if edge is not None
+    }
     assert given["token_x"] == Value("bfloat16", (4, 1024), "ND", "NPU")
     assert given["kv_cache"].shape == (4, 128, 1, 512)
     assert given["cache_index"].dtype == "int64"
@@ -118,7 +147,9 @@ def test_the_kernel_with_roles_and_shapes():
 
 def test_generated_python_has_the_wiring_of_the_graph():
     graph, listing = fixture("fused_original.pbtxt"), fixture("fused_py.txt")
-    wired = [{(op.name, op.type, tuple(op.inputs)) for op in dump.operators} for dump in (graph, listing)]
+    wired = [
+        {(op.name, op.type, tuple(op.inputs)) for op in dump.operators} for dump in (graph, listing)
+    ]
     assert wired[0] == wired[1]
 
 
@@ -162,7 +193,10 @@ def test_fx_listing():
 def test_what_logs_and_inductor_write_around_a_listing(tmp_path):
     text = (FIXTURES / "fx_before.txt").read_text()
     for name in ("<lambda>", "GraphModule"):
-        head = f"I1 aot [0/0] TRACED GRAPH\n ===== Forward graph 0 =====\n /lib/fx/_lazy_graph_module.py class {name}("
+        head = (
+            "I1 aot [0/0] TRACED GRAPH\n ===== Forward graph 0 =====\n "
+            f"/lib/fx/_lazy_graph_module.py class {name}("
+        )
         logged = tmp_path / "log.txt"
         logged.write_text(text.replace("class GraphModule(", head) + "\n\n\nafter\n")
         assert len(read(logged).operators) == 71
@@ -193,7 +227,13 @@ def test_graph_before_aot_is_read_too(tmp_path):
         "        view[L_i_] = 1.0;  setitem = view;  view = setitem = None\n"
         "        return (l_x_,)\n"
     )
-    assert [op.type for op in read(file).operators][2:] == ["alias", "Tensor.view", "setitem", "alias", "output"]
+    assert [op.type for op in read(file).operators][2:] == [
+        "alias",
+        "Tensor.view",
+        "setitem",
+        "alias",
+        "output",
+    ]
 
 
 def test_size_in_bytes():
@@ -233,12 +273,16 @@ def test_truncated(tmp_path, name, keep, message):
 def test_truncated_between_operators(tmp_path):
     text = (FIXTURES / "fused.pbtxt").read_text()
     file = tmp_path / "cut.pbtxt"
-    file.write_text(text[: text.index('node {\n    name: "NetOutput"')] if "NetOutput" in text else "")
+    file.write_text(
+        text[: text.index('node {\n    name: "NetOutput"')] if "NetOutput" in text else ""
+    )
     with pytest.raises(DumpError, match="no NetOutput: truncated"):
         read(file)
 
 
-@pytest.mark.parametrize("content", [b"", b"hello\n", b"\x89PNG\r\n\x1a\n\xff", b"ir_version: 8\n", b"import torch\n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"hello\n", b"\x89PNG\r\n\x1a\n\xff", b"ir_version: 8\n", b"import torch\n"]
+)
 def test_foreign_files(tmp_path, content):
     file = tmp_path / "file.txt"
     file.write_bytes(content)
@@ -249,7 +293,9 @@ def test_foreign_files(tmp_path, content):
 
 def test_an_edge_to_nowhere(tmp_path):
     file = tmp_path / "bad.pbtxt"
-    file.write_text((FIXTURES / "fused.pbtxt").read_text().replace('input: "arg2_1:0"', 'input: "absent:0"'))
+    file.write_text(
+        (FIXTURES / "fused.pbtxt").read_text().replace('input: "arg2_1:0"', 'input: "absent:0"')
+    )
     with pytest.raises(DumpError, match="reads 'absent', which the dump lacks") as raised:
         read(file)
     assert raised.value.line > 500

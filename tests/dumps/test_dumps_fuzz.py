@@ -1,4 +1,6 @@
-"""Damaged dumps: 1,000 draws of truncation and flipped bits; each is a DumpError or a whole graph."""
+"""Damaged dumps: 1,000 draws of truncation and flipped bits; each is a DumpError or a whole
+graph.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ def test_damage_is_refused_or_harmless(tmp_path):
             refused += 1
             continue
         names = {operator.name for operator in dump.operators}
-        assert all(edge.producer in names for operator in dump.operators for edge in operator.inputs if edge)
+        assert all(
+            edge.producer in names
+            for operator in dump.operators
+            for edge in operator.inputs
+            if edge
+        )
         for operator in dump.operators:
             assert all(value.bytes is None or value.bytes >= 0 for value in operator.outputs)
             str(operator)

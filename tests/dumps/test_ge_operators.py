@@ -80,10 +80,17 @@ def test_dynamic_quant_in_its_symmetric_form():
 
 def test_quant_matmul_with_its_sides_turned():
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randint(-9, 9, shape, dtype=torch.int8, generator=generator) for shape in ((3, 64), (5, 64)))
+    x, weight = (
+        torch.randint(-9, 9, shape, dtype=torch.int8, generator=generator)
+        for shape in ((3, 64), (5, 64))
+    )
     scale, token = torch.rand(5, generator=generator), torch.rand(3, generator=generator)
-    found = one("QuantBatchMatmulV3", [x, weight, scale, None, None, token], dtype=27, transpose_x2=True)
-    wanted = torch.ops.npu.npu_quant_matmul(x, weight.t(), scale, pertoken_scale=token, output_dtype=torch.bfloat16)
+    found = one(
+        "QuantBatchMatmulV3", [x, weight, scale, None, None, token], dtype=27, transpose_x2=True
+    )
+    wanted = torch.ops.npu.npu_quant_matmul(
+        x, weight.t(), scale, pertoken_scale=token, output_dtype=torch.bfloat16
+    )
     assert torch.equal(found, wanted)
 
 

@@ -1,4 +1,6 @@
-"""No name in a dump is more than an operator of the listed namespaces, an entry of the table, or nothing."""
+"""No name in a dump is more than an operator of the listed namespaces, an entry of the table, or
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ ROOTS = {"torch": torch, "torch.ops": torch.ops}
 
 
 def reachable() -> list[str]:
-    """Dotted names under torch and torch.ops, breadth first, as attributes that are there without being asked for."""
+    """Dotted names under torch and torch.ops, breadth first, as attributes that are there without
+    being asked for.
+    """
     found, seen, waiting = list[str](), set[int](), deque(ROOTS.items())
     while waiting and len(found) < MOST:
         prefix, owner = waiting.popleft()
@@ -65,7 +69,9 @@ def every() -> list[str]:
 
 
 def test_names_of_calls(every: list[str]) -> None:
-    """As the reader of listings hands them on, with ``torch.ops.`` in front and without, and as they stand."""
+    """As the reader of listings hands them on, with ``torch.ops.`` in front and without, and as
+    they stand.
+    """
     modules, kept = set(sys.modules), set(vars(torch))
     spelled = {
         form
@@ -98,7 +104,9 @@ def test_names_among_arguments(every: list[str]) -> None:
 
 
 def test_what_is_called_has_no_effect() -> None:
-    """All that may be called to learn a shape: functional, not random, and no operator of TorchScript."""
+    """All that may be called to learn a shape: functional, not random, and no operator of
+    TorchScript.
+    """
     called = [
         one
         for one in map(names.target, operators())
@@ -148,7 +156,8 @@ EVIL = {
     "a tower": 'x: "Sym(9**9**9**9)" = torch.sym_max(9, 9)',
     "a tall size": 'x: "f32[9**9**9, 2]" = torch.ops.aten.neg.default(a)',
     "a sum to a power": 'x: "Sym((s0 + s1 + s2)**400)" = torch.sym_max(9, 9)',
-    "many parts": "x = torch.ops.aten.zeros.default([100000000])\n        y = torch.ops.aten.unbind.int(x)",
+    "many parts": "x = torch.ops.aten.zeros.default([100000000])\n        y = "
+    "torch.ops.aten.unbind.int(x)",
     "a far part": 'x = torch.ops.absent.x.default(a)\n        y: "f32[1]" = x[1000000000000]',
     "a list as a key": "x = torch.ops.aten.neg.default({[1]: 2})",
     "a digit that is none": 'x: "f32[²]" = torch.ops.aten.neg.default(a)',
@@ -169,9 +178,11 @@ def test_dumps_that_would_run_code_or_take_forever(tmp_path: Path) -> None:
         files[-1].write_text(f"{head}{line}\n        return (a,)\n")
     forms = {
         "spaces": "node {\n a" + " " * 100_000 + "x\n}\n",
-        "carets": f'import ge_apis as ge\n# File "a", line 1, in f{(" " * 3000 + "^" * 3000) * 2}x\nx = ge.Data()\n',
+        "carets": 'import ge_apis as ge\n# File "a", line 1, in '
+        f"f{(' ' * 3000 + '^' * 3000) * 2}x\nx = ge.Data()\n",
         "a word": f"import ge_apis as ge\n#{'a' * 100_000}\nx = ge.NetOutput()\n",
-        "a circle": 'op { name: "a" type: "TensorMove" input: "b:0" } op { name: "b" type: "TensorMove" input: "a:0" }'
+        "a circle": 'op { name: "a" type: "TensorMove" input: "b:0" } op { name: "b" type: '
+        '"TensorMove" input: "a:0" }'
         ' op { name: "n" type: "NetOutput" input: "a:0" }',
     }
     for name, text in forms.items():
@@ -183,6 +194,7 @@ def test_dumps_that_would_run_code_or_take_forever(tmp_path: Path) -> None:
 
 
 def test_a_call_of_something_else_is_read_and_never_looked_up() -> None:
-    operators, _ = read('class G(torch.nn.Module):\n    def forward(self, a):\n        x = torch.os.system("x")\n'
+    operators, _ = read('class G(torch.nn.Module):\n    def forward(self, a):\n        x = '
+                        'torch.os.system("x")\n'
                         "        return (a,)\n")  # fmt: skip
     assert operators[1].type == "torch.os.system" and names.target(operators[1].type) is None

@@ -23,7 +23,9 @@ def test_hidden_size_that_the_kernel_refuses(
     monkeypatch: pytest.MonkeyPatch, option: dict[str, str], value: int, code: str
 ) -> None:
     monkeypatch.setattr(base, "HE", value)
-    rejection = refused(graph_of(prologues.PagedRotateHalf(), *base.paged_args()), mf.Config(**option))
+    rejection = refused(
+        graph_of(prologues.PagedRotateHalf(), *base.paged_args()), mf.Config(**option)
+    )
     assert rejection.code == code
     assert str(value) in rejection.message
 

@@ -56,7 +56,8 @@ def test_a_predicate_that_raises_is_the_callers_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", ["layers.1", lambda candidate: "layers.1" in str(candidate.nodes[0].meta["nn_module_stack"])]
+    "entry",
+    ["layers.1", lambda candidate: "layers.1" in str(candidate.nodes[0].meta["nn_module_stack"])],
 )
 def test_skip_by_layer_and_predicate(entry: Any) -> None:
     gm = graph_of(prologues.Layers(), *prologues.layers_args())
@@ -74,7 +75,9 @@ def test_skip_takes_the_name_that_the_report_gives(model: type[torch.nn.Module])
 
 
 @pytest.mark.parametrize("entry", ["contract", "contract:dims.he"])
-def test_skip_by_code_is_silent(entry: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_skip_by_code_is_silent(
+    entry: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(base, "HE", 1152)
     gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
     rejection = refused(gm, mf.Config(skip=(entry,)))

@@ -19,7 +19,9 @@ NAMES = {
 RELEASES = {"8.2.RC1": "8.2", "8.3": "8.3", "8.4.0": "8.3", "9.1.0": "9.1", "latest": "latest"}
 
 
-@pytest.mark.parametrize(("soc", "name"), [(soc, name) for soc, names in NAMES.items() for name in names])
+@pytest.mark.parametrize(
+    ("soc", "name"), [(soc, name) for soc, names in NAMES.items() for name in names]
+)
 def test_a_chip_by_its_names(soc: str, name: str) -> None:
     assert soc_named(name) == mf.Config(soc=name).soc == soc
 
@@ -32,7 +34,14 @@ def test_the_release_of_a_cann_version(version: str) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("soc", "Ascend310P3"), ("soc", "H100"), ("soc", "910"), ("soc", "910A"), ("soc", ""), ("soc", None)]
+    [
+        ("soc", "Ascend310P3"),
+        ("soc", "H100"),
+        ("soc", "910"),
+        ("soc", "910A"),
+        ("soc", ""),
+        ("soc", None),
+    ]
     + [("cann", value) for value in ("9.2", "8.1.RC1", "7.0", "unknown", "8", "8.30x", None)],
 )
 def test_what_the_tables_do_not_know_is_refused(field: str, value: str) -> None:
@@ -51,12 +60,18 @@ def test_without_an_npu_a3_and_the_newest_are_taken_and_said_so() -> None:
     [
         ("Ascend910B2", "8.3.RC1", "A2, CANN 8.3 (Ascend910B2)"),
         ("Ascend910_9392", "9.1.0", "A3, CANN 9.1 (Ascend910_9392)"),
-        ("Ascend310P3", "9.1.0", "A3, CANN 9.1 (Ascend310P3; assumed, since 'Ascend310P3' is no chip"),
+        (
+            "Ascend310P3",
+            "9.1.0",
+            "A3, CANN 9.1 (Ascend310P3; assumed, since 'Ascend310P3' is no chip",
+        ),
         ("Ascend950PR", "10.0", "A5, CANN latest (Ascend950PR)"),
         ("Ascend950PR", "7.0", "A5, CANN latest (Ascend950PR; assumed, since CANN 7.0 is older"),
     ],
 )
-def test_on_an_npu_they_are_asked_of_it(name: str, cann: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_an_npu_they_are_asked_of_it(
+    name: str, cann: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No NPU stands behind this: what torch_npu answers is stood in for."""
     monkeypatch.setattr(machine, "cann_version", lambda: cann)
     torch_npu = ModuleType("torch_npu")
@@ -67,5 +82,9 @@ def test_on_an_npu_they_are_asked_of_it(name: str, cann: str, said: str, monkeyp
 
 def test_a_configuration_that_is_none_is_refused_at_once() -> None:
     for call in (mf.backend, mf.torchair_pass, lambda config: mf.lower(print, config=config)):
-        with pytest.raises(TypeError, match=r"config must be a mla_fusion\.Config, such as .*, got 'all'"):
+        with pytest.raises(
+            TypeError,
+            match=r"config must be a mla_fusion\.Config, such as .*, "
+            r"got 'all'",
+        ):
             call("all")

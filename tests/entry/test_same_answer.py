@@ -1,4 +1,6 @@
-"""``mla-fusion explain`` and the backend say the same of one graph, whatever the shape of its caches."""
+"""``mla-fusion explain`` and the backend say the same of one graph, whatever the shape of its
+caches.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def of():
 
 
 @pytest.mark.parametrize(
-    ("shape", "dynamic"), [("kernel", False), ("rows", True), ("heads first", False), ("flat", True)]
+    ("shape", "dynamic"),
+    [("kernel", False), ("rows", True), ("heads first", False), ("flat", True)],
 )
 def test_explain_and_the_backend(
     shape: str, dynamic: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -49,7 +52,9 @@ def test_explain_and_the_backend(
     assert status == (0 if done.fused and not done.rejected else 1)
 
 
-def test_pass_only_judges_as_without_a_wrapper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pass_only_judges_as_without_a_wrapper(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "model.py"
     file.write_text(MODEL.format(shape=SHAPES["rows"]))
     cli.main(["explain", f"{file}:of", "--pass-only"])

@@ -25,7 +25,9 @@ def read(graph: View) -> tuple[list[Projection], list[ConeFacts]]:
     return found, [reader.read(item) for item in found]
 
 
-def behind(step: Callable[..., Any], width: int, *others: Tensor, tokens: int = T, symbolic: bool = False) -> View:
+def behind(
+    step: Callable[..., Any], width: int, *others: Tensor, tokens: int = T, symbolic: bool = False
+) -> View:
     """``step`` behind a product [tokens, width]; other inputs come after it."""
     x, w = floats(tokens, HE), floats(HE, width)
     return view(lambda x, w, *rest: step(x @ w, *rest), x, w, *others, symbolic=symbolic)

@@ -73,11 +73,15 @@ MISSES: dict[str, Product] = {
     "squares": lambda q, w: torch.einsum("tnd,ndc->tnc", q * q, w),
     "tokens flipped": lambda q, w: torch.einsum("tnd,ndc->tnc", q.flip(0), w),
     "tokens read as heads": lambda q, w: torch.bmm(q.reshape(N, -1, D), w),
-    "one head scaled": lambda q, w: torch.einsum("tnd,ndc->tnc", q * torch.arange(1, N + 1)[:, None], w),
+    "one head scaled": lambda q, w: torch.einsum(
+        "tnd,ndc->tnc", q * torch.arange(1, N + 1)[:, None], w
+    ),
     "neighbours added": lambda q, w: torch.einsum("tnd,ndc->tnc", q + q.roll(1, -1), w),
     "an offset": lambda q, w: torch.einsum("tnd,ndc->tnc", q + 1, w),
     "noise": lambda q, w: torch.einsum("tnd,ndc->tnc", q + torch.randn_like(q), w),
-    "through float8": lambda q, w: torch.einsum("tnd,ndc->tnc", q.to(torch.float8_e4m3fn).float(), w),
+    "through float8": lambda q, w: torch.einsum(
+        "tnd,ndc->tnc", q.to(torch.float8_e4m3fn).float(), w
+    ),
 }
 
 

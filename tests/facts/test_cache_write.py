@@ -21,7 +21,9 @@ PAGED = floats(BLOCKS, SIZE, 1, WIDTH)
 Write = Callable[..., Any]  # of a cache, rows and slots
 
 
-def found(write: Write, cache: Tensor = PAGED, slots: Tensor | None = None, *others: Tensor) -> WriteFact | Obstacles:
+def found(
+    write: Write, cache: Tensor = PAGED, slots: Tensor | None = None, *others: Tensor
+) -> WriteFact | Obstacles:
     graph = view(write, cache, floats(T, WIDTH), integers(T) if slots is None else slots, *others)
     writer, *_ = [node for node in graph.nodes if is_writer(node)]
     return cache_write.find(graph, writer, inputs(graph)[1])
@@ -55,14 +57,17 @@ def test_rows_by_slot(name: str) -> None:
 
 def test_places_of_another_size_are_no_slots_of_this_one() -> None:
     fact = found(lambda c, v, s: put(c.view(BLOCKS, SIZE, WIDTH), v, s // 8, s % 8))
-    assert isinstance(fact, WriteFact) and fact.slots.index is None  # block * 16 + place, which is not s
+    # block * 16 + place, which is not s
+    assert isinstance(fact, WriteFact) and fact.slots.index is None
 
 
 def test_block_and_place_of_two_inputs() -> None:
     write = lambda c, v, b, p: put(c.view(BLOCKS, SIZE, WIDTH), v, b, p % SIZE)  # noqa: E731
     fact = found(write, PAGED, integers(T), integers(T))
     assert isinstance(fact, WriteFact)
-    assert fact.slots.index is None and fact.slots.block is not None and fact.slots.offset is not None
+    assert (
+        fact.slots.index is None and fact.slots.block is not None and fact.slots.offset is not None
+    )
 
 
 MISSES: dict[str, Write] = {
@@ -74,10 +79,14 @@ MISSES: dict[str, Write] = {
     "negative slots": lambda c, v, s: put(flat(c), v, s - 1),
     "padded slots": lambda c, v, s: put(flat(c), v, torch.where(s > 9, s, -1)),
     "slots that repeat": lambda c, v, s: put(flat(c), v, s // 2),
-    "ring buffer": lambda c, v, s: put(c.view(BLOCKS, SIZE, WIDTH), v, (s // SIZE) % BLOCKS, s % SIZE),
+    "ring buffer": lambda c, v, s: put(
+        c.view(BLOCKS, SIZE, WIDTH), v, (s // SIZE) % BLOCKS, s % SIZE
+    ),
     "blocks alone": lambda c, v, s: put(c.view(BLOCKS, SIZE, WIDTH), v.unsqueeze(1), s),
     "by a mask": lambda c, v, s: put(flat(c), v[0], torch.arange(ROWS) < s[0]),
-    "scatter by columns": lambda c, v, s: flat(c).scatter(1, s.unsqueeze(1).expand(T, WIDTH) % WIDTH, v),
+    "scatter by columns": lambda c, v, s: flat(c).scatter(
+        1, s.unsqueeze(1).expand(T, WIDTH) % WIDTH, v
+    ),
     "added": lambda c, v, s: flat(c).index_add(0, s, v),
     "masked": lambda c, v, s: flat(c).masked_scatter(flat(c) > 0, v),
 }

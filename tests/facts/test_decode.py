@@ -1,4 +1,6 @@
-"""Which elements of a product a node is made of, read off from values however the node is written."""
+"""Which elements of a product a node is made of, read off from values however the node is
+written.
+"""
 
 from __future__ import annotations
 

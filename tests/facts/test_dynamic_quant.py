@@ -1,4 +1,6 @@
-"""Per-token quantisation to int8 in plain operators: whatever spells round(rows * 127 / max|row|), and nothing else."""
+"""Per-token quantisation to int8 in plain operators: whatever spells round(rows * 127 / max|row|),
+and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ SPELLINGS: dict[str, Quantise] = {
     "a floor under it": lambda x: by(largest(x).clamp(min=1e-8) / 127, x),
     "a floor under the scale": lambda x: by((largest(x) / 127).clamp_min(1e-10), x),
     "both ends": lambda x: by(torch.maximum(x.amax(-1, True), -x.amin(-1, True)) / 127, x),
-    "symmetric": lambda x: ((x / (largest(x) / 127)).round().clamp(-127, 127).to(torch.int8), largest(x) / 127),
+    "symmetric": lambda x: (
+        (x / (largest(x) / 127)).round().clamp(-127, 127).to(torch.int8),
+        largest(x) / 127,
+    ),
     "clamped before it is rounded": lambda x: (
         (x / (largest(x) / 127)).clamp(-128, 127).round().to(torch.int8),
         largest(x) / 127,
@@ -67,12 +72,30 @@ MISSES: dict[str, Quantise] = {
     "largest without sizes": lambda x: by(x.amax(-1, keepdim=True) / 127, x),
     "a ceiling over it": lambda x: by(largest(x).clamp(max=1e4) / 127, x),
     "a high floor": lambda x: by(largest(x).clamp(min=1e-2) / 127, x),
-    "7 bits": lambda x: ((x / (largest(x) / 127)).round().clamp(-64, 63).to(torch.int8), largest(x) / 127),
-    "rounded to tens": lambda x: ((x / (largest(x) / 127)).round(decimals=-1).to(torch.int8), largest(x) / 127),
-    "scale of the next token": lambda x: (to_int8(x / (largest(x) / 127)), (largest(x) / 127).roll(1, 0)),
-    "scale in another order": lambda x: (to_int8(x / (largest(x) / 127)), (largest(x) / 127).flip(0)),
-    "scale of the first token": lambda x: (to_int8(x / (largest(x) / 127)), (largest(x) / 127)[:1].expand(T, 1)),
-    "a zero point": lambda x: ((x / (largest(x) / 127) + 1).round().clamp(-128, 127).to(torch.int8), largest(x) / 127),
+    "7 bits": lambda x: (
+        (x / (largest(x) / 127)).round().clamp(-64, 63).to(torch.int8),
+        largest(x) / 127,
+    ),
+    "rounded to tens": lambda x: (
+        (x / (largest(x) / 127)).round(decimals=-1).to(torch.int8),
+        largest(x) / 127,
+    ),
+    "scale of the next token": lambda x: (
+        to_int8(x / (largest(x) / 127)),
+        (largest(x) / 127).roll(1, 0),
+    ),
+    "scale in another order": lambda x: (
+        to_int8(x / (largest(x) / 127)),
+        (largest(x) / 127).flip(0),
+    ),
+    "scale of the first token": lambda x: (
+        to_int8(x / (largest(x) / 127)),
+        (largest(x) / 127)[:1].expand(T, 1),
+    ),
+    "a zero point": lambda x: (
+        (x / (largest(x) / 127) + 1).round().clamp(-128, 127).to(torch.int8),
+        largest(x) / 127,
+    ),
     "outliers cut off": lambda x: (to_int8(x.clamp(-8, 8) / (largest(x) / 127)), largest(x) / 127),
     "scale times two": lambda x: (to_int8(x / (largest(x) / 127)), largest(x) / 64),
 }
@@ -88,7 +111,9 @@ def test_spelling(name: str) -> None:
 
 @pytest.mark.parametrize("name", MISSES)
 def test_miss(name: str) -> None:
-    """What was done before the rows may be a step of its own: then the rows are what came out of it."""
+    """What was done before the rows may be a step of its own: then the rows are what came out of
+    it.
+    """
     found = read(MISSES[name])
     assert found is None or found.source.op != "placeholder"
 
@@ -99,16 +124,37 @@ OF_OPERATORS: dict[str, tuple[NumberFormat | None, Callable[[Tensor], tuple[Tens
     "fp8 by torch_npu's number": (FP8, lambda x: npu.npu_dynamic_quant(x, dst_type=292)),
     "hifloat8": (HIFLOAT8, lambda x: npu.npu_dynamic_quant(x, dst_type=290)),
     "mxfp8": (MXFP8, lambda x: npu.npu_dynamic_mx_quant(x, dst_type=24)),
-    "mxfp8, the axis by its number": (MXFP8, lambda x: npu.npu_dynamic_mx_quant(x, axis=1, dst_type=292)),
+    "mxfp8, the axis by its number": (
+        MXFP8,
+        lambda x: npu.npu_dynamic_mx_quant(x, axis=1, dst_type=292),
+    ),
     "another float8": (None, lambda x: npu.npu_dynamic_quant(x, dst_type=torch.float8_e5m2)),
-    "another largest number": (None, lambda x: npu.npu_dynamic_quant(x, dst_type=24, dst_type_max=240.0)),
+    "another largest number": (
+        None,
+        lambda x: npu.npu_dynamic_quant(x, dst_type=24, dst_type_max=240.0),
+    ),
     "per tensor": (None, lambda x: npu.npu_dynamic_quant(x, dst_type=24, quant_mode="pertensor")),
     "mxfp8 along the tokens": (None, lambda x: npu.npu_dynamic_mx_quant(x, axis=0, dst_type=24)),
-    "mxfp8 rounded down": (None, lambda x: npu.npu_dynamic_mx_quant(x, round_mode="floor", dst_type=24)),
-    "mxfp8 in larger blocks": (None, lambda x: npu.npu_dynamic_mx_quant(x, block_size=64, dst_type=24)),
-    "mxfp8 by another scale": (None, lambda x: npu.npu_dynamic_mx_quant(x, scale_alg=1, dst_type=24)),
-    "mxfp8 of another largest": (None, lambda x: npu.npu_dynamic_mx_quant(x, dst_type=24, dst_type_max=6.0)),
-    "mxfp8 with a bound": (None, lambda x: npu.npu_dynamic_mx_quant(x, dst_type=24, max_low_bound=0.1)),
+    "mxfp8 rounded down": (
+        None,
+        lambda x: npu.npu_dynamic_mx_quant(x, round_mode="floor", dst_type=24),
+    ),
+    "mxfp8 in larger blocks": (
+        None,
+        lambda x: npu.npu_dynamic_mx_quant(x, block_size=64, dst_type=24),
+    ),
+    "mxfp8 by another scale": (
+        None,
+        lambda x: npu.npu_dynamic_mx_quant(x, scale_alg=1, dst_type=24),
+    ),
+    "mxfp8 of another largest": (
+        None,
+        lambda x: npu.npu_dynamic_mx_quant(x, dst_type=24, dst_type_max=6.0),
+    ),
+    "mxfp8 with a bound": (
+        None,
+        lambda x: npu.npu_dynamic_mx_quant(x, dst_type=24, max_low_bound=0.1),
+    ),
     "another mx format": (None, lambda x: npu.npu_dynamic_mx_quant(x, dst_type=23)),
 }
 
@@ -117,7 +163,9 @@ OF_OPERATORS: dict[str, tuple[NumberFormat | None, Callable[[Tensor], tuple[Tens
 def test_by_operators(name: str) -> None:
     """By its arguments alone; every other is none of the kernel's."""
     wanted, quantise = OF_OPERATORS[name]
-    graph = view(lambda x: quantise(x)[0], torch.empty(64, 128, dtype=torch.bfloat16, device="meta"))
+    graph = view(
+        lambda x: quantise(x)[0], torch.empty(64, 128, dtype=torch.bfloat16, device="meta")
+    )
     (operator,) = (node for node in graph.nodes if "quant" in str(node.target))
     found = dynamic_quant.by_operator(operator)
     assert (found.format if found is not None else None) == wanted

@@ -1,4 +1,6 @@
-"""npu_kv_rmsnorm_rope_cache: its tensors by role, its mode, and arguments that the kernel has no counterpart of."""
+"""npu_kv_rmsnorm_rope_cache: its tensors by role, its mode, and arguments that the kernel has no
+counterpart of.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,18 @@ T, HCKV, DR = 4, 512, 64
 
 
 def read(version: int = 1, **options: Any) -> tuple[KvOperatorFact, list[Any]]:
-    def fn(latent: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, index: Tensor, kr: Tensor, kv: Tensor) -> Any:
-        operator = (npu.npu_kv_rmsnorm_rope_cache, npu.npu_kv_rmsnorm_rope_cache_v2_functional)[version - 1]
+    def fn(
+        latent: Tensor,
+        gamma: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        index: Tensor,
+        kr: Tensor,
+        kv: Tensor,
+    ) -> Any:
+        operator = (npu.npu_kv_rmsnorm_rope_cache, npu.npu_kv_rmsnorm_rope_cache_v2_functional)[
+            version - 1
+        ]
         return operator(latent, gamma, cos, sin, index, kr, kv, **options)
 
     shapes = ((T, 1, 1, HCKV + DR), (HCKV,), (T, 1, 1, DR), (T, 1, 1, DR))
@@ -38,7 +50,8 @@ def test_tensors_by_their_roles(version: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "kernels"), [("PA", "PA_BSND"), ("PA_BNSD", "PA_BSND"), ("PA_NZ", "PA_NZ"), ("PA_BLK_BNSD", None)]
+    ("mode", "kernels"),
+    [("PA", "PA_BSND"), ("PA_BNSD", "PA_BSND"), ("PA_NZ", "PA_NZ"), ("PA_BLK_BNSD", None)],
 )
 def test_the_kernels_word_for_a_mode(mode: str, kernels: str | None) -> None:
     assert read(cache_mode=mode)[0].cache_mode == kernels
@@ -56,5 +69,7 @@ def test_epsilon_and_rows() -> None:
 
 
 def test_another_operator_is_none() -> None:
-    graph = view(lambda x, w: npu.npu_rms_norm(x, w)[0], floats(T, HCKV).bfloat16(), floats(HCKV).bfloat16())
+    graph = view(
+        lambda x, w: npu.npu_rms_norm(x, w)[0], floats(T, HCKV).bfloat16(), floats(HCKV).bfloat16()
+    )
     assert find(graph) == [] and not any(map(is_one, graph.nodes))

@@ -68,7 +68,10 @@ def test_a_second_layer_gets_the_facts_that_reading_it_would_find() -> None:
     alone = FactReader(graph, (first, second)).read(second)
     assert reader.probes == 1 and known.norms and known.ropes
     for by_move, anew, before in zip(
-        (*moved_on.norms, *moved_on.ropes), (*alone.norms, *alone.ropes), (*known.norms, *known.ropes), strict=True
+        (*moved_on.norms, *moved_on.ropes),
+        (*alone.norms, *alone.ropes),
+        (*known.norms, *known.ropes),
+        strict=True,
     ):
         assert described(by_move) == described(anew)
         assert by_move.node is not before.node

@@ -26,7 +26,13 @@ def last(step: Step) -> Multiple | None:
 
 @pytest.mark.parametrize("factor", [1.0, 0.25, -2.0])
 @pytest.mark.parametrize(
-    "move", [lambda y: y.t(), lambda y: y[:, 2:], lambda y: y.view(T, 2, 3).split([1, 2], -1)[1], lambda y: y.view(-1)]
+    "move",
+    [
+        lambda y: y.t(),
+        lambda y: y[:, 2:],
+        lambda y: y.view(T, 2, 3).split([1, 2], -1)[1],
+        lambda y: y.view(-1),
+    ],
 )
 def test_moved_and_multiplied(move: Step, factor: float) -> None:
     for step in (lambda y: move(y * factor).double(), lambda y: (move(y) * factor).double()):

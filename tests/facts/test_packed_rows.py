@@ -1,4 +1,6 @@
-"""Rows of a per-tile quantised cache: int8 tiles, the key's bytes and a scale a tile, however they are made."""
+"""Rows of a per-tile quantised cache: int8 tiles, the key's bytes and a scale a tile, however they
+are made.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,14 @@ def values_of(c: Tensor, scale: Tensor) -> Tensor:
 
 
 def rows(values: Tensor, key: Tensor, scale: Tensor) -> Tensor:
-    return torch.cat([values, key.contiguous().view(torch.int8), scale.squeeze(-1).contiguous().view(torch.int8)], -1)
+    return torch.cat(
+        [
+            values,
+            key.contiguous().view(torch.int8),
+            scale.squeeze(-1).contiguous().view(torch.int8),
+        ],
+        -1,
+    )
 
 
 def packed(c: Tensor, k: Tensor) -> Tensor:
@@ -45,7 +54,11 @@ def clipped(c: Tensor, k: Tensor) -> Tensor:
 SPELLINGS: dict[str, tuple[Pack, float]] = {
     "usual": (packed, 1.0),
     "by the inverse": (
-        lambda c, k: rows((tiles(c) * (127 / (scale_of(c) * 127))).round().to(torch.int8).flatten(-2), k, scale_of(c)),
+        lambda c, k: rows(
+            (tiles(c) * (127 / (scale_of(c) * 127))).round().to(torch.int8).flatten(-2),
+            k,
+            scale_of(c),
+        ),
         1.0,
     ),
     "clipped": (clipped, 0.9),
@@ -54,9 +67,15 @@ SPELLINGS: dict[str, tuple[Pack, float]] = {
 
 MISSES: dict[str, Pack] = {
     "scales before the key": lambda c, k: torch.cat(
-        [values_of(c, scale_of(c)), *(part.contiguous().view(torch.int8) for part in (scale_of(c).squeeze(-1), k))], -1
+        [
+            values_of(c, scale_of(c)),
+            *(part.contiguous().view(torch.int8) for part in (scale_of(c).squeeze(-1), k)),
+        ],
+        -1,
     ),
-    "truncated": lambda c, k: rows((tiles(c) / scale_of(c)).to(torch.int8).flatten(-2), k, scale_of(c)),
+    "truncated": lambda c, k: rows(
+        (tiles(c) / scale_of(c)).to(torch.int8).flatten(-2), k, scale_of(c)
+    ),
     "128 steps": lambda c, k: rows(values_of(c, scale_of(c)), k, scale_of(c) * 127 / 128),
     "inverse scale": lambda c, k: rows(values_of(c, scale_of(c)), k, 1 / scale_of(c)),
     "key doubled": lambda c, k: rows(values_of(c, scale_of(c)), 2 * k, scale_of(c)),
@@ -64,7 +83,9 @@ MISSES: dict[str, Pack] = {
     "latent turned": lambda c, k: packed(c.roll(TILE_SIZE, -1), k),
     "sign": lambda c, k: rows(values_of(-c, scale_of(c)), k, scale_of(c)),
     "one scale for all tiles": lambda c, k: rows(
-        values_of(c, scale_of(c).amax(-2, keepdim=True)), k, scale_of(c).amax(-2, keepdim=True).expand(T, 2, 1)
+        values_of(c, scale_of(c).amax(-2, keepdim=True)),
+        k,
+        scale_of(c).amax(-2, keepdim=True).expand(T, 2, 1),
     ),
 }
 

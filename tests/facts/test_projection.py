@@ -1,4 +1,6 @@
-"""Projections: which operand is the weight, what the activation comes from, and which rows of it are read."""
+"""Projections: which operand is the weight, what the activation comes from, and which rows of it
+are read.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def test_spelling(name: str, symbolic: bool) -> None:
     graph = view(PRODUCTS[name], floats(B, S, HE), floats(WIDTH, HE), symbolic=symbolic)
     (item,) = projection.find(graph)
     x, _ = graph.gm.graph.find_nodes(op="placeholder")
-    if not (name == "weight first" and not symbolic):  # of two plain inputs the right one is the weight
+    # of two plain inputs the right one is the weight
+    if not (name == "weight first" and not symbolic):
         assert item.origin is x
         assert item.is_flat and len(item.summed) == len(item.column_labels) == 1
         assert reads_whole(graph, item)
@@ -42,10 +45,14 @@ def test_spelling(name: str, symbolic: bool) -> None:
 
 
 def test_merged_tokens_keep_their_sizes() -> None:
-    graph = view(lambda x, w: x.view(-1, HE) @ w, floats(B, S, HE), floats(HE, WIDTH), symbolic=True)
+    graph = view(
+        lambda x, w: x.view(-1, HE) @ w, floats(B, S, HE), floats(HE, WIDTH), symbolic=True
+    )
     (item,) = projection.find(graph)
     x, _ = graph.gm.graph.find_nodes(op="placeholder")
-    assert list(map(str, token_sizes(item) or [])) == [str(size) for size in x.meta["val"].shape[:2]]
+    assert list(map(str, token_sizes(item) or [])) == [
+        str(size) for size in x.meta["val"].shape[:2]
+    ]
 
 
 def two(

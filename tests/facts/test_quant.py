@@ -1,4 +1,6 @@
-"""The scales of an int8 product: by one operator or in steps, for each column and for each token."""
+"""The scales of an int8 product: by one operator or in steps, for each column and for each
+token.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,13 @@ from tests.fx.tracing import TOKENS, floats, inputs, integers, view
 
 npu = torch.ops.npu
 T, HE, W = TOKENS, 16, 8
-Product = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of int8 x, int8 w, token and column scales
+# of int8 x, int8 w, token and column scales
+Product = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def read(product: Product, tokens: int = T, columns: int = W) -> tuple[Quantised | None, list[Node]]:
+def read(
+    product: Product, tokens: int = T, columns: int = W
+) -> tuple[Quantised | None, list[Node]]:
     x, w = (integers(*shape, dtype=torch.int8) for shape in ((T, HE), (HE, W)))
     graph = view(product, x, w, floats(tokens, 1), floats(columns))
     (item,) = projection.find(graph)
@@ -31,7 +36,11 @@ PRODUCTS: dict[str, tuple[Product, float, bool]] = {
     "columns first": (lambda x, w, t, c: (x.int() @ w.int()).float() * c * t, 1.0, False),
     "in floats": (lambda x, w, t, c: (x.float() @ w.float()) * t * c, 1.0, False),
     "outer product": (lambda x, w, t, c: (x.float() @ w.float()) * (t * c), 1.0, False),
-    "over 127 at the end": (lambda x, w, t, c: (x.float() @ w.float()) * t * c / 127, 1 / 127, False),
+    "over 127 at the end": (
+        lambda x, w, t, c: (x.float() @ w.float()) * t * c / 127,
+        1 / 127,
+        False,
+    ),
     "divided by the inverse": (lambda x, w, t, c: (x.float() @ w.float()) / t * c, 1.0, True),
 }
 

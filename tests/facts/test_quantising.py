@@ -1,4 +1,6 @@
-"""Choices that a quantisation to int8 is made of; any other choice, or one with other bounds, ends the proof."""
+"""Choices that a quantisation to int8 is made of; any other choice, or one with other bounds, ends
+the proof.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,11 @@ def norm(y: Tensor, eps: float = 1e-6) -> Tensor:
 def reader(*steps: Step) -> tuple[FactReader, list[int]]:
     """After the cones of as many products are read, and how many norms each holds."""
     weights = [floats(HE, W) for _ in steps]
-    graph = view(lambda x, *ws: [step(x @ w) for step, w in zip(steps, ws, strict=True)], floats(T, HE), *weights)
+    graph = view(
+        lambda x, *ws: [step(x @ w) for step, w in zip(steps, ws, strict=True)],
+        floats(T, HE),
+        *weights,
+    )
     found = projection.find(graph)
     made = FactReader(graph, found)
     return made, [len(made.read(item).norms) for item in found]

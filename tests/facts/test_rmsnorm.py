@@ -27,9 +27,13 @@ SPELLINGS: dict[str, Step] = {
     "negative power": lambda v, g: v * (statistic(v) + EPS).pow(-0.5) * g,
     "F.rms_norm": lambda v, g: F.rms_norm(v, (W,), g, EPS),
     "weight into the statistic": lambda v, g: (g * v) * torch.rsqrt(statistic(v) + EPS),
-    "by heads and back": lambda v, g: (v * torch.rsqrt(statistic(v) + EPS)).view(-1, 2, 4).reshape(-1, W) * g,
+    "by heads and back": lambda v, g: (
+        (v * torch.rsqrt(statistic(v) + EPS)).view(-1, 2, 4).reshape(-1, W) * g
+    ),
     "inert clamp": lambda v, g: v * torch.rsqrt(statistic(v).clamp_min(0) + EPS) * g,
-    "vector norm": lambda v, g: v / (torch.linalg.vector_norm(v, dim=-1, keepdim=True).square() / W + EPS).sqrt() * g,
+    "vector norm": lambda v, g: (
+        v / (torch.linalg.vector_norm(v, dim=-1, keepdim=True).square() / W + EPS).sqrt() * g
+    ),
     "einsum": lambda v, g: v * torch.rsqrt(torch.einsum("tc,tc->t", v, v)[:, None] / W + EPS) * g,
 }
 
@@ -62,7 +66,9 @@ def test_the_floor_of_normalize_is_its_epsilon() -> None:
 
 
 def test_a_product_of_weights_is_a_weight() -> None:
-    (fact,) = norms(lambda v, g, h: (g * h) * v * torch.rsqrt(statistic(v) + EPS), W, floats(W), floats(W))
+    (fact,) = norms(
+        lambda v, g, h: (g * h) * v * torch.rsqrt(statistic(v) + EPS), W, floats(W), floats(W)
+    )
     assert fact.gamma is not None and fact.gamma.name.startswith("mul")
 
 
@@ -94,7 +100,9 @@ MISSES: dict[str, Step] = {
     "clamped before": lambda v, g: F.rms_norm(v.clamp(-8, 8), (W,), g, EPS),
     "clamped behind": lambda v, g: g * F.rms_norm(v, (W,), None, EPS).clamp(-8, 8),
     "floor under the statistic": lambda v, g: g * v * torch.rsqrt(statistic(v).clamp_min(1e-3)),
-    "ceiling over the statistic": lambda v, g: g * v * torch.rsqrt(statistic(v).clamp_max(1e4) + EPS),
+    "ceiling over the statistic": lambda v, g: (
+        g * v * torch.rsqrt(statistic(v).clamp_max(1e4) + EPS)
+    ),
     "outliers masked": lambda v, g: F.rms_norm(v.masked_fill(v.abs() > 11, 0.0), (W,), g, EPS),
     "noise": lambda v, g: F.rms_norm(v + 1e-3 * torch.randn_like(v), (W,), g, EPS),
     "through float8": lambda v, g: F.rms_norm(v.to(torch.float8_e4m3fn).float(), (W,), g, EPS),
@@ -105,7 +113,9 @@ MISSES: dict[str, Step] = {
 @pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("name", MISSES)
 def test_miss(name: str, symbolic: bool) -> None:
-    """No norm with a weight, in the graph's own order; what a miss has inside may be a norm without one."""
+    """No norm with a weight, in the graph's own order; what a miss has inside may be a norm without
+    one.
+    """
     found = norms(MISSES[name], W, floats(W), tokens=TOKENS, symbolic=symbolic)
     results = [fact for fact in found if not any(user.op != "output" for user in fact.node.users)]
     assert not results

@@ -42,7 +42,9 @@ def regrouped(v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 HALF: dict[str, Step] = {
     "rotate half": lambda v, c, s: rotate(heads(v), c, s),
     "by halves": lambda v, c, s: by_halves(heads(v), c, s),
-    "heads first": lambda v, c, s: heads(v).transpose(0, 1) * c + half(heads(v).transpose(0, 1)) * s,
+    "heads first": lambda v, c, s: (
+        heads(v).transpose(0, 1) * c + half(heads(v).transpose(0, 1)) * s
+    ),
     "negated sine": lambda v, c, s: heads(v) * c[:, None] - half(heads(v)) * -s[:, None],
     "in float64": lambda v, c, s: rotate(heads(v).double(), c.double(), s.double()).float(),
 }
@@ -55,12 +57,15 @@ INTERLEAVED: dict[str, Step] = {
 @pytest.mark.parametrize("name", [*HALF, *INTERLEAVED])
 def test_spelling(name: str, symbolic: bool) -> None:
     step = HALF.get(name) or INTERLEAVED[name]
-    found = ropes(step, N * DR, floats(TOKENS, DR), floats(TOKENS, DR), tokens=TOKENS, symbolic=symbolic)
+    found = ropes(
+        step, N * DR, floats(TOKENS, DR), floats(TOKENS, DR), tokens=TOKENS, symbolic=symbolic
+    )
     assert len(found) == 1
     (fact,) = found
     assert (fact.heads, fact.rope_dim, fact.layout) == (N, DR, "half")
     assert fact.input_layout == ("half" if name in HALF else "interleaved")
-    for table in (fact.cos, fact.sin):  # in one piece or in two; of what was negated, with the other sign
+    # in one piece or in two; of what was negated, with the other sign
+    for table in (fact.cos, fact.sin):
         assert sum(run.count for run in table) == DR
         assert {(run.step, abs(run.factor), run.rows) for run in table} == {(1, 1.0, "token")}
     assert not {run.base for run in fact.cos} & {run.base for run in fact.sin}
@@ -73,11 +78,15 @@ def test_complex_tables_are_read_as_their_parts() -> None:
 
     (fact,) = ropes(step, N * DR, torch.zeros(5, H, dtype=torch.complex64))
     assert fact.layout == fact.input_layout == "interleaved"
-    assert {run.field for run in fact.cos} == {"real"} and {run.field for run in fact.sin} == {"imag"}
+    assert {run.field for run in fact.cos} == {"real"} and {run.field for run in fact.sin} == {
+        "imag"
+    }
 
 
 def test_the_factor_of_a_table_is_read_off() -> None:
-    (fact,) = ropes(lambda v, c, s: rotate(heads(v) * 0.5, c, s), N * DR, floats(5, DR), floats(5, DR))
+    (fact,) = ropes(
+        lambda v, c, s: rotate(heads(v) * 0.5, c, s), N * DR, floats(5, DR), floats(5, DR)
+    )
     assert {run.factor for run in (*fact.cos, *fact.sin)} == {0.5}
 
 
@@ -103,7 +112,9 @@ MISSES: dict[str, Step] = {
         heads(v) * c[:, None] * torch.arange(1, 3)[:, None] + half(heads(v)) * s[:, None]
     ),
     "some tokens alone": lambda v, c, s: torch.cat([rotate(heads(v), c, s)[:3], heads(v)[3:]]),
-    "where a table is large": lambda v, c, s: torch.where(c[:, None] > 0.5, rotate(heads(v), c, s), heads(v)),
+    "where a table is large": lambda v, c, s: torch.where(
+        c[:, None] > 0.5, rotate(heads(v), c, s), heads(v)
+    ),
     "through float8": lambda v, c, s: rotate(heads(v).to(torch.float8_e4m3fn).float(), c, s),
 }
 

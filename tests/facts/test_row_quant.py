@@ -1,4 +1,6 @@
-"""Rows on their way into an int8 cache: round(rows * scale), saturated at both ends of int8, and nothing else."""
+"""Rows on their way into an int8 cache: round(rows * scale), saturated at both ends of int8, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,11 @@ ONE, EACH = floats(1), floats(WIDTH)
 def test_spelling(quantise: Quantise, inverse: bool, scale: Tensor) -> None:
     found = read(quantise, scale)
     assert found is not None and found.scale.node is not None
-    assert (found.scale.inverse, found.scale.factor, found.scale.node.op) == (inverse, 1.0, "placeholder")
+    assert (found.scale.inverse, found.scale.factor, found.scale.node.op) == (
+        inverse,
+        1.0,
+        "placeholder",
+    )
 
 
 def test_a_literal_scale() -> None:
@@ -53,10 +59,16 @@ def test_a_literal_scale() -> None:
     assert found is not None and found.scale.node is None and found.scale.factor == 42.0
 
 
-@pytest.mark.parametrize("make", [torch.reciprocal, torch.sqrt, torch.abs, lambda s: s.clamp(min=1.0)])
+@pytest.mark.parametrize(
+    "make", [torch.reciprocal, torch.sqrt, torch.abs, lambda s: s.clamp(min=1.0)]
+)
 def test_what_is_made_of_a_scale_is_the_scale(make: Callable[[Tensor], Tensor]) -> None:
     found = read(lambda v, s: saturated(v * make(s)), EACH)
-    assert found is not None and found.scale.node is not None and found.scale.node.op == "call_function"
+    assert (
+        found is not None
+        and found.scale.node is not None
+        and found.scale.node.op == "call_function"
+    )
     assert not found.scale.inverse
 
 

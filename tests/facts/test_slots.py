@@ -16,11 +16,17 @@ T, ROWS = 5, 64
 Make = Callable[..., Any]
 
 
-def verdict(make: Make, *others: Tensor, dtype: torch.dtype = torch.int64) -> tuple[list[str] | str, int]:
-    """Of slots made of an input of integers and others: whom they trust, or why they are unproven."""
+def verdict(
+    make: Make, *others: Tensor, dtype: torch.dtype = torch.int64
+) -> tuple[list[str] | str, int]:
+    """Of slots made of an input of integers and others: whom they trust, or why they are
+    unproven.
+    """
     graph = view(make, integers(T, dtype=dtype), *others)
     found = judge(graph, outputs(graph))
-    return str(found) if isinstance(found, Unproven) else [node.name for node in found.inputs], len(graph.nodes)
+    return str(found) if isinstance(found, Unproven) else [node.name for node in found.inputs], len(
+        graph.nodes
+    )
 
 
 TRUSTED: dict[str, Make] = {
@@ -86,7 +92,11 @@ def test_unproven(name: str) -> None:
 
 def test_choices_and_sums_of_inputs_are_trusted_with_nothing() -> None:
     other, mask = integers(T), masks(T)
-    for make in (lambda s, o: s + o, lambda s, o: torch.maximum(s, o), lambda s, o: torch.cat([s[:2], o[:3]])):
+    for make in (
+        lambda s, o: s + o,
+        lambda s, o: torch.maximum(s, o),
+        lambda s, o: torch.cat([s[:2], o[:3]]),
+    ):
         assert isinstance(verdict(make, other)[0], str)
     assert isinstance(verdict(lambda s, o, m: torch.where(m, s, o), other, mask)[0], str)
     assert isinstance(verdict(lambda s, m: torch.where(m, s, -1), mask)[0], str)
@@ -101,7 +111,8 @@ def test_a_block_table_is_trusted_and_a_remainder_is_not_asked() -> None:
     graph = view(block_and_place, integers(T), table)
     found = judge(graph, outputs(graph))
     assert isinstance(found, Trust)
-    assert [node.meta["val"].dim() for node in found.inputs] == [2]  # the table; the place is known by itself
+    # the table; the place is known by itself
+    assert [node.meta["val"].dim() for node in found.inputs] == [2]
 
 
 def test_one_token_cannot_meet_another() -> None:

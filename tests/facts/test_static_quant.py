@@ -20,22 +20,34 @@ Spelling = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [4, 8], scale [1], of
 
 SPELLINGS: dict[str, Spelling] = {
     "one": lambda x, s, o: npu.npu_quantize(x, s, o, 1, -1, True),
-    "expanded": lambda x, s, o: npu.npu_quantize(x, s.expand(8), o.to(x.dtype).expand(8), 1, -1, True),
+    "expanded": lambda x, s, o: npu.npu_quantize(
+        x, s.expand(8), o.to(x.dtype).expand(8), 1, -1, True
+    ),
     "a scalar viewed": lambda x, s, o: npu.npu_quantize(x, s[0].view(1), o, 1, -1, True),
     "widened": lambda x, s, o: npu.npu_quantize(x.float(), s.float(), o.float(), 1, -1, True),
-    "by the reciprocal": lambda x, s, o: npu.npu_quantize(x, s.reciprocal().expand(8), o, 1, -1, False),
+    "by the reciprocal": lambda x, s, o: npu.npu_quantize(
+        x, s.reciprocal().expand(8), o, 1, -1, False
+    ),
     "no offset": lambda x, s, o: npu.npu_quantize(x, s, None, 1, -1, True),
-    "repeated": lambda x, s, o: npu.npu_quantize(x, s.repeat(8), o.repeat(8).to(x.dtype), 1, -1, True),
+    "repeated": lambda x, s, o: npu.npu_quantize(
+        x, s.repeat(8), o.repeat(8).to(x.dtype), 1, -1, True
+    ),
 }
 OTHERS: dict[str, Spelling] = {
     "a scale for each channel": lambda x, s, o: npu.npu_quantize(x, x[0].abs() + 1, o, 1, -1, True),
     "float32's scale": lambda x, s, o: npu.npu_quantize(x, s.float() * 1.001, o, 1, -1, True),
     "the reciprocal as given": lambda x, s, o: npu.npu_quantize(x, s, o, 1, -1, False),
     "an offset that is no integer": lambda x, s, o: npu.npu_quantize(x, s, s, 1, -1, True),
-    "an offset for each channel": lambda x, s, o: npu.npu_quantize(x, s.expand(8), x[0], 1, -1, True),
-    "narrowed on its way": lambda x, s, o: npu.npu_quantize(x, s.expand(8).half().bfloat16(), o, 1, -1, True),
+    "an offset for each channel": lambda x, s, o: npu.npu_quantize(
+        x, s.expand(8), x[0], 1, -1, True
+    ),
+    "narrowed on its way": lambda x, s, o: npu.npu_quantize(
+        x, s.expand(8).half().bfloat16(), o, 1, -1, True
+    ),
     "an offset that wraps": lambda x, s, o: npu.npu_quantize(x, s, o.to(torch.uint8), 1, -1, True),
-    "an offset that is 0 or 1": lambda x, s, o: npu.npu_quantize(x, s, o.bool().expand(8), 1, -1, True),
+    "an offset that is 0 or 1": lambda x, s, o: npu.npu_quantize(
+        x, s, o.bool().expand(8), 1, -1, True
+    ),
     "a number": lambda x, s, o: npu.npu_quantize(x, torch.full((8,), 0.03), o, 1, -1, True),
     "by each token": lambda x, s, o: npu.npu_dynamic_quant(x)[0],
 }
@@ -46,9 +58,15 @@ def read(spelling: Spelling) -> static_quant.StaticQuant | None:
         def forward(self, x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
             return spelling(x, scale, offset)
 
-    args = torch.randn(4, 8).bfloat16(), torch.tensor([0.5]).bfloat16(), torch.tensor([3], dtype=torch.int8)
+    args = (
+        torch.randn(4, 8).bfloat16(),
+        torch.tensor([0.5]).bfloat16(),
+        torch.tensor([3], dtype=torch.int8),
+    )
     nodes = graph_of(Model(), *args).graph.nodes
-    operators = [node for node in nodes if op_name(node) in ("npu::npu_quantize", "npu::npu_dynamic_quant")]
+    operators = [
+        node for node in nodes if op_name(node) in ("npu::npu_quantize", "npu::npu_dynamic_quant")
+    ]
     return static_quant.by_operator(operators[-1])
 
 
@@ -88,9 +106,15 @@ REPEATED: dict[str, Call] = {
 }
 DIFFERENT: dict[str, tuple[Call, str]] = {
     "one scale": ((torch.cat([SCALE[1:], vector(0.031, 1)]), THREE, True), "scale differ"),
-    "one offset": ((SCALE, torch.cat([vector(4, 1, torch.int8), THREE[1:]]), True), "offset differ"),
+    "one offset": (
+        (SCALE, torch.cat([vector(4, 1, torch.int8), THREE[1:]]), True),
+        "offset differ",
+    ),
     "not a number": ((vector(float("nan")), THREE, True), "scale differ"),
-    "no bfloat16 number": ((vector(0.0311, dtype=torch.float32), THREE, True), "one bfloat16 number: 0.0311"),
+    "no bfloat16 number": (
+        (vector(0.0311, dtype=torch.float32), THREE, True),
+        "one bfloat16 number: 0.0311",
+    ),
     "no reciprocal": ((vector(1.484375), THREE, False), "the reciprocal of one bfloat16 number"),
     "reciprocal of no number": ((vector(0), THREE, False), "the reciprocal of one bfloat16 number"),
     "no integer": ((SCALE, vector(3.5), True), "one int8 number: 3.5"),
@@ -99,7 +123,9 @@ DIFFERENT: dict[str, tuple[Call, str]] = {
 }
 
 
-def read_vectors(call: Call, look: bool = True, step: Callable[[Tensor], Tensor] = lambda s: s) -> Node:
+def read_vectors(
+    call: Call, look: bool = True, step: Callable[[Tensor], Tensor] = lambda s: s
+) -> Node:
     class Model(nn.Module):
         def forward(self, x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
             return npu.npu_quantize(x, step(scale), offset, 1, -1, call[2])
@@ -138,16 +164,24 @@ def test_a_vector_that_does_not(name: str) -> None:
 
 
 def test_a_vector_that_nobody_has_looked_at() -> None:
-    assert "cannot be looked at" in static_quant.why_not(read_vectors(REPEATED["scales"], look=False))
+    assert "cannot be looked at" in static_quant.why_not(
+        read_vectors(REPEATED["scales"], look=False)
+    )
 
 
 @pytest.mark.parametrize("step", [lambda s: s * 2, lambda s: s.cumsum(0), lambda s: s.sqrt()])
 def test_a_vector_that_the_graph_computes(step: Callable[[Tensor], Tensor]) -> None:
-    assert "computed in the graph" in static_quant.why_not(read_vectors(REPEATED["scales"], step=step))
+    assert "computed in the graph" in static_quant.why_not(
+        read_vectors(REPEATED["scales"], step=step)
+    )
 
 
 def test_views_of_one_number_are_that_number() -> None:
-    for step in (lambda s: s[2:].repeat(2)[:8], lambda s: s.view(2, 4).t().contiguous().view(-1), lambda s: s[3:4]):
+    for step in (
+        lambda s: s[2:].repeat(2)[:8],
+        lambda s: s.view(2, 4).t().contiguous().view(-1),
+        lambda s: s[3:4],
+    ):
         operator = read_vectors(REPEATED["scales"], step=step)
         assert static_quant.by_operator(operator) is not None, static_quant.why_not(operator)
 
@@ -155,7 +189,8 @@ def test_views_of_one_number_are_that_number() -> None:
 @pytest.mark.parametrize("rounded", [False, True])
 def test_reciprocals_that_the_graph_rounds(rounded: bool) -> None:
     operator = read_vectors(
-        (1 / SCALE.float(), THREE, False), step=(lambda s: s.bfloat16()) if rounded else lambda s: s.double().float()
+        (1 / SCALE.float(), THREE, False),
+        step=(lambda s: s.bfloat16()) if rounded else lambda s: s.double().float(),
     )
     assert (static_quant.by_operator(operator) is None) == rounded
     assert not rounded or "narrower form" in static_quant.why_not(operator)

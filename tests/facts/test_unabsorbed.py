@@ -1,4 +1,6 @@
-"""q_nope where no product with W_uk follows: all columns that are not rotated, read as one piece."""
+"""q_nope where no product with W_uk follows: all columns that are not rotated, read as one
+piece.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Columns that nothing rotates: read as one piece by products and writes, and by no step that might rotate them."""
+"""Columns that nothing rotates: read as one piece by products and writes, and by no step that might
+rotate them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_spelling(name: str) -> None:
     step, factor = SPELLINGS[name]
     fact = next(fact for fact in find(step) if fact.factor == factor)
     columns = [[n * (D + DR) + D + r for r in range(DR)] for n in range(N)]
-    assert [[*first, *second] for first, second in zip(fact.first, fact.second, strict=True)] == columns
+    assert [
+        [*first, *second] for first, second in zip(fact.first, fact.second, strict=True)
+    ] == columns
     assert (fact.heads, fact.rope_dim, fact.layout, fact.cos, fact.sin) == (N, DR, "half", (), ())
 
 

@@ -1,4 +1,6 @@
-"""GE graphs as networkx graphs, compared as wirings, and the call that somebody would write by hand."""
+"""GE graphs as networkx graphs, compared as wirings, and the call that somebody would write by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ def wiring(proto: Any) -> nx.MultiDiGraph:
 
     An Identity, which AOT's detach becomes, is passed through.
     """
-    graph, passed = nx.MultiDiGraph(), {f"{op.name}:0": op.input[0] for op in proto.op if op.type == "Identity"}
+    graph, passed = (
+        nx.MultiDiGraph(),
+        {f"{op.name}:0": op.input[0] for op in proto.op if op.type == "Identity"},
+    )
     operators = [op for op in proto.op if op.type != "Identity"]
     for op in operators:
         graph.add_node(op.name, kind=(op.type, _attributes(op)))
@@ -25,7 +30,9 @@ def wiring(proto: Any) -> nx.MultiDiGraph:
             name = passed.get(name, name)
             if name:
                 source, _, output = name.rpartition(":")
-                graph.add_edge(source, op.name, label=(int(output), place if op.type != "NetOutput" else -1))
+                graph.add_edge(
+                    source, op.name, label=(int(output), place if op.type != "NetOutput" else -1)
+                )
     return graph
 
 
@@ -34,21 +41,32 @@ def same_wiring(a: Any, b: Any) -> bool:
         wiring(a),
         wiring(b),
         node_match=lambda x, y: x.get("kind") == y.get("kind"),
-        edge_match=lambda x, y: sorted(e["label"] for e in x.values()) == sorted(e["label"] for e in y.values()),
+        edge_match=lambda x, y: (
+            sorted(e["label"] for e in x.values()) == sorted(e["label"] for e in y.values())
+        ),
     )
 
 
 def _attributes(op: Any) -> str:
     if op.type in ("Data", "NetOutput"):
-        return ""  # numbered by position among the graph's inputs, which is what the comparison is free in
+        # numbered by position among the graph's inputs, which is what the comparison is free in
+        return ""
     kept = {key: str(value) for key, value in op.attr.items() if not key.startswith("_")}
     return str(sorted(kept.items()))
 
 
 def called_by_hand(
-    held: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor, **options: Any
+    held: nn.Module,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    caches: tuple[Tensor, Tensor],
+    slots: Tensor,
+    **options: Any,
 ) -> Tensor:
-    """Attention over what the kernel makes of ``x`` with the weights that ``held`` has under the operator's names."""
+    """Attention over what the kernel makes of ``x`` with the weights that ``held`` has under the
+    operator's names.
+    """
     query, query_rope, *_ = torch.ops.npu.npu_mla_prolog_v3(
         x,
         held.weight_dq,
@@ -65,4 +83,6 @@ def called_by_hand(
         rmsnorm_epsilon_ckv=1e-6,
         **options,
     )
-    return base.attend(query, query_rope, caches[0].view(-1, base.HCKV), caches[1].view(-1, base.DR))
+    return base.attend(
+        query, query_rope, caches[0].view(-1, base.HCKV), caches[1].view(-1, base.DR)
+    )

@@ -1,4 +1,6 @@
-"""A symbolic size loses nothing: what fuses with static sizes fuses with symbolic ones, in place where in place."""
+"""A symbolic size loses nothing: what fuses with static sizes fuses with symbolic ones, in place
+where in place.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,12 @@ from tests.harness import graph_of
 ALL = 0  # dynamic=True: every size that dynamo finds
 Places = list[tuple[int, int]]  # (argument, axis)
 
-_LITERAL = "the model counts with a literal that is a cache's or a block's size at this one size alone"
-_FROM_THE_END = "which layer it is follows from the number of layers, which is known when the graph runs"
+_LITERAL = (
+    "the model counts with a literal that is a cache's or a block's size at this one size alone"
+)
+_FROM_THE_END = (
+    "which layer it is follows from the number of layers, which is known when the graph runs"
+)
 _ROWS = "the kernel takes whole blocks; whether so many rows are is known when the graph runs"
 _SCATTER = "aten.scatter takes fewer indices than rows: nothing says that every token has a slot"
 _APART = "the kernel takes two caches of one BlockNum; mark_dynamic gives each a symbol of its own"
@@ -29,7 +35,9 @@ LESS: dict[tuple[str, int], str] = {
     **dict.fromkeys((("CountedFromTheEnd", size) for size in (ALL, 2)), _FROM_THE_END),
     **dict.fromkeys((("BlocksOfLayers", size) for size in (ALL, BLOCKS, BLOCK_SIZE)), _LITERAL),
     **dict.fromkeys((("RowsOfLayers", size) for size in (ALL, 2, BLOCKS, BLOCK_SIZE)), _LITERAL),
-    **dict.fromkeys((("TwoOfThreeOverlap", size) for size in (ALL, 3, BLOCKS, BLOCK_SIZE)), _LITERAL),
+    **dict.fromkeys(
+        (("TwoOfThreeOverlap", size) for size in (ALL, 3, BLOCKS, BLOCK_SIZE)), _LITERAL
+    ),
     ("SglangBuffers", 64): _ROWS,
     **dict.fromkeys((("ScatterRows", 8), ("LayersAsRows", 8)), _SCATTER),
     **dict.fromkeys((("RowsReadToo", size) for size in (BLOCKS, BLOCK_SIZE)), _APART),
@@ -38,7 +46,9 @@ LESS: dict[tuple[str, int], str] = {
 
 
 def sizes(entry: Entry) -> dict[int, Places]:
-    """Tokens, sequences, blocks and the like: every size of the arguments but widths, and where it stands."""
+    """Tokens, sequences, blocks and the like: every size of the arguments but widths, and where it
+    stands.
+    """
     found: dict[int, Places] = {}
     for number, argument in enumerate(entry.args()):
         for axis, size in enumerate(argument.shape[:-1] if argument.dim() > 1 else argument.shape):
@@ -70,7 +80,8 @@ def of_any_size(entry: Entry) -> Iterator[tuple[int, list[str]]]:
 
 def known(entry: Entry) -> set[int]:
     """The sizes that lose something, by the table above."""
-    if entry.targets[-1] == "preprocess":  # takes at most 1,024 tokens, which a symbolic number may be more than
+    # takes at most 1,024 tokens, which a symbolic number may be more than
+    if entry.targets[-1] == "preprocess":
         return {ALL, *entry.args()[0].shape[:-1]}
     return {size for name, size in LESS if name == entry.name}
 

@@ -1,4 +1,6 @@
-"""Programs that once were fused into something else: steps that probes of ordinary size, or of few tokens, miss."""
+"""Programs that once were fused into something else: steps that probes of ordinary size, or of few
+tokens, miss.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def attention_temperature(y: Tensor) -> Tensor:
 
 
 def late_tokens(y: Tensor) -> Tensor:
-    return (y * (y.new_ones(()) * (1 + (torch.arange(y.shape[0]) * 0.004).floor()))[:, None]).to(y.dtype)
+    return (y * (y.new_ones(()) * (1 + (torch.arange(y.shape[0]) * 0.004).floor()))[:, None]).to(
+        y.dtype
+    )
 
 
 def halved_now_and_then(y: Tensor) -> Tensor:
@@ -42,7 +46,9 @@ def halved_now_and_then(y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("side", ["q_a_layernorm", "kv_a_layernorm"])
 @pytest.mark.parametrize("step", [attention_temperature, late_tokens, halved_now_and_then])
-def test_steps_by_the_token_number_are_not_fused_away(step: Callable[[Tensor], Tensor], side: str) -> None:
+def test_steps_by_the_token_number_are_not_fused_away(
+    step: Callable[[Tensor], Tensor], side: str
+) -> None:
     model, args = Base(), base.paged_args(8)
     setattr(model, side, After(getattr(model, side), step))
     for index in (0, 1, 2, 5):
@@ -58,7 +64,9 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "erf": lambda y: (y.float() + 50 * (1 + torch.erf(-y.float() - 80))).to(y.dtype),
     "sigmoid": lambda y: y * torch.sigmoid(80.0 - y.float()).to(y.dtype),
     "rational": lambda y: (y.float() / (1 + (y.float() / 80).pow(32))).to(y.dtype),
-    "rational, by squares": lambda y: (y.float() / (1 + (y.float() / 80).square().square().square())).to(y.dtype),
+    "rational, by squares": lambda y: (
+        y.float() / (1 + (y.float() / 80).square().square().square())
+    ).to(y.dtype),
 }
 
 

@@ -1,4 +1,6 @@
-"""What a fused prologue writes and gives out: rows of caches, values for other readers, layers that share probes."""
+"""What a fused prologue writes and gives out: rows of caches, values for other readers, layers that
+share probes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_rows_without_a_slot_are_untouched() -> None:
 
 
 def test_interleaved_rows_stay_interleaved() -> None:
-    """Staging re-interleaves: the cache of a complex-RoPE model holds what its other readers expect."""
+    """Staging re-interleaves: the cache of a complex-RoPE model holds what its other readers
+    expect.
+    """
     torch.manual_seed(0)
     model, args = prologues.ComplexDense(), prologues.dense_args()
     unfused, fused = eager(model, clones(args)), compiled(model, clones(args), mf.backend())
@@ -57,7 +61,8 @@ def test_half_rows_by_the_callers_word() -> None:
     written = exact[-1][:2, 3:6]
     halves = torch.cat([written[..., 0::2], written[..., 1::2]], -1)
     assert torch.allclose(fused[-1][:2, 3:6].float(), halves.float(), rtol=0.05, atol=0.05)
-    assert [fusion.placement for fusion in mf.reports()[-1].fused] == ["in place"]  # slices say which rows
+    # slices say which rows
+    assert [fusion.placement for fusion in mf.reports()[-1].fused] == ["in place"]
 
 
 def test_an_epsilon_made_for_rows_of_zeros() -> None:

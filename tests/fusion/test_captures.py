@@ -1,4 +1,6 @@
-"""However the graph was captured: make_fx real, fake and symbolic; no decompositions and core ATen's."""
+"""However the graph was captured: make_fx real, fake and symbolic; no decompositions and core
+ATen's.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_make_fx(mode: str, core: bool, spelling: type[torch.nn.Module]) -> None
     model, args = spelling().requires_grad_(False), base.paged_args()
     options: dict[str, Any] = {"decomposition_table": core_aten_decompositions() if core else None}
     options["_allow_non_fake_inputs"] = mode != "real"
-    gm = make_fx(torch.func.functionalize(lambda *given: model(*given)), tracing_mode=mode, **options)(*args)
+    gm = make_fx(
+        torch.func.functionalize(lambda *given: model(*given)), tracing_mode=mode, **options
+    )(*args)
     unfused = copy.deepcopy(gm)
     assert [f.placement for f in mf.fuse(gm).fused] == ["in place"]
     before, after = clones(args), clones(args)

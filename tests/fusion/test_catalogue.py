@@ -1,4 +1,6 @@
-"""Every entry of the catalogue: fused where it says and as exactly as before, or refused with the code it says."""
+"""Every entry of the catalogue: fused where it says and as exactly as before, or refused with the
+code it says.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,14 @@ from tests.harness import (
 
 ELSEWHERE = "near miss, plain, unabsorbed"  # test_int8_plain.py, test_unabsorbed.py, and below
 OF_BYTES = {"int8", "cache"}, {"floats", "cache"}  # test_int8_caches.py, test_floats.py
-FUSED = [entry for entry in select(without=ELSEWHERE) if not any(tags <= entry.tags for tags in OF_BYTES)]
+FUSED = [
+    entry for entry in select(without=ELSEWHERE) if not any(tags <= entry.tags for tags in OF_BYTES)
+]
 
 
 def each(entries: Iterable[Entry], *more: Any, of: int = 1, first: int = 0) -> list[Any]:
-    """A case for every entry, marked as its tags say; one of ``of`` runs each time, the others are exhaustive.
+    """A case for every entry, marked as its tags say; one of ``of`` runs each time, the others are
+    exhaustive.
 
     The forms of a graph begin at entries of their own, so that more entries are seen each time.
     """
@@ -35,7 +40,9 @@ def each(entries: Iterable[Entry], *more: Any, of: int = 1, first: int = 0) -> l
     for number, entry in enumerate(entries):
         marks = [pytest.mark.portable] if "portable" in entry.tags else []
         marks += [pytest.mark.exhaustive] if number % of != first else []
-        cases.append(pytest.param(entry, *more, marks=marks, id="-".join([entry.name, *map(str, more)])))
+        cases.append(
+            pytest.param(entry, *more, marks=marks, id="-".join([entry.name, *map(str, more)]))
+        )
     return cases
 
 
@@ -48,7 +55,11 @@ def assert_outcome(report: mf.Report, entry: Entry, alone: bool = False) -> None
     assert outcome(report) == (entry.alone if alone and entry.alone else entry.outcome), str(report)
     assert {fusion.target for fusion in report.fused} <= {entry.targets[-1]}, str(report)
     assert all(entry.detail in fusion.placement for fusion in report.fused), str(report)
-    assert all(fusion.instead_of.startswith(f"[{entry.instead_of}") for fusion in report.fused if entry.instead_of)
+    assert all(
+        fusion.instead_of.startswith(f"[{entry.instead_of}")
+        for fusion in report.fused
+        if entry.instead_of
+    )
     modes = {fusion.attributes.get("weight_quant_mode", 0) for fusion in report.fused}
     assert modes <= {entry.weight_quant_mode}, str(report)
     assert not (report.fused and report.rejected), str(report)
@@ -87,7 +98,9 @@ def test_symbolic_sizes(entry: Entry) -> None:
     ],
 )
 def test_device_form(entry: Entry, dynamic: bool) -> None:
-    """The graph that torchair's pre-pass hook receives on device npu; fused, it holds no prologue any more."""
+    """The graph that torchair's pre-pass hook receives on device npu; fused, it holds no prologue
+    any more.
+    """
     gm = graph_of(entry.model(), *entry.args(), device="npu", dynamic=dynamic)
     assert_outcome(mf.fuse(gm, entry.config()), entry)
     assert mf.fuse(gm, entry.config()).fused == []
@@ -105,7 +118,9 @@ def test_an_exported_module_is_called_as_before(entry: Entry) -> None:
 MISSES = select("near miss", without="run, plain, unabsorbed")
 
 
-@pytest.mark.parametrize(("entry", "device"), [*each(MISSES, "cpu", of=8), *each(MISSES, "npu", of=8, first=4)])
+@pytest.mark.parametrize(
+    ("entry", "device"), [*each(MISSES, "cpu", of=8), *each(MISSES, "npu", of=8, first=4)]
+)
 def test_a_near_miss_is_refused(entry: Entry, device: str) -> None:
     gm = graph_of(entry.model(), *entry.args(), device=device)
     assert (refused(gm, entry.config()).code,) == entry.outcome

@@ -1,4 +1,6 @@
-"""Slices that keep nothing read nothing: partial RoPE of a model whose rotation takes all columns."""
+"""Slices that keep nothing read nothing: partial RoPE of a model whose rotation takes all
+columns.
+"""
 
 from __future__ import annotations
 

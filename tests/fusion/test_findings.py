@@ -1,7 +1,8 @@
-"""What the generator once found: spellings that did not fuse, and mutants that were misread, each by its choices.
+"""What the generator once found: spellings that did not fuse, and mutants that were misread, each
+by its choices.
 
-A choice that is not named is the first of its axis. Mutants are judged with verification off, so that the facts alone
-must tell them apart.
+A choice that is not named is the first of its axis. Mutants are judged with verification off, so
+that the facts alone must tell them apart.
 """
 
 from __future__ import annotations
@@ -16,17 +17,39 @@ from .generator.prologue import Choices
 from .generator.spellings import AXES
 
 SPELLINGS: dict[str, Choices] = {
-    "halves stacked before pairs": {"q_rotation": "stack_before_pairs", "k_rotation": "stack_before_pairs"},
+    "halves stacked before pairs": {
+        "q_rotation": "stack_before_pairs",
+        "k_rotation": "stack_before_pairs",
+    },
     "halves flipped": {"q_rotation": "turned_by_flip", "k_rotation": "turned_by_flip"},
-    "halves written into zeros": {"q_rotation": "halves_into_empty", "k_rotation": "halves_into_empty"},
-    "pairs written into zeros": {"q_rotation": "strided_assignment", "k_rotation": "strided_assignment"},
-    "complex product in halves": {"q_rotation": "real_and_imaginary", "k_rotation": "real_and_imaginary"},
-    "real parts of a complex table": {"q_rotation": "even_odd", "k_rotation": "even_odd", "tables": "complex_given"},
+    "halves written into zeros": {
+        "q_rotation": "halves_into_empty",
+        "k_rotation": "halves_into_empty",
+    },
+    "pairs written into zeros": {
+        "q_rotation": "strided_assignment",
+        "k_rotation": "strided_assignment",
+    },
+    "complex product in halves": {
+        "q_rotation": "real_and_imaginary",
+        "k_rotation": "real_and_imaginary",
+    },
+    "real parts of a complex table": {
+        "q_rotation": "even_odd",
+        "k_rotation": "even_odd",
+        "tables": "complex_given",
+    },
     "one token: too few samples of a table": {"tokens": "one"},
-    "one row of a table: too few samples": {"tokens": "three_by_one", "tables": "shared_by_sequences"},
+    "one row of a table: too few samples": {
+        "tokens": "three_by_one",
+        "tables": "shared_by_sequences",
+    },
     "beta is 0": {"q_product": "addmm_without_bias"},
     "zeros lent by c_q": {"up_product": "addmm_of_zeros", "query_scale": "before"},
-    "tables lifted before they are joined": {"tables": "given_half", "q_arrangement": "heads_first"},
+    "tables lifted before they are joined": {
+        "tables": "given_half",
+        "q_arrangement": "heads_first",
+    },
     "complex tables made for each side": {
         "q_rotation": "complex_product",
         "k_rotation": "complex_product",

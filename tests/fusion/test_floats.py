@@ -1,4 +1,6 @@
-"""The float formats of A5: the GE graph is that of the handwritten call, the modes go with their chip and release."""
+"""The float formats of A5: the GE graph is that of the handwritten call, the modes go with their
+chip and release.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,16 @@ from mla_fusion.paging.tiles import numbers_of_rows
 from tests.catalogue import ENTRIES, Entry, base, floats_caches, select
 from tests.catalogue.base import DR, HCKV
 from tests.exhaustive import one_in
-from tests.harness import assert_no_worse, clones, compiled, distance, eager, graph_of, outcome, refused
+from tests.harness import (
+    assert_no_worse,
+    clones,
+    compiled,
+    distance,
+    eager,
+    graph_of,
+    outcome,
+    refused,
+)
 
 from .ge_graphs import called_by_hand, same_wiring
 
@@ -30,7 +41,9 @@ FORMATS = {"MxMerged": MXFP8, "Fp8Full": FP8, "HifFull": HIFLOAT8}
 
 
 class ByHand(nn.Module):
-    """What an engineer writes for A5: x quantised by one operator, weights and scales packed, one call."""
+    """What an engineer writes for A5: x quantised by one operator, weights and scales packed, one
+    call.
+    """
 
     def __init__(self, form: NumberFormat, heads: int = 2) -> None:
         super().__init__()
@@ -43,9 +56,14 @@ class ByHand(nn.Module):
         held = {name: torch.zeros(shape, dtype=form.element) for name, shape in shapes.items()}
         for name, (rows, columns) in shapes.items():
             shape = (columns, rows // number_formats.BLOCK) if form.in_blocks else (1, columns)
-            held[f"dequant_scale_{name.replace('weight', 'w')}"] = torch.ones(shape).to(form.scale_dtype)
+            held[f"dequant_scale_{name.replace('weight', 'w')}"] = torch.ones(shape).to(
+                form.scale_dtype
+            )
         held["weight_uk"] = torch.randn(heads, base.D, base.HCKV).bfloat16()
-        held["gamma_cq"], held["gamma_ckv"] = torch.ones(base.HCQ).bfloat16(), torch.ones(base.HCKV).bfloat16()
+        held["gamma_cq"], held["gamma_ckv"] = (
+            torch.ones(base.HCQ).bfloat16(),
+            torch.ones(base.HCKV).bfloat16(),
+        )
         for name, value in held.items():
             setattr(self, name, nn.Parameter(value, requires_grad=False))
 
@@ -57,9 +75,13 @@ class ByHand(nn.Module):
         x, scale = npu.npu_dynamic_mx_quant(x, dst_type=torch.float8_e4m3fn)
         return x, scale.view(-1, base.HE // number_formats.BLOCK).view(torch.float8_e8m0fnu)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         x, scale = self.quantised(x)
-        named = ("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr") if self.form.number else ()
+        named = (
+            ("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr") if self.form.number else ()
+        )
         options: dict[str, Any] = {f"{name}_dtype": self.form.number for name in named}
         scales = ("dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr")
         options |= {name: getattr(self, name) for name in scales}
@@ -83,9 +105,13 @@ def lowered(name: str, mode: str, dynamic: bool = False) -> tuple[mf.Lowering, m
     """Fused, and written by hand."""
     torch.manual_seed(0)
     args = base.paged_args()
-    fused = mf.lower(First(ENTRIES[name].model()), *args, mode=mode, dynamic=dynamic, config=mf.Config(**A5))
+    fused = mf.lower(
+        First(ENTRIES[name].model()), *args, mode=mode, dynamic=dynamic, config=mf.Config(**A5)
+    )
     as_it_is = mf.Config(enable=False, **A5)
-    return fused, mf.lower(ByHand(FORMATS[name]), *args, mode=mode, dynamic=dynamic, config=as_it_is)
+    return fused, mf.lower(
+        ByHand(FORMATS[name]), *args, mode=mode, dynamic=dynamic, config=as_it_is
+    )
 
 
 def without(operators: Counter[str], name: str) -> Counter[str]:
@@ -108,7 +134,11 @@ def test_ge_graph_is_the_handwritten_one(name: str, dynamic: bool) -> None:
 def test_npugraph_ex_calls_as_by_hand(name: str) -> None:
     fused, by_hand = lowered(name, "npugraph_ex")
     assert fused.fx_ops == without(by_hand.fx_ops, "aten.detach.default")
-    (call,) = [node for node in fused.fx_after.graph.nodes if str(node.target) == "npu.npu_mla_prolog_v3.default"]
+    (call,) = [
+        node
+        for node in fused.fx_after.graph.nodes
+        if str(node.target) == "npu.npu_mla_prolog_v3.default"
+    ]
     assert call.kwargs["weight_quant_mode"] == FORMATS[name].full
     assert [cache.op for cache in call.args[9:11]] == ["placeholder", "placeholder"]
 
@@ -122,21 +152,28 @@ def test_npugraph_ex_calls_as_by_hand(name: str) -> None:
         ("HifFull", {"soc": "A2"}, "contract:quant.weight_quant_mode"),
     ],
 )
-def test_modes_go_with_their_chip_and_release(name: str, machine: dict[str, str], code: str) -> None:
+def test_modes_go_with_their_chip_and_release(
+    name: str, machine: dict[str, str], code: str
+) -> None:
     gm = graph_of(ENTRIES[name].model(), *base.paged_args())
     assert refused(gm, mf.Config(**machine)).code == code
 
 
 @pytest.mark.parametrize("entry", one_in(2, select("floats", "cache")), ids=str)
 def test_caches_in_float_formats(entry: Entry) -> None:
-    """Fused where it says, in the modes it says; rows that nobody writes keep their bits; scores as unfused."""
+    """Fused where it says, in the modes it says; rows that nobody writes keep their bits; scores as
+    unfused.
+    """
     torch.manual_seed(0)
     module, given = entry.model(), entry.args()
     unfused = eager(module, clones(given))
     fused = compiled(module, clones(given), mf.backend(entry.config(verify="all")))
     report = mf.reports()[-1]
     assert outcome(report) == entry.outcome, str(report)
-    modes = [report.fused[0].attributes.get(name, 0) for name in ("weight_quant_mode", "kv_cache_quant_mode")]
+    modes = [
+        report.fused[0].attributes.get(name, 0)
+        for name in ("weight_quant_mode", "kv_cache_quant_mode")
+    ]
     assert modes == [entry.weight_quant_mode, entry.kv_cache_quant_mode], str(report)
     for before, plain, got in zip(given[3:5], unfused[-3:-1], fused[-3:-1], strict=True):
         old, wanted, new = (bytes_of(cache) for cache in (before, plain, got))
@@ -145,11 +182,14 @@ def test_caches_in_float_formats(entry: Entry) -> None:
         assert torch.equal(new[others], old[others])
         assert float((new != wanted).float().mean()) < 0.05
     # of the largest numbers, hifloat8 holds one bit behind the first
-    assert distance(fused[0], unfused[0]) < (1e-1 if entry.weight_quant_mode == HIFLOAT8.full else 3e-2)
+    assert distance(fused[0], unfused[0]) < (
+        1e-1 if entry.weight_quant_mode == HIFLOAT8.full else 3e-2
+    )
     wanted_scores, wanted_rows = in_float64(module, given)
     assert_no_worse([wanted_scores], unfused[:1], fused[:1])
     rows = [torch.cat(rows_of(module, result[-3:-1]), -1)[given[5]] for result in (unfused, fused)]
-    for part in (slice(HCKV), slice(HCKV, None)) if entry.kv_cache_quant_mode else ():  # else the model writes them
+    # else the model writes them
+    for part in (slice(HCKV), slice(HCKV, None)) if entry.kv_cache_quant_mode else ():
         assert_no_worse([wanted_rows[:, part]], [rows[0][:, part]], [rows[1][:, part]])
 
 
@@ -157,9 +197,14 @@ def rows_of(module: Any, caches: Sequence[Tensor]) -> list[Tensor]:
     """The numbers that the latent's rows and the key's stand for."""
     kv_cache, kr_cache = caches
     if isinstance(module, floats_caches.Packed):
-        packed = numbers_of_rows(kv_cache.view(-1, kv_cache.shape[-1]), hckv=HCKV, dr=DR, tile=TILE_SIZE)
+        packed = numbers_of_rows(
+            kv_cache.view(-1, kv_cache.shape[-1]), hckv=HCKV, dr=DR, tile=TILE_SIZE
+        )
         return [packed[:, :HCKV], packed[:, HCKV:]]
-    return [module.numbers(kv_cache.view(-1, HCKV)) / module.kv_scale, kr_cache.view(-1, DR).float()]
+    return [
+        module.numbers(kv_cache.view(-1, HCKV)) / module.kv_scale,
+        kr_cache.view(-1, DR).float(),
+    ]
 
 
 def in_float64(module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -177,7 +222,10 @@ def in_float64(module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         rows = [held.double() for held in rows_of(module, given[3:5])]
         for held, fresh in zip(rows, new, strict=True):
             held[given[5]] = fresh
-        scores = (torch.einsum("tnc,sc->tns", *pair) for pair in zip((query, query_rope), rows, strict=True))
+        scores = (
+            torch.einsum("tnc,sc->tns", *pair)
+            for pair in zip((query, query_rope), rows, strict=True)
+        )
         return sum(scores), torch.cat(new, -1)  # type: ignore[return-value]
 
 
@@ -185,7 +233,9 @@ def bytes_of(cache: Tensor) -> Tensor:
     return cache.reshape(-1, cache.shape[-1]).view(torch.uint8)
 
 
-@pytest.mark.parametrize("name", ["MxAttentionByOperator", "HifAttentionByOperator", "MxPacked", "HifPacked"])
+@pytest.mark.parametrize(
+    "name", ["MxAttentionByOperator", "HifAttentionByOperator", "MxPacked", "HifPacked"]
+)
 def test_caches_in_the_ge_graph(name: str) -> None:
     """The kernel writes the model's caches; none but one in hifloat8 is copied."""
     torch.manual_seed(0)
@@ -194,7 +244,8 @@ def test_caches_in_the_ge_graph(name: str) -> None:
     operators = lowering.ge_ops
     assert lowering.report.fused[0].attributes["kv_cache_quant_mode"] == entry.kv_cache_quant_mode
     assert operators["MlaPrologV3"] == 1
-    # of the kr_cache of no elements; of a hifloat8 cache, which the converter has to read as another type
+    # of the kr_cache of no elements; of a hifloat8 cache, which the converter has to read as
+    # another type
     copies = [entry.kv_cache_quant_mode == 3, entry.weight_quant_mode == HIFLOAT8.full]
     assert operators["TensorMove"] == sum(copies)
     assert not {"Assign", "RmsNorm", "DynamicBlockQuant", "ScatterNdUpdate"} & operators.keys()

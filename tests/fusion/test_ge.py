@@ -1,4 +1,6 @@
-"""The fused layer, lowered by the real torchair, equals the same layer with the call written by hand."""
+"""The fused layer, lowered by the real torchair, equals the same layer with the call written by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class ByHand(nn.Module):
         self.gamma_cq = weight(base.HCQ)
         self.gamma_ckv = weight(base.HCKV)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         return called_by_hand(self, x, cos, sin, (kv_cache, kr_cache), slots)
 
 
@@ -73,9 +77,15 @@ def test_ge_graph_is_the_handwritten_one(model: nn.Module, dynamic: bool) -> Non
 def test_npugraph_ex_writes_the_placeholders(model: nn.Module) -> None:
     fused = mf.lower(model, *base.paged_args(), mode="npugraph_ex")
     assert fused.fx_ops == by_hand("npugraph_ex").fx_ops
-    (call,) = [n for n in fused.fx_after.graph.nodes if str(n.target) == "npu.npu_mla_prolog_v3.default"]
+    (call,) = [
+        n for n in fused.fx_after.graph.nodes if str(n.target) == "npu.npu_mla_prolog_v3.default"
+    ]
     assert [cache.op for cache in call.args[9:11]] == ["placeholder", "placeholder"]
-    assert not any("clone" in name or "copy_" in name for name in fused.fx_ops if name != "aten._to_copy.default")
+    assert not any(
+        "clone" in name or "copy_" in name
+        for name in fused.fx_ops
+        if name != "aten._to_copy.default"
+    )
 
 
 def test_layers_in_one_graph() -> None:

@@ -1,4 +1,6 @@
-"""int8 caches and int8 attention: rows a step apart at most, all others as they were; and the GE graphs of int8."""
+"""int8 caches and int8 attention: rows a step apart at most, all others as they were; and the GE
+graphs of int8.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,17 @@ def assert_fused(entry: Entry) -> None:
     report = mf.reports()[-1]
     assert outcome(report) == entry.outcome, str(report)
     assert all(entry.detail in fusion.placement for fusion in report.fused), str(report)
-    assert [fusion.attributes.get("kv_cache_quant_mode", 0) for fusion in report.fused] == [entry.kv_cache_quant_mode]
-    assert [fusion.attributes.get("weight_quant_mode", 0) for fusion in report.fused] == [entry.weight_quant_mode]
+    assert [fusion.attributes.get("kv_cache_quant_mode", 0) for fusion in report.fused] == [
+        entry.kv_cache_quant_mode
+    ]
+    assert [fusion.attributes.get("weight_quant_mode", 0) for fusion in report.fused] == [
+        entry.weight_quant_mode
+    ]
 
 
-@pytest.mark.parametrize("entry", select("int8", "cache", without=f"layout, absorb, {FUSED}"), ids=str)
+@pytest.mark.parametrize(
+    "entry", select("int8", "cache", without=f"layout, absorb, {FUSED}"), ids=str
+)
 def test_int8_caches(entry: Entry) -> None:
     """New rows differ by at most one step, in few elements; all other rows keep their bits."""
     torch.manual_seed(0)
@@ -49,7 +57,9 @@ def test_int8_caches(entry: Entry) -> None:
 
 @pytest.mark.parametrize("name", ["Partial", "FullSmooth", "IndexerReads"])
 def test_ge_graph_of_the_real_torchair(name: str) -> None:
-    """One kernel; of the quantisation only that of x is left (c_q's is inside), and the indexer's product."""
+    """One kernel; of the quantisation only that of x is left (c_q's is inside), and the indexer's
+    product.
+    """
     torch.manual_seed(0)
     entry = ENTRIES[name]
     operators = mf.lower(entry.model(), *entry.args()).ge_ops
@@ -61,7 +71,9 @@ def test_ge_graph_of_the_real_torchair(name: str) -> None:
 
 @pytest.mark.parametrize("entry", select("int8", "cache", "layout", without=FUSED), ids=str)
 def test_packed_rows(entry: Entry) -> None:
-    """Int8 of the latent a step or two apart (bfloat16 rounded once or twice), rows that are not written as before."""
+    """Int8 of the latent a step or two apart (bfloat16 rounded once or twice), rows that are not
+    written as before.
+    """
     torch.manual_seed(0)
     module, given = entry.model(), entry.args()
     unfused = eager(module, clones(given))
@@ -79,7 +91,9 @@ def test_packed_rows(entry: Entry) -> None:
         assert distance(*latents) < 1e-2
 
 
-@pytest.mark.parametrize("entry", one_in(2, select("int8", "cache", "absorb", without=FUSED)), ids=str)
+@pytest.mark.parametrize(
+    "entry", one_in(2, select("int8", "cache", "absorb", without=FUSED)), ids=str
+)
 def test_int8_query_and_cache(entry: Entry) -> None:
     torch.manual_seed(0)
     module, given = entry.model(), entry.args()
@@ -97,7 +111,9 @@ def test_int8_query_and_cache(entry: Entry) -> None:
 
 @pytest.mark.parametrize("name", ["PackedByOperators", "Int8Attention"])
 def test_int8_caches_in_the_ge_graph(name: str) -> None:
-    """The kernel writes the model's caches: nothing of the packing is left, and no cache is copied."""
+    """The kernel writes the model's caches: nothing of the packing is left, and no cache is
+    copied.
+    """
     torch.manual_seed(0)
     entry = ENTRIES[name]
     mode = entry.kv_cache_quant_mode
@@ -122,13 +138,19 @@ def as_bytes(values: Tensor, key: Tensor, scale: Tensor) -> Tensor:
 
 # rows of 656 bytes that are not the kernel's, one thing wrong in each
 OTHER_ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "truncated": lambda c, k: as_bytes((c / tiles_of(c)[1].repeat_interleave(128, -1)).char(), k, tiles_of(c)[1]),
-    "tiles of 256": lambda c, k: as_bytes(tiles_of(c, 256)[0], k, tiles_of(c, 256)[1].repeat_interleave(2, -1)),
+    "truncated": lambda c, k: as_bytes(
+        (c / tiles_of(c)[1].repeat_interleave(128, -1)).char(), k, tiles_of(c)[1]
+    ),
+    "tiles of 256": lambda c, k: as_bytes(
+        tiles_of(c, 256)[0], k, tiles_of(c, 256)[1].repeat_interleave(2, -1)
+    ),
     "inverse scale": lambda c, k: as_bytes(tiles_of(c)[0], k, 1 / tiles_of(c)[1]),
     "scale of 128 steps": lambda c, k: as_bytes(tiles_of(c)[0], k, tiles_of(c, steps=128.0)[1]),
     "key in float16": lambda c, k: as_bytes(tiles_of(c)[0], k.half(), tiles_of(c)[1]),
     "key doubled": lambda c, k: as_bytes(tiles_of(c)[0], 2 * k, tiles_of(c)[1]),
-    "latent turned": lambda c, k: as_bytes(tiles_of(c.roll(128, -1))[0], k, tiles_of(c.roll(128, -1))[1]),
+    "latent turned": lambda c, k: as_bytes(
+        tiles_of(c.roll(128, -1))[0], k, tiles_of(c.roll(128, -1))[1]
+    ),
     "sign of the latent": lambda c, k: as_bytes(tiles_of(-c)[0], k, tiles_of(c)[1]),
     "scales in reverse": lambda c, k: as_bytes(tiles_of(c)[0], k, tiles_of(c)[1].flip(-1)),
     "latent doubled": lambda c, k: as_bytes(tiles_of(c)[0], k, tiles_of(2 * c)[1]),
@@ -138,7 +160,9 @@ OTHER_ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", one_in(2, OTHER_ROWS))
 def test_rows_packed_otherwise_stay_with_the_model(name: str) -> None:
     class Model(PackedRows):
-        def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        def write(
+            self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+        ) -> None:
             kv_cache.view(-1, 656)[slots] = OTHER_ROWS[name](c_kv, k_pe)
 
     gm, _ = capture(Model(), *packed_args(), device="cpu")

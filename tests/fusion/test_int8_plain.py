@@ -14,7 +14,14 @@ import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from tests.catalogue import Entry, select
 from tests.catalogue.base import paged_args
-from tests.catalogue.int8_plain import LINEARS, PlainFull, PlainLinear, PlainPartial, largest, model_of
+from tests.catalogue.int8_plain import (
+    LINEARS,
+    PlainFull,
+    PlainLinear,
+    PlainPartial,
+    largest,
+    model_of,
+)
 from tests.catalogue.int8_plain_misses import MISSES, back, product
 from tests.catalogue.int8_plain_models import one_token
 from tests.exhaustive import one_in
@@ -22,10 +29,14 @@ from tests.harness import assert_as_exact, clones, distance, eager, flat, traced
 
 
 def fused(model: nn.Module, given: tuple[Tensor, ...], mode: int) -> list[Tensor]:
-    """Outputs and arguments of the graph in which the prologue has become one kernel of ``weight_quant_mode`` mode."""
+    """Outputs and arguments of the graph in which the prologue has become one kernel of
+    ``weight_quant_mode`` mode.
+    """
     gm, weights = traced(model, given)
     report = mf.fuse(gm, mf.Config(verify="off"))
-    assert [(f.placement, f.attributes["weight_quant_mode"]) for f in report.fused] == [("in place", mode)], str(report)
+    assert [(f.placement, f.attributes["weight_quant_mode"]) for f in report.fused] == [
+        ("in place", mode)
+    ], str(report)
     given = clones(given)
     with torch.no_grad():
         return [*flat(gm(weights, *given)), *given]
@@ -33,7 +44,9 @@ def fused(model: nn.Module, given: tuple[Tensor, ...], mode: int) -> list[Tensor
 
 @lru_cache
 def exact() -> tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]:
-    """Arguments, and what PlainFull makes of them in float64 and in int8: all of LINEARS hold the same numbers."""
+    """Arguments, and what PlainFull makes of them in float64 and in int8: all of LINEARS hold the
+    same numbers.
+    """
     torch.manual_seed(0)
     model, given = PlainFull(), paged_args()
     unfused = eager(model, clones(given))
@@ -47,7 +60,9 @@ def test_a_linear_layer_fuses_as_exactly(entry: Entry) -> None:
     got = fused(entry.model(), given, entry.weight_quant_mode)
     for index, value in enumerate(want):
         if value.is_floating_point():
-            assert distance(got[index], value) <= 1.2 * distance(unfused[index], value) + 1e-12, index
+            assert distance(got[index], value) <= 1.2 * distance(unfused[index], value) + 1e-12, (
+                index
+            )
 
 
 @pytest.mark.parametrize("entry", select("plain", without="weights, cache, near miss"), ids=str)
@@ -125,12 +140,16 @@ def test_what_is_not_given_out_may_not_be_read(name: str) -> None:
 
 @pytest.mark.portable
 def test_scales_and_weights_may_be_computed() -> None:
-    """By whatever: the kernel is handed the results. (Without VNNI, torch._int_mm itself saturates its sums.)"""
+    """By whatever: the kernel is handed the results. (Without VNNI, torch._int_mm itself saturates
+    its sums.)
+    """
 
     def computed(multiply: Callable[[Tensor, Tensor], Tensor]) -> Any:
         torch.manual_seed(0)
         methods = product(lambda x, w: multiply(x, w.flip(0)))
-        methods["bring_back"] = lambda self, sums, scale: (sums.float() * scale * self.scale.roll(1)).bfloat16()
+        methods["bring_back"] = lambda self, sums, scale: (
+            sums.float() * scale * self.scale.roll(1)
+        ).bfloat16()
         return model_of(PlainFull, type("Computed", (PlainLinear,), methods))
 
     model, exactly = computed(torch._int_mm), computed(lambda x, w: (x.long() @ w.long()).int())

@@ -1,4 +1,6 @@
-"""The key's half alone, where the whole prologue is not to be had: the ladder, the report, int8 rows, real torchair."""
+"""The key's half alone, where the whole prologue is not to be had: the ladder, the report, int8
+rows, real torchair.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,17 @@ def test_the_whole_wins_where_it_is_possible() -> None:
 
 
 def test_the_key_alone_is_taken_on_request() -> None:
-    report = mf.fuse(graph_of(prologues.Layers(), *prologues.layers_args()), mf.Config(targets=("key",)))
+    report = mf.fuse(
+        graph_of(prologues.Layers(), *prologues.layers_args()), mf.Config(targets=("key",))
+    )
     assert [fusion.target for fusion in report.fused] == ["key"] * 3
     assert {fusion.instead_of for fusion in report.fused} == {""}
     assert len({fusion.picture for fusion in report.fused}) == 1
 
 
-@pytest.mark.parametrize(("targets", "taken"), [(("v3", "identity", "key"), "identity"), (("v3", "key"), "key")])
+@pytest.mark.parametrize(
+    ("targets", "taken"), [(("v3", "identity", "key"), "identity"), (("v3", "key"), "key")]
+)
 def test_an_unabsorbed_query(targets: tuple[str, ...], taken: str) -> None:
     class Unabsorbed(base.Base):
         def absorb(self, q_nope: Tensor) -> Tensor:
@@ -82,7 +88,9 @@ def test_what_config_skips_is_left_alone() -> None:
 
 
 def test_the_querys_layout_is_the_models() -> None:
-    """Config.kr_layout speaks of all readers of the cache; the query that stays here reads pairs."""
+    """Config.kr_layout speaks of all readers of the cache; the query that stays here reads
+    pairs.
+    """
     config = mf.Config(targets=("key",), kr_layout="half")
     report = mf.fuse(graph_of(keys.ComplexLite(), *prologues.dense_args()), config)
     assert outcome(report) == ("staged",)
@@ -90,7 +98,10 @@ def test_the_querys_layout_is_the_models() -> None:
 
 def test_staging_forbidden() -> None:
     config = mf.Config(targets=("key",), staging="never")
-    assert refused(graph_of(keys.ComplexLite(), *prologues.dense_args()), config).code == "cache.staging_forbidden"
+    assert (
+        refused(graph_of(keys.ComplexLite(), *prologues.dense_args()), config).code
+        == "cache.staging_forbidden"
+    )
 
 
 def test_caches_that_the_operator_refuses_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +139,9 @@ def test_int8_rows() -> None:
 class ByHand(keys.Lite):
     """The operator called by hand, in place of norm, rotation and writes."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Any:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Any:
         q_nope, q_pe = self.split(self.q_proj(x))
         tables = cos.view(1, 1, -1, DR), sin.view(1, 1, -1, DR)
         q_pe = self.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
@@ -142,7 +155,9 @@ class ByHand(keys.Lite):
             epsilon=1e-6,
             cache_mode="PA_BNSD",
         )
-        return base.attend(self.absorb(q_nope), q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+        return base.attend(
+            self.absorb(q_nope), q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)
+        )
 
 
 class Plain(keys.Lite):
@@ -155,7 +170,9 @@ def test_ge_graph_is_the_handwritten_one(dynamic: bool) -> None:
     args = base.paged_args()
     with torch._dynamo.config.patch(specialize_float=True):
         fused = mf.lower(Plain(), *args, mode="ge", dynamic=dynamic, config=BOTH)
-        byhand = mf.lower(ByHand(), *args, mode="ge", dynamic=dynamic, config=mf.Config(enable=False))
+        byhand = mf.lower(
+            ByHand(), *args, mode="ge", dynamic=dynamic, config=mf.Config(enable=False)
+        )
     assert fused.ge_ops == byhand.ge_ops
     assert same_wiring(fused.ge_graph, byhand.ge_graph)
     assert fused.ge_ops["KvRmsNormRopeCache"] == 1
@@ -167,5 +184,9 @@ def test_npugraph_ex_writes_the_placeholders() -> None:
     fused = mf.lower(Plain(), *args, mode="npugraph_ex", config=BOTH)
     byhand = mf.lower(ByHand(), *args, mode="npugraph_ex", config=mf.Config(enable=False))
     assert fused.fx_ops == byhand.fx_ops
-    (call,) = (n for n in fused.fx_after.graph.nodes if str(n.target) == "npu.npu_kv_rmsnorm_rope_cache_v2.default")
+    (call,) = (
+        n
+        for n in fused.fx_after.graph.nodes
+        if str(n.target) == "npu.npu_kv_rmsnorm_rope_cache_v2.default"
+    )
     assert [cache.op for cache in call.args[5:7]] == ["placeholder", "placeholder"]

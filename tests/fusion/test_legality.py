@@ -1,4 +1,6 @@
-"""Order, aliases and mutation: whatever stands around a prologue, the fused run leaves and returns what it should."""
+"""Order, aliases and mutation: whatever stands around a prologue, the fused run leaves and returns
+what it should.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from tests.catalogue.base import BLOCK_SIZE, BLOCKS, DR, HCKV, Base, attend, paged_args, paged_caches
+from tests.catalogue.base import (
+    BLOCK_SIZE,
+    BLOCKS,
+    DR,
+    HCKV,
+    Base,
+    attend,
+    paged_args,
+    paged_caches,
+)
 from tests.exhaustive import one_in
 from tests.harness import assert_as_exact, both_ways, clones, compiled
 
@@ -17,7 +28,9 @@ from tests.harness import assert_as_exact, both_ways, clones, compiled
 class ReadBetweenTheWrites(Base):
     """The rope cache is read, as it was, between the two writes."""
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         kv_cache.view(-1, HCKV)[slots] = c_kv
         self.seen = kr_cache.view(-1, DR)[slots].float().sum(-1)
         kr_cache.view(-1, DR)[slots] = k_pe
@@ -27,7 +40,9 @@ class ReadBetweenTheWrites(Base):
 
 
 class WrittenTwice(Base):
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
         super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
 
@@ -35,7 +50,9 @@ class WrittenTwice(Base):
 class Overwritten(Base):
     """A row is cleared right after the write."""
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
         kv_cache.view(-1, HCKV)[slots[:1]] = 0
 
@@ -71,7 +88,9 @@ class TwoLayersOnePool(nn.Module):
     ) -> tuple[Tensor, ...]:
         first, _ = self.layers[0](x, cos, sin, kv_cache, kr_cache, slots)
         other = (slots + self.shift) % (BLOCKS * BLOCK_SIZE)
-        second, _ = self.layers[1](x + first.mean().to(x.dtype), cos, sin, kv_cache, kr_cache, other)
+        second, _ = self.layers[1](
+            x + first.mean().to(x.dtype), cos, sin, kv_cache, kr_cache, other
+        )
         return first, second
 
 
@@ -86,7 +105,9 @@ class TiedLayers(nn.Module):
         super().__init__()
         self.layer = Base()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *caches: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *caches: Tensor
+    ) -> tuple[Tensor, ...]:
         first, _ = self.layer(x, cos, sin, *caches[:2], slots)
         second, _ = self.layer(x + first.mean().to(x.dtype), cos, sin, *caches[2:], slots)
         return first, second
@@ -108,7 +129,9 @@ class CombinedPool(Base):
 class SplitStorage(Base):
     """Both caches are parts of one flat tensor, one after the other."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         rows = BLOCKS * BLOCK_SIZE
         kv_cache = pool[: rows * HCKV].view(BLOCKS, BLOCK_SIZE, 1, HCKV)
         kr_cache = pool[rows * HCKV :].view(BLOCKS, BLOCK_SIZE, 1, DR)
@@ -137,7 +160,11 @@ LEGAL: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]
     "two_layers_one_pool": (TwoLayersOnePool, paged_args, ["in place", "staged"]),
     "two_layers_other_rows": (TwoLayersOtherRows, paged_args, ["in place", "staged"]),
     "tied_layers": (TiedLayers, tied_args, ["in place", "in place"]),
-    "combined_pool": (CombinedPool, lambda: pool_args(BLOCKS, BLOCK_SIZE, 1, HCKV + DR), ["staged"]),
+    "combined_pool": (
+        CombinedPool,
+        lambda: pool_args(BLOCKS, BLOCK_SIZE, 1, HCKV + DR),
+        ["staged"],
+    ),
     "split_storage": (SplitStorage, lambda: pool_args(FLAT), ["staged"]),
 }
 
@@ -158,7 +185,9 @@ def aliased(args: tuple[Tensor, ...], wide: bool = False) -> tuple[Tensor, ...]:
     pool = torch.cat([kv_cache.reshape(-1), kr_cache.reshape(-1)])
     kv_cache, kr_cache = (
         part.view_as(c)
-        for part, c in zip(pool.split([kv_cache.numel(), kr_cache.numel()]), (kv_cache, kr_cache), strict=True)
+        for part, c in zip(
+            pool.split([kv_cache.numel(), kr_cache.numel()]), (kv_cache, kr_cache), strict=True
+        )
     )
     return x, cos, sin, kv_cache, kr_cache, slots
 
@@ -193,13 +222,19 @@ def test_a_prologue_cut_by_a_graph_break_is_left_with_a_reason() -> None:
 
 
 def test_a_collective_between_the_norm_and_the_projection_keeps_them_apart() -> None:
-    """cann-recipes' sequence parallelism gathers c_q over ranks: the kernel has no place for that."""
+    """cann-recipes' sequence parallelism gathers c_q over ranks: the kernel has no place for
+    that.
+    """
     import torch.distributed as dist
 
     class Gathered(Base):
         def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
             return super().split(
-                self.up(torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(q, "sum", "0")))
+                self.up(
+                    torch.ops._c10d_functional.wait_tensor(
+                        torch.ops._c10d_functional.all_reduce(q, "sum", "0")
+                    )
+                )
             )
 
         def __init__(self) -> None:
@@ -216,4 +251,6 @@ def test_a_collective_between_the_norm_and_the_projection_keeps_them_apart() -> 
         report = mf.explain(gm)
     finally:
         dist.destroy_process_group()
-    assert not report.fused and [item.code for item in report.rejected] == ["q_lora.interrupted"], str(report)
+    assert not report.fused and [item.code for item in report.rejected] == ["q_lora.interrupted"], (
+        str(report)
+    )

@@ -1,4 +1,6 @@
-"""Static graphs of many tokens: the facts are read on few, the verdict is the same, the numbers are checked on all."""
+"""Static graphs of many tokens: the facts are read on few, the verdict is the same, the numbers are
+checked on all.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,24 @@ def _room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prefill_args() -> tuple[Tensor, ...]:
-    freqs = torch.view_as_real(torch.polar(torch.ones(128, base.DR // 2), torch.rand(128, base.DR // 2) * 6.28))
+    freqs = torch.view_as_real(
+        torch.polar(torch.ones(128, base.DR // 2), torch.rand(128, base.DR // 2) * 6.28)
+    )
     x = torch.randn(2, 64, base.HE).bfloat16()
-    return x, freqs, torch.randn(4, 128, base.HCKV).bfloat16(), torch.randn(4, 128, base.DR).bfloat16()
+    return (
+        x,
+        freqs,
+        torch.randn(4, 128, base.HCKV).bfloat16(),
+        torch.randn(4, 128, base.DR).bfloat16(),
+    )
 
 
 CASES = {
     "64 tokens": (prologues.PagedRotateHalf, lambda: base.paged_args(64)),
-    "512 tokens, as many as the latent is wide": (prologues.PagedRotateHalf, lambda: base.paged_args(512)),
+    "512 tokens, as many as the latent is wide": (
+        prologues.PagedRotateHalf,
+        lambda: base.paged_args(512),
+    ),
     "128 tokens, as many as D": (prologues.FusedQkvA, lambda: base.paged_args(128)),
     "4 sequences of 32": (layouts.Sequences, lambda: layouts.sequence_args(4, 32)),
     "64 sequences of 2": (layouts.Sequences, lambda: layouts.sequence_args(64, 2)),
@@ -54,7 +66,9 @@ def test_as_exactly() -> None:
 
 
 def test_batches_of_any_number_of_long_sequences() -> None:
-    """Only the length is static: it is shrunk, and every token of the verified call has a slot of its own."""
+    """Only the length is static: it is shrunk, and every token of the verified call has a slot of
+    its own.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     args = layouts.sequence_args(3, 96)
@@ -66,10 +80,17 @@ def test_batches_of_any_number_of_long_sequences() -> None:
         torch.compile(layouts.Sequences(), backend="mla_fusion", fullgraph=True)(*args)
     (fusion,) = mf.reports()[-1].fused
     assert fusion.placement == "in place" and fusion.verified == "verified"
-    assert {figure.output for figure in fusion.figures} == {"query", "query_rope", "kv_cache", "kr_cache"}
+    assert {figure.output for figure in fusion.figures} == {
+        "query",
+        "query_rope",
+        "kv_cache",
+        "kr_cache",
+    }
 
 
-@pytest.mark.parametrize("name", ["Bias", "TablesSwappedOnKey", "RopeMixesHeads", "LowPrecision", "RawLatentRead"])
+@pytest.mark.parametrize(
+    "name", ["Bias", "TablesSwappedOnKey", "RopeMixesHeads", "LowPrecision", "RawLatentRead"]
+)
 def test_near_misses_get_the_same_code(name: str) -> None:
     entry = ENTRIES[name]
     gm, _ = capture(entry.model(), *base.paged_args(128), device="cpu")
@@ -96,10 +117,18 @@ class TwoBatches(base.Base):
 
 @pytest.mark.parametrize(
     ("step", "is_plain"),
-    [(lambda c: c, True), (lambda c: c.roll(5, 0), False), (lambda c: torch.cat([c[:16], c[16:] / 2]), False)],
+    [
+        (lambda c: c, True),
+        (lambda c: c.roll(5, 0), False),
+        (lambda c: torch.cat([c[:16], c[16:] / 2]), False),
+    ],
 )
-def test_a_batch_with_as_many_rows_as_another_is_long(step: Callable[[Tensor], Tensor], is_plain: bool) -> None:
-    """[2, 64] and [2, 32]: the 64 rows of the second are no token axis that is followed; all of them are probed."""
+def test_a_batch_with_as_many_rows_as_another_is_long(
+    step: Callable[[Tensor], Tensor], is_plain: bool
+) -> None:
+    """[2, 64] and [2, 32]: the 64 rows of the second are no token axis that is followed; all of
+    them are probed.
+    """
     torch.manual_seed(0)
     model, (_, _, _, *caches, _) = TwoBatches(), base.paged_args(128)
     model.step = step  # type: ignore[method-assign]
@@ -124,7 +153,12 @@ class TwoLikeBatches(base.Base):
 def test_like_batches_with_tables_of_their_own() -> None:
     torch.manual_seed(0)
     both = [
-        (torch.randn(2, 32, base.HE).bfloat16(), *base.tables(64), *base.paged_args(1)[3:5], torch.randperm(256)[:64])
+        (
+            torch.randn(2, 32, base.HE).bfloat16(),
+            *base.tables(64),
+            *base.paged_args(1)[3:5],
+            torch.randperm(256)[:64],
+        )
         for _ in range(2)
     ]
     model, args = TwoLikeBatches(), (*both[0], *both[1])

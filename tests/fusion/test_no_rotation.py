@@ -1,4 +1,6 @@
-"""Prologues without RoPE (Kimi-K3): the kernel's rotation by cos = 1 and sin = 0 hands the columns on."""
+"""Prologues without RoPE (Kimi-K3): the kernel's rotation by cos = 1 and sin = 0 hands the columns
+on.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class QueryApart(NoRope):
         self.q_rope_proj = base.linear(HCQ, heads * DR)
 
     def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        return self.q_nope_proj(q).view(-1, self.heads, D), self.q_rope_proj(q).view(-1, self.heads, DR)
+        return self.q_nope_proj(q).view(-1, self.heads, D), self.q_rope_proj(q).view(
+            -1, self.heads, DR
+        )
 
 
 class ScaledQuery(NoRope):
@@ -172,7 +176,9 @@ class ByHand(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         m = self.model
         pairs = torch.arange(DR).view(2, -1).T.reshape(-1)
         up = m.q_b_proj.weight.view(m.heads, D + DR, HCQ)
@@ -269,7 +275,8 @@ class TokensShifted(NoRope):
 MISSES: dict[str, tuple[type[nn.Module], set[str]]] = {
     "only_query_rotated": (OnlyQueryRotated, {"kv_latent.absent", "rope.absent"}),
     "only_key_rotated": (OnlyKeyRotated, {"rope.absent", "q_lora.absent"}),
-    "only_rope_scaled": (OnlyRopeScaled, {IN_PLACE}),  # what reads the columns scales them, as attention may
+    # what reads the columns scales them, as attention may
+    "only_rope_scaled": (OnlyRopeScaled, {IN_PLACE}),
     "only_nope_scaled": (OnlyNopeScaled, {"scale.unequal"}),
     "biased": (Biased, {"rope.absent"}),
     "clamped": (Clamped, {"rope.absent", "step.choice"}),

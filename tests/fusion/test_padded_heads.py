@@ -1,4 +1,6 @@
-"""Head counts that a release refuses: heads of zeros are added to the weights, and the results cut back."""
+"""Head counts that a release refuses: heads of zeros are added to the weights, and the results cut
+back.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]
     "operators": (lambda: prologues.NpuOperators(3), base.paged_args, 4),
     "int8": (lambda: with_heads(int8.Full()), base.paged_args, 4),
     "mxfp8": (lambda: with_heads(floats.Floats(), linear=floats.MxLinear), base.paged_args, 4),
-    "int8_query": (lambda: with_heads(int8_attention.Int8Attention()), int8_attention.int8_latent_args, 4),
+    "int8_query": (
+        lambda: with_heads(int8_attention.Int8Attention()),
+        int8_attention.int8_latent_args,
+        4,
+    ),
 }
 
 
-def with_heads(model: base.Base, heads: int = 3, linear: type[nn.Module] = int8.QuantLinear) -> nn.Module:
+def with_heads(
+    model: base.Base, heads: int = 3, linear: type[nn.Module] = int8.QuantLinear
+) -> nn.Module:
     """The model with another number of heads."""
     model.heads = heads
     model.q_b_proj = linear(base.HCQ, heads * (base.D + base.DR))  # type: ignore[assignment]
@@ -41,7 +49,9 @@ def test_fuses_as_exactly(name: str) -> None:
     torch.manual_seed(0)
     model, args, padded = CASES[name]
     module, given = model(), args()
-    for report, fused in both_ways(module, given, mf.Config(cann=RELEASE, soc="A5" if name == "mxfp8" else "A3")):
+    for report, fused in both_ways(
+        module, given, mf.Config(cann=RELEASE, soc="A5" if name == "mxfp8" else "A3")
+    ):
         (fusion,) = report.fused
         assert fusion.dims["N_padded"] == padded
         assert any(line.startswith(f"heads: {fusion.dims['N']}, and") for line in fusion.proof)
@@ -54,7 +64,9 @@ def test_fuses_as_exactly(name: str) -> None:
 def test_the_call_has_a_legal_number_of_heads() -> None:
     gm, _ = capture(prologues.PagedRotateHalf(12), *base.paged_args(), device="npu")
     report = mf.fuse(gm, mf.Config(cann=RELEASE))
-    (call,) = gm.graph.find_nodes(op="call_function", target=torch.ops.npu.npu_mla_prolog_v3_functional.default)
+    (call,) = gm.graph.find_nodes(
+        op="call_function", target=torch.ops.npu.npu_mla_prolog_v3_functional.default
+    )
     weight_uq_qr, weight_uk = call.args[2], call.args[3]
     assert weight_uk.meta["val"].shape[0] == 16
     assert weight_uq_qr.meta["val"].numel() == 16 * (base.D + base.DR) * base.HCQ
@@ -66,7 +78,9 @@ def test_zeros_come_before_the_format_cast() -> None:
     """Padding a weight that is in FRACTAL_NZ already would put its zeros among the numbers."""
     gm, _ = capture(prologues.PagedRotateHalf(12), *base.paged_args(), device="npu")
     mf.fuse(gm, mf.Config(cann=RELEASE))
-    for pad in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.constant_pad_nd.default):
+    for pad in gm.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.constant_pad_nd.default
+    ):
         above = {pad}
         for node in above.copy():
             above |= set(node.all_input_nodes)
@@ -97,9 +111,13 @@ def test_compiled(dynamic: bool) -> None:
 
 
 class Padding(prologues.Neox):
-    """What attention reads is padded to sixteen heads, as its operator wants them; its result is cut."""
+    """What attention reads is padded to sixteen heads, as its operator wants them; its result is
+    cut.
+    """
 
-    def reader(self, query: Tensor, query_rope: Tensor, kv_cache: Tensor, kr_cache: Tensor) -> Tensor:
+    def reader(
+        self, query: Tensor, query_rope: Tensor, kv_cache: Tensor, kr_cache: Tensor
+    ) -> Tensor:
         return base.attend(query, query_rope, kv_cache, kr_cache)[:, :12]
 
     def turn(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
@@ -108,7 +126,9 @@ class Padding(prologues.Neox):
     def padded(self, query: Tensor, query_rope: Tensor) -> tuple[Tensor, Tensor]:
         return nn.functional.pad(query, (0, 0, 0, 4)), nn.functional.pad(query_rope, (0, 0, 0, 4))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -116,7 +136,9 @@ class Padding(prologues.Neox):
         kv_cache.view(-1, base.HCKV)[slots] = c_kv
         kr_cache.view(-1, base.DR)[slots] = k_pe.squeeze(1)
         query, query_rope = self.padded(self.absorb(q_nope), q_pe)
-        return self.reader(query, query_rope, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR))
+        return self.reader(
+            query, query_rope, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR)
+        )
 
 
 class PaddingOne(Padding):
@@ -144,12 +166,16 @@ class CutByTheModel(Padding):
 
 
 class TwoKinds(nn.Module):
-    """A layer whose cut is the call's, and one whose cut is the model's; the query leaves as attention reads it."""
+    """A layer whose cut is the call's, and one whose cut is the model's; the query leaves as
+    attention reads it.
+    """
 
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.first, self.second = Padding(heads), CutByTheModel(heads + 4)
-        self.first.reader = self.second.reader = lambda query, rope, *_: torch.cat([query, rope], -1)
+        self.first.reader = self.second.reader = lambda query, rope, *_: torch.cat(
+            [query, rope], -1
+        )
 
     def forward(self, *args: Tensor) -> tuple[Tensor, Tensor]:
         return self.first(*args), self.second(*args)
@@ -161,18 +187,25 @@ class PaddingWithOnes(Padding):
         return pad(query, (0, 0, 0, 4), value=1.0), pad(query_rope, (0, 0, 0, 4), value=1.0)
 
 
-@pytest.mark.parametrize(("model", "cann", "left"), [
-    (Padding, "latest", 0),
-    (Padding, RELEASE, 0),
-    (PaddingPairs, "latest", 0),
-    (PaddingPairs, RELEASE, 0),
-    (PaddingOne, RELEASE, 0),
-    (PaddingOne, "latest", 1),
-    (PaddingWithOnes, RELEASE, 2),
-    (PaddingWithOnes, "latest", 2),
-])
-def test_pads_for_attention_are_carried_by_the_weights(model: type[base.Base], cann: str, left: int) -> None:
-    """Where all that is read is padded with zeros, the call has these heads; else it has them if it must."""
+@pytest.mark.parametrize(
+    ("model", "cann", "left"),
+    [
+        (Padding, "latest", 0),
+        (Padding, RELEASE, 0),
+        (PaddingPairs, "latest", 0),
+        (PaddingPairs, RELEASE, 0),
+        (PaddingOne, RELEASE, 0),
+        (PaddingOne, "latest", 1),
+        (PaddingWithOnes, RELEASE, 2),
+        (PaddingWithOnes, "latest", 2),
+    ],
+)
+def test_pads_for_attention_are_carried_by_the_weights(
+    model: type[base.Base], cann: str, left: int
+) -> None:
+    """Where all that is read is padded with zeros, the call has these heads; else it has them if it
+    must.
+    """
     torch.manual_seed(0)
     module, given = model(12), base.paged_args()
     gm, _ = capture(module, *given)

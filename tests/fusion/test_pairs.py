@@ -19,7 +19,9 @@ class TwoAttentions(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         kv, kr, slots, other_kv, other_kr = rest
-        return self.first(x, cos, sin, kv, kr, slots), self.second(x, cos, sin, other_kv, other_kr, slots)
+        return self.first(x, cos, sin, kv, kr, slots), self.second(
+            x, cos, sin, other_kv, other_kr, slots
+        )
 
 
 class TwoQueries(base.Prologue):
@@ -29,7 +31,9 @@ class TwoQueries(base.Prologue):
         super().__init__()
         self.other = base.Prologue()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         def rotate(x: Tensor) -> Tensor:
             x = base.hf_interleave(x)
             return x * cos.unsqueeze(1) + base.rotate_half(x) * sin.unsqueeze(1)

@@ -1,4 +1,6 @@
-"""Layers of one pool are written in place: each its own part, by the kernel, and no pool is copied."""
+"""Layers of one pool are written in place: each its own part, by the kernel, and no pool is
+copied.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,24 @@ def test_as_lowered_no_pool_is_copied(kind: type[LayersOfAPool], dynamic: bool) 
         ge = mf.lower(kind(), *pool_args(), mode="ge", dynamic=dynamic)
         ex = mf.lower(kind(), *pool_args(), mode="npugraph_ex", dynamic=dynamic)
     assert ge.ge_ops["MlaPrologV3"] == LAYERS
-    assert not {"TensorMove", "Assign", "Slice", "ScatterUpdate", "Select", "ConcatV2"} & ge.ge_ops.keys()
-    calls = [node for node in ex.fx_after.graph.nodes if str(node.target) == "npu.npu_mla_prolog_v3.default"]
+    assert (
+        not {"TensorMove", "Assign", "Slice", "ScatterUpdate", "Select", "ConcatV2"}
+        & ge.ge_ops.keys()
+    )
+    calls = [
+        node
+        for node in ex.fx_after.graph.nodes
+        if str(node.target) == "npu.npu_mla_prolog_v3.default"
+    ]
     caches = [cache for call in calls for cache in call.args[9:11]]
-    assert len(caches) == 2 * LAYERS == len(set(caches)) and {cache.op for cache in caches} == {"placeholder"}
-    assert not any("scatter" in name or "copy_" in name or "clone" in name for name in ex.fx_ops if "_to_" not in name)
+    assert len(caches) == 2 * LAYERS == len(set(caches)) and {cache.op for cache in caches} == {
+        "placeholder"
+    }
+    assert not any(
+        "scatter" in name or "copy_" in name or "clone" in name
+        for name in ex.fx_ops
+        if "_to_" not in name
+    )
 
 
 @pytest.mark.parametrize("pooled", [False, True])

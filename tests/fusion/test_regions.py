@@ -1,4 +1,6 @@
-"""Layers traced once and called, and bodies under a switched-off mode: their prologues fuse as any other."""
+"""Layers traced once and called, and bodies under a switched-off mode: their prologues fuse as any
+other.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,22 @@ class Regions(prologues.Layers):
 
 
 class Computed(Base):
-    """The region writes nothing, and holds a number of its own; the caches are its caller's business."""
+    """The region writes nothing, and holds a number of its own; the caches are its caller's
+    business.
+    """
 
     @torch.compiler.nested_compile_region
     def values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)) * torch.tensor(1.0)))
+        q_nope, q_pe = self.split(
+            self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)) * torch.tensor(1.0))
+        )
         c_kv, k_pe = self.latent(x)
-        return self.absorb(q_nope), self.rotate(q_pe, cos, sin), c_kv, self.rotate(k_pe.unsqueeze(1), cos, sin)
+        return (
+            self.absorb(q_nope),
+            self.rotate(q_pe, cos, sin),
+            c_kv,
+            self.rotate(k_pe.unsqueeze(1), cos, sin),
+        )
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
@@ -61,10 +72,14 @@ class Nested(Computed):
 
 
 class Pools(Regions):
-    """What the regions write is a part of an argument: a call names the whole, and which part of it."""
+    """What the regions write is a part of an argument: a call names the whole, and which part of
+    it.
+    """
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *pools: Tensor) -> Tensor:
-        return super().forward(x, cos, sin, slots, *(layer for pair in zip(*pools, strict=True) for layer in pair))
+        return super().forward(
+            x, cos, sin, slots, *(layer for pair in zip(*pools, strict=True) for layer in pair)
+        )
 
 
 class WithBias(prologues.PagedRotateHalf):
@@ -93,7 +108,10 @@ def test_fuses_as_exactly(name: str) -> None:
 
 def test_ge_graph_of_the_real_torchair() -> None:
     lowered = mf.lower(Regions(), *prologues.layers_args(count=2))
-    assert lowered.ge_ops["MlaPrologV3"] == 2 and not lowered.ge_ops["TensorMove"] + lowered.ge_ops["Assign"]
+    assert (
+        lowered.ge_ops["MlaPrologV3"] == 2
+        and not lowered.ge_ops["TensorMove"] + lowered.ge_ops["Assign"]
+    )
 
 
 def test_regions_that_write_into_parts_stay_closed() -> None:
@@ -111,7 +129,9 @@ def test_a_near_miss_is_named_and_the_graph_keeps_its_regions() -> None:
     kept, before = gm.graph, str(gm.graph)
     for judge in (mf.explain, mf.fuse):
         report = judge(gm)
-        assert [(item.code, item.layer) for item in report.rejected] == [("linear.bias", f"layers.{i}") for i in (0, 1)]
+        assert [(item.code, item.layer) for item in report.rejected] == [
+            ("linear.bias", f"layers.{i}") for i in (0, 1)
+        ]
         assert gm.graph is kept and str(gm.graph) == before
 
 
@@ -123,7 +143,9 @@ def test_explaining_opens_nothing() -> None:
     assert not subgraphs.found(gm)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad(), torch.autocast("cpu", enabled=False)], ids=["grad", "autocast"])
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad(), torch.autocast("cpu", enabled=False)], ids=["grad", "autocast"]
+)
 def test_exported_under_a_mode_that_is_off(mode: Any) -> None:
     class Within(prologues.PagedRotateHalf):
         def forward(self, *args: Tensor) -> Tensor:

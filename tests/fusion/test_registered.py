@@ -1,4 +1,6 @@
-"""Operators of the user's own: known by a function, in static and dynamic graphs, and left where nothing is fused."""
+"""Operators of the user's own: known by a function, in static and dynamic graphs, and left where
+nothing is fused.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 
 @rope.register_fake
 def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(k).contiguous()
+    return torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(
+        k
+    ).contiguous()
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,7 +55,9 @@ def roped(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
 class Served(base.Prologue):
     """Norms and RoPE by operators of a library; one norm stands outside the prologue."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Any:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Any:
         c_q = norm(self.q_a_proj(x), self.q_a_layernorm.weight, 1e-6)
         q = self.q_b_proj(c_q).view(*x.shape[:-1], self.heads, base.D + base.DR)
         q_nope, q_pe = q.split([base.D, base.DR], -1)
@@ -60,7 +66,9 @@ class Served(base.Prologue):
         q_pe, k_pe = rope(q_pe, k_pe.unsqueeze(1), cos, sin)
         kv_cache.view(-1, base.HCKV)[slots] = c_kv
         kr_cache.view(-1, base.DR)[slots] = k_pe.squeeze(1)
-        scores = base.attend(self.absorb(q_nope), q_pe, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR))
+        scores = base.attend(
+            self.absorb(q_nope), q_pe, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR)
+        )
         return scores, norm(scores, scores[0, 0] * 0 + 1, 1e-3)
 
 
@@ -104,7 +112,10 @@ def test_what_was_not_fused_calls_them_still(known: None) -> None:
 def test_unknown_they_are_named() -> None:
     gm, _ = capture(Served(), *base.paged_args(), device="cpu")
     report = mf.explain(gm)
-    assert not report.fused and f"not known: {MINE}::norm, {MINE}::rope; mf.register_operator" in str(report)
+    assert (
+        not report.fused
+        and f"not known: {MINE}::norm, {MINE}::rope; mf.register_operator" in str(report)
+    )
 
 
 def wrong(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -120,7 +131,9 @@ def with_numbers(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [of_another_shape, with_numbers])
-def test_a_function_that_does_not_fit_is_not_used(function: Callable[..., Any], caplog: Any) -> None:
+def test_a_function_that_does_not_fit_is_not_used(
+    function: Callable[..., Any], caplog: Any
+) -> None:
     mf.register_operator(norm, function)
     try:
         gm, _ = capture(Served(), *base.paged_args(), device="cpu")
@@ -144,7 +157,11 @@ REFUSED = {
     "a writer": (ValueError, "writes into an argument", (writes, writes)),
     "no function": (TypeError, "expected a function", (norm, 1)),
     "other numbers": (ValueError, "off by", (norm, wrong, torch.randn(4, 8), torch.randn(8), 1e-6)),
-    "another shape": (ValueError, "result 0", (norm, of_another_shape, torch.randn(4, 8), torch.randn(8), 1e-6)),
+    "another shape": (
+        ValueError,
+        "result 0",
+        (norm, of_another_shape, torch.randn(4, 8), torch.randn(8), 1e-6),
+    ),
     "another count": (ValueError, "gives 2 results", (rope, lambda *a: a[0], *OF_ROPE)),
 }
 

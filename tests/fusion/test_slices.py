@@ -1,4 +1,6 @@
-"""Rows assigned by slices, of slices too: the rows written are the model's, also where nothing is verified."""
+"""Rows assigned by slices, of slices too: the rows written are the model's, also where nothing is
+verified.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class Assigns(Base):
         super().__init__()
         self.part = part
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         for cache, rows in ((kv_cache, c_kv), (kr_cache, k_pe)):
             part = self.part(cache)
             part[:] = rows.view(part.shape)

@@ -1,4 +1,6 @@
-"""Static W8A8 in npu_mla_preprocess: what the real torchair makes of it, and what only the whole graph shows."""
+"""Static W8A8 in npu_mla_preprocess: what the real torchair makes of it, and what only the whole
+graph shows.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,14 @@ CONFIG = mf.Config(targets=("preprocess",))
 def test_a_captured_graph_writes_the_placeholders() -> None:
     """One call, weights packed outside, nothing copied into the caches."""
     torch.manual_seed(0)
-    lowered = mf.lower(static.StaticFused(), *static.static_args(), mode="npugraph_ex", config=CONFIG)
-    (call,) = (node for node in lowered.fx_after.graph.nodes if str(node.target) == "atb.npu_mla_preprocess.out")
+    lowered = mf.lower(
+        static.StaticFused(), *static.static_args(), mode="npugraph_ex", config=CONFIG
+    )
+    (call,) = (
+        node
+        for node in lowered.fx_after.graph.nodes
+        if str(node.target) == "atb.npu_mla_preprocess.out"
+    )
     caches = [*call.args[13:15], call.kwargs["kv_cache_out0"], call.kwargs["kv_cache_out1"]]
     assert [cache.op for cache in caches] == ["placeholder"] * 4 and caches[:2] == caches[2:]
     assert not any("copy_.default" in name or "clone" in name for name in lowered.fx_ops)

@@ -1,4 +1,6 @@
-"""The kernel's results lie in memory otherwise than the values they replace; who can tell gets the model's strides."""
+"""The kernel's results lie in memory otherwise than the values they replace; who can tell gets the
+model's strides.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ Reader = Callable[[Tensor], Tensor]
 
 
 class Gives(Base):
-    """Gives out the absorbed query, through ``reader``, as the product of heads leaves it: [N, T, 512] turned."""
+    """Gives out the absorbed query, through ``reader``, as the product of heads leaves it: [N, T,
+    512] turned.
+    """
 
     def __init__(self, reader: Reader, turned: bool = True) -> None:
         super().__init__()
@@ -29,9 +33,13 @@ class Gives(Base):
         q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
         c_kv, k_pe = self.latent(x)
         c, s_ = cos.unsqueeze(1), sin.unsqueeze(1)
-        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s_).squeeze(1))
+        self.write(
+            kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s_).squeeze(1)
+        )
         query = torch.bmm(q_nope.transpose(0, 1), self.w_uk())
-        return self.reader(query.transpose(0, 1) if self.turned else query), self.rotate(q_pe, c, s_)
+        return self.reader(query.transpose(0, 1) if self.turned else query), self.rotate(
+            q_pe, c, s_
+        )
 
 
 READERS: dict[str, Reader] = {
@@ -62,15 +70,22 @@ def test_results_leave_the_graph_with_the_strides_of_the_model(turned: bool, dyn
 
 
 def test_results_may_leave_the_graph_as_the_kernel_leaves_them() -> None:
-    found = harness.compiled(Gives(lambda q: q), base.paged_args(), mf.backend(mf.Config(strides="kernel")))
-    assert found[0].is_contiguous() and "aten.clone.default" not in mf.reports()[-1].operators["after"]
+    found = harness.compiled(
+        Gives(lambda q: q), base.paged_args(), mf.backend(mf.Config(strides="kernel"))
+    )
+    assert (
+        found[0].is_contiguous() and "aten.clone.default" not in mf.reports()[-1].operators["after"]
+    )
 
 
 def test_one_token_needs_no_copy() -> None:
     """The stride of an axis of length one means nothing."""
     harness.compiled(Gives(lambda q: q), base.paged_args(1), mf.backend())
     report = mf.reports()[-1]
-    assert harness.outcome(report) == ("in place",) and "aten.clone.default" not in report.operators["after"]
+    assert (
+        harness.outcome(report) == ("in place",)
+        and "aten.clone.default" not in report.operators["after"]
+    )
 
 
 def test_a_graph_break_behind_the_prologue() -> None:
@@ -84,14 +99,18 @@ def test_a_graph_break_behind_the_prologue() -> None:
     torch._dynamo.reset()
     with torch.no_grad():
         found = torch.compile(run, backend=mf.backend())(*harness.clones(args))
-    assert harness.distance(found, harness.eager(model, harness.clones(args))[0].view(-1, 512)) < 2e-2
+    assert (
+        harness.distance(found, harness.eager(model, harness.clones(args))[0].view(-1, 512)) < 2e-2
+    )
 
 
 def test_a_ge_graph_keeps_no_strides() -> None:
     """What leaves it has none: two Transposes would stand behind the kernel for nothing."""
     lowered = mf.lower(Gives(lambda q: q), *base.paged_args(), mode="ge")
     assert lowered.ge_ops["MlaPrologV3"] == 1 and "Transpose" not in lowered.ge_ops
-    asked = mf.lower(Gives(lambda q: q), *base.paged_args(), mode="ge", config=mf.Config(strides="exact"))
+    asked = mf.lower(
+        Gives(lambda q: q), *base.paged_args(), mode="ge", config=mf.Config(strides="exact")
+    )
     assert asked.ge_ops["Transpose"] == 2
 
 

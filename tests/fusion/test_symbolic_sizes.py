@@ -1,4 +1,6 @@
-"""Sizes that are computed, known at run time alone, or bounded by a table: the prologue fuses, and its numbers hold."""
+"""Sizes that are computed, known at run time alone, or bounded by a table: the prologue fuses, and
+its numbers hold.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Calls(nn.Module):
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
         self.prologue, self.run = Base(), run
-        self.weights = nn.Parameter(torch.randn(3, *self.prologue.q_a_proj.weight.shape).bfloat16() / 32)
+        self.weights = nn.Parameter(
+            torch.randn(3, *self.prologue.q_a_proj.weight.shape).bfloat16() / 32
+        )
 
     def forward(self, *args: Any) -> Any:
         return self.run(self, *args)
@@ -36,7 +40,9 @@ def of_layer(m: Calls, layer: int, *args: Tensor) -> Any:
     return m.prologue(*args)
 
 
-def last_tokens(m: Calls, n: int, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor) -> Any:
+def last_tokens(
+    m: Calls, n: int, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
+) -> Any:
     return m.prologue(x[n:], cos[n:], sin[n:], kv, kr, slots[n:])
 
 
@@ -54,7 +60,9 @@ def decode_and_prefill(
     return *first, *m.prologue(x[n:], cos[n:], sin[n:], kv, kr, slots[n:])
 
 
-def from_a_start(m: Calls, n: int, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor) -> Any:
+def from_a_start(
+    m: Calls, n: int, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
+) -> Any:
     """Tables of 40 rows: far fewer tokens than verification would like."""
     rows = slice(n, n + x.shape[0])
     return m.prologue(x, cos[rows], sin[rows], kv, kr, slots)
@@ -66,10 +74,26 @@ def tables_of_40(call: Call) -> Call:
 
 
 DYNAMIC: dict[str, tuple[Callable[..., Any], list[Call], int]] = {
-    "weights of a layer by its number": (of_layer, [(0, *base.paged_args()), (1, *base.paged_args())], 1),
-    "all behind the first n": (last_tokens, [(3, *base.paged_args()), (2, *base.paged_args(12))], 1),
-    "all but the last n": (all_but_the_last, [(3, *base.paged_args()), (2, *base.paged_args(12))], 1),
-    "decode and prefill": (decode_and_prefill, [(3, *base.paged_args()), (2, *base.paged_args(12))], 2),
+    "weights of a layer by its number": (
+        of_layer,
+        [(0, *base.paged_args()), (1, *base.paged_args())],
+        1,
+    ),
+    "all behind the first n": (
+        last_tokens,
+        [(3, *base.paged_args()), (2, *base.paged_args(12))],
+        1,
+    ),
+    "all but the last n": (
+        all_but_the_last,
+        [(3, *base.paged_args()), (2, *base.paged_args(12))],
+        1,
+    ),
+    "decode and prefill": (
+        decode_and_prefill,
+        [(3, *base.paged_args()), (2, *base.paged_args(12))],
+        2,
+    ),
     "rows of a short table": (
         from_a_start,
         [tables_of_40((3, *base.paged_args())), tables_of_40((9, *base.paged_args(12)))],
@@ -97,11 +121,29 @@ def test_dynamic_numbers(name: str) -> None:
     compare(Calls(run), calls, fused, dynamic=True)
 
 
-def by_mask(m: Calls, mask: Tensor, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor) -> Any:
+def by_mask(
+    m: Calls,
+    mask: Tensor,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: Tensor,
+    kr: Tensor,
+    slots: Tensor,
+) -> Any:
     return m.prologue(x[mask], cos[mask], sin[mask], kv, kr, slots[mask])
 
 
-def by_index(m: Calls, mask: Tensor, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor) -> Any:
+def by_index(
+    m: Calls,
+    mask: Tensor,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: Tensor,
+    kr: Tensor,
+    slots: Tensor,
+) -> Any:
     rows = mask.nonzero()[:, 0]
     return m.prologue(x[rows], cos[rows], sin[rows], kv, kr, slots[rows])
 
@@ -109,17 +151,28 @@ def by_index(m: Calls, mask: Tensor, x: Tensor, cos: Tensor, sin: Tensor, kv: Te
 @pytest.mark.parametrize("run", [by_mask, by_index])
 def test_tokens_that_are_counted_at_run_time(run: Callable[..., Any]) -> None:
     mask = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1]).bool()
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
-        compare(Calls(run), [(mask, *base.paged_args()), (~mask, *base.paged_args())], 1, dynamic=None)
+    with torch._dynamo.config.patch(
+        capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True
+    ):
+        compare(
+            Calls(run), [(mask, *base.paged_args()), (~mask, *base.paged_args())], 1, dynamic=None
+        )
 
 
 def test_a_branch_decides_on_a_weight() -> None:
     def run(m: Calls, flag: Tensor, *args: Tensor) -> Any:
         weight = (m.prologue.q_a_proj.weight,)
-        m.prologue.down = lambda x: F.linear(x, torch.cond(flag, lambda w: w * 1, lambda w: w * 2, weight))  # type: ignore[method-assign]
+        m.prologue.down = lambda x: F.linear(
+            x, torch.cond(flag, lambda w: w * 1, lambda w: w * 2, weight)
+        )  # type: ignore[method-assign]
         return m.prologue(*args)
 
-    compare(Calls(run), [(torch.tensor(flag), *base.paged_args()) for flag in (True, False)], 1, dynamic=None)
+    compare(
+        Calls(run),
+        [(torch.tensor(flag), *base.paged_args()) for flag in (True, False)],
+        1,
+        dynamic=None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,8 +183,12 @@ def test_a_branch_decides_on_a_weight() -> None:
         (prologues.NpuOperators(), (0, 1, 2, 5), "in place"),
     ],
 )
-def test_tokens_marked_dynamic(model: torch.nn.Module, marked: tuple[int, ...], placement: str) -> None:
-    """``mark_dynamic`` gives every tensor a symbol of its own; the operators themselves say what must be as many."""
+def test_tokens_marked_dynamic(
+    model: torch.nn.Module, marked: tuple[int, ...], placement: str
+) -> None:
+    """``mark_dynamic`` gives every tensor a symbol of its own; the operators themselves say what
+    must be as many.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     args = base.paged_args(8)

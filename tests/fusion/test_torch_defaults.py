@@ -1,4 +1,6 @@
-"""Serving stacks change torch's default dtype and device while models are built, and compile under them."""
+"""Serving stacks change torch's default dtype and device while models are built, and compile under
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,12 @@ def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype, device", [(torch.bfloat16, "cpu"), (torch.float32, "meta")])
 @pytest.mark.parametrize(
-    "model, args", [(prologues.ComplexDense, prologues.dense_args), (prologues.FusedQkvA, base.paged_args)]
+    "model, args",
+    [(prologues.ComplexDense, prologues.dense_args), (prologues.FusedQkvA, base.paged_args)],
 )
-def test_the_pass_and_a_step_run_under_them(model: type, args: object, dtype: torch.dtype, device: str) -> None:
+def test_the_pass_and_a_step_run_under_them(
+    model: type, args: object, dtype: torch.dtype, device: str
+) -> None:
     module, given = model(), args()  # type: ignore[operator]
     wanted = harness.eager(module, harness.clones(given))
     torch._dynamo.reset()

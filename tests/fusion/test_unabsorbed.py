@@ -1,4 +1,6 @@
-"""Prologues without a W_uk product, under ``Config(unabsorbed="identity")``: q_nope is the kernel's, bit for bit."""
+"""Prologues without a W_uk product, under ``Config(unabsorbed="identity")``: q_nope is the
+kernel's, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ IDENTITY = mf.Config(unabsorbed="identity", verify="all")
 
 
 class Padded(Base):
-    """q_nope padded to the latent's width, so that the core reads it where the absorbed query was."""
+    """q_nope padded to the latent's width, so that the core reads it where the absorbed query
+    was.
+    """
 
     def absorb(self, q_nope: Tensor) -> Tensor:
         return F.pad(q_nope, (0, HCKV - D))
@@ -80,7 +84,8 @@ class QueryMultiplied(NothingRotated):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    model.__name__: model for model in (Padded, PaddedInt8, ReadTwice, SeparateProjections, RopeFirst, NothingRotated)
+    model.__name__: model
+    for model in (Padded, PaddedInt8, ReadTwice, SeparateProjections, RopeFirst, NothingRotated)
 }
 
 
@@ -119,7 +124,9 @@ def test_off_by_default() -> None:
 
 
 def test_q_nope_is_the_projection_bit_for_bit() -> None:
-    """The kernel's own q_nope, before W_uk: what the product with the identity gives is it and zeros."""
+    """The kernel's own q_nope, before W_uk: what the product with the identity gives is it and
+    zeros.
+    """
     torch.manual_seed(0)
     model, given = Padded(), paged_args()
     gm, _ = capture(model, *given, device="cpu")
@@ -133,13 +140,18 @@ def test_q_nope_is_the_projection_bit_for_bit() -> None:
 
 
 class HuggingFace(nn.Module):
-    """Hugging Face's DeepseekV3Attention as it is, without a cache: per-head keys and values from kv_b_proj."""
+    """Hugging Face's DeepseekV3Attention as it is, without a cache: per-head keys and values from
+    kv_b_proj.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         mf.offline.activate()  # transformers imports torch_npu where it is installed
         from transformers import DeepseekV3Config
-        from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+        from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+            DeepseekV3Attention,
+            DeepseekV3RotaryEmbedding,
+        )
 
         config = DeepseekV3Config(
             hidden_size=HE,

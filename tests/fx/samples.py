@@ -44,13 +44,20 @@ class Call:
 
     def node(self) -> Node:
         graph = Graph()
-        leaves = [graph.placeholder(f"a{i}") if isinstance(x, Tensor) else x for i, x in enumerate(self.leaves)]
+        leaves = [
+            graph.placeholder(f"a{i}") if isinstance(x, Tensor) else x
+            for i, x in enumerate(self.leaves)
+        ]
         args, kwargs = tree_unflatten(leaves, self.spec)
         return graph.call_function(self.target, args, kwargs)
 
     def floats(self) -> list[int]:
         """Which leaves are float64 tensors."""
-        return [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dtype == torch.float64]
+        return [
+            i
+            for i, x in enumerate(self.leaves)
+            if isinstance(x, Tensor) and x.dtype == torch.float64
+        ]
 
     def run(self, floats: list[Tensor]) -> list[Tensor]:
         """The results, complex ones as pairs, where these stand for the float64 leaves."""
@@ -60,7 +67,11 @@ class Call:
         args, kwargs = tree_unflatten(leaves, self.spec)
         with torch.no_grad():
             found = tree_flatten(self.target(*args, **kwargs))[0]
-        return [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in found if isinstance(x, Tensor)]
+        return [
+            torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+            for x in found
+            if isinstance(x, Tensor)
+        ]
 
     def __str__(self) -> str:
         shown = [list(x.shape) if isinstance(x, Tensor) else x for x in self.leaves]
@@ -88,32 +99,49 @@ def _keep(calls: list[Call], target: Any, args: Any, kwargs: Any) -> None:
     alike = sum(outline == _outline(call.leaves) for call in calls)
     small = all(type(x) is Tensor and x.numel() <= _LARGEST for x in tensors)
     if small and len(calls) < _CALLS and alike < _ALIKE:
-        plain = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
+        plain = tree_map(
+            lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs)
+        )
         leaves, spec = tree_flatten(plain)
         calls.append(Call(target, tuple(leaves), spec))
 
 
 def _outline(leaves: Sequence[Any]) -> list[int]:
-    """The ranks of tensors, -1 for other arguments; nothing where all tensors are single numbers."""
+    """The ranks of tensors, -1 for other arguments; nothing where all tensors are single
+    numbers.
+    """
     ranks = [x.dim() if isinstance(x, Tensor) else -1 for x in leaves]
     return ranks if max(ranks, default=0) > 0 else []
 
 
 @cache
 def calls() -> dict[str, list[Call]]:
-    """By name, without the overload. What torch takes apart before dispatch is called by its own name."""
+    """By name, without the overload. What torch takes apart before dispatch is called by its own
+    name.
+    """
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
 
     found: dict[Any, list[Call]] = defaultdict(list)
     for info in op_db:
-        names = {info.aten_name, info.name.rpartition(".")[2], *(alias.name for alias in info.aliases)}
-        if torch.float64 not in info.supported_dtypes("cpu") or not any(f"aten::{name}" in _LISTED for name in names):
+        names = {
+            info.aten_name,
+            info.name.rpartition(".")[2],
+            *(alias.name for alias in info.aliases),
+        }
+        if torch.float64 not in info.supported_dtypes("cpu") or not any(
+            f"aten::{name}" in _LISTED for name in names
+        ):
             continue
         torch.manual_seed(0)
         try:
-            # not info.sample_inputs, which walks the whole stack for the name of a unittest's method
-            samples = list(itertools.islice(info.sample_inputs_func(info, "cpu", torch.float64, False), _SAMPLES))
+            # not info.sample_inputs, which walks the whole stack for the name of a unittest's
+            # method
+            samples = list(
+                itertools.islice(
+                    info.sample_inputs_func(info, "cpu", torch.float64, False), _SAMPLES
+                )
+            )
         except (RuntimeError, ImportError):
             continue  # it wants a library or a back end that is not here
         for sample in samples:

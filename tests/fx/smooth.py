@@ -1,8 +1,10 @@
-"""Is a call one analytic function of its floats? Extrapolated from one side of a point it must foretell the other.
+"""Is a call one analytic function of its floats? Extrapolated from one side of a point it must
+foretell the other.
 
-Along a line through the point the result is read at nine places on the left, and the polynomial through these is
-compared with the result on the right: a step, a corner, and a jump in the second or third derivative show. Points that
-are not in the domain (no finite value on one side) say nothing.
+Along a line through the point the result is read at nine places on the left, and the polynomial
+through these is compared with the result on the right: a step, a corner, and a jump in the second
+or third derivative show. Points that are not in the domain (no finite value on one side) say
+nothing.
 """
 
 from __future__ import annotations
@@ -71,11 +73,14 @@ def _places(
     for number, point in enumerate(() if away_from_zero else POINTS):
         same = [torch.full(shape, point, dtype=torch.float64) for shape in shapes]
         yield f"where all are {point}", same
-        for at in (number % len(shapes),) if len(shapes) > 1 else ():  # one argument after the other
+        # one argument after the other
+        for at in (number % len(shapes),) if len(shapes) > 1 else ():
             others = [_ordinary(shape, generator).abs() for shape in shapes]
             yield f"where argument {at} is {point}", [*others[:at], same[at], *others[at + 1 :]]
     for _ in range(0 if away_from_zero else 3):
-        picked = [points[torch.randint(1, len(points), shape, generator=generator)] for shape in shapes]
+        picked = [
+            points[torch.randint(1, len(points), shape, generator=generator)] for shape in shapes
+        ]
         yield "at a mixture", picked
 
 
@@ -85,7 +90,10 @@ def _error(call: Call, point: list[Tensor], line: list[Tensor]) -> float:
         here = call.run(point)
         if not any(bool(result.isfinite().any()) for result in here):
             return 0.0
-        rows = [call.run([p + t * d for p, d in zip(point, line, strict=True)]) for t in [*_LEFT, *_RIGHT]]
+        rows = [
+            call.run([p + t * d for p, d in zip(point, line, strict=True)])
+            for t in [*_LEFT, *_RIGHT]
+        ]
     except Exception:
         return 0.0  # not a place that the operator takes
     worst = 0.0
@@ -96,5 +104,7 @@ def _error(call: Call, point: list[Tensor], line: list[Tensor]) -> float:
         values = values[:, values.isfinite().all(0)]
         if values.numel():
             guess, right = _WEIGHTS @ values[: len(_LEFT)], values[len(_LEFT) :]
-            worst = max(worst, float((guess - right).abs().max() / values.abs().max().clamp_min(1e-3)))
+            worst = max(
+                worst, float((guess - right).abs().max() / values.abs().max().clamp_min(1e-3))
+            )
     return worst

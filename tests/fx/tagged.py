@@ -1,6 +1,8 @@
-"""Does a call move elements? Told by tags: every result is the element of some place, or the same for all tags.
+"""Does a call move elements? Told by tags: every result is the element of some place, or the same
+for all tags.
 
-The same places must be taken for another order of the tags, and what is no tag must not change with them.
+The same places must be taken for another order of the tags, and what is no tag must not change with
+them.
 """
 
 from __future__ import annotations
@@ -18,12 +20,17 @@ def not_movement(call: Call) -> str:
     shapes = [call.leaves[i].shape for i in call.floats()]
     total = sum(shape.numel() for shape in shapes)
     generator = torch.Generator().manual_seed(0)
-    orders = [torch.arange(total), torch.randperm(total, generator=generator), torch.randperm(total)]
+    orders = [
+        torch.arange(total),
+        torch.randperm(total, generator=generator),
+        torch.randperm(total),
+    ]
     found = []
     for offset, order in zip(_OFFSETS, orders, strict=True):
         tags = order.double() + offset
         given = [
-            part.reshape(shape) for part, shape in zip(tags.split([s.numel() for s in shapes]), shapes, strict=True)
+            part.reshape(shape)
+            for part, shape in zip(tags.split([s.numel() for s in shapes]), shapes, strict=True)
         ]
         found.append([_places(result, tags) for result in call.run(given)])
     for first, *others in zip(*found, strict=True):
@@ -31,14 +38,19 @@ def not_movement(call: Call) -> str:
             if places.shape != first[0].shape:
                 return f"{call}: the shape depends on the values"
             if not torch.equal(places, first[0]):
-                return f"{call}: the places depend on the values, or what is no element of an argument does"
+                return (
+                    f"{call}: the places depend on the values, or what is no element of an "
+                    "argument does"
+                )
             if not torch.equal(values, first[1]):
                 return f"{call}: a value that is no element of an argument, nor a literal"
     return ""
 
 
 def _places(result: Tensor, tags: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each element the place of its tag (-1: none), and its value there: of a tag its sign, for conjugates."""
+    """Of each element the place of its tag (-1: none), and its value there: of a tag its sign, for
+    conjugates.
+    """
     flat = result.double().reshape(-1)
     size = flat.abs()
     sorted_tags, order = tags.sort()

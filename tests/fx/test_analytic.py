@@ -41,8 +41,12 @@ PASS: dict[str, Step] = {
     "the kernel of torch": lambda v: F.rms_norm(v, (WIDTH,), None, 1e-6),
     "scaled before": lambda v: 3 * v / torch.linalg.vector_norm(v * 3, dim=-1, keepdim=True),
     # choices that are none
-    "clamp_min(0) of squares": lambda v: v * torch.rsqrt(v.pow(2).mean(-1, True).clamp_min(0) + 1e-6),
-    "clamp_min below an epsilon": lambda v: (v.pow(2).mean(-1, True) + 1e-5).clamp_min(1e-6).rsqrt(),
+    "clamp_min(0) of squares": lambda v: (
+        v * torch.rsqrt(v.pow(2).mean(-1, True).clamp_min(0) + 1e-6)
+    ),
+    "clamp_min below an epsilon": lambda v: (
+        (v.pow(2).mean(-1, True) + 1e-5).clamp_min(1e-6).rsqrt()
+    ),
     "abs of squares": lambda v: v.square().abs(),
     "relu of squares": lambda v: v.square().sum(-1).relu(),
     "maximum with less": lambda v: torch.maximum(v.square() + 1, torch.zeros(())),
@@ -91,10 +95,14 @@ CHOICE: dict[str, Step] = {
     "minimum with a number": lambda v: torch.minimum(v, torch.full((), 1e4)),
     "masked_fill of the large": lambda v: v.masked_fill(v.abs() > 11, 0.0),
     "norm with ord 1": lambda v: torch.linalg.vector_norm(v, ord=1, dim=-1),
-    "floor of 1e-3 under a norm": lambda v: v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(1e-3),
+    "floor of 1e-3 under a norm": lambda v: (
+        v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(1e-3)
+    ),
     "F.normalize with a floor": lambda v: F.normalize(v, dim=-1, eps=1e-3),
     "floor under a mean of squares": lambda v: v * v.pow(2).mean(-1, True).clamp_min(1e-3).rsqrt(),
-    "ceiling over a mean of squares": lambda v: v * (v.pow(2).mean(-1, True).clamp_max(1e4) + 1e-6).rsqrt(),
+    "ceiling over a mean of squares": lambda v: (
+        v * (v.pow(2).mean(-1, True).clamp_max(1e4) + 1e-6).rsqrt()
+    ),
     "maximum of a row": lambda v: v / v.amax(-1, True),
     "abs": lambda v: v.abs(),
     "sort": lambda v: v.sort(-1).values,
@@ -158,7 +166,13 @@ SHAPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", SIZES)
 def test_facts_end_where_a_size_is_computed_with(name: str) -> None:
-    graph = view(lambda x, w, o: SIZES[name](x @ w, o), floats(T, HE), floats(HE, WIDTH), floats(TOKENS), symbolic=True)
+    graph = view(
+        lambda x, w, o: SIZES[name](x @ w, o),
+        floats(T, HE),
+        floats(HE, WIDTH),
+        floats(TOKENS),
+        symbolic=True,
+    )
     (made,) = outputs(graph)
     product = next(iter(graph.contractions))
     assert made not in graph.members(product)
@@ -176,7 +190,9 @@ def test_a_literal_of_any_length(name: str) -> None:
     assert graph.is_constant(*outputs(graph))
 
 
-@pytest.mark.parametrize("dtype, held", [(torch.int64, 1.0), (torch.bool, 1.0), (torch.bfloat16, 1.5)])
+@pytest.mark.parametrize(
+    "dtype, held", [(torch.int64, 1.0), (torch.bool, 1.0), (torch.bfloat16, 1.5)]
+)
 def test_a_fill_is_what_its_dtype_holds(dtype: torch.dtype, held: float) -> None:
     graph = behind(lambda v: torch.full_like(v, 1.5, dtype=dtype))
     assert filled_with(*outputs(graph)) == held
@@ -222,7 +238,11 @@ def test_counts_from_outside_are_a_choice() -> None:
 
 def test_the_detail_names_the_step_and_its_literals() -> None:
     (barrier,) = behind(lambda v: v.clamp(-8, 7)).barriers.values()
-    assert "clamp" in barrier.detail and "-8, 7" in barrier.detail and "picks by the values" in barrier.detail
+    assert (
+        "clamp" in barrier.detail
+        and "-8, 7" in barrier.detail
+        and "picks by the values" in barrier.detail
+    )
 
 
 def test_inputs_are_no_steps() -> None:

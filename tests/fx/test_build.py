@@ -1,4 +1,6 @@
-"""One recipe, written into a graph and run on tensors: the same values, with meta values that are right."""
+"""One recipe, written into a graph and run on tensors: the same values, with meta values that are
+right.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ RECIPES: dict[str, Recipe] = {
     "reshape to its own shape": lambda b, x: b.reshape(x, (4, 6)),
     "cast": lambda b, x: b.cast(x, torch.bfloat16),
     "constant": lambda b, x: b.call(aten.index_select.default, x, 1, b.constant([5, 0, 3], x)),
-    "several": lambda b, x: b.cast(b.reshape(b.call(aten.permute.default, x, [1, 0]), (3, 8)), torch.float64),
+    "several": lambda b, x: b.cast(
+        b.reshape(b.call(aten.permute.default, x, [1, 0]), (3, 8)), torch.float64
+    ),
 }
 
 

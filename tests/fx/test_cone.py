@@ -1,4 +1,6 @@
-"""What is made of one product, as a program: its elements by number, what meets it, and what is left out."""
+"""What is made of one product, as a program: its elements by number, what meets it, and what is
+left out.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def test_a_run_gives_what_the_graph_computes() -> None:
 
 
 @pytest.mark.parametrize(
-    "cut", [lambda t: t[:, :W], lambda t: t.float()[:, :W], lambda t: t[:, :W].unsqueeze(1).squeeze(1)]
+    "cut",
+    [lambda t: t[:, :W], lambda t: t.float()[:, :W], lambda t: t[:, :W].unsqueeze(1).squeeze(1)],
 )
 def test_views_of_a_table_lead_to_the_table(cut: Step) -> None:
     graph, found = cone(lambda y, table: y * cut(table), floats(T, 2 * W).bfloat16())
@@ -83,5 +86,7 @@ def test_values_are_drawn_by_dtype() -> None:
 
 
 def test_signatures_are_equal_for_equal_steps() -> None:
-    one, same, other = (cone(step)[1].signature for step in (lambda y: y * 2, lambda z: z * 2, lambda y: y * 3))
+    one, same, other = (
+        cone(step)[1].signature for step in (lambda y: y * 2, lambda z: z * 2, lambda y: y * 3)
+    )
     assert one == same != other

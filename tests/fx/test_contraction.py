@@ -27,7 +27,9 @@ PRODUCTS: dict[str, tuple[Product, tuple[tuple[int, ...], ...]]] = {
     "baddbmm": (lambda x, w, b: torch.baddbmm(b, x, w), ((B, T, K), (B, K, C), (B, 1, C))),
     "weight first": (lambda w, x: w @ x, ((C, K), (K, T))),
     "npu_transpose_batchmatmul": (
-        lambda x, w: torch.ops.npu.npu_transpose_batchmatmul(x, w, perm_x1=(1, 0, 2), perm_y=(1, 0, 2)),
+        lambda x, w: torch.ops.npu.npu_transpose_batchmatmul(
+            x, w, perm_x1=(1, 0, 2), perm_y=(1, 0, 2)
+        ),
         ((T, B, K), (B, K, C)),
     ),
 }
@@ -36,7 +38,9 @@ PRODUCTS: dict[str, tuple[Product, tuple[tuple[int, ...], ...]]] = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_labels_are_those_of_the_product(name: str) -> None:
     fn, shapes = PRODUCTS[name]
-    values = [torch.randn(*shape).bfloat16() if "npu" in name else torch.randn(*shape) for shape in shapes]
+    values = [
+        torch.randn(*shape).bfloat16() if "npu" in name else torch.randn(*shape) for shape in shapes
+    ]
     gm = trace(fn, *values)
     found = [item for node in gm.graph.nodes if (item := contraction.read(node)) is not None]
     assert len(found) == 1
@@ -50,7 +54,9 @@ def test_labels_are_those_of_the_product(name: str) -> None:
 
     Keep(gm).run(*values)
     left, right = held[product.left].float(), held[product.right].float()
-    result = torch.einsum(left, list(product.left_labels), right, list(product.right_labels), list(product.out_labels))
+    result = torch.einsum(
+        left, list(product.left_labels), right, list(product.right_labels), list(product.out_labels)
+    )
     if product.bias is not None:
         result = product.factors[0] * result + product.factors[1] * held[product.bias]
     torch.testing.assert_close(result, held[product.node].float(), rtol=2e-2, atol=2e-2)
@@ -58,7 +64,12 @@ def test_labels_are_those_of_the_product(name: str) -> None:
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (2.0, 1.0), (1.0, 0.0), (0.5, 3.0)])
 def test_factors_of_a_bias_and_of_the_product(alpha: float, beta: float) -> None:
-    gm = trace(lambda x, w, b: torch.addmm(b, x, w, alpha=alpha, beta=beta), floats(T, K), floats(K, C), floats(C))
+    gm = trace(
+        lambda x, w, b: torch.addmm(b, x, w, alpha=alpha, beta=beta),
+        floats(T, K),
+        floats(K, C),
+        floats(C),
+    )
     (product,) = (item for node in gm.graph.nodes if (item := contraction.read(node)) is not None)
     assert product.factors == (alpha, beta)
 

@@ -34,7 +34,11 @@ def last(fn: Fn, symbolic: bool = False) -> Node:
 )
 def test_views_reshapes_and_casts(fn: Fn, is_view: bool, is_reshape: bool, is_cast: bool) -> None:
     node = last(fn)
-    assert (kinds.is_view(node), kinds.is_reshape(node), kinds.is_cast(node)) == (is_view, is_reshape, is_cast)
+    assert (kinds.is_view(node), kinds.is_reshape(node), kinds.is_cast(node)) == (
+        is_view,
+        is_reshape,
+        is_cast,
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,8 @@ def test_memory_that_nobody_has_written_holds_no_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fn", "axes"), [(lambda x: x.sum(-1), [1]), (lambda x: x.sum((0, 1)), [0, 1]), (lambda x: x.sum(), [0, 1])]
+    ("fn", "axes"),
+    [(lambda x: x.sum(-1), [1]), (lambda x: x.sum((0, 1)), [0, 1]), (lambda x: x.sum(), [0, 1])],
 )
 def test_axes_that_an_operator_names(fn: Fn, axes: list[int]) -> None:
     assert kinds.named_axes(last(fn), 2) == axes
@@ -93,7 +98,8 @@ def test_sizes_that_are_computed_with(fn: Fn, among: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fn", "symbolic"), [(lambda x: x.sum(0), True), (lambda x: x.sum(1), False), (lambda x: x.sum(), True)]
+    ("fn", "symbolic"),
+    [(lambda x: x.sum(0), True), (lambda x: x.sum(1), False), (lambda x: x.sum(), True)],
 )
 def test_sums_over_an_axis_of_symbolic_length(fn: Fn, symbolic: bool) -> None:
     assert kinds.reduces_a_symbolic_axis(last(fn, symbolic=True)) == symbolic

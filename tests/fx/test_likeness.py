@@ -23,9 +23,13 @@ def step(y: Tensor, table: Tensor) -> Tensor:
 
 
 def pair(one: Step, other: Step, width: int = W) -> Any:
-    """What stands in the second cone for the nodes of the first; only cones of equal outline are walked."""
+    """What stands in the second cone for the nodes of the first; only cones of equal outline are
+    walked.
+    """
     fn = lambda x, v, w, a, b: (one(x @ v, a), other(x @ w, b))  # noqa: E731
-    graph = view(fn, floats(T, HE), floats(HE, W), floats(HE, width), floats(T, W), floats(T, width))
+    graph = view(
+        fn, floats(T, HE), floats(HE, W), floats(HE, width), floats(T, W), floats(T, width)
+    )
     first, second = projection.find(graph)
     reader = FactReader(graph, [first, second])
     cone = reader.read(first).cone
@@ -36,7 +40,9 @@ def pair(one: Step, other: Step, width: int = W) -> Any:
 def test_equal_layers_are_alike() -> None:
     move = pair(step, step)
     assert move is not None
-    assert all(node.target == other.target for node, other in move.items() if node.op == "call_function")
+    assert all(
+        node.target == other.target for node, other in move.items() if node.op == "call_function"
+    )
     assert len(set(move.values())) == len(move)
 
 
@@ -60,7 +66,9 @@ def test_products_of_another_width_are_not() -> None:
 
 
 def test_layers_that_mix_tokens_are_read_once() -> None:
-    """Each meets a table of its own where tokens were mixed: nothing there is followed, and no table is missed."""
+    """Each meets a table of its own where tokens were mixed: nothing there is followed, and no
+    table is missed.
+    """
     tokens = 64  # as many are probed as few
 
     def mixing(y: Tensor, table: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Where a node comes from: the module path that nodes share, and the innermost line of the model."""
+"""Where a node comes from: the module path that nodes share, and the innermost line of the
+model.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def test_what_nodes_share() -> None:
 
 
 def test_the_innermost_line() -> None:
-    frames = 'File "a.py", line 3, in outer\n    y = inner(x)\n  File "b.py", line 7, in inner\n    return x @ w\n'
+    frames = (
+        'File "a.py", line 3, in outer\n    y = inner(x)\n  File "b.py", line 7, in inner\n    '
+        "return x @ w\n"
+    )
     assert source(node(trace=frames)) == "b.py:7 in inner: return x @ w"
     assert source(node()) == ""
 
@@ -47,12 +52,17 @@ def test_the_innermost_line() -> None:
 def test_what_was_compiled_is_a_class_or_a_function() -> None:
     here, line = __file__, node.__code__.co_firstlineno
     made = Graph().call_function(print)
-    frames = f'File "{here}", line {line}, in attention\n    y\n  File "{here}", line 1, in norm\n    z\n'
+    frames = (
+        f'File "{here}", line {line}, in attention\n    y\n  File "{here}", line 1, in norm\n    '
+        "z\n"
+    )
     made.meta["stack_trace"] = frames
     assert root([made]) == "attention"
     made.meta["nn_module_stack"] = {"L__self__": ("", object)}  # as torch.export has it
     assert root([made]) == "attention"
-    made.meta["stack_trace"] = f'File "{nn.Linear.forward.__code__.co_filename}", line {forward_line()}, in forward\n'
+    made.meta["stack_trace"] = (
+        f'File "{nn.Linear.forward.__code__.co_filename}", line {forward_line()}, in forward\n'
+    )
     assert root([made]) == "Linear"
 
 

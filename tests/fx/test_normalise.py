@@ -1,4 +1,6 @@
-"""The forms of a graph that the pass looks at: empty parts dropped, assemblies taken apart, the graph untouched."""
+"""The forms of a graph that the pass looks at: empty parts dropped, assemblies taken apart, the
+graph untouched.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def assembled(x: Tensor) -> Tensor:
         (assembled, 2),
     ],
 )
-def test_each_form_computes_the_same_and_the_graph_stays(fn: Callable[[Tensor], Tensor], count: int) -> None:
+def test_each_form_computes_the_same_and_the_graph_stays(
+    fn: Callable[[Tensor], Tensor], count: int
+) -> None:
     gm = trace(fn, GIVEN)
     before, wanted = str(gm.graph), gm(GIVEN)
     found = list(forms(gm))
@@ -50,7 +54,9 @@ def test_each_form_computes_the_same_and_the_graph_stays(fn: Callable[[Tensor], 
 def test_what_was_assembled_is_a_join_of_its_parts() -> None:
     whole, apart = forms(trace(assembled, GIVEN))
     assert any("scatter" in name for name in targets(whole))
-    assert not any("scatter" in name for name in targets(apart)) and "aten.cat.default" in targets(apart)
+    assert not any("scatter" in name for name in targets(apart)) and "aten.cat.default" in targets(
+        apart
+    )
 
 
 def test_a_join_with_nothing_is_the_other_part() -> None:
@@ -65,7 +71,9 @@ def test_a_join_with_nothing_is_the_other_part() -> None:
     [
         lambda x: torch.cat([x, x[:, 5:]], -1),  # one column
         lambda x: torch.cat([x[:, :3], x[:, 3:]], -1),  # two parts
-        lambda x: torch.cat([x.double(), x[:, 6:]], -1)[:, :6] if x.dtype == torch.float16 else x * 1,
+        lambda x: (
+            torch.cat([x.double(), x[:, 6:]], -1)[:, :6] if x.dtype == torch.float16 else x * 1
+        ),
     ],
 )
 def test_other_joins_stay(fn: Callable[[Tensor], Tensor]) -> None:

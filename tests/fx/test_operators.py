@@ -1,4 +1,6 @@
-"""The operator table against torch itself: its tags, and what its operators do to sampled arguments."""
+"""The operator table against torch itself: its tags, and what its operators do to sampled
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def every_aten_overload() -> Iterator[Any]:
 
 def sampled(kind: Kind) -> list[Call]:
     """Calls of one class that have floats to look at."""
-    return [call for each in calls().values() for call in each if call.kind is kind and call.floats()]
+    return [
+        call for each in calls().values() for call in each if call.kind is kind and call.floats()
+    ]
 
 
 def few_of_each(found: list[Call]) -> list[Call]:
@@ -82,16 +86,36 @@ def test_every_entry_decides_for_some_overload(name: str, kind: Kind) -> None:
 
 
 def test_what_torch_tags_as_random_is_random() -> None:
-    tagged = [target for target in every_aten_overload() if torch.Tag.nondeterministic_seeded in target.tags]
+    tagged = [
+        target
+        for target in every_aten_overload()
+        if torch.Tag.nondeterministic_seeded in target.tags
+    ]
     assert len(tagged) > 80
     assert not [target for target in tagged if known(target).kind is not Kind.RANDOM]
     assert not [target for target in tagged if known(target).runs]
 
 
 def test_what_is_named_like_a_draw_is_believed_to_be_nothing_better() -> None:
-    words = ("rand", "dropout", "bernoulli", "normal_", "multinomial", "poisson", "uniform", "exponential_", "rrelu")
-    drawn = [target for target in every_aten_overload() if any(word in str(target) for word in words)]
-    wrong = [target for target in drawn if known(target).kind in (Kind.MOVEMENT, Kind.ANALYTIC, Kind.CHOICE)]
+    words = (
+        "rand",
+        "dropout",
+        "bernoulli",
+        "normal_",
+        "multinomial",
+        "poisson",
+        "uniform",
+        "exponential_",
+        "rrelu",
+    )
+    drawn = [
+        target for target in every_aten_overload() if any(word in str(target) for word in words)
+    ]
+    wrong = [
+        target
+        for target in drawn
+        if known(target).kind in (Kind.MOVEMENT, Kind.ANALYTIC, Kind.CHOICE)
+    ]
     assert not [target for target in wrong if "backward" not in str(target)]
 
 
@@ -144,7 +168,9 @@ def test_randomness_by_arguments(kind: Kind, target: Any, args: tuple[Any, ...])
         (Kind.MOVEMENT, aten.tensor_split.sections, (..., 2), {}),
     ],
 )
-def test_class_by_arguments(kind: Kind, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def test_class_by_arguments(
+    kind: Kind, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     assert called(target, *args, **kwargs) is kind
 
 
@@ -155,22 +181,28 @@ def test_what_mutates_is_never_run_or_looked_through() -> None:
     mutable = [target for target in every_aten_overload() if target._schema.is_mutable]
     assert len(mutable) > 500
     allowed = (Kind.EFFECT, Kind.RANDOM)
-    assert not [target for target in mutable if known(target).kind not in allowed or known(target).runs]
+    assert not [
+        target for target in mutable if known(target).kind not in allowed or known(target).runs
+    ]
 
 
 def test_views_by_schema_alone_are_movement() -> None:
     assert known(aten.diagonal.default).kind is Kind.MOVEMENT
-    assert known(aten.as_strided.default).kind is Kind.OPAQUE  # it reads memory, whose layout a probe need not have
+    # it reads memory, whose layout a probe need not have
+    assert known(aten.as_strided.default).kind is Kind.OPAQUE
 
 
 # -- analytic
 
 # Analytic but where a row is zero, or all of one number.
 NORMS = frozenset(
-    f"aten::{name}" for name in "norm linalg_vector_norm std std_mean layer_norm native_layer_norm rms_norm".split()
+    f"aten::{name}"
+    for name in "norm linalg_vector_norm std std_mean layer_norm native_layer_norm rms_norm".split()
 )
 # Not in OpInfo, or there with other arguments; made of operators that are sampled.
-UNSAMPLED_ANALYTIC = frozenset(f"aten::{name}" for name in "_fused_rms_norm _int_mm einsum tensordot".split())
+UNSAMPLED_ANALYTIC = frozenset(
+    f"aten::{name}" for name in "_fused_rms_norm _int_mm einsum tensordot".split()
+)
 
 
 def test_analytic_operators_have_no_kink() -> None:
@@ -180,11 +212,12 @@ def test_analytic_operators_have_no_kink() -> None:
     assert not [found for call in tried if (found := kink(call, call.name in NORMS))]
 
 
-# Choices that the check must find, so that it is known to find any: steps, corners, and C1 joins (elu, celu).
+# Choices that the check must find, so that it is known to find any: steps, corners, and C1 joins
+# (elu, celu).
 KINKED = """
-    abs amax amin ceil celu clamp clamp_max clamp_min copysign elu floor fmax fmin fmod frac hardshrink hardsigmoid
-    hardswish hardtanh leaky_relu max maximum median min minimum relu remainder round sgn sign softshrink sort topk
-    trunc
+    abs amax amin ceil celu clamp clamp_max clamp_min copysign elu floor fmax fmin fmod frac
+    hardshrink hardsigmoid hardswish hardtanh leaky_relu max maximum median min minimum relu
+    remainder round sgn sign softshrink sort topk trunc
 """.split()
 
 
@@ -199,7 +232,9 @@ def test_the_check_finds_kinks(name: str) -> None:
 
 
 def _leaves_floats_alone(call: Call) -> bool:
-    """Casts to other dtypes are judged by what they make; memory that nobody wrote holds anything."""
+    """Casts to other dtypes are judged by what they make; memory that nobody wrote holds
+    anything.
+    """
     made = call.run([call.leaves[i] for i in call.floats()])
     return "empty" not in call.name and all(result.dtype == torch.float64 for result in made)
 
@@ -215,8 +250,12 @@ def test_movement_takes_no_place_from_a_tensor() -> None:
     others = [
         call
         for call in sampled(Kind.MOVEMENT)
-        if any(isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() for leaf in call.leaves)
-        and not any(overload in str(call.target) for overload in ("narrow.default", "tensor_split.indices"))
+        if any(
+            isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() for leaf in call.leaves
+        )
+        and not any(
+            overload in str(call.target) for overload in ("narrow.default", "tensor_split.indices")
+        )
     ]
     # handed over as the number that they hold, which tracing would have written down
     assert not [str(call) for call in others if _wants_tensor(call)]
@@ -229,7 +268,11 @@ def _wants_tensor(call: Call) -> bool:
 
 @pytest.mark.parametrize("make", [aten.roll.default, aten.sort.default, aten.fmod.Tensor])
 def test_the_movement_check_tells_sorts_and_arithmetic_apart(make: Callable[..., Any]) -> None:
-    calls_of = [call for call in calls()[make._schema.name] if call.target is make and max(map(_size, call.leaves)) > 2]
+    calls_of = [
+        call
+        for call in calls()[make._schema.name]
+        if call.target is make and max(map(_size, call.leaves)) > 2
+    ]
     assert calls_of
     assert all(bool(not_movement(call)) == (make is not aten.roll.default) for call in calls_of)
 

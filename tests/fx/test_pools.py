@@ -1,4 +1,6 @@
-"""A pool whose layers are inputs of their own: the graph computes what it did, and writes the same rows."""
+"""A pool whose layers are inputs of their own: the graph computes what it did, and writes the same
+rows.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,10 @@ def run(gm: GraphModule) -> list[Tensor]:
     whole = pool()
     inputs = gm.graph.find_nodes(op="placeholder")
     layers = [pools.part_of(node) for node in inputs]
-    given = [rows() if at == 1 else whole if of is None else of[1].of(whole) for at, of in enumerate(layers)]
+    given = [
+        rows() if at == 1 else whole if of is None else of[1].of(whole)
+        for at, of in enumerate(layers)
+    ]
     return [*gm.forward(*given), whole]
 
 
@@ -154,11 +159,14 @@ def test_layers_are_numbered_by_their_pool() -> None:
     gm = functional(lambda pool, rows: [*only_written(pool, rows), pool[2] + 1])
     pools.take_apart(gm)
     parts = [pools.part_of(node) for node in gm.graph.find_nodes(op="placeholder")]
-    assert parts == [None, None, (0, Part(0, (2, 2))), (0, Part(2))]  # two rows are all that is taken of the first
+    # two rows are all that is taken of the first
+    assert parts == [None, None, (0, Part(0, (2, 2))), (0, Part(2))]
 
 
 def in_bits(pool: Tensor, rows: Tensor) -> list[Tensor]:
-    """The first layer as integers half as long, so that entry 3 of those lies in the second layer."""
+    """The first layer as integers half as long, so that entry 3 of those lies in the second
+    layer.
+    """
     pool[2] += rows.sum()
     halves = pool[:2].view(torch.int16).flatten()
     return [halves[3] + 1, pool[:1].view(torch.int16).view(2, -1)[1] + 1, pool[2] + 1]

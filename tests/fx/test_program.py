@@ -1,4 +1,6 @@
-"""Nodes as a program: in float64 with casts taken out, or exactly as they are; what cannot be run fails by name."""
+"""Nodes as a program: in float64 with casts taken out, or exactly as they are; what cannot be run
+fails by name.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def test_only_what_is_wanted_is_run() -> None:
 def test_equal_steps_are_one_program() -> None:
     def signature(fn: Callable[[Tensor], Tensor]) -> object:
         graph = view(fn, X.float())
-        return Program(inputs(graph), nodes_between(inputs(graph), outputs(graph)[0]), graph.binding).signature
+        return Program(
+            inputs(graph), nodes_between(inputs(graph), outputs(graph)[0]), graph.binding
+        ).signature
 
     assert signature(lambda x: (x + 1).t()) == signature(lambda y: (y + 1).t())
     assert signature(lambda x: (x + 1).t()) != signature(lambda x: (x + 2).t())
@@ -75,7 +79,10 @@ def test_nodes_between_a_source_and_a_sink() -> None:
     graph = view(lambda x, y: ((x + 1) * y).sum(-1), X.float(), X.float())
     sink = outputs(graph)[0]
     first = sink.args[0].args[0]
-    assert [node.name for node in nodes_between([first, inputs(graph)[1]], sink)] == [sink.args[0].name, sink.name]
+    assert [node.name for node in nodes_between([first, inputs(graph)[1]], sink)] == [
+        sink.args[0].name,
+        sink.name,
+    ]
     assert nodes_between([sink], sink) == []
 
 

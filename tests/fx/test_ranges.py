@@ -62,7 +62,8 @@ OF_INTEGERS: dict[str, tuple[Callable[[Tensor], Any], Range]] = {
     "quotient of a remainder": (lambda p: (p % 64) // 16, (0, 4)),
     "shift of a remainder": (lambda p: (p % 64) >> 4, (0, 3.9375)),
     "remainder, shifted up": (lambda p: (p % 4) << 4, (0, 48)),
-    "clamped from below alone": (lambda p: p.clamp(min=0), UNBOUNDED),  # (0, inf) is more than an int64 holds
+    # (0, inf) is more than an int64 holds
+    "clamped from below alone": (lambda p: p.clamp(min=0), UNBOUNDED),
     "clamped": (lambda p: p.clamp(0, 7), (0, 7)),
     "in int8": (lambda p: (p % 16).to(torch.int8), (0, 15)),
     "wrapped in int8": (lambda p: (p % 200).to(torch.int8), UNBOUNDED),
@@ -79,7 +80,9 @@ OF_INTEGERS: dict[str, tuple[Callable[[Tensor], Any], Range]] = {
 }
 CASES = {
     **{f"floats: {name}": (fn, wanted, floats(5, 5)) for name, (fn, wanted) in OF_FLOATS.items()},
-    **{f"integers: {name}": (fn, wanted, integers(5)) for name, (fn, wanted) in OF_INTEGERS.items()},
+    **{
+        f"integers: {name}": (fn, wanted, integers(5)) for name, (fn, wanted) in OF_INTEGERS.items()
+    },
 }
 
 
@@ -100,7 +103,12 @@ class _Checking(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
-        if isinstance(value, Tensor) and value.numel() and not value.isnan().any() and "empty" not in n.name:
+        if (
+            isinstance(value, Tensor)
+            and value.numel()
+            and not value.isnan().any()
+            and "empty" not in n.name
+        ):
             low, high = self.ranges.of(n)
             largest = max(1.0, float(value.double().nan_to_num().abs().max()))
             slack = 1e-6 * largest if value.is_floating_point() and largest < 1e30 else 0
@@ -132,7 +140,11 @@ def test_floats_are_trusted_with_nothing() -> None:
 
 
 def test_positions_of_a_symbolic_number_of_tokens_have_no_end() -> None:
-    graph = view(lambda v: torch.arange(v.shape[0]).double() + 0 * v[:, 0], floats(TOKENS, 4).double(), symbolic=True)
+    graph = view(
+        lambda v: torch.arange(v.shape[0]).double() + 0 * v[:, 0],
+        floats(TOKENS, 4).double(),
+        symbolic=True,
+    )
     (count,) = (node for node in graph.nodes if "arange" in node.name or "iota" in node.name)
     assert graph.ranges.of(count)[1] > 1e6 or graph.ranges.of(count) == UNBOUNDED
 

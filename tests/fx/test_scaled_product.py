@@ -1,4 +1,6 @@
-"""A bare product of integers that multiplications bring to scale: where it ends, and which scales it met."""
+"""A bare product of integers that multiplications bring to scale: where it ends, and which scales
+it met.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,17 @@ from mla_fusion.fx.view import View
 from tests.fx.tracing import floats, inputs, integers, outputs, view
 
 T, HE, W = 5, 16, 6
-Back = Callable[[Tensor, Tensor, Tensor], Tensor]  # of int32 sums, the token scale and the scales of the columns
+# of int32 sums, the token scale and the scales of the columns
+Back = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def plain(x: Tensor, w: Tensor) -> Tensor:
     return x.int() @ w.int()
 
 
-def read(back: Back, multiply: Callable[[Tensor, Tensor], Tensor] = plain) -> tuple[Contraction | None, View]:
+def read(
+    back: Back, multiply: Callable[[Tensor, Tensor], Tensor] = plain
+) -> tuple[Contraction | None, View]:
     x, w = integers(T, HE, dtype=torch.int8), integers(HE, W, dtype=torch.int8)
     graph = view(lambda x, w, t, c: back(multiply(x, w), t, c), x, w, floats(T, 1), floats(W))
     (product,) = (item for node in graph.nodes if (item := contraction.read(node)) is not None)

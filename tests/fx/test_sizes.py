@@ -1,4 +1,6 @@
-"""Symbolic sizes: equal for every value of their symbols or not, and the numbers that stand for them."""
+"""Symbolic sizes: equal for every value of their symbols or not, and the numbers that stand for
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from tests.fx.tracing import POSITIONS, SEQUENCES, TOKENS, floats, inputs, outpu
 
 def sizes() -> tuple[Any, Any, Any]:
     """Three symbols."""
-    graph = view(lambda a, b: (a, b), floats(TOKENS, 4), floats(SEQUENCES, POSITIONS), symbolic=True)
+    graph = view(
+        lambda a, b: (a, b), floats(TOKENS, 4), floats(SEQUENCES, POSITIONS), symbolic=True
+    )
     (t, _), (s, p) = (node.meta["val"].shape for node in inputs(graph))
     return t, s, p
 

@@ -19,13 +19,24 @@ def pairs(fn: Callable[..., Tensor], *args: Tensor) -> set[frozenset[int]]:
 
 
 def test_rows_written_at_slots() -> None:
-    found = pairs(lambda cache, slots, rows: cache.index_put((slots,), rows), floats(9, 4), integers(5), floats(5, 4))
+    found = pairs(
+        lambda cache, slots, rows: cache.index_put((slots,), rows),
+        floats(9, 4),
+        integers(5),
+        floats(5, 4),
+    )
     assert found == {frozenset({5})}
 
 
 def test_one_row_for_all_slots_says_nothing() -> None:
     assert (
-        pairs(lambda cache, slots, row: cache.index_put((slots,), row), floats(9, 4), integers(5), floats(4)) == set()
+        pairs(
+            lambda cache, slots, row: cache.index_put((slots,), row),
+            floats(9, 4),
+            integers(5),
+            floats(4),
+        )
+        == set()
     )
 
 
@@ -36,8 +47,16 @@ def test_rows_scattered_by_operators() -> None:
 
 def test_scales_of_blocks() -> None:
     x, w = floats(5, 128).to(torch.float8_e4m3fn), floats(128, 64).to(torch.float8_e4m3fn)
-    scale, x_scale = torch.zeros(2, 64, 2, dtype=torch.uint8), torch.zeros(5, 2, 2, dtype=torch.uint8)
-    codes = {"scale_dtype": 44, "pertoken_scale_dtype": 44, "group_sizes": [1, 1, 32], "output_dtype": torch.bfloat16}
+    scale, x_scale = (
+        torch.zeros(2, 64, 2, dtype=torch.uint8),
+        torch.zeros(5, 2, 2, dtype=torch.uint8),
+    )
+    codes = {
+        "scale_dtype": 44,
+        "pertoken_scale_dtype": 44,
+        "group_sizes": [1, 1, 32],
+        "output_dtype": torch.bfloat16,
+    }
     run = lambda *given: npu.npu_quant_matmul(*given[:3], pertoken_scale=given[3], **codes)  # noqa: E731
     assert pairs(run, x, w, scale, x_scale) == {frozenset({5}), frozenset({2})}
 

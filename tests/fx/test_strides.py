@@ -1,4 +1,6 @@
-"""A value replaced by one of other strides: views become reshapes, what leaves the graph lies as it lay."""
+"""A value replaced by one of other strides: views become reshapes, what leaves the graph lies as it
+lay.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,21 @@ aten = torch.ops.aten
 GIVEN = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
 
-def turned(reader: Callable[[Tensor], Tensor], exact: bool = True) -> tuple[Tensor, Tensor, list[str]]:
-    """What a graph gives before and after ``neg`` is replaced by one that is dense the other way round."""
+def turned(
+    reader: Callable[[Tensor], Tensor], exact: bool = True
+) -> tuple[Tensor, Tensor, list[str]]:
+    """What a graph gives before and after ``neg`` is replaced by one that is dense the other way
+    round.
+    """
     gm = trace(lambda x: reader(x.neg()), GIVEN)
     wanted = gm(GIVEN)
     old = next(node for node in gm.graph.nodes if node.target is aten.neg.default)
     builder = GraphBuilder(gm)
     builder.at(old, {})
     across = builder.call(
-        aten.clone.default, builder.call(aten.t.default, old.args[0]), memory_format=torch.contiguous_format
+        aten.clone.default,
+        builder.call(aten.t.default, old.args[0]),
+        memory_format=torch.contiguous_format,
     )
     new = builder.call(aten.t.default, builder.call(aten.neg.default, across))
     old.replace_all_uses_with(new)

@@ -1,4 +1,6 @@
-"""Calls of subgraphs become the nodes of their bodies, where that changes nothing; else they stay."""
+"""Calls of subgraphs become the nodes of their bodies, where that changes nothing; else they
+stay.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
 def captured(fn: Callable[..., Any], *args: Tensor) -> GraphModule:
-    """What a backend behind AOT autograd receives; the calls of one body are those of ``invoke_subgraph``."""
+    """What a backend behind AOT autograd receives; the calls of one body are those of
+    ``invoke_subgraph``.
+    """
     kept: list[GraphModule] = []
 
     def keep(gm: GraphModule, _: Any) -> Any:
@@ -36,7 +40,11 @@ def captured(fn: Callable[..., Any], *args: Tensor) -> GraphModule:
 
 def bodies(gm: GraphModule) -> list[str]:
     """The operators that call a graph."""
-    return [node.target.name() for node in gm.graph.nodes if isinstance(node.target, HigherOrderOperator)]
+    return [
+        node.target.name()
+        for node in gm.graph.nodes
+        if isinstance(node.target, HigherOrderOperator)
+    ]
 
 
 def inlined(gm: GraphModule) -> GraphModule:
@@ -50,7 +58,10 @@ def inlined(gm: GraphModule) -> GraphModule:
 def same(one: GraphModule, other: GraphModule, *args: Tensor) -> None:
     """Results, and the arguments as the run left them, are the same bits."""
     given = clones(args), clones(args)
-    results = [torch.utils._pytree.tree_leaves(gm(*each)) for gm, each in zip((one, other), given, strict=True)]
+    results = [
+        torch.utils._pytree.tree_leaves(gm(*each))
+        for gm, each in zip((one, other), given, strict=True)
+    ]
     for a, b in zip([*results[0], *given[0]], [*results[1], *given[1]], strict=True):
         assert torch.equal(a, b)
 
@@ -103,7 +114,9 @@ def test_a_body_without_gradients() -> None:
     gm = torch.export.export(WithoutGrad(False), (X,)).module()
     assert subgraphs.found(gm) and "wrap_with_set_grad_enabled" in bodies(gm)
     made = inlined(gm)
-    assert [node.args[0] for node in made.graph.nodes if isinstance(node.target, HigherOrderOperator)] in ([], [True])
+    assert [
+        node.args[0] for node in made.graph.nodes if isinstance(node.target, HigherOrderOperator)
+    ] in ([], [True])
     same(gm, made, X)
 
 

@@ -12,7 +12,25 @@ from torch import Tensor
 from .tracing import TOKENS, floats, integers, masks, outputs, view
 
 Fn = Callable[..., Any]
-EDGES = [0, 1, 5, 15, 16, 17, 257, 4095, 4096, 20011, 2**24 + 1, 2**31 - 1, 2**31, 2**40 + 7, -1, -16, -17]
+EDGES = [
+    0,
+    1,
+    5,
+    15,
+    16,
+    17,
+    257,
+    4095,
+    4096,
+    20011,
+    2**24 + 1,
+    2**31 - 1,
+    2**31,
+    2**40 + 7,
+    -1,
+    -16,
+    -17,
+]
 
 
 def _div(mode: str) -> Fn:
@@ -38,11 +56,17 @@ EQUAL: dict[str, tuple[Fn, Fn]] = {
     "products commute": (lambda s: s * (s % 3), lambda s: (s % 3) * s),
     "reshaped": (lambda s: s.view(2, -1).flatten().unsqueeze(-1), lambda s: s),
     "widened": (lambda s: (s % 16).int().long(), lambda s: s % 16),
-    "truncation of what is not negative": (lambda s: _div("trunc")(s % 64, 16), lambda s: (s % 64) // 16),
+    "truncation of what is not negative": (
+        lambda s: _div("trunc")(s % 64, 16),
+        lambda s: (s % 64) // 16,
+    ),
     "fmod of what is not negative": (lambda s: (s % 64).fmod(16), lambda s: (s % 64) % 16),
     "one element literals": (lambda s: s + torch.full((1,), 3), lambda s: s + 3),
     "floats of one position": (lambda s: s.view(2, -1).float().flatten(), lambda s: s.float()),
-    "gathers of one place": (lambda s: torch.arange(5, 45)[s % 32], lambda s: torch.arange(5, 45)[s & 31]),
+    "gathers of one place": (
+        lambda s: torch.arange(5, 45)[s % 32],
+        lambda s: torch.arange(5, 45)[s & 31],
+    ),
 }
 
 UNEQUAL: dict[str, tuple[Fn, Fn]] = {
@@ -68,7 +92,10 @@ UNEQUAL: dict[str, tuple[Fn, Fn]] = {
     "in another order": (lambda s: s.flip(0), lambda s: s),
     "transposed": (lambda s: s.view(2, -1).t().reshape(-1), lambda s: s),
     "scaled sum": (lambda s: torch.add(s, s // 2, alpha=2), lambda s: s + s // 2),
-    "product in int32": (lambda s: ((s % 65536).int() * 65536).long(), lambda s: (s % 65536) * 65536),
+    "product in int32": (
+        lambda s: ((s % 65536).int() * 65536).long(),
+        lambda s: (s % 65536) * 65536,
+    ),
     "added one": (lambda s: s + 1, lambda s: s),
     "negated": (lambda s: -s, lambda s: s),
 }
@@ -120,7 +147,11 @@ def test_two_inputs_are_two_values() -> None:
 
 def test_what_is_broadcast_is_no_plain_sum() -> None:
     """Which element of a column meets which of a row, the shapes say."""
-    graph = view(lambda s, t: (s.view(6, 1) - t.view(1, 6), s.view(1, 6) - t.view(6, 1)), integers(6), integers(6))
+    graph = view(
+        lambda s, t: (s.view(6, 1) - t.view(1, 6), s.view(1, 6) - t.view(6, 1)),
+        integers(6),
+        integers(6),
+    )
     a, b = outputs(graph)
     assert not graph.terms.same(a, b)
 

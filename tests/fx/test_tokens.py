@@ -1,7 +1,7 @@
 """The token axis: where it stands behind each step, and which steps break it.
 
-What is claimed is held against the meaning: a step that keeps tokens apart gives the tokens' results in another order
-where they are given in another order.
+What is claimed is held against the meaning: a step that keeps tokens apart gives the tokens'
+results in another order where they are given in another order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ WIDTH = 8
 
 
 def states(graph: View) -> tuple[RuledAxis, list[Node]]:
-    """The axis of the first input's tokens, followed through a graph of steps, and what the graph returns."""
+    """The axis of the first input's tokens, followed through a graph of steps, and what the graph
+    returns.
+    """
     first, *others = inputs(graph)
     axis = RuledAxis(first.meta["val"].shape[0])
     axis.start(first, Place(0))
@@ -39,7 +41,9 @@ def states(graph: View) -> tuple[RuledAxis, list[Node]]:
 
 
 def state(step: Step, *others: Tensor) -> Any:
-    """Of a step on rows ``v`` [T, WIDTH], with T symbolic; tensors with rows of their own come after it."""
+    """Of a step on rows ``v`` [T, WIDTH], with T symbolic; tensors with rows of their own come
+    after it.
+    """
     axis, (result,) = states(view(step, floats(TOKENS, WIDTH), *others, symbolic=True))
     return axis.state(result)
 
@@ -56,9 +60,15 @@ KEPT: dict[str, tuple[Step, Place]] = {
     "swap twice": (lambda v: v.t().transpose(0, 1), Place(0)),
     "heads": (lambda v: v.view(rows(v), 2, 4), Place(0)),
     "heads first": (lambda v: v.view(rows(v), 2, 4).permute(1, 0, 2), Place(1)),
-    "heads merged into tokens": (lambda v: v.view(rows(v), 2, 4).reshape(rows(v) * 2, 4), Place(0, 2)),
+    "heads merged into tokens": (
+        lambda v: v.view(rows(v), 2, 4).reshape(rows(v) * 2, 4),
+        Place(0, 2),
+    ),
     "and taken out again": (lambda v: v.reshape(rows(v) * 2, 4).view(rows(v), WIDTH), Place(0)),
-    "heads merged in front of tokens": (lambda v: v.view(-1, 2, 4).transpose(0, 1).reshape(2 * rows(v), 4), Place(0)),
+    "heads merged in front of tokens": (
+        lambda v: v.view(-1, 2, 4).transpose(0, 1).reshape(2 * rows(v), 4),
+        Place(0),
+    ),
     "flat": (lambda v: v.reshape(-1), Place(0, WIDTH)),
     "unsqueezed": (lambda v: v[None, :, None], Place(1)),
     "squeezed": (lambda v: v[None].squeeze(0), Place(0)),
@@ -86,7 +96,10 @@ KEPT: dict[str, tuple[Step, Place]] = {
     "repeated in front": (lambda v: v.repeat(2, 1, 1), Place(1)),
     "each token twice": (lambda v: v.repeat_interleave(2, 0), Place(0, 2)),
     "padded columns": (lambda v: F.pad(v, (1, 2)), Place(0)),
-    "pairs": (lambda v: torch.view_as_real(torch.view_as_complex(v.view(-1, 4, 2)) * 1j).flatten(1), Place(0)),
+    "pairs": (
+        lambda v: torch.view_as_real(torch.view_as_complex(v.view(-1, 4, 2)) * 1j).flatten(1),
+        Place(0),
+    ),
     "columns by literals": (lambda v: v[:, torch.arange(3)], Place(0)),
     "written columns": (lambda v: torch.slice_scatter(v, v[:, :4] * 2, 1, 0, 4), Place(0)),
     "ones for each token": (lambda v: v + torch.ones(rows(v), WIDTH), Place(0)),
@@ -94,8 +107,14 @@ KEPT: dict[str, tuple[Step, Place]] = {
     "a row, spread": (lambda v: v * torch.arange(WIDTH).expand(rows(v), WIDTH), Place(0)),
     "times a matrix": (lambda v: v @ torch.ones(WIDTH, 3), Place(0)),
     "a matrix times it": (lambda v: torch.ones(3, WIDTH) @ v.t(), Place(1)),
-    "each head by a matrix": (lambda v: torch.bmm(v.view(-1, 2, 4).transpose(0, 1), torch.ones(2, 4, 3)), Place(1)),
-    "einsum": (lambda v: torch.einsum("tnd,ndc->tnc", v.view(-1, 2, 4), torch.ones(2, 4, 3)), Place(0)),
+    "each head by a matrix": (
+        lambda v: torch.bmm(v.view(-1, 2, 4).transpose(0, 1), torch.ones(2, 4, 3)),
+        Place(1),
+    ),
+    "einsum": (
+        lambda v: torch.einsum("tnd,ndc->tnc", v.view(-1, 2, 4), torch.ones(2, 4, 3)),
+        Place(0),
+    ),
     "each token's own matrix": (lambda v: torch.bmm(v.view(-1, 2, 4), v.view(-1, 4, 2)), Place(0)),
 }
 
@@ -119,7 +138,9 @@ BROKEN: dict[str, Step] = {
     "one token": lambda v: v * v[0],
     "one of the unbound": lambda v: v * v.select(0, -1),
     "token number": lambda v: v * torch.arange(rows(v)).unsqueeze(-1),
-    "some by their number": lambda v: torch.where((torch.arange(rows(v)) < 4).unsqueeze(-1), v, 0.0),
+    "some by their number": lambda v: torch.where(
+        (torch.arange(rows(v)) < 4).unsqueeze(-1), v, 0.0
+    ),
     "repeated": lambda v: v.repeat(2, 1),
     "padded": lambda v: F.pad(v, (0, 0, 1, 1)),
     "shifted by padding": lambda v: F.pad(v, (0, 0, 1, -1)),
@@ -162,7 +183,11 @@ def test_what_is_kept_apart_can_be_reordered(name: str) -> None:
 
 def test_the_step_that_mixes_is_named() -> None:
     found = state(lambda v: (v * 2).flip(0).cos() + 1)
-    assert isinstance(found, Broken) and found.node.name == "flip" and "along the tokens" in found.reason
+    assert (
+        isinstance(found, Broken)
+        and found.node.name == "flip"
+        and "along the tokens" in found.reason
+    )
 
 
 # -- other tensors, other axes
@@ -197,7 +222,8 @@ def test_sequences_and_positions(merged: bool) -> None:
 @pytest.mark.parametrize(
     "step",
     [
-        lambda v: v.transpose(0, 1).reshape(v.shape[0], v.shape[1], WIDTH),  # positions read as sequences
+        # positions read as sequences
+        lambda v: v.transpose(0, 1).reshape(v.shape[0], v.shape[1], WIDTH),
         lambda v: v.view(v.shape[1], v.shape[0], WIDTH),
         lambda v: v.cumsum(1),
         lambda v: v[:, -1:] * v,
@@ -214,7 +240,8 @@ def test_sequences_and_positions_that_are_mixed(step: Step) -> None:
     assert tokens.broken(result) is not None
 
 
-SQUARE: dict[str, tuple[Step, bool]] = {  # batch and length are one symbol: the step on [S, S, WIDTH], is it mixed?
+# batch and length are one symbol: the step on [S, S, WIDTH], is it mixed?
+SQUARE: dict[str, tuple[Step, bool]] = {
     "a table of positions": (lambda v, a, b: v * a, False),
     "a table of tokens": (lambda v, a, b: v * b, False),
     "heads, merged": (lambda v, a, b: v.view(*v.shape[:2], 2, 4).flatten(0, 1) * 2, False),
@@ -253,7 +280,9 @@ def test_where_every_token_is_probed_nothing_needs_a_proof() -> None:
 
 
 def test_of_several_kinds_those_of_the_products_asked_for() -> None:
-    graph = view(lambda v, w: (v * 2, w * 2), floats(TOKENS, WIDTH), floats(SEQUENCES, WIDTH), symbolic=True)
+    graph = view(
+        lambda v, w: (v * 2, w * 2), floats(TOKENS, WIDTH), floats(SEQUENCES, WIDTH), symbolic=True
+    )
     v, w = inputs(graph)
     tokens = Tokens(None)
     for product in (v, w):

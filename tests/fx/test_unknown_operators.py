@@ -56,5 +56,10 @@ def test_it_is_refused_by_name(model: type[PagedRotateHalf]) -> None:
     report = mf.fuse(gm)
     assert not report.fused and str(gm.graph) == before
     rejection, *_ = report.rejected
-    assert rejection.code in ("step.unknown", "linear.hidden", "norm.absent", "q_lora.interrupted"), rejection.code
+    assert rejection.code in (
+        "step.unknown",
+        "linear.hidden",
+        "norm.absent",
+        "q_lora.interrupted",
+    ), rejection.code
     assert "mystery" in str(rejection)

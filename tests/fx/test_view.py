@@ -1,4 +1,6 @@
-"""One pass over a graph: equal values, what is made of which product, what a choice cuts off, squares, literals."""
+"""One pass over a graph: equal values, what is made of which product, what a choice cuts off,
+squares, literals.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_random_values_are_never_equal() -> None:
 
 
 def test_members_are_what_analytic_steps_make_of_a_product() -> None:
-    graph = view(lambda x, w: ((x @ w) * 2, (x @ w).relu() * 2, x * 2), floats(T, HE), floats(HE, W))
+    graph = view(
+        lambda x, w: ((x @ w) * 2, (x @ w).relu() * 2, x * 2), floats(T, HE), floats(HE, W)
+    )
     made, behind_a_choice, beside = outputs(graph)
     product = calls(graph, "mm")[0]
     assert made in graph.members(product) and graph.depends_on_products(made)

@@ -16,12 +16,21 @@ Step = Callable[[Tensor], Tensor]
 
 # one step on bfloat16 [4, 2, 6], and the policies that pass it
 STEPS: dict[str, tuple[Step, str]] = {
-    "rows merged": (lambda x: x.view(8, 6), "reshapes views casts exact rows columns repeats memory written in_place"),
-    "all merged": (lambda x: x.view(48), "reshapes views casts exact repeats memory written in_place"),
+    "rows merged": (
+        lambda x: x.view(8, 6),
+        "reshapes views casts exact rows columns repeats memory written in_place",
+    ),
+    "all merged": (
+        lambda x: x.view(48),
+        "reshapes views casts exact repeats memory written in_place",
+    ),
     "transposed": (lambda x: x.transpose(0, 1), "views casts exact memory written in_place"),
     "columns sliced": (lambda x: x[..., 2:], "views casts exact columns memory written in_place"),
     "rows sliced": (lambda x: x[1:], "views casts exact memory written in_place"),
-    "columns split": (lambda x: x.split([2, 4], -1)[1], "views casts exact columns memory written in_place"),
+    "columns split": (
+        lambda x: x.split([2, 4], -1)[1],
+        "views casts exact columns memory written in_place",
+    ),
     "rows split": (lambda x: x.split([1, 3])[1], "views casts exact memory written in_place"),
     "widened": (lambda x: x.float(), "casts exact model columns repeats memory written"),
     "to float8": (lambda x: x.to(torch.float8_e4m3fn), "casts repeats memory written"),

@@ -1,4 +1,6 @@
-"""Values assembled in place are joined from their parts: the graph computes what it did, and gives out own memory."""
+"""Values assembled in place are joined from their parts: the graph computes what it did, and gives
+out own memory.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,10 @@ def test_a_join_that_is_written_into_is_its_parts() -> None:
     gm.recompile()
     assert torch.equal(gm(*args), wanted) and not scattered(gm)
     (joined,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.cat.default)
-    assert [part.target for part in joined.args[0]] == [torch.ops.aten.mul.Tensor, torch.ops.aten.abs.default]
+    assert [part.target for part in joined.args[0]] == [
+        torch.ops.aten.mul.Tensor,
+        torch.ops.aten.abs.default,
+    ]
     (rotated,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.abs.default)
     assert rotated.args[0].target is torch.ops.aten.add.Tensor
 
@@ -133,7 +138,10 @@ def test_what_was_overwritten_is_gone() -> None:
     writes.take_apart(gm)
     assert not scattered(gm)
     (joined,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.cat.default)
-    assert [peel(part).target for part in joined.args[0]] == [torch.ops.aten.abs.default, torch.ops.aten.add.Tensor]
+    assert [peel(part).target for part in joined.args[0]] == [
+        torch.ops.aten.abs.default,
+        torch.ops.aten.add.Tensor,
+    ]
 
 
 def test_a_copy_that_is_given_out_stays_a_copy() -> None:
@@ -158,7 +166,9 @@ def test_writes_into_inputs_are_left_alone() -> None:
 def test_the_run_that_narrow_takes(start: int, length: int) -> None:
     """It keeps its own operator in graphs from before dispatch."""
     graph = Graph()
-    taken = graph.call_function(torch.ops.aten.narrow.default, (graph.placeholder("x"), 0, start, length))
+    taken = graph.call_function(
+        torch.ops.aten.narrow.default, (graph.placeholder("x"), 0, start, length)
+    )
     span = writes._span(taken, 4)
     assert span is not None and [*range(*span)] == torch.arange(4).narrow(0, start, length).tolist()
 

@@ -16,8 +16,12 @@ from tests.catalogue import ENTRIES
 UNFUSED = mf.Config(enable=False)
 
 
-def lowered(name: str, mode: str, folder: Path, fused: bool = True) -> tuple[mf.Lowering, list[Copy], list[str]]:
-    """What torchair made of an entry; the copies of its caches, and the caches that were followed."""
+def lowered(
+    name: str, mode: str, folder: Path, fused: bool = True
+) -> tuple[mf.Lowering, list[Copy], list[str]]:
+    """What torchair made of an entry; the copies of its caches, and the caches that were
+    followed.
+    """
     found = ENTRIES[name]
     config = found.config(verify="off") if fused else UNFUSED
     low = mf.lower(found.model(), *found.args(), mode=mode, config=config)
@@ -28,10 +32,11 @@ def lowered(name: str, mode: str, folder: Path, fused: bool = True) -> tuple[mf.
 
 
 def rebuilt_in_memory(low: mf.Lowering) -> dict[str, int]:
-    """By the memory of its values: how often the lowered FX graph makes another tensor of an input that it writes.
+    """By the memory of its values: how often the lowered FX graph makes another tensor of an input
+    that it writes.
 
-    Counted are nodes between a ``copy_`` into an input and that input, in memory of their own and not smaller than a
-    quarter of it, and the ``copy_`` itself.
+    Counted are nodes between a ``copy_`` into an input and that input, in memory of their own and
+    not smaller than a quarter of it, and the ``copy_`` itself.
     """
     graph, found = low.fx_after.graph, dict[str, int]()
     for back in graph.nodes:
@@ -56,8 +61,23 @@ def rebuilt_in_memory(low: mf.Lowering) -> dict[str, int]:
     return found
 
 
-IN_PLACE = ["PagedRotateHalf", "ScatterNd", "NpuOperatorsV1", "LayersOfAPool", "BothByOneOperator", "PackedRows"]
-STAGED = ["ComplexDense", "GptjStack", "NewRowsRead", "StaticCache", "OneCacheLite", "CombinedCache", "MaskedWrite"]
+IN_PLACE = [
+    "PagedRotateHalf",
+    "ScatterNd",
+    "NpuOperatorsV1",
+    "LayersOfAPool",
+    "BothByOneOperator",
+    "PackedRows",
+]
+STAGED = [
+    "ComplexDense",
+    "GptjStack",
+    "NewRowsRead",
+    "StaticCache",
+    "OneCacheLite",
+    "CombinedCache",
+    "MaskedWrite",
+]
 
 
 @pytest.mark.parametrize("mode", ["ge", "npugraph_ex"])
@@ -93,7 +113,9 @@ def test_copies_are_those_of_memory(name: str, fused: bool, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_slices_of_a_ge_graph_are_joined_to_whole_caches(fused: bool, tmp_path: Path) -> None:
-    """``cache[:b, s:e] = rows`` as DeepSeek's model.py has it: each cache is put together anew, and given out."""
+    """``cache[:b, s:e] = rows`` as DeepSeek's model.py has it: each cache is put together anew, and
+    given out.
+    """
     _, copies, _ = lowered("ComplexDense", "ge", tmp_path, fused)
     whole: dict[str, int] = {}
     for one in copies:
@@ -151,24 +173,38 @@ class WithTail(nn.Module):
 
 @pytest.mark.parametrize("mode", ["ge", "npugraph_ex", "fx"])
 @pytest.mark.parametrize("tail", TAILS)
-def test_whatever_makes_a_tensor_as_large_as_a_written_cache_is_a_copy(tail: str, mode: str, tmp_path: Path) -> None:
+def test_whatever_makes_a_tensor_as_large_as_a_written_cache_is_a_copy(
+    tail: str, mode: str, tmp_path: Path
+) -> None:
     found = ENTRIES["PagedRotateHalf"]
     config = UNFUSED if mode == "fx" else mf.Config(verify="off")
-    low = mf.lower(WithTail(tail), *found.args(), mode="npugraph_ex" if mode == "fx" else mode, config=config)
+    low = mf.lower(
+        WithTail(tail), *found.args(), mode="npugraph_ex" if mode == "fx" else mode, config=config
+    )
     low.save(tmp_path)
-    dump = read(tmp_path / {"ge": "graph.pbtxt", "npugraph_ex": "fx_after.txt", "fx": "fx_before.txt"}[mode])
+    dump = read(
+        tmp_path / {"ge": "graph.pbtxt", "npugraph_ex": "fx_after.txt", "fx": "fx_before.txt"}[mode]
+    )
     copies = find_copies(dump)
     assert not copies.lost
     widths = {512: "kv", 64: "kr"}
-    names = {one.name: widths[one.outputs[0].shape[-1]] for one in dump.operators if one.name in copies.followed}
+    names = {
+        one.name: widths[one.outputs[0].shape[-1]]
+        for one in dump.operators
+        if one.name in copies.followed
+    }
     assert set(names.values()) == {"kv", "kr"}
     _, expected, how = TAILS[tail]
     if not expected:
         casts = ("aten._to_copy", "Cast", "Transpose")  # of the attention in front
-        assert all(one.type.startswith(casts) for one in copies.found if one.role == "cache, to read it"), copies
+        assert all(
+            one.type.startswith(casts) for one in copies.found if one.role == "cache, to read it"
+        ), copies
         return
     kinds = (how,) if how is not None else ("copy", "transpose")
-    read_so = [one for one in copies.found if one.what in kinds and not one.folded and one.role != "weight"]
+    read_so = [
+        one for one in copies.found if one.what in kinds and not one.folded and one.role != "weight"
+    ]
     assert {names[one.of] for one in read_so} >= expected, copies.found
     assert "No copies" not in str(summarise(dump))
 
@@ -177,7 +213,9 @@ class ReturnsCaches(nn.Module):
     """New caches in place of writes, in another shape than they came in."""
 
     def forward(self, kv: Tensor, slots: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        written = torch.ops.npu.npu_scatter_nd_update(kv.view(-1, kv.shape[-1]), slots[:, None], rows)
+        written = torch.ops.npu.npu_scatter_nd_update(
+            kv.view(-1, kv.shape[-1]), slots[:, None], rows
+        )
         return written, written.sum(-1)
 
 
@@ -229,12 +267,20 @@ def test_an_unknown_operator_on_the_way_is_named(tmp_path: Path) -> None:
         ("aten.cat.default", lambda cache, rows: cache.copy_(torch.cat([rows[:2], cache[2:]]))),
         (
             "aten._to_copy.default",
-            lambda cache, rows: cache.copy_(cache.double().select_scatter(rows[0].double(), 0, 0).float()),
+            lambda cache, rows: cache.copy_(
+                cache.double().select_scatter(rows[0].double(), 0, 0).float()
+            ),
         ),
-        ("aten.constant_pad_nd.default", lambda cache, rows: cache.copy_(nn.functional.pad(cache[1:], (0, 0, 0, 1)))),
+        (
+            "aten.constant_pad_nd.default",
+            lambda cache, rows: cache.copy_(nn.functional.pad(cache[1:], (0, 0, 0, 1))),
+        ),
         ("aten.clone.default", lambda cache, rows: cache.copy_(cache.t().contiguous().t().clone())),
         ("aten.slice_scatter.default", lambda cache, rows: cache[:2].copy_(rows[:2])),
-        ("aten.index_put.default", lambda cache, rows: cache.index_put_([rows[:1, 0].long()], rows[:1])),
+        (
+            "aten.index_put.default",
+            lambda cache, rows: cache.index_put_([rows[:1, 0].long()], rows[:1]),
+        ),
     ],
 )
 def test_each_way_to_rebuild_a_cache_is_counted(name: str, write: object, tmp_path: Path) -> None:
@@ -261,7 +307,9 @@ def test_staging_buffers_have_their_dtype(tmp_path: Path) -> None:
 
 
 def test_a_hidden_state_of_the_same_shape_is_no_cache(tmp_path: Path) -> None:
-    text = of_listing(tmp_path, lambda x, w: x + (x @ w).relu(), torch.zeros(8, 4), torch.zeros(4, 4))
+    text = of_listing(
+        tmp_path, lambda x, w: x + (x @ w).relu(), torch.zeros(8, 4), torch.zeros(4, 4)
+    )
     assert "No cache was found" in text
 
 

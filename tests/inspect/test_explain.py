@@ -17,7 +17,18 @@ from mla_fusion.compile.device_graph import capture
 from mla_fusion.dumps import names
 from mla_fusion.fx import module_path
 from mla_fusion.inspect.explain import DumpReport, NotRebuilt
-from tests.catalogue import base, int8, int8_caches, norms, projections, prologues, rotations, select, tables, writes
+from tests.catalogue import (
+    base,
+    int8,
+    int8_caches,
+    norms,
+    projections,
+    prologues,
+    rotations,
+    select,
+    tables,
+    writes,
+)
 from tests.dumps import ge_files
 from tests.exhaustive import one_in
 
@@ -39,14 +50,20 @@ CASES = {
 def facts(report: mf.Report) -> dict[str, Any]:
     """The report without times."""
     data = json.loads(report.to_json())
-    return {key: data[key] for key in ("fused", "rejected", "nodes_before", "nodes_after", "committed", "config")}
+    return {
+        key: data[key]
+        for key in ("fused", "rejected", "nodes_before", "nodes_after", "committed", "config")
+    }
 
 
 def assert_round_trip(gm: torch.fx.GraphModule, file: Path, **options: bool) -> dict[str, Any]:
-    for node in gm.graph.nodes:  # names of modules and arguments, and outer frames, are not in dumps
+    # names of modules and arguments, and outer frames, are not in dumps
+    for node in gm.graph.nodes:
         node.meta.pop("nn_module_stack", None), node.meta.pop(module_path.NAME, None)
         if "stack_trace" in node.meta:
-            node.meta["stack_trace"] = node.meta["stack_trace"][node.meta["stack_trace"].rindex("File ") :]
+            node.meta["stack_trace"] = node.meta["stack_trace"][
+                node.meta["stack_trace"].rindex("File ") :
+            ]
     file.write_text(gm.print_readable(False, **options), encoding="utf-8")
     live, dumped = facts(mf.explain(gm)), facts(mf.explain(str(file)))
     assert dumped == live
@@ -54,7 +71,9 @@ def assert_round_trip(gm: torch.fx.GraphModule, file: Path, **options: bool) -> 
     return live
 
 
-def graph_of(model: nn.Module, args: tuple[torch.Tensor, ...], dynamic: bool = False) -> torch.fx.GraphModule:
+def graph_of(
+    model: nn.Module, args: tuple[torch.Tensor, ...], dynamic: bool = False
+) -> torch.fx.GraphModule:
     with torch._dynamo.config.patch(specialize_float=True):
         return capture(model, *args, device="cpu", dynamic=dynamic)[0]
 
@@ -70,10 +89,13 @@ def test_round_trip(dynamic, name, tmp_path):
 
 
 MISSES = select("near miss", without="run, int8, unabsorbed")[::6]
-MISSES = [entry for entry in MISSES if entry.name != "OpaqueScale"]  # of an operator that no dump may name
+# of an operator that no dump may name
+MISSES = [entry for entry in MISSES if entry.name != "OpaqueScale"]
 
 
-@pytest.mark.parametrize("entry", one_in(3, [entry for entry in MISSES if entry.targets == ("v3",)]), ids=str)
+@pytest.mark.parametrize(
+    "entry", one_in(3, [entry for entry in MISSES if entry.targets == ("v3",)]), ids=str
+)
 def test_round_trip_of_reasons(entry, tmp_path):
     found = assert_round_trip(graph_of(entry.model(), entry.args()), tmp_path / "graph.txt")
     assert (found["rejected"][0]["code"],) == entry.outcome
@@ -84,16 +106,22 @@ def test_fixtures_of_the_real_torchair():
         report = mf.explain(FIXTURES / name)
         assert isinstance(report, DumpReport) and not report.committed
         assert [item.placement for item in report.fused] == ["in place"], str(report)
-        assert report.fused[0].source.startswith("examples/fuse_your_model.py:46 in forward: q = self.q_b")
+        assert report.fused[0].source.startswith(
+            "examples/fuse_your_model.py:46 in forward: q = self.q_b"
+        )
     assert report.fused[0].dims["T"] == "s77"
     assert mf.explain(FIXTURES / "fx_after.txt").fused == []
 
 
 def test_config_counts():
-    assert mf.explain(str(FIXTURES / "fx_before.txt"), mf.Config(verify="off")).fused[0].figures == ()
+    assert (
+        mf.explain(str(FIXTURES / "fx_before.txt"), mf.Config(verify="off")).fused[0].figures == ()
+    )
 
 
-@pytest.mark.parametrize("name", ["unfused.pbtxt", "unfused_py.txt", "ge_proto_unfused.txt", "ge_onnx_unfused.pbtxt"])
+@pytest.mark.parametrize(
+    "name", ["unfused.pbtxt", "unfused_py.txt", "ge_proto_unfused.txt", "ge_onnx_unfused.pbtxt"]
+)
 def test_ge_fixtures(name):
     report = mf.explain(FIXTURES / name)
     live = mf.explain(FIXTURES / "fx_before.txt")
@@ -102,20 +130,36 @@ def test_ge_fixtures(name):
 
 
 def test_fused_dumps_say_so():
-    forms = ("fused.txt", "fused_py.txt", "dynamic.txt", "fx_after.txt", "ge_proto_fused.txt", "ge_onnx_fused.pbtxt")
+    forms = (
+        "fused.txt",
+        "fused_py.txt",
+        "dynamic.txt",
+        "fx_after.txt",
+        "ge_proto_fused.txt",
+        "ge_onnx_fused.pbtxt",
+    )
     for name in forms:
         assert "1 prologues of the graph are fused already" in str(mf.explain(FIXTURES / name))
 
 
 def outputs(item: Any) -> list[str]:
-    """Names of the results that are read; GE has one operator for both versions of the fused cache write."""
+    """Names of the results that are read; GE has one operator for both versions of the fused cache
+    write.
+    """
     return sorted(set(item.replaced.values()))
 
 
 def meaning(report: mf.Report) -> list[object]:
     """What was recognised, without the names of nodes, which a reason for staging may hold."""
     found = [
-        (item.dims, item.cache_mode, item.placement.partition(":")[0], item.rope, item.attributes, outputs(item))
+        (
+            item.dims,
+            item.cache_mode,
+            item.placement.partition(":")[0],
+            item.rope,
+            item.attributes,
+            outputs(item),
+        )
         for item in report.fused
     ]
     return [*found, *(item.code for item in report.rejected)]
@@ -180,13 +224,19 @@ def test_ge_operator_without_counterpart_is_remarked(tmp_path):
 
 def test_names_that_python_does_not_take(tmp_path):
     file = tmp_path / "graph.pbtxt"
-    file.write_text((FIXTURES / "unfused.pbtxt").read_text().replace('"arg9_1', '"layers.0/cache-1'))
+    file.write_text(
+        (FIXTURES / "unfused.pbtxt").read_text().replace('"arg9_1', '"layers.0/cache-1')
+    )
     assert len(mf.explain(file).fused) == 1
 
 
 def test_a_damaged_size_is_refused(tmp_path):
     file = tmp_path / "graph.txt"
-    file.write_text((FIXTURES / "fx_before.txt").read_text().replace("bf16[4, 128, 1, 512]", "bf16[4, 0-128, 1, 512]"))
+    file.write_text(
+        (FIXTURES / "fx_before.txt")
+        .read_text()
+        .replace("bf16[4, 128, 1, 512]", "bf16[4, 0-128, 1, 512]")
+    )
     with pytest.raises(NotRebuilt, match="torch accepts no such graph"):
         mf.explain(file)
 
@@ -237,7 +287,11 @@ def test_a_dump_that_contradicts_itself_is_refused_with_the_line(tmp_path, caplo
     file = tmp_path / "graph.txt"
     text = (FIXTURES / "fx_before.txt").read_text()
     file.write_text(text.replace('bmm: "bf16[2, 4, 512]"', 'bmm: "bf16[4, 1536]"'))
-    with pytest.raises(NotRebuilt, match=r"line 31: bmm is no result of aten.bmm.default: the dump says "):
+    with pytest.raises(
+        NotRebuilt,
+        match=r"line 31: bmm is no result of aten.bmm.default: the "
+        r"dump says ",
+    ):
         mf.explain(file)
     assert not caplog.records
 

@@ -25,7 +25,9 @@ def fixture(name: str) -> Dump:
 # -- inspect
 
 
-@pytest.mark.parametrize("name", ["fused.pbtxt", "fused.txt", "fused_original.pbtxt", "fused_py.txt", "fx_after.txt"])
+@pytest.mark.parametrize(
+    "name", ["fused.pbtxt", "fused.txt", "fused_original.pbtxt", "fused_py.txt", "fx_after.txt"]
+)
 def test_the_kernel_of_every_form(name):
     (kernel,) = summarise(fixture(name)).prologues
     shapes = {item.role: str(item.value) for item in kernel.inputs}
@@ -33,7 +35,10 @@ def test_the_kernel_of_every_form(name):
     assert shapes["weight_uq_qr"] == "bfloat16[1536, 384]"
     assert shapes["kv_cache"] == "bfloat16[4, 128, 1, 512]"
     assert shapes["cache_index"] == "int64[4]"
-    assert (kernel.attributes["cache_mode"], kernel.attributes["weight_quant_mode"]) == ("PA_BSND", 0)
+    assert (kernel.attributes["cache_mode"], kernel.attributes["weight_quant_mode"]) == (
+        "PA_BSND",
+        0,
+    )
     assert kernel.attributes["rmsnorm_epsilon_ckv"] == 1e-6
 
 
@@ -53,7 +58,9 @@ def test_what_ge_may_fold_is_told_apart():
     """A product reads its operand transposed; whether GE lets it is not known here."""
     text = str(summarise(fixture("unfused.pbtxt")))
     assert "No copies of caches or weights." in text or "Copies at every run" in text
-    assert "Copies in this graph that GE may fold (part of the product that reads it): 5.2 MiB" in text
+    assert (
+        "Copies in this graph that GE may fold (part of the product that reads it): 5.2 MiB" in text
+    )
 
 
 def test_copies_of_weights():
@@ -86,7 +93,8 @@ def test_summary_as_json():
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("fused.pbtxt", "fused.txt"), ("fx_before.txt", "fx_strides.txt"), ("fused.txt", "fused.txt")]
+    ("first", "second"),
+    [("fused.pbtxt", "fused.txt"), ("fx_before.txt", "fx_strides.txt"), ("fused.txt", "fused.txt")],
 )
 def test_equal_graphs(first, second):
     assert diff(fixture(first), fixture(second)).equal
@@ -103,14 +111,23 @@ def test_names_count_for_nothing(tmp_path):
 
 def test_what_passes_removed():
     found = diff(fixture("fused_original.pbtxt"), fixture("fused.pbtxt"))
-    assert sorted(change.type for change in found.removed) == ["Assign", "Assign", "TensorMove", "TensorMove"]
+    assert sorted(change.type for change in found.removed) == [
+        "Assign",
+        "Assign",
+        "TensorMove",
+        "TensorMove",
+    ]
     assert found.added == [] and found.rewired == [("NetOutput", "NetOutput", "NetOutput")]
 
 
 def test_a_changed_attribute_and_a_swapped_input(tmp_path):
     text = (FIXTURES / "unfused.pbtxt").read_text()
     file = tmp_path / "changed.pbtxt"
-    file.write_text(text.replace('input: "Cast:0"\n    input: "Rsqrt:0"', 'input: "Rsqrt:0"\n    input: "Cast:0"'))
+    file.write_text(
+        text.replace(
+            'input: "Cast:0"\n    input: "Rsqrt:0"', 'input: "Rsqrt:0"\n    input: "Cast:0"'
+        )
+    )
     found = diff(fixture("unfused.pbtxt"), read(file))
     assert found.rewired == [("Mul", "Mul", "Mul")] and not found.removed and not found.added
     file.write_text(text.replace("keep_dims", "keep_other", 1))
@@ -143,7 +160,9 @@ def test_model_explorer(tmp_path):
     (graph,) = data["graphs"]
     nodes = {node["id"]: node for node in graph["nodes"]}
     kernel = nodes["MlaPrologV3"]
-    assert all(edge["sourceNodeId"] in nodes for node in graph["nodes"] for edge in node["incomingEdges"])
+    assert all(
+        edge["sourceNodeId"] in nodes for node in graph["nodes"] for edge in node["incomingEdges"]
+    )
     assert kernel["incomingEdges"][9]["sourceNodeId"] == "arg9_1"
     assert kernel["inputsMetadata"][9]["attrs"] == [{"key": "__tensor_tag", "value": "kv_cache"}]
 
@@ -151,10 +170,22 @@ def test_model_explorer(tmp_path):
 # Model Explorer's GraphCollection as its graph builder defines it: required fields, optional ones.
 MODEL_EXPLORER = {
     "collection": ({"label", "graphs"}, set()),
-    "graph": ({"id", "nodes"}, {"groupNodeAttributes", "groupNodeConfigs", "nodeLabelsToHide", "layoutConfigs"}),
+    "graph": (
+        {"id", "nodes"},
+        {"groupNodeAttributes", "groupNodeConfigs", "nodeLabelsToHide", "layoutConfigs"},
+    ),
     "node": (
         {"id", "label"},
-        {"namespace", "subgraphIds", "attrs", "incomingEdges", "outputsMetadata", "inputsMetadata", "style", "config"},
+        {
+            "namespace",
+            "subgraphIds",
+            "attrs",
+            "incomingEdges",
+            "outputsMetadata",
+            "inputsMetadata",
+            "style",
+            "config",
+        },
     ),
     "edge": ({"sourceNodeId"}, {"sourceNodeOutputId", "targetNodeInputId", "metadata"}),
     "metadata": ({"id", "attrs"}, set()),
@@ -165,8 +196,12 @@ MODEL_EXPLORER = {
 def assert_is(kind, data):
     required, optional = MODEL_EXPLORER[kind]
     assert required <= data.keys() <= required | optional
-    strings = [value for key, value in data.items() if key in ("id", "label", "namespace", "key", "value")]
-    assert all(isinstance(value, str) for value in (*strings, *(data.values() if kind == "edge" else ())))
+    strings = [
+        value for key, value in data.items() if key in ("id", "label", "namespace", "key", "value")
+    ]
+    assert all(
+        isinstance(value, str) for value in (*strings, *(data.values() if kind == "edge" else ()))
+    )
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
@@ -187,7 +222,10 @@ def test_model_explorer_schema(name, tmp_path):
                 assert edge["sourceNodeOutputId"] in outputs
             for item in (*node["inputsMetadata"], *node["outputsMetadata"]):
                 assert_is("metadata", item)
-            for attribute in (*node["attrs"], *(a for i in node["outputsMetadata"] for a in i["attrs"])):
+            for attribute in (
+                *node["attrs"],
+                *(a for i in node["outputsMetadata"] for a in i["attrs"]),
+            ):
                 assert_is("attribute", attribute)
 
 
@@ -243,7 +281,9 @@ def test_diff_command(capsys):
     assert cli.main(["diff", second, str(FIXTURES / "fx_before.txt")]) == 2
 
 
-@pytest.mark.parametrize("command", [["inspect"], ["explain"], ["diff", str(FIXTURES / "fused.txt")]])
+@pytest.mark.parametrize(
+    "command", [["inspect"], ["explain"], ["diff", str(FIXTURES / "fused.txt")]]
+)
 def test_bad_files(command, capsys, tmp_path):
     file = tmp_path / "notes.txt"
     file.write_text("no graph\n")

@@ -1,4 +1,6 @@
-"""Halves of one prologue that read two forms of one x: one reason, the true one, and the key's half beside it."""
+"""Halves of one prologue that read two forms of one x: one reason, the true one, and the key's half
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -99,11 +101,20 @@ class TwoLayers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.out = Base(), keys.Lite(), nn.Linear(8, HE, bias=False, dtype=torch.bfloat16)
+        self.first, self.second, self.out = (
+            Base(),
+            keys.Lite(),
+            nn.Linear(8, HE, bias=False, dtype=torch.bfloat16),
+        )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
+    ) -> tuple[Tensor, ...]:
         q_nope, q_pe = self.first.query(x)
-        q_pe, query = self.first.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1)), self.first.absorb(q_nope)
+        q_pe, query = (
+            self.first.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1)),
+            self.first.absorb(q_nope),
+        )
         x = x + self.out(query.flatten(1)[:, :8])
         return q_pe, query, self.second(x, cos, sin, kv, kr, slots)[0]
 
@@ -120,8 +131,12 @@ def test_each_layer_has_its_own_reason() -> None:
             self.layers = nn.ModuleList((KeyDoubled(), KeyNormed(), Base()))
 
         def forward(self, x: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
-            return tuple(layer(x * (1 + place), *args)[0] for place, layer in enumerate(self.layers))
+            return tuple(
+                layer(x * (1 + place), *args)[0] for place, layer in enumerate(self.layers)
+            )
 
     report = mf.explain(graph_of(Layers(), *paged_args()), mf.Config(staging="always"))
     assert [item.code for item in report.rejected] == ["kv_latent.absent"] * 2
-    assert [item.layer for item in report.rejected] == ["layers.0", "layers.1"] and len(report.fused) == 1
+    assert [item.layer for item in report.rejected] == ["layers.0", "layers.1"] and len(
+        report.fused
+    ) == 1

@@ -54,7 +54,9 @@ class InABranch(torch.nn.Module):
         super().__init__()
         self.prologue = base.Base()
 
-    def forward(self, flag: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, flag: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
         def computed(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
             p = self.prologue
             q_nope, q_pe = p.split(p.q_b_proj(p.q_a_layernorm(p.q_a_proj(x))))
@@ -75,7 +77,9 @@ def test_a_prologue_in_a_branch_is_named() -> None:
     assert rejection.code == "graph.branch" and "cond" in rejection.message
 
 
-def test_a_defect_costs_one_layer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_defect_costs_one_layer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     judged = []
 
     def judge(view: View, candidate: Candidate) -> None:
@@ -84,10 +88,14 @@ def test_a_defect_costs_one_layer(monkeypatch: pytest.MonkeyPatch, caplog: pytes
             raise KeyError("of the second layer")
 
     monkeypatch.setattr(verdict, "judge", judge)
-    report = mf.fuse(graph_of(prologues.Layers(), *prologues.layers_args()), mf.Config(strict=False))
+    report = mf.fuse(
+        graph_of(prologues.Layers(), *prologues.layers_args()), mf.Config(strict=False)
+    )
     assert len(report.fused) == 2
     (rejection,) = report.rejected
-    assert rejection.code == "pass.failed" and "KeyError: 'of the second layer'" in rejection.message
+    assert (
+        rejection.code == "pass.failed" and "KeyError: 'of the second layer'" in rejection.message
+    )
     assert rejection.nodes == tuple(node.name for node in judged[1].nodes)
     assert "raise KeyError" in caplog.text
 
@@ -99,7 +107,8 @@ def test_a_graph_that_the_pass_cannot_read_runs_as_it_is(monkeypatch: pytest.Mon
     monkeypatch.setattr(Finder, "find", find)
     model, args = prologues.PagedRotateHalf(), base.paged_args()
     got, want = (
-        compiled(model, clones(args), backend) for backend in (mf.backend(mf.Config(strict=False)), "aot_eager")
+        compiled(model, clones(args), backend)
+        for backend in (mf.backend(mf.Config(strict=False)), "aot_eager")
     )
     assert [rejection.code for rejection in mf.reports()[-1].rejected] == ["pass.failed"]
     assert all(map(torch.equal, got, want))
@@ -124,11 +133,15 @@ def test_a_product_by_scales_of_other_tokens_is_said_to_be_one() -> None:
             self.kv_a_proj_with_mqa = ScaledByOthers(base.HE, base.HCKV + base.DR)
 
     report = mf.fuse(graph_of(Model(), *base.paged_args()), mf.Config(soc="A5", verify="off"))
-    assert not report.fused and "quant.scale" in [item.code for item in report.rejected], str(report)
+    assert not report.fused and "quant.scale" in [item.code for item in report.rejected], str(
+        report
+    )
     assert "q_lora.absent" not in [item.code for item in report.rejected], str(report)
 
 
-@pytest.mark.parametrize(("unabsorbed", "code"), [("identity", "rope.absent"), ("skip", "absorb.absent")])
+@pytest.mark.parametrize(
+    ("unabsorbed", "code"), [("identity", "rope.absent"), ("skip", "absorb.absent")]
+)
 def test_a_key_that_is_neither_rotated_nor_handed_on(unabsorbed: str, code: str) -> None:
     class Model(public_refusals.Unabsorbed):
         def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

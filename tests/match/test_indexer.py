@@ -15,17 +15,30 @@ HEADS, WIDTH = 4, 128
 
 
 class Indexed(Base):
-    """Scores of a query of c_q, four heads of which half is rotated, with normed keys of x in a cache."""
+    """Scores of a query of c_q, four heads of which half is rotated, with normed keys of x in a
+    cache.
+    """
 
     key_width = WIDTH
 
     def __init__(self) -> None:
         super().__init__()
-        self.wq_b, self.wk, self.k_norm = linear(HCQ, HEADS * WIDTH), linear(HE, self.key_width), nn.LayerNorm(WIDTH)
+        self.wq_b, self.wk, self.k_norm = (
+            linear(HCQ, HEADS * WIDTH),
+            linear(HE, self.key_width),
+            nn.LayerNorm(WIDTH),
+        )
         self.k_norm = self.k_norm.bfloat16()
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, keys: Tensor
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        kr_cache: Tensor,
+        slots: Tensor,
+        keys: Tensor,
     ) -> tuple[Tensor, ...]:
         self.given = x, cos.unsqueeze(1), sin.unsqueeze(1), slots, keys
         return super().forward(x, cos, sin, kv_cache, kr_cache, slots)

@@ -1,4 +1,6 @@
-"""The columns of the matrix: what each is called, and the tests behind it: those whose outcome a release can change."""
+"""The columns of the matrix: what each is called, and the tests behind it: those whose outcome a
+release can change.
+"""
 
 from __future__ import annotations
 
@@ -57,4 +59,6 @@ QUICK = ("fused", "npugraph_ex", "hand call")
 def cells(works: bool, quick: bool = False) -> dict[str, tuple[str, ...]]:
     """Name -> tests."""
     chosen = WORKS if works else REFUSED
-    return {name: tests for name, tests in chosen.items() if not quick or name in QUICK or not works}
+    return {
+        name: tests for name, tests in chosen.items() if not quick or name in QUICK or not works
+    }

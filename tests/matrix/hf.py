@@ -5,9 +5,10 @@
     python -m pytest -o junit_family=xunit1 --junitxml=build/transformers/4.57.6/all.xml \\
         $(python -m tests.matrix.hf --tests)
 
-writes its results, and `python -m tests.matrix.hf` reads all that lie in build/transformers into hf.json beside this
-file, which the table of docs/hugging-face.md is written from. A row that was not run this time stays as it is; of a
-test that was run again, in another file beside the first, the last result counts.
+writes its results, and `python -m tests.matrix.hf` reads all that lie in build/transformers into
+hf.json beside this file, which the table of docs/hugging-face.md is written from. A row that was
+not run this time stays as it is; of a test that was run again, in another file beside the first,
+the last result counts.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def tests() -> list[str]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The row of one release: results of each cell, models converted, the largest ratio of errors."""
+    """The row of one release: results of each cell, models converted, the largest ratio of
+    errors.
+    """
     cases: dict[str, ElementTree.Element] = {}
     for path in sorted(folder.glob("*.xml"), key=lambda path: path.stat().st_mtime):
         cases |= {_node(case): case for case in ElementTree.parse(path).getroot().iter("testcase")}
@@ -74,7 +77,11 @@ def read(folder: Path) -> dict[str, Any]:
         found[_cell(node)][ending] += 1
         if node.startswith(GREEDY) and ending == "passed":
             models.append(node.partition("[")[2].rstrip("]"))
-        ratios += [float(item.get("value", 0)) for item in case.iter("property") if item.get("name") == "ratio"]
+        ratios += [
+            float(item.get("value", 0))
+            for item in case.iter("property")
+            if item.get("name") == "ratio"
+        ]
     return {
         "transformers": folder.name,
         "python": platform.python_version(),
@@ -94,7 +101,11 @@ def _node(case: ElementTree.Element) -> str:
 
 
 def _cell(node: str) -> str:
-    return next(name for name, prefixes in CELLS.items() if any(node.startswith(prefix) for prefix in prefixes))
+    return next(
+        name
+        for name, prefixes in CELLS.items()
+        if any(node.startswith(prefix) for prefix in prefixes)
+    )
 
 
 def _ending(case: ElementTree.Element) -> str:
@@ -115,7 +126,10 @@ def merged(kept: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[s
     """By release, the newest of each."""
     rows = {row["transformers"]: row for row in (*kept, *new)}
     return [
-        rows[release] for release in sorted(rows, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
+        rows[release]
+        for release in sorted(
+            rows, key=lambda name: [int(part) for part in re.findall(r"\d+", name)]
+        )
     ]
 
 

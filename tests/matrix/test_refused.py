@@ -1,4 +1,6 @@
-"""A release of torch_npu that lacks what graphs are compiled through: refused by name, before anything else fails."""
+"""A release of torch_npu that lacks what graphs are compiled through: refused by name, before
+anything else fails.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ import torch
 import mla_fusion as mf
 from mla_fusion import releases
 
-pytestmark = pytest.mark.skipif(releases.refusal() is None, reason="this release is not refused: test_ways.py")
+pytestmark = pytest.mark.skipif(
+    releases.refusal() is None, reason="this release is not refused: test_ways.py"
+)
 
 
 def test_doctor() -> None:

@@ -1,4 +1,6 @@
-"""``mf.lower`` in each way that it has, and what must hold of the graphs on every pair of torch and torch_npu."""
+"""``mf.lower`` in each way that it has, and what must hold of the graphs on every pair of torch and
+torch_npu.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tests.matrix.byhand import ByHand, read
 
 UNFUSED = mf.Config(enable=False)
 
-pytestmark = pytest.mark.skipif(releases.refusal() is not None, reason="this release is refused: test_refused.py")
+pytestmark = pytest.mark.skipif(
+    releases.refusal() is not None, reason="this release is refused: test_refused.py"
+)
 
 
 @pytest.fixture(name="model", params=[prologues.PagedRotateHalf, prologues.Neox])
@@ -47,7 +51,11 @@ def test_dynamic(model: nn.Module) -> None:
     with torch._dynamo.config.patch(specialize_float=True):
         lowered = mf.lower(model, *base.paged_args(), dynamic=True)
     alone(lowered)
-    (x,) = [op for op in lowered.ge_graph.op if op.type == "Data" and op.attr["index"].i == _place_of_x(lowered)]
+    (x,) = [
+        op
+        for op in lowered.ge_graph.op
+        if op.type == "Data" and op.attr["index"].i == _place_of_x(lowered)
+    ]
     assert -1 in x.output_desc[0].shape.dim  # the number of tokens is not known
 
 
@@ -59,7 +67,9 @@ def _place_of_x(lowered: mf.Lowering) -> int:
 
 def test_npugraph_ex(model: nn.Module) -> None:
     lowered = mf.lower(model, *base.paged_args(), mode="npugraph_ex")
-    (call,) = [n for n in lowered.fx_after.graph.nodes if str(n.target) == "npu.npu_mla_prolog_v3.default"]
+    (call,) = [
+        n for n in lowered.fx_after.graph.nodes if str(n.target) == "npu.npu_mla_prolog_v3.default"
+    ]
     assert [cache.op for cache in call.args[9:11]] == ["placeholder", "placeholder"]
     assert not any("clone" in name or "aten.copy" in name for name in lowered.fx_ops)
 

@@ -23,7 +23,10 @@ DIMS = DEEPSEEK_V3 | {"He": 1024, "N": 1}  # the smallest sizes the operator tak
 
 
 def on_meta(call: dict[str, Any]) -> dict[str, Any]:
-    return {k: torch.empty_like(v, device="meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+    return {
+        k: torch.empty_like(v, device="meta") if isinstance(v, torch.Tensor) else v
+        for k, v in call.items()
+    }
 
 
 def sized(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -58,7 +61,11 @@ def test_every_scenario_is_taken_where_it_exists(wq: int, kv: int) -> None:
 
 
 def he(size: int) -> dict[str, Any]:
-    return {"token_x": sized(8, size), "weight_dq": sized(size, 1536), "weight_dkv_kr": sized(size, 576)}
+    return {
+        "token_x": sized(8, size),
+        "weight_dq": sized(size, 1536),
+        "weight_dkv_kr": sized(size, 576),
+    }
 
 
 def hckv(size: int) -> dict[str, Any]:
@@ -83,19 +90,23 @@ REFUSALS: list[tuple[str, tuple[int, int], Change, str]] = [
     ("dims.n", (0, 0), heads(129), "N 1..128"),
     ("dims.d", (0, 0), heads(1, 64), "one of 128, 192"),
     ("dims.hckv", (0, 0), hckv(256), "Hckv 512"),
-    ("dims.blocksize", (0, 0), {n: sized(64, 24, 1, w) for n, w in ROWS}, "16..1024, a multiple of 16"),
+    ("dims.blocksize", (0, 0), {n: sized(64, 24, 1, w) for n, w in ROWS}, "16..1024, a multiple "
+        "of 16"),
     ("dims.nkv", (0, 0), {n: sized(64, 128, 2, w) for n, w in ROWS}, "Nkv 1"),
     ("shape.kr_cache", (0, 0), {"kr_cache": sized(63, 128, 1, 64)}, "BlockNum = 64"),
     ("rank.kv_cache", (0, 0), {"kv_cache": sized(64, 128, 512)}, "3-D [64, 128, 512]"),
     ("dtype.token_x", (0, 0), {"token_x": sized(8, 1024, dtype=torch.float16)}, "torch.bfloat16"),
-    ("dtype.kv_cache", (0, 0), {"kv_cache": sized(64, 128, 1, 512, dtype=torch.float16)}, "torch.float16"),
+    ("dtype.kv_cache", (0, 0), {"kv_cache": sized(64, 128, 1, 512, dtype=torch.float16)},
+     "torch.float16"),
     ("dtype.cache_index", (0, 0), {"cache_index": sized(8, dtype=I32)}, "torch.int64"),
     ("shape.cache_index", (0, 0), {"cache_index": sized(7, dtype=I64)}, "T = 8"),
     ("required.cache_index", (0, 0), {"cache_index": None}, "PA_BSND"),
     ("required.token_x", (0, 0), {"token_x": None}, "a tensor"),
     ("forbidden.actual_seq_len", (0, 0), {"actual_seq_len": sized(2, dtype=I32)}, "nothing"),
-    ("forbidden.smooth_scales_cq", (0, 0), {"smooth_scales_cq": sized(1, 1536, dtype=F32)}, "quant_mode 0"),
-    ("forbidden.quant_scale_ckv", (2, 3), {"quant_scale_ckv": sized(1, dtype=F32)}, "kv_cache_quant_mode 3"),
+    ("forbidden.smooth_scales_cq", (0, 0), {"smooth_scales_cq": sized(1, 1536, dtype=F32)},
+     "quant_mode 0"),
+    ("forbidden.quant_scale_ckv", (2, 3), {"quant_scale_ckv": sized(1, dtype=F32)},
+     "kv_cache_quant_mode 3"),
     ("required.k_nope_clip_alpha", (2, 3), {"k_nope_clip_alpha": None}, "kv_cache_quant_mode 3"),
     ("required.dequant_scale_x", (2, 0), {"dequant_scale_x": None}, "weight_quant_mode 2"),
     ("rank.dequant_scale_x", (2, 0), {"dequant_scale_x": sized(8, dtype=F32)}, "tokens"),
@@ -133,7 +144,11 @@ def test_a_refusal_carries_its_parts() -> None:
     error = refused(legal() | {"weight_dq": sized(2048, 1536)})
     assert (error.argument, error.found) == ("weight_dq", "[2048, 1536]")
     assert error.expected == "[He = 1024, Hcq = 2048]" or "He = 1024" in error.expected
-    assert error.dims["He"] == 1024 and error.dims["T"] == 8 and error.source == "mla_prolog_tiling_check.cpp"
+    assert (
+        error.dims["He"] == 1024
+        and error.dims["T"] == 8
+        and error.source == "mla_prolog_tiling_check.cpp"
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,12 +181,21 @@ def test_releases_and_socs(where: dict[str, Any], change: dict[str, Any], code: 
 
 
 def test_older_versions_of_the_operator() -> None:
-    call = {k: v for k, v in legal().items() if k in meta.signature("npu_mla_prolog_v2")[1] or k in spec_names()}
+    call = {
+        k: v
+        for k, v in legal().items()
+        if k in meta.signature("npu_mla_prolog_v2")[1] or k in spec_names()
+    }
     meta.check("npu_mla_prolog", **call)
     meta.check("npu_mla_prolog_v2", **call)
     assert refused(call, op="npu_mla_prolog", soc="A5").code == "quant.weight_quant_mode"
-    assert refused(call | {"cache_mode": "PA_BLK_NZ"}, op="npu_mla_prolog_v2").code == "cache_mode.release"
-    assert refused(call | {"weight_quant_mode": 0}, op="npu_mla_prolog_v2").code == "argument.unknown"
+    assert (
+        refused(call | {"cache_mode": "PA_BLK_NZ"}, op="npu_mla_prolog_v2").code
+        == "cache_mode.release"
+    )
+    assert (
+        refused(call | {"weight_quant_mode": 0}, op="npu_mla_prolog_v2").code == "argument.unknown"
+    )
     assert refused(call, op="npu_mla_prolog_v9").code == "op"
 
 
@@ -193,7 +217,10 @@ def test_symbolic_sizes_are_neither_guarded_nor_specialised() -> None:
         from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
         def fake(tensor: torch.Tensor, dynamic: int) -> torch.Tensor:
-            sizes = [DimDynamic.DYNAMIC if axis == dynamic else DimDynamic.STATIC for axis in range(tensor.dim())]
+            sizes = [
+                DimDynamic.DYNAMIC if axis == dynamic else DimDynamic.STATIC
+                for axis in range(tensor.dim())
+            ]
             context = StatelessSymbolicContext(dynamic_sizes=sizes)
             return mode.from_tensor(tensor, symbolic_context=context, static_shapes=False)
 
@@ -209,7 +236,9 @@ def test_symbolic_sizes_are_neither_guarded_nor_specialised() -> None:
         assert error.code == "shape.weight_dq"
 
 
-def strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def strided(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
@@ -218,10 +247,16 @@ BLOCKS_APART = {
     "kv_cache": strided((64, 16, 1, 512), (2 * ROW, 512, 512, 1)),
     "kr_cache": strided((64, 16, 1, 64), (2 * 16 * 64, 64, 64, 1)),
 }
-ROWS_APART = {"kv_cache": strided((64, 16, 1, 512), (2 * ROW, 1024, 1024, 1)), "kr_cache": sized(64, 16, 1, 64)}
+ROWS_APART = {
+    "kv_cache": strided((64, 16, 1, 512), (2 * ROW, 1024, 1024, 1)),
+    "kr_cache": sized(64, 16, 1, 64),
+}
 HEADS_FIRST = {"kv_cache": sized(64, 1, 16, 512).transpose(1, 2), "kr_cache": sized(64, 16, 1, 64)}
 ONE = sized(1, 16, 1, 64)
-OVERLAPPING = {"kv_cache": strided((64, 16, 1, 512), (512, 512, 512, 1)), "kr_cache": sized(64, 16, 1, 64)}
+OVERLAPPING = {
+    "kv_cache": strided((64, 16, 1, 512), (512, 512, 512, 1)),
+    "kr_cache": sized(64, 16, 1, 64),
+}
 
 
 @pytest.mark.parametrize(
@@ -231,17 +266,30 @@ OVERLAPPING = {"kv_cache": strided((64, 16, 1, 512), (512, 512, 512, 1)), "kr_ca
         (BLOCKS_APART, "9.1", "contiguous.kv_cache"),
         (ROWS_APART, "latest", "contiguous.kv_cache"),
         (OVERLAPPING, "latest", "contiguous.kv_cache"),
-        (HEADS_FIRST, "latest", "contiguous.kv_cache"),  # the host compares the stride of an axis of size 1 too
+        # the host compares the stride of an axis of size 1 too
+        (HEADS_FIRST, "latest", "contiguous.kv_cache"),
         (HEADS_FIRST, "9.1", None),
         ({"kv_cache": sized(0, 16, 1, 512), "kr_cache": sized(0, 16, 1, 64)}, "latest", None),
-        ({"kv_cache": sized(0, 16, 1, 512), "kr_cache": sized(0, 16, 1, 128)[..., ::2]}, "9.1", None),
+        (
+            {"kv_cache": sized(0, 16, 1, 512), "kr_cache": sized(0, 16, 1, 128)[..., ::2]},
+            "9.1",
+            None,
+        ),
         (
             {"kv_cache": sized(0, 16, 1, 512), "kr_cache": sized(0, 16, 1, 128)[..., ::2]},
             "latest",
             "contiguous.kr_cache",
         ),
-        ({"kv_cache": strided((1, 16, 1, 512), (2 * ROW, 512, 512, 1)), "kr_cache": ONE}, "latest", None),
-        ({"kv_cache": strided((1, 16, 1, 512), (0, 512, 512, 1)), "kr_cache": ONE}, "latest", "contiguous.kv_cache"),
+        (
+            {"kv_cache": strided((1, 16, 1, 512), (2 * ROW, 512, 512, 1)), "kr_cache": ONE},
+            "latest",
+            None,
+        ),
+        (
+            {"kv_cache": strided((1, 16, 1, 512), (0, 512, 512, 1)), "kr_cache": ONE},
+            "latest",
+            "contiguous.kv_cache",
+        ),
         ({"kv_cache": strided((1, 16, 1, 512), (0, 512, 512, 1)), "kr_cache": ONE}, "9.1", None),
         ({"kv_cache": sized(1, 16, 1, 512), "kr_cache": sized(2, 16, 1, 64)[::2]}, "9.1", None),
         ({"weight_dq": sized(1536, 1024).t()}, "latest", "contiguous.weight_dq"),
@@ -322,7 +370,8 @@ def real(mode: str = "PA_BSND", lead: tuple[int, ...] = (8,)) -> dict[str, Any]:
         ("PA_BLK_BSND", (20,), {"cache_index": torch.tensor([6, 1])}, "values.cache_index.range"),
         ("PA_BLK_NZ", (20,), lengths(10, 10), "values.actual_seq_len"),
         ("PA_BLK_NZ", (20,), lengths(21, 20), "values.actual_seq_len"),
-        ("PA_BLK_NZ", (20,), lengths(20) | {"cache_index": torch.tensor([1])}, "values.cache_index.blocks"),
+        ("PA_BLK_NZ", (20,), lengths(20) | {"cache_index": torch.tensor([1])},
+         "values.cache_index.blocks"),
         ("PA_BSND", (8,), {"cache_index": sized(8, dtype=I64)}, "values.meta"),
     ],
 )  # fmt: skip

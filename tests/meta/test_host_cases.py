@@ -11,7 +11,9 @@ import torch
 
 from mla_fusion import meta
 
-CASES = json.loads((Path(__file__).parent / "data" / "mla_prolog_v3_host_cases.json").read_text())["cases"]
+CASES = json.loads((Path(__file__).parent / "data" / "mla_prolog_v3_host_cases.json").read_text())[
+    "cases"
+]
 SOC = {"Ascend910_B3": "A3", "Ascend950": "A5"}
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -35,8 +37,14 @@ def unreachable(case: dict[str, Any]) -> str | None:
         return "an attribute is absent: torch_npu always passes every attribute"
     inputs = {tensor["name"].split()[0]: tensor for tensor in case["inputs"]}
     if inputs["rope_sin"]["storage_shape"] == [0]:
-        return "RoPE switched off by empty sin/cos: aclnnMlaPrologV4WeightNz, which torch_npu does not call"
-    if "query_norm dtype must be" in case["comment"] or "dequant_scale_q_norm dtype must be" in case["comment"]:
+        return (
+            "RoPE switched off by empty sin/cos: aclnnMlaPrologV4WeightNz, which torch_npu does "
+            "not call"
+        )
+    if (
+        "query_norm dtype must be" in case["comment"]
+        or "dequant_scale_q_norm dtype must be" in case["comment"]
+    ):
         return "an output tensor of the wrong dtype: torch_npu allocates the outputs itself"
     return None
 
@@ -48,7 +56,9 @@ def call_of(case: dict[str, Any]) -> dict[str, Any]:
         name = tensor["name"].split()[0]
         if name in ("query", "query_rope"):  # one case lists outputs among its inputs
             continue
-        arguments[name] = torch.empty(tensor["storage_shape"], dtype=DTYPES[tensor["dtype"]], device="meta")
+        arguments[name] = torch.empty(
+            tensor["storage_shape"], dtype=DTYPES[tensor["dtype"]], device="meta"
+        )
     for name, text in case["attrs"].items():
         parse = float if name in FLOATS else PARSE.get(name, int)
         arguments[name] = parse(text.rstrip("f") if name in FLOATS else text)
@@ -63,7 +73,9 @@ def incomplete(case: dict[str, Any]) -> bool:
     return len({"weight_dq", "weight_uq_qr"} - {t["name"].split()[0] for t in case["inputs"]}) > 0
 
 
-@pytest.mark.parametrize("case", [c for c in REACHABLE if not incomplete(c)], ids=lambda case: case["case"])
+@pytest.mark.parametrize(
+    "case", [c for c in REACHABLE if not incomplete(c)], ids=lambda case: case["case"]
+)
 def test_check_agrees_with_the_official_host_check(case: dict[str, Any]) -> None:
     def run() -> None:
         meta.check("npu_mla_prolog_v3", soc=SOC[case["soc"]], cann="latest", **call_of(case))

@@ -1,4 +1,6 @@
-"""The contract of npu_kv_rmsnorm_rope_cache: what each SoC and CANN release takes, and what is refused by name."""
+"""The contract of npu_kv_rmsnorm_rope_cache: what each SoC and CANN release takes, and what is
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def bf16(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # code -> the call, changes of soc and cann
+# code -> the call, changes of soc and cann
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rank.kv": (call(kv=bf16(8, 576)), {}),
     "shape.kv": (call(kv=bf16(1, 1, 8, 640)), {}),
     "dtype.kv": (call(kv=torch.zeros(1, 1, 8, 576)), {}),
@@ -57,7 +60,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # code -> the cal
     "dims.c": (call(gamma=bf16(256), kv=bf16(1, 1, 8, 320), ckv_cache=bf16(4, 32, 1, 256)), {}),
     "dims.blocksize": (call(k_cache=bf16(4, 24, 1, 64), ckv_cache=bf16(4, 24, 1, 512)), {}),
     "dims.blocknum": (
-        call(kv=bf16(8, 1, 1, 576), cos=bf16(8, 1, 1, 64), sin=bf16(8, 1, 1, 64)),  # eight sequences of one token
+        # eight sequences of one token
+        call(kv=bf16(8, 1, 1, 576), cos=bf16(8, 1, 1, 64), sin=bf16(8, 1, 1, 64)),
         {"cann": "latest"},
     ),
     "contiguous.ckv_cache": (call(ckv_cache=bf16(4, 32, 1, 1024)[..., :512]), {}),

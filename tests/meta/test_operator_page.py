@@ -33,7 +33,12 @@ def test_a_page_behind_the_specification_is_noticed(
 
 def test_every_scenario_and_table_is_on_the_page(generator: ModuleType) -> None:
     text = generator.page() + generator.others()
-    assert all(f"| {wq}/{kv} |" in text for wq, kv in generator.pairs()) and len(generator.pairs()) == 16
+    assert (
+        all(f"| {wq}/{kv} |" in text for wq, kv in generator.pairs())
+        and len(generator.pairs()) == 16
+    )
     assert "weight_quant_mode 3 is mxfp8" in text
-    assert all(f"| {row.name} | {row.refused} |" in text and row.reason in text for row in meta.STRICTER)
+    assert all(
+        f"| {row.name} | {row.refused} |" in text and row.reason in text for row in meta.STRICTER
+    )
     assert all(f"| {name} |" in text for name in generator.TRAITS)

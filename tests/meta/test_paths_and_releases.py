@@ -1,4 +1,6 @@
-"""What one release, SoC or path takes and another does not: each rule with a call on both sides of it."""
+"""What one release, SoC or path takes and another does not: each rule with a call on both sides of
+it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ def sized(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def legal(wq: int = 0, kv: int = 0, lead: tuple[int, ...] = (8,), mode: str = "PA_BSND") -> Change:
     return sample_call(
-        weight_quant_mode=wq, kv_cache_quant_mode=kv, cache_mode=mode, lead=lead, dims=DIMS, device="meta"
+        weight_quant_mode=wq,
+        kv_cache_quant_mode=kv,
+        cache_mode=mode,
+        lead=lead,
+        dims=DIMS,
+        device="meta",
     )
 
 
@@ -42,7 +49,9 @@ STORED = {"weight_dq": sized(96, 448, 16, 16)}  # [Hcq/16, He/16, 16, 16]
 NORMED = {"query_norm_flag": True}
 NO_TOKENS = legal(lead=(0,)) | {"cache_index": sized(0, dtype=torch.int64)}
 LONG_BATCH = legal(lead=(65537, 1))
-EMPTY = {name: {"kr_cache": sized(*shape)} for name, shape in (("2-D", (1, 0)), ("3-D", (0, 16, 1)))}
+EMPTY = {
+    name: {"kr_cache": sized(*shape)} for name, shape in (("2-D", (1, 0)), ("3-D", (0, 16, 1)))
+}
 EMPTY |= {str(kind)[6:]: {"kr_cache": sized(0, dtype=kind)} for kind in (I8, F32, torch.int32)}
 ROW = {"quant_scale_ckv": sized(1, 512, dtype=F32)}
 BLOCKS = legal(lead=(20,), mode="PA_BLK_BSND")
@@ -85,15 +94,26 @@ MANY_ENDS = BLOCKS | {"actual_seq_len": sized(65537, dtype=torch.int32)}
         (BLOCK_NUMBER, {"cann": "8.5"}, None, None),
         (BLOCK_ROWS, {"cann": "9.0"}, "rank.cache_index", "rank.cache_index"),
         # no scenario passes there
-        (legal(3, 0, (8, 1)), A5 | {"cann": "8.5"}, "quant.weight_quant_mode", "quant.weight_quant_mode"),
+        (
+            legal(3, 0, (8, 1)),
+            A5 | {"cann": "8.5"},
+            "quant.weight_quant_mode",
+            "quant.weight_quant_mode",
+        ),
         (legal(3, 0, (8, 1)), A5 | {"cann": "9.0"}, None, None),
-        # 8.3: no per-tile caches, a row for the per-tensor scale, the scenario is read off the dtypes
+        # 8.3: no per-tile caches, a row for the per-tensor scale, the scenario is read off the
+        # dtypes
         (legal(1, 3), {"cann": "8.3"}, "quant.combination", "quant.combination"),
         (legal(2, 1), {"cann": "8.3"}, "rank.quant_scale_ckv", "rank.quant_scale_ckv"),
         (legal(2, 1) | ROW, {"cann": "8.3"}, None, None),
         (legal(2, 1) | ROW, {"cann": "8.5"}, "rank.quant_scale_ckv", "rank.quant_scale_ckv"),
         (legal(2, 0) | {"weight_quant_mode": 1}, {"cann": "8.3"}, "quant.dtypes", "quant.dtypes"),
-        (legal() | {"kv_cache_quant_mode": 0, "tile_size": 64}, {"cann": "8.3"}, "quant.tile_size", "quant.tile_size"),
+        (
+            legal() | {"kv_cache_quant_mode": 0, "tile_size": 64},
+            {"cann": "8.3"},
+            "quant.tile_size",
+            "quant.tile_size",
+        ),
     ],
 )
 def test_what_a_release_or_a_path_takes(
@@ -130,9 +150,19 @@ def test_reasons_say_what_the_limit_is() -> None:
         (V3, legal(3, 0), A5 | {"cann": "8.5"}, "no float8_e8m0fnu for the dequant_scale_q_norm"),
         (V3, legal() | STORED, {"path": "graph"}, "2-D [He, Hcq] on A3, CANN latest in a graph"),
         (V3, legal() | {"weight_dq": sized(7167, 1536)}, {}, "FRACTAL_NZ storage is padded"),
-        ("npu_mla_prolog_v2", older | {"kv_cache": sized(4, 16, 1, 576)}, {}, "does not compare the width"),
+        (
+            "npu_mla_prolog_v2",
+            older | {"kv_cache": sized(4, 16, 1, 576)},
+            {},
+            "does not compare the width",
+        ),
         (V3, legal() | {"tile_size": 64}, {"cann": "8.3"}, "this release ignores it"),
-        (V3, legal() | {"actual_seq_len": sized(2, dtype=torch.int32)}, {"cann": "8.3"}, "this release ignores it"),
+        (
+            V3,
+            legal() | {"actual_seq_len": sized(2, dtype=torch.int32)},
+            {"cann": "8.3"},
+            "this release ignores it",
+        ),
         (
             V3,
             legal() | {"kr_cache": sized(4, 16, 1, 128)[..., ::2]},
@@ -146,7 +176,9 @@ def test_reasons_say_what_the_limit_is() -> None:
 
 
 def test_older_versions_compare_strides_of_axes_of_size_1_in_the_newest_release() -> None:
-    call = as_operator("npu_mla_prolog_v2", legal()) | {"kv_cache": sized(4, 1, 16, 512).transpose(1, 2)}
+    call = as_operator("npu_mla_prolog_v2", legal()) | {
+        "kv_cache": sized(4, 1, 16, 512).transpose(1, 2)
+    }
     assert code_of(call, "npu_mla_prolog_v2", cann="9.1") is None
     assert code_of(call, "npu_mla_prolog_v2") == "contiguous.kv_cache"
 
@@ -165,5 +197,9 @@ def test_results_of_releases_whose_inference_differs_from_torch_npu() -> None:
 
 def test_limits_name_the_traits_of_a_release() -> None:
     assert meta.limits(V3, "A5", "8.5").absent and not meta.limits(V3, "A5", "8.5").quant_modes
-    assert meta.limits(V3, "A3", "9.1", "graph").weight_dq_4d == "" != meta.limits(V3, "A3", "9.1").weight_dq_4d
+    assert (
+        meta.limits(V3, "A3", "9.1", "graph").weight_dq_4d
+        == ""
+        != meta.limits(V3, "A3", "9.1").weight_dq_4d
+    )
     assert not meta.limits(V3, "A3", "8.3").gives_query_norm and meta.limits(V3).gives_query_norm

@@ -1,7 +1,8 @@
-"""Random calls of every operator: legal ones agree in three places, illegal ones raise ContractError and nothing else.
+"""Random calls of every operator: legal ones agree in three places, illegal ones raise
+ContractError and nothing else.
 
-Legal: `mf.meta.check` takes them, and `mf.meta.infer`, the reference kernels and torch_npu's own meta functions give
-the same shapes and dtypes.
+Legal: `mf.meta.check` takes them, and `mf.meta.infer`, the reference kernels and torch_npu's own
+meta functions give the same shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -33,14 +34,23 @@ SCALES = ("dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr
 def draws(count: int) -> settings:
     """The same ``count`` draws every time, on any machine."""
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-    return settings(max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=slow)
+    return settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=slow,
+    )
 
 
 # -- legal calls
 
 
 def leads(mode: str, tokens: int, rows: int, low: int = 0) -> st.SearchStrategy[tuple[int, ...]]:
-    merged, batches = st.tuples(st.integers(low, tokens)), st.tuples(st.integers(low, 3), st.integers(low, rows))
+    merged, batches = (
+        st.tuples(st.integers(low, tokens)),
+        st.tuples(st.integers(low, 3), st.integers(low, rows)),
+    )
     return {"BSND": batches, "TND": merged}.get(mode, st.one_of(merged, batches))
 
 
@@ -62,7 +72,9 @@ def prolog_calls(draw: st.DrawFn) -> tuple[str, str, str, Call]:
     """(op, soc, cann, arguments on meta) of sizes that the device takes there."""
     op, soc, cann, (wq, kv), mode = draw(st.sampled_from(scenarios()))
     allowed = meta.limits(op, soc, cann)
-    lead = draw(leads(mode, 40, 1 if 2 not in allowed.dims["S"] else 16, allowed.dims["tokens"].low))
+    lead = draw(
+        leads(mode, 40, 1 if 2 not in allowed.dims["S"] else 16, allowed.dims["tokens"].low)
+    )
     sizes = {
         axis: draw(st.sampled_from([n for n in candidates if n in allowed.dims[axis]]))
         for axis, candidates in {
@@ -88,8 +100,12 @@ def prolog_calls(draw: st.DrawFn) -> tuple[str, str, str, Call]:
 
 
 @st.composite
-def preprocess_calls(draw: st.DrawFn, small: bool = False, ops: tuple[str, ...] = (ATB, CSRC)) -> tuple[str, Call]:
-    """(op, arguments) of either preprocess operator: with data and any sizes, or on meta as the device takes them."""
+def preprocess_calls(
+    draw: st.DrawFn, small: bool = False, ops: tuple[str, ...] = (ATB, CSRC)
+) -> tuple[str, Call]:
+    """(op, arguments) of either preprocess operator: with data and any sizes, or on meta as the
+    device takes them.
+    """
     op = draw(st.sampled_from(ops))
     quant = draw(st.sampled_from(list(preprocess.QUANT_MODES)))
     cache = draw(st.sampled_from(list(preprocess.CACHE_FORMS)))
@@ -104,12 +120,24 @@ def preprocess_calls(draw: st.DrawFn, small: bool = False, ops: tuple[str, ...] 
     if op == ATB and not small and cache == "kvcache":
         cache = "krope_ctkv"
     dims: dict[str, int] = dict(SMALL if small else LEGAL)
-    dims |= {"T": draw(st.integers(1, 12 if small else 1024)), "N": draw(st.integers(1, 3 if small else 128))}
-    dims |= {"BlockNum": draw(st.integers(1, 4)) if small else 90, "BlockSize": draw(st.integers(12, 128))}
+    dims |= {
+        "T": draw(st.integers(1, 12 if small else 1024)),
+        "N": draw(st.integers(1, 3 if small else 128)),
+    }
+    dims |= {
+        "BlockNum": draw(st.integers(1, 4)) if small else 90,
+        "BlockSize": draw(st.integers(12, 128)),
+    }
     if not small and (op == CSRC or quant == preprocess.STATIC):
         dims["H"] = 32 * draw(st.integers(64, 256))
     call = sample_preprocess(
-        op, cache_mode=cache, quant_mode=quant, dtype=kind, weight=weight, dims=dims, device="cpu" if small else "meta"
+        op,
+        cache_mode=cache,
+        quant_mode=quant,
+        dtype=kind,
+        weight=weight,
+        dims=dims,
+        device="cpu" if small else "meta",
     )
     if op == CSRC:
         inner = small or cache in preprocess_csrc.KERNELS[quant, kind][1]
@@ -119,12 +147,24 @@ def preprocess_calls(draw: st.DrawFn, small: bool = False, ops: tuple[str, ...] 
     return op, call
 
 
-TINY = {"He": 64, "Hcq": 32, "N": 2, "D": 8, "Dr": 32, "Hckv": 32, "BlockNum": 9, "BlockSize": 4, "Nkv": 1}
+TINY = {
+    "He": 64,
+    "Hcq": 32,
+    "N": 2,
+    "D": 8,
+    "Dr": 32,
+    "Hckv": 32,
+    "BlockNum": 9,
+    "BlockSize": 4,
+    "Nkv": 1,
+}
 
 
 @st.composite
 def tiny_calls(draw: st.DrawFn) -> tuple[str, Call]:
-    """(op, arguments with data) in every scenario, of sizes that the reference computes in a millisecond."""
+    """(op, arguments with data) in every scenario, of sizes that the reference computes in a
+    millisecond.
+    """
     newest = [row for row in scenarios() if row[2] == "latest"]
     op, _, _, (wq, kv), mode = draw(st.sampled_from(newest))
     dims = TINY | {"N": draw(st.integers(1, 3)), "He": 32 * draw(st.integers(1, 3))}
@@ -149,7 +189,9 @@ def outline(results: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
 def on_meta(call: Call) -> Call:
     moved: dict[int, torch.Tensor] = {}
     return {
-        name: moved.setdefault(id(value), value.to("meta")) if isinstance(value, torch.Tensor) else value
+        name: moved.setdefault(id(value), value.to("meta"))
+        if isinstance(value, torch.Tensor)
+        else value
         for name, value in call.items()
     }
 
@@ -185,7 +227,9 @@ def in_nz_storage(call: Call) -> Call:
 
 @draws(300)
 @given(prolog_calls())
-def test_legal_calls_are_taken_and_infer_alike_in_either_weight_storage(drawn: tuple[str, str, str, Call]) -> None:
+def test_legal_calls_are_taken_and_infer_alike_in_either_weight_storage(
+    drawn: tuple[str, str, str, Call],
+) -> None:
     op, soc, cann, call = drawn
     meta.check(op, soc=soc, cann=cann, **call)
     meta.check(op, soc=soc, cann=cann, **in_nz_storage(call))
@@ -235,7 +279,9 @@ def test_torch_npu_infers_the_same(numbers: list[int], drawn: tuple[str, str, st
 
 @draws(100)
 @given(preprocess_calls(ops=(ATB,)))
-def test_torch_npu_infers_the_same_of_preprocess(numbers: list[int], drawn: tuple[str, Call]) -> None:
+def test_torch_npu_infers_the_same_of_preprocess(
+    numbers: list[int], drawn: tuple[str, Call]
+) -> None:
     from torch_npu.op_plugin.atb import _atb_meta_registrations as theirs
 
     op, call = drawn
@@ -259,8 +305,41 @@ class Odd:
     __hash__ = None  # type: ignore[assignment]
 
 
-NUMBERS = (-1, 0, 1, 3, 7, 64, 290, 2**70, -(2**70), 0.0, -1.0, 1e400, -1e400, math.nan, True, False, 1j)
-OTHERS = (None, "", "2", "PA_BSND", "pa_bsnd", "PA_NZ", "TND", "nzcache", "no_quant", b"PA_BSND", [], [1], {}, object())
+NUMBERS = (
+    -1,
+    0,
+    1,
+    3,
+    7,
+    64,
+    290,
+    2**70,
+    -(2**70),
+    0.0,
+    -1.0,
+    1e400,
+    -1e400,
+    math.nan,
+    True,
+    False,
+    1j,
+)
+OTHERS = (
+    None,
+    "",
+    "2",
+    "PA_BSND",
+    "pa_bsnd",
+    "PA_NZ",
+    "TND",
+    "nzcache",
+    "no_quant",
+    b"PA_BSND",
+    [],
+    [1],
+    {},
+    object(),
+)
 TENSORS = (
     torch.tensor(3),
     torch.tensor([]),
@@ -274,7 +353,16 @@ TENSORS = (
 )
 JUNK = st.sampled_from([*NUMBERS, *OTHERS, *TENSORS, Odd(), torch.float16, torch.Size([1])])
 DTYPES = st.sampled_from(
-    [BF16, torch.float16, torch.float32, torch.int8, torch.uint8, torch.int32, torch.int64, torch.float8_e4m3fn]
+    [
+        BF16,
+        torch.float16,
+        torch.float32,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        torch.float8_e4m3fn,
+    ]
 )
 
 
@@ -287,11 +375,20 @@ def changed_tensor(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_empty(sizes, dtype=draw(DTYPES))
     if how == "rank":
         axis = draw(st.integers(0, len(sizes)))
-        changed = [*sizes[:axis], 1, *sizes[axis:]] if draw(st.booleans()) else sizes[:axis] + sizes[axis + 1 :]
+        changed = (
+            [*sizes[:axis], 1, *sizes[axis:]]
+            if draw(st.booleans())
+            else sizes[:axis] + sizes[axis + 1 :]
+        )
         return tensor.new_empty(changed)
     if how == "size" and sizes:
         axis = draw(st.integers(0, len(sizes) - 1))
-        sizes[axis] = max(0, draw(st.sampled_from([0, 1, 2, sizes[axis] - 1, sizes[axis] + 1, 2 * sizes[axis], 4099])))
+        sizes[axis] = max(
+            0,
+            draw(
+                st.sampled_from([0, 1, 2, sizes[axis] - 1, sizes[axis] + 1, 2 * sizes[axis], 4099])
+            ),
+        )
         return tensor.new_empty(sizes)
     if how == "strides":
         return tensor.new_empty(sizes[::-1]).permute(list(range(len(sizes)))[::-1])
@@ -300,12 +397,17 @@ def changed_tensor(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
 
 @st.composite
 def broken(draw: st.DrawFn, op: str, call: Call, names_kept: bool = False) -> Call:
-    """The call with one to three arguments changed, dropped, or added; ``names_kept``: changed only."""
+    """The call with one to three arguments changed, dropped, or added; ``names_kept``: changed
+    only.
+    """
     call = dict(call)
     required, defaults = meta.signature(op)
     names = [*call, *call, *required, *defaults] + ["extra"] * (not names_kept)
     for _ in range(draw(st.integers(1, 3))):
-        name, how = draw(st.sampled_from(names)), draw(st.sampled_from(["change"] * 3 + ["junk", "drop"]))
+        name, how = (
+            draw(st.sampled_from(names)),
+            draw(st.sampled_from(["change"] * 3 + ["junk", "drop"])),
+        )
         value = call.get(name)
         if how == "drop" and not names_kept:
             call.pop(name, None)
@@ -317,7 +419,9 @@ def broken(draw: st.DrawFn, op: str, call: Call, names_kept: bool = False) -> Ca
 
 
 def raises_nothing_else(what: Any, *args: Any, **options: Any) -> bool:
-    """Whether a call was refused; a refusal has a stable code, an argument, and one line of text."""
+    """Whether a call was refused; a refusal has a stable code, an argument, and one line of
+    text.
+    """
     try:
         what(*args, **options)
     except meta.ContractError as refusal:

@@ -15,7 +15,9 @@ JUDGED = [row for row in rows() if not row.crashed]
 
 
 def class_of(row: Row, refusal: meta.ContractError) -> str:
-    """The one class of calls that are refused on purpose; a call in none, or in several, fails the test."""
+    """The one class of calls that are refused on purpose; a call in none, or in several, fails the
+    test.
+    """
     classes = [item.name for item in stricter(row.op, code=refusal.code, **row.where)]
     if len(classes) > 1:  # past 32 bits only the lower ones are read
         large = any(isinstance(v, int) and abs(v) >= 2**31 for v in row.data["attributes"].values())
@@ -42,7 +44,11 @@ def test_check_says_what_the_vendor_says(path: str) -> None:
 
 def test_what_a_graph_takes_a_call_by_hand_takes() -> None:
     assert not [row for row in JUDGED if row.taken("graph") and not row.taken("eager")]
-    assert not [str(row) for row in JUDGED if row.refusal("graph") is None and row.refusal("eager") is not None]
+    assert not [
+        str(row)
+        for row in JUDGED
+        if row.refusal("graph") is None and row.refusal("eager") is not None
+    ]
 
 
 def test_results_are_those_that_the_vendor_infers() -> None:

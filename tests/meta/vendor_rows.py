@@ -1,9 +1,9 @@
 """Verdicts of the vendor's host code on random calls, as calls of `mf.meta`.
 
-``tests/meta/data/vendor_verdicts.jsonl.gz`` holds one JSON object a line: the vendor's infershape, inferdatatype,
-tiling checks and tiling, of five releases, were compiled and run on calls made at random. ``graph`` is infer-shape and
-tiling, ``eager`` is tiling over the results that torch_npu allocates, ``op_def`` says whether a column of the
-operator's definition has the call's dtypes.
+``tests/meta/data/vendor_verdicts.jsonl.gz`` holds one JSON object a line: the vendor's infershape,
+inferdatatype, tiling checks and tiling, of five releases, were compiled and run on calls made at
+random. ``graph`` is infer-shape and tiling, ``eager`` is tiling over the results that torch_npu
+allocates, ``op_def`` says whether a column of the operator's definition has the call's dtypes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Row:
 
     def call(self) -> dict[str, Any]:
         """The arguments by name, with tensors on meta."""
-        return self.data["attributes"] | {name: _tensor(*text) for name, text in self.data["tensors"].items()}
+        return self.data["attributes"] | {
+            name: _tensor(*text) for name, text in self.data["tensors"].items()
+        }
 
     def refusal(self, path: str) -> meta.ContractError | None:
         """What `mf.meta.check` says, None when it takes the call."""
@@ -77,7 +79,10 @@ class Row:
 
     def __str__(self) -> str:
         changes = "; ".join(self.data["mutations"]) or "as drawn"
-        return f"line {self.line}: {self.op} on {self.where}: {changes}; the vendor: {self.data.get('message')}"
+        return (
+            f"line {self.line}: {self.op} on {self.where}: {changes}; the vendor: "
+            f"{self.data.get('message')}"
+        )
 
 
 def _tensor(kind: str, shape: list[int], strides: list[int] | None = None) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Hugging Face's MLA models with small random weights; latents as wide as the kernel's where that is cheap."""
+"""Hugging Face's MLA models with small random weights; latents as wide as the kernel's where that
+is cheap.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ KERNEL: dict[str, Any] = dict(
 
 INDEXED_WITH_SINKS = dict(layer_types=["indexed_attention"] * 2, indexer_types=["full"] * 2)
 INDEXER = dict(index_n_heads=4, index_head_dim=64, index_topk=8)
-LONGCAT = dict(num_layers=1, ffn_hidden_size=64, expert_ffn_hidden_size=32, zero_expert_num=1, moe_topk=2)
+LONGCAT = dict(
+    num_layers=1, ffn_hidden_size=64, expert_ffn_hidden_size=32, zero_expert_num=1, moe_topk=2
+)
 YARN = dict(
     rope_parameters=dict(
         rope_type="yarn", rope_theta=1e4, factor=4.0, mscale=0.7, mscale_all_dim=0.9,
@@ -58,7 +62,8 @@ YARN = dict(
 )  # fmt: skip
 KIMI = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 LLAMA4 = {
-    "rope_parameters": YARN["rope_parameters"] | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}
+    "rope_parameters": YARN["rope_parameters"]
+    | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}
 }
 
 # name: (model type, changes of BASE)
@@ -80,7 +85,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_moe_dsa": ("glm_moe_dsa", INDEXER),
     # Layers of linear attention beside the latents; kimi_linear does not rotate.
     "bailing_hybrid": ("bailing_hybrid", {"num_hidden_layers": 6, "q_lora_rank": None}),
-    "kimi_linear": ("kimi_linear", {"num_hidden_layers": 4, "q_lora_rank": None, "layer_types": KIMI}),
+    "kimi_linear": (
+        "kimi_linear",
+        {"num_hidden_layers": 4, "q_lora_rank": None, "layer_types": KIMI},
+    ),
 }
 
 WITH_SINKS: tuple[str, dict[str, Any]] = ("hy_v4", INDEXED_WITH_SINKS)
@@ -95,7 +103,9 @@ def build(
     attention: str = "sdpa",
     seed: int = 0,
 ) -> Any:
-    """A model of MODELS; weights of unit gain, so that greedy choices are no ties. Skips what the release lacks."""
+    """A model of MODELS; weights of unit gain, so that greedy choices are no ties. Skips what the
+    release lacks.
+    """
     model_type, own = WITH_SINKS if name == "hy_v4" else MODELS[name]
     config = config_of(model_type, {**BASE, **own, **(changes or {})})
     source = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
@@ -112,7 +122,9 @@ def build(
 
 
 def config_of(model_type: str, values: dict[str, Any]) -> Any:
-    """A configuration in the words of the installed release: transformers 4 has no ``rope_parameters``."""
+    """A configuration in the words of the installed release: transformers 4 has no
+    ``rope_parameters``.
+    """
     mf.offline.activate()  # transformers imports torch_npu where it is installed
     from transformers import AutoConfig, __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -123,8 +135,11 @@ def config_of(model_type: str, values: dict[str, Any]) -> Any:
     if rope and not hasattr(AutoConfig.for_model(model_type), "rope_parameters"):
         values = {key: value for key, value in values.items() if key != "rope_parameters"}
         values |= {"rope_theta": rope["rope_theta"]}
-        values |= {"rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"}}
-    return AutoConfig.for_model(model_type, **copy.deepcopy(values))  # configurations add to what they are given
+        values |= {
+            "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"}
+        }
+    # configurations add to what they are given
+    return AutoConfig.for_model(model_type, **copy.deepcopy(values))
 
 
 def prompt(batch: int = 2, length: int = 9, padded: int = 4) -> dict[str, torch.Tensor]:

@@ -19,15 +19,20 @@ def bits(tensor: Tensor) -> Tensor:
 class Paged:
     """Four sequences scattered over a pool whose other rows are NaN."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64, lengths: list[int] | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float64, lengths: list[int] | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.lengths = lengths or LENGTHS
         sequences = len(self.lengths)
         pool = sequences * BLOCKS + 1
-        order = torch.randperm(pool, generator=generator)[: sequences * BLOCKS].view(sequences, BLOCKS)
+        order = torch.randperm(pool, generator=generator)[: sequences * BLOCKS].view(
+            sequences, BLOCKS
+        )
         self.kv = torch.full((pool, BLOCK, 1, HCKV), float("nan"), dtype=dtype)
         self.kr = torch.full((pool, BLOCK, 1, DR), float("nan"), dtype=dtype)
-        self.tables = torch.full((sequences, BLOCKS), -7)  # vLLM leaves anything behind the last block
+        # vLLM leaves anything behind the last block
+        self.tables = torch.full((sequences, BLOCKS), -7)
         for index, length in enumerate(self.lengths):
             used = -(-length // BLOCK)
             self.tables[index, :used] = order[index, :used]
@@ -39,12 +44,17 @@ class Paged:
 
     def queries(self, tokens: int) -> tuple[Tensor, Tensor]:
         shapes = ((tokens, N, HCKV), (tokens, N, DR))
-        return tuple(torch.empty(shape, dtype=self.dtype).normal_(generator=self.generator) for shape in shapes)
+        return tuple(
+            torch.empty(shape, dtype=self.dtype).normal_(generator=self.generator)
+            for shape in shapes
+        )
 
     def keys(self, index: int) -> tuple[Tensor, Tensor]:
         """(key [L, Hckv + Dr], value [L, Hckv]) of one sequence, in order."""
         table = self.tables[index, : -(-self.lengths[index] // BLOCK)]
-        c_kv, k_pe = (cache[table].flatten(0, 2)[: self.lengths[index]] for cache in (self.kv, self.kr))
+        c_kv, k_pe = (
+            cache[table].flatten(0, 2)[: self.lengths[index]] for cache in (self.kv, self.kr)
+        )
         return torch.cat((c_kv, k_pe), dim=-1), c_kv
 
     def attend(self, query: Tensor, query_rope: Tensor, **options: object):
@@ -53,7 +63,9 @@ class Paged:
         return mla_paged_attention(query, query_rope, self.kv, self.kr, scale=SCALE, **options)
 
 
-def dense(query: Tensor, query_rope: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+def dense(
+    query: Tensor, query_rope: Tensor, key: Tensor, value: Tensor, visible: Tensor
+) -> tuple[Tensor, Tensor]:
     """torch's attention of [Q, N, ..] over [L, ..], with the log-sum-exp of the same scores."""
     q = torch.cat((query, query_rope), dim=-1).transpose(0, 1)
     out = torch.nn.functional.scaled_dot_product_attention(

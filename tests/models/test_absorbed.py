@@ -48,11 +48,16 @@ def test_attention_equals_hugging_face_on_every_history(decoder, batch):
             )
             for index, length in enumerate(batch.seq_lens.tolist()):
                 past = DynamicCache()
-                caches = (batch.kv_caches[0][batch.block_tables[index]], batch.kr_caches[0][batch.block_tables[index]])
+                caches = (
+                    batch.kv_caches[0][batch.block_tables[index]],
+                    batch.kr_caches[0][batch.block_tables[index]],
+                )
                 kv, kr = (cache.flatten(0, 1)[: length - 1, 0].double() for cache in caches)
                 held = kv[None, None], kr[None, None]
                 if not EXPANDS_AFTER_CACHE.has(type(hf)):
-                    dims = LatentDims(hf.kv_lora_rank, hf.qk_rope_head_dim, hf.qk_nope_head_dim, hf.v_head_dim)
+                    dims = LatentDims(
+                        hf.kv_lora_rank, hf.qk_rope_head_dim, hf.qk_nope_head_dim, hf.v_head_dim
+                    )
                     held = expanded(hf.kv_b_proj(held[0]), held[1], dims)
                 past.update(*held, 0)
                 tables = (cos[:, index : index + 1], sin[:, index : index + 1])
@@ -65,7 +70,9 @@ def test_attention_equals_hugging_face_on_every_history(decoder, batch):
 def test_only_the_slots_are_written(decoder, batch):
     step = batch.fresh()
     decoder(*step)
-    for before, after in zip((*batch.kv_caches, *batch.kr_caches), (*step.kv_caches, *step.kr_caches), strict=True):
+    for before, after in zip(
+        (*batch.kv_caches, *batch.kr_caches), (*step.kv_caches, *step.kr_caches), strict=True
+    ):
         width = before.shape[-1]
         changed = (before != after).view(-1, width).any(-1).nonzero().flatten()
         assert changed.tolist() == sorted(batch.slot_mapping.tolist())
@@ -73,13 +80,17 @@ def test_only_the_slots_are_written(decoder, batch):
 
 def test_batch_is_consistent(batch):
     assert len(set(batch.block_tables.flatten().tolist())) == batch.block_tables.numel()
-    for table, position, slot in zip(batch.block_tables, batch.positions, batch.slot_mapping, strict=True):
+    for table, position, slot in zip(
+        batch.block_tables, batch.positions, batch.slot_mapping, strict=True
+    ):
         assert slot == table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
     assert torch.equal(batch.positions, batch.seq_lens - 1)
 
 
 def test_parameters_are_shared(decoder):
-    again = AbsorbedAttention(decoder.layers[0].self_attn.attention, lambda *tables: (tables[0], tables[1]))
+    again = AbsorbedAttention(
+        decoder.layers[0].self_attn.attention, lambda *tables: (tables[0], tables[1])
+    )
     assert again.attention.q_a_proj.weight is decoder.layers[0].self_attn.attention.q_a_proj.weight
 
 
@@ -97,7 +108,9 @@ def test_fused_is_as_near_to_float64_as_unfused(decoder, batch):
         return torch.compile(module, backend=mf.backend(), fullgraph=True)
 
     with torch.no_grad():
-        found = accuracy.measure_prologues(decoder, batch, compiled) + accuracy.measure_model(decoder, batch, compiled)
+        found = accuracy.measure_prologues(decoder, batch, compiled) + accuracy.measure_model(
+            decoder, batch, compiled
+        )
     assert len(found) == 2 * 4 + 1 + 2 * 2
     assert [item for item in found if not item.passed] == []
     assert len(mf.reports()[-1].fused) == 2

@@ -45,7 +45,9 @@ class TestReference:
         out, lse = paged.attend(query, query_rope, mask=mask, return_lse=True)
         for index, length in enumerate(LENGTHS):
             one = slice(index, index + 1)
-            want, want_lse = dense(query[one], query_rope[one], *paged.keys(index), mask[one, :length])
+            want, want_lse = dense(
+                query[one], query_rope[one], *paged.keys(index), mask[one, :length]
+            )
             close(out[one], want)
             close(lse[one], want_lse)
 
@@ -57,7 +59,10 @@ class TestReference:
         assert torch.equal(lse[1], torch.full((N,), float("-inf")))
         assert out[0].isfinite().all() and lse[0].isfinite().all()
         hidden, hidden_lse = paged.attend(
-            query, query_rope, mask=torch.zeros(2, BLOCKS * BLOCK, dtype=torch.bool), return_lse=True
+            query,
+            query_rope,
+            mask=torch.zeros(2, BLOCKS * BLOCK, dtype=torch.bool),
+            return_lse=True,
         )
         assert torch.equal(hidden, torch.zeros_like(hidden))
         assert torch.equal(hidden_lse, torch.full((2, N), float("-inf")))
@@ -86,7 +91,9 @@ class TestReference:
     def test_host_lengths_are_the_same(self) -> None:
         paged = Paged()
         query, query_rope = paged.queries(4)
-        assert torch.equal(paged.attend(query, query_rope, seq_lens=LENGTHS), paged.attend(query, query_rope))
+        assert torch.equal(
+            paged.attend(query, query_rope, seq_lens=LENGTHS), paged.attend(query, query_rope)
+        )
 
     @pytest.mark.parametrize("counts", [None, [3, 1, 20, 16]])
     def test_compiles_to_one_graph(self, counts: list[int] | None) -> None:
@@ -111,14 +118,19 @@ class TestReference:
             ({"kr_cache": torch.zeros(8, BLOCK, 1, DR)}, "attention.kr_cache"),
             ({"block_tables": torch.zeros(4, dtype=torch.int64)}, "attention.block_tables"),
             ({"seq_lens": [1, 2, 3]}, "attention.seq_lens"),
-            ({"block_tables": torch.zeros(3, BLOCKS, dtype=torch.int64), "seq_lens": [1] * 3}, "attention.query_lens"),
+            (
+                {"block_tables": torch.zeros(3, BLOCKS, dtype=torch.int64), "seq_lens": [1] * 3},
+                "attention.query_lens",
+            ),
             ({"query_lens": [1, 3]}, "attention.query_lens"),
             ({"query_lens": [1, 1, 1, 2]}, "attention.query_lens"),
             ({"mask": torch.zeros(4, BLOCKS * BLOCK)}, "attention.mask"),
             ({"mask": torch.zeros(4, BLOCK, dtype=torch.bool)}, "attention.mask"),
         ],
     )
-    def test_shapes_that_do_not_belong_together(self, changed: dict[str, object], code: str) -> None:
+    def test_shapes_that_do_not_belong_together(
+        self, changed: dict[str, object], code: str
+    ) -> None:
         arguments = {
             "query": torch.zeros(4, N, HCKV),
             "query_rope": torch.zeros(4, N, DR),

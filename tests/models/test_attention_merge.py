@@ -21,13 +21,19 @@ def state(generator: torch.Generator, dtype: torch.dtype = torch.float32) -> tup
 class TestMerging:
     @pytest.mark.parametrize("cut", [0, BLOCK, 2 * BLOCK, 3 * BLOCK, 4 * BLOCK])
     def test_split_at_every_block_equals_the_whole(self, cut: int) -> None:
-        """The context cut behind `cut` positions: each part is an attention over a part of the block table."""
+        """The context cut behind `cut` positions: each part is an attention over a part of the
+        block table.
+        """
         paged = Paged()
         query, query_rope = paged.queries(4)
         lengths = torch.tensor(LENGTHS)
         blocks = cut // BLOCK
         first = paged.attend(
-            query, query_rope, block_tables=paged.tables[:, :blocks], seq_lens=lengths.clamp(max=cut), return_lse=True
+            query,
+            query_rope,
+            block_tables=paged.tables[:, :blocks],
+            seq_lens=lengths.clamp(max=cut),
+            return_lse=True,
         )
         second = paged.attend(
             query,
@@ -37,7 +43,9 @@ class TestMerging:
             return_lse=True,
         )
         for found, wanted in zip(
-            merge_state(*first, *second), paged.attend(query, query_rope, return_lse=True), strict=True
+            merge_state(*first, *second),
+            paged.attend(query, query_rope, return_lse=True),
+            strict=True,
         ):
             close(found, wanted)
 
@@ -62,15 +70,21 @@ class TestMerging:
         whole_prefix = paged.attend(
             query, query_rope, block_tables=prefix.expand(3, -1), seq_lens=[64] * 3, return_lse=True
         )
-        suffix = paged.attend(query, query_rope, block_tables=paged.tables[1:], seq_lens=[37, 1, 64], return_lse=True)
+        suffix = paged.attend(
+            query, query_rope, block_tables=paged.tables[1:], seq_lens=[37, 1, 64], return_lse=True
+        )
         joined = torch.cat((prefix.expand(3, -1), paged.tables[1:]), dim=1)
-        want = paged.attend(query, query_rope, block_tables=joined, seq_lens=[64 + 37, 64 + 1, 128], return_lse=True)
+        want = paged.attend(
+            query, query_rope, block_tables=joined, seq_lens=[64 + 37, 64 + 1, 128], return_lse=True
+        )
         for found, wanted in zip(merge_state(*whole_prefix, *suffix), want, strict=True):
             close(found, wanted)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     @pytest.mark.parametrize("garbage", [0.0, float("nan"), float("inf")])
-    def test_the_empty_state_is_the_identity_bit_by_bit(self, dtype: torch.dtype, garbage: float) -> None:
+    def test_the_empty_state_is_the_identity_bit_by_bit(
+        self, dtype: torch.dtype, garbage: float
+    ) -> None:
         v, s = state(torch.Generator().manual_seed(1), dtype)
         v[0, 0, :3] = torch.tensor([-0.0, 0.0, 1e-30], dtype=dtype)
         empty = torch.full_like(v, garbage), torch.full_like(s, float("-inf"))
@@ -78,7 +92,9 @@ class TestMerging:
             assert merged[0].dtype == dtype
             assert torch.equal(bits(merged[0]), bits(v))
             assert torch.equal(bits(merged[1]), bits(s))
-        several = merge_states(torch.stack((empty[0], v, empty[0]), dim=1), torch.stack((empty[1], s, empty[1]), dim=1))
+        several = merge_states(
+            torch.stack((empty[0], v, empty[0]), dim=1), torch.stack((empty[1], s, empty[1]), dim=1)
+        )
         assert torch.equal(several[0], v) and torch.equal(several[1], s)
 
     def test_nothing_with_nothing_is_nothing(self) -> None:
@@ -91,14 +107,17 @@ class TestMerging:
         generator = torch.Generator().manual_seed(2)
         states = [state(generator) for _ in range(4)]
         exact = merge_states(
-            torch.stack([v.double() for v, _ in states], 1), torch.stack([s.double() for _, s in states], 1)
+            torch.stack([v.double() for v, _ in states], 1),
+            torch.stack([s.double() for _, s in states], 1),
         )
         assert exact[0].dtype == exact[1].dtype == torch.float64
         for order in itertools.permutations(states):
             a, b, c, d = order
             left = merge_state(*merge_state(*merge_state(*a, *b), *c), *d)
             right = merge_state(*a, *merge_state(*b, *merge_state(*c, *d)))
-            at_once = merge_states(torch.stack([v for v, _ in order], 1), torch.stack([s for _, s in order], 1))
+            at_once = merge_states(
+                torch.stack([v for v, _ in order], 1), torch.stack([s for _, s in order], 1)
+            )
             for merged in (left, right, at_once):
                 torch.testing.assert_close(merged[0].double(), exact[0], rtol=1e-5, atol=1e-5)
                 torch.testing.assert_close(merged[1].double(), exact[1], rtol=1e-6, atol=1e-6)

@@ -45,7 +45,9 @@ def eagerly(
     seq_lens: list[int] | None = None,
     **options: object,
 ):
-    """A call over fake tensors on device npu, which has torch_npu's shapes and allocates nothing."""
+    """A call over fake tensors on device npu, which has torch_npu's shapes and allocates
+    nothing.
+    """
     mf.offline.activate()
     shapes = {
         "query": (4, 16, 512),
@@ -54,21 +56,30 @@ def eagerly(
         "kr_cache": (20, 128, 1, 64),
     }
     with FakeTensorMode():
-        tensors = {name: torch.empty(shape, dtype=dtype, device="npu") for name, shape in {**shapes, **changed}.items()}
+        tensors = {
+            name: torch.empty(shape, dtype=dtype, device="npu")
+            for name, shape in {**shapes, **changed}.items()
+        }
         if strided:  # columns of wider rows, as a cache that holds latent and rotated key together
             tensors["kr_cache"] = torch.empty(20, 128, 1, 576, dtype=dtype, device="npu")[..., 512:]
         tables = torch.empty(4, 5, dtype=torch.int32, device="npu")
         if masked:
             options["mask"] = torch.empty(4, 5 * 128, dtype=torch.bool, device="npu")
-        return mla_paged_attention(**tensors, block_tables=tables, seq_lens=seq_lens or [1] * 4, scale=SCALE, **options)
+        return mla_paged_attention(
+            **tensors, block_tables=tables, seq_lens=seq_lens or [1] * 4, scale=SCALE, **options
+        )
 
 
 class TestOnNpu:
-    """What the real torchair makes of it; torch_npu's own meta function has accepted the shapes then."""
+    """What the real torchair makes of it; torch_npu's own meta function has accepted the shapes
+    then.
+    """
 
     def test_decode_with_lengths_in_a_tensor(self) -> None:
         lowered = mf.lower(
-            lambda *given: mla_paged_attention(*given, scale=SCALE), *on_npu(), meta(4, dtype=torch.int64)
+            lambda *given: mla_paged_attention(*given, scale=SCALE),
+            *on_npu(),
+            meta(4, dtype=torch.int64),
         )
         attributes = kernel(lowered).attr
         assert attributes["input_layout"].s == b"BSND"
@@ -92,7 +103,9 @@ class TestOnNpu:
             ("npugraph_ex", "npu.npu_fused_infer_attention_score_v2.out"),
         ):
             lowered = mf.lower(
-                lambda *given: mla_paged_attention(*given, [5, 6, 7, 640], scale=SCALE), *on_npu(), mode=mode
+                lambda *given: mla_paged_attention(*given, [5, 6, 7, 640], scale=SCALE),
+                *on_npu(),
+                mode=mode,
             )
             assert (lowered.ge_ops if mode == "ge" else lowered.fx_ops)[name] == 1
 
@@ -110,9 +123,13 @@ class TestOnNpu:
     def test_several_tokens_a_sequence(self, return_lse: bool) -> None:
         def ragged(*given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
             *rest, query_lens = given
-            return mla_paged_attention(*rest, scale=SCALE, query_lens=query_lens, return_lse=return_lse)
+            return mla_paged_attention(
+                *rest, scale=SCALE, query_lens=query_lens, return_lse=return_lse
+            )
 
-        lowered = mf.lower(ragged, *on_npu(tokens=9), meta(4, dtype=torch.int64), meta(4, dtype=torch.int64))
+        lowered = mf.lower(
+            ragged, *on_npu(tokens=9), meta(4, dtype=torch.int64), meta(4, dtype=torch.int64)
+        )
         attributes = kernel(lowered).attr
         assert (attributes["input_layout"].s, attributes["sparse_mode"].i) == (b"TND", 3)
         assert lowered.ge_ops["Cumsum"] == 1
@@ -121,10 +138,16 @@ class TestOnNpu:
 
     def test_several_tokens_with_host_lengths_and_lse(self) -> None:
         def ragged(*given: Tensor) -> tuple[Tensor, Tensor]:
-            return mla_paged_attention(*given, [20, 30, 40, 50], scale=SCALE, query_lens=[1, 2, 3, 3], return_lse=True)
+            return mla_paged_attention(
+                *given, [20, 30, 40, 50], scale=SCALE, query_lens=[1, 2, 3, 3], return_lse=True
+            )
 
         lowered = mf.lower(ragged, *on_npu(tokens=9), mode="npugraph_ex")
-        (call,) = [node for node in lowered.fx_after.graph.nodes if str(node.target).endswith("score_v2.out")]
+        (call,) = [
+            node
+            for node in lowered.fx_after.graph.nodes
+            if str(node.target).endswith("score_v2.out")
+        ]
         assert call.kwargs["actual_seq_qlen"] == [1, 3, 6, 9]
         assert call.kwargs["actual_seq_kvlen"] == [20, 30, 40, 50]
 
@@ -152,8 +175,14 @@ class TestOnNpu:
         """The operator's own meta function takes what an eager call gives it."""
         for query_lens, tokens in ((None, 4), ([1, 16, 2, 1], 20)):
             sizes = {"query": (tokens, 16, 512), "query_rope": (tokens, 16, 64)}
-            out, lse = eagerly(sizes, seq_lens=[20, 30, 40, 640], query_lens=query_lens, return_lse=True)
-            assert (out.shape, out.dtype, out.device.type) == ((tokens, 16, 512), torch.bfloat16, "npu")
+            out, lse = eagerly(
+                sizes, seq_lens=[20, 30, 40, 640], query_lens=query_lens, return_lse=True
+            )
+            assert (out.shape, out.dtype, out.device.type) == (
+                (tokens, 16, 512),
+                torch.bfloat16,
+                "npu",
+            )
             assert (lse.shape, lse.dtype) == ((tokens, 16), torch.float32)
 
     @pytest.mark.parametrize("dynamic", [False, True])
@@ -228,8 +257,8 @@ class TestOnNpu:
     def test_a_fused_prologue_hands_padded_heads_on(
         self, heads: int, padded: int, cann: str, mode: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The model has its own number of heads, and pads for attention alone. Between the two kernels
-        nothing is cut, and nothing padded."""
+        """The model has its own number of heads, and pads for attention alone. Between the two
+        kernels nothing is cut, and nothing padded."""
         monkeypatch.setattr(layers, "N", heads)
         layer = Attention()
         w_uv, w_o = meta(heads, 512, 128), meta(heads * 128, 1024)
@@ -301,20 +330,32 @@ class TestOnNpu:
 
     @pytest.mark.parametrize("mode", ["ge", "npugraph_ex"])
     def test_a_decode_step_is_two_kernels(self, mode: str) -> None:
-        """Prologue, attention and output of Hugging Face's layer: the caches are written in place, then read."""
+        """Prologue, attention and output of Hugging Face's layer: the caches are written in place,
+        then read.
+        """
         layer = random_decoder(layers=1, heads=16, hidden=1024, intermediate=64).layers[0].self_attn
 
         def step(hidden, cos, sin, slots, tables, seq_lens, kv_cache, kr_cache):
             query, query_rope = layer.prologue(hidden, cos, sin, slots, kv_cache, kr_cache)
             lengths = [5, 6, 7, 8] if mode == "npugraph_ex" else seq_lens
             context = mla_paged_attention(
-                query, query_rope, kv_cache, kr_cache, tables, lengths, scale=layer.attention.scaling
+                query,
+                query_rope,
+                kv_cache,
+                kr_cache,
+                tables,
+                lengths,
+                scale=layer.attention.scaling,
             )
             _, w_uv = layer._up_projections()
             values = torch.bmm(context.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
             return layer.attention.o_proj(values.reshape(4, -1))
 
-        integers = [meta(4, dtype=torch.int64), meta(4, 5, dtype=torch.int32), meta(4, dtype=torch.int64)]
+        integers = [
+            meta(4, dtype=torch.int64),
+            meta(4, 5, dtype=torch.int32),
+            meta(4, dtype=torch.int64),
+        ]
         lowered = mf.lower(
             step,
             meta(4, 1024),
@@ -335,8 +376,11 @@ class TestOnNpu:
         assert not {"TensorMove", "Assign"} & set(lowered.ge_ops)
         producers = {op.name: op for op in lowered.ge_graph.op}
         prolog = next(op for op in lowered.ge_graph.op if op.type == "MlaPrologV3")
-        # query, key, value and the ropes all come from the prologue, the caches by its results 2 and 3
-        assert sources(kernel(lowered), producers) >= {f"{prolog.name}:{index}" for index in range(4)}
+        # query, key, value and the ropes all come from the prologue, the caches by its results 2
+        # and 3
+        assert sources(kernel(lowered), producers) >= {
+            f"{prolog.name}:{index}" for index in range(4)
+        }
 
 
 def output_of(gm: torch.fx.GraphModule) -> tuple:

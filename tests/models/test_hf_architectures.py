@@ -1,4 +1,5 @@
-"""Hugging Face's MLA models as they are, at sizes the kernel takes: what fuses under the identity form, what must not.
+"""Hugging Face's MLA models as they are, at sizes the kernel takes: what fuses under the identity
+form, what must not.
 
 None of them is absorbed, so ``Config(unabsorbed="identity")`` is what lets the pass act at all.
 """
@@ -42,10 +43,16 @@ SIZES = dict(
 )
 INDEXER = dict(index_n_heads=4, index_head_dim=64, index_topk=16)
 LONGCAT = dict(
-    num_layers=1, num_hidden_layers=2, ffn_hidden_size=128, expert_ffn_hidden_size=64, zero_expert_num=1, moe_topk=2
+    num_layers=1,
+    num_hidden_layers=2,
+    ffn_hidden_size=128,
+    expert_ffn_hidden_size=64,
+    zero_expert_num=1,
+    moe_topk=2,
 )
 
-# name: (model type, changes, attributes that the call must have beside the epsilons and the cache mode)
+# name: (model type, changes, attributes that the call must have beside the epsilons and the cache
+# mode)
 FUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {}, {}),
     "deepseek_v3": ("deepseek_v3", {}, {}),
@@ -54,7 +61,11 @@ FUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "youtu": ("youtu", {}, {}),
     "axk1": ("axk1", {}, {}),
     "minicpm3": ("minicpm3", {}, {}),
-    "longcat_flash": ("longcat_flash", LONGCAT, {"qc_qr_scale": (1024 / 1536) ** 0.5, "kc_scale": 2**0.5}),
+    "longcat_flash": (
+        "longcat_flash",
+        LONGCAT,
+        {"qc_qr_scale": (1024 / 1536) ** 0.5, "kc_scale": 2**0.5},
+    ),
     "glm_moe_dsa": (
         "glm_moe_dsa",
         {**INDEXER, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 192},
@@ -69,7 +80,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def build(model_type: str, changes: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+def build(
+    model_type: str, changes: dict[str, Any], dtype: torch.dtype = torch.bfloat16
+) -> torch.nn.Module:
     config = config_of(model_type, {**SIZES, **changes})
     from transformers import AutoModelForCausalLM
 
@@ -93,11 +106,17 @@ def test_fuses_every_layer_as_exactly(name: str) -> None:
     inputs = {"input_ids": torch.randint(3, 60, (2, 6)), "use_cache": False}
     found, reports = compiled_logits(model, **inputs)
     fusions = [fusion for report in reports for fusion in report.fused]
-    assert fusions and not [item for report in reports for item in report.rejected], "\n".join(map(str, reports))
+    assert fusions and not [item for report in reports for item in report.rejected], "\n".join(
+        map(str, reports)
+    )
     for fusion in fusions:
         for attribute, value in attributes.items():
             assert fusion.attributes[attribute] == pytest.approx(value, rel=1e-6)
-        assert {"qc_qr_scale", "kc_scale", "query_norm_flag"} & fusion.attributes.keys() == attributes.keys()
+        assert {
+            "qc_qr_scale",
+            "kc_scale",
+            "query_norm_flag",
+        } & fusion.attributes.keys() == attributes.keys()
     with torch.no_grad():
         plain = model(**inputs).logits
         exact = model.float()(**inputs).logits  # float64 stops in the experts of some releases
@@ -117,13 +136,17 @@ def test_what_the_kernel_cannot_do_stays(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_decode_steps_over_huggingface_caches(kind: str) -> None:
-    """Three greedy tokens after a prompt: the caches of transformers stay as they are, their writes staged."""
+    """Three greedy tokens after a prompt: the caches of transformers stay as they are, their writes
+    staged.
+    """
     model = build("deepseek_v3", {})
     from transformers import DynamicCache, StaticCache
     from transformers.cache_utils import StaticLayer
 
     if kind == "static" and not TWO_WIDTHS.has(StaticLayer):
-        pytest.skip("keys and values of this release's static cache have one width, those of the model two")
+        pytest.skip(
+            "keys and values of this release's static cache have one width, those of the model two"
+        )
 
     def new_cache() -> Any:
         if kind == "static":
@@ -137,7 +160,9 @@ def test_decode_steps_over_huggingface_caches(kind: str) -> None:
             logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
             for _ in range(3):
                 tokens.append(int(logits[0, -1].argmax()))
-                logits = step(input_ids=torch.tensor([tokens[-1:]]), past_key_values=cache, use_cache=True).logits
+                logits = step(
+                    input_ids=torch.tensor([tokens[-1:]]), past_key_values=cache, use_cache=True
+                ).logits
         return tokens, logits
 
     torch._dynamo.reset()

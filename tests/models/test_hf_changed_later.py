@@ -1,4 +1,6 @@
-"""What is done to a module after ``hf.optimize`` counts as it does in the plain model, or is refused by name."""
+"""What is done to a module after ``hf.optimize`` counts as it does in the plain model, or is
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from mla_fusion.models.features import EXPANDS_AFTER_CACHE
 
 from .hf_models import build, prompt
 
-GREEDY: dict[str, Any] = dict(do_sample=False, return_dict_in_generate=True, output_logits=True, max_new_tokens=6)
+GREEDY: dict[str, Any] = dict(
+    do_sample=False, return_dict_in_generate=True, output_logits=True, max_new_tokens=6
+)
 
 
 def attentions(model: Any) -> Iterator[Any]:
@@ -121,7 +125,9 @@ class Doubled(Tensor):
     """A weight of a class that has its own products."""
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             found = function(*args, **(kwargs or {}))
             return found * 2 if function is nn.functional.linear else found
@@ -135,7 +141,8 @@ def of_another_class(attention: Any) -> None:
 
 
 CHANGES = [
-    wrapped_by_lora, hooked, hooked_before, biased, patched, replaced, quantised, parametrised, called_otherwise,
+    wrapped_by_lora, hooked, hooked_before, biased, patched, replaced, quantised, parametrised,
+    called_otherwise,
     expanding_otherwise, of_another_class,
 ]  # fmt: skip
 
@@ -229,7 +236,9 @@ PATCHES = [other_linear, other_call, other_call_impl, registered, overwritten, r
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3"])
 @pytest.mark.parametrize("change", PATCHES, ids=lambda change: change.__name__)
-def test_a_patch_of_torch_or_transformers_counts(name: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patch_of_torch_or_transformers_counts(
+    name: str, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, model, inputs = build(name), build(name), prompt()
     hf.optimize(model)
     before = model.generate(**inputs, **GREEDY)
@@ -278,7 +287,9 @@ def test_hooks_of_all_modules_are_called() -> None:
     hf.optimize(model)
     model.generate(**prompt(), **GREEDY)
     up = model.model.layers[0].self_attn.kv_b_proj
-    hook = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module is up))
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, *_: seen.append(module is up)
+    )
     try:
         model.generate(**prompt(), **GREEDY)
     finally:
@@ -286,7 +297,9 @@ def test_hooks_of_all_modules_are_called() -> None:
     assert any(seen)
 
 
-@pytest.mark.parametrize("change", [wrapped_by_lora, biased, patched, replaced, expanding_otherwise, of_another_class])
+@pytest.mark.parametrize(
+    "change", [wrapped_by_lora, biased, patched, replaced, expanding_otherwise, of_another_class]
+)
 def test_a_change_counts_in_a_compiled_step(change: Callable[[Any], None]) -> None:
     results = []
     ids = prompt()["input_ids"][:, 4:].clamp(min=3)
@@ -321,7 +334,9 @@ def other_rotation(attention: Any, patch: pytest.MonkeyPatch) -> str:
 
 def other_forward(attention: Any, patch: pytest.MonkeyPatch) -> str:
     usual = type(attention).forward
-    patch.setattr(type(attention), "forward", lambda self, *given, **options: usual(self, *given, **options))
+    patch.setattr(
+        type(attention), "forward", lambda self, *given, **options: usual(self, *given, **options)
+    )
     return f"{type(attention).__name__}.forward"
 
 
@@ -334,7 +349,9 @@ def other_class(attention: Any, patch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("change", [other_rotation, other_forward, other_class])
-def test_code_replaced_later_is_refused_by_name(change: Any, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_replaced_later_is_refused_by_name(
+    change: Any, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.reset()
     model, ids = build("deepseek_v3"), prompt()["input_ids"]
     hf.optimize(model)
@@ -342,7 +359,11 @@ def test_code_replaced_later_is_refused_by_name(change: Any, compiles: bool, mon
     with torch.no_grad():
         run(input_ids=ids, use_cache=False)
         what = change(model.model.layers[1].self_attn, monkeypatch)
-        with pytest.raises(hf.OptimizeError, match=rf"\[forward.unknown\] .*{what} has been replaced") as refused:
+        with pytest.raises(
+            hf.OptimizeError,
+            match=rf"\[forward.unknown\] .*{what} has been "
+            r"replaced",
+        ) as refused:
             run(input_ids=ids, use_cache=False)
     assert "model.layers." in str(refused.value) and "hf.revert(model)" in str(refused.value)
 

@@ -33,8 +33,17 @@ def test_what_prepack_would_do_is_said_on_demand(tmp_path, capsys):
     assert cli.main(["check-model", str(tmp_path), "--prepack", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)["prepack"]
     kinds = {row["weight"]: row["kind"] for row in plan["rows"]}
-    assert plan["is_plan"] and plan["laid_out"] == 3 and plan["bytes_before"] == plan["bytes_after"] > 0
-    assert kinds == {"weight_dq": "view", "weight_uq_qr": "view", "weight_dkv_kr": "view", "weight_uk": "copy"}
+    assert (
+        plan["is_plan"]
+        and plan["laid_out"] == 3
+        and plan["bytes_before"] == plan["bytes_after"] > 0
+    )
+    assert kinds == {
+        "weight_dq": "view",
+        "weight_uq_qr": "view",
+        "weight_dkv_kr": "view",
+        "weight_uk": "copy",
+    }
     assert plan["peak_over_end"] > 0 and plan["bytes_copied"] > 0
     assert cli.main(["check-model", str(tmp_path), "--prepack"]) == 0
     printed = capsys.readouterr().out
@@ -48,7 +57,11 @@ def test_tokens_are_compared(checkpoint, capsys):
     found = json.loads(capsys.readouterr().out)
     assert len(found["converted"]) == 2 and found["fusable"] == 0
     assert found["generated"]["tokens"] == found["generated"]["equal"] == 12
-    assert found["generated"]["cache_bytes_before"] == found["generated"]["cache_bytes_after"] == 19 * 2 * 576 * 4
+    assert (
+        found["generated"]["cache_bytes_before"]
+        == found["generated"]["cache_bytes_after"]
+        == 19 * 2 * 576 * 4
+    )
 
 
 def test_other_tokens_are_status_1(checkpoint, capsys, monkeypatch):
@@ -68,7 +81,9 @@ def test_nothing_to_convert_is_status_1(tmp_path, capsys):
     hf.modeling()
     from transformers import LlamaConfig
 
-    LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2).save_pretrained(tmp_path)
+    LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2).save_pretrained(
+        tmp_path
+    )
     assert cli.main(["optimize", str(tmp_path)]) == 1
     assert "[attention.not_mla]" in capsys.readouterr().out
 

@@ -28,7 +28,9 @@ def started(model: Any, length: int = 6, limit: int = 64) -> tuple[Any, torch.Te
 
 
 def told(model: Any, cache: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a step must be told beside its tokens: its positions, where the model would count them as numbers."""
+    """What a step must be told beside its tokens: its positions, where the model would count them
+    as numbers.
+    """
     if COUNTS_POSITIONS.has(type(model).forward):
         return {}
     return {"cache_position": cache.get_seq_length() + torch.arange(ids.shape[1])}
@@ -44,7 +46,11 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {
     "deepseek_v3_half": ("in place", ONE, {}),
     "deepseek_v3_yarn": ("in place", ONE, {}),
     # Their experts are chosen by value, which ends a graph; the attentions stay whole.
-    "longcat_flash": ("in place", {"num_hidden_layers": 2}, {"qc_qr_scale": (1024 / 1536) ** 0.5, "kc_scale": 2**0.5}),
+    "longcat_flash": (
+        "in place",
+        {"num_hidden_layers": 2},
+        {"qc_qr_scale": (1024 / 1536) ** 0.5, "kc_scale": 2**0.5},
+    ),
     "glm4_moe_lite": ("in place", ONE | {"qk_nope_head_dim": 192, "v_head_dim": 192}, {}),
     "mistral4": ("in place", ONE, {}),  # its query is multiplied by a number for each token
     "deepseek_v32": ("in place", ONE, {"query_norm_flag": True}),
@@ -53,14 +59,27 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {
     "deepseek_v2": ("staged", ONE, {}),
 }
 BREAKS = ("longcat_flash", "glm4_moe_lite")
-LIKE_OTHERS = ("deepseek_v3_half", "deepseek_v3_yarn", "longcat_flash", "glm4_moe_lite", "mistral4", "glm_moe_dsa")
+LIKE_OTHERS = (
+    "deepseek_v3_half",
+    "deepseek_v3_yarn",
+    "longcat_flash",
+    "glm4_moe_lite",
+    "mistral4",
+    "glm_moe_dsa",
+)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name in LIKE_OTHERS else []) for name in STEPS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] if name in LIKE_OTHERS else [])
+        for name in STEPS
+    ],
 )
 def test_fused_steps_on_cpu(name: str) -> None:
-    """Logits as near to float32 as the eager model's: relative L2 error 1.1 times as large and a rounding at most."""
+    """Logits as near to float32 as the eager model's: relative L2 error 1.1 times as large and a
+    rounding at most.
+    """
     how, changes, attributes = STEPS[name]
     sizes = KERNEL | {"num_attention_heads": 4, "num_key_value_heads": 4} | changes
     model = build(name, sizes, dtype=torch.bfloat16)
@@ -69,12 +88,19 @@ def test_fused_steps_on_cpu(name: str) -> None:
     eager, exact = (hf.MlaPagedCache(model, max_cache_len=64) for _ in range(2))
     eager.load_state_dict(cache.state_dict())
     state = cache.state_dict()
-    exact.load_state_dict(state | {"layers": [tuple(x.float() for x in rows) for rows in state["layers"]]})
+    exact.load_state_dict(
+        state | {"layers": [tuple(x.float() for x in rows) for rows in state["layers"]]}
+    )
     torch._dynamo.reset()
     known = len(mf.reports())
-    compiled = torch.compile(model.forward, backend="mla_fusion", fullgraph=name not in BREAKS, dynamic=False)
+    compiled = torch.compile(
+        model.forward, backend="mla_fusion", fullgraph=name not in BREAKS, dynamic=False
+    )
     with torch.no_grad():
-        found = [compiled(input_ids=ids, past_key_values=cache, **told(model, cache, ids)).logits for _ in range(3)]
+        found = [
+            compiled(input_ids=ids, past_key_values=cache, **told(model, cache, ids)).logits
+            for _ in range(3)
+        ]
         plain = [model(input_ids=ids, past_key_values=eager).logits for _ in range(3)]
         exactly = model.float()
         wanted = [exactly(input_ids=ids, past_key_values=exact).logits for _ in range(3)]
@@ -83,7 +109,9 @@ def test_fused_steps_on_cpu(name: str) -> None:
     fused = [fusion for report in reports for fusion in report.fused]
     assert len(fused) == layers and not any(report.rejected for report in reports), text
     assert name in BREAKS or len(reports) == 1
-    assert all(how in line for line in text.splitlines() if line.startswith("  + ") and "equal" not in line), text
+    assert all(
+        how in line for line in text.splitlines() if line.startswith("  + ") and "equal" not in line
+    ), text
     for attribute, value in attributes.items():
         assert fused[0].attributes[attribute] == pytest.approx(value, rel=1e-6)
     assert int(cache.get_seq_length()) == 9
@@ -102,7 +130,10 @@ def test_every_prologue_is_one_operator_in_the_ge_graph(name: str, layers: int) 
     held = cache.state_dict()
     lowered = mf.lower(hf.DecodeStep(model, cache), ids)
     assert lowered.ge_ops["MlaPrologV3"] == layers
-    assert not {"TensorMove", "Assign", "Scatter", "ScatterUpdate", "ScatterNdUpdate"} & lowered.ge_ops.keys()
+    assert (
+        not {"TensorMove", "Assign", "Scatter", "ScatterUpdate", "ScatterNdUpdate"}
+        & lowered.ge_ops.keys()
+    )
     assert lowered.report is not None and len(lowered.report.fused) == layers
     assert all(
         torch.equal(a, b)
@@ -113,14 +144,20 @@ def test_every_prologue_is_one_operator_in_the_ge_graph(name: str, layers: int) 
 
 def test_a_decode_step_is_one_fused_graph_in_every_release() -> None:
     """``DecodeStep`` tells positions where the model would count them."""
-    model = build(PLAIN, KERNEL | {"num_attention_heads": 4, "num_key_value_heads": 4} | ONE, dtype=torch.bfloat16)
+    model = build(
+        PLAIN,
+        KERNEL | {"num_attention_heads": 4, "num_key_value_heads": 4} | ONE,
+        dtype=torch.bfloat16,
+    )
     hf.optimize(model)
     cache, ids = started(model)
     plain = hf.MlaPagedCache(model, max_cache_len=64)
     plain.load_state_dict(cache.state_dict())
     torch._dynamo.reset()
     known = len(mf.reports())
-    step = torch.compile(hf.DecodeStep(model, cache), backend="mla_fusion", fullgraph=True, dynamic=False)
+    step = torch.compile(
+        hf.DecodeStep(model, cache), backend="mla_fusion", fullgraph=True, dynamic=False
+    )
     eager = hf.DecodeStep(model, plain)
     with torch.no_grad():
         assert all(error(step(ids), eager(ids)) < 2e-2 for _ in range(2))
@@ -130,7 +167,9 @@ def test_a_decode_step_is_one_fused_graph_in_every_release() -> None:
 
 
 def test_a_compiled_model_generates_the_same_tokens() -> None:
-    """float32 (nothing fuses there): generate() with a compiled forward and a cache of fixed size."""
+    """float32 (nothing fuses there): generate() with a compiled forward and a cache of fixed
+    size.
+    """
     model = build(PLAIN, ONE)
     ids = torch.randint(3, 120, (2, 5), generator=torch.Generator().manual_seed(3))
     before = model.generate(ids, max_new_tokens=12, do_sample=False)
@@ -139,7 +178,9 @@ def test_a_compiled_model_generates_the_same_tokens() -> None:
     eager = model.forward
     model.forward = torch.compile(eager, backend="mla_fusion", dynamic=False)
     try:
-        after = model.generate(ids, max_new_tokens=12, do_sample=False, cache_implementation="static")
+        after = model.generate(
+            ids, max_new_tokens=12, do_sample=False, cache_implementation="static"
+        )
     finally:
         del model.forward
         torch._dynamo.reset()

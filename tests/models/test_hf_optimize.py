@@ -37,7 +37,9 @@ LONG = ("deepseek_v2", "deepseek_v3", "longcat_flash", "glm4_moe_lite", "minicpm
 
 @pytest.mark.parametrize("name", one_in(2, MODELS))
 def test_greedy_tokens_are_the_same(name: str) -> None:
-    """64 (others: 16) new tokens in float32 with left padding; logits within 1e-4 of the original's."""
+    """64 (others: 16) new tokens in float32 with left padding; logits within 1e-4 of the
+    original's.
+    """
     model, inputs = build(name), prompt()
     tokens = 64 if name in LONG else 16
     before = model.generate(**inputs, max_new_tokens=tokens, **GREEDY)
@@ -72,7 +74,9 @@ def test_caches_of_transformers_go_on_working(kind: str) -> None:
     options = {"max_cache_len": 32} if kind == "StaticCache" else {}
     cache = getattr(transformers, kind)(config=model.config, **options)
     if kind == "StaticCache" and not two_widths():
-        with pytest.raises(hf.OptimizeError, match=r"\[cache.kind\] .*MlaPagedCache.*transformers>=5.0"):
+        with pytest.raises(
+            hf.OptimizeError, match=r"\[cache.kind\] .*MlaPagedCache.*transformers>=5.0"
+        ):
             model.generate(**inputs, max_new_tokens=12, past_key_values=cache, **GREEDY)
         return
     after = model.generate(**inputs, max_new_tokens=12, past_key_values=cache, **GREEDY)
@@ -82,17 +86,24 @@ def test_caches_of_transformers_go_on_working(kind: str) -> None:
 
 @pytest.mark.portable
 def test_the_paged_cache_serves_a_model_that_is_not_optimised() -> None:
-    """Where its modules cache latents; of one that caches keys and values of all heads, none are taken."""
+    """Where its modules cache latents; of one that caches keys and values of all heads, none are
+    taken.
+    """
     model, inputs = build("deepseek_v3"), prompt()
     before = model.generate(**inputs, max_new_tokens=12, **GREEDY)
     cache = hf.MlaPagedCache(model, block_size=16)
     if not EXPANDS_AFTER_CACHE.has(type(model.model.layers[0].self_attn)):
-        with pytest.raises(hf.OptimizeError, match=r"\[cache.kind\] layer 0 caches 4 heads.*transformers>=5.15"):
+        with pytest.raises(
+            hf.OptimizeError,
+            match=r"\[cache.kind\] layer 0 caches 4 "
+            r"heads.*transformers>=5.15",
+        ):
             model.generate(**inputs, max_new_tokens=12, past_key_values=cache, **GREEDY)
         return
     after = model.generate(**inputs, max_new_tokens=12, past_key_values=cache, **GREEDY)
     assert torch.equal(after.sequences, before.sequences)
-    assert max(error(a, b) for a, b in zip(after.logits, before.logits, strict=True)) < 1e-5  # float32
+    # float32
+    assert max(error(a, b) for a, b in zip(after.logits, before.logits, strict=True)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2_lite"])
@@ -112,7 +123,9 @@ def test_the_paged_cache_serves_a_model_that_is_not_optimised() -> None:
 def test_every_way_to_generate(name: str, options: dict[str, Any]) -> None:
     model = build(name)
     options = dict(options)
-    inputs = prompt(batch=options.pop("batch", 2), padded=0 if "prompt_lookup_num_tokens" in options else 4)
+    inputs = prompt(
+        batch=options.pop("batch", 2), padded=0 if "prompt_lookup_num_tokens" in options else 4
+    )
 
     def run(**options: Any) -> torch.Tensor:
         torch.manual_seed(7)
@@ -127,7 +140,9 @@ def test_every_way_to_generate(name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["deepseek_v3_yarn", "longcat_flash", "deepseek_v32"])
 def test_chunked_prefill(name: str, attention: str) -> None:
-    """Several new tokens over a past, few (absorbed) and many (expanded), under sdpa and eager masks."""
+    """Several new tokens over a past, few (absorbed) and many (expanded), under sdpa and eager
+    masks.
+    """
     from transformers import DynamicCache
 
     model, inputs = build(name, attention=attention), prompt(length=40)
@@ -136,7 +151,9 @@ def test_chunked_prefill(name: str, attention: str) -> None:
     def chunks(cache: Any) -> torch.Tensor:
         with torch.no_grad():
             parts = [
-                model(input_ids=ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits
+                model(
+                    input_ids=ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache
+                ).logits
                 for a, b in [(0, 30), (30, 32), (32, 35), (35, 40)]
             ]
         return torch.cat(parts, 1)[mask == 1]
@@ -158,7 +175,9 @@ def test_the_cheaper_form_is_chosen() -> None:
 def test_rounded_models_stay_as_near_to_float32(
     dtype: torch.dtype, attention: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Relative L2 error of 24 decode steps' logits against the float32 run, at most 1.1 of the original's."""
+    """Relative L2 error of 24 decode steps' logits against the float32 run, at most 1.1 of the
+    original's.
+    """
     exact = build("deepseek_v3", KERNEL | {"num_attention_heads": 4, "num_key_value_heads": 4})
     ids = prompt(batch=4, length=32, padded=0)["input_ids"]
 
@@ -168,11 +187,18 @@ def test_rounded_models_stay_as_near_to_float32(
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
             model(input_ids=ids[:, :8], past_key_values=cache)
-            logits = [model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(8, 32)]
+            logits = [
+                model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits
+                for i in range(8, 32)
+            ]
         return torch.cat(logits, 1)
 
     wanted = steps(exact)
-    model = build("deepseek_v3", KERNEL | {"num_attention_heads": 4, "num_key_value_heads": 4}, attention=attention)
+    model = build(
+        "deepseek_v3",
+        KERNEL | {"num_attention_heads": 4, "num_key_value_heads": 4},
+        attention=attention,
+    )
     model = model.to(dtype)
     original = error(steps(model), wanted)
     hf.optimize(model)
@@ -187,7 +213,13 @@ def test_rounded_models_stay_as_near_to_float32(
     [
         {"hidden_size": 512},
         {"kv_lora_rank": 48, "q_lora_rank": 48},
-        {"kv_lora_rank": 64, "q_lora_rank": 128, "hidden_size": 128, "qk_nope_head_dim": 64, "v_head_dim": 64},
+        {
+            "kv_lora_rank": 64,
+            "q_lora_rank": 128,
+            "hidden_size": 128,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": 64,
+        },
         {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "q_lora_rank": 48},
     ],
     ids=["hidden_is_rank", "equal_ranks", "powers_of_two", "q_rank_is_latent_and_rope"],
@@ -196,7 +228,9 @@ def test_roles_are_told_apart_where_widths_coincide(changes: dict[str, Any]) -> 
     model, inputs = build("deepseek_v3", changes), prompt()
     before = model.generate(**inputs, max_new_tokens=8, **GREEDY)
     assert len(hf.optimize(model).converted) == 2
-    assert torch.equal(model.generate(**inputs, max_new_tokens=8, **GREEDY).sequences, before.sequences)
+    assert torch.equal(
+        model.generate(**inputs, max_new_tokens=8, **GREEDY).sequences, before.sequences
+    )
 
 
 def test_revert_restores_everything() -> None:
@@ -214,7 +248,11 @@ def test_revert_restores_everything() -> None:
         again = model.generate(**inputs, max_new_tokens=8, **GREEDY)
     for module, attributes in zip(model.modules(), held, strict=True):
         assert vars(module).keys() == attributes.keys()
-        assert all(vars(module)[name] is value for name, value in attributes.items() if name != "generation_config")
+        assert all(
+            vars(module)[name] is value
+            for name, value in attributes.items()
+            if name != "generation_config"
+        )
     assert torch.equal(after, before)
     assert all(torch.equal(a, b) for a, b in zip(again.logits, generated.logits, strict=True))
     assert not isinstance(again.past_key_values, hf.MlaPagedCache)
@@ -223,7 +261,9 @@ def test_revert_restores_everything() -> None:
 
 
 def test_an_optimised_model_is_still_a_module() -> None:
-    """Copied, saved and trained: the same parameters under the same names, gradients through absorbed steps."""
+    """Copied, saved and trained: the same parameters under the same names, gradients through
+    absorbed steps.
+    """
     model, inputs = build("deepseek_v3"), prompt()
     names = list(model.state_dict())
     hf.optimize(model)
@@ -248,7 +288,9 @@ def test_attentions_are_returned_where_eager_returns_them() -> None:
     def weights() -> torch.Tensor:
         with torch.no_grad():
             cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
-            return model(input_ids=ids[:, -1:], past_key_values=cache, output_attentions=True).attentions[1]
+            return model(
+                input_ids=ids[:, -1:], past_key_values=cache, output_attentions=True
+            ).attentions[1]
 
     before = weights()
     hf.optimize(model)
@@ -277,9 +319,13 @@ def test_the_summary_says_where_rows_go() -> None:
 
 def test_what_cannot_be_traced_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("deepseek_v3", KERNEL)
-    monkeypatch.setattr(type(model.model.layers[0].self_attn.q_a_layernorm), "forward", lambda self, x: x.tolist())
+    monkeypatch.setattr(
+        type(model.model.layers[0].self_attn.q_a_layernorm), "forward", lambda self, x: x.tolist()
+    )
     summary = hf.optimize(model)
-    assert summary.fusable == 0 and summary.converted[0].kernel.startswith("pass.failed: its step cannot be traced")
+    assert summary.fusable == 0 and summary.converted[0].kernel.startswith(
+        "pass.failed: its step cannot be traced"
+    )
 
 
 @pytest.mark.parametrize(
@@ -292,7 +338,9 @@ def test_what_cannot_be_traced_is_not_promised(monkeypatch: pytest.MonkeyPatch) 
         ("bailing_hybrid", {}, "q_lora.absent"),
     ],
 )
-def test_absorbed_but_not_for_the_kernel(name: str, changes: dict[str, Any], objection: str) -> None:
+def test_absorbed_but_not_for_the_kernel(
+    name: str, changes: dict[str, Any], objection: str
+) -> None:
     summary = hf.optimize(build(name, changes))
     assert summary.fusable == 0
     assert {item.kernel.partition(":")[0] for item in summary.converted} == {objection}

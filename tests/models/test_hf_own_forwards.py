@@ -1,4 +1,6 @@
-"""Attentions with a forward of their own, as code beside transformers has it: converted, or refused with what is so."""
+"""Attentions with a forward of their own, as code beside transformers has it: converted, or refused
+with what is so.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +32,39 @@ def by_table(module: Any, *states: Any) -> Any:
     raise NotImplementedError  # the forward calls the table itself
 
 
-def of_products(module: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def of_products(
+    module: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+) -> Tensor:
     scores = torch.matmul(query, keys.mT) * module.scaling
-    return torch.matmul((scores if mask is None else scores + mask).softmax(-1), values).transpose(1, 2)
+    return torch.matmul((scores if mask is None else scores + mask).softmax(-1), values).transpose(
+        1, 2
+    )
 
 
-def expanding(parts: Callable[..., tuple[Any, Any]], attend: Attend = by_table, longest: int = 1 << 20) -> Any:
-    """A forward that expands latents before it caches them; up to ``longest`` tokens go to the table's function."""
+def expanding(
+    parts: Callable[..., tuple[Any, Any]], attend: Attend = by_table, longest: int = 1 << 20
+) -> Any:
+    """A forward that expands latents before it caches them; up to ``longest`` tokens go to the
+    table's function.
+    """
 
     def forward(
-        self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, past_key_values: Any = None,
+        self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         batch, tokens, _ = hidden_states.shape
         nope, rope, value = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-        q_nope, q_pe = q.view(batch, tokens, -1, nope + rope).transpose(1, 2).split([nope, rope], dim=-1)
+        q_nope, q_pe = (
+            q.view(batch, tokens, -1, nope + rope).transpose(1, 2).split([nope, rope], dim=-1)
+        )
         c_kv, k_pe = self.kv_a_proj_with_mqa(hidden_states).split([self.kv_lora_rank, rope], dim=-1)
-        kv = self.kv_b_proj(self.kv_a_layernorm(c_kv)).view(batch, tokens, -1, nope + value).transpose(1, 2)
+        kv = (
+            self.kv_b_proj(self.kv_a_layernorm(c_kv))
+            .view(batch, tokens, -1, nope + value)
+            .transpose(1, 2)
+        )
         k_nope, values = parts(kv, nope, value)
         q_pe, k_pe = rotate(q_pe, k_pe.view(batch, 1, tokens, rope), *position_embeddings)
         query = torch.cat((q_nope, q_pe), dim=-1)
@@ -55,8 +72,12 @@ def expanding(parts: Callable[..., tuple[Any, Any]], attend: Attend = by_table, 
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.layer_idx)
         if tokens > longest:
-            return self.o_proj(attend(self, query, keys, values, attention_mask).reshape(batch, tokens, -1)), None
-        usual = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+            return self.o_proj(
+                attend(self, query, keys, values, attention_mask).reshape(batch, tokens, -1)
+            ), None
+        usual = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
         found, _ = usual(self, query, keys, values, attention_mask, scaling=self.scaling)
         return self.o_proj(found.reshape(batch, tokens, -1)), None
 
@@ -94,7 +115,9 @@ def in_other_order(kv: Any, nope: int, value: int) -> Any:
 
 
 def attending(self: Any, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
-    keys, values = past_key_values.update(self.kv_a_proj_with_mqa(hidden_states), hidden_states, self.layer_idx)
+    keys, values = past_key_values.update(
+        self.kv_a_proj_with_mqa(hidden_states), hidden_states, self.layer_idx
+    )
     return torch.matmul(keys.softmax(-1), values), None
 
 
@@ -106,17 +129,26 @@ def importing(self: Any, hidden_states: Tensor, past_key_values: Any = None, **k
 
 
 def without_table(forward: Any) -> Any:
-    scope = {name: value for name, value in forward.__globals__.items() if name != "ALL_ATTENTION_FUNCTIONS"}
-    return FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
+    scope = {
+        name: value
+        for name, value in forward.__globals__.items()
+        if name != "ALL_ATTENTION_FUNCTIONS"
+    }
+    return FunctionType(
+        forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__
+    )
 
 
 REFUSED: dict[str, tuple[Any, str, str]] = {
     "a softmax of its own": (attending, "cache.expanded", "a softmax of its own"),
-    "a table that it imports itself": (importing, "cache.expanded", "ALL_ATTENTION_FUNCTIONS as a name of its file"),
-    "no such table": (without_table(expanding(by_method)), "cache.expanded", "as a name of its file"),
+    "a table that it imports itself": (importing, "cache.expanded", "ALL_ATTENTION_FUNCTIONS as a "
+        "name of its file"),
+    "no such table": (without_table(expanding(by_method)), "cache.expanded",
+                      "as a name of its file"),
     "values before keys": (expanding(in_other_order), "kv_up.differs", "other keys or values"),
     "products for some lengths": (
-        expanding(by_method, of_products, 0), "attention.differs", "does not hand all to its attention function",
+        expanding(by_method, of_products, 0), "attention.differs", "does not hand all to its "
+            "attention function",
     ),
 }  # fmt: skip
 
@@ -126,7 +158,9 @@ def test_other_code_is_refused_with_the_reason(what: str) -> None:
     forward, code, reason = REFUSED[what]
     model = with_forward(forward)
     skipped = hf.optimize(model).skipped
-    assert [item.code for item in skipped] == [code] * 2 and all(reason in item.message for item in skipped), skipped
+    assert [item.code for item in skipped] == [code] * 2 and all(
+        reason in item.message for item in skipped
+    ), skipped
     assert all("pip install" not in item.message for item in skipped)
 
 

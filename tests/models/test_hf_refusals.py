@@ -29,7 +29,9 @@ def int8_weight(model: Any) -> None:
 
 
 def other_keys(model: Any) -> None:
-    model.model.layers[0].self_attn.kv_b_proj.register_forward_hook(lambda module, inputs, found: found.roll(1, -1))
+    model.model.layers[0].self_attn.kv_b_proj.register_forward_hook(
+        lambda module, inputs, found: found.roll(1, -1)
+    )
 
 
 def no_latent_norm(model: Any) -> None:
@@ -56,14 +58,18 @@ def scoped(attention: Any, **names: Any) -> Any:
     """The forward of the attention with other meanings for some of the names that it looks up."""
     forward = inspect.unwrap(type(attention).forward)
     scope = {**forward.__globals__, **names}
-    return FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
+    return FunctionType(
+        forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__
+    )
 
 
 def remote_code(model: Any) -> None:
     """As the code that checkpoints of DeepSeek-V2 and V3 bring: its own softmax."""
 
     def forward(self: Any, hidden_states: Any, past_key_value: Any = None, **kwargs: Any) -> Any:
-        keys, values = past_key_value.update(self.kv_a_proj_with_mqa(hidden_states), hidden_states, self.layer_idx)
+        keys, values = past_key_value.update(
+            self.kv_a_proj_with_mqa(hidden_states), hidden_states, self.layer_idx
+        )
         return torch.matmul(torch.softmax(keys, dim=-1), values)
 
     become(model.model.layers[0].self_attn, forward)
@@ -85,7 +91,10 @@ def rotated_key_of_each_head(model: Any) -> None:
     heads = BASE["num_attention_heads"]
     become(
         attention,
-        scoped(attention, apply_rotary_pos_emb_interleave=lambda q, k, cos, sin: (q, k.expand(-1, heads, -1, -1))),
+        scoped(
+            attention,
+            apply_rotary_pos_emb_interleave=lambda q, k, cos, sin: (q, k.expand(-1, heads, -1, -1)),
+        ),
     )
 
 
@@ -119,7 +128,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("code, change, count", REFUSED, ids=[change.__name__ for _, change, _ in REFUSED])
+@pytest.mark.parametrize(
+    "code, change, count", REFUSED, ids=[change.__name__ for _, change, _ in REFUSED]
+)
 def test_what_does_not_fit_is_left_alone(code: str, change: Any, count: int) -> None:
     model = build("deepseek_v2_lite" if change is no_latent_norm else "deepseek_v3")
     change(model)
@@ -136,7 +147,10 @@ def test_what_does_not_fit_is_left_alone(code: str, change: Any, count: int) -> 
 
 def test_attention_with_sinks_is_left_alone() -> None:
     summary = hf.optimize(build("hy_v4", attention="eager"))
-    assert not summary.converted and [item.code for item in summary.skipped] == ["attention.differs"] * 2
+    assert (
+        not summary.converted
+        and [item.code for item in summary.skipped] == ["attention.differs"] * 2
+    )
 
 
 def test_code_of_a_checkpoint_that_expands_before_it_caches_is_named() -> None:
@@ -159,10 +173,14 @@ def test_code_of_a_checkpoint_that_expands_before_it_caches_is_named() -> None:
 def test_a_model_without_latents_is_left_alone() -> None:
     import transformers
 
-    config = transformers.LlamaConfig(**{key: BASE[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")})
+    config = transformers.LlamaConfig(
+        **{key: BASE[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
+    )
     model = transformers.LlamaForCausalLM(config)
     summary = hf.optimize(model)
-    assert [item.code for item in summary.skipped] == ["attention.not_mla"] * 2 and not summary.converted
+    assert [item.code for item in summary.skipped] == [
+        "attention.not_mla"
+    ] * 2 and not summary.converted
     assert "_prepare_cache_for_generation" not in vars(model)
     with pytest.raises(hf.OptimizeError, match=r"\[cache.kind\]"):
         hf.MlaPagedCache(model)
@@ -191,4 +209,6 @@ def test_a_mask_of_another_kind_is_refused() -> None:
     q_nope, q_pe = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4)
     latents = torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 4)
     with pytest.raises(hf.OptimizeError, match=r"\[attention.mask\]"):
-        absorbed_attention(q_nope, q_pe, *latents, torch.zeros(16, 8), dims, scaling=1.0, mask=torch.ones(1, 3))
+        absorbed_attention(
+            q_nope, q_pe, *latents, torch.zeros(16, 8), dims, scaling=1.0, mask=torch.ones(1, 3)
+        )

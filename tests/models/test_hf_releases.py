@@ -30,7 +30,9 @@ def test_the_page_is_current(generator: ModuleType) -> None:
     assert generator.main(["--check"]) == 0, "run `make docs`"
 
 
-def test_a_stale_page_is_noticed(generator: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_stale_page_is_noticed(
+    generator: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     page = tmp_path / "hugging-face.md"
     page.write_text(generator.PAGE.read_text().replace("| 5.15 |", "| 5.16 |"))
     monkeypatch.setattr(generator, "PAGE", page)
@@ -58,9 +60,13 @@ def test_the_installed_release_has_what_it_should(feature) -> None:
 
     asked = {
         "the attention's class": source.DeepseekV3Attention,
-        "the names that the forward looks up": inspect.unwrap(source.DeepseekV3Attention.forward).__code__.co_names,
+        "the names that the forward looks up": inspect.unwrap(
+            source.DeepseekV3Attention.forward
+        ).__code__.co_names,
         "the class of a static layer": StaticLayer,
         "the model's forward": source.DeepseekV3ForCausalLM.forward,
     }
-    assert feature.has(asked[feature.asked_of]) == (numbers(version("transformers")) >= numbers(feature.since))
+    assert feature.has(asked[feature.asked_of]) == (
+        numbers(version("transformers")) >= numbers(feature.since)
+    )
     assert feature.install == f"pip install 'transformers>={feature.since}'"

@@ -1,4 +1,6 @@
-"""Models without MLA go through the backend as if it were not there: same bits, nothing fused, nothing to report."""
+"""Models without MLA go through the backend as if it were not there: same bits, nothing fused,
+nothing to report.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,29 @@ from tests.harness import distance
 modeling()  # first, so that transformers is imported as the project imports it
 transformers = pytest.importorskip("transformers")
 
-WIDTHS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDTHS = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", {**WIDTHS, "num_key_value_heads": 2}),
     "Qwen3Moe": (
         "Qwen3MoeForCausalLM",
-        {**WIDTHS, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        {
+            **WIDTHS,
+            "num_key_value_heads": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
     ),
     "Bert": ("BertForMaskedLM", WIDTHS),
-    "T5": ("T5ForConditionalGeneration", {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16}),
+    "T5": (
+        "T5ForConditionalGeneration",
+        {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16},
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""MlaPagedCache beside the dynamic cache of transformers: the same tokens after the same operations."""
+"""MlaPagedCache beside the dynamic cache of transformers: the same tokens after the same
+operations.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,23 @@ def config() -> Any:
     from transformers import DeepseekV3Config
 
     return DeepseekV3Config(
-        num_hidden_layers=LAYERS, hidden_size=32, kv_lora_rank=R, qk_rope_head_dim=DR, num_attention_heads=2
+        num_hidden_layers=LAYERS,
+        hidden_size=32,
+        kv_lora_rank=R,
+        qk_rope_head_dim=DR,
+        num_attention_heads=2,
     )
 
 
 def indexed_config() -> Any:
     """Of a model whose attentions keep an indexer's keys beside their latents."""
     mf.offline.activate()
-    sizes = {"num_hidden_layers": LAYERS, "hidden_size": 32, "kv_lora_rank": R, "qk_rope_head_dim": DR}
+    sizes = {
+        "num_hidden_layers": LAYERS,
+        "hidden_size": 32,
+        "kv_lora_rank": R,
+        "qk_rope_head_dim": DR,
+    }
     return config_of("deepseek_v32", {**sizes, "num_attention_heads": 2, "index_head_dim": DI})
 
 
@@ -49,7 +60,10 @@ class Pair:
 
     def update(self, tokens: int) -> None:
         for layer in range(LAYERS):
-            states = [torch.randn(self.batch, 1, tokens, width, generator=self.generator) for width in (R, DR)]
+            states = [
+                torch.randn(self.batch, 1, tokens, width, generator=self.generator)
+                for width in (R, DR)
+            ]
             found, wanted = (cache.update(*states, layer) for cache in (self.paged, self.plain))
             for a, b in zip(found, wanted, strict=True):
                 assert torch.equal(a[:, :, : b.shape[2]], b)
@@ -109,7 +123,9 @@ def test_prefill_and_steps(pair: Pair) -> None:
     pair.check()
     cache = pair.paged
     assert cache.bytes_per_token == LAYERS * (R + DR + pair.indexed * DI) * 4
-    assert [list(pool.shape[1:]) for pool in (cache.layers[0].kv_cache, cache.layers[0].kr_cache)] == [
+    assert [
+        list(pool.shape[1:]) for pool in (cache.layers[0].kv_cache, cache.layers[0].kr_cache)
+    ] == [
         [BLOCK, 1, R],
         [BLOCK, 1, DR],
     ]
@@ -124,7 +140,9 @@ def test_beams_share_full_blocks(pair: Pair, held: int) -> None:
         pair.check()
     homes = torch.arange(pair.paged.block_tables.numel()).view_as(pair.paged.block_tables)
     full = held // BLOCK
-    assert torch.equal(pair.paged.block_tables[:, :full], homes[[2, 2, 2], :full] if full else homes[:, :0])
+    assert torch.equal(
+        pair.paged.block_tables[:, :full], homes[[2, 2, 2], :full] if full else homes[:, :0]
+    )
 
 
 def test_crop_after_beams(pair: Pair) -> None:
@@ -152,7 +170,9 @@ def test_sequences_repeated_and_selected(pair: Pair) -> None:
     pair.update(2)
     pair.check()
     for cache in (pair.paged, pair.plain):
-        cache.batch_select_indices(torch.tensor([False, True]) if cache is pair.paged else torch.tensor([1]))
+        cache.batch_select_indices(
+            torch.tensor([False, True]) if cache is pair.paged else torch.tensor([1])
+        )
     pair.check()
 
 
@@ -180,7 +200,9 @@ def test_reset_and_again(pair: Pair) -> None:
     assert int(pair.paged.get_seq_length()) == 0
     pair.update(18)
     pair.check()
-    same = [layer.kv_cache is pool for layer, pool in zip(pair.paged.paged_layers, pools, strict=True)]
+    same = [
+        layer.kv_cache is pool for layer, pool in zip(pair.paged.paged_layers, pools, strict=True)
+    ]
     assert all(same) if pair.paged.is_compileable else not any(same)
 
 
@@ -217,7 +239,11 @@ def test_an_indexer_s_keys_come_after_their_latents() -> None:
 def test_a_full_cache_says_so() -> None:
     pair = Pair(20)
     pair.update(18)
-    with pytest.raises(hf.OptimizeError, match=r"\[cache.full\] the cache holds 18 of 20 tokens .* 3 more"):
+    with pytest.raises(
+        hf.OptimizeError,
+        match=r"\[cache.full\] the cache holds 18 of 20 tokens "
+        r".* 3 more",
+    ):
         pair.update(3)
     pair.check()
     pair.update(2)
@@ -251,7 +277,12 @@ def test_initialised_ahead() -> None:
     cache.early_initialization(2, 1, R, torch.float32, torch.device("cpu"))
     assert cache.is_initialized and cache.get_seq_length() == 0
     for layer in cache.paged_layers:
-        assert layer.kv_cache.shape == (4, BLOCK, 1, R) and layer.kr_cache.shape == (4, BLOCK, 1, DR)
+        assert layer.kv_cache.shape == (4, BLOCK, 1, R) and layer.kr_cache.shape == (
+            4,
+            BLOCK,
+            1,
+            DR,
+        )
 
 
 @pytest.mark.parametrize("size", [0, 8, 24, 2048])
@@ -265,7 +296,11 @@ def test_what_is_no_latent_is_refused() -> None:
     with pytest.raises(hf.OptimizeError, match=r"\[cache.kind\] layer 0 caches 4 heads"):
         cache.update(torch.zeros(2, 4, 1, R), torch.zeros(2, 4, 1, DR), 0)
     cache.update(torch.zeros(2, 1, 1, R), torch.zeros(2, 1, 1, DR), 0)
-    with pytest.raises(hf.OptimizeError, match=r"\[cache.kind\] the cache holds 2 sequences, .* \[3, 1, 1, "):
+    with pytest.raises(
+        hf.OptimizeError,
+        match=r"\[cache.kind\] the cache holds 2 sequences, .* "
+        r"\[3, 1, 1, ",
+    ):
         cache.update(torch.zeros(3, 1, 1, R), torch.zeros(3, 1, 1, DR), 0)
     if not positive_crops():
         with pytest.raises(ValueError, match="negative"):
@@ -278,5 +313,9 @@ def test_what_is_no_latent_is_refused() -> None:
 def test_another_batch_is_refused_by_name_and_size(limit):
     cache = hf.MlaPagedCache(config(), max_cache_len=limit, block_size=BLOCK)
     cache.update(torch.zeros(1, 1, 4, R), torch.zeros(1, 1, 4, DR), 0)
-    with pytest.raises(hf.OptimizeError, match=r"holds 1 sequences, and layer 0 is given states \[3, 1, 1, 32\] of 3"):
+    with pytest.raises(
+        hf.OptimizeError,
+        match=r"holds 1 sequences, and layer 0 is given states "
+        r"\[3, 1, 1, 32\] of 3",
+    ):
         cache.update(torch.zeros(3, 1, 1, R), torch.zeros(3, 1, 1, DR), 0)

@@ -1,4 +1,6 @@
-"""Attention over an indexer's picks: the operator's form equals the masked one, and is what a step on an NPU holds."""
+"""Attention over an indexer's picks: the operator's form equals the masked one, and is what a step
+on an NPU holds.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def _operators() -> None:
 
 
 def given() -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
-    """Arguments of both forms, which tokens each may see, and the best of them (fewer, for some, than are picked)."""
+    """Arguments of both forms, which tokens each may see, and the best of them (fewer, for some,
+    than are picked).
+    """
     torch.manual_seed(0)
     tensors = {
         "q_nope": torch.randn(B, N, S, 32),
@@ -36,7 +40,9 @@ def given() -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
     }
     seen = torch.ones(B, 1, S, L, dtype=torch.bool).tril(L - S)
     seen[1, :, :, :15] = False
-    picks = torch.randn(B, S, L).masked_fill(~seen[:, 0], float("-inf")).topk(PICKS, -1).indices.int()
+    picks = (
+        torch.randn(B, S, L).masked_fill(~seen[:, 0], float("-inf")).topk(PICKS, -1).indices.int()
+    )
     return {**tensors, "dims": DIMS, "scaling": 0.1}, seen, picks
 
 
@@ -46,7 +52,11 @@ def test_as_the_mask_that_the_picks_make(factor: Any, additive: bool) -> None:
     arguments, seen, picks = given()
     others = torch.ones(B, S, L, dtype=torch.bool).scatter(-1, picks.long(), False).unsqueeze(1)
     wanted, _ = absorbed_attention(**arguments, mask=seen & ~others, factor=factor)
-    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min) if additive else seen
+    mask = (
+        torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        if additive
+        else seen
+    )
     found, _ = sparse_attention(**arguments, picks=picks, mask=mask, factor=factor)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
@@ -63,18 +73,32 @@ def test_without_a_mask_all_picks_count() -> None:
 def test_the_cpu_kernel_takes_no_other_form() -> None:
     query, key = torch.randn(1, 1, 2, 512), torch.randn(1, 4, 1, 512)
     picks = torch.zeros(1, 1, 1, 2, dtype=torch.int32)
-    rope = {"query_rope": torch.randn(1, 1, 2, 64), "key_rope": torch.randn(1, 4, 1, 64), "sparse_mode": 0}
+    rope = {
+        "query_rope": torch.randn(1, 1, 2, 64),
+        "key_rope": torch.randn(1, 4, 1, 64),
+        "sparse_mode": 0,
+    }
     with pytest.raises(ValueError, match="has no form"):
-        torch.ops.npu.npu_sparse_flash_attention(query, key, key, picks, 1.0, **rope)  # attention_mode is 0
+        # attention_mode is 0
+        torch.ops.npu.npu_sparse_flash_attention(query, key, key, picks, 1.0, **rope)
     with pytest.raises(ValueError, match="block_table"):
         tables = {"block_table": torch.zeros(1, 1, dtype=torch.int32)}
-        torch.ops.npu.npu_sparse_flash_attention(query, key, key, picks, 1.0, attention_mode=2, **rope, **tables)
+        torch.ops.npu.npu_sparse_flash_attention(
+            query, key, key, picks, 1.0, attention_mode=2, **rope, **tables
+        )
 
 
 @pytest.mark.parametrize("name", one_in(2, ["deepseek_v32", "glm_moe_dsa"]))
 def test_a_step_on_an_npu_holds_the_operator(name: str) -> None:
-    """By the real torchair: prologues in place, picks attended by the operator, no copy of a cache."""
-    sizes = {"num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 2, "first_k_dense_replace": 2}
+    """By the real torchair: prologues in place, picks attended by the operator, no copy of a
+    cache.
+    """
+    sizes = {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 2,
+    }
     model = build(name, KERNEL | sizes, dtype=torch.bfloat16)
     assert hf.optimize(model).fusable == 2
     cache, ids = started(model)
@@ -87,5 +111,7 @@ def test_a_step_on_an_npu_holds_the_operator(name: str) -> None:
     assert lowered.fx_ops["npu.npu_sparse_flash_attention.default"] == 2
     pools = {tuple(pool.shape) for pool in cache.tensors()}
     copies = ("aten.clone.default", "aten.copy_.default")
-    copied = [node.meta["val"] for node in lowered.fx_after.graph.nodes if str(node.target) in copies]
+    copied = [
+        node.meta["val"] for node in lowered.fx_after.graph.nodes if str(node.target) in copies
+    ]
     assert not [value for value in copied if tuple(value.shape) in pools]

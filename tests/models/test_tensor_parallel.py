@@ -1,4 +1,6 @@
-"""Two processes over gloo: the example asserts the tokens, here is what each rank says about its graph."""
+"""Two processes over gloo: the example asserts the tokens, here is what each rank says about its
+graph.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ def test_each_rank_fuses_its_share_and_the_tokens_are_those_of_one_process(tmp_p
 
     if "glm4_moe_lite" not in CONFIG_MAPPING:
         pytest.skip("the model of the example is not in this transformers")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(RANKS),
+    ]
     done = subprocess.run(
         [*command, str(EXAMPLE)],
         capture_output=True,

@@ -1,4 +1,6 @@
-"""A pass is seen by no other thread, and does not depend on what a process has chosen for all of them."""
+"""A pass is seen by no other thread, and does not depend on what a process has chosen for all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,13 @@ from tests.harness import graph_of
 
 ROOT = Path(__file__).parents[2]
 FACTORIES = frozenset(
-    "empty empty_strided eye full linspace logspace normal ones rand randn scalar_tensor tensor zeros".split()
+    "empty empty_strided eye full linspace logspace normal ones rand randn scalar_tensor tensor "
+    "zeros".split()
 )
 # Each is one setting of the whole process.
 SWITCHES = frozenset(
-    "disable freeze set_default_device set_default_dtype set_default_tensor_type set_num_threads".split()
+    "disable freeze set_default_device set_default_dtype set_default_tensor_type "
+    "set_num_threads".split()
 )
 
 
@@ -37,7 +41,9 @@ def graph() -> torch.fx.GraphModule:
 
 
 class Sampler(threading.Thread):
-    """What the settings of the process are, again and again; the last three by threads that have just begun."""
+    """What the settings of the process are, again and again; the last three by threads that have
+    just begun.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,13 +54,16 @@ class Sampler(threading.Thread):
     def run(self) -> None:
         while not self.is_over.is_set():
             self.look()
-            fresh = threading.Thread(target=self.look)  # a thread asks for its settings when it begins
+            # a thread asks for its settings when it begins
+            fresh = threading.Thread(target=self.look)
             fresh.start()
             fresh.join()
 
     def look(self) -> None:
         made = torch.empty(1)
-        self.seen.add((torch.get_default_dtype(), made.dtype, torch.get_num_threads(), gc.isenabled()))
+        self.seen.add(
+            (torch.get_default_dtype(), made.dtype, torch.get_num_threads(), gc.isenabled())
+        )
         self.looks += 1
 
 
@@ -127,7 +136,8 @@ def test_every_factory_call_names_its_dtype() -> None:
         f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
         for path in sources()
         for owner, name, call in calls(path)
-        if owner == "torch" and name in FACTORIES
+        if owner == "torch"
+        and name in FACTORIES
         and not any(keyword.arg in ("dtype", None) for keyword in call.keywords)
     ]
     assert not unnamed

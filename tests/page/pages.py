@@ -36,12 +36,17 @@ class Biased(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         kind = {"device": "meta", "dtype": torch.bfloat16}
-        self.q_a, self.kv_a = nn.Linear(HE, HCQ, False, **kind), nn.Linear(HE, HCKV + DR, False, **kind)
+        self.q_a, self.kv_a = (
+            nn.Linear(HE, HCQ, False, **kind),
+            nn.Linear(HE, HCKV + DR, False, **kind),
+        )
         self.q_b = nn.Linear(HCQ, N * (D + DR), True, **kind)
         self.q_norm, self.kv_norm = nn.RMSNorm(HCQ, 1e-6, **kind), nn.RMSNorm(HCKV, 1e-6, **kind)
         self.w_uk = nn.Parameter(torch.empty(N, D, HCKV, **kind))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor, kr: Tensor
+    ) -> tuple[Tensor, ...]:
         q_nope, q_pe = self.q_b(self.q_norm(self.q_a(x))).view(-1, N, D + DR).split([D, DR], -1)
         c_kv, k_pe = self.kv_a(x).split([HCKV, DR], -1)
         kv.view(-1, HCKV)[slots] = self.kv_norm(c_kv)
@@ -77,7 +82,9 @@ class Unabsorbed(Biased):
         super().__init__()
         self.q_b.bias = None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor, kr: Tensor
+    ) -> tuple[Tensor, ...]:
         q = self.q_b(self.q_norm(self.q_a(x))).view(-1, N, D + DR)
         c_kv, k_pe = self.kv_a(x).split([HCKV, DR], -1)
         q_pe = rotate(q[..., D:], cos.unsqueeze(1), sin.unsqueeze(1))

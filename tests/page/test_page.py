@@ -57,7 +57,9 @@ def read(text: str) -> Reader:
     return reader
 
 
-def fusion(layer: str, nodes: tuple[str, ...] = NODES, figures: tuple[Figure, ...] = (), **other: object) -> Fusion:
+def fusion(
+    layer: str, nodes: tuple[str, ...] = NODES, figures: tuple[Figure, ...] = (), **other: object
+) -> Fusion:
     values = {
         "layer": layer,
         "nodes": nodes,
@@ -83,12 +85,17 @@ def report(*fusions: Fusion, rejected: tuple[Rejection, ...] = ()) -> Report:
         {"view": 0.001, "match": 0.2, "plan": 0.01, "verify": 0.3, "rewrite": 0.02, "total": 0.54},
         324,
         208,
-        operators={"before": {"aten.mm.default": 14}, "after": {"aten.mm.default": 8, "npu.x.default": 2}},
+        operators={
+            "before": {"aten.mm.default": 14},
+            "after": {"aten.mm.default": 8, "npu.x.default": 2},
+        },
     )
 
 
 def test_json_round_trip(tmp_path):
-    one = report(fusion("layers.0"), rejected=(Rejection("absorb.absent", EVIL, ("mm",), "layers.1", EVIL),))
+    one = report(
+        fusion("layers.0"), rejected=(Rejection("absorb.absent", EVIL, ("mm",), "layers.1", EVIL),)
+    )
     path = one.to_html(tmp_path / "deep" / "report.html")
     reader = read(path.read_text(encoding="utf-8"))
     assert json.loads(reader.data) == json.loads(one.to_json())
@@ -101,7 +108,9 @@ def test_everything_is_escaped():
     sections = [page.Section(EVIL, EVIL, (EVIL,), [(EVIL,)])]
     one = report(evil, rejected=(rejection,))
     dots = tuple(Dot(EVIL, EVIL, role, EVIL + role, EVIL, EVIL) for role in ROLES)
-    drawn = Drawing(dots, (Arrow(0, 1, True, EVIL), Arrow(1, 2)), {EVIL + role: EVIL for role in ROLES})
+    drawn = Drawing(
+        dots, (Arrow(0, 1, True, EVIL), Arrow(1, 2)), {EVIL + role: EVIL for role in ROLES}
+    )
     one.pictures.append(Picture(EVIL, drawn, drawn))
     reader = read(page.render(one, sections))
     assert [tag for tag, _ in reader.tags if tag == "img"] == []
@@ -138,7 +147,10 @@ def test_equal_layers_share_a_card_that_keeps_the_figures():
 
 
 def test_equal_rejections_share_a_card():
-    same = [Rejection("absorb.absent", f"node {i}", (f"mm_{i}",), f"layers.{i}", "m.py:1 in f: x") for i in range(3)]
+    same = [
+        Rejection("absorb.absent", f"node {i}", (f"mm_{i}",), f"layers.{i}", "m.py:1 in f: x")
+        for i in range(3)
+    ]
     other = Rejection("rope.absent", "none", ("mm",), "layers.9", "m.py:1 in f: x")
     text = "".join(read(page.render(report(rejected=(*same, other)))).text)
     assert text.count("To fuse:") == 2
@@ -157,7 +169,8 @@ def test_empty_report_is_a_page():
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (2048, "2.0 KiB"), (83623936, "79.8 MiB")]
+    ("count", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (2048, "2.0 KiB"), (83623936, "79.8 MiB")],
 )
 def test_size(count, text):
     assert text_tables.size(count) == text
@@ -173,6 +186,9 @@ def test_text_table_aligns_numbers_to_the_right():
 
 
 def test_operator_table_puts_changes_first():
-    before, after = {"aten.mm.default": 3, "aten.add.Tensor": 9}, {"aten.mm.default": 1, "aten.add.Tensor": 9}
+    before, after = (
+        {"aten.mm.default": 3, "aten.add.Tensor": 9},
+        {"aten.mm.default": 1, "aten.add.Tensor": 9},
+    )
     rows = text_tables.operators(before, after)
     assert rows == [("aten.mm", 3, 1), ("aten.add.Tensor", 9, 9)]

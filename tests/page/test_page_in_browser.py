@@ -1,4 +1,6 @@
-"""The page in headless Chromium: it loads nothing, logs nothing, and answers to pointer and keyboard."""
+"""The page in headless Chromium: it loads nothing, logs nothing, and answers to pointer and
+keyboard.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,12 @@ import pytest
 
 from tests.page import pages
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None and "CI" not in os.environ, reason="no Chromium on this machine")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None and "CI" not in os.environ, reason="no Chromium on this machine"
+)
 MIB = 1 << 20
 
 
@@ -42,7 +48,9 @@ class Visit:
         self.page.goto(path.as_uri())
 
     def style(self, selector: str, name: str) -> str:
-        return str(self.page.eval_on_selector(selector, f"element => getComputedStyle(element).{name}"))
+        return str(
+            self.page.eval_on_selector(selector, f"element => getComputedStyle(element).{name}")
+        )
 
     def focused(self) -> str:
         return str(self.page.evaluate("document.activeElement.getAttribute('aria-label')"))
@@ -80,7 +88,9 @@ def test_drawings_answer_to_keyboard_and_pointer(visit: Any) -> None:
     second = at.focused()
     assert second != first and page.locator("svg.drawing").first.locator(".dot.shown").count() == 1
     assert pane.locator("strong").inner_text() in second
-    page.evaluate("document.querySelector('svg.drawing .dot').dispatchEvent(new MouseEvent('mouseenter'))")
+    page.evaluate(
+        "document.querySelector('svg.drawing .dot').dispatchEvent(new MouseEvent('mouseenter'))"
+    )
     assert pane.locator("strong").inner_text() in second  # scrolled below a pointer at rest
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
@@ -89,7 +99,9 @@ def test_drawings_answer_to_keyboard_and_pointer(visit: Any) -> None:
     page.keyboard.press("Escape")
     page.keyboard.press("ArrowLeft")
     assert page.locator("svg.drawing").first.locator(".dot[tabindex='0']").count() == 1
-    outline = page.evaluate("getComputedStyle(document.activeElement.querySelector('rect')).strokeWidth")
+    outline = page.evaluate(
+        "getComputedStyle(document.activeElement.querySelector('rect')).strokeWidth"
+    )
     assert outline == "3px"
 
 
@@ -134,7 +146,9 @@ def test_sixty_one_layers_are_one_card(visit: Any, tmp_path: Path) -> None:
     at.page.keyboard.press("Enter")
     assert layers.locator("tbody tr").count() == 61 and layers.locator("tbody tr").last.is_visible()
     at.page.locator("details.every summary").click()
-    assert at.page.locator("details.every .dot").count() == len(pages.many(61).pictures[0].before.dots)
+    assert at.page.locator("details.every .dot").count() == len(
+        pages.many(61).pictures[0].before.dots
+    )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -157,7 +171,10 @@ def test_prints_and_fits_three_widths(visit: Any) -> None:
         assert drawing <= width or width < 1300, "the first drawing is seen whole"
     assert at.page.pdf(format="A4").startswith(b"%PDF")
     at.page.emulate_media(media="print")
-    assert not at.page.locator("#theme").is_visible() and at.page.locator("svg.drawing").first.is_visible()
+    assert (
+        not at.page.locator("#theme").is_visible()
+        and at.page.locator("svg.drawing").first.is_visible()
+    )
     assert at.page.evaluate("document.documentElement.scrollWidth") <= 1300
     at.page.emulate_media(media="screen")
     order = at.page.eval_on_selector_all("h2", "headings => headings.map(heading => heading.id)")

@@ -1,4 +1,6 @@
-"""What a report draws: every step of a real prologue with its nodes, the call that replaces it, the edges at fault."""
+"""What a report draws: every step of a real prologue with its nodes, the call that replaces it, the
+edges at fault.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,35 @@ from tests.page import pages
 
 def names(drawn: Drawing, failing: bool) -> list[tuple[str, str]]:
     dots = drawn.dots
-    return [(dots[arrow.start].step, dots[arrow.end].step) for arrow in drawn.arrows if arrow.failing == failing]
+    return [
+        (dots[arrow.start].step, dots[arrow.end].step)
+        for arrow in drawn.arrows
+        if arrow.failing == failing
+    ]
 
 
 def test_a_fused_prologue_is_drawn_step_by_step():
     report = pages.fused(1)
     (picture,) = report.pictures
-    assert report.fused[0].picture == 0 and picture.layer == "layers.0" and picture.after is not None
+    assert (
+        report.fused[0].picture == 0 and picture.layer == "layers.0" and picture.after is not None
+    )
     boxes, lines = drawing.steps(picture.before)
     wires = {(boxes[start].title, boxes[end].title) for start, end, _, _ in lines}
     assert wires == {
-        ("token_x", "W_dq"), ("weight_dq", "W_dq"), ("W_dq", "RMSNorm c_q"), ("rmsnorm_gamma_cq", "RMSNorm c_q"),
-        ("RMSNorm c_q", "W_uq_qr"), ("weight_uq_qr", "W_uq_qr"), ("W_uq_qr", "absorb"), ("weight_uk", "absorb"),
+        ("token_x", "W_dq"), ("weight_dq", "W_dq"), ("W_dq", "RMSNorm c_q"),
+        ("rmsnorm_gamma_cq", "RMSNorm c_q"),
+        ("RMSNorm c_q", "W_uq_qr"), ("weight_uq_qr", "W_uq_qr"), ("W_uq_qr", "absorb"),
+        ("weight_uk", "absorb"),
         ("W_uq_qr", "RoPE q"), ("rope_cos", "RoPE q"), ("rope_sin", "RoPE q"), ("absorb", "query"),
-        ("RoPE q", "query_rope"), ("token_x", "W_dkv_kr"), ("weight_dkv_kr", "W_dkv_kr"), ("W_dkv_kr", "RMSNorm c_kv"),
-        ("rmsnorm_gamma_ckv", "RMSNorm c_kv"), ("W_dkv_kr", "RoPE k"), ("rope_cos", "RoPE k"), ("rope_sin", "RoPE k"),
-        ("RMSNorm c_kv", "write kv_cache"), ("kv_cache", "write kv_cache"), ("cache_index", "write kv_cache"),
-        ("RoPE k", "write kr_cache"), ("kr_cache", "write kr_cache"), ("cache_index", "write kr_cache"),
+        ("RoPE q", "query_rope"), ("token_x", "W_dkv_kr"), ("weight_dkv_kr", "W_dkv_kr"),
+        ("W_dkv_kr", "RMSNorm c_kv"),
+        ("rmsnorm_gamma_ckv", "RMSNorm c_kv"), ("W_dkv_kr", "RoPE k"), ("rope_cos", "RoPE k"),
+        ("rope_sin", "RoPE k"),
+        ("RMSNorm c_kv", "write kv_cache"), ("kv_cache", "write kv_cache"),
+        ("cache_index", "write kv_cache"),
+        ("RoPE k", "write kr_cache"), ("kr_cache", "write kr_cache"),
+        ("cache_index", "write kr_cache"),
         ("write kv_cache", "kv_cache"), ("write kr_cache", "kr_cache"),
     }  # fmt: skip
     assert names(picture.before, failing=True) == []
@@ -40,13 +54,21 @@ def test_the_call_has_the_kernels_arguments_and_shapes():
     after = pages.fused(1).pictures[0].after
     tensors = {dot.step: dot.tensor for dot in after.dots if dot.role in INPUTS}
     assert tensors == {
-        "token_x": "bfloat16[8, 1024]", "weight_dq": "bfloat16[1024, 1536]", "weight_uq_qr": "bfloat16[1536, 768]",
+        "token_x": "bfloat16[8, 1024]", "weight_dq": "bfloat16[1024, 1536]",
+        "weight_uq_qr": "bfloat16[1536, 768]",
         "weight_uk": "bfloat16[4, 128, 512]", "weight_dkv_kr": "bfloat16[1024, 576]",
-        "rmsnorm_gamma_cq": "bfloat16[1536]", "rmsnorm_gamma_ckv": "bfloat16[512]", "rope_cos": "bfloat16[8, 64]",
-        "rope_sin": "bfloat16[8, 64]", "kv_cache": "bfloat16[8, 128, 1, 512]", "kr_cache": "bfloat16[8, 128, 1, 64]",
+        "rmsnorm_gamma_cq": "bfloat16[1536]", "rmsnorm_gamma_ckv": "bfloat16[512]",
+        "rope_cos": "bfloat16[8, 64]",
+        "rope_sin": "bfloat16[8, 64]", "kv_cache": "bfloat16[8, 128, 1, 512]",
+        "kr_cache": "bfloat16[8, 128, 1, 64]",
         "cache_index": "int64[8]",
     }  # fmt: skip
-    assert {dot.step for dot in after.dots if dot.role == "output"} == {"query", "query_rope", "kv_cache", "kr_cache"}
+    assert {dot.step for dot in after.dots if dot.role == "output"} == {
+        "query",
+        "query_rope",
+        "kv_cache",
+        "kr_cache",
+    }
 
 
 def test_formulas_and_sources():
@@ -67,7 +89,9 @@ def test_the_edge_at_fault():
     report = pages.left(pages.Biased)
     before = report.pictures[report.rejected[0].picture].before
     (wrong,) = [arrow for arrow in before.arrows if arrow.failing]
-    assert (before.dots[wrong.start].name, before.dots[wrong.end].name) == report.rejected[0].nodes[::-1]
+    assert (before.dots[wrong.start].name, before.dots[wrong.end].name) == report.rejected[0].nodes[
+        ::-1
+    ]
     boxes, lines = drawing.steps(before)
     red = [(boxes[start].title, boxes[end].title) for start, end, failing, _ in lines if failing]
     assert red == [("q_b.bias", "W_uq_qr")]
@@ -86,14 +110,19 @@ def test_titles_leave_out_the_path_of_the_layer():
     report = pages.left(pages.Inside)
     titles = [box.title for box in drawing.steps(report.pictures[0].before)[0]]
     assert report.rejected[0].layer == "layers.0"
-    assert not [title for title in titles if "layers.0." in title] and any("q_a" in title for title in titles), titles
+    assert not [title for title in titles if "layers.0." in title] and any(
+        "q_a" in title for title in titles
+    ), titles
 
 
 def test_what_is_absent_hangs_on_the_product():
     report = pages.left(pages.Unabsorbed)
     before = report.pictures[report.rejected[0].picture].before
     (wrong,) = [arrow for arrow in before.arrows if arrow.failing]
-    assert before.dots[wrong.end].name == "no W_uk product" and before.dots[wrong.end].role == "missing"
+    assert (
+        before.dots[wrong.end].name == "no W_uk product"
+        and before.dots[wrong.end].role == "missing"
+    )
     assert before.dots[wrong.start].op == "aten.mm"
     roles = [box.role for box in drawing.steps(before)[0]]
     assert roles.count("norm") == 1 and roles.count("rope") == 1
@@ -107,7 +136,12 @@ def test_boxes_do_not_overlap(across):
     places = zip(boxes, laid.middles, strict=True)
     corners = [(x - box.width / 2, y - 20, x + box.width / 2, y + 20) for box, (x, y) in places]
     for index, (left, top, right, bottom) in enumerate(corners):
-        assert left > -1e-6 and top > -1e-6 and right < laid.width + 1e-6 and bottom < laid.height + 1e-6
+        assert (
+            left > -1e-6
+            and top > -1e-6
+            and right < laid.width + 1e-6
+            and bottom < laid.height + 1e-6
+        )
         for other in corners[:index]:
             assert right <= other[0] or other[2] <= left or bottom <= other[1] or other[3] <= top
 
@@ -119,7 +153,10 @@ def test_boxes_of_any_graph_do_not_overlap(seed):
     edges = {tuple(sorted(draw.sample(range(count), 2))) for _ in range(2 * count)}
     widths = [draw.choice((60, 110, 224)) for _ in range(count)]
     laid = place([(width, 40) for width in widths], sorted(edges), across=True)
-    sides = [(x - width / 2, y - 20, x + width / 2, y + 20) for width, (x, y) in zip(widths, laid.middles, strict=True)]
+    sides = [
+        (x - width / 2, y - 20, x + width / 2, y + 20)
+        for width, (x, y) in zip(widths, laid.middles, strict=True)
+    ]
     for index, one in enumerate(sides):
         for two in sides[:index]:
             assert one[2] <= two[0] or two[2] <= one[0] or one[3] <= two[1] or two[3] <= one[1]

@@ -38,7 +38,11 @@ def test_what_stays_is_drawn() -> None:
     steps = [dot.step for dot in after.dots]
     wires = {(steps[arrow.start], steps[arrow.end]) for arrow in after.arrows}
     kernel = "npu_mla_prolog_v3_functional"
-    assert {("staging buffers", kernel), (kernel, "pairs of k_pe"), ("pairs of k_pe", "k_pe")} <= wires
+    assert {
+        ("staging buffers", kernel),
+        (kernel, "pairs of k_pe"),
+        ("pairs of k_pe", "k_pe"),
+    } <= wires
     assert {("k_pe", "cache writes"), ("c_kv", "cache writes")} <= wires
     assert "cat, index_put" in after.formulas["cache writes"]
 
@@ -48,7 +52,9 @@ def test_an_in_place_fusion_is_one_call() -> None:
     text = text_of(report)
     assert "After one call" in re.sub(r"\s+", " ", text) and "launches beside it" not in text
     after = report.pictures[0].after
-    assert after is not None and not {"staging buffers", "cache writes"} & {dot.step for dot in after.dots}
+    assert after is not None and not {"staging buffers", "cache writes"} & {
+        dot.step for dot in after.dots
+    }
 
 
 def test_the_roofline_counts_what_stays() -> None:
@@ -61,7 +67,9 @@ def test_the_roofline_counts_what_stays() -> None:
     assert int(column["kernels"][1]) == 1 + fusion.launches_left
     assert "re-interleaving" in found.note
     in_place = roofline(report_of("PagedRotateHalf").fused[0], machine)
-    assert in_place is not None and [row[1] for row in in_place.rows if "fused" in row[0]][-1] == "1"
+    assert (
+        in_place is not None and [row[1] for row in in_place.rows if "fused" in row[0]][-1] == "1"
+    )
     moved = 8 * sum(one.bytes_per_token for one in fusion.leaves) / 1e6
     assert float(column["MB moved"][1]) > float(in_place.rows[1][3]) + 0.9 * moved
 

@@ -28,7 +28,13 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.sampled_from(DTYPES), st.integers(0, 4), st.sampled_from([16, 32]), st.integers(1, 4), st.integers(0, 99))
+@given(
+    st.sampled_from(DTYPES),
+    st.integers(0, 4),
+    st.sampled_from([16, 32]),
+    st.integers(1, 4),
+    st.integers(0, 99),
+)
 def test_nz_and_back(dtype: torch.dtype, blocks: int, size: int, fractals: int, seed: int) -> None:
     cache = random(blocks, size, 1, 32 * fractals, dtype=dtype, seed=seed)
     nz = paging.nd_to_nz(cache)
@@ -42,7 +48,11 @@ def test_nz_and_back(dtype: torch.dtype, blocks: int, size: int, fractals: int, 
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.sampled_from([torch.int8, torch.float8_e4m3fn, torch.uint8]), st.integers(0, 9), st.integers(0, 99))
+@given(
+    st.sampled_from([torch.int8, torch.float8_e4m3fn, torch.uint8]),
+    st.integers(0, 9),
+    st.integers(0, 99),
+)
 def test_rows_packed_and_unpacked(dtype: torch.dtype, tokens: int, seed: int) -> None:
     ckv = random(tokens, 1, 512, dtype=torch.int8, seed=seed).view(dtype)
     kr = random(tokens, 1, 64, dtype=torch.bfloat16, seed=seed)
@@ -73,7 +83,11 @@ def test_rows_of_the_reference_kernel() -> None:
 
 MODES = ("query_quant_mode", "ckvkr_repo_mode", "quant_scale_repo_mode", "tile_size")
 ROW = torch.zeros(2, 656, dtype=torch.int8)
-CKV, KR, SCALE = torch.zeros(2, 512, dtype=torch.int8), torch.zeros(2, 64).bfloat16(), torch.zeros(2, 4)
+CKV, KR, SCALE = (
+    torch.zeros(2, 512, dtype=torch.int8),
+    torch.zeros(2, 64).bfloat16(),
+    torch.zeros(2, 4),
+)
 BAD: list[tuple[str, Any]] = [
     ("cache", lambda: paging.nd_to_nz(torch.zeros(2, 16, 512))),
     ("cache", lambda: paging.nz_to_nd(torch.zeros(2, 16, 1, 9))),

@@ -43,7 +43,9 @@ def expected_slots(batch: dict[str, Any], new: list[int] | None = None) -> list[
     size = batch["size"]
     return [
         pages[p // size] * size + p % size
-        for pages, n, count in zip(batch["pages"], batch["lengths"], new or batch["new"], strict=True)
+        for pages, n, count in zip(
+            batch["pages"], batch["lengths"], new or batch["new"], strict=True
+        )
         for p in range(n - count, n)
     ]
 
@@ -51,8 +53,15 @@ def expected_slots(batch: dict[str, Any], new: list[int] | None = None) -> list[
 def flashinfer(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     counts = [len(p) for p in batch["pages"]]
     indptr = t(0, *(sum(counts[: i + 1]) for i in range(len(counts))), dtype=I32)
-    last = [n - (c - 1) * batch["size"] if c else 0 for n, c in zip(batch["lengths"], counts, strict=True)]
-    return indptr, t(*(p for pages in batch["pages"] for p in pages), dtype=I32), t(*last, dtype=I32)
+    last = [
+        n - (c - 1) * batch["size"] if c else 0
+        for n, c in zip(batch["lengths"], counts, strict=True)
+    ]
+    return (
+        indptr,
+        t(*(p for pages in batch["pages"] for p in pages), dtype=I32),
+        t(*last, dtype=I32),
+    )
 
 
 def table(batch: dict[str, Any]) -> PageTable:
@@ -83,7 +92,9 @@ def test_there_and_back(batch: dict[str, Any]) -> None:
     slots, kvstarts = table(batch).token_table()
     assert slots.tolist() == expected_slots(batch, batch["lengths"])
     again = PageTable.from_token_table(slots, kvstarts, batch["size"])
-    assert torch.equal(again.pages, table(batch).pages) and torch.equal(again.lengths, table(batch).lengths)
+    assert torch.equal(again.pages, table(batch).pages) and torch.equal(
+        again.lengths, table(batch).lengths
+    )
 
 
 @settings(deadline=None)
@@ -111,7 +122,9 @@ def test_ppl_in_both_modes(batch: dict[str, Any], base: int) -> None:
     seqstarts = torch.cat((t(0), new.cumsum(0)))
     start_pos = t(*batch["lengths"]) - new
     cachestarts, kvstarts = table(batch).token_table()
-    found = paging.slots_from_ppl(cachestarts, start_pos, seqstarts, cache_mode=1, kvstarts=kvstarts)
+    found = paging.slots_from_ppl(
+        cachestarts, start_pos, seqstarts, cache_mode=1, kvstarts=kvstarts
+    )
     assert found.tolist() == expected_slots(batch)
     offsets = t(*(base + 100 * b for b in range(len(batch["lengths"]))))
     found = paging.slots_from_ppl(offsets, start_pos, seqstarts, cache_mode=0)
@@ -123,7 +136,9 @@ def test_ppl_in_both_modes(batch: dict[str, Any], base: int) -> None:
 
 
 def test_the_example_of_two_requests() -> None:
-    """Pages of 4: request 0 holds pages 5, 2 with 6 tokens, request 1 page 9 with 3; one new token each."""
+    """Pages of 4: request 0 holds pages 5, 2 with 6 tokens, request 1 page 9 with 3; one new token
+    each.
+    """
     pages = PageTable.from_flashinfer(t(0, 2, 3), t(5, 2, 9), t(2, 3), 4)
     assert pages.slots(t(1, 1)).tolist() == [2 * 4 + 1, 9 * 4 + 2]
     assert pages.slots(t(2, 3)).tolist() == [8, 9, 36, 37, 38]
@@ -190,4 +205,7 @@ def test_the_device_of_the_input_is_kept(batch: dict[str, Any]) -> None:
     with torch.device("meta"):
         assert pages.slots(new).device.type == "cpu"
         assert pages.blocks(new, check=False).cache_index.device.type == "cpu"
-        assert PageTable.from_block_table(*pages.to_block_table(), batch["size"]).pages.device.type == "cpu"
+        assert (
+            PageTable.from_block_table(*pages.to_block_table(), batch["size"]).pages.device.type
+            == "cpu"
+        )

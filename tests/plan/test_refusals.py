@@ -1,4 +1,6 @@
-"""What the plan refuses beside the near misses of the catalogue: each code, and the graph left exactly as it was."""
+"""What the plan refuses beside the near misses of the catalogue: each code, and the graph left
+exactly as it was.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ class SomeHeads(base.Prologue):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any) -> Any:
         kv_cache, kr_cache, slots, heads = rest
-        q = self.q_a_layernorm(self.q_a_proj(x)) @ self.q_b_proj.weight[: heads * (base.D + base.DR)].T
+        q = (
+            self.q_a_layernorm(self.q_a_proj(x))
+            @ self.q_b_proj.weight[: heads * (base.D + base.DR)].T
+        )
         q_nope, q_pe = q.view(-1, heads, base.D + base.DR).split([base.D, base.DR], -1)
         c_kv, k_pe = self.latent(x)
 
@@ -77,7 +82,9 @@ def test_a_symbolic_number_of_heads() -> None:
     with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
         for heads in (2, 3):
             given = clones(args)
-            torch.testing.assert_close(run(*given, heads), model(*clones(args), heads), rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(
+                run(*given, heads), model(*clones(args), heads), rtol=2e-2, atol=2e-2
+            )
     assert [item.code for report in mf.reports() for item in report.rejected] == ["linear.symbolic"]
 
 
@@ -108,13 +115,16 @@ def _table(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "change"), [(1, torch.neg), (1, lambda at: at * 2), (8, lambda at: at % 8), (8, lambda at: at.clamp(1))]
+    ("tokens", "change"),
+    [(1, torch.neg), (1, lambda at: at * 2), (8, lambda at: at % 8), (8, lambda at: at.clamp(1))],
 )
 def test_key_at_other_positions(tokens: int, change: Any) -> None:
     """Positions that agree where they are drawn as 0, or below the number of tokens."""
 
     class Elsewhere(base.Base):
-        def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: torch.Tensor) -> Any:
+        def forward(
+            self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: torch.Tensor
+        ) -> Any:
             *_, self.positions = rest
             return super().forward(x, *_table(self.positions), *rest)
 

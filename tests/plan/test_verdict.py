@@ -1,4 +1,6 @@
-"""Each rule of the verdict by itself: it takes a candidate as it is, and refuses it with one fact changed."""
+"""Each rule of the verdict by itself: it takes a candidate as it is, and refuses it with one fact
+changed.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,11 @@ REFUSED: dict[str, tuple[str, str, Change]] = {
         ),
     ),
     "_quantisation: static": ("quant.static", INT8, lambda c: quantised(c, token_scale=None)),
-    "_quantisation: offset": ("quant.scale", INT8, lambda c: quantised(c, offset=c.query.norm.gamma)),
+    "_quantisation: offset": (
+        "quant.scale",
+        INT8,
+        lambda c: quantised(c, offset=c.query.norm.gamma),
+    ),
     "_quantisation: weights only": (
         "quant.weights_only",
         INT8,
@@ -124,11 +130,25 @@ REFUSED: dict[str, tuple[str, str, Change]] = {
     "_quantisation: scales in float16": (
         "quant.scale",
         INT8,
-        lambda c: quantised(c, weight_scale=like(c.query.down.quantised.weight_scale, dtype=torch.float16)),  # type: ignore[union-attr]
+        lambda c: quantised(
+            c, weight_scale=like(c.query.down.quantised.weight_scale, dtype=torch.float16)
+        ),  # type: ignore[union-attr]
     ),
-    "_quantisation: two factors of one x": ("quant.tokens_differ", INT8, lambda c: quantised(c, token_factor=0.5)),
-    "_quantisation: a scale and its inverse": ("quant.tokens_differ", INT8, lambda c: quantised(c, token_inverse=True)),
-    "_rotation: other columns": ("rope.tables_differ", PLAIN, lambda c: changed(c, "key", first=c.key.first[:-1])),
+    "_quantisation: two factors of one x": (
+        "quant.tokens_differ",
+        INT8,
+        lambda c: quantised(c, token_factor=0.5),
+    ),
+    "_quantisation: a scale and its inverse": (
+        "quant.tokens_differ",
+        INT8,
+        lambda c: quantised(c, token_inverse=True),
+    ),
+    "_rotation: other columns": (
+        "rope.tables_differ",
+        PLAIN,
+        lambda c: changed(c, "key", first=c.key.first[:-1]),
+    ),
     "_rotation: layout": (
         "rope.layouts_differ",
         PLAIN,
@@ -139,7 +159,11 @@ REFUSED: dict[str, tuple[str, str, Change]] = {
         PLAIN,
         lambda c: changed(c, "key", cos=c.key.sin, sin=c.key.cos),
     ),
-    "_rotation: cos alone": ("rope.tables_differ", PLAIN, lambda c: changed(c, "key", cos=c.key.sin)),
+    "_rotation: cos alone": (
+        "rope.tables_differ",
+        PLAIN,
+        lambda c: changed(c, "key", cos=c.key.sin),
+    ),
     "_rotation: scaled": (
         "scale.unequal",
         PLAIN,
@@ -165,7 +189,9 @@ REFUSED: dict[str, tuple[str, str, Change]] = {
 
 @pytest.mark.parametrize("rule", verdict.RULES, ids=lambda rule: rule.__name__)
 @pytest.mark.parametrize("name", [PLAIN, INT8])
-def test_a_rule_takes_what_the_kernel_computes(name: str, rule: Callable[[View, Candidate], None]) -> None:
+def test_a_rule_takes_what_the_kernel_computes(
+    name: str, rule: Callable[[View, Candidate], None]
+) -> None:
     rule(*found(name))
 
 
@@ -205,7 +231,12 @@ def test_a_symbolic_number_of_columns() -> None:
     view, candidate = found(PLAIN)
     down = candidate.query.down
     size = graph_of(ENTRIES[PLAIN].model(), *ENTRIES[PLAIN].args(), dynamic=True).graph
-    symbol = next(s for n in size.nodes for s in getattr(n.meta.get("val"), "shape", ()) if isinstance(s, torch.SymInt))
+    symbol = next(
+        s
+        for n in size.nodes
+        for s in getattr(n.meta.get("val"), "shape", ())
+        if isinstance(s, torch.SymInt)
+    )
     kept, node = down.node.meta["val"], down.node
 
     class Symbolic:

@@ -1,4 +1,6 @@
-"""The code and commands that a page shows, run as they stand there, one after the other, in one folder."""
+"""The code and commands that a page shows, run as they stand there, one after the other, in one
+folder.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,30 @@ from mla_fusion.releases import RELEASES
 from tests.project.pages import DOCS
 
 ROOT = DOCS.parent
-_BLOCK = re.compile(r'^```(?P<kind>\w*)(?: title="(?P<title>[^"]*)")?\n(?P<text>.*?)^```$', re.DOTALL | re.MULTILINE)
-_COMMAND_OF_AN_INDENTED_BLOCK = re.compile(r"^    (?:mla-fusion|pip|make|python|torchrun) .*", re.MULTILINE)
+_BLOCK = re.compile(
+    r"^```(?P<kind>\w*)(?: "
+    r'title="(?P<title>[^"]*)")?\n(?P<text>.*?)^```$',
+    re.DOTALL | re.MULTILINE,
+)
+_COMMAND_OF_AN_INDENTED_BLOCK = re.compile(
+    r"^    (?:mla-fusion|pip|make|python|torchrun) "
+    r".*",
+    re.MULTILINE,
+)
 ON_AN_NPU = "on an NPU"
 # What differs from one processor or run to the next.
-_VARYING = [(r"in \d+ ms", "in .. ms"), (r"\b\d\.\de-\d\d\b", "..e-.."), (r'(?<=at )\S*/(?=\w+\.py:)', "")]
+_VARYING = [
+    (r"in \d+ ms", "in .. ms"),
+    (r"\b\d\.\de-\d\d\b", "..e-.."),
+    (r"(?<=at )\S*/(?=\w+\.py:)", ""),
+]
 
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block. ``kind``: python, sh, text (what the block before it prints), or something that is not run."""
+    """One fenced block. ``kind``: python, sh, text (what the block before it prints), or something
+    that is not run.
+    """
 
     page: str
     line: int
@@ -40,9 +56,17 @@ class Block:
 def blocks(page: Path) -> list[Block]:
     """The blocks of a page in order. A command in an indented block fails: it would not be run."""
     text = page.read_text(encoding="utf-8")
-    assert not (stray := _COMMAND_OF_AN_INDENTED_BLOCK.findall(_BLOCK.sub("", text))), f"{page.name}: {stray}"
+    assert not (stray := _COMMAND_OF_AN_INDENTED_BLOCK.findall(_BLOCK.sub("", text))), (
+        f"{page.name}: {stray}"
+    )
     return [
-        Block(page.name, text.count("\n", 0, found.start()) + 1, found["kind"], found["title"] or "", found["text"])
+        Block(
+            page.name,
+            text.count("\n", 0, found.start()) + 1,
+            found["kind"],
+            found["title"] or "",
+            found["text"],
+        )
         for found in _BLOCK.finditer(text)
     ]
 
@@ -74,11 +98,13 @@ def settled(text: str) -> str:
 def _python(block: Block, where: str, scope: dict[str, Any]) -> None:
     source = "\n" * block.line + block.text
     code = compile(source, where, "exec")
-    linecache.cache[where] = (len(source), None, source.splitlines(keepends=True), where)  # as of a file
+    # as of a file
+    linecache.cache[where] = (len(source), None, source.splitlines(keepends=True), where)
     if block.title != ON_AN_NPU:
         exec(code, scope)
         return
-    with pytest.raises(mf.offline.NpuNotAvailable):  # as far as the device, which says where that is
+    # as far as the device, which says where that is
+    with pytest.raises(mf.offline.NpuNotAvailable):
         exec(code, scope)
 
 
@@ -94,10 +120,19 @@ def _shell(block: Block, where: str) -> None:
                 expected = int(found[1]) if (found := re.search(r"exit status (\d)", remark)) else 0
                 assert cli.main(arguments) == expected, f"{where}: {command}"
             case ["python", "-m", module]:
-                assert (ROOT / "examples" / f"{module.rpartition('.')[2]}.py").is_file(), f"{where}: {command}"
+                assert (ROOT / "examples" / f"{module.rpartition('.')[2]}.py").is_file(), (
+                    f"{where}: {command}"
+                )
             case ["make", target, *_]:
-                assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"{where}: {command}"
-            case ["git", "clone", "$REPOSITORY", _] | ["cd", _] | ["python3", "-m", "venv", _] | [".", _]:
+                assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), (
+                    f"{where}: {command}"
+                )
+            case (
+                ["git", "clone", "$REPOSITORY", _]
+                | ["cd", _]
+                | ["python3", "-m", "venv", _]
+                | [".", _]
+            ):
                 pass  # the clone and the environment that this test runs in
             case ["pip", "install", *wanted]:
                 for item in wanted:
@@ -107,10 +142,16 @@ def _shell(block: Block, where: str) -> None:
 
 
 def _installable(item: str, where: str) -> None:
-    """A release of the table, or this project with extras that it has (tests/project/test_install.py resolves them)."""
+    """A release of the table, or this project with extras that it has
+    (tests/project/test_install.py resolves them).
+    """
     name, _, version = item.partition("==")
     if version:
-        pairs = {release.torch_npu: release.torch.partition("+")[0] for release in RELEASES if release.tested}
+        pairs = {
+            release.torch_npu: release.torch.partition("+")[0]
+            for release in RELEASES
+            if release.tested
+        }
         assert version in (pairs if name == "torch_npu" else pairs.values()), f"{where}: {item}"
         return
     extras = re.fullmatch(r"(?:\.|mla-fusion)(?:\[([\w,]+)\])?", name)

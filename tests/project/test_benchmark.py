@@ -1,4 +1,6 @@
-"""The benchmarks run: every engine still finds every layer (it asserts so itself). No time is judged here."""
+"""The benchmarks run: every engine still finds every layer (it asserts so itself). No time is
+judged here.
+"""
 
 import json
 import os
@@ -30,18 +32,26 @@ def measured(patch: pytest.MonkeyPatch, target: Path, script: str, *options: str
 
 def test_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     once = ("--layers", "1", "--dims", "small", "--repeat", "1")
-    (row,) = measured(monkeypatch, tmp_path / "times.json", "pass_time.py", *once)["dims"]["small"]["rows"]
+    (row,) = measured(monkeypatch, tmp_path / "times.json", "pass_time.py", *once)["dims"]["small"][
+        "rows"
+    ]
     assert row["layers"] == 1 and all(seconds > 0 for seconds in row["seconds"].values())
     assert set(row["seconds"]) >= {"fuse", "explain", "Inductor", "SubgraphMatcher"}
 
 
 def test_boundary_of_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = measured(monkeypatch, tmp_path / "step.json", "step_cost.py", "--layers", "1", "--turns", "3")
+    rows = measured(
+        monkeypatch, tmp_path / "step.json", "step_cost.py", "--layers", "1", "--turns", "3"
+    )
     assert [row["setting"] for row in rows] == ["views", "counted", "rounds", "wide", "manager"]
     assert [row["copied_bytes"] > 0 for row in rows] == [False, True, True, True, True]
 
 
-SCRIPTS = [path for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__main__"' in path.read_text("utf-8")]
+SCRIPTS = [
+    path
+    for path in sorted(FOLDER.glob("*.py"))
+    if '__name__ == "__main__"' in path.read_text("utf-8")
+]
 
 
 @pytest.mark.parametrize("script", one_in(5, SCRIPTS), ids=lambda script: script.stem)

@@ -1,4 +1,6 @@
-"""docs/extending.md followed to the letter, in a scratch copy: each step is an edit of a file that the page names."""
+"""docs/extending.md followed to the letter, in a scratch copy: each step is an edit of a file that
+the page names.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Scratch:
             (at / "mla_fusion" / part).symlink_to(at / part)
 
     def edit(self, section: str, file: str, before: str, after: str) -> None:
-        """Replace the one place where ``before`` stands in a file, which the section of the page must name."""
+        """Replace the one place where ``before`` stands in a file, which the section of the page
+        must name.
+        """
         text = re.split(r"^## ", PAGE, flags=re.MULTILINE)
         named = next(part for part in text if part.startswith(section))
         assert file in named, f"'{section}' does not send anybody to {file}"
@@ -42,10 +46,20 @@ class Scratch:
         path.write_text(held.replace(before, after))
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"PYTHONPATH": str(self.root), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
+        environment = os.environ | {
+            "PYTHONPATH": str(self.root),
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        }
+        environment = {
+            name: value for name, value in environment.items() if not name.startswith("PYTEST_")
+        }
         return subprocess.run(
-            [sys.executable, *command], cwd=self.root, env=environment, capture_output=True, text=True, check=False
+            [sys.executable, *command],
+            cwd=self.root,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
 
     def tests(self, *which: str) -> str:
@@ -59,25 +73,33 @@ def scratch(tmp_path: Path) -> Scratch:
     return Scratch(tmp_path)
 
 
-SPELLING = '''
+SPELLING = """
 
 @entry("in place", source="written for this project", tags="whole, symbolic, device", slack=1.1)
 class SplitUnsafely(PagedRotateHalf):
     def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        c_kv, k_pe = torch.ops.aten.unsafe_split_with_sizes.default(self.kv_a_proj_with_mqa(x), [HCKV, DR], -1)
+        both = self.kv_a_proj_with_mqa(x)
+        c_kv, k_pe = torch.ops.aten.unsafe_split_with_sizes.default(both, [HCKV, DR], -1)
         return self.kv_a_layernorm(c_kv), k_pe
-'''
+"""
 
 
 def test_a_spelling_that_needs_an_operator(scratch: Scratch) -> None:
     section = "A spelling that is not recognised"
     first = "class FlatCaches(PagedRotateHalf):"
-    scratch.edit(section, "tests/catalogue/prologues.py", first, SPELLING.strip() + "\n\n\n" + first)
+    scratch.edit(
+        section, "tests/catalogue/prologues.py", first, SPELLING.strip() + "\n\n\n" + first
+    )
     which = ("tests/fusion/test_catalogue.py", "-m", "", "-k", "SplitUnsafely")
     assert "failed" in scratch.tests(*which)
     for table in ("VIEWS", "SELECTIONS"):
         listed = f'{table} = _names(\n    """\n'
-        scratch.edit("An operator", "mla_fusion/fx/operators.py", listed, listed + "    unsafe_split_with_sizes\n")
+        scratch.edit(
+            "An operator",
+            "mla_fusion/fx/operators.py",
+            listed,
+            listed + "    unsafe_split_with_sizes\n",
+        )
     after = scratch.tests(*which)
     assert "passed" in after and "failed" not in after
 
@@ -92,16 +114,20 @@ class ThreeHeads(Base):
 @pytest.mark.exhaustive  # as the spelling above: pytest in a copy of the project
 def test_a_rejection_code(scratch: Scratch) -> None:
     section = "A rejection code"
-    code = '    "heads.three": (\n        "There are three heads.",\n        "Take another number of them.",\n    ),\n'
+    code = (
+        '    "heads.three": (\n        "There are three heads.",\n        "Take another number of '
+        'them.",\n    ),\n'
+    )
     next_code = '    "token_x.layout": (\n'
     scratch.edit(section, "mla_fusion/report/rejection.py", next_code, code + next_code)
-    rule = '''@measured
+    rule = """@measured
 def _three_heads(view: View, candidate: Candidate) -> None:
     if candidate.query.absorb.heads == 3:
-        raise Refuse("heads.three", candidate.query.absorb.node.name, (candidate.query.absorb.node,))
+        node = candidate.query.absorb.node
+        raise Refuse("heads.three", node.name, (node,))
 
 
-RULES = (_three_heads, _model,'''
+RULES = (_three_heads, _model,"""
     scratch.edit(section, "mla_fusion/plan/verdict.py", "RULES = (_model,", rule)
     first = '@miss("absorb.absent", tags="absorb")'
     scratch.edit(section, "tests/catalogue/misses_products.py", first, EXAMPLE + "\n\n" + first)
@@ -123,7 +149,8 @@ from mla_fusion.reference.sample import sample_call
 dims = dict(He=1024, Hcq=1536, N=8, D=128, Dr=64, Hckv=512, BlockNum=2, BlockSize=16, Nkv=1)
 call = sample_call(dims=dims, lead=(3,))
 meta.check("npu_mla_prolog_v3_functional", **call, fast_mode=1)
-plain, fast = (torch.ops.npu.npu_mla_prolog_v3_functional(**call, fast_mode=mode) for mode in (0, 1))
+prolog = torch.ops.npu.npu_mla_prolog_v3_functional
+plain, fast = (prolog(**call, fast_mode=mode) for mode in (0, 1))
 assert torch.equal(fast[0], 2 * plain[0]), "the kernel takes it"
 assert V3.ge_attributes["fast_mode"] == "Int" and V3.defaults["fast_mode"] == 0
 """
@@ -153,7 +180,9 @@ assert 9999 in limits("npu_mla_prolog_v3", "A3").dims["He"], "latest holds what 
 
 def test_a_release_of_cann(scratch: Scratch) -> None:
     section = "A version of the operator"
-    scratch.edit(section, "mla_fusion/machine.py", '"9.1", "latest")\n', '"9.1", "9.2", "latest")\n')
+    scratch.edit(
+        section, "mla_fusion/machine.py", '"9.1", "latest")\n', '"9.1", "9.2", "latest")\n'
+    )
     row = '    Limit("Hcq", _of(1536)),\n'
     scratch.edit(section, "meta/limits.py", row, '    Limit("He", _of(9999), "9.2"),\n' + row)
     done = scratch.run("-c", RELEASE)

@@ -1,4 +1,6 @@
-"""The house of docs/architecture.md: a room imports only rooms named above it, and no import runs in a circle."""
+"""The house of docs/architecture.md: a room imports only rooms named above it, and no import runs
+in a circle.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,16 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {"mla_fusion": "mla_fusion", "meta": "mla_fusion.meta", "converters": "mla_fusion.converters"}
+FOLDERS = {
+    "mla_fusion": "mla_fusion",
+    "meta": "mla_fusion.meta",
+    "converters": "mla_fusion.converters",
+}
 ABOVE_ALL = ("_autoload", "_lazy", "_version")  # small files that any room may import
 
 
-COMMANDS = ("demo", "bench", "graphs_cli", "audit_cli", "proof_cli", "selftest_cli")  # files of cli.py's
+# files of cli.py's
+COMMANDS = ("demo", "bench", "graphs_cli", "audit_cli", "proof_cli", "selftest_cli")
 
 
 def modules() -> dict[str, Path]:
@@ -26,7 +33,9 @@ def modules() -> dict[str, Path]:
 
 
 def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """Modules of the package that a file imports, at its top, in functions, or for type checkers."""
+    """Modules of the package that a file imports, at its top, in functions, or for type
+    checkers.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mla_fusion"):
             for alias in node.names:
@@ -38,14 +47,20 @@ def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
 
 def imports() -> dict[str, set[str]]:
     known = modules()
-    return {name: {other for other in imported(path, known) if other != name} for name, path in known.items()}
+    return {
+        name: {other for other in imported(path, known) if other != name}
+        for name, path in known.items()
+    }
 
 
 def rooms() -> list[str]:
     """As the page lists them."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     listed = page[page.index("## Rooms") : page.index("## Stages")]
-    return [name.rstrip("/").removesuffix(".py") for name in re.findall(r"^\| `([\w./]+)`", listed, flags=re.MULTILINE)]
+    return [
+        name.rstrip("/").removesuffix(".py")
+        for name in re.findall(r"^\| `([\w./]+)`", listed, flags=re.MULTILINE)
+    ]
 
 
 def room(module: str) -> str:
@@ -58,7 +73,9 @@ def test_no_import_runs_in_a_circle() -> None:
 
 def test_a_room_imports_only_rooms_above_it() -> None:
     order = {name: place for place, name in enumerate(rooms())}
-    order |= dict.fromkeys(ABOVE_ALL, -1) | {name: len(order) for name in ("mla_fusion", *COMMANDS, "offline")}
+    order |= dict.fromkeys(ABOVE_ALL, -1) | {
+        name: len(order) for name in ("mla_fusion", *COMMANDS, "offline")
+    }
     below = [
         f"{name} imports {other}"
         for name, others in imports().items()
@@ -70,13 +87,16 @@ def test_a_room_imports_only_rooms_above_it() -> None:
 
 
 def test_every_folder_is_a_room_of_the_page() -> None:
-    folders = {path.name for path in (ROOT / "mla_fusion").iterdir() if (path / "__init__.py").exists()}
+    folders = {
+        path.name for path in (ROOT / "mla_fusion").iterdir() if (path / "__init__.py").exists()
+    }
     assert folders <= set(rooms())
 
 
-
 def test_the_tests_of_a_room_stand_in_a_folder_of_its_name() -> None:
-    """Beside these folders: whole fusions, what all tests share, attacks, the releases, and the project itself."""
+    """Beside these folders: whole fusions, what all tests share, attacks, the releases, and the
+    project itself.
+    """
     others = {"fusion", "catalogue", "soundness", "project", "matrix"}
     folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("**/test_*.py"))}
     assert folders - others <= set(rooms())

@@ -16,7 +16,10 @@ import mla_fusion
 from mla_fusion._lazy import LIGHT
 from tests.exhaustive import one_in
 
-HEAVY = "torch_npu torchair npugraph_ex transformers jinja2 sympy elftools torch._dynamo torch._inductor".split()
+HEAVY = (
+    "torch_npu torchair npugraph_ex transformers jinja2 sympy elftools torch._dynamo "
+    "torch._inductor"
+).split()
 LISTING = "import json, sys; print(json.dumps(sorted(sys.modules)))"
 
 
@@ -25,20 +28,32 @@ def modules_after(statement: str) -> frozenset[str]:
     """The modules loaded in a fresh interpreter after a statement, torch's backend autoload off."""
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", f"{statement}\n{LISTING}"], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", f"{statement}\n{LISTING}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return frozenset(json.loads(done.stdout))
 
 
 def test_import_adds_nothing_heavy_to_torch() -> None:
     added = modules_after("import mla_fusion, torch") - modules_after("import torch")
-    found = sorted(name for name in added if any(name == heavy or name.startswith(heavy + ".") for heavy in HEAVY))
+    found = sorted(
+        name
+        for name in added
+        if any(name == heavy or name.startswith(heavy + ".") for heavy in HEAVY)
+    )
     assert not found
 
 
 def test_import_loads_only_a_few_modules_of_its_own() -> None:
     """The operators' tables among them, of which the schemas are made, once torch is there."""
-    own = {name for name in modules_after("import mla_fusion, torch") if name.split(".")[0] == "mla_fusion"}
+    own = {
+        name
+        for name in modules_after("import mla_fusion, torch")
+        if name.split(".")[0] == "mla_fusion"
+    }
     beside_tables = {name for name in own if name.split(".")[1:2] != ["meta"]}
     wanted = "_autoload _lazy machine compat ops".split()
     assert beside_tables == {"mla_fusion", *(f"mla_fusion.{part}" for part in wanted)}
@@ -46,34 +61,53 @@ def test_import_loads_only_a_few_modules_of_its_own() -> None:
 
 WRONG = "mla_fusion.cli.main([{}])"
 CALLS = (
-    "'--help'", "'explain'", "'explain', 'absent.py:f'", "'explain', 'absent.txt'", "'lower', 'a.py:b', '--mode', 'e'",
-    "'inspect', 'absent'", "'diff', 'a', 'b'", "'check-model', 'absent'", "'explain', 'm:f', '--soc', 'H100'", "'fly'",
+    "'--help'", "'explain'", "'explain', 'absent.py:f'", "'explain', 'absent.txt'",
+    "'lower', 'a.py:b', '--mode', 'e'",
+    "'inspect', 'absent'", "'diff', 'a', 'b'", "'check-model', 'absent'",
+    "'explain', 'm:f', '--soc', 'H100'", "'fly'",
     "'check-proof', 'absent'", "'check-proof', 'pyproject.toml'",
 )  # fmt: skip
 
 
 def test_help_and_wrong_calls_need_no_torch() -> None:
     """Nor do the modules that say so of themselves."""
-    calls = "".join(f"\ntry: assert {WRONG.format(call)} == 2\nexcept SystemExit: pass" for call in CALLS)
+    calls = "".join(
+        f"\ntry: assert {WRONG.format(call)} == 2\nexcept SystemExit: pass" for call in CALLS
+    )
     light = ", ".join(sorted(LIGHT))
-    script = f"import contextlib, io, mla_fusion.cli, {light}\nwith contextlib.redirect_stdout(io.StringIO()):\n"
+    script = (
+        f"import contextlib, io, mla_fusion.cli, {light}\nwith "
+        "contextlib.redirect_stdout(io.StringIO()):\n"
+    )
     loaded = modules_after(script + textwrap.indent(calls.strip(), "  ") + "\npass")
     assert "mla_fusion.cli" in loaded and not {"torch", "mla_fusion.ops"} & loaded
 
 
 def test_whoever_imports_torch_has_the_operators() -> None:
-    """Behind this package, in whatever way torch is looked for; and by way of a module that needs it."""
-    looked_for = "import importlib.util, mla_fusion; importlib.util.find_spec('torch'); import torch"
-    for statement in (f"{looked_for}; torch.ops.npu.npu_mla_prolog_v3.default", "from mla_fusion.meta import check"):
+    """Behind this package, in whatever way torch is looked for; and by way of a module that needs
+    it.
+    """
+    looked_for = (
+        "import importlib.util, mla_fusion; importlib.util.find_spec('torch'); import torch"
+    )
+    for statement in (
+        f"{looked_for}; torch.ops.npu.npu_mla_prolog_v3.default",
+        "from mla_fusion.meta import check",
+    ):
         assert "mla_fusion.ops" in modules_after(statement)
 
 
 def test_torch_before_2_7_is_refused_with_the_pair_to_install() -> None:
     code = "import torch; del torch.float8_e8m0fnu; torch.__version__ = '2.6.0'; import mla_fusion"
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     said = done.stderr.splitlines()[-1]
-    assert "ImportError: mla_fusion needs torch 2.7 or newer, and torch 2.6.0 is installed: pip install torch==" in said
+    assert (
+        "ImportError: mla_fusion needs torch 2.7 or newer, and torch 2.6.0 is installed: "
+        "pip install torch==" in said
+    )
 
 
 @pytest.mark.parametrize("name", mla_fusion.__all__)
@@ -93,9 +127,16 @@ def test_type_checkers_see_every_public_name() -> None:
     block = next(
         node
         for node in source.body
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        if isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
     )
-    seen = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    seen = {
+        alias.name
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     assert seen == set(mla_fusion.__all__)
 
 
@@ -115,7 +156,8 @@ def test_a_module_that_the_operators_need_is_loaded_once(name: str) -> None:
     """Whichever is imported first: the operators, which come with torch, hold the same module."""
     code = (
         f"import mla_fusion.{name} as first, sys, mla_fusion.ops\n"
-        f"assert sys.modules['mla_fusion.{name}'] is first and first.__spec__.origin.endswith('.py')\n"
+        f"assert sys.modules['mla_fusion.{name}'] is first and "
+        "first.__spec__.origin.endswith('.py')\n"
         "from mla_fusion import ops, compat\n"
         "assert ops.compat is compat and len(ops._libraries) == 2\n"
     )

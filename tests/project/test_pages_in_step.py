@@ -1,4 +1,6 @@
-"""Pages that are generated are current, and translations have the headings, tables and code of their originals."""
+"""Pages that are generated are current, and translations have the headings, tables and code of
+their originals.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ def test_a_generated_page_is_current(name: str) -> None:
 
 
 def test_every_public_name_has_its_place_among_the_tasks() -> None:
-    named = {name.partition(".")[0] for names in script("generate_api").TASKS.values() for name in names.split()}
+    named = {
+        name.partition(".")[0]
+        for names in script("generate_api").TASKS.values()
+        for name in names.split()
+    }
     by_a_sentence = {"paging", "reference"}
     assert set(mf.__all__) - by_a_sentence - {"Config"} <= named  # Config has a page of its own
 
@@ -41,14 +47,22 @@ def test_a_translation_is_in_step(page: Path) -> None:
     assert shapes[0] == shapes[1], "headings"
     rows = [len(re.findall(r"^\|", text, re.MULTILINE)) for text in texts]
     assert rows[0] == rows[1], "rows of tables"
-    code = [[(one.kind, one.title, one.text) for one in blocks(path)] for path in (page, TRANSLATED[page])]
+    code = [
+        [(one.kind, one.title, one.text) for one in blocks(path)]
+        for path in (page, TRANSLATED[page])
+    ]
     assert code[0] == code[1], "code"
     pictures = [re.findall(r"!\[[^]]*\]\(([^)]*)\)", text) for text in texts]
     assert pictures[0] == pictures[1]
 
 
 def test_links_of_readmes_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"):
+    for page in (
+        ROOT / "README.md",
+        ROOT / "README.zh.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "CHANGELOG.md",
+    ):
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (ROOT / link).exists(), f"{page.name}: {link}"
 
@@ -64,7 +78,10 @@ def test_every_variable_of_the_environment_is_listed() -> None:
 
 
 def test_one_version_everywhere() -> None:
-    for file, line in (("CITATION.cff", f"version: {mf.__version__}"), ("CHANGELOG.md", f"## {mf.__version__}")):
+    for file, line in (
+        ("CITATION.cff", f"version: {mf.__version__}"),
+        ("CHANGELOG.md", f"## {mf.__version__}"),
+    ):
         assert re.search(rf"^{re.escape(line)}$", (ROOT / file).read_text(), re.MULTILINE), file
 
 
@@ -79,20 +96,31 @@ def test_the_json_of_a_report_is_what_its_schema_promises() -> None:
         assert not list(_wrong(data, schema, "report"))
 
 
-_TYPES = {"object": dict, "array": list, "string": str, "number": (int, float), "integer": int, "boolean": bool}
+_TYPES = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "number": (int, float),
+    "integer": int,
+    "boolean": bool,
+}
 
 
 def _wrong(value: Any, schema: dict[str, Any], where: str) -> Any:
     """What of the few words of JSON Schema that the file uses does not hold."""
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    if kinds and not any(value is None if kind == "null" else isinstance(value, _TYPES[kind]) for kind in kinds):
+    if kinds and not any(
+        value is None if kind == "null" else isinstance(value, _TYPES[kind]) for kind in kinds
+    ):
         yield f"{where} is {type(value).__name__}"
     if "const" in schema and value != schema["const"]:
         yield f"{where} is {value!r}"
     if "pattern" in schema and not re.search(schema["pattern"], value):
         yield f"{where} is {value!r}"
-    yield from (f"{where} has no {name}" for name in schema.get("required", ()) if name not in value)
+    yield from (
+        f"{where} has no {name}" for name in schema.get("required", ()) if name not in value
+    )
     for name, inner in schema.get("properties", {}).items():
         if name in value:
             yield from _wrong(value[name], inner, f"{where}.{name}")

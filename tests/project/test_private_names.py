@@ -1,4 +1,6 @@
-"""Private names of torch, torch_npu and torchair stand in ``mla_fusion/compat.py``, and nowhere else."""
+"""Private names of torch, torch_npu and torchair stand in ``mla_fusion/compat.py``, and nowhere
+else.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,16 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("mla_fusion", "meta", "converters")
 BRIDGES = ("compile/torchair_bridge.py", "compile/inductor_bridge.py", "compile/offline/")
 APART = ("compat.py", "modes.py", "_autoload.py", *BRIDGES)  # as compat.py says
-PRIVATE = re.compile(r"(torch|torch_npu|torchair|npugraph_ex)(\.\w+)*\.(_(?!_)\w*|fx\.experimental)(\.\w+)*")
+PRIVATE = re.compile(
+    r"(torch|torch_npu|torchair|npugraph_ex)(\.\w+)*\.(_(?!_)\w*|fx\.experimental)(\.\w+)*"
+)
 OPERATORS = re.compile(r"torch\.ops\b")  # aten._to_copy is an operator like any other
 ATTRIBUTES = frozenset(
     """
-    _cdata _codegen _converters _destroy _dynamo_dynamic_indices _dynamo_static_input_type _ge_converter _is_view
-    _op _opname _overloadname _overloadpacket _qualified_op_name _schema _tracing_cls _version backed_var_to_val
-    bound_sympy grapharg py_kernels shape_env var_to_range var_to_val
+    _cdata _codegen _converters _destroy _dynamo_dynamic_indices _dynamo_static_input_type
+    _ge_converter _is_view _op _opname _overloadname _overloadpacket _qualified_op_name _schema
+    _tracing_cls _version backed_var_to_val bound_sympy grapharg py_kernels shape_env var_to_range
+    var_to_val
     """.split()
 )
 
@@ -32,8 +37,12 @@ def private_names(source: str) -> Iterator[tuple[int, str]]:
             above = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             found = [above + alias.name for alias in node.names]
         elif isinstance(node, ast.Attribute):
-            found = [_dotted(node), node.attr if node.attr in ATTRIBUTES and not _is_own(node) else ""]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # for import_module, getattr and hasattr
+            found = [
+                _dotted(node),
+                node.attr if node.attr in ATTRIBUTES and not _is_own(node) else "",
+            ]
+        # for import_module, getattr and hasattr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found = [node.value, node.value if node.value in ATTRIBUTES else ""]
         else:
             continue

@@ -1,4 +1,6 @@
-"""docs/public-code.md has a row, with the verdict that the catalogue has, for every form that the benchmark runs."""
+"""docs/public-code.md has a row, with the verdict that the catalogue has, for every form that the
+benchmark runs.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,24 @@ def benchmark() -> ModuleType:
 
 
 def test_every_implementation_has_a_row(benchmark: ModuleType) -> None:
-    rows = [f"| {entry.source} | {entry.name} | {benchmark._words(entry.outcome)} |" for entry in benchmark.public()]
-    assert [row for row in rows if row not in PAGE] == [], "python benchmarks/public_code.py --write"
+    rows = [
+        f"| {entry.source} | {entry.name} | {benchmark._words(entry.outcome)} |"
+        for entry in benchmark.public()
+    ]
+    assert [row for row in rows if row not in PAGE] == [], (
+        "python benchmarks/public_code.py --write"
+    )
     assert len(rows) >= 38
 
 
 def test_every_model_of_hugging_face_has_a_row(benchmark: ModuleType) -> None:
     wanted = benchmark.HUGGING_FACE.items()
-    rows = [f"| transformers | {name} | {benchmark._words((verdict,))} |" for name, verdict in wanted]
-    assert [row for row in rows if row not in PAGE] == [], "python benchmarks/public_code.py --write"
+    rows = [
+        f"| transformers | {name} | {benchmark._words((verdict,))} |" for name, verdict in wanted
+    ]
+    assert [row for row in rows if row not in PAGE] == [], (
+        "python benchmarks/public_code.py --write"
+    )
     assert len(rows) >= 19
 
 

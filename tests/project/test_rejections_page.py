@@ -30,7 +30,9 @@ def test_the_page_is_current(generator: ModuleType) -> None:
     assert generator.main(["--check"]) == 0, "run `make docs`"
 
 
-def test_a_stale_page_is_noticed(generator: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_stale_page_is_noticed(
+    generator: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(generator, "PAGE", tmp_path / "rejections.md")
     assert generator.main(["--check"]) == 1
     assert generator.main([]) == 0 and generator.main(["--check"]) == 0
@@ -96,14 +98,18 @@ def explained(source: str) -> Report:
         name: nn.Parameter(torch.randn(shape).mul(0.03).bfloat16(), requires_grad=False)
         for name, shape in SHAPES.items()
     }
-    others = {"g_float32": nn.Parameter(torch.randn(512), requires_grad=False), "eps": torch.tensor(1e-6)}
+    others = {
+        "g_float32": nn.Parameter(torch.randn(512), requires_grad=False),
+        "eps": torch.tensor(1e-6),
+    }
     functions = {"torch": torch, "F": F, "my_operator": my_operator, "rotate_pairs": rotate_pairs}
     vars(module).update({**SIZES, **weights, **others, **functions})
     exec(source, vars(module))
     shapes = (4, 1024), (4, 64), (4, 64), (4, 16, 1, 512), (4, 16, 1, 64)
     arguments = [torch.randn(shape).bfloat16() for shape in shapes]
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setitem(sys.modules, module.__name__, module)  # where dynamo looks for the function's globals
+        # where dynamo looks for the function's globals
+        patch.setitem(sys.modules, module.__name__, module)
         graph, _ = capture(module.prologue, *arguments, torch.arange(4), device="cpu")
     return mf.explain(graph)
 
@@ -127,7 +133,9 @@ def test_codes_of_one_family_stand_together() -> None:
 
 
 def test_every_code_in_the_source_is_listed() -> None:
-    """``Refuse("code", ...)`` with a code that is not in the table fails only when it is raised; find it here."""
+    """``Refuse("code", ...)`` with a code that is not in the table fails only when it is raised;
+    find it here.
+    """
     used = {
         match
         for path in (ROOT / "mla_fusion").rglob("*.py")

@@ -1,4 +1,6 @@
-"""docs/releases.md and the table of README say what the table of releases and the outcome of the matrix say."""
+"""docs/releases.md and the table of README say what the table of releases and the outcome of the
+matrix say.
+"""
 
 import json
 import re
@@ -31,8 +33,12 @@ def test_each_release_has_one_row(generator: ModuleType) -> None:
 
 def test_nothing_failed_in_the_outcome_that_is_kept() -> None:
     rows = json.loads((ROOT / "tests" / "matrix" / "outcome.json").read_text())
-    assert {row["torch_npu"] for row in rows} <= {release.torch_npu for release in RELEASES if release.tested}
-    cells = [(row["torch_npu"], name, counts) for row in rows for name, counts in row["cells"].items()]
+    assert {row["torch_npu"] for row in rows} <= {
+        release.torch_npu for release in RELEASES if release.tested
+    }
+    cells = [
+        (row["torch_npu"], name, counts) for row in rows for name, counts in row["cells"].items()
+    ]
     assert cells and [cell for cell in cells if cell[2].get("failed")] == []
 
 
@@ -44,11 +50,18 @@ def test_results_are_counted_by_cell(generator: ModuleType, tmp_path: Path) -> N
         ("tests/converters/test_unfused.py", "test_a", "<skipped/>"),
         ("tests/converters/test_format_cast.py", "test_b", "<error/>"),
     )
-    xml = "".join(f'<testcase file="{file}" name="{name}">{inner}</testcase>' for file, name, inner in cases)
+    xml = "".join(
+        f'<testcase file="{file}" name="{name}">{inner}</testcase>' for file, name, inner in cases
+    )
     path = tmp_path / "2.10.0.post7+py3.12.xml"
     path.write_text(f'<testsuites><testsuite time="12.5">{xml}</testsuite></testsuites>')
     row = generator.outcome.read(path)
-    assert (row["torch_npu"], row["torch"], row["python"], row["works"]) == ("2.10.0.post7", "2.10.0+cpu", "3.12", True)
+    assert (row["torch_npu"], row["torch"], row["python"], row["works"]) == (
+        "2.10.0.post7",
+        "2.10.0+cpu",
+        "3.12",
+        True,
+    )
     assert row["cells"] == {
         "fused": {"passed": 1},
         "hand call": {"failed": 1},
@@ -56,20 +69,33 @@ def test_results_are_counted_by_cell(generator: ModuleType, tmp_path: Path) -> N
         "converters": {"skipped": 1, "failed": 1},
     }
     assert list(generator.outcome.failures([row])) == [
-        "2.10.0.post7 on Python 3.12: hand call", "2.10.0.post7 on Python 3.12: converters"
+        "2.10.0.post7 on Python 3.12: hand call",
+        "2.10.0.post7 on Python 3.12: converters",
     ]
     header, (line,) = generator.outcome.table([row])
     said = dict(zip(header, line, strict=True))
     assert (said["fused"], said["hand call"], said["converters"], said["reference"]) == (
-        "ok", "1 of 1 failed", "1 of 2 failed", "-"
+        "ok",
+        "1 of 1 failed",
+        "1 of 2 failed",
+        "-",
     )
 
 
 def test_a_refused_release_says_so_where_it_has_no_cell(generator: ModuleType) -> None:
-    row = {"torch_npu": "2.9.0", "python": "3.11", "works": False, "cells": {"refused by name": {"passed": 5}}}
+    row = {
+        "torch_npu": "2.9.0",
+        "python": "3.11",
+        "works": False,
+        "cells": {"refused by name": {"passed": 5}},
+    }
     header, (line,) = generator.outcome.table([row])
     said = dict(zip(header, line, strict=True))
-    assert (said["fused"], said["refused by name"], said["reference"]) == ("refused", "ok", "refused")
+    assert (said["fused"], said["refused by name"], said["reference"]) == (
+        "refused",
+        "ok",
+        "refused",
+    )
 
 
 def test_a_newer_run_takes_the_place_of_an_older_one(generator: ModuleType) -> None:
@@ -77,12 +103,17 @@ def test_a_newer_run_takes_the_place_of_an_older_one(generator: ModuleType) -> N
         done = {name: {"passed": 1} for name in cells}
         return {"torch_npu": torch_npu, "python": python, "seconds": seconds, "cells": done}
 
-    old = [row("2.14.0", "3.11", "import", "fused", seconds=1), row("2.8.0.post5", "3.11", "import")]
+    old = [
+        row("2.14.0", "3.11", "import", "fused", seconds=1),
+        row("2.8.0.post5", "3.11", "import"),
+    ]
     new = [row("2.14.0", "3.11", "import", "fused", seconds=2), row("2.14.0", "3.9", "import")]
     quick = [row("2.14.0", "3.11", "import", seconds=3)]
     rows = generator.outcome.merged(old, [*new, *quick])
     assert [(row["torch_npu"], row["python"], row["seconds"]) for row in rows] == [
-        ("2.8.0.post5", "3.11", 0), ("2.14.0", "3.9", 0), ("2.14.0", "3.11", 2)
+        ("2.8.0.post5", "3.11", 0),
+        ("2.14.0", "3.9", 0),
+        ("2.14.0", "3.11", 2),
     ]
 
 
@@ -94,4 +125,6 @@ def test_cells_name_tests_that_exist(generator: ModuleType) -> None:
             file, _, name = test.partition("::")
             assert (ROOT / file).exists(), test
             function = name.partition("[")[0]
-            assert not name or re.search(rf"^def {function}\(", (ROOT / file).read_text(), re.MULTILINE), test
+            assert not name or re.search(
+                rf"^def {function}\(", (ROOT / file).read_text(), re.MULTILINE
+            ), test

@@ -43,7 +43,16 @@ class Page(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     """The pages of a strict build, by path. Warnings fail it."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder),
+    ]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert built.returncode == 0, built.stdout + built.stderr
@@ -57,8 +66,14 @@ def test_every_page_is_built(site: dict[Path, Page]) -> None:
 
 def test_nothing_is_loaded_from_elsewhere(site: dict[Path, Page]) -> None:
     for page in site.values():
-        assert [url for url in page.loads if urlsplit(url).scheme not in ("", "data") or url.startswith("//")] == []
-        style = re.findall(r"@import|url\(\s*['\"]?(?:https?:)?//", page.path.read_text(encoding="utf-8"))
+        assert [
+            url
+            for url in page.loads
+            if urlsplit(url).scheme not in ("", "data") or url.startswith("//")
+        ] == []
+        style = re.findall(
+            r"@import|url\(\s*['\"]?(?:https?:)?//", page.path.read_text(encoding="utf-8")
+        )
         assert style == []
 
 
@@ -67,7 +82,9 @@ def test_stylesheets_load_nothing_from_elsewhere(site: dict[Path, Page]) -> None
     sheets = list(folder.rglob("*.css"))
     assert sheets
     for sheet in sheets:
-        assert not re.search(r"@import|url\(\s*['\"]?(?:https?:)?//", sheet.read_text(encoding="utf-8"))
+        assert not re.search(
+            r"@import|url\(\s*['\"]?(?:https?:)?//", sheet.read_text(encoding="utf-8")
+        )
 
 
 def test_internal_links_resolve(site: dict[Path, Page]) -> None:
@@ -82,6 +99,8 @@ def test_internal_links_resolve(site: dict[Path, Page]) -> None:
             target = (page.path.parent / unquote(parts.path)).resolve() if parts.path else page.path
             target = target / "index.html" if target.is_dir() else target
             anchor = unquote(parts.fragment)
-            if not target.exists() or (anchor and target in site and anchor not in site[target].anchors):
+            if not target.exists() or (
+                anchor and target in site and anchor not in site[target].anchors
+            ):
                 broken.append((page.path.name, link))
     assert broken == []

@@ -1,4 +1,6 @@
-"""Everything that README and docs show as code or as a command runs as it is shown, on a machine without an NPU."""
+"""Everything that README and docs show as code or as a command runs as it is shown, on a machine
+without an NPU.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ RUN = [page for page in PAGES if any(block.kind in ("python", "sh") for block in
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
-def test_a_page_runs_as_it_stands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_runs_as_it_stands(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "transformers" in page.read_text(encoding="utf-8"):
         pytest.importorskip("mla_fusion.models.hf").modeling()  # says what is missing
     monkeypatch.chdir(tmp_path)
@@ -34,4 +38,7 @@ def test_a_page_runs_as_it_stands(page: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_other_pages_are_run_elsewhere() -> None:
-    assert all((DOCS.parent / test).is_file() and (DOCS / page).is_file() for page, test in ELSEWHERE.items())
+    assert all(
+        (DOCS.parent / test).is_file() and (DOCS / page).is_file()
+        for page, test in ELSEWHERE.items()
+    )

@@ -25,10 +25,14 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     source = tmp_path_factory.mktemp("source")
     wheels = tmp_path_factory.mktemp("wheels")
     for folder in SOURCES:
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
-    subprocess.run([sys.executable, "-c", BUILD, str(wheels)], cwd=source, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", BUILD, str(wheels)], cwd=source, check=True, capture_output=True
+    )
     (wheel,) = wheels.glob("*.whl")
     return set(zipfile.ZipFile(wheel).namelist())
 
@@ -50,12 +54,21 @@ def test_the_source_archive_holds_what_a_wheel_is_built_from(tmp_path: Path) -> 
     left_out = shutil.ignore_patterns(".*", "build", "tests", "docs", "__pycache__", "*.egg-info")
     shutil.copytree(ROOT, source, ignore=left_out)
     build = BUILD.replace("build_wheel", "build_sdist")
-    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True
+    )
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as held:
         names = {name.partition("/")[2] for name in held.getnames()}
-    wanted = [path.relative_to(ROOT) for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.is_file()]
-    missing = [path for path in wanted if "__pycache__" not in path.parts and path.as_posix() not in names]
+    wanted = [
+        path.relative_to(ROOT)
+        for folder in SOURCES
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file()
+    ]
+    missing = [
+        path for path in wanted if "__pycache__" not in path.parts and path.as_posix() not in names
+    ]
     assert not missing and {"pyproject.toml", "LICENSE", "CHANGELOG.md"} <= names
 
 

@@ -1,4 +1,6 @@
-"""Functions that no probe of moderate size, or of few tokens, tells from the identity; and where they can stand."""
+"""Functions that no probe of moderate size, or of few tokens, tells from the identity; and where
+they can stand.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def of_size(rng: random.Random) -> tuple[str, Function]:
         "bias": lambda v: v + small,
     }
     name = rng.choice(sorted(kinds))
-    return f"{name} at {far:.0e}" if name not in ("square", "bias", "quotient") else name, kinds[name]
+    return f"{name} at {far:.0e}" if name not in ("square", "bias", "quotient") else name, kinds[
+        name
+    ]
 
 
 def of_token(rng: random.Random) -> tuple[str, Function]:
@@ -84,7 +88,9 @@ class At(Base):
         x = hf_interleave(x)
         return x * c + rotate_half(x) * s
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Any:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Any:
         at = self.at
         raw = at("c_q_raw", self.q_a_proj(at("x", x)))
         q = at("q", self.q_b_proj(at("c_q", self.q_a_layernorm(raw))))

@@ -1,8 +1,9 @@
 """Certificates with one thing changed that matters: each must be refused.
 
-What changes nothing is left out by how a change is chosen, not by what becomes of it: the operands of a sum or a
-product in the other order; a value that nothing claimed is made of; one that the kernel is given too (both sides then
-read another input); what is made of a literal 0; a value for itself in another shape; a name that only people read.
+What changes nothing is left out by how a change is chosen, not by what becomes of it: the operands
+of a sum or a product in the other order; a value that nothing claimed is made of; one that the
+kernel is given too (both sides then read another input); what is made of a literal 0; a value for
+itself in another shape; a name that only people read.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def _matters(certificate: Any) -> list[int]:
             nothing.add(place)
         if nothing.intersection(entry[1]):
             nothing.add(place)
-    return sorted(claimed - _above(entries, set(certificate["call"]["arguments"].values())) - nothing)
+    return sorted(
+        claimed - _above(entries, set(certificate["call"]["arguments"].values())) - nothing
+    )
 
 
 def _above(entries: Any, used: set[int]) -> set[int]:
@@ -63,7 +66,9 @@ def _above(entries: Any, used: set[int]) -> set[int]:
 
 
 def _chosen(certificate: Any, rng: random.Random, *operations: str) -> Any:
-    found = [place for place in _matters(certificate) if certificate["values"][place][0] in operations]
+    found = [
+        place for place in _matters(certificate) if certificate["values"][place][0] in operations
+    ]
     return certificate["values"][rng.choice(found)] if found else None
 
 
@@ -82,7 +87,14 @@ def _literal(certificate: Any, rng: random.Random) -> str:
 def _operator(certificate: Any, rng: random.Random) -> str:
     """Another operation of as many operands; a function of another name."""
     entry = _chosen(certificate, rng, "add", "mul", "neg", "inverse", "sqrt", "function", "matmul")
-    others = {"add": "mul", "mul": "add", "neg": "inverse", "inverse": "sqrt", "sqrt": "neg", "matmul": "add"}
+    others = {
+        "add": "mul",
+        "mul": "add",
+        "neg": "inverse",
+        "inverse": "sqrt",
+        "sqrt": "neg",
+        "matmul": "add",
+    }
     if entry is None:
         return ""
     if entry[0] == "function":
@@ -100,7 +112,9 @@ def _operand(certificate: Any, rng: random.Random) -> str:
         return ""
     place = rng.randrange(len(entry[1]))
     before = entries.index(entry)
-    others = [at for at in range(before) if at != entry[1][place] and entries[at][0] in ("leaf", "number")]
+    others = [
+        at for at in range(before) if at != entry[1][place] and entries[at][0] in ("leaf", "number")
+    ]
     same = entries[entry[1][place]][1] if entries[entry[1][place]][0] == "move" else []
     others = [at for at in others if at not in entry[1] and at not in same]
     if not others:
@@ -168,7 +182,13 @@ def _argument(certificate: Any, rng: random.Random) -> str:
 def _attribute(certificate: Any, rng: random.Random) -> str:
     """An epsilon, a scale or a mode."""
     attributes = certificate["call"]["attributes"]
-    name = rng.choice([name for name in attributes if "epsilon" in name or "scale" in name or name.endswith("mode")])
+    name = rng.choice(
+        [
+            name
+            for name in attributes
+            if "epsilon" in name or "scale" in name or name.endswith("mode")
+        ]
+    )
     item = attributes[name]
     if not isinstance(item, dict):
         if name in ("ckvkr_repo_mode", "quant_scale_repo_mode", "query_quant_mode"):
@@ -176,7 +196,10 @@ def _attribute(certificate: Any, rng: random.Random) -> str:
         attributes[name] = item + 1 if isinstance(item, int) else "TND"
         return f"{name} {attributes[name]}"
     key = "root" if "root" in item else "exact"
-    was, item[key] = item[key], str(Fraction(item[key]) * 2 + (Fraction(1, 10**6) if item[key] == "0" else 0))
+    was, item[key] = (
+        item[key],
+        str(Fraction(item[key]) * 2 + (Fraction(1, 10**6) if item[key] == "0" else 0)),
+    )
     if rng.random() < 0.5:
         item["written"] *= 2.0
     return f"{name} {item[key]} for {was}"

@@ -1,4 +1,6 @@
-"""Certificates: the checker accepts those of the pass, and refuses them changed in one place that matters."""
+"""Certificates: the checker accepts those of the pass, and refuses them changed in one place that
+matters.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ PROVED = [name for name, entry in ENTRIES.items() if {IN_PLACE, STAGED}.intersec
 def text_of(name: str) -> str:
     entry = ENTRIES[name]
     torch.manual_seed(0)
-    return mf.explain(graph_of(entry.model(), *entry.args()), entry.config(verify="off"), boundary=True).to_json()
+    return mf.explain(
+        graph_of(entry.model(), *entry.args()), entry.config(verify="off"), boundary=True
+    ).to_json()
 
 
 def report_of(name: str) -> Any:
@@ -86,8 +90,12 @@ def test_a_value_is_not_made_of_a_result() -> None:
 def test_a_result_is_not_multiplied_by_more_than_a_number_for_each_token(result: str) -> None:
     report, certificate = changed("QueryByPosition")
     values = certificate["values"]
-    (times,) = (entry[1] for entry in values if entry[0] == "mul" and values[entry[1][0]][-1] == "query")
-    place = next(at for at, entry in enumerate(values) if entry[0] == "result" and entry[-1] == result)
+    (times,) = (
+        entry[1] for entry in values if entry[0] == "mul" and values[entry[1][0]][-1] == "query"
+    )
+    place = next(
+        at for at, entry in enumerate(values) if entry[0] == "result" and entry[-1] == result
+    )
     values.append(["mul", [place, place if result == "query" else times[1]]])
     assert "computed from a result" in refusal(report)
 
@@ -137,7 +145,13 @@ def test_without_a_part_it_is_refused(key: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("certificate", 7), ("certificate", None), ("operator", "npu_mm"), ("replaced", {"a": "query"}), ("dims", {})],
+    [
+        ("certificate", 7),
+        ("certificate", None),
+        ("operator", "npu_mm"),
+        ("replaced", {"a": "query"}),
+        ("dims", {}),
+    ],
 )
 def test_a_certificate_of_another_fusion_is_refused(key: str, value: Any) -> None:
     report, _ = changed()
@@ -169,7 +183,9 @@ def test_a_fusion_without_a_certificate_is_refused() -> None:
 def test_layers_of_one_structure_share_one() -> None:
     report = report_of("UnboundLayers")
     assert len(report["fused"]) > 1
-    assert {item["certificate"] for item in report["fused"]} == {0} and len(report["certificates"]) == 1
+    assert {item["certificate"] for item in report["fused"]} == {0} and len(
+        report["certificates"]
+    ) == 1
 
 
 def test_signs_of_roots_are_seen() -> None:
@@ -177,7 +193,12 @@ def test_signs_of_roots_are_seen() -> None:
     report, certificate = changed()
     values, claim = certificate["values"], certificate["claims"][0]
     place = len(values)
-    values += [["leaf", [], [1], "s"], ["mul", [place, place]], ["sqrt", [place + 1]], ["inverse", [place]]]
+    values += [
+        ["leaf", [], [1], "s"],
+        ["mul", [place, place]],
+        ["sqrt", [place + 1]],
+        ["inverse", [place]],
+    ]
     values += [["mul", [place + 2, place + 3]], ["mul", [claim["value"], place + 4]]]
     claim["value"] = len(values) - 1
     assert "is not what the kernel gives" in refusal(report)
@@ -197,7 +218,9 @@ except SystemExit as done:
     assert not done.code, done.code
 assert not {{"torch", "mla_fusion"}} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", lines], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 0 and "accepted" in done.stdout, done.stderr
     assert check.PRIME != field.P and check.VERSION == trace.VERSION
 
@@ -219,11 +242,24 @@ def test_nobody_knows_the_prime(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_short_enough_to_be_read() -> None:
     """Lines of code; those of words, and empty ones, beside."""
     text = Path(check.__file__).read_text()
-    beside = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    tokens = [item for item in tokenize.generate_tokens(io.StringIO(text).readline) if item.type not in beside]
+    beside = (
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    )
+    tokens = [
+        item
+        for item in tokenize.generate_tokens(io.StringIO(text).readline)
+        if item.type not in beside
+    ]
     lines = {line for item in tokens for line in range(item.start[0], item.end[0] + 1)}
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
+            node
+        ):
             lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     assert len(lines) < 600
 

@@ -33,7 +33,11 @@ def run(op: object, *args: object, **kwargs: object) -> Num:
 def test_products_are_those_of_rationals(seed: int) -> None:
     rng = random.Random(seed)
     a, b = drawn(rng, 6), drawn(rng, 12)
-    wanted = [sum((a[3 * i + k] * b[4 * k + j] for k in range(3)), Fraction(0)) for i in range(2) for j in range(4)]
+    wanted = [
+        sum((a[3 * i + k] * b[4 * k + j] for k in range(3)), Fraction(0))
+        for i in range(2)
+        for j in range(4)
+    ]
     found = field.matmul(of(a, 2, 3), of(b, 3, 4))
     assert found.re.flatten().tolist() == [field.residue(value) for value in wanted]
 
@@ -41,7 +45,11 @@ def test_products_are_those_of_rationals(seed: int) -> None:
 def test_products_of_long_rows_are_exact() -> None:
     a, b = field.random("a", (2, 5000)), field.random("b", (5000, 3))
     rows, columns = a.re.tolist(), b.re.T.tolist()
-    wanted = [sum(x * y for x, y in zip(row, column, strict=True)) % P for row in rows for column in columns]
+    wanted = [
+        sum(x * y for x, y in zip(row, column, strict=True)) % P
+        for row in rows
+        for column in columns
+    ]
     assert field.matmul(a, b).re.flatten().tolist() == wanted
 
 
@@ -52,7 +60,9 @@ def test_a_norm_squared_is_that_of_rationals(seed: int) -> None:
     mean = sum(value * value for value in values) / 8 + Fraction(1, 1000000)
     normed, _ = operators.rms_norm(of(values, 1, 8), None, 1e-6, 1)
     squares = field.mul(normed, normed)
-    assert squares.re.flatten().tolist() == [field.residue(value * value / mean) for value in values]
+    assert squares.re.flatten().tolist() == [
+        field.residue(value * value / mean) for value in values
+    ]
     assert squares.im is None or not squares.im.any()
 
 
@@ -88,7 +98,9 @@ def test_literals_are_what_was_written(literal: float, wanted: Fraction) -> None
     assert field.rational(literal) == wanted
 
 
-@pytest.mark.parametrize(("a", "b"), [(1e-6, 1.000000001e-6), (1.0, 1 + 2.0**-40), (0.5, 0.5 + 1e-12)])
+@pytest.mark.parametrize(
+    ("a", "b"), [(1e-6, 1.000000001e-6), (1.0, 1 + 2.0**-40), (0.5, 0.5 + 1e-12)]
+)
 def test_literals_next_to_each_other_are_two(a: float, b: float) -> None:
     assert not field.equal(field.number(a), field.number(b))
 
@@ -113,7 +125,9 @@ def test_functions_are_equal_for_equal_arguments_alone() -> None:
 
 
 def test_columns_of_a_weight_are_known_by_their_elements() -> None:
-    """A weight that is moved about gives the products of the columns it then has; none is drawn for it."""
+    """A weight that is moved about gives the products of the columns it then has; none is drawn for
+    it.
+    """
     x = field.random("x", (3, 6))
     weight = Num(None, cells=Cells.of_input(0, (8, 6)))
     whole = field.matmul(x, weight.moved(lambda part: part.t()))
@@ -161,7 +175,9 @@ def test_int8_is_one_function(write: object, is_int8: bool) -> None:
 
     rows = field.random("rows", (4, 16))
     found = write(Written(rows)).value  # type: ignore[operator]
-    assert field.equal(quantising.to_bytes(found, torch.int8), quantising.saturated(rows)) is is_int8
+    assert (
+        field.equal(quantising.to_bytes(found, torch.int8), quantising.saturated(rows)) is is_int8
+    )
 
 
 def test_rows_brought_to_127_need_no_saturation() -> None:

@@ -1,4 +1,5 @@
-"""Functions that no probe tells from the identity are refused, at default settings and without verification.
+"""Functions that no probe tells from the identity are refused, at default settings and without
+verification.
 
 Behind the kernel's results they stay in the graph, and the fused model is as exact as before.
 """
@@ -57,13 +58,18 @@ def test_behind_a_result_it_stays(seed: int) -> None:
 @pytest.mark.parametrize("which", ["q_a", "kv_a", "w_uk"])
 def test_a_bias_of_later_tokens_is_one(which: str) -> None:
     gm = graph_of(BiasOfProduct(which), *paged_args(), dynamic=True)
-    assert [item.code for item in mf.explain(gm, UNVERIFIED, boundary=True).rejected] == ["linear.bias"]
+    assert [item.code for item in mf.explain(gm, UNVERIFIED, boundary=True).rejected] == [
+        "linear.bias"
+    ]
 
 
 def test_a_fusion_says_what_was_proved() -> None:
     gm = graph_of(At("", torch.clone), *paged_args())
     (fusion,) = mf.explain(gm, UNVERIFIED, boundary=True).fused
-    assert any("proved in exact arithmetic" in line and "chance below 1e-16" in line for line in fusion.proof)
+    assert any(
+        "proved in exact arithmetic" in line and "chance below 1e-16" in line
+        for line in fusion.proof
+    )
 
 
 class BoundedSlots(Base):
@@ -81,12 +87,16 @@ class GreaterSlots(Base):
 @pytest.mark.parametrize("model", [BoundedSlots, GreaterSlots])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_bound_may_make_slots_one(model: type[Base], dynamic: bool) -> None:
-    report = mf.explain(graph_of(model(), *paged_args(), dynamic=dynamic), UNVERIFIED, boundary=True)
+    report = mf.explain(
+        graph_of(model(), *paged_args(), dynamic=dynamic), UNVERIFIED, boundary=True
+    )
     assert [item.placement.partition(":")[0] for item in report.fused] == ["staged"], str(report)
 
 
 class AlongBoth(Base):
-    """Batches as long as their sequences, with a number for each batch, or for each place in a sequence."""
+    """Batches as long as their sequences, with a number for each batch, or for each place in a
+    sequence.
+    """
 
     def __init__(self, along: int) -> None:
         super().__init__()
@@ -139,7 +149,9 @@ def test_a_place_is_no_number_of_one_run(move: str) -> None:
 
 
 class RoundedAngles(Base):
-    """The query is rotated by angles in bfloat16, the key by the same in float32: far positions differ."""
+    """The query is rotated by angles in bfloat16, the key by the same in float32: far positions
+    differ.
+    """
 
     def angles(self, c: Tensor, s: Tensor) -> Tensor:
         return c.float() * 1000 + s.float()

@@ -17,7 +17,9 @@ from tests.catalogue.base import DR, HCKV, HE, Base, npu, paged_args, tables
 from tests.harness import graph_of
 
 
-def report_of(model: nn.Module, *args: Tensor, dynamic: bool = False, **options: object) -> mf.Report:
+def report_of(
+    model: nn.Module, *args: Tensor, dynamic: bool = False, **options: object
+) -> mf.Report:
     config = mf.Config(verify="off", **options)  # type: ignore[arg-type]
     return mf.explain(graph_of(model, *args, dynamic=dynamic), config, boundary=True)
 
@@ -38,7 +40,9 @@ def of_row(v: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["paged", "MxFull", "HifFull", "StaticW8A8"])
 def test_a_floor_is_one_under_a_norm_alone(name: str, floor: Callable[[Tensor], Tensor]) -> None:
     kind = Base if name == "paged" else ENTRIES[name].model
-    soc, targets = ("A3", ("v3",)) if name == "paged" else (ENTRIES[name].soc, ENTRIES[name].targets)
+    soc, targets = (
+        ("A3", ("v3",)) if name == "paged" else (ENTRIES[name].soc, ENTRIES[name].targets)
+    )
     args = paged_args() if name == "paged" else ENTRIES[name].args()
 
     def absorb(self: Base, q_nope: Tensor) -> Tensor:
@@ -65,7 +69,9 @@ FACTORS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda v: torch.relu(600.5 - place(v)) / (600.5 - place(v)),
     "floor of 0": lambda v: (600.5 - place(v)).clamp_min(0) / (600.5 - place(v)),
     "size of a wave": lambda v: (place(v) * 0.001).cos().abs() / (place(v) * 0.001).cos(),
-    "maximum": lambda v: torch.maximum(600.5 - place(v), torch.zeros_like(place(v))) / (600.5 - place(v)),
+    "maximum": lambda v: (
+        torch.maximum(600.5 - place(v), torch.zeros_like(place(v))) / (600.5 - place(v))
+    ),
     "rows of one": lambda v: flat(v, torch.eye(v.shape[0], 600).sum(1)),
     "sum by a product": lambda v: torch.addmm(torch.zeros(1, 1), *ones(v)) / 5,
     "length of ones": lambda v: torch.linalg.vector_norm(torch.ones(v.shape[0])) ** 2 / 5,
@@ -73,7 +79,10 @@ FACTORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def attention_args(tokens: int = 8, blocks: int = 64) -> tuple[Tensor, ...]:
-    caches = torch.zeros(blocks, 16, 1, HCKV).to(torch.float8_e4m3fn), torch.zeros(blocks, 16, 1, DR).bfloat16()
+    caches = (
+        torch.zeros(blocks, 16, 1, HCKV).to(torch.float8_e4m3fn),
+        torch.zeros(blocks, 16, 1, DR).bfloat16(),
+    )
     return torch.randn(tokens, HE).bfloat16(), *tables(tokens), *caches, torch.arange(tokens)
 
 
@@ -83,10 +92,14 @@ def test_what_is_1_for_the_first_tokens_is_a_factor(name: str, method: str) -> N
     factor = FACTORS[name]
 
     def to_scale(self: nn.Module, query: Tensor, scale: Tensor) -> Tensor:
-        return (query.float() * (self.kv_scale / scale.unsqueeze(-1) * factor(query))).to(query.dtype)  # type: ignore[operator]
+        return (query.float() * (self.kv_scale / scale.unsqueeze(-1) * factor(query))).to(
+            query.dtype
+        )  # type: ignore[operator]
 
     def quantise(self: nn.Module, rows: Tensor) -> Tensor:
-        return (rows.float() * self.kv_scale * factor(rows)).clamp(-448, 448).to(torch.float8_e4m3fn)  # type: ignore[operator]
+        return (
+            (rows.float() * self.kv_scale * factor(rows)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        )  # type: ignore[operator]
 
     body = {"to_scale": to_scale, "quantise": quantise}[method]
     torch.manual_seed(0)
@@ -112,8 +125,12 @@ def test_a_scale_in_float16_has_another_range() -> None:
     assert not report_of(model, *ENTRIES["HifFull"].args(), soc="A5").fused
 
 
-@pytest.mark.parametrize(("factor", "is_fused"), [(1.0, True), (2.0**-14, False), (2.0**-20, False)])
-def test_a_floor_is_one_under_rows_that_no_factor_makes_small(factor: float, is_fused: bool) -> None:
+@pytest.mark.parametrize(
+    ("factor", "is_fused"), [(1.0, True), (2.0**-14, False), (2.0**-20, False)]
+)
+def test_a_floor_is_one_under_rows_that_no_factor_makes_small(
+    factor: float, is_fused: bool
+) -> None:
     def quantise(self: int8_plain.PlainLinear, x: Tensor) -> tuple[Tensor, Tensor]:
         rows = x.float() * factor
         scale = int8_plain.largest(rows).clamp_min(1e-4) / 127
@@ -124,5 +141,7 @@ def test_a_floor_is_one_under_rows_that_no_factor_makes_small(factor: float, is_
 
     methods = {"quantise": quantise, "bring_back": bring_back}
     torch.manual_seed(0)
-    model = int8_plain.model_of(int8_plain.PlainPartial, type("Changed", (int8_plain.PlainLinear,), methods))
+    model = int8_plain.model_of(
+        int8_plain.PlainPartial, type("Changed", (int8_plain.PlainLinear,), methods)
+    )
     assert bool(report_of(model, *paged_args()).fused) is is_fused

@@ -1,4 +1,5 @@
-"""One thing hidden between rows and float formats, or before fixed scales: refused, whatever probes show.
+"""One thing hidden between rows and float formats, or before fixed scales: refused, whatever probes
+show.
 
 No step ends a proof by floats here, so that what facts do not see is left to the field.
 """
@@ -79,7 +80,9 @@ def test_another_quantisation_is_refused(
 
 
 def late_offset(self: static.StaticLinear, x: Tensor) -> Tensor:
-    return npu.npu_quantize((x * late(x)).to(x.dtype), self.input_scale, self.input_offset, 1, -1, True)
+    return npu.npu_quantize(
+        (x * late(x)).to(x.dtype), self.input_scale, self.input_offset, 1, -1, True
+    )
 
 
 def scale_twice(self: static.StaticLinear, x: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Functions of later tokens, and floors, between rows and the int8 of caches, queries and tiles: refused, or staged."""
+"""Functions of later tokens, and floors, between rows and the int8 of caches, queries and tiles:
+refused, or staged.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,16 @@ class LateRows(int8_caches.PlainCache):
 
     factor: Callable[[Tensor], Tensor] = staticmethod(late)
 
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         super().write(kv_cache, kr_cache, slots, (c_kv * self.factor(c_kv)).to(c_kv.dtype), k_pe)
 
 
 class LatePacked(int8_caches.PackedRows):
-    def write(self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         tiles = c_kv.float().view(-1, 4, 128)
         scale = tiles.abs().amax(-1, keepdim=True) / 127
         values = torch.round(tiles / scale).clamp(-128, 127).to(torch.int8).flatten(1)
@@ -47,7 +53,9 @@ class LatePacked(int8_caches.PackedRows):
 
 
 def late_scale(self: int8_plain.PlainLinear, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The token scale is ``max|row|``, and 127 is divided by later: nothing follows it as a scale."""
+    """The token scale is ``max|row|``, and 127 is divided by later: nothing follows it as a
+    scale.
+    """
     largest = int8_plain.largest(x.float())
     return int8_plain.to_int8(x.float() * 127 / largest), largest * power(x)
 

@@ -1,4 +1,6 @@
-"""A root of a square has either sign: where the kernel does not draw it, enough signs are looked at."""
+"""A root of a square has either sign: where the kernel does not draw it, enough signs are looked
+at.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class TimesSign(base.Base):
     def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
         c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([base.HCKV, base.DR], -1)
         one = c_kv[..., :1].float()
-        return self.kv_a_layernorm((c_kv.float() * torch.sqrt(one.square()) / one).to(c_kv.dtype)), k_pe
+        return self.kv_a_layernorm(
+            (c_kv.float() * torch.sqrt(one.square()) / one).to(c_kv.dtype)
+        ), k_pe
 
 
 def proved(model: base.Base) -> tuple[int, float]:

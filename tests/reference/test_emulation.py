@@ -1,4 +1,6 @@
-"""CPU kernels of the NPU operators of unfused graphs, against float64 formulas and hand-placed rows."""
+"""CPU kernels of the NPU operators of unfused graphs, against float64 formulas and hand-placed
+rows.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def rounded_once(found: torch.Tensor, exact: torch.Tensor) -> bool:
-    """``found`` is bfloat16 rounding of ``exact`` up to a float32 error of the value before rounding."""
+    """``found`` is bfloat16 rounding of ``exact`` up to a float32 error of the value before
+    rounding.
+    """
     error = (found.double() - exact).abs()
     return bool((error <= exact.abs() * 2.0**-8 * 1.01 + 1e-6 + exact.abs() * 1e-5).all())
 
@@ -42,7 +46,10 @@ def test_add_rms_norm_norms_the_rounded_sum() -> None:
     y, rstd, total = kernels.npu_add_rms_norm(a, b, gamma, 1e-6)
     assert torch.equal(total, a + b)
     assert torch.equal(y, kernels.npu_rms_norm(a + b, gamma, 1e-6)[0])
-    assert torch.equal(kernels.npu_add_rms_norm(a, torch.zeros_like(a), gamma)[0], kernels.npu_rms_norm(a, gamma)[0])
+    assert torch.equal(
+        kernels.npu_add_rms_norm(a, torch.zeros_like(a), gamma)[0],
+        kernels.npu_rms_norm(a, gamma)[0],
+    )
     assert rstd.shape == (4, 1)
 
 
@@ -83,7 +90,9 @@ def test_transpose_batchmatmul() -> None:
     assert torch.equal(y, torch.bmm(x.transpose(0, 1), w).transpose(0, 1))
     split = kernels.npu_transpose_batchmatmul(x, w, perm_x1=[1, 0, 2], batch_split_factor=2)
     assert torch.equal(split, y.view(5, 2, 12).transpose(0, 1))
-    assert torch.equal(kernels.npu_transpose_batchmatmul(x, w.mT, perm_x1=(1, 0, 2), perm_x2=(0, 2, 1)), y)
+    assert torch.equal(
+        kernels.npu_transpose_batchmatmul(x, w.mT, perm_x1=(1, 0, 2), perm_x2=(0, 2, 1)), y
+    )
     with pytest.raises(ValueError, match="perm_y"):
         kernels.npu_transpose_batchmatmul(x, w, perm_x1=[1, 0, 2], perm_y=[0, 1, 2])
 
@@ -98,8 +107,14 @@ def test_scatter_nd_update() -> None:
 
 
 def test_scatter_pa_kv_cache() -> None:
-    key, value, caches = noise(2, 1, 8), noise(2, 1, 4, seed=1), (noise(3, 4, 1, 8, seed=2), noise(3, 4, 1, 4, seed=3))
-    out = kernels.npu_scatter_pa_kv_cache_functional(key, value, *caches, torch.tensor([9, 2]), cache_mode="Norm")
+    key, value, caches = (
+        noise(2, 1, 8),
+        noise(2, 1, 4, seed=1),
+        (noise(3, 4, 1, 8, seed=2), noise(3, 4, 1, 4, seed=3)),
+    )
+    out = kernels.npu_scatter_pa_kv_cache_functional(
+        key, value, *caches, torch.tensor([9, 2]), cache_mode="Norm"
+    )
     for rows, cache, written in zip((key, value), caches, out, strict=True):
         assert torch.equal(written[2, 1], rows[0]) and torch.equal(written[0, 2], rows[1])
         kept = [slot for slot in range(12) if slot not in (9, 2)]
@@ -108,7 +123,9 @@ def test_scatter_pa_kv_cache() -> None:
         kernels.npu_scatter_pa_kv_cache(key, value, *caches, torch.tensor([9, 2]))
     with pytest.raises(ValueError, match="compress_lens"):
         lens = torch.tensor([1])
-        kernels.npu_scatter_pa_kv_cache(key, value, *caches, lens, cache_mode="Norm", compress_lens=lens)
+        kernels.npu_scatter_pa_kv_cache(
+            key, value, *caches, lens, cache_mode="Norm", compress_lens=lens
+        )
 
 
 def test_dynamic_quant_then_quant_matmul() -> None:
@@ -117,7 +134,9 @@ def test_dynamic_quant_then_quant_matmul() -> None:
     wide = x.float() * smooth.float()
     assert torch.equal(scale, wide.abs().amax(-1) / 127)
     assert (quantised.float() * scale[:, None] - wide).abs().max() <= scale.max() * 0.5001
-    weight = torch.randint(-127, 128, (64, 8), dtype=torch.int8, generator=torch.Generator().manual_seed(2))
+    weight = torch.randint(
+        -127, 128, (64, 8), dtype=torch.int8, generator=torch.Generator().manual_seed(2)
+    )
     channel = torch.rand(8)
     y = kernels.npu_quant_matmul(quantised, weight, channel, pertoken_scale=scale, output_dtype=15)
     exact = (quantised.double() @ weight.double()) * channel.double() * scale.double()[:, None]
@@ -186,7 +205,8 @@ def test_kv_rmsnorm_rope_cache(mode: str) -> None:
         width = out.shape[-1]
         if mode.endswith("NZ"):
             out, before = (
-                t.view(6, width // 16, block, 16).permute(0, 2, 1, 3).reshape(6, block, 1, width) for t in (out, before)
+                t.view(6, width // 16, block, 16).permute(0, 2, 1, 3).reshape(6, block, 1, width)
+                for t in (out, before)
             )
         expected = before.clone().reshape(-1, width)
         expected[slots[slots >= 0]] = rows.reshape(-1, width)[slots >= 0]
@@ -194,7 +214,13 @@ def test_kv_rmsnorm_rope_cache(mode: str) -> None:
 
 
 def test_kv_rmsnorm_rope_cache_v1_writes_its_inputs_and_returns_copies() -> None:
-    args = [noise(2, 1, 1, 80), noise(64), noise(2, 1, 1, 16), noise(2, 1, 1, 16), torch.tensor([3, 7])]
+    args = [
+        noise(2, 1, 1, 80),
+        noise(64),
+        noise(2, 1, 1, 16),
+        noise(2, 1, 1, 16),
+        torch.tensor([3, 7]),
+    ]
     caches = noise(2, 16, 1, 16), noise(2, 16, 1, 64)
     wanted = kernels.npu_kv_rmsnorm_rope_cache_v2_functional(*args, *caches, cache_mode="PA")
     k_out, ckv_out, _, _ = kernels.npu_kv_rmsnorm_rope_cache(*args, *caches, cache_mode="PA")
@@ -204,8 +230,17 @@ def test_kv_rmsnorm_rope_cache_v1_writes_its_inputs_and_returns_copies() -> None
 
 
 def test_quantised_kv_cache_multiplies_by_its_scale() -> None:
-    args = [noise(2, 1, 1, 80), noise(64), noise(2, 1, 1, 16), noise(2, 1, 1, 16), torch.tensor([3, 7])]
-    caches = torch.zeros(2, 16, 1, 16, dtype=torch.int8), torch.zeros(2, 16, 1, 64, dtype=torch.int8)
+    args = [
+        noise(2, 1, 1, 80),
+        noise(64),
+        noise(2, 1, 1, 16),
+        noise(2, 1, 1, 16),
+        torch.tensor([3, 7]),
+    ]
+    caches = (
+        torch.zeros(2, 16, 1, 16, dtype=torch.int8),
+        torch.zeros(2, 16, 1, 64, dtype=torch.int8),
+    )
     plain = torch.zeros(2, 16, 1, 16), torch.zeros(2, 16, 1, 64)
     scales = {"k_rope_scale": torch.rand(16) * 30, "c_kv_scale": torch.rand(64) * 30}
     kernels.npu_kv_rmsnorm_rope_cache_v2(*args, *caches, cache_mode="PA", **scales)
@@ -222,12 +257,16 @@ def test_unfused_npu_spelling_agrees_with_the_fused_kernel() -> None:
     c_q = kernels.npu_rms_norm(x @ call["weight_dq"], call["rmsnorm_gamma_cq"], 1e-5)[0]
     heads = (c_q @ call["weight_uq_qr"]).view(6, n, -1)
     query = kernels.npu_transpose_batchmatmul(heads[..., :d], call["weight_uk"], perm_x1=[1, 0, 2])
-    query_rope = kernels.npu_interleave_rope(heads[..., d:].reshape(6, n, 1, 16), cos, sin).view(6, n, 16)
+    query_rope = kernels.npu_interleave_rope(heads[..., d:].reshape(6, n, 1, 16), cos, sin).view(
+        6, n, 16
+    )
     latent = (x @ call["weight_dkv_kr"]).view(6, 1, 1, 80)
     caches = call["kr_cache"], call["kv_cache"]
     _, _, kr, kv = kernels.npu_kv_rmsnorm_rope_cache_v2_functional(
         latent, call["rmsnorm_gamma_ckv"], cos, sin, index, *caches, cache_mode="PA_BNSD"
     )
     fused = kernels.npu_mla_prolog_v3_functional(**call)
-    for found, wanted in zip((query, query_rope, kv, kr), (fused[0], fused[1], fused[5], fused[6]), strict=True):
+    for found, wanted in zip(
+        (query, query_rope, kv, kr), (fused[0], fused[1], fused[5], fused[6]), strict=True
+    ):
         torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-6, atol=2**-6)

@@ -1,4 +1,6 @@
-"""CPU kernels of the operators that quantise to float formats and multiply in them, against float64."""
+"""CPU kernels of the operators that quantise to float formats and multiply in them, against
+float64.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,19 @@ def test_mx_quantisation_errs_by_half_a_step() -> None:
     step = powers(codes) * 2.0 ** (values.double().abs().clamp(min=2.0**-6).log2().floor() - 3)
     error = (values.double() * powers(codes) - x.double()).abs()
     saturated = values.double().abs() == 448
-    assert bool((error <= 0.5 * step)[~saturated].all()) and bool((error <= 64 * powers(codes)).all())
+    assert bool((error <= 0.5 * step)[~saturated].all()) and bool(
+        (error <= 64 * powers(codes)).all()
+    )
 
 
 def test_mx_product() -> None:
     x, codes = kernels.npu_dynamic_mx_quant(noise(4, 192), dst_type=24)
     weight, columns = kernels.npu_dynamic_mx_quant(noise(8, 192, seed=1), dst_type=24)
-    options: dict[str, Any] = {"scale_dtype": E8M0, "pertoken_scale_dtype": E8M0, "output_dtype": 15}
+    options: dict[str, Any] = {
+        "scale_dtype": E8M0,
+        "pertoken_scale_dtype": E8M0,
+        "output_dtype": 15,
+    }
     given = {"pertoken_scale": codes, "group_sizes": [1, 1, 32], **options}
     found = kernels.npu_quant_matmul(x, weight.t(), columns.transpose(0, 1), **given)
     exact = (x.double() * powers(codes)[:, :192]) @ (weight.double() * powers(columns)[:, :192]).t()
@@ -61,7 +69,9 @@ def test_scaled_product(dst_type: int) -> None:
     x, token = kernels.npu_dynamic_quant(noise(4, 64), dst_type=dst_type)
     weight, column = kernels.npu_dynamic_quant(noise(8, 64, seed=1), dst_type=dst_type)
     numbers = {"x1_dtype": HIF8, "x2_dtype": HIF8} if dst_type == HIF8 else {}
-    found = kernels.npu_quant_matmul(x, weight.t(), column, pertoken_scale=token, output_dtype=15, **numbers)
+    found = kernels.npu_quant_matmul(
+        x, weight.t(), column, pertoken_scale=token, output_dtype=15, **numbers
+    )
     a, b = ((hifloat8.decode(v) if dst_type == HIF8 else v).double() for v in (x, weight))
     assert rounded_once(found, (a @ b.t()) * column.double() * token.double()[:, None])
 
@@ -75,8 +85,12 @@ def test_scaled_product(dst_type: int) -> None:
         lambda: kernels.npu_dynamic_mx_quant(noise(2, 64), dst_type=24, round_mode="floor"),
         lambda: kernels.npu_dynamic_mx_quant(noise(2, 64), dst_type=24, block_size=64),
         lambda: kernels.npu_dynamic_block_quant(noise(2, 128), dst_type=HIF8),
-        lambda: kernels.npu_quant_matmul(*(torch.zeros(64, 64).to(torch.float8_e5m2),) * 2, torch.ones(64)),
-        lambda: kernels.npu_quant_matmul(*(torch.zeros(64, 64, dtype=torch.uint8),) * 2, torch.ones(64)),
+        lambda: kernels.npu_quant_matmul(
+            *(torch.zeros(64, 64).to(torch.float8_e5m2),) * 2, torch.ones(64)
+        ),
+        lambda: kernels.npu_quant_matmul(
+            *(torch.zeros(64, 64, dtype=torch.uint8),) * 2, torch.ones(64)
+        ),
     ],
 )
 def test_what_has_no_kernel_is_refused(call: Any) -> None:
@@ -85,12 +99,18 @@ def test_what_has_no_kernel_is_refused(call: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "named"), [(formats.FP8, {"dst_type": 24}), (formats.HIFLOAT8, {"dst_type": HIF8, "round_mode": "round"})]
+    ("form", "named"),
+    [
+        (formats.FP8, {"dst_type": 24}),
+        (formats.HIFLOAT8, {"dst_type": HIF8, "round_mode": "round"}),
+    ],
 )
 def test_tiles_in_float_formats(form: formats.Format, named: dict[str, Any]) -> None:
     values, scale = kernels.npu_dynamic_block_quant(noise(3, 512), **named)
     wanted, of_tiles = form.per_tile(noise(3, 512).float(), None, 128)
-    assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8)) and torch.equal(scale, of_tiles)
+    assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8)) and torch.equal(
+        scale, of_tiles
+    )
     bound = float(of_tiles.amin()) / 2
     _, bounded = kernels.npu_dynamic_block_quant(noise(3, 512), min_scale=1 / bound, **named)
     assert torch.equal(bounded, torch.full_like(scale, bound))

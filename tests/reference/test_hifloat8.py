@@ -1,4 +1,6 @@
-"""HiFloat8 code by code: the published format read a second time, bit string by bit string, and every rounding."""
+"""HiFloat8 code by code: the published format read a second time, bit string by bit string, and
+every rounding.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,16 @@ FINITE = sorted(value for value in VALUES if math.isfinite(value))
 
 
 def test_every_code_has_the_value_of_its_bits() -> None:
-    assert torch.equal(hifloat8.decode(CODES)[1:].nan_to_num(0.25), torch.tensor(VALUES[1:]).nan_to_num(0.25))
+    assert torch.equal(
+        hifloat8.decode(CODES)[1:].nan_to_num(0.25), torch.tensor(VALUES[1:]).nan_to_num(0.25)
+    )
     assert hifloat8.decode(CODES[:1]).view(torch.int32).item() == 0, "one zero, and it is positive"
 
 
 def test_the_table_is_that_of_the_published_numpy_dtype() -> None:
-    """Digest of all 256 values as little-endian float32, NaN as 0x7FC00000, taken from en_dtypes 0.0.4."""
+    """Digest of all 256 values as little-endian float32, NaN as 0x7FC00000, taken from en_dtypes
+    0.0.4.
+    """
     values = hifloat8.decode(CODES).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
     words = torch.where(CODES == 0x80, 0x7FC00000, values.view(torch.int32))
     digest = hashlib.sha256(words.to(torch.int32).numpy().astype("<i4").tobytes()).hexdigest()
@@ -86,7 +92,15 @@ def test_precision_tapers_as_published() -> None:
     by_size: Counter[int] = Counter()
     for exponent, count in per_binade.items():
         by_size[count] += 1
-        wanted = 8 if abs(exponent) <= 3 else 4 if abs(exponent) <= 7 else 2 if abs(exponent) <= 15 else 1
+        wanted = (
+            8
+            if abs(exponent) <= 3
+            else 4
+            if abs(exponent) <= 7
+            else 2
+            if abs(exponent) <= 15
+            else 1
+        )
         assert count == (wanted if exponent != 15 else 1), "the second of binade 15 is infinity"
     assert by_size == {8: 7, 4: 8, 2: 15, 1: 8} and len(per_binade) == 38
     assert (max(per_binade), min(per_binade)) == (15, -22)
@@ -95,7 +109,10 @@ def test_precision_tapers_as_published() -> None:
 def test_all_values_are_distinct_and_survive_a_round_trip() -> None:
     values = hifloat8.decode(CODES)
     finite = values.isfinite()
-    assert len(FINITE) == 253 and FINITE == sorted(set(FINITE)) == values[finite].sort().values.tolist()
+    assert (
+        len(FINITE) == 253
+        and FINITE == sorted(set(FINITE)) == values[finite].sort().values.tolist()
+    )
     assert torch.equal(hifloat8.encode(values[finite]), CODES[finite])
 
 
@@ -131,7 +148,9 @@ def test_what_is_below_above_and_beside_the_range() -> None:
     ]
     codes = hifloat8.encode(torch.tensor([x for x, _ in pairs]))
     assert hifloat8.decode(codes).tolist() == [wanted for _, wanted in pairs]
-    assert codes[[1, 2, 3, 4]].tolist() == [0, 0, 0, 0], "what rounds to zero has the one code of zero"
+    assert codes[[1, 2, 3, 4]].tolist() == [0, 0, 0, 0], (
+        "what rounds to zero has the one code of zero"
+    )
     assert hifloat8.encode(torch.tensor([math.nan, -math.nan])).tolist() == [0x80, 0x80]
 
 

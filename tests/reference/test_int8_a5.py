@@ -15,20 +15,32 @@ def noise(*sizes: int, seed: int = 0) -> torch.Tensor:
 
 
 def half_to_odd(x: torch.Tensor) -> torch.Tensor:
-    """CAST_ODD: truncate to half; where that lost something and the last bit is even, the neighbour away from zero."""
+    """CAST_ODD: truncate to half; where that lost something and the last bit is even, the neighbour
+    away from zero.
+    """
     nearest = x.to(torch.float16)
-    below = torch.where(nearest.float().abs() > x.abs(), (nearest.view(torch.int16) - 1).view(torch.float16), nearest)
+    below = torch.where(
+        nearest.float().abs() > x.abs(),
+        (nearest.view(torch.int16) - 1).view(torch.float16),
+        nearest,
+    )
     bits = below.view(torch.int16)
     return torch.where(below.float() == x, bits, bits | 1).view(torch.float16)
 
 
 def test_half_to_odd_then_half_to_even_rounds_once() -> None:
     ties = torch.arange(-140, 140) + 0.5
-    near = torch.cat((ties, torch.nextafter(ties, torch.tensor(1e9)), torch.nextafter(ties, torch.tensor(-1e9))))
-    x = torch.cat((near, noise(200_000) * 60, noise(1000) * 1e-6, torch.tensor([0.0, 300.0, -300.0])))
+    near = torch.cat(
+        (ties, torch.nextafter(ties, torch.tensor(1e9)), torch.nextafter(ties, torch.tensor(-1e9)))
+    )
+    x = torch.cat(
+        (near, noise(200_000) * 60, noise(1000) * 1e-6, torch.tensor([0.0, 300.0, -300.0]))
+    )
     through_half = half_to_odd(x).float().round().clamp(-128, 127).to(torch.int8)
     assert torch.equal(quantize.to_int8(x), through_half)
-    assert not torch.equal(quantize.to_int8(x), quantize.to_int8_through_half(x)), "A2 and A3 round the query twice"
+    assert not torch.equal(quantize.to_int8(x), quantize.to_int8_through_half(x)), (
+        "A2 and A3 round the query twice"
+    )
 
 
 def test_dynamic_quantisation_divides_by_the_scale() -> None:
@@ -36,7 +48,9 @@ def test_dynamic_quantisation_divides_by_the_scale() -> None:
     data, scale = formats.INT8_A5.dynamic_quant(x)
     wanted = x.abs().amax(-1, keepdim=True) * torch.tensor(1.0).div(127.0)
     assert torch.equal(scale, wanted) and torch.equal(data, (x / wanted).round().to(torch.int8))
-    assert not torch.equal(scale, formats.INT8.dynamic_quant(x)[1]), "A2 and A3 divide the maximum by 127"
+    assert not torch.equal(scale, formats.INT8.dynamic_quant(x)[1]), (
+        "A2 and A3 divide the maximum by 127"
+    )
     zeros, zero_scale = formats.INT8_A5.quant_query(torch.zeros(1, 2, 8))
     assert not zeros.any() and zero_scale.tolist() == [[[0.0], [0.0]]]
 
@@ -51,13 +65,17 @@ def test_the_channel_scale_comes_first() -> None:
 
 @pytest.mark.parametrize(("wq", "kv"), [(1, 0), (1, 2), (1, 3), (2, 0), (2, 1), (2, 3)])
 def test_the_prologue_on_a5_is_a_rounding_away_from_a3(wq: int, kv: int) -> None:
-    call = sample_call(weight_quant_mode=wq, kv_cache_quant_mode=kv, lead=(16,)) | {"query_norm_flag": True}
+    call = sample_call(weight_quant_mode=wq, kv_cache_quant_mode=kv, lead=(16,)) | {
+        "query_norm_flag": True
+    }
     on_a3 = reference.npu_mla_prolog_v3_functional(**call)
     with reference.chip("A5"):
         on_a5 = reference.npu_mla_prolog_v3_functional(**call)
     with reference.chip("A2"):
         assert all(map(torch.equal, reference.npu_mla_prolog_v3_functional(**call), on_a3))
-    assert all(map(torch.equal, reference.npu_mla_prolog_v3_functional(**call), on_a3)), "the chip is left again"
+    assert all(map(torch.equal, reference.npu_mla_prolog_v3_functional(**call), on_a3)), (
+        "the chip is left again"
+    )
     assert any(not torch.equal(a, b) for a, b in zip(on_a3, on_a5, strict=True))
     for a, b in zip(on_a3[:6], on_a5[:6], strict=True):
         if a.dtype == torch.int8:

@@ -1,4 +1,6 @@
-"""Registration of the ``npu::`` operators: schemas, opcheck, functionalisation, making way for torch_npu."""
+"""Registration of the ``npu::`` operators: schemas, opcheck, functionalisation, making way for
+torch_npu.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,14 @@ def kv_arguments() -> list[torch.Tensor]:
         return torch.randn(sizes, generator=make).to(torch.bfloat16)
 
     rope = [noise(3, 1, 2, 16), noise(3, 1, 2, 16)]
-    return [noise(3, 1, 2, 80), noise(64), *rope, torch.arange(6), noise(4, 16, 1, 16), noise(4, 16, 1, 64)]
+    return [
+        noise(3, 1, 2, 80),
+        noise(64),
+        *rope,
+        torch.arange(6),
+        noise(4, 16, 1, 16),
+        noise(4, 16, 1, 64),
+    ]
 
 
 @pytest.mark.parametrize("name", ["npu_mla_prolog_v3", "npu_mla_prolog_v3_functional"])
@@ -43,7 +52,9 @@ def test_opcheck_passes_on_the_prologue(name: str, wq: int, kv: int) -> None:
     torch.library.opcheck(getattr(npu, name).default, tuple(args), options)
 
 
-@pytest.mark.parametrize("name", ["npu_kv_rmsnorm_rope_cache_v2", "npu_kv_rmsnorm_rope_cache_v2_functional"])
+@pytest.mark.parametrize(
+    "name", ["npu_kv_rmsnorm_rope_cache_v2", "npu_kv_rmsnorm_rope_cache_v2_functional"]
+)
 def test_opcheck_passes_on_the_kv_cache_operators(name: str) -> None:
     options = {"cache_mode": "PA_BNSD", "is_output_kv": True}
     torch.library.opcheck(getattr(npu, name).default, tuple(kv_arguments()), options)
@@ -70,7 +81,11 @@ def test_opcheck_passes_on_the_small_operators() -> None:
         (npu.npu_scatter_nd_update, (x, torch.tensor([[2], [0]]), x[:2].clone()), {}),
         (npu.npu_scatter_nd_update_, (x.clone(), torch.tensor([[2], [0]]), x[:2].clone()), {}),
         *(
-            (op, (x, x[..., :4], noise(2, 4, 4, 8), noise(2, 4, 4, 4), torch.tensor([5, 0, 2])), {"cache_mode": "Norm"})
+            (
+                op,
+                (x, x[..., :4], noise(2, 4, 4, 8), noise(2, 4, 4, 4), torch.tensor([5, 0, 2])),
+                {"cache_mode": "Norm"},
+            )
             for op in (npu.npu_scatter_pa_kv_cache, npu.npu_scatter_pa_kv_cache_functional)
         ),
         (npu.npu_dynamic_quant, (x,), {}),
@@ -93,16 +108,27 @@ def test_opcheck_passes_on_the_small_operators() -> None:
 
 
 def test_shapes_of_a_product_in_blocks() -> None:
-    """The other checks of opcheck compute with what they are given, which torch cannot do in float8."""
-    mx, weight = (npu.npu_dynamic_mx_quant(torch.randn(rows, 128).bfloat16(), dst_type=24) for rows in (6, 5))
-    options = {"pertoken_scale": mx[1], "scale_dtype": 293, "pertoken_scale_dtype": 293, "output_dtype": 15}
+    """The other checks of opcheck compute with what they are given, which torch cannot do in
+    float8.
+    """
+    mx, weight = (
+        npu.npu_dynamic_mx_quant(torch.randn(rows, 128).bfloat16(), dst_type=24) for rows in (6, 5)
+    )
+    options = {
+        "pertoken_scale": mx[1],
+        "scale_dtype": 293,
+        "pertoken_scale_dtype": 293,
+        "output_dtype": 15,
+    }
     args = mx[0], weight[0].t(), weight[1].transpose(0, 1)
     options["group_sizes"] = [1, 1, 32]
     torch.library.opcheck(npu.npu_quant_matmul.default, args, options, test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("cache_mode", ["krope_ctkv", "int8_nzcache"])
-def test_atb_preprocess_returns_fresh_caches_and_writes_those_given_as_results(cache_mode: str) -> None:
+def test_atb_preprocess_returns_fresh_caches_and_writes_those_given_as_results(
+    cache_mode: str,
+) -> None:
     op = torch.ops.atb.npu_mla_preprocess
     # torch_npu's own meta kernel, where another test has loaded it, knows C and R
     call = sample_preprocess(cache_mode=cache_mode, dims=SMALL_PREPROCESS | {"C": 512, "R": 64})
@@ -149,7 +175,9 @@ def test_in_place_prologue_becomes_functional_and_copy(dynamic: bool) -> None:
     gm = captured(step, *args, dynamic=dynamic)
     found = targets(gm)
     assert found.count("npu.npu_mla_prolog_v3_functional.default") == 1
-    assert "npu.npu_mla_prolog_v3.default" not in found and not any("auto_functionalized" in t for t in found)
+    assert "npu.npu_mla_prolog_v3.default" not in found and not any(
+        "auto_functionalized" in t for t in found
+    )
     assert found.count("aten.copy_.default") == 2
     assert torch.equal(args[9], wanted[5]) and torch.equal(args[10], wanted[6])
 
@@ -224,7 +252,8 @@ want = norm(*given)[0]
 ops.withdraw()
 ops.provide()
 assert torch.ops.npu.npu_rms_norm.default is not norm
-found = [norm(*given), packet(*given), packet.default(*given), torch.fx.Interpreter(module).run(*given)]
+found = [norm(*given), packet(*given), packet.default(*given)]
+found += [torch.fx.Interpreter(module).run(*given)]
 assert all(torch.equal(each[0], want) for each in found)
 assert norm._schema.name == "npu::npu_rms_norm"
 ops.withdraw()
@@ -239,7 +268,9 @@ print("held operators run")
 
 
 def test_operators_held_since_before_a_withdrawal_run() -> None:
-    """Their handles would point at a definition that is gone: what calls them would read freed memory."""
+    """Their handles would point at a definition that is gone: what calls them would read freed
+    memory.
+    """
     assert "held operators run" in run_python(_HELD)
 
 
@@ -268,13 +299,16 @@ for name in ops.ATB_OPERATORS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key("atb::" + name, key), (name, key)
 call = sample_preprocess()
 fresh = torch.ops.atb.npu_mla_preprocess(**call)
-assert [(tuple(r.shape), r.dtype) for r in fresh] == mla_fusion.meta.infer("npu_mla_preprocess", **call)
-assert all(torch.equal(a, b) for a, b in zip(fresh, mla_fusion.reference.npu_mla_preprocess(**call)))
+inferred = mla_fusion.meta.infer("npu_mla_preprocess", **call)
+assert [(tuple(r.shape), r.dtype) for r in fresh] == inferred
+expected = mla_fusion.reference.npu_mla_preprocess(**call)
+assert all(torch.equal(a, b) for a, b in zip(fresh, expected))
 assert torch_npu.atb.npu_mla_preprocess(**call)[0].shape == fresh[0].shape
 release = next((row for row in RELEASES if row.torch_npu == metadata.version("torch_npu")), None)
 for name in ops.OPERATORS:
     theirs = str(getattr(torch.ops.npu, name).default._schema)
-    if release is not None and release.schema == "no dtypes" and name.startswith("npu_mla_prolog_v3"):
+    is_older = release is not None and release.schema == "no dtypes"
+    if is_older and name.startswith("npu_mla_prolog_v3"):
         ours[name], left_out = re.subn(r", int\\? \\w+_dtype=None", "", ours[name])
         assert left_out == 5, ours[name]
     assert theirs == ours[name], (theirs, ours[name])
@@ -294,7 +328,9 @@ print("same schemas")
 
 def run_python(script: str) -> str:
     environment = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -1,4 +1,6 @@
-"""ATB mla_preprocess against a float64 formula of its own, its roundings, its cache modes and its refusals."""
+"""ATB mla_preprocess against a float64 formula of its own, its roundings, its cache modes and its
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ CACHES = {"kvcache": 16, "krope_ctkv": 16, "int8_nzcache": 128, "nzcache": 128}
 
 
 def sample(
-    cache_mode: str = "krope_ctkv", quant_mode: str = "per_token_quant_symm", dtype: torch.dtype = BF16, **options: Any
+    cache_mode: str = "krope_ctkv",
+    quant_mode: str = "per_token_quant_symm",
+    dtype: torch.dtype = BF16,
+    **options: Any,
 ) -> dict[str, Any]:
     return sample_preprocess(cache_mode=cache_mode, quant_mode=quant_mode, dtype=dtype, **options)
 
@@ -37,7 +42,11 @@ def formula(call: dict[str, Any], dims: dict[str, int] = SMALL) -> dict[str, tor
 
     def project(x: torch.Tensor, weight: str, stage: str) -> torch.Tensor:
         if static:
-            x = (x / wide["quant_scale" + stage] + wide["quant_offset" + stage]).round().clamp(-128, 127)
+            x = (
+                (x / wide["quant_scale" + stage] + wide["quant_offset" + stage])
+                .round()
+                .clamp(-128, 127)
+            )
             return (x @ wide[weight].T + wide["bias" + stage]) * wide["descale" + stage]
         scale = x.abs().amax(-1, keepdim=True) / 127
         return (x / scale).round() @ wide[weight].T * wide["descale" + stage] * scale
@@ -47,7 +56,9 @@ def formula(call: dict[str, Any], dims: dict[str, int] = SMALL) -> dict[str, tor
         out = torch.empty_like(x)
         for i in range(half):
             out[..., i] = x[..., i] * cos[..., i] - x[..., half + i] * sin[..., i]
-            out[..., half + i] = x[..., half + i] * cos[..., half + i] + x[..., i] * sin[..., half + i]
+            out[..., half + i] = (
+                x[..., half + i] * cos[..., half + i] + x[..., i] * sin[..., half + i]
+            )
         return out
 
     c, r, d, n = dims["C"], dims["R"], dims["D"], dims["N"]
@@ -106,17 +117,29 @@ def test_every_cache_and_quant_mode(cache_mode: str, quant_mode: str, dtype: tor
 
 
 def test_unquantised_weights_switch_both_rms_norm_quants_off() -> None:
-    """The input is multiplied as it is, and the second norm adds no beta1: what the operation's own test expects."""
+    """The input is multiplied as it is, and the second norm adds no beta1: what the operation's own
+    test expects.
+    """
     call = sample(weight=BF16)
     q0, _, q1, _ = mla_preprocess(**call)
     fork = sample_preprocess("mla_preprocess_csrc", quant_mode="no_quant") | {
-        name: call[name] for name in call if name not in ("input", "gamma0", "beta0", "quant_mode", "kv_cache_rope")
+        name: call[name]
+        for name in call
+        if name not in ("input", "gamma0", "beta0", "quant_mode", "kv_cache_rope")
     }
     del fork["descale0"], fork["descale1"]
-    fork |= {"hiddenState": call["input"], "kv_cache_rope": fork["kv_cache_out1"], "kv_cache_out0": call["kv_cache"]}
+    fork |= {
+        "hiddenState": call["input"],
+        "kv_cache_rope": fork["kv_cache_out1"],
+        "kv_cache_out0": call["kv_cache"],
+    }
     wanted = mla_preprocess_csrc(**fork)
     assert torch.equal(q0, wanted[0]) and torch.equal(q1, wanted[2])
-    other = call | {"gamma0": call["gamma0"] * 3, "beta0": call["beta0"] + 1, "beta1": call["beta1"] + 1}
+    other = call | {
+        "gamma0": call["gamma0"] * 3,
+        "beta0": call["beta0"] + 1,
+        "beta1": call["beta1"] + 1,
+    }
     assert torch.equal(mla_preprocess(**other)[0], q0)
 
 
@@ -167,7 +190,9 @@ def test_inferred_results_are_the_reference_results(cache_mode: str) -> None:
     assert [(tuple(r.shape), r.dtype) for r in made] == inferred
 
 
-def legal(cache_mode: str = "krope_ctkv", quant_mode: str = "per_tensor_quant_asymm") -> dict[str, Any]:
+def legal(
+    cache_mode: str = "krope_ctkv", quant_mode: str = "per_tensor_quant_asymm"
+) -> dict[str, Any]:
     call = sample(cache_mode, quant_mode, dims=FULL)
     return {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()}
 
@@ -176,7 +201,10 @@ def legal(cache_mode: str = "krope_ctkv", quant_mode: str = "per_tensor_quant_as
 @pytest.mark.parametrize("quant_mode", ["per_token_quant_symm", "per_tensor_quant_asymm"])
 def test_legal_calls_pass_the_check(cache_mode: str, quant_mode: str) -> None:
     meta.check(OP, soc="A2", **legal(cache_mode, quant_mode))
-    defaults = legal("krope_ctkv", "per_token_quant_symm") | {"cache_mode": None, "quant_mode": None}
+    defaults = legal("krope_ctkv", "per_token_quant_symm") | {
+        "cache_mode": None,
+        "quant_mode": None,
+    }
     meta.check(OP, **defaults)
 
 
@@ -201,7 +229,9 @@ def on_cuda(*sizes: int) -> torch.Tensor:
 NO_HEADS = {"descale1": sized(0, dtype=torch.float32), "quant_mode": "per_token_quant_symm"}
 
 
-def other_hidden(quant_mode: str, h: int = 2048, weight: torch.dtype = torch.int8) -> dict[str, Any]:
+def other_hidden(
+    quant_mode: str, h: int = 2048, weight: torch.dtype = torch.int8
+) -> dict[str, Any]:
     """What differs in a call of another hidden size, or with weights of another dtype."""
     shapes = {"input": sized(4, h), "gamma0": sized(h), "beta0": sized(h), "quant_mode": quant_mode}
     return shapes | {"wdqkv": sized(2112, h, dtype=weight), "wuq": sized(384, 1536, dtype=weight)}
@@ -258,7 +288,11 @@ def test_limits_of_the_device() -> None:
         ({"cann": "7.0"}, legal(), "cann"),
         ({}, small, "dims.q"),
         ({}, small | {"cache_mode": "int8_nzcache"}, "required.ctkv_scale"),
-        ({}, legal() | {"kv_cache": sized(2, 16, 1, 576), "cache_mode": "kvcache"}, "cache_mode.torch"),
+        (
+            {},
+            legal() | {"kv_cache": sized(2, 16, 1, 576), "cache_mode": "kvcache"},
+            "cache_mode.torch",
+        ),
     ):
         with pytest.raises(meta.ContractError) as refusal:
             meta.check(OP, **where, **call)

@@ -1,4 +1,6 @@
-"""vllm-ascend's fork of mla_preprocess: against ATB's, its own rules, and the kernels that exist."""
+"""vllm-ascend's fork of mla_preprocess: against ATB's, its own rules, and the kernels that
+exist.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,20 @@ SUPPORTED = [
 ]
 
 
-def sample(cache_mode: str = "krope_ctkv", quant_mode: str = STATIC, dtype: torch.dtype = BF16, **options: Any) -> Any:
-    return sample_preprocess(OP, cache_mode=cache_mode, quant_mode=quant_mode, dtype=dtype, **options)
+def sample(
+    cache_mode: str = "krope_ctkv",
+    quant_mode: str = STATIC,
+    dtype: torch.dtype = BF16,
+    **options: Any,
+) -> Any:
+    return sample_preprocess(
+        OP, cache_mode=cache_mode, quant_mode=quant_mode, dtype=dtype, **options
+    )
 
 
-def legal(cache_mode: str = "krope_ctkv", quant_mode: str = STATIC, dtype: torch.dtype = BF16) -> dict[str, Any]:
+def legal(
+    cache_mode: str = "krope_ctkv", quant_mode: str = STATIC, dtype: torch.dtype = BF16
+) -> dict[str, Any]:
     call = sample(cache_mode, quant_mode, dtype, dims=LEGAL)
     metas = {id(v): v.to("meta") for v in call.values() if isinstance(v, torch.Tensor)}
     return {name: metas.get(id(value), value) for name, value in call.items()}
@@ -59,9 +70,15 @@ def refused(call: dict[str, Any]) -> meta.ContractError:
 def test_without_an_input_norm_it_is_atb_after_the_input_norm(
     cache_mode: str, quant_mode: str, dtype: torch.dtype
 ) -> None:
-    """ATB with gamma0 = 1 on rows of RMS 1 norms nothing but the epsilon away; small integers survive it exactly."""
+    """ATB with gamma0 = 1 on rows of RMS 1 norms nothing but the epsilon away; small integers
+    survive it exactly.
+    """
     fork = sample(cache_mode, quant_mode, dtype)
-    signs = torch.randint(0, 2, fork["hiddenState"].shape, generator=torch.Generator().manual_seed(3)) * 2 - 1
+    signs = (
+        torch.randint(0, 2, fork["hiddenState"].shape, generator=torch.Generator().manual_seed(3))
+        * 2
+        - 1
+    )
     fork["hiddenState"] = signs.to(dtype)
     atb = sample_preprocess(cache_mode=cache_mode, quant_mode=quant_mode, dtype=dtype)
     ones = torch.ones(SMALL["H"]).to(dtype)
@@ -75,7 +92,10 @@ def test_without_an_input_norm_it_is_atb_after_the_input_norm(
 
 def test_results_are_the_arguments_and_the_input_caches_are_not_written() -> None:
     call = sample()
-    call |= {"kv_cache_out0": call["kv_cache"].clone(), "kv_cache_out1": call["kv_cache_rope"].clone()}
+    call |= {
+        "kv_cache_out0": call["kv_cache"].clone(),
+        "kv_cache_out1": call["kv_cache_rope"].clone(),
+    }
     before = call["kv_cache"].clone()
     results = mla_preprocess_csrc(**call)
     names = ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1", "inner_out")
@@ -88,7 +108,11 @@ def test_results_are_the_arguments_and_the_input_caches_are_not_written() -> Non
 def test_inner_out_is_the_normed_query_with_its_beta_before_quantisation(quant_mode: str) -> None:
     call = sample(quant_mode=quant_mode) | {"wdqkv": torch.zeros(160, 128).to(BF16)}
     call["wdqkv"][96:, :64] = torch.eye(64)  # the q columns pick the first hidden channels
-    call |= {"quant_mode": "no_quant", "wuq": sample(quant_mode="no_quant")["wuq"], "enable_inner_out": True}
+    call |= {
+        "quant_mode": "no_quant",
+        "wuq": sample(quant_mode="no_quant")["wuq"],
+        "enable_inner_out": True,
+    }
     inner = mla_preprocess_csrc(**call)[4]
     wanted = rms_norm_bias(call["hiddenState"][:, :64], call["gamma1"], None).to(BF16)
     assert torch.equal(inner, wanted), "no_quant reads beta1 and does not add it"
@@ -114,20 +138,29 @@ def test_no_quant_multiplies_the_hidden_states_as_they_are() -> None:
 
 @pytest.mark.parametrize("cache_mode", ["kvcache", "krope_ctkv", "nzcache"])
 def test_without_cos_and_sin_nothing_is_rotated(cache_mode: str) -> None:
-    rotated = sample(cache_mode) | {"cos": torch.ones(5, 32).to(BF16), "sin": torch.zeros(5, 32).to(BF16)}
+    rotated = sample(cache_mode) | {
+        "cos": torch.ones(5, 32).to(BF16),
+        "sin": torch.zeros(5, 32).to(BF16),
+    }
     plain = sample(cache_mode) | {"cos": None, "sin": None}
-    for one, other in zip(mla_preprocess_csrc(**rotated), mla_preprocess_csrc(**plain), strict=True):
+    for one, other in zip(
+        mla_preprocess_csrc(**rotated), mla_preprocess_csrc(**plain), strict=True
+    ):
         assert torch.equal(one, other)
 
 
 def test_every_spelling_of_a_cache_is_the_same_memory() -> None:
-    """Physical NZ, logical NZ with a head axis, ND without one, and blocks apart in a larger buffer."""
+    """Physical NZ, logical NZ with a head axis, ND without one, and blocks apart in a larger
+    buffer.
+    """
     physical = sample("nzcache")
     logical = sample("nzcache")
     for name, width in (("kv_cache", 64), ("kv_cache_rope", 32)):
         logical[name] = logical[name].view(3, 128, 1, width)
         logical["kv_cache_out0" if name == "kv_cache" else "kv_cache_out1"] = logical[name]
-    for one, other in zip(mla_preprocess_csrc(**physical), mla_preprocess_csrc(**logical), strict=True):
+    for one, other in zip(
+        mla_preprocess_csrc(**physical), mla_preprocess_csrc(**logical), strict=True
+    ):
         assert torch.equal(one.flatten(), other.flatten())
     flat, apart = sample(), sample()
     for name, out in (("kv_cache", "kv_cache_out0"), ("kv_cache_rope", "kv_cache_out1")):
@@ -146,8 +179,12 @@ def test_minus_one_skips() -> None:
     assert (kv != before).flatten(2).any(-1).flatten().nonzero().flatten().tolist() == [0, 3, 5]
 
 
-@pytest.mark.parametrize(("cache_mode", "quant_mode", "dtype"), list(itertools.product(CACHES, QUANTS, (BF16, FP16))))
-def test_check_takes_what_has_a_kernel(cache_mode: str, quant_mode: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("cache_mode", "quant_mode", "dtype"), list(itertools.product(CACHES, QUANTS, (BF16, FP16)))
+)
+def test_check_takes_what_has_a_kernel(
+    cache_mode: str, quant_mode: str, dtype: torch.dtype
+) -> None:
     call = legal(cache_mode, quant_mode, dtype)
     if (cache_mode, quant_mode, dtype) in SUPPORTED:
         meta.check(OP, soc="A2", **call)
@@ -190,7 +227,11 @@ REFUSALS: list[tuple[str, dict[str, Any]]] = [
     ("shape.inner_out", {"inner_out": sized(4, 1535), "enable_inner_out": True}),
     ("shape.kv_cache_out0", {"kv_cache_out0": sized(3, 16, 1, 512)}),
     ("dtype.kv_cache_out1", {"kv_cache_out1": sized(2, 16, 1, 64, dtype=FP16)}),
-    ("dims.r", {name: sized(2, 16, 1, 32) for name in ("kv_cache_rope", "kv_cache_out1")} | {"cos": None, "sin": None}),
+    (
+        "dims.r",
+        {name: sized(2, 16, 1, 32) for name in ("kv_cache_rope", "kv_cache_out1")}
+        | {"cos": None, "sin": None},
+    ),
 ]
 
 
@@ -220,7 +261,11 @@ def test_limits_of_the_device() -> None:
     with pytest.raises(meta.ContractError, match=r"T 1\.\.1024"):
         meta.check(OP, **many)
     with pytest.raises(meta.ContractError) as refusal:
-        meta.check(OP, values=True, **sample(dims=LEGAL) | {"slotmapping": torch.tensor([0, 0, 1, 2]).int()})
+        meta.check(
+            OP,
+            values=True,
+            **sample(dims=LEGAL) | {"slotmapping": torch.tensor([0, 0, 1, 2]).int()},
+        )
     assert refusal.value.code == "values.slotmapping.duplicate"
 
 
@@ -228,10 +273,28 @@ def test_both_operators_have_a_name_and_the_order_of_their_schemas() -> None:
     assert meta.signature("mla_preprocess") == meta.signature("npu_mla_preprocess")
     call = sample()
     wanted = [result.clone() for result in mla_preprocess_csrc(**call)]
-    scales = [call.get(f"{name}{stage}") for stage in "01" for name in ("quant_scale", "quant_offset", "bias")]
-    names = "hiddenState wdqkv descale0 gamma1 beta1 wuq descale1 gamma2 cos sin wuk kv_cache kv_cache_rope slotmapping"
-    results = [call[name] for name in ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1", "inner_out")]
-    args = [*(call[name] for name in names.split()), *scales, None, None, "krope_ctkv", STATIC, False, *results]
+    scales = [
+        call.get(f"{name}{stage}")
+        for stage in "01"
+        for name in ("quant_scale", "quant_offset", "bias")
+    ]
+    names = (
+        "hiddenState wdqkv descale0 gamma1 beta1 wuq descale1 gamma2 cos sin wuk kv_cache "
+        "kv_cache_rope slotmapping"
+    )
+    results = [
+        call[name] for name in ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1", "inner_out")
+    ]
+    args = [
+        *(call[name] for name in names.split()),
+        *scales,
+        None,
+        None,
+        "krope_ctkv",
+        STATIC,
+        False,
+        *results,
+    ]
     for one, other in zip(mla_preprocess_csrc(*args), wanted, strict=True):
         assert torch.equal(one, other)
     with pytest.raises(meta.ContractError) as refusal:

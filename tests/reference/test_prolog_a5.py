@@ -22,24 +22,33 @@ def test_mx_quant_block_exponent() -> None:
     assert codes == [128 - 8, 0, 135 - 8]  # exponent field of the block's maximum, minus 8
     restored = data.float() * scale.float().repeat_interleave(32, -1)
     assert restored[0, 0] == 3.0 and restored[0, 1] == -0.25
-    assert restored[0, 64] == 448.0, "500 / 2**0 saturates: the shared exponent is floored, not rounded up"
+    assert restored[0, 64] == 448.0, (
+        "500 / 2**0 saturates: the shared exponent is floored, not rounded up"
+    )
     assert not restored[0, 32:64].any()
 
 
 def exact(call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The prologue in float64 on the dequantised operands, without any requantisation in between."""
+    """The prologue in float64 on the dequantised operands, without any requantisation in
+    between.
+    """
     wq = call["weight_quant_mode"]
 
     def wide(name: str, token: torch.Tensor | None, channel: torch.Tensor) -> torch.Tensor:
         tensor = call[name]
-        value = (hifloat8.decode(tensor) if tensor.dtype == torch.uint8 else tensor.float()).double()
+        value = (
+            hifloat8.decode(tensor) if tensor.dtype == torch.uint8 else tensor.float()
+        ).double()
         if wq == 3:
             spread = (token if token is not None else channel.t()).float().double()
             return value * spread.repeat_interleave(32, -1 if token is not None else 0)
         return value * (token.double() if token is not None else channel.double())
 
     x = wide("token_x", call["dequant_scale_x"], call["dequant_scale_x"])
-    w = {k: wide(f"weight_{k}", None, call[f"dequant_scale_w_{k}"]) for k in ("dq", "uq_qr", "dkv_kr")}
+    w = {
+        k: wide(f"weight_{k}", None, call[f"dequant_scale_w_{k}"])
+        for k in ("dq", "uq_qr", "dkv_kr")
+    }
     n, d, hckv = call["weight_uk"].shape
     cos, sin = call["rope_cos"].double(), call["rope_sin"].double()
 
@@ -69,9 +78,13 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("wq", "kv"), A5)
 def test_against_the_exact_prologue(wq: int, kv: int) -> None:
-    call = sample_call(weight_quant_mode=wq, kv_cache_quant_mode=kv, lead=(16,)) | {"query_norm_flag": True}
+    call = sample_call(weight_quant_mode=wq, kv_cache_quant_mode=kv, lead=(16,)) | {
+        "query_norm_flag": True
+    }
     wanted = exact(call)
-    query, query_rope, query_scale, c_q, c_q_scale, kv_out, kr_out = reference.npu_mla_prolog_v3_functional(**call)
+    query, query_rope, query_scale, c_q, c_q_scale, kv_out, kr_out = (
+        reference.npu_mla_prolog_v3_functional(**call)
+    )
     step = 0.05 if wq != 5 else 0.15  # relative error of the 8-bit formats over a row
 
     def decode(x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +97,9 @@ def test_against_the_exact_prologue(wq: int, kv: int) -> None:
         back = query_scale / call["quant_scale_ckv"]
         assert error(query_rope.float() * back, wanted["query_rope"]) < 2 * step
     else:
-        assert error(query, wanted["query"]) < step and error(query_rope, wanted["query_rope"]) < step
+        assert (
+            error(query, wanted["query"]) < step and error(query_rope, wanted["query_rope"]) < step
+        )
     rows = kv_out.flatten(0, 2)[call["cache_index"]]
     if kv == 3:
         hckv, rope_end = SMALL["Hckv"], SMALL["Hckv"] + 2 * SMALL["Dr"]

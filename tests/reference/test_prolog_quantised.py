@@ -55,7 +55,11 @@ def second_opinion(call: dict[str, Any]) -> dict[str, np.ndarray]:
     heads = (c_q.astype(np.float64) @ a["weight_uq_qr"].astype(np.float64)).astype(F32)
     heads = (heads * c_q_scale * a["dequant_scale_w_uq_qr"]).reshape(len(x), n, -1)
     query = bf16(np.einsum("tnd,ndk->tnk", bf16(heads[..., :d]).astype(np.float64), a["weight_uk"]))
-    out = {"c_q": c_q, "c_q_scale": c_q_scale, "query_rope": rope(heads[..., d:], cos[:, None], sin[:, None])}
+    out = {
+        "c_q": c_q,
+        "c_q_scale": c_q_scale,
+        "query_rope": rope(heads[..., d:], cos[:, None], sin[:, None]),
+    }
     if kv == 1:
         peak = np.abs(query).max(-1, keepdims=True)
         out["query_scale"] = peak / F32(127)
@@ -104,9 +108,17 @@ def close(found: torch.Tensor, wanted: np.ndarray, ulp: float = 2.0) -> bool:
 def test_against_a_second_implementation(wq: int, kv: int, smooth: bool) -> None:
     call = call_of(wq, kv, smooth=smooth)
     wanted = second_opinion(call)
-    query, query_rope, query_scale, c_q, c_q_scale, kv_out, kr_out = reference.npu_mla_prolog_v3_functional(**call)
-    assert c_q.dtype == torch.int8 and off_by(c_q, wanted["c_q"])[0] <= 1 and off_by(c_q, wanted["c_q"])[1] < 0.01
-    np.testing.assert_allclose(c_q_scale.numpy(), wanted["c_q_scale"], rtol=2e-2 if wq == 1 else 1e-5)
+    query, query_rope, query_scale, c_q, c_q_scale, kv_out, kr_out = (
+        reference.npu_mla_prolog_v3_functional(**call)
+    )
+    assert (
+        c_q.dtype == torch.int8
+        and off_by(c_q, wanted["c_q"])[0] <= 1
+        and off_by(c_q, wanted["c_q"])[1] < 0.01
+    )
+    np.testing.assert_allclose(
+        c_q_scale.numpy(), wanted["c_q_scale"], rtol=2e-2 if wq == 1 else 1e-5
+    )
     assert close(query_rope, wanted["query_rope"], 4.0)
     if kv == 1:
         assert query.dtype == torch.int8 and off_by(query, wanted["query"])[0] <= 2
@@ -133,8 +145,12 @@ def test_against_a_second_implementation(wq: int, kv: int, smooth: bool) -> None
 def test_an_all_zero_token_quantises_to_zero() -> None:
     call = call_of(2, 1)
     call["token_x"][3] = 0
-    query, query_rope, query_scale, c_q, c_q_scale, kv, _ = reference.npu_mla_prolog_v3_functional(**call)
-    assert not c_q[3].any() and c_q_scale[3] == 0 and not query[3].any() and not query_scale[3].any()
+    query, query_rope, query_scale, c_q, c_q_scale, kv, _ = reference.npu_mla_prolog_v3_functional(
+        **call
+    )
+    assert (
+        not c_q[3].any() and c_q_scale[3] == 0 and not query[3].any() and not query_scale[3].any()
+    )
     assert query_rope[3].isnan().all(), "0 * (scale / 0): what the device computes"
     assert not kv.flatten(0, 2)[call["cache_index"][3]].any()
 
@@ -154,8 +170,13 @@ def test_tiles_of_128_have_their_own_scale_and_the_row_is_656_bytes() -> None:
     limit = ckv.abs().amax(-1) * call["k_nope_clip_alpha"]
     torch.testing.assert_close(scale, limit / 127, rtol=1e-2, atol=0)
     restored = rows[:, :512].view(9, 4, 128).float() * scale[..., None]
-    assert ((restored - ckv.clamp(-limit[..., None], limit[..., None])).abs() <= 1.2 * scale[..., None]).all()
-    assert torch.equal(rows[:, 512:640].contiguous().view(torch.bfloat16), exact[6].flatten(0, 2)[call["cache_index"]])
+    assert (
+        (restored - ckv.clamp(-limit[..., None], limit[..., None])).abs() <= 1.2 * scale[..., None]
+    ).all()
+    assert torch.equal(
+        rows[:, 512:640].contiguous().view(torch.bfloat16),
+        exact[6].flatten(0, 2)[call["cache_index"]],
+    )
 
 
 def test_int8_matmul_is_exact() -> None:
@@ -166,7 +187,11 @@ def test_int8_matmul_is_exact() -> None:
 
 
 def versions_1_2(call: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in call.items() if k in meta.signature("npu_mla_prolog_v2")[1] or isinstance(v, torch.Tensor)}
+    return {
+        k: v
+        for k, v in call.items()
+        if k in meta.signature("npu_mla_prolog_v2")[1] or isinstance(v, torch.Tensor)
+    }
 
 
 @pytest.mark.parametrize(("wq", "kv"), [(0, 0), (1, 0), (1, 2), (2, 0), (2, 1)])
@@ -177,10 +202,15 @@ def test_v2_is_v3_with_the_scenario_read_off_the_dtypes(wq: int, kv: int) -> Non
     if kv == 1:  # v2's host check wants a row, its kernel reads one float
         older["quant_scale_ckv"] = call["quant_scale_ckv"].expand(1, SMALL["Hckv"]).contiguous()
     query, query_rope, kv_cache, kr_cache, query_scale = reference.npu_mla_prolog_v2(**older)
-    for a, b in zip((query, query_rope, kv_cache, kr_cache), (*wanted[:2], *wanted[5:]), strict=True):
+    for a, b in zip(
+        (query, query_rope, kv_cache, kr_cache), (*wanted[:2], *wanted[5:]), strict=True
+    ):
         assert torch.equal(a, b)
     assert torch.equal(query_scale, wanted[2]) if kv == 1 else query_scale.shape == (1,)
-    assert torch.equal(older["kv_cache"], kv_cache) and older["kv_cache"].data_ptr() != kv_cache.data_ptr()
+    assert (
+        torch.equal(older["kv_cache"], kv_cache)
+        and older["kv_cache"].data_ptr() != kv_cache.data_ptr()
+    )
 
 
 def test_v1_returns_four_results() -> None:

@@ -1,4 +1,6 @@
-"""The unquantised prologue against an independent float64 formula and against its own rounding points."""
+"""The unquantised prologue against an independent float64 formula and against its own rounding
+points.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,20 @@ def half_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
     y = torch.empty_like(x)
     for i in range(half):
         y[..., i] = x[..., 2 * i] * cos[..., i] - x[..., 2 * i + 1] * sin[..., i]
-        y[..., half + i] = x[..., 2 * i + 1] * cos[..., half + i] + x[..., 2 * i] * sin[..., half + i]
+        y[..., half + i] = (
+            x[..., 2 * i + 1] * cos[..., half + i] + x[..., 2 * i] * sin[..., half + i]
+        )
     return y
 
 
 def prologue(arguments: dict[str, Any], cast: Any) -> dict[str, torch.Tensor]:
-    """The prologue as textbook formulas in the arguments' precision, ``cast`` applied at every rounding
-    point.
+    """The prologue as textbook formulas in the arguments' precision, ``cast`` applied at every
+    rounding point.
     """
-    a = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
+    a = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in arguments.items()
+    }
     x = a["token_x"].flatten(0, -2)
     cos, sin = a["rope_cos"].flatten(0, -2), a["rope_sin"].flatten(0, -2)
     n, d, hckv = a["weight_uk"].shape
@@ -89,8 +96,8 @@ def test_bfloat16_rounds_where_the_kernel_rounds(seed: int) -> None:
     found |= {"ckv": kv.flatten(0, 2)[index], "kr": kr.flatten(0, 2)[index]}
     for name, tensor in found.items():
         assert tensor.dtype == torch.bfloat16
-        # a float32 sum and a float64 sum may round to neighbouring bfloat16 values, and a downstream
-        # matmul carries that on
+        # a float32 sum and a float64 sum may round to neighbouring bfloat16 values, and a
+        # downstream matmul carries that on
         assert ulps(tensor, wanted[name]) <= 2.0, name
         assert (tensor.double() != wanted[name]).double().mean() < 0.05, name
 
@@ -98,7 +105,9 @@ def test_bfloat16_rounds_where_the_kernel_rounds(seed: int) -> None:
 def test_scale_of_one_is_not_applied_and_scale_enters_query_norm() -> None:
     arguments = call() | {"query_norm_flag": True}
     one = reference.npu_mla_prolog_v3_functional(**arguments)
-    tiny = reference.npu_mla_prolog_v3_functional(**arguments | {"qc_qr_scale": 1.0 + 1e-8, "kc_scale": 1.0 - 1e-8})
+    tiny = reference.npu_mla_prolog_v3_functional(
+        **arguments | {"qc_qr_scale": 1.0 + 1e-8, "kc_scale": 1.0 - 1e-8}
+    )
     double = reference.npu_mla_prolog_v3_functional(**arguments | {"qc_qr_scale": 2.0})
     for a, b in zip(one, tiny, strict=True):
         assert torch.equal(a, b)
@@ -113,7 +122,10 @@ def test_negative_slots_are_skipped_and_other_rows_stay() -> None:
     kv, kr = reference.npu_mla_prolog_v3_functional(**arguments | {"cache_index": index})[5:]
     full_kv, full_kr = reference.npu_mla_prolog_v3_functional(**arguments)[5:]
     written = index[index >= 0]
-    for out, full, before in ((kv, full_kv, arguments["kv_cache"]), (kr, full_kr, arguments["kr_cache"])):
+    for out, full, before in (
+        (kv, full_kv, arguments["kv_cache"]),
+        (kr, full_kr, arguments["kr_cache"]),
+    ):
         expected = before.clone().flatten(0, 2)
         expected[written] = full.flatten(0, 2)[written]
         assert torch.equal(out.flatten(0, 2), expected)
@@ -123,12 +135,16 @@ def test_of_duplicate_slots_the_last_wins() -> None:
     arguments = call(lead=(8,))
     index = torch.tensor([3, 9, 3, 9, 3, 1, 0, 2])
     kv = reference.npu_mla_prolog_v3_functional(**arguments | {"cache_index": index})[5]
-    rows = reference.npu_mla_prolog_v3_functional(**arguments | {"cache_index": torch.arange(8)})[5].flatten(0, 2)
+    rows = reference.npu_mla_prolog_v3_functional(**arguments | {"cache_index": torch.arange(8)})[
+        5
+    ].flatten(0, 2)
     assert torch.equal(kv.flatten(0, 2)[torch.tensor([3, 9])], rows[torch.tensor([4, 3])])
 
 
 def test_slot_past_the_cache_is_refused() -> None:
-    arguments = call(lead=(2,)) | {"cache_index": torch.tensor([0, SMALL["BlockNum"] * SMALL["BlockSize"]])}
+    arguments = call(lead=(2,)) | {
+        "cache_index": torch.tensor([0, SMALL["BlockNum"] * SMALL["BlockSize"]])
+    }
     with pytest.raises(meta.ContractError, match="BlockNum 6") as refusal:
         reference.npu_mla_prolog_v3(**arguments)
     assert refusal.value.code == "values.cache_index.range"
@@ -151,20 +167,29 @@ def test_pa_nz_element_arithmetic() -> None:
     nd = reference.npu_mla_prolog_v3_functional(**arguments)[5:]
     nz = reference.npu_mla_prolog_v3_functional(**arguments | {"cache_mode": "PA_NZ"})[5:]
     c0 = 16
-    for flat_nd, out, before in zip(nd, nz, (arguments["kv_cache"], arguments["kr_cache"]), strict=True):
+    for flat_nd, out, before in zip(
+        nd, nz, (arguments["kv_cache"], arguments["kr_cache"]), strict=True
+    ):
         block_size, width = out.shape[1], out.shape[3]
         expected = before.clone().flatten()
         for slot in arguments["cache_index"].tolist():
             block, offset = divmod(slot, block_size)
             for j in range(width):
-                element = block * block_size * width + (j // c0) * (block_size * c0) + offset * c0 + j % c0
+                element = (
+                    block * block_size * width
+                    + (j // c0) * (block_size * c0)
+                    + offset * c0
+                    + j % c0
+                )
                 expected[element] = flat_nd[block, offset, 0, j]
         assert torch.equal(out.flatten(), expected)
 
 
 @pytest.mark.parametrize("lead", [(2, 20), (40,)])
 @pytest.mark.parametrize("layout", ["BSND", "NZ"])
-def test_blockwise_modes_place_each_sequence_from_its_first_block(layout: str, lead: tuple[int, ...]) -> None:
+def test_blockwise_modes_place_each_sequence_from_its_first_block(
+    layout: str, lead: tuple[int, ...]
+) -> None:
     arguments = call(lead=lead, cache_mode=f"PA_BLK_{layout}")
     if len(lead) == 1:
         arguments["actual_seq_len"] = torch.tensor([3, 40], dtype=torch.int32)
@@ -190,7 +215,9 @@ def test_empty_tensors() -> None:
     none = call(lead=(0,))
     out = reference.npu_mla_prolog_v3_functional(**none)
     assert out[0].shape == (0, 4, 64) and torch.equal(out[5], none["kv_cache"])
-    no_blocks = call(lead=(3,), dims=SMALL | {"BlockNum": 0}) | {"cache_index": torch.tensor([0, 1, 2])}
+    no_blocks = call(lead=(3,), dims=SMALL | {"BlockNum": 0}) | {
+        "cache_index": torch.tensor([0, 1, 2])
+    }
     with_blocks = call(lead=(3,))
     shared = {name: with_blocks[name] for name in with_blocks if "cache" not in name}
     out = reference.npu_mla_prolog_v3_functional(**no_blocks | shared)
@@ -204,7 +231,9 @@ def test_in_place_form_writes_the_inputs_and_the_functional_form_does_not() -> N
     functional = reference.npu_mla_prolog_v3_functional(**arguments)
     assert torch.equal(arguments["kv_cache"], before)
     in_place = reference.npu_mla_prolog_v3(**arguments)
-    assert torch.equal(arguments["kv_cache"], functional[5]) and torch.equal(arguments["kr_cache"], functional[6])
+    assert torch.equal(arguments["kv_cache"], functional[5]) and torch.equal(
+        arguments["kr_cache"], functional[6]
+    )
     for a, b in zip(in_place, functional[:5], strict=True):
         assert torch.equal(a, b)
 
@@ -227,7 +256,9 @@ def test_weights_in_fractal_nz_storage() -> None:
         k, n = weight.shape
         return weight.view(k // 16, 16, n // 16, 16).permute(2, 0, 1, 3).contiguous()
 
-    stored = {name: to_nz(arguments[name]) for name in ("weight_dq", "weight_uq_qr", "weight_dkv_kr")}
+    stored = {
+        name: to_nz(arguments[name]) for name in ("weight_dq", "weight_uq_qr", "weight_dkv_kr")
+    }
     for a, b in zip(
         reference.npu_mla_prolog_v3_functional(**arguments),
         reference.npu_mla_prolog_v3_functional(**arguments | stored),

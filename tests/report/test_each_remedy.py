@@ -1,6 +1,8 @@
-"""Each rejection code walked: a model that gets it, what its remedy says is done to the model, and that fuses.
+"""Each rejection code walked: a model that gets it, what its remedy says is done to the model, and
+that fuses.
 
-A remedy that names several ways has an entry for each. ``None``: the remedy says that there is none.
+A remedy that names several ways has an entry for each. ``None``: the remedy says that there is
+none.
 """
 
 from __future__ import annotations
@@ -8,7 +10,15 @@ from __future__ import annotations
 import pytest
 
 from mla_fusion.report.rejection import CODES
-from tests.catalogue import int8, keys, misses_norms, misses_products, misses_rotations, prologues, static
+from tests.catalogue import (
+    int8,
+    keys,
+    misses_norms,
+    misses_products,
+    misses_rotations,
+    prologues,
+    static,
+)
 from tests.exhaustive import one_in
 from tests.match.test_finder import InABranch
 from tests.plan import test_refusals as of_plan
@@ -64,11 +74,15 @@ from .walks import (
 
 PAGED = of(prologues.PagedRotateHalf)
 BASE = of(Base)
-# code: a report that has it; what its remedy says, and the report once that is done (None: there is nothing to do)
+# code: a report that has it; what its remedy says, and the report once that is done (None: there is
+# nothing to do)
 WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
     "q_lora.absent": (
         entry("NoQueryLora"),
-        {"Nothing fuses the whole": None, "Config(targets=('v3', 'key'))": entry("NoQueryLora", targets=("v3", "key"))},
+        {
+            "Nothing fuses the whole": None,
+            "Config(targets=('v3', 'key'))": entry("NoQueryLora", targets=("v3", "key")),
+        },
     ),
     "q_lora.interrupted": (entry("LatentClamped"), {"leave c_q to the kernel": BASE}),
     "kv_latent.absent": (entry("KeyNotNormed"), {"Keep kv_a_proj, its norm, RoPE": BASE}),
@@ -77,14 +91,20 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
         {"as the operator's document does": entry("plain partial")},
     ),
     "rope.absent": (entry("RopeMixesHeads"), {"Rotate q_pe and k_pe with tables": BASE}),
-    "rope.tables_differ": (entry("KeyOnePositionLater"), {"Use one cos and one sin tensor for both": BASE}),
+    "rope.tables_differ": (
+        entry("KeyOnePositionLater"),
+        {"Use one cos and one sin tensor for both": BASE},
+    ),
     "rope.table_shape": (
         of(misses_rotations.SharedRows, few_rows),
         {"Gather the tables by position before RoPE": of(changed(forward=gathered), few_rows)},
     ),
     "rope.layouts_differ": (entry("LayoutsDiffer"), {"Use one RoPE layout for both": BASE}),
     "rope.normed_key": (entry("NormedKey"), {"Nothing:": None}),
-    "rope.heads_differ": (entry("OneRotatedHead"), {"repeat the columns of its weight": of(RepeatedColumns)}),
+    "rope.heads_differ": (
+        entry("OneRotatedHead"),
+        {"repeat the columns of its weight": of(RepeatedColumns)},
+    ),
     "absorb.absent": (
         entry("Unabsorbed"),
         {
@@ -105,7 +125,10 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
             "mla_fusion.backend() also takes": compiled(NumbersOfBfloat16),
         },
     ),
-    "norm.of_input": (entry("AlreadyNormed"), {"Keep the input's RMSNorm in the graph": entry("StaticW8A8")}),
+    "norm.of_input": (
+        entry("AlreadyNormed"),
+        {"Keep the input's RMSNorm in the graph": entry("StaticW8A8")},
+    ),
     "norm.epsilon": (entry("OtherEpsilon"), {"Nothing:": None}),
     "norm.scaled": (
         entry("Doubled"),
@@ -121,9 +144,15 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
     ),
     "linear.bias": (
         entry("Bias"),
-        {"Remove a bias of zeros": BASE, "Config(targets=('v3', 'key'))": entry("Bias", targets=("v3", "key"))},
+        {
+            "Remove a bias of zeros": BASE,
+            "Config(targets=('v3', 'key'))": entry("Bias", targets=("v3", "key")),
+        },
     ),
-    "linear.scaled": (entry("ScaledAddmm"), {"Scale the weight instead": of(changed(down=doubled_weight))}),
+    "linear.scaled": (
+        entry("ScaledAddmm"),
+        {"Scale the weight instead": of(changed(down=doubled_weight))},
+    ),
     "linear.symbolic": (with_heads(dynamic=True), {"dynamic=False": with_heads(dynamic=False)}),
     "linear.hidden": (entry("AdaptedQuery"), {"merge adapters into the weights": of(Merged)}),
     "quant.static": (
@@ -145,22 +174,30 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
     ),
     "quant.weights_only": (
         entry("WeightsOnly"),
-        {"Quantise the activation too (npu_dynamic_quant)": of(int8.Full), "hold the weight in bfloat16": BASE},
+        {
+            "Quantise the activation too (npu_dynamic_quant)": of(int8.Full),
+            "hold the weight in bfloat16": BASE,
+        },
     ),
     "quant.dynamic": (entry("TruncatedLatent"), {"round to the nearest": of(int8.Partial)}),
     "quant.mixed": (
         entry("QueryLatentAlone"),
-        {"Quantise W_uq_qr alone to int8 (mode 1)": of(int8.Partial), "together, to one format": of(int8.Full)},
+        {
+            "Quantise W_uq_qr alone to int8 (mode 1)": of(int8.Partial),
+            "together, to one format": of(int8.Full),
+        },
     ),
-    "quant.tokens_differ": (entry("SmoothedOnce"), {"once, with one smooth_scales": of(int8.FullSmooth)}),
+    "quant.tokens_differ": (
+        entry("SmoothedOnce"),
+        {"once, with one smooth_scales": of(int8.FullSmooth)},
+    ),
     "quant.scale": (entry("OneScale"), {"scales of that shape": of(int8.Full)}),
     "quant.cache": (
         entry("FullWithChannelCaches"),
         {
             "Per-channel scales of both caches go with int8 W_uq_qr alone": entry("OperatorCache"),
-            "one scale of the latent cache with all three projections and the query in its format": entry(
-                "Int8AttentionOperator"
-            ),
+            "one scale of the latent cache with all three projections and the query in its "
+            "format": entry("Int8AttentionOperator"),
         },
     ),
     "dtype.region": (
@@ -189,7 +226,10 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
     ),
     "cache.staging_forbidden": (
         entry("ComplexDense", staging="never"),
-        {"Allow staging": entry("ComplexDense"), "[BlockNum, BlockSize, 1, width]": of(Base, staging="never")},
+        {
+            "Allow staging": entry("ComplexDense"),
+            "[BlockNum, BlockSize, 1, width]": of(Base, staging="never"),
+        },
     ),
     "cache.operator_mode": (
         edited(mode("Norm"), prologues.NpuOperators),
@@ -199,7 +239,10 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
         of(prologues.NpuOperators, few_slots),
         {"as many elements as there are tokens": of(prologues.NpuOperators)},
     ),
-    "cache.also_read": (entry("OperatorAndSum"), {"Read and return the caches": of(ReadAfterwards)}),
+    "cache.also_read": (
+        entry("OperatorAndSum"),
+        {"Read and return the caches": of(ReadAfterwards)},
+    ),
     "cache.view_of_input": (
         entry("OperatorNormMode"),
         {
@@ -233,10 +276,19 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
     ),
     "slots.unproven": (
         of(of_plan.SlotsLowered, staging="never"),
-        {"as one input of the graph": of(Base, staging="never"), "allow staging": of(of_plan.SlotsLowered)},
+        {
+            "as one input of the graph": of(Base, staging="never"),
+            "allow staging": of(of_plan.SlotsLowered),
+        },
     ),
-    "stream.mixed": (edited(labelled("11", "0")), {"Keep the prologue on one stream": edited(labelled("11", "11"))}),
-    "order.cycle": (entry("SlotsFromSizeOfQuery"), {"independently of the prologue's results": BASE}),
+    "stream.mixed": (
+        edited(labelled("11", "0")),
+        {"Keep the prologue on one stream": edited(labelled("11", "11"))},
+    ),
+    "order.cycle": (
+        entry("SlotsFromSizeOfQuery"),
+        {"independently of the prologue's results": BASE},
+    ),
     "autograd": (compiled(Base, gradients=True), {"Compile under torch.no_grad()": compiled(Base)}),
     "target.unlisted": (
         entry("OperatorAlready"),
@@ -246,7 +298,8 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
 }
 # no graph of a user has these
 ALONE = {
-    "graph.unread": "every entry eliminates dead code; a graph edited by hand may have it (commit/test_refusals.py)",
+    "graph.unread": "every entry eliminates dead code; a graph edited by hand may have it "
+    "(commit/test_refusals.py)",
     "verify.mismatch": "a defect of the pass",
     "pass.failed": "a defect of the pass",
 }
@@ -254,7 +307,11 @@ ALONE = {
 
 def test_every_code_is_walked_but_those_that_no_model_gets() -> None:
     assert WALKS.keys() | ALONE.keys() == CODES.keys() and not WALKS.keys() & ALONE.keys()
-    assert all("report the graph" in CODES[code][1] for code, why in ALONE.items() if why == "a defect of the pass")
+    assert all(
+        "report the graph" in CODES[code][1]
+        for code, why in ALONE.items()
+        if why == "a defect of the pass"
+    )
 
 
 @pytest.mark.parametrize("code", one_in(3, WALKS))
@@ -282,7 +339,11 @@ CHAINS: dict[str, list[tuple[str, str, Told]]] = {
         ("", "", BASE),
     ],
     "a factor of each token before the rotation": [
-        ("scale.unequal", "and the rotated q_pe by one for each token", entry("ScaledBeforeRotation")),
+        (
+            "scale.unequal",
+            "and the rotated q_pe by one for each token",
+            entry("ScaledBeforeRotation"),
+        ),
         ("", "", entry("QueryByPosition")),
     ],
     "a reader of the key before its rotation": [
@@ -290,7 +351,11 @@ CHAINS: dict[str, list[tuple[str, str, Told]]] = {
         ("", "", entry("DlInfer")),
     ],
     "a kept copy of a cache": [
-        ("cache.also_read", "or return none: the caller has the memory", entry("KeptCopies", device="cpu")),
+        (
+            "cache.also_read",
+            "or return none: the caller has the memory",
+            entry("KeptCopies", device="cpu"),
+        ),
         ("", "", of(prologues.NpuOperators)),
     ],
 }
@@ -308,7 +373,10 @@ def test_remedies_lead_to_a_fused_graph(form: str) -> None:
 @pytest.mark.parametrize(
     ("norm", "where"),
     [
-        (EpsilonBehindTheRoot, "epsilon 1e-06 is added behind the root (EpsilonBehindTheRoot's add"),
+        (
+            EpsilonBehindTheRoot,
+            "epsilon 1e-06 is added behind the root (EpsilonBehindTheRoot's add",
+        ),
         (EpsilonAsFloor, "epsilon 1e-06 is a floor (EpsilonAsFloor's clamp_min"),
     ],
 )

@@ -12,9 +12,13 @@ PROVOKED_IN = ("catalogue", "match", "plan", "emit", "commit", "entry")
 
 def test_every_code_is_provoked() -> None:
     """A code that no test provokes is a promise nobody keeps."""
-    source = "".join(path.read_text() for room in PROVOKED_IN for path in sorted((TESTS / room).glob("*.py")))
+    source = "".join(
+        path.read_text() for room in PROVOKED_IN for path in sorted((TESTS / room).glob("*.py"))
+    )
     assert [code for code in CODES if f'"{code}' not in source] == []
 
 
 def test_every_code_says_what_it_means_and_what_to_do() -> None:
-    assert [code for code, (meaning, remedy) in CODES.items() if not (meaning.endswith(".") and remedy)] == []
+    assert [
+        code for code, (meaning, remedy) in CODES.items() if not (meaning.endswith(".") and remedy)
+    ] == []

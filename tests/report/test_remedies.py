@@ -1,4 +1,6 @@
-"""Twelve common mistakes: what the report says is done, nothing else, until the graph is fused or no remedy is left."""
+"""Twelve common mistakes: what the report says is done, nothing else, until the graph is fused or
+no remedy is left.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,25 @@ from tests.exhaustive import one_in
 Layer = nn.Module
 Arguments = tuple[Tensor, ...]
 # Names of nodes and of AOT autograd's inputs, which no user has ever seen.
-INTERNAL = re.compile(r"\b(?<!'s )(?<!\.)(?:arg\d+_1|(?:mm|addmm|bmm|matmul|mul|add|view|_to_copy)(?:_\d+)?)\b")
+INTERNAL = re.compile(
+    r"\b(?<!'s )(?<!\.)(?:arg\d+_1|(?:mm|addmm|bmm|matmul|mul|add|view|_to_copy)(?:_\d+)?)\b"
+)
 
 
 class Norm(nn.Module):
     """RMSNorm with one thing to be put right."""
 
-    def __init__(self, width: int, eps: float | Tensor = 1e-6, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, width: int, eps: float | Tensor = 1e-6, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         self.weight, self.eps, self.dtype = nn.Parameter(torch.ones(width).bfloat16()), eps, dtype
 
     def forward(self, x: Tensor) -> Tensor:
         high = x.to(self.dtype)
-        return (high * torch.rsqrt(high.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+        return (high * torch.rsqrt(high.pow(2).mean(-1, keepdim=True) + self.eps)).to(
+            x.dtype
+        ) * self.weight
 
 
 class TensorEps(Norm):
@@ -75,7 +83,10 @@ class Adapted(nn.Module):
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.layer, wide = layer, {"bias": False, "dtype": torch.bfloat16}
-        self.a, self.b = nn.Linear(layer.in_features, 8, **wide), nn.Linear(8, layer.out_features, **wide)
+        self.a, self.b = (
+            nn.Linear(layer.in_features, 8, **wide),
+            nn.Linear(8, layer.out_features, **wide),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) + self.b(self.a(x))
@@ -107,7 +118,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
-def put(**parts: Callable[[Layer], nn.Module]) -> Callable[[Layer, Arguments], tuple[Layer, Arguments]]:
+def put(
+    **parts: Callable[[Layer], nn.Module],
+) -> Callable[[Layer, Arguments], tuple[Layer, Arguments]]:
     """A step that exchanges modules of the layer."""
 
     def step(layer: Layer, arguments: Arguments) -> tuple[Layer, Arguments]:
@@ -120,7 +133,9 @@ def put(**parts: Callable[[Layer], nn.Module]) -> Callable[[Layer, Arguments], t
 
 def to(dtype: torch.dtype) -> Callable[[Layer, Arguments], tuple[Layer, Arguments]]:
     def step(layer: Layer, arguments: Arguments) -> tuple[Layer, Arguments]:
-        return layer.to(dtype), tuple(one.to(dtype) if one.is_floating_point() else one for one in arguments)
+        return layer.to(dtype), tuple(
+            one.to(dtype) if one.is_floating_point() else one for one in arguments
+        )
 
     return step
 
@@ -142,53 +157,68 @@ Step = Callable[[Layer, Arguments], tuple[Layer, Arguments]]
 
 @dataclass(frozen=True)
 class Mistake:
-    """``remedies``: (code, words of the remedy or message that say what to do, that done); None where there is none."""
+    """``remedies``: (code, words of the remedy or message that say what to do, that done); None
+    where there is none.
+    """
 
     made: Step
     remedies: tuple[tuple[str, str, Step | None], ...]
 
 
 MISTAKES = {
-    "a float16 model": Mistake(to(torch.float16), (("dtype.region", "model.to(torch.bfloat16)", to(torch.bfloat16)),)),
-    "a float32 model": Mistake(to(torch.float32), (("dtype.region", "model.to(torch.bfloat16)", to(torch.bfloat16)),)),
+    "a float16 model": Mistake(
+        to(torch.float16), (("dtype.region", "model.to(torch.bfloat16)", to(torch.bfloat16)),)
+    ),
+    "a float32 model": Mistake(
+        to(torch.float32), (("dtype.region", "model.to(torch.bfloat16)", to(torch.bfloat16)),)
+    ),
     "an epsilon held as a tensor": Mistake(
         put(q_norm=lambda _: TensorEps(HCQ)),
         (("norm.runtime_eps", "Make it a Python float", put(q_norm=lambda _: Norm(HCQ))),),
     ),
     "a norm weight in float32": Mistake(
         put(kv_norm=lambda layer: layer.kv_norm.float()),
-        (("norm.gamma_dtype", "norm weights in bfloat16", put(kv_norm=lambda layer: layer.kv_norm.bfloat16())),),
+        (("norm.gamma_dtype", "norm weights in bfloat16",
+          put(kv_norm=lambda layer: layer.kv_norm.bfloat16())),),
     ),
     "a statistic in bfloat16": Mistake(
         put(q_norm=lambda _: Norm(HCQ, dtype=torch.bfloat16)),
-        (("norm.low_precision", "Upcast to float32 before squaring", put(q_norm=lambda _: Norm(HCQ))),),
+        (("norm.low_precision", "Upcast to float32 before squaring",
+          put(q_norm=lambda _: Norm(HCQ))),),
     ),
     "LayerNorm": Mistake(
         put(q_norm=lambda _: nn.LayerNorm(HCQ, dtype=torch.bfloat16)),
         (("norm.absent", "Write RMSNorm", put(q_norm=lambda _: Norm(HCQ))),),
     ),
-    "a clamp": Mistake(in_front("kv_norm", Clamp()), (("step.choice", "Leave the step out", out_again("kv_norm")),)),
+    "a clamp": Mistake(
+        in_front("kv_norm", Clamp()), (("step.choice", "Leave the step out", out_again("kv_norm")),)
+    ),
     "dropout in training": Mistake(
         in_front("kv_norm", nn.Dropout(0.1).train()),
         (("step.random", "model.eval()", lambda layer, arguments: (layer.eval(), arguments)),),
     ),
     "an operator of one's own": Mistake(
-        in_front("kv_norm", Opaque()), (("step.unknown", "operators of torch", out_again("kv_norm")),)
+        in_front("kv_norm", Opaque()),
+        (("step.unknown", "operators of torch", out_again("kv_norm")),)
     ),
     "an adapter beside a weight": Mistake(
         put(q_b=lambda layer: Adapted(layer.q_b)),
-        (("linear.hidden", "merge adapters into the weights", put(q_b=lambda layer: layer.q_b.merged())),),
+        (("linear.hidden", "merge adapters into the weights",
+          put(q_b=lambda layer: layer.q_b.merged())),),
     ),
     "a query that is not absorbed": Mistake(
         lambda layer, arguments: (Unabsorbed(layer), arguments),
-        (("absorb.absent", "Multiply q_nope by W_uk", lambda layer, arguments: (layer.layer, arguments)),),
+        (("absorb.absent", "Multiply q_nope by W_uk",
+          lambda layer, arguments: (layer.layer, arguments)),),
     ),
     "q_nope scaled, q_pe not": Mistake(
         put(q_b=lambda layer: nn.Sequential(layer.q_b, Scaled())),
         (("scale.unequal", "Scale the whole query", out_again("q_b", 0)),),
     ),
     "a bias, and float16 before": Mistake(
-        lambda layer, arguments: to(torch.float16)(*put(q_b=lambda _: wide(N * (D + DR)))(layer, arguments)),
+        lambda layer, arguments: to(torch.float16)(
+            *put(q_b=lambda _: wide(N * (D + DR)))(layer, arguments)
+        ),
         (
             ("dtype.region", "model.to(torch.bfloat16)", to(torch.bfloat16)),
             ("linear.bias", "Remove a bias of zeros", None),
@@ -205,7 +235,9 @@ def test_the_remedies_followed_end_in_a_fused_graph(name: str) -> None:
         (left,) = report(layer, arguments).rejected
         assert left.code == code, left.message
         assert words in left.remedy
-        assert not (found := INTERNAL.findall(left.message.rpartition(". (")[2])), f"{found} in {left.message}"
+        assert not (found := INTERNAL.findall(left.message.rpartition(". (")[2])), (
+            f"{found} in {left.message}"
+        )
         assert left.layer and left.source
         if remedy is None:
             return
@@ -244,4 +276,6 @@ def test_the_absent_product_points_at_the_line_of_the_query() -> None:
     layer, arguments = example()
     (left,) = report(Unabsorbed(layer), arguments).rejected
     assert "q = layer.q_b(" in left.source and "docs/absorb.md" in left.remedy
-    assert isinstance(left, Rejection) and replace(left, layer="").where == ", ".join(left.nodes[:2])
+    assert isinstance(left, Rejection) and replace(left, layer="").where == ", ".join(
+        left.nodes[:2]
+    )

@@ -1,4 +1,6 @@
-"""Each reason for staging: a model that gets it, and the fusion in place once its remedy is followed."""
+"""Each reason for staging: a model that gets it, and the fusion in place once its remedy is
+followed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from mla_fusion.report.staging import REMEDIES, Leftover
 from tests.catalogue import ENTRIES, base, prologues, writes
-from tests.catalogue.base import BLOCK_SIZE, BLOCKS, DR, HCKV, Base, hf_interleave, paged_args, rotate_half
+from tests.catalogue.base import (
+    BLOCK_SIZE,
+    BLOCKS,
+    DR,
+    HCKV,
+    Base,
+    hf_interleave,
+    paged_args,
+    rotate_half,
+)
 from tests.harness import graph_of
 
 from .walks import Told, changed
@@ -33,7 +44,9 @@ def entry(name: str, **config: Any) -> Told:
     return of(found.model, found.args, **{"targets": found.targets, "soc": found.soc, **config})
 
 
-def by(write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any], args: Args = paged_args) -> Told:
+def by(
+    write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any], args: Args = paged_args
+) -> Told:
     """The base prologue with another write of its two caches."""
     return of(changed(write=lambda self, *given: write(*given)), args)
 
@@ -79,7 +92,9 @@ def scattered(kv: Tensor, kr: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor)
     kr.scatter_(0, slots[:, None].expand(-1, DR), k_pe)
 
 
-def joined_and_doubled(self: Base, kv: Tensor, kr: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+def joined_and_doubled(
+    self: Base, kv: Tensor, kr: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+) -> None:
     row = torch.cat([c_kv, k_pe], -1) * 2
     kv.view(-1, HCKV)[slots], kr.view(-1, DR)[slots] = row.split([HCKV, DR], -1)
 
@@ -117,7 +132,8 @@ def with_block_size(size: int) -> Told:
 
 
 PLAIN = of(prologues.PagedRotateHalf)
-# code: a report that has it, and the report once its remedy is followed (None: tested with the mode's own models)
+# code: a report that has it, and the report once its remedy is followed (None: tested with the
+# mode's own models)
 WALKS: dict[str, tuple[Told, Told | None]] = {
     "rope.pairs": (entry("GptjStack"), entry("GptjStack", kr_layout="half")),
     "cache.joined_row": (entry("SglangNeoxDecode"), PLAIN),
@@ -127,20 +143,34 @@ WALKS: dict[str, tuple[Told, Told | None]] = {
     "cache.grown": (entry("Grown"), PLAIN),
     "cache.index_axis": (entry("StaticCache"), of(Flat, flat_args)),
     "cache.index_elements": (
-        one_cache(lambda kv, slots, rows: kv.view(-1, HCKV).scatter_(0, slots[:, None] + slots.new_zeros(HCKV), rows)),
+        one_cache(
+            lambda kv, slots, rows: kv.view(-1, HCKV).scatter_(
+                0, slots[:, None] + slots.new_zeros(HCKV), rows
+            )
+        ),
         PLAIN,
     ),
     "cache.accumulates": (entry("MaskedWrite"), PLAIN),
-    "cache.writer": (of(changed(writes.BothByOneOperator, mode="PA_NZ")), entry("BothByOneOperator")),
-    "cache.slice_bounds": (one_cache(lambda kv, slots, rows: kv.view(-1, HCKV)[:16:2].copy_(rows)), PLAIN),
+    "cache.writer": (
+        of(changed(writes.BothByOneOperator, mode="PA_NZ")),
+        entry("BothByOneOperator"),
+    ),
+    "cache.slice_bounds": (
+        one_cache(lambda kv, slots, rows: kv.view(-1, HCKV)[:16:2].copy_(rows)),
+        PLAIN,
+    ),
     "cache.part_of_row": (by(assigned, lambda: row_args(2)), by(assigned, row_args)),
     "cache.no_input": (entry("LayersReadTogether"), PLAIN),
     "cache.shape": (
         with_caches(lambda kv, kr: (kv.reshape(-1, HCKV)[:50], kr.reshape(-1, DR)[:50])),
-        with_caches(lambda kv, kr: (kv.reshape(-1, HCKV)[:48].clone(), kr.reshape(-1, DR)[:48].clone())),
+        with_caches(
+            lambda kv, kr: (kv.reshape(-1, HCKV)[:48].clone(), kr.reshape(-1, DR)[:48].clone())
+        ),
     ),
     "cache.rows": (
-        one_cache(lambda kv, slots, rows: kv.view(-1, 8, HCKV).index_put_((slots // 8, slots % 8), rows)),
+        one_cache(
+            lambda kv, slots, rows: kv.view(-1, 8, HCKV).index_put_((slots // 8, slots % 8), rows)
+        ),
         PLAIN,
     ),
     "cache.boundary": (
@@ -167,7 +197,11 @@ WALKS: dict[str, tuple[Told, Told | None]] = {
     "cache.refused": (with_block_size(8), with_block_size(16)),
     "slots.unproven": (entry("negative"), PLAIN),
     "slots.dtype": (
-        one_cache(lambda kv, slots, rows: kv.view(-1, HCKV).index_put_([torch.arange(64) < slots[0]], rows[0])),
+        one_cache(
+            lambda kv, slots, rows: kv.view(-1, HCKV).index_put_(
+                [torch.arange(64) < slots[0]], rows[0]
+            )
+        ),
         PLAIN,
     ),
     "config.staging": (of(prologues.PagedRotateHalf, staging="always"), PLAIN),
@@ -199,12 +233,16 @@ def test_what_the_remedy_says_writes_in_place(code: str) -> None:
     assert reasons[code].remedy == REMEDIES[code] and f"[{code}] " in str(report)
     if repaired is not None:
         after = repaired()
-        assert [item.placement for item in after.fused] == ["in place"] * len(after.fused) != [], str(after)
+        assert [item.placement for item in after.fused] == ["in place"] * len(after.fused) != [], (
+            str(after)
+        )
         assert not any(item.staged_by or item.leaves for item in after.fused)
 
 
 def test_all_reasons_are_given_at_once() -> None:
-    """Pairs, one row for both, and slots that may be -1: each would be found behind the one before."""
+    """Pairs, one row for both, and slots that may be -1: each would be found behind the one
+    before.
+    """
 
     class Three(prologues.PagedRotateHalf):
         def forward(  # type: ignore[override]
@@ -223,11 +261,19 @@ def test_all_reasons_are_given_at_once() -> None:
             return self.absorb(q_nope), rotate(q_pe, c[:, None], s[:, None])
 
     x, cos, sin, kv, kr, slots = paged_args()
-    report = mf.explain(graph_of(Three(), x, cos, sin, torch.cat([kv, kr], -1), slots), boundary=True)
+    report = mf.explain(
+        graph_of(Three(), x, cos, sin, torch.cat([kv, kr], -1), slots), boundary=True
+    )
     (fusion,) = report.fused
-    assert [one.code for one in fusion.staged_by] == ["rope.pairs", "cache.joined_row", "slots.unproven"]
+    assert [one.code for one in fusion.staged_by] == [
+        "rope.pairs",
+        "cache.joined_row",
+        "slots.unproven",
+    ]
     text = str(report)
-    assert "to write in place:" in text and text.index("rope.pairs") < text.index("cache.joined_row")
+    assert "to write in place:" in text and text.index("rope.pairs") < text.index(
+        "cache.joined_row"
+    )
     data = json.loads(report.to_json())["fused"][0]
     assert [one["code"] for one in data["staged_by"]] == [one.code for one in fusion.staged_by]
     assert all(one["message"] and one["remedy"] for one in data["staged_by"])
@@ -236,7 +282,8 @@ def test_all_reasons_are_given_at_once() -> None:
 def test_the_reason_of_a_wrong_axis_names_it() -> None:
     (first, second) = entry("StaticCache")().fused[0].staged_by
     assert first.message == (
-        "StaticCache's index_copy runs along axis 2 of [2, 1, 32, 512]; the kernel needs one row number for each "
+        "StaticCache's index_copy runs along axis 2 of [2, 1, 32, 512]; the kernel needs one row "
+        "number for each "
         "token: view the cache as [-1, 512]"
     )
     assert "[2, 1, 32, 64]" in second.message
@@ -246,22 +293,34 @@ def test_the_reason_of_a_wrong_axis_names_it() -> None:
 
 
 def test_what_a_staged_fusion_leaves_is_counted() -> None:
-    """By hand, for T tokens of 2 heads: rows of 512 and 64 bfloat16 numbers, each read once and written once."""
+    """By hand, for T tokens of 2 heads: rows of 512 and 64 bfloat16 numbers, each read once and
+    written once.
+    """
     (fusion,) = entry("GptjStack")().fused
     buffers, interleaved, written = fusion.leaves
     assert buffers == Leftover("staging buffers", ("aten.new_empty",) * 2, 2, 2 * (512 + 64) * 2)
-    assert interleaved == Leftover("re-interleaving", ("aten.transpose",) * 2, 2, 2 * (2 + 1) * 64 * 2)
+    assert interleaved == Leftover(
+        "re-interleaving", ("aten.transpose",) * 2, 2, 2 * (2 + 1) * 64 * 2
+    )
     caches = BLOCKS * BLOCK_SIZE * (512 + 64) * 2
-    assert written == Leftover("cache writes", ("aten.index_put",) * 2, 2, 2 * (512 + 64) * 2, caches)
+    assert written == Leftover(
+        "cache writes", ("aten.index_put",) * 2, 2, 2 * (512 + 64) * 2, caches
+    )
     assert fusion.launches_left == 6
-    said = "staging buffers (new_empty x2), re-interleaving (transpose x2), cache writes (index_put x2): 6 launches"
+    said = (
+        "staging buffers (new_empty x2), re-interleaving (transpose x2), cache writes (index_put "
+        "x2): 6 launches"
+    )
     assert said in str(entry("GptjStack")())
 
 
 def test_a_joined_row_costs_its_join() -> None:
     leaves = {one.what: one for one in entry("SglangNeoxDecode")().fused[0].leaves}
     assert leaves["cache writes"].operators[:2] == ("aten.cat", "aten.index_put")
-    assert leaves["cache writes"].bytes_per_token == 2 * 2 * (512 + 64) * 2 and "re-interleaving" not in leaves
+    assert (
+        leaves["cache writes"].bytes_per_token == 2 * 2 * (512 + 64) * 2
+        and "re-interleaving" not in leaves
+    )
 
 
 def test_what_an_in_place_fusion_leaves_is_nothing() -> None:
@@ -273,11 +332,22 @@ def test_what_an_in_place_fusion_leaves_is_nothing() -> None:
 def test_npugraph_ex_is_given_no_staged_call_to_rewrite(name: str) -> None:
     """It would read the results of the call from the first buffer."""
     found = ENTRIES[name]
-    lowered = mf.lower(found.model(), *found.args(), mode="npugraph_ex", config=found.config(verify="off"))
+    lowered = mf.lower(
+        found.model(), *found.args(), mode="npugraph_ex", config=found.config(verify="off")
+    )
     graph = lowered.fx_after.graph
-    calls = [node for node in graph.nodes if "mla_prolog" in str(node.target) or "rope_cache" in str(node.target)]
+    calls = [
+        node
+        for node in graph.nodes
+        if "mla_prolog" in str(node.target) or "rope_cache" in str(node.target)
+    ]
     assert calls and not any("functional" in str(call.target) for call in calls)
-    buffers = [arg for call in calls for arg in call.args[5:11] if "new_empty" in str(getattr(arg, "target", ""))]
+    buffers = [
+        arg
+        for call in calls
+        for arg in call.args[5:11]
+        if "new_empty" in str(getattr(arg, "target", ""))
+    ]
     assert len(buffers) == 2 * len(calls)
     assert not any(node.target.__name__ == "getitem" for one in buffers for node in one.users)
     place = {node: index for index, node in enumerate(graph.nodes)}
@@ -303,7 +373,10 @@ def test_rows_of_blocks_with_dynamic_sizes(static: bool) -> None:
     if static:
         assert fusion.placement == "in place"
     else:
-        assert fusion.staged_by[0].code == "cache.shape" and "sizes are symbolic" in fusion.staged_by[0].message
+        assert (
+            fusion.staged_by[0].code == "cache.shape"
+            and "sizes are symbolic" in fusion.staged_by[0].message
+        )
     for one, other in ((found, expected), *zip(args[3:5], wanted[3:5], strict=True)):
         assert (one.float() - other.float()).norm() / other.float().norm() < 2e-2
 
@@ -315,7 +388,9 @@ def test_half_rows_are_an_assumption_with_a_warning() -> None:
     report = entry("GptjStack", kr_layout="half")()
     (fusion,) = report.fused
     (warning,) = fusion.warnings
-    assert warning in fusion.assumptions and warning.startswith("kr_cache and query_rope hold halves")
+    assert warning in fusion.assumptions and warning.startswith(
+        "kr_cache and query_rope hold halves"
+    )
     assert f"warning: {warning}" in str(report) and "stored as halves" in fusion.rope
     assert json.loads(report.to_json())["fused"][0]["warnings"] == [warning]
 
@@ -344,5 +419,3 @@ def test_a_model_in_halves_needs_no_warning() -> None:
 def test_padded_heads_are_said() -> None:
     report = of(lambda: Base(heads=5), cann="9.1")()
     assert report.fused[0].dims["N_padded"] == 8 and "5 heads computed as 8" in str(report)
-
-

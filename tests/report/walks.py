@@ -39,11 +39,14 @@ def of(
     device: str = "",
     **config: Any,
 ) -> Told:
-    return cache(lambda: told(_graph(model, args, device), **config))  # BASE is where many remedies lead
+    # BASE is where many remedies lead
+    return cache(lambda: told(_graph(model, args, device), **config))
 
 
 @cache
-def _graph(model: Callable[[], nn.Module], args: Callable[[], tuple[Any, ...]], device: str) -> GraphModule:
+def _graph(
+    model: Callable[[], nn.Module], args: Callable[[], tuple[Any, ...]], device: str
+) -> GraphModule:
     return graph_of(model(), *args(), device=device) if device else traced(model(), args())[0]
 
 
@@ -80,7 +83,10 @@ def dynamic(model: Callable[[], nn.Module], tokens: int = 40) -> Told:
     return run
 
 
-def edited(change: Callable[[GraphModule], None], model: Callable[[], nn.Module] = prologues.PagedRotateHalf) -> Told:
+def edited(
+    change: Callable[[GraphModule], None],
+    model: Callable[[], nn.Module] = prologues.PagedRotateHalf,
+) -> Told:
     def run() -> mf.Report:
         graph, _ = traced(model(), paged_args())
         change(graph)
@@ -99,19 +105,25 @@ def changed(of_class: type[nn.Module] = Base, **methods: Any) -> type[nn.Module]
 class EpsilonBehindTheRoot(base.HfNorm):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        return self.weight * (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)).to(x.dtype)
+        return self.weight * (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)).to(
+            x.dtype
+        )
 
 
 class EpsilonAsFloor(base.HfNorm):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        return self.weight * (wide * wide.pow(2).mean(-1, keepdim=True).clamp_min(self.eps).rsqrt()).to(x.dtype)
+        return self.weight * (
+            wide * wide.pow(2).mean(-1, keepdim=True).clamp_min(self.eps).rsqrt()
+        ).to(x.dtype)
 
 
 class EpsilonUnderTheRoot(base.HfNorm):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        return self.weight * (wide / (wide.pow(2).mean(-1, keepdim=True) + self.eps).sqrt()).to(x.dtype)
+        return self.weight * (wide / (wide.pow(2).mean(-1, keepdim=True) + self.eps).sqrt()).to(
+            x.dtype
+        )
 
 
 class RepeatedColumns(Base):
@@ -171,14 +183,21 @@ class BeforeTheBranch(InABranch):
         q_nope, q_pe = p.split(p.q_b_proj(p.q_a_layernorm(p.q_a_proj(x))))
         c_kv, k_pe = p.latent(x)
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-        made = p.absorb(q_nope), p.rotate(q_pe, c, s), c_kv, p.rotate(k_pe.unsqueeze(1), c, s).squeeze(1)
+        made = (
+            p.absorb(q_nope),
+            p.rotate(q_pe, c, s),
+            c_kv,
+            p.rotate(k_pe.unsqueeze(1), c, s).squeeze(1),
+        )
         return torch.cond(flag, base.attend, lambda *made: base.attend(*made) * 0, made)
 
 
 class ReadAfterwards(prologues.NpuOperators):
     """The rows are summed up as the operator leaves them."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         return super().forward(x, cos, sin, kv_cache, kr_cache, slots) + kv_cache.float().sum()
 
 
@@ -194,7 +213,9 @@ class Sequences(misses_products.RankFour):
 
 
 class Reshaped(prologues.NpuOperators):
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
         caches = (cache.view(base.BLOCKS, base.BLOCK_SIZE, 1, -1) for cache in (kv_cache, kr_cache))
         return super().forward(x, cos, sin, *caches, slots)
 
@@ -207,11 +228,15 @@ class JoinedAgain(Base):
         return c_kv, torch.cat([k_pe[:16], k_pe[16:]])
 
 
-def sliced(self: Base, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor) -> Any:
+def sliced(
+    self: Base, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
+) -> Any:
     return Base.forward(self, x[:4], cos[:4], sin[:4], kv, kr, slots[:4])
 
 
-def gathered(self: Base, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor) -> Any:
+def gathered(
+    self: Base, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
+) -> Any:
     at = torch.arange(8) % 4
     return Base.forward(self, x, cos[at], sin[at], kv, kr, slots)
 
@@ -265,7 +290,11 @@ def few_slots() -> tuple[Tensor, ...]:
 def in_blocks(size: int) -> Callable[[], tuple[Tensor, ...]]:
     def args() -> tuple[Tensor, ...]:
         *rest, _, _, slots = paged_args()
-        return *rest, *(torch.zeros(64 // size, size, 1, width).bfloat16() for width in (base.HCKV, base.DR)), slots
+        return (
+            *rest,
+            *(torch.zeros(64 // size, size, 1, width).bfloat16() for width in (base.HCKV, base.DR)),
+            slots,
+        )
 
     return args
 
@@ -285,7 +314,9 @@ def half_precision() -> tuple[Tensor, ...]:
 
 def with_heads(dynamic: bool) -> Told:
     def run() -> mf.Report:
-        gm, _ = capture(of_plan.SomeHeads(4), *paged_args(), 2, device="cpu", dynamic=dynamic, as_backend=True)
+        gm, _ = capture(
+            of_plan.SomeHeads(4), *paged_args(), 2, device="cpu", dynamic=dynamic, as_backend=True
+        )
         return told(gm)
 
     return run

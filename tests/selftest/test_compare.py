@@ -16,7 +16,14 @@ def values(dtype: torch.dtype, rows: int = 64) -> torch.Tensor:
     return hifloat8.encode(noise) if dtype == torch.uint8 else noise.to(dtype)
 
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn, torch.uint8)
+DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.int8,
+    torch.float8_e4m3fn,
+    torch.uint8,
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

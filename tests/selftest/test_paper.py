@@ -1,4 +1,6 @@
-"""Outcomes that somebody has sent: one is judged, two are compared, anything else is refused in words."""
+"""Outcomes that somebody has sent: one is judged, two are compared, anything else is refused in
+words.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,24 @@ from mla_fusion.cli import main
 from mla_fusion.selftest import paper
 
 
-def row(name: str, passed: bool = True, milliseconds: float | None = 1.0, through: str = "eager") -> dict[str, Any]:
+def row(
+    name: str, passed: bool = True, milliseconds: float | None = 1.0, through: str = "eager"
+) -> dict[str, Any]:
     failures = [] if passed else ["query: too many elements differ"]
-    return {"name": name, "through": through, "passed": passed, "failures": failures, "milliseconds": milliseconds}
+    return {
+        "name": name,
+        "through": through,
+        "passed": passed,
+        "failures": failures,
+        "milliseconds": milliseconds,
+    }
 
 
 def outcome(path: Path, *rows: dict[str, Any], cann: str = "9.1") -> Path:
     device = {"kind": "npu", "name": "Ascend910_93", "soc": "A3", "cann": cann}
-    path.write_text(json.dumps({"device": device, "versions": {"torch_npu": "2.10.0"}, "results": list(rows)}))
+    path.write_text(
+        json.dumps({"device": device, "versions": {"torch_npu": "2.10.0"}, "results": list(rows)})
+    )
     return path
 
 
@@ -43,7 +55,9 @@ def test_one_outcome_shows_failures_first(tmp_path: Path) -> None:
         (row("s", milliseconds=None), row("s"), "same"),
     ],
 )
-def test_two_outcomes(tmp_path: Path, first: dict[str, Any], second: dict[str, Any], verdict: str) -> None:
+def test_two_outcomes(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], verdict: str
+) -> None:
     found = paper.read(outcome(tmp_path / "a.json", first), outcome(tmp_path / "b.json", second))
     assert [line.verdict for line in found.lines] == [verdict]
     assert ("no check differs" in str(found)) is (verdict == "same")
@@ -61,7 +75,9 @@ def test_checks_of_one_outcome_alone_and_other_software(tmp_path: Path) -> None:
     assert found.differences == ("cann 9.1 and latest",)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"device": {}, "versions": {}, "results": [{"name": "s"}]}'])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", '{"device": {}, "versions": {}, "results": [{"name": "s"}]}']
+)
 def test_what_is_no_outcome(tmp_path: Path, text: str) -> None:
     file = tmp_path / "a.json"
     file.write_text(text)
@@ -72,7 +88,10 @@ def test_what_is_no_outcome(tmp_path: Path, text: str) -> None:
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the self-test writes is what is read."""
     written = str(tmp_path / "own.json")
-    assert main(["selftest", "--device", "cpu", "--only", "w0 kv0", "--heads", "1", "--out", written]) == 0
+    assert (
+        main(["selftest", "--device", "cpu", "--only", "w0 kv0", "--heads", "1", "--out", written])
+        == 0
+    )
     capsys.readouterr()
     page = tmp_path / "page.html"
     assert main(["selftest", "--compare", written, written, "--html", str(page)]) == 0

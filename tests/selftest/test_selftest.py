@@ -1,4 +1,6 @@
-"""``mla-fusion selftest`` on the CPU kernels: everything passes, and what is broken on purpose is found."""
+"""``mla-fusion selftest`` on the CPU kernels: everything passes, and what is broken on purpose is
+found.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +62,23 @@ def test_a_fused_prologue_in_a_format_of_a5_passes():
     ],
 )
 def test_the_formats_of_a5_pass(only, least):
-    """In a process of its own: torch_npu's meta kernels, once loaded, refuse mode 3 on the chip of the stand-ins."""
-    command = [sys.executable, "-m", "mla_fusion.cli", "selftest", "--device", "cpu", "--soc", "A5", "--json"]
-    done = subprocess.run([*command, "--only", f"npu_mla_prolog_v3 {only}"], capture_output=True, text=True)
+    """In a process of its own: torch_npu's meta kernels, once loaded, refuse mode 3 on the chip of
+    the stand-ins.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "mla_fusion.cli",
+        "selftest",
+        "--device",
+        "cpu",
+        "--soc",
+        "A5",
+        "--json",
+    ]
+    done = subprocess.run(
+        [*command, "--only", f"npu_mla_prolog_v3 {only}"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert json.loads(done.stdout)["passed"] >= least
 
@@ -161,7 +177,9 @@ def test_a_prologue_that_is_not_fused_fails_with_the_reason(monkeypatch):
 
 def test_the_keys_operator(monkeypatch):
     planned = list(key_operator.scenarios("A5"))
-    assert [key_operator.run(scenario, CPU_OF_A5, repeats=1).failures for scenario in planned] == [[]] * len(planned)
+    assert [key_operator.run(scenario, CPU_OF_A5, repeats=1).failures for scenario in planned] == [
+        []
+    ] * len(planned)
     honest = key_operator._step
 
     def touches_a_neighbour(placed: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -181,7 +199,10 @@ def test_the_keys_half_is_fused():
 
 def test_the_command_prints_a_table_and_writes_json(capsys, tmp_path):
     file = tmp_path / "selftest.json"
-    assert cli.main(["selftest", "--device", "cpu", "--only", "v3 w2 kv1 PA_NZ", "--out", str(file)]) == 0
+    assert (
+        cli.main(["selftest", "--device", "cpu", "--only", "v3 w2 kv1 PA_NZ", "--out", str(file)])
+        == 0
+    )
     text = capsys.readouterr().out
     assert "npu_mla_prolog_v3 w2 kv1 PA_NZ T8" in text and "2 of 2 checks passed" in text
     data = json.loads(file.read_text())
@@ -192,7 +213,9 @@ def test_the_command_prints_a_table_and_writes_json(capsys, tmp_path):
 
 def test_a_failure_is_status_1(monkeypatch, capsys):
     tampering(monkeypatch, scaled_query)
-    assert cli.main(["selftest", "--device", "cpu", "--only", "v2 w0 kv0 PA_BSND T8", "--json"]) == 1
+    assert (
+        cli.main(["selftest", "--device", "cpu", "--only", "v2 w0 kv0 PA_BSND T8", "--json"]) == 1
+    )
     assert json.loads(capsys.readouterr().out)["failed"] == 2  # by itself, and in a graph
 
 

@@ -1,6 +1,8 @@
-"""Every way from a model to a compiled graph, as data: `test_routes.py` goes each, docs/serving.md lists them.
+"""Every way from a model to a compiled graph, as data: `test_routes.py` goes each, docs/serving.md
+lists them.
 
-On a machine without an NPU a route ends where a device would be needed; ``reaches`` says where that is.
+On a machine without an NPU a route ends where a device would be needed; ``reaches`` says where that
+is.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from tests.harness import clones, flat
 
 @dataclass(frozen=True)
 class Reached:
-    """``results``: what a call gave, and its arguments behind them; ``text``: the last graph that could be read."""
+    """``results``: what a call gave, and its arguments behind them; ``text``: the last graph that
+    could be read.
+    """
 
     results: list[Tensor] | None = None
     text: str = ""
@@ -72,7 +76,9 @@ def by_name(going: Going) -> Reached:
 
 
 def by_object(going: Going) -> Reached:
-    return called(torch.compile(going.model, backend=mf.backend(going.config), fullgraph=True), going)
+    return called(
+        torch.compile(going.model, backend=mf.backend(going.config), fullgraph=True), going
+    )
 
 
 def on_npu(going: Going) -> Reached:
@@ -86,7 +92,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def decode(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor) -> Any:
+    def decode(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
+    ) -> Any:
         return self.layer(x, cos, sin, kv, kr, slots)
 
 
@@ -101,7 +109,8 @@ def ge_config(going: Going) -> Any:
 
 def stopped(run: Callable[..., Any], *args: Any, **options: Any) -> None:
     """Run up to where a device is needed."""
-    fake = torch._subclasses.fake_tensor.UnsupportedOperatorException  # npu_get_npu_format of a fake tensor
+    # npu_get_npu_format of a fake tensor
+    fake = torch._subclasses.fake_tensor.UnsupportedOperatorException
     with torch.no_grad(), suppress(NpuNotAvailable, fake):
         run(*args, **options)
 
@@ -120,10 +129,16 @@ def ge_cache(going: Going) -> Reached:
     import torchair
 
     decoder = Decoder(model)  # type: ignore[arg-type]
-    options: dict[str, Any] = {"config": ge_config(going), "dynamic": False, "cache_dir": str(going.folder)}
+    options: dict[str, Any] = {
+        "config": ge_config(going),
+        "dynamic": False,
+        "cache_dir": str(going.folder),
+    }
     stopped(torchair.inference.cache_compile(decoder.decode, **options), *args)
     (file,) = going.folder.rglob("compiled_module")
-    return Reached(text=torchair.inference._cache_compiler.CompiledModel.load(str(file)).compiled_fx.py_code)
+    return Reached(
+        text=torchair.inference._cache_compiler.CompiledModel.load(str(file)).compiled_fx.py_code
+    )
 
 
 def npugraph_ex_cache(going: Going) -> Reached:
@@ -149,7 +164,12 @@ def ge_export(going: Going) -> Reached:
     model, args = mf.offline.on_npu(going.model, going.args)
     import torchair
 
-    options = {"model": model, "export_path": str(going.folder), "dynamic": False, "config": ge_config(going)}
+    options = {
+        "model": model,
+        "export_path": str(going.folder),
+        "dynamic": False,
+        "config": ge_config(going),
+    }
     stopped(torchair.dynamo_export, *args, **options)
     return Reached()
 
@@ -188,7 +208,9 @@ def inductor(going: Going) -> Reached:
     torch._dynamo.reset()
     counters.clear()
     found = called(torch.compile(going.model, options=options, fullgraph=True), going)
-    hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    hits = (
+        counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    )
     assert hits, "the second graph comes out of the cache"
     return found
 
@@ -201,18 +223,43 @@ def vllm_ascend(going: Going) -> Reached:
         graphs.append(str(gm.graph))
         return gm.forward
 
-    compiler = aot_autograd(fw_compiler=manager, inference_compiler=manager, keep_inference_input_mutations=True)
-    return Reached(called(torch.compile(going.model, backend=compiler, fullgraph=True), going).results, graphs[-1])
+    compiler = aot_autograd(
+        fw_compiler=manager, inference_compiler=manager, keep_inference_input_mutations=True
+    )
+    return Reached(
+        called(torch.compile(going.model, backend=compiler, fullgraph=True), going).results,
+        graphs[-1],
+    )
 
 
 HOOK = "`config.post_grad_custom_pre_pass = mf.torchair_pass()`"
 OPTION = '`options={"post_grad_custom_pre_pass": mf.torchair_pass()}`'
 ROUTES = (
-    Route("torch.compile, by name", '`backend="mla_fusion"`', RUNS + " on a CPU", "outside", by_name),
-    Route("torch.compile, by object", "`backend=mf.backend(config)`", RUNS + " on a CPU", "outside", by_object),
-    Route("the same on an NPU", "`mf.backend()`, which compiles through torchair", GE, "outside", on_npu),
+    Route(
+        "torch.compile, by name", '`backend="mla_fusion"`', RUNS + " on a CPU", "outside", by_name
+    ),
+    Route(
+        "torch.compile, by object",
+        "`backend=mf.backend(config)`",
+        RUNS + " on a CPU",
+        "outside",
+        by_object,
+    ),
+    Route(
+        "the same on an NPU",
+        "`mf.backend()`, which compiles through torchair",
+        GE,
+        "outside",
+        on_npu,
+    ),
     Route("torchair, GE", HOOK, GE, "inside", ge_hook),
-    Route("npugraph_ex", OPTION, "compiled to the FX graph that would be captured", "inside", npugraph_ex),
+    Route(
+        "npugraph_ex",
+        OPTION,
+        "compiled to the FX graph that would be captured",
+        "inside",
+        npugraph_ex,
+    ),
     Route(
         "torchair.inference.cache_compile",
         HOOK,
@@ -227,9 +274,29 @@ ROUTES = (
         "inside",
         npugraph_ex_cache,
     ),
-    Route("torchair.dynamo_export", HOOK, "compiled; the export itself needs a device", "inside", ge_export),
-    Route("torch.export", "`mf.fuse(program.graph_module)`, then save", "saved, loaded; " + RUNS, "inside", export),
-    Route("torch.compile(..).aot_compile", OPTION, "saved, loaded; " + RUNS, "inside", ahead_of_time),
+    Route(
+        "torchair.dynamo_export",
+        HOOK,
+        "compiled; the export itself needs a device",
+        "inside",
+        ge_export,
+    ),
+    Route(
+        "torch.export",
+        "`mf.fuse(program.graph_module)`, then save",
+        "saved, loaded; " + RUNS,
+        "inside",
+        export,
+    ),
+    Route(
+        "torch.compile(..).aot_compile", OPTION, "saved, loaded; " + RUNS, "inside", ahead_of_time
+    ),
     Route("Inductor and its caches", OPTION, RUNS + ", out of the cache too", "inside", inductor),
-    Route("vLLM-Ascend's pass manager", "`vllm_ascend_pass(config)`", RUNS + " under a stand-in", "once", vllm_ascend),
+    Route(
+        "vLLM-Ascend's pass manager",
+        "`vllm_ascend_pass(config)`",
+        RUNS + " under a stand-in",
+        "once",
+        vllm_ascend,
+    ),
 )

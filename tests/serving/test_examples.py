@@ -17,13 +17,21 @@ from tests.exhaustive import one_in
 
 FOLDER = Path(__file__).parents[2] / "examples" / "serving"
 SAID = {
-    "cann_recipes.py": ["stopped before running the compiled graph", "fused 1, left 0", "1 MlaPrologV3"],
+    "cann_recipes.py": [
+        "stopped before running the compiled graph",
+        "fused 1, left 0",
+        "1 MlaPrologV3",
+    ],
     "npugraph_ex.py": [
         "stopped before running the compiled graph",
         "fused 1, left 0",
         "1 npu.npu_mla_prolog_v3.default",
     ],
-    "vllm_ascend.py": ["open: mla_fusion: fused 1, left 0", "opaque: mla_fusion: fused 0, left 0", "eager 0.0e+00"],
+    "vllm_ascend.py": [
+        "open: mla_fusion: fused 1, left 0",
+        "opaque: mla_fusion: fused 0, left 0",
+        "eager 0.0e+00",
+    ],
 }
 
 
@@ -42,7 +50,11 @@ def test_every_example_is_listed() -> None:
 @pytest.mark.parametrize("name", one_in(2, sorted(SAID)))
 def test_example_runs(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(FOLDER / name)], capture_output=True, text=True, cwd=tmp_path, timeout=300
+        [sys.executable, str(FOLDER / name)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     for words in SAID[name]:
@@ -53,17 +65,29 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hook", [False, True])
 def test_ge_graph_of_the_layer_is_two_kernels(layer: ModuleType, hook: bool) -> None:
-    """cann-recipes' operators through the hook and through the backend: one graph, caches in place."""
+    """cann-recipes' operators through the hook and through the backend: one graph, caches in
+    place.
+    """
     model, arguments = layer.example()
     lowered = mf.lower(model, *arguments, hook=hook)
     assert lowered.ge_ops["MlaPrologV3"] == lowered.ge_ops["FusedInferAttentionScore"] == 1
-    gone = {"RmsNorm", "InterleaveRope", "KvRmsNormRopeCache", "TransposeBatchMatMul", "TensorMove", "Assign", "Cast"}
+    gone = {
+        "RmsNorm",
+        "InterleaveRope",
+        "KvRmsNormRopeCache",
+        "TransposeBatchMatMul",
+        "TensorMove",
+        "Assign",
+        "Cast",
+    }
     assert not gone & set(lowered.ge_ops)
     assert [fusion.placement for fusion in lowered.report.fused] == ["in place"]
 
 
 def test_cann_recipes_own_attention_over_nz_caches(layer: ModuleType) -> None:
-    """Its decode layer as it stands there: RoPE in [1, N, T, Dr], PA_NZ caches, viewed in five axes by attention."""
+    """Its decode layer as it stands there: RoPE in [1, N, T, Dr], PA_NZ caches, viewed in five axes
+    by attention.
+    """
     mf.offline.activate()
     import torchair
     from layer import BLOCK_SIZE, BLOCKS, DR, EPSILON, HCKV, D, N
@@ -81,7 +105,14 @@ def test_cann_recipes_own_attention_over_nz_caches(layer: ModuleType) -> None:
             latent = (x @ self.w_dkv_kr).view(-1, 1, 1, HCKV + DR)
             tables = (cos.view(-1, 1, 1, DR), sin.view(-1, 1, 1, DR))
             npu.npu_kv_rmsnorm_rope_cache_v2(
-                latent, self.gamma_ckv, *tables, slots, kr_cache, kv_cache, epsilon=EPSILON, cache_mode="PA_NZ"
+                latent,
+                self.gamma_ckv,
+                *tables,
+                slots,
+                kr_cache,
+                kv_cache,
+                epsilon=EPSILON,
+                cache_mode="PA_NZ",
             )
             key = kv_cache.view(BLOCKS, 1, HCKV // 16, BLOCK_SIZE, 16)
             key_rope = kr_cache.view(BLOCKS, 1, DR // 16, BLOCK_SIZE, 16)
@@ -107,26 +138,40 @@ def test_cann_recipes_own_attention_over_nz_caches(layer: ModuleType) -> None:
     (fusion,) = lowered.report.fused
     assert (fusion.cache_mode, fusion.placement) == ("PA_NZ", "in place")
     assert lowered.ge_ops["MlaPrologV3"] == lowered.ge_ops["FusedInferAttentionScore"] == 1
-    assert not {"TensorMove", "Assign", "KvRmsNormRopeCache", "InterleaveRope"} & set(lowered.ge_ops)
+    assert not {"TensorMove", "Assign", "KvRmsNormRopeCache", "InterleaveRope"} & set(
+        lowered.ge_ops
+    )
 
 
 def test_npugraph_ex_writes_in_place(layer: ModuleType) -> None:
     model, arguments = layer.example()
-    lowered = mf.lower(model, *arguments[:5], arguments[5].tolist(), *arguments[6:], mode="npugraph_ex", hook=True)
+    lowered = mf.lower(
+        model, *arguments[:5], arguments[5].tolist(), *arguments[6:], mode="npugraph_ex", hook=True
+    )
     assert lowered.fx_ops["npu.npu_mla_prolog_v3.default"] == 1
     assert lowered.fx_ops["aten.copy_.default"] == 0
-    (call,) = [node for node in lowered.fx_after.graph.nodes if str(node.target) == "npu.npu_mla_prolog_v3.default"]
+    (call,) = [
+        node
+        for node in lowered.fx_after.graph.nodes
+        if str(node.target) == "npu.npu_mla_prolog_v3.default"
+    ]
     assert [call.args[position].op for position in (9, 10)] == ["placeholder", "placeholder"]
 
 
 def test_layer_computes_attention(layer: ModuleType) -> None:
-    """On CPU the example's operators are emulated; its output is that of attention written out in float64."""
+    """On CPU the example's operators are emulated; its output is that of attention written out in
+    float64.
+    """
     model, (x, cos, sin, slots, tables, lens, kv_cache, kr_cache) = layer.example()
     with torch.no_grad():
         found = model(x, cos, sin, slots, tables, lens, kv_cache, kr_cache)
-        query, query_rope = (t.double() for t in model.prologue(x, cos, sin, slots, kv_cache, kr_cache))
+        query, query_rope = (
+            t.double() for t in model.prologue(x, cos, sin, slots, kv_cache, kr_cache)
+        )
     for token, length in enumerate(lens.tolist()):
-        c_kv, k_pe = (cache[tables[token]].flatten(0, 2)[:length].double() for cache in (kv_cache, kr_cache))
+        c_kv, k_pe = (
+            cache[tables[token]].flatten(0, 2)[:length].double() for cache in (kv_cache, kr_cache)
+        )
         scores = (query[token] @ c_kv.T + query_rope[token] @ k_pe.T) * (layer.D + layer.DR) ** -0.5
         context = torch.softmax(scores, dim=-1) @ c_kv
         values = torch.einsum("nc,ncv->nv", context, model.w_uv.double()).flatten()

@@ -94,7 +94,9 @@ def copies(route: Route, going: Going) -> list[list[str]]:
 
 def steps_on_weights(gm: GraphModule) -> list[str]:
     """Operators between weights and kernel that are no views."""
-    (call,) = (node for node in gm.graph.nodes if op_name(node).startswith("npu::npu_mla_prolog_v3"))
+    (call,) = (
+        node for node in gm.graph.nodes if op_name(node).startswith("npu::npu_mla_prolog_v3")
+    )
     steps, found = [call.args[place] for place in (1, 2, 3, 4)], []
     while steps:
         step = steps.pop()
@@ -119,7 +121,9 @@ def test_a_cached_graph_takes_the_weights_of_now(going: Going) -> None:
         taken.extend(args)
         raise NpuNotAvailable("the kernel")
 
-    going.patch.setattr(npu_fx_compiler, "_compile_py_code", lambda code: SimpleNamespace(kernel=kernel))
+    going.patch.setattr(
+        npu_fx_compiler, "_compile_py_code", lambda code: SimpleNamespace(kernel=kernel)
+    )
     (file,) = going.folder.rglob("compiled_module")
     decoder = routes.Decoder(OwnAbsorb())
     run = CompiledModel.load(str(file)).rebase(decoder, vars(routes), decoder.decode)
@@ -127,7 +131,9 @@ def test_a_cached_graph_takes_the_weights_of_now(going: Going) -> None:
     assert {id(parameter) for parameter in decoder.parameters()} <= {id(tensor) for tensor in taken}
 
 
-@pytest.mark.parametrize("machine", [Machine("A2", "latest", ""), Machine("A3", "8.5", "")], ids=str)
+@pytest.mark.parametrize(
+    "machine", [Machine("A2", "latest", ""), Machine("A3", "8.5", "")], ids=str
+)
 def test_a_graph_decided_for_another_machine_is_not_loaded(machine: Machine, going: Going) -> None:
     """torchair's key has neither chip nor CANN; the hook's literals have both."""
     mf.offline.activate()
@@ -179,7 +185,9 @@ def test_the_manager_takes_every_option(name: str, going: Going) -> None:
 
 
 @pytest.mark.parametrize("weights", ["copy", "shared"])
-def test_weights_of_a_manager_are_shared_where_that_is_asked_for(weights: str, going: Going) -> None:
+def test_weights_of_a_manager_are_shared_where_that_is_asked_for(
+    weights: str, going: Going
+) -> None:
     """On a CPU there is nothing to share; a graph for an NPU lays its weights out."""
     gm, _ = capture(going.model, *going.args, device="npu")
     vllm_ascend_pass(mf.Config(weights=weights))(gm)
@@ -193,4 +201,6 @@ def test_weights_of_a_manager_are_shared_where_that_is_asked_for(weights: str, g
     for _ in range(2):
         once(*args)
     assert ([tensor.stride() for tensor in args] != strides) == (weights == "shared")
-    assert (sum(entry.bytes for entry in once.weights.entries(args) or ()) == 0) == (weights == "shared")
+    assert (sum(entry.bytes for entry in once.weights.entries(args) or ()) == 0) == (
+        weights == "shared"
+    )

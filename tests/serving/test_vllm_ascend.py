@@ -40,7 +40,10 @@ def example() -> ModuleType:
 own = example()
 HE, HCKV, DR = own.HE, own.HCKV, own.DR
 BLOCKS, BLOCK = 6, 128
-WHERE_VLLM_HAS_IT = ("vllm.compilation.passes.vllm_inductor_pass", "vllm.compilation.vllm_inductor_pass")
+WHERE_VLLM_HAS_IT = (
+    "vllm.compilation.passes.vllm_inductor_pass",
+    "vllm.compilation.vllm_inductor_pass",
+)
 
 
 class Attention(own.Attention):  # type: ignore[misc]
@@ -69,7 +72,9 @@ def arguments() -> list[Tensor]:
 
 
 class Manager:
-    """vLLM-Ascend's: passes are instances of one class, each is asked whether it applies, the graph is run as it is."""
+    """vLLM-Ascend's: passes are instances of one class, each is asked whether it applies, the graph
+    is run as it is.
+    """
 
     def __init__(self, base: type) -> None:
         self.base, self.passes = base, []
@@ -86,8 +91,12 @@ class Manager:
         return graph
 
 
-def compiled(module: nn.Module, *, keep: bool = False, decompose: bool = True) -> tuple[Callable, list[GraphModule]]:
-    """``module`` compiled as `fusion_pass_compile` does it, and the graphs that came out of the manager."""
+def compiled(
+    module: nn.Module, *, keep: bool = False, decompose: bool = True
+) -> tuple[Callable, list[GraphModule]]:
+    """``module`` compiled as `fusion_pass_compile` does it, and the graphs that came out of the
+    manager.
+    """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     manager = Manager(CustomGraphPass)
@@ -102,7 +111,9 @@ def compiled(module: nn.Module, *, keep: bool = False, decompose: bool = True) -
     if keep:
         options["keep_inference_input_mutations"] = True
     torch._dynamo.reset()
-    return torch.compile(module, backend=aot_autograd(fw_compiler=inner, **options), fullgraph=True), graphs
+    return torch.compile(
+        module, backend=aot_autograd(fw_compiler=inner, **options), fullgraph=True
+    ), graphs
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +140,9 @@ def test_fuses_and_computes_the_same(keep: bool, decompose: bool) -> None:
 
 def called(gm: GraphModule) -> Counter[str]:
     return Counter(
-        node.target._schema.name for node in gm.graph.nodes if isinstance(node.target, torch._ops.OpOverload)
+        node.target._schema.name
+        for node in gm.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
     )
 
 
@@ -155,7 +168,9 @@ def test_packed_rows_are_written_in_place() -> None:
     run, graphs = compiled(int8_caches.PackedRows(), keep=True)
     with torch.no_grad():
         run(*int8_caches.packed_args())
-    assert called(graphs[0])["npu::npu_mla_prolog_v3"] == 1 and "aten::copy_" not in called(graphs[0])
+    assert called(graphs[0])["npu::npu_mla_prolog_v3"] == 1 and "aten::copy_" not in called(
+        graphs[0]
+    )
 
 
 def test_changed_weights_are_packed_again() -> None:
@@ -179,8 +194,11 @@ def test_a_cache_with_another_reader_is_not_written_in_place() -> None:
     assert torch.equal(found[2], expected[2])
     for one, other in zip(given[4:], wanted[4:], strict=True):
         assert (one - other).norm() / other.norm() < 1e-2
-    calls = graphs[0].graph.find_nodes(op="call_function", target=torch.ops.npu.npu_mla_prolog_v3.default)
-    assert not [node for call in calls for node in call.args[9:11] if node.op == "placeholder"]  # kv_cache, kr_cache
+    calls = graphs[0].graph.find_nodes(
+        op="call_function", target=torch.ops.npu.npu_mla_prolog_v3.default
+    )
+    # kv_cache, kr_cache
+    assert not [node for call in calls for node in call.args[9:11] if node.op == "placeholder"]
 
 
 def plain() -> GraphModule:
@@ -191,7 +209,10 @@ class TestProtocol:
     def test_uuid_tells_configurations_apart(self) -> None:
         same = vllm_ascend_pass(mf.Config(soc="A2")).uuid()
         assert same == vllm_ascend_pass(mf.Config(soc="A2")).uuid()
-        assert len({same, vllm_ascend_pass().uuid(), vllm_ascend_pass(mf.Config(skip=("a",))).uuid()}) == 3
+        assert (
+            len({same, vllm_ascend_pass().uuid(), vllm_ascend_pass(mf.Config(skip=("a",))).uuid()})
+            == 3
+        )
 
     @pytest.mark.parametrize("copied", [lambda it: pickle.loads(pickle.dumps(it)), copy.deepcopy])
     def test_copies_are_the_same_pass(self, copied: Callable[[Any], Any]) -> None:
@@ -202,7 +223,11 @@ class TestProtocol:
 
     def test_applies_to_every_size(self) -> None:
         made = vllm_ascend_pass()
-        assert made.is_applicable(None) and made.is_applicable(4) and made.is_applicable_for_range(range(4))
+        assert (
+            made.is_applicable(None)
+            and made.is_applicable(4)
+            and made.is_applicable_for_range(range(4))
+        )
 
     def test_takes_a_graph_or_its_module(self) -> None:
         made = vllm_ascend_pass()
@@ -212,7 +237,9 @@ class TestProtocol:
             made(torch.fx.Graph())
 
     @pytest.mark.parametrize("where", WHERE_VLLM_HAS_IT)
-    def test_is_one_of_vllms_own_where_vllm_is(self, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_is_one_of_vllms_own_where_vllm_is(
+        self, where: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Its base class reads a configuration that does not exist yet: it must not be asked to."""
 
         class VllmInductorPass:
@@ -221,7 +248,9 @@ class TestProtocol:
 
         names = where.split(".")
         for length in range(1, len(names) + 1):
-            monkeypatch.setitem(sys.modules, ".".join(names[:length]), ModuleType(names[length - 1]))
+            monkeypatch.setitem(
+                sys.modules, ".".join(names[:length]), ModuleType(names[length - 1])
+            )
         sys.modules[where].VllmInductorPass = VllmInductorPass
         made = vllm_ascend_pass()
         manager = Manager(VllmInductorPass)
@@ -241,10 +270,13 @@ def test_what_hides_a_prologue_is_named(caplog: pytest.LogCaptureFixture) -> Non
     graph.output(node)
     gm = GraphModule(nn.Module(), graph)
     assert opaque_operators(gm) == {"vllm::mla_forward": 1, "mine::anything": 1}
-    assert hidden_prologues(gm) == ["1 x vllm::mla_forward holds the whole attention, prologue included"]
+    assert hidden_prologues(gm) == [
+        "1 x vllm::mla_forward holds the whole attention, prologue included"
+    ]
     vllm_ascend_pass()(gm)
     assert [record.message for record in caplog.records] == [
-        "no pass sees into this graph's attention: 1 x vllm::mla_forward holds the whole attention, prologue included"
+        "no pass sees into this graph's attention: 1 x vllm::mla_forward holds the whole "
+        "attention, prologue included"
     ]
 
 

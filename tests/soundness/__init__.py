@@ -1,1 +1,3 @@
-"""Attacks on the soundness of the pass: families of graphs that look like the prologue and mean something else."""
+"""Attacks on the soundness of the pass: families of graphs that look like the prologue and mean
+something else.
+"""

@@ -1,8 +1,9 @@
 """A program as a functional ATen graph, at one token count or at any.
 
-``static`` and ``symbolic`` go through AOT autograd as torch.compile does, without dynamo in front, which would be most
-of the time: sizes that are symbolic are inputs of the graph, as dynamo passes them. Guards that a symbolic capture
-makes are not checked afterwards; ``Captured.plain`` tells whether the graph still means the program.
+``static`` and ``symbolic`` go through AOT autograd as torch.compile does, without dynamo in front,
+which would be most of the time: sizes that are symbolic are inputs of the graph, as dynamo passes
+them. Guards that a symbolic capture makes are not checked afterwards; ``Captured.plain`` tells
+whether the graph still means the program.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Captured:
     inputs: list[Any]
     names: list[str]
     plain: GraphModule
-    serves: Callable[[Named], bool] = lambda _: True  # do the guards of the capture hold for an input?
+    # do the guards of the capture hold for an input?
+    serves: Callable[[Named], bool] = lambda _: True
 
     def args(self, named: Named) -> list[Any]:
         return [len(named["x"]) if name == "tokens" else named[name] for name in self.names]
@@ -55,7 +57,9 @@ def symbolic(program: Program, example: Named) -> Captured:
     size = given[first].shape[0]
     graph = _aot(_Model(program, ["tokens", *names], example), [size, *given])
     captured = _captured(graph, ["tokens", *names])
-    captured.serves = _guard(shapes, {"tokens": size, **{n: v for n, v in zip(names, given, strict=True) if n in "nm"}})
+    captured.serves = _guard(
+        shapes, {"tokens": size, **{n: v for n, v in zip(names, given, strict=True) if n in "nm"}}
+    )
     return captured
 
 
@@ -108,7 +112,10 @@ def _used(program: Program, example: Named) -> list[str]:
             return super().__getitem__(name)
 
     seen: set[str] = set()
-    given = {name: value.clone() if isinstance(value, Tensor) else value for name, value in example.items()}
+    given = {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in example.items()
+    }
     with torch.no_grad():
         program(Recorder(given))
     return [name for name in example if name in seen]
@@ -117,7 +124,9 @@ def _used(program: Program, example: Named) -> list[str]:
 def _fake(mode: FakeTensorMode, shapes: ShapeEnv, name: str, value: Any) -> Any:
     source = ConstantSource(name)
     if isinstance(value, int):
-        symbol = shapes.create_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        symbol = shapes.create_symbol(
+            value, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+        )
         return shapes.create_symintnode(symbol, hint=value, source=source)
     kinds = [DimDynamic.STATIC] * value.dim()
     if name in PER_TOKEN:
@@ -135,6 +144,10 @@ def _aot(model: nn.Module, given: list[Any]) -> GraphModule:
 
     with torch.no_grad():
         aot_module_simplified(
-            model, given, fw_compiler=compiler, inference_compiler=compiler, keep_inference_input_mutations=True
+            model,
+            given,
+            fw_compiler=compiler,
+            inference_compiler=compiler,
+            keep_inference_input_mutations=True,
         )
     return found[0]

@@ -1,4 +1,6 @@
-"""Are two runs the same? By output and by token row, with what bfloat16 may err by measured against float64."""
+"""Are two runs the same? By output and by token row, with what bfloat16 may err by measured against
+float64.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Two bfloat16 runs of one prologue differ by 3e-3 to 8e-3. Beyond these limits a float64 run decides.
+# Two bfloat16 runs of one prologue differ by 3e-3 to 8e-3. Beyond these limits a float64 run
+# decides.
 WHOLE, ROW = 2e-2, 3e-2
 SLACK, ROUNDING = 2.0, 8e-3
 FLOOR = 1e-3  # of a tensor's typical row: what a row of next to nothing is measured by
@@ -16,9 +19,11 @@ FLOOR = 1e-3  # of a tensor's typical row: what a row of next to nothing is meas
 
 @dataclass(frozen=True)
 class Witness:
-    """Asked only where two runs differ: the same values in float64, and unfused on inputs one rounding away.
+    """Asked only where two runs differ: the same values in float64, and unfused on inputs one
+    rounding away.
 
-    A step that rounds, sorts or compares may go either way at a border, in the unfused run as in the fused one.
+    A step that rounds, sorts or compares may go either way at a border, in the unfused run as in
+    the fused one.
     """
 
     exact: Callable[[], Sequence[Tensor]]
@@ -52,14 +57,19 @@ def _different(got: Tensor, want: Tensor) -> str:
 
 
 def errors(got: Tensor, want: Tensor) -> tuple[Tensor, float]:
-    """Relative L2 error of each row (of a row of next to nothing, relative to the typical row), and of the whole."""
+    """Relative L2 error of each row (of a row of next to nothing, relative to the typical row), and
+    of the whole.
+    """
     new, old = _rows(got), _rows(want)
     touched = (new != old).any(-1).nonzero().squeeze(-1)
     norms = _finite(old, old).float().norm(dim=-1).double()
     floor = max(FLOOR * float(norms.square().mean().sqrt()), 1e-30)
     difference = torch.zeros(len(old), dtype=torch.double)
     if len(touched):
-        some = _finite(new[touched], old[touched]).double() - _finite(old[touched], old[touched]).double()
+        some = (
+            _finite(new[touched], old[touched]).double()
+            - _finite(old[touched], old[touched]).double()
+        )
         difference[touched] = some.norm(dim=-1)
     error = (difference / norms.clamp(min=floor)).nan_to_num(nan=torch.inf)
     whole = float(difference.norm()) / max(float(norms.norm()), 1e-30)
@@ -77,11 +87,13 @@ def _finite(rows: Tensor, like: Tensor) -> Tensor:
 
 def _rows(tensor: Tensor) -> Tensor:
     wide = torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
-    return (wide.reshape(-1, wide.shape[-1]) if wide.dim() else wide.reshape(1, 1))
+    return wide.reshape(-1, wide.shape[-1]) if wide.dim() else wide.reshape(1, 1)
 
 
 def _excused(index: int, got: Tensor, want: Tensor, witness: Witness | None) -> bool:
-    """Is each row as near to float64 as the unfused one, or one that a rounding of x changes as much?"""
+    """Is each row as near to float64 as the unfused one, or one that a rounding of x changes as
+    much?
+    """
     if witness is None or got.shape != want.shape or got.dtype != want.dtype:
         return False
     if _is_as_exact(index, got, want, witness):
@@ -105,7 +117,9 @@ def _is_as_exact(index: int, got: Tensor, want: Tensor, witness: Witness) -> boo
         exact = witness.exact()[index]
     except Exception:  # not everything runs in float64
         return False
-    if exact.shape != got.shape or not bool(torch.isfinite(exact).all() and torch.isfinite(got).all()):
+    if exact.shape != got.shape or not bool(
+        torch.isfinite(exact).all() and torch.isfinite(got).all()
+    ):
         return False
     error, usual = errors(got, exact)[0], errors(want, exact)[0]
     return bool((error <= SLACK * usual + ROUNDING).all())

@@ -19,7 +19,8 @@ def compiled(
 ) -> tuple[Callable[[], list[mf.Report]], Callable[[Named], Any]]:
     """The reports made so far, and the compiled program.
 
-    Where the program reads the int ``n``, it is compiled at a second value too: torch then makes it a symbol.
+    Where the program reads the int ``n``, it is compiled at a second value too: torch then makes it
+    a symbol.
     """
     names = _used(program, example)
     torch._dynamo.reset()

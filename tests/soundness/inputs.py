@@ -1,8 +1,9 @@
 """Inputs by name, ordinary ones and those that expose an attack; each drawn from a seed alone.
 
-``ordinary`` is what a probe looks like. ``exposing`` is what a served model also meets: outlier channels of 1e2 to 1e4
-at every place of the prologue, exact zeros, positions beyond every table that fits a small model, slots at both
-ends, masks and flags of every kind, and (where the token count is symbolic) other numbers of tokens.
+``ordinary`` is what a probe looks like. ``exposing`` is what a served model also meets: outlier
+channels of 1e2 to 1e4 at every place of the prologue, exact zeros, positions beyond every table
+that fits a small model, slots at both ends, masks and flags of every kind, and (where the token
+count is symbolic) other numbers of tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ CACHES = ("kv_cache", "kr_cache", "kv_cache_2", "kr_cache_2")
 
 @lru_cache(maxsize=2)
 def _weights(loud: bool) -> Named:
-    """``loud``: a few rows and weights of the norms are hundreds of times the rest, as in trained models."""
+    """``loud``: a few rows and weights of the norms are hundreds of times the rest, as in trained
+    models.
+    """
     generator = torch.Generator().manual_seed(7)
 
     def matrix(*shape: int) -> Tensor:
@@ -88,15 +91,23 @@ def ordinary(tokens: int, seed: int = 0, n: int = 3, m: int | None = None) -> Na
 
 
 def exposing(tokens: tuple[int, ...], seed: int = 1) -> Iterator[tuple[str, Named]]:
-    """Named draws; ``tokens``: the numbers of tokens that the graph must serve (one where it is static)."""
+    """Named draws; ``tokens``: the numbers of tokens that the graph must serve (one where it is
+    static).
+    """
     longest, generator = max(tokens), torch.Generator().manual_seed(seed)
     yield "outlier channels", _loud(ordinary(tokens[0], seed), generator)
     yield "large integers", _late(ordinary(longest, seed + 1), generator)
     yield "flags and masks", _flagged(ordinary(tokens[-1], seed + 2), False)
     yield "zeros and edges", _edges(ordinary(tokens[0], seed + 3))
-    yield "mixed masks", _flagged(_late(_loud(ordinary(longest, seed + 4), generator), generator), None)
+    yield (
+        "mixed masks",
+        _flagged(_late(_loud(ordinary(longest, seed + 4), generator), generator), None),
+    )
     for count in tokens[1:]:
-        yield f"{count} tokens", ordinary(count, seed + count, n=max(1, count - 2), m=max(1, count - 7))
+        yield (
+            f"{count} tokens",
+            ordinary(count, seed + count, n=max(1, count - 2), m=max(1, count - 7)),
+        )
 
 
 def fresh(named: Named) -> Named:
@@ -129,7 +140,11 @@ def _flagged(named: Named, all_of: bool | None) -> Named:
     if all_of is None and tokens == 1:
         mask = torch.zeros(1, dtype=torch.bool)
     kinds = (2 * torch.arange(tokens) + 4) % 5
-    down = {"flag": torch.tensor(False), "kind": torch.tensor(4), "count": torch.tensor(tokens // 2)}
+    down = {
+        "flag": torch.tensor(False),
+        "kind": torch.tensor(4),
+        "count": torch.tensor(tokens // 2),
+    }
     return {**named, "mask": mask, "kinds": kinds, **down}
 
 

@@ -1,7 +1,9 @@
-"""Compile a member at the default configuration, and hold it against eager on inputs that expose what it does.
+"""Compile a member at the default configuration, and hold it against eager on inputs that expose
+what it does.
 
-A member is WRONG where the pass fused it and any input, the compile-time one or an exposing one, gives other numbers
-than the model; RAISED where the pass, or the fused graph, raises where the model does not.
+A member is WRONG where the pass fused it and any input, the compile-time one or an exposing one,
+gives other numbers than the model; RAISED where the pass, or the fused graph, raises where the
+model does not.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from .compare import differs
 from .families import FAMILIES
 from .member import Family, Member, Outcome, Verdict, tokens_of
 from .program import STYLES, Change, Named, prologue
-from .running import Invalid, against_eager, all_inputs, attempt, on, random_steps, require_another_meaning
+from .running import (
+    Invalid,
+    against_eager,
+    all_inputs,
+    attempt,
+    on,
+    random_steps,
+    require_another_meaning,
+)
 
 
 def judge(member: Member) -> Outcome:
@@ -28,7 +38,9 @@ def judge(member: Member) -> Outcome:
     except Invalid as error:
         outcome = Outcome(member, Verdict.INVALID, str(error))
     except Exception as error:  # a defect of this generator must not end a campaign of hours
-        outcome = Outcome(member, Verdict.INVALID, f"the judge raised {type(error).__name__}: {error}")
+        outcome = Outcome(
+            member, Verdict.INVALID, f"the judge raised {type(error).__name__}: {error}"
+        )
     return Outcome(outcome.member, outcome.verdict, outcome.detail, perf_counter() - started)
 
 
@@ -65,7 +77,8 @@ def _judge(family: Family, member: Member) -> Outcome:
         for label, named in draws:
             plain = attempt(on(captured, captured.plain), named) if captured.serves(named) else None
             known = wanted[label]
-            if plain is None or family.random:  # the graph draws its random numbers in an order of its own
+            # the graph draws its random numbers in an order of its own
+            if plain is None or family.random:
                 wanted[label] = plain
             elif known is not None and differs(plain, known):
                 wanted[label] = None  # torch would compile another graph for this input
@@ -76,9 +89,13 @@ def _judge(family: Family, member: Member) -> Outcome:
     run = on(captured, wrap(captured.graph.forward))
     outcome = against_eager(member, lambda: [report], run, program, draws, wanted, family.random)
     if family.staged and outcome.verdict is Verdict.FUSED:
-        return Outcome(member, Verdict.WRONG, "in place, though the slots are not shown to be distinct")
+        return Outcome(
+            member, Verdict.WRONG, "in place, though the slots are not shown to be distinct"
+        )
     if family.random and outcome.verdict in (Verdict.FUSED, Verdict.STAGED):
         lost = random_steps(captured.plain) - random_steps(captured.graph)
         if lost:
-            return Outcome(member, Verdict.WRONG, f"{lost} random steps are inside what was replaced")
+            return Outcome(
+                member, Verdict.WRONG, f"{lost} random steps are inside what was replaced"
+            )
     return outcome

@@ -1,4 +1,6 @@
-"""What a family is made of: attacks and controls, the places they stand at, the regimes they are compiled in."""
+"""What a family is made of: attacks and controls, the places they stand at, the regimes they are
+compiled in.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import mla_fusion as mf
 
 from .program import STYLES, Step
 
-# Static token counts; "sym": one graph for any count, by AOT autograd; "dynamo": the same by torch.compile.
+# Static token counts; "sym": one graph for any count, by AOT autograd; "dynamo": the same by
+# torch.compile.
 STATIC = ("T1", "T2", "T8", "T64", "T128")
 DYNAMIC = ("sym", "dynamo")
 ALL = (*STATIC, "sym", "dynamo")
@@ -33,7 +36,8 @@ class Verdict(Enum):
     FUSED = "fused"
     WRONG = "WRONG"
     RAISED = "RAISED"
-    INVALID = "invalid"  # the generator's fault: it does not run, or means nothing else than its control
+    # the generator's fault: it does not run, or means nothing else than its control
+    INVALID = "invalid"
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,10 @@ class Member:
     def __str__(self) -> str:
         sort = "control " if self.control else ""
         target = "" if self.target == "v3" else f", {self.target} alone"
-        return f"{self.family}: {sort}{self.attack} at {self.place}, {self.regime}, {self.style}{target}"
-
+        return (
+            f"{self.family}: {sort}{self.attack} at {self.place}, {self.regime}, "
+            f"{self.style}{target}"
+        )
 
     def config(self, **options: Any) -> mf.Config:
         return mf.Config(targets=(self.target,), **options)
@@ -105,7 +111,9 @@ class Family:
     controls: tuple[Attack, ...] = ()
     random: bool = False
     staged: bool = False
-    extra: Callable[[tuple[int, ...]], list[tuple[str, Any]]] | None = field(default=None, compare=False)
+    extra: Callable[[tuple[int, ...]], list[tuple[str, Any]]] | None = field(
+        default=None, compare=False
+    )
     judge: Judge | None = field(default=None, compare=False)
 
     def members(self) -> Iterator[Member]:
@@ -126,9 +134,11 @@ class Family:
         return next(attack for attack in found if attack.name == member.attack)
 
     def sample(self, seed: int) -> Iterator[Member]:
-        """All members of the family, attacks in turn, each at a place, regime and style drawn by chance.
+        """All members of the family, attacks in turn, each at a place, regime and style drawn by
+        chance.
 
-        torch.compile takes ten times as long as the rest: its members come last within a turn of eight.
+        torch.compile takes ten times as long as the rest: its members come last within a turn of
+        eight.
         """
         yield from _in_turn(list(self.members()), f"{seed} {self.name}")
 

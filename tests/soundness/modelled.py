@@ -12,9 +12,15 @@ from .running import Invalid, Program, Results, attempt, on, verdict
 
 
 def judge(
-    member: Member, program: Program, usual: Program, draws: list[tuple[str, Named]], config: mf.Config
+    member: Member,
+    program: Program,
+    usual: Program,
+    draws: list[tuple[str, Named]],
+    config: mf.Config,
 ) -> Outcome:
-    """``usual``: without the attack; ``draws``: the inputs, the first of which is what the graph is captured on."""
+    """``usual``: without the attack; ``draws``: the inputs, the first of which is what the graph is
+    captured on.
+    """
     wanted = {label: attempt(program, named) for label, named in draws}
     if wanted["as compiled"] is None:
         raise Invalid("it does not run at all")
@@ -24,7 +30,9 @@ def judge(
     ):
         raise Invalid("it means what its control means on every input")
     try:
-        captured = (captures.symbolic if member.regime == "sym" else captures.static)(program, draws[0][1])
+        captured = (captures.symbolic if member.regime == "sym" else captures.static)(
+            program, draws[0][1]
+        )
     except Exception as error:
         raise Invalid(f"it is not captured: {type(error).__name__}: {error}") from error
     try:
@@ -46,7 +54,9 @@ def judge(
 
 
 def differs(got: Results, want: Results) -> str:
-    """A few int8 values differ by one step between two roundings of c_q: three times the usual allowance."""
+    """A few int8 values differ by one step between two roundings of c_q: three times the usual
+    allowance.
+    """
     for new, old in zip(got, want, strict=True):
         if new.shape != old.shape:
             return f"{list(new.shape)} instead of {list(old.shape)}"

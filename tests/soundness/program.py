@@ -1,7 +1,8 @@
 """One prologue with a name at every value, so that an attack can stand at any of them.
 
-A place is a name: ``x``, ``c_q``, ``slots``, ``w_dq`` and so on (``PLACES``). ``prologue`` hands the value of every
-place to the change, and goes on with what it gives back. The token axis is the first of every value.
+A place is a name: ``x``, ``c_q``, ``slots``, ``w_dq`` and so on (``PLACES``). ``prologue`` hands
+the value of every place to the change, and goes on with what it gives back. The token axis is the
+first of every value.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 from tests.catalogue.base import BLOCK_SIZE, DR, HCKV, D, hf_interleave, rotate_half
 
 Named = dict[str, Any]  # tensors, and the odd int
-Step = Callable[..., Any]  # (value, inputs) -> value; at "write" and "outputs" as those functions below
+# (value, inputs) -> value; at "write" and "outputs" as those functions below
+Step = Callable[..., Any]
 HEADS, EPS = 2, 1e-6
 
 FLOATS = ("x", "q_raw", "c_q", "q_nope", "q_pe_raw", "q_pe", "kv_raw", "c_kv", "k_raw", "k_pe")
@@ -26,8 +28,8 @@ WEIGHTS = ("w_dq", "w_uq", "w_uk", "w_dkv_kr", "gamma_q", "gamma_kv")
 OUTPUTS = ("query", "query_rope")
 INSIDE = ("q_square", "kv_square", "q_var", "kv_var")  # of the norms: squares, and their means
 INTEGERS = ("positions", "slots")
-# The two reads of x, the tables of the two rotations; and whole functions: how caches are written, what is
-# given out, and "program", all of it: (inputs, style) -> outputs.
+# The two reads of x, the tables of the two rotations; and whole functions: how caches are written,
+# what is given out, and "program", all of it: (inputs, style) -> outputs.
 SIDES = ("x_q", "x_kv", "q_cos", "q_sin", "k_cos", "k_sin", "q_positions", "k_positions")
 WHOLE = ("write", "outputs", "program")
 PLACES = (*FLOATS, *TABLES, *WEIGHTS, *OUTPUTS, *INSIDE, *INTEGERS, *SIDES, *WHOLE)
@@ -51,7 +53,8 @@ class Style:
 
     norm: str = "hf"
     rotation: str = "interleaved"
-    tables: str = "gathered"  # by position; "given", one row per token; "angles", computed of positions
+    # by position; "given", one row per token; "angles", computed of positions
+    tables: str = "gathered"
     write: str = "index_put"
 
 
@@ -94,7 +97,9 @@ def prologue(i: Named, style: Style, change: Change | None = None) -> tuple[Tens
     return query, q_pe
 
 
-def _norm(style: Style, value: Tensor, gamma: Tensor, side: str, at: Callable[[str, Any], Any]) -> Tensor:
+def _norm(
+    style: Style, value: Tensor, gamma: Tensor, side: str, at: Callable[[str, Any], Any]
+) -> Tensor:
     if style.norm == "functional":
         return F.rms_norm(value, (value.shape[-1],), gamma, EPS)
     wide = value.float()
@@ -119,7 +124,10 @@ def _tables(i: Named, style: Style, at: Callable[[str, Any], Any]) -> list[tuple
         if style.tables == "angles":
             angles = own.float()[:, None] * i["inv_freq"]
             both = torch.cat([angles, angles], -1)
-            cos, sin = at("cos", both.cos().to(i["x"].dtype)), at("sin", both.sin().to(i["x"].dtype))
+            cos, sin = (
+                at("cos", both.cos().to(i["x"].dtype)),
+                at("sin", both.sin().to(i["x"].dtype)),
+            )
         else:
             cos, sin = at("cos", i["all_cos"][own]), at("sin", i["all_sin"][own])
         found.append(of(side))

@@ -20,7 +20,8 @@ from .program import Named
 Program = Callable[[Named], tuple[Tensor, ...]]
 Run = Callable[[Named], Any]
 Results = tuple[Tensor, ...]
-NUDGES = tuple(2.0**-bits for bits in (8, 7, 6) for _ in range(3))  # bfloat16 rounds by 2^-9, and sums add up
+# bfloat16 rounds by 2^-9, and sums add up
+NUDGES = tuple(2.0**-bits for bits in (8, 7, 6) for _ in range(3))
 
 
 class Invalid(Exception):
@@ -29,7 +30,9 @@ class Invalid(Exception):
 
 @lru_cache(maxsize=12)
 def all_inputs(regime: str) -> list[tuple[str, Named]]:
-    """What a graph is compiled on, then what exposes it. Nobody may write them (``inputs.fresh``)."""
+    """What a graph is compiled on, then what exposes it. Nobody may write them
+    (``inputs.fresh``).
+    """
     tokens = tokens_of(regime)
     compiled_on = inputs.ordinary(COMPILED_AT if len(tokens) > 1 else tokens[0])
     return [("as compiled", compiled_on), *inputs.exposing(tokens)]
@@ -80,7 +83,9 @@ def against_eager(
     wanted: dict[str, Results | None],
     random: bool,
 ) -> Outcome:
-    """The verdict on a compiled program; ``reports`` are asked for last, when every input has been seen."""
+    """The verdict on a compiled program; ``reports`` are asked for last, when every input has been
+    seen.
+    """
     wrong, compared = None, 0
     for label, named in draws:
         want = wanted[label]
@@ -99,7 +104,9 @@ def against_eager(
 
 
 def witness(program: Program, named: Named, random: bool) -> Witness:
-    """Random numbers in float64 are other numbers; on other inputs, of one seed, they are the same."""
+    """Random numbers in float64 are other numbers; on other inputs, of one seed, they are the
+    same.
+    """
 
     def nudged() -> list[Results]:
         generator = torch.Generator().manual_seed(0)
@@ -107,7 +114,8 @@ def witness(program: Program, named: Named, random: bool) -> Witness:
         for size in NUDGES:
             noise = 1 + size * torch.randn(x.shape, generator=generator)
             found.append(run_seeded(program, {**named, "x": (x * noise).to(x.dtype)}))
-            for by in (1 - 2 * size, 1 + 2 * size):  # noise in x averages out; here all values grow, or shrink
+            # noise in x averages out; here all values grow, or shrink
+            for by in (1 - 2 * size, 1 + 2 * size):
                 gammas = {name: (named[name] * by).to(x.dtype) for name in ("gamma_q", "gamma_kv")}
                 found.append(run_seeded(program, {**named, **gammas}))
         return found
@@ -124,7 +132,9 @@ def verdict(
     member: Member, reports: list[mf.Report], wrong: tuple[Verdict, str] | None, compared: int
 ) -> Outcome:
     fused = [fusion for report in reports for fusion in report.fused]
-    codes = [(rejection.code, rejection.message) for report in reports for rejection in report.rejected]
+    codes = [
+        (rejection.code, rejection.message) for report in reports for rejection in report.rejected
+    ]
     failed = [message for code, message in codes if code == "pass.failed"]
     said = "; ".join(f"[{code}] {message}" for code, message in codes) or "nothing found"
     if failed:

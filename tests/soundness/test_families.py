@@ -1,6 +1,8 @@
-"""A sample of what benchmarks/families.py runs in full: no attack is fused wrongly, and every control fuses.
+"""A sample of what benchmarks/families.py runs in full: no attack is fused wrongly, and every
+control fuses.
 
-A failure is named by its family, the attack, the place it stands at, the regime of the compilation and the spelling.
+A failure is named by its family, the attack, the place it stands at, the regime of the compilation
+and the spelling.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ def _quiet() -> Iterator[None]:
 def _each() -> list[object]:
     """Of every other family one each time, the others with `make test-all`."""
     samples = [sample for sample in _samples() if sample]
-    first, others = [sample[0] for sample in samples], [member for sample in samples for member in sample[1:]]
+    first, others = (
+        [sample[0] for sample in samples],
+        [member for sample in samples for member in sample[1:]],
+    )
     key = [replace(member, target="key") for member in first]
     more = [pytest.param(member, marks=pytest.mark.exhaustive) for member in others]
     return [*one_in(2, first), *one_in(8, key, first=1), *more]
@@ -71,14 +76,22 @@ def test_each_opinion_alone_is_enough(without: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(verify, "compare", verify.compare)
     names = tuple(name for name in FAMILIES if name.startswith(("choice", "composed", "tokens")))
     members = campaign.members(len(names), SEED, names)
-    wrong = [outcome for outcome in campaign.judged(members, without=without) if outcome.verdict is Verdict.WRONG]
+    wrong = [
+        outcome
+        for outcome in campaign.judged(members, without=without)
+        if outcome.verdict is Verdict.WRONG
+    ]
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("member", one_in(5, [m for m in _one_control_each() if m.regime != "dynamo"]), ids=str)
+@pytest.mark.parametrize(
+    "member", one_in(5, [m for m in _one_control_each() if m.regime != "dynamo"]), ids=str
+)
 def test_a_control_fuses(member: Member) -> None:
     outcome = judge(member)
-    assert outcome.verdict in (Verdict.FUSED, Verdict.STAGED), f"{outcome.verdict.value}: {outcome.detail}"
+    assert outcome.verdict in (Verdict.FUSED, Verdict.STAGED), (
+        f"{outcome.verdict.value}: {outcome.detail}"
+    )
 
 
 def test_members_are_many_distinct_and_the_same_each_time() -> None:
@@ -86,5 +99,7 @@ def test_members_are_many_distinct_and_the_same_each_time() -> None:
     assert len(set(members)) == 1500
     assert members == campaign.members(1500, SEED)
     assert len(FAMILIES) >= 30
-    assert {member.family for member in members} >= {name for name, family in FAMILIES.items() if family.attacks}
+    assert {member.family for member in members} >= {
+        name for name, family in FAMILIES.items() if family.attacks
+    }
     assert len(transaction.PLACES) >= 5, "the names of what is made to fail are out of date"

@@ -15,17 +15,30 @@ from mla_fusion.weights.current import Weights
 from tests.catalogue import base, prologues
 from tests.harness import assert_no_worse, clones, eager, exact, flat
 
-NAMES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "q_a_layernorm", "kv_a_layernorm")
+NAMES = (
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+    "q_a_layernorm",
+    "kv_a_layernorm",
+)
 
 
 class Served:
-    """A model that is prepacked and compiled; two of its weights are packed as copies (RoPE columns in halves)."""
+    """A model that is prepacked and compiled; two of its weights are packed as copies (RoPE columns
+    in halves).
+    """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, updates: str = "counted", prepacked: bool = True) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, updates: str = "counted", prepacked: bool = True
+    ) -> None:
         self.model, self.args = prologues.Neox(), self.arguments()
         if prepacked:
             mf.prepack(self.model, *self.args)
-        self.run = torch.compile(self.model, backend=mf.backend(mf.Config(updates=updates)), fullgraph=True)
+        self.run = torch.compile(
+            self.model, backend=mf.backend(mf.Config(updates=updates)), fullgraph=True
+        )
         self.captured: list[tuple[Tensor, ...]] = []
         usual = Weights.of
 
@@ -53,7 +66,9 @@ class Served:
         return [self.weight(name) for name in NAMES]
 
     def assert_replay_right(self) -> None:
-        """The memory of the first call holds what would be packed now; then a call, which moves nothing."""
+        """The memory of the first call holds what would be packed now; then a call, which moves
+        nothing.
+        """
         before = [packed.clone() for packed in self.captured[0]]
         places = [packed.data_ptr() for packed in self.captured[0]]
         self.assert_right()
@@ -65,7 +80,9 @@ class Served:
         given = clones(self.args)
         with torch.no_grad():
             found = [*flat(self.run(*given)), *given]
-        assert_no_worse(exact(self.model, self.args), eager(self.model, self.args), found, slack=1.2)
+        assert_no_worse(
+            exact(self.model, self.args), eager(self.model, self.args), found, slack=1.2
+        )
 
     def is_right(self) -> bool:
         try:
@@ -186,7 +203,9 @@ COUNTED: dict[str, Way] = {
     "assign to a module": load(assign=True, inner=True),
     "torch.load": saved_and_loaded,
     "data =": counted(lambda weight, new: setattr(weight, "data", new)),
-    "data = twice": counted(lambda weight, new: [setattr(weight, "data", new + 1), setattr(weight, "data", new)]),
+    "data = twice": counted(
+        lambda weight, new: [setattr(weight, "data", new + 1), setattr(weight, "data", new)]
+    ),
     "new parameter": replaced,
     "dtype and back": there_and_back,
 }

@@ -1,4 +1,6 @@
-"""What a step costs on a device under each ``Config.updates``, counted on meta tensors: a table of docs/weights.md."""
+"""What a step costs on a device under each ``Config.updates``, counted on meta tensors: a table of
+docs/weights.md.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,13 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if not func.is_view and func not in (torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format):
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor)]
+        if not func.is_view and func not in (
+            torch.ops.aten.detach.default,
+            torch.ops.aten.empty.memory_format,
+        ):
+            tensors = [
+                leaf for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor)
+            ]
             self.cost.launches += 1
             self.cost.traffic += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return found
@@ -58,7 +65,9 @@ def test_a_look_of_rounds() -> None:
     content = torch.empty(shares.count, dtype=torch.int64, device="meta")
     looked = cost(lambda: shares.fingerprint(0) == content[0])
     size = shares.size * shares.rows[0].nbytes
-    assert SHARE_OF_OTHERS * 0.99 < size <= SHARE_OF_OTHERS == 32 << 20 and STEPS_A_LOOK_OF_OTHERS == 4
+    assert (
+        SHARE_OF_OTHERS * 0.99 < size <= SHARE_OF_OTHERS == 32 << 20 and STEPS_A_LOOK_OF_OTHERS == 4
+    )
     times = looked.traffic / size
     assert f"reads 32 MiB, {times:.0f} times that in traffic and {looked.launches} launches" in PAGE
     steps = STEPS_A_LOOK_OF_OTHERS * LAYERS * sum(Shares(weight).count for weight in LAYER)
@@ -66,12 +75,23 @@ def test_a_look_of_rounds() -> None:
 
 
 def test_every_call_reads_everything() -> None:
-    known = [torch.empty(Shares(weight).count, dtype=torch.int64, device="meta") for weight in LAYER]
-    read = cost(lambda: [fingerprint(weight) == content for weight, content in zip(LAYER, known, strict=True)])
-    assert f"{read.traffic * LAYERS / 1e9:.0f} GB of traffic and {read.launches * LAYERS:,} launches" in PAGE
+    known = [
+        torch.empty(Shares(weight).count, dtype=torch.int64, device="meta") for weight in LAYER
+    ]
+    read = cost(
+        lambda: [
+            fingerprint(weight) == content for weight, content in zip(LAYER, known, strict=True)
+        ]
+    )
+    assert (
+        f"{read.traffic * LAYERS / 1e9:.0f} GB of traffic and {read.launches * LAYERS:,} launches"
+        in PAGE
+    )
 
 
-@pytest.mark.parametrize("words", ["| `\"counted\"` | before the next call | not at all", "no launch and no byte"])
+@pytest.mark.parametrize(
+    "words", ['| `"counted"` | before the next call | not at all', "no launch and no byte"]
+)
 def test_counted_reads_nothing(words: str) -> None:
     """test_step.py counts the operators of such a step: none."""
     assert words in PAGE

@@ -1,4 +1,6 @@
-"""Float32 norm weights that hold bfloat16 numbers: followed through updates, refused once they hold others."""
+"""Float32 norm weights that hold bfloat16 numbers: followed through updates, refused once they hold
+others.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def test_updates_are_packed_anew_or_refused() -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, args = Float32Norms(), paged_args()
-    run = torch.compile(model, backend=mf.backend(mf.Config(verify="off", updates="every call")), fullgraph=True)
+    run = torch.compile(
+        model, backend=mf.backend(mf.Config(verify="off", updates="every call")), fullgraph=True
+    )
     with torch.no_grad():
         before = run(*clones(args))[0]
         (fusion,) = mf.reports()[-1].fused
@@ -36,7 +40,9 @@ def test_a_lowered_graph_knows_too() -> None:
     """The parameters of ``mf.lower`` are fake; what they hold is looked at before."""
     report = mf.lower(Float32Norms(), *paged_args(), config=mf.Config(verify="off")).report
     assert report is not None and len(report.fused) == 1
-    hooked = mf.explain(torch.export.export(Float32Norms(), paged_args()).run_decompositions({}).module())
+    hooked = mf.explain(
+        torch.export.export(Float32Norms(), paged_args()).run_decompositions({}).module()
+    )
     assert [item.code for item in hooked.rejected] == ["norm.gamma_dtype"]
     assert "cannot be looked at here" in hooked.rejected[0].message
 
@@ -52,7 +58,11 @@ class Rearranged(Float32Norms):
 
     def latent(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([HCKV, DR], -1)
-        weight = self.both.view(2, -1)[1] if self.order == "part" else self.both.view(2, -1).t().reshape(-1)[:HCKV]
+        weight = (
+            self.both.view(2, -1)[1]
+            if self.order == "part"
+            else self.both.view(2, -1).t().reshape(-1)[:HCKV]
+        )
         wide = c_kv.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight
         return normed.to(x.dtype), k_pe

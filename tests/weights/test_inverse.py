@@ -24,7 +24,10 @@ def transposed(weight: Tensor) -> Tensor:
         (lambda w: torch.ops.npu.npu_format_cast(w, 29), (6, 8)),
         (lambda w: torch.ops.npu.npu_format_cast(transposed(w), 29), (6, 8)),
         (lambda w: w.permute(2, 0, 1).reshape(4, 6).clone(), (2, 3, 4)),
-        (lambda w: w.view(2, 3, 4).transpose(1, 2).clone(memory_format=torch.contiguous_format), (2, 3, 4)),
+        (
+            lambda w: w.view(2, 3, 4).transpose(1, 2).clone(memory_format=torch.contiguous_format),
+            (2, 3, 4),
+        ),
         (lambda w: w.view(1, 8).clone(), (8,)),
         (lambda w: w.squeeze(1).t().contiguous().clone(), (6, 1, 8)),
     ],
@@ -46,7 +49,8 @@ def test_inverse(packing: Callable[[Tensor], Tensor], shape: tuple[int, ...]) ->
         (lambda w: w.to(torch.bfloat16), (6, 8)),
         (lambda w: w * 2, (6, 8)),
         (lambda w: w.view(torch.int32).t().clone(), (6, 8)),
-        (lambda w: w.view(2, 3).t().clone(memory_format=torch.contiguous_format), (6,)),  # its one axis is spread
+        # its one axis is spread
+        (lambda w: w.view(2, 3).t().clone(memory_format=torch.contiguous_format), (6,)),
     ],
 )
 def test_no_inverse(packing: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> None:

@@ -1,4 +1,6 @@
-"""A call under somebody's mode leaves nothing that another call could meet: no fake tensor, none of a transform's."""
+"""A call under somebody's mode leaves nothing that another call could meet: no fake tensor, none of
+a transform's.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Wrapped(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = torch.utils._pytree.tree_map_only(Wrapped, lambda one: one.held, (args, kwargs or {}))
+        plain = torch.utils._pytree.tree_map_only(
+            Wrapped, lambda one: one.held, (args, kwargs or {})
+        )
         return func(*plain[0], **plain[1])
 
     held: Tensor
@@ -48,12 +52,16 @@ class Wrapped(Tensor):
 
 class Wrapping(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = torch.utils._pytree.tree_map_only(Wrapped, lambda one: one.held, (args, kwargs or {}))
+        plain = torch.utils._pytree.tree_map_only(
+            Wrapped, lambda one: one.held, (args, kwargs or {})
+        )
         return torch.utils._pytree.tree_map_only(Tensor, wrapped, func(*plain[0], **plain[1]))
 
 
 def wrapped(value: Tensor) -> Tensor:
-    made = Tensor._make_wrapper_subclass(Wrapped, value.shape, strides=value.stride(), dtype=value.dtype)
+    made = Tensor._make_wrapper_subclass(
+        Wrapped, value.shape, strides=value.stride(), dtype=value.dtype
+    )
     made.held = value  # type: ignore[attr-defined]
     return made
 
@@ -109,7 +117,9 @@ def fresh() -> Iterator[None]:
 
 
 def kept() -> Iterator[tuple[str, Tensor]]:
-    """The tensors that the package's modules hold, and where: in tables, caches of functions, objects of its own."""
+    """The tensors that the package's modules hold, and where: in tables, caches of functions,
+    objects of its own.
+    """
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] != "mla_fusion":
             continue
@@ -120,7 +130,9 @@ def kept() -> Iterator[tuple[str, Tensor]]:
 
 
 def _reachable(start: Any) -> Iterator[Tensor]:
-    """What hangs on tables, functions (their caches and closures) and objects of this package; not on torch's."""
+    """What hangs on tables, functions (their caches and closures) and objects of this package; not
+    on torch's.
+    """
     stack, seen = [start], set[int]()
     while stack:
         value = stack.pop()
@@ -132,15 +144,19 @@ def _reachable(start: Any) -> Iterator[Tensor]:
         elif _is_of_package(value):
             stack.extend(gc.get_referents(value))
             if isinstance(getattr(value, "data", None), dict):  # a dictionary of weak references
-                stack.extend(reference() for reference in value.data.values() if callable(reference))
+                stack.extend(
+                    reference() for reference in value.data.values() if callable(reference)
+                )
 
 
 def _is_of_package(value: Any) -> bool:
     kind = type(value)
     of_python = kind.__module__ in ("builtins", "functools", "weakref", "collections")
     is_ours = kind.__module__.partition(".")[0] == "mla_fusion"
-    return (of_python or is_ours) and not isinstance(value, (type, ModuleType, str, bytes)) and (
-        kind.__name__ != "dict" or "__builtins__" not in value
+    return (
+        (of_python or is_ours)
+        and not isinstance(value, (type, ModuleType, str, bytes))
+        and (kind.__name__ != "dict" or "__builtins__" not in value)
     )
 
 
@@ -212,13 +228,17 @@ def test_later_calls_are_right(name: str, config: str, first: str) -> None:
 
 @pytest.mark.parametrize("name", MODES)
 def test_what_is_packed_under_a_mode_is_plain_or_not_kept(name: str) -> None:
-    """Without dynamo, which compiles nothing under most modes: of a real weight, and of what the mode makes of one."""
+    """Without dynamo, which compiles nothing under most modes: of a real weight, and of what the
+    mode makes of one.
+    """
 
     class Turn(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
             return weight.t().clone()
 
-    packing = cache.Packing(torch.fx.symbolic_trace(Turn()), f"turned under {name}", updates="every call")
+    packing = cache.Packing(
+        torch.fx.symbolic_trace(Turn()), f"turned under {name}", updates="every call"
+    )
     weight = nn.Parameter(torch.randn(4, 6).bfloat16(), requires_grad=False)
     for _ in range(2):
         with MODES[name]() as mode:
@@ -268,7 +288,9 @@ def test_a_result_made_under_a_mode_is_plain_or_not_kept(name: str) -> None:
     with MODES[name]():
         ones(3)
     again = ones(3)
-    assert type(again) is Tensor and is_plain(again) and not again.is_inference() and ones(3) is again
+    assert (
+        type(again) is Tensor and is_plain(again) and not again.is_inference() and ones(3) is again
+    )
     assert len(made) <= 2
 
 

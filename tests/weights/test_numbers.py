@@ -1,4 +1,6 @@
-"""Python numbers that take part in a weight, under dynamic shapes: they become inputs of the packing."""
+"""Python numbers that take part in a weight, under dynamic shapes: they become inputs of the
+packing.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Longer(Numbered):
     def query(self, x: Tensor) -> tuple[Tensor, Tensor]:
         mine = self.all[self.number * base.HCQ :][: base.HCQ]
         q = self.q_b_proj(self.q_a_layernorm(F.linear(x, mine)))
-        q_nope, q_pe = q.view(*x.shape[:-1], self.heads, base.D + base.DR).split([base.D, base.DR], -1)
+        q_nope, q_pe = q.view(*x.shape[:-1], self.heads, base.D + base.DR).split(
+            [base.D, base.DR], -1
+        )
         return q_nope, q_pe
 
 

@@ -1,4 +1,6 @@
-"""``mf.prepack``: parameters are views of their packed weights before anything is compiled, and stay so."""
+"""``mf.prepack``: parameters are views of their packed weights before anything is compiled, and
+stay so.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ from mla_fusion.weights.fingerprint import SHARES
 from mla_fusion.weights.prepack import _MODULES, is_laid_out
 from tests.catalogue import base, prologues
 from tests.harness import assert_as_exact, clones, eager
-from tests.weights.test_share import OwnAbsorb, assert_values, entries_of, layers, storage_bytes, values
+from tests.weights.test_share import (
+    OwnAbsorb,
+    assert_values,
+    entries_of,
+    layers,
+    storage_bytes,
+    values,
+)
 
 VIEWS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
 
@@ -39,7 +48,9 @@ class OneLayer:
         self.args = base.paged_args()
         self.done = mf.prepack(self.model, *self.args, config=config)
         self.places = self.pointers()
-        self.run = torch.no_grad()(torch.compile(self.model, backend=mf.backend(config), fullgraph=True))
+        self.run = torch.no_grad()(
+            torch.compile(self.model, backend=mf.backend(config), fullgraph=True)
+        )
 
     def weight(self, name: str) -> nn.Parameter:
         weight = getattr(self.model, name).weight
@@ -56,7 +67,10 @@ class OneLayer:
         assert_as_exact(self.model, self.args, [found, *given], slack=1.2)
 
     def new_values(self) -> dict[str, Tensor]:
-        return {name: torch.randn(p.shape).to(p.dtype) * 0.05 for name, p in self.model.named_parameters()}
+        return {
+            name: torch.randn(p.shape).to(p.dtype) * 0.05
+            for name, p in self.model.named_parameters()
+        }
 
 
 # -- the whole of it
@@ -99,7 +113,9 @@ def test_the_hook_packs_by_views_alone() -> None:
     def copies() -> list[str]:
         gm, _ = capture(model, *args, device="npu")
         mf.torchair_pass()(gm)
-        (call,) = (node for node in gm.graph.nodes if op_name(node).startswith("npu::npu_mla_prolog_v3"))
+        (call,) = (
+            node for node in gm.graph.nodes if op_name(node).startswith("npu::npu_mla_prolog_v3")
+        )
         steps, found = [call.args[place] for place in (1, 2, 3, 4)], []
         while steps:
             step = steps.pop()
@@ -156,12 +172,16 @@ def test_a_model_on_the_meta_device_is_planned() -> None:
 def test_memory_that_others_hold_is_left() -> None:
     model, args = OwnAbsorb(), base.paged_args()
     flat = torch.zeros(2 * model.q_b_proj.weight.numel(), dtype=torch.bfloat16)
-    model.q_b_proj.weight.data = flat[: model.q_b_proj.weight.numel()].view_as(model.q_b_proj.weight)
+    model.q_b_proj.weight.data = flat[: model.q_b_proj.weight.numel()].view_as(
+        model.q_b_proj.weight
+    )
     model.kv_a_proj_with_mqa.weight.grad = torch.zeros_like(model.kv_a_proj_with_mqa.weight)
     model.alias = nn.Linear(1, 1)
     model.alias.weight = model.q_a_proj.weight
     strides = [parameter.stride() for parameter in model.parameters()]
-    reasons = {row.weight: row.reason for row in mf.prepack(model, *args).rows if row.kind == "left"}
+    reasons = {
+        row.weight: row.reason for row in mf.prepack(model, *args).rows if row.kind == "left"
+    }
     assert "tied to alias.weight" in reasons["weight_dq"]
     assert "flat buffer" in reasons["weight_uq_qr"] and "gradient" in reasons["weight_dkv_kr"]
     assert [parameter.stride() for parameter in model.parameters()] == strides
@@ -171,7 +191,10 @@ def test_a_state_dict_in_a_variable_keeps_weights_where_they_are() -> None:
     model, args = OwnAbsorb(), base.paged_args()
     held = model.state_dict()
     assert mf.prepack(model, *args).laid_out == 0
-    assert all(held[name].data_ptr() == parameter.data_ptr() for name, parameter in model.named_parameters())
+    assert all(
+        held[name].data_ptr() == parameter.data_ptr()
+        for name, parameter in model.named_parameters()
+    )
 
 
 class NoPrologue(nn.Module):
@@ -186,10 +209,22 @@ class NoPrologue(nn.Module):
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: mf.prepack(NoPrologue(), torch.randn(2, 4)), ValueError, "no MLA prologue .*Looked for"),
-        (lambda: mf.prepack(torch.relu, torch.randn(2)), TypeError, "torch.nn.Module, got a builtin"),  # type: ignore
+        (
+            lambda: mf.prepack(NoPrologue(), torch.randn(2, 4)),
+            ValueError,
+            "no MLA prologue .*Looked for",
+        ),
+        (
+            lambda: mf.prepack(torch.relu, torch.randn(2)),
+            TypeError,
+            "torch.nn.Module, got a builtin",
+        ),  # type: ignore
         (lambda: mf.refresh([torch.ones(2)]), TypeError, "takes the module .* got a list"),  # type: ignore[arg-type]
-        (lambda: mf.prepack(NoPrologue(), torch.randn(2, 4), config="x"), TypeError, "config must be"),  # type: ignore
+        (
+            lambda: mf.prepack(NoPrologue(), torch.randn(2, 4), config="x"),
+            TypeError,
+            "config must be",
+        ),  # type: ignore
     ],
 )
 def test_bad_input_is_refused(call: Callable[[], Any], error: type[Exception], text: str) -> None:
@@ -199,10 +234,16 @@ def test_bad_input_is_refused(call: Callable[[], Any], error: type[Exception], t
 
 def test_arguments_that_do_not_fit_leave_the_model_as_it_is() -> None:
     model, args = OwnAbsorb(), base.paged_args()
-    wanted = {name: (parameter.data_ptr(), parameter.stride()) for name, parameter in model.named_parameters()}
+    wanted = {
+        name: (parameter.data_ptr(), parameter.stride())
+        for name, parameter in model.named_parameters()
+    }
     with pytest.raises(CaptureError):
         mf.prepack(model, *args[:-1])
-    assert wanted == {name: (parameter.data_ptr(), parameter.stride()) for name, parameter in model.named_parameters()}
+    assert wanted == {
+        name: (parameter.data_ptr(), parameter.stride())
+        for name, parameter in model.named_parameters()
+    }
 
 
 # -- updates
@@ -226,11 +267,14 @@ def replaced(one: OneLayer) -> None:
     new = one.new_values()
     for name in VIEWS:
         one.weight(name).data = new[f"{name}.weight"]
-    one.weight("q_a_proj").data = one.weight("q_a_proj").data.t().contiguous().t()  # strides of its own
+    # strides of its own
+    one.weight("q_a_proj").data = one.weight("q_a_proj").data.t().contiguous().t()
     assert mf.refresh(one.model) == len(VIEWS)
 
 
-def stepped(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[[OneLayer], None]:
+def stepped(
+    make: Callable[..., torch.optim.Optimizer], **options: Any
+) -> Callable[[OneLayer], None]:
     def update(one: OneLayer) -> None:
         optimizer = make(one.model.parameters(), **options)
         for _ in range(2):
@@ -300,7 +344,9 @@ def test_refresh_packs_copies_anew_in_their_memory(caplog: pytest.LogCaptureFixt
     assert not caplog.records and copies_of(one.model) == entries
 
 
-def test_rounds_go_on_from_a_refresh(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_go_on_from_a_refresh(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was looked at before it is not taken for a change."""
     monkeypatch.setitem(rounds.STEPS_A_LOOK, "cpu", 4)
     monkeypatch.setitem(SHARES, "cpu", 1 << 17)
@@ -343,7 +389,10 @@ def test_release_undoes_it() -> None:
 
 def test_a_model_takes_its_memory_with_it() -> None:
     one = OneLayer()
-    memories = [torch.multiprocessing.reductions.StorageWeakRef(one.weight(name).untyped_storage()) for name in VIEWS]
+    memories = [
+        torch.multiprocessing.reductions.StorageWeakRef(one.weight(name).untyped_storage())
+        for name in VIEWS
+    ]
     one.assert_right()
     del one
     torch._dynamo.reset()
@@ -357,14 +406,18 @@ def test_a_copy_of_the_model_is_a_model_of_its_own(make: Callable[[nn.Module], n
     other = make(one.model)
     assert not any(is_laid_out(getattr(other, name), "weight") for name in VIEWS)
     assert_values(other, values(one.model))
-    assert not {p.data_ptr() for p in other.parameters()} & {p.data_ptr() for p in one.model.parameters()}
+    assert not {p.data_ptr() for p in other.parameters()} & {
+        p.data_ptr() for p in one.model.parameters()
+    }
     assert mf.refresh(other) == 0
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(0.5)
     one.assert_right()
     again = OneLayer(model=other)  # lies right already: it is known from here on
-    assert again.done.laid_out == 0 and all(is_laid_out(getattr(other, name), "weight") for name in VIEWS)
+    assert again.done.laid_out == 0 and all(
+        is_laid_out(getattr(other, name), "weight") for name in VIEWS
+    )
     again.assert_right()
 
 

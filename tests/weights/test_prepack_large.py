@@ -35,7 +35,9 @@ class Bar:
 
 @pytest.mark.slow
 def test_sixty_one_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every live storage of a float counts, whoever holds it, each time that a weight is laid out."""
+    """Every live storage of a float counts, whoever holds it, each time that a weight is laid
+    out.
+    """
     model = prologues.Layers(OwnAbsorb, LAYERS)
     args = prologues.layers_args(count=LAYERS)
     one_layer = storage_bytes(model.layers[0].parameters())  # type: ignore[union-attr,operator,arg-type]

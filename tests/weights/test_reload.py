@@ -1,7 +1,8 @@
-"""Reloads: what each usual way of changing weights does to a compiled graph, and to one that was captured.
+"""Reloads: what each usual way of changing weights does to a compiled graph, and to one that was
+captured.
 
-A captured graph is replayed without Python: it reads the memory that it was captured with. Its stand-in here are the
-packed weights that the first call used.
+A captured graph is replayed without Python: it reads the memory that it was captured with. Its
+stand-in here are the packed weights that the first call used.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ BY_THEMSELVES = [*STEPPED, *LOADS, "SGD", "AdamW foreach"]
 
 @pytest.mark.parametrize("way", one_in(3, BY_THEMSELVES))
 @pytest.mark.parametrize("name", ["q_b_proj", "q_a_proj"])
-def test_a_prepacked_model_needs_no_refresh(way: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prepacked_model_needs_no_refresh(
+    way: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = Served(monkeypatch)
     WAYS[way](served, name)
     served.assert_replay_right()

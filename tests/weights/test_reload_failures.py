@@ -1,4 +1,6 @@
-"""How vLLM's weight reloads have failed (its RFC on their correctness), in terms of packed weights."""
+"""How vLLM's weight reloads have failed (its RFC on their correctness), in terms of packed
+weights.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def test_1_a_derived_weight_is_not_rebound(monkeypatch: pytest.MonkeyPatch) -> N
     served.assert_replay_right()
 
 
-def test_2_a_parameter_that_was_laid_out_otherwise_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_2_a_parameter_that_was_laid_out_otherwise_stays_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A shuffle replaced parameters that graphs had captured."""
     served = Served(monkeypatch)
     for weight in served.weights_of_all:
@@ -42,28 +46,38 @@ def test_3_storage_is_not_replaced_through_data(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_4_nobody_is_left_with_what_was_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel's object was built anew, and the captured graph kept the old one's tensors: here, compiled again."""
+    """A kernel's object was built anew, and the captured graph kept the old one's tensors: here,
+    compiled again.
+    """
     served = Served(monkeypatch)
     torch._dynamo.reset()
     for weight in served.weights_of_all:
         weight.data.copy_(other(weight))
     mf.refresh(served.model)
-    served.run = torch.compile(served.model, backend=mf.backend(mf.Config(updates="counted")), fullgraph=True)
+    served.run = torch.compile(
+        served.model, backend=mf.backend(mf.Config(updates="counted")), fullgraph=True
+    )
     first = [packed.clone() for packed in served.captured[0]]
     served.assert_right()
     assert all(map(torch.equal, first, served.captured[-1]))
 
 
 def test_5_what_no_module_registers_stays_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workspaces and indices outside of any module moved: packed copies are such, over ten reloads."""
+    """Workspaces and indices outside of any module moved: packed copies are such, over ten
+    reloads.
+    """
     served = Served(monkeypatch)
     for _ in range(10):
-        served.model.load_state_dict({name: other(value) for name, value in served.model.state_dict().items()})
+        served.model.load_state_dict(
+            {name: other(value) for name, value in served.model.state_dict().items()}
+        )
     served.assert_replay_right()
 
 
 def test_6_a_converted_copy_follows_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sinks were converted once, and a later load updated the source alone. Norm weights are such here."""
+    """Sinks were converted once, and a later load updated the source alone. Norm weights are such
+    here.
+    """
     served = Served(monkeypatch)
     for name in ("q_a_layernorm", "kv_a_layernorm"):
         served.weight(name).data.copy_(other(served.weight(name)))
@@ -93,5 +107,3 @@ def test_memory_that_somebody_keeps_is_not_written(monkeypatch: pytest.MonkeyPat
     mf.refresh(served.model)
     assert torch.equal(backup, held)
     served.assert_right()
-
-

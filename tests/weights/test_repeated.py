@@ -1,4 +1,6 @@
-"""Static scales and offsets repeated for every channel: followed where they change, refused where they differ."""
+"""Static scales and offsets repeated for every channel: followed where they change, refused where
+they differ.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def told(model: nn.Module, args: tuple[Tensor, ...]) -> mf.Report:
     return fuse_with_boundary(gm, given, CONFIG, given)[0]
 
 
-def built(model: nn.Module, args: tuple[Tensor, ...], **config: Any) -> tuple[mf.Report, Callable[..., Any]]:
+def built(
+    model: nn.Module, args: tuple[Tensor, ...], **config: Any
+) -> tuple[mf.Report, Callable[..., Any]]:
     """Compiled, and called once."""
     torch._dynamo.reset()
     backend = mf.backend(replace(CONFIG, **{"updates": "every call", **config}))
@@ -66,7 +70,8 @@ def test_updates_are_packed_anew_or_refused(updates: str) -> None:
         given = clones(args)
         with pytest.raises(WeightError, match=named):
             run(*given)
-        assert all(torch.equal(a, b) for a, b in zip(given, args, strict=True))  # nothing was written
+        # nothing was written
+        assert all(torch.equal(a, b) for a, b in zip(given, args, strict=True))
         vector[1500] = held
         assert torch.equal(run(*clones(args))[0], fused[0])
 
@@ -94,7 +99,9 @@ def test_two_layers_share_a_vector_and_a_third_has_its_own() -> None:
             third.q_b_proj.input_scale_reciprocal.data.mul_(2)
 
         def forward(self, x: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
-            return tuple(layer(x * (1 + place), *args)[0] for place, layer in enumerate(self.layers))
+            return tuple(
+                layer(x * (1 + place), *args)[0] for place, layer in enumerate(self.layers)
+            )
 
     torch.manual_seed(0)
     model, args = Layers(), static.static_args()
@@ -119,7 +126,10 @@ class OneOf(static.RepeatedScales):
 CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "the last is another": (lambda s: torch.cat([s[:-1], s[-1:] * 1.01]), "differ"),
     "too short": (lambda s: s[:700], "has 700 numbers for 1536 channels"),
-    "no reciprocal": (lambda s: torch.full_like(s, 1.484375), "not all the reciprocal of one bfloat16 number: 1.48438"),
+    "no reciprocal": (
+        lambda s: torch.full_like(s, 1.484375),
+        "not all the reciprocal of one bfloat16 number: 1.48438",
+    ),
 }
 
 
@@ -128,7 +138,9 @@ def test_what_is_refused_when_it_is_compiled(change: str) -> None:
     torch.manual_seed(0)
     how, why = CHANGES[change]
     report = told(OneOf(how), static.static_args())
-    assert [item.code for item in report.rejected] == ["quant.not_static"] and why in report.rejected[0].message
+    assert [item.code for item in report.rejected] == [
+        "quant.not_static"
+    ] and why in report.rejected[0].message
 
 
 def test_one_number_without_memory_for_each() -> None:

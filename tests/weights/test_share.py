@@ -1,4 +1,6 @@
-"""``Config(weights="shared")``: parameters become views of their packed weights, and memory does not grow."""
+"""``Config(weights="shared")``: parameters become views of their packed weights, and memory does
+not grow.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def layers(count: int = 3) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return sum(storages.values())
 
 
@@ -67,7 +71,9 @@ def assert_values(model: nn.Module, wanted: dict[str, Tensor]) -> None:
 
 
 def entries_of(model: nn.Module | list[Tensor]) -> list[Any]:
-    """The packed weights of a model or of tensors (those of earlier tests may be collected at any time)."""
+    """The packed weights of a model or of tensors (those of earlier tests may be collected at any
+    time).
+    """
     cache.sweep()
     tensors = list(model.parameters() if isinstance(model, nn.Module) else model)
     own = {tensor.untyped_storage()._cdata for tensor in tensors}
@@ -111,20 +117,29 @@ def test_compiled_and_eager_results_stay() -> None:
     model, args = layers()
     unfused, wanted, accurate = eager(model, clones(args)), values(model), exact(model, args)
     before = storage_bytes(model.parameters())
-    old = [torch.multiprocessing.reductions.StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
+    old = [
+        torch.multiprocessing.reductions.StorageWeakRef(p.untyped_storage())
+        for p in model.parameters()
+    ]
     torch._dynamo.reset()
     run, compiles = compiled(model), len(mf.reports())
     results = [run(*clones(args)) for _ in range(4)]
-    assert len(mf.reports()) - compiles == 2  # once more for the strides that the first call changed
+    # once more for the strides that the first call changed
+    assert len(mf.reports()) - compiles == 2
     assert bytes_of(model) == 0 and mf.reports()[-1].bytes_added == 0
     assert storage_bytes(model.parameters()) == before
     gone = [ref.expired() for ref in old]
     # W_uk lies as the kernel reads it
-    assert sum(gone) == 3 * 3 and sum(not parameter.is_contiguous() for parameter in model.parameters()) == 3 * 3
+    assert (
+        sum(gone) == 3 * 3
+        and sum(not parameter.is_contiguous() for parameter in model.parameters()) == 3 * 3
+    )
     assert_values(model, wanted)
-    assert all(torch.equal(result, results[0]) for result in results)  # each reads the same packed weights
+    # each reads the same packed weights
+    assert all(torch.equal(result, results[0]) for result in results)
     assert_no_worse(accurate, unfused, [results[0], *unfused[1:]])
-    # So does a prefill that is not compiled. Other strides may mean another order of the terms of a product.
+    # So does a prefill that is not compiled. Other strides may mean another order of the terms of a
+    # product.
     assert_no_worse(accurate, unfused, eager(model, clones(args)))
 
 
@@ -176,7 +191,10 @@ def test_a_state_dict_that_is_held_keeps_parameters_where_they_are() -> None:
     held = model.state_dict()
     compiled(model)(*clones(args))
     assert all(parameter.is_contiguous() for parameter in model.parameters())
-    assert all(held[name].data_ptr() == parameter.data_ptr() for name, parameter in model.named_parameters())
+    assert all(
+        held[name].data_ptr() == parameter.data_ptr()
+        for name, parameter in model.named_parameters()
+    )
     assert mf.reports()[-1].bytes_added == bytes_of(model) > 0
 
 
@@ -186,7 +204,9 @@ def test_safetensors_wants_contiguous_tensors() -> None:
     compiled(model)(*clones(args))
     with pytest.raises(ValueError, match="non contiguous"):
         safetensors.save(model.state_dict())
-    read = safetensors.load(safetensors.save({name: value.contiguous() for name, value in model.state_dict().items()}))
+    read = safetensors.load(
+        safetensors.save({name: value.contiguous() for name, value in model.state_dict().items()})
+    )
     assert_values(model, read)
 
 
@@ -287,7 +307,8 @@ def in_inference_mode() -> Tensor:
         in_training,
         in_inference_mode,
         lambda: torch.randn(3, 4),  # no parameter
-        lambda: nn.Parameter(torch.randn(5, 4)[:3]),  # part of a larger storage, that no other tensor reads any more
+        # part of a larger storage, that no other tensor reads any more
+        lambda: nn.Parameter(torch.randn(5, 4)[:3]),
     ],
 )
 def test_other_tensors_are_copied(make: Callable[[], Tensor]) -> None:

@@ -1,4 +1,6 @@
-"""What a step does about weights that have not changed: it reads a share of their bytes, and waits for nothing."""
+"""What a step does about weights that have not changed: it reads a share of their bytes, and waits
+for nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from mla_fusion.weights.fingerprint import SHARES
 from tests.catalogue import base, prologues
 from tests.harness import clones
 
-WAITS = {"aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero", "aten::nonzero"}
+WAITS = {
+    "aten::_local_scalar_dense",
+    "aten::item",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::nonzero",
+}
 
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -36,7 +44,9 @@ def as_manager(config: mf.Config) -> Any:
         fusion(gm)
         return gm.forward
 
-    return aot_autograd(fw_compiler=compiler, inference_compiler=compiler, keep_inference_input_mutations=True)
+    return aot_autograd(
+        fw_compiler=compiler, inference_compiler=compiler, keep_inference_input_mutations=True
+    )
 
 
 WAYS: dict[str, Callable[[mf.Config], Any]] = {"backend": as_backend, "manager": as_manager}
@@ -47,12 +57,15 @@ def entries() -> list[cache.Entry]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_waits_for_nothing_and_reads_a_share(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_nothing_and_reads_a_share(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(rounds.STEPS_A_LOOK, "cpu", 1)
     monkeypatch.setitem(SHARES, "cpu", 1 << 12)
     model, args = prologues.Neox(), base.paged_args()
     run = torch.compile(model, backend=WAYS[way](mf.Config()), fullgraph=True)
-    events: list[Any] = []  # of the checks alone; the profiler sees operators whatever modes are left
+    # of the checks alone; the profiler sees operators whatever modes are left
+    events: list[Any] = []
     usual = Weights.of
 
     def profiled(*given: Any) -> Any:
@@ -99,7 +112,9 @@ def test_most_steps_call_no_operator(way: str, monkeypatch: pytest.MonkeyPatch) 
     def profiled(*given: Any) -> Any:
         with torch.autograd.profiler.profile(use_device=None) as profile:
             packed = usual(*given)
-        steps.append(len([event for event in profile.function_events if event.name.startswith("aten::")]))
+        steps.append(
+            len([event for event in profile.function_events if event.name.startswith("aten::")])
+        )
         return packed
 
     with torch.no_grad():
@@ -116,7 +131,11 @@ def test_a_packed_weight_that_is_void_is_held_by_nobody() -> None:
     run = torch.compile(model, backend=mf.backend(), fullgraph=True)
     with torch.no_grad():
         run(*clones(args))
-        memories = [StorageWeakRef(entry.packed.untyped_storage()) for entry in entries() if not entry.is_view]
+        memories = [
+            StorageWeakRef(entry.packed.untyped_storage())
+            for entry in entries()
+            if not entry.is_view
+        ]
         assert len(memories) == 2
         for name in ("q_b_proj", "kv_a_proj_with_mqa"):
             weight = getattr(model, name).weight
@@ -129,7 +148,9 @@ def test_each_weight_of_a_manager_has_its_turn(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(rounds.STEPS_A_LOOK, "cpu", 1)
     looks: list[str] = []
     usual = rounds._look
-    monkeypatch.setattr(rounds, "_look", lambda each, *rest: looks.append(each.name) or usual(each, *rest))
+    monkeypatch.setattr(
+        rounds, "_look", lambda each, *rest: looks.append(each.name) or usual(each, *rest)
+    )
     model, args = prologues.Neox(), base.paged_args()
     run = torch.compile(model, backend=as_manager(mf.Config()), fullgraph=True)
     with torch.no_grad():
@@ -154,5 +175,3 @@ def test_the_manager_heeds_updates(updates: str, monkeypatch: pytest.MonkeyPatch
         model.q_b_proj.weight.data.mul_(2)
         after = [result() for _ in range(16)][-1]
     assert torch.equal(after, before) == (updates == "counted")
-
-

@@ -1,4 +1,6 @@
-"""Whatever changes a parameter, the next call of a compiled model computes with what it holds then."""
+"""Whatever changes a parameter, the next call of a compiled model computes with what it holds
+then.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def one_element(model: nn.Module) -> None:
 
 
 def paged_out(model: nn.Module) -> None:
-    """The storage is freed and allocated again: the same one, as a rule at another address. Then the weights change."""
+    """The storage is freed and allocated again: the same one, as a rule at another address. Then
+    the weights change.
+    """
     for weight in weights(model):
         storage, content = weight.untyped_storage(), weight.data.clone()
         size, address, between = storage.nbytes(), weight.data_ptr(), []
@@ -135,11 +139,18 @@ def test_what_torch_counts_is_seen_before_the_next_call(update: Update, updates:
 
 @pytest.mark.usefixtures("short_rounds")
 @pytest.mark.parametrize("update", FOUND_BY_ROUNDS)
-def test_what_torch_does_not_count_is_found_within_a_round(update: Update, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_torch_does_not_count_is_found_within_a_round(
+    update: Update, caplog: pytest.LogCaptureFixture
+) -> None:
     rounds._SAID.clear()
     follow(prologues.Neox(), update, steps=2)
-    said = [record.getMessage() for record in caplog.records if "does not count" in record.getMessage()]
-    assert sorted(line.split()[0] for line in said) == ["kv_a_proj_with_mqa.weight", "q_b_proj.weight"]
+    said = [
+        record.getMessage() for record in caplog.records if "does not count" in record.getMessage()
+    ]
+    assert sorted(line.split()[0] for line in said) == [
+        "kv_a_proj_with_mqa.weight",
+        "q_b_proj.weight",
+    ]
     assert all("mla_fusion.refresh(model)" in line and "Up to 2 calls" in line for line in said)
 
 
@@ -156,7 +167,9 @@ def test_parameters_moved_to_shared_memory(updates: str) -> None:
 
 @pytest.mark.parametrize("updates", ["rounds", "counted"])
 def test_swapped_parameters(updates: str) -> None:
-    """Nothing of ours refers to parameters. Of dynamo's own references those of a backend without a name stay."""
+    """Nothing of ours refers to parameters. Of dynamo's own references those of a backend without a
+    name stay.
+    """
     with torch._dynamo.config.patch(invalidate_compile_context_weakrefs=True):
         follow(prologues.Neox(), swapped, updates)
 
@@ -274,7 +287,9 @@ def test_nothing_is_packed_again_where_nothing_changed(monkeypatch: pytest.Monke
 # -- fingerprints
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.float8_e4m3fn]
+)
 @pytest.mark.parametrize("shape", [(64, 32), (7, 3), (5,), (3, 4, 8), (16, 0), ()])
 def test_fingerprints_tell_every_element(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]

@@ -1,8 +1,9 @@
-"""The offline runtime: the published torch_npu and torchair on a machine without NPU and without CANN.
+"""The offline runtime: the published torch_npu and torchair on a machine without NPU and without
+CANN.
 
 ``symbols`` reads what the wheel expects of CANN, ``standins`` builds inert libraries for it, and
-``runtime`` loads the packages over them and cuts torchair off where execution would begin. Nothing here is
-used on an NPU machine.
+``runtime`` loads the packages over them and cuts torchair off where execution would begin. Nothing
+here is used on an NPU machine.
 """
 
 from mla_fusion.compile.offline.errors import NpuNotAvailable, OfflineError

@@ -1,4 +1,6 @@
-"""The errors of the offline runtime: one for the set-up, one for a call that no stand-in can answer."""
+"""The errors of the offline runtime: one for the set-up, one for a call that no stand-in can
+answer.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,14 @@ class OfflineError(RuntimeError):
 
 
 class NpuNotAvailable(RuntimeError):
-    """Something needed an NPU that this machine does not have; the message names what was asked for."""
+    """Something needed an NPU that this machine does not have; the message names what was asked
+    for.
+    """
 
     def __init__(self, asked: str) -> None:
         super().__init__(
-            f"{asked} needs an Ascend NPU, and this process runs with the offline stand-ins of mla_fusion: "
+            f"{asked} needs an Ascend NPU, and this process runs with the offline stand-ins of "
+            "mla_fusion: "
             "graphs can be captured, compiled and inspected here, not executed. "
             "Use CPU tensors, or fake tensors on device npu."
         )

@@ -3,13 +3,14 @@
 Four things in the packages assume a device, and each is replaced once, here:
 
 * ``torch_npu.npu._lazy_init`` opens the device. It now names what asked for one.
-* The kernels that make device tensors out of none. They now name the operator; every other kernel needs a
-  tensor that only these could have made.
-* torchair's engine start-up, and the questions which device is current and which operators its CANN has.
+* The kernels that make device tensors out of none. They now name the operator; every other kernel
+  needs a tensor that only these could have made.
+* torchair's engine start-up, and the questions which device is current and which operators its CANN
+  has.
 * A compiled graph being called.
 
-Everything between - dispatcher registrations, meta functions, FX passes, converters, GE graph passes - is the
-published code, untouched.
+Everything between - dispatcher registrations, meta functions, FX passes, converters, GE graph
+passes - is the published code, untouched.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ _state: dict[str, Any] = {"active": False, "standins": None, "libraries": []}
 def activate() -> None:
     """Make torch_npu and torchair importable and usable for compilation on a machine without CANN.
 
-    Does nothing where CANN is present, and nothing the second time. Afterwards ``import torch_npu``,
-    ``import torchair``, fake tensors on device npu and compilation work; a call that needs the device raises
-    NpuNotAvailable. Raises OfflineError, saying what is missing, where that cannot be arranged.
+    Does nothing where CANN is present, and nothing the second time. Afterwards ``import
+    torch_npu``, ``import torchair``, fake tensors on device npu and compilation work; a call that
+    needs the device raises NpuNotAvailable. Raises OfflineError, saying what is missing, where that
+    cannot be arranged.
     """
     if _state["active"] or cann_location() is not None:
         return
@@ -65,7 +67,8 @@ def activate() -> None:
     import_module("mla_fusion.releases").require()  # here: it imports torch
     check_versions(wheel, torch.__version__)
     _check_requirements()
-    # Nothing will ever be queued for a device, and the thread that clears the queue polls: a tenth of a core, for good.
+    # Nothing will ever be queued for a device, and the thread that clears the queue polls: a tenth
+    # of a core, for good.
     os.environ["TASK_QUEUE_ENABLE"] = "0"
     with _explained():
         home = standins(wheel)
@@ -89,7 +92,11 @@ def standins_directory() -> Path | None:
 def _check_requirements() -> None:
     """torchair reads the metadata of these when it is imported, and fails obscurely without."""
     absent = []
-    for module, package in (("google.protobuf", "protobuf"), ("numpy", "numpy"), ("yaml", "pyyaml")):
+    for module, package in (
+        ("google.protobuf", "protobuf"),
+        ("numpy", "numpy"),
+        ("yaml", "pyyaml"),
+    ):
         try:
             import_module(module)
         except ImportError:
@@ -108,7 +115,8 @@ def _explained() -> Iterator[None]:
         if here == _BUILT_ON:
             raise
         raise OfflineError(
-            f"the offline runtime is known to work on Linux x86_64 and failed on {' '.join(here)}: {error}"
+            "the offline runtime is known to work on Linux x86_64 and failed on "
+            f"{' '.join(here)}: {error}"
         ) from error
 
 
@@ -117,7 +125,8 @@ def _load(library: Path) -> ctypes.CDLL:
 
 
 def _import_torch_npu() -> None:
-    """Import torch_npu without its remark that CANN's directory is not set, which is the point here.
+    """Import torch_npu without its remark that CANN's directory is not set, which is the point
+    here.
 
     ``mla_fusion.ops`` watches this import and takes its own npu:: operators out of the way.
     """
@@ -131,7 +140,9 @@ def _import_torch_npu() -> None:
 
 @contextlib.contextmanager
 def _current_directory_not_searched() -> Iterator[None]:
-    """torch_npu looks for a file with CANN's version below ASCEND_HOME_PATH, which is unset: all of this directory."""
+    """torch_npu looks for a file with CANN's version below ASCEND_HOME_PATH, which is unset: all of
+    this directory.
+    """
     here, walk = os.path.realpath(""), os.walk
 
     def elsewhere(top: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -160,10 +171,13 @@ def _refuse_devices(torch: ModuleType) -> None:
     _replace("device_count", npu.device_count, lambda: 0)
     _replace("is_available", npu.is_available, lambda: False)
     fake_tensor = import_module("torch._subclasses.fake_tensor")
-    if hasattr(fake_tensor, "init_gpu_context"):  # it allocates on the first device a fake tensor names
+    # it allocates on the first device a fake tensor names
+    if hasattr(fake_tensor, "init_gpu_context"):
         fake_tensor.__dict__["init_gpu_context"] = _no_context
     _replace("get_device_name", npu.get_device_name, lambda device_name=None: _chip()[0])
-    _replace("get_soc_version", import_module("torch_npu.npu.utils").get_soc_version, lambda: _chip()[1])
+    _replace(
+        "get_soc_version", import_module("torch_npu.npu.utils").get_soc_version, lambda: _chip()[1]
+    )
     # torch.autocast asks, even where it is to be off.
     if hasattr(npu, "is_bf16_supported"):
         _replace("is_bf16_supported", npu.is_bf16_supported, lambda including_emulation=False: True)
@@ -197,7 +211,9 @@ def _replace(name: str, original: Any, replacement: Any) -> None:
 
 
 def _tensor_makers(torch: ModuleType) -> list[str]:
-    """The operators with a kernel for device npu that take a device and give a tensor: they make it where none was."""
+    """The operators with a kernel for device npu that take a device and give a tensor: they make it
+    where none was.
+    """
     makers = {
         f"{schema.name}.{schema.overload_name}".rstrip(".")
         for schema in torch._C._jit_get_all_schemas()
@@ -214,9 +230,9 @@ def _tensor_makers(torch: ModuleType) -> list[str]:
 def _refuse_device() -> None:
     """Stands for ``torch_npu.npu._lazy_init``.
 
-    Called from a Python function of torch_npu, it names that function. torch's own C++ calls it too, before
-    an operator whose allocation will be refused by name, so that call passes. So do a compiler's questions,
-    such as which stream is current: the stand-ins answer those.
+    Called from a Python function of torch_npu, it names that function. torch's own C++ calls it
+    too, before an operator whose allocation will be refused by name, so that call passes. So do a
+    compiler's questions, such as which stream is current: the stand-ins answer those.
     """
     frame: FrameType | None = sys._getframe(1)
     asked = None
@@ -246,14 +262,18 @@ def _refusing(operator: str) -> Callable[..., Any]:
     name = operator.partition(".")[0]
 
     def refuse(first: Any = None, *args: Any, **kwargs: Any) -> Any:
-        size = list(first) if isinstance(first, (list, tuple)) else list(getattr(first, "shape", ()))
+        size = (
+            list(first) if isinstance(first, (list, tuple)) else list(getattr(first, "shape", ()))
+        )
         raise NpuNotAvailable(f"{name} on device npu" + (f" of size {size}" if size else ""))
 
     return refuse
 
 
 def _stop_torchair() -> None:
-    """Import torchair and npugraph_ex and cut both ends off: the engine's start and a graph's execution."""
+    """Import torchair and npugraph_ex and cut both ends off: the engine's start and a graph's
+    execution.
+    """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     import_module("torchair")
     backend = import_module("torchair.core._backend")
@@ -261,23 +281,32 @@ def _stop_torchair() -> None:
     backend.__dict__["_cached_device_id"] = 0
     for name in ("torchair.core._backend", "torchair._ge_concrete_graph.fx2ge_converter"):
         import_module(name).initialize_graph_engine = _no_engine  # type: ignore[attr-defined]
-    import_module("torchair._ge_concrete_graph.compat_ir").__dict__["is_cann_compat"] = _known_to_cann
+    import_module("torchair._ge_concrete_graph.compat_ir").__dict__["is_cann_compat"] = (
+        _known_to_cann
+    )
     _refuse_execution(import_module("torchair.npu_fx_compiler"))
     with contextlib.suppress(ImportError, AttributeError):
         import_module("npugraph_ex").get_npu_backend  # noqa: B018  # a lazy module loads on first attribute
         _refuse_execution(import_module("npugraph_ex.npu_fx_compiler"))
-    # torchair ends its engine from signal handlers of its own; there is no engine, so Ctrl-C stays Python's.
+    # torchair ends its engine from signal handlers of its own; there is no engine, so Ctrl-C stays
+    # Python's.
     with contextlib.suppress(ValueError):  # not in the main thread, where torchair sets none either
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def _no_engine(options: dict[str, str] | None = None) -> None:
-    """Stands for ``initialize_graph_engine``: compilation needs no engine until a graph is loaded."""
+    """Stands for ``initialize_graph_engine``: compilation needs no engine until a graph is
+    loaded.
+    """
 
 
-def _known_to_cann(optype: str, runtime_optional_inputs: Any = (), runtime_optional_attrs: Any = ()) -> str:
-    """Stands for ``is_cann_compat``: no CANN is installed that could lack an operator; "" is no complaint."""
+def _known_to_cann(
+    optype: str, runtime_optional_inputs: Any = (), runtime_optional_attrs: Any = ()
+) -> str:
+    """Stands for ``is_cann_compat``: no CANN is installed that could lack an operator; "" is no
+    complaint.
+    """
     return ""
 
 
@@ -289,7 +318,9 @@ def _refuse_execution(module: ModuleType) -> None:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.runner, concrete):
             graph = getattr(self.runner, "graph", None)
-            raise NpuNotAvailable(f"running the compiled graph {getattr(graph, 'name', '') or ''}".rstrip())
+            raise NpuNotAvailable(
+                f"running the compiled graph {getattr(graph, 'name', '') or ''}".rstrip()
+            )
         return run(self, *args, **kwargs)
 
     compiled.__call__ = call

@@ -1,13 +1,13 @@
 """Inert stand-ins for the CANN libraries, generated as C and built once per wheel.
 
-Each library that torch_npu is linked against becomes an empty shared object of the same name, so that the
-loader is content, and one further object defines the symbols. A function does nothing: it returns zero, or
-an error where success would mean that memory or a result exists. The few with a body answer the questions
-that torch_npu asks on the way: which device is selected, which chip and which CANN release the compilation is
-meant for.
+Each library that torch_npu is linked against becomes an empty shared object of the same name, so
+that the loader is content, and one further object defines the symbols. A function does nothing: it
+returns zero, or an error where success would mean that memory or a result exists. The few with a
+body answer the questions that torch_npu asks on the way: which device is selected, which chip and
+which CANN release the compilation is meant for.
 
-The result is cached per user. Two processes may build at once: each builds in a directory of its own and
-the rename that publishes it lets exactly one win.
+The result is cached per user. Two processes may build at once: each builds in a directory of its
+own and the rename that publishes it lets exactly one win.
 """
 
 from __future__ import annotations
@@ -25,25 +25,37 @@ from mla_fusion.compile.offline.symbols import Missing, Wheel, find_missing, fin
 
 SYMBOLS = "libmla_fusion_standins.so"
 
-# The chip and the release that offline compilation targets. Converters and shape functions of torch_npu ask.
+# The chip and the release that offline compilation targets. Converters and shape functions of
+# torch_npu ask.
 SOC_NAME = "Ascend910_9391"
 CANN_VERSION = "9.1.0"
 
 # ACL_ERROR_RT_DRV_INTERNAL_ERROR: what the real library answers when there is no driver.
 _NO_DRIVER = 507899
-_FAILING = ("aclrtMalloc", "aclrtMem", "aclrtReserve", "aclrtMap", "aclopCompileAndExecute", "rtKernelLaunch")
+_FAILING = (
+    "aclrtMalloc",
+    "aclrtMem",
+    "aclrtReserve",
+    "aclrtMap",
+    "aclopCompileAndExecute",
+    "rtKernelLaunch",
+)
 
 _BODIES = {
-    # Device and stream guards are noexcept: without a device to select they would end the process. One device
-    # that can be selected, and does nothing, lets them pass on the way to the operator refused by name.
+    # Device and stream guards are noexcept: without a device to select they would end the process.
+    # One device that can be selected, and does nothing, lets them pass on the way to the operator
+    # refused by name.
     "aclrtGetDeviceCount": "int aclrtGetDeviceCount(unsigned *count) { *count = 1; return 0; }",
     "aclrtSetDevice": "int aclrtSetDevice(int device) { (void)device; return 0; }",
     "aclrtGetDevice": "int aclrtGetDevice(int *device) { *device = 0; return 0; }",
     "aclrtGetSocName": f'const char *aclrtGetSocName(void) {{ return "{SOC_NAME}"; }}',
-    "aclGetRecentErrMsg": 'const char *aclGetRecentErrMsg(void) { return "no CANN: mla_fusion stand-in"; }',
+    "aclGetRecentErrMsg": 'const char *aclGetRecentErrMsg(void) { return "no CANN: mla_fusion '
+    'stand-in"; }',
     # Looked up by name at run time, so these stand in no symbol table.
-    "aclrtGetSysParamOpt": "int aclrtGetSysParamOpt(int option, long *value) { *value = 0; return 0; }",
-    "aclrtCtxGetSysParamOpt": "int aclrtCtxGetSysParamOpt(int option, long *value) { *value = 0; return 0; }",
+    "aclrtGetSysParamOpt": "int aclrtGetSysParamOpt(int option, long *value) { *value = 0; return "
+    "0; }",
+    "aclrtCtxGetSysParamOpt": "int aclrtCtxGetSysParamOpt(int option, long *value) { *value = 0; "
+    "return 0; }",
     **{
         name: f"int {name}(void) {{ return 0; }}"
         for name in (
@@ -56,7 +68,9 @@ _BODIES = {
         )
     },
     "aclsysGetCANNVersion": f"""
-struct cann_version {{ char version[128], major[64], minor[64], release[64], patch[64], reserved[256]; }};
+struct cann_version {{
+  char version[128], major[64], minor[64], release[64], patch[64], reserved[256];
+}};
 int aclsysGetCANNVersion(int package, struct cann_version *out) {{
   (void)package;
   memset(out, 0, sizeof *out);
@@ -108,7 +122,10 @@ def _object(name: str) -> str:
         return f"void *{name}[64] = {{0, 0, {slots}}};"
     if name.startswith("_ZTI"):
         base = "_ZTVN10__cxxabiv117__class_type_infoE"
-        return f'extern void *{base}[] __attribute__((weak)); void *{name}[8] = {{&{base}[2], "{name[4:]}"}};'
+        return (
+            f"extern void *{base}[] __attribute__((weak)); void *{name}[8] = {{&{base}[2], "
+            f'"{name[4:]}"}};'
+        )
     return f"char {name}[4096] __attribute__((aligned(64)));"
 
 
@@ -161,7 +178,11 @@ def _publish(missing: Missing, home: Path) -> None:
 
 
 def build(
-    missing: Missing, directory: Path, compiler: str, bodies: Mapping[str, str] = _BODIES, symbols: str = SYMBOLS
+    missing: Missing,
+    directory: Path,
+    compiler: str,
+    bodies: Mapping[str, str] = _BODIES,
+    symbols: str = SYMBOLS,
 ) -> None:
     """Compile the library ``symbols`` and one empty library per missing name into ``directory``."""
     text = directory / "standins.c"
@@ -175,10 +196,19 @@ def build(
 
 
 def _compile(compiler: str, text: Path, library: Path, *depends: Path) -> None:
-    command = [compiler, "-shared", "-fPIC", "-O1", "-w", f"-Wl,-soname,{library.name}", "-Wl,-rpath,$ORIGIN"]
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-w",
+        f"-Wl,-soname,{library.name}",
+        "-Wl,-rpath,$ORIGIN",
+    ]
     command += ["-Wl,--no-as-needed", "-o", str(library), str(text), *map(str, depends)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise OfflineError(
-            f"building the stand-in {library.name} failed: {' '.join(command)}\n{done.stderr.strip()}"
+            f"building the stand-in {library.name} failed: "
+            f"{' '.join(command)}\n{done.stderr.strip()}"
         )

@@ -1,9 +1,9 @@
 """What the torch_npu wheel expects of CANN, read from the wheel itself.
 
-The published wheel is linked against a dozen CANN libraries. Their names and the symbols wanted from them
-stand in the dynamic tables of the wheel's own shared objects, so nothing here is a list that ages: a symbol
-is wanted from CANN if some library of the wheel leaves it undefined and neither the wheel, nor torch, nor
-the C and C++ runtimes define it.
+The published wheel is linked against a dozen CANN libraries. Their names and the symbols wanted
+from them stand in the dynamic tables of the wheel's own shared objects, so nothing here is a list
+that ages: a symbol is wanted from CANN if some library of the wheel leaves it undefined and neither
+the wheel, nor torch, nor the C and C++ runtimes define it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def find_wheel() -> Wheel:
 
 
 def check_versions(wheel: Wheel, torch_version: str) -> None:
-    """Refuse a torch_npu built for another torch: loading it would end in undefined symbols or worse."""
+    """Refuse a torch_npu built for another torch: loading it would end in undefined symbols or
+    worse.
+    """
     try:
         built_for, found = releases.numbers(wheel.version), releases.numbers(torch_version)
     except ValueError as error:
@@ -71,13 +73,16 @@ def check_versions(wheel: Wheel, torch_version: str) -> None:
         wanted = ".".join(map(str, built_for))
         beside = releases.for_torch(torch_version)
         raise OfflineError(
-            f"torch_npu {wheel.version} was built for torch {wanted}, and torch {torch_version} is installed. "
+            f"torch_npu {wheel.version} was built for torch {wanted}, and torch {torch_version} "
+            "is installed. "
             f"Install a pair, such as this: {releases.command(beside)}"
         )
 
 
 def fingerprint(wheel: Wheel) -> str:
-    """A digest of every symbol and dependency table of the wheel: it changes exactly when stand-ins must."""
+    """A digest of every symbol and dependency table of the wheel: it changes exactly when stand-ins
+    must.
+    """
     digest = hashlib.sha256(wheel.version.encode())
     for path in wheel.libraries:
         digest.update(str(path.relative_to(wheel.root)).encode())
@@ -110,7 +115,9 @@ def find_missing(wheel: Wheel) -> Missing:
     own = {path.name for path in wheel.libraries}
     loaded, absent = _load(sorted(needed - own))
     providers = [ctypes.CDLL(None), *loaded]
-    left = sorted(name for name in wanted.keys() - defined if not any(_has(lib, name) for lib in providers))
+    left = sorted(
+        name for name in wanted.keys() - defined if not any(_has(lib, name) for lib in providers)
+    )
     thread_locals = tuple(name for name in left if wanted[name] == "STT_TLS")
     objects = tuple(name for name in left if wanted[name] in _DATA_TYPES or _names_data(name))
     functions = tuple(name for name in left if name not in thread_locals and name not in objects)
@@ -154,7 +161,8 @@ def _has(library: ctypes.CDLL, name: str) -> bool:
 
 
 def _names_data(name: str) -> bool:
-    """Does a mangled name denote data? A linker leaves undefined data untyped as often as functions.
+    """Does a mangled name denote data? A linker leaves undefined data untyped as often as
+    functions.
 
     The C++ runtime's own demangler decides: a function's name has an argument list.
     """

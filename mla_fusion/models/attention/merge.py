@@ -1,9 +1,9 @@
 """Merging attention over parts of a context: split-KV, shared prefixes, parts on other devices.
 
-Attention over a set of keys leaves a state: its output ``v`` and the log-sum-exp ``s`` of its scores (natural
-logarithm, after scaling). Two states over disjoint sets merge into the state over their union; the operation is
-commutative and associative up to rounding, and the state of no key at all is its identity: ``s = -inf``, ``v``
-whatever it may be, NaN included.
+Attention over a set of keys leaves a state: its output ``v`` and the log-sum-exp ``s`` of its
+scores (natural logarithm, after scaling). Two states over disjoint sets merge into the state over
+their union; the operation is commutative and associative up to rounding, and the state of no key at
+all is its identity: ``s = -inf``, ``v`` whatever it may be, NaN included.
 
 Weights are computed in the dtype of ``s``, which is float32 (float64 is kept).
 """
@@ -19,8 +19,9 @@ from mla_fusion.meta import ContractError
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
     """The state over both sets: ``v_a``, ``v_b`` [T, N, d] with ``s_a``, ``s_b`` [T, N].
 
-    Returns v [T, N, d] in the dtype of ``v_a`` and s [T, N]. Merging with an empty state gives the other bit by
-    bit. Raises ContractError ``merge.v_b``, ``merge.s_a`` or ``merge.s_b`` for another shape.
+    Returns v [T, N, d] in the dtype of ``v_a`` and s [T, N]. Merging with an empty state gives the
+    other bit by bit. Raises ContractError ``merge.v_b``, ``merge.s_a`` or ``merge.s_b`` for another
+    shape.
     """
     _shape("v_b", v_b, v_a.shape)
     _shape("s_a", s_a, v_a.shape[:-1])
@@ -35,7 +36,8 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """The state over n sets at once: ``v`` [T, n, N, d] with ``s`` [T, n, N].
 
-    Returns v [T, N, d] in the dtype of ``v`` and s [T, N]. Raises ContractError ``merge.v`` or ``merge.s``.
+    Returns v [T, N, d] in the dtype of ``v`` and s [T, N]. Raises ContractError ``merge.v`` or
+    ``merge.s``.
     """
     if v.dim() != 4:
         raise ContractError("merge.v", "v", "4-D [T, n, N, d]", f"{v.dim()}-D {list(v.shape)}")

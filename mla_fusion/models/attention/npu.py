@@ -139,7 +139,9 @@ def _forbidden(device: torch.device) -> Tensor:
 def _without_empty(
     out: Tensor, lse: Tensor, seq_lens: Lengths, heads_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """Sequences of no key as merging expects them: what the kernel leaves there is not documented."""
+    """Sequences of no key as merging expects them: what the kernel leaves there is not
+    documented.
+    """
     empty = (torch.as_tensor(seq_lens, device=out.device) == 0).unsqueeze(1)
     out = out.masked_fill(empty if heads_first else empty.unsqueeze(2), 0)
     return out, lse.masked_fill(empty, float("-inf"))

@@ -123,23 +123,31 @@ def _reference(
 ) -> tuple[Tensor, Tensor]:
     lengths = torch.as_tensor(seq_lens, device=query.device)
     if query_lens is None:
-        return _attend_each(query, query_rope, kv_cache, kr_cache, block_tables, lengths, scale, mask)
+        return _attend_each(
+            query, query_rope, kv_cache, kr_cache, block_tables, lengths, scale, mask
+        )
     if isinstance(query_lens, Tensor) and torch.compiler.is_compiling():
         # lengths unknown while tracing: every token as a sequence of its own
         owner = torch.repeat_interleave(query_lens, output_size=query.shape[0])
         behind = query_lens.cumsum(0)[owner] - 1 - torch.arange(query.shape[0], device=query.device)
         seen = lengths[owner] - behind
-        return _attend_each(query, query_rope, kv_cache, kr_cache, block_tables[owner], seen, scale, mask)
+        return _attend_each(
+            query, query_rope, kv_cache, kr_cache, block_tables[owner], seen, scale, mask
+        )
     counts = query_lens.tolist() if isinstance(query_lens, Tensor) else list(query_lens)
     if sum(counts) != query.shape[0]:
         _refuse("query_lens", f"lengths that sum to the {query.shape[0]} tokens", sum(counts))
     outs, lses = [query[:0]], [query.new_zeros(0, query.shape[1], dtype=_high(query))]
     for index, tokens in enumerate(_slices(counts)):
         one = slice(index, index + 1)
-        c_kv, k_pe = (_rows(cache, block_tables[one], lengths[one]) for cache in (kv_cache, kr_cache))
+        c_kv, k_pe = (
+            _rows(cache, block_tables[one], lengths[one]) for cache in (kv_cache, kr_cache)
+        )
         behind = torch.arange(counts[index] - 1, -1, -1, device=query.device)
         visible = _visible(c_kv, lengths[one] - behind, None if mask is None else mask[tokens])
-        out, lse = _attend(query[None, tokens], query_rope[None, tokens], c_kv, k_pe, visible[None], scale)
+        out, lse = _attend(
+            query[None, tokens], query_rope[None, tokens], c_kv, k_pe, visible[None], scale
+        )
         outs.append(out[0])
         lses.append(lse[0])
     return torch.cat(outs), torch.cat(lses)
@@ -169,7 +177,9 @@ def _attend_each(
 
 
 def _rows(cache: Tensor, block_tables: Tensor, lengths: Tensor) -> Tensor:
-    """[B, S, width]: the rows of each sequence in order, zeros behind its end (a pool may hold NaN there)."""
+    """[B, S, width]: the rows of each sequence in order, zeros behind its end (a pool may hold NaN
+    there).
+    """
     block_size = cache.shape[3] if cache.dim() == 5 else cache.shape[1]
     starts = torch.arange(block_tables.shape[1], device=cache.device) * block_size
     used = starts < lengths.unsqueeze(1)
@@ -190,13 +200,19 @@ def _visible(c_kv: Tensor, seen: Tensor, mask: Tensor | None) -> Tensor:
 def _attend(
     query: Tensor, query_rope: Tensor, c_kv: Tensor, k_pe: Tensor, visible: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out [B, Q, N, Hckv] and lse [B, Q, N] of query [B, Q, N, Hckv] over c_kv [B, S, Hckv], visible [B, Q, S]."""
+    """out [B, Q, N, Hckv] and lse [B, Q, N] of query [B, Q, N, Hckv] over c_kv [B, S, Hckv],
+    visible [B, Q, S].
+    """
     tokens, heads = query.shape[1:3]
     high = _high(query)
     keys = c_kv.to(high)
     scores = torch.bmm(query.flatten(1, 2).to(high), keys.transpose(1, 2))
     scores = scores + torch.bmm(query_rope.flatten(1, 2).to(high), k_pe.to(high).transpose(1, 2))
-    scores = (scores * scale).unflatten(1, (tokens, heads)).masked_fill(~visible.unsqueeze(2), float("-inf"))
+    scores = (
+        (scores * scale)
+        .unflatten(1, (tokens, heads))
+        .masked_fill(~visible.unsqueeze(2), float("-inf"))
+    )
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - torch.where(lse == float("-inf"), 0, lse).unsqueeze(-1))
     out = torch.bmm(weights.flatten(1, 2), keys).unflatten(1, (tokens, heads))
@@ -236,7 +252,11 @@ def _check(
     if len(seq_lens) != sequences:
         _refuse("seq_lens", f"{sequences} entries, one a row of block_tables", len(seq_lens))
     if query_lens is None and tokens != sequences:
-        _refuse("query_lens", f"lengths of the {sequences} sequences, since there are {tokens} tokens", None)
+        _refuse(
+            "query_lens",
+            f"lengths of the {sequences} sequences, since there are {tokens} tokens",
+            None,
+        )
     if query_lens is not None and len(query_lens) != sequences:
         _refuse("query_lens", f"{sequences} entries, one a row of block_tables", len(query_lens))
     if mask is not None:

@@ -1,7 +1,9 @@
-"""Attention over the tokens that an indexer has picked (DSA), as one `npu_sparse_flash_attention` on an NPU.
+"""Attention over the tokens that an indexer has picked (DSA), as one `npu_sparse_flash_attention`
+on an NPU.
 
-Sizes are those of torch_npu's documentation of the operator: heads a power of two up to 128, latents 512 wide, rotated
-keys 64, bfloat16 or float16. Of each token's picks those that stand for nothing are -1, and last.
+Sizes are those of torch_npu's documentation of the operator: heads a power of two up to 128,
+latents 512 wide, rotated keys 64, bfloat16 or float16. Of each token's picks those that stand for
+nothing are -1, and last.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ def runs_on(tensor: Tensor) -> bool:
     return tensor.device.type == "npu" and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
-def attend(query: Tensor, query_rope: Tensor, c_kv: Tensor, k_pe: Tensor, picks: Tensor, scale: float) -> Tensor:
-    """``[B, S, N, 512]`` of queries ``[B, S, N, 512]`` and ``[B, S, N, 64]``, latents ``[B, L, 512]`` and keys
-    ``[B, L, 64]``, and int32 ``picks`` ``[B, S, k]``."""
+def attend(
+    query: Tensor, query_rope: Tensor, c_kv: Tensor, k_pe: Tensor, picks: Tensor, scale: float
+) -> Tensor:
+    """``[B, S, N, 512]`` of queries ``[B, S, N, 512]`` and ``[B, S, N, 64]``, latents ``[B, L,
+    512]`` and keys ``[B, L, 64]``, and int32 ``picks`` ``[B, S, k]``."""
     key = c_kv.unsqueeze(2)
     out: Tensor = torch.ops.npu.npu_sparse_flash_attention(
         query,
@@ -52,7 +56,8 @@ def attend(query: Tensor, query_rope: Tensor, c_kv: Tensor, k_pe: Tensor, picks:
 
 
 def allowed(picks: Tensor, mask: Tensor | None) -> Tensor:
-    """The picks ``[B, S, k]`` with -1 for those that a mask ``[B or 1, 1, S, L]``, boolean or additive, forbids.
+    """The picks ``[B, S, k]`` with -1 for those that a mask ``[B or 1, 1, S, L]``, boolean or
+    additive, forbids.
 
     They come best first, and what the mask forbids had the lowest score: so these are last.
     """

@@ -16,13 +16,16 @@ BLOCK_SIZE = 128
 class PageTable:
     """Which block holds which tokens of which sequence; shared by the layers of a cache.
 
-    ``tables`` is ``[B, blocks]`` int64. ``slots`` ``[B, max_len]`` are the rows of the home blocks. The length is a
-    number where the cache grows and a tensor where its size is fixed, so that a compiled step can advance it.
+    ``tables`` is ``[B, blocks]`` int64. ``slots`` ``[B, max_len]`` are the rows of the home blocks.
+    The length is a number where the cache grows and a tensor where its size is fixed, so that a
+    compiled step can advance it.
     """
 
     def __init__(self, block_size: int, max_len: int | None) -> None:
         if block_size < 16 or block_size > 1024 or block_size % 16:
-            raise ValueError(f"block_size must be a multiple of 16 from 16 to 1024, got {block_size}")
+            raise ValueError(
+                f"block_size must be a multiple of 16 from 16 to 1024, got {block_size}"
+            )
         if max_len is not None and max_len < 1:
             raise ValueError(f"max_cache_len must be positive, got {max_len}")
         self.block_size = block_size
@@ -54,7 +57,9 @@ class PageTable:
         return self.max_len is not None
 
     def allot(self, batch: int, device: torch.device) -> None:
-        """Give ``batch`` sequences their home; a fixed size is taken at once, otherwise a first block."""
+        """Give ``batch`` sequences their home; a fixed size is taken at once, otherwise a first
+        block.
+        """
         self.batch = batch
         self.blocks = -(-self.max_len // self.block_size) if self.max_len is not None else 1
         if self.static:
@@ -110,5 +115,7 @@ class PageTable:
         held = int(self.length)
         if held + tokens > self.max_len:
             raise OptimizeError(
-                "cache.full", f"the cache holds {held} of {self.max_len} tokens a sequence; {tokens} more do not fit"
+                "cache.full",
+                f"the cache holds {held} of {self.max_len} tokens a sequence; "
+                f"{tokens} more do not fit",
             )

@@ -1,10 +1,11 @@
 """``MlaPagedCache``: a cache of ``transformers`` that keeps latents in the kernel's pages.
 
-Each layer holds ``kv_cache [BlockNum, BlockSize, 1, R]`` and ``kr_cache [BlockNum, BlockSize, 1, Dr]``, and one with an
-indexer its keys in a third pool; one block table serves all layers. Every sequence has blocks of its own, its *home*,
-and new tokens are always written there. A beam that continues another one shares that one's full blocks through its
-table and copies only the last, partial block. As long as nothing is shared, the pages of a sequence lie side by side
-and are read as a view.
+Each layer holds ``kv_cache [BlockNum, BlockSize, 1, R]`` and ``kr_cache [BlockNum, BlockSize, 1,
+Dr]``, and one with an indexer its keys in a third pool; one block table serves all layers. Every
+sequence has blocks of its own, its *home*, and new tokens are always written there. A beam that
+continues another one shares that one's full blocks through its table and copies only the last,
+partial block. As long as nothing is shared, the pages of a sequence lie side by side and are read
+as a view.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ from mla_fusion.models.cache.page_table import BLOCK_SIZE, PageTable
 from mla_fusion.models.cache.paged_layer import PagedIndexedLayer, PagedLatentLayer
 from mla_fusion.models.refusal import OptimizeError
 
-_KINDS: dict[type[Any], type[PagedLatentLayer]] = {DynamicLayer: PagedLatentLayer, StaticLayer: PagedLatentLayer}
+_KINDS: dict[type[Any], type[PagedLatentLayer]] = {
+    DynamicLayer: PagedLatentLayer,
+    StaticLayer: PagedLatentLayer,
+}
 for _name in ("DynamicIndexedLayer", "StaticIndexedLayer"):  # of newer releases
     if hasattr(cache_utils, _name):
         _KINDS[getattr(cache_utils, _name)] = PagedIndexedLayer
 
 
 def _cropped(held: int, tokens: int) -> int:
-    """How many tokens the installed release leaves of ``held``: asked of its own layer, for what a positive number
-    and zero mean has changed. Raises its ValueError for a number that it does not take."""
+    """How many tokens the installed release leaves of ``held``: asked of its own layer, for what a
+    positive number and zero mean has changed. Raises its ValueError for a number that it does not
+    take."""
     layer: Any = DynamicLayer()
     layer.keys = layer.values = torch.empty(1, 1, held, 1, dtype=torch.float32)
     layer.is_initialized = True
@@ -37,23 +42,28 @@ def _cropped(held: int, tokens: int) -> int:
 
 
 class MlaPagedCache(Cache):
-    """Latents of every MLA layer in pages ``[BlockNum, BlockSize, 1, 512]`` and ``[BlockNum, BlockSize, 1, 64]``.
+    """Latents of every MLA layer in pages ``[BlockNum, BlockSize, 1, 512]`` and ``[BlockNum,
+    BlockSize, 1, 64]``.
 
     config         the model's config, or the model
-    max_cache_len  tokens a sequence: pages are taken once, shapes stay the same, ``torch.compile`` sees one graph,
-                   and one token more raises. None: pages are added as tokens come.
+    max_cache_len  tokens a sequence: pages are taken once, shapes stay the same, ``torch.compile``
+                   sees one graph, and one token more raises. None: pages are added as tokens come.
     block_size     tokens a page, a multiple of 16 up to 1024
 
-    Works with any MLA model of ``transformers`` that caches latents, optimised or not. Layers of other kinds
-    (sliding, linear) keep the layer that ``transformers`` gives them. Raises OptimizeError
-    ``cache.kind`` for a model without latents.
+    Works with any MLA model of ``transformers`` that caches latents, optimised or not. Layers of
+    other kinds (sliding, linear) keep the layer that ``transformers`` gives them. Raises
+    OptimizeError ``cache.kind`` for a model without latents.
     """
 
-    def __init__(self, config: Any, *, max_cache_len: int | None = None, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(
+        self, config: Any, *, max_cache_len: int | None = None, block_size: int = BLOCK_SIZE
+    ) -> None:
         config = getattr(config, "config", config)
         text = config.get_text_config(decoder=True)
         if getattr(text, "kv_lora_rank", None) is None:
-            raise OptimizeError("cache.kind", f"{type(text).__name__} has no kv_lora_rank: no latents to cache")
+            raise OptimizeError(
+                "cache.kind", f"{type(text).__name__} has no kv_lora_rank: no latents to cache"
+            )
         self.table = PageTable(block_size, max_cache_len)
         usual: Cache
         if max_cache_len is None:
@@ -111,7 +121,9 @@ class MlaPagedCache(Cache):
         super().reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i goes on as sequence ``beam_idx[i]`` was: full blocks are shared, the last one is copied."""
+        """Sequence i goes on as sequence ``beam_idx[i]`` was: full blocks are shared, the last one
+        is copied.
+        """
         started = [layer for layer in self.paged_layers if layer.is_initialized]
         if started:
             tables = self.table.tables
@@ -127,8 +139,8 @@ class MlaPagedCache(Cache):
             layer.reorder_cache(beam_idx)
 
     def crop(self, tokens: int) -> None:
-        """Remove the newest tokens: ``-tokens`` of them or, where the installed ``transformers`` takes positive
-        numbers, all but the first ``tokens``."""
+        """Remove the newest tokens: ``-tokens`` of them or, where the installed ``transformers``
+        takes positive numbers, all but the first ``tokens``."""
         held = next((layer.held() for layer in self.paged_layers if layer.is_initialized), 0)
         left = _cropped(held, tokens)
         if left < held:
@@ -152,14 +164,17 @@ class MlaPagedCache(Cache):
         return [layer for layer in self.layers if not isinstance(layer, PagedLatentLayer)]
 
     def _rebuild(self, chosen: Tensor | None, keep: int | None = None) -> None:
-        """The chosen sequences (None: all) less the last ``-keep`` tokens, each in its home again."""
+        """The chosen sequences (None: all) less the last ``-keep`` tokens, each in its home
+        again.
+        """
         started = [layer for layer in self.paged_layers if layer.is_initialized]
         if not started:
             return
         table = self.table
         assert table.tables is not None
         left = max(started[0].held() + (keep or 0), 0)
-        if chosen is None and not table.shared:  # nothing moves: what was behind the end is overwritten
+        # nothing moves: what was behind the end is overwritten
+        if chosen is None and not table.shared:
             self._set_length(left)
             return
         device = table.tables.device
@@ -183,8 +198,8 @@ class MlaPagedCache(Cache):
             layer.length = length if layer.is_initialized else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything held, compact: ``layers`` are pairs ``[B, 1, length, R]`` and ``[B, 1, length, Dr]``, or with
-        an indexer's keys three.
+        """Everything held, compact: ``layers`` are pairs ``[B, 1, length, R]`` and ``[B, 1, length,
+        Dr]``, or with an indexer's keys three.
 
         Raises OptimizeError ``cache.kind`` where a layer is not paged.
         """
@@ -193,23 +208,32 @@ class MlaPagedCache(Cache):
         return {
             "block_size": self.table.block_size,
             "max_cache_len": self.table.max_len,
-            "layers": [layer.rows() if layer.is_initialized else None for layer in self.paged_layers],
+            "layers": [
+                layer.rows() if layer.is_initialized else None for layer in self.paged_layers
+            ],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what another cache held; block size and limit stay this cache's own.
 
-        Raises OptimizeError ``cache.state`` for another number of layers, ``cache.full`` where there is no room.
+        Raises OptimizeError ``cache.state`` for another number of layers, ``cache.full`` where
+        there is no room.
         """
         layers = state["layers"]
         if len(layers) != len(self.layers) or self._others():
-            raise OptimizeError("cache.state", f"the state has {len(layers)} layers, the cache {len(self.layers)}")
+            raise OptimizeError(
+                "cache.state", f"the state has {len(layers)} layers, the cache {len(self.layers)}"
+            )
         held = {tuple(rows[0].shape[::2]) for rows in layers if rows is not None}
         if len(held) > 1:
-            raise OptimizeError("cache.state", f"the layers of the state differ in batch or length: {sorted(held)}")
+            raise OptimizeError(
+                "cache.state", f"the layers of the state differ in batch or length: {sorted(held)}"
+            )
         tokens = next(iter(held))[1] if held else 0
         if self.table.max_len is not None and tokens > self.table.max_len:
-            raise OptimizeError("cache.full", f"the state holds {tokens} tokens, the cache {self.table.max_len}")
+            raise OptimizeError(
+                "cache.full", f"the state holds {tokens} tokens, the cache {self.table.max_len}"
+            )
         self.table.forget()
         for layer, rows in zip(self.paged_layers, layers, strict=True):
             layer.forget()

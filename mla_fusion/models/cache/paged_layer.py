@@ -1,4 +1,6 @@
-"""The pages of one layer: latents and rotated keys, and an indexer's keys where the attention has one (DSA)."""
+"""The pages of one layer: latents and rotated keys, and an indexer's keys where the attention has
+one (DSA).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from mla_fusion.models.refusal import OptimizeError
 
 
 class PagedLatentLayer(CacheLayerMixin):
-    """The pages of one attention. ``keys`` and ``values`` are the pools, as kv_cache and kr_cache."""
+    """The pages of one attention. ``keys`` and ``values`` are the pools, as kv_cache and
+    kr_cache.
+    """
 
     names: tuple[str, ...] = ("keys", "values")
     """The pools, by the names that ``transformers`` has for what they hold."""
@@ -75,19 +79,21 @@ class PagedLatentLayer(CacheLayerMixin):
 
     def _write(self, pool: Tensor, slots: Tensor, states: Tensor) -> None:
         rows, states = pool.view(-1, pool.shape[-1]), states.reshape(-1, pool.shape[-1])
-        if pool.device.type == "npu":  # torchair has no converter for index_put, and rows may stay unfused
+        # torchair has no converter for index_put, and rows may stay unfused
+        if pool.device.type == "npu":
             torch.ops.npu.npu_scatter_nd_update_(rows, slots.unsqueeze(1), states)
         else:
             rows[slots] = states
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        """Take pools for latents ``[B, 1, *, R]`` and rotated keys ``[B, 1, *, Dr]``; ahead of time, older releases
-        give one tensor for both."""
+        """Take pools for latents ``[B, 1, *, R]`` and rotated keys ``[B, 1, *, Dr]``; ahead of
+        time, older releases give one tensor for both."""
         value_states = key_states if value_states is None else value_states
         if key_states.shape[1] != 1 or value_states.shape[1] != 1:
             raise OptimizeError(
                 "cache.kind",
-                f"layer {self.index} caches {key_states.shape[1]} heads; pages hold one latent a token."
+                f"layer {self.index} caches {key_states.shape[1]} heads; pages hold one latent a "
+                "token."
                 " `hf.optimize` the model, or use one that caches latents as it is:"
                 f" {EXPANDS_AFTER_CACHE.install}",
             )
@@ -102,8 +108,12 @@ class PagedLatentLayer(CacheLayerMixin):
         self.keys, self.values = (self._pool(key_states, width) for width in widths)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write ``[B, 1, S, R]`` and ``[B, 1, S, Dr]`` into the pages; all tokens of this layer, in the same form."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write ``[B, 1, S, R]`` and ``[B, 1, S, Dr]`` into the pages; all tokens of this layer, in
+        the same form.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -124,7 +134,8 @@ class PagedLatentLayer(CacheLayerMixin):
         if states.shape[0] != self.table.batch:
             raise OptimizeError(
                 "cache.kind",
-                f"the cache holds {self.table.batch} sequences, and layer {self.index} is given states"
+                f"the cache holds {self.table.batch} sequences, and layer {self.index} is given "
+                "states"
                 f" {list(states.shape)} of {states.shape[0]}; each batch needs a cache of its own",
             )
 
@@ -168,8 +179,8 @@ class PagedLatentLayer(CacheLayerMixin):
         return int(self.table.length) if self.table.static else self.length
 
     def refill(self, *held: Tensor) -> None:
-        """Replace all tokens, by rows as :meth:`rows` gives them; the table must already be that of the new batch and
-        unshared."""
+        """Replace all tokens, by rows as :meth:`rows` gives them; the table must already be that of
+        the new batch and unshared."""
         table = self.table
         for (name, pool), rows in zip(list(self.pools()), held, strict=True):
             shape = (table.batch * table.blocks, *pool.shape[1:])
@@ -184,7 +195,9 @@ class PagedLatentLayer(CacheLayerMixin):
         self.update(held[0], held[1])
 
     def copy_partial_block(self, beam_idx: Tensor) -> None:
-        """The last block, still being written, of each chosen sequence into the home of the one that takes over."""
+        """The last block, still being written, of each chosen sequence into the home of the one
+        that takes over.
+        """
         block, rest = divmod(self.held(), self.table.block_size)
         for _, pool in self.pools() if rest else ():
             homes = pool.view(self.table.batch, -1, *pool.shape[1:])
@@ -223,7 +236,9 @@ class PagedLatentLayer(CacheLayerMixin):
 
 
 class PagedIndexedLayer(PagedLatentLayer):
-    """With the keys by which an indexer picks tokens, in pages of their own: ``[BlockNum, BlockSize, 1, width]``."""
+    """With the keys by which an indexer picks tokens, in pages of their own: ``[BlockNum,
+    BlockSize, 1, width]``.
+    """
 
     names = ("keys", "values", "indexer_keys")
     indexer_keys: Tensor | None = None
@@ -234,9 +249,13 @@ class PagedIndexedLayer(PagedLatentLayer):
         return self._new
 
     def update_indexer(self, states: Tensor) -> Tensor:
-        """Write ``[B, S, width]`` of the tokens whose latents came last; all of this layer, ``[B, L, width]``."""
+        """Write ``[B, S, width]`` of the tokens whose latents came last; all of this layer, ``[B,
+        L, width]``.
+        """
         if self._new is None:
-            raise OptimizeError("cache.kind", f"layer {self.index} is given an indexer's keys before their latents")
+            raise OptimizeError(
+                "cache.kind", f"layer {self.index} is given an indexer's keys before their latents"
+            )
         self._check_batch(states)
         if self.indexer_keys is None:
             self.indexer_keys = self._pool(states, states.shape[-1])

@@ -1,4 +1,5 @@
-"""Hugging Face models: ``optimize`` and ``revert`` for those that are loaded, DeepSeek-V3 layers for demonstration.
+"""Hugging Face models: ``optimize`` and ``revert`` for those that are loaded, DeepSeek-V3 layers
+for demonstration.
 
 ``MlaPagedCache`` is loaded when it is asked for, because ``transformers`` is.
 """
@@ -51,12 +52,15 @@ def __getattr__(name: str) -> Any:
 
 
 class TransformersMissing(ImportError):
-    """``transformers`` is absent or too old to hold DeepSeek-V3; the message says what to install."""
+    """``transformers`` is absent or too old to hold DeepSeek-V3; the message says what to
+    install.
+    """
 
 
 def modeling() -> Any:
     """The module ``transformers.models.deepseek_v3.modeling_deepseek_v3``."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever fetched: weights are random or the caller's
+    # nothing is ever fetched: weights are random or the caller's
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         with _without_broken_torch_npu():
             from transformers.models.deepseek_v3 import modeling_deepseek_v3
@@ -69,7 +73,9 @@ def modeling() -> Any:
 
 @contextlib.contextmanager
 def _without_broken_torch_npu() -> Iterator[None]:
-    """Hide a torch_npu that has no CANN: transformers imports every torch_npu it finds, and fails with it."""
+    """Hide a torch_npu that has no CANN: transformers imports every torch_npu it finds, and fails
+    with it.
+    """
     if "torch_npu" in sys.modules or cann_location() is not None:
         yield
         return
@@ -98,9 +104,9 @@ def random_decoder(
 ) -> AbsorbedDecoder:
     """Hugging Face's own DeepSeek-V3 decoder layers with random bfloat16 weights, in absorbed form.
 
-    ``heads`` is the share of one tensor-parallel rank (128 / TP). Every dense layer keeps activations near
-    unit scale, so that rounding errors look as they do in a trained model. The MLP is dense and narrow: the
-    prologue is what is measured.
+    ``heads`` is the share of one tensor-parallel rank (128 / TP). Every dense layer keeps
+    activations near unit scale, so that rounding errors look as they do in a trained model. The MLP
+    is dense and narrow: the prologue is what is measured.
     """
     source = modeling()
     config = source.DeepseekV3Config(

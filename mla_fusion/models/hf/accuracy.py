@@ -1,7 +1,7 @@
 """How far the fused and the unfused bfloat16 runs are from the same maths in float64.
 
-The reference is the model itself, copied to float64; it reads the bfloat16 rotary tables that both runs read,
-so that no run is excused by an error in its inputs.
+The reference is the model itself, copied to float64; it reads the bfloat16 rotary tables that both
+runs read, so that no run is excused by an error in its inputs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from mla_fusion.models.absorbed import AbsorbedAttention, AbsorbedDecoder, AbsorbedLayer
 from mla_fusion.models.hf.paged import PagedBatch
 
-# The kernel rounds at fewer places than the usual eager code, so its error should not be the larger one. Models that
-# round at fewer places than usual are left a tenth.
+# The kernel rounds at fewer places than the usual eager code, so its error should not be the larger
+# one. Models that round at fewer places than usual are left a tenth.
 LARGEST_RATIO = 1.1
-# Which way a sum is rounded depends on the order of its terms, which differs between processors, so both errors are
-# samples. An error is the root of the mean of n squared roundings: it scatters by 1 / sqrt(2 n) of itself, the ratio
-# of two by 1 / sqrt(n). So many of these deviations are chance.
+# Which way a sum is rounded depends on the order of its terms, which differs between processors, so
+# both errors are samples. An error is the root of the mean of n squared roundings: it scatters by 1
+# / sqrt(2 n) of itself, the ratio of two by 1 / sqrt(n). So many of these deviations are chance.
 DEVIATIONS = 4
 
 
@@ -31,7 +31,9 @@ Compile = Callable[[nn.Module], Callable[..., Any]]
 
 
 def largest_ratio(numbers: int, largest: float = LARGEST_RATIO) -> float:
-    """By how much the fused error of so many numbers may exceed the unfused one: ``largest``, and chance."""
+    """By how much the fused error of so many numbers may exceed the unfused one: ``largest``, and
+    chance.
+    """
     return largest + DEVIATIONS / math.sqrt(numbers)
 
 
@@ -39,7 +41,8 @@ def largest_ratio(numbers: int, largest: float = LARGEST_RATIO) -> float:
 class Measurement:
     """Relative L2 errors against float64 of one output.
 
-    ``untouched``: are all other cache rows bit-identical? ``numbers``: how many numbers the output has.
+    ``untouched``: are all other cache rows bit-identical? ``numbers``: how many numbers the output
+    has.
     """
 
     where: str
@@ -94,7 +97,9 @@ def layers_of(model: AbsorbedDecoder) -> list[AbsorbedLayer]:
     return [cast(AbsorbedLayer, layer) for layer in model.layers]
 
 
-def inputs_of_layers(model: AbsorbedDecoder, batch: PagedBatch) -> list[tuple[Tensor, Tensor, Tensor]]:
+def inputs_of_layers(
+    model: AbsorbedDecoder, batch: PagedBatch
+) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(hidden, cos, sin) with which an eager run enters each layer's attention."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
     hooks = [
@@ -109,7 +114,9 @@ def inputs_of_layers(model: AbsorbedDecoder, batch: PagedBatch) -> list[tuple[Te
     return seen
 
 
-def measure_prologues(model: AbsorbedDecoder, batch: PagedBatch, compile_fused: Compile) -> list[Measurement]:
+def measure_prologues(
+    model: AbsorbedDecoder, batch: PagedBatch, compile_fused: Compile
+) -> list[Measurement]:
     """Every layer's prologue by itself, all runs from the same bfloat16 input."""
     found = []
     for index, inputs in enumerate(inputs_of_layers(model, batch)):
@@ -141,8 +148,12 @@ def measure_prologues(model: AbsorbedDecoder, batch: PagedBatch, compile_fused: 
     return found
 
 
-def measure_model(model: AbsorbedDecoder, batch: PagedBatch, compile_fused: Compile) -> list[Measurement]:
-    """The whole step: model output, and every cache after it. Errors of earlier layers are carried along."""
+def measure_model(
+    model: AbsorbedDecoder, batch: PagedBatch, compile_fused: Compile
+) -> list[Measurement]:
+    """The whole step: model output, and every cache after it. Errors of earlier layers are carried
+    along.
+    """
     unfused, fused, exact = batch.fresh(), batch.fresh(), batch.fresh(torch.float64)
     unfused_out = model(*unfused)
     fused_out = compile_fused(model)(*fused)
@@ -159,7 +170,13 @@ def measure_model(model: AbsorbedDecoder, batch: PagedBatch, compile_fused: Comp
 
 
 def _cache_measurement(
-    where: str, name: str, before: Tensor, slots: Tensor, unfused: Tensor, fused: Tensor, exact: Tensor
+    where: str,
+    name: str,
+    before: Tensor,
+    slots: Tensor,
+    unfused: Tensor,
+    fused: Tensor,
+    exact: Tensor,
 ) -> Measurement:
     """Errors over the rows written; bits of all others."""
     width = before.shape[-1]
@@ -171,7 +188,15 @@ def _cache_measurement(
 
 
 def _measured(
-    where: str, name: str, unfused: Tensor, fused: Tensor, exact: Tensor, *, untouched: bool | None = None
+    where: str,
+    name: str,
+    unfused: Tensor,
+    fused: Tensor,
+    exact: Tensor,
+    *,
+    untouched: bool | None = None,
 ) -> Measurement:
-    ours, theirs = (float((found.double() - exact).norm() / exact.norm()) for found in (fused, unfused))
+    ours, theirs = (
+        float((found.double() - exact).norm() / exact.norm()) for found in (fused, unfused)
+    )
     return Measurement(where, name, theirs, ours, untouched, exact.numel())

@@ -31,7 +31,9 @@ _SAID: set[str] = set()  # attentions of which the log says that they expand
 
 
 class AttentionFunctions:
-    """``ALL_ATTENTION_FUNCTIONS`` as a file has it now, and what stood in it when it was examined."""
+    """``ALL_ATTENTION_FUNCTIONS`` as a file has it now, and what stood in it when it was
+    examined.
+    """
 
     def __init__(self, source: FunctionType) -> None:
         file = sys.modules.get(source.__module__)
@@ -44,7 +46,9 @@ class AttentionFunctions:
         return self._table if self._file is None else getattr(self._file, TABLE)
 
     def is_known(self, implementation: str, function: Any) -> bool:
-        """Is this the function that the implementation's name stood for? (Eager ones stand in their own files.)"""
+        """Is this the function that the implementation's name stood for? (Eager ones stand in their
+        own files.)
+        """
         return function is self._known.get(implementation, function)
 
     def stands(self, implementation: str) -> bool:
@@ -75,7 +79,9 @@ class Code(NamedTuple):
 
 
 def require_same_code(module: nn.Module, name: str, code: Code) -> None:
-    """Raises OptimizeError ``forward.unknown`` where a function that was examined has been replaced."""
+    """Raises OptimizeError ``forward.unknown`` where a function that was examined has been
+    replaced.
+    """
     if type(module).forward is not code.forward:
         raise _replaced(name, f"{type(module).__name__}.forward")
     for called, function in code.functions:
@@ -86,7 +92,8 @@ def require_same_code(module: nn.Module, name: str, code: Code) -> None:
 def _replaced(name: str, what: str) -> OptimizeError:
     return OptimizeError(
         "forward.unknown",
-        f"{what} has been replaced since {name} was optimised: hf.revert(model), then hf.optimize(model) again",
+        f"{what} has been replaced since {name} was optimised: hf.revert(model), then "
+        "hf.optimize(model) again",
     )
 
 
@@ -145,7 +152,9 @@ _FUNCTIONS_OF_TORCH: tuple[Any, ...] = (
 
 
 def expand(module: Any, form: LatentForm, c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of all heads from ``[B, 1, L, R]`` and ``[B, 1, L, Dr]``, as the module makes them."""
+    """Keys and values of all heads from ``[B, 1, L, R]`` and ``[B, 1, L, Dr]``, as the module makes
+    them.
+    """
     if form.after_cache:
         keys, values = module.expand_kv(c_kv, k_pe)
         return keys, values
@@ -157,7 +166,8 @@ def say_that_it_expands(name: str, form: LatentForm) -> None:
     if name not in _SAID:
         _SAID.add(name)
         _LOG.warning(
-            "%s.%s is no plain Linear any more (a hook, a wrapper, a bias, a quantisation, a patch of torch), or the"
+            "%s.%s is no plain Linear any more (a hook, a wrapper, a bias, a quantisation, a "
+            "patch of torch), or the"
             " attention function is another: latents are expanded to all heads at each step",
             name, form.kv_up,
         )  # fmt: skip
@@ -170,7 +180,9 @@ def local(weight: Any) -> Tensor:
 
 
 def _sharded() -> tuple[type[Any], ...]:
-    """DTensor, where torch has it (dynamo cannot tell by attributes: it traces a parameter as a plain one)."""
+    """DTensor, where torch has it (dynamo cannot tell by attributes: it traces a parameter as a
+    plain one).
+    """
     if not torch.distributed.is_available():
         return ()
     from torch.distributed.tensor import DTensor

@@ -1,7 +1,9 @@
-"""Would a compiled decode step have the kernel's prologue? Asked of the pass itself, on the converted forward.
+"""Would a compiled decode step have the kernel's prologue? Asked of the pass itself, on the
+converted forward.
 
-The forward is traced once for each kind of attention, on fake tensors in bfloat16, over pages as ``MlaPagedCache`` has
-them: one token of each of two sequences. Nothing is allocated, and the module is not touched.
+The forward is traced once for each kind of attention, on fake tensors in bfloat16, over pages as
+``MlaPagedCache`` has them: one token of each of two sequences. Nothing is allocated, and the module
+is not touched.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ BATCH, LENGTH, BLOCK_SIZE = 2, 32, 16
 
 
 class Answer(NamedTuple):
-    """kernel: "" where the pass would fuse the prologue, else ``code: detail``; placement: as the report has it."""
+    """kernel: "" where the pass would fuse the prologue, else ``code: detail``; placement: as the
+    report has it.
+    """
 
     kernel: str
     placement: str = ""
@@ -38,7 +42,9 @@ class Asked:
         self._answers: dict[object, Answer] = {}
 
     def of(self, module: nn.Module, form: LatentForm, forward: Callable[..., Any]) -> Answer:
-        shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in module.named_parameters())
+        shapes = tuple(
+            (name, tuple(value.shape), value.dtype) for name, value in module.named_parameters()
+        )
         kind = type(module), form, shapes, id(getattr(module, "config", None))
         if kind not in self._answers:
             self._answers[kind] = _ask(module, form, forward)
@@ -55,18 +61,30 @@ def _ask(module: nn.Module, form: LatentForm, forward: Callable[..., Any]) -> An
         return Answer("", report.fused[0].placement.partition(":")[0])
     worst = max(report.rejected, key=lambda item: item.score, default=None)
     code = worst.code.removeprefix("contract:") if worst is not None else ""
-    return Answer(f"{code}: {worst.message}" if worst is not None else "kv_latent.absent: no part of it was found")
+    return Answer(
+        f"{code}: {worst.message}"
+        if worst is not None
+        else "kv_latent.absent: no part of it was found"
+    )
 
 
 def _report(module: nn.Module, form: LatentForm, forward: Callable[..., Any]) -> Report:
     with FakeTensorMode():
         stand_in = _in_bfloat16(module)
         weight = getattr(stand_in, form.kv_up).weight
-        pools = [weight.new_empty(BATCH * LENGTH // BLOCK_SIZE, BLOCK_SIZE, 1, width) for width in _widths(form)]
+        pools = [
+            weight.new_empty(BATCH * LENGTH // BLOCK_SIZE, BLOCK_SIZE, 1, width)
+            for width in _widths(form)
+        ]
         slots, mask = torch.empty(BATCH, dtype=torch.int64), weight.new_empty(BATCH, 1, 1, LENGTH)
-        held = {f"module.{name}": value for name, value in (*stand_in.named_parameters(), *stand_in.named_buffers())}
+        held = {
+            f"module.{name}": value
+            for name, value in (*stand_in.named_parameters(), *stand_in.named_buffers())
+        }
 
-        def step(held: dict[str, Tensor], pools: list[Tensor], slots: Tensor, given: dict[str, Any]) -> Any:
+        def step(
+            held: dict[str, Tensor], pools: list[Tensor], slots: Tensor, given: dict[str, Any]
+        ) -> Any:
             called = _Called(stand_in, forward, {**given, "past_key_values": _Pages(pools, slots)})
             return torch.func.functional_call(called, held, ())[0]
 
@@ -75,9 +93,12 @@ def _report(module: nn.Module, form: LatentForm, forward: Callable[..., Any]) ->
             del given["past_key_values"]
             given = {**given, "attention_mask": mask} if "attention_mask" in given else given
             try:
-                gm = make_fx(torch.func.functionalize(step), tracing_mode="fake")(held, pools, slots, given)
+                gm = make_fx(torch.func.functionalize(step), tracing_mode="fake")(
+                    held, pools, slots, given
+                )
                 return explain(gm, Config(verify="off"))
-            except (RuntimeError, AttributeError, TypeError, ValueError) as error:  # its tables are of another kind
+            # its tables are of another kind
+            except (RuntimeError, AttributeError, TypeError, ValueError) as error:
                 errors.append(error)
         raise errors[0]
 
@@ -86,9 +107,15 @@ def _in_bfloat16(module: nn.Module) -> nn.Module:
     """A copy whose parameters and buffers are fake."""
     memo: dict[int, Any] = {}
     for value in (*module.parameters(), *module.buffers()):
-        dtype = torch.bfloat16 if value.is_floating_point() and isinstance(value, nn.Parameter) else value.dtype
+        dtype = (
+            torch.bfloat16
+            if value.is_floating_point() and isinstance(value, nn.Parameter)
+            else value.dtype
+        )
         fake = torch.empty(value.shape, dtype=dtype)
-        memo[id(value)] = nn.Parameter(fake, requires_grad=False) if isinstance(value, nn.Parameter) else fake
+        memo[id(value)] = (
+            nn.Parameter(fake, requires_grad=False) if isinstance(value, nn.Parameter) else fake
+        )
     return copy.deepcopy(module, memo)
 
 
@@ -97,7 +124,9 @@ def _widths(form: LatentForm) -> tuple[int, int]:
 
 
 class _Called(nn.Module):
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]
+    ) -> None:
         super().__init__()
         self.module = module
         self._call = forward, arguments
@@ -108,12 +137,16 @@ class _Called(nn.Module):
 
 
 class _Pages:
-    """A cache of one layer: rows by slot, read as ``[B, 1, L, width]``; an indexer's keys likewise."""
+    """A cache of one layer: rows by slot, read as ``[B, 1, L, width]``; an indexer's keys
+    likewise.
+    """
 
     def __init__(self, pools: list[Tensor], slots: Tensor) -> None:
         self.pools, self.slots = pools, slots
 
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         for pool, states in zip(self.pools, (keys, values), strict=True):
             width = pool.shape[-1]
             pool.view(-1, width)[self.slots] = states.reshape(-1, width)
@@ -121,7 +154,9 @@ class _Pages:
         return first, second
 
     def update_indexer(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The keys themselves, as often as there are tokens: what becomes of them is no part of the prologue."""
+        """The keys themselves, as often as there are tokens: what becomes of them is no part of the
+        prologue.
+        """
         return states.expand(BATCH, LENGTH, -1)
 
     def get_seq_length(self, *args: Any) -> int:

@@ -1,4 +1,6 @@
-"""``mla-fusion check-model``: what ``optimize`` makes of a checkpoint folder, and whether its tokens stay the same."""
+"""``mla-fusion check-model``: what ``optimize`` makes of a checkpoint folder, and whether its
+tokens stay the same.
+"""
 
 from __future__ import annotations
 
@@ -55,16 +57,26 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         data = {"model_type": config.model_type, "quantized": bool(quantised), **summary.to_dict()}
         planned = asdict(plan) if isinstance(plan, Prepacked) else plan
-        print(json.dumps(data | {"generated": vars(compared) if compared else None, "prepack": planned}, indent=2))
+        print(
+            json.dumps(
+                data | {"generated": vars(compared) if compared else None, "prepack": planned},
+                indent=2,
+            )
+        )
     else:
         print(f"{config.model_type}: {summary}")
         if quantised:
-            print("  the checkpoint is quantised: load it dequantised, or its projections will be left alone")
+            print(
+                "  the checkpoint is quantised: load it dequantised, or its projections will be "
+                "left alone"
+            )
         if compared:
             print(f"  {compared}")
         if plan is not None:
             print(f"of the first layer, of which there are {len(summary.converted)}\n{plan}")
-    differs = compared is not None and arguments.dtype == "float32" and compared.equal < compared.tokens
+    differs = (
+        compared is not None and arguments.dtype == "float32" and compared.equal < compared.tokens
+    )
     return 1 if differs or not summary.converted else 0
 
 
@@ -77,7 +89,9 @@ class _Step(torch.nn.Module):
         self.cache = hf.MlaPagedCache(model, max_cache_len=PROMPT_TOKENS)
 
     def forward(self, ids: torch.Tensor) -> Any:
-        told = {} if COUNTS_POSITIONS.has(type(self.model).forward) else {"cache_position": ids[0] * 0}
+        told = (
+            {} if COUNTS_POSITIONS.has(type(self.model).forward) else {"cache_position": ids[0] * 0}
+        )
         return self.model(input_ids=ids, past_key_values=self.cache, **told).logits
 
 
@@ -105,10 +119,14 @@ def _config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # of a field of a wrong type, whatever comes first
-        raise CheckpointError(f"transformers cannot read {folder / 'config.json'}: {_first_line(error)}") from error
+        raise CheckpointError(
+            f"transformers cannot read {folder / 'config.json'}: {_first_line(error)}"
+        ) from error
     for name, value in vars(config.get_text_config()).items():
         if name.endswith(("layers", "experts")) and isinstance(value, int) and value > _MOST:
-            raise CheckpointError(f"{folder / 'config.json'}: {name} is {value:,}; no model has more than {_MOST:,}")
+            raise CheckpointError(
+                f"{folder / 'config.json'}: {name} is {value:,}; no model has more than {_MOST:,}"
+            )
     return config
 
 
@@ -122,9 +140,13 @@ def _skeleton(config: Any) -> Any:
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
     except ValueError as error:
         kind = config.model_type
-        raise CheckpointError(f"{kind} is no language model of transformers: {_first_line(error)}") from error
+        raise CheckpointError(
+            f"{kind} is no language model of transformers: {_first_line(error)}"
+        ) from error
     except Exception as error:  # sizes that are no sizes
-        raise CheckpointError(f"transformers makes no model of this config.json: {_first_line(error)}") from error
+        raise CheckpointError(
+            f"transformers makes no model of this config.json: {_first_line(error)}"
+        ) from error
 
 
 def _compare(arguments: Namespace) -> Comparison:
@@ -135,7 +157,9 @@ def _compare(arguments: Namespace) -> Comparison:
             arguments.folder, dtype=getattr(torch, arguments.dtype), local_files_only=True
         )
     except Exception as error:  # of the config or of the weights
-        raise CheckpointError(f"transformers cannot load {arguments.folder}: {_first_line(error)}") from error
+        raise CheckpointError(
+            f"transformers cannot load {arguments.folder}: {_first_line(error)}"
+        ) from error
     model.eval()
     size = model.config.get_text_config().vocab_size
     ids = torch.randint(0, size, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
@@ -143,7 +167,9 @@ def _compare(arguments: Namespace) -> Comparison:
     hf.optimize(model)
     after, seconds_after, cache_after = _generate(model, ids, arguments.tokens)
     equal = int((before == after).cumprod(0).sum())
-    return Comparison(arguments.tokens, equal, seconds_before, seconds_after, cache_before, cache_after)
+    return Comparison(
+        arguments.tokens, equal, seconds_before, seconds_after, cache_before, cache_after
+    )
 
 
 def _generate(model: Any, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, float, int]:
@@ -163,7 +189,12 @@ def _generate(model: Any, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor,
     if isinstance(cache, hf.MlaPagedCache):
         held = cache.bytes_per_token * int(cache.get_seq_length())
     else:
-        held = sum(item.nbytes for layer in cache.layers for item in (layer.keys, layer.values) if item is not None)
+        held = sum(
+            item.nbytes
+            for layer in cache.layers
+            for item in (layer.keys, layer.values)
+            if item is not None
+        )
     return found.sequences[0, ids.shape[1] :], seconds, held
 
 

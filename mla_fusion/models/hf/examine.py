@@ -1,9 +1,11 @@
-"""Is this module an MLA attention whose latents can be attended directly? Found by what it holds and does.
+"""Is this module an MLA attention whose latents can be attended directly? Found by what it holds
+and does.
 
-An attention has latents where a down projection of width R + Dr, a norm of width R and an up projection from R stand
-side by side, and where the module itself makes ``key = [W_uk c_kv | k_pe]`` and ``value = W_uv c_kv`` of a token, W_uk
-and W_uv being the up projection's own weights. The last is asked of the module (``latent_probe``), wherever in its
-code it expands; every width is read off the answer.
+An attention has latents where a down projection of width R + Dr, a norm of width R and an up
+projection from R stand side by side, and where the module itself makes ``key = [W_uk c_kv | k_pe]``
+and ``value = W_uv c_kv`` of a token, W_uk and W_uv being the up projection's own weights. The last
+is asked of the module (``latent_probe``), wherever in its code it expands; every width is read off
+the answer.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from mla_fusion.models.hf.latent_form import IMPLEMENTATIONS, LatentForm, Refusa
 from mla_fusion.models.hf.latent_probe import probe
 
 CALLED = ("update", "ALL_ATTENTION_FUNCTIONS", "torch")
-BEYOND_SOFTMAX = ("s_aux", "sinks", "softcap", "logits_soft_cap")  # what forwards call it when attention does more
+# what forwards call it when attention does more
+BEYOND_SOFTMAX = ("s_aux", "sinks", "softcap", "logits_soft_cap")
 
 
 class Latents(NamedTuple):
@@ -34,8 +37,12 @@ class Latents(NamedTuple):
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Attentions know their place in the cache, and the scale of their scores or the rank of their latents."""
-    known = hasattr(module, "layer_idx") and (hasattr(module, "scaling") or hasattr(module, "kv_lora_rank"))
+    """Attentions know their place in the cache, and the scale of their scores or the rank of their
+    latents.
+    """
+    known = hasattr(module, "layer_idx") and (
+        hasattr(module, "scaling") or hasattr(module, "kv_lora_rank")
+    )
     return known and len(list(_projections(module))) >= 3
 
 
@@ -52,18 +59,25 @@ def examine(module: nn.Module) -> LatentForm | Refusal:
         return refusal
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if implementation not in IMPLEMENTATIONS:
-        return Refusal("attention.implementation", f"attn_implementation is {implementation!r}, sdpa or eager needed")
+        return Refusal(
+            "attention.implementation",
+            f"attn_implementation is {implementation!r}, sdpa or eager needed",
+        )
     refusals = {}
     for latents in candidates:
         answer = probe(module, *latents)
         if isinstance(answer, LatentForm):
             return answer
         refusals[latents] = answer
-    return refusals[min(refusals, key=lambda latents: _by_chance(module, latents, refusals[latents]))]
+    return refusals[
+        min(refusals, key=lambda latents: _by_chance(module, latents, refusals[latents]))
+    ]
 
 
 def _by_chance(module: nn.Module, latents: Latents, refusal: Refusal) -> tuple[bool, bool]:
-    """The reason to give is that of the real latents: a triple whose widths fit by chance says only that it is none."""
+    """The reason to give is that of the real latents: a triple whose widths fit by chance says only
+    that it is none.
+    """
     other_rank = getattr(module, "kv_lora_rank", latents.rank) != latents.rank
     return other_rank, refusal.code in ("kv_up.differs", "cache.expanded")
 
@@ -73,21 +87,36 @@ def _unknown_forward(module: nn.Module) -> Refusal | None:
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     if code is None:
-        return Refusal("forward.unknown", f"its forward is no function but {type(forward).__name__}")
+        return Refusal(
+            "forward.unknown", f"its forward is no function but {type(forward).__name__}"
+        )
     missing = [name for name in CALLED if not _looks_up(forward, name)]
     after_cache = EXPANDS_AFTER_CACHE.has(type(module))
     if missing and not after_cache:
-        instead = ", it has a softmax of its own" if "softmax" in _words(code) else " as a name of its file"
-        return Refusal("cache.expanded", f"its forward does not call {', '.join(missing)}{instead}{advice(module)}")
+        instead = (
+            ", it has a softmax of its own"
+            if "softmax" in _words(code)
+            else " as a name of its file"
+        )
+        return Refusal(
+            "cache.expanded",
+            f"its forward does not call {', '.join(missing)}{instead}{advice(module)}",
+        )
     if missing:
         return Refusal("forward.unknown", f"forward does not call {', '.join(missing)}")
     if "forward" in vars(module):
         return Refusal("forward.unknown", "forward is replaced")
     if not after_cache and "expand_kv" in code.co_names:
-        return Refusal("cache.expanded", f"its forward calls expand_kv, which it lacks{advice(module)}")
-    stored = sorted({str(step.argval) for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"})
+        return Refusal(
+            "cache.expanded", f"its forward calls expand_kv, which it lacks{advice(module)}"
+        )
+    stored = sorted(
+        {str(step.argval) for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+    )
     if stored:
-        return Refusal("forward.unknown", f"forward keeps {', '.join(stored)} from one call to the next")
+        return Refusal(
+            "forward.unknown", f"forward keeps {', '.join(stored)} from one call to the next"
+        )
     beyond = sorted(set(BEYOND_SOFTMAX) & _words(code))
     if beyond:
         return Refusal("attention.differs", f"forward hands {', '.join(beyond)} to its attention")
@@ -96,14 +125,23 @@ def _unknown_forward(module: nn.Module) -> Refusal | None:
 
 def _looks_up(forward: FunctionType, name: str) -> bool:
     """Does a forward read the name of its file, or, of the cache, call a method of that name?"""
-    read = {str(step.argval) for step in dis.get_instructions(forward) if step.opname == "LOAD_GLOBAL"}
-    return name in forward.__code__.co_names if name == "update" else name in read & forward.__globals__.keys()
+    read = {
+        str(step.argval) for step in dis.get_instructions(forward) if step.opname == "LOAD_GLOBAL"
+    }
+    return (
+        name in forward.__code__.co_names
+        if name == "update"
+        else name in read & forward.__globals__.keys()
+    )
 
 
 def _words(code: CodeType) -> set[str]:
     """Names that the code uses, those of keyword arguments included."""
     keywords = (constant for constant in code.co_consts if isinstance(constant, tuple))
-    return {*code.co_names, *(name for names in keywords for name in names if isinstance(name, str))}
+    return {
+        *code.co_names,
+        *(name for names in keywords for name in names if isinstance(name, str)),
+    }
 
 
 def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -116,12 +154,14 @@ def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _norm_widths(module: nn.Module) -> set[int]:
     weights = (getattr(child, "weight", None) for child in module.children())
-    return {weight.shape[0] for weight in weights if isinstance(weight, Tensor) and weight.dim() == 1}
+    return {
+        weight.shape[0] for weight in weights if isinstance(weight, Tensor) and weight.dim() == 1
+    }
 
 
 def _latents(module: nn.Module, projections: dict[str, nn.Module]) -> Iterator[Latents]:
-    """Every triple of down projection, norm and up projection whose widths fit: the down projection reads hidden
-    states, which are as wide as what some projection, that of the output, gives."""
+    """Every triple of down projection, norm and up projection whose widths fit: the down projection
+    reads hidden states, which are as wide as what some projection, that of the output, gives."""
     given = {_width(projection, 0) for projection in projections.values()}
     for name, up in projections.items():
         rank = _width(up, 1)
@@ -141,5 +181,8 @@ def _width(projection: nn.Module, axis: int) -> int:
 
 def _why_no_latent(module: nn.Module, projections: dict[str, nn.Module]) -> Refusal:
     if hasattr(module, "kv_lora_rank"):
-        return Refusal("kv_up.absent", f"no down projection, norm and up projection that fit: {', '.join(projections)}")
+        return Refusal(
+            "kv_up.absent",
+            f"no down projection, norm and up projection that fit: {', '.join(projections)}",
+        )
     return Refusal("attention.not_mla", f"its projections are {', '.join(projections)}")

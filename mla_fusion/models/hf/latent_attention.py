@@ -1,8 +1,9 @@
 """Attention over the latents themselves: ``(q W_uk) . c_kv`` in place of ``q . (W_uk c_kv)``.
 
-A cached token is its latent c_kv and its one rotated key k_pe. To expand the cache costs R * N * (D + Dv) products
-a cached token; to absorb W_uk into the query and W_uv into the output costs as much a query token, and makes each
-score longer. Few queries over many tokens are absorbed, many over few are expanded.
+A cached token is its latent c_kv and its one rotated key k_pe. To expand the cache costs R * N * (D
++ Dv) products a cached token; to absorb W_uk into the query and W_uv into the output costs as much
+a query token, and makes each score longer. Few queries over many tokens are absorbed, many over few
+are expanded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from mla_fusion.models.refusal import OptimizeError
 
 @dataclass(frozen=True)
 class LatentDims:
-    """Widths of one attention: R of the latent, Dr of the rotated key, D and Dv of a head's key and value."""
+    """Widths of one attention: R of the latent, Dr of the rotated key, D and Dv of a head's key and
+    value.
+    """
 
     rank: int
     rope: int
@@ -45,7 +48,9 @@ class LatentDims:
             return True
         both = self.rank * (self.nope + self.value)
         absorbed = query_length * both + query_length * kv_length * (2 * self.rank + self.rope)
-        expanded = kv_length * both + query_length * kv_length * (self.nope + self.rope + self.value)
+        expanded = kv_length * both + query_length * kv_length * (
+            self.nope + self.rope + self.value
+        )
         return absorbed < expanded
 
 
@@ -62,13 +67,17 @@ def sparse_attention(
     factor: Any = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """As :func:`absorbed_attention`, over the tokens ``picks [B, S, k]`` alone, by the operator for it."""
+    """As :func:`absorbed_attention`, over the tokens ``picks [B, S, k]`` alone, by the operator for
+    it.
+    """
     batch, heads, length, _ = q_nope.shape
     w_uk, w_uv = _halves(kv_up, heads, dims)
     query = _absorbed(q_nope, w_uk).permute(1, 2, 0, 3)
     query_rope = q_pe.transpose(1, 2)
     if factor is not None:  # of the query [B, N, S, *]
-        by_token = factor.transpose(1, 2) if isinstance(factor, Tensor) and factor.dim() > 2 else factor
+        by_token = (
+            factor.transpose(1, 2) if isinstance(factor, Tensor) and factor.dim() > 2 else factor
+        )
         query, query_rope = query * by_token, query_rope * by_token
     picks = sparse.allowed(picks, mask)
     context = sparse.attend(query, query_rope, c_kv.squeeze(1), k_pe.squeeze(1), picks, scaling)
@@ -78,7 +87,9 @@ def sparse_attention(
 
 def _halves(kv_up: Tensor, heads: int, dims: LatentDims) -> tuple[Tensor, Tensor]:
     """W_uk ``[N, D, R]`` and W_uv ``[N, Dv, R]``."""
-    w_uk, w_uv = kv_up.view(heads, dims.nope + dims.value, dims.rank).split([dims.nope, dims.value], dim=1)
+    w_uk, w_uv = kv_up.view(heads, dims.nope + dims.value, dims.rank).split(
+        [dims.nope, dims.value], dim=1
+    )
     return w_uk, w_uv
 
 
@@ -91,7 +102,8 @@ def _absorbed(q_nope: Tensor, w_uk: Tensor) -> Tensor:
 
 def _of_values(context: Tensor, w_uv: Tensor, batch: int) -> Tensor:
     """``[N, B * S, R]`` by W_uv: ``[B, S, N, Dv]``."""
-    # W_uv on the left: as rows it is read as it lies, transposed it would be copied element by element.
+    # W_uv on the left: as rows it is read as it lies, transposed it would be copied element by
+    # element.
     output = torch.bmm(w_uv, context.transpose(1, 2))
     return output.view(*output.shape[:2], batch, -1).permute(2, 3, 0, 1)
 
@@ -109,12 +121,14 @@ def absorbed_attention(
     mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries ``[B, N, S, D]`` and ``[B, N, S, Dr]`` over ``[B, 1, L, R]`` and ``[B, 1, L, Dr]``.
+    """Attention of queries ``[B, N, S, D]`` and ``[B, N, S, Dr]`` over ``[B, 1, L, R]`` and ``[B,
+    1, L, Dr]``.
 
     ``factor`` is what the query is multiplied by beside ``scaling``, spread over ``[B, N, S, *]``.
 
-    kv_up is ``[N * (D + Dv), R]``, head by head W_uk then W_uv. The mask is boolean (True: attend) or added to the
-    scores, ``[B or 1, N or 1, S, L]``. Returns the output ``[B, S, N, Dv]`` and the weights ``[B, N, S, L]``.
+    kv_up is ``[N * (D + Dv), R]``, head by head W_uk then W_uv. The mask is boolean (True: attend)
+    or added to the scores, ``[B or 1, N or 1, S, L]``. Returns the output ``[B, S, N, Dv]`` and the
+    weights ``[B, N, S, L]``.
     """
     batch, heads, length, _ = q_nope.shape
     c_kv, k_pe = c_kv.squeeze(1), k_pe.squeeze(1)
@@ -124,7 +138,10 @@ def absorbed_attention(
     absorbed = _absorbed(q_nope, w_uk).transpose(0, 1).reshape(batch, heads * length, dims.rank)
     q_pe = q_pe.reshape(batch, heads * length, dims.rope)
 
-    scores = torch.bmm(absorbed, c_kv.transpose(1, 2)).float() + torch.bmm(q_pe, k_pe.transpose(1, 2)).float()
+    scores = (
+        torch.bmm(absorbed, c_kv.transpose(1, 2)).float()
+        + torch.bmm(q_pe, k_pe.transpose(1, 2)).float()
+    )
     scores = scores.view(batch, heads, length, -1) * scaling
     scores = scores if factor is None else scores * factor
     if mask is not None:
@@ -132,17 +149,24 @@ def absorbed_attention(
     weights = torch.softmax(scores, dim=-1).to(q_nope.dtype)
     weights = torch.nn.functional.dropout(weights, p=dropout, training=dropout > 0.0)
 
-    context = torch.bmm(weights.view(batch, heads * length, -1), c_kv).view(batch, heads, length, dims.rank)
-    return _of_values(context.transpose(0, 1).reshape(heads, batch * length, dims.rank), w_uv, batch), weights
+    context = torch.bmm(weights.view(batch, heads * length, -1), c_kv).view(
+        batch, heads, length, dims.rank
+    )
+    return _of_values(
+        context.transpose(0, 1).reshape(heads, batch * length, dims.rank), w_uv, batch
+    ), weights
 
 
 def masked(scores: Tensor, mask: Tensor) -> Tensor:
-    """Scores under a four-dimensional mask; finite everywhere, so that a row of padding stays finite too."""
+    """Scores under a four-dimensional mask; finite everywhere, so that a row of padding stays
+    finite too.
+    """
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         found = f"{list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise OptimizeError(
             "attention.mask",
-            f"absorbed attention takes a mask [B, N or 1, S, L] as sdpa and eager attention do, found {found}",
+            "absorbed attention takes a mask [B, N or 1, S, L] as sdpa and eager attention do, "
+            f"found {found}",
         )
     if mask.dtype == torch.bool:
         return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)

@@ -28,7 +28,8 @@ class LatentForm:
 
     kv_up         name of the child that expands latents
     hidden        columns of the hidden state
-    after_cache   does the module expand what it has read from its cache (by its ``expand_kv``), or before it caches?
+    after_cache   does the module expand what it has read from its cache (by its ``expand_kv``), or
+                  before it caches?
     expand_kv     that function of its class; None where it expands before it caches
     """
 
@@ -41,13 +42,15 @@ class LatentForm:
 
     @property
     def is_for_sparse_operator(self) -> bool:
-        """Has the installed torch_npu an operator for attention of these dims over picked tokens?"""
+        """Has the installed torch_npu an operator for attention of these dims over picked
+        tokens?
+        """
         return sparse.is_there() and sparse.takes(self.heads, self.dims.rank, self.dims.rope)
 
 
 def expanded(both: Tensor, k_pe: Tensor, dims: LatentDims) -> tuple[Tensor, Tensor]:
-    """``[W_uk c_kv | k_pe]`` ``[B, N, L, D + Dr]`` and ``W_uv c_kv`` ``[B, N, L, Dv]`` of what the up projection
-    gives, ``[B, 1, L, N * (D + Dv)]``, and ``[B, 1, L, Dr]``."""
+    """``[W_uk c_kv | k_pe]`` ``[B, N, L, D + Dr]`` and ``W_uv c_kv`` ``[B, N, L, Dv]`` of what the
+    up projection gives, ``[B, 1, L, N * (D + Dv)]``, and ``[B, 1, L, Dr]``."""
     batch, _, length, _ = both.shape
     both = both.view(batch, length, -1, dims.nope + dims.value).transpose(1, 2)
     nope, values = both.split([dims.nope, dims.value], dim=-1)

@@ -1,9 +1,10 @@
 """A module's own ``forward``, with absorbed attention.
 
-The code stays the module's: it runs in a scope of its own, in which the attention function gets latents, the product
-with the up projection is put off, and the two parts of the query are not joined. (Joined, they would be taken apart
-again at once, and the pass would not see that the rotated part is what RoPE gave.) So whatever else the model does,
-scales, gates, indexers, its rotary function, it goes on doing.
+The code stays the module's: it runs in a scope of its own, in which the attention function gets
+latents, the product with the up projection is put off, and the two parts of the query are not
+joined. (Joined, they would be taken apart again at once, and the pass would not see that the
+rotated part is what RoPE gave.) So whatever else the model does, scales, gates, indexers, its
+rotary function, it goes on doing.
 """
 
 from __future__ import annotations
@@ -44,12 +45,15 @@ CACHE = "past_key_values"
 EAGER = "eager_attention_forward"
 
 
-def latent_forward(forward: Callable[..., Any], form: LatentForm, name: str = "self_attn") -> Callable[..., Any]:
+def latent_forward(
+    forward: Callable[..., Any], form: LatentForm, name: str = "self_attn"
+) -> Callable[..., Any]:
     """``forward`` (unbound) of a module of this form, over latents.
 
     name  of the module in its model, for messages
 
-    The result raises OptimizeError ``forward.unknown`` where code that was examined has been replaced since.
+    The result raises OptimizeError ``forward.unknown`` where code that was examined has been
+    replaced since.
     """
     source = inspect.unwrap(forward)
     names = set(_names(source.__code__))
@@ -60,12 +64,17 @@ def latent_forward(forward: Callable[..., Any], form: LatentForm, name: str = "s
     scope[TABLE] = functions
     if not ASKS_FOR_INTERFACE.has(names) and EAGER in scope:
         scope[EAGER] = functions.over_latents(scope[EAGER])
-    scope["torch"] = SimpleNamespace(**{name: getattr(torch, name) for name in names if hasattr(torch, name)})
+    scope["torch"] = SimpleNamespace(
+        **{name: getattr(torch, name) for name in names if hasattr(torch, name)}
+    )
     scope["torch"].cat = cat_of(form.dims)
     scope["torch"].split = split
-    # No module's name: torch.compile would look names up in that module. And code of its own: what torch.compile makes
-    # of a part of the code it keeps with the code, and calls by names that it has put into the scope of one function.
-    again = FunctionType(source.__code__.replace(), scope, source.__name__, source.__defaults__, source.__closure__)
+    # No module's name: torch.compile would look names up in that module. And code of its own: what
+    # torch.compile makes of a part of the code it keeps with the code, and calls by names that it
+    # has put into the scope of one function.
+    again = FunctionType(
+        source.__code__.replace(), scope, source.__name__, source.__defaults__, source.__closure__
+    )
     again.__kwdefaults__ = source.__kwdefaults__
     picks = hands_over_picks(source.__code__) and form.is_for_sparse_operator
     place = list(inspect.signature(source).parameters).index(CACHE) - 1
@@ -84,7 +93,9 @@ def latent_forward(forward: Callable[..., Any], form: LatentForm, name: str = "s
 
 
 def hands_over_picks(code: CodeType) -> bool:
-    """Does the forward give its attention function the indices that an indexer has picked, unless that is eager?"""
+    """Does the forward give its attention function the indices that an indexer has picked, unless
+    that is eager?
+    """
     keywords = (constant for constant in code.co_consts if isinstance(constant, tuple))
     return any("indices" in names for names in keywords)
 
@@ -118,11 +129,18 @@ class Functions:
         return self.over_latents(usual, self.functions.is_known(implementation, usual))
 
     def over_latents(self, usual: Attention, is_known: bool = True) -> Attention:
-        """An attention function that absorbs where this is cheaper, and otherwise expands for the usual one."""
+        """An attention function that absorbs where this is cheaper, and otherwise expands for the
+        usual one.
+        """
         form, name = self.form, self.name
 
         def attend(
-            itself: LatentSelf, query: Any, keys: Any, values: Any, attention_mask: Tensor | None, **options: Any
+            itself: LatentSelf,
+            query: Any,
+            keys: Any,
+            values: Any,
+            attention_mask: Tensor | None,
+            **options: Any,
         ) -> tuple[Tensor, Tensor | None]:
             module = itself.module
             # Without a cache they come as the forward put them off.
@@ -132,17 +150,27 @@ class Functions:
             weight = absorbed_weight(module, form) if is_known else None
             if picks is not None:
                 assert weight is not None, "LatentSelf hands picks over only where there is one"
-                parts = query if isinstance(query, SplitQuery) else SplitQuery(*form.dims.split_query(query))
+                parts = (
+                    query
+                    if isinstance(query, SplitQuery)
+                    else SplitQuery(*form.dims.split_query(query))
+                )
                 return sparse_attention(
                     parts.nope, parts.rope, c_kv, k_pe, weight, form.dims, picks,
                     scaling=options["scaling"], factor=parts.factor, mask=attention_mask,
                 )  # fmt: skip
             scaling = options.get("scaling")
-            cheaper = form.dims.absorbs(length, c_kv.shape[2]) and (attention_mask is not None or length == 1)
+            cheaper = form.dims.absorbs(length, c_kv.shape[2]) and (
+                attention_mask is not None or length == 1
+            )
             if cheaper and weight is None and not torch.compiler.is_compiling():
                 say_that_it_expands(name, form)
             if cheaper and weight is not None:
-                parts = query if isinstance(query, SplitQuery) else SplitQuery(*form.dims.split_query(query))
+                parts = (
+                    query
+                    if isinstance(query, SplitQuery)
+                    else SplitQuery(*form.dims.split_query(query))
+                )
                 return absorbed_attention(
                     parts.nope,
                     parts.rope,
@@ -150,7 +178,9 @@ class Functions:
                     k_pe,
                     weight,
                     form.dims,
-                    scaling=(form.dims.nope + form.dims.rope) ** -0.5 if scaling is None else scaling,
+                    scaling=(form.dims.nope + form.dims.rope) ** -0.5
+                    if scaling is None
+                    else scaling,
                     factor=parts.factor,
                     mask=attention_mask,
                     dropout=options.get("dropout", 0.0),

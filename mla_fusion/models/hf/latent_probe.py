@@ -1,9 +1,10 @@
-"""What a module itself makes of latents, compared with what its up projection's weights make of them.
+"""What a module itself makes of latents, compared with what its up projection's weights make of
+them.
 
-A module that expands what it reads from its cache is asked by its ``expand_kv``, on random latents. One that expands
-before it caches is asked by its ``forward``, on random hidden states and up to the cache: the up projection says
-which latents came in, the cache which keys and values came out. Then the converted forward is run to the same place,
-and must bring the latents themselves.
+A module that expands what it reads from its cache is asked by its ``expand_kv``, on random latents.
+One that expands before it caches is asked by its ``forward``, on random hidden states and up to the
+cache: the up projection says which latents came in, the cache which keys and values came out. Then
+the converted forward is run to the same place, and must bring the latents themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ TOKENS = 3
 
 
 class Answer(NamedTuple):
-    """Latents ``[1, 1, S, R]``, ``[1, 1, S, Dr]`` and the keys and values ``[1, N, S, ..]`` that were made of them."""
+    """Latents ``[1, 1, S, R]``, ``[1, 1, S, Dr]`` and the keys and values ``[1, N, S, ..]`` that
+    were made of them.
+    """
 
     c_kv: Tensor
     k_pe: Tensor
@@ -63,36 +66,57 @@ def probe(module: nn.Module, name: str, rank: int, rope: int, hidden: int) -> La
     """The form of a module whose child ``name`` seems to expand latents of width ``rank``."""
     up: Any = getattr(module, name)
     weight = up.weight
-    if not weight.is_floating_point() or weight.dtype.itemsize < 2 or type(up).forward is not nn.Linear.forward:
-        return Refusal("kv_up.weight", f"{name} is {type(up).__name__} with a weight of {weight.dtype}")
+    if (
+        not weight.is_floating_point()
+        or weight.dtype.itemsize < 2
+        or type(up).forward is not nn.Linear.forward
+    ):
+        return Refusal(
+            "kv_up.weight", f"{name} is {type(up).__name__} with a weight of {weight.dtype}"
+        )
     if up.bias is not None:
         return Refusal("kv_up.bias", f"{name} has a bias")
     after_cache = EXPANDS_AFTER_CACHE.has(type(module))
     inputs = list(arguments_of(module, weight, rope, hidden))
     with torch.no_grad():
         try:
-            answer = _by_expansion(module, weight, rank, rope) if after_cache else _by_forward(module, up, inputs, rope)
+            answer = (
+                _by_expansion(module, weight, rank, rope)
+                if after_cache
+                else _by_forward(module, up, inputs, rope)
+            )
         except _Unanswered as error:
             unknown = "kv_up.differs" if after_cache else "cache.expanded"
             hint = "" if after_cache else advice(module)
-            return Refusal(unknown, f"{name} expands no latents of {rank} and {rope}: {error}{hint}")
+            return Refusal(
+                unknown, f"{name} expands no latents of {rank} and {rope}: {error}{hint}"
+            )
         form = _compared(up, name, answer, getattr(type(module), "expand_kv", None), hidden)
         if isinstance(form, LatentForm) and not after_cache:
             form = _converted(module, form, answer, inputs)
-        refusal = _ends_otherwise(module, form, weight, rope) if isinstance(form, LatentForm) else None
+        refusal = (
+            _ends_otherwise(module, form, weight, rope) if isinstance(form, LatentForm) else None
+        )
         return refusal or form
 
 
-def _compared(up: Any, name: str, answer: Answer, expand_kv: Any, hidden: int) -> LatentForm | Refusal:
+def _compared(
+    up: Any, name: str, answer: Answer, expand_kv: Any, hidden: int
+) -> LatentForm | Refusal:
     """Are keys and values those of the up projection's weights?"""
     c_kv, k_pe, keys, values = answer
     heads, rope = keys.shape[1], k_pe.shape[-1]
     dims = LatentDims(c_kv.shape[-1], rope, keys.shape[-1] - rope, values.shape[-1])
     weight = local(up.weight)
     if dims.nope <= 0 or weight.shape[0] != heads * (dims.nope + dims.value):
-        return Refusal("kv_up.differs", f"keys {list(keys.shape)} and values {list(values.shape)} are not of {name}")
+        return Refusal(
+            "kv_up.differs",
+            f"keys {list(keys.shape)} and values {list(values.shape)} are not of {name}",
+        )
     if not keys.is_meta and not _is_product((keys, values), c_kv, k_pe, weight, dims):
-        return Refusal("kv_up.differs", f"the module makes other keys or values than the weight of {name}")
+        return Refusal(
+            "kv_up.differs", f"the module makes other keys or values than the weight of {name}"
+        )
     return LatentForm(dims, heads, name, expand_kv is not None, hidden, expand_kv)
 
 
@@ -101,12 +125,15 @@ def _is_product(
 ) -> bool:
     """Are keys and values those of ``c_kv @ weight.T``, but for rounding?
 
-    Each number may be off by its own rounding and by that of the float32 sum that it is: a processor
-    may add in another order for another memory layout. Rotated keys are copied, and must be equal.
+    Each number may be off by its own rounding and by that of the float32 sum that it is: a
+    processor may add in another order for another memory layout. Rotated keys are copied, and must
+    be equal.
     """
     wide, matrix = c_kv.double(), weight.double()
     wanted = expanded(nn.functional.linear(wide, matrix), k_pe.double(), dims)
-    terms = expanded(nn.functional.linear(wide.abs(), matrix.abs()), torch.zeros_like(k_pe).double(), dims)
+    terms = expanded(
+        nn.functional.linear(wide.abs(), matrix.abs()), torch.zeros_like(k_pe).double(), dims
+    )
     own, sums = torch.finfo(weight.dtype).eps, weight.shape[1] * torch.finfo(torch.float32).eps
     return all(
         bool(((got.double() - want).abs() <= own * want.abs() * (most > 0) + sums * most).all())
@@ -123,8 +150,12 @@ def _by_expansion(module: Any, weight: Tensor, rank: int, rope: int) -> Answer:
     return Answer(c_kv, k_pe, keys, values)
 
 
-def _by_forward(module: nn.Module, up: nn.Module, inputs: list[dict[str, Any]], rope: int) -> Answer:
-    """The rotated key is read off the first head: what it is does not matter, but that all heads have it."""
+def _by_forward(
+    module: nn.Module, up: nn.Module, inputs: list[dict[str, Any]], rope: int
+) -> Answer:
+    """The rotated key is read off the first head: what it is does not matter, but that all heads
+    have it.
+    """
     given: list[Tensor] = []
     handle = up.register_forward_pre_hook(lambda _, args: given.append(args[0]))
     try:
@@ -146,16 +177,24 @@ def _converted(
     try:
         c_kv, k_pe = _cached(module, latent_forward(type(module).forward, form), inputs)
     except _Unanswered as error:
-        message = f"its forward does more with keys and values than cache them: {error}{advice(module)}"
+        message = (
+            f"its forward does more with keys and values than cache them: {error}{advice(module)}"
+        )
         return Refusal("cache.expanded", message)
     for found, wanted in ((c_kv, answer.c_kv), (k_pe, answer.k_pe)):
         if found.shape != wanted.shape or not (found.is_meta or torch.equal(found, wanted)):
-            return Refusal("kv_up.differs", f"put off, the product with {form.kv_up} is one with other latents")
+            return Refusal(
+                "kv_up.differs", f"put off, the product with {form.kv_up} is one with other latents"
+            )
     return form
 
 
-def _ends_otherwise(module: nn.Module, form: LatentForm, weight: Tensor, rope: int) -> Refusal | None:
-    """Why the converted forward does not come to its end, of one token, where the module's own does."""
+def _ends_otherwise(
+    module: nn.Module, form: LatentForm, weight: Tensor, rope: int
+) -> Refusal | None:
+    """Why the converted forward does not come to its end, of one token, where the module's own
+    does.
+    """
     forward = inspect.unwrap(type(module).forward)
     for arguments in arguments_of(module, weight, rope, form.hidden, tokens=1):
         arguments = {name: _Kept() if name == CACHE else value for name, value in arguments.items()}
@@ -167,11 +206,16 @@ def _ends_otherwise(module: nn.Module, form: LatentForm, weight: Tensor, rope: i
             latent_forward(type(module).forward, form)(module, **arguments)
         except Exception as error:  # code of any kind
             message = f"{type(error).__name__}: {_first_line(error)}"
-            return Refusal("attention.differs", f"its forward does not hand all to its attention function: {message}")
+            return Refusal(
+                "attention.differs",
+                f"its forward does not hand all to its attention function: {message}",
+            )
     return None
 
 
-def _cached(module: nn.Module, forward: Callable[..., Any], inputs: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+def _cached(
+    module: nn.Module, forward: Callable[..., Any], inputs: list[dict[str, Any]]
+) -> tuple[Tensor, Tensor]:
     """What ``forward`` (unbound) hands to its cache, by the first arguments that it takes."""
     reasons = []
     for arguments in inputs:
@@ -189,7 +233,9 @@ def _cached(module: nn.Module, forward: Callable[..., Any], inputs: list[dict[st
 def arguments_of(
     module: nn.Module, weight: Tensor, rope: int, hidden: int, batch: int = 1, tokens: int = TOKENS
 ) -> Iterator[dict[str, Any]]:
-    """Arguments of the module's forward; rotary tables are a pair of cosines and sines, or complex numbers."""
+    """Arguments of the module's forward; rotary tables are a pair of cosines and sines, or complex
+    numbers.
+    """
     positions = torch.arange(tokens, device=weight.device)
     angles = _random(weight, 1, tokens, rope // 2).float()
     both = torch.cat((angles, angles), dim=-1)

@@ -1,7 +1,8 @@
 """Turn the MLA attentions of a loaded ``transformers`` model into their absorbed form, and back.
 
-Modules and parameters stay. Of what an attention's ``forward`` calls, two things are exchanged: latents are not
-expanded, whether before or after they are cached, and the attention function then gets them (``latent_forward``).
+Modules and parameters stay. Of what an attention's ``forward`` calls, two things are exchanged:
+latents are not expanded, whether before or after they are cached, and the attention function then
+gets them (``latent_forward``).
 """
 
 from __future__ import annotations
@@ -21,23 +22,29 @@ from mla_fusion.models.hf.summary import Converted, Skipped, Summary
 from mla_fusion.models.refusal import OptimizeError
 
 BLOCK_SIZE = 128
-CONVERTED = "_mla_fusion_forward"  # attribute of a converted attention: the function that is its forward
+# attribute of a converted attention: the function that is its forward
+CONVERTED = "_mla_fusion_forward"
 
 
 def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SIZE) -> Summary:
     """Convert every MLA attention of ``model`` in place; parameters are shared, not copied.
 
     model       of transformers, loaded
-    cache       let ``generate()`` make an ``MlaPagedCache`` where it would make a dynamic or a static cache
+    cache       let ``generate()`` make an ``MlaPagedCache`` where it would make a dynamic or a
+                static cache
     block_size  tokens a page of that cache, a multiple of 16 up to 1024
 
-    Attentions that have no absorbed form are left alone, each with a code and a reason in the summary; calling it
-    again returns the summary of the first call. ``revert`` undoes all of it.
+    Attentions that have no absorbed form are left alone, each with a code and a reason in the
+    summary; calling it again returns the summary of the first call. ``revert`` undoes all of it.
     """
     known: Summary | None = getattr(model, "_mla_fusion_summary", None)
     if known is not None:
         return known
-    verdicts = [(name, module, examine(module)) for name, module in model.named_modules() if is_attention(module)]
+    verdicts = [
+        (name, module, examine(module))
+        for name, module in model.named_modules()
+        if is_attention(module)
+    ]
     converted, skipped, forwards, asked = [], [], [], Asked()
     for name, module, verdict in verdicts:
         if isinstance(verdict, Refusal):
@@ -47,7 +54,9 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
         forward = latent_forward(type(module).forward, verdict, name)
         forwards.append((module, forward))
         ask = partial(asked.of, module, verdict, forward)
-        converted.append(Converted(name, int(module.layer_idx), verdict.heads, verdict.dims, size, ask))
+        converted.append(
+            Converted(name, int(module.layer_idx), verdict.heads, verdict.dims, size, ask)
+        )
     summary = Summary(tuple(converted), tuple(skipped))
     # All made before any is set, so that an error leaves the model as it was.
     for module, forward in forwards:
@@ -70,11 +79,14 @@ def revert(model: nn.Module) -> None:
     """
     if getattr(model, "_mla_fusion_summary", None) is None:
         raise OptimizeError("model.state", f"this {type(model).__name__} is not optimised")
-    converted = [(name, module) for name, module in model.named_modules() if hasattr(module, CONVERTED)]
+    converted = [
+        (name, module) for name, module in model.named_modules() if hasattr(module, CONVERTED)
+    ]
     for name, module in converted:
         if getattr(vars(module).get("forward"), "__func__", None) is not getattr(module, CONVERTED):
             raise OptimizeError(
-                "model.state", f"{name}.forward has been replaced since optimize(): undo that, then revert"
+                "model.state",
+                f"{name}.forward has been replaced since optimize(): undo that, then revert",
             )
     for _, module in converted:
         delattr(module, "forward")

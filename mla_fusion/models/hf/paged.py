@@ -33,9 +33,18 @@ class PagedBatch(NamedTuple):
 
 
 def random_batch(
-    *, layers: int, batch: int, hidden: int, history: int, latent: int = 512, rope: int = 64, seed: int = 1
+    *,
+    layers: int,
+    batch: int,
+    hidden: int,
+    history: int,
+    latent: int = 512,
+    rope: int = 64,
+    seed: int = 1,
 ) -> PagedBatch:
-    """Sequences of random lengths up to ``history``, their blocks scattered over the pool, one new token each."""
+    """Sequences of random lengths up to ``history``, their blocks scattered over the pool, one new
+    token each.
+    """
     generator = torch.Generator().manual_seed(seed)
     blocks = -(-(history + 1) // BLOCK_SIZE)
     spare = 2  # blocks that belong to nobody: a write there would show

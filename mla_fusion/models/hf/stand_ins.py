@@ -1,7 +1,8 @@
-"""What a module's ``forward`` is handed in place of tensors, its cache and itself, so that it runs over latents.
+"""What a module's ``forward`` is handed in place of tensors, its cache and itself, so that it runs
+over latents.
 
-Each answers to what the forwards of ``transformers`` do with the thing it stands for, and to nothing else: code that
-does more fails when it is probed, and stays as it is.
+Each answers to what the forwards of ``transformers`` do with the thing it stands for, and to
+nothing else: code that does more fails when it is probed, and stays as it is.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from mla_fusion.models.refusal import OptimizeError
 class SplitQuery:
     """``[B, N, S, D]`` and ``[B, N, S, Dr]`` in place of their concatenation.
 
-    factor   what the query is multiplied by (a number for each token, say), None where it is not: put off until there
-             are scores, so that the absorbed product reads q_nope as the projection gives it
+    factor   what the query is multiplied by (a number for each token, say), None where it is not:
+             put off until there are scores, so that the absorbed product reads q_nope as the
+             projection gives it
     """
 
     def __init__(self, nope: Tensor, rope: Tensor, factor: Any = None) -> None:
@@ -33,10 +35,14 @@ class SplitQuery:
         self.factor = factor
 
     def __mul__(self, factor: Any) -> SplitQuery:
-        return SplitQuery(self.nope, self.rope, factor if self.factor is None else self.factor * factor)
+        return SplitQuery(
+            self.nope, self.rope, factor if self.factor is None else self.factor * factor
+        )
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> SplitQuery:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> SplitQuery:
         """Dynamo, and a tensor on the left, ask here for products with tensors."""
         if function not in _PRODUCTS or len(args) != 2:
             return NotImplemented
@@ -61,9 +67,11 @@ _PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 
 
 class PutOff:
-    """Latents ``[B, 1, S, R]`` in place of what the up projection, or one part of it, would make of them.
+    """Latents ``[B, 1, S, R]`` in place of what the up projection, or one part of it, would make of
+    them.
 
-    Its shape is that of one head: the rotated key is then expanded to one, which is how it is cached.
+    Its shape is that of one head: the rotated key is then expanded to one, which is how it is
+    cached.
     """
 
     def __init__(self, c_kv: Tensor, width: int, dims: LatentDims) -> None:
@@ -86,7 +94,10 @@ class PutOff:
     def split(self, widths: Sequence[int], dim: int = 0) -> tuple[PutOff, PutOff]:
         wanted = [self.dims.nope, self.dims.value]
         if list(widths) != wanted or dim not in (-1, 3) or self.width != sum(wanted):
-            raise ValueError(f"keys and values are split as {widths} along {dim}, not as {wanted} along the last axis")
+            raise ValueError(
+                f"keys and values are split as {widths} along {dim}, not as {wanted} "
+                "along the last axis"
+            )
         return PutOff(self.c_kv, wanted[0], self.dims), PutOff(self.c_kv, wanted[1], self.dims)
 
     def __getitem__(self, places: Any) -> PutOff:
@@ -113,7 +124,9 @@ class LatentKey:
 
 
 class LatentCache:
-    """A cache that is given latents where the forward gives it keys and values that were put off."""
+    """A cache that is given latents where the forward gives it keys and values that were put
+    off.
+    """
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -121,10 +134,14 @@ class LatentCache:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
 
-    def update(self, keys: LatentKey, values: PutOff, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: LatentKey, values: PutOff, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if not torch.compiler.is_compiling():
             _check_widths(self.cache, layer)
-        states: tuple[Tensor, Tensor] = self.cache.update(keys.c_kv, keys.k_pe, layer, *args, **kwargs)
+        states: tuple[Tensor, Tensor] = self.cache.update(
+            keys.c_kv, keys.k_pe, layer, *args, **kwargs
+        )
         return states
 
 
@@ -132,10 +149,15 @@ def _check_widths(cache: Any, index: int) -> None:
     """Refuse a static layer that would give rotated keys the width of latents."""
     layers = getattr(cache, "layers", ())
     layer: Any = layers[index] if index < len(layers) else None
-    if hasattr(layer, "max_cache_len") and not layer.is_initialized and not TWO_WIDTHS.has(type(layer)):
+    if (
+        hasattr(layer, "max_cache_len")
+        and not layer.is_initialized
+        and not TWO_WIDTHS.has(type(layer))
+    ):
         raise OptimizeError(
             "cache.kind",
-            f"the {type(cache).__name__} of this transformers has one width for keys and values, latents have two:"
+            f"the {type(cache).__name__} of this transformers has one width for keys and values, "
+            "latents have two:"
             f" take hf.MlaPagedCache(model, max_cache_len=..), or {TWO_WIDTHS.install}",
         )
 
@@ -158,7 +180,8 @@ class SparseConfig:
 class LatentSelf:
     """The module as its own forward sees it: without its expansion of latents.
 
-    picks   on an NPU, the tokens that an indexer picks are handed to the attention function, not made a mask
+    picks   on an NPU, the tokens that an indexer picks are handed to the attention function, not
+            made a mask
     """
 
     def __init__(self, module: nn.Module, form: LatentForm, picks: bool = False) -> None:
@@ -180,7 +203,9 @@ class LatentSelf:
 
 
 def _same(c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
-    """In place of ``expand_kv``: keys and values are made, where at all, by the attention function."""
+    """In place of ``expand_kv``: keys and values are made, where at all, by the attention
+    function.
+    """
     return c_kv, k_pe
 
 
@@ -201,4 +226,8 @@ def cat_of(dims: LatentDims) -> Callable[..., Any]:
 
 def split(tensor: Any, widths: Any, dim: int = 0) -> Any:
     """``torch.split``, but for what was put off."""
-    return tensor.split(widths, dim) if isinstance(tensor, PutOff) else torch.split(tensor, widths, dim=dim)
+    return (
+        tensor.split(widths, dim)
+        if isinstance(tensor, PutOff)
+        else torch.split(tensor, widths, dim=dim)
+    )

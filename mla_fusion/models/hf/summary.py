@@ -17,7 +17,8 @@ class Converted:
     """One attention in absorbed form.
 
     ask        the pass, when its answer is first wanted (half a second for each kind of attention)
-    kernel     "" where the pass fuses its prologue in a compiled decode step in bfloat16, otherwise ``code: message``
+    kernel     "" where the pass fuses its prologue in a compiled decode step in bfloat16, otherwise
+               ``code: message``
     placement  where the kernel writes then: "in place", or "staged"
     """
 
@@ -37,7 +38,10 @@ class Converted:
         return self.ask().placement
 
     def to_dict(self) -> dict[str, Any]:
-        known = {name: getattr(self, name) for name in ("name", "layer", "heads", "itemsize", "kernel", "placement")}
+        known = {
+            name: getattr(self, name)
+            for name in ("name", "layer", "heads", "itemsize", "kernel", "placement")
+        }
         return known | {"dims": asdict(self.dims)}
 
     @property
@@ -72,7 +76,9 @@ class Summary:
 
     @property
     def expanded_bytes_per_token(self) -> int:
-        """The same where keys and values of all heads are cached, as ``transformers`` did up to 5.14."""
+        """The same where keys and values of all heads are cached, as ``transformers`` did up to
+        5.14.
+        """
         return sum(item.expanded_bytes_per_token for item in self.converted)
 
     @property
@@ -95,18 +101,23 @@ class Summary:
     def __str__(self) -> str:
         total = len(self.converted) + len(self.skipped)
         lines = [f"optimized {len(self.converted)} of {total} attentions"]
-        for (dims, heads, kernel), items in _grouped(self.converted, lambda item: (item.dims, item.heads, item.kernel)):
+        for (dims, heads, kernel), items in _grouped(
+            self.converted, lambda item: (item.dims, item.heads, item.kernel)
+        ):
             shape = f"N {heads}, D {dims.nope}, Dr {dims.rope}, Dv {dims.value}, Hckv {dims.rank}"
             verdict = f"not fusable: {kernel}" if kernel else "fusable in bfloat16"
             verdict += ", staged" if items[0].placement == "staged" else ""
             lines.append(f"  + {_span(items)}: {shape}; {verdict}")
-        for (code, message), items in _grouped(self.skipped, lambda item: (item.code, item.message)):
+        for (code, message), items in _grouped(
+            self.skipped, lambda item: (item.code, item.message)
+        ):
             lines.append(f"  - {_span(items)}: [{code}] {message}")
         if self.converted:
             ratio = self.expanded_bytes_per_token / self.bytes_per_token
             lines.append(
                 f"  cache: {self.bytes_per_token:,} bytes a token"
-                f" ({self.expanded_bytes_per_token:,} with keys and values of all heads, {ratio:.1f} x)"
+                f" ({self.expanded_bytes_per_token:,} with keys and values of all heads, "
+                f"{ratio:.1f} x)"
             )
         return "\n".join(lines)
 

@@ -14,17 +14,24 @@ from mla_fusion.compat import in_tracing_mode
 
 SHORT = "import mla_fusion as mf; mf.offline.activate(); import torch_npu, torchair; print('ready')"
 
-BUILD = "from mla_fusion.compile.offline import standins as s, symbols; s.standins(symbols.find_wheel()); print(1)"
+BUILD = (
+    "from mla_fusion.compile.offline import standins as s, symbols; "
+    "s.standins(symbols.find_wheel()); print(1)"
+)
 
 
 def environment(**changes: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    kept = {
+        name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    }
     return {**kept, **changes}
 
 
 def python(code: str, **changes: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, env=environment(**changes), check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment(**changes), check=False
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +66,9 @@ def test_modules_with_gradients_pass_stream_guards() -> None:
 
 
 def test_no_thread_polls_a_queue() -> None:
-    """torch_npu starts two for its task queue with the first stream that is asked for, unless the queue is off."""
+    """torch_npu starts two for its task queue with the first stream that is asked for, unless the
+    queue is off.
+    """
     with FakeTensorMode():
         torch.nn.Linear(8, 8, device="npu")(torch.empty(2, 8, device="npu")).sum().backward()
     names = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
@@ -121,7 +130,9 @@ def test_two_processes_build_at_once(tmp_path: Path) -> None:
     env = environment(MLA_FUSION_CACHE=str(tmp_path))
     command = [sys.executable, "-c", BUILD]
     both = [
-        subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         for _ in range(2)
     ]
     for process in both:
@@ -139,24 +150,38 @@ def test_missing_compiler_says_what_to_install(tmp_path: Path) -> None:
 
 
 def test_cached_stand_ins_need_no_compiler_and_no_walk(tmp_path: Path) -> None:
-    """torch_npu looks for the file that has CANN's version; without CANN below the current directory, all of it."""
+    """torch_npu looks for the file that has CANN's version; without CANN below the current
+    directory, all of it.
+    """
     (tmp_path / "ascend_toolkit_install.info").write_text("version=9.9\n")
-    command = [sys.executable, "-c", SHORT + "; import os, torch; print(torch.version.cann, *os.walk('.'))"]
+    command = [
+        sys.executable,
+        "-c",
+        SHORT + "; import os, torch; print(torch.version.cann, *os.walk('.'))",
+    ]
     given = environment(PATH=str(tmp_path))
-    done = subprocess.run(command, capture_output=True, text=True, env=given, check=False, cwd=tmp_path)
-    assert done.stdout == "ready\nnot known ('.', [], ['ascend_toolkit_install.info'])\n", done.stderr
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=given, check=False, cwd=tmp_path
+    )
+    assert done.stdout == "ready\nnot known ('.', [], ['ascend_toolkit_install.info'])\n", (
+        done.stderr
+    )
 
 
 def test_does_nothing_where_cann_is(tmp_path: Path) -> None:
     (tmp_path / "libascendcl.so").touch()
-    code = "import mla_fusion as mf; mf.offline.activate(); import sys; print('torch_npu' in sys.modules)"
+    code = (
+        "import mla_fusion as mf; mf.offline.activate(); import sys; print('torch_npu' in "
+        "sys.modules)"
+    )
     done = python(code, LD_LIBRARY_PATH=str(tmp_path), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
 def test_torch_npu_imported_first_is_explained() -> None:
     code = (
-        "import sys, types, mla_fusion as mf; sys.modules['torch_npu'] = types.ModuleType('torch_npu')\n"
+        "import sys, types, mla_fusion as mf; sys.modules['torch_npu'] = "
+        "types.ModuleType('torch_npu')\n"
         "mf.offline.activate()"
     )
     done = python(code)

@@ -11,7 +11,9 @@ from mla_fusion import _autoload
 
 
 def environment(**changes: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    kept = {
+        name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    }
     return {**kept, **changes}
 
 

@@ -1,4 +1,6 @@
-"""What the wheel wants of CANN, and stand-ins for symbols of every kind, on small libraries made here."""
+"""What the wheel wants of CANN, and stand-ins for symbols of every kind, on small libraries made
+here.
+"""
 
 import subprocess
 import sys
@@ -11,10 +13,11 @@ from mla_fusion.compile.offline.errors import OfflineError
 from mla_fusion.compile.offline.symbols import Missing, Wheel
 
 CPP = """
-namespace cann { struct Base { virtual ~Base(); virtual int run(); }; extern int table[4]; int call(const
-Base &); } extern "C" int cann_open(void); extern "C" { extern __thread int cann_state; } struct Derived :
-cann::Base {}; extern "C" int use() { cann::Base *base = new cann::Base(); return cann::table[0] +
-cann_open() + cann::call(*base) + cann_state; }
+namespace cann { struct Base { virtual ~Base(); virtual int run(); }; extern int table[4];
+int call(const Base &); } extern "C" int cann_open(void); extern "C" { extern __thread int
+cann_state; } struct Derived : cann::Base {}; extern "C" int use() {
+cann::Base *base = new cann::Base();
+return cann::table[0] + cann_open() + cann::call(*base) + cann_state; }
 """
 
 
@@ -49,8 +52,9 @@ def test_finds_functions_objects_and_thread_locals(tmp_path: Path) -> None:
 def test_stand_ins_satisfy_the_loader(tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path / "wheel")
     standins.build(symbols.find_missing(wheel), tmp_path, "cc")
-    # In a process of its own: this one may have the stand-ins of torch_npu under the same names. The library
-    # is asked for a symbol too, as torch_npu does with dlsym, and the wheel's code calls through them.
+    # In a process of its own: this one may have the stand-ins of torch_npu under the same names.
+    # The library is asked for a symbol too, as torch_npu does with dlsym, and the wheel's code
+    # calls through them.
     code = f"""
 import ctypes
 for name in ("{standins.SYMBOLS}", "libcannfake.so"):
@@ -77,7 +81,11 @@ def test_fingerprint_follows_the_symbols(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["2.12.0", "2.13.1", "2.9.0.post4"])
 def test_other_torch_version_is_refused(version: str) -> None:
-    with pytest.raises(OfflineError, match=r"was built for torch .* pip install torch==2\.13\.0 torch_npu==2\.13\.0"):
+    with pytest.raises(
+        OfflineError,
+        match=r"was built for torch .* pip install torch==2\.13\.0 "
+        r"torch_npu==2\.13\.0",
+    ):
         symbols.check_versions(Wheel(version, Path("."), ()), "2.13.0+cpu")
 
 

@@ -1,1 +1,3 @@
-"""Spellings of one prologue as a product of independent choices, and mutants of them with one thing changed."""
+"""Spellings of one prologue as a product of independent choices, and mutants of them with one thing
+changed.
+"""

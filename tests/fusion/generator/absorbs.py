@@ -71,12 +71,16 @@ def einsum_weight_first(q: Tensor, w: Tensor) -> Tensor:
 
 
 def einsum_heads_first(q: Tensor, w: Tensor) -> Tensor:
-    return torch.einsum("ntd,ndc->tnc", q.reshape(-1, *q.shape[-2:]).transpose(0, 1), w).view(*q.shape[:-1], HCKV)
+    return torch.einsum("ntd,ndc->tnc", q.reshape(-1, *q.shape[-2:]).transpose(0, 1), w).view(
+        *q.shape[:-1], HCKV
+    )
 
 
 def transpose_batchmatmul(q: Tensor, w: Tensor) -> Tensor:
     flat = q.reshape(-1, *q.shape[-2:])
-    out = npu.npu_transpose_batchmatmul(flat, w, perm_x1=(1, 0, 2), perm_x2=(0, 1, 2), perm_y=(1, 0, 2))
+    out = npu.npu_transpose_batchmatmul(
+        flat, w, perm_x1=(1, 0, 2), perm_x2=(0, 1, 2), perm_y=(1, 0, 2)
+    )
     return out.view(*q.shape[:-1], HCKV)
 
 
@@ -86,7 +90,9 @@ def summed_in_float32(q: Tensor, w: Tensor) -> Tensor:
 
 def baddbmm_like(q: Tensor, w: Tensor) -> Tensor:
     flat = q.reshape(-1, *q.shape[-2:]).transpose(0, 1)
-    return torch.stack([torch.mm(flat[n], w[n]) for n in range(w.shape[0])], 1).view(*q.shape[:-1], HCKV)
+    return torch.stack([torch.mm(flat[n], w[n]) for n in range(w.shape[0])], 1).view(
+        *q.shape[:-1], HCKV
+    )
 
 
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -23,7 +23,9 @@ _Item, _Made = TypeVar("_Item"), TypeVar("_Made")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One judged graph: its structure, the verdict and why, its spelling, and for a mutant what was changed."""
+    """One judged graph: its structure, the verdict and why, its spelling, and for a mutant what was
+    changed.
+    """
 
     structure: str
     verdict: Verdict
@@ -42,8 +44,12 @@ def spellings(count: int, seed: int, jobs: int = 1) -> Iterator[Outcome]:
 
 
 def mutants(count: int, seed: int, jobs: int = 1) -> Iterator[Outcome]:
-    """Outcomes of ``count`` mutants: valid graphs, no two of equal structure, of another meaning than their origin."""
-    return itertools.islice(_distinct(itertools.chain.from_iterable(_spread(_mutants, recipes(seed), jobs))), count)
+    """Outcomes of ``count`` mutants: valid graphs, no two of equal structure, of another meaning
+    than their origin.
+    """
+    return itertools.islice(
+        _distinct(itertools.chain.from_iterable(_spread(_mutants, recipes(seed), jobs))), count
+    )
 
 
 def quantised_mutants(count: int, seed: int, jobs: int = 1) -> Iterator[Outcome]:
@@ -62,7 +68,9 @@ def _quantised(recipe: tuple[str, int]) -> list[Outcome]:
 
 def _outcome(mutant: Mutant, judgement: Judgement) -> Outcome:
     key = structure(mutant.case.graph)
-    return Outcome(key, judgement.verdict, judgement.detail, mutant.case.choices, mutant.kind, mutant.change)
+    return Outcome(
+        key, judgement.verdict, judgement.detail, mutant.case.choices, mutant.kind, mutant.change
+    )
 
 
 def _spelling(choices: Choices) -> Outcome:
@@ -89,7 +97,9 @@ def _distinct(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
 
 
 def _spread(work: Callable[[_Item], _Made], items: Iterator[_Item], jobs: int) -> Iterator[_Made]:
-    """``map`` over ``jobs`` processes, in order; a batch at a time, because the items have no end."""
+    """``map`` over ``jobs`` processes, in order; a batch at a time, because the items have no
+    end.
+    """
     if jobs == 1:
         yield from map(work, items)
         return
@@ -99,7 +109,9 @@ def _spread(work: Callable[[_Item], _Made], items: Iterator[_Item], jobs: int) -
 
 
 def quiet() -> None:
-    """One thread a process; near misses and shapes that do not fit would be logged by the thousand."""
+    """One thread a process; near misses and shapes that do not fit would be logged by the
+    thousand.
+    """
     torch.set_num_threads(1)
     for name in ("mla_fusion", "torch._subclasses.fake_tensor"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,7 +1,9 @@
-"""One change of a graph at the level of its nodes: each takes a graph and a source of chance, and says what it did.
+"""One change of a graph at the level of its nodes: each takes a graph and a source of chance, and
+says what it did.
 
-A change may make nonsense (shapes that do not fit, a dtype that an operator refuses); the caller finds out by
-propagating shapes again, and draws another. What it must never do is leave the graph as it was.
+A change may make nonsense (shapes that do not fit, a dtype that an operator refuses); the caller
+finds out by propagating shapes again, and draws another. What it must never do is leave the graph
+as it was.
 """
 
 from __future__ import annotations
@@ -20,14 +22,23 @@ from .write_changes import accumulate, drop_write_back, old_cache_read, write_ag
 aten = torch.ops.aten
 Change = Callable[[Graph, random.Random], str | None]
 Place = tuple[int | str, ...]  # of a value among arguments
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+)
 
 
 # -- constants
 
 
 def edit_constant(graph: Graph, rng: random.Random) -> str | None:
-    """A number or dtype among a node's arguments becomes another: eps, a bound, an axis, an exponent, a size."""
+    """A number or dtype among a node's arguments becomes another: eps, a bound, an axis, an
+    exponent, a size.
+    """
     node = rng.choice(calls(graph))
     places = list(_numbers((node.args, node.kwargs)))
     if not places:
@@ -40,7 +51,9 @@ def edit_constant(graph: Graph, rng: random.Random) -> str | None:
     return f"{node.name}: {value} becomes {new}"
 
 
-def _leaves(value: Any, kinds: type | tuple[type, ...], place: Place = ()) -> Iterator[tuple[Place, Any]]:
+def _leaves(
+    value: Any, kinds: type | tuple[type, ...], place: Place = ()
+) -> Iterator[tuple[Place, Any]]:
     if isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
             yield from _leaves(item, kinds, (*place, index))
@@ -59,8 +72,14 @@ def _replaced(value: Any, place: Place, new: Any) -> Any:
     if not place:
         return new
     if isinstance(value, dict):
-        return {name: _replaced(item, place[1:], new) if name == place[0] else item for name, item in value.items()}
-    items = [_replaced(item, place[1:], new) if index == place[0] else item for index, item in enumerate(value)]
+        return {
+            name: _replaced(item, place[1:], new) if name == place[0] else item
+            for name, item in value.items()
+        }
+    items = [
+        _replaced(item, place[1:], new) if index == place[0] else item
+        for index, item in enumerate(value)
+    ]
     return type(value)(items)
 
 
@@ -125,7 +144,9 @@ def other_item(graph: Graph, rng: random.Random) -> str | None:
 
 def redirect(graph: Graph, rng: random.Random) -> str | None:
     """A node reads another value of the same shape and dtype."""
-    node = rng.choice([n for n in graph.nodes if n.op in ("call_function", "output") and n.all_input_nodes])
+    node = rng.choice(
+        [n for n in graph.nodes if n.op in ("call_function", "output") and n.all_input_nodes]
+    )
     old = rng.choice(node.all_input_nodes)
     value = old.meta.get("val")
     if not isinstance(value, torch.Tensor):
@@ -227,7 +248,9 @@ def replace_operator(graph: Graph, rng: random.Random) -> str | None:
 def _round_trip(dtype: torch.dtype) -> Callable[[Graph, Node], Node]:
     def insert(graph: Graph, node: Node) -> Node:
         narrow = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
-        return graph.call_function(aten._to_copy.default, (narrow,), {"dtype": node.meta["val"].dtype})
+        return graph.call_function(
+            aten._to_copy.default, (narrow,), {"dtype": node.meta["val"].dtype}
+        )
 
     return insert
 
@@ -278,11 +301,15 @@ _INTEGER_INSERTS: dict[str, Callable[[Graph, Node], Node]] = {
 
 def insert(graph: Graph, rng: random.Random) -> str | None:
     """A value passes through one more operator, for all its readers or for one."""
-    node = rng.choice([n for n in graph.nodes if n.op != "output" and isinstance(n.meta.get("val"), torch.Tensor)])
+    node = rng.choice(
+        [n for n in graph.nodes if n.op != "output" and isinstance(n.meta.get("val"), torch.Tensor)]
+    )
     if node.target is aten.copy_.default or not node.users:
         return None
     inserts = _FLOAT_INSERTS if is_float(node) else _INTEGER_INSERTS
-    if not is_float(node) and (node.meta["val"].is_complex() or node.meta["val"].dtype == torch.bool):
+    if not is_float(node) and (
+        node.meta["val"].is_complex() or node.meta["val"].dtype == torch.bool
+    ):
         return None
     name = rng.choice(list(inserts))
     return _pass_through(graph, node, inserts[name], name, rng)
@@ -290,8 +317,14 @@ def insert(graph: Graph, rng: random.Random) -> str | None:
 
 def insert_along_axis(graph: Graph, rng: random.Random) -> str | None:
     """Along one axis a value is flipped, rolled, or its first entry repeated."""
-    node = rng.choice([n for n in graph.nodes if n.op != "output" and isinstance(n.meta.get("val"), torch.Tensor)])
-    wide = [axis for axis, size in enumerate(node.meta["val"].shape) if isinstance(size, int) and size > 1]
+    node = rng.choice(
+        [n for n in graph.nodes if n.op != "output" and isinstance(n.meta.get("val"), torch.Tensor)]
+    )
+    wide = [
+        axis
+        for axis, size in enumerate(node.meta["val"].shape)
+        if isinstance(size, int) and size > 1
+    ]
     if node.target is aten.copy_.default or not wide or not node.users:
         return None
     axis = rng.choice(wide)
@@ -317,7 +350,11 @@ def _repeat_first(axis: int) -> Callable[[Graph, Node], Node]:
 def _pass_through(
     graph: Graph, node: Node, change: Callable[[Graph, Node], Node], name: str, rng: random.Random
 ) -> str | None:
-    readers = [user for user in node.users if user.target is not aten.copy_.default or user.args[0] is not node]
+    readers = [
+        user
+        for user in node.users
+        if user.target is not aten.copy_.default or user.args[0] is not node
+    ]
     if not readers:
         return None
     chosen = readers if rng.random() < 0.5 else [rng.choice(readers)]

@@ -1,4 +1,6 @@
-"""A spelling as a functional ATen graph; the graph's structure as a hash; and runs of it, in its own dtypes or wide."""
+"""A spelling as a functional ATen graph; the graph's structure as a hash; and runs of it, in its
+own dtypes or wide.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ class Case:
     def inputs(self) -> Named:
         """Fresh inputs, of the placeholders alone."""
         drawn = draw(p.LEADS[self.choices["tokens"]], int(self.choices["heads"]))
-        return {str(node.target): drawn[str(node.target)] for node in self.graph.graph.find_nodes(op="placeholder")}
+        return {
+            str(node.target): drawn[str(node.target)]
+            for node in self.graph.graph.find_nodes(op="placeholder")
+        }
 
     @cached_property
     def exact(self) -> Result:
@@ -46,7 +51,9 @@ class Case:
 
 
 def capture(choices: Choices) -> Case:
-    """The inference graph, functionalised, each input mutation a ``copy_`` at the end, as AOT autograd makes it."""
+    """The inference graph, functionalised, each input mutation a ``copy_`` at the end, as AOT
+    autograd makes it.
+    """
     drawn = draw(p.LEADS[choices["tokens"]], int(choices["heads"]))
     names = sorted(_used(choices, drawn), key=list(drawn).index)
 
@@ -67,7 +74,9 @@ def capture(choices: Choices) -> Case:
 
 
 def _used(choices: Choices, drawn: Named) -> set[str]:
-    """Names of the inputs that the spelling reads, and of those kept for changes to read instead."""
+    """Names of the inputs that the spelling reads, and of those kept for changes to read
+    instead.
+    """
 
     class Recorder(dict[str, Tensor]):
         def __getitem__(self, name: str) -> Tensor:
@@ -87,13 +96,19 @@ def _inference_graph(model: torch.nn.Module, inputs: list[Tensor]) -> GraphModul
         return gm.forward
 
     aot_module_simplified(
-        model, inputs, fw_compiler=compiler, inference_compiler=compiler, keep_inference_input_mutations=True
+        model,
+        inputs,
+        fw_compiler=compiler,
+        inference_compiler=compiler,
+        keep_inference_input_mutations=True,
     )
     return found[0]
 
 
 def structure(gm: GraphModule) -> str:
-    """Equal for graphs of the same operators, arguments and wiring, on inputs of the same shapes."""
+    """Equal for graphs of the same operators, arguments and wiring, on inputs of the same
+    shapes.
+    """
     number = {node: index for index, node in enumerate(gm.graph.nodes)}
 
     def plain(value: Any) -> Any:
@@ -120,7 +135,9 @@ class Result:
 
 
 def run(gm: GraphModule, inputs: Mapping[str, Tensor], wide: bool = False) -> Result:
-    """Run node by node. ``wide``: in float64, with casts among bfloat16, float32 and float64 erased, others done."""
+    """Run node by node. ``wide``: in float64, with casts among bfloat16, float32 and float64
+    erased, others done.
+    """
     memory: dict[Node, Any] = {}
     last = _last_uses(gm.graph)
     given = {name: widened(tensor) if wide else tensor for name, tensor in inputs.items()}
@@ -137,7 +154,9 @@ def run(gm: GraphModule, inputs: Mapping[str, Tensor], wide: bool = False) -> Re
                 if node.op == "output":
                     outputs = args[0]
                     break
-                memory[node] = _wide_call(node.target, args, kwargs) if wide else node.target(*args, **kwargs)
+                memory[node] = (
+                    _wide_call(node.target, args, kwargs) if wide else node.target(*args, **kwargs)
+                )
             for used in last.get(node, ()):
                 del memory[used]
     caches = {name: tensor for name, tensor in given.items() if "cache" in name or name == "pool"}
@@ -167,7 +186,8 @@ def widened(tensor: Tensor) -> Tensor:
 def _wide_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args = tuple(_WIDE.get(arg, arg) if isinstance(arg, torch.dtype) else arg for arg in args)
     kwargs = {
-        key: _WIDE.get(value, value) if isinstance(value, torch.dtype) else value for key, value in kwargs.items()
+        key: _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+        for key, value in kwargs.items()
     }
     if target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
         target = torch.ops.aten.reshape.default  # a cast erased may leave other strides

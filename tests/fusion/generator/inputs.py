@@ -1,7 +1,9 @@
-"""Named tensors that every generated graph reads: weights in each storage form, tables, caches, slots.
+"""Named tensors that every generated graph reads: weights in each storage form, tables, caches,
+slots.
 
-Half of the tokens are a thousand times smaller than the rest, so that the mean square of their latents is about
-the epsilon of the norm: an epsilon that is lost or changed then shows in the results.
+Half of the tokens are a thousand times smaller than the rest, so that the mean square of their
+latents is about the epsilon of the norm: an epsilon that is lost or changed then shows in the
+results.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ KEPT_SLOTS = 16  # the last rows of the caches take no token, so that slots one 
 def draw(lead: tuple[int, ...], heads: int) -> Named:
     """All inputs for tokens of shape ``lead``; caches are fresh copies, so a run may write them."""
     drawn = _drawn(lead, heads)
-    return {name: tensor.clone() if "cache" in name or name == "pool" else tensor for name, tensor in drawn.items()}
+    return {
+        name: tensor.clone() if "cache" in name or name == "pool" else tensor
+        for name, tensor in drawn.items()
+    }
 
 
 @lru_cache(maxsize=8)
@@ -72,7 +77,9 @@ def _tables(generator: torch.Generator, lead: tuple[int, ...]) -> Named:
 
     cos, sin, freqs = both(*lead)
     all_cos, all_sin, all_freqs = both(POSITIONS)
-    positions = torch.randperm(POSITIONS, generator=generator)[: torch.Size(lead).numel()].view(lead)
+    positions = torch.randperm(POSITIONS, generator=generator)[: torch.Size(lead).numel()].view(
+        lead
+    )
     half = DR // 2
     return {
         "cos": cos,

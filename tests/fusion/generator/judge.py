@@ -1,4 +1,6 @@
-"""Is the fused graph as right as the graph it was made of? Both are held against a float64 run, row by row."""
+"""Is the fused graph as right as the graph it was made of? Both are held against a float64 run, row
+by row.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,11 @@ class Judgement:
     detail: str
 
 
-# Two bfloat16 runs of one prologue err 2e-3 to 6e-3 in a row of many columns. One rounding more (4e-3) is allowed,
-# for tables that the model holds in float32 and the kernel in bfloat16; rows of few different numbers scatter more.
-# A value on the border of two float8 or integer steps may go either way, and a sum that cancels holds little but
-# roundings: there the graph is also run on inputs nudged by one bfloat16 rounding, and may err as those runs do.
+# Two bfloat16 runs of one prologue err 2e-3 to 6e-3 in a row of many columns. One rounding more
+# (4e-3) is allowed, for tables that the model holds in float32 and the kernel in bfloat16; rows of
+# few different numbers scatter more. A value on the border of two float8 or integer steps may go
+# either way, and a sum that cancels holds little but roundings: there the graph is also run on
+# inputs nudged by one bfloat16 rounding, and may err as those runs do.
 SLACK, ROUNDING, MANY, STEP, NUDGES = 2.0, 4e-3, 64, 5e-2, 4
 
 
@@ -49,7 +52,9 @@ def judge(case: Case, verify: str = "first") -> Judgement:
         plain = [run(case.graph, case.inputs())]
     except Exception as error:  # a mutant may be any graph at all
         return Judgement(Verdict.INVALID, f"does not run: {type(error).__name__}: {error}")
-    if not all(_is_finite(value) for value in (*exact.outputs, *exact.caches.values(), *plain[0].outputs)):
+    if not all(
+        _is_finite(value) for value in (*exact.outputs, *exact.caches.values(), *plain[0].outputs)
+    ):
         return Judgement(Verdict.INVALID, "not finite")
     copy = case.copy()
     try:
@@ -65,18 +70,25 @@ def judge(case: Case, verify: str = "first") -> Judgement:
     fused = run(copy.graph, case.inputs())
     wrong = compare(case, exact, plain, fused)
     if wrong:
-        wrong = compare(case, exact, plain + [run(case.graph, inputs) for inputs in _nudged(case)], fused)
+        wrong = compare(
+            case, exact, plain + [run(case.graph, inputs) for inputs in _nudged(case)], fused
+        )
     if wrong:
         return Judgement(Verdict.WRONG, wrong)
     return Judgement(Verdict.FUSED, report.fused[0].placement)
 
 
 def _reason(report: mf.Report) -> str:
-    return "; ".join(f"[{rejection.code}] {rejection.message}" for rejection in report.rejected) or "nothing found"
+    return (
+        "; ".join(f"[{rejection.code}] {rejection.message}" for rejection in report.rejected)
+        or "nothing found"
+    )
 
 
 def compare(case: Case, exact: Result, plain: list[Result], fused: Result) -> str:
-    """What differs beyond rounding, or "". ``plain``: the unfused run, then those on nudged inputs."""
+    """What differs beyond rounding, or "". ``plain``: the unfused run, then those on nudged
+    inputs.
+    """
     if len(exact.outputs) != len(fused.outputs):
         return "the number of outputs changed"
     rounding = STEP if any(map(_has_steps, case.graph.graph.nodes)) else ROUNDING
@@ -87,11 +99,17 @@ def compare(case: Case, exact: Result, plain: list[Result], fused: Result) -> st
             return f"output {index}: {wrong}"
     before = case.inputs()
     for name, want in exact.caches.items():
-        unfused, got, was = [result.caches[name] for result in plain], fused.caches[name], before[name]
+        unfused, got, was = (
+            [result.caches[name] for result in plain],
+            fused.caches[name],
+            before[name],
+        )
         kept = rows(unfused[0]).eq(rows(was)).all(-1)
         if not torch.equal(rows(got)[kept], rows(was)[kept]):
             return f"{name}: rows changed that the model leaves alone"
-        wrong = _differs(rows(want)[~kept], [rows(run)[~kept] for run in unfused], rows(got)[~kept], rounding)
+        wrong = _differs(
+            rows(want)[~kept], [rows(run)[~kept] for run in unfused], rows(got)[~kept], rounding
+        )
         if wrong:
             return f"{name}: {wrong}"
     return ""
@@ -105,8 +123,15 @@ def _has_steps(node: Node) -> bool:
     if "round" in str(node.target):
         return True
     made = node.meta.get("val")
-    from_smooth = any(getattr(arg.meta.get("val"), "dtype", None) in _SMOOTH for arg in node.all_input_nodes)
-    return "_to_copy" in str(node.target) and from_smooth and isinstance(made, Tensor) and made.dtype not in _SMOOTH
+    from_smooth = any(
+        getattr(arg.meta.get("val"), "dtype", None) in _SMOOTH for arg in node.all_input_nodes
+    )
+    return (
+        "_to_copy" in str(node.target)
+        and from_smooth
+        and isinstance(made, Tensor)
+        and made.dtype not in _SMOOTH
+    )
 
 
 def rows(tensor: Tensor) -> Tensor:
@@ -122,8 +147,12 @@ def _differs(want: Tensor, unfused: list[Tensor], got: Tensor, rounding: float) 
     if not want.numel():
         return ""
     want, got, *unfused = (_by_longest(value) for value in (want, got, *unfused))
-    error, usual = row_errors(got, want), torch.stack([row_errors(one, want) for one in unfused]).amax(0)
-    numbers = 1 + want.sort(-1).values.diff(dim=-1).ne(0).sum(-1)  # that differ: a repeated one says no more
+    error, usual = (
+        row_errors(got, want),
+        torch.stack([row_errors(one, want) for one in unfused]).amax(0),
+    )
+    # that differ: a repeated one says no more
+    numbers = 1 + want.sort(-1).values.diff(dim=-1).ne(0).sum(-1)
     excess = error - (SLACK * usual + rounding * (MANY / numbers).sqrt().clamp(min=1.0))
     worst = int(excess.argmax())
     if bool((excess <= 0).all()):
@@ -137,11 +166,16 @@ def _nudged(case: Case) -> Iterator[Named]:
     for _ in range(NUDGES):
         inputs = case.inputs()
         x = inputs["x"]
-        yield {**inputs, "x": x * (1 + 2**-8 * torch.randn(x.shape, generator=generator)).to(x.dtype)}
+        yield {
+            **inputs,
+            "x": x * (1 + 2**-8 * torch.randn(x.shape, generator=generator)).to(x.dtype),
+        }
 
 
 def _by_longest(tensor: Tensor) -> Tensor:
-    """Rows along the longest axis: heads or tokens may stand last, and of few numbers one may cancel out."""
+    """Rows along the longest axis: heads or tokens may stand last, and of few numbers one may
+    cancel out.
+    """
     if not tensor.dim():
         return tensor
     longest = max(reversed(range(tensor.dim())), key=lambda axis: tensor.shape[axis])
@@ -151,7 +185,9 @@ def _by_longest(tensor: Tensor) -> Tensor:
 def row_errors(got: Tensor, want: Tensor) -> Tensor:
     """Relative L2 error of every row; NaN counts as infinite."""
     difference = (rows(got).double() - rows(want).double()).norm(dim=-1)
-    return (difference / rows(want).double().norm(dim=-1).clamp(min=1e-30)).nan_to_num(nan=torch.inf)
+    return (difference / rows(want).double().norm(dim=-1).clamp(min=1e-30)).nan_to_num(
+        nan=torch.inf
+    )
 
 
 def _is_finite(value: Tensor) -> bool:

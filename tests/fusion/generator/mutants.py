@@ -1,4 +1,6 @@
-"""Mutants: a generated graph with one change of its nodes, or a spelling with one step spelled wrongly."""
+"""Mutants: a generated graph with one change of its nodes, or a spelling with one step spelled
+wrongly.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Mutant:
     change: str
 
     def changes_meaning(self) -> bool:
-        """Do its float64 results differ from the origin's? (A mutant that means the same is a spelling.)"""
+        """Do its float64 results differ from the origin's? (A mutant that means the same is a
+        spelling.)
+        """
         before, now = self.origin.exact, self.case.exact
         if len(before.outputs) != len(now.outputs) or before.caches.keys() != now.caches.keys():
             return True
@@ -49,7 +53,9 @@ def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make mutants of one spelling: so many changes drawn by ``seed``, and mistakes, each (axis, option)."""
+    """How to make mutants of one spelling: so many changes drawn by ``seed``, and mistakes, each
+    (axis, option).
+    """
 
     choices: Choices
     seed: int
@@ -63,7 +69,12 @@ class Recipe:
                 yield mutant
         for axis, mistake in self.mistakes:
             try:
-                yield Mutant(capture({**self.choices, axis: mistake}), origin, f"{axis} spelled wrongly", mistake)
+                yield Mutant(
+                    capture({**self.choices, axis: mistake}),
+                    origin,
+                    f"{axis} spelled wrongly",
+                    mistake,
+                )
             except (RuntimeError, ValueError):  # the mistake does not fit these shapes
                 continue
 

@@ -9,7 +9,9 @@ aten = torch.ops.aten
 
 
 def calls(graph: Graph) -> list[Node]:
-    return [n for n in graph.nodes if n.op == "call_function" and n.target is not aten.copy_.default]
+    return [
+        n for n in graph.nodes if n.op == "call_function" and n.target is not aten.copy_.default
+    ]
 
 
 def tensors(graph: Graph) -> list[Node]:

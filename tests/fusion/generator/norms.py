@@ -33,7 +33,9 @@ def functional_then_gamma(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
 
 def root_and_division(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     wide = x.float()
-    return (gamma.float() * (wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
+    return (gamma.float() * (wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps))).to(
+        x.dtype
+    )
 
 
 def sum_over_width(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
@@ -72,14 +74,18 @@ def variance_and_mean(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
 
 def gamma_into_the_root(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     wide = x.float()
-    return (wide * (gamma.float() * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps))).to(x.dtype)
+    return (wide * (gamma.float() * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps))).to(
+        x.dtype
+    )
 
 
 def scaled_first(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     """Divided by the root of the width before squaring, and the width taken into the epsilon."""
     wide = x.float()
     n = x.shape[-1]
-    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + n * eps) * n**0.5).to(x.dtype) * gamma
+    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + n * eps) * n**0.5).to(
+        x.dtype
+    ) * gamma
 
 
 def add_in_one(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
@@ -150,7 +156,9 @@ def mean_over_half(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
 
 def mean_without_last_column(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     wide = x.float()
-    return gamma * (wide * torch.rsqrt(wide[..., :-1].pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return gamma * (wide * torch.rsqrt(wide[..., :-1].pow(2).mean(-1, keepdim=True) + eps)).to(
+        x.dtype
+    )
 
 
 def epsilon_outside_the_root(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
@@ -160,12 +168,16 @@ def epsilon_outside_the_root(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
 
 def epsilon_added_after(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     wide = x.float()
-    return gamma * (wide * (torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) + 0.05)).to(x.dtype)
+    return gamma * (wide * (torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) + 0.05)).to(
+        x.dtype
+    )
 
 
 def epsilon_as_floor(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     wide = x.float()
-    return gamma * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).clamp(min=eps))).to(x.dtype)
+    return gamma * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).clamp(min=eps))).to(
+        x.dtype
+    )
 
 
 def unit_length(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
@@ -259,7 +271,9 @@ def tokens_rolled(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
 def groups(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     """Normalised in two groups of columns."""
     wide = x.float().unflatten(-1, (2, -1))
-    return gamma * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2).to(x.dtype)
+    return gamma * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2).to(
+        x.dtype
+    )
 
 
 WRONG_NORMS = {

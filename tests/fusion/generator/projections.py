@@ -1,4 +1,6 @@
-"""``x W^T`` for a weight stored [out, in], as models write it; and how a product's columns are parted."""
+"""``x W^T`` for a weight stored [out, in], as models write it; and how a product's columns are
+parted.
+"""
 
 from __future__ import annotations
 
@@ -219,7 +221,9 @@ def biased(x: Tensor, w: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, w: Tensor) -> Tensor:
-    return torch.addmm(x.new_zeros(w.shape[0]), x.reshape(-1, x.shape[-1]), w.t(), alpha=2).view(*x.shape[:-1], -1)
+    return torch.addmm(x.new_zeros(w.shape[0]), x.reshape(-1, x.shape[-1]), w.t(), alpha=2).view(
+        *x.shape[:-1], -1
+    )
 
 
 def of_absolute(x: Tensor, w: Tensor) -> Tensor:
@@ -255,7 +259,9 @@ def input_through_int(x: Tensor, w: Tensor) -> Tensor:
 
 
 def weight_scaled_by_columns(x: Tensor, w: Tensor) -> Tensor:
-    return F.linear(x, w * torch.arange(1, w.shape[0] + 1, device=w.device).to(w.dtype)[:, None] / w.shape[0])
+    return F.linear(
+        x, w * torch.arange(1, w.shape[0] + 1, device=w.device).to(w.dtype)[:, None] / w.shape[0]
+    )
 
 
 def weight_rows_rolled(x: Tensor, w: Tensor) -> Tensor:

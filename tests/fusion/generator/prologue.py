@@ -41,7 +41,9 @@ class Step:
         return ALL["parts"][self.choices[axis]](x, sizes)
 
     def norm(self, side: str, x: Tensor, gamma: str) -> Tensor:
-        return ALL["norm"][self.choices[f"{side}_norm"]](x, self.i[gamma], EPS[self.choices[f"{side}_eps"]])
+        return ALL["norm"][self.choices[f"{side}_norm"]](
+            x, self.i[gamma], EPS[self.choices[f"{side}_eps"]]
+        )
 
     def rotate(self, side: str, x: Tensor, t: Tables) -> Tensor:
         arrangement = rotations.ARRANGEMENTS[self.choices[f"{side}_arrangement"]]
@@ -63,8 +65,12 @@ def prologue(choices: Choices, i: Named) -> tuple[Tensor, ...]:
     k_pe = step.rotate("k", k_raw.unsqueeze(-2), k_tables).squeeze(-2)
     query = ALL["absorb"][choices["absorb"]](q_nope, absorbs.WEIGHTS[choices["w_uk"]](i))
     query, q_pe = QUERY_SCALES[choices["query_scale"]](query, q_pe)
-    extra = ALL["extra"][choices["extra"]](Values(i, q_raw, kv_raw, k_raw, c_q, c_kv, q_raw_pe, q_nope, k_pe))
-    kv, kr = ALL["write"][choices["write"]](i, writes.SLOTS[choices["slots"]](i["slots"]), c_kv, k_pe)
+    extra = ALL["extra"][choices["extra"]](
+        Values(i, q_raw, kv_raw, k_raw, c_q, c_kv, q_raw_pe, q_nope, k_pe)
+    )
+    kv, kr = ALL["write"][choices["write"]](
+        i, writes.SLOTS[choices["slots"]](i["slots"]), c_kv, k_pe
+    )
     return (*OUTPUTS[choices["outputs"]](query, q_pe, kv, kr), *extra)
 
 
@@ -94,7 +100,9 @@ Down = Callable[[Step, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def _merged(step: Step, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, kv, k = step.parts("down_parts", step.product("q_product", x, step.weight("qkv_a")), [HCQ, HCKV, DR])
+    q, kv, k = step.parts(
+        "down_parts", step.product("q_product", x, step.weight("qkv_a")), [HCQ, HCKV, DR]
+    )
     return q, kv, k
 
 
@@ -140,7 +148,9 @@ def _joint(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _joint_unflattened(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
-    q = _scaled(step, step.product("up_product", c_q, step.weight("q_b")).unflatten(-1, (-1, D + DR)))
+    q = _scaled(
+        step, step.product("up_product", c_q, step.weight("q_b")).unflatten(-1, (-1, D + DR))
+    )
     nope, rope = step.parts("up_parts", q, [D, DR])
     return nope, rope
 
@@ -159,7 +169,9 @@ def _separate(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rope_first(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
-    q = _scaled(step, step.product("up_product", c_q, step.weight("q_b"))).unflatten(-1, (-1, D + DR))
+    q = _scaled(step, step.product("up_product", c_q, step.weight("q_b"))).unflatten(
+        -1, (-1, D + DR)
+    )
     rope, nope = step.parts("up_parts", q, [DR, D])
     return nope, rope
 
@@ -177,7 +189,11 @@ def _scaled(step: Step, q: Tensor) -> Tensor:
 
 def _heads_inside(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
     """Mistake: columns read as [D + Dr, N]."""
-    q = step.product("up_product", c_q, step.weight("q_b")).unflatten(-1, (D + DR, -1)).transpose(-1, -2)
+    q = (
+        step.product("up_product", c_q, step.weight("q_b"))
+        .unflatten(-1, (D + DR, -1))
+        .transpose(-1, -2)
+    )
     nope, rope = q.split([D, DR], -1)
     return nope, rope
 
@@ -367,7 +383,10 @@ def _scores(query: Tensor, q_pe: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor
     return (attend(query, q_pe, kv, kr),)
 
 
-OUTPUTS = {f.__name__.lstrip("_"): f for f in (_direct, _with_rows, _joined, _heads_in_front, _flat_heads, _scores)}
+OUTPUTS = {
+    f.__name__.lstrip("_"): f
+    for f in (_direct, _with_rows, _joined, _heads_in_front, _flat_heads, _scores)
+}
 
 ALL: dict[str, Mapping[str, Callable[..., Any]]] = {
     "product": projections.UP_PRODUCTS | projections.WRONG_PRODUCTS,

@@ -1,7 +1,9 @@
-"""Mutants of quantised prologues: models of the catalogue with one change of their captured graph's nodes.
+"""Mutants of quantised prologues: models of the catalogue with one change of their captured graph's
+nodes.
 
-No float64 run says what such a graph means, so that fused and unfused are held against each other, on inputs of several
-sizes. What differs by more than a few steps of int8 must differ as much where x is nudged by a rounding.
+No float64 run says what such a graph means, so that fused and unfused are held against each other,
+on inputs of several sizes. What differs by more than a few steps of int8 must differ as much where
+x is nudged by a rounding.
 """
 
 from __future__ import annotations
@@ -28,7 +30,16 @@ from .judge import Judgement, Verdict
 from .mutants import Mutant, change
 
 ORIGINS = (
-    *("MxFull", "MxMerged", "MxChunked", "MxAttentionByOperator", "MxPacked", "Fp8Full", "Fp8Smooth", "HifFull"),
+    *(
+        "MxFull",
+        "MxMerged",
+        "MxChunked",
+        "MxAttentionByOperator",
+        "MxPacked",
+        "Fp8Full",
+        "Fp8Smooth",
+        "HifFull",
+    ),
     *("Full", "FullSmooth", "MergedDown", "IndexerReads", "PackedByOperators"),
     *("StaticW8A8", "StaticByOperators", "StaticFused", "PagedLite", "StaticInt8", "Int8Rows"),
 )
@@ -59,8 +70,12 @@ def _drawn(name: str, seed: int, size: float) -> Named:
     torch.manual_seed(seed)
     given = dict(zip(ARGS, ENTRIES[name].args(), strict=True))
     if _is_packed(given["kv_cache"]):  # bytes that are finite as whatever they are read
-        given["kv_cache"] = torch.randint_like(given["kv_cache"].view(torch.int8), 60).view(given["kv_cache"].dtype)
-    of_tokens = size * 2.0 ** (torch.arange(len(given["x"])) % 4).view(-1, *[1] * (given["x"].dim() - 1))
+        given["kv_cache"] = torch.randint_like(given["kv_cache"].view(torch.int8), 60).view(
+            given["kv_cache"].dtype
+        )
+    of_tokens = size * 2.0 ** (torch.arange(len(given["x"])) % 4).view(
+        -1, *[1] * (given["x"].dim() - 1)
+    )
     return {**_weights(name), **given, "x": (given["x"] * of_tokens).to(given["x"].dtype)}
 
 
@@ -74,7 +89,9 @@ def capture(name: str) -> Quantised:
         return (found,) if isinstance(found, Tensor) else found
 
     captured = captures.static(program, _drawn(name, 0, 1.0))
-    for node, given in zip(captured.graph.graph.find_nodes(op="placeholder"), captured.names, strict=True):
+    for node, given in zip(
+        captured.graph.graph.find_nodes(op="placeholder"), captured.names, strict=True
+    ):
         node.target = given
     captured.graph.recompile()
     return Quantised(captured.graph, {"entry": name})
@@ -117,10 +134,15 @@ def judge(mutant: Mutant) -> Judgement:
     inputs = [node.meta["val"] for node in copy.graph.find_nodes(op="placeholder")]
     names = [str(node.target) for node in copy.graph.find_nodes(op="placeholder")]
     try:
-        report, _, wrap = fuse_with_boundary(copy, inputs, ENTRIES[mutant.case.choices["entry"]].config(verify="off"))
+        report, _, wrap = fuse_with_boundary(
+            copy, inputs, ENTRIES[mutant.case.choices["entry"]].config(verify="off")
+        )
     except Exception as error:  # the pass must never break a compilation
         return Judgement(Verdict.CRASHED, f"{type(error).__name__}: {error}")
-    said = "; ".join(f"[{rejection.code}] {rejection.message}" for rejection in report.rejected) or "nothing found"
+    said = (
+        "; ".join(f"[{rejection.code}] {rejection.message}" for rejection in report.rejected)
+        or "nothing found"
+    )
     if "[pass.failed]" in said:
         return Judgement(Verdict.CRASHED, said)
     if not report.fused:
@@ -129,7 +151,9 @@ def judge(mutant: Mutant) -> Judgement:
     for size, given, want in wanted:
         named = _fresh(given)
         outputs = fused(*(named[name] for name in names))
-        got = _values(Result(tuple(outputs), {name: named[name] for name in ARGS if "cache" in name}))
+        got = _values(
+            Result(tuple(outputs), {name: named[name] for name in ARGS if "cache" in name})
+        )
         wrong = _different(got, want)
         if wrong and compare.differs(got, want, _witness(graph, given)):
             return Judgement(Verdict.WRONG, f"x of {size}: {wrong}")
@@ -143,10 +167,16 @@ def _fresh(given: Named) -> Named:
 def _values(result: Result) -> list[Tensor]:
     """Numbers of outputs and caches; of rows that are packed, of their parts."""
     found = []
-    for value in (*result.outputs, *(result.caches[name] for name in ARGS if name in result.caches)):
+    for value in (
+        *result.outputs,
+        *(result.caches[name] for name in ARGS if name in result.caches),
+    ):
         if _is_packed(value):
             codes, key, scale = unpack_rows(value.reshape(-1, value.shape[-1]), hckv=HCKV, dr=DR)
-            found += [codes.float().unflatten(-1, (len(scale[0]), -1)) * scale.unsqueeze(-1), key.float()]
+            found += [
+                codes.float().unflatten(-1, (len(scale[0]), -1)) * scale.unsqueeze(-1),
+                key.float(),
+            ]
         else:
             found.append(value if value.dtype in (torch.float64, torch.int64) else value.float())
     return found
@@ -157,7 +187,11 @@ def _is_packed(value: Tensor) -> bool:
 
 
 def _different(got: list[Tensor], want: list[Tensor]) -> str:
-    return "another number of values" if len(got) != len(want) else modelled.differs(tuple(got), tuple(want))
+    return (
+        "another number of values"
+        if len(got) != len(want)
+        else modelled.differs(tuple(got), tuple(want))
+    )
 
 
 def _witness(graph: torch.fx.GraphModule, given: Named) -> compare.Witness:

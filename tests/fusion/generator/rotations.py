@@ -1,4 +1,6 @@
-"""RoPE: ``rotate(x, tables)`` for x [.., Dr]; by what the output's columns are, halves or interleaved pairs."""
+"""RoPE: ``rotate(x, tables)`` for x [.., Dr]; by what the output's columns are, halves or
+interleaved pairs.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +161,10 @@ PAIRS_OUT: dict[str, Rotation] = {
 }
 ROTATIONS = HALVES_OUT | PAIRS_OUT
 
-_FULL = "deinterleave_rotate_half unbind wide addcmul permuted_columns npu_interleave_rope neox roll_with_signs"
+_FULL = (
+    "deinterleave_rotate_half unbind wide addcmul permuted_columns npu_interleave_rope neox "
+    "roll_with_signs"
+)
 _WIDTH = {
     **dict.fromkeys(_FULL.split(), "full"),
     **dict.fromkeys(("real_and_imaginary", "complex_product"), "complex"),
@@ -168,7 +173,9 @@ _WIDTH = {
 
 
 def width(rotation: str) -> str:
-    """The form in which a rotation reads its tables: that a table's halves are equal is not for the pass to assume."""
+    """The form in which a rotation reads its tables: that a table's halves are equal is not for the
+    pass to assume.
+    """
     return _WIDTH.get(rotation, "half")
 
 
@@ -180,11 +187,15 @@ def tokens_first(rotate: Rotation, x: Tensor, t: Tables) -> Tensor:
 
 
 def heads_first(rotate: Rotation, x: Tensor, t: Tables) -> Tensor:
-    return rotate(x.transpose(-2, -3), t.lifted(lambda table: table.unsqueeze(-3))).transpose(-2, -3)
+    return rotate(x.transpose(-2, -3), t.lifted(lambda table: table.unsqueeze(-3))).transpose(
+        -2, -3
+    )
 
 
 def with_unit_axis(rotate: Rotation, x: Tensor, t: Tables) -> Tensor:
-    return rotate(x.unsqueeze(-2), t.lifted(lambda table: table.unsqueeze(-2).unsqueeze(-2))).squeeze(-2)
+    return rotate(
+        x.unsqueeze(-2), t.lifted(lambda table: table.unsqueeze(-2).unsqueeze(-2))
+    ).squeeze(-2)
 
 
 def one_batch_heads_first(rotate: Rotation, x: Tensor, t: Tables) -> Tensor:
@@ -199,7 +210,10 @@ def flat_rows(rotate: Rotation, x: Tensor, t: Tables) -> Tensor:
     return rotate(flat, t.lifted(lambda table: table.reshape(-1, 1, table.shape[-1]))).view(x.shape)
 
 
-ARRANGEMENTS = {f.__name__: f for f in (tokens_first, heads_first, with_unit_axis, one_batch_heads_first, flat_rows)}
+ARRANGEMENTS = {
+    f.__name__: f
+    for f in (tokens_first, heads_first, with_unit_axis, one_batch_heads_first, flat_rows)
+}
 
 
 # -- mistakes

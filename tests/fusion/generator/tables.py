@@ -1,4 +1,6 @@
-"""Where cos and sin come from: inputs, gathered by position, computed; and in which width a rotation asks for them."""
+"""Where cos and sin come from: inputs, gathered by position, computed; and in which width a
+rotation asks for them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ HALF = DR // 2
 
 @dataclass(frozen=True)
 class Tables:
-    """cos and sin, [.., Dr] or [.., Dr/2]; or ``freqs``, complex [.., Dr/2]. ``lift`` puts the axis of heads in."""
+    """cos and sin, [.., Dr] or [.., Dr/2]; or ``freqs``, complex [.., Dr/2]. ``lift`` puts the axis
+    of heads in.
+    """
 
     cos: Tensor | None = None
     sin: Tensor | None = None
@@ -29,7 +33,9 @@ class Tables:
         return replace(self, lift=lift)
 
     def half(self) -> tuple[Tensor, Tensor]:
-        cos, sin = (self.freqs.real, self.freqs.imag) if self.freqs is not None else (self.cos, self.sin)
+        cos, sin = (
+            (self.freqs.real, self.freqs.imag) if self.freqs is not None else (self.cos, self.sin)
+        )
         assert cos is not None and sin is not None
         return self.lift(cos[..., :HALF]), self.lift(sin[..., :HALF])
 
@@ -75,11 +81,16 @@ def indexed(i: Named) -> Tables:
 
 def index_selected(i: Named) -> Tables:
     flat, shape = i["positions"].flatten(), (*i["positions"].shape, DR)
-    return Tables(i["all_cos"].index_select(0, flat).view(shape), i["all_sin"].index_select(0, flat).view(shape))
+    return Tables(
+        i["all_cos"].index_select(0, flat).view(shape),
+        i["all_sin"].index_select(0, flat).view(shape),
+    )
 
 
 def embedded(i: Named) -> Tables:
-    return Tables(F.embedding(i["positions"], i["all_cos"]), F.embedding(i["positions"], i["all_sin"]))
+    return Tables(
+        F.embedding(i["positions"], i["all_cos"]), F.embedding(i["positions"], i["all_sin"])
+    )
 
 
 def gathered(i: Named) -> Tables:
@@ -187,7 +198,11 @@ def of_first_token(t: Tables) -> Tables:
 
 
 def sine_negated(t: Tables) -> Tables:
-    return Tables(t.cos, None if t.sin is None else -t.sin, None if t.freqs is None else t.freqs.conj().resolve_conj())
+    return Tables(
+        t.cos,
+        None if t.sin is None else -t.sin,
+        None if t.freqs is None else t.freqs.conj().resolve_conj(),
+    )
 
 
 def cosine_doubled(t: Tables) -> Tables:
@@ -208,7 +223,9 @@ def _float8(table: Tensor) -> Tensor:
 
 
 def _both(t: Tables, change: Callable[[Tensor], Tensor]) -> Tables:
-    cos, sin, freqs = (None if table is None else change(table) for table in (t.cos, t.sin, t.freqs))
+    cos, sin, freqs = (
+        None if table is None else change(table) for table in (t.cos, t.sin, t.freqs)
+    )
     return Tables(cos, sin, freqs)
 
 

@@ -1,4 +1,6 @@
-"""Changes of what is written into caches and who reads them: each takes a graph and a source of chance."""
+"""Changes of what is written into caches and who reads them: each takes a graph and a source of
+chance.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def accumulate(graph: Graph, rng: random.Random) -> str | None:
 
 def write_again(graph: Graph, rng: random.Random) -> str | None:
     """A second write of the same rows follows, at other slots."""
-    writes = [node for node in calls(graph) if node.target in (aten.index_put.default, aten.index_copy.default)]
+    writes = [
+        node
+        for node in calls(graph)
+        if node.target in (aten.index_put.default, aten.index_copy.default)
+    ]
     if not writes:
         return None
     node = rng.choice(writes)
@@ -52,7 +58,11 @@ def write_again(graph: Graph, rng: random.Random) -> str | None:
 def old_cache_read(graph: Graph, rng: random.Random) -> str | None:
     """Somebody after the write reads the cache as it was before."""
     (output,) = graph.find_nodes(op="output")
-    caches = [node for node in graph.find_nodes(op="placeholder") if "cache" in str(node.target) and node.users]
+    caches = [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if "cache" in str(node.target) and node.users
+    ]
     if not caches:
         return None
     node = rng.choice(caches)

@@ -1,4 +1,6 @@
-"""Cache writes: rows of c_kv and k_pe stored at their slots. Each returns what attention reads of both caches."""
+"""Cache writes: rows of c_kv and k_pe stored at their slots. Each returns what attention reads of
+both caches.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from .inputs import Named
 npu = torch.ops.npu
 Rows = tuple[Tensor, Tensor]
 Write = Callable[[Named, Tensor, Tensor, Tensor], Rows]
-"""``write(inputs, slots, c_kv, k_pe)``; c_kv [.., Hckv] and k_pe [.., Dr] have the tokens' shape, as slots has."""
+"""``write(inputs, slots, c_kv, k_pe)``; c_kv [.., Hckv] and k_pe [.., Dr] have the tokens'
+shape, as slots has.
+"""
 
 
 def _flat(i: Named) -> Rows:
@@ -153,7 +157,9 @@ def by_slot_and_by_block(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) ->
 
 def both_by_one_operator(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
     rows = (value.reshape(-1, 1, value.shape[-1]) for value in (c_kv, k_pe))
-    npu.npu_scatter_pa_kv_cache(*rows, i["kv_cache"], i["kr_cache"], slots.reshape(-1), cache_mode="Norm")
+    npu.npu_scatter_pa_kv_cache(
+        *rows, i["kv_cache"], i["kr_cache"], slots.reshape(-1), cache_mode="Norm"
+    )
     return _flat(i)
 
 

@@ -9,5 +9,7 @@ from ..member import Family
 
 _MODULES = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
 FAMILIES: dict[str, Family] = {
-    family.name: family for name in _MODULES for family in import_module(f".{name}", __package__).FAMILIES
+    family.name: family
+    for name in _MODULES
+    for family in import_module(f".{name}", __package__).FAMILIES
 }

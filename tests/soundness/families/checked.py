@@ -1,4 +1,6 @@
-"""``Config(slots="checked")``: bad slots raise before anything is written, good ones run as ever."""
+"""``Config(slots="checked")``: bad slots raise before anything is written, good ones run as
+ever.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from ..member import Attack, Family, Member, Outcome, Verdict
 from ..program import STYLES, Named, prologue
 from ..running import on, run_seeded, verdict
 
-BAD = {"minus_one": -1, "far_below": -(1 << 40), "one_beyond": inputs.ROWS, "far_beyond": 1 << 40, "repeated": None}
+BAD = {
+    "minus_one": -1,
+    "far_below": -(1 << 40),
+    "one_beyond": inputs.ROWS,
+    "far_beyond": 1 << 40,
+    "repeated": None,
+}
 
 
 def _judge(member: Member) -> Outcome:
@@ -26,7 +34,9 @@ def _judge(member: Member) -> Outcome:
 
     example = inputs.ordinary(tokens)
     captured = (captures.symbolic if member.regime == "sym" else captures.static)(program, example)
-    report, _, wrap = fuse_with_boundary(captured.graph, captured.inputs, member.config(slots="checked"))
+    report, _, wrap = fuse_with_boundary(
+        captured.graph, captured.inputs, member.config(slots="checked")
+    )
     run = on(captured, wrap(captured.graph.forward))
     wrong = differs(run_seeded(run, example), run_seeded(program, example))
     if wrong:
@@ -44,9 +54,13 @@ def _judge(member: Member) -> Outcome:
     except Exception as error:
         touched = [name for name in inputs.CACHES if not torch.equal(given[name], example[name])]
         if touched:
-            return Outcome(member, Verdict.WRONG, f"{', '.join(touched)} was written before the error")
+            return Outcome(
+                member, Verdict.WRONG, f"{', '.join(touched)} was written before the error"
+            )
         if bad is not None and str(bad) not in str(error):
-            return Outcome(member, Verdict.WRONG, f"the error does not name the slot {bad}: {error}")
+            return Outcome(
+                member, Verdict.WRONG, f"the error does not name the slot {bad}: {error}"
+            )
         return Outcome(member, Verdict.REFUSED, f"raised {type(error).__name__}")
     return Outcome(member, Verdict.WRONG, "a bad slot was taken without a word")
 
@@ -55,7 +69,9 @@ def _nothing(*_: Any) -> None:
     """Members are told by their names alone."""
 
 
-_CASES = tuple(Attack(name, _nothing, ("1", "4"), ("T5", "sym"), ("paged", "neox", "blocks")) for name in BAD)
+_CASES = tuple(
+    Attack(name, _nothing, ("1", "4"), ("T5", "sym"), ("paged", "neox", "blocks")) for name in BAD
+)
 FAMILIES = [
     Family(
         "checked.slots",

@@ -1,7 +1,7 @@
 """Choice by value: operators that leave every number of magnitude 1 as it is and change an outlier.
 
-A probe of normal numbers never reaches the bound, a trained model's outlier channel does. The step is part of what the
-model computes: a fusion that drops it is wrong.
+A probe of normal numbers never reaches the bound, a trained model's outlier channel does. The step
+is part of what the model computes: a fusion that drops it is wrong.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ def _bounded(bound: float) -> dict[str, Step]:
         "softplus_with_threshold": lambda v, i: v - F.softplus(v - 2 * b, beta=4.0, threshold=8.0),
         "absolute_difference": lambda v, i: b - (v - b).abs(),
         "root_of_square": lambda v, i: b - torch.sqrt((v - b) ** 2),
-        "norm_of_pair": lambda v, i: b - torch.linalg.vector_norm(torch.stack([v - b, v * 0], -1), dim=-1),
+        "norm_of_pair": lambda v, i: (
+            b - torch.linalg.vector_norm(torch.stack([v - b, v * 0], -1), dim=-1)
+        ),
         "max_of_two": lambda v, i: torch.stack([v, v * 0 - b]).amax(0),
         "sorted_pair": lambda v, i: torch.stack([v, v * 0 + b]).sort(0).values[0],
         "median_of_three": lambda v, i: torch.stack([v, v * 0 + b, v * 0 - b]).median(0).values,
         "bucketed": lambda v, i: v * (torch.bucketize(v.float(), torch.tensor([b])) == 0),
-        "nan_when_large": lambda v, i: torch.nan_to_num(v / (v < b).to(v.dtype), nan=0.0, posinf=b, neginf=-b),
+        "nan_when_large": lambda v, i: torch.nan_to_num(
+            v / (v < b).to(v.dtype), nan=0.0, posinf=b, neginf=-b
+        ),
     }
     return {f"{name}_{bound:g}": step for name, step in steps.items()}
 
@@ -68,7 +72,9 @@ _EVERYWHERE: dict[str, Step] = {
     "hardswish": lambda v, i: F.hardswish(v + 4) - 4,
     "sorted_columns": lambda v, i: v.sort(-1).values,
     "cummax": lambda v, i: v.cummax(-1).values,
-    "largest_half": lambda v, i: torch.where(v >= v.kthvalue(v.shape[-1] // 2, -1, keepdim=True).values, v, 0),
+    "largest_half": lambda v, i: torch.where(
+        v >= v.kthvalue(v.shape[-1] // 2, -1, keepdim=True).values, v, 0
+    ),
     "integers": lambda v, i: v.to(torch.int32).to(v.dtype) + v.frac() * 0.5,
     "through_float8": lambda v, i: v.to(torch.float8_e4m3fn).to(v.dtype),
     "softsign": lambda v, i: F.softsign(v),
@@ -79,7 +85,9 @@ _GROWTH: dict[str, Step] = {
     "through_float16": lambda v, i: (v * 2048).to(torch.float16).to(v.dtype) / 2048,
     "exp_of_log": lambda v, i: torch.log(torch.exp(v.float())).to(v.dtype),
     "scaled_up_and_down": lambda v, i: (v.float() * 1e36 * 1e-36).to(v.dtype),
-    "square_and_root": lambda v, i: ((v.float() * 1e17) ** 2).mul(1e-34).sqrt().copysign(v.float()).to(v.dtype),
+    "square_and_root": lambda v, i: (
+        ((v.float() * 1e17) ** 2).mul(1e-34).sqrt().copysign(v.float()).to(v.dtype)
+    ),
     "logaddexp": lambda v, i: v - torch.log1p(torch.exp(v.float() - 60.0)).to(v.dtype),
 }
 
@@ -93,7 +101,9 @@ FAMILIES = [
         "choice.bounds",
         "a bound that ordinary numbers never reach",
         attacks(_bounded(12.0), FLOATS, ALL) + attacks(_bounded(40.0), FLOATS, ALL),
-        attacks({"all_true_mask": _inert}, ("c_q", "q_nope", "k_pe"), ("T8", "sym"), ("paged", "neox")),
+        attacks(
+            {"all_true_mask": _inert}, ("c_q", "q_nope", "k_pe"), ("T8", "sym"), ("paged", "neox")
+        ),
     ),
     Family(
         "choice.everywhere",
@@ -107,7 +117,8 @@ FAMILIES = [
     ),
     Family(
         "choice.outputs",
-        "the same steps on what is given out, on tables and weights: fused only where the step is kept",
+        "the same steps on what is given out, on tables and weights: fused only where the step is "
+        "kept",
         attacks(_bounded(12.0), OUTPUTS, ALL)
         + attacks(_bounded(0.5), TABLES, ALL)
         + attacks(_bounded(0.05), WEIGHTS[:4], ALL)

@@ -1,7 +1,7 @@
 """What the report claims: "verified" of outputs that were compared, and of nothing else.
 
-Caches too large to draw, or token counts whose outputs are, are captured on fake tensors. Every replaced value must
-have a figure where the report says "verified".
+Caches too large to draw, or token counts whose outputs are, are captured on fake tensors. Every
+replaced value must have a figure where the report says "verified".
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ def _judge(member: Member) -> Outcome:
     example = inputs.ordinary(8)
     names = captures._used(lambda i: prologue(i, style), example)
     with FakeTensorMode() as mode:
-        fakes: Named = {name: mode.from_tensor(v) if isinstance(v, Tensor) else v for name, v in example.items()}
+        fakes: Named = {
+            name: mode.from_tensor(v) if isinstance(v, Tensor) else v for name, v in example.items()
+        }
         for name, width in (("kv_cache", HCKV), ("kr_cache", DR)):
             fakes[name] = torch.empty(blocks, 16, 1, width, dtype=torch.bfloat16)
     model = captures._Model(lambda i: prologue(i, style), names, example)
     gm = captures._aot(model, [fakes[name] for name in names])
     given = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    config = member.config(verify=member.regime, staging="always" if member.place == "staged" else "auto")
+    config = member.config(
+        verify=member.regime, staging="always" if member.place == "staged" else "auto"
+    )
     try:
         report, _, _ = fuse_with_boundary(gm, given, config)
     except Exception as error:
@@ -45,13 +49,19 @@ def _judge(member: Member) -> Outcome:
     compared = {figure.output for figure in fusion.figures}
     unseen = sorted(set(fusion.replaced.values()) - compared)
     if unseen and re.fullmatch("verified", fusion.verified):
-        return Outcome(member, Verdict.WRONG, f"'verified', and {', '.join(unseen)} was compared with nothing")
-    return Outcome(member, Verdict.FUSED if fusion.placement == "in place" else Verdict.STAGED, fusion.verified)
+        return Outcome(
+            member, Verdict.WRONG, f"'verified', and {', '.join(unseen)} was compared with nothing"
+        )
+    return Outcome(
+        member, Verdict.FUSED if fusion.placement == "in place" else Verdict.STAGED, fusion.verified
+    )
 
 
 def _nothing(*_: Any) -> None:
     """Members are told by their names alone."""
 
 
-_CASES = tuple(Attack(size, _nothing, ("auto", "staged"), ("first", "all"), tuple(STYLES)) for size in BLOCKS)
+_CASES = tuple(
+    Attack(size, _nothing, ("auto", "staged"), ("first", "all"), tuple(STYLES)) for size in BLOCKS
+)
 FAMILIES = [Family("claims.verified", "verified means compared", _CASES, judge=_judge)]

@@ -1,4 +1,6 @@
-"""Whole programs in which one memory, weight or table plays two roles, or a weight hangs on the data."""
+"""Whole programs in which one memory, weight or table plays two roles, or a weight hangs on the
+data.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def _with(**others: object) -> Step:
 
 
 class _All(dict):  # type: ignore[type-arg]
-    """Names that the prologue reads, read through the recorder that tells which inputs a program has."""
+    """Names that the prologue reads, read through the recorder that tells which inputs a program
+    has.
+    """
 
     _WEIGHTS = "w_dq w_uq w_uk w_dkv_kr gamma_q gamma_kv"
     _OTHERS = "x positions all_cos all_sin inv_freq cos sin slots kv_cache kr_cache"
@@ -37,7 +41,9 @@ class _All(dict):  # type: ignore[type-arg]
 def _two_on_one_x(i: Named, style: Style) -> Outputs:
     """A second prologue writes the same caches at the same slots."""
     first = prologue(i, style)
-    return *first, *prologue({**_All(i), "w_dkv_kr": i["w_dkv_kr"] * 2, "w_uk": i["w_uk"].flip(0)}, style)
+    return *first, *prologue(
+        {**_All(i), "w_dkv_kr": i["w_dkv_kr"] * 2, "w_uk": i["w_uk"].flip(0)}, style
+    )
 
 
 def _second_reads_first(i: Named, style: Style) -> Outputs:
@@ -83,7 +89,9 @@ def _restored(i: Named, style: Style) -> Outputs:
 
 
 _ROLES: dict[str, Step] = {
-    "one_memory_for_both_caches": _with(kr_cache=lambda i: i["kv_cache"].view(-1)[: ROWS * DR].view(32, 16, 1, DR)),
+    "one_memory_for_both_caches": _with(
+        kr_cache=lambda i: i["kv_cache"].view(-1)[: ROWS * DR].view(32, 16, 1, DR)
+    ),
     "overlapping_caches": _with(
         kr_cache=lambda i: i["kv_cache"].view(-1, DR)[8 : 8 + ROWS].view(32, 16, 1, DR),
     ),
@@ -98,8 +106,12 @@ _ROLES: dict[str, Step] = {
     "weights_from_cache": _with(w_uk=lambda i: i["kv_cache"].view(2, -1, HCKV)[:, :128]),
     "gamma_from_cache": _with(gamma_kv=lambda i: i["kv_cache"].view(-1, HCKV)[3]),
     "x_from_cache": _with(x=lambda i: i["kv_cache"].view(-1, HE)[: i["x"].shape[0]] + i["x"]),
-    "gamma_of_x": _with(gamma_q=lambda i: i["gamma_q"] * (1 + i["x"].float().mean()).to(i["x"].dtype)),
-    "w_uk_of_x": _with(w_uk=lambda i: i["w_uk"] * (1 + i["x"].float().abs().amax()).to(i["x"].dtype)),
+    "gamma_of_x": _with(
+        gamma_q=lambda i: i["gamma_q"] * (1 + i["x"].float().mean()).to(i["x"].dtype)
+    ),
+    "w_uk_of_x": _with(
+        w_uk=lambda i: i["w_uk"] * (1 + i["x"].float().abs().amax()).to(i["x"].dtype)
+    ),
     "w_dq_of_x": _with(w_dq=lambda i: i["w_dq"] + i["x"][:1]),
     "cos_of_x": _with(
         cos=lambda i: i["x"][:, :DR].float().cos().to(i["x"].dtype),
@@ -107,10 +119,15 @@ _ROLES: dict[str, Step] = {
     ),
     "cos_is_sin": _with(cos=lambda i: i["sin"], all_cos=lambda i: i["all_sin"]),
     "tables_swapped": _with(
-        cos=lambda i: i["sin"], sin=lambda i: i["cos"], all_cos=lambda i: i["all_sin"], all_sin=lambda i: i["all_cos"]
+        cos=lambda i: i["sin"],
+        sin=lambda i: i["cos"],
+        all_cos=lambda i: i["all_sin"],
+        all_sin=lambda i: i["all_cos"],
     ),
     "slots_of_x": _with(slots=lambda i: (i["slots"] + (i["x"][:, 0].float() * 4).long()) % ROWS),
-    "slots_of_cache": _with(slots=lambda i: (i["slots"] + i["kr_cache"].view(-1)[:1].long().abs()) % ROWS),
+    "slots_of_cache": _with(
+        slots=lambda i: (i["slots"] + i["kr_cache"].view(-1)[:1].long().abs()) % ROWS
+    ),
     "two_prologues_on_one_x": _two_on_one_x,
     "second_reads_first": _second_reads_first,
     "again_on_moved_slots": _again_on_moved_slots,
@@ -123,7 +140,10 @@ _ROLES: dict[str, Step] = {
 
 _BY_POSITION: dict[str, Step] = {
     "positions_of_cache": _with(
-        positions=lambda i: i["positions"] // 2 + i["kr_cache"].view(-1, DR)[: i["x"].shape[0], 0].mul(9).long().abs()
+        positions=lambda i: (
+            i["positions"] // 2
+            + i["kr_cache"].view(-1, DR)[: i["x"].shape[0], 0].mul(9).long().abs()
+        )
     ),
 }
 
@@ -161,7 +181,9 @@ _FINITE: dict[str, Step] = {
 
 _RAW = ("x", "q_raw", "k_raw")
 _LARGEST: dict[str, Step] = {
-    "bounded_by_largest": lambda v, i: v.clamp(torch.finfo(torch.bfloat16).min, torch.finfo(torch.bfloat16).max),
+    "bounded_by_largest": lambda v, i: v.clamp(
+        torch.finfo(torch.bfloat16).min, torch.finfo(torch.bfloat16).max
+    ),
 }
 
 
@@ -173,17 +195,26 @@ FAMILIES = [
     Family(
         "composed.roles",
         "one memory, weight or table in two roles",
-        attacks(_ROLES, ("program",), ALL) + attacks(_BY_POSITION, ("program",), ALL, ("paged", "blocks", "angles")),
+        attacks(_ROLES, ("program",), ALL)
+        + attacks(_BY_POSITION, ("program",), ALL, ("paged", "blocks", "angles")),
     ),
     Family(
         "composed.tables",
-        "tables with one row for all tokens, or rows of other tokens, for one of the rotations or both",
-        attacks(_TABLES, ("cos", "q_cos", "k_sin", "k_cos+k_sin", "q_cos+q_sin+k_cos+k_sin"), _SOME),
+        "tables with one row for all tokens, or rows of other tokens, for one of the rotations or "
+        "both",
+        attacks(
+            _TABLES, ("cos", "q_cos", "k_sin", "k_cos+k_sin", "q_cos+q_sin+k_cos+k_sin"), _SOME
+        ),
     ),
     Family(
         "composed.positions",
         "positions that went through floats",
-        attacks({"nudged": _positions_by_float}, ("k_positions", "q_positions"), ALL, ("paged", "blocks")),
+        attacks(
+            {"nudged": _positions_by_float},
+            ("k_positions", "q_positions"),
+            ALL,
+            ("paged", "blocks"),
+        ),
     ),
     Family(
         "composed.non_finite",

@@ -1,4 +1,6 @@
-"""Flags and masks that come in: one coin toss of a probe, or always the same, and another model the other way."""
+"""Flags and masks that come in: one coin toss of a probe, or always the same, and another model the
+other way.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _FLAGS: dict[str, Step] = {
     "kind_is_seven": lambda v, i: v + (i["kind"] == 7).to(v.dtype),
     "kind_shifted": lambda v, i: v * (1 + v.abs() * (i["kind"] >> 2).to(v.dtype)),
     "kind_selects": lambda v, i: torch.stack([v, v.sin()])[(i["kind"] > 2).long().view(1)][0],
-    "kind_gathers": lambda v, i: torch.stack([v, v.sin()]).index_select(0, (i["kind"] // 4).clamp(max=1).view(1))[0],
+    "kind_gathers": lambda v, i: torch.stack([v, v.sin()]).index_select(
+        0, (i["kind"] // 4).clamp(max=1).view(1)
+    )[0],
     "flag_and_kind": lambda v, i: torch.where(i["flag"] | (i["kind"] < 3), v, v.tanh()),
 }
 _FLAGS |= {
@@ -46,7 +50,9 @@ _MASKS: dict[str, Step] = {
     "all_kinds_small": lambda v, i: torch.where((i["kinds"] < 3).all(), v, v.sin()),
     "sum_of_mask": lambda v, i: v + v.cos() * (i["mask"].shape[0] - i["mask"].sum()).to(v.dtype),
     "first_of_mask": lambda v, i: torch.where(i["mask"][:1].view(*[1] * v.dim()), v, v.sin()),
-    "kinds_embedded": lambda v, i: v + torch.tensor([0.0, 0, 0, 1, 1])[_per_token(i["kinds"], v)].to(v.dtype),
+    "kinds_embedded": lambda v, i: (
+        v + torch.tensor([0.0, 0, 0, 1, 1])[_per_token(i["kinds"], v)].to(v.dtype)
+    ),
 }
 
 _CONSTANT: dict[str, Step] = {
@@ -62,7 +68,11 @@ FAMILIES = [
         attacks(_FLAGS, (*FLOATS, *OUTPUTS), ALL),
         attacks(_CONSTANT, ("c_q", "k_pe"), ("T8", "sym"), ("paged", "neox")),
     ),
-    Family("flags.weights", "a flag decides on a weight or table", attacks(_FLAGS, (*WEIGHTS, *TABLES), ALL)),
+    Family(
+        "flags.weights",
+        "a flag decides on a weight or table",
+        attacks(_FLAGS, (*WEIGHTS, *TABLES), ALL),
+    ),
     Family("flags.masks", "a mask of tokens", attacks(_MASKS, (*FLOATS, *OUTPUTS), ALL)),
     Family(
         "flags.one_side",

@@ -1,7 +1,8 @@
-"""Positions and slots through integer arithmetic that is the identity on the small numbers of a probe.
+"""Positions and slots through integer arithmetic that is the identity on the small numbers of a
+probe.
 
-Tables at other positions are other tables; a slot beyond the cache is a write into somebody else's memory. Integers are
-equal only where their terms are.
+Tables at other positions are other tables; a slot beyond the cache is a write into somebody else's
+memory. Integers are equal only where their terms are.
 """
 
 from __future__ import annotations
@@ -133,7 +134,9 @@ _WRITES: dict[str, Step] = {
     "offset_of_eight": _in_blocks(lambda s: s // 16, lambda s: s % 8),
     "offset_clamped": _in_blocks(lambda s: s // 16, lambda s: (s % 16).clamp(max=14)),
     "swapped": _in_blocks(lambda s: s % 32, lambda s: s // 32),
-    "block_in_uint8": _in_blocks(lambda s: (s // 16 * 16).to(torch.uint8).long() // 16, lambda s: s % 16),
+    "block_in_uint8": _in_blocks(
+        lambda s: (s // 16 * 16).to(torch.uint8).long() // 16, lambda s: s % 16
+    ),
 }
 
 FAMILIES = [
@@ -147,14 +150,21 @@ FAMILIES = [
     ),
     Family(
         "integers.angles",
-        "angles of positions that lost bits, or are stretched far out, for the query or the key alone",
+        "angles of positions that lost bits, or are stretched far out, for the query or the key "
+        "alone",
         attacks(_ANGLES, AT[1:3], ALL, ("angles",)),
     ),
     Family(
         "integers.slots",
         "slots that differ from the input far out",
-        attacks(_slots(256), ("slots",), ALL) + attacks(_slots(64), ("slots",), ALL) + attacks(_SLOTS, ("slots",), ALL),
+        attacks(_slots(256), ("slots",), ALL)
+        + attacks(_slots(64), ("slots",), ALL)
+        + attacks(_SLOTS, ("slots",), ALL),
         attacks(_SLOT_CONTROLS, ("slots",), ("T8", "sym"), ("paged", "blocks")),
     ),
-    Family("integers.writes", "the two caches at different slots, or wrong blocks", attacks(_WRITES, ("write",), ALL)),
+    Family(
+        "integers.writes",
+        "the two caches at different slots, or wrong blocks",
+        attacks(_WRITES, ("write",), ALL),
+    ),
 ]

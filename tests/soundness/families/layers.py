@@ -1,7 +1,8 @@
-"""A second layer that differs from the first by one step: verification of the first says nothing of it.
+"""A second layer that differs from the first by one step: verification of the first says nothing of
+it.
 
-By default one layer of each structure is verified. An attack in the second layer alone must be in what tells structures
-apart.
+By default one layer of each structure is verified. An attack in the second layer alone must be in
+what tells structures apart.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class _Second(dict[str, Tensor]):
 
 
 def _at(steps: dict[str, Step], places: tuple[str, ...]) -> dict[str, Step]:
-    return {f"{name}@{place}": _second(place, step) for name, step in steps.items() for place in places}
+    return {
+        f"{name}@{place}": _second(place, step) for name, step in steps.items() for place in places
+    }
 
 
 FAMILIES = [
@@ -72,6 +75,11 @@ FAMILIES = [
             ("T8", "T64", "sym"),
             ("paged", "blocks"),
         ),
-        attacks({"same@c_q": _second("c_q", lambda v, i: v)}, ("program",), ("T8", "sym"), ("paged", "neox")),
+        attacks(
+            {"same@c_q": _second("c_q", lambda v, i: v)},
+            ("program",),
+            ("T8", "sym"),
+            ("paged", "neox"),
+        ),
     ),
 ]

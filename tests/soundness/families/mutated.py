@@ -1,8 +1,10 @@
-"""Inputs written between the reads of the prologue, in graphs that are functional and in graphs that are not.
+"""Inputs written between the reads of the prologue, in graphs that are functional and in graphs
+that are not.
 
-An in-place step on an input that is no cache is not a cache write: whoever reads that input later reads other numbers,
-and the caller sees it changed. ``aot`` graphs hold the write as a ``copy_`` at the end; ``make_fx`` and ``export``
-graphs hold it where it was written, which is where a fusion that moves reads goes wrong.
+An in-place step on an input that is no cache is not a cache write: whoever reads that input later
+reads other numbers, and the caller sees it changed. ``aot`` graphs hold the write as a ``copy_`` at
+the end; ``make_fx`` and ``export`` graphs hold it where it was written, which is where a fusion
+that moves reads goes wrong.
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ def _zero_first(tensor: Tensor) -> None:
 
 
 _STEPS: dict[str, Step] = {
-    **{f"{name}_doubled": _written(name, lambda t: t.mul_(2)) for name in ("w_dq", "w_uq", "w_uk", "w_dkv_kr")},
+    **{
+        f"{name}_doubled": _written(name, lambda t: t.mul_(2))
+        for name in ("w_dq", "w_uq", "w_uk", "w_dkv_kr")
+    },
     **{f"{name}_halved": _written(name, lambda t: t.mul_(0.5)) for name in ("gamma_q", "gamma_kv")},
     "x_zeroed": _written("x", lambda t: t.zero_()),
     "x_shifted": _written("x", lambda t: t.add_(1)),
@@ -96,7 +101,10 @@ def _judge(member: Member) -> Outcome:
     example = inputs.ordinary(8)
     names = captures._used(program, example)
     draws = [example, inputs.ordinary(8, 11)]
-    wanted = [_run(lambda *given: program(dict(zip(names, given, strict=True))), names, named) for named in draws]
+    wanted = [
+        _run(lambda *given: program(dict(zip(names, given, strict=True))), names, named)
+        for named in draws
+    ]
     usual = _run(lambda *given: unchanged(dict(zip(names, given, strict=True))), names, example)
     if not differs(wanted[0], usual):
         raise Invalid("it means what its control means")
@@ -127,7 +135,9 @@ def _judge(member: Member) -> Outcome:
     return verdict(member, [report], wrong, len(draws))
 
 
-def _captured(way: str, program: Callable[[Named], Any], names: list[str], example: Named) -> GraphModule:
+def _captured(
+    way: str, program: Callable[[Named], Any], names: list[str], example: Named
+) -> GraphModule:
     if way == "aot":
         return captures.static(program, example).graph
 
@@ -149,11 +159,16 @@ def _run(function: Callable[..., Any], names: list[str], named: Named) -> tuple[
     with torch.no_grad():
         results = function(*given.values())
     results = (results,) if isinstance(results, Tensor) else tuple(results)
-    return (*(value.clone() for value in results), *(given[name] for name in _MAY_CHANGE if name in given))
+    return (
+        *(value.clone() for value in results),
+        *(given[name] for name in _MAY_CHANGE if name in given),
+    )
 
 
 def _attacks() -> tuple[Attack, ...]:
-    def of(steps: dict[str, Step], places: tuple[str, ...], styles: tuple[str, ...]) -> list[Attack]:
+    def of(
+        steps: dict[str, Step], places: tuple[str, ...], styles: tuple[str, ...]
+    ) -> list[Attack]:
         return [Attack(name, step, places, WAYS, styles) for name, step in steps.items()]
 
     return tuple(
@@ -163,4 +178,8 @@ def _attacks() -> tuple[Attack, ...]:
     )
 
 
-FAMILIES = [Family("mutated.inputs", "an input or value is written between the reads", _attacks(), judge=_judge)]
+FAMILIES = [
+    Family(
+        "mutated.inputs", "an input or value is written between the reads", _attacks(), judge=_judge
+    )
+]

@@ -1,4 +1,6 @@
-"""Regions within the graph: autocast, checkpoints, branches; and an attack that hides in one of them."""
+"""Regions within the graph: autocast, checkpoints, branches; and an attack that hides in one of
+them.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,12 @@ _HIDDEN: dict[str, Step] = {
     "checkpointed_mask": _checkpointed(lambda v, i: v.masked_fill(v.abs() > 12, 0.0)),
     "checkpointed_flag": _checkpointed(lambda v, i: torch.where(i["flag"], v, v * 2 + 0.1)),
     "checkpointed_dropout_like": _checkpointed(lambda v, i: v * (v.abs() < 11)),
-    "cond_by_flag": lambda v, i: torch.cond(i["flag"], lambda u: u * 1.0, lambda u: u.sin() + 0.1, (v,)),
-    "cond_by_size": lambda v, i: torch.cond((v.abs().amax() < 12), lambda u: u * 1.0, lambda u: u.clamp(-12, 12), (v,)),
+    "cond_by_flag": lambda v, i: torch.cond(
+        i["flag"], lambda u: u * 1.0, lambda u: u.sin() + 0.1, (v,)
+    ),
+    "cond_by_size": lambda v, i: torch.cond(
+        (v.abs().amax() < 12), lambda u: u * 1.0, lambda u: u.clamp(-12, 12), (v,)
+    ),
     "embedded_autocast": _in_float32,
 }
 

@@ -1,9 +1,10 @@
-"""The path of a per-token scale: permuted, sliced or expanded on its way, it belongs to other tokens, or other blocks.
+"""The path of a per-token scale: permuted, sliced or expanded on its way, it belongs to other
+tokens, or other blocks.
 
-Full and partial W8A8 by npu_dynamic_quant and npu_quant_matmul, or by plain operators; fp8 and mxfp8 by operators. The
-scale of one projection takes a detour. A detour that comes back is a control; every other is another model, however
-much alike two scales are. The scale of W_dq x alone is no place: the norm behind it takes every factor of a token out
-again.
+Full and partial W8A8 by npu_dynamic_quant and npu_quant_matmul, or by plain operators; fp8 and
+mxfp8 by operators. The scale of one projection takes a detour. A detour that comes back is a
+control; every other is another model, however much alike two scales are. The scale of W_dq x alone
+is no place: the norm behind it takes every factor of a token out again.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ ATTACKS: dict[str, Detour] = {
 }
 # Of scales for blocks, [T, k/64, 2], which are codes of powers of two.
 OF_BLOCKS: dict[str, Detour] = {
-    **{name: ATTACKS[name] for name in ("first_for_all", "flipped", "rolled", "halves_swapped", "one_before")},
+    **{
+        name: ATTACKS[name]
+        for name in ("first_for_all", "flipped", "rolled", "halves_swapped", "one_before")
+    },
     "pairs_swapped": lambda s: s.flip(-1),
     "blocks_flipped": lambda s: s.flip(-2),
     "pairs_turned": lambda s: s.transpose(-1, -2).reshape(s.shape),
@@ -124,8 +128,13 @@ class _Partial(base.Base):
         self.q_b_proj = _Operators(base.HCQ, self.heads * (base.D + base.DR))  # type: ignore[assignment]
 
 
-# "twice": two layers, of which the second alone takes the detour; the first may stand for it where both look alike.
-MODELS: dict[str, type[nn.Module]] = {"operators": _FullOperators, "plain": _FullPlain, "partial": _Partial}
+# "twice": two layers, of which the second alone takes the detour; the first may stand for it where
+# both look alike.
+MODELS: dict[str, type[nn.Module]] = {
+    "operators": _FullOperators,
+    "plain": _FullPlain,
+    "partial": _Partial,
+}
 MODELS |= {f"{name} twice": model for name, model in list(MODELS.items())[:2]}
 
 
@@ -139,7 +148,9 @@ def _model(name: str) -> nn.Module:
     return MODELS[name]().requires_grad_(False)
 
 
-def _program(style: str, place: str, detour: Detour | None) -> Callable[[Named], tuple[Tensor, ...]]:
+def _program(
+    style: str, place: str, detour: Detour | None
+) -> Callable[[Named], tuple[Tensor, ...]]:
     model = _model(style)
     names = [name for name, _ in model.named_parameters()]
 
@@ -169,7 +180,11 @@ def _program(style: str, place: str, detour: Detour | None) -> Callable[[Named],
 def _draws(style: str, regime: str) -> Iterator[tuple[str, Named]]:
     parameters = {"w." + name: value for name, value in _model(style).named_parameters()}
     tokens = tokens_of(regime)
-    for label, count, seed in (("as compiled", tokens[0], 0), ("uneven", tokens[0], 21), ("longest", tokens[-1], 22)):
+    for label, count, seed in (
+        ("as compiled", tokens[0], 0),
+        ("uneven", tokens[0], 21),
+        ("longest", tokens[-1], 22),
+    ):
         named = {**inputs.ordinary(count, seed), **parameters}
         if seed:
             step = torch.arange(count) % 4
@@ -196,11 +211,19 @@ def _cases(steps: dict[str, Detour], regimes: tuple[str, ...]) -> tuple[Attack, 
 
 _HALF = tuple(Attack(f"{name}", _nothing, ("q_b",), REGIMES, ("partial",)) for name in ATTACKS)
 # Without those whose numbers are int8's, and one that five tokens cannot take.
-_OF_TOKENS = [name for name in ATTACKS if name not in ("bounded", "bounded_below", "doubled_late", "turned_in_two")]
+_OF_TOKENS = [
+    name
+    for name in ATTACKS
+    if name not in ("bounded", "bounded_below", "doubled_late", "turned_in_two")
+]
 
 
-def _of_floats(style: str, steps: Iterable[str], regimes: tuple[str, ...] = REGIMES) -> tuple[Attack, ...]:
-    return tuple(Attack(name, _nothing, ("q_b", "kv_a", "all"), regimes, (style,)) for name in steps)
+def _of_floats(
+    style: str, steps: Iterable[str], regimes: tuple[str, ...] = REGIMES
+) -> tuple[Attack, ...]:
+    return tuple(
+        Attack(name, _nothing, ("q_b", "kv_a", "all"), regimes, (style,)) for name in steps
+    )
 
 
 _MX_CONTROLS = ("as_it_is", "unsqueezed")

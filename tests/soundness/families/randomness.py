@@ -1,7 +1,8 @@
-"""Random steps: two reads of one noise are one, two noises are two, and a noisy weight is made anew at every call.
+"""Random steps: two reads of one noise are one, two noises are two, and a noisy weight is made anew
+at every call.
 
-A random step may stay outside of what is replaced. Inside, it would be drawn once where the model draws twice, or
-packed once and kept. Runs are compared from equal seeds, other ones at every call.
+A random step may stay outside of what is replaced. Inside, it would be drawn once where the model
+draws twice, or packed once and kept. Runs are compared from equal seeds, other ones at every call.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _NOISE: dict[str, Step] = {
     "dropout_little": lambda v, i: F.dropout(v, 0.01, training=True),
     "native_dropout": lambda v, i: torch.native_dropout(v, 0.3, True)[0],
     "alpha_dropout": lambda v, i: F.alpha_dropout(v, 0.2, training=True),
-    "feature_dropout": lambda v, i: F.dropout1d(v.reshape(1, -1, v.shape[-1]), 0.3, training=True).view(v.shape),
+    "feature_dropout": lambda v, i: F.dropout1d(
+        v.reshape(1, -1, v.shape[-1]), 0.3, training=True
+    ).view(v.shape),
     "bernoulli": lambda v, i: v * torch.bernoulli(torch.full_like(v, 0.7)),
     "rand_like": lambda v, i: v + 0.5 * torch.rand_like(v),
     "randn_like": lambda v, i: v + 0.5 * torch.randn_like(v),
@@ -27,7 +30,9 @@ _NOISE: dict[str, Step] = {
     "normal": lambda v, i: v + torch.normal(0.0, 0.5, v.shape).to(v.dtype),
     "normal_in_place": lambda v, i: v + torch.empty_like(v).normal_(0, 0.5),
     "uniform_in_place": lambda v, i: v * torch.empty_like(v).uniform_(0.5, 1.5),
-    "exponential": lambda v, i: v * torch.empty_like(v, dtype=torch.float32).exponential_().to(v.dtype),
+    "exponential": lambda v, i: (
+        v * torch.empty_like(v, dtype=torch.float32).exponential_().to(v.dtype)
+    ),
     "rrelu": lambda v, i: F.rrelu(v, 0.1, 0.5, training=True),
     "randint": lambda v, i: v * torch.randint(1, 3, (v.shape[-1],)).to(v.dtype),
     "random_columns": lambda v, i: v[..., torch.randperm(v.shape[-1])],
@@ -56,7 +61,11 @@ FAMILIES = [
     Family(
         "random.twice",
         "two noises of one value: two reads of x, two rotations' tables",
-        attacks(_NOISE, ("x_q+x_kv", "q_cos+k_cos", "q_cos+k_cos+q_sin+k_sin", "x_q", "x_kv", "q_cos", "k_sin"), ALL),
+        attacks(
+            _NOISE,
+            ("x_q+x_kv", "q_cos+k_cos", "q_cos+k_cos+q_sin+k_sin", "x_q", "x_kv", "q_cos", "k_sin"),
+            ALL,
+        ),
         attacks(_SILENT, ("x_q+x_kv",), ("T8", "sym"), ("paged",)),
         random=True,
     ),
@@ -70,7 +79,12 @@ FAMILIES = [
     Family(
         "random.integers",
         "random positions, the two rotations apart",
-        attacks({"randint": _on_positions}, ("q_positions+k_positions", "k_positions"), ALL, ("paged", "blocks")),
+        attacks(
+            {"randint": _on_positions},
+            ("q_positions+k_positions", "k_positions"),
+            ALL,
+            ("paged", "blocks"),
+        ),
         random=True,
     ),
 ]

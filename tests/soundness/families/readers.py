@@ -1,4 +1,6 @@
-"""Readers that take nothing, columns that are overwritten, values that the kernel does not give out."""
+"""Readers that take nothing, columns that are overwritten, values that the kernel does not give
+out.
+"""
 
 from __future__ import annotations
 
@@ -66,15 +68,21 @@ _NOTHING: dict[str, Step] = {
 }
 
 
-def _raw_norms(i: Named, query: Tensor, q_pe: Tensor, c_q: Tensor, c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, ...]:
+def _raw_norms(
+    i: Named, query: Tensor, q_pe: Tensor, c_q: Tensor, c_kv: Tensor, k_pe: Tensor
+) -> tuple[Tensor, ...]:
     return query, q_pe, c_q.float().norm(dim=-1), c_kv, k_pe.sum(-1)
 
 
-def _mixed(i: Named, query: Tensor, q_pe: Tensor, c_q: Tensor, c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, ...]:
+def _mixed(
+    i: Named, query: Tensor, q_pe: Tensor, c_q: Tensor, c_kv: Tensor, k_pe: Tensor
+) -> tuple[Tensor, ...]:
     return query + query.mean(0), q_pe.flip(0), c_q.cumsum(0)
 
 
-def _caches_read(i: Named, query: Tensor, q_pe: Tensor, c_q: Tensor, c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, ...]:
+def _caches_read(
+    i: Named, query: Tensor, q_pe: Tensor, c_q: Tensor, c_kv: Tensor, k_pe: Tensor
+) -> tuple[Tensor, ...]:
     return query, q_pe, i["kv_cache"][:2].clone(), i["kr_cache"].sum()
 
 
@@ -87,7 +95,9 @@ def _in_place_after(
     return query, q_pe
 
 
-_GIVEN: dict[str, Step] = {f.__name__[1:]: f for f in (_raw_norms, _mixed, _caches_read, _in_place_after)}
+_GIVEN: dict[str, Step] = {
+    f.__name__[1:]: f for f in (_raw_norms, _mixed, _caches_read, _in_place_after)
+}
 
 FAMILIES = [
     Family(
@@ -97,5 +107,7 @@ FAMILIES = [
         attacks(_NOTHING, ("c_q", "q_pe_raw", "k_pe"), ("T8", "sym"), ("paged",))
         + attacks(_NOTHING, ("q_nope",), ("T1",), ("neox",)),
     ),
-    Family("readers.outputs", "others read what the prologue makes", attacks(_GIVEN, ("outputs",), ALL)),
+    Family(
+        "readers.outputs", "others read what the prologue makes", attacks(_GIVEN, ("outputs",), ALL)
+    ),
 ]

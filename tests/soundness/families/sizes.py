@@ -1,7 +1,9 @@
-"""Sizes that a binding makes equal: slices by a dynamic int, writes of a part of the rows, halves of the tokens.
+"""Sizes that a binding makes equal: slices by a dynamic int, writes of a part of the rows, halves
+of the tokens.
 
-A probe binds the int to one number, at which a slice may hold every token. It is a slice all the same: a reader of the
-kernel's output, never that output itself, and rows that it drops are rows that are not written.
+A probe binds the int to one number, at which a slice may hold every token. It is a slice all the
+same: a reader of the kernel's output, never that output itself, and rows that it drops are rows
+that are not written.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ def _spread(v: Tensor, size: int) -> Tensor:
     return v.unsqueeze(0).expand(size, *v.shape)
 
 
-# What is computed with: a size is another number at other lengths, whatever number it is bound to for a probe.
+# What is computed with: a size is another number at other lengths, whatever number it is bound to
+# for a probe.
 _NUMBERS: dict[str, Step] = {
     "times": lambda v, i: v * i["n"],
     "over": lambda v, i: v / i["n"],
@@ -105,7 +108,9 @@ _NUMBERS: dict[str, Step] = {
     "summed_over_a_spread": lambda v, i: _spread(v, i["n"]).sum(0),
     "long_contexts_alone": lambda v, i: (v * max(1.0, v.shape[0] / 150)).to(v.dtype),
     "steps_of_the_count": lambda v, i: v * (v.shape[0] // 150 + 1),
-    "count_as_a_tensor": lambda v, i: (v * torch.full((1,), v.shape[0]).div(150).clamp(min=1)).to(v.dtype),
+    "count_as_a_tensor": lambda v, i: (v * torch.full((1,), v.shape[0]).div(150).clamp(min=1)).to(
+        v.dtype
+    ),
 }
 _INTEGER_NUMBERS: dict[str, Step] = {
     "plus_n": lambda v, i: v + i["n"],
@@ -139,5 +144,7 @@ FAMILIES = [
         "positions and slots computed with a size",
         attacks(_INTEGER_NUMBERS, ("positions", "slots"), DYNAMIC),
     ),
-    Family("sizes.halves", "halves of a symbolic count", attacks(_HALVES, (*FLOATS, *OUTPUTS), DYNAMIC)),
+    Family(
+        "sizes.halves", "halves of a symbolic count", attacks(_HALVES, (*FLOATS, *OUTPUTS), DYNAMIC)
+    ),
 ]

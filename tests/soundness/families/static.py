@@ -1,7 +1,8 @@
 """Static W8A8: steps at the places that npu_mla_preprocess takes in, and only there.
 
-The hidden state's norm, one scale and one offset for all that is quantised, int32 biases, c_q between its norm and its
-quantisation: the operator has no counterpart of any other step, and writes its caches at the model's own slots.
+The hidden state's norm, one scale and one offset for all that is quantised, int32 biases, c_q
+between its norm and its quantisation: the operator has no counterpart of any other step, and writes
+its caches at the model's own slots.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ SLOTS: dict[str, Step] = {
 _BEHIND_NORMS = ("normed", "c_q", "q_nope", "q_pe", "latent", "k_pe")
 _SCALES = ("x_scale", "q_scale")
 PLACES = {
-    **dict.fromkeys(CHOICES, (*_BEHIND_NORMS, "c_q_raw")),  # at c_kv, where they are staged, roundings decide them
+    # at c_kv, where they are staged, roundings decide them
+    **dict.fromkeys(CHOICES, (*_BEHIND_NORMS, "c_q_raw")),
     **dict.fromkeys(MOVES, (*_BEHIND_NORMS, "c_q_raw", "c_kv")),
     **dict.fromkeys(SIZES, (*_BEHIND_NORMS, "c_kv")),
     **dict.fromkeys(CODES, ("x_codes", "q_codes")),
@@ -123,7 +125,9 @@ class _Linear(static.StaticLinear):
         *_, descale, bias = self.names
         given = self.weight, self.at(descale, self.scale)
         made = self.at(bias, self.bias)
-        return torch.ops.npu.npu_quant_matmul(self.quantised(x), *given, bias=made, output_dtype=torch.bfloat16)
+        return torch.ops.npu.npu_quant_matmul(
+            self.quantised(x), *given, bias=made, output_dtype=torch.bfloat16
+        )
 
 
 class _Static(static.Static):
@@ -139,7 +143,13 @@ class _Static(static.Static):
             module = _Linear(*width)
             module.at = self.at
             module.bias.data = torch.randint_like(module.bias, -20000, 20000)
-            module.names = (f"{side}_scale", f"{side}_offset", f"{side}_codes", f"{short}_descale", f"{short}_bias")
+            module.names = (
+                f"{side}_scale",
+                f"{side}_offset",
+                f"{side}_codes",
+                f"{short}_descale",
+                f"{short}_bias",
+            )
             setattr(self, name, module)
         self.kv_a_proj_with_mqa.input_scale = self.q_a_proj.input_scale
         self.kv_a_proj_with_mqa.input_offset = self.q_a_proj.input_offset
@@ -147,14 +157,19 @@ class _Static(static.Static):
     def at(self, place: str, value: Tensor) -> Tensor:
         return self.step(value) if place == self.place else value
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *caches: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, *caches: Tensor
+    ) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         kv_cache, kr_cache, slots = caches
         x = self.at("normed", self.input_layernorm(self.at("hidden", x)))
         c_q = self.at("c_q", self.q_a_layernorm(self.at("c_q_raw", self.q_a_proj(x))))
         q_nope, q_pe = self.split(self.q_b_proj(c_q))
         raw, k_pe = self.at("latent", self.kv_a_proj_with_mqa(x)).split([HCKV, DR], -1)
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-        q_pe, k_pe = self.rotate(self.at("q_pe", q_pe), c, s), self.rotate(self.at("k_pe", k_pe).unsqueeze(1), c, s)
+        q_pe, k_pe = (
+            self.rotate(self.at("q_pe", q_pe), c, s),
+            self.rotate(self.at("k_pe", k_pe).unsqueeze(1), c, s),
+        )
         query = self.at("query", self.absorb(self.at("q_nope", q_nope)))
         kv_cache.view(-1, HCKV)[self.at("slots", slots)] = self.at("c_kv", self.kv_a_layernorm(raw))
         kr_cache.view(-1, DR)[self.at("key_slots", slots)] = k_pe.squeeze(1)
@@ -186,7 +201,9 @@ def _program(style: str, place: str, step: Step) -> Callable[[Named], tuple[Tens
     def program(i: Named) -> tuple[Tensor, ...]:
         model.place, model.step = place, step
         args = (i["x"], i["cos"], i["sin"], i["kv_cache"], i["kr_cache"], i["slots"])
-        found: tuple[Tensor, ...] = functional_call(model, {name: i["w." + name] for name in names}, args)
+        found: tuple[Tensor, ...] = functional_call(
+            model, {name: i["w." + name] for name in names}, args
+        )
         return found
 
     return program
@@ -207,7 +224,9 @@ def _draws(style: str, regime: str) -> Iterator[tuple[str, Named]]:
 
 
 def _judge(member: Member) -> Outcome:
-    step, place = CONTROLS[member.attack] if member.control else (STEPS[member.attack], member.place)
+    step, place = (
+        CONTROLS[member.attack] if member.control else (STEPS[member.attack], member.place)
+    )
     program, usual = (_program(member.style, place, step) for step in (step, _as_it_is))
     config = mf.Config(targets=("preprocess",) if member.target == "v3" else (member.target,))
     return modelled.judge(member, program, usual, list(_draws(member.style, member.regime)), config)
@@ -222,12 +241,19 @@ def _cases(steps: dict[str, Step]) -> tuple[Attack, ...]:
 
 
 def _controls() -> tuple[Attack, ...]:
-    return tuple(Attack(name, _nothing, (place,), REGIMES[:1], tuple(MODELS)) for name, (_, place) in CONTROLS.items())
+    return tuple(
+        Attack(name, _nothing, (place,), REGIMES[:1], tuple(MODELS))
+        for name, (_, place) in CONTROLS.items()
+    )
 
 
 FAMILIES = [
     Family(
-        "static.rows", "a step on rows between the operator's own", _cases(ROWS), _controls(), judge=_judge
+        "static.rows",
+        "a step on rows between the operator's own",
+        _cases(ROWS),
+        _controls(),
+        judge=_judge,
     ),
     Family(
         "static.quantised",

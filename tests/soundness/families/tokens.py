@@ -1,7 +1,8 @@
 """The token's number decides: steps along the token axis that five probed tokens cannot show.
 
-With a symbolic token count a probe has a handful of tokens; a change from the sixteenth on is not among them. Where the
-count is static the graph can be read whole, and a step that does nothing there is a control.
+With a symbolic token count a probe has a handful of tokens; a change from the sixteenth on is not
+among them. Where the count is static the graph can be read whole, and a step that does nothing
+there is a control.
 """
 
 from __future__ import annotations
@@ -24,13 +25,18 @@ def _late(at: int) -> dict[str, Step]:
         "masked_tail": lambda v, i: v.masked_fill(_number(v) >= at, 0.0),
         "number_in_scale": lambda v, i: v * (1 + (_number(v) // at).to(v.dtype)),
         "tail_reversed": lambda v, i: torch.cat([v[:at], v[at:].flip(0)]),
-        "tail_from_head": lambda v, i: torch.cat([v[:at], v[:1].expand(max(0, v.shape[0] - at), *v.shape[1:])])
-        if isinstance(v.shape[0], int)
-        else torch.cat([v[:at], v[at:] * 0 + v[:1]]),
-        "power_of_number": lambda v, i: v * torch.pow(1.25, (_number(v) - at).clamp(min=0)).clamp(max=9).to(v.dtype),
+        "tail_from_head": lambda v, i: (
+            torch.cat([v[:at], v[:1].expand(max(0, v.shape[0] - at), *v.shape[1:])])
+            if isinstance(v.shape[0], int)
+            else torch.cat([v[:at], v[at:] * 0 + v[:1]])
+        ),
+        "power_of_number": lambda v, i: (
+            v * torch.pow(1.25, (_number(v) - at).clamp(min=0)).clamp(max=9).to(v.dtype)
+        ),
         "scattered_tail": lambda v, i: torch.slice_scatter(v, v[at:] * 3, 0, at),
-        "narrow_counted": lambda v, i: torch.cat([v[: v.shape[0] // at * at] * 2, v[v.shape[0] // at * at :]]) * 0.5
-        + v * 0.5,
+        "narrow_counted": lambda v, i: (
+            torch.cat([v[: v.shape[0] // at * at] * 2, v[v.shape[0] // at * at :]]) * 0.5 + v * 0.5
+        ),
     }
     return {f"{name}_{at}": step for name, step in steps.items()}
 
@@ -40,7 +46,9 @@ _MIXED: dict[str, Step] = {
     "flip": lambda v, i: v.flip(0),
     "cumsum": lambda v, i: v.float().cumsum(0).to(v.dtype),
     "less_the_mean": lambda v, i: v - v.float().mean(0, keepdim=True).to(v.dtype),
-    "over_the_norm": lambda v, i: v / v.float().norm(dim=0, keepdim=True).to(v.dtype).clamp(min=1e-3),
+    "over_the_norm": lambda v, i: (
+        v / v.float().norm(dim=0, keepdim=True).to(v.dtype).clamp(min=1e-3)
+    ),
     "last_for_all": lambda v, i: v[-1:].expand_as(v),
     "first_for_all": lambda v, i: v[:1].expand_as(v),
     "first_added": lambda v, i: v + 0.5 * v[:1],
@@ -63,7 +71,9 @@ _WHOLE: dict[str, Step] = {
     "where_always": lambda v, i: torch.where(_number(v) >= 0, v, v * 2),
 }
 
-_COLUMNS = {name: step for name, step in _WHOLE.items() if name in ("full_slice", "columns_cut_and_joined")}
+_COLUMNS = {
+    name: step for name, step in _WHOLE.items() if name in ("full_slice", "columns_cut_and_joined")
+}
 _ALL_BUT_ONE = tuple(regime for regime in ALL if regime != "T1")
 
 

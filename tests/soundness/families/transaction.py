@@ -1,7 +1,9 @@
-"""A defect while committing: the graph stays as it was, to the letter, and the report says that the pass failed.
+"""A defect while committing: the graph stays as it was, to the letter, and the report says that the
+pass failed.
 
-The defect is injected into one function of the commit at its k-th call. Nothing half-done may stay: no node, no buffer,
-no code, no fusion in the report; ``Config(strict=True)`` raises the defect instead.
+The defect is injected into one function of the commit at its k-th call. Nothing half-done may stay:
+no node, no buffer, no code, no fusion in the report; ``Config(strict=True)`` raises the defect
+instead.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ _FAILED = ("pass.failed", "verify.mismatch")  # the codes of a defect
 
 class Injected(RuntimeError):
     """The defect."""
+
 
 def _holder(path: str) -> tuple[Any, str] | None:
     module, _, names = path.partition(":")
@@ -106,16 +109,22 @@ def _judge(member: Member) -> Outcome:
     captured = captures.static(lambda i: prologue(i, style), example)
     gm = captured.graph
     before, want = _seen(gm), run_seeded(on(captured, captured.plain), example)
-    reached, strict = _fused(captured, path, int(at), alone, mf.Config(strict=True), captures.copied(gm))
+    reached, strict = _fused(
+        captured, path, int(at), alone, mf.Config(strict=True), captures.copied(gm)
+    )
     if not reached:
         return Outcome(member, Verdict.REFUSED, "the call is not made")
     # what emits the call is first run by verification, which says that the call does not run
-    in_witness = isinstance(strict, mf.Report) and [item.code for item in strict.rejected] == ["verify.mismatch"]
+    in_witness = isinstance(strict, mf.Report) and [item.code for item in strict.rejected] == [
+        "verify.mismatch"
+    ]
     broken, report = _fused(captured, path, int(at), alone, mf.Config(strict=False), gm)
     if isinstance(report, Exception):
         return Outcome(member, Verdict.RAISED, f"without strict: {type(report).__name__}: {report}")
     if report.fused or not any(rejection.code in _FAILED for rejection in report.rejected):
-        return Outcome(member, Verdict.WRONG, f"the report does not say that the pass failed: {report}")
+        return Outcome(
+            member, Verdict.WRONG, f"the report does not say that the pass failed: {report}"
+        )
     kinds = ("graph", "code", "buffers", "attributes")
     changed = [kind for kind, old, new in zip(kinds, before, _seen(gm), strict=True) if old != new]
     if changed:
@@ -123,7 +132,9 @@ def _judge(member: Member) -> Outcome:
     if differs(run_seeded(on(captured, gm), example), want):
         return Outcome(member, Verdict.WRONG, "the graph gives other numbers")
     if not isinstance(strict, Injected) and not in_witness:
-        return Outcome(member, Verdict.WRONG, f"strict does not raise the defect, but gives {strict!r:.80}")
+        return Outcome(
+            member, Verdict.WRONG, f"strict does not raise the defect, but gives {strict!r:.80}"
+        )
     if not broken:
         raise Invalid("the call is not made a second time")
     return Outcome(member, Verdict.REFUSED, "left as it was")
@@ -135,7 +146,9 @@ def _fused(
     """Was the defect reached; and the report, or what was raised."""
     with _broken(path, at) as calls:
         try:
-            report: Any = mf.fuse(gm, config) if alone else fuse_with_boundary(gm, captured.inputs, config)[0]
+            report: Any = (
+                mf.fuse(gm, config) if alone else fuse_with_boundary(gm, captured.inputs, config)[0]
+            )
         except Exception as error:
             report = error
     return calls[0] >= at, report

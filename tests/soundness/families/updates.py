@@ -1,9 +1,9 @@
 """Weights that change between calls: packed copies must follow, however the change was made.
 
-Each member runs a compiled prologue, changes one weight, and runs again. Parameters whose changes leave no trace in
-a version counter (made under inference_mode, views of one flat buffer, written through ``.data``, numpy or DLPack)
-are the attack, and looked for at every call (what rounds find, and when, is tests/weights/test_reload.py); ordinary
-updates are the controls.
+Each member runs a compiled prologue, changes one weight, and runs again. Parameters whose changes
+leave no trace in a version counter (made under inference_mode, views of one flat buffer, written
+through ``.data``, numpy or DLPack) are the attack, and looked for at every call (what rounds find,
+and when, is tests/weights/test_reload.py); ordinary updates are the controls.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def _inference(value: Tensor) -> Made:
 
 def _flat(value: Tensor) -> Made:
     """As FSDP and ZeRO hold it: a view of one buffer of all parameters."""
-    buffer = torch.cat([torch.zeros(64, dtype=value.dtype), value.flatten(), torch.zeros(64, dtype=value.dtype)])
+    buffer = torch.cat(
+        [torch.zeros(64, dtype=value.dtype), value.flatten(), torch.zeros(64, dtype=value.dtype)]
+    )
     return nn.Parameter(buffer[64:-64].view(value.shape), requires_grad=False), buffer
 
 
@@ -139,21 +141,60 @@ def _swap(weight: Tensor, _: Any) -> None:
     torch.utils.swap_tensors(weight, nn.Parameter(weight.detach() * 2 + 0.125, requires_grad=False))
 
 
-MAKE = {"parameter": _parameter, "trained": _trained, "inference": _inference, "flat": _flat, "view": _plain_view}
+MAKE = {
+    "parameter": _parameter,
+    "trained": _trained,
+    "inference": _inference,
+    "flat": _flat,
+    "view": _plain_view,
+}
 MAKE |= {"transposed": _transposed, "expanded": _expanded}
 UPDATES: dict[str, Update] = {
     function.__name__[1:]: function
-    for function in (_copy, _optimiser, _reload, _inference_copy, _foreach, _part, _data_assigned, _data_new)
+    for function in (
+        _copy,
+        _optimiser,
+        _reload,
+        _inference_copy,
+        _foreach,
+        _part,
+        _data_assigned,
+        _data_new,
+    )
 } | {
     function.__name__[1:]: function
-    for function in (_data_copied, _base, _base_data, _numpy, _dlpack, _storage, _silently, _set, _swap)
+    for function in (
+        _data_copied,
+        _base,
+        _base_data,
+        _numpy,
+        _dlpack,
+        _storage,
+        _silently,
+        _set,
+        _swap,
+    )
 }
-_ORDINARY = [("parameter", u) for u in ("copy", "reload", "foreach", "part", "data_new", "set", "swap")]
+_ORDINARY = [
+    ("parameter", u) for u in ("copy", "reload", "foreach", "part", "data_new", "set", "swap")
+]
 _ORDINARY += [("trained", u) for u in ("copy", "optimiser", "reload")]
-_HIDDEN = [("parameter", u) for u in ("data_assigned", "data_copied", "numpy", "dlpack", "storage", "silently")]
+_HIDDEN = [
+    ("parameter", u)
+    for u in ("data_assigned", "data_copied", "numpy", "dlpack", "storage", "silently")
+]
 _HIDDEN += [("inference", u) for u in ("inference_copy", "data_copied", "numpy", "storage")]
-_HIDDEN += [(made, u) for made in ("flat", "view", "transposed", "expanded") for u in ("base", "base_data", "numpy")]
-_HIDDEN += [("flat", "copy"), ("parameter", "inference_copy"), ("transposed", "copy"), ("flat", "data_copied")]
+_HIDDEN += [
+    (made, u)
+    for made in ("flat", "view", "transposed", "expanded")
+    for u in ("base", "base_data", "numpy")
+]
+_HIDDEN += [
+    ("flat", "copy"),
+    ("parameter", "inference_copy"),
+    ("transposed", "copy"),
+    ("flat", "data_copied"),
+]
 _CONFIGS = ("copy", "shared")  # in place of a regime: Config.weights
 
 
@@ -185,7 +226,9 @@ def _judge(member: Member) -> Outcome:
             raise Invalid("the update changes nothing")
         wrong = wrong or differs(got, want, witness(program, named, random=False))
         before = want if turn else before
-    return verdict(member, [report], (Verdict.WRONG, f"after the update: {wrong}") if wrong else None, 2)
+    return verdict(
+        member, [report], (Verdict.WRONG, f"after the update: {wrong}") if wrong else None, 2
+    )
 
 
 def _nothing(*_: Any) -> None:
@@ -193,14 +236,25 @@ def _nothing(*_: Any) -> None:
 
 
 def _pairs(found: list[tuple[str, str]]) -> tuple[Attack, ...]:
-    return tuple(Attack(f"{made}.{u}", _nothing, WEIGHTS, _CONFIGS, ("paged", "neox")) for made, u in found)
+    return tuple(
+        Attack(f"{made}.{u}", _nothing, WEIGHTS, _CONFIGS, ("paged", "neox")) for made, u in found
+    )
 
 
 def _controls() -> tuple[Attack, ...]:
-    return tuple(Attack(f"{m}.{u}", _nothing, ("w_dq", "w_uk", "gamma_q"), ("copy",), ("paged",)) for m, u in _ORDINARY)
+    return tuple(
+        Attack(f"{m}.{u}", _nothing, ("w_dq", "w_uk", "gamma_q"), ("copy",), ("paged",))
+        for m, u in _ORDINARY
+    )
 
 
 FAMILIES = [
-    Family("updates.hidden", "changes that no version counter shows", _pairs(_HIDDEN), _controls(), judge=_judge),
+    Family(
+        "updates.hidden",
+        "changes that no version counter shows",
+        _pairs(_HIDDEN),
+        _controls(),
+        judge=_judge,
+    ),
     Family("updates.ordinary", "changes that torch counts", _pairs(_ORDINARY), judge=_judge),
 ]
