@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fusion.commit.counted import NARROW, Counted, past_rounding
 from mla_fusion.commit.region import Region, same_attribute
 from mla_fusion.commit.token_counts import with_room
 from mla_fusion.compat import OpOverload
@@ -48,7 +49,6 @@ DEGREE = 10_000
 _CODES = torch.uint8  # in which a plan holds scales that it reads as powers of two, or gives out
 # caches, by the key operator's names
 _OF_OPERATOR = {"kv_cache": "ckv_cache", "kr_cache": "k_cache"}
-_NARROW = (torch.bfloat16, torch.float16)
 # elements of a result up to which all tokens are drawn where fewer do not fit
 _ALL_TOKENS = 1 << 22
 _MOST_COLUMNS = 1 << 16
@@ -127,6 +127,7 @@ class _Run:
         self.binding, self.shrink = view.binding, plan.candidate.shrink
         self._values: dict[Node, Any] = {}
         self._rounded: set[Node] = set()
+        self._counted = Counted(region.leaves, _OF_MODEL)
         self.draws_weights = False
         self._cells: dict[object, Cells] = {}
         self._taken = 0
@@ -374,7 +375,12 @@ class _Run:
         )
         roots, means = field.here().roots, field.here().means
         before, of_norms = len(roots), len(means)
-        found = operators.run(call)
+        if self._counted.leaves_the_field(node):
+            found: Any = operators.pointwise(call)
+        else:
+            found = self._counted.as_held(node, call, operators.run(call))
+        if call.rounded or node in self._counted:
+            found = past_rounding(call, found)
         self._roots += roots[before:]
         del roots[before:], means[of_norms:]  # what is left is the kernel's
         if self._rounds(node, call):
@@ -382,24 +388,21 @@ class _Run:
         return found
 
     def _rounds(self, node: Node, call: operators.Call) -> bool:
-        """Does it hold numbers that a cast has rounded, and that no function has read since?"""
+        """Does it hold numbers that were rounded to a narrow dtype, and that no function has read
+        since?
+        """
         held = node.meta["val"]
         if not isinstance(held, torch.Tensor) or not (
             held.is_floating_point() or held.is_complex()
         ):
             return False
-        narrows = (
-            is_cast(node)
-            and held.dtype in _NARROW
-            and call.source in (torch.float32, torch.float64)
-        )
-        if narrows and not self._is_narrow(node.args[0]):  # type: ignore[arg-type]
+        if is_cast(node) and held.dtype in NARROW and not self._is_narrow(node.args[0]):  # type: ignore[arg-type]
             return True
         return call.rounded and operator_of(node).kind in (Kind.MOVEMENT, Kind.ANALYTIC)
 
     def _is_narrow(self, node: Node) -> bool:
         """Does it hold the numbers of a narrow dtype, widened?"""
-        return origin(node, views_and_casts).meta["val"].dtype in _NARROW
+        return origin(node, views_and_casts).meta["val"].dtype in NARROW
 
     def _argument(self, arg: Any) -> Any:
         if isinstance(arg, Node):

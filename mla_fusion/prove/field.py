@@ -411,6 +411,10 @@ def equal(a: Num, b: Num) -> bool:
     return not bool(apart.re.any()) and (apart.im is None or not bool(apart.im.any()))
 
 
+def has_zeros(a: Num) -> bool:
+    return bool(((a.re == 0) & (imaginary(a) == 0)).any())
+
+
 @primitive
 def add(a: Num, b: Num) -> Num:
     im = None if a.im is None and b.im is None else _mod(imaginary(a) + imaginary(b))
