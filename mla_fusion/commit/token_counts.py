@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from mla_fusion.plan.plan import InPlace, Plan
 MANY = 131
 _FEWEST = 17  # of one axis in that run
 _MOST = 600
+_FAR = 8192  # of what is made of the numbers of tokens: the draw at so many is a costly one
 _COSTLY = 256  # tokens from which one draw holds ordinary rows and rows with outliers side by side
 
 _CUTS = {
@@ -44,17 +45,26 @@ def counts(view: View, plan: Plan, region: Region) -> Iterator[View]:
     lead = plan.token_x.meta["val"].shape[:-1]
     symbolic = [size for size in lead if is_symbolic(size)]
     if symbolic:
-        most = max((literal for node in region.nodes for literal in _literals(node)), default=0)
-        others = _tokens(view, plan) // view.binding.size(symbolic[-1])
-        wanted = max(-(-MANY // others), _FEWEST, most + 2)
-        # where a table or a cache has few rows
-        fewer = (wanted * part // 8 for part in range(7, 0, -1))
-        for least in (wanted, _rows(view, plan), *fewer):
-            binding = view.binding.raised(symbolic[-1], least)
-            larger = with_room(view.bound(binding), plan, region)
-            if binding is not view.binding and _fits(larger, plan, region):
-                yield larger
-                return
+        most = max(_literals(region), default=0)
+        for start in (_other_sequences(view, symbolic[:-1]), view):
+            others = _tokens(start, plan) // start.binding.size(symbolic[-1])
+            wanted = max(-(-MANY // others), _FEWEST, most + 2)
+            # where a table or a cache has few rows
+            fewer = (wanted * part // 8 for part in range(7, 0, -1))
+            for least in (wanted, _rows(view, plan), *fewer):
+                binding = start.binding.raised(symbolic[-1], least)
+                larger = with_room(view.bound(binding), plan, region)
+                if binding is not start.binding and _fits(larger, plan, region):
+                    yield larger
+                    return
+
+
+def _other_sequences(view: View, sizes: list[Any]) -> View:
+    """The view with another number of sequences, where that is symbolic."""
+    binding = view.binding
+    for size in sizes:
+        binding = binding.raised(size, binding.size(size) + 2)
+    return view.bound(binding)
 
 
 def _tokens(view: View, plan: Plan) -> int:
@@ -117,24 +127,30 @@ def _slices(region: Region) -> Iterator[tuple[Node, Any, Any]]:
             yield node, source.meta["val"].shape[argument(node, "dim")], argument(node, "end")
 
 
-def _literals(node: Node) -> Iterator[int]:
-    """Integers with which tokens may be counted: where a symbolic axis is cut, and what integers
-    are compared with.
+def _literals(region: Region) -> Iterator[int]:
+    """Numbers with which tokens may be counted: where a symbolic axis is cut, what integers are
+    compared with, and what a token's own number meets.
     """
-    name = op_name(node)
-    if name in _CUTS:
-        source = node.args[0]
-        axis = argument(node, "dim", 0)
-        if isinstance(source, Node) and is_symbolic(source.meta["val"].shape[axis]):
-            yield from _counting(argument(node, part) for part in _CUTS[name])
-    elif name in _COUNTS:
-        yield from _counting((*node.args[1:], *node.args[:1]))
+    numbers: set[Node] = set()  # made of the tokens' numbers
+    for node in region.nodes:
+        name = op_name(node)
+        is_first = name == "aten::arange" and any(map(is_symbolic, node.meta["val"].shape))
+        if is_first or not numbers.isdisjoint(node.all_input_nodes):
+            numbers.add(node)
+        if name in _CUTS:
+            source = node.args[0]
+            axis = argument(node, "dim", 0)
+            if isinstance(source, Node) and is_symbolic(source.meta["val"].shape[axis]):
+                yield from _counting((argument(node, part) for part in _CUTS[name]), _MOST)
+        elif name in _COUNTS:
+            most = _FAR if node in numbers else _MOST
+            yield from _counting((*node.args[1:], *node.args[:1]), most)
 
 
-def _counting(values: object) -> Iterator[int]:
-    for value in values:  # type: ignore[attr-defined]
-        if type(value) is int and abs(value) < _MOST:
-            yield abs(value)
+def _counting(values: Iterable[object], most: int) -> Iterator[int]:
+    for value in values:
+        if type(value) in (int, float) and abs(value) < most:  # type: ignore[arg-type]
+            yield math.ceil(abs(value))  # type: ignore[arg-type]
 
 
 def _is_integer(node: Node) -> bool:

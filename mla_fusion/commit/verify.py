@@ -295,14 +295,14 @@ class _Witness:
         rows_over: torch.Tensor,
         owner: torch.Tensor,
     ) -> bool:
-        """Do these rows differ by no more than the model's own rounding error, which is large where
-        terms cancel?
+        """Do these rows differ by no more than rounding can do to them, which is much where terms
+        cancel?
 
         The region is run in float64 on the same values, and again with x, and with what the
         down-projections make of it, changed by about one step of bfloat16: how far a row moves is
-        what rounding can do to it. (What the model itself has lost in the row may happen to be
-        nothing. A quantised x takes no notice of small changes, and then nor does anything behind
-        it: hence the second place.)
+        what rounding can do to it. (A quantised x takes no notice of small changes, and then nor
+        does anything behind it: hence the second place.) What the model itself has lost in the row
+        is no measure: it may be all of it, where the model makes much of its own rounding.
         """
         region = self.region
         x = [
@@ -320,7 +320,7 @@ class _Witness:
         if not isinstance(exact, torch.Tensor) or exact.shape != want.shape:
             return False
         exact = self._numbers(item, exact)
-        moved, _ = _squares(exact, want, owner)
+        moved = torch.zeros_like(wrong)
         generator = torch.Generator().manual_seed(self._seed)
         for changed in (x, made):
             for _ in range(_JITTERS if changed else 0):
