@@ -19,11 +19,11 @@ from mla_fusion.prove import field, operators
 from mla_fusion.prove.field import Num
 
 NARROW = (torch.bfloat16, torch.float16)
-_LINEAR = frozenset(
+_ARITHMETIC = frozenset(
     f"aten::{name}"
     for name in """
     add sub rsub mul neg multiply subtract negative addcmul outer mm bmm matmul einsum dot cumsum
-    sum square pow div divide true_divide bitwise_left_shift __lshift__
+    sum square pow div divide true_divide sqrt rsqrt reciprocal bitwise_left_shift __lshift__
     """.split()
 )
 _SUMS = frozenset(f"aten::{name}" for name in "add sub rsub subtract addcmul lerp".split())
@@ -64,9 +64,9 @@ class Counted:
         if kinds <= {"constant"}:
             return "constant"
         keeps = operator_of(node).kind == Kind.MOVEMENT or is_cast(node)
-        if "" in kinds or not (keeps or is_whole or op_name(node) in _LINEAR):
+        if "" in kinds or not (keeps or is_whole or op_name(node) in _ARITHMETIC):
             return ""
-        return "" if self.leaves_the_field(node) else "counts"
+        return "" if _is_number(node.args[0]) else "counts"  # a base, whose exponents are counted
 
     def leaves_the_field(self, node: Node) -> bool:
         """Is it a function of counts that is another one for some tokens: not a number, or
@@ -85,7 +85,7 @@ class Counted:
         largest = _LARGEST.get(held.dtype)
         if largest is None or not any(read in self for read in node.all_input_nodes):
             return False
-        by = [item for item in node.args if isinstance(item, (int, float))]
+        by = [item for item in node.args if _is_number(item)]
         if "shift" in name:
             return not by or 2 ** abs(by[0]) >= largest
         return name in ("aten::mul", "aten::multiply") and any(abs(item) >= largest for item in by)
@@ -119,6 +119,10 @@ def _only_moves(node: Node, call: operators.Call) -> bool:
         )
         and (not is_cast(node) or call.source in NARROW)
     )
+
+
+def _is_number(item: object) -> bool:
+    return isinstance(item, (int, float))
 
 
 def _is_tensor(node: Node) -> bool:

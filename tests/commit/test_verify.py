@@ -19,7 +19,7 @@ from mla_fusion.fx.program import Program
 from mla_fusion.fx.view import View
 from mla_fusion.match.finder import Finder
 from mla_fusion.plan.whole import PrologPlanner
-from tests.catalogue import base, prologues, rotations
+from tests.catalogue import base, layouts, prologues, rotations
 
 aten = torch.ops.aten
 
@@ -144,6 +144,16 @@ def test_a_symbolic_number_of_tokens_is_tried_twice() -> None:
         fusion.compared.partition(",")[0].removeprefix("compared at T = ").split(" and ")
     )
     assert int(first) < 20 and int(second) >= token_counts.MANY
+
+
+def test_the_second_run_has_more_sequences_too() -> None:
+    view, plan = planned(graph_of(layouts.Sequences(), *layouts.sequence_args(3, 4), dynamic=True))
+    sizes = plan.token_x.meta["val"].shape[:-1]
+    runs = [
+        sized.binding.shape(sizes)
+        for sized in token_counts.counts(view, plan, region.cut_out(view, plan))
+    ]
+    assert len(runs) == 2 and len({run[0] for run in runs}) == len({run[1] for run in runs}) == 2
 
 
 def test_what_depends_on_the_number_of_the_token_shows() -> None:
@@ -302,6 +312,35 @@ def test_what_acts_on_very_large_or_small_numbers_alone_shows(
     op: Any, args: tuple[Any, ...], where: str
 ) -> None:
     assert changed_in_secret(op, *args, where=where).startswith("verify.mismatch")
+
+
+def test_a_model_that_makes_much_of_its_own_rounding_is_not_excused() -> None:
+    """What bfloat16 leaves of a number, 1000 times over: over the real numbers it is nothing."""
+    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
+    _view, plan = planned(gm)
+    node = plan.candidate.query.norm.node
+    readers = list(node.users)
+    last = node
+
+    def step(op: Any, *args: Any, dtype: torch.dtype = torch.float32) -> Any:
+        nonlocal last
+        with gm.graph.inserting_after(last):
+            casts = {"dtype": dtype} if op is aten._to_copy.default else {}
+            last = gm.graph.call_function(op, args, casts)
+        last.meta["val"] = node.meta["val"].to(dtype)
+        return last
+
+    def cast(value: Any, dtype: torch.dtype) -> Any:
+        return step(aten._to_copy.default, value, dtype=dtype)
+
+    scaled = step(aten.mul.Tensor, cast(node, torch.float32), 1.1)
+    rounded = cast(scaled, torch.bfloat16)
+    rest = step(aten.mul.Tensor, step(aten.sub.Tensor, scaled, rounded), 1000.0)
+    changed = cast(step(aten.add.Tensor, node, rest), torch.bfloat16)
+    for reader in readers:
+        reader.replace_input_with(node, changed)
+    gm.graph.lint()
+    assert refusal(gm, plan).startswith("verify.mismatch")
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
