@@ -27,9 +27,12 @@ from mla_fusion.fx.kinds import (
     is_cast,
     is_getitem,
     is_literal,
+    is_reshape,
+    op_name,
     operator_of,
 )
 from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, views_and_casts
 from mla_fusion.plan.plan import InPlace, Plan
@@ -46,6 +49,7 @@ POINTS, MOST_POINTS = 3, 60
 BITS = 53  # signs of roots that are seen, where more than one is possible
 # more than the degree of any identity that is tested, roots and quotients multiplied out
 DEGREE = 10_000
+_REPEATS = ("aten::repeat", "aten::tile", "aten::repeat_interleave")
 _CODES = torch.uint8  # in which a plan holds scales that it reads as powers of two, or gives out
 # caches, by the key operator's names
 _OF_OPERATOR = {"kv_cache": "ckv_cache", "kr_cache": "k_cache"}
@@ -81,6 +85,7 @@ def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> Sh
     half_rows  the caller chose ``kr_layout="half"``: rotated values are compared in the kernel's
                order
     """
+    _keep_tokens_apart(view, plan, region)
     run = _Run(with_room(view, plan, region), plan, region, half_rows)
     try:
         count = run.compare_at_all()
@@ -100,6 +105,30 @@ def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> Sh
         f"below {wrong:.0e}"
     )
     return Shown(text, run.certificate)
+
+
+def _keep_tokens_apart(view: View, plan: Plan, region: Region) -> None:
+    """Raises ``Refuse("tokens.mixed")`` where a step between x and what the call replaces takes a
+    symbolic axis of tokens for another: what holds at one size of it may not hold at others.
+    """
+    tokens, leaves = Tokens(None, view.binding.meaning), region.leaves
+    for leaf in leaves:
+        if leaves[leaf] == "x" and isinstance(leaf.meta.get("val"), torch.Tensor):
+            tokens.start(leaf, plan.lead, range(leaf.meta["val"].dim() - 1))
+    if not tokens:
+        return
+    tokens.start_outside(leaf for leaf in leaves if isinstance(leaf.meta["val"], torch.Tensor))
+    tokens.follow([node for node in region.nodes if node not in leaves])
+    rows = plan.caches.rows if isinstance(plan.caches, InPlace) else ()
+    new = [item.node for item in plan.replacements if item.output not in _OF_OPERATOR]
+    for node in (*new, *rows):
+        broken = tokens.broken(node)
+        if broken is not None and _regroups(broken.node):
+            raise Refuse("tokens.mixed", broken.reason, (broken.node, node))
+
+
+def _regroups(node: Node) -> bool:
+    return is_reshape(node) or op_name(node) in _REPEATS
 
 
 @dataclass(frozen=True)
