@@ -66,7 +66,9 @@ class Counted:
         keeps = operator_of(node).kind == Kind.MOVEMENT or is_cast(node)
         if "" in kinds or not (keeps or is_whole or op_name(node) in _ARITHMETIC):
             return ""
-        return "" if _is_number(node.args[0]) else "counts"  # a base, whose exponents are counted
+        return (
+            "" if isinstance(node.args[0], (int, float)) else "counts"
+        )  # a base, whose exponents are counted
 
     def leaves_the_field(self, node: Node) -> bool:
         """Is it a function of counts that is another one for some tokens: not a number, or
@@ -85,10 +87,10 @@ class Counted:
         largest = _LARGEST.get(held.dtype)
         if largest is None or not any(read in self for read in node.all_input_nodes):
             return False
-        by = [item for item in node.args if _is_number(item)]
+        by = [abs(item) for item in node.args if isinstance(item, (int, float))]
         if "shift" in name:
-            return not by or 2 ** abs(by[0]) >= largest
-        return name in ("aten::mul", "aten::multiply") and any(abs(item) >= largest for item in by)
+            return not by or 2 ** by[0] >= largest
+        return name in ("aten::mul", "aten::multiply") and max(by, default=0) >= largest
 
     def as_held(self, node: Node, call: operators.Call, found: Any) -> Any:
         """The value of a step, as its dtype holds it."""
@@ -119,10 +121,6 @@ def _only_moves(node: Node, call: operators.Call) -> bool:
         )
         and (not is_cast(node) or call.source in NARROW)
     )
-
-
-def _is_number(item: object) -> bool:
-    return isinstance(item, (int, float))
 
 
 def _is_tensor(node: Node) -> bool:

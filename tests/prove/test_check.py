@@ -4,7 +4,6 @@ matters.
 
 from __future__ import annotations
 
-import ast
 import copy
 import io
 import json
@@ -240,7 +239,7 @@ def test_nobody_knows_the_prime(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_short_enough_to_be_read() -> None:
-    """Lines of code; those of words, and empty ones, beside."""
+    """In tokens of code: those of words aside, and however lines are broken."""
     text = Path(check.__file__).read_text()
     beside = (
         tokenize.COMMENT,
@@ -255,13 +254,7 @@ def test_it_is_short_enough_to_be_read() -> None:
         for item in tokenize.generate_tokens(io.StringIO(text).readline)
         if item.type not in beside
     ]
-    lines = {line for item in tokens for line in range(item.start[0], item.end[0] + 1)}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
-            node
-        ):
-            lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    assert len(lines) < 600
+    assert len(tokens) < 9_400
 
 
 @pytest.mark.parametrize(
