@@ -274,7 +274,10 @@ class _Run:
                         item.node, item.output, place, _rows(self.value(item.node)), _rows(result)
                     )
                 continue
-            arranged = of_call.arrange(builder, item, result)
+            try:
+                arranged = of_call.arrange(builder, item, result)
+            except _UNKNOWN as error:
+                raise _unproved(f"{item.output}: {error}", item.node) from error
             yield _Claim(item.node, item.output, place, self.value(item.node), arranged)
         if isinstance(caches, InPlace):
             for node, (name, _, _) in zip(caches.rows, caches.held, strict=False):
