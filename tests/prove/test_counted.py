@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_fusion.commit.counted import Counted
+from mla_fusion.prove.counted import Counted
 
 X, POSITIONS = torch.randn(8, 4), torch.arange(8)
 Step = Callable[[Tensor, Tensor], Tensor]
