@@ -2,10 +2,9 @@
 compute the same.
 
 ``values = round(rows * 127 / max|rows|)``, ``scale = max|rows| / 127``; of float formats, and of
-blocks of a row, an operator says it by its arguments. Nodes are run on rows of many magnitudes,
-with the largest element of either sign first, last and elsewhere. Another number of steps, a
-truncation, or a maximum over less or more than a row changes the result. A floor under the maximum
-that no normed row comes near does not, and is allowed.
+blocks of a row, an operator says it by its arguments. Of nodes exact arithmetic says it: another
+number of steps, a truncation, or a maximum over less or more than a row is another function. A
+floor under the maximum that no normed row comes near is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from math import prod
 import torch
 from torch.fx import Node
 
-from mla_fusion.facts.quantising import only_quantises
 from mla_fusion.fx.contraction import Scales
 from mla_fusion.fx.kinds import argument, is_getitem, op_name, operator_of
 from mla_fusion.fx.program import Program, nodes_between
@@ -27,12 +25,11 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, peel, reshapes, upward, views_and_casts
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import ELEMENTS, INT8, NumberFormat
+from mla_fusion.prove import evaluate, field, quantising
+from mla_fusion.prove.evaluate import Evaluation
+from mla_fusion.prove.operators import real
 
 _FARTHEST = 24  # nodes from int8 values up to the rows
-# Of a probe: the size of a tenth to ten times which its rows are, and what is added to the largest
-# element of each, in standard deviations, so that clipped outliers show.
-_SIZES = ((0.1, 0.0), (1.0, 3.0), (10.0, 30.0))
-_CLOSE = 1e-3  # of a step, and of a scale: 128 steps instead of 127 differ by eight times that
 # What arguments of the operators must be for the kernel's own quantisation, where a release has
 # them.
 _ROWS, _BLOCKS = "npu::npu_dynamic_quant", "npu::npu_dynamic_mx_quant"
@@ -237,10 +234,6 @@ class DynamicQuantReader:
             value.shape, values.meta["val"].shape
         ):
             return False
-        if any(getattr(node.meta.get("val"), "dtype", None) == torch.float16 for node in inside):
-            return False
-        if not only_quantises(self.view, inside):
-            return False
         shape = self.view.binding.shape(value.shape)
         longest = max(shape[:-1], default=1)
         shrink = Shrink(longest) if prod(shape[:-1]) >= WORTHWHILE else None
@@ -248,46 +241,24 @@ class DynamicQuantReader:
         places = program.slot(values), program.slot(token)
         key = shape, places, factor, inverse, program.signature
         if key not in self._holds:
-            probes = _probes(shape if shrink is None else shrink.rows(shape))
-            self._holds[key] = all(
-                _holds(program, rows, places, factor, inverse) for rows in probes
+            self._holds[key] = evaluate.holds(
+                self.view,
+                {source: "x"},
+                lambda run: _holds(run, source, values, token, factor, inverse),
+                shrink,
             )
         return self._holds[key]
 
 
-def _probes(shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
-    """Rows whose sizes differ a hundredfold, in each the largest element at another place; both
-    signs of it.
-    """
-    generator = torch.Generator().manual_seed(0)
-    lead, width = shape[:-1], shape[-1]
-    for size, peak in _SIZES:
-        for sign, place in ((1.0, 0), (-1.0, width - 1), (1.0, None), (-1.0, None)):
-            exponents = 2 * torch.rand((*lead, 1), generator=generator, dtype=torch.float64) - 1
-            # of a single row the smallest and the largest are tried too
-            exponents.view(-1)[:1] = -sign
-            rows = torch.randn(shape, generator=generator, dtype=torch.float64)
-            places = torch.randint(width, (*lead, 1), generator=generator)
-            if place is not None:
-                places.fill_(place)
-            rows.scatter_(-1, places, sign * (rows.abs().amax(-1, keepdim=True) + 0.5 + peak))
-            yield size * 10**exponents * rows
-
-
 def _holds(
-    program: Program, rows: torch.Tensor, places: tuple[int, int], factor: float, inverse: bool
+    run: Evaluation, source: Node, values: Node, token: Node, factor: float, inverse: bool
 ) -> bool:
-    memory = program.run([rows])
-    values, scale = (memory[place] for place in places)
-    if not isinstance(values, torch.Tensor) or not isinstance(scale, torch.Tensor):
+    rows, point = real(run.value(source)), field.here()
+    in_bytes, step = quantising.by_row(rows)
+    point.of_kernel += point.maxima  # under which a floor may stand
+    scale = real(run.value(token))
+    scale = field.mul(field.inverse(scale) if inverse else scale, field.number(factor))
+    if scale.re.numel() != step.re.numel():
         return False
-    largest = rows.abs().amax(-1, keepdim=True)
-    if (
-        values.shape != rows.shape
-        or scale.numel() != largest.numel()
-        or not scale.is_floating_point()
-    ):
-        return False
-    held = factor * (1 / scale if inverse else scale).flatten()
-    nearest = (values.double() - rows * (127 / largest)).abs().max() <= 0.5 + _CLOSE
-    return bool(nearest) and torch.allclose(held, (largest / 127).flatten(), rtol=_CLOSE, atol=0.0)
+    scale = scale.moved(lambda part: part.reshape(step.shape))
+    return evaluate.is_same(run.value(values), in_bytes) and evaluate.is_same(scale, step)

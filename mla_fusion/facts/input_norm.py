@@ -1,9 +1,8 @@
 """RMSNorm of the hidden state itself: ``normed = gamma * h / sqrt(mean(h^2) + 1e-6)``, whatever
 operators say it.
 
-No product stands before it, so there is no cone: the nodes between h and its norm are run at their
-full, static size, on float64 numbers of several magnitudes. That is a proof where each is movement
-or analytic on its domain.
+No product stands before it, so there is no cone: the nodes between h and its norm are held against
+the norm's definition in exact arithmetic.
 """
 
 from __future__ import annotations
@@ -15,14 +14,15 @@ from torch.fx import Node
 
 from mla_fusion.fx.kinds import is_getitem, op_name
 from mla_fusion.fx.measured import measured
-from mla_fusion.fx.program import Program, nodes_between
+from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.meta.preprocess import EPSILON
+from mla_fusion.prove import evaluate
+from mla_fusion.prove.evaluate import Evaluation
+from mla_fusion.prove.operators import real, rms_norm
 
 _FARTHEST = 16
-_MAGNITUDES = (1e-3, 1.0, 50.0)
-_EXACT = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,6 @@ def find(view: View, normed: Node) -> InputNorm | None:
     seen, stack = {normed}, [normed]
     while stack and len(seen) < _FARTHEST:
         node = stack.pop(0)
-        if view.step_ends_proof(node):
-            continue
         for read in node.all_input_nodes:
             value = read.meta.get("val")
             if read in seen or not isinstance(value, (torch.Tensor, tuple, list)):
@@ -94,25 +92,16 @@ def _of_sum(normed: Node) -> InputNorm | None:
 
 
 def _check(view: View, hidden: Node, normed: Node) -> InputNorm | None:
-    nodes = nodes_between((hidden,), normed)
-    inside = {hidden, *nodes}
-    leaves = [node for node in nodes if not node.all_input_nodes]
-    steps = [node for node in nodes if node not in leaves]
-    if len(leaves) != 1 or any(map(view.step_ends_proof, steps)):
+    leaves = [node for node in nodes_between((hidden,), normed) if not node.all_input_nodes]
+    if len(leaves) != 1:
         return None
     (gamma,) = leaves
-    shape = hidden.meta["val"].shape
-    if not same_shape(gamma.meta["val"].shape, shape[-1:]) or not inside.issuperset(steps):
+    if not same_shape(gamma.meta["val"].shape, hidden.meta["val"].shape[-1:]):
         return None
-    generator = torch.Generator().manual_seed(0)
-    program = Program([hidden, gamma], steps, view.binding)
-    for magnitude in _MAGNITUDES:
-        h = magnitude * torch.randn(shape, generator=generator, dtype=torch.float64)
-        weight = torch.randn(shape[-1:], generator=generator, dtype=torch.float64)
-        found = program.run([h, weight])[program.slot(normed)]
-        wanted = weight * h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPSILON)
-        if not isinstance(found, torch.Tensor) or found.shape != wanted.shape:
-            return None
-        if float((found - wanted).abs().max()) > _EXACT * float(wanted.abs().max()):
-            return None
-    return InputNorm(hidden=hidden, normed=normed, gamma=gamma, begins=(hidden,))
+
+    def is_norm(run: Evaluation) -> bool:
+        value, weight = (real(run.value(node)) for node in (hidden, gamma))
+        return evaluate.is_same(run.value(normed), rms_norm(value, weight, EPSILON, 1)[0])
+
+    found = InputNorm(hidden=hidden, normed=normed, gamma=gamma, begins=(hidden,))
+    return found if evaluate.holds(view, {hidden: "x", gamma: "gamma"}, is_norm) else None

@@ -26,7 +26,7 @@ from mla_fusion.fx.kinds import (
     operator_of,
     reduces_a_symbolic_axis,
 )
-from mla_fusion.fx.operators import GATHER, PLACED_WRITERS, QUANTISING, Kind
+from mla_fusion.fx.operators import GATHER, PLACED_WRITERS, Kind
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.walk import input_of, upward, views_and_casts
 
@@ -221,13 +221,6 @@ def _what_it_picks(node: Node) -> str:
     ]
     given = f" with {', '.join(literals)}" if literals else ""
     return f"{node.name} ({node.target}{given}) {Kind.CHOICE.value}"
-
-
-def quantises(node: Node) -> bool:
-    """May the step be one of a quantisation to int8? (Which bounds it may have, facts/quantising.py
-    says.)
-    """
-    return op_name(node) in QUANTISING
 
 
 def _swamps(node: Node, name: str) -> str:

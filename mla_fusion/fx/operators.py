@@ -192,14 +192,6 @@ _PLACED_BY_TENSOR = frozenset(
     """.split()
 )
 
-# The choices that quantisation to int8 is made of (facts/quantising.py says with which bounds).
-QUANTISING = _names(
-    """
-    abs amax amin max min maximum sign sgn round floor ceil trunc clamp clamp_min clamp_max clip
-    linalg_vector_norm _to_copy npu::npu_quantize
-    """
-)
-
 # -- writers, effects, and what is never looked into
 
 WRITERS = _names(

@@ -338,6 +338,16 @@ def _freeze(template: Template) -> Any:
     return id(template) if isinstance(template, torch.Tensor) else str(template)
 
 
+def literals(nodes: Iterable[Node]) -> list[float]:
+    """The floats that the nodes hold, and those that fill their results."""
+    held = [
+        value
+        for node in nodes
+        for value in (*_floats(node.args), *_floats(node.kwargs), filled_with(node))
+    ]
+    return [value for value in held if isinstance(value, float)]
+
+
 def nodes_between(sources: Iterable[Node], sink: Node) -> list[Node]:
     """The nodes from which ``sink`` is computed, walking back until ``sources``, in graph order."""
     stop, seen, order = set(sources), set(), []

@@ -7,8 +7,8 @@ and whole plans.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Node
@@ -51,6 +51,9 @@ UNKNOWN = (
 )
 
 
+Candidate = TypeVar("Candidate")
+
+
 class Unproved(Exception):
     """A node that has no value here: ``args`` are why, and the node."""
 
@@ -62,21 +65,37 @@ def same_attribute(node: Node) -> object:
     return str(node.target) if node.op == "get_attr" else node
 
 
+def which(
+    view: View,
+    leaves: Mapping[Node, str],
+    candidates: Iterable[Candidate],
+    holds: Callable[[Evaluation, Candidate], bool],
+    shrink: Shrink | None = None,
+    twins: Mapping[Node, Node] | None = None,
+) -> Candidate | None:
+    """The first candidate that holds at a random point; None where none does, or a step has no
+    value.
+
+    One point decides a fact. The plan that it becomes part of is proved as a whole.
+    """
+    try:
+        with field.at(Point(float16=False)):
+            run = Evaluation(view, leaves, shrink, twins)
+            return next((one for one in candidates if holds(run, one)), None)
+    except (Unproved, *UNKNOWN):
+        return None
+
+
 def holds(
     view: View,
     leaves: Mapping[Node, str],
     check: Callable[[Evaluation], bool],
     shrink: Shrink | None = None,
+    twins: Mapping[Node, Node] | None = None,
 ) -> bool:
-    """Does the check hold at a random point, where every step has a value?
-
-    One point: a fact is part of a plan, which is proved as a whole.
-    """
-    try:
-        with field.at(Point()):
-            return check(Evaluation(view, leaves, shrink))
-    except (Unproved, *UNKNOWN):
-        return False
+    """Does a check hold at a random point, where every step has a value?"""
+    found = which(view, leaves, (True,), lambda run, _: check(run), shrink, twins)
+    return found is not None
 
 
 class Evaluation:

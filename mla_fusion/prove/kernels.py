@@ -99,7 +99,8 @@ def prolog(call: Call) -> list[Num]:
         ckv = quantising.saturated(mul(ckv, call.num("quant_scale_ckv")))
         kr = quantising.saturated(mul(kr, call.num("quant_scale_ckr")))
     elif call["kv_cache_quant_mode"] == 3:
-        ckv = _packed(call, ckv, kr)
+        alpha = 1.0 if call["k_nope_clip_alpha"] is None else call.num("k_nope_clip_alpha").past
+        ckv = packed(ckv, kr, _of_rows(call), call["tile_size"], alpha)
     caches = [_written(call, name, rows) for name, rows in (("kv_cache", ckv), ("kr_cache", kr))]
     given = (absorbed, query_rope, c_q)
     query, query_rope, c_q = (
@@ -108,15 +109,9 @@ def prolog(call: Call) -> list[Num]:
     return [query, query_rope, of_query, c_q, step or _UNUSED, *caches]
 
 
-def _packed(call: Call, ckv: Num, kr: Num) -> Num:
-    """Rows of bytes: int8 tiles of the latent, the key in bfloat16, a float32 step for each
-    tile.
-    """
-    tiles, form = (
-        ckv.moved(lambda part: part.unflatten(-1, (-1, call["tile_size"]))),
-        _of_rows(call),
-    )
-    alpha = 1.0 if call["k_nope_clip_alpha"] is None else call.num("k_nope_clip_alpha").past
+def packed(ckv: Num, kr: Num, form: NumberFormat, tile: int, alpha: float = 1.0) -> Num:
+    """Rows of bytes: tiles of the latent, the key in bfloat16, a float32 step for each tile."""
+    tiles = ckv.moved(lambda part: part.unflatten(-1, (-1, tile)))
     if alpha == 1.0:
         values, steps = quantising.by_row(tiles, form)
     else:

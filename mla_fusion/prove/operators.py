@@ -322,6 +322,8 @@ def _bytes(call: Call) -> Value:
     value, source, wanted = real(call.value), call.source, call["dtype"]
     if source is None or wanted.itemsize != 1 or not value.shape:
         return pointwise(call)
+    if call.rounded and source.itemsize > 2:
+        return opaque(call)  # bytes of other numbers than those that were rounded
     if {source, wanted} == {torch.uint8, torch.float8_e8m0fnu}:
         return value  # torch_npu holds scales of blocks in either
     return quantising.as_bytes(value, source, wanted)
