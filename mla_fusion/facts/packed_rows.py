@@ -20,7 +20,7 @@ from mla_fusion.fx.sizes import is_symbolic, same
 from mla_fusion.fx.view import View
 from mla_fusion.meta.number_formats import FP8, HIFLOAT8, INT8
 from mla_fusion.meta.spec import DERIVED, TILE_SIZE
-from mla_fusion.prove import evaluate
+from mla_fusion.prove import evaluate, field
 from mla_fusion.prove.evaluate import Evaluation
 from mla_fusion.prove.field import Num
 from mla_fusion.prove.kernels import packed
@@ -79,6 +79,7 @@ def find(
 def _holds(run: Evaluation, found: Node, latent: Rows, key: Rows, alpha: float) -> bool:
     c_kv, k_pe = (_by_token(real(run.value(part.node)), part) for part in (latent, key))
     wanted = packed(c_kv, k_pe, _FORMATS[found.meta["val"].dtype], TILE_SIZE, alpha)
+    field.here().of_kernel += field.here().maxima  # under which a floor may stand
     value = real(run.value(found))
     return evaluate.is_same(value.moved(lambda part: part.reshape(wanted.shape)), wanted)
 

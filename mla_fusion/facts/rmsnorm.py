@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from mla_fusion.facts.decode import Decoder, Reading
+from mla_fusion.facts.decode import Decoder, Reading, small_scalars
 from mla_fusion.fx.cone import Cone
 from mla_fusion.fx.kinds import is_cast, is_getitem, is_view
 from mla_fusion.fx.measured import measured
@@ -61,11 +61,12 @@ def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[No
     if not candidates:
         return []
     drawn = _Draw(decoder.probe, decoder.bases, cone, candidates)
+    others = small_scalars(cone.draw(decoder.generator))
     found: list[NormFact] = []
     weighted: set[tuple[int, ...]] = set()
     # a weighted norm is found before the same without its weight
     for node, reading in reversed(candidates.items()):
-        fact = _check(cone, node, reading, drawn, weighted)
+        fact = _check(cone, node, reading, drawn, others, weighted)
         if fact is not None:
             found.append(fact)
             weighted |= {fact.columns} if fact.gamma is not None else set()
@@ -106,9 +107,13 @@ def _check(
     node: Node,
     reading: Reading,
     drawn: _Draw,
+    others: list[torch.Tensor],
     weighted: Collection[tuple[int, ...]],
 ) -> NormFact | None:
-    """The node as a norm; of columns that are ``weighted`` elsewhere only as one with a weight."""
+    """The node as a norm; of columns that are ``weighted`` elsewhere only as one with a weight.
+
+    others   values of the bases, on which a scale must not depend
+    """
     codes = reading.first
     width = codes.shape[-1] if codes.dim() else 0
     if codes.numel() == 0 or codes.numel() != cone.tokens * width or width < 2:
@@ -129,6 +134,12 @@ def _check(
         if solved is None:
             continue
         eps, scale = solved
+        if scale != 1.0:
+            again = _Draw(drawn.probe, others, cone, [node])
+            values = again.outputs(cone.slot(node), width)
+            same = values is not None and _solve(u, _gamma(again, index, width), values)
+            if not same or abs(same[1] - scale) > _CLOSE * abs(scale):
+                continue
         if eps == 0.0:
             eps = _at_zero(drawn, node, columns, _gamma(drawn, index, width), scale)
         runtime = _runtime_eps(cone, drawn, eps)

@@ -73,17 +73,21 @@ def which(
     shrink: Shrink | None = None,
     twins: Mapping[Node, Node] | None = None,
 ) -> Candidate | None:
-    """The first candidate that holds at a random point; None where none does, or a step has no
-    value.
+    """The first candidate that holds at a random point; None where none does.
 
     One point decides a fact. The plan that it becomes part of is proved as a whole.
     """
-    try:
-        with field.at(Point(float16=False)):
-            run = Evaluation(view, leaves, shrink, twins)
-            return next((one for one in candidates if holds(run, one)), None)
-    except (Unproved, *UNKNOWN):
-        return None
+    run = Evaluation(view, leaves, shrink, twins)
+
+    def at_a_point(candidate: Candidate) -> bool:
+        run.clear()
+        try:
+            with field.at(Point(float16=False)):
+                return holds(run, candidate)
+        except (Unproved, *UNKNOWN):
+            return False
+
+    return next(filter(at_a_point, candidates), None)
 
 
 def holds(
