@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from mla_fusion.target import UserError, existing, positive
@@ -47,7 +46,7 @@ def _check(arguments: argparse.Namespace) -> int:
         rows = [
             {"layer": layer, "accepted": False, "reason": str(one)}
             if isinstance(one, check.Refused)
-            else {"layer": layer, "accepted": True, **asdict(one)}
+            else {"layer": layer, "accepted": True, **one._asdict()}
             for layer, one in found
         ]
         print(json.dumps({"fusions": rows, "refused": refused}, indent=2))

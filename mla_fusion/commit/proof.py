@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import NoneType
 from typing import Any
 
 import torch
@@ -197,7 +196,7 @@ class _Run:
         values = {
             name: item
             for name, item in call.given.items()
-            if isinstance(item, Num) and 0 not in item.shape
+            if isinstance(item, Num) and 0 not in item.shape and not kernels.PLACES.search(name)
         }
         sides = [side for claim in claims for side in (claim.value, claim.result)]
         found = [trace.number(item) for item in (*values.values(), *sides)]
@@ -206,18 +205,14 @@ class _Run:
             return None
         entries, numbers = trace.certificate(known)
         places = iter([numbers[number] for number in known])
-        arguments = {name: next(places) for name in values}
-        others = {
-            name: item for name, item in call.given.items() if not isinstance(item, (Num, NoneType))
-        }
         return {
             "version": VERSION,
-            "call": {
-                "operator": targets.target_of(self.plan).operator.name.removesuffix("_functional"),
-                "arguments": arguments,
-                "attributes": {name: kernels.written(name, item) for name, item in others.items()},
+            "arguments": {name: next(places) for name in values},
+            "exact": {
+                name: kernels.constant(name, item).written
+                for name, item in call.given.items()
+                if isinstance(item, float)
             },
-            "replaced": [item.output for item in self.plan.replacements],
             "claims": [
                 {
                     "output": claim.output,
@@ -227,7 +222,6 @@ class _Run:
                 }
                 for claim in claims
             ],
-            "assumptions": list(self.plan.assumptions),
             "values": entries,
         }
 

@@ -5,9 +5,9 @@ the pass.
 
 A certificate lists values, each made of earlier ones. It says which of them are the kernel's
 arguments, and which of the kernel's results replaces which value. The values, and a definition of
-the kernel written from its documents, are evaluated at random points of GF(p^2). Prime and points
-are drawn anew in each run. What is claimed to be equal must be so. A certificate is data, perhaps
-false: what is not as it should be is refused.
+the kernel written from its documents, are evaluated at random points: random elements of GF(p),
+with another random prime p at each point. What is claimed to be equal must be so. A certificate is
+data, perhaps false: what is not as it should be is refused.
 """
 
 from __future__ import annotations
@@ -19,45 +19,20 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-VERSION = 1
-# have roots, as 2 has: roots of products of sizes are products of roots
-ROOTS = (3, 5, 7, 11, 13, 17, 19, 23, 29)
-POINTS, MOST_POINTS, DEGREE = 3, 60, 10_000  # no identity that is tested is of such a degree
+VERSION = 2
+POINTS, MOST_POINTS, CHANCE = 3, 64, 2e-16
 MOST_BYTES, MOST_VALUES = 1 << 28, 1 << 15  # of a report, of a certificate
-LARGEST, LARGEST_WEIGHT = 1 << 25, 1 << 32  # elements of a value; a weight need not be drawn
-MOST, MOST_PRODUCTS = 1 << 27, 1 << 35  # elements of a point, of a product that is computed
-# the largest epsilon that may stand for a floor; signs of a root that must have been seen
-FLOOR, BITS = 1e-20, 53
-
-
-def _drawn_prime() -> int:
-    """A prime of 31 bits, 7 mod 8, that nobody knows who writes a certificate: 1 and 1 + prime are
-    one number in it.
-    """
-    while True:
-        number = int.from_bytes(os.urandom(4), "big") >> 2 | 1 << 30 | 7
-        if all(pow(root, (number - 1) // 2, number) == 1 for root in ROOTS) and _is_prime(number):
-            return number
-
-
-def _is_prime(number: int) -> bool:
-    """Of odd numbers below 2^32, 3 mod 4 (Miller and Rabin, by the bases that suffice there)."""
-    return all(pow(base, (number - 1) // 2, number) in (1, number - 1) for base in (2, 3, 5, 7))
-
-
-PRIME = _drawn_prime()
-P = np.uint64(PRIME)
-Array = NDArray[np.uint64]
-Places = NDArray[np.int64]
+LARGEST, MOST, MOST_PRODUCTS = 1 << 27, 1 << 28, 1 << 35  # elements: of a value, of all, products
+FLOOR = 1e-20  # the largest epsilon that may stand for a floor
+PRIMES = 1 << 28  # fewer than the binary digits of all primes that may be drawn
 
 
 class Refused(Exception):
@@ -68,136 +43,69 @@ class NoReport(Exception):
     """Why a file is no report."""
 
 
-@dataclass(frozen=True)
-class Num:
-    """Elements ``re + im * i``; no ``im``: all of GF(p)."""
+class Num(np.ndarray[Any, np.dtype[np.uint64]]):
+    """Elements of GF(p)."""
 
-    re: Array
-    im: Array | None = None
+    prime = 3
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.re.shape
+    def __add__(self, b: Any) -> Num:  # type: ignore[override]
+        return elements(np.add(self, b) % Num.prime)
 
-    @property
-    def i(self) -> Array:
-        return np.zeros_like(self.re) if self.im is None else self.im
-
-    def map(self, move: Callable[[Array], Array]) -> Num:
-        return Num(move(self.re), None if self.im is None else move(self.im))
-
-    def reshape(self, *shape: int) -> Num:
-        return self.map(lambda part: part.reshape(shape))
-
-    def __getitem__(self, where: Any) -> Num:
-        return self.map(lambda part: part[where])
-
-    def __add__(self, b: Num) -> Num:
-        return Num(
-            (self.re + b.re) % P, None if self.im is None and b.im is None else (self.i + b.i) % P
-        )
+    def __mul__(self, b: Any) -> Num:  # type: ignore[override]
+        return elements(np.multiply(self, b) % Num.prime)
 
     def __neg__(self) -> Num:
-        return self.map(lambda part: (P - part) % P)
+        return elements(np.subtract(np.uint64(Num.prime), self) % Num.prime)
 
-    def __mul__(self, b: Num) -> Num:
-        re = self.re * b.re % P
-        if self.im is None and b.im is None:
-            return Num(re)
-        return Num((re + P - self.i * b.i % P) % P, (self.re * b.i % P + self.i * b.re % P) % P)
+    def to_the(self, exponent: int) -> Num:
+        found = np.ones_like(self)
+        for bit in f"{exponent:b}":
+            found = found * found * (self if bit == "1" else 1)
+        return found
 
     def inverse(self) -> Num:
-        if self.im is None:
-            return Num(power(self.re, PRIME - 2))
-        norm = power((self.re * self.re % P + self.im * self.im % P) % P, PRIME - 2)
-        return Num(self.re * norm % P, (P - self.im) % P * norm % P)
+        if not self.all():
+            raise ZeroDivisionError("a quotient by 0")
+        return self.to_the(Num.prime - 2)
+
+    def root(self) -> Num:
+        """The root of a square, or minus it; of others a function with ``root(a * b) == root(a) *
+        root(b)``. As p is 3 mod 8, ``root(-a)`` is ``-root(a)``, which no real root is.
+        """
+        return self.to_the((Num.prime + 1) // 4)
 
     def total(self, axes: Sequence[int] = (-1,), keep: bool = True) -> Num:
-        return self.map(lambda part: part.sum(axis=tuple(axes), keepdims=keep, dtype=np.uint64) % P)
-
-    def is_zero(self) -> NDArray[np.bool_]:
-        return (self.re == 0) & (self.i == 0)
-
-    def same(self, b: Num) -> bool:
-        return bool((self + -b).is_zero().all())
+        return self.sum(tuple(axes), keepdims=keep) + 0
 
 
-def of(number: Fraction | int) -> Num:
-    if number.denominator % PRIME == 0 or (number and number.numerator % PRIME == 0):
-        raise Refused("a number that has no value in this field")
-    return Num(
-        np.array(number.numerator * pow(number.denominator, -1, PRIME) % PRIME, dtype=np.uint64)
-    )
-
-
-def power(a: Array, exponent: int) -> Array:
-    found = np.ones_like(a)
-    for bit in f"{exponent:b}":
-        found = found * found % P
-        found = found * a % P if bit == "1" else found
-    return found
-
-
-def product(a: Array, b: Array) -> Array:
-    """Of matrices, by float64, in which sums of products of 16-bit halves are exact."""
-    found, low, shift = np.array(0, np.uint64), np.uint64(0xFFFF), np.uint64(16)
-    for start in range(0, a.shape[-1], 1 << 12):
-        halves = a[..., start : start + (1 << 12)], b[..., start : start + (1 << 12), :]
-        (a1, a0), (b1, b0) = (((m >> shift).astype(float), (m & low).astype(float)) for m in halves)
-        hh, hl, ll = (
-            (part % PRIME).astype(np.uint64) for part in (a1 @ b1, a1 @ b0 + a0 @ b1, a0 @ b0)
-        )
-        found = (found + (((hh << shift) + hl) % P << shift) + ll) % P
-    return found
-
-
-def joined(parts: Sequence[Num], axis: int = -1) -> Num:
-    im = (
-        None
-        if all(part.im is None for part in parts)
-        else np.concatenate([part.i for part in parts], axis)
-    )
-    return Num(np.concatenate([part.re for part in parts], axis), im)
-
-
-@dataclass
-class Weight:
-    """Elements of weights that are only moved about: which element of which each is, -1 for a zero.
-
-    cells  the numbers of the elements at places in flat order
-    line   where known: the number is ``line[0]`` and on each axis ``line[1]`` times the place
-    """
-
-    shape: tuple[int, ...]
-    cells: Callable[[Places], Places]
-    line: tuple[int, Sequence[int]] | None = None
+class Weight(np.ndarray[Any, np.dtype[np.int64]]):
+    """Elements of weights that are only moved about: which of all elements each is, -1 for a 0."""
 
     @cached_property
-    def columns(self) -> tuple[Places, Places] | None:
+    def columns(self) -> tuple[Any, Any] | None:
         """Of [.., k, n] whose columns are elements a step apart: the first and the step of each."""
-        *lead, count, width = self.shape
-        grid = [*lead, 1, width]
-        if self.line is not None:
-            return walk(grid, self.line[0], grid, self.line[1]), np.full(grid, self.line[1][-2])
-        places = walk(grid, 0, grid, contiguous(self.shape))
-        first = self.cells(places)
-        step = self.cells(places + width) - first if count > 1 else first
-        many = max(1, (1 << 18) // first.size)
-        for row in range(2, count, many):
-            rows = np.arange(row, min(row + many, count)).reshape(-1, *(1,) * first.ndim)
-            if not np.array_equal(self.cells(places + rows * width), first + rows * step):
-                return None
-        return None if count < 2 or bool(((first == -1) & (step != 0)).any()) else (first, step)
+        first, rows = self[..., :1, :], np.arange(self.shape[-2])[:, None]
+        step = self[..., 1:2, :] - first
+        is_even = len(rows) > 1 and np.array_equal(self, first + rows * step)
+        return (first, step) if is_even and not ((first == -1) & (step != 0)).any() else None
 
 
 Value = Num | Weight
 
 
+def elements(array: Any) -> Num:
+    return np.asarray(array, dtype=np.uint64).view(Num)
+
+
+def of(number: Fraction | int) -> Num:
+    return elements(number.numerator * pow(number.denominator, -1, Num.prime) % Num.prime)
+
+
+def joined(*parts: Num) -> Num:
+    return np.concatenate(parts, -1).view(Num)
+
+
 # -- what is read of a certificate
-
-
-def contiguous(shape: Sequence[int]) -> list[int]:
-    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def whole(item: Any, least: int = 0, most: int = 1 << 32) -> int:
@@ -206,44 +114,34 @@ def whole(item: Any, least: int = 0, most: int = 1 << 32) -> int:
     return item
 
 
-def sizes_of(item: Any, most: int = LARGEST) -> tuple[int, ...]:
+def sizes_of(item: Any) -> tuple[int, ...]:
     found = tuple(whole(size, 1) for size in item)
-    if len(found) > 16 or math.prod(found) > most:
+    if len(found) > 16 or math.prod(found) > LARGEST:
         raise Refused("a value is too large")
     return found
 
 
-def steps_of(size: int, stride: Any) -> Places:
-    """Along an axis: by a stride, or each by itself."""
-    return np.arange(size) * stride if type(stride) is int else np.array(stride, dtype=np.int64)
-
-
-def inside(first: Any, sizes: Any, strides: Any, low: int, high: int) -> None:
-    """Raises Refused where strides along sizes leave low .. high - 1."""
-    least = most = whole(first, low, high)
-    for size, stride in zip(sizes, strides, strict=True):
-        each = [0, (whole(size, 1) - 1) * stride] if type(stride) is int else stride
-        if any(type(step) is not int for step in each) or len(each) != (
-            2 if type(stride) is int else size
-        ):
+def walk(shape: Any, first: Any, sizes: Any, strides: Any, low: int, high: int) -> Any:
+    """Numbers from a first one, by strides along sizes (of an axis one, or each step by itself).
+    Raises Refused where they leave ``low`` to ``high - 1``.
+    """
+    found = np.array(whole(first, low, high), dtype=np.int64)
+    for size, stride in zip(sizes_of(sizes), strides, strict=True):
+        if type(stride) is list:
+            steps = np.array([whole(step, -1 << 60, 1 << 60) for step in stride], dtype=np.int64)
+        else:
+            steps = np.arange(size) * whole(stride, -1 << 32)
+        if len(steps) != size:
             raise Refused("a move of other sizes than it says")
-        least, most = least + min(each), most + max(each)
-    if least < low or most >= high:
+        found = found[..., None] + steps
+    if found.min() < low or found.max() >= high:
         raise Refused("a move from outside of its operand")
-
-
-def walk(shape: Any, first: int, sizes: Any, strides: Any) -> Places:
-    """Numbers from a first one, by strides along sizes."""
-    sizes_of(sizes)
-    found = np.array(first, dtype=np.int64)
-    for size, stride in zip(sizes, strides, strict=True):
-        found = found[..., None] + steps_of(size, stride)
     return found.reshape(sizes_of(shape))
 
 
-def fraction(exact: Any, written: Any = None, is_root: bool = False) -> Fraction:
+def fraction(exact: Any, written: Any, is_root: bool = False) -> Fraction:
     """What stands for the number that was written, or what that is the root of."""
-    if type(exact) is not str or re.fullmatch(r"-?\d{1,330}(/[1-9]\d{0,329})?", exact) is None:
+    if type(exact) is not str or re.fullmatch(r"-?\d{1,330}(/\d{1,330})?", exact) is None:
         raise Refused(f"{str(exact)[:40]} is no fraction")
     found = Fraction(exact)
     number = math.sqrt(found) if is_root else float(found)
@@ -255,178 +153,125 @@ def fraction(exact: Any, written: Any = None, is_root: bool = False) -> Fraction
 # -- a point
 
 
+def is_prime(number: int) -> bool:
+    """Of odd numbers below 2^32, 3 mod 4 (Miller and Rabin, by the bases that suffice there)."""
+    return all(pow(base, (number - 1) // 2, number) in (1, number - 1) for base in (2, 3, 5, 7))
+
+
 class Point:
-    """A random point of the field. Its rules, by name, are given their operands and what else
-    stands in an entry.
-    """
+    """A random point. Its methods of operations are given operands, and what else an entry has."""
 
-    def __init__(self, seed: bytes) -> None:
-        self._seed, self._cells = seed, 0
-        self.roots: list[Num] = []  # what roots were drawn of
+    def __init__(self, seed: str) -> None:
+        draw = Random(seed)
+        self._key, self._cells, Num.prime = draw.randbytes(32), 0, 4
+        while not is_prime(Num.prime):
+            Num.prime = 1 << 30 | draw.getrandbits(27) << 3 | 3
 
-    def hashed(self, name: str, *arguments: Any) -> Num:
-        digest = hashlib.blake2b(name.encode(), key=self._seed, digest_size=8).digest()
+    def hashed(self, name: str, *parts: Any) -> Num:
+        digest = hashlib.blake2b(name.encode(), key=self._key, digest_size=8).digest()
         found = np.array(int.from_bytes(digest, "little"), dtype=np.uint64)
-        for part in arguments:
+        for part in parts:
             with np.errstate(over="ignore"):  # it wraps around
                 found = (found ^ np.asarray(part).astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
                 found = (found ^ (found >> np.uint64(32))) * np.uint64(0xBF58476D1CE4E5B9)
             found = found ^ (found >> np.uint64(29))
-        return Num((found >> np.uint64(3)) % P)
+        return elements((found >> np.uint64(3)) % Num.prime)
 
     def drawn(self, value: Value) -> Num:
-        if isinstance(value, Num):
-            return value
-        numbers = value.cells(np.arange(math.prod(sizes_of(value.shape)))).reshape(value.shape)
-        return Num(np.where(numbers == -1, np.uint64(0), self.hashed("cell", numbers).re))
+        is_drawn = isinstance(value, Num)
+        return value if is_drawn else self.hashed("cell", value) * (value != -1)
 
-    def leaf(self, name: str, shape: Any) -> Num:
-        return self.hashed(name, np.arange(math.prod(sizes_of(shape))).reshape(shape))
+    def weight(self, shape: Any, name: Any = None) -> Weight:
+        """Each of its elements is one of its own; zeros, where it has no name."""
+        first, count = self._cells, math.prod(sizes_of(shape))
+        self._cells += count
+        numbers = np.full(count, -1) if name is None else np.arange(first, first + count)
+        return numbers.reshape(shape).view(Weight)
 
-    def weight(self, shape: Any, name: Any) -> Weight:
-        found, first = sizes_of(shape, LARGEST_WEIGHT), self._cells
-        self._cells += math.prod(found)
-        return Weight(found, lambda places: places + first, (first, contiguous(found)))
+    def leaf(self, shape: Any, place: int) -> Num:
+        return self.hashed(f"leaf {place}", np.arange(math.prod(sizes_of(shape)))).reshape(shape)
 
-    def zeros(self, shape: Any) -> Weight:
-        return Weight(sizes_of(shape, LARGEST_WEIGHT), lambda places: np.full_like(places, -1))
-
-    def number(self, exact: Any, written: Any) -> Num:
-        return of(fraction(exact, written))
-
-    def root(self, exact: Any, written: Any) -> Num:
-        return Point(b"").sqrt(of(fraction(exact, written, True)))
-
-    def integers(self, shape: Any, first: Any, sizes: Any, strides: Any) -> Num:
-        inside(first, sizes, strides, -(1 << 60), 1 << 60)
-        return Num((walk(shape, first, sizes, strides) % PRIME).astype(np.uint64))
-
-    def sqrt(self, a: Num) -> Num:
-        """A root in GF(p), times i where there is none; of what is not in GF(p) a function."""
-        self.roots.append(a)
-        found, other = power(a.re, (PRIME + 1) // 4), power((P - a.re) % P, (PRIME + 1) // 4)
-        is_square, is_real = found * found % P == a.re, a.i == 0
-        re, im = np.where(is_square, found, 0), np.where(is_square | ~is_real, 0, other)
-        return Num(np.where(is_real, re, self.function(a, "sqrt").re), im)
-
-    def function(self, *given: Any) -> Num:
-        """An uninterpreted function, named last, element by element."""
-        parts = (
-            part for item in given[:-1] for part in (item.re, 0 if item.im is None else item.im)
-        )
-        return self.hashed(f"function {given[-1]}", *parts)
-
-    def label(self, *arguments: Num) -> Num:
+    def label(self, *given: Num) -> Num:
         """One element for all elements of the arguments, in order."""
-        every = (
-            self.hashed("element", a.re.reshape(-1), a.i.reshape(-1), np.arange(a.re.size))
-            for a in arguments
-        )
-        return self.hashed(
-            f"label {[a.shape for a in arguments]}", *(one.total((0,), False).re for one in every)
-        )
-
-    def total(self, a: Num, axes: Any, keep: Any) -> Num:
-        return a.total([whole(axis, 0, len(a.shape) - 1) for axis in axes], bool(keep))
+        every = (self.hashed("element", a.reshape(-1), np.arange(a.size)) for a in given)
+        return self.hashed(f"label {[a.shape for a in given]}", *(a.total((0,)) for a in every))
 
     def matmul(self, a: Value, b: Value) -> Num:
+        """Of the product with a column of a weight no more is used than that it is linear in the
+        row's size: so no weight need be drawn.
+        """
         if len(a.shape) < 2 or len(b.shape) < 2 or a.shape[-1] != b.shape[-2]:
             raise Refused(f"a product of {a.shape} and {b.shape}")
-        found = sizes_of(
-            (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-        )
+        lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        sizes = sizes_of((*lead, a.shape[-2], b.shape[-1]))
         if isinstance(a, Num) and isinstance(b, Weight) and b.columns is not None:
-            return self._by_columns(a, *b.columns)
-        if math.prod(found) * a.shape[-1] > MOST_PRODUCTS:
+            size = a[..., :1] + (a[..., :1] == 0)
+            row = self.hashed("row", a * size.inverse(), np.arange(a.shape[-1])).total()
+            return self.hashed("product", row, *b.columns) * size * (b.columns[0] != -1)
+        if math.prod(sizes) * a.shape[-1] > MOST_PRODUCTS:
             raise Refused("a product is too large")
-        a, b = map(self.drawn, (a, b))
-        if a.im is None and b.im is None:
-            return Num(product(a.re, b.re))
-        im = (product(a.re, b.i) + product(a.i, b.re)) % P
-        return Num((product(a.re, b.re) + P - product(a.i, b.i)) % P, im)
-
-    def _by_columns(self, a: Num, first: Places, step: Places) -> Num:
-        """Of a row and a column of a weight no more is used than that the product is linear in the
-        row's size.
-        """
-        size = (a * self.leaf("size", a.shape[-1:])).total()
-        size = Num(np.where(size.is_zero(), np.uint64(1), size.re), size.im)
-        row = a * size.inverse()
-        row = self.hashed("row", row.re, row.i, np.arange(a.shape[-1])).total()
-        return (self.hashed("product", row.re, first, step) * size).map(
-            lambda part: np.where(first == -1, 0, part)
-        )
+        a, b, found = self.drawn(a), self.drawn(b), elements(np.zeros(sizes))
+        for k in range(a.shape[-1]):
+            found = found + a[..., k : k + 1] * b[..., k : k + 1, :]
+        return found
 
     def join(self, *given: Any) -> Value:
         *parts, axis = given
-        shape, inner = list(parts[0].shape), math.prod(parts[0].shape[axis + 1 :])
-        ends = np.cumsum([part.shape[axis] for part in parts])
-        shape[whole(axis, 0, len(shape) - 1)] = int(ends[-1])
-        if any(
-            [*part.shape[:axis], shape[axis], *part.shape[axis + 1 :]] != shape for part in parts
-        ):
-            raise Refused("a join of other sizes")
         if not all(isinstance(part, Weight) for part in parts):
-            sizes_of(shape)
-            return joined([self.drawn(part) for part in parts], axis)
-
-        def cells(places: Places) -> Places:
-            outer, at = np.divmod(places, shape[axis] * inner)
-            found = np.empty_like(places)
-            for part, end in zip(parts, ends, strict=True):
-                size = part.shape[axis] * inner
-                within = at - (int(end) * inner - size)
-                mine = (within >= 0) & (within < size)
-                found[mine] = part.cells(outer[mine] * size + within[mine])
-            return found
-
-        return Weight(sizes_of(shape, LARGEST_WEIGHT), cells)
-
-    def move(self, value: Value, shape: Any, first: Any, sizes: Any, strides: Any) -> Value:
-        inside(first, sizes, strides, 0, math.prod(value.shape))
-        if isinstance(value, Num):
-            return value.reshape(-1)[walk(shape, first, sizes, strides)]
-        shape, sizes = sizes_of(shape, LARGEST_WEIGHT), sizes_of(sizes, LARGEST_WEIGHT)
-        if math.prod(shape) != math.prod(sizes):
-            raise Refused("a move of other sizes than it says")
-
-        def cells(places: Places) -> Places:
-            found = np.full_like(places, first)
-            for size, stride in reversed(list(zip(sizes, strides, strict=True))):
-                places, rest = np.divmod(places, size)
-                found += rest * stride if type(stride) is int else steps_of(size, stride)[rest]
-            return value.cells(found)
-
-        whole_leaf = value.line is not None and value.line[1] == contiguous(value.shape)
-        is_line = whole_leaf and sizes == shape and all(type(stride) is int for stride in strides)
-        return Weight(
-            shape, cells, (value.line[0] + first, strides) if value.line and is_line else None
-        )
+            parts = [self.drawn(part) for part in parts]
+        return np.concatenate(parts, whole(axis)).view(type(parts[0]))
 
 
-ARITHMETIC = {"add": Num.__add__, "mul": Num.__mul__, "neg": Num.__neg__, "inverse": Num.inverse}
-ELEMENTWISE = (*ARITHMETIC, "sqrt", "function")
-# literal of literals
-FIXED = (*ARITHMETIC, "number", "root", "integers", "sqrt", "total", "join", "move")
-RULES = {*ELEMENTWISE, *FIXED, "label", "matmul", "weight", "zeros"}  # beside "leaf" and "result"
+Rule = Callable[..., Value]
+ELEMENTWISE: dict[str, Rule] = {
+    "add": lambda at, a, b: a + b,
+    "mul": lambda at, a, b: a * b,
+    "neg": lambda at, a: -a,
+    "inverse": lambda at, a: a.inverse(),
+    "sqrt": lambda at, a: a.root(),
+    "function": lambda at, *given: at.hashed(f"function {given[-1]}", *given[:-1]),
+}
+OF_NUMBERS: dict[str, Rule] = ELEMENTWISE | {
+    "label": Point.label,
+    "total": lambda at, a, axes, keep: a.total([whole(axis, 0, a.ndim - 1) for axis in axes], keep),
+    "leaf": Point.leaf,
+    "number": lambda at, exact, written: of(fraction(exact, written)),
+    "root": lambda at, exact, written: of(fraction(exact, written, True)).root(),
+    "integers": lambda at, *how: elements(walk(*how, -1 << 60, 1 << 60) % Num.prime),
+}
+RULES: dict[str, Rule] = OF_NUMBERS | {
+    "weight": Point.weight,
+    "zeros": Point.weight,
+    "matmul": Point.matmul,
+    "join": Point.join,
+    "move": lambda at, value, *how: value.reshape(-1)[walk(*how, 0, value.size)],
+}
+TERMS: dict[str, Callable[..., int]] = {  # summed in an element; 0: it is no polynomial
+    "total": lambda found, a: a.size // found.size,
+    "matmul": lambda found, a, b: 1 if getattr(b, "columns", None) else a.shape[-1],
+    "function": lambda found, *given: 0,
+    "label": lambda found, *given: 0,
+}
 
 
 # -- the kernels, by their documents
 
-INT8 = ("int8", 127)
-# of rows, and what their largest becomes
+INT8 = ("int8", 127)  # a format of rows, and what their largest becomes
 FORMATS = {3: ("fp8", 448), 4: ("fp8", 448), 5: ("hifloat8", 32768)}
+BYTES = {"fp8": "as torch.float8_e4m3fn", "hifloat8": "as torch.uint8"}
 
 
 class Kernel:
-    """A call: the definition of its operator."""
+    """A call: the definition of its operator, whose results are rows [T, ..].
 
-    def __init__(
-        self, point: Point, given: dict[str, Value], attributes: dict[str, Any], floors: bool
-    ) -> None:
-        self.point, self.given, self.attributes, self._floors = point, given, attributes, floors
-        self.read = set[str]()
-        mode = attributes.get("weight_quant_mode", 0)
+    dims, signs   sizes by the documents' names; how many elements the smallest root has
+    """
+
+    def __init__(self, point: Point, given: dict[str, Value], exact: Any, call: Any) -> None:
+        self.point, self.given, self.exact = point, given, exact
+        self.attributes, self.has_floors = DEFAULTS | call["attributes"], call["floors"]
+        self.read, self.dims, self.signs = set[str](), dict[str, int](), LARGEST
+        mode = self.attributes["weight_quant_mode"]
         self.in_blocks, (self.format, self.most) = mode == 3, FORMATS.get(mode, INT8)
 
     def weight(self, name: str) -> Value:
@@ -436,24 +281,24 @@ class Kernel:
     def take(self, name: str) -> Num:
         return self.point.drawn(self.weight(name))
 
-    def epsilon(self, name: str) -> Num:
-        """One far below any row may stand for a floor, where that is assumed."""
-        item = self.attributes[name]
-        if item["exact"] == "0" and self._floors and 0 < item["written"] <= FLOOR:
+    def number(self, name: str) -> Num:
+        """An attribute. An epsilon far below any row may stand for a floor, where that is assumed;
+        a scale next to 1 is none.
+        """
+        written, (kind, exact) = self.attributes[name], self.exact[name]
+        if exact == "0" and self.has_floors and 0 < written <= FLOOR:
             return of(0)
-        return self.point.number(item["exact"], item["written"])
+        number = of(fraction(exact, written, kind == "root"))
+        number = number.root() if kind == "root" else number
+        return of(1) if abs(written - 1) < 2.0**-23 else number
 
-    def scale(self, name: str) -> Num | None:
-        """A number that the kernel multiplies by; None for 1."""
-        item, point = self.attributes[name], self.point
-        rule = point.root if "root" in item else point.number
-        found = rule(item.get("root", item.get("exact")), item["written"])
-        return None if abs(item["written"] - 1) < 2.0**-23 else found
+    def function(self, name: str, *given: Any) -> Num:
+        return self.point.hashed(f"function {name}", *given)
 
-    def norm(self, value: Num, gamma: str, epsilon: str | Fraction) -> Num:
-        added = self.epsilon(epsilon) if isinstance(epsilon, str) else of(epsilon)
+    def norm(self, value: Num, gamma: str, epsilon: Num) -> Num:
         mean = (value * value).total() * of(Fraction(1, value.shape[-1]))
-        return value * self.point.sqrt(mean + added).inverse() * self.take(gamma)
+        self.signs = min(self.signs, mean.size)
+        return value * (mean + epsilon).root().inverse() * self.take(gamma)
 
     def rope(self, value: Num, cos: Num, sin: Num) -> Num:
         """Pairs in, halves out; the halves of the tables are not tied."""
@@ -461,29 +306,22 @@ class Kernel:
             raise Refused("tables of another width than what they rotate")
         half, even, odd = value.shape[-1] // 2, value[..., 0::2], value[..., 1::2]
         first = even * cos[..., :half] + -(odd * sin[..., :half])
-        return joined([first, odd * cos[..., half:] + even * sin[..., half:]])
-
-    def in_bytes(self, value: Num) -> Num:
-        return self.point.function(value, self.format)
+        return joined(first, odd * cos[..., half:] + even * sin[..., half:])
 
     def largest(self, rows: Num) -> Num:
-        return self.point.function(
-            self.point.function(rows * rows, "size").total(), "largest of row"
-        )
+        return self.function("largest of row", self.function("size", rows * rows).total())
 
     def by_row(self, rows: Num, largest: Num) -> tuple[Num, Num]:
         """Rows in bytes, and their steps."""
-        return self.in_bytes(rows * of(self.most) * largest.inverse()), largest * of(
-            self.most
-        ).inverse()
+        steps = largest * of(self.most).inverse()
+        return self.function(self.format, rows * steps.inverse()), steps
 
     def by_block(self, rows: Num) -> tuple[Num, Num]:
         """Rows in mxfp8, and a power of two for each 32 neighbours."""
-        blocks = rows.reshape(len(rows.re), -1, 32)
-        powers = self.point.function(self.largest(blocks), "power of two")
-        return self.point.function(blocks * powers.inverse(), "mxfp8").reshape(*rows.shape), powers[
-            ..., 0
-        ]
+        blocks = rows.reshape(len(rows), -1, 32)
+        powers = self.function("power of two", self.largest(blocks))
+        values = self.function("mxfp8", blocks * powers.inverse())
+        return values.reshape(rows.shape), powers[..., 0]
 
     def projected(self, rows: Num, name: str, step: Num | None) -> Num:
         weight = self.weight(f"weight_{name}")
@@ -491,190 +329,129 @@ class Kernel:
             return self.point.matmul(rows, weight)
         steps = self.take(f"dequant_scale_w_{name}")
         if self.format == "hifloat8":
-            rows = self.point.function(rows, "of format 290")
+            rows = self.function("of format 290", rows)
         if not self.in_blocks:
             return self.point.matmul(rows, weight) * step * steps
-        blocks = rows.reshape(len(rows.re), -1, 32) * step.reshape(len(rows.re), -1, 1)
-        count, width = blocks.shape[1], weight.shape[1]
-        weight = self.point.move(
-            weight, [count, 32, width], 0, list(weight.shape), contiguous(weight.shape)
-        )
-        products = self.point.matmul(blocks.map(lambda part: part.swapaxes(0, 1)), weight)
-        return (products * steps.map(lambda part: part.T[:, None])).total((0,), False)
+        blocks = rows.reshape(len(rows), -1, 32) * step.reshape(len(rows), -1, 1)
+        by_block = weight.reshape(-1, 32, weight.shape[1])
+        products = self.point.matmul(blocks.swapaxes(0, 1), by_block)
+        return (products * steps.T[:, None]).total((0,), False)
+
+    def absorbed(self, q_nope: Num, uk: Value) -> Num:
+        return self.point.matmul(q_nope.swapaxes(0, 1), uk).swapaxes(0, 1)
 
     def prolog(self) -> dict[str, Num]:
-        weights, caches = (
-            self.attributes["weight_quant_mode"],
-            self.attributes["kv_cache_quant_mode"],
-        )
-        if weights not in range(6) or caches not in (0, 1, 2, 3):
+        weights, caches = (self.attributes[f"{of}_quant_mode"] for of in ("weight", "kv_cache"))
+        if weights not in range(6) or caches not in range(4):
             raise Refused("a format that is not proved in exact arithmetic")
-        x, uk = self.take("token_x"), self.weight("weight_uk")
-        lead, (heads, nope, latent) = x.shape[:-1], uk.shape
-        x, cos, sin = (
-            v.reshape(-1, v.shape[-1]) for v in (x, self.take("rope_cos"), self.take("rope_sin"))
-        )
-        step, of_x = None, self.take("dequant_scale_x") if weights > 1 else None
-        c_q = self.norm(self.projected(x, "dq", of_x), "rmsnorm_gamma_cq", "rmsnorm_epsilon_cq")
-        times = self.scale("qc_qr_scale")
-        scaled = c_q if times is None else c_q * times
-        if weights and "smooth_scales_cq" in self.given:
+        x, cos, sin = (self.take(name) for name in ("token_x", "rope_cos", "rope_sin"))
+        x, cos, sin = (value.reshape(-1, value.shape[-1]) for value in (x, cos, sin))
+        uk, step = self.weight("weight_uk"), None
+        heads, nope, latent = uk.shape
+        of_x = self.take("dequant_scale_x") if weights > 1 else None
+        epsilon, times = self.number("rmsnorm_epsilon_cq"), self.number("qc_qr_scale")
+        c_q = self.norm(self.projected(x, "dq", of_x), "rmsnorm_gamma_cq", epsilon)
+        scaled, is_smooth = c_q * times, weights > 0 and "smooth_scales_cq" in self.given
+        if is_smooth:
             scaled = scaled * self.take("smooth_scales_cq")
-            scaled, step = (
-                self.by_block(scaled)
-                if self.in_blocks
-                else self.by_row(scaled, self.largest(scaled))
-            )
-        elif self.in_blocks:
+        if self.in_blocks:
             scaled, step = self.by_block(scaled)
         elif weights:  # a positive number goes through the largest
-            scaled, step = self.by_row(
-                scaled, self.largest(c_q) if times is None else self.largest(c_q) * times
-            )
-        query = self.projected(scaled, "uq_qr", step).reshape(len(x.re), heads, -1)
-        absorbed = self.point.matmul(query[..., :nope].map(lambda part: part.swapaxes(0, 1)), uk)
-        absorbed = absorbed.map(lambda part: part.swapaxes(0, 1))
+            largest = self.largest(scaled) if is_smooth else self.largest(c_q) * times
+            scaled, step = self.by_row(scaled, largest)
+        query = self.projected(scaled, "uq_qr", step).reshape(len(x), heads, -1)
+        absorbed = self.absorbed(query[..., :nope], uk)
         query_rope = self.rope(query[..., nope:], cos[:, None], sin[:, None])
-        both = self.projected(x, "dkv_kr", of_x)
-        ckv, kr = (
-            self.norm(both[:, :latent], "rmsnorm_gamma_ckv", "rmsnorm_epsilon_ckv"),
-            both[:, latent:],
-        )
-        times, kr, found = self.scale("kc_scale"), self.rope(kr, cos, sin), dict[str, Num]()
-        ckv = ckv if times is None else ckv * times
+        both, epsilon = self.projected(x, "dkv_kr", of_x), self.number("rmsnorm_epsilon_ckv")
+        ckv = self.norm(both[:, :latent], "rmsnorm_gamma_ckv", epsilon) * self.number("kc_scale")
+        found = {"query_norm": scaled} if step is None else {"dequant_scale_q_norm": step}
+        kr, found["query_norm"] = self.rope(both[:, latent:], cos, sin), scaled
         if caches == 1:
-            scale = self.take("quant_scale_ckv").reshape(-1)[0]
+            scale = self.take("quant_scale_ckv").reshape(-1)[:1]
             absorbed, of_query = self.by_row(absorbed, self.largest(absorbed))
             found["dequant_scale_q_nope"] = of_query
-            query_rope, ckv = query_rope * (scale * of_query.inverse()), self.in_bytes(ckv * scale)
+            query_rope = query_rope * (of_query.inverse() * scale)
+            ckv = self.function(self.format, ckv * scale)
         elif caches == 2:
-            ckv, kr = (
-                self.in_bytes(v * self.take(f"quant_scale_{n}"))
-                for v, n in ((ckv, "ckv"), (kr, "ckr"))
-            )
+            ckv = self.function(self.format, ckv * self.take("quant_scale_ckv"))
+            kr = self.function(self.format, kr * self.take("quant_scale_ckr"))
         elif caches == 3:
             ckv = self.packed(ckv, kr)
-        results = {"query": absorbed, "query_rope": query_rope, "query_norm": scaled}
-        found |= {name: value.reshape(*lead, *value.shape[1:]) for name, value in results.items()}
-        found |= {} if step is None else {"dequant_scale_q_norm": step}
-        rows = [("kv_cache", "kv_cache", ckv), ("kr_cache", "kr_cache", kr)]
-        return found | self.caches(*(rows[:1] if caches == 3 else rows))
+        self.dims = {"He": x.shape[-1], "Hcq": c_q.shape[-1], "Hckv": latent, "N": heads}
+        self.dims |= {"D": nope, "Dr": cos.shape[-1]}
+        found |= {"query": absorbed, "query_rope": query_rope, "kv_cache": ckv}
+        return found if caches == 3 else found | {"kr_cache": kr}
 
     def packed(self, ckv: Num, kr: Num) -> Num:
         """Bytes: tiles of the latent, the key in bfloat16, a float32 step for each tile."""
-        tiles = ckv.reshape(len(ckv.re), -1, self.attributes["tile_size"])
-        alpha = (
-            self.take("k_nope_clip_alpha").reshape(-1)[0]
-            if "k_nope_clip_alpha" in self.given
-            else of(1)
-        )
+        tiles = ckv.reshape(len(ckv), -1, self.attributes["tile_size"])
         limit = self.largest(tiles)
-        if not alpha.same(of(1)):
-            limit = limit * alpha
-            tiles = self.point.function(tiles, limit, "clip")
+        if "k_nope_clip_alpha" in self.given and (self.take("k_nope_clip_alpha") != 1).any():
+            limit = limit * self.take("k_nope_clip_alpha").reshape(-1)[:1]
+            tiles = self.function("clip", tiles, limit)
         values, steps = self.by_row(tiles, limit)
-        kinds = (kr, "torch.bfloat16", 2), (steps[..., 0], "torch.float32", 4)
-        parts = [
-            joined(
-                [self.point.function(value, f"byte {k} of {kind}")[..., None] for k in range(count)]
-            )
-            for value, kind, count in kinds
-        ]
-        parts = [part.reshape(len(ckv.re), -1) for part in (values, *parts)]
-        kind = {"fp8": "as torch.float8_e4m3fn", "hifloat8": "as torch.uint8"}.get(self.format)
-        return joined(
-            parts[:1] + [self.point.function(part, kind) if kind else part for part in parts[1:]]
-        )
+        parts = [values.reshape(len(ckv), -1)]
+        for part, kind, count in (kr, "bfloat16", 2), (steps[..., 0], "float32", 4):
+            each = [self.function(f"byte {k} of torch.{kind}", part) for k in range(count)]
+            bits = np.stack(each, -1).view(Num).reshape(len(ckv), -1)
+            kind = BYTES.get(self.format, "")
+            parts.append(self.function(kind, bits) if kind else bits)
+        return joined(*parts)
 
     def key_half(self) -> dict[str, Num]:
         kv, latent = self.take("kv"), self.given["gamma"].shape[-1]
         k_pe = self.rope(kv[..., latent:], self.take("cos"), self.take("sin"))
-        c_kv = self.norm(kv[..., :latent], "gamma", "epsilon")
-        ckr, ckv = (
-            self.in_bytes(value * self.take(scale)) if scale in self.given else value
-            for value, scale in ((k_pe, "k_rope_scale"), (c_kv, "c_kv_scale"))
-        )
-        return {"k_pe": k_pe, "c_kv": c_kv} | self.caches(
-            ("kr_cache", "k_cache", ckr), ("kv_cache", "ckv_cache", ckv)
-        )
+        c_kv = self.norm(kv[..., :latent], "gamma", self.number("epsilon"))
+        self.dims, found = {"Hckv": latent, "Dr": k_pe.shape[-1]}, {"k_pe": k_pe, "c_kv": c_kv}
+        for name, row, scale in ("kr", k_pe, "k_rope_scale"), ("kv", c_kv, "c_kv_scale"):
+            in_bytes = scale in self.given
+            row = self.function(self.format, row * self.take(scale)) if in_bytes else row
+            found[f"{name}_cache"] = row
+        return found
 
     def preprocess(self) -> dict[str, Num]:
         """W8A8 by fixed scales, the input's norm inside; rotations of halves."""
-        uk, cos, sin, epsilon = (
-            self.weight("wuk"),
-            self.take("cos"),
-            self.take("sin"),
-            Fraction(1, 10**6),
-        )
-        (heads, nope, latent), rope = uk.shape, cos.shape[-1]
-        half = rope // 2
+        uk, cos, sin = self.weight("wuk"), self.take("cos"), self.take("sin")
+        (heads, nope, latent), rope, epsilon = uk.shape, cos.shape[-1], of(Fraction(1, 10**6))
+        self.dims = {"Hckv": latent, "N": heads, "D": nope, "Dr": rope}
 
         def rotated(value: Num, cos: Num, sin: Num) -> Num:
-            return value * cos + joined([-value[..., half:], value[..., :half]]) * sin
+            return value * cos + joined(-value[..., rope // 2 :], value[..., : rope // 2]) * sin
 
         def by_scales(rows: Num, stage: int, name: str) -> Num:
             normed = self.norm(rows, f"gamma{stage}", epsilon) + self.take(f"beta{stage}")
-            scaled = normed * self.take(f"quant_scale{stage}").inverse() + self.take(
-                f"quant_offset{stage}"
-            )
+            scaled = normed * self.take(f"quant_scale{stage}").inverse()
             weight = self.weight(name)
-            width, columns = rows.shape[-1], math.prod(weight.shape) // rows.shape[-1]
-            blocks = (
-                ([width // 32, 32, columns], [columns * 32, 1, 32])
-                if len(weight.shape) == 4
-                else None
-            )
-            turned = self.point.move(
-                weight, [width, columns], 0, *(blocks or ([width, columns], [1, width]))
-            )
-            found = self.point.matmul(self.in_bytes(scaled), turned)
+            if weight.ndim == 4:  # FRACTAL_NZ
+                weight = weight[0].swapaxes(0, 1).reshape(weight.shape[2], -1)
+            values = self.function("int8", scaled + self.take(f"quant_offset{stage}"))
+            found = self.point.matmul(values, weight.T)
             return (found + self.take(f"bias{stage}")) * self.take(f"descale{stage}")
 
         down = by_scales(self.take("input"), 0, "wdqkv")
-        up = by_scales(down[..., latent + rope :], 1, "wuq").reshape(
-            len(down.re), heads, nope + rope
-        )
-        query = self.point.matmul(up[..., :nope].map(lambda part: part.swapaxes(0, 1)), uk)
-        rows = (
-            self.norm(down[..., :latent], "gamma2", epsilon),
-            rotated(down[..., latent : latent + rope], cos, sin),
-        )
-        found = {"query": query.map(lambda part: part.swapaxes(0, 1))}
-        found["query_rope"] = rotated(up[..., nope:], cos[:, None], sin[:, None])
-        for name, argument, new in zip(_CACHES, ("kv_cache", "kv_cache_rope"), rows, strict=True):
-            buffer = self.take(argument)  # one element stands for a cache of the model's
-            rest = buffer.reshape(-1, buffer.shape[-1])[len(new.re) :]
-            found[name] = (
-                new if buffer.shape == (1,) else joined([new, rest], 0).reshape(*buffer.shape)
-            )
-        return found
-
-    def caches(self, *rows: tuple[str, str, Num]) -> dict[str, Num]:
-        """The new rows [T, width] of caches; of a buffer that holds nothing else, in its form."""
-        is_buffer = self.attributes["cache_mode"] in ("BSND", "TND", "Norm")
+        up = by_scales(down[..., latent + rope :], 1, "wuq").reshape(len(down), heads, -1)
         return {
-            name: value.reshape(*self.weight(buffer).shape)
-            if is_buffer
-            else value.reshape(-1, value.shape[-1])
-            for name, buffer, value in rows
+            "query": self.absorbed(up[..., :nope], uk),
+            "query_rope": rotated(up[..., nope:], cos[:, None], sin[:, None]),
+            "kv_cache": self.norm(down[..., :latent], "gamma2", epsilon),
+            "kr_cache": rotated(down[..., latent : latent + rope], cos, sin),
         }
 
 
-KERNELS: dict[str, tuple[Callable[[Kernel], dict[str, Num]], frozenset[str]]] = {
-    "npu_mla_prolog_v3": (Kernel.prolog, frozenset({"cache_index", "kv_cache", "kr_cache"})),
-    "npu_kv_rmsnorm_rope_cache_v2": (Kernel.key_half, frozenset({"index", "k_cache", "ckv_cache"})),
-    "npu_mla_preprocess": (
-        Kernel.preprocess,
-        frozenset({"slotmapping", "q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1"}),
-    ),
-}  # and what of a call is no number that is computed with
+KERNELS: dict[str, Callable[[Kernel], dict[str, Num]]] = {
+    "npu_mla_prolog_v3": Kernel.prolog,
+    "npu_kv_rmsnorm_rope_cache_v2": Kernel.key_half,
+    "npu_mla_preprocess": Kernel.preprocess,
+}
+DEFAULTS = {"weight_quant_mode": 0, "kv_cache_quant_mode": 0, "tile_size": 128}
+DEFAULTS |= {"qc_qr_scale": 1.0, "kc_scale": 1.0}  # of attributes; a report lists the others
+SOURCES = {"c_kv": ("kv_cache", "c_kv"), "k_pe": ("kr_cache", "k_pe"), "q_nope": ("query",)}
 
 
 # -- a certificate
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(NamedTuple):
     """How many values were compared at how many points, and a chance above that of an error."""
 
     values: int
@@ -682,196 +459,137 @@ class Accepted:
     chance: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.values:,} values at {self.points} points, wrong by a chance below "
-            f"{self.chance:.0e}"
-        )
-
-
-DEFAULTS = {  # of the operators' attributes
-    "query_norm_flag": False, "weight_quant_mode": 0, "kv_cache_quant_mode": 0,
-    "query_quant_mode": 0,
-    "ckvkr_repo_mode": 0, "quant_scale_repo_mode": 0, "tile_size": 128, "qc_qr_scale": 1.0,
-    "kc_scale": 1.0,
-    "is_output_kv": False,
-}  # fmt: skip
-_SOURCES = {"c_kv": ("kv_cache", "c_kv"), "k_pe": ("kr_cache", "k_pe"), "q_nope": ("query",)}
-_CACHES = ("kv_cache", "kr_cache")
-_DIMS = (
-    ("He", "token_x", -1), ("Hcq", "rmsnorm_gamma_cq", -1), ("Hckv", "rmsnorm_gamma_ckv", -1),
-    ("D", "weight_uk", 1), ("N", "weight_uk", 0), ("Dr", "rope_cos", -1), ("Hckv", "gamma", -1),
-    ("Dr", "cos", -1),
-    ("He", "input", -1), ("Hcq", "gamma1", -1), ("Hckv", "gamma2", -1), ("D", "wuk", 1),
-    ("N", "wuk", 0),
-)  # fmt: skip
+        shown = f"{self.values:,} values at {self.points} points"
+        return f"{shown}, wrong by a chance below {self.chance:.0e}"
 
 
 class Run:
-    """A certificate at a point. Raises Refused where a claim does not hold."""
+    """A certificate at a point. Raises Refused where a claim does not hold.
 
-    def __init__(
-        self, certificate: dict[str, Any], point: Point, weights: dict[int, Weight]
-    ) -> None:
-        self.certificate, self.point, self.weights = certificate, point, weights
+    signs   how many elements the smallest root has, whose signs a point shows
+    height  above the degrees, and the binary digits, of all polynomials that are compared: two that
+            are not one are equal at a random point by a chance below it, of ``PRIMES``
+    """
+
+    def __init__(self, certificate: Any, call: Any, point: Point, weights: dict[int, Weight]):
+        self.certificate, self.call, self.point = certificate, call, point
         self.values: list[Value] = []
-        # of a result of the kernel, moved, or times a number a token: which
-        self.of_result: dict[int, str] = {}
-        self.of_kernel: list[Num] = []  # what the kernel's roots are drawn of
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.of_result: dict[int, str] = {}  # moved, or times a number a token: which
         self.results: dict[str, Num] = {}
-        fixed, elements = set[int](), 0
+        self.signs, heights, count = LARGEST, list[int](), 0
         for place, (op, operands, *rest) in enumerate(certificate["values"]):
             given = [self.values[whole(index, 0, place - 1)] for index in operands]
-            found = weights.get(place) or self._value(place, op, operands, given, rest)
+            found = weights.get(place)
+            if found is None:
+                found = self.value(place, op, operands, given, rest)
             if isinstance(found, Weight):  # the same at every point
                 weights[place] = found
-            fixed |= {place} if op in FIXED and fixed.issuperset(operands) else set()
-            if op == "sqrt" and place in fixed:
-                point.roots.pop()  # of a number: its sign is known
+            terms = TERMS[op](found, *given) if op in TERMS else 1
+            digits = 4 * len(str(rest)) if op in ("number", "root", "integers") else 0
+            heights.append(max(1, terms * sum(heights[index] for index in operands)) + digits)
+            self.signs = min(self.signs, found.size) if op == "sqrt" else self.signs
             self.values.append(found)
-            elements += math.prod(found.shape) if isinstance(found, Num) else 0
-            if elements > MOST or place > MOST_VALUES:
+            count += found.size
+            if count > MOST or place > MOST_VALUES:
                 raise Refused("a certificate of too many elements")
-        self.count = sum(map(self._claimed, certificate["claims"]))
-        unknown = (
-            one
-            for one in point.roots
-            if not any(_is_multiple(one, other) for other in self.of_kernel)
-        )
-        # that a point shows of each root
-        self.signs = min((one.re.size for one in unknown), default=BITS)
+        self.height = 2 * sum(heights)
+        self.count = sum(map(self.claimed, certificate["claims"]))
 
-    def _scales_tokens(self, op: str, operands: list[int]) -> bool:
+    def value(self, place: int, op: str, operands: Any, given: list[Any], rest: Any) -> Value:
+        sources = {self.of_result[index] for index in operands if index in self.of_result}
+        if op == "result":
+            self.results = self.results or self.called()
+            shape, self.of_result[place] = rest
+            return self.in_shape(self.results[rest[1]], sizes_of(shape))
+        if sources and op != "move" and not self.scales_tokens(op, operands):
+            raise Refused(f"value {place} is computed from a result of the kernel")
+        if sources:
+            (self.of_result[place],) = sources
+        if op not in RULES:
+            raise Refused(f"value {place} is of an operation that is not known")
+        given = [self.point.drawn(value) for value in given] if op in OF_NUMBERS else given
+        if op in ELEMENTWISE:
+            sizes_of(np.broadcast_shapes(*(value.shape for value in given)))
+        return RULES[op](self.point, *given, *([rest[0], place] if op == "leaf" else rest))
+
+    def in_shape(self, rows: Num, shape: tuple[int, ...]) -> Num:
+        """Of a buffer that is larger, the first rows are the kernel's."""
+        rest = self.point.hashed("rest", np.arange(max(0, math.prod(shape) - rows.size)))
+        return joined(rows.reshape(-1), rest).reshape(shape)
+
+    def scales_tokens(self, op: str, operands: list[int]) -> bool:
         """Is it the query, each token of it times one number that is no result?"""
         others = [self.values[index] for index in operands if index not in self.of_result]
         queries = [index for index in operands if self.of_result.get(index) == "query"]
         return op == "mul" and len(queries) == len(others) == 1 and others[0].shape[-2:] == (1, 1)
 
-    def _value(
-        self, place: int, op: str, operands: list[int], given: list[Value], rest: list[Any]
-    ) -> Value:
-        sources = {self.of_result[index] for index in operands if index in self.of_result}
-        if op == "result":
-            self.results = self.results or self._call()
-            self.of_result[place] = rest[1]
-            return self.results[rest[1]]
-        if sources and op != "move" and not self._scales_tokens(op, operands):
-            raise Refused(f"value {place} is computed from a result of the kernel")
-        if sources:
-            (self.of_result[place],) = sources
-        if op == "leaf":
-            return self.point.leaf(f"leaf {place}", rest[0])
-        if op not in RULES:
-            raise Refused(f"value {place} is of an operation that is not known")
-        if op in (*ELEMENTWISE, "label", "total"):
-            given = [self.point.drawn(value) for value in given]
-            sizes_of(np.broadcast_shapes(*(value.shape for value in given if op in ELEMENTWISE)))
-        rule: Any = ARITHMETIC.get(op) or getattr(self.point, op)
-        found: Value = rule(*given, *rest)
-        return found
-
-    def _call(self) -> dict[str, Num]:
-        call = self.certificate["call"]
-        if any(index in self.of_result for index in call["arguments"].values()):
+    def called(self) -> dict[str, Num]:
+        arguments, call = self.certificate["arguments"], self.call
+        if any(index in self.of_result for index in arguments.values()):
             raise Refused("the kernel is given a result of its own")
-        arguments = {name: self.values[whole(index)] for name, index in call["arguments"].items()}
-        self.shapes = {name: value.shape for name, value in arguments.items()}
-        floors = _assumes_rows(self.certificate)
-        kernel, before = Kernel(self.point, arguments, call["attributes"], floors), self.point.roots
-        run, unread = KERNELS[call["operator"]]
-        self.point.roots = self.of_kernel
-        results, self.point.roots = run(kernel), before
-        if arguments.keys() - kernel.read - unread:
-            raise Refused(
-                "the kernel takes no "
-                f"{', '.join(arguments.keys() - kernel.read - unread)} in this format"
-            )
+        given = {name: self.values[whole(index)] for name, index in arguments.items()}
+        kernel = Kernel(self.point, given, self.certificate["exact"], call)
+        results = KERNELS[call["operator"]](kernel)
+        if unread := given.keys() - kernel.read:
+            raise Refused(f"the kernel takes no {', '.join(unread)} in this format")
+        dims = call["dims"] | {"N": call["dims"].get("N_padded", call["dims"].get("N"))}
+        if wrong := [name for name, size in kernel.dims.items() if dims[name] != size]:
+            raise Refused(f"{', '.join(wrong)} is another than that of the arguments")
+        self.signs = min(self.signs, kernel.signs)
         return results
 
-    def _claimed(self, claim: dict[str, Any]) -> int:
+    def claimed(self, claim: dict[str, Any]) -> int:
         place, result, name = claim["value"], claim["is"], claim["output"]
-        if place in self.of_result or self.of_result.get(result) not in _SOURCES.get(name, (name,)):
+        if place in self.of_result or self.of_result.get(result) not in SOURCES.get(name, (name,)):
             raise Refused(f"{name} is not claimed of a value and of that result")
         a, b = (self.point.drawn(self.values[whole(index)]) for index in (place, result))
-        if a.shape != b.shape or not a.same(b):
+        if a.shape != b.shape or not np.array_equal(a, b):
             raise Refused(f"{name} is not what the kernel gives")
-        return math.prod(a.shape)
+        return a.size
 
 
-def _is_multiple(a: Num, b: Num) -> bool:
-    """Is it the other times a number that has a root, so that both roots have one sign?"""
-    if a.shape != b.shape or a.i.any() or b.i.any():
-        return False
-    times = power(b.re.reshape(-1)[:1], PRIME - 2) * a.re.reshape(-1)[:1] % P
-    return a.same(b * Num(times[0])) and bool(power(times, (PRIME - 1) // 2)[0] == 1)
-
-
-def _assumes_rows(of: dict[str, Any]) -> bool:
-    return any(str(text).startswith("no row comes near") for text in of["assumptions"])
-
-
-def fits(certificate: dict[str, Any], fusion: dict[str, Any]) -> None:
-    """Raises Refused where a certificate is of another fusion, or does not claim all that the
-    fusion replaces.
-    """
-    call, replaced = certificate["call"], list(fusion["replaced"].values())
-    given = {
-        name: item["written"] if isinstance(item, dict) else item
-        for name, item in call["attributes"].items()
-    }
-    wrong = [
-        name
-        for name, item in fusion["attributes"].items()
-        if name not in given or given[name] != item
-    ]
-    other = call["operator"] != fusion["operator"] or call["operator"] not in KERNELS
-    if other or wrong or certificate["replaced"] != replaced or certificate["version"] != VERSION:
-        raise Refused(
-            f"the certificate is of another call, or another version {', '.join(wrong)}".rstrip()
-        )
+def all_claimed(certificate: Any, call: Any) -> None:
+    """Raises Refused where not all is claimed, once, that the fusion replaces."""
+    if certificate["version"] != VERSION:
+        raise Refused("the certificate is of another version")
     claims = [(claim["place"], claim["output"]) for claim in certificate["claims"]]
-    if any(
-        item != DEFAULTS.get(name)
-        for name, item in given.items()
-        if name not in fusion["attributes"]
-    ):
-        raise Refused("an attribute is not the operator's default, and the report does not list it")
-    if _assumes_rows(certificate) and not _assumes_rows(fusion):
-        raise Refused("the fusion does not list what the certificate assumes")
-    paged, arguments = "PA" in given["cache_mode"], call["arguments"]
-    if call["operator"] == "npu_mla_preprocess":
-        paged = certificate["values"][whole(arguments["kv_cache"])][2] == [1]
-        written = [arguments[name] for name in ("kv_cache", "kv_cache_rope", "q_out0", "q_out1")]
-        if (
-            len(set(written)) < 4
-            or [arguments[f"kv_cache_out{place}"] for place in (0, 1)] != written[:2]
-        ):
-            raise Refused("results are written to one place, or caches to another than their own")
-    in_place = _CACHES[: 1 if given.get("kv_cache_quant_mode") == 3 else 2] if paged else ()
     if len(set(claims)) < len(claims) or not claims:
         raise Refused("a value is claimed twice, or none is")
-    for place, name in enumerate(replaced):
-        if (place, name) not in claims and (name not in _CACHES or (None, name) not in claims):
+    caches, replaced = {"kv_cache", "kr_cache"}, [*enumerate(call["replaced"])]
+    if not set(claims) <= {*replaced, *((None, name) for name in caches)}:
+        raise Refused("another value is claimed than one that the fusion replaces")
+    for place, name in replaced:
+        if (place, name) not in claims and (name not in caches or (None, name) not in claims):
             raise Refused(f"nothing is claimed of {name}")
-    if not set(in_place) <= {name for _, name in claims}:
+    if call["attributes"].get("kv_cache_quant_mode") == 3:
+        caches.remove("kr_cache")
+    if call["in_place"] and not caches <= {name for _, name in claims}:
         raise Refused("nothing is claimed of a cache")
 
 
-def proved(
-    certificate: dict[str, Any], points: int, seed: str
-) -> tuple[Accepted, dict[str, tuple[int, ...]]]:
-    """What holds at so many points, or more where signs of roots have to be seen; and sizes. Raises
-    Refused.
-    """
-    done, signs, run, weights = 0, BITS, None, dict[int, Weight]()
-    while run is None or done < min(MOST_POINTS, max(points, -(-BITS // signs))):
-        run = Run(
-            certificate,
-            Point(hashlib.blake2b(f"{seed} {done}".encode(), digest_size=32).digest()),
-            weights,
-        )
-        done, signs = done + 1, min(signs, run.signs)
-    return Accepted(run.count, done, (DEGREE / 2**30) ** done + 0.5 ** (done * signs)), run.shapes
+def proved(certificate: Any, call: Any, points: int, seed: str) -> Accepted:
+    """What holds at so many points, or more until the chance is small. Raises Refused."""
+    all_claimed(certificate, call)
+    weights, done, by_zero, chance = dict[int, Weight](), 0, 0, 1.0
+    while done < points or chance > CHANCE:
+        try:
+            run = Run(certificate, call, Point(f"{seed} {done} {by_zero}"), weights)
+            done += 1
+            chance = (run.height / PRIMES) ** done + 0.5 ** (done * run.signs)
+        except ZeroDivisionError:  # at one random point it may be chance
+            by_zero += 1
+        if by_zero > POINTS or done > MOST_POINTS:
+            raise Refused("a quotient by 0" if by_zero > POINTS else "of too high a degree")
+    return Accepted(run.count, done, chance)
+
+
+def call_of(fusion: Any) -> dict[str, Any]:
+    """What the report says of a fusion, as far as a proof depends on it."""
+    call = {name: fusion[name] for name in ("operator", "attributes", "dims")}
+    call["replaced"] = list(fusion["replaced"].values())
+    call["in_place"] = fusion["placement"] == "in place"
+    texts = fusion["assumptions"]
+    return call | {"floors": any(text.startswith("no row comes near") for text in texts)}
 
 
 def checked(
@@ -880,41 +598,23 @@ def checked(
     """Each fusion's layer, and what was found of it. Raises NoReport."""
     if not isinstance(report, dict) or not isinstance(report.get("fused"), list):
         raise NoReport("it has no list of fusions")
-    known: dict[int, Accepted | Refused] = {}
-    drawn = os.urandom(16).hex() if seed is None else seed
+    known: dict[str, Accepted] = {}
+    seed = os.urandom(16).hex() if seed is None else seed
     for fusion in report["fused"]:
         layer = str(fusion.get("layer")) if isinstance(fusion, dict) else "a fusion"
         try:
-            yield layer, _of_fusion(report, fusion, points, drawn, known)
+            if fusion["certificate"] is None:
+                raise Refused("it has no certificate: it was not proved in exact arithmetic")
+            place, call = whole(fusion["certificate"]), call_of(fusion)
+            key = f"{place} {call}"
+            known[key] = known.get(key) or proved(report["certificates"][place], call, points, seed)
+            yield layer, known[key]
         except Refused as refusal:
             yield layer, refusal
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            MemoryError,
-            TypeError,
-            ValueError,
-        ) as error:
-            yield (
-                layer,
-                Refused(f"no certificate of the form that is known ({type(error).__name__})"),
-            )
-
-
-def _of_fusion(report: Any, fusion: Any, points: int, seed: str, known: dict[int, Any]) -> Accepted:
-    if fusion["certificate"] is None:
-        raise Refused("it has no certificate: it was not proved in exact arithmetic")
-    certificate = report["certificates"][whole(fusion["certificate"])]
-    fits(certificate, fusion)
-    if fusion["certificate"] not in known:
-        known[fusion["certificate"]] = proved(certificate, points, seed)
-    accepted, shapes = known[fusion["certificate"]]
-    dims = fusion["dims"] | {"N": fusion["dims"].get("N_padded", fusion["dims"].get("N"))}
-    for name, argument, axis in _DIMS:
-        if argument in shapes and dims[name] != shapes[argument][axis]:
-            raise Refused(f"{name} is another than that of {argument}")
-    return accepted
+        except (ArithmeticError, AttributeError, LookupError, MemoryError) as error:
+            yield layer, Refused(f"no certificate of the known form ({type(error).__name__})")
+        except (TypeError, ValueError) as error:
+            yield layer, Refused(f"no certificate of the known form ({error})".partition("\n")[0])
 
 
 def read(path: Path) -> Any:

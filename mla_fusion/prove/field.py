@@ -265,6 +265,11 @@ class Literal:
     exact: Fraction
     is_root: bool = False
 
+    @property
+    def written(self) -> list[str]:
+        """As a certificate has it."""
+        return ["root" if self.is_root else "number", str(self.exact)]
+
     def num(self, written: float | None = None) -> Num:
         """Its element. ``written``: the float that it stands for."""
         found = _element(self)

@@ -6,6 +6,7 @@ which row goes where is decided by the terms of the slots.
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -27,6 +28,8 @@ RESULTS = {
     "npu::npu_kv_rmsnorm_rope_cache_v2_functional": V2_FUNCTIONAL.results,
     "atb::npu_mla_preprocess": ("query", "kv_cache", "query_rope", "kr_cache"),
 }  # of the operators that a plan calls, by name
+# in names of arguments that say where results go, and are not computed with
+PLACES = re.compile("cache|index|slot|out")
 _UNUSED = Num(torch.zeros(0, dtype=torch.int64))
 
 
@@ -183,16 +186,6 @@ def _epsilon(call: Call, name: str) -> Num:
 
 def _epsilon_of(given: float) -> Num:
     return constant("epsilon", given).num(given)
-
-
-def written(name: str, given: Any) -> Any:
-    """An attribute as a certificate has it: a number that is computed with beside the exact one
-    that it stands for.
-    """
-    if not isinstance(given, float):
-        return given
-    exact = constant(name, given)
-    return {"written": given, "root" if exact.is_root else "exact": str(exact.exact)}
 
 
 def constant(name: str, given: float) -> Literal:

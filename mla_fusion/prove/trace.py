@@ -16,7 +16,7 @@ from torch import Tensor
 
 Move = Callable[[Tensor], Tensor]
 Entry = list[Any]
-VERSION = 1  # of the form of certificates
+VERSION = 2  # of the form of certificates
 _MOST = 1 << 16  # steps of an axis that has no stride
 
 

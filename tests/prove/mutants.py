@@ -30,17 +30,20 @@ MUTATED = (  # spellings unlike each other, int8 among them
 
 
 def mutants(report: Any, rng: random.Random, count: int) -> Iterator[tuple[str, Any]]:
-    """What was changed, and the report with the changed certificate in place of its first."""
+    """What was changed, and the report with its first fusion's certificate, or attributes,
+    changed.
+    """
     kinds = [_literal, _operator, _operand, _move, _move, _claim, _argument, _attribute]
     made = 0
     while made < count:
         changed = copy.deepcopy(report)
-        what = kinds[made % len(kinds)](changed["certificates"][0], rng)
+        kind, fusion = kinds[made % len(kinds)], changed["fused"][0]
+        what = kind(fusion if kind is _attribute else changed["certificates"][0], rng)
         if what:
             made += 1
             yield what, changed
         else:
-            kinds.append(kinds.pop(made % len(kinds)))
+            kinds.insert(0, kinds.pop(made % len(kinds)))
 
 
 def _matters(certificate: Any) -> list[int]:
@@ -53,9 +56,7 @@ def _matters(certificate: Any) -> list[int]:
             nothing.add(place)
         if nothing.intersection(entry[1]):
             nothing.add(place)
-    return sorted(
-        claimed - _above(entries, set(certificate["call"]["arguments"].values())) - nothing
-    )
+    return sorted(claimed - _above(entries, set(certificate["arguments"].values())) - nothing)
 
 
 def _above(entries: Any, used: set[int]) -> set[int]:
@@ -165,9 +166,8 @@ def _claim(certificate: Any, rng: random.Random) -> str:
 
 def _argument(certificate: Any, rng: random.Random) -> str:
     """Another value for an argument that is computed with."""
-    arguments = certificate["call"]["arguments"]
-    unread = ("cache_index", "index", "kv_cache", "kr_cache", "k_cache", "ckv_cache")
-    name = rng.choice([name for name in arguments if name not in unread])
+    arguments = certificate["arguments"]
+    name = rng.choice(list(arguments))
     others = [other for other in arguments if arguments[other] != arguments[name]]
     if not others:
         return ""
@@ -179,27 +179,13 @@ def _argument(certificate: Any, rng: random.Random) -> str:
     return f"{other} for {name}"
 
 
-def _attribute(certificate: Any, rng: random.Random) -> str:
-    """An epsilon, a scale or a mode."""
-    attributes = certificate["call"]["attributes"]
-    name = rng.choice(
-        [
-            name
-            for name in attributes
-            if "epsilon" in name or "scale" in name or name.endswith("mode")
-        ]
-    )
-    item = attributes[name]
-    if not isinstance(item, dict):
-        if name in ("ckvkr_repo_mode", "quant_scale_repo_mode", "query_quant_mode"):
-            return ""
-        attributes[name] = item + 1 if isinstance(item, int) else "TND"
-        return f"{name} {attributes[name]}"
-    key = "root" if "root" in item else "exact"
-    was, item[key] = (
-        item[key],
-        str(Fraction(item[key]) * 2 + (Fraction(1, 10**6) if item[key] == "0" else 0)),
-    )
-    if rng.random() < 0.5:
-        item["written"] *= 2.0
-    return f"{name} {item[key]} for {was}"
+def _attribute(fusion: Any, rng: random.Random) -> str:
+    """An epsilon, a scale or a mode that the report says."""
+    attributes = fusion["attributes"]
+    known = [name for name in attributes if name.endswith(("epsilon", "_cq", "_ckv", "scale"))]
+    modes = [name for name in ("weight_quant_mode", "kv_cache_quant_mode") if name in attributes]
+    if not known + modes:
+        return ""
+    name = rng.choice(known + modes)
+    attributes[name] = attributes[name] + 1 if name in modes else attributes[name] * 1.001
+    return f"{name} {attributes[name]}"
