@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +70,29 @@ BEFORE = (
     "x", "c_q_raw", "c_q", "q", "q_nope", "q_pe", "kv", "c_kv", "k_pe", "sin of k", "cos of q",
 )  # fmt: skip
 BEHIND = ("query", "rotated_q")
+
+
+class Member(NamedTuple):
+    """A function of one value of the prologue."""
+
+    place: str
+    name: str
+    function: Function
+    dynamic: bool
+
+    @property
+    def commutes(self) -> bool:
+        """A number for each token goes through the product with W_uk, and stays in the graph."""
+        return self.place == "q_nope" and self.name.startswith(
+            ("greater of", "power of", "clamp of")
+        )
+
+
+def member(seed: int, places: tuple[str, ...]) -> Member:
+    rng = random.Random(seed)
+    of_tokens = rng.random() < 0.5
+    name, function = (of_token if of_tokens else of_size)(rng)
+    return Member(rng.choice(places), name, function, of_tokens or rng.random() < 0.5)
 
 
 class At(Base):
