@@ -21,9 +21,7 @@ def add(commands: Any, command: Callable[..., Any]) -> None:
         commands, "check-proof", _check, summary, "Exit status 1: a fusion is not accepted."
     )
     parser.add_argument("report", metavar="REPORT.json", help="what Report.to_json wrote")
-    parser.add_argument(
-        "--points", type=positive, default=3, help="random points at which values are compared"
-    )
+    parser.add_argument("--points", type=positive, default=3, help="random points at least")
     parser.add_argument(
         "--seed",
         metavar="TEXT",

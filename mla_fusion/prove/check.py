@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+Array: Any = np.ndarray
 VERSION = 2
 POINTS, MOST_POINTS, CHANCE = 3, 64, 2e-16
 MOST_BYTES, MOST_VALUES = 1 << 28, 1 << 15  # of a report, of a certificate
@@ -43,15 +44,15 @@ class NoReport(Exception):
     """Why a file is no report."""
 
 
-class Num(np.ndarray[Any, np.dtype[np.uint64]]):
+class Num(Array):
     """Elements of GF(p)."""
 
     prime = 3
 
-    def __add__(self, b: Any) -> Num:  # type: ignore[override]
+    def __add__(self, b: Any) -> Num:
         return elements(np.add(self, b) % Num.prime)
 
-    def __mul__(self, b: Any) -> Num:  # type: ignore[override]
+    def __mul__(self, b: Any) -> Num:
         return elements(np.multiply(self, b) % Num.prime)
 
     def __neg__(self) -> Num:
@@ -78,7 +79,7 @@ class Num(np.ndarray[Any, np.dtype[np.uint64]]):
         return self.sum(tuple(axes), keepdims=keep) + 0
 
 
-class Weight(np.ndarray[Any, np.dtype[np.int64]]):
+class Weight(Array):
     """Elements of weights that are only moved about: which of all elements each is, -1 for a 0."""
 
     @cached_property
@@ -94,7 +95,7 @@ Value = Num | Weight
 
 
 def elements(array: Any) -> Num:
-    return np.asarray(array, dtype=np.uint64).view(Num)
+    return Array.view(np.asarray(array, dtype=np.uint64), Num)
 
 
 def of(number: Fraction | int) -> Num:
@@ -102,7 +103,7 @@ def of(number: Fraction | int) -> Num:
 
 
 def joined(*parts: Num) -> Num:
-    return np.concatenate(parts, -1).view(Num)
+    return Array.view(np.concatenate(parts, -1), Num)
 
 
 # -- what is read of a certificate
@@ -121,7 +122,7 @@ def sizes_of(item: Any) -> tuple[int, ...]:
     return found
 
 
-def walk(shape: Any, first: Any, sizes: Any, strides: Any, low: int, high: int) -> Any:
+def walk(low: int, high: int, shape: Any, first: Any, sizes: Any, strides: Any) -> Any:
     """Numbers from a first one, by strides along sizes (of an axis one, or each step by itself).
     Raises Refused where they leave ``low`` to ``high - 1``.
     """
@@ -186,7 +187,7 @@ class Point:
         first, count = self._cells, math.prod(sizes_of(shape))
         self._cells += count
         numbers = np.full(count, -1) if name is None else np.arange(first, first + count)
-        return numbers.reshape(shape).view(Weight)
+        return Array.view(numbers.reshape(shape), Weight)
 
     def leaf(self, shape: Any, place: int) -> Num:
         return self.hashed(f"leaf {place}", np.arange(math.prod(sizes_of(shape)))).reshape(shape)
@@ -222,8 +223,7 @@ class Point:
         return np.concatenate(parts, whole(axis)).view(type(parts[0]))
 
 
-Rule = Callable[..., Value]
-ELEMENTWISE: dict[str, Rule] = {
+ELEMENTWISE: dict[str, Any] = {
     "add": lambda at, a, b: a + b,
     "mul": lambda at, a, b: a * b,
     "neg": lambda at, a: -a,
@@ -231,20 +231,20 @@ ELEMENTWISE: dict[str, Rule] = {
     "sqrt": lambda at, a: a.root(),
     "function": lambda at, *given: at.hashed(f"function {given[-1]}", *given[:-1]),
 }
-OF_NUMBERS: dict[str, Rule] = ELEMENTWISE | {
+OF_NUMBERS: dict[str, Any] = ELEMENTWISE | {
     "label": Point.label,
     "total": lambda at, a, axes, keep: a.total([whole(axis, 0, a.ndim - 1) for axis in axes], keep),
     "leaf": Point.leaf,
     "number": lambda at, exact, written: of(fraction(exact, written)),
     "root": lambda at, exact, written: of(fraction(exact, written, True)).root(),
-    "integers": lambda at, *how: elements(walk(*how, -1 << 60, 1 << 60) % Num.prime),
+    "integers": lambda at, *how: elements(walk(-1 << 60, 1 << 60, *how) % Num.prime),
 }
-RULES: dict[str, Rule] = OF_NUMBERS | {
+RULES: dict[str, Any] = OF_NUMBERS | {
     "weight": Point.weight,
     "zeros": Point.weight,
     "matmul": Point.matmul,
     "join": Point.join,
-    "move": lambda at, value, *how: value.reshape(-1)[walk(*how, 0, value.size)],
+    "move": lambda at, value, *how: value.reshape(-1)[walk(0, value.size, *how)],
 }
 TERMS: dict[str, Callable[..., int]] = {  # summed in an element; 0: it is no polynomial
     "total": lambda found, a: a.size // found.size,
@@ -386,7 +386,7 @@ class Kernel:
         """Bytes: tiles of the latent, the key in bfloat16, a float32 step for each tile."""
         tiles = ckv.reshape(len(ckv), -1, self.attributes["tile_size"])
         limit = self.largest(tiles)
-        if "k_nope_clip_alpha" in self.given and (self.take("k_nope_clip_alpha") != 1).any():
+        if "k_nope_clip_alpha" in self.given and np.any(self.take("k_nope_clip_alpha") != 1):
             limit = limit * self.take("k_nope_clip_alpha").reshape(-1)[:1]
             tiles = self.function("clip", tiles, limit)
         values, steps = self.by_row(tiles, limit)
@@ -443,7 +443,7 @@ KERNELS: dict[str, Callable[[Kernel], dict[str, Num]]] = {
     "npu_kv_rmsnorm_rope_cache_v2": Kernel.key_half,
     "npu_mla_preprocess": Kernel.preprocess,
 }
-DEFAULTS = {"weight_quant_mode": 0, "kv_cache_quant_mode": 0, "tile_size": 128}
+DEFAULTS: dict[str, float] = {"weight_quant_mode": 0, "kv_cache_quant_mode": 0, "tile_size": 128}
 DEFAULTS |= {"qc_qr_scale": 1.0, "kc_scale": 1.0}  # of attributes; a report lists the others
 SOURCES = {"c_kv": ("kv_cache", "c_kv"), "k_pe": ("kr_cache", "k_pe"), "q_nope": ("query",)}
 

@@ -306,4 +306,4 @@ def test_movement_is_found_again(move: Any) -> None:
     places = move(torch.arange(30).reshape(5, 6))
     found = trace.fitted(places)
     assert found is not None
-    assert check.walk(list(places.shape), *found, 0, 30).tolist() == places.tolist()
+    assert check.walk(0, 30, list(places.shape), *found).tolist() == places.tolist()
