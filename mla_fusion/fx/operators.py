@@ -82,7 +82,6 @@ SELECTIONS = _names(
 
 # what stands side by side is not mixed
 JOINERS = _names("cat stack concat concatenate hstack vstack")
-REARRANGING = _names("cat stack neg")  # of tables: what they are put together with keeps their rows
 
 _OTHER_MOVEMENT = (
     _names(

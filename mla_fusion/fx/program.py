@@ -99,8 +99,7 @@ class Program:
     ``aliases`` names nodes that compute what an input holds. A node that cannot be probed becomes a
     step that fails, and so does whatever reads it. ``exact`` keeps every dtype and cast as the
     graph has it, and inputs have the sizes that ``binding`` gives, so symbolic slices of them can
-    be taken; ``shrink`` runs on fewer tokens than the graph has; with ``narrows`` a cast to float8
-    is done, which is else a step that fails.
+    be taken; ``shrink`` runs on fewer tokens than the graph has.
     """
 
     def __init__(
@@ -111,10 +110,8 @@ class Program:
         aliases: Mapping[Node, Node] | None = None,
         exact: bool = False,
         shrink: Shrink | None = None,
-        narrows: bool = False,
     ) -> None:
         self._binding = binding
-        self._narrows = narrows
         self._exact = exact
         self._shrink = shrink
         self._inputs = len(inputs)
@@ -192,7 +189,7 @@ class Program:
             return Step(full, (self._binding.shape(value.shape), filling, dtype), {}, name)
         call: Callable[..., Any]
         if is_cast(node) and not self._exact:
-            _refuse_narrow_cast(node, self._narrows)
+            _refuse_narrow_cast(node)
             call = cast
         else:
             target = operator_of(node).target
@@ -271,11 +268,11 @@ def _refuse_symbolic_ends(node: Node, name: str, binding: Binding) -> None:
         raise Unprobeable(f"{node.name} ({name}) takes a symbolic part")
 
 
-def _refuse_narrow_cast(node: Node, narrows: bool) -> None:
+def _refuse_narrow_cast(node: Node) -> None:
     """A cast through float8 is quantisation; it is never looked through."""
     produced = node.meta.get("val")
     source = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
-    for value in (source,) if narrows else (produced, source):
+    for value in (produced, source):
         dtype = getattr(value, "dtype", None)
         if dtype is not None and dtype.is_floating_point and dtype not in MODEL_FLOATS:
             raise Unprobeable(f"cast to or from {str(dtype).removeprefix('torch.')}")

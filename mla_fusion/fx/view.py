@@ -239,12 +239,6 @@ class View:
         barrier = self.barriers.get(node)
         return node in self._sources[node] and (barrier is None or barrier.is_opaque)
 
-    def step_ends_proof(self, node: Node) -> bool:
-        """Would the node be a barrier if it were made of a product? (An input never is.)"""
-        if node.op != "call_function":
-            return False
-        return self.steps.barrier(node) is not None or size_among_numbers(node) is not None
-
     def reaches(self, source: Node, node: Node) -> bool:
         """Is the node made of ``source`` by operators that can be run on probes, choices among
         them?

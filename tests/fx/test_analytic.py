@@ -13,7 +13,7 @@ from torch import Tensor
 from mla_fusion.fx.kinds import filled_with
 from mla_fusion.fx.view import View
 
-from .tracing import TOKENS, floats, inputs, integers, masks, outputs, view
+from .tracing import TOKENS, floats, integers, masks, outputs, view
 
 Step = Callable[[Tensor], Tensor]
 T, HE, WIDTH = 5, 16, 8
@@ -243,8 +243,3 @@ def test_the_detail_names_the_step_and_its_literals() -> None:
         and "-8, 7" in barrier.detail
         and "picks by the values" in barrier.detail
     )
-
-
-def test_inputs_are_no_steps() -> None:
-    graph = view(lambda table: table + 1, floats(T, WIDTH))
-    assert not graph.step_ends_proof(inputs(graph)[0])

@@ -1,7 +1,5 @@
 """One thing hidden between rows and float formats, or before fixed scales: refused, whatever probes
 show.
-
-No step ends a proof by floats here, so that what facts do not see is left to the field.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.fx.view import View
 from tests.catalogue import ENTRIES, floats, static
 from tests.catalogue.base import npu
 from tests.harness import graph_of
@@ -22,11 +19,6 @@ from tests.harness import graph_of
 from .test_hidden_int8 import late, power
 
 HIF8 = floats.HIF8
-
-
-@pytest.fixture(autouse=True)
-def no_step_ends_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(View, "step_ends_proof", lambda self, node: False)
 
 
 def report_of(name: str, *classes: type[nn.Module], **methods: Any) -> mf.Report:
