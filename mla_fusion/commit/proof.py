@@ -213,6 +213,7 @@ class _Run:
                 for name, item in call.given.items()
                 if isinstance(item, float)
             },
+            "tokens": [str(size) for size in self.plan.lead],
             "claims": [
                 {
                     "output": claim.output,

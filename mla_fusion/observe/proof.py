@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from torch.fx import Node
 
 from mla_fusion.facts.absorb import AbsorbFact
+from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact, Table
 from mla_fusion.fx.kinds import Kind, is_cast, kind_of
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
 from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
+from mla_fusion.prove.field import nearest
 
 
 def lines(view: View, plan: Plan) -> tuple[str, ...]:
@@ -23,9 +25,9 @@ def _lines(view: View, plan: Plan) -> Iterator[str]:
     k, whole = plan.candidate.key, plan.candidate if isinstance(plan, PrologPlan) else None
     if whole is not None:
         q = whole.query
-        yield f"RMSNorm of {len(q.norm.columns)} columns: {_steps(q.down.node, q.norm.node)}"
+        yield f"{_norm(q.norm)}: {_steps(q.down.node, q.norm.node)}"
     if k.norm is not None:
-        yield f"RMSNorm of {len(k.columns)} columns: {_steps(k.down.node, k.norm.node)}"
+        yield f"{_norm(k.norm)}: {_steps(k.down.node, k.norm.node)}"
     if whole is not None:
         of_heads = f"{q.rope.heads} heads, {q.rope.rope_dim} columns each"
         yield f"{_rotation(q.rope)} of {of_heads}: {_steps(q.up_rope.node, q.rope.node)}"
@@ -45,6 +47,18 @@ def _lines(view: View, plan: Plan) -> Iterator[str]:
         yield "tables: cos is 1 and sin is 0"
     elif whole is not None:
         yield f"tables: {_tables(view, (*q.rope.cos, *q.rope.sin), (*k.cos, *k.sin))}"
+
+
+def _norm(fact: NormFact) -> str:
+    """Its constants, each with the exact number that is proved."""
+    epsilon = "given at run time" if fact.runtime_eps is not None else _constant(fact.eps)
+    times = "" if fact.scale == 1.0 else f", times {_constant(fact.scale)}"
+    return f"RMSNorm of {len(fact.columns)} columns{times}, epsilon {epsilon}"
+
+
+def _constant(value: float) -> str:
+    known = nearest(value)
+    return f"{value:g} ({'root of ' if known.is_root else ''}{known.exact})"
 
 
 def _rotation(fact: RopeFact) -> str:
@@ -76,7 +90,7 @@ def _tables(view: View, of_query: Table, of_key: Table) -> str:
         return "one value for query and key"
     if all(view.terms.same(a, b) for a, b in pairs):
         return "equal terms"
-    return "equal on random inputs, by movement and analytic steps"
+    return "equal in exact arithmetic"
 
 
 def slots(plan: Plan) -> str:
