@@ -85,7 +85,7 @@ class Weight(Array):
     @cached_property
     def columns(self) -> tuple[Any, Any] | None:
         """Of [.., k, n] whose columns are elements a step apart: the first and the step of each."""
-        first, rows = self[..., :1, :], np.arange(self.shape[-2])[:, None]
+        first, rows = self[..., :1, :], np.arange(self.shape[-2], dtype=np.int32)[:, None]
         step = self[..., 1:2, :] - first
         is_even = len(rows) > 1 and np.array_equal(self, first + rows * step)
         return (first, step) if is_even and not ((first == -1) & (step != 0)).any() else None
@@ -186,7 +186,8 @@ class Point:
         """Each of its elements is one of its own; zeros, where it has no name."""
         first, count = self._cells, math.prod(sizes_of(shape))
         self._cells += count
-        numbers = np.full(count, -1) if name is None else np.arange(first, first + count)
+        numbers = np.arange(first, first + count, dtype=np.int32)
+        numbers = np.full_like(numbers, -1) if name is None else numbers
         return Array.view(numbers.reshape(shape), Weight)
 
     def leaf(self, shape: Any, place: int) -> Num:
