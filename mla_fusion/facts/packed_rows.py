@@ -68,7 +68,7 @@ def find(
     alphas = [1.0, *(value for value in met if 0 < value < 1)]
     alpha = evaluate.which(
         view,
-        {latent.node: "", key.node: ""},
+        {latent.node: "x", key.node: "x"},
         alphas if element == torch.int8 else alphas[:1],
         lambda run, alpha: _holds(run, found, latent, key, alpha),
         shrink,

@@ -68,7 +68,7 @@ def find(view: View, rows: Node) -> RowQuant | None:
     steps = [node for side in sides for node in nodes_between(bases, side)] + chain
     scale = evaluate.which(
         view,
-        {rows: "", **dict.fromkeys(bases, "scale")},
+        {rows: "x", **dict.fromkeys(bases, "scale")},
         _candidates(literals(steps), bases, _FORMATS[chain[-1].meta["val"].dtype]),
         lambda run, scale: _holds(run, rows, chain[-1], scale),
     )

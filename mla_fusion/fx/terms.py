@@ -124,7 +124,9 @@ class Terms:
         return known if known is not None else self._intern(("node", self._view.number(node)))
 
     def _call(self, node: Node) -> int:
-        """The same operator with the same literals on inputs of the same terms and shapes."""
+        """The same operator with the same literals, in one dtype, on inputs of the same terms and
+        shapes.
+        """
         call, inputs = self._view.call(node)
         shapes = [_shape(given) for given in inputs]
         aligned = op_name(node) in ELEMENTWISE and len(set(shapes)) == 1
@@ -132,7 +134,7 @@ class Terms:
             (self._given(given), None if aligned else shape)
             for given, shape in zip(inputs, shapes, strict=True)
         )
-        return self._intern(("call", call, *named))
+        return self._intern(("call", call, _width(node), *named))
 
     def _arithmetic(self, node: Node, name: str) -> int | None:
         """Sums, products, quotients and remainders of integers, where nothing is broadcast but a
@@ -316,8 +318,8 @@ def _is_input(node: Node) -> bool:
 
 
 def _width(node: Node) -> str:
-    """Sums and products of narrow integers wrap around where those of wide ones do not."""
-    return str(node.meta["val"].dtype)
+    """Narrow integers wrap around where wide ones do not, and narrow floats round."""
+    return str(getattr(node.meta.get("val"), "dtype", ""))
 
 
 def _shape(node: Node) -> tuple[str, ...]:

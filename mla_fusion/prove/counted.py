@@ -1,24 +1,23 @@
 """Numbers that tokens are counted by: positions, slots, lengths, and what is linear in them.
 
-Over the real numbers a cast from float32 to bfloat16 changes nothing, and for activations that is
-how fusions are meant. Counts grow with the tokens: bfloat16 has no 257, int32 ends, and what is
-divided by a count has a token at which it is no number. So such steps on counts are uninterpreted
-functions.
+Over the real numbers an int32 is any integer, and a quotient by a count a number. Counts grow with
+the tokens: int32 ends, and what is divided by a count has a token at which it is no number. So such
+steps on counts are uninterpreted functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import Kind, argument, is_cast, op_name, operator_of
+from mla_fusion.fx.kinds import Kind, argument, attribute, is_cast, is_literal, op_name, operator_of
 from mla_fusion.prove import field, operators
 from mla_fusion.prove.field import Num
 
-NARROW = (torch.bfloat16, torch.float16)
 _ARITHMETIC = frozenset(
     f"aten::{name}"
     for name in """
@@ -28,8 +27,12 @@ _ARITHMETIC = frozenset(
 )
 _SUMS = frozenset(f"aten::{name}" for name in "add sub rsub subtract addcmul lerp".split())
 _POWERS = (2, 3)
-# literals that a count may be multiplied by: 2 ** 19 tokens of so many bytes fit in each dtype
-_LARGEST = {torch.int32: 1 << 12, torch.int64: 1 << 40}
+_TOKENS = 1 << 19  # of a graph, and above what positions and slots are
+_FARTHEST = 1 << 128  # no dtype holds so much
+_LEFT_SHIFTS = ("aten::bitwise_left_shift", "aten::__lshift__")
+_SUMS_OF_TWO = ("aten::add", "aten::sub", "aten::rsub", "aten::subtract")
+_SUMMED = frozenset(f"aten::{name}" for name in "sum cumsum mm bmm matmul einsum dot".split())
+_PRODUCTS = frozenset(f"aten::{name}" for name in "mul multiply outer addcmul".split())
 
 
 class Counted:
@@ -38,6 +41,7 @@ class Counted:
     def __init__(self, leaves: Mapping[Node, str], constant: frozenset[str]) -> None:
         self._leaves, self._constant = leaves, constant
         self._kinds: dict[Node, str] = {}
+        self._most: dict[Node, int] = {}
 
     def __contains__(self, node: object) -> bool:
         return isinstance(node, Node) and self._kind(node) == "counts"
@@ -71,34 +75,73 @@ class Counted:
         )  # a base, whose exponents are counted
 
     def leaves_the_field(self, node: Node) -> bool:
-        """Is it a function of counts that is another one for some tokens: not a number, or
-        another by what a dtype holds?
-        """
+        """Is it another function for some tokens: not a number, or one that its dtype has not?"""
         name, held = op_name(node), node.meta["val"]
         if not isinstance(held, torch.Tensor):
             return False
+        if _is_whole(held):
+            return self.most(node) > torch.iinfo(held.dtype).max
         if name in ("aten::sqrt", "aten::rsqrt", "aten::reciprocal"):
             return node.args[0] in self
         if name in ("aten::div", "aten::divide", "aten::true_divide"):
             return argument(node, "other") in self
         if name in ("aten::pow", "aten::square") and node.args[0] in self:
-            power = 2 if name == "aten::square" else argument(node, "exponent")
-            return held.dtype in _LARGEST or power not in _POWERS
-        largest = _LARGEST.get(held.dtype)
-        if largest is None or not any(read in self for read in node.all_input_nodes):
-            return False
-        by = [abs(item) for item in node.args if isinstance(item, (int, float))]
-        if "shift" in name:
-            return not by or 2 ** by[0] >= largest
-        return name in ("aten::mul", "aten::multiply") and max(by, default=0) >= largest
+            return name == "aten::pow" and argument(node, "exponent") not in _POWERS
+        return False
 
-    def as_held(self, node: Node, call: operators.Call, found: Any) -> Any:
-        """The value of a step, as its dtype holds it."""
-        if not isinstance(found, Num):
-            return found
-        if node in self and node.meta["val"].dtype in NARROW and not _only_moves(node, call):
-            return field.function(f"as {node.meta['val'].dtype} holds it", found)
-        return found
+    def most(self, given: Any) -> int:
+        """Above the sizes of all integers that it would hold, had its dtype no end."""
+        if isinstance(given, (list, tuple)):
+            return max(map(self.most, given), default=0)
+        if isinstance(given, int):
+            return abs(given)
+        if not isinstance(given, Node):
+            return 0
+        if given not in self._most:
+            self._most[given] = min(self._bound(given), _FARTHEST)
+        return self._most[given]
+
+    def _bound(self, node: Node) -> int:
+        held, name = node.meta.get("val"), op_name(node)
+        if not isinstance(held, torch.Tensor):
+            return _TOKENS  # a size
+        if not _is_whole(held):
+            return 1
+        if node in self._leaves or node.op != "call_function":
+            literal = attribute(node) if node.op == "get_attr" and is_literal(node) else None
+            if isinstance(literal, torch.Tensor) and literal.numel() and not literal.is_meta:
+                return int(literal.long().abs().max())
+            return min(_TOKENS, torch.iinfo(held.dtype).max)
+        largest = torch.iinfo(held.dtype).max
+        if operator_of(node).kind is Kind.MOVEMENT and not is_cast(node):
+            reads = map(self.most, filter(_is_tensor, node.all_input_nodes))
+            return max(reads, default=min(_TOKENS, largest))
+        given = [self.most(item) for item in (*node.args, *node.kwargs.values())]
+        if name in ("aten::arange", "prims::iota"):
+            return (_length(held.shape) + 1) * max(given, default=1)
+        if name in ("aten::pow", "aten::square"):
+            power = argument(node, "exponent") if name == "aten::pow" else 2
+            is_power = isinstance(power, int) and 0 <= power <= 64
+            return given[0] ** power if is_power else _FARTHEST
+        if name in _LEFT_SHIFTS:
+            return given[0] << min(given[1], 64)
+        if name in _SUMS_OF_TWO:
+            return (given[0] + given[1]) * max(1, *given[2:], 1)
+        if name in _SUMMED:
+            source = node.args[0].meta["val"]  # type: ignore[union-attr]
+            return math.prod(max(1, one) for one in given) * _length(source.shape)
+        if name in _PRODUCTS:
+            return math.prod(one + 1 for one in given)
+        return max(given, default=0) if is_cast(node) else min(max(given, default=0), largest)
+
+
+def _is_whole(held: torch.Tensor) -> bool:
+    return not (held.is_floating_point() or held.is_complex() or held.dtype == torch.bool)
+
+
+def _length(shape: Sequence[Any]) -> int:
+    """Above how many elements there are."""
+    return math.prod(size if isinstance(size, int) else _TOKENS for size in shape)
 
 
 def past_rounding(call: operators.Call, found: Any) -> Any:
@@ -109,18 +152,6 @@ def past_rounding(call: operators.Call, found: Any) -> Any:
     if call.name not in _SUMS or not isinstance(found, Num) or not field.has_zeros(found):
         return found
     return found if any(map(field.has_zeros, given)) else operators.opaque(call)
-
-
-def _only_moves(node: Node, call: operators.Call) -> bool:
-    return (
-        operator_of(node).kind == Kind.MOVEMENT
-        and op_name(node)
-        not in (
-            "aten::arange",
-            "aten::linspace",
-        )
-        and (not is_cast(node) or call.source in NARROW)
-    )
 
 
 def _is_tensor(node: Node) -> bool:

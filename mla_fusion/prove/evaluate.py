@@ -29,9 +29,9 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, views_and_casts
 from mla_fusion.prove import field, operators
 from mla_fusion.prove.cells import Cells
-from mla_fusion.prove.counted import NARROW, Counted, past_rounding
+from mla_fusion.prove.counted import Counted, past_rounding
 from mla_fusion.prove.field import Complex, Num, Point, Undecided, Value
-from mla_fusion.prove.operators import Abstract
+from mla_fusion.prove.operators import NARROW, Abstract
 
 POINTS = 3  # at which a plan is proved
 _MOST_COLUMNS = 1 << 16
@@ -105,6 +105,11 @@ def holds(
 class Evaluation:
     """Values of nodes at the point that is set, each run once.
 
+    A value is what its node computes, and what its dtype holds of it. What an activation (anything
+    made of x) is rounded to is left out: so fusions are meant. Anything else, a table or a scale,
+    is rounded in a function of its own as soon as something is computed with it, but for products
+    with activations.
+
     leaves         what is drawn, with the part that it plays (:class:`~mla_fusion.commit.region`)
     twins          integers that are, by proof, the very integers of another node
     draws_weights  a weight is drawn, element by element, and not only moved about
@@ -123,7 +128,10 @@ class Evaluation:
         self.roots: list[Num] = []
         self._leaves, self._twins = leaves, twins or {}
         self._values: dict[Node, Any] = {}
-        self._rounded: set[Node] = set()
+        self._active: set[Node] = set()  # made of x
+        self._rounded: set[Node] = set()  # activations that hold rounded numbers
+        # what else holds them: the dtype that is still to round its value
+        self._pending: dict[Node, torch.dtype] = {}
         self._counted = Counted(leaves, _OF_MODEL)
         self._cells: dict[object, Cells] = {}
         self._taken = 0
@@ -133,6 +141,7 @@ class Evaluation:
         """Begins at another point."""
         self._values.clear()
         self._rounded.clear()
+        self._pending.clear()
         self.roots.clear()
 
     def value(self, node: Node) -> Any:
@@ -165,6 +174,8 @@ class Evaluation:
             value, shape = self._values[twin], self._shape(node.meta["val"])
             return value.moved(lambda part: part.reshape(shape))
         role = self._leaves.get(node)
+        if role == "x" or not self._active.isdisjoint(self._reads(node)):
+            self._active.add(node)
         if role is not None or node.op != "call_function":
             return self._leaf(node, role or "")
         try:
@@ -220,20 +231,20 @@ class Evaluation:
         return self.short(self.binding.shape(held.shape))
 
     def _call(self, node: Node) -> Any:
-        if is_getitem(node):
-            source, place = node.args
-            return self._values[source][place]  # type: ignore[index]
-        kept = self.view.steps.kept(node)
-        if kept is not None:
-            return self._values[kept]
-        floored = self.view.steps.floored(node)
-        if floored is not None and _is_of_a_norm(self._values[floored]):
-            return self._values[floored]
+        same = self._same_as(node)
+        if same is not None:
+            if same in self._rounded:
+                self._rounded.add(node)
+            if same in self._pending:
+                self._pending[node] = self._pending[same]
+            value = self._values[same]
+            return value[node.args[1]] if is_getitem(node) else value
         target = operator_of(node).target
         if not isinstance(target, OpOverload):
             raise Undecided(f"{node.target} has no field run")
-        args, kwargs = ([self._argument(arg) for arg in node.args], dict(node.kwargs))
-        kwargs = {name: self._argument(arg) for name, arg in kwargs.items()}
+        state, is_rounded_here = self._state(node)
+        args = [self._argument(arg, is_rounded_here) for arg in node.args]
+        kwargs = {name: self._argument(arg, is_rounded_here) for name, arg in node.kwargs.items()}
         held, source = node.meta["val"], _first_tensor(node)
         after = self._after(node, args) if isinstance(held, torch.Tensor) else None
         call = operators.called(
@@ -251,44 +262,100 @@ class Evaluation:
         )
         roots, means = field.here().roots, field.here().means
         before, of_norms = len(roots), len(means)
-        if self._counted.leaves_the_field(node):
+        if self._counted.leaves_the_field(node) and not _is_literal(call):
             found: Any = operators.pointwise(call)
         else:
-            found = self._counted.as_held(node, call, operators.run(call))
-        if call.rounded or node in self._counted:
+            found = operators.run(call)
+        if isinstance(held, torch.Tensor) and held.is_complex() and isinstance(found, Num):
+            found = Complex(
+                *(field.function(part, found) for part in ("real part", "imaginary part"))
+            )
+        if call.rounded:
             found = past_rounding(call, found)
         self.roots += roots[before:]
         del roots[before:], means[of_norms:]  # what is left is the kernel's
-        if self._rounds(node, call):
-            self._rounded.add(node)
+        if node in self._active:
+            if self._rounds(node, call):
+                self._rounded.add(node)
+        else:
+            pending = self._still_to_round(node, found, state)
+            if pending is not None:
+                self._pending[node] = pending
         return found
 
-    def _rounds(self, node: Node, call: operators.Call) -> bool:
-        """Does it hold numbers that were rounded to a narrow dtype, and that no function has read
-        since?
+    def _same_as(self, node: Node) -> Node | None:
+        """The node whose value it has: of a part, that of all parts; of a choice that never picks
+        otherwise, its operand.
         """
-        held = node.meta["val"]
+        if is_getitem(node):
+            return node.args[0]  # type: ignore[return-value]
+        kept = self.view.steps.kept(node)
+        if kept is not None:
+            return kept
+        floored = self.view.steps.floored(node)
+        return floored if floored is not None and _is_of_a_norm(self._values[floored]) else None
+
+    # -- what dtypes hold
+
+    def _state(self, node: Node) -> tuple[torch.dtype | None, bool]:
+        """The dtype that is still to round what the node moves; and whether it has to before the
+        node is run.
+        """
+        states = {self._pending.get(read) for read in node.all_input_nodes if _is_float(read)}
+        if states <= {None}:
+            return None, False
+        if node in self._active:
+            return None, operator_of(node).name not in operators.RULES
+        state, *others = states
+        moves = _moves(node) and _is_float(node) and not others
+        if moves and (node.meta["val"].dtype not in NARROW or node.meta["val"].dtype == state):
+            return state, False
+        return None, True
+
+    def _still_to_round(
+        self, node: Node, found: Any, state: torch.dtype | None
+    ) -> torch.dtype | None:
+        """The dtype whose rounding the value does not have."""
+        dtype = dtype_of(node)
+        if dtype not in NARROW:
+            return state
+        reads = [read for read in node.all_input_nodes if _is_float(read)]
+        if _moves(node) and reads and all(dtype_of(read) == dtype for read in reads):
+            return state
+        return None if _is_exact(found, dtype) else dtype
+
+    def _rounds(self, node: Node, call: operators.Call) -> bool:
+        """Does an activation hold numbers that were rounded to a narrow dtype, and that no function
+        has read since?
+        """
+        held, kind = node.meta["val"], operator_of(node).kind
         if not isinstance(held, torch.Tensor) or not (
             held.is_floating_point() or held.is_complex()
         ):
             return False
         if is_cast(node) and held.dtype in NARROW and not self._is_narrow(node.args[0]):  # type: ignore[arg-type]
             return True
-        return call.rounded and operator_of(node).kind in (Kind.MOVEMENT, Kind.ANALYTIC)
+        if held.dtype in NARROW and kind is Kind.ANALYTIC:
+            return True
+        return call.rounded and kind in (Kind.MOVEMENT, Kind.ANALYTIC, Kind.WRITER)
 
     def _is_narrow(self, node: Node) -> bool:
         """Does it hold the numbers of a narrow dtype, widened?"""
         return origin(node, views_and_casts).meta["val"].dtype in NARROW
 
-    def _argument(self, arg: Any) -> Any:
+    def _argument(self, arg: Any, is_rounded: bool) -> Any:
+        """``is_rounded``: as its dtype holds it."""
         if isinstance(arg, Node):
             held = arg.meta.get("val")
             if is_symbolic(held):
                 number, name = self.binding.number(held), str(self.binding.meaning(held))
                 return Abstract(number, name) if self.binding.varies(held) else number
-            return self._values[arg]
+            value, dtype = self._values[arg], self._pending.get(arg)
+            if not is_rounded or dtype is None:
+                return value
+            return field.function(f"as {dtype} holds it", operators.real(value))
         if isinstance(arg, (list, tuple)):
-            return [self._argument(item) for item in arg]
+            return [self._argument(item, is_rounded) for item in arg]
         return arg
 
     def _after(self, node: Node, args: Sequence[Any]) -> tuple[int, ...]:
@@ -334,6 +401,32 @@ class Evaluation:
     def _keeps(self, node: Node, axis: int) -> bool:
         source = node.args[0].meta["val"]  # type: ignore[union-attr]
         return self.binding.same(source.shape[axis], node.meta["val"].shape[axis])
+
+
+_SIGNS = ("aten::neg", "aten::negative")
+
+
+def _moves(node: Node) -> bool:
+    """Are its elements those of what it reads, perhaps with another sign?"""
+    operator = operator_of(node)
+    return operator.kind in (Kind.MOVEMENT, Kind.WRITER) or operator.name in _SIGNS
+
+
+def _is_float(node: Node) -> bool:
+    dtype = dtype_of(node)
+    return dtype is not None and dtype.is_floating_point
+
+
+def _is_exact(found: Any, dtype: torch.dtype) -> bool:
+    """Is it made of a number that the dtype has?"""
+    value = found.past if isinstance(found, Num) else None
+    return isinstance(value, float) and torch.tensor(value, dtype=dtype).item() == value
+
+
+def _is_literal(call: operators.Call) -> bool:
+    """Is it made of literal integers alone?"""
+    values = [item for item in call.given.values() if isinstance(item, (Num, Complex, Abstract))]
+    return all(isinstance(item, Num) and item.ints is not None for item in values)
 
 
 def _is_of_a_norm(value: Any) -> bool:

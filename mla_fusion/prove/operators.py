@@ -92,6 +92,11 @@ class Call:
         return function(f"{name} of rounded numbers" if self.rounded else name, *arguments)
 
     @property
+    def kind(self) -> str:
+        """Integers wrap around, each dtype at numbers of its own."""
+        return f" in {self.dtype}" if self.dtype in _INTEGERS else ""
+
+    @property
     def literals(self) -> str:
         """What is no tensor, and where tensors stand."""
         return repr([(name, _written(item)) for name, item in self.given.items()])
@@ -110,6 +115,10 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return enter
 
 
+NARROW = (torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+# what makes integers of floats by a rule of its own
+_TRUNCATE = frozenset(f"aten::{name}" for name in "_to_copy to type_as copy view view_copy".split())
 _WRAPS = (torch.int8, torch.uint8, torch.int16, torch.bool)
 _ARITHMETIC = frozenset(
     f"aten::{name}" for name in "add sub rsub mul neg square pow sum addcmul mm bmm matmul".split()
@@ -118,16 +127,37 @@ _ARITHMETIC = frozenset(
 
 def run(call: Call) -> Any:
     """The value of a call. Raises Undecided."""
-    if call.dtype in _WRAPS and call.name in _ARITHMETIC:
-        return opaque(replace(call, name=f"{call.name} of {call.dtype}"))
+    if (call.dtype in _WRAPS and call.name in _ARITHMETIC) or _truncates(call):
+        return opaque(call)
     made = RULES.get(call.name)
     if made is not None:
-        return made(call)
+        found = made(call)
+        return found if _is_held(found, call.dtype) else opaque(call)
     if known(call.target).view:
         return _viewed(call)
     if isinstance(call.target, OpOverload) and torch.Tag.pointwise in call.target.tags:
         return pointwise(call)
     return opaque(call)
+
+
+def _is_held(found: Any, dtype: torch.dtype | None) -> bool:
+    """Are literal integers such as the dtype has?"""
+    if dtype not in _INTEGERS or not isinstance(found, Num) or found.ints is None:
+        return True
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    return not found.ints.numel() or bool(found.ints.min() >= least and found.ints.max() <= most)
+
+
+def _truncates(call: Call) -> bool:
+    """Is a float put among integers, where nothing says how?"""
+    if call.dtype not in _INTEGERS or not call.name.startswith("aten::"):
+        return False
+    is_float = any(
+        held is not None and held.is_floating_point
+        for held in (call.source, *map(call.holds, call.given))
+    )
+    literal = any(isinstance(item, float) and item % 1 for item in call.given.values())
+    return call.name not in _TRUNCATE and (is_float or literal)
 
 
 def _viewed(call: Call) -> Any:
@@ -219,7 +249,8 @@ def _values(item: Any) -> list[Num]:
 def pointwise(call: Call) -> Num:
     """Element by element."""
     operands = [part for item in call.given.values() for part in _operands(item)]
-    found = call.function(f"{call.name} {list(map(_form, call.given.values()))}", *operands)
+    name = f"{call.name}{call.kind} {list(map(_form, call.given.values()))}"
+    found = call.function(name, *operands)
     return _spread(found, [item.shape for item in operands])
 
 
@@ -248,7 +279,7 @@ def opaque(call: Call) -> Num:
     of = [item for value in call.given.values() for item in _values(value)]
     every = field.label(*of) if of else field.number(0)
     places = field.integers(torch.arange(prod(call.shape)).reshape(call.shape))
-    return call.function(f"{call.name} {call.literals}", every, places)
+    return call.function(f"{call.name}{call.kind} {call.literals}", every, places)
 
 
 # -- what moves elements
@@ -301,7 +332,8 @@ def _cast(call: Call) -> Value:
         return value
     if here().are_rows and quantising.whole(value).rounded and wanted in (torch.int32, torch.int64):
         return value  # far below 2**31: what is saturated later is so at 127
-    return quantising.to_bytes(value, wanted)
+    is_wide = call.source not in NARROW
+    return quantising.to_bytes(value, wanted, is_wide)
 
 
 @rule(
@@ -759,8 +791,11 @@ def _div(call: Call) -> Value:
     mode = call["rounding_mode"]
     if mode == "floor":
         return _floor_quotient(a, b)
-    if mode is not None or isinstance(b, Complex):
+    if mode is not None:
         return pointwise(call)
+    if isinstance(b, Complex):
+        size = field.inverse(add(mul(b.real, b.real), mul(b.imag, b.imag)))
+        return times(times(a, Complex(b.real, neg(b.imag))), size)
     return times(a, field.inverse(b))
 
 
@@ -1109,7 +1144,8 @@ def _largest(call: Call) -> Any:
     axes, keep = _axes(call, value), bool(call["keepdim"])
     if _are_tokens(call, axes):
         return opaque(call)
-    if isinstance(value.past, quantising.Absolute) and axes == [len(value.shape) - 1]:
+    of_sizes = isinstance(value.past, quantising.Absolute) and call.name != "aten::amin"
+    if of_sizes and axes == [len(value.shape) - 1]:
         found = quantising.largest_of(value.past.value)
         found = found if keep else found.moved(lambda part: part.squeeze(-1))
     else:

@@ -149,10 +149,11 @@ def bounded(value: Num, least: float | None, most: float | None) -> Num:
     own.
     """
     found, given = whole(value), [end for end in (least, most) if end is not None]
+    name = f"from {least} to {most}"
     least = found.least if least is None else max(found.least, least)
     most = found.most if most is None else min(found.most, most)
     if least > most or (found.rounded and not _are_whole(*given)):
-        return function(f"from {given[0]} to {given[-1]}", value)
+        return function(name, value)
     return made(replace(found, least=least, most=most))
 
 
@@ -160,12 +161,16 @@ def _are_whole(*ends: float) -> bool:
     return all(math.isinf(end) or float(end).is_integer() for end in ends)
 
 
-def to_bytes(value: Num, dtype: torch.dtype) -> Num:
-    """What a cast to int8, or to a float of one byte, makes of it."""
+def to_bytes(value: Num, dtype: torch.dtype, is_wide: bool = True) -> Num:
+    """What a cast to int8, or to a float of one byte, makes of it.
+
+    is_wide  it was held in float32 at least: in bfloat16, 127 may have become 127.5, which is 128
+    """
     found = whole(value)
     ends = found.least, found.most
     if dtype == INT8.element:
-        if found.rounded and (ends == (-128, 127) or (_holds(*ends) and _is_bounded(found.value))):
+        in_range = is_wide and _holds(*ends) and _is_bounded(found.value)
+        if found.rounded and (ends == (-128, 127) or in_range):
             return saturated(found.value)
     elif dtype == FP8.element and not found.rounded and ends == (-MOST[FP8], MOST[FP8]):
         return saturated(found.value, FP8)
