@@ -1,8 +1,8 @@
 """Steps that are one of their operands: ``cat((rotated, q[..., 64:]))`` where the slice keeps
-nothing is ``rotated``, and ``slots[:]`` is ``slots``.
+nothing is ``rotated``, ``slots[:]`` is ``slots``, and what is assigned to all is all.
 
 A slice of width 0 reads no element, so it is no reader of what the kernel replaces. AOT leaves out
-a slice of the whole only where the size is static.
+slices of the whole only where the size is static.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from torch.fx import Graph, Node
 
 from mla_fusion.fx.kinds import argument, op_name
 from mla_fusion.fx.sizes import same_shape
+
+
+_SLICES = {"aten::slice": 0, "aten::slice_scatter": 1}  # which argument it may be
 
 
 def found(graph: Graph) -> bool:
@@ -35,12 +38,12 @@ def drop(graph: Graph) -> None:
 
 
 def _only_part(node: Node) -> Node | None:
-    """The source of a slice, or the one operand of a join that has elements, where the step is
-    that operand.
+    """What a slice takes or assigns, or the one operand of a join that has elements, where the step
+    is that operand.
     """
     name, given = op_name(node), node.args[0] if node.args else ()
-    if name == "aten::slice" and argument(node, "step", 1) == 1:
-        given = (given,)
+    if name in _SLICES and argument(node, "step", 1) == 1:
+        given = (node.args[_SLICES[name]],)
     elif name != "aten::cat" or not isinstance(given, (list, tuple)) or len(given) < 2:
         return None
     parts = [part for part in given if isinstance(part, Node) and not _is_empty(part)]
