@@ -71,7 +71,7 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
         scatter = inside[-1]
         base, axis = scatter.args[0], argument(scatter, "dim", 0)
         start = _first(argument(scatter, "start") or 0)
-        is_first = axis not in starts or isinstance(start, int) and isinstance(starts[axis], int)
+        is_first = axis not in starts or (isinstance(start, int) and isinstance(starts[axis], int))
         if (
             not isinstance(base, Node)
             or argument(scatter, "step", 1) != 1

@@ -13,7 +13,6 @@ from torch.fx import Graph, Node
 from mla_fusion.fx.kinds import argument, op_name
 from mla_fusion.fx.sizes import same_shape
 
-
 _SLICES = {"aten::slice": 0, "aten::slice_scatter": 1}  # which argument it may be
 
 
