@@ -466,9 +466,12 @@ def one_place_of_each_sequence() -> tuple[Tensor, ...]:
 
 
 @entry(
-    STAGED, source="gpt-fast", tags="cache, layout, device, symbolic", slack=1.3,
-    args=one_place_of_each_sequence, detail="runs along axis 1",
-)  # fmt: skip
+    STAGED,
+    source="gpt-fast",
+    tags="cache, layout, device, symbolic",
+    slack=1.3,
+    args=one_place_of_each_sequence,
+)
 class CachesByPosition(Base):
     def forward(  # type: ignore[override]
         self,
