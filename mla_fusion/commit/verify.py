@@ -27,6 +27,7 @@ from mla_fusion.fx.held import Exact
 from mla_fusion.fx.kinds import MODEL_FLOATS
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.view import View
+from mla_fusion.meta.number_formats import BLOCK
 from mla_fusion.meta.spec import TILE_SIZE
 from mla_fusion.paging.tiles import numbers_of_rows
 from mla_fusion.plan.outputs import Replacement
@@ -50,6 +51,7 @@ _OF_ROUNDING = 6.0
 _STEP, _JITTERS = 2.0**-8, 4
 _CACHES = ("kv_cache", "kr_cache")
 _ROTATED = ("query_rope", "k_pe", "kr_cache")
+_IN_BLOCKS = ("query_norm", "dequant_scale_q_norm")  # numbers, and their powers of two
 _QUANTISED = ("query", "query_norm", "dequant_scale_q_norm", "kv_cache")
 _SMALL_CACHE = 1 << 20  # elements up to which a cache is taken as it is
 _LARGEST_CACHE = 1 << 28
@@ -141,7 +143,7 @@ class _Witness:
             return False
         for item in self.plan.replacements:
             if item not in self.left_out:
-                self._figure(item, unfused[item.node], results[item.output], builder, kind)
+                self._figure(item, unfused, results, builder, kind)
         return True
 
     def _builder(self, values: dict[Node, Any], kind: str) -> TensorBuilder:
@@ -162,10 +164,7 @@ class _Witness:
             ) from error
         for item in self.plan.replacements:
             if item not in self.left_out:
-                yield (
-                    item,
-                    self._figure(item, unfused[item.node], results[item.output], builder, kind),
-                )
+                yield item, self._figure(item, unfused, results, builder, kind)
 
     # -- the region
 
@@ -220,9 +219,14 @@ class _Witness:
     # -- the comparison
 
     def _figure(
-        self, item: Replacement, want: Any, result: Any, builder: TensorBuilder, kind: str
+        self,
+        item: Replacement,
+        unfused: dict[Node, Any],
+        results: dict[str, Any],
+        builder: TensorBuilder,
+        kind: str,
     ) -> Figure:
-        name = item.output
+        name, want, result = item.output, unfused[item.node], results[item.output]
         if self.half_rows and name in _ROTATED:
             result = rows.interleave(builder, result)
         if name in _CACHES:
@@ -236,7 +240,38 @@ class _Witness:
             owner = of_call.arrange(
                 builder, item, _owners(result, 1 if "scale" in name else len(self.plan.lead))
             )
+            form = self.plan.candidate.format
+            if form is not None and form.in_blocks and name in _IN_BLOCKS:
+                want, got = self._in_scales(item, want, got, unfused, results, builder)
         return self._judged(item, want, got.to(want.dtype), owner, kind)
+
+    def _in_scales(
+        self,
+        item: Replacement,
+        want: Any,
+        got: Any,
+        unfused: dict[Node, Any],
+        results: dict[str, Any],
+        builder: TensorBuilder,
+    ) -> tuple[torch.Tensor, Any]:
+        """Numbers of mxfp8 as they are in the model's scales, and scales without the steps that
+        numbers make up for: the largest of a block, rounded, is another power of two.
+        """
+        of_both = {
+            other.output: other
+            for other in self.plan.replacements
+            if other.output in _IN_BLOCKS and other.node.args[:1] == item.node.args[:1]
+        }
+        if len(of_both) < 2:
+            return want, got
+        scales = of_both[_IN_BLOCKS[1]]
+        mine = self._numbers(scales, unfused[scales.node]).float()
+        theirs = of_call.arrange(builder, scales, results[scales.output])
+        steps = self._numbers(scales, theirs.to(unfused[scales.node].dtype)).float() / mine
+        if item is scales:
+            return mine, torch.where((steps >= 0.5) & (steps <= 2), mine, mine * steps)
+        steps = steps.reshape(*steps.shape[:-2], -1).repeat_interleave(BLOCK, -1)
+        return self._numbers(item, want), self._numbers(item, got.to(want.dtype)) * steps
 
     def _judged(
         self, item: Replacement, want: Any, got: Any, owner: torch.Tensor, kind: str

@@ -18,7 +18,7 @@ from mla_fusion.fx.held import Exact
 from mla_fusion.fx.kinds import op_name
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import is_symbolic
-from mla_fusion.meta.number_formats import ELEMENTS
+from mla_fusion.meta.number_formats import BLOCK, ELEMENTS
 from mla_fusion.plan.cache_modes import scale_shapes
 from mla_fusion.plan.plan import InPlace, PrologPlan
 from mla_fusion.weights.columns import describe
@@ -135,7 +135,8 @@ def _token_scale(b: Builder, plan: PrologPlan, quantised: Quantised) -> Any:
     value = b.value(quantised.token_scale)
     shape = b.shape(value)
     if _in_blocks(plan):
-        return _as_e8m0(b, b.call(aten.reshape.default, value, [-1, 2 * shape[-2]]))
+        # the width of x, not that of its scales: a size of an argument may be symbolic
+        return _as_e8m0(b, b.reshape(value, (-1, plan.token_x.meta["val"].shape[-1] // BLOCK)))
     column = (
         value if len(shape) == 2 and shape[1] == 1 else b.call(aten.reshape.default, value, [-1, 1])
     )

@@ -115,10 +115,14 @@ def slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
 
 def _assigned(b: Builder, span: Span, device: torch.device) -> Any:
     """The slots [sequences, length] of rows that the model assigns by slices."""
-    sequences, length = b.sizes([span.sequences, span.length])
+    sequences, length, *begins = (
+        b.sizes([size])[0] for size in (span.sequences, span.length, span.first, span.start)
+    )
+    if -1 in begins:
+        raise LookupError(f"the graph holds no node for the start of {span}")
     first, start = (
         b.call(aten.add.Tensor, b.call(aten.arange.default, size, device=device), begin)
-        for size, begin in ((sequences, span.first), (length, span.start))
+        for size, begin in zip((sequences, length), begins, strict=True)
     )
     row = b.call(aten.unsqueeze.default, b.call(aten.mul.Tensor, first, span.rows), 1)
     return b.call(aten.add.Tensor, row, start)

@@ -9,21 +9,22 @@ from typing import Any
 
 from torch.fx import Node
 
+from mla_fusion.compat import bounds_of
 from mla_fusion.facts.obstacle import Obstacle
 from mla_fusion.fx import pools
 from mla_fusion.fx.kinds import argument, has_effect, op_name
-from mla_fusion.fx.sizes import same, same_shape
+from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.walk import INPUTS
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
     """Of a cache ``[.., rows, width]`` ``length`` rows from ``start`` on, of ``sequences`` from
-    ``first`` on.
+    ``first`` on. A symbolic start is an input of the graph.
     """
 
-    first: int
-    start: int
+    first: Any
+    start: Any
     rows: int
     sequences: Any
     length: Any
@@ -57,7 +58,7 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
     slice already).
     """
     inside: list[Node] = [value] if op_name(value) == "aten::copy" else []
-    starts: dict[int, int] = {}
+    starts: dict[int, Any] = {}
     if op_name(writer) == "aten::copy" and len(writer.users) == 1 and writer.args[1] is value:
         if not same_shape(_shape(value), _shape(writer)):
             message = f"{writer.name} is of another shape than {value.name}, which it copies"
@@ -69,16 +70,17 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
     while True:
         scatter = inside[-1]
         base, axis = scatter.args[0], argument(scatter, "dim", 0)
-        start = argument(scatter, "start") or 0
+        start = _first(argument(scatter, "start") or 0)
+        is_first = axis not in starts or (isinstance(start, int) and isinstance(starts[axis], int))
         if (
             not isinstance(base, Node)
             or argument(scatter, "step", 1) != 1
-            or not isinstance(start, int)
-            or start < 0
+            or start is None
+            or not is_first
         ):
             message = (
-                f"{scatter.name} assigns rows whose first number is known when the graph runs, or "
-                "every nth row"
+                f"{scatter.name} assigns rows whose first number is computed when the graph runs "
+                "or may be negative, or every nth row"
             )
             return Obstacle("cache.slice_bounds", message)
         starts[axis] = starts.get(axis, 0) + start  # a slice of a slice
@@ -88,7 +90,7 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
         if outer is None or len(scatter.users) != 1:
             return Obstacle("cache.no_input", pools.no_input(base))
         inside.append(outer)
-    if any(not isinstance(size, int) for size in _shape(base)):
+    if any(not isinstance(size, int) for size in _shape(base)[-2:]):
         message = (
             f"{base.name} of shape {list(_shape(base))} has sizes that are known when the graph "
             "runs"
@@ -104,6 +106,14 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
     start = starts.get(rank - 2, 0)
     span = Span(starts.get(0, 0) if rank == 3 else 0, start, rows, sequences, assigned[rank - 2])
     return DenseWrite(base, span, tuple(inside))
+
+
+def _first(start: Any) -> Any:
+    """The start of a slice that is never negative: a literal, or the value of an input."""
+    if isinstance(start, Node):
+        start = start.meta.get("val") if start.op in INPUTS else None
+        return start if is_symbolic(start) and bounds_of(start)[0] >= 0 else None
+    return start if isinstance(start, int) and start >= 0 else None
 
 
 def _puts_back(user: Node, scatter: Node, base: Node) -> bool:

@@ -1,7 +1,8 @@
-"""Joins of one tensor with empty ones: ``cat((rotated, q[..., 64:]))`` where the slice keeps
-nothing is ``rotated``.
+"""Steps that are one of their operands: ``cat((rotated, q[..., 64:]))`` where the slice keeps
+nothing is ``rotated``, ``slots[:]`` is ``slots``, and what is assigned to all is all.
 
-A slice of width 0 reads no element, so it is no reader of what the kernel replaces.
+A slice of width 0 reads no element, so it is no reader of what the kernel replaces. AOT leaves out
+slices of the whole only where the size is static.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from mla_fusion.fx.kinds import op_name
+from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.fx.sizes import same_shape
+
+_SLICES = {"aten::slice": 0, "aten::slice_scatter": 1}  # which argument it may be
 
 
 def found(graph: Graph) -> bool:
@@ -17,7 +21,7 @@ def found(graph: Graph) -> bool:
 
 
 def drop(graph: Graph) -> None:
-    """Let the readers of such a join read its one part, and erase what nobody reads any more."""
+    """Let the readers of such a step read that operand, and erase what nobody reads any more."""
     for node in list(graph.nodes):
         part = _only_part(node) if node.op == "call_function" else None
         if part is None:
@@ -33,14 +37,15 @@ def drop(graph: Graph) -> None:
 
 
 def _only_part(node: Node) -> Node | None:
-    """The one operand of a join that has elements, where the join is that operand."""
-    if (
-        op_name(node) != "aten::cat"
-        or not isinstance(node.args[0], (list, tuple))
-        or len(node.args[0]) < 2
-    ):
+    """What a slice takes or assigns, or the one operand of a join that has elements, where the step
+    is that operand.
+    """
+    name, given = op_name(node), node.args[0] if node.args else ()
+    if name in _SLICES and argument(node, "step", 1) == 1:
+        given = (node.args[_SLICES[name]],)
+    elif name != "aten::cat" or not isinstance(given, (list, tuple)) or len(given) < 2:
         return None
-    parts = [part for part in node.args[0] if isinstance(part, Node) and not _is_empty(part)]
+    parts = [part for part in given if isinstance(part, Node) and not _is_empty(part)]
     if len(parts) != 1:
         return None
     value, whole = parts[0].meta.get("val"), node.meta.get("val")
@@ -50,7 +55,7 @@ def _only_part(node: Node) -> Node | None:
         or value.dtype != whole.dtype
     ):
         return None
-    return parts[0] if str(value.shape) == str(whole.shape) else None
+    return parts[0] if same_shape(value.shape, whole.shape) else None
 
 
 def _is_empty(node: Node) -> bool:

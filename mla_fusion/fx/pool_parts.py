@@ -15,35 +15,42 @@ from torch.fx import Node
 
 from mla_fusion.fx.kinds import argument, has_effect, is_getitem, is_mutating, is_reshape, op_name
 from mla_fusion.fx.module_path import label
-from mla_fusion.fx.sizes import is_symbolic, same
+from mla_fusion.fx.sizes import expression, is_symbolic, same
 from mla_fusion.fx.token_axis import count_of, divided, is_empty, is_one, shape_of
 from mla_fusion.fx.walk import INPUTS, input_of, origin, shared_memory
 
 
 @dataclass(frozen=True)
 class Part:
-    """Of a tensor entry ``start`` of its first axis, or several from there on; with a ``shape``, so
-    many of its elements from ``start`` on.
+    """Of a tensor entry ``start`` of its first axis (with ``axes``, of so many as one), or several
+    from there on; with a ``shape``, so many of its elements from ``start`` on. A start below zero
+    counts from the end; no number of entries: all that follow.
     """
 
     start: int
     shape: tuple[int, ...] | None = None
-    entries: int = 1
+    entries: int | None = 1
+    axes: int = 1
 
     def of(self, pool: Tensor) -> Tensor:
         """As a view. Raises where the tensor is not contiguous and would have to be."""
         if self.shape is None:
-            if self.entries == 1:
+            if self.axes > 1:
+                pool = pool.view(-1, *pool.shape[self.axes :])
+            elif self.entries == 1:
                 return pool.select(0, self.start)
-            return pool.narrow(0, self.start, self.entries)
+            rest = pool.shape[0] - self.start
+            return pool.narrow(0, self.start, rest if self.entries is None else self.entries)
         return pool.view(-1).narrow(0, self.start, math.prod(self.shape)).view(self.shape)
 
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """A run of a pool's elements, counted in its grains."""
+    """A run of a pool's elements, counted in its grains; of a pool of symbolic size from its
+    beginning, or below zero from its end.
+    """
 
-    start: int
+    start: Any
     stop: float
 
     @property
@@ -52,6 +59,11 @@ class Span:
 
     def within(self, other: Span) -> bool:
         return other.start <= self.start and self.stop <= other.stop
+
+    def inside(self, other: Span) -> tuple[int, int]:
+        """Where it begins and ends in another one."""
+        stop = _LAST if math.isinf(self.stop) else int(self.stop) - other.start
+        return self.start - other.start, stop
 
     def cuts(self, other: Span) -> bool:
         apart = self.stop <= other.start or other.stop <= self.start
@@ -62,8 +74,8 @@ class Span:
 class Pool:
     """What is made of a pool.
 
-    grain   how many elements a place counts: one, or the whole entries of the first axis where
-            these are symbolic
+    grain   how many elements a place counts: one, or the entries of the first ``axes`` as one
+            where entries of the first are of symbolic size
     spans   of the pool, of its parts, and of those with a part of them exchanged
     parts   by their spans, in order
     back    the step that copies what has become of the pool into it
@@ -71,6 +83,7 @@ class Pool:
 
     whole: Node
     grain: Any
+    axes: int
     spans: dict[Node, Span]
     parts: dict[Span, Part]
     back: Node | None
@@ -95,11 +108,26 @@ def keeps_all(node: Node) -> bool:
 
 
 def read_pool(whole: Node) -> Pool | str:
-    """The parts of a pool, or why it has none."""
-    entry = count_of(shape_of(whole)[1:])
-    grain = 1 if isinstance(entry, int) else entry
-    every = _number(count_of(shape_of(whole)), grain)
-    pool = Pool(whole, grain, {whole: Span(0, math.inf if every is None else every)}, {}, None)
+    """The parts of a pool, or why it has none: of a pool of symbolic size as places are counted
+    first, from its beginning in entries.
+    """
+    shape, found = shape_of(whole), []
+    is_static = isinstance(count_of(shape[1:]), int)
+    for axes in (len(shape),) if is_static else range(1, len(shape)):
+        grain = count_of(shape[axes:])
+        every = _number(count_of(shape), grain)
+        for span in _COUNTED if every is None else (Span(0, every),):
+            found.append(_read(Pool(whole, grain, axes, {whole: span}, {}, None)))
+            if isinstance(found[-1], Pool):
+                return found[-1]
+    return found[0]
+
+
+_COUNTED = Span(0, math.inf), Span(-math.inf, 0)
+
+
+def _read(pool: Pool) -> Pool | str:
+    whole = pool.whole
     read, others, back = _follow(pool)
     scatters = [node for node in pool.spans if op_name(node) in SCATTERS]
     if not (scatters or back or any(map(has_effect, _through(others)))):
@@ -202,7 +230,8 @@ def _taken(node: Node, whole: Span, grain: Any) -> Span | None:
     if not isinstance(axis, int) or not all(map(is_one, shape[: axis % len(shape)])):
         return None
     axis %= len(shape)
-    start: Any = argument(selects, "index" if name == "aten::select" else "start") or 0
+    size, step = shape[axis], _number(count_of(shape[axis + 1 :]), grain)
+    start = _counted(argument(selects, "index" if name == "aten::select" else "start") or 0, size)
     length: Any = 1
     if is_getitem(node):
         lengths = [
@@ -211,21 +240,39 @@ def _taken(node: Node, whole: Span, grain: Any) -> Span | None:
         start, length = sum(lengths[:place]), lengths[place]
     elif name != "aten::select":
         length = shape_of(place if op_name(node) in SCATTERS else node)[axis]
-    size, step = shape[axis], _number(count_of(shape[axis + 1 :]), grain)
     if is_one(size) and length == 1:
         return whole
-    if not (
-        isinstance(start, int)
-        and isinstance(length, int)
-        and isinstance(size if start < 0 else 0, int)
-    ):
+    stop: Any = start + length if isinstance(start, int) and isinstance(length, int) else None
+    if name == "aten::slice" and not isinstance(size, int):
+        end = argument(selects, "end")
+        has_end = end is not None and not (isinstance(end, int) and end >= _LAST)
+        if isinstance(start, int) and start >= 0 and not has_end:
+            stop = math.inf
+        elif stop is not None and start < 0 and stop != (_counted(end, size) if has_end else 0):
+            return None  # it begins in front of the first entry
+    if step is None or stop is None:
         return None
-    # a slice may begin in front of its first entry
-    first = max(start + size, 0) if start < 0 else start
-    if step is None:
+    origin = whole.start
+    if start < 0 and isinstance(size, int):
+        start = max(start + size, 0)  # a slice may begin in front of its first entry
+        stop = start + length
+    elif start < 0:
+        origin = whole.stop
+    if math.isinf(origin):
         return None
-    found = Span(whole.start + first * step, whole.start + (first + length) * step)
+    found = Span(origin + start * step, whole.stop if stop == math.inf else origin + stop * step)
     return found if found.within(whole) else None
+
+
+_LAST = 2**63 - 1  # where a slice ends that has no end
+
+
+def _counted(place: Any, size: Any) -> Any:
+    """A place along an axis: a literal, or how far it is from the end of a symbolic size."""
+    if not isinstance(place, Node) or not is_symbolic(place.meta.get("val")):
+        return place
+    distance = sympy.sympify(expression(place.meta["val"]) - expression(size))
+    return int(distance) if distance.is_Integer else None
 
 
 def _number(count: Any, grain: Any) -> int | None:
@@ -312,8 +359,10 @@ def _handed_in(pool: Pool, span: Span) -> Part | None:
     has_symbols, count = any(map(is_symbolic, shape)), span.stop - span.start
     if entry and span.start % entry == 0 and count % entry == 0 and (has_symbols or count == entry):
         return Part(span.start // entry, entries=int(count) // entry)
-    if has_symbols or not _is_contiguous(pool.whole):
+    if not _is_contiguous(pool.whole):
         return None
+    if pool.axes < len(shape) or math.isinf(count):
+        return Part(span.start, entries=None if math.isinf(count) else int(count), axes=pool.axes)
     read = (shape_of(node) for node, of_node in pool.spans.items() if of_node == span)
     return Part(span.start, next((tuple(shape) for shape in read), (int(span.stop) - span.start,)))
 

@@ -9,6 +9,7 @@ alone: a wrapper around the graph makes these inputs, views of the pool.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -145,10 +146,8 @@ class _Rewrite:
             if around is None:  # nobody reads it
                 return
             flat = self._grains(of_base[around], around)
-            places = (span.start - around.start, int(span.stop) - around.start)
-            self._replace(
-                node, self._shaped(self.b.call(aten.slice.Tensor, flat, 0, *places), node)
-            )
+            part = self.b.call(aten.slice.Tensor, flat, 0, *span.inside(around))
+            self._replace(node, self._shaped(part, node))
         if inside:
             self.held[node] = inside
 
@@ -166,9 +165,8 @@ class _Rewrite:
         else:
             around, value = held[0], of_base[held[0]]
             flat, rows = self._grains(value, around), self._grains(source, put)
-            places = (put.start - around.start, int(put.stop) - around.start)
             new = of_base | {
-                around: self.b.call(aten.slice_scatter.default, flat, rows, 0, *places)
+                around: self.b.call(aten.slice_scatter.default, flat, rows, 0, *put.inside(around))
             }
         span = self.pool.spans[scatter]
         if span in new and new[span] is not scatter:
@@ -183,8 +181,11 @@ class _Rewrite:
 
     def _grains(self, value: Node, span: Span) -> Node:
         """The value of a span, a row for each grain."""
+        pool = self.pool
+        if math.isinf(span.stop):
+            return self.b.reshape(value, (-1, *pool.whole.meta["val"].shape[pool.axes :]))
         count = int(span.stop) - span.start
-        return self.b.reshape(value, (count,) if self.pool.grain == 1 else (count, -1))
+        return self.b.reshape(value, (count,) if pool.grain == 1 else (count, -1))
 
     def _shaped(self, value: Node, like: Node) -> Node:
         return self.b.reshape(value, like.meta["val"].shape)

@@ -28,12 +28,13 @@ def rows_in_step(node: Node) -> Iterator[Pair]:
 
 
 def _written_rows(node: Node) -> Iterator[Pair]:
-    """``cache[slots] = rows``: as many rows as slots."""
+    """``cache[slots] = rows``, ``cache[blocks, places] = rows``: as many rows as slots."""
     base, indices, values = node.args[:3]
     index = indices[0] if isinstance(indices, (list, tuple)) and indices else None
     rank, slots, rows = (len(_shape(side)) for side in (base, index, values))
     if slots and isinstance(indices, (list, tuple)) and rows == slots + rank - len(indices):
-        yield from zip(_shape(index), _shape(values), strict=False)
+        for each in indices:
+            yield from zip(reversed(_shape(each)), reversed(_shape(values)[:slots]), strict=False)
 
 
 def _scattered_rows(node: Node) -> Iterator[Pair]:
@@ -56,8 +57,12 @@ def _rotated(node: Node) -> Iterator[Pair]:
 
 
 def _kv_operator(node: Node) -> Iterator[Pair]:
-    """The latent, its tables and its slots: a row of each for a token."""
-    latent, _, cos, sin, index = (_shape(side) for side in node.args[:5])
+    """The latent, its tables and its slots: a row of each for a token. A cache is as wide as its
+    rows.
+    """
+    latent, gamma, cos, sin, index, kr_cache, kv_cache = (_shape(side) for side in node.args[:7])
+    yield from zip(kr_cache[3:], cos[-1:], strict=False)
+    yield from zip(kv_cache[3:], gamma[-1:], strict=False)
     for table in (cos, sin):
         yield from zip(reversed(latent[:-1]), reversed(table[:-1]), strict=False)
     if len(index) == 1 and latent:

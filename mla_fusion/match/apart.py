@@ -14,7 +14,8 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.projection import Projection
-from mla_fusion.fx.kinds import is_getitem
+from mla_fusion.fx.kinds import is_getitem, is_view, op_name
+from mla_fusion.fx.operators import GATHER
 from mla_fusion.fx.view import View
 from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.report.rejection import Refuse
@@ -66,19 +67,27 @@ def joined(
 
 
 def _forms(view: View, item: Projection) -> dict[Node, int]:
-    """What the projection multiplies, and what that alone is made of, row by row; by how many steps
-    above it is.
+    """What the projection multiplies, and what that alone is made of, row by row, or by taking
+    some of the rows; by how many steps above it is.
     """
     size, found, node = _size(view, item.activation), {item.activation: 0}, item.activation
     while len(found) < _FARTHEST and node not in view.contractions:
         rows = [
-            read for read in node.all_input_nodes if is_getitem(node) or _size(view, read) == size
+            read
+            for read in node.all_input_nodes
+            if is_getitem(node) or _size(view, read) == size or _is_taken(node, read)
         ]
         if len(rows) != 1:
             break
+        if _is_taken(node, rows[0]):
+            size = _size(view, rows[0])
         node = rows[0]
         found[node] = len(found)
     return found
+
+
+def _is_taken(node: Node, read: Node) -> bool:
+    return read is node.args[0] and (is_view(node) or op_name(node) in GATHER)
 
 
 def _size(view: View, node: Node) -> int:

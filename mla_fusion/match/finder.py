@@ -189,13 +189,18 @@ class Finder:
             detail = f"the query is projected from {group[0].origin.name}"
             absent = NearMiss(Refuse("kv_latent.absent", detail), seen, lacks="key")
             hidden = self.why.hidden_latent(group[0].origin, queries[0].down)
-            return hidden or self.why.normed_key(facts, queries[0].norm.node) or absent
+            return (
+                hidden
+                or self.why.normed_key(facts, queries[0].norm.node)
+                or self.why.unrotated_key(facts, queries[0])
+                or absent
+            )
         if keys and partial is None:
             partial = self.why.quantised_otherwise(facts)
         if keys and partial is not None:
-            return (
-                self.why.interrupted(facts) if partial.reason.code == "absorb.absent" else None
-            ) or partial
+            of_x = partial.reason.code == "rope.absent" and self.why.direct(facts, has_key=True)
+            stepped = partial.reason.code == "absorb.absent" and self.why.interrupted(facts)
+            return of_x or stepped or partial
         if unnormed := (
             self.why.hidden_query(group[0].origin) if keys else None
         ) or self.why.unnormed(facts):

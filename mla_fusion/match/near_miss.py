@@ -18,11 +18,12 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.facts.rope import RopeFact
 from mla_fusion.fx.kinds import is_cast, is_view, is_writer, op_name
+from mla_fusion.fx.operators import JOINERS
 from mla_fusion.fx.sizes import same
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, upward, views_and_model_casts
 from mla_fusion.match import epsilon
-from mla_fusion.match.candidate import KeyHalf
+from mla_fusion.match.candidate import KeyHalf, QuerySide
 from mla_fusion.match.quantising import before_quantisation, between_norm_and, first_rows, is_rows
 from mla_fusion.report.rejection import Refuse
 
@@ -79,8 +80,12 @@ class Diagnosis:
                     f"of what {ups[0].node.name} makes of {norm.node.name} nothing is rotated, or "
                     "absorbed"
                 )
+                statistic = next(filter(_is_normalising, self.view.members(ups[0].node)), None)
+                if statistic is not None:
+                    detail = f"{statistic.name} is of a norm of what {ups[0].node.name} makes"
+                code = "rope.absent" if statistic is None else "rope.normed_key"
                 return self.scaled_before(ups) or NearMiss(
-                    Refuse("rope.absent", detail), (ups[0].node, norm.node)
+                    Refuse(code, detail), (ups[0].node, statistic or norm.node)
                 )
         return None
 
@@ -326,6 +331,18 @@ class Diagnosis:
         )
         return NearMiss(Refuse("rope.normed_key", detail), (key.node, latent.node, query))
 
+    def unrotated_key(self, facts: Facts, query: QuerySide) -> NearMiss | None:
+        """Beside a query that is rotated, a latent of the key's, and nothing of one head that is
+        rotated.
+        """
+        norms = (norm for cone in facts.values() for norm in cone.norms)
+        latent = next((norm.node for norm in norms if norm.node is not query.norm.node), None)
+        rotated = query.rope.node
+        if latent is None or rotated is None or any(cone.ropes for cone in facts.values()):
+            return None
+        detail = f"the query is rotated at {rotated.name}, no key beside the latent {latent.name}"
+        return NearMiss(Refuse("rope.absent", detail), (rotated, latent))
+
     def unrotated(self, facts: Facts) -> NearMiss | None:
         """Two weighted norms on one x, one of them projected up and absorbed, and nothing rotated
         (NoPE).
@@ -467,12 +484,13 @@ class Diagnosis:
 
     @cached_property
     def _hidden(self) -> dict[Node, tuple[Node, NearMiss]]:
-        """(x, near miss), by the layer concerned, for every product head by head with a part of
-        what two layers make of x, where one of the two is hidden.
+        """(x, near miss), by the layer concerned, for every product head by head with a part, or a
+        join, of what two layers make of x, where one of the two is hidden.
         """
         found: dict[Node, tuple[Node, NearMiss]] = {}
         for item in self.projections:
-            if item.is_flat or not item.batch or not self._is_part(item.activation):
+            is_some = self._is_part(item.activation) or op_name(item.origin) in JOINERS
+            if item.is_flat or not item.batch or not is_some:
                 continue
             ups = self._ordered(self.view.sources(item.activation))
             latent = self._read_by(ups[0]) if ups else None
@@ -487,7 +505,12 @@ class Diagnosis:
 
     def _hide(self, layers: list[Node]) -> NearMiss:
         names = " and ".join(f"{layer.name} ({layer.target})" for layer in layers)
-        detail = f"{names} {'is not known' if len(layers) == 1 else 'are added up'}"
+        how = "is not known"
+        if len(layers) > 1:
+            meet = next(node for node in self.view.nodes if self.view.sources(node) >= {*layers})
+            is_join = op_name(meet) in JOINERS
+            how = f"make parts that {meet.name} joins" if is_join else "are added up"
+        detail = f"{names} {how}"
         return NearMiss(Refuse("linear.hidden", detail), tuple(layers))
 
     def _is_hidden(self, layers: list[Node]) -> bool:
@@ -555,6 +578,10 @@ def _takes_rows(node: Node, source: Node) -> bool:
     ):
         return False
     return same(kept.shape[-1], whole.shape[-1]) and not same(prod(kept.shape), prod(whole.shape))
+
+
+def _is_normalising(node: Node) -> bool:
+    return op_name(node).endswith(("norm", "mean", "rsqrt"))
 
 
 def _is_of_a_norm(node: Node) -> bool:

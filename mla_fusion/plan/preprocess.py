@@ -28,7 +28,7 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, reshapes, upward
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.finder import rotation_ratio
-from mla_fusion.meta.preprocess import EPSILON
+from mla_fusion.meta.preprocess import EPSILON, MAX_TOKENS
 from mla_fusion.plan import verdict
 from mla_fusion.plan.caches import Placement, WritePlanner
 from mla_fusion.plan.int8_query import Int8Query
@@ -79,13 +79,11 @@ class PreprocessPlanner(PrologPlanner):
         self._input = input_norm.find(self.view, peel(self._down.source))
         if self._input is None:
             quantised = self._down.node, self._down.source
-            symbolic = any(map(is_symbolic, quantised[1].meta["val"].shape))
-            why = ", of which the number is known when the graph runs" if symbolic else ""
-            raise Refuse(
-                "norm.of_input",
-                f"{quantised[0].name} quantises rows of {quantised[1].name}{why}",
-                quantised,
-            )
+            text = f"{quantised[0].name} quantises rows of {quantised[1].name}"
+            if any(map(is_symbolic, quantised[1].meta["val"].shape)):
+                why = f"T 1..{MAX_TOKENS}; {text}, a number known only at run time: mark it static"
+                raise Refuse("contract:dims.t", f"npu_mla_preprocess takes {why}", quantised)
+            raise Refuse("norm.of_input", text, quantised)
         verdict.judge_gamma("x", self._input.normed, self._input.gamma, self.candidate.dtype)
 
     def _quantised(self, sides: tuple[Projection, ...]) -> StaticQuant:

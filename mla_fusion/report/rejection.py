@@ -45,8 +45,10 @@ CODES: dict[str, tuple[str, str]] = {
         "Use one RoPE layout for both.",
     ),
     "rope.normed_key": (
-        "The key is normalised before it is rotated; the kernel rotates W_kr x as it is.",
-        "Nothing: the kernel has no norm of the key.",
+        "The key or the query is normalised before it is rotated; the kernel rotates W_kr x and "
+        "W_qr c_q as they are.",
+        "Nothing: the kernel has no norm there. If it is the query's, "
+        "Config(targets=('v3', 'key')) fuses the key's half.",
     ),
     "rope.heads_differ": (
         "The query has more or fewer rotated parts than heads; the kernel rotates one part for "
@@ -55,8 +57,9 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "absorb.absent": (
         "q_nope is not multiplied by W_uk in this graph, so nothing here is the kernel's query.",
-        "Multiply q_nope by W_uk and attend over latents: docs/absorb.md shows how, and "
-        "mla_fusion.models.hf.optimize does it to a Hugging Face model. To fuse without: "
+        "Multiply q_nope by W_uk (bmm, matmul or einsum) and attend over latents: docs/absorb.md "
+        "shows how, and mla_fusion.models.hf.optimize does it to a Hugging Face model. To fuse "
+        "without: "
         "Config(unabsorbed='identity') adds a product, Config(targets=('v3', 'key')) fuses the "
         "key's half.",
     ),
@@ -117,7 +120,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "linear.hidden": (
         "A projection is an unknown operator, or a sum of products (with an adapter, for example).",
-        "Use mm, linear or npu_quant_matmul, and merge adapters into the weights.",
+        "Use mm, linear or npu_quant_matmul, one for all tokens, and merge adapters into the "
+        "weights.",
     ),
     "quant.static": (
         "A projection is quantised with a scale fixed ahead of time; the kernel quantises per "

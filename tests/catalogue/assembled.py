@@ -108,7 +108,7 @@ class WrittenBack(RowsInPlace):
         return torch.einsum("qhd,khd->hqk", q.float(), key.float()) @ values.float().transpose(0, 1)
 
 
-@entry(IN_PLACE, source=OURS, tags="readers, operators, device")
+@entry(IN_PLACE, source=OURS, tags="readers, operators, device, symbolic")
 class RowsOfOperator(NpuOperators):
     """The cache operator gives the new rows out as well (``is_output_kv``), and the model reads
     them.

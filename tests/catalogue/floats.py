@@ -321,7 +321,7 @@ class Indexed(Floats):
 @entry(
     IN_PLACE,
     source="GLM-5",
-    tags="floats, operators, device, readers",
+    tags="floats, operators, device, readers, symbolic",
     weight_quant_mode=3,
     soc="A5",
     slack=1.1,
@@ -363,7 +363,7 @@ def quantised_args() -> tuple[Tensor, ...]:
 @entry(
     IN_PLACE,
     source="AddRMSNormQuant of vllm-ascend, which quantises x upstream",
-    tags="floats, operators, device",
+    tags="floats, operators, device, symbolic",
     weight_quant_mode=3,
     soc="A5",
     slack=1.1,

@@ -398,3 +398,162 @@ class ScaledByNeighbour(QueryByPosition):
         return (
             super().factor(positions, q)[:4].reshape(1, 2, 2, 1).expand(4, 2, 2, 1).reshape(8, 2, 1)
         )
+
+
+# -- caches of requests, and slots that are looked up
+
+
+def tables_of_blocks(tokens: int = 6) -> tuple[Tensor, ...]:
+    *given, _ = paged_args(tokens)
+    table = torch.randperm(4)[None].expand(tokens, 4).contiguous()
+    return *given, table, torch.arange(tokens) * 7
+
+
+@entry(IN_PLACE, source="gLLM", tags="cache, device, symbolic", args=tables_of_blocks)
+class BlocksGathered(Base):
+    """Each token has a row of block numbers; its own is gathered by its position."""
+
+    def entry_of(self, positions: Tensor) -> Tensor:
+        return torch.div(positions, BLOCK_SIZE, rounding_mode="floor")[:, None]
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        *given, table, positions = given  # type: ignore[assignment]
+        block = torch.gather(table, 1, self.entry_of(positions))[:, 0]
+        return super().forward(*given, block * BLOCK_SIZE + positions % BLOCK_SIZE)
+
+
+@miss(STAGED, tags="cache, run", of="gathered blocks", args=tables_of_blocks)
+class OneBlockForTwo(BlocksGathered):
+    """Two tokens may have one entry of the table and one place."""
+
+    def entry_of(self, positions: Tensor) -> Tensor:
+        return torch.div(positions, 2 * BLOCK_SIZE, rounding_mode="floor")[:, None]
+
+
+def requests_and_positions(requests: int = 6) -> tuple[Tensor, ...]:
+    x, cos, sin, *_ = paged_args(requests)
+    caches = (torch.randn(8, 32, width).bfloat16() for width in (HCKV, DR))
+    return x, cos, sin, *caches, torch.randperm(8)[:requests], torch.randint(0, 32, (requests,))
+
+
+@entry(IN_PLACE, source="nano engines", tags="cache, device", args=requests_and_positions)
+class RowOfEachRequest(Base):
+    """A dense cache for each request, written at its own position."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        kr_cache: Tensor,
+        requests: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        kv_cache[requests, positions] = c_kv
+        kr_cache[requests, positions] = rotated(k_pe, cos, sin)
+        q_pe = rotated(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
+        scores = torch.einsum("thc,tsc->ths", self.absorb(q_nope), kv_cache[requests])
+        return scores + torch.einsum("thr,tsr->ths", q_pe, kr_cache[requests])
+
+
+def one_place_of_each_sequence() -> tuple[Tensor, ...]:
+    x, cos, sin, *_ = paged_args(2)
+    caches = (torch.randn(2, 48, width).bfloat16() for width in (HCKV, DR))
+    return x.unsqueeze(1), cos.unsqueeze(1), sin.unsqueeze(1), *caches, torch.tensor([5])
+
+
+@entry(
+    STAGED,
+    source="gpt-fast",
+    tags="cache, layout, device, symbolic",
+    slack=1.3,
+    args=one_place_of_each_sequence,
+)
+class CachesByPosition(Base):
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        kr_cache: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        kv_cache[:, positions], kr_cache[:, positions] = c_kv, rotated(k_pe, cos, sin)
+        query = torch.einsum("bshd,hdc->bshc", q_nope, self.w_uk())
+        q_pe = rotated(q_pe, cos.unsqueeze(2), sin.unsqueeze(2))
+        scores = torch.einsum("bshc,btc->bhst", query, kv_cache)
+        return scores + torch.einsum("bshr,btr->bhst", q_pe, kr_cache)
+
+
+# -- ports
+
+
+def half_rows(tokens: int = 8) -> tuple[Tensor, ...]:
+    x, cos, sin, *_ = half_tables(tokens)
+    return x, cos, sin, torch.randn(8, BLOCK_SIZE, ROW).bfloat16(), torch.randperm(128)[:tokens]
+
+
+@entry(STAGED, source="TensorRT-LLM", tags="whole, layout, cache, symbolic", args=half_rows)
+class FusedQuery(OneDownProduct):
+    """One buffer takes the absorbed query and its rotated part, one page table row the latents."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+        c_q, c_kv, k_pe = self.qkv_a_proj(x).split([HCQ, HCKV, DR], -1)
+        q = self.q_b_proj(self.q_a_layernorm(c_q)).view(-1, self.heads, D + DR)
+        fused = x.new_empty(len(x), self.heads, ROW)
+        fused[..., :HCKV].transpose(0, 1).copy_(torch.bmm(q[..., :D].transpose(0, 1), self.w_uk()))
+        fused[..., HCKV:] = pairs(q[..., D:], cos.unsqueeze(1), sin.unsqueeze(1))
+        row = torch.cat([self.kv_a_layernorm(c_kv), pairs(k_pe, cos, sin)], -1)
+        pool.view(-1, ROW).index_copy_(0, slots, row)
+        return torch.einsum("thc,sc->ths", fused.float(), pool.view(-1, ROW).float())
+
+
+@entry(IN_PLACE, source="FastDeploy", tags="whole, layout, device, symbolic", args=half_tables)
+class ByPermutations(OneDownProduct):
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        c_q, c_kv, k_pe = torch.split(self.qkv_a_proj(x), [HCQ, HCKV, DR], dim=-1)
+        q = self.q_b_proj(self.q_a_layernorm(c_q)).reshape([-1, self.heads, D + DR])
+        c, s = cos[:, None], sin[:, None]
+        q_pe, k_pe = halves(q[..., D:], c, s), halves(k_pe.reshape([-1, 1, DR]), c, s)
+        self.write(kv_cache, kr_cache, slots, self.kv_a_layernorm(c_kv), k_pe.squeeze(1))
+        query = torch.bmm(q[..., :D].permute([1, 0, 2]), self.w_uk()).permute([1, 0, 2])
+        return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+
+
+def matrices() -> tuple[Tensor, ...]:
+    """A rotation for each token, as the matrix that it is."""
+    angles, pair = torch.rand(8, H) * 6, 2 * torch.arange(H)
+    turn = torch.zeros(8, DR, DR)
+    turn[:, pair, pair] = turn[:, pair + 1, pair + 1] = angles.cos()
+    turn[:, pair, pair + 1], turn[:, pair + 1, pair] = angles.sin(), -angles.sin()
+    x, _, _, *caches = paged_args()
+    return x, turn.bfloat16(), *caches
+
+
+@entry(
+    STAGED,
+    source="ports of RoFormer",
+    tags="rope, tables, device, symbolic",
+    args=matrices,
+    slack=1.3,
+)
+class RotationMatrices(Base):
+    """The kernel turns by no angle; the model's own products stay."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, turn: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        k_pe = torch.einsum("tr,trs->ts", k_pe, turn)
+        self.write(kv_cache, kr_cache, slots, c_kv, k_pe)
+        q_pe = torch.einsum("thr,trs->ths", q_pe, turn)
+        return attend(self.absorb(q_nope), q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))

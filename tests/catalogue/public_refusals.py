@@ -312,3 +312,74 @@ entry(
                      "LongCat-lite", tags="readers, operators, unabsorbed",
     name="PrefillNz",
 )(lambda: OfOperatorNz(version=1))  # fmt: skip
+
+
+# -- parts of a prologue that are another one's, or none's
+
+
+@entry("rope.normed_key", source="models with a norm of each head", tags="near miss, public, norm")
+class HeadNorm(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_norm = HfNorm(D + DR)
+
+    def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        q_nope, q_pe = self.head_norm(q.view(-1, self.heads, D + DR)).split([D, DR], -1)
+        return q_nope, q_pe
+
+
+@entry("rope.absent", source="engines that rotate keys as they read them", tags="near miss, public")
+class RotatedWhenRead(Base):
+    """The key goes to its cache as it is projected."""
+
+    def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return k_pe
+
+
+class Sides(Base):
+    """The query of its own x, the rotated part of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_nope_proj, self.q_pe_proj = linear(HCQ, self.heads * D), self.rotated_proj()
+
+    def rotated_proj(self) -> nn.Linear:
+        return linear(HCQ, self.heads * DR)
+
+    def sides(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c_q = self.q_a_layernorm(self.q_a_proj(x))
+        q_pe = self.q_pe_proj(x if self.q_pe_proj.in_features == HE else c_q)
+        return self.q_nope_proj(c_q).view(-1, self.heads, D), q_pe.view(-1, self.heads, DR)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        c_kv, k_pe = self.latent(x)
+        self.write(kv_cache, kr_cache, slots, c_kv, rotated(k_pe, cos, sin))
+        q_nope, q_pe = self.sides(x)
+        c, s = (table[-len(q_pe) :].unsqueeze(1) for table in (cos, sin))
+        rows = kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)
+        return attend(self.absorb(q_nope), rotated(q_pe, c, s), *rows)
+
+
+@entry("q_lora.absent", source="educational models", tags="near miss, public, weights")
+class QueryRopeOfHidden(Sides):
+    """q_pe is projected from the hidden state, beside q_nope from its latent."""
+
+    def rotated_proj(self) -> nn.Linear:
+        return linear(HE, self.heads * DR)
+
+
+@entry("kv_latent.absent", source="prefill of a last layer", tags="near miss, public, layout")
+class QueryOfTheLastToken(Sides):
+    """All keys are kept, and the last token alone asks."""
+
+    def sides(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().sides(x[-1:])
+
+
+@entry("linear.hidden", source="engines that project in chunks", tags="near miss, public, layout")
+class QueryInChunks(Sides):
+    def sides(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q_nope, q_pe = zip(*map(super().sides, x.chunk(2)), strict=True)
+        return torch.cat(q_nope), torch.cat(q_pe)

@@ -330,7 +330,7 @@ class Slim(Base):
         return torch.matmul(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
 
 
-@entry(IN_PLACE, source="vllm-ascend", tags="whole, operators, device")
+@entry(IN_PLACE, source="vllm-ascend", tags="whole, operators, device, symbolic")
 class OperatorsNz(NpuOperators):
     """The fused cache operator over FRACTAL_NZ pages."""
 

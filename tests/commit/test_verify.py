@@ -19,7 +19,7 @@ from mla_fusion.fx.program import Program
 from mla_fusion.fx.view import View
 from mla_fusion.match.finder import Finder
 from mla_fusion.plan.whole import PrologPlanner
-from tests.catalogue import base, layouts, prologues, rotations
+from tests.catalogue import base, floats, layouts, prologues, rotations
 
 aten = torch.ops.aten
 
@@ -362,3 +362,53 @@ def test_the_witness_does_not_run_what_facts_are_read_by(monkeypatch: pytest.Mon
     monkeypatch.setattr(Program, "run", None)
     monkeypatch.setattr(Program, "__init__", None)
     assert verify.compare(view, plan).verified == "verified"
+
+
+def halved_and_twice(codes: Tensor, scales: Tensor) -> None:
+    """The first block of each token by another power of two, as its rounded largest may have it."""
+    codes[..., :32] = (codes[..., :32].float() / 2).to(codes.dtype)
+    of_block(scales).copy_(of_block(scales) + 1)
+
+
+def twice_alone(codes: Tensor, scales: Tensor) -> None:
+    of_block(scales).copy_(of_block(scales) + 1)
+
+
+def in_the_next_block(codes: Tensor, scales: Tensor) -> None:
+    codes[..., 32:64] = (codes[..., 32:64].float() / 2).to(codes.dtype)
+    of_block(scales).copy_(of_block(scales) + 1)
+
+
+def four_times(codes: Tensor, scales: Tensor) -> None:
+    """More than a rounding does."""
+    codes[..., :32] = (codes[..., :32].float() / 4).to(codes.dtype)
+    of_block(scales).copy_(of_block(scales) + 2)
+
+
+def of_block(scales: Tensor) -> Tensor:
+    return scales.view(torch.uint8).flatten(1)[:, :1]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        (halved_and_twice, True),
+        (twice_alone, False),
+        (in_the_next_block, False),
+        (four_times, False),
+    ],
+)
+def test_numbers_in_blocks_are_compared_in_their_scales(
+    change: Any, is_same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    gm = graph_of(floats.MxIndexed(), *base.paged_args())
+    call = targets.call_kernel
+
+    def changed(builder: Any, plan: Any) -> Any:
+        results = call(builder, plan)
+        change(results["query_norm"], results["dequant_scale_q_norm"])
+        return results
+
+    monkeypatch.setattr(targets, "call_kernel", changed)
+    assert outcome(gm, mf.Config(soc="A5")).startswith("verified") == is_same

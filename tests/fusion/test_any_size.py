@@ -20,10 +20,8 @@ ALL = 0  # dynamic=True: every size that dynamo finds
 Places = list[tuple[int, int]]  # (argument, axis)
 
 _LITERAL = (
-    "the model counts with a literal that is a cache's or a block's size at this one size alone"
-)
-_FROM_THE_END = (
-    "which layer it is follows from the number of layers, which is known when the graph runs"
+    "the model counts with a literal that is a block's size at this one size alone: of other blocks"
+    " its rows are other ones"
 )
 _ROWS = "the kernel takes whole blocks; whether so many rows are is known when the graph runs"
 _SCATTER = "aten.scatter takes fewer indices than rows: nothing says that every token has a slot"
@@ -32,13 +30,9 @@ _SQUARE = "a product of all tokens with all tokens, of which the diagonal is rea
 LESS: dict[tuple[str, int], str] = {
     **dict.fromkeys((("SlotsInTwoWays", size) for size in (ALL, BLOCK_SIZE)), _LITERAL),
     **dict.fromkeys((("both_by_other_blocks", size) for size in (ALL, BLOCK_SIZE)), _LITERAL),
-    **dict.fromkeys((("CountedFromTheEnd", size) for size in (ALL, 2)), _FROM_THE_END),
-    **dict.fromkeys((("BlocksOfLayers", size) for size in (ALL, BLOCKS, BLOCK_SIZE)), _LITERAL),
-    **dict.fromkeys((("RowsOfLayers", size) for size in (ALL, 2, BLOCKS, BLOCK_SIZE)), _LITERAL),
-    **dict.fromkeys(
-        (("TwoOfThreeOverlap", size) for size in (ALL, 3, BLOCKS, BLOCK_SIZE)), _LITERAL
-    ),
     ("SglangBuffers", 64): _ROWS,
+    **dict.fromkeys((("RowOfEachRequest", size) for size in (ALL, 32)), _ROWS),
+    ("RowOfEachRequest", 8): _APART,
     **dict.fromkeys((("ScatterRows", 8), ("LayersAsRows", 8)), _SCATTER),
     **dict.fromkeys((("RowsReadToo", size) for size in (BLOCKS, BLOCK_SIZE)), _APART),
     **dict.fromkeys((("NormByGram", size) for size in (ALL, 8)), _SQUARE),

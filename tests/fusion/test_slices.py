@@ -55,3 +55,46 @@ def test_rows_are_the_models(name: str) -> None:
     (fusion,) = mf.reports()[-1].fused
     assert fusion.placement == "in place" or name in DENSE
     assert_as_exact(model, args, fused)
+
+
+class FromStart(Assigns):
+    """One token of each sequence, at a place that the caller gives as an int."""
+
+    def __init__(self, part: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__(lambda cache: part(cache, self.start))
+
+    def forward(self, start: int, *args: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        self.start = start
+        return super().forward(*args)
+
+
+@pytest.mark.parametrize(
+    ("part", "placement"),
+    [
+        (lambda c, n: c[:8, n : n + 1], "in place"),
+        (lambda c, n: c[1:9, n : n + 1], "in place"),
+        (lambda c, n: c[:8, n + 1 : n + 2], "staged"),  # computed
+        (lambda c, n: c[:8, 2:][:, n : n + 1], "staged"),  # of a part of the cache
+        (lambda c, n: c[:8, n : n + 2][:, :1], "staged"),
+        (lambda c, n: c[n : n + 8, 3:4], "in place"),
+    ],
+)
+def test_rows_from_a_symbolic_place_on(
+    part: Callable[[Tensor, int], Tensor], placement: str
+) -> None:
+    torch.manual_seed(0)
+    x, cos, sin, *_, slots = paged_args()
+    caches = tuple(torch.randn(12, 32, width).bfloat16() for width in (HCKV, DR))
+    torch._dynamo.reset()
+    model, args = FromStart(part), (x, cos, sin, *caches, slots)
+    run = torch.compile(model, backend=mf.backend(), fullgraph=True, dynamic=True)
+    for start in (3, 2, 4):
+        ours, theirs = clones(args), clones(args)
+        for cache in ours[3:5]:
+            torch._dynamo.mark_static(cache, 1)  # a BlockSize
+        with torch.no_grad():
+            run(start, *ours), model(start, *theirs)
+        for found, wanted in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+    (fusion,) = mf.reports()[-1].fused
+    assert fusion.placement.startswith(placement)

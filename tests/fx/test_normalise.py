@@ -66,9 +66,23 @@ def test_a_join_with_nothing_is_the_other_part() -> None:
     assert targets(gm) == ["aten.mul.Tensor"] and not empty_parts.found(gm.graph)
 
 
+def test_a_slice_of_the_whole_is_what_it_is_taken_of() -> None:
+    """AOT leaves it in the graph where the size is symbolic."""
+
+    def sliced(x: Tensor) -> Tensor:
+        return torch.ops.aten.slice.Tensor(x * 2, 0, 0, 2**63 - 1) + 1
+
+    gm = trace(sliced, GIVEN, symbolic=True)
+    assert empty_parts.found(gm.graph)
+    empty_parts.drop(gm.graph)
+    assert not any("slice" in name for name in targets(gm)) and "aten.mul.Tensor" in targets(gm)
+
+
 @pytest.mark.parametrize(
     "fn",
     [
+        lambda x: torch.ops.aten.slice.Tensor(x, 0, 1, 2**63 - 1) * 1,  # all but the first
+        lambda x: torch.ops.aten.slice.Tensor(x, 1, 0, 6, 2) * 1,  # every other
         lambda x: torch.cat([x, x[:, 5:]], -1),  # one column
         lambda x: torch.cat([x[:, :3], x[:, 3:]], -1),  # two parts
         lambda x: (

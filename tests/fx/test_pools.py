@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_fusion.fx import pools
+from mla_fusion.fx import empty_parts, pools
 from mla_fusion.fx.kinds import op_name
 from mla_fusion.fx.pool_parts import Part
+from tests.fx.tracing import TOKENS, trace
 
 LAYERS = 3
 Step = Callable[[Tensor, Tensor], list[Tensor]]
@@ -27,8 +28,8 @@ def functional(fn: Step) -> GraphModule:
     return made
 
 
-def pool() -> Tensor:
-    return torch.arange(LAYERS * 4 * 2.0).view(LAYERS, 4, 2)
+def pool(layers: int = LAYERS) -> Tensor:
+    return torch.arange(layers * 4 * 2.0).view(layers, 4, 2)
 
 
 def rows() -> Tensor:
@@ -53,6 +54,14 @@ RUNS = (
     *SPELLINGS,
     lambda pool, number: pool.flatten(0, 1)[number * 2 :][:4],
     lambda pool, number: pool[:2][number % 2],
+)
+
+
+FROM_THE_BEGINNING = SPELLINGS[0], SPELLINGS[4], SPELLINGS[7]
+FROM_THE_END = (
+    SPELLINGS[1],
+    lambda pool, number: pool.flatten(0, 1)[(number - LAYERS) * 4 :][:4],
+    lambda pool, number: pool.view(-1, 2).narrow(0, (number - LAYERS) * 4, 4),
 )
 
 
@@ -83,9 +92,9 @@ class Scribble:
         return draw.choice(self.spellings)(pool, draw.randrange(LAYERS))
 
 
-def run(gm: GraphModule) -> list[Tensor]:
+def run(gm: GraphModule, count: int = LAYERS) -> list[Tensor]:
     """What the graph gives out, and the pool afterwards."""
-    whole = pool()
+    whole = pool(count)
     inputs = gm.graph.find_nodes(op="placeholder")
     layers = [pools.part_of(node) for node in inputs]
     given = [
@@ -108,6 +117,46 @@ def test_taken_apart_it_computes_the_same(seed: int) -> None:
 def test_runs_that_overlap_are_one_part(seed: int) -> None:
     gm = functional(Scribble(seed, RUNS))
     assert_same_apart(gm, run(gm))
+
+
+@pytest.mark.parametrize(
+    "spellings",
+    [FROM_THE_BEGINNING, FROM_THE_END, (*FROM_THE_BEGINNING, RUNS[-2])],
+    ids=["from the beginning", "from the end", "overlapping"],
+)
+@pytest.mark.parametrize("seed", range(10))
+def test_of_a_symbolic_number_of_layers(
+    seed: int, spellings: Sequence[Callable[[Tensor, int], Tensor]]
+) -> None:
+    gm = trace(Scribble(seed, spellings), pool(TOKENS), rows(), symbolic=True)
+    empty_parts.drop(gm.graph)
+    gm.recompile()
+    wanted = [run(gm, count) for count in (4, 7, 9)]
+    is_written = "aten::copy_" in map(op_name, gm.graph.nodes)
+    assert bool(pools.found(gm.graph)) == is_written or len(spellings) > 3
+    pools.take_apart(gm)
+    gm.graph.lint()
+    gm.recompile()
+    for count, values in zip((4, 7, 9), wanted, strict=True):
+        assert all(map(torch.equal, run(gm, count), values)), count
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda pool, number: pool[number if number else -1],  # from both ends
+        lambda pool, number: pool[-3:-1][number % 2] if number else pool[0],
+    ],
+)
+def test_places_that_may_be_one_are_not_taken_apart(
+    layer: Callable[[Tensor, int], Tensor],
+) -> None:
+    def fn(pool: Tensor, rows: Tensor) -> list[Tensor]:
+        for number in range(2):
+            layer(pool, number)[:2] = rows
+        return [layer(pool, 0) + layer(pool, 1)]
+
+    assert not pools.found(trace(fn, pool(TOKENS), rows(), symbolic=True).graph)
 
 
 def assert_same_apart(gm: GraphModule, wanted: list[Tensor]) -> None:

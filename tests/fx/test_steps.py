@@ -28,6 +28,17 @@ def test_rows_written_at_slots() -> None:
     assert found == {frozenset({5})}
 
 
+def test_rows_written_at_places_in_blocks() -> None:
+    found = pairs(
+        lambda cache, blocks, places, rows: cache.index_put((blocks, places), rows),
+        floats(9, 4, 8),
+        integers(5),
+        integers(1, 5)[0],
+        floats(5, 8),
+    )
+    assert found == {frozenset({5})}
+
+
 def test_one_row_for_all_slots_says_nothing() -> None:
     assert (
         pairs(
@@ -66,6 +77,20 @@ def test_tables_of_a_rotation(operator: Callable[..., Tensor]) -> None:
     x, table = floats(3, 2, 1, 64).bfloat16(), floats(3, 1, 1, 64).bfloat16()
     found = pairs(operator, x, table, table)
     assert {frozenset({64}), frozenset({3}), frozenset({2, 1})} <= found
+
+
+def test_caches_of_the_keys_operator_are_as_wide_as_their_rows() -> None:
+    kv, gamma, table = (floats(*shape).bfloat16() for shape in ((3, 1, 1, 6), (4,), (3, 1, 1, 2)))
+    caches = (floats(5, 7, 1, width).bfloat16() for width in (2, 4))
+    (node,) = (
+        node
+        for node in trace(
+            lambda *given: npu.npu_kv_rmsnorm_rope_cache(*given, cache_mode="PA_BNSD")[0],
+            *(kv, gamma, table, table, integers(3), *caches),
+        ).graph.nodes
+        if "rope_cache" in str(node.target)
+    )
+    assert {(2, 2), (4, 4)} <= set(rows_in_step(node))
 
 
 def test_other_operators_say_nothing() -> None:

@@ -84,8 +84,8 @@ def expanding(
     return forward
 
 
-def with_forward(forward: Any) -> Any:
-    model = build("deepseek_v3")
+def with_forward(forward: Any, **changes: Any) -> Any:
+    model = build("deepseek_v3", changes)
     for layer in model.model.layers:
         kind = type(layer.self_attn)
         body = {"__call__": nn.Module.__call__, "__init__": kind.__init__, "forward": forward}
@@ -98,16 +98,38 @@ def by_method(kv: Any, nope: int, value: int) -> Any:
 
 
 def by_slices(kv: Any, nope: int, value: int) -> Any:
-    return kv[..., :nope], kv[..., nope:]
+    return kv[..., :nope], kv[..., -value:]
 
 
-@pytest.mark.parametrize("parts", [by_method, by_slices])
+def by_narrow(kv: Any, nope: int, value: int) -> Any:
+    return kv.narrow(-1, 0, nope).contiguous(), kv.narrow(-1, nope, value)
+
+
+@pytest.mark.parametrize("parts", [by_method, by_slices, by_narrow])
 def test_keys_and_values_are_taken_apart_as_torch_does(parts: Any) -> None:
     model = with_forward(expanding(parts))
     with torch.no_grad():
         wanted = model(**prompt()).logits
         assert len(hf.optimize(model).converted) == 2
         torch.testing.assert_close(model(**prompt()).logits, wanted)
+
+
+@pytest.mark.parametrize("parts", [lambda kv: kv.chunk(2, -1), lambda kv: kv.split(32, dim=-1)])
+def test_equal_halves_are_keys_and_values(parts: Any) -> None:
+    model = with_forward(expanding(lambda kv, nope, value: parts(kv)), v_head_dim=32)
+    with torch.no_grad():
+        wanted = model(**prompt()).logits
+        assert len(hf.optimize(model).converted) == 2
+        torch.testing.assert_close(model(**prompt()).logits, wanted)
+
+
+@pytest.mark.parametrize("name", ["kv_b_proj", "qk_nope_head_dim", "v_head_dim"])
+def test_a_module_that_lacks_what_it_reads_is_refused(name: str) -> None:
+    model = build("deepseek_v3", {})
+    for layer in model.model.layers:
+        delattr(layer.self_attn, name)
+    skipped = hf.optimize(model).skipped
+    assert len(skipped) == 2 and all(name in item.message for item in skipped), skipped
 
 
 def in_other_order(kv: Any, nope: int, value: int) -> Any:
@@ -145,6 +167,8 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "name of its file"),
     "no such table": (without_table(expanding(by_method)), "cache.expanded",
                       "as a name of its file"),
+    "taken apart otherwise": (expanding(lambda kv, nope, value: kv.tensor_split([nope], -1)),
+                              "cache.expanded", "taken apart by tensor_split"),
     "values before keys": (expanding(in_other_order), "kv_up.differs", "other keys or values"),
     "products for some lengths": (
         expanding(by_method, of_products, 0), "attention.differs", "does not hand all to its "

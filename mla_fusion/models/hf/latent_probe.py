@@ -145,8 +145,11 @@ def _by_expansion(module: Any, weight: Tensor, rank: int, rope: int) -> Answer:
     c_kv, k_pe = (_random(weight, 1, 1, TOKENS, width) for width in (rank, rope))
     try:
         keys, values = type(module).expand_kv(module, c_kv, k_pe)
-    except RuntimeError as error:
-        raise _Unanswered(_first_line(error)) from error
+    except Exception as error:  # code of any kind
+        kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
+        raise _Unanswered(kind + _first_line(error)) from error
+    if any(not isinstance(found, Tensor) or found.dim() != 4 for found in (keys, values)):
+        raise _Unanswered("expand_kv returns no keys and values of four axes")
     return Answer(c_kv, k_pe, keys, values)
 
 

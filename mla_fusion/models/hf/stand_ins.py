@@ -91,7 +91,25 @@ class PutOff:
     def transpose(self, first: int, second: int) -> PutOff:
         return self
 
-    def split(self, widths: Sequence[int], dim: int = 0) -> tuple[PutOff, PutOff]:
+    def contiguous(self) -> PutOff:
+        return self
+
+    def chunk(self, count: int, dim: int = 0) -> tuple[PutOff, PutOff]:
+        return self.split(-(-self.width // count), dim)
+
+    def narrow(self, dim: int, start: int, length: int) -> PutOff:
+        return self[(..., slice(start, start + length)) if dim in (-1, 3) else dim]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"keys and values are taken apart by {name}; split([nope, value], dim=-1), narrow and "
+            "slices are followed"
+        )
+
+    def split(self, widths: Sequence[int] | int, dim: int = 0) -> tuple[PutOff, PutOff]:
+        if isinstance(widths, int):
+            whole, rest = divmod(self.width, widths)
+            widths = [widths] * whole + [rest] * bool(rest)
         wanted = [self.dims.nope, self.dims.value]
         if list(widths) != wanted or dim not in (-1, 3) or self.width != sum(wanted):
             raise ValueError(
@@ -103,10 +121,12 @@ class PutOff:
     def __getitem__(self, places: Any) -> PutOff:
         nope, whole = self.dims.nope, self.dims.nope + self.dims.value
         keys, values = self.split([nope, whole - nope], -1)
-        if places in ((..., slice(None, nope)), (..., slice(0, nope))):
-            return keys
-        if places in ((..., slice(nope, None)), (..., slice(nope, whole))):
-            return values
+        if isinstance(places, tuple) and len(places) == 2 and isinstance(places[1], slice):
+            taken = places[0], places[1].indices(whole)
+            if taken == (..., (0, nope, 1)):
+                return keys
+            if taken == (..., (nope, whole, 1)):
+                return values
         raise ValueError(f"{places} are neither the keys nor the values")
 
 
