@@ -93,7 +93,10 @@ class Outcome:
             "unfused ms",
             "check",
         )
-        rows = [_row(result, self.device.kind == "npu") for result in self.results]
+        timed = self.device.kind == "npu"
+        rows = [_row(result) for result in self.results]
+        if not timed:  # nothing stands in the columns of times
+            header, *rows = ((*row[:6], *row[8:]) for row in (header, *rows))
         lines = [text_tables.render(header, rows, indent="")]
         lines += [
             f"FAILED {r.name} ({r.through}): {text}" for r in self.failed for text in r.failures
@@ -112,7 +115,7 @@ class Outcome:
         return "\n".join(lines)
 
 
-def _row(result: Result, timed: bool) -> Sequence[str]:
+def _row(result: Result) -> Sequence[str]:
     worst = result.worst
     return (
         result.name,
@@ -121,8 +124,8 @@ def _row(result: Result, timed: bool) -> Sequence[str]:
         f"{worst.largest:.2g}" if worst else "-",
         f"{worst.differing:.2%}" if worst else "-",
         "same" if result.others_untouched else "CHANGED",
-        _time(result.milliseconds if timed else None),
-        _time(result.unfused_milliseconds if timed else None),
+        _time(result.milliseconds),
+        _time(result.unfused_milliseconds),
         "FAILED" if result.failures else "ok",
     )
 
