@@ -74,6 +74,18 @@ def test_the_roofline_counts_what_stays() -> None:
     assert float(column["MB moved"][1]) > float(in_place.rows[1][3]) + 0.9 * moved
 
 
+def test_the_page_opens_with_the_gain() -> None:
+    for name, verdict in (("SglangDecode", "staged"), ("PagedRotateHalf", "in place")):
+        report = report_of(name)
+        text, fusion = re.sub(r"\s+", " ", text_of(report)), report.fused[0]
+        assert fusion.operators_after == 1 + fusion.launches_left
+        assert 20 < fusion.operators_before < 60
+        gain = f"{fusion.operators_before} operators become {fusion.operators_after}"
+        assert f"{gain}: {verdict}. Estimate" in text
+        assert f"{verdict}, {gain}" in str(report)
+        assert text.index(gain) < text.index("Why it is exact")
+
+
 def test_half_rows_are_warned_of() -> None:
     report = report_of("GptjStack", kr_layout="half")
     assert f"Warning: {report.fused[0].warnings[0]}" in text_of(report)
