@@ -16,6 +16,7 @@ from mla_fusion.fx.analytic import Barrier
 from mla_fusion.fx.kinds import has_effect, is_cast, is_writer
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
+from mla_fusion.match import epsilon
 from mla_fusion.match.near_miss import Facts, NearMiss
 from mla_fusion.report.rejection import Refuse
 
@@ -46,9 +47,12 @@ def because_of_a_step(
                 code == "step.unknown" or _is_statistic(node, product)
             ):
                 code = miss.reason.code  # it is no RMSNorm; what it is, the detail says
-            reason = Refuse(
-                code, f"{barrier.detail}; {miss.reason.detail}", (node, *miss.nodes[:1])
-            )
+            detail = miss.reason.detail
+            if code != miss.reason.code:  # what is absent is hidden by the step, not wrong
+                detail = barrier.detail
+            elif not epsilon.is_named(detail):
+                detail = f"{barrier.detail}; {detail}"
+            reason = Refuse(code, detail, (node, *miss.nodes[:1]))
             return replace(miss, reason=reason)
     return _mixed(facts, miss)
 

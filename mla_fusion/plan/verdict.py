@@ -298,10 +298,12 @@ def _rotation(view: View, candidate: Candidate) -> None:
         raise Refuse("rope.layouts_differ", f"q leaves RoPE {q.rope.layout}, k {k.layout}", nodes)
     ratio = rotation_ratio(view, q, k)
     if ratio is None:
-        bases = ", ".join(
-            sorted({run.base.name for run in (*q.rope.cos, *q.rope.sin, *k.cos, *k.sin)})
+        of_query, of_key = (
+            " and ".join(dict.fromkeys(_named(run.base) for run in (*side.cos, *side.sin)))
+            for side in (q.rope, k)
         )
-        raise Refuse("rope.tables_differ", f"tables are taken from {bases}", nodes)
+        detail = f"the query's are taken from {of_query}, the key's from {of_key}"
+        raise Refuse("rope.tables_differ", detail, nodes)
     if abs(ratio - q.absorb.factor) > 1e-6 * abs(ratio):
         factors = f"q_nope by {q.absorb.factor:g}, q_pe by {ratio:g} (relative to k_pe)"
         raise Refuse("scale.unequal", factors, (q.absorb.node, *nodes))
@@ -422,3 +424,8 @@ def _streams(view: View, candidate: KeyHalf) -> None:
 
 RULES = (_model, _norms, _quantisation, _projections, _rotation, _dtypes, _streams)
 RULES_OF_HALF = (_half_dtypes, _norms, _half_scale, _streams)
+
+
+def _named(node: Node) -> str:
+    """With its operator: some names of nodes are words, too."""
+    return f"{node.name} ({node.target})" if node.op == "call_function" else node.name

@@ -139,7 +139,8 @@ class CachesOfWhole(WritePlanner):
             return None
         if not self._takes(3):
             message = (
-                f"packed rows do not go with weight_quant_mode {self.candidate.weight_quant_mode}"
+                "the kernel writes no packed rows with weight_quant_mode "
+                f"{self.candidate.weight_quant_mode}"
             )
             return Placement(Staged((Obstacle("cache.quantised", message),)))
         readers = [
@@ -149,7 +150,7 @@ class CachesOfWhole(WritePlanner):
         writers = live_users(rows.node)
         if other is not None or len(writers) != 1:
             culprit = other or (writers or [rows.node])[-1]
-            message = f"{culprit.name} reads the new rows beside their cache"
+            message = f"{culprit.name} reads the new rows too, not from the cache"
             return Placement(Staged((Obstacle("cache.rows_read", message),)))
         write = cache_write.find(self.view, writers[0], rows.node)
         if not isinstance(write, WriteFact):
