@@ -94,7 +94,7 @@ def roofline(fusion: Fusion, machine: Machine) -> Roofline | None:
         note += f" Staged is the kernel and what stays beside it: {kept}."
         if any(item.bytes != 0 for item in fusion.leaves):
             note += (
-                " Whole caches that a compiler writes anew are not counted: mla-fusion inspect "
+                " Whole caches that a compiler rebuilds are not counted: mla-fusion inspect "
                 "counts them."
             )
     return Roofline(

@@ -126,7 +126,7 @@ class Fusion:
         copies = (
             ""
             if not whole
-            else f", and whole caches{_size_of(whole)} where a compiler writes them anew"
+            else f", and whole caches{_size_of(whole)} if the compiler rebuilds them"
         )
         return f"{self.launches_left} launches, {text_tables.size(tokens)} a token{copies}"
 
@@ -240,7 +240,8 @@ def _lines(item: Fusion) -> list[str]:
         kept = ", ".join(
             f"{one.what} ({text_tables.counted(one.operators)})" for one in item.leaves
         )
-        lines.append(f"      stays in the graph: {kept}: {item.cost_of_staging}")
+        lines.append(f"      stays in the graph: {kept}")
+        lines.append(f"      each step pays: {item.cost_of_staging}")
     if item.staged_by:
         lines.append("      to write in place:")
         for code in dict.fromkeys(one.code for one in item.staged_by):
