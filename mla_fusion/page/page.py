@@ -103,6 +103,7 @@ def render(report: Report, sections: Sequence[Section] = ()) -> str:
             left=len(report.rejected),
             fused=fused_cards(report, safe),
             rejected=rejected_cards(report, safe),
+            absent=() if report.fused or report.rejected else report.absent,
             sections=sections,
             operators=operators,
             config=[*asdict(report.config).items(), ("machine", str(report.config.machine))],

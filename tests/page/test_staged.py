@@ -6,6 +6,8 @@ import html
 import re
 from functools import cache
 
+import torch
+
 import mla_fusion as mf
 from mla_fusion.page import page
 from mla_fusion.page.cost import roofline
@@ -84,6 +86,13 @@ def test_the_page_opens_with_the_gain() -> None:
         assert f"{gain}: {verdict}. Estimate" in text
         assert f"{verdict}, {gain}" in str(report)
         assert text.index(gain) < text.index("Why it is exact")
+
+
+def test_a_page_of_a_graph_without_a_prologue_says_so() -> None:
+    report = mf.explain(graph_of(torch.nn.Linear(4, 4), torch.randn(2, 4)))
+    text = text_of(report)
+    assert "Nothing to fuse" in text and all(line.strip() in text for line in report.absent)
+    assert "Nothing to fuse" not in text_of(report_of("PagedRotateHalf"))
 
 
 def test_half_rows_are_warned_of() -> None:
