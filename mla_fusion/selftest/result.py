@@ -95,9 +95,10 @@ class Outcome:
         )
         timed = self.device.kind == "npu"
         rows = [_row(result) for result in self.results]
+        table: list[Sequence[str]] = [header, *rows]
         if not timed:  # nothing stands in the columns of times
-            header, *rows = ((*row[:6], *row[8:]) for row in (header, *rows))
-        lines = [text_tables.render(header, rows, indent="")]
+            table = [(*row[:6], *row[8:]) for row in table]
+        lines = [text_tables.render(table[0], table[1:], indent="")]
         lines += [
             f"FAILED {r.name} ({r.through}): {text}" for r in self.failed for text in r.failures
         ]
