@@ -179,7 +179,10 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
             "hold the weight in bfloat16": BASE,
         },
     ),
-    "quant.dynamic": (entry("TruncatedLatent"), {"round to the nearest": of(int8.Partial)}),
+    "quant.dynamic": (
+        entry("TruncatedLatent"),
+        {"Quantise c_q by npu_dynamic_quant": of(int8.Partial)},
+    ),
     "quant.mixed": (
         entry("QueryLatentAlone"),
         {
@@ -191,7 +194,10 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
         entry("SmoothedOnce"),
         {"once, with one smooth_scales": of(int8.FullSmooth)},
     ),
-    "quant.scale": (entry("OneScale"), {"scales of that shape": of(int8.Full)}),
+    "quant.scale": (
+        entry("OneScale"),
+        {"one float32 or bfloat16 scale for each column": of(int8.Full)},
+    ),
     "quant.cache": (
         entry("FullWithChannelCaches"),
         {
@@ -255,7 +261,11 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
     ),
     "contract": (
         of(prologues.PagedRotateHalf, in_blocks(8), staging="never"),
-        {"it names the argument": of(prologues.PagedRotateHalf, in_blocks(16), staging="never")},
+        {
+            "Change what the message names": of(
+                prologues.PagedRotateHalf, in_blocks(16), staging="never"
+            )
+        },
     ),
     "graph.not_functional": (exported, {"ExportedProgram.run_decompositions()": functional}),
     "graph.branch": (
