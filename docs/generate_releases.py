@@ -58,17 +58,19 @@ REMARKS = """\
 ## What differs between releases
 
 * **torch 2.6** has not all of the operator's dtypes: importing `mla_fusion` refuses it, with the
-  pair to install. * **torch 2.7**: `Library.impl` has no `allow_override`, and
-  `Graph.call_function` takes no `name`. Both are done otherwise. * **up to torch 2.10**: AOT
-  autograd takes no fake tensors of another mode than dynamo's. `mf.lower` rebuilds its inputs in
-  that mode, with the symbols that dynamo has for their sizes. * **up to torch 2.9**: AOT autograd
-  takes every composite operator apart while it traces; from 2.10 on only those that autograd takes
-  apart, and torch_npu has a kernel of its own for `aten.matmul`. So up to 2.9 a matrix product
-  behind the prologue, of the model's attention say, becomes `mm` or `expand` and `bmm` by the
-  strides of the query that the *unfused* graph has, and can differ from that of a model with the
-  call written by hand. The prologue itself is the same on all releases: the matrix compares it with
-  a reader that is no product. * **torch_npu 2.8.0.post5 and others without the dtype arguments**:
-  `npu_mla_prolog_v3` has no `token_x_dtype` and four like it; the pass passes none.
+  pair to install.
+* **torch 2.7**: `Library.impl` has no `allow_override`, and `Graph.call_function` takes no `name`.
+  Both are done otherwise.
+* **up to torch 2.10**: AOT autograd takes no fake tensors of another mode than dynamo's. `mf.lower`
+  rebuilds its inputs in that mode, with the symbols that dynamo has for their sizes.
+* **up to torch 2.9**: AOT autograd takes every composite operator apart while it traces; from 2.10
+  on only those that autograd takes apart, and torch_npu has a kernel of its own for `aten.matmul`.
+  So up to 2.9 a matrix product behind the prologue, of the model's attention say, becomes `mm` or
+  `expand` and `bmm` by the strides of the query that the *unfused* graph has, and can differ from
+  that of a model with the call written by hand. The prologue itself is the same on all releases:
+  the matrix compares it with a reader that is no product.
+* **torch_npu 2.8.0.post5 and others without the dtype arguments**: `npu_mla_prolog_v3` has no
+  `token_x_dtype` and four like it; the pass passes none.
 
 ## Machines
 

@@ -29,15 +29,15 @@ class Model(torch.nn.Module):
         self.layers[1].q_b = torch.nn.Linear(HCQ, N * (D + DR), dtype=torch.bfloat16)
 
     def forward(self, x, cos, sin, slots, *caches):
-        return self.layers[0](x, cos, sin, slots, *caches[:2]),
-        self.layers[1](2 * x, cos, sin, slots, *caches[2:])
+        first = self.layers[0](x, cos, sin, slots, *caches[:2])
+        return first, self.layers[1](2 * x, cos, sin, slots, *caches[2:])
 
 
 def example_of_two():
     *inputs, kv_cache, kr_cache = example()[1]
     return Model(), (*inputs, kv_cache, kr_cache, kv_cache.clone(), kr_cache.clone())
 """
-_WIDTH, _LINE, _MARGIN = 112, 19, 18
+_WIDTH, _LINE, _MARGIN = 92, 19, 18
 
 
 def main() -> None:

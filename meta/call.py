@@ -11,7 +11,7 @@ import torch
 from mla_fusion.meta import layout, spec
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.infer import implied_quant_modes
-from mla_fusion.meta.limits import VERSIONS, Limits, limits
+from mla_fusion.meta.limits import VERSIONS, Limits, limits, taken_by
 from mla_fusion.meta.prolog import CACHES
 from mla_fusion.meta.spec import (
     ACTIVATION,
@@ -320,9 +320,8 @@ class Call:
                 argument = (
                     "actual_seq_len" if axis == "B" and len(self.lead) == 1 else _AXIS_OWNER[axis]
                 )
-                self.refuse(
-                    f"dims.{axis.lower()}", argument, f"{axis} {sizes} on {where}", f"{axis} {size}"
-                )
+                found = f"{axis} {size}, {taken_by(self.op, axis, size, where)}"
+                self.refuse(f"dims.{axis.lower()}", argument, f"{axis} {sizes} on {where}", found)
 
     # -- ranks
 

@@ -281,3 +281,31 @@ def _limits(op: str, soc: str, cann: str, path: str) -> Limits:
     rows = (row for row in TRAITS if path in row.paths and holds(row.since, row.socs, row.versions))
     traits = {row.name: row.value for row in rows}
     return Limits(MappingProxyType(dims), modes[-1] if modes else (), frozenset(quant), **traits)
+
+
+def taken_by(op: str, axis: str, size: int, here: str) -> str:
+    """Which releases take a size that ``here`` ("A3, CANN 8.5") refuses: for its message.
+
+    "which A3 takes from CANN 8.5 on", "which A5 takes from CANN 9.1 on, A3 in no release", or
+    "which no release takes".
+    """
+    own = here.partition(",")[0]
+    found = {soc: when for soc in SOCS if (when := _when_taken(op, axis, size, soc))}
+    if own in found:
+        return f"which {own} takes {found[own]}"
+    others = " and ".join(f"{soc} takes {when}" for soc, when in found.items())
+    return f"which {others}, {own} in no release" if others else "which no release takes"
+
+
+def _when_taken(op: str, axis: str, size: int, soc: str) -> str:
+    """ "from CANN 8.5 on", "up to CANN 9.1", .. or "" for never."""
+    every = [limits(op, soc, cann) for cann in RELEASES]
+    takes = [not one.absent and size in one.dims[axis] for one in every]
+    if not any(takes):
+        return ""
+    if not takes[-1]:
+        return f"up to CANN {RELEASES[max(place for place, yes in enumerate(takes) if yes)]}"
+    first = max((place + 1 for place, yes in enumerate(takes) if not yes), default=0)
+    if first == len(RELEASES) - 1:
+        return f"after CANN {RELEASES[-2]}"
+    return f"from CANN {RELEASES[first]} on"

@@ -45,8 +45,8 @@ class Config:
                 without one, A3 and the latest release are taken. The report says which.
     staging     "auto" stages a fusion (the kernel writes small buffers, and the model's own cache
                 writes stay) where a write by the kernel would not be exact. "always", or "never".
-    kr_layout   "exact" never changes what a cache row holds. "half" is your word that every reader
-                and writer of kr_cache uses the half layout that the kernel writes.
+    kr_layout   "exact" never changes what a cache row holds. With "half" you promise that every
+                reader and writer of kr_cache uses the half layout that the kernel writes.
     targets     Operators that may be emitted. Each prologue is offered to them in this order,
                 whatever order you give: "v3" for whole prologues; "identity", the same for those
                 without a W_uk product, by weight_uk = [I | 0]; "preprocess", npu_mla_preprocess for

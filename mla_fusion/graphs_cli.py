@@ -45,8 +45,8 @@ def add(commands: Any, command: Callable[..., Any]) -> None:
         commands, "diff", _diff, "Compare two dumps by operators and wiring, not by names.",
         "Exit status 1: they differ; what differs is listed.",
     )  # fmt: skip
-    parser.add_argument("first", metavar="A")
-    parser.add_argument("second", metavar="B")
+    parser.add_argument("first", metavar="A", help="a dump")
+    parser.add_argument("second", metavar="B", help="the dump to compare it with")
 
 
 def _add_explain(parser: Any) -> None:
@@ -56,13 +56,15 @@ def _add_explain(parser: Any) -> None:
     )
     add_limits(parser)
     parser.add_argument(
-        "--pass-only", action="store_true", help="as mf.torchair_pass: no wrapper views caches"
+        "--pass-only",
+        action="store_true",
+        help="judge as mf.torchair_pass does: no wrapper hands caches over in the kernel's shape",
     )
     parser.add_argument(
         "--html", type=output, metavar="FILE", help="also write the report as a page"
     )
     parser.add_argument(
-        "--stats", action="store_true", help="calls, hits and milliseconds of each fact and rule"
+        "--stats", action="store_true", help="also print calls, hits and time of each fact and rule"
     )
 
 

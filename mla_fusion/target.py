@@ -138,19 +138,22 @@ def _functions(path: Path) -> list[str]:
 
 def add_limits(parser: Any, default: str = machine.AUTO) -> None:
     """``--soc`` and ``--cann``, checked at once."""
-    of = (
-        "by default that of the NPU here, or A3 and the newest"
-        if default == machine.AUTO
-        else f"by default {default}"
+    is_asked = default == machine.AUTO
+    soc, cann = (
+        f"by default the NPU's, without an NPU {other}" if is_asked else f"by default {default}"
+        for other in ("A3", "the newest")
     )
     parser.add_argument(
-        "--soc", type=_named(machine.soc_named), default=default, help=f"chip, as A2 or 910B; {of}"
+        "--soc",
+        type=_named(machine.soc_named),
+        default=default,
+        help=f"chip, as A2 or 910B, whose limits hold; {soc}",
     )
     parser.add_argument(
         "--cann",
         type=_named(machine.release_named),
         default=default,
-        help="release whose limits hold",
+        help=f"CANN release, as 8.5 or 9.1, whose limits hold; {cann}",
     )
 
 

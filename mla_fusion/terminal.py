@@ -17,8 +17,6 @@ from itertools import takewhile, zip_longest
 from textwrap import wrap
 from typing import Any
 
-from mla_fusion.report.text_tables import is_number
-
 _NARROWEST = 20
 _CELL = 8  # columns that a column of a table keeps at least
 _RULE = re.compile(r" *-+(?:  -+)+$")  # below the head of a table
@@ -33,6 +31,13 @@ def width() -> int | None:
     if sys.stdout is None or not sys.stdout.isatty():
         return None
     return max(shutil.get_terminal_size((80, 24)).columns, _NARROWEST)
+
+
+def on_a_terminal(text: str) -> str:
+    """The text as wide as the terminal that Python prints to, or as it is."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return text
+    return fitted(text, max(shutil.get_terminal_size((80, 24)).columns, _NARROWEST))
 
 
 def show(text: object) -> None:
@@ -137,6 +142,15 @@ def _records(rows: list[list[str]], columns: int) -> list[str]:
         found += _line(f"  {first}", columns)
         found += [line for other in others for line in _line(f"    {other}", columns)]
     return found
+
+
+def is_number(text: str) -> bool:
+    """Is the cell of a table a number, or a stand-in for one?"""
+    try:
+        float(text)
+    except ValueError:
+        return text in ("", "-")
+    return True
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -208,10 +208,11 @@ def _declined(graph: GraphModule, config: Config, folder: Path | None) -> Callab
     )
     for left in layers[:1]:
         log.warning(
-            "no MLA prologue was fused: %d of them, %s first: [autograd] %s",
+            "no MLA prologue was fused (%d found, the first in %s): [autograd] %s %s",
             len(layers),
             left.layer,
             meaning,
+            left.remedy,
         )
     with live.into(folder):
         keep(report)

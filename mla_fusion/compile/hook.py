@@ -53,7 +53,7 @@ def torchair_pass(config: Config | None = None) -> TorchairPass:
     ``__code__``, Inductor's by ``uuid()``. A graph that comes out of a cache leaves no report.
 
     Raises ValueError where ``Config.skip`` holds a predicate that is not a module-level function:
-    its code could not be told apart in a compile cache.
+    a compile cache could not tell its code from another's.
     """
     return _made(Config.given(config))
 

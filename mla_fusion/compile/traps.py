@@ -26,8 +26,8 @@ def survey(usable: bool) -> dict[str, str]:
     found = {
         "torch.compile(dynamic=True)": _runtime_epsilon(),
         "torchair's compile cache": (
-            "keyed on the hook's code: an instance, a partial or a lambda is not told apart; "
-            "give it mf.torchair_pass(config) itself"
+            "its key is the hook's code: it cannot tell two instances, partials or lambdas from "
+            "each other; give it mf.torchair_pass(config) itself"
         ),
         "streams": (
             "a prologue whose nodes carry different stream labels is refused (stream.mixed), by "
@@ -39,8 +39,8 @@ def survey(usable: bool) -> dict[str, str]:
             "`mla-fusion inspect` on dynamo_optimized_* shows them"
         ),
         "caches in npugraph_ex mode": (
-            "re-inplace needs each cache to be a graph input itself, not a view, and two caches "
-            "not to share storage"
+            "the kernel writes in place only if each cache is a graph input itself, not a view, "
+            "and no two caches share storage"
         ),
         "graph_dump type py": "written before GE's passes: copies that it shows may be gone; look "
         "at pbtxt instead",

@@ -63,7 +63,7 @@ def recognise(head: str) -> str:
         if word.startswith(("ir_version", "producer_name", "model_version")):
             return "onnx"
         break
-    raise DumpError(f"not a graph dump that is known; read are: {'; '.join(FORMATS.values())}", 1)
+    raise DumpError(f"no graph dump of a known format ({'; '.join(FORMATS.values())})", 1)
 
 
 def _read(path: Path) -> Dump:

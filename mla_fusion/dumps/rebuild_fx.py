@@ -167,7 +167,7 @@ class _Rebuilder:
 
     def _remarks(self) -> list[str]:
         remarks = [
-            f"{name} is not known here; {count} calls stand as opaque"
+            f"the operator {name} is unknown here: the pass does not look inside ({count} calls)"
             for name, count in self.unknown.items()
         ]
         if self.constants:

@@ -144,7 +144,9 @@ class Rebuilder(OperatorReader):
         if self.unmapped:
             remarks.append(f"not carried over: {_listed(self.unmapped)}; their results are unknown")
         if self.lost:
-            remarks.append(f"{self.lost} operators read unknown results and are left out")
+            remarks.append(
+                f"left out, because they read results of unknown operators: {self.lost} operators"
+            )
         return remarks
 
 

@@ -20,5 +20,6 @@ def ask(plan: Plan, config: Config) -> None:
         check(target.operator.name, soc=machine.soc, cann=machine.cann, path="graph", **arguments)
     except ContractError as error:
         culprit = target.nodes(plan).get(error.argument, plan.candidate.down.node)
-        raise Refuse(f"contract:{error.code}", str(error), (culprit,)) from None
+        detail = f"{error.argument}: expected {error.expected}, found {error.found}"
+        raise Refuse(f"contract:{error.code}", detail, (culprit,)) from None
     target.ask(plan, config)

@@ -48,7 +48,8 @@ def explain(
         report = _explained(dump, gm, Config.given(config), boundary)
     kernels = sum(count for kind, count in dump.counts.items() if is_prologue(kind))
     if kernels:
-        remarks.append(f"{kernels} prologues of the graph are fused already")
+        counted = "1 prologue" if kernels == 1 else f"{kernels} prologues"
+        remarks.append(f"fused already in this graph: {counted}")
     fields = {name: getattr(report, name) for name in Report.__dataclass_fields__}
     return DumpReport(
         **fields, dump=f"{dump.path} ({FORMATS[dump.format]})", remarks=tuple(remarks)

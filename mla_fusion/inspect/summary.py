@@ -114,7 +114,7 @@ def _unfused(dump: Dump) -> tuple[list[str], list[str]]:
         f"  left: {', '.join(item.nodes[:2])}: [{item.code}] {item.message}"
         for item in report.rejected
     ]
-    return lines, [remark for remark in report.remarks if "fused already" not in remark]
+    return lines, [remark for remark in report.remarks if not remark.startswith("fused already")]
 
 
 def _dims(dims: dict[str, Any]) -> str:

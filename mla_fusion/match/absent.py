@@ -34,16 +34,17 @@ def lines(finder: Finder) -> tuple[str, ...]:
     writes = sum(is_writer(node) and _writes_input(node) for node in view.nodes)
     unknown = ", ".join(registered.unknown(view.nodes))
     return (
-        "no MLA prologue in this graph. Looked for, and what there is of it:",
-        f"  W_dq and W_dkv_kr, or both in one: products of one x with weights ({len(flat)} "
-        "products with weights here; "
-        f"{pairs} values are multiplied with more than one)",
-        f"  RMSNorm of each latent ({norms} roots or norms), then W_uq_qr on the query's",
-        f"  W_uk: a product head by head ({by_head} here); RoPE of query and key beside it",
-        f"  the latent and the rotated key written into caches, which are inputs ({writes} writes "
-        "into inputs here)",
+        "no MLA prologue in this graph. The parts of one, and how many the graph has:",
+        f"  products with weights (W_dq, W_dkv_kr, W_uq_qr): {len(flat)}",
+        f"  values that more than one weight multiplies, as W_dq and W_dkv_kr multiply x: {pairs}",
+        f"  norms (RMSNorm of c_q and of c_kv): {norms}",
+        f"  products head by head (W_uk): {by_head}",
+        f"  writes into inputs (both caches): {writes}",
         *(
-            [f"  not known: {unknown}; mf.register_operator says what an operator computes"]
+            [
+                f"  operators that the pass does not know: {unknown}. mf.register_operator tells "
+                "it what they compute"
+            ]
             if unknown
             else ()
         ),

@@ -4,18 +4,21 @@ was not found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 import torch
 from torch.fx import Node
 
+from mla_fusion.compat import OpOverload
 from mla_fusion.facts import kv_operator
 from mla_fusion.facts.projection import Projection
+from mla_fusion.fx import registered
 from mla_fusion.fx.analytic import Barrier
 from mla_fusion.fx.kinds import has_effect, is_cast, is_writer
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
+from mla_fusion.match import epsilon
 from mla_fusion.match.near_miss import Facts, NearMiss
 from mla_fusion.report.rejection import Refuse
 
@@ -24,6 +27,8 @@ _VAGUE = frozenset(
     "q_lora.absent kv_latent.absent rope.absent absorb.absent norm.absent rope.tables_differ "
     "reader.latent".split()
 )
+_TORCHS_OWN = ("aten", "prims", "prim", "npu", "c10d", "quantized", "_c10d_functional")
+_UNUSED = "a function is registered for it and cannot be used: the log says why"
 _FARTHEST = 64  # nodes from a step to the product or the write that it leads to
 
 
@@ -46,11 +51,41 @@ def because_of_a_step(
                 code == "step.unknown" or _is_statistic(node, product)
             ):
                 code = miss.reason.code  # it is no RMSNorm; what it is, the detail says
-            reason = Refuse(
-                code, f"{barrier.detail}; {miss.reason.detail}", (node, *miss.nodes[:1])
-            )
+            detail = miss.reason.detail
+            if code != "norm.absent" or not epsilon.is_named(detail):
+                detail = f"{barrier.detail}; {detail}"
+            reason = Refuse(code, detail, (node, *miss.nodes[:1]))
             return replace(miss, reason=reason)
+    if miss.reason.code == "rope.absent":
+        for node, detail in _rotations(view, [item.node for item in read]):
+            return replace(miss, reason=Refuse("step.unknown", detail, (node, *miss.nodes[:1])))
     return _mixed(facts, miss)
+
+
+def _rotations(view: View, products: Collection[Node]) -> Iterator[tuple[Node, str]]:
+    """Operators of the user's own that may rotate query and key together: they read several of
+    these products, and a result has the shape of an operand.
+    """
+    for node, barrier in view.barriers.items():
+        name = node.target.name() if isinstance(node.target, OpOverload) else ""
+        own = bool(name) and name.partition("::")[0] not in _TORCHS_OWN
+        operands = [arg for arg in node.all_input_nodes if view.sources(arg) & {*products}]
+        made = frozenset[Node]().union(*(view.sources(arg) for arg in operands))
+        shapes = {_shape(found) for found in (node, *node.users)} - {""}
+        if (
+            own
+            and barrier.is_opaque
+            and len(made & {*products}) > 1
+            and shapes & set(map(_shape, operands))
+            and any(_leads_on(view, found) for found in (node, *node.users))
+        ):
+            is_new = bool(registered.unknown([node]))
+            yield node, barrier.detail if is_new else f"{barrier.detail}; {_UNUSED}"
+
+
+def _shape(node: Node) -> str:
+    value = node.meta.get("val")
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else ""
 
 
 def _quantising(item: Projection) -> list[Node]:

@@ -10,7 +10,7 @@ from mla_fusion.fx.program import nodes_between
 _ROOTS = ("aten::rsqrt", "aten::sqrt", "aten::linalg_vector_norm", "aten::norm")
 _FLOORS = ("aten::clamp_min", "aten::clamp", "aten::maximum")
 _LARGEST = 1e-2  # of an epsilon
-_KERNEL = "the kernel adds epsilon to the mean square, under the root"
+_KERNEL = "the kernel adds it under the root"
 
 
 def misplaced(product: Node, latent: Node) -> str:
@@ -25,10 +25,17 @@ def misplaced(product: Node, latent: Node) -> str:
         if number is None:
             continue
         if name in _FLOORS:
-            return f"epsilon {number:g} is a floor ({node.name}); {_KERNEL}"
+            return f"{node.name} ({node.target}) takes epsilon {number:g} as a floor; {_KERNEL}"
         if name == "aten::add" and any(root in nodes_between((product,), node) for root in roots):
-            return f"epsilon {number:g} is added behind the root ({node.name}); {_KERNEL}"
+            return (
+                f"{node.name} ({node.target}) adds epsilon {number:g} outside the root; {_KERNEL}"
+            )
     return ""
+
+
+def is_named(detail: str) -> bool:
+    """Does a message say where the epsilon is?"""
+    return detail.endswith(_KERNEL)
 
 
 def _is_root(node: Node) -> bool:

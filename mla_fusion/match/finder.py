@@ -250,7 +250,7 @@ class Finder:
         for query in {query.absorb.node: query for query in queries}.values():
             reason = Refuse(
                 "kv_latent.absent",
-                f"another query on {query.down.origin.name} goes with its kv latent",
+                f"the kv latent on {query.down.origin.name} goes with another query",
             )
             found.append(NearMiss(reason, (query.norm.node, query.absorb.node), 0.6))
         return found

@@ -77,8 +77,8 @@ class Diagnosis:
             ups = [up for up in self.above[norm.node] if up.is_flat]
             if ups:
                 detail = (
-                    f"of what {ups[0].node.name} makes of {norm.node.name} nothing is rotated, or "
-                    "absorbed"
+                    f"{ups[0].node.name} projects {norm.node.name}; no part of the result is "
+                    "rotated or absorbed"
                 )
                 statistic = next(filter(_is_normalising, self.view.members(ups[0].node)), None)
                 if statistic is not None:
@@ -108,8 +108,8 @@ class Diagnosis:
                     )
                     if by_head and uniform_factor(cone.cone, cone.probe, reading) is None:
                         detail = (
-                            f"{item.node.name} multiplies {operand.name}, {up.node.name} not "
-                            "scaled by one number"
+                            f"{item.node.name} multiplies {operand.name}, which is not "
+                            f"{up.node.name} times one number"
                         )
                         return NearMiss(Refuse("scale.unequal", detail), (up.node, item.node))
         return None
@@ -149,9 +149,7 @@ class Diagnosis:
                     None,
                 )
                 if norm is not None and self.view.reaches(down.node, values):
-                    detail = (
-                        f"{item.node.name} multiplies {values.name}, made from {norm.node.name}"
-                    )
+                    detail = f"{item.node.name} multiplies {values.name}, made of {norm.node.name}"
                     return NearMiss(Refuse("quant.dynamic", detail), (norm.node, values, item.node))
         return None
 
@@ -200,7 +198,7 @@ class Diagnosis:
                 if up is not None:
                     code, why = between_norm_and(up, self._static)
                     detail = (
-                        f"{up.origin.name}, not {norm.node.name}, is projected by {up.node.name}"
+                        f"{up.node.name} projects {up.origin.name}, not the norm {norm.node.name}"
                     )
                     barrier = self.view.barriers.get(up.origin)
                     why = why or (barrier.detail if barrier is not None else "")
@@ -209,7 +207,7 @@ class Diagnosis:
             up = self._rotated_after(down.node, facts)
             if up is not None:
                 detail = (
-                    f"{up.origin.name}, projected by {up.node.name}, is made of {down.node.name}"
+                    f"{up.node.name} projects {up.origin.name}, which is made of {down.node.name}"
                 )
                 detail += f"; {why}" if (why := epsilon.misplaced(down.node, up.origin)) else ""
                 nodes = tuple(dict.fromkeys((up.origin, down.node, up.node)))
@@ -225,8 +223,8 @@ class Diagnosis:
                 for up in self._ups_after(norm.node, facts):
                     if up.origin is not norm.node and self.absorbs(up):
                         detail = (
-                            f"{up.origin.name}, not {norm.node.name}, is projected by "
-                            f"{up.node.name}"
+                            f"{up.node.name} projects {up.origin.name}, not the norm "
+                            f"{norm.node.name}"
                         )
                         return NearMiss(
                             Refuse("q_lora.interrupted", detail), (up.origin, norm.node, up.node)
@@ -380,8 +378,8 @@ class Diagnosis:
                 meeting = self._meeting(query, key) if norm.node is not other.node else None
                 if meeting is not None:
                     detail = (
-                        f"{meeting.name} reads what {query.node.name} and {key.node.name} make, "
-                        "nothing rotated"
+                        f"{meeting.name} reads the results of {query.node.name} and "
+                        f"{key.node.name}, and nothing is rotated"
                     )
                     code = "absorb.absent" if needed else "rope.absent"
                     return NearMiss(Refuse(code, detail), (norm.node, other.node, meeting))
@@ -417,7 +415,7 @@ class Diagnosis:
                     f"{query.node.name}, absorbed at {absorbed[0].name}, is projected from "
                     f"{query.origin.name}"
                 )
-                detail += f", and no RMSNorm of what {kept.node.name} makes is read beside it"
+                detail += f", and no RMSNorm of {kept.node.name} is found beside it"
                 code = "norm.absent" if halves and not has_norm else "q_lora.absent"
                 return NearMiss(Refuse(code, detail), (kept.node, absorbed[0]), certain=not halves)
             if norms and (absorbed or rotated):

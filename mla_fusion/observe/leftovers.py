@@ -1,4 +1,6 @@
-"""What a staged fusion leaves in the graph, and what a step pays for it: counted from the plan."""
+"""What a fusion takes out of the graph, and what a staged one leaves there for a step to pay:
+counted from the plan.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from torch.fx import Node
 
+from mla_fusion.emit.targets import target_of
 from mla_fusion.fx.kinds import has_effect, is_getitem, is_reshape, is_view, is_writer, op_name
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
@@ -15,6 +18,7 @@ from mla_fusion.plan.plan import Plan, PrologPlan, Staged
 from mla_fusion.report.staging import Leftover
 
 _BFLOAT16 = 2  # bytes
+_ROWS = ("c_kv", "k_pe")  # the kernel's results that a staged plan's cache writes read
 _FARTHEST = 64  # nodes between the new rows and their caches
 # a slice into what it was taken from
 _PUT_BACK = ("aten::slice_scatter", "aten::select_scatter", "aten::copy_")
@@ -29,6 +33,22 @@ def leftovers(view: View, plan: Plan) -> tuple[Leftover, ...]:
         for found in (_buffers(plan), _re_interleaving(plan), _writes(view, plan))
         if found.operators
     )
+
+
+def replaced(view: View, plan: Plan) -> int:
+    """How many operators of the graph compute what the kernel is to compute: from what it reads to
+    what it replaces. A staged plan's cache writes, which stay, count here too. Views do not.
+    """
+    stack = [item.node for item in plan.replacements]
+    ends, found = set(target_of(plan).inputs(plan)), dict[Node, None]()
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in ends and node.op == "call_function":
+            found[node] = None
+            stack += node.all_input_nodes
+    rows = [item.node for item in plan.replacements if item.output in _ROWS]
+    writes = _to_caches(rows) if isinstance(plan.caches, Staged) else []
+    return sum(not _is_free(node) for node in {*found, *writes})
 
 
 def _buffers(plan: Plan) -> Leftover:
@@ -50,7 +70,7 @@ def _re_interleaving(plan: Plan) -> Leftover:
 
 def _writes(view: View, plan: Plan) -> Leftover:
     """The model's own steps from the new rows to the caches."""
-    rows = [item.node for item in plan.replacements if item.output in ("c_kv", "k_pe")]
+    rows = [item.node for item in plan.replacements if item.output in _ROWS]
     steps = [node for node in _to_caches(rows) if not _is_free(node)]
     tokens = max(math.prod(view.binding.shape(plan.lead)), 1)
     made = {*rows, *_to_caches(rows)}

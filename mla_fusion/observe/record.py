@@ -18,7 +18,7 @@ from mla_fusion.match.finder import Finder, Found
 from mla_fusion.match.indexer import beside
 from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.observe import draw, proof
-from mla_fusion.observe.leftovers import leftovers
+from mla_fusion.observe.leftovers import leftovers, replaced
 from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
 from mla_fusion.report.picture import Picture
 from mla_fusion.report.rejection import Refuse, Rejection
@@ -50,6 +50,7 @@ class Record:
         """
         target = target_of(plan)
         given = target.attributes(plan)
+        leaves = leftovers(self._view, plan)
         self._report.fused.append(
             Fusion(
                 layer=self._layer(plan.candidate.nodes),
@@ -58,7 +59,9 @@ class Record:
                 cache_mode=given["cache_mode"],
                 placement=self._placement(plan),
                 staged_by=self._staged_by(plan),
-                leaves=leftovers(self._view, plan),
+                leaves=leaves,
+                operators_before=replaced(self._view, plan),
+                operators_after=1 + sum(item.launches for item in leaves),
                 warnings=tuple(map(self._named, plan.warnings)),
                 rope=_rotation(plan),
                 attributes=given,
@@ -103,7 +106,7 @@ class Record:
         nodes: tuple[Node, ...] = reason.nodes or item.nodes
         if any(code in self._config.skip for code in (reason.code, reason.code.partition(":")[0])):
             reason = Refuse("skip", f"{reason.code} is in Config.skip; {reason.detail}", nodes)
-        source = next((text for node in nodes if (text := module_path.source(node))), "")
+        source = next(filter(None, map(module_path.source, (*nodes, *item.nodes))), "")
         alike = (
             reason.code,
             source,

@@ -49,6 +49,7 @@ class Roofline:
     rows: list[tuple[str, ...]]
     bars: list[Bar]
     note: str
+    estimate: str = ""
 
     @property
     def right(self) -> list[bool]:
@@ -93,7 +94,7 @@ def roofline(fusion: Fusion, machine: Machine) -> Roofline | None:
         note += f" Staged is the kernel and what stays beside it: {kept}."
         if any(item.bytes != 0 for item in fusion.leaves):
             note += (
-                " Whole caches that a compiler writes anew are not counted: mla-fusion inspect "
+                " Whole caches that a compiler rebuilds are not counted: mla-fusion inspect "
                 "counts them."
             )
     return Roofline(
@@ -101,7 +102,19 @@ def roofline(fusion: Fusion, machine: Machine) -> Roofline | None:
         rows,
         bars,
         note,
+        _estimate(counts[0], *costs[0], chip),
     )
+
+
+def _estimate(tokens: int, unfused: Cost, fused: Cost, chip: Chip | None) -> str:
+    """What the first row's costs say of the gain, in a sentence."""
+    kernels = f"{unfused.kernels} kernels become {fused.kernels}"
+    seconds = (unfused.kernels - fused.kernels) * LAUNCH
+    if chip is not None:
+        seconds += (unfused.bytes - fused.bytes) / chip.bytes_per_second
+    on = f" on {chip.name}" if chip is not None else ""
+    gain = f"up to {seconds * 1e6:.0f} us less" if seconds > 0 else "nothing is gained"
+    return f"Estimate{on}, {tokens} tokens: {kernels}, {gain} a call."
 
 
 def _with_staging(cost: Cost, fusion: Fusion, tokens: int, chip: Chip | None) -> Cost:

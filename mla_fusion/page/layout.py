@@ -4,7 +4,7 @@ method.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,7 @@ def _part_overlaps(part: Any, gap: float) -> None:
 
 def _beside(part: Any, offset: float, extent: float, gap: float) -> tuple[float, float]:
     """Move a connected part beside the last one; the width and the depth reached."""
-    left = min(vertex.view.xy[0] - vertex.view.w / 2 for vertex in part.V())
+    left = min(_lefts(part))
     top = min(vertex.view.xy[1] - vertex.view.h / 2 for vertex in part.V())
     shift = (offset - left + (gap if offset else 0), -top)
 
@@ -121,9 +121,20 @@ def _beside(part: Any, offset: float, extent: float, gap: float) -> tuple[float,
         vertex.view.xy = moved(vertex.view.xy)
     for edge in part.E():
         edge.view.points = [moved(point) for point in edge.view.points]
-    right = max(vertex.view.xy[0] + vertex.view.w / 2 for vertex in part.V())
+    right = max(_rights(part))
     bottom = max(vertex.view.xy[1] + vertex.view.h / 2 for vertex in part.V())
     return right, max(extent, bottom)
+
+
+def _lefts(part: Any) -> Iterator[float]:
+    """Of boxes, and of edges: they may pass outside all boxes of a layer."""
+    yield from (vertex.view.xy[0] - vertex.view.w / 2 for vertex in part.V())
+    yield from (x for edge in part.E() for x, _ in edge.view.points)
+
+
+def _rights(part: Any) -> Iterator[float]:
+    yield from (vertex.view.xy[0] + vertex.view.w / 2 for vertex in part.V())
+    yield from (x for edge in part.E() for x, _ in edge.view.points)
 
 
 def _turn(point: Point, extent: float, across: bool) -> Point:

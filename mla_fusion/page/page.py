@@ -16,6 +16,7 @@ from mla_fusion.page import drawing
 from mla_fusion.page.cost import Roofline, roofline
 from mla_fusion.report import text_tables
 from mla_fusion.report.picture import INPUTS, ROLES
+from mla_fusion.terminal import is_number
 
 if TYPE_CHECKING:
     from mla_fusion.report.rejection import Rejection
@@ -38,9 +39,7 @@ class Section:
     @property
     def right(self) -> list[bool]:
         """Which columns hold numbers."""
-        return [
-            all(text_tables.is_number(row[i]) for row in self.rows) for i in range(len(self.header))
-        ]
+        return [all(is_number(row[i]) for row in self.rows) for i in range(len(self.header))]
 
 
 @dataclass(frozen=True)
@@ -104,6 +103,7 @@ def render(report: Report, sections: Sequence[Section] = ()) -> str:
             left=len(report.rejected),
             fused=fused_cards(report, safe),
             rejected=rejected_cards(report, safe),
+            absent=() if report.fused or report.rejected else report.absent,
             sections=sections,
             operators=operators,
             config=[*asdict(report.config).items(), ("machine", str(report.config.machine))],
@@ -239,7 +239,11 @@ def _numbers(report: Report) -> list[tuple[str, str]]:
         found.append(("weights added", text_tables.size(report.bytes_added)))
     if report.bytes_on_npu is not None:
         found.append(("weights added on an NPU", text_tables.size(report.bytes_on_npu)))
-    return [*found, ("largest error", f"{max(figures):.1e}")] if figures else found
+    counts = [(item.operators_before, item.operators_after) for item in report.fused]
+    before, after = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
+    if before:
+        found.insert(2, ("operators of these prologues", f"{before:,} to {after:,}"))
+    return [*found, ("differs from unfused by", f"{max(figures):.1e}")] if figures else found
 
 
 def _stages(report: Report) -> list[dict[str, object]]:

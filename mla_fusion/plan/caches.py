@@ -189,7 +189,9 @@ class WritePlanner:
             found.append(Obstacle("cache.joined_row", f"both writes go to {kv.cache.name}"))
         shapes = [cache_write.paged_shape(write.cache) for write in (kv, kr)]
         if not same_shape((shapes[0] or ())[:3], (shapes[1] or ())[:3]):
-            found.append(Obstacle("cache.blocks_differ", f"{names} differ in blocks"))
+            found.append(
+                Obstacle("cache.blocks_differ", f"{names} have different BlockNum or BlockSize")
+            )
         if not self._same_slots(kv.slots, kr.slots):
             found.append(Obstacle("cache.slots_differ", f"{names} are written at different slots"))
         key = self.key
@@ -230,14 +232,12 @@ class WritePlanner:
         width = self.view.binding.size(value.shape[-1])
         if width != wanted:
             found.append(
-                Obstacle("cache.width", f"{name} is {width} wide, and its rows hold {wanted}")
+                Obstacle("cache.width", f"{name} is {width} wide, the rows written to it {wanted}")
             )
         dtype = write.value.meta["val"].dtype
         if value.dtype != dtype:
             found.append(
-                Obstacle(
-                    "cache.dtype", f"{name} is {value.dtype}, and what is written to it {dtype}"
-                )
+                Obstacle("cache.dtype", f"{name} is {value.dtype}, the rows written to it {dtype}")
             )
         return found
 

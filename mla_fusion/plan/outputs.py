@@ -179,7 +179,11 @@ class ValueTree:
             if order is not None:
                 made[node] = Replacement(node, output, None if order == () else order)
             elif node in self.roots:
-                raise Refuse("reader.latent", f"{node.name} is no arrangement of {output}", (node,))
+                raise Refuse(
+                    "reader.latent",
+                    f"{node.name} is not {output}, reshaped or with its axes permuted",
+                    (node,),
+                )
             else:
                 wanted.append(self.parent[node])
         return list(made.values())

@@ -64,17 +64,19 @@ class PreprocessPlanner(PrologPlanner):
         if peel(self._up.source) is not peel(q.norm.node):
             raise Refuse(
                 "quant.not_static",
-                f"{self._up.node.name} is not of {q.norm.node.name}",
+                f"{self._up.node.name} does not quantise {q.norm.node.name}",
                 (self._up.node,),
             )
         for name, eps, node in (("c_q", q.norm.eps, q.norm.node), ("c_kv", k.eps, k.latent)):
             if not math.isclose(eps, EPSILON, rel_tol=1e-6):
-                raise Refuse("norm.epsilon", f"that of {name} is {eps:g}", (node,))
+                raise Refuse("norm.epsilon", f"epsilon of {name} is {eps:g}", (node,))
         factors = (q.norm.scale, k.scale, q.absorb.factor, rotation_ratio(self.view, q, k) or 0.0)
         if any(abs(factor - 1.0) > 1e-6 for factor in factors):
             text = ", ".join(f"{factor:g}" for factor in factors)
             raise Refuse(
-                "scale.unequal", f"c_q, c_kv, q_nope, q_pe by {text}, not by 1", (q.down.node,)
+                "scale.unequal",
+                f"c_q, c_kv, q_nope and q_pe are multiplied by {text}; the operator takes 1 alone",
+                (q.down.node,),
             )
         self._input = input_norm.find(self.view, peel(self._down.source))
         if self._input is None:
@@ -105,7 +107,7 @@ class PreprocessPlanner(PrologPlanner):
         first, *others = found.values()
         if others and not all(self.view.same(first.node, other.node) for other in others):
             names = ", ".join(node.name for node in found)
-            raise Refuse("quant.tokens_differ", f"int8 activations {names}", tuple(found))
+            raise Refuse("quant.tokens_differ", f"the int8 activations are {names}", tuple(found))
         return first
 
     def token_choices(self, wanted: torch.dtype | None = None) -> list[Node]:
@@ -178,7 +180,7 @@ class _Caches(CachesOfWhole):
         ]
         stored = any(write.result in upward(user.args[1], reshapes) for user in copies)  # type: ignore[arg-type]
         message = (
-            f"{write.cache.name} keeps its old rows, the new ones are in {write.result.name} alone"
+            f"{write.cache.name} keeps its old rows; only {write.result.name} has the new ones"
         )
         kept = [] if stored else [Obstacle("cache.not_stored", message)]
         return [*super().obstacles(token_x, write, wanted), *kept]
@@ -188,7 +190,7 @@ class _Caches(CachesOfWhole):
         if not isinstance(found.caches, Staged) and found.caches.mode != "PA_BSND":
             raise Refuse(
                 "cache.operator_mode",
-                f"{found.caches.mode} on {found.caches.kv_cache.name}",
+                f"{found.caches.kv_cache.name} is written in the mode {found.caches.mode}",
                 (token_x,),
             )
         if not isinstance(found.caches, Staged) and found.caches.copies:

@@ -39,7 +39,7 @@ def read_elsewhere(
     if not _are_written(view, readers):
         return (_not_written(name, readers),)
     names = ", ".join(reader.name for reader in readers)
-    message = f"the new {name} rows are read at {len(readers)} places: {names}"
+    message = f"{len(readers)} nodes read the new {name} rows: {names}"
     joined = (one for reader in readers for one in joined_row(view, trees, reader))
     return (Obstacle("cache.rows_read", message), *dict.fromkeys(joined))
 
@@ -95,7 +95,7 @@ def no_write(view: View, trees: dict[str, ValueTree], value: str, reader: Node) 
         return ()
     if _quantised_behind(reader):
         message = (
-            f"{reader.name} begins a quantisation of the new rows that is none of the kernel's"
+            f"{reader.name} begins a quantisation of the new rows that the kernel does not have"
         )
         return (Obstacle("cache.quantised", message),)
     if kind_of(reader) in (Kind.OPAQUE, Kind.EFFECT):

@@ -80,11 +80,11 @@ def _norms(view: View, candidate: KeyHalf) -> None:
             dtype = str(low_precision.meta["val"].dtype).removeprefix("torch.")
             raise Refuse(
                 "norm.low_precision",
-                f"{low_precision.name} of {name} is {dtype}",
+                f"{low_precision.name}, in the norm of {name}, is {dtype}",
                 (node, low_precision),
             )
         if gamma is None:
-            raise Refuse("norm.gamma_absent", f"{name} = {node.name}", (node,))
+            raise Refuse("norm.gamma_absent", f"{node.name} is the normed {name}", (node,))
         judge_gamma(name, node, gamma, candidate.dtype)
 
 
@@ -115,7 +115,7 @@ def _projections(view: View, candidate: Candidate) -> None:
         if any(is_symbolic(size) for label, size in out if label in item.column_labels):
             sizes = list(item.node.meta["val"].shape)
             raise Refuse(
-                "linear.symbolic", f"{item.node.name} of shape {sizes}", (item.node, item.weight)
+                "linear.symbolic", f"{item.node.name} has shape {sizes}", (item.node, item.weight)
             )
         bias = item.product.bias
         if bias is not None and item.product.factors[1] != 0.0 and not _is_zero(view, bias):
@@ -146,7 +146,7 @@ def _int8_products(view: View, candidate: Candidate) -> None:
         if how is None or not by_scale or item.activation.meta["val"].dtype != torch.int8:
             raise Refuse(
                 "quant.not_static",
-                f"{item.node.name} by {item.weight.name}",
+                f"{item.node.name} multiplies by {item.weight.name}",
                 (item.node, item.weight),
             )
         columns = item.weight.meta["val"].shape[item.weight_labels.index(item.column_labels[0])]
@@ -164,7 +164,9 @@ def _int8_products(view: View, candidate: Candidate) -> None:
         for vector in (scale, *([bias.meta["val"]] if bias is not None else [])):
             if prod(view.binding.shape(vector.shape)) != view.binding.size(columns):
                 raise Refuse(
-                    "quant.scale", f"{list(vector.shape)} for {columns} columns", (item.node,)
+                    "quant.scale",
+                    f"{item.node.name} has {columns} columns, a vector {list(vector.shape)}",
+                    (item.node,),
                 )
         if bias is not None and bias.meta["val"].dtype != torch.int32:
             raise Refuse(
@@ -200,7 +202,7 @@ def _quantisation(view: View, candidate: Candidate) -> None:
             names = ", ".join(dict.fromkeys(item.activation.name for item in items))
             raise Refuse(
                 "quant.tokens_differ",
-                f"quantised activations {names}",
+                f"the quantised activations are {names}",
                 tuple(item.node for item in items),
             )
 
@@ -292,18 +294,26 @@ def _rotation(view: View, candidate: Candidate) -> None:
     )
     if q.rope.rope_dim != k.rope_dim:
         raise Refuse(
-            "rope.tables_differ", f"Dr is {q.rope.rope_dim} on q and {k.rope_dim} on k", nodes
+            "rope.tables_differ",
+            f"Dr is {q.rope.rope_dim} in the query, {k.rope_dim} in the key",
+            nodes,
         )
     if q.rope.layout != k.layout:
-        raise Refuse("rope.layouts_differ", f"q leaves RoPE {q.rope.layout}, k {k.layout}", nodes)
+        raise Refuse(
+            "rope.layouts_differ",
+            f"the query leaves RoPE {q.rope.layout}, the key {k.layout}",
+            nodes,
+        )
     ratio = rotation_ratio(view, q, k)
     if ratio is None:
-        bases = ", ".join(
-            sorted({run.base.name for run in (*q.rope.cos, *q.rope.sin, *k.cos, *k.sin)})
+        of_query, of_key = (
+            " and ".join(dict.fromkeys(_named(run.base) for run in (*side.cos, *side.sin)))
+            for side in (q.rope, k)
         )
-        raise Refuse("rope.tables_differ", f"tables are taken from {bases}", nodes)
+        detail = f"the query's are taken from {of_query}, the key's from {of_key}"
+        raise Refuse("rope.tables_differ", detail, nodes)
     if abs(ratio - q.absorb.factor) > 1e-6 * abs(ratio):
-        factors = f"q_nope by {q.absorb.factor:g}, q_pe by {ratio:g} (relative to k_pe)"
+        factors = f"q_nope by the factor {q.absorb.factor:g}, q_pe by {ratio:g}, relative to k_pe"
         raise Refuse("scale.unequal", factors, (q.absorb.node, *nodes))
 
 
@@ -417,8 +427,13 @@ def _streams(view: View, candidate: KeyHalf) -> None:
     labels = {node.meta.get("stream_label") for node in candidate.nodes}
     if len(labels) > 1:
         found = ", ".join(sorted(str(label) for label in labels))
-        raise Refuse("stream.mixed", f"labels {found}", candidate.nodes)
+        raise Refuse("stream.mixed", f"the labels are {found}", candidate.nodes)
 
 
 RULES = (_model, _norms, _quantisation, _projections, _rotation, _dtypes, _streams)
 RULES_OF_HALF = (_half_dtypes, _norms, _half_scale, _streams)
+
+
+def _named(node: Node) -> str:
+    """With its operator: some names of nodes are words, too."""
+    return f"{node.name} ({node.target})" if node.op == "call_function" else node.name

@@ -38,10 +38,10 @@ _ROWS_READ_BACK = (
 
 _HALVES = (
     "{cache} and query_rope hold halves (a0 a1 .. b0 b1 ..), not the model's pairs (a0 b0 a1 b1 "
-    "..): everything that "
-    "reads or writes this cache uses halves, and it was filled so (Config.kr_layout is 'half')"
+    "..), because Config.kr_layout is 'half': everything that reads or writes this cache must use "
+    "halves, and rows that it holds already must be halves"
 )
-_IDENTITY = "q_nope, finite, is taken through weight_uk = [I | 0] (Config.unabsorbed is 'identity')"
+_IDENTITY = "q_nope is finite: weight_uk = [I | 0] multiplies it (Config.unabsorbed is 'identity')"
 
 
 class PrologPlanner(Planner[Candidate, PrologPlan]):

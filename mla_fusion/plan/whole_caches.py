@@ -64,7 +64,7 @@ class CachesOfWhole(WritePlanner):
             if made in above and any(op_name(node) in _NEVER_NEGATIVE for node in above):
                 raise Refuse(
                     "order.cycle",
-                    f"{index.name} is needed by the kernel before it can exist",
+                    f"the kernel needs {index.name} before it is computed",
                     (index,),
                 )
 
@@ -93,7 +93,7 @@ class CachesOfWhole(WritePlanner):
         ]
         if kv is None or others or not self._takes(mode):
             which, name = "both caches" if kv and kr else "one cache", (others or ["quantised"])[0]
-            return f"{name} rows of {which} do not go with weight_quant_mode {weights}"
+            return f"with weight_quant_mode {weights} the kernel writes no {name} rows to {which}"
         if mode == 2:
             return None
         if kv.node is not None and math.prod(kv.node.meta["val"].shape) != 1:
@@ -139,7 +139,8 @@ class CachesOfWhole(WritePlanner):
             return None
         if not self._takes(3):
             message = (
-                f"packed rows do not go with weight_quant_mode {self.candidate.weight_quant_mode}"
+                "the kernel writes no packed rows with weight_quant_mode "
+                f"{self.candidate.weight_quant_mode}"
             )
             return Placement(Staged((Obstacle("cache.quantised", message),)))
         readers = [
@@ -149,7 +150,7 @@ class CachesOfWhole(WritePlanner):
         writers = live_users(rows.node)
         if other is not None or len(writers) != 1:
             culprit = other or (writers or [rows.node])[-1]
-            message = f"{culprit.name} reads the new rows beside their cache"
+            message = f"{culprit.name} reads the new rows too, not from the cache"
             return Placement(Staged((Obstacle("cache.rows_read", message),)))
         write = cache_write.find(self.view, writers[0], rows.node)
         if not isinstance(write, WriteFact):
@@ -263,7 +264,7 @@ class CachesOfWhole(WritePlanner):
         found = cache_write.input_behind(cache)
         if found is None or (found is not cache and not self.boundary):
             raise Refuse(
-                "cache.view_of_input", f"{cache.name} in {operator.name}", (operator, cache)
+                "cache.view_of_input", f"{operator.name} gets {cache.name}", (operator, cache)
             )
         if not self.writable(found.meta["val"]):
             detail = f"{found.name} has strides {list(found.meta['val'].stride())}"

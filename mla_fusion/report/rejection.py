@@ -80,8 +80,8 @@ CODES: dict[str, tuple[str, str]] = {
         "values are all bfloat16 numbers, and checks that.",
     ),
     "norm.of_input": (
-        "npu_mla_preprocess normalises the hidden state itself, with epsilon 1e-6, and x is not "
-        "shown to be that norm.",
+        "npu_mla_preprocess normalises the hidden state itself, with epsilon 1e-6, and the pass "
+        "cannot show that x is the result of that norm.",
         "Keep the input's RMSNorm in the graph, by npu_rms_norm or plain operators, and the "
         "number of tokens static.",
     ),
@@ -132,21 +132,21 @@ CODES: dict[str, tuple[str, str]] = {
     "quant.not_static": (
         "npu_mla_preprocess takes int8 weights, and activations quantised by one scale and one "
         "offset for all tokens.",
-        "Quantise by npu_quantize, with one bfloat16 scale that the graph shows to be one; "
-        "vectors in which a loader has repeated scale and offset go through mla_fusion.backend().",
+        "Quantise by npu_quantize, with a bfloat16 scale of one element. If a loader repeats "
+        "scale and offset in vectors, compile through mla_fusion.backend(), which looks at them.",
     ),
     "quant.weights_only": (
         "A weight is int8 and its activation is not (W8A16); the kernel has no such mode.",
         "Quantise the activation too (npu_dynamic_quant), or hold the weight in bfloat16.",
     ),
     "quant.dynamic": (
-        "c_q is quantised and multiplied, but not as the kernel does it: round(c_q * 127 / "
-        "max|c_q|) of each token, and the product times max|c_q| / 127 and one scale per column; "
-        "448 or 32768 in the place of 127 in float8 and hifloat8, a power of two for every 32 "
-        "neighbours in mxfp8.",
-        "Quantise c_q per token and symmetrically, round to the nearest, and let nothing but its "
-        "scales follow the product; in float formats by npu_dynamic_quant or "
-        "npu_dynamic_mx_quant.",
+        "c_q is not quantised as the kernel quantises it. In int8 the kernel takes "
+        "round(c_q * 127 / max|c_q|) for each token, and multiplies the product by "
+        "max|c_q| / 127 and by one scale for each column. Float8 has 448 in place of 127, "
+        "hifloat8 32768; mxfp8 has a power of two for every 32 neighbours.",
+        "Quantise c_q by npu_dynamic_quant, in mxfp8 by npu_dynamic_mx_quant; plain operators "
+        "will do in int8, for each token, symmetric, rounded to the nearest. Multiply the product "
+        "by the scales alone.",
     ),
     "quant.mixed": (
         "The projections are quantised in a combination of formats that is no weight_quant_mode "
@@ -159,16 +159,17 @@ CODES: dict[str, tuple[str, str]] = {
         "Quantise the value once, with one smooth_scales.",
     ),
     "quant.scale": (
-        "The scales of a quantised product are not what the kernel multiplies by: one float per "
-        "column and one per token; in mxfp8 a power of two for every block of 32 of each.",
-        "Use float32 or bfloat16 scales of that shape, those that the quantisation gave for the "
-        "tokens, and no offset.",
+        "A quantised product has other scales than the kernel's. The kernel multiplies by one "
+        "float for each column and one for each token; in mxfp8 by a power of two for every block "
+        "of 32 of each.",
+        "Pass the token scales that the quantisation returned, one float32 or bfloat16 scale for "
+        "each column of the weight, and no offset.",
     ),
     "quant.cache": (
         "The fused cache operator quantises the cache in a way that no weight_quant_mode of the "
         "kernel has.",
-        "Per-channel scales of both caches go with int8 W_uq_qr alone, one scale of the latent "
-        "cache with all three projections and the query in its format.",
+        "With scales for each channel of both caches, quantise W_uq_qr alone, to int8. With one "
+        "scale for the latent cache, quantise all three projections and the query to its format.",
     ),
     "dtype.region": (
         "A product is not computed in bfloat16, or a value between products is neither bfloat16 "
@@ -199,7 +200,7 @@ CODES: dict[str, tuple[str, str]] = {
         "Use cache_mode PA, PA_BNSD or PA_NZ.",
     ),
     "cache.slots": (
-        "The fused cache operator is not shown to get one slot for each token.",
+        "The pass cannot show that the fused cache operator gets one slot for each token.",
         "Give index as many elements as there are tokens; under mark_dynamic, mark x, cos, sin "
         "and index alike.",
     ),
@@ -217,7 +218,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "contract": (
         "The operator's host check would refuse the call.",
-        "See the message: it names the argument, what is expected and what was found.",
+        "Change what the message names, or use a release or a chip that takes it. "
+        "Config(cann=.., soc=..) names one that is not here.",
     ),
     "graph.not_functional": (
         "An operator changes a value of the graph in place, so what its readers see depends on "
@@ -247,15 +249,15 @@ CODES: dict[str, tuple[str, str]] = {
         "mf.register_operator.",
     ),
     "tokens.cut": (
-        "Some of the tokens are selected behind the projections of x; the kernel projects by "
-        "itself.",
+        "The graph projects x, and then selects some of the tokens; the kernel projects every "
+        "token that it is given.",
         "Slice x, not what is projected from it: proj(x[:n]), not proj(x)[:n]; the results are "
         "equal. Decoded rows and prefilled rows (x[n:]) are then two prologues, each judged by "
         "itself.",
     ),
     "tokens.mixed": (
-        "The number of tokens is symbolic, and a step does not treat every token alike, or is not"
-        " known to.",
+        "The number of tokens is symbolic, and the pass cannot show that a step treats all tokens "
+        "alike.",
         "Keep slices, joins and masks along the tokens out of the prologue. With a fixed number "
         "of tokens, those that change nothing are accepted.",
     ),

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mla_fusion import terminal
 from mla_fusion.config import Config
 from mla_fusion.report import text_tables
 from mla_fusion.report.picture import Picture
@@ -65,6 +66,7 @@ class Fusion:
     staged_by   everything that stands between a staged fusion and a write in place, with what to
                 write instead
     leaves      what a staged fusion leaves in the graph, and what a step pays for it
+    operators_before, operators_after  of the prologue and its cache writes, views not counted
     figures     per output, fused against unfused on seeded inputs; empty where ``verified`` says
                 another layer of equal structure stood for this one, or verification was off
     proof       why the fusion is exact, a line for each fact, and last what verification compared
@@ -99,6 +101,15 @@ class Fusion:
     warnings: tuple[str, ...] = ()
     staged_by: tuple[StagedBy, ...] = ()
     leaves: tuple[Leftover, ...] = ()
+    operators_before: int = 0
+    operators_after: int = 0
+
+    @property
+    def gain(self) -> str:
+        """What the fusion changes, in words; "" where it was not counted."""
+        if not self.operators_before:
+            return ""
+        return f"{self.operators_before} operators become {self.operators_after}"
 
     @property
     def launches_left(self) -> int:
@@ -115,7 +126,7 @@ class Fusion:
         copies = (
             ""
             if not whole
-            else f", and whole caches{_size_of(whole)} where a compiler writes them anew"
+            else f", and whole caches{_size_of(whole)} if the compiler rebuilds them"
         )
         return f"{self.launches_left} launches, {text_tables.size(tokens)} a token{copies}"
 
@@ -206,24 +217,22 @@ class Report:
                 lines.append(f"      at {rejection.source}")
         if not self.fused and not self.rejected:
             lines += [f"  {line}" for line in self.absent]
-        return "\n".join(lines)
+        return terminal.on_a_terminal("\n".join(lines))
 
 
 def _lines(item: Fusion) -> list[str]:
     """What the report prints of one fusion."""
     worst = max((figure.relative for figure in item.figures), default=None)
-    checked = f"relative error {worst:.1e}" if worst is not None else item.verified
+    checked = f"differs by {worst:.1e} from unfused" if worst is not None else item.verified
     named = "" if item.operator == "npu_mla_prolog_v3" else f"{item.operator}, "
+    gain = f", {item.gain}" if item.gain else ""
     heads = (
         f", {item.dims['N']} heads computed as {item.dims['N_padded']}"
         if "N_padded" in item.dims
         else ""
     )
     placement = "staged" if item.staged_by else item.placement
-    lines = [
-        f"  + {item.layer or item.nodes[0]}: {named}{item.cache_mode}, {placement}{heads}; "
-        f"{checked}"
-    ]
+    lines = [f"  + {item.layer or item.nodes[0]}: {named}{placement}{gain}{heads}; {checked}"]
     lines += [f"      not by the target above: {item.instead_of}"] if item.instead_of else []
     lines += [f"      beside it: {item.beside}"] if item.beside else []
     lines += [f"      warning: {warning}" for warning in item.warnings]
@@ -231,7 +240,8 @@ def _lines(item: Fusion) -> list[str]:
         kept = ", ".join(
             f"{one.what} ({text_tables.counted(one.operators)})" for one in item.leaves
         )
-        lines.append(f"      stays in the graph: {kept}: {item.cost_of_staging}")
+        lines.append(f"      stays in the graph: {kept}")
+        lines.append(f"      each step pays: {item.cost_of_staging}")
     if item.staged_by:
         lines.append("      to write in place:")
         for code in dict.fromkeys(one.code for one in item.staged_by):

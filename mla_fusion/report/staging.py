@@ -6,61 +6,78 @@ from dataclasses import dataclass
 
 REMEDIES: dict[str, str] = {
     # code of an obstacle: what to write instead
-    "rope.pairs": 'Store halves (rotate_half), or set Config(kr_layout="half") if everything that '
-    "reads or writes this "
-    "cache is changed with it.",
-    "cache.joined_row": "Keep two caches: kv_cache.view(-1, Hckv)[slots] = c_kv; "
-    "kr_cache.view(-1, Dr)[slots] = k_pe.",
-    "cache.rows_joined": "Write each by itself: kv_cache.view(-1, Hckv)[slots] = c_kv; "
-    "kr_cache.view(-1, Dr)[slots] = "
-    "k_pe.",
+    "rope.pairs": (
+        'Store halves (rotate_half), or set Config(kr_layout="half") if everything that '
+        "reads or writes this cache is changed with it."
+    ),
+    "cache.joined_row": (
+        "Keep two caches: kv_cache.view(-1, Hckv)[slots] = c_kv; kr_cache.view(-1, "
+        "Dr)[slots] = k_pe."
+    ),
+    "cache.rows_joined": (
+        "Write each by itself: kv_cache.view(-1, Hckv)[slots] = c_kv; kr_cache.view(-1, "
+        "Dr)[slots] = k_pe."
+    ),
     "cache.rows_changed": "Write the rows as the norm and the rotation leave them.",
-    "cache.not_written": "Pass the caches to the compiled function and write the rows there: "
-    "kv_cache.view(-1, "
-    "Hckv)[slots] = c_kv; kr_cache.view(-1, Dr)[slots] = k_pe. Rows that are no cache's stay "
-    "staged.",
-    "cache.grown": "Make the cache once, with room for the longest sequence, and write rows to it: "
-    "cache.view(-1, width)[slots] = rows.",
-    "cache.index_axis": "Write rows by one number for each token: cache.view(-1, width)[slots] = "
-    "rows, with slots = "
-    "sequence * rows of a sequence + position.",
-    "cache.index_elements": "Write whole rows by one number for each token: cache.view(-1, "
-    "width)[slots] = rows.",
-    "cache.accumulates": "Assign the rows, cache.view(-1, width)[slots] = rows, without "
-    "accumulate=True.",
-    "cache.writer": "Write whole rows by index_put, index_copy, scatter or "
-    "npu_scatter_nd_update_, or by slices whose "
-    "bounds are numbers: cache.view(-1, width)[slots] = rows.",
+    "cache.not_written": (
+        "Pass the caches to the compiled function and write the rows there: "
+        "kv_cache.view(-1, Hckv)[slots] = c_kv; kr_cache.view(-1, Dr)[slots] = k_pe. Rows "
+        "that go to no cache stay staged."
+    ),
+    "cache.grown": (
+        "Make the cache once, with room for the longest sequence, and write rows to it: "
+        "cache.view(-1, width)[slots] = rows."
+    ),
+    "cache.index_axis": (
+        "Write rows by one number for each token: cache.view(-1, width)[slots] = rows, with "
+        "slots = sequence * rows of a sequence + position."
+    ),
+    "cache.index_elements": (
+        "Write whole rows by one number for each token: cache.view(-1, width)[slots] = rows."
+    ),
+    "cache.accumulates": (
+        "Assign the rows, cache.view(-1, width)[slots] = rows, without accumulate=True."
+    ),
+    "cache.writer": (
+        "Write whole rows by index_put, index_copy, scatter or npu_scatter_nd_update_, or by "
+        "slices whose bounds are numbers: cache.view(-1, width)[slots] = rows."
+    ),
     "cache.slice_bounds": "Give the row numbers as an input: cache.view(-1, width)[slots] = rows.",
     "cache.part_of_row": "Write whole rows: as wide as the cache's last axis.",
-    "cache.no_input": "Pass the cache to the compiled function as an argument of its own, and "
-    "write to a view of it.",
-    "cache.shape": "Give the cache the shape [BlockNum, BlockSize, 1, width], or keep it "
-    "contiguous, with a multiple "
-    "of 16 rows; of [BlockNum, BlockSize, width] with dynamic=True mark the second size static: "
-    "torch._dynamo.mark_static(cache, 1).",
-    "cache.rows": "Write to cache.view(-1, width) by row number, or to [BlockNum, BlockSize, ..] "
-    "by (block, place).",
-    "cache.boundary": "Compile through mf.backend(), or give the cache the shape [BlockNum, "
-    "BlockSize, 1, width].",
+    "cache.no_input": (
+        "Pass the cache to the compiled function as an argument of its own, and write to a "
+        "view of it."
+    ),
+    "cache.shape": (
+        "Give the cache the shape [BlockNum, BlockSize, 1, width], or another contiguous "
+        "shape with a multiple of 16 rows. With dynamic=True, mark the second size of "
+        "[BlockNum, BlockSize, width] static: torch._dynamo.mark_static(cache, 1)."
+    ),
+    "cache.rows": (
+        "Write to cache.view(-1, width) by row number, or to [BlockNum, BlockSize, ..] by "
+        "(block, place)."
+    ),
+    "cache.boundary": (
+        "Compile through mf.backend(), or give the cache the shape [BlockNum, BlockSize, 1, width]."
+    ),
     "cache.strides": "Use a contiguous cache.",
-    "cache.width": "Hold rows of exactly what is written: kv_cache of Hckv, kr_cache of Dr "
-    "columns.",
-    "cache.dtype": "Hold the cache in the dtype of the rows.",
-    "cache.old_rows_read": "Read the cache behind the write alone.",
+    "cache.width": "Make kv_cache exactly Hckv columns wide, and kr_cache Dr columns.",
+    "cache.dtype": "Give the cache the dtype of the rows.",
+    "cache.old_rows_read": "Read the cache only after the write.",
     "cache.not_stored": "Write the cache in place: cache.view(-1, width)[slots] = rows.",
-    "cache.rows_read": "Let the write alone read the new rows; read them back from the cache "
-    "elsewhere.",
+    "cache.rows_read": "Read the new rows in the write only; elsewhere read them from the cache.",
     "cache.row_order": "Write the rows in the order of the tokens.",
     "cache.blocks_differ": "Give both caches the same BlockNum and BlockSize.",
     "cache.slots_differ": "Write both caches by one tensor of slots.",
     "cache.slots_count": "Give one slot for each token.",
-    "cache.quantised": "Use a pair of caches and weights that is a mode of the kernel "
-    "(docs/support.md).",
+    "cache.quantised": (
+        "Use a pair of caches and weights that is a mode of the kernel (docs/support.md)."
+    ),
     "cache.refused": "Give the caches sizes that the message allows.",
-    "slots.unproven": "Give the slots as one input of the graph that holds them as they are: not "
-    "negative, and no two "
-    "alike.",
+    "slots.unproven": (
+        "Pass the slots as one input of the graph that holds them as they are: not negative, "
+        "and no two alike."
+    ),
     "slots.dtype": "Index by int32 or int64 row numbers, not by a mask.",
     "config.staging": 'Set Config(staging="auto").',
 }

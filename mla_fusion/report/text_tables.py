@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from mla_fusion.terminal import is_number
+
 
 def render(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
     """Aligned columns: text to the left, numbers to the right. A header of empty words is left
@@ -36,15 +38,6 @@ def short_name(target: str) -> str:
     if target.startswith("<built-in function "):
         return target.removeprefix("<built-in function ").rstrip(">")
     return target.removesuffix(".default")
-
-
-def is_number(text: str) -> bool:
-    """Is the cell a number, or a stand-in for one?"""
-    try:
-        float(text)
-    except ValueError:
-        return text in ("", "-")
-    return True
 
 
 def size(count: int) -> str:

@@ -93,8 +93,12 @@ class Outcome:
             "unfused ms",
             "check",
         )
-        rows = [_row(result, self.device.kind == "npu") for result in self.results]
-        lines = [text_tables.render(header, rows, indent="")]
+        timed = self.device.kind == "npu"
+        rows = [_row(result) for result in self.results]
+        table: list[Sequence[str]] = [header, *rows]
+        if not timed:  # nothing stands in the columns of times
+            table = [(*row[:6], *row[8:]) for row in table]
+        lines = [text_tables.render(table[0], table[1:], indent="")]
         lines += [
             f"FAILED {r.name} ({r.through}): {text}" for r in self.failed for text in r.failures
         ]
@@ -112,7 +116,7 @@ class Outcome:
         return "\n".join(lines)
 
 
-def _row(result: Result, timed: bool) -> Sequence[str]:
+def _row(result: Result) -> Sequence[str]:
     worst = result.worst
     return (
         result.name,
@@ -121,8 +125,8 @@ def _row(result: Result, timed: bool) -> Sequence[str]:
         f"{worst.largest:.2g}" if worst else "-",
         f"{worst.differing:.2%}" if worst else "-",
         "same" if result.others_untouched else "CHANGED",
-        _time(result.milliseconds if timed else None),
-        _time(result.unfused_milliseconds if timed else None),
+        _time(result.milliseconds),
+        _time(result.unfused_milliseconds),
         "FAILED" if result.failures else "ok",
     )
 

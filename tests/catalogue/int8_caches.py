@@ -345,7 +345,7 @@ class PackedAndRead(PackedRows):
     args=packed_args,
     weight_quant_mode=0,
     kv_cache_quant_mode=0,
-    detail="packed rows do not go with weight_quant_mode 0",
+    detail="the kernel writes no packed rows with weight_quant_mode 0",
 )
 class PackedUnquantised(PackedRows):
     """bfloat16 weights: packed rows do not go with them."""

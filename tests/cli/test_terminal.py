@@ -36,6 +36,16 @@ def test_nothing_is_wider(columns: int) -> None:
         )  # a cell breaks a word that is wider than its column
 
 
+def test_a_report_that_python_prints_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the command's does; into a file or a pipe each line goes whole."""
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    assert terminal.on_a_terminal(REPORT) == REPORT
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert terminal.on_a_terminal(REPORT) == terminal.fitted(REPORT, 40) != REPORT
+
+
 def test_what_fits_stays() -> None:
     assert terminal.fitted(TABLE, 120) == TABLE and terminal.fitted(REPORT, 120) == REPORT
 

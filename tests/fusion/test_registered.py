@@ -114,8 +114,26 @@ def test_unknown_they_are_named() -> None:
     report = mf.explain(gm)
     assert (
         not report.fused
-        and f"not known: {MINE}::norm, {MINE}::rope; mf.register_operator" in str(report)
+        and f"does not know: {MINE}::norm, {MINE}::rope. mf.register_operator" in str(report)
     )
+
+
+@pytest.mark.parametrize("function", [None, lambda q, k, cos, sin: (q,)], ids=["none", "unfit"])
+def test_an_unknown_rotation_of_query_and_key_is_named(function: Any) -> None:
+    """Halfway: the norms are registered, the rotation is not, or by a function that does not fit.
+    It reads the products of both sides, so neither alone leads to it.
+    """
+    mf.register_operator(norm, normed)
+    mf.register_operator(rope, function)
+    try:
+        gm, _ = capture(Served(), *base.paged_args(), device="cpu")
+        (left,) = mf.explain(gm).rejected
+    finally:
+        mf.register_operator(norm, None)
+        mf.register_operator(rope, None)
+    assert left.code == "step.unknown" and f"{MINE}.rope.default" in left.message
+    assert ("cannot be used" in left.message) == (function is not None)
+    assert "rope(q_pe" in left.source and "mf.register_operator" in left.remedy
 
 
 def wrong(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -45,7 +45,7 @@ def test_each_rank_fuses_its_share_and_the_tokens_are_those_of_one_process(tmp_p
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"fused {LAYERS}, left 0") == RANKS
-    assert done.stdout.count("PA_BSND, in place") == RANKS * LAYERS
+    assert done.stdout.count(": in place,") == RANKS * LAYERS
     # the output projection and the MLP of every layer
     said = f"heads of this rank {{{HEADS // RANKS}}}; {2 * LAYERS} all-reduces a step; tokens "
     assert done.stdout.count(said) == RANKS

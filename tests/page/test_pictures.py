@@ -160,6 +160,10 @@ def test_boxes_of_any_graph_do_not_overlap(seed):
     for index, one in enumerate(sides):
         for two in sides[:index]:
             assert one[2] <= two[0] or two[2] <= one[0] or one[3] <= two[1] or two[3] <= one[1]
+    inside = [
+        0 <= x <= laid.width and 0 <= y <= laid.height for line in laid.edges for x, y in line
+    ]
+    assert all(inside), "edges pass inside the picture"
     ends = [(points[0], points[-1]) for points in laid.edges]
     assert ends == [(laid.middles[start], laid.middles[end]) for start, end in sorted(edges)]
 

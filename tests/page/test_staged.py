@@ -6,6 +6,8 @@ import html
 import re
 from functools import cache
 
+import torch
+
 import mla_fusion as mf
 from mla_fusion.page import page
 from mla_fusion.page.cost import roofline
@@ -72,6 +74,25 @@ def test_the_roofline_counts_what_stays() -> None:
     )
     moved = 8 * sum(one.bytes_per_token for one in fusion.leaves) / 1e6
     assert float(column["MB moved"][1]) > float(in_place.rows[1][3]) + 0.9 * moved
+
+
+def test_the_page_opens_with_the_gain() -> None:
+    for name, verdict in (("SglangDecode", "staged"), ("PagedRotateHalf", "in place")):
+        report = report_of(name)
+        text, fusion = re.sub(r"\s+", " ", text_of(report)), report.fused[0]
+        assert fusion.operators_after == 1 + fusion.launches_left
+        assert 20 < fusion.operators_before < 60
+        gain = f"{fusion.operators_before} operators become {fusion.operators_after}"
+        assert f"{gain}: {verdict}. Estimate" in text
+        assert f"{verdict}, {gain}" in str(report)
+        assert text.index(gain) < text.index("Why it is exact")
+
+
+def test_a_page_of_a_graph_without_a_prologue_says_so() -> None:
+    report = mf.explain(graph_of(torch.nn.Linear(4, 4), torch.randn(2, 4)))
+    text = text_of(report)
+    assert "Nothing to fuse" in text and all(line.strip() in text for line in report.absent)
+    assert "Nothing to fuse" not in text_of(report_of("PagedRotateHalf"))
 
 
 def test_half_rows_are_warned_of() -> None:

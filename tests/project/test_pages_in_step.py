@@ -19,7 +19,11 @@ from tests.project.pages import DOCS, script
 from tests.project.snippets import blocks
 
 ROOT = DOCS.parent
-TRANSLATED = {ROOT / "README.md": ROOT / "README.zh.md", DOCS / "index.md": DOCS / "index.zh.md"}
+TRANSLATED = {
+    ROOT / "README.md": ROOT / "README.zh.md",
+    DOCS / "index.md": DOCS / "index.zh.md",
+    DOCS / "quick-start.md": DOCS / "quick-start.zh.md",
+}
 
 
 GENERATED = ["support", "cli", "notebook", "api", "serving", "worth"]

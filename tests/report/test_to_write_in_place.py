@@ -309,7 +309,7 @@ def test_what_a_staged_fusion_leaves_is_counted() -> None:
     assert fusion.launches_left == 6
     said = (
         "staging buffers (new_empty x2), re-interleaving (transpose x2), cache writes (index_put "
-        "x2): 6 launches"
+        "x2)\n      each step pays: 6 launches"
     )
     assert said in str(entry("GptjStack")())
 

@@ -212,7 +212,7 @@ class NoPrologue(nn.Module):
         (
             lambda: mf.prepack(NoPrologue(), torch.randn(2, 4)),
             ValueError,
-            "no MLA prologue .*Looked for",
+            "no MLA prologue .*The parts of one",
         ),
         (
             lambda: mf.prepack(torch.relu, torch.randn(2)),

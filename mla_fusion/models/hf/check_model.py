@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mla_fusion import terminal
 from mla_fusion.compile.device_graph import CaptureError
 from mla_fusion.compile.prepack import Prepacked, prepack
 from mla_fusion.models import hf
@@ -64,16 +65,16 @@ def run(arguments: Namespace) -> int:
             )
         )
     else:
-        print(f"{config.model_type}: {summary}")
+        terminal.show(f"{config.model_type}: {summary}")
         if quantised:
             print(
                 "  the checkpoint is quantised: load it dequantised, or its projections will be "
                 "left alone"
             )
         if compared:
-            print(f"  {compared}")
+            terminal.show(f"  {compared}")
         if plan is not None:
-            print(f"of the first layer, of which there are {len(summary.converted)}\n{plan}")
+            terminal.show(f"of the first of {len(summary.converted)} layers:\n{plan}")
     differs = (
         compared is not None and arguments.dtype == "float32" and compared.equal < compared.tokens
     )
