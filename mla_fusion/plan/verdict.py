@@ -13,13 +13,15 @@ from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.projection import Projection
 from mla_fusion.fx.held import numbers
 from mla_fusion.fx.measured import measured
-from mla_fusion.fx.program import Program, nodes_between
+from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, peel, upward, views_and_exact_casts, views_and_model_casts
 from mla_fusion.match.candidate import Candidate, KeyHalf, KeySide
 from mla_fusion.match.finder import rotation_ratio
 from mla_fusion.meta.number_formats import BLOCK, INT8, NumberFormat
+from mla_fusion.prove import evaluate
+from mla_fusion.prove.operators import real
 from mla_fusion.report.rejection import Refuse
 
 
@@ -129,11 +131,10 @@ def _projections(view: View, candidate: Candidate) -> None:
 
 
 def _is_zero(view: View, bias: Node) -> bool:
-    if not view.is_constant(bias):
-        return False
-    program = Program([], nodes_between((), bias), view.binding)
-    value = program.run([])[program.slot(bias)]
-    return isinstance(value, torch.Tensor) and not bool(value.any())
+    """Is it, for every number of tokens?"""
+    return view.is_constant(bias) and evaluate.holds(
+        view, {}, lambda run: not bool(real(run.value(bias)).re.any())
+    )
 
 
 @measured

@@ -25,7 +25,6 @@ _ARITHMETIC = frozenset(
     sum square pow div divide true_divide sqrt rsqrt reciprocal bitwise_left_shift __lshift__
     """.split()
 )
-_SUMS = frozenset(f"aten::{name}" for name in "add sub rsub subtract addcmul lerp".split())
 _POWERS = (2, 3)
 _TOKENS = 1 << 19  # of a graph, and above what positions and slots are
 _FARTHEST = 1 << 128  # no dtype holds so much
@@ -149,7 +148,7 @@ def past_rounding(call: operators.Call, found: Any) -> Any:
     numbers is what rounding has left of them, and not 0.
     """
     given = [item for item in call.given.values() if isinstance(item, Num)]
-    if call.name not in _SUMS or not isinstance(found, Num) or not field.has_zeros(found):
+    if not isinstance(found, Num) or not field.has_zeros(found):
         return found
     return found if any(map(field.has_zeros, given)) else operators.opaque(call)
 

@@ -270,7 +270,7 @@ class Evaluation:
             found = Complex(
                 *(field.function(part, found) for part in ("real part", "imaginary part"))
             )
-        if call.rounded:
+        if call.rounded and operator_of(node).kind is Kind.ANALYTIC:
             found = past_rounding(call, found)
         self.roots += roots[before:]
         del roots[before:], means[of_norms:]  # what is left is the kernel's
@@ -308,7 +308,7 @@ class Evaluation:
             return None, operator_of(node).name not in operators.RULES
         state, *others = states
         moves = _moves(node) and _is_float(node) and not others
-        if moves and (node.meta["val"].dtype not in NARROW or node.meta["val"].dtype == state):
+        if moves and (dtype_of(node) not in NARROW or dtype_of(node) == state):
             return state, False
         return None, True
 
@@ -328,16 +328,14 @@ class Evaluation:
         """Does an activation hold numbers that were rounded to a narrow dtype, and that no function
         has read since?
         """
-        held, kind = node.meta["val"], operator_of(node).kind
-        if not isinstance(held, torch.Tensor) or not (
-            held.is_floating_point() or held.is_complex()
-        ):
+        dtype, kind = dtype_of(node), operator_of(node).kind
+        if dtype is None or not (dtype.is_floating_point or dtype.is_complex):
             return False
-        if is_cast(node) and held.dtype in NARROW and not self._is_narrow(node.args[0]):  # type: ignore[arg-type]
+        if is_cast(node) and dtype in NARROW and not self._is_narrow(node.args[0]):  # type: ignore[arg-type]
             return True
-        if held.dtype in NARROW and kind is Kind.ANALYTIC:
+        if dtype in NARROW and kind is Kind.ANALYTIC:
             return True
-        return call.rounded and kind in (Kind.MOVEMENT, Kind.ANALYTIC, Kind.WRITER)
+        return call.rounded and (_moves(node) or kind is Kind.ANALYTIC)
 
     def _is_narrow(self, node: Node) -> bool:
         """Does it hold the numbers of a narrow dtype, widened?"""
@@ -409,7 +407,8 @@ _SIGNS = ("aten::neg", "aten::negative")
 def _moves(node: Node) -> bool:
     """Are its elements those of what it reads, perhaps with another sign?"""
     operator = operator_of(node)
-    return operator.kind in (Kind.MOVEMENT, Kind.WRITER) or operator.name in _SIGNS
+    kinds = (Kind.MOVEMENT, Kind.GATHER, Kind.WRITER)
+    return operator.kind in kinds or operator.name in _SIGNS
 
 
 def _is_float(node: Node) -> bool:
@@ -444,7 +443,9 @@ def _is_of_a_norm(value: Any) -> bool:
 
 
 def dtype_of(given: Any) -> torch.dtype | None:
+    """That of a node's tensor, or of the first of its tensors."""
     held = given.meta.get("val") if isinstance(given, Node) else None
+    held = held[0] if isinstance(held, (list, tuple)) and held else held
     return held.dtype if isinstance(held, torch.Tensor) else None
 
 

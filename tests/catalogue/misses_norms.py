@@ -31,6 +31,19 @@ class NoGamma(Base):
         self.q_a_layernorm = nn.Identity()  # type: ignore[assignment]
 
 
+class SoftlyCapped(HfNorm):
+    """The norm itself to the last bit, up to a hundred million."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = wide(x)
+        return super().forward((y / (1 + (y / 1e12) ** 4) ** 0.25).to(x.dtype))
+
+
+@miss("proof.differs", tags="norm")
+class NormsSoftlyCapped(Base):
+    norm = SoftlyCapped
+
+
 @miss("norm.gamma_dtype", tags="norm")
 class Fp32Gamma(Base):
     def __init__(self) -> None:

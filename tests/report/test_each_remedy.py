@@ -87,8 +87,8 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
     "q_lora.interrupted": (entry("LatentClamped"), {"leave c_q to the kernel": BASE}),
     "kv_latent.absent": (entry("KeyNotNormed"), {"Keep kv_a_proj, its norm, RoPE": BASE}),
     "proof.differs": (
-        entry("half away from zero"),
-        {"as the operator's document does": entry("plain partial")},
+        entry("NormsSoftlyCapped"),
+        {"as the operator's document does": BASE},
     ),
     "rope.absent": (entry("RopeMixesHeads"), {"Rotate q_pe and k_pe with tables": BASE}),
     "rope.tables_differ": (
