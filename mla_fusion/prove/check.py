@@ -223,6 +223,10 @@ class Point:
             parts = [self.drawn(part) for part in parts]
         return np.concatenate(parts, whole(axis)).view(type(parts[0]))
 
+    def move(self, value: Value, *how: Any) -> Value:
+        places = walk(0, value.size, *how)
+        return value.reshape(-1)[places.reshape(-1)].reshape(places.shape)
+
 
 ELEMENTWISE: dict[str, Any] = {
     "add": lambda at, a, b: a + b,
@@ -245,14 +249,27 @@ RULES: dict[str, Any] = OF_NUMBERS | {
     "zeros": Point.weight,
     "matmul": Point.matmul,
     "join": Point.join,
-    "move": lambda at, value, *how: value.reshape(-1)[walk(0, value.size, *how)],
+    "move": Point.move,
 }
-TERMS: dict[str, Callable[..., int]] = {  # summed in an element; 0: it is no polynomial
-    "total": lambda found, a: a.size // found.size,
-    "matmul": lambda found, a, b: 1 if getattr(b, "columns", None) else a.shape[-1],
-    "function": lambda found, *given: 0,
-    "label": lambda found, *given: 0,
-}
+Height = tuple[int, int]  # of the quotient of two polynomials: degrees, and digits of literals
+
+
+def height_of(op: str, found: Value, given: Sequence[Any], below: Sequence[Height]) -> Height:
+    """Of a value made of operands with these. What is no polynomial (a function) is a new leaf."""
+    if op in ("add", "mul"):
+        (a, b), (c, d) = below
+        return (max(a + d, c + b) if op == "add" else a + c), b + d
+    if op == "inverse":
+        return below[0][::-1]
+    if op == "matmul" and getattr(given[1], "columns", None):
+        return below[0][0] + 1, below[0][1]
+    if op in ("total", "matmul"):  # of so many elements, each with a denominator of its own
+        terms = given[0].size // found.size if op == "total" else given[0].shape[-1]
+        over, under = (sum(each) for each in zip(*below, strict=True))
+        return over + (terms - 1) * under + terms.bit_length(), terms * under
+    if op in ("neg", "sqrt", "move", "join"):
+        return max(a for a, _ in below), max(b for _, b in below)
+    return 1, 0
 
 
 # -- the kernels, by their documents
@@ -477,7 +494,7 @@ class Run:
         self.values: list[Value] = []
         self.of_result: dict[int, str] = {}  # moved, or times a number a token: which
         self.results: dict[str, Num] = {}
-        self.signs, heights, count = LARGEST, list[int](), 0
+        self.signs, heights, count = LARGEST, list[Height](), 0
         for place, (op, operands, *rest) in enumerate(certificate["values"]):
             given = [self.values[whole(index, 0, place - 1)] for index in operands]
             found = weights.get(place)
@@ -485,15 +502,15 @@ class Run:
                 found = self.value(place, op, operands, given, rest)
             if isinstance(found, Weight):  # the same at every point
                 weights[place] = found
-            terms = TERMS[op](found, *given) if op in TERMS else 1
+            over, under = height_of(op, found, given, [heights[index] for index in operands])
             digits = 4 * len(str(rest)) if op in ("number", "root", "integers") else 0
-            heights.append(max(1, terms * sum(heights[index] for index in operands)) + digits)
+            heights.append((over + digits, under))
             self.signs = min(self.signs, found.size) if op == "sqrt" else self.signs
             self.values.append(found)
             count += found.size
             if count > MOST or place > MOST_VALUES:
                 raise Refused("a certificate of too many elements")
-        self.height = 2 * sum(heights)
+        self.height = 2 * sum(map(sum, heights))
         self.count = sum(map(self.claimed, certificate["claims"]))
 
     def value(self, place: int, op: str, operands: Any, given: list[Any], rest: Any) -> Value:
