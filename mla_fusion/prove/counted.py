@@ -106,7 +106,7 @@ class Counted:
             return _TOKENS  # a size
         if not _is_whole(held):
             return 1
-        if node in self._leaves or node.op != "call_function":
+        if node.op != "call_function":
             literal = attribute(node) if node.op == "get_attr" and is_literal(node) else None
             if isinstance(literal, torch.Tensor) and literal.numel() and not literal.is_meta:
                 return int(literal.long().abs().max())

@@ -43,6 +43,23 @@ SAME: dict[str, tuple[Table, Table]] = {
     "widened": (cosines, lambda f, p: cosines(f, p).double()),
     "looked up and selected": (lambda f, p: f.cos()[p], lambda f, p: f.cos().index_select(0, p)),
     "looked up and embedded": (lambda f, p: f[p], lambda f, p: torch.nn.functional.embedding(p, f)),
+    "clamped alike": (
+        lambda f, p: cosines(f.clamp(-9, 9), p),
+        lambda f, p: torch.cat([f.clamp(-9, 9).cos()] * 2, -1),
+    ),
+    "rounded at the end": (cosines, lambda f, p: cosines(f, p).bfloat16()),
+    "rounded, then looked up": (
+        lambda f, p: f.cos().bfloat16()[p],
+        lambda f, p: f.cos().bfloat16().index_select(0, p),
+    ),
+    "angles in bfloat16 on both sides": (
+        lambda f, p: (f * 3).bfloat16().float().cos(),
+        lambda f, p: (f * 3).bfloat16().view(-1, DR // 2).float().cos(),
+    ),
+    "int64 that holds every product": (
+        lambda f, p: (p * 3 * 5).float().unsqueeze(1).cos(),
+        lambda f, p: (p * 15).float().unsqueeze(1).cos(),
+    ),
     "of equal terms": (
         lambda f, p: of_positions(p).cos(),
         lambda f, p: of_positions((p // 4) * 4 + p % 4).cos(),
@@ -77,6 +94,74 @@ OTHER: dict[str, tuple[Table, Table]] = {
     "positions in bfloat16": (
         lambda f, p: of_positions(p).cos(),
         lambda f, p: of_positions(p.bfloat16()).cos(),
+    ),
+    "angles multiplied in bfloat16": (
+        lambda f, p: (f.bfloat16() * 7.3).float().cos(),
+        lambda f, p: (f.bfloat16().float() * 7.3).cos(),
+    ),
+    "another part rounded": (
+        lambda f, p: (f.bfloat16().float() + f.exp()).cos(),
+        lambda f, p: (f + f.exp().bfloat16().float()).cos(),
+    ),
+    "what rounding leaves, a thousand times": (
+        lambda f, p: f,
+        lambda f, p: f + 1000 * torch.stack([f, -f.bfloat16().float()], -1).sum(-1),
+    ),
+    "a quotient by its rounded self": (
+        lambda f, p: f,
+        lambda f, p: f * (f.bfloat16() / f) ** 16,
+    ),
+    "written to bfloat16": (
+        lambda f, p: f,
+        lambda f, p: f + 1000 * (f - torch.empty(f.shape, dtype=torch.bfloat16).copy_(f)),
+    ),
+    "a number that bfloat16 has not": (
+        lambda f, p: f,
+        lambda f, p: f + 1e4 * (torch.full((1,), 0.1, dtype=torch.bfloat16).float() - 0.1),
+    ),
+    "summed as integers": (
+        lambda f, p: f + f.exp(),
+        lambda f, p: f + torch.stack([f.exp(), 0 * f], -1).sum(-1, dtype=torch.int64),
+    ),
+    "powers in int32": (
+        lambda f, p: (p**4).float().unsqueeze(1).cos(),
+        lambda f, p: (p.to(torch.int32) ** 4).float().unsqueeze(1).cos(),
+    ),
+    "products that end in int32": (
+        lambda f, p: (p * 100 * 100 * 100 * 15).float().unsqueeze(1).cos(),
+        lambda f, p: (p.to(torch.int32) * 100 * 100 * 100 * 15).float().unsqueeze(1).cos(),
+    ),
+    "products that are cast to int32": (
+        lambda f, p: (p * 15_000_000).float().unsqueeze(1).cos(),
+        lambda f, p: (p * 15_000_000).to(torch.int32).float().unsqueeze(1).cos(),
+    ),
+    "sums that end in int32": (
+        lambda f, p: (p + 2147483500).float().unsqueeze(1).cos(),
+        lambda f, p: (p.to(torch.int32) + 2147483500).float().unsqueeze(1).cos(),
+    ),
+    "literals that end in int8": (
+        lambda f, p: f * (torch.tensor([3] * (DR // 2)) * 64),
+        lambda f, p: f * (torch.tensor([3] * (DR // 2), dtype=torch.int8) << 6),
+    ),
+    "a float among integers": (
+        lambda f, p: f * 2.7,
+        lambda f, p: f * torch.zeros(1, dtype=torch.int64).fill_(2.7),
+    ),
+    "a float for masked integers": (
+        lambda f, p: f * 2.7,
+        lambda f, p: f * p.masked_fill(torch.ones(TOKENS, dtype=torch.bool), 2.7).unsqueeze(1),
+    ),
+    "the least for the largest": (
+        lambda f, p: f * torch.stack([f, f.exp()], -1).abs().amax(-1),
+        lambda f, p: f * torch.stack([f, f.exp()], -1).abs().amin(-1),
+    ),
+    "bounded below for above": (
+        lambda f, p: f + f.round().clamp_min(1e-9),
+        lambda f, p: f + f.round().clamp_max(1e-9),
+    ),
+    "a complex quotient": (
+        lambda f, p: f,
+        lambda f, p: f * (torch.complex(f, f.exp()).conj() / torch.complex(f, f.exp())).real,
     ),
     "looked up elsewhere": (lambda f, p: f[p], lambda f, p: f.index_select(0, p // 2)),
     "another table": (lambda f, p: f[p], lambda f, p: (2 * f).index_select(0, p)),
