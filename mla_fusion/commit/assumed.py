@@ -9,10 +9,10 @@ from torch.fx import Node
 
 from mla_fusion.commit.region import Region
 from mla_fusion.fx import registered
-from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.fx.kinds import argument, is_cast, op_name
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import origin, reshapes
+from mla_fusion.fx.walk import origin, reshapes, views_and_casts
 
 _FLOORS = ("aten::clamp", "aten::clamp_min", "aten::maximum")
 
@@ -21,7 +21,8 @@ def assumed_of_numbers(view: View, region: Region) -> tuple[str, ...]:
     """A line for each floor that no row is taken to come near, each cast that is taken to keep
     every number, and each operator that is taken for what was registered."""
     own = registered.assumed(region.nodes)
-    return tuple(dict.fromkeys((*_floors(view, region), *_narrowed(view, region), *own)))
+    found = (*_floors(view, region), *_narrowed(view, region), *_whole(region), *own)
+    return tuple(dict.fromkeys(found))
 
 
 def _floors(view: View, region: Region) -> Iterator[str]:
@@ -41,6 +42,16 @@ def _floors(view: View, region: Region) -> Iterator[str]:
             least = next(view.ranges.of(side)[0] for side in sides if side is not held[0])
         if least is not None and least > 0 and held and view.ranges.of(held[0])[0] < least:
             yield f"no row comes near the floor of {least:g} at {node.name}"
+
+
+def _whole(region: Region) -> Iterator[str]:
+    """Casts of rounded numbers to wide integers, which are bounded behind them."""
+    for node in region.nodes:
+        dtype = getattr(node.meta.get("val"), "dtype", None)
+        if is_cast(node) and dtype in (torch.int32, torch.int64):
+            source = origin(node.all_input_nodes[0], views_and_casts)
+            if op_name(source) == "aten::round":
+                yield f"rounded rows are below 2**31 at {node.name}"
 
 
 def _narrowed(view: View, region: Region) -> Iterator[str]:

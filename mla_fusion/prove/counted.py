@@ -79,7 +79,7 @@ class Counted:
         if not isinstance(held, torch.Tensor):
             return False
         if _is_whole(held):
-            return self.most(node) > torch.iinfo(held.dtype).max
+            return self.most(node) > torch.iinfo(held.dtype).max + 1  # -128 is one of int8
         if name in ("aten::sqrt", "aten::rsqrt", "aten::reciprocal"):
             return node.args[0] in self
         if name in ("aten::div", "aten::divide", "aten::true_divide"):

@@ -91,3 +91,19 @@ def test_an_input_cast_to_int32() -> None:
 def test_a_cast_by_which_nothing_was_shown_is_no_assumption() -> None:
     found = ENTRIES["Int32Slots"]
     assert not any("2**31" in text for text in assumptions(found.model(), *found.args()))
+
+
+class ByInt32(ENTRIES["PlainCache"].model):  # type: ignore[name-defined]
+    """Rows of an int8 cache that are integers before they are bounded."""
+
+    def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return (rows.float() * scale).round().to(torch.int32).clamp(-128, 127).to(torch.int8)
+
+
+def test_rounded_rows_that_an_int32_holds() -> None:
+    entry = ENTRIES["PlainCache"]
+    for model, count in ((ByInt32(), 2), (entry.model(), 0)):
+        gm = graph_of(model, *entry.args())
+        (fusion,) = mf.explain(gm, entry.config(verify="off"), boundary=True).fused
+        lines = [text for text in fusion.assumptions if "below 2**31" in text]
+        assert fusion.placement == "in place" and len(lines) == count, fusion.assumptions
