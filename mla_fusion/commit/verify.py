@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ def compare(
     """
     region = region or cut_out(view, plan)
     worst: dict[Replacement, Figure] = {}
+    errors: dict[Replacement, tuple[float, float]] = {}
     left_out: dict[str, None] = {}
     tokens, draws = [], 0
     for sized in counts(view, plan, region):
@@ -94,6 +95,7 @@ def compare(
             for item, figure in witness.figures(kind):
                 known = worst.setdefault(item, figure)
                 worst[item] = figure if figure.relative > known.relative else known
+            errors = errors or witness.errors()
             draws += 1
         left_out |= dict.fromkeys(item.output for item in witness.left_out)
         tokens.append(str(math.prod(sized.binding.shape(plan.token_x.meta["val"].shape[:-1]))))
@@ -102,7 +104,8 @@ def compare(
         f"{_plural(len(worst), 'output')}"
     )
     except_for = f" except {', '.join(left_out)}" if left_out else ""
-    return Outcome("verified" + except_for, tuple(worst.values()), said, tuple(left_out))
+    figures = (replace(figure, float64=errors.get(item)) for item, figure in worst.items())
+    return Outcome("verified" + except_for, tuple(figures), said, tuple(left_out))
 
 
 def _plural(count: int, what: str) -> str:
@@ -118,6 +121,8 @@ class _Witness:
         self._seed = seed
         self._ceiling = 0
         self._given: dict[Node, Any] = {}
+        # of the last ordinary draw: the unfused values, the fused ones, whose rows these are
+        self._compared: dict[Replacement, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._cut(_fewer_blocks(view, plan))
         tolerance = TOLERANCE_QUANTISED if plan.candidate.weight_quant_mode else TOLERANCE
         self._limits = tolerance, OF_A_ROW * tolerance
@@ -285,6 +290,7 @@ class _Witness:
             detail = f"{where}: shape {list(got.shape)} in place of {list(want.shape)}"
             raise Refuse("verify.mismatch", detail, (item.node,))
         want, got = (self._numbers(item, value) for value in (want, got))
+        self._compared[item] = want, got, owner
         wrong, size = _squares(want, got, owner)
         relative = math.sqrt(float(wrong.sum()) / (float(size.sum()) or 1.0))
         # a row of zeros must be one; NaN stays NaN
@@ -308,6 +314,25 @@ class _Witness:
             raise Refuse("verify.mismatch", detail, (item.node,))
         largest = float((want.double() - got.double()).abs().max()) if want.numel() else 0.0
         return Figure(item.output, relative, largest, want.numel(), row)
+
+    def errors(self) -> dict[Replacement, tuple[float, float]]:
+        """Of each output compared last: how far the fused and the unfused values are from the
+        region's own in float64, relative to them.
+        """
+        given = {leaf: widened(value) for leaf, value in self._given.items()}
+        try:
+            found = self._in_float64.run(given, [item.node for item in self._compared])
+        except Unrunnable:
+            return {}
+        errors = {}
+        for item, (unfused, fused, owner) in self._compared.items():
+            exact = found[item.node]
+            if isinstance(exact, torch.Tensor) and exact.shape == unfused.shape:
+                exact = self._numbers(item, exact)
+                (wrong, size), (lost, _) = (_squares(exact, v, owner) for v in (fused, unfused))
+                whole = float(size.sum()) or 1.0
+                errors[item] = tuple(math.sqrt(float(v.sum()) / whole) for v in (wrong, lost))
+        return errors  # type: ignore[return-value]
 
     def _numbers(self, item: Replacement, value: torch.Tensor) -> torch.Tensor:
         """What bytes of a float format stand for."""

@@ -494,7 +494,7 @@ class Run:
         self.values: list[Value] = []
         self.of_result: dict[int, str] = {}  # moved, or times a number a token: which
         self.results: dict[str, Num] = {}
-        self.signs, heights, count = LARGEST, list[Height](), 0
+        self.signs, self.height, heights, count = LARGEST, 0, list[Height](), 0
         for place, (op, operands, *rest) in enumerate(certificate["values"]):
             given = [self.values[whole(index, 0, place - 1)] for index in operands]
             found = weights.get(place)
@@ -502,7 +502,10 @@ class Run:
                 found = self.value(place, op, operands, given, rest)
             if isinstance(found, Weight):  # the same at every point
                 weights[place] = found
-            over, under = height_of(op, found, given, [heights[index] for index in operands])
+            below = [heights[index] for index in operands]
+            over, under = height_of(op, found, given, below)
+            # functions compare what they are given, and so does a product with a weight
+            self.height += sum(map(sum, below)) if (over, under) == (1, 0) or op == "matmul" else 0
             digits = 4 * len(str(rest)) if op in ("number", "root", "integers") else 0
             heights.append((over + digits, under))
             self.signs = min(self.signs, found.size) if op == "sqrt" else self.signs
@@ -510,7 +513,10 @@ class Run:
             count += found.size
             if count > MOST or place > MOST_VALUES:
                 raise Refused("a certificate of too many elements")
-        self.height = 2 * sum(map(sum, heights))
+        claimed = (
+            heights[whole(claim["value"], 0, len(heights) - 1)] for claim in certificate["claims"]
+        )
+        self.height = 2 * (self.height + sum(map(sum, claimed)))
         self.count = sum(map(self.claimed, certificate["claims"]))
 
     def value(self, place: int, op: str, operands: Any, given: list[Any], rest: Any) -> Value:

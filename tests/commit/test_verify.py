@@ -412,3 +412,13 @@ def test_numbers_in_blocks_are_compared_in_their_scales(
 
     monkeypatch.setattr(targets, "call_kernel", changed)
     assert outcome(gm, mf.Config(soc="A5")).startswith("verified") == is_same
+
+
+def test_errors_against_float64_stand_beside_those_of_the_unfused_run() -> None:
+    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
+    (fusion,) = mf.explain(gm, boundary=True).fused
+    errors = {figure.output: figure.float64 for figure in fusion.figures}
+    assert {"query", "query_rope", "kv_cache", "kr_cache"} == errors.keys()
+    for fused, unfused in filter(None, errors.values()):
+        assert 0 < fused < 1.5 * unfused < 2e-2
+    assert None not in errors.values()
