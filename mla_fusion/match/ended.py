@@ -52,7 +52,9 @@ def because_of_a_step(
             ):
                 code = miss.reason.code  # it is no RMSNorm; what it is, the detail says
             detail = miss.reason.detail
-            if code != "norm.absent" or not epsilon.is_named(detail):
+            if code.startswith("step."):
+                detail = barrier.detail
+            elif code != "norm.absent" or not epsilon.is_named(detail):
                 detail = f"{barrier.detail}; {detail}"
             reason = Refuse(code, detail, (node, *miss.nodes[:1]))
             return replace(miss, reason=reason)
