@@ -30,7 +30,8 @@ _TOKENS = 1 << 19  # of a graph, and above what positions and slots are
 _FARTHEST = 1 << 128  # no dtype holds so much
 _LEFT_SHIFTS = ("aten::bitwise_left_shift", "aten::__lshift__")
 _SUMS_OF_TWO = ("aten::add", "aten::sub", "aten::rsub", "aten::subtract")
-_SUMMED = frozenset(f"aten::{name}" for name in "sum cumsum mm bmm matmul einsum dot".split())
+_OVER_AXES = ("aten::sum", "aten::cumsum")
+_SUMMED = frozenset((*_OVER_AXES, *(f"aten::{n}" for n in "mm bmm matmul einsum dot".split())))
 _PRODUCTS = frozenset(f"aten::{name}" for name in "mul multiply outer addcmul".split())
 
 
@@ -127,8 +128,9 @@ class Counted:
         if name in _SUMS_OF_TWO:
             return (given[0] + given[1]) * max(1, *given[2:], 1)
         if name in _SUMMED:
-            source = node.args[0].meta["val"]  # type: ignore[union-attr]
-            return math.prod(max(1, one) for one in given) * _length(source.shape)
+            sizes = [read.meta["val"].shape for read in node.all_input_nodes if _is_tensor(read)]
+            terms = _length(sizes[0]) if name in _OVER_AXES else max(map(_longest, sizes))
+            return math.prod(max(1, self.most(read)) for read in node.all_input_nodes) * terms
         if name in _PRODUCTS:
             return math.prod(one + 1 for one in given)
         return max(given, default=0) if is_cast(node) else min(max(given, default=0), largest)
@@ -136,6 +138,11 @@ class Counted:
 
 def _is_whole(held: torch.Tensor) -> bool:
     return not (held.is_floating_point() or held.is_complex() or held.dtype == torch.bool)
+
+
+def _longest(shape: Sequence[Any]) -> int:
+    """Of the axes that weights have: no product sums over the tokens."""
+    return max((size for size in shape if isinstance(size, int)), default=_TOKENS)
 
 
 def _length(shape: Sequence[Any]) -> int:

@@ -208,7 +208,7 @@ def shifted(m: Any, rows: Tensor, c: Tensor, sn: Tensor) -> None:
     rows[..., :HCKV], rows[..., HCKV - 8 : -8] = latent, key
 
 
-@assembled("kv_latent.absent", source=OF_ROWS, tags=MISS)
+@assembled("rope.absent", source=OF_ROWS, tags=MISS)
 def half_written(m: Any, rows: Tensor, c: Tensor, sn: Tensor) -> None:
     """Only the first of two steps: the key is cached as it was projected."""
     m.rotate(rows[..., HCKV:], c, sn)

@@ -436,7 +436,7 @@ def requests_and_positions(requests: int = 6) -> tuple[Tensor, ...]:
     return x, cos, sin, *caches, torch.randperm(8)[:requests], torch.randint(0, 32, (requests,))
 
 
-@entry(IN_PLACE, source="nano engines", tags="cache, device", args=requests_and_positions)
+@entry(IN_PLACE, source="nano engines", tags="cache", alone=(STAGED,), args=requests_and_positions)
 class RowOfEachRequest(Base):
     """A dense cache for each request, written at its own position."""
 

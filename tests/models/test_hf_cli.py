@@ -47,7 +47,7 @@ def test_what_prepack_would_do_is_said_on_demand(tmp_path, capsys):
     assert plan["peak_over_end"] > 0 and plan["bytes_copied"] > 0
     assert cli.main(["check-model", str(tmp_path), "--prepack"]) == 0
     printed = capsys.readouterr().out
-    assert "of the first layer, of which there are 3" in printed and "prepack: 3 of 4" in printed
+    assert "of the first of 3 layers" in printed and "prepack: 3 of 4" in printed
     assert cli.main(["check-model", str(tmp_path)]) == 0
     assert "prepack" not in capsys.readouterr().out
 
