@@ -57,7 +57,7 @@ class Counted:
         held = node.meta.get("val")
         if not isinstance(held, torch.Tensor) or held.dtype == torch.bool:
             return ""
-        role, is_whole = self._leaves.get(node), not (held.is_floating_point() or held.is_complex())
+        role, is_whole = self._leaves.get(node), _is_whole(held)
         if role is not None or node.op != "call_function":
             if node.op == "get_attr" or role in self._constant:
                 return "constant"
@@ -85,8 +85,8 @@ class Counted:
             return node.args[0] in self
         if name in ("aten::div", "aten::divide", "aten::true_divide"):
             return argument(node, "other") in self
-        if name in ("aten::pow", "aten::square") and node.args[0] in self:
-            return name == "aten::pow" and argument(node, "exponent") not in _POWERS
+        if name == "aten::pow":
+            return node.args[0] in self and argument(node, "exponent") not in _POWERS
         return False
 
     def most(self, given: Any) -> int:
@@ -126,7 +126,7 @@ class Counted:
         if name in _LEFT_SHIFTS:
             return given[0] << min(given[1], 64)
         if name in _SUMS_OF_TWO:
-            return (given[0] + given[1]) * max(1, *given[2:], 1)
+            return (given[0] + given[1]) * max([1, *given[2:]])
         if name in _SUMMED:
             sizes = [read.meta["val"].shape for read in node.all_input_nodes if _is_tensor(read)]
             terms = _length(sizes[0]) if name in _OVER_AXES else max(map(_longest, sizes))
