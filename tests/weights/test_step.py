@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -50,6 +51,12 @@ def as_manager(config: mf.Config) -> Any:
 
 
 WAYS: dict[str, Callable[[mf.Config], Any]] = {"backend": as_backend, "manager": as_manager}
+
+
+@pytest.fixture(autouse=True)
+def others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of graphs that other tests have made, and that are still there, are out of sight."""
+    monkeypatch.setattr(cache, "_ENTRIES", WeakValueDictionary())
 
 
 def entries() -> list[cache.Entry]:
