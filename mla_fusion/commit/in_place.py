@@ -53,9 +53,10 @@ class InPlaceSteps:
         }
         return {memory: steps for memory, steps in found.items() if steps}
 
-    def judge(self, plan: Plan, region: Region, point: Node) -> None:
+    def judge(self, plan: Plan, region: Region, point: Node, ahead: Iterable[Node]) -> None:
         """Raise ``Refuse("graph.not_functional")`` where a step changes memory that the region or
-        the call reads.
+        the call reads, or what is to move ``ahead`` of the call. What else the call is given is
+        computed where it was.
 
         Two kinds of steps do no harm: those after which nobody reads that memory but other such
         steps and the output, if the call stands before them (at ``point``), and the writes by which
@@ -64,7 +65,8 @@ class InPlaceSteps:
         if not self._between_reads and (self._first is None or point < self._first):
             return
         own: set[Node] | None = None
-        for memory in dict.fromkeys(map(_memory, (*region.leaves, *region.nodes))):
+        moved = [read for node in ahead for read in (node, *node.all_input_nodes)]
+        for memory in dict.fromkeys(map(_memory, (*region.leaves, *region.nodes, *moved))):
             harmful = self._between_reads.get(memory, ())
             for step, target in self._on.get(memory, ()):
                 if (step, target) not in harmful and not step < point:

@@ -53,7 +53,7 @@ class Plans:
         for alternative in (candidate, *candidate.others):
             try:
                 found = self._accepted_by_contract(target, alternative)
-                self._steps.judge(found.plan, found.region, rewrite.prove(found.plan))
+                self._steps.judge(found.plan, found.region, *rewrite.prove(found.plan))
                 return found
             except Refuse as reason:
                 first = first or reason

@@ -24,9 +24,9 @@ from mla_fusion.report.rejection import Refuse
 _CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
 
 
-def prove(plan: Plan) -> Node:
+def prove(plan: Plan) -> tuple[Node, set[Node]]:
     """The node before which the call goes: every reader is still to come, and every input is
-    defined or can be by then.
+    defined or can be by then; with the nodes that move ahead of it for that.
 
     Raises ``Refuse`` where there is none.
     """
@@ -54,7 +54,7 @@ def prove(plan: Plan) -> Node:
             continue
         seen.add(node)
         stack.extend(node.all_input_nodes)
-    return point
+    return point, seen
 
 
 def write(builder: GraphBuilder, plans: Sequence[Plan], exact_strides: bool = True) -> None:
@@ -131,13 +131,14 @@ class _Writer:
         self._keeps: dict[Node, frozenset[Node]] = {}
         self._borrowers: dict[Node, Plan] = {}
         for number, plan in enumerate(plans):
-            self._calls.setdefault(prove(plan), []).append(number)
+            self._calls.setdefault(prove(plan)[0], []).append(number)
             self._plan_of |= {item.node: number for item in plan.replacements}
             self._keeps |= dict.fromkeys(
                 (item.node for item in plan.replacements), _products_of_query(plan)
             )
             self._borrowers |= dict.fromkeys(plan.borrowers, plan)
-        self._unread = self._find_unread()
+        self._given = self._find_given()
+        self._unread = self._find_unread() - self._given
         builder.copy = self._copy_with_inputs
 
     def write(self) -> None:
@@ -157,6 +158,11 @@ class _Writer:
                 and not self._is_written_already(node)
             ):
                 self._copy(node)
+        for node in sorted(self._given, reverse=True):
+            made = self._copies.get(node)
+            if made is not None and not made.users:  # the call had no need of it
+                self.b.gm.graph.erase_node(made)
+                del self._copies[node]
 
     def _is_written_already(self, node: Node) -> bool:
         """Would it copy into a cache what the call has written there?"""
@@ -238,11 +244,23 @@ class _Writer:
                 args = cache, self._results[number][name]
                 self.b.insert(torch.ops.aten.copy_.default, args, {}, cache.meta["val"])
 
+    def _find_given(self) -> set[Node]:
+        """What the calls are given, with all that it is made of. It keeps its place: what it reads
+        may be written later, and random numbers come in the order in which they are drawn.
+        """
+        found: set[Node] = set()
+        stack = [node for plan in self._plans for node in targets.target_of(plan).inputs(plan)]
+        while stack:
+            node = stack.pop()
+            if node in found or node.op != "call_function" or node in self._keeps:
+                continue
+            found.add(node)
+            stack += [read for read in node.all_input_nodes if not self._is_handed_on(node, read)]
+        return found
+
     def _find_unread(self) -> set[Node]:
         """What nobody reads once the new values are handed on, walking up from the regions: far
         fewer than all nodes.
-
-        What only the calls read is among it, and copied when they do.
         """
         unread: set[Node] = set()
         stack = [node for plan in self._plans for node in _left_over(plan)]

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mla_fusion as mf
 from mla_fusion.compile import torchair_bridge
 from tests.catalogue import base, int8_caches, prologues
-from tests.harness import assert_as_exact, clones
+from tests.harness import assert_as_exact, clones, distance
 
 
 class Steps(prologues.PagedRotateHalf):
@@ -120,6 +120,76 @@ def test_a_copy_into_what_was_read(what: str, capture: Callable[..., GraphModule
 
     report = mf.fuse(capture(Copies(), base.paged_args()))
     assert [item.code for item in report.rejected] == ["graph.not_functional"]
+
+
+class Advances(prologues.PagedRotateHalf):
+    """Slots, or x, that are computed of memory which is changed later in the graph."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.register_buffer("table", torch.tensor([[0, 1], [2, 3]] * 4))
+        self.register_buffer("rows", torch.randn(64, base.HE).to(torch.bfloat16))
+
+    def forward(self, count: Tensor, x: Tensor, *args: Tensor) -> Any:  # type: ignore[override]
+        slots = count + torch.arange(len(x))
+        if self.what == "pages":
+            places = count + torch.arange(len(x))
+            pages = self.table[: len(x)].gather(1, (places // base.BLOCK_SIZE)[:, None])
+            slots = pages[:, 0] * base.BLOCK_SIZE + places % base.BLOCK_SIZE
+        if self.what == "x":
+            x, slots = self.rows[slots], args[-1]
+        if self.what == "random":
+            x, slots = x + torch.rand_like(x), args[-1]
+        result = super().forward(x, *args[:-1], slots)
+        count.view(-1).add_(8 + torch.rand(1).long())
+        return result, torch.rand(3)
+
+
+@pytest.mark.parametrize("compiles", [True, False], ids=["compile", "make_fx"])
+@pytest.mark.parametrize("what", ["slots", "pages", "x", "random"])
+def test_what_the_call_is_given_is_computed_where_it_was(what: str, compiles: bool) -> None:
+    torch.manual_seed(0)
+    model, args = Advances(what).eval(), (torch.zeros(1, dtype=torch.int64), *base.paged_args())
+    if compiles:
+        run: Any = torch.compile(model, backend=mf.backend(), fullgraph=True)
+    else:
+        run = traced(model, args)
+        assert len(mf.fuse(run).fused) == 1
+    with torch.no_grad():
+        drawn = [torch.manual_seed(1), run(*(given := clones(args)))][1]
+        wanted = [torch.manual_seed(1), model(*(expected := clones(args)))][1]
+    assert torch.equal(drawn[1], wanted[1]) and torch.equal(given[0], expected[0])
+    assert len(mf.reports()[-1].fused) == 1
+    for got, want in zip((*drawn[0], *given[1:]), (*wanted[0], *expected[1:]), strict=True):
+        assert distance(got, want) < 0.02
+
+
+@pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
+def test_what_would_move_ahead_of_a_step(capture: Callable[..., GraphModule]) -> None:
+    """The query is read, and the call placed, before the step that changes the slots."""
+
+    class Late(prologues.PagedRotateHalf):
+        def absorb(self, q_nope: Tensor) -> Tensor:
+            query = super().absorb(q_nope)
+            self.early = query * 2
+            return query
+
+        def slots(self, slots: Tensor, like: Tensor) -> Tensor:
+            slots.view(-1).sub_(slots.min())
+            return slots + 0
+
+        def forward(self, *args: Tensor) -> Any:
+            return super().forward(*args), self.early
+
+    model, args = Late(), base.paged_args()
+    gm = capture(model, args)
+    mf.fuse(gm)
+    with torch.no_grad():
+        gm(*(given := clones(args)))
+        model(*(expected := clones(args)))
+    for got, want in zip(given, expected, strict=True):
+        assert distance(got, want) < 0.02
 
 
 @pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
