@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mla_fusion as mf
 from mla_fusion.compile import torchair_bridge
 from tests.catalogue import base, int8_caches, prologues
-from tests.harness import assert_as_exact, clones, distance
+from tests.harness import assert_as_exact, clones, distance, graph_of
 
 
 class Steps(prologues.PagedRotateHalf):
@@ -165,9 +165,11 @@ def test_what_the_call_is_given_is_computed_where_it_was(what: str, compiles: bo
         assert distance(got, want) < 0.02
 
 
-@pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
-def test_what_would_move_ahead_of_a_step(capture: Callable[..., GraphModule]) -> None:
-    """The query is read, and the call placed, before the step that changes the slots."""
+@pytest.mark.parametrize("changes", [True, False])
+def test_what_would_move_ahead_of_a_step(changes: bool) -> None:
+    """The query is read, and the call placed, before the step that changes what the slots are
+    computed of.
+    """
 
     class Late(prologues.PagedRotateHalf):
         def absorb(self, q_nope: Tensor) -> Tensor:
@@ -175,21 +177,25 @@ def test_what_would_move_ahead_of_a_step(capture: Callable[..., GraphModule]) ->
             self.early = query * 2
             return query
 
-        def slots(self, slots: Tensor, like: Tensor) -> Tensor:
-            slots.view(-1).sub_(slots.min())
-            return slots + 0
+        def forward(self, x: Tensor, *args: Tensor) -> Any:
+            return super().forward(x, *args[:-1], args[-1] + 1), self.early
 
-        def forward(self, *args: Tensor) -> Any:
-            return super().forward(*args), self.early
-
-    model, args = Late(), base.paged_args()
-    gm = capture(model, args)
-    mf.fuse(gm)
-    with torch.no_grad():
-        gm(*(given := clones(args)))
-        model(*(expected := clones(args)))
-    for got, want in zip(given, expected, strict=True):
-        assert distance(got, want) < 0.02
+    *args, slots = base.paged_args()
+    gm = graph_of(Late(), *args, slots.clamp_max(62))
+    (reader,) = (n for n in gm.graph.nodes if "mul" in n.name and n.args[1:] == (2,))
+    inputs = gm.graph.find_nodes(op="placeholder")
+    (given,) = (node for node in inputs if node.meta["val"].dtype == torch.int64)
+    late = min(given.users)
+    reader.append(late)  # the step comes between
+    with gm.graph.inserting_before(late):
+        fresh = gm.graph.call_function(torch.ops.aten.zeros_like.default, (given,))
+        fresh.meta["val"] = given.meta["val"]
+        target = given if changes else fresh
+        step = gm.graph.call_function(torch.ops.aten.copy_.default, (target, fresh))
+        step.meta["val"] = given.meta["val"]
+    report = mf.fuse(gm)
+    assert bool(report.fused) is not changes
+    assert [item.code for item in report.rejected] == ["graph.not_functional"] * changes
 
 
 @pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
