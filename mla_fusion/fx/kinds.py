@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.fx.operators import (
+    DIAGONALS,
     ELEMENTWISE,
     FILLED,
     FILLED_WITH,
@@ -124,6 +125,17 @@ def named_axes(node: Node, rank: int, name: str = "dim") -> list[int]:
     axes = argument(node, name)
     axes = [] if axes is None else axes if isinstance(axes, (list, tuple)) else [axes]
     return [axis % rank for axis in axes] or list(range(rank))
+
+
+def diagonal_axes(node: Node) -> set[int] | None:
+    """The two axes whose diagonal the node is; None for any other node, or for a diagonal beside
+    that one.
+    """
+    if op_name(node) not in DIAGONALS or argument(node, "offset", 0) != 0:
+        return None
+    rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    axes = {argument(node, name, at) % rank for name, at in (("dim1", 0), ("dim2", 1))}
+    return axes if len(axes) == 2 else None
 
 
 def size_among_numbers(node: Node) -> Node | None:
