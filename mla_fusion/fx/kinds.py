@@ -20,6 +20,7 @@ from mla_fusion.fx.operators import (
     NO_OPERATOR,
     REDUCTIONS,
     SELECTIONS,
+    SIZED,
     VIEWS,
     Kind,
     Operator,
@@ -136,6 +137,17 @@ def diagonal_axes(node: Node) -> set[int] | None:
     rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
     axes = {argument(node, name, at) % rank for name, at in (("dim1", 0), ("dim2", 1))}
     return axes if len(axes) == 2 else None
+
+
+def named_sizes(node: Node) -> list[Any]:
+    """The sizes of a value, as numbers where a view names them: of ``view(-1, 8)`` torch has a
+    quotient for the 8.
+    """
+    sizes = list(node.meta["val"].shape)
+    if op_name(node) not in SIZED or len(node.args[1]) != len(sizes):  # type: ignore[arg-type]
+        return sizes
+    named = zip(node.args[1], sizes, strict=True)  # type: ignore[arg-type]
+    return [by if isinstance(by, int) and by >= 0 else size for by, size in named]
 
 
 def size_among_numbers(node: Node) -> Node | None:

@@ -28,7 +28,6 @@ _SCATTER = "aten.scatter takes fewer indices than rows: nothing says that every 
 _APART = "the kernel takes two caches of one BlockNum; mark_dynamic gives each a symbol of its own"
 LESS: dict[tuple[str, int], str] = {
     **dict.fromkeys((("SlotsInTwoWays", size) for size in (ALL, BLOCK_SIZE)), _LITERAL),
-    **dict.fromkeys((("both_by_other_blocks", size) for size in (ALL, BLOCK_SIZE)), _LITERAL),
     ("SglangBuffers", 64): _ROWS,
     **dict.fromkeys((("RowOfEachRequest", size) for size in (ALL, 32)), _ROWS),
     ("RowOfEachRequest", 8): _APART,
