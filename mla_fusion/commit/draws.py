@@ -267,6 +267,7 @@ class Draws:
         if caches.slots.index is not None:
             return {leaves[0]: slots.to(value.dtype)}
         block, offset = leaves
+        size = self.view.binding.size(caches.slots.block_size)
         shape = self.view.binding.shape(offset.meta["val"].shape)
         return {
             block: (slots // size).to(value.dtype),

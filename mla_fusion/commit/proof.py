@@ -19,6 +19,7 @@ from mla_fusion.emit import results as of_call
 from mla_fusion.emit import rows, targets
 from mla_fusion.fx.build import Recipe, TensorBuilder
 from mla_fusion.fx.kinds import is_reshape, op_name
+from mla_fusion.fx.operators import DIAGONALS
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.plan.plan import InPlace, Plan
@@ -35,7 +36,7 @@ MOST_POINTS = 60
 BITS = 53  # signs of roots that are seen, where more than one is possible
 # more than the degree of any identity that is tested, roots and quotients multiplied out
 DEGREE = 10_000
-_REPEATS = ("aten::repeat", "aten::tile", "aten::repeat_interleave")
+_REGROUP = frozenset(("aten::repeat", "aten::tile", "aten::repeat_interleave")) | DIAGONALS
 _CODES = torch.uint8  # in which a plan holds scales that it reads as powers of two, or gives out
 # caches, by the key operator's names
 _OF_OPERATOR = {"kv_cache": "ckv_cache", "kr_cache": "k_cache"}
@@ -98,7 +99,7 @@ def _keep_tokens_apart(view: View, plan: Plan, region: Region) -> None:
 
 
 def _regroups(node: Node) -> bool:
-    return is_reshape(node) or op_name(node) in _REPEATS
+    return is_reshape(node) or op_name(node) in _REGROUP
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,10 @@ def _of_plan(plan: Plan, numbers: dict[Node, int]) -> object:
             )
             for scale in (plan.caches.kv_scale, plan.caches.kr_scale)
         )
+        where = plan.caches.slots
         slots = tuple(node and numbers.get(node, -1) for node in _slots(plan.caches))
-        caches = held, scales, slots, plan.caches.slots.span, plan.caches.mode, plan.caches.copies
+        places = slots, str(where.block_size), where.span
+        caches = held, scales, places, plan.caches.mode, plan.caches.copies
     given = target_of(plan).attributes(plan).items()
     call = plan.target, _sizes(plan.lead), plan.heads_of_call, *given
     return tables, plan.candidate.columns, outputs, caches, plan.interleave, call

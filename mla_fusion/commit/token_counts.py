@@ -11,9 +11,11 @@ from torch.fx import Node
 
 from mla_fusion.commit.draws import KINDS, WIDE, rounds_nothing
 from mla_fusion.commit.region import Region
-from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.fx.kinds import argument, named_sizes, op_name
+from mla_fusion.fx.operators import SIZED
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import origin, reshapes
 from mla_fusion.plan.plan import InPlace, Plan
 
 # tokens of the second run where the number is symbolic: more than any block, and a prime
@@ -97,7 +99,8 @@ def with_room(view: View, plan: Plan, region: Region) -> View:
     binding = view.binding
     if isinstance(plan.caches, InPlace):
         blocks, block_size = plan.caches.kv_shape[:2]
-        binding = binding.roomier(blocks, -(-_tokens(view, plan) // binding.size(block_size)))
+        least = -(-_tokens(view, plan) // binding.size(block_size))
+        binding = binding.roomier(blocks, least, _blocks_in_step(view, plan, region))
     for node, rows, end in _slices(region):
         start, kept = argument(node, "start"), node.meta["val"].shape[argument(node, "dim")]
         if isinstance(end, Node):
@@ -105,6 +108,20 @@ def with_room(view: View, plan: Plan, region: Region) -> View:
         elif isinstance(start, Node):  # so many rows from the end
             binding = binding.roomier(rows, binding.size(kept))
     return view.bound(binding)
+
+
+def _blocks_in_step(view: View, plan: Plan, region: Region) -> int:
+    """Of how many blocks a multiple can be viewed as the sizes that views of caches name."""
+    assert isinstance(plan.caches, InPlace)
+    blocks, found = view.binding.size(plan.caches.kv_shape[0]), 1
+    caches = {cache for _, cache, _ in plan.caches.held}
+    for node in region.nodes:
+        cache = origin(node, reshapes)
+        if op_name(node) in SIZED and cache in caches:
+            of_block = math.prod(view.binding.shape(cache.meta["val"].shape)) // blocks
+            named = [size for size in named_sizes(node) if isinstance(size, int)]
+            found = math.lcm(found, math.prod(named) // math.gcd(math.prod(named), of_block))
+    return found
 
 
 def _fits(view: View, plan: Plan, region: Region) -> bool:

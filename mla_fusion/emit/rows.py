@@ -97,7 +97,6 @@ def checked_slots(b: Builder, plan: Plan, lead: Sequence[Any], skips: bool = Fal
 def slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
     assert isinstance(plan.caches, InPlace)
     slots: Slots = plan.caches.slots
-    block_size = plan.caches.kv_shape[1]
 
     def build(b: Builder) -> Any:
         if slots.span is not None:
@@ -106,7 +105,7 @@ def slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
             value = b.value(slots.index)
         else:
             assert slots.block is not None and slots.offset is not None
-            value = b.call(aten.mul.Tensor, b.value(slots.block), b.sizes([block_size])[0])
+            value = b.call(aten.mul.Tensor, b.value(slots.block), b.sizes([slots.block_size])[0])
             value = b.call(aten.add.Tensor, value, b.value(slots.offset))
         return b.cast(b.reshape(value, lead), torch.int64)
 

@@ -19,7 +19,7 @@ from mla_fusion.facts.dense_write import Span
 from mla_fusion.facts.obstacle import Obstacle, Obstacles
 from mla_fusion.facts.slots import Trust, Unproven, judge
 from mla_fusion.fx import pools
-from mla_fusion.fx.kinds import argument, is_getitem, is_view, op_name
+from mla_fusion.fx.kinds import argument, is_getitem, is_view, named_sizes, op_name
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import same, same_shape
@@ -30,12 +30,13 @@ from mla_fusion.fx.walk import INPUTS, origin, unit_selections
 @dataclass(frozen=True)
 class Slots:
     """Row numbers: ``index``, ``block * block_size + offset`` where the graph holds no such tensor,
-    or a ``span``.
+    or a ``span``. Blocks are those of the view that the model writes to, whatever the cache's are.
     """
 
     index: Node | None
     block: Node | None = None
     offset: Node | None = None
+    block_size: Any = None
     span: Span | None = None
 
     @property
@@ -133,7 +134,7 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
         found.append(Obstacle("slots.dtype", message))
     slots = Slots(indices[0]) if indices else Slots(None)
     if paged is not None and not found:
-        made = _slots(view, paged, base, indices)
+        made = _slots(view, base, indices, paged[3])
         found += [made] if isinstance(made, Obstacle) else []
         slots = slots if isinstance(made, Obstacle) else made
     trust = judge(view, slots.nodes) if slots.nodes and not wrong else Trust(())
@@ -311,33 +312,30 @@ def input_behind(node: Node) -> Node | None:
     return cache if cache.op in INPUTS else None
 
 
-def _slots(
-    view: View, paged: tuple[Any, Any, int, object], base: Node, indices: list[Node]
-) -> Slots | Obstacle:
-    block_num, block_size = paged[:2]
-    rows = base.meta["val"].shape
+def _slots(view: View, base: Node, indices: list[Node], width: object) -> Slots | Obstacle:
+    """``base``: all rows of a cache, in their order."""
+    shape = base.meta["val"].shape
+    if len(indices) == 3 and len(shape) > 2 and same(shape[2], 1):
+        indices = indices[:2]  # the third indexes an axis of size 1
+    are_rows = same(math.prod(shape[len(indices) :]), width)
     if len(indices) == 1:
-        if not same(rows[0], block_num * block_size):
+        if not are_rows:
             return Obstacle("cache.rows", f"{base.name} is not viewed as BlockNum * BlockSize rows")
         return Slots(indices[0])
-    if len(indices) == 3 and len(rows) > 2 and same(rows[2], 1):
-        indices = indices[:2]  # the third indexes an axis of size 1
-    if len(indices) != 2 or not (same(rows[0], block_num) and same(rows[1], block_size)):
+    if len(indices) != 2 or not are_rows:
         message = (
             f"{base.name} is indexed by {len(indices)} tensors, which do not spell (block, offset)"
         )
         return Obstacle("cache.rows", message)
-    block, offset = indices
-    slot = _common_slot(view, block, offset, block_size)
-    return Slots(slot) if slot is not None else Slots(None, block, offset)
+    (block, offset), size = indices, named_sizes(base)[1]
+    slot = _common_slot(view, block, offset, size)
+    return Slots(slot) if slot is not None else Slots(None, block, offset, size)
 
 
 def _common_slot(view: View, block: Node, offset: Node, block_size: object) -> Node | None:
     """The node of which ``block`` is the quotient and ``offset`` the remainder by the block
     size.
     """
-    if not isinstance(block_size, int):
-        return None
     number = view.terms.quotient_and_remainder(block, offset, block_size)
     if number is None:
         return None

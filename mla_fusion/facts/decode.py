@@ -100,10 +100,15 @@ class Decoder:
         return torch.where(flips, -size, size)
 
     def degrees(self) -> dict[Node, int]:
-        """Degree of homogeneity in the product, of every real node that has one of 0 or 1."""
+        """Degree of homogeneity in the product, of every real node that has one of 0 or 1.
+
+        Nodes that mix tokens have none: of those a cone has pairs of tokens alone.
+        """
         doubled = self.cone.run(self.probe * (2 * LARGE), self.bases)
         found = {}
         for node in self.cone.nodes:
+            if self.cone.token_proof.broken(node) is not None:
+                continue
             slot = self.cone.slot(node)
             once, twice = self.values[slot], doubled[slot]
             if not _is_real(once) or not _is_real(twice):

@@ -63,9 +63,7 @@ def _deciding(view: View, block: Node, place: Node) -> Node | None:
     entry = origin(block, views_and_casts)
     if op_name(entry) not in GATHER:
         return block
-    table, *indices = [
-        node for node in entry.all_input_nodes if not is_symbolic(node.meta.get("val"))
-    ]
+    table, *indices = _operands(entry)
     return table if any(_picks_apart(view, index, place) for index in indices) else None
 
 
@@ -129,10 +127,7 @@ def _holds_repeats(node: Node) -> bool:
 
 def _following(view: View, node: Node, trusting: Ranges) -> Node | None:
     """The operand whose different numbers the step keeps different."""
-    name, operands = (
-        op_name(node),
-        [arg for arg in node.all_input_nodes if not is_symbolic(arg.meta.get("val"))],
-    )
+    name, operands = op_name(node), _operands(node)
     if not operands:
         return None
     if is_cast(node) and not _keeps_numbers(node, operands[0], trusting):
@@ -147,6 +142,10 @@ def _following(view: View, node: Node, trusting: Ranges) -> Node | None:
         # where no value of the bound is within those of the operand
         return Steps(view, trusting).kept(node)
     return _of_sum(view, node, operands) if name in _SUMS else None
+
+
+def _operands(node: Node) -> list[Node]:
+    return [arg for arg in node.all_input_nodes if not is_symbolic(arg.meta.get("val"))]
 
 
 def _keeps_numbers(node: Node, source: Node, trusting: Ranges) -> bool:
@@ -188,8 +187,9 @@ def _of_sum(view: View, node: Node, operands: list[Node]) -> Node | None:
     for whole, place in (varying, varying[::-1]):
         size = _literal_factor(view, whole)
         low, high = view.ranges.of(place)
-        if size is not None and low >= 0 and high < size:
-            return _deciding(view, origin(whole, views_and_casts).all_input_nodes[0], place)
+        is_within = size is not None and low >= 0 and high < size
+        if is_within or view.terms.are_entry_and_place(whole, place):
+            return _deciding(view, _operands(origin(whole, views_and_casts))[0], place)
     return None
 
 

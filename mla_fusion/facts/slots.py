@@ -25,6 +25,7 @@ from mla_fusion.fx.view import View
 # Positions, blocks and slots that come in: what is computed of them, 128 rows to a block, fits an
 # int32. How many rows the cache has says nothing of them.
 _TRUSTED = (0.0, 2.0**24 - 1)
+_LARGEST_SIZE = 2.0**31 - 1  # of the sizes that they are computed with: no cache has as many rows
 _ARITHMETIC = frozenset(
     """
     aten::add aten::sub aten::mul aten::div aten::floor_divide aten::remainder aten::fmod
@@ -50,15 +51,16 @@ class Unproven(str):
 @measured
 def judge(view: View, slots: Iterable[Node]) -> Trust | Unproven:
     """What non-negative and distinct ``slots`` rest on, or why they may be neither."""
-    trusting = Ranges(view, _TRUSTED)
+    trusting = Ranges(view, _TRUSTED, _LARGEST_SIZE)
+    ranges = Ranges(view, largest_size=_LARGEST_SIZE)
     trusted: list[Node] = []
     for node in slots:
-        if view.ranges.of(node)[0] >= 0:
+        if ranges.of(node)[0] >= 0:
             continue
         low, _ = trusting.of(node)
         if low < 0:
             return Unproven(f"{node.name} may be negative")
-        inputs = _inputs(view, node)
+        inputs = _inputs(ranges, node)
         if inputs is None:
             return Unproven(f"{node.name} is computed by operators whose range is not known")
         if len(inputs) > 1:
@@ -74,13 +76,13 @@ def judge(view: View, slots: Iterable[Node]) -> Trust | Unproven:
     return Unproven(alike) if alike else Trust(tuple(dict.fromkeys(trusted)))
 
 
-def _inputs(view: View, node: Node) -> set[Node] | None:
+def _inputs(ranges: Ranges, node: Node) -> set[Node] | None:
     """The integer inputs whose sign decides the node's; None where something else does."""
     found: set[Node] = set()
     stack, seen = [node], {node}
     while stack:
         current = stack.pop()
-        if view.ranges.of(current)[0] >= 0 or not _is_integers(current):
+        if ranges.of(current)[0] >= 0 or not _is_integers(current):
             continue
         if current.op in ("placeholder", "get_attr"):
             found.add(current)

@@ -18,7 +18,7 @@ from mla_fusion.fx.kinds import is_view, op_name
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import is_symbolic
-from mla_fusion.fx.token_axis import Broken
+from mla_fusion.fx.token_axis import Broken, Crossed
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, table_columns
@@ -149,7 +149,10 @@ class Cone:
         self.token_proof.start_outside(bases)
         self.token_proof.follow(ordered)
         broken = {
-            node: state for node in ordered if (state := self.token_proof.broken(node)) is not None
+            node: state
+            for node in ordered
+            if (state := self.token_proof.broken(node)) is not None
+            and not isinstance(state, Crossed)  # run, for its diagonal
         }
         if self.mixed is None:
             self.mixed = next((broken[node] for node in self.nodes if node in broken), None)

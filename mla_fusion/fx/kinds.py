@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.fx.operators import (
+    DIAGONALS,
     ELEMENTWISE,
     FILLED,
     FILLED_WITH,
@@ -19,6 +20,7 @@ from mla_fusion.fx.operators import (
     NO_OPERATOR,
     REDUCTIONS,
     SELECTIONS,
+    SIZED,
     VIEWS,
     Kind,
     Operator,
@@ -124,6 +126,28 @@ def named_axes(node: Node, rank: int, name: str = "dim") -> list[int]:
     axes = argument(node, name)
     axes = [] if axes is None else axes if isinstance(axes, (list, tuple)) else [axes]
     return [axis % rank for axis in axes] or list(range(rank))
+
+
+def diagonal_axes(node: Node) -> set[int] | None:
+    """The two axes whose diagonal the node is; None for any other node, or for a diagonal beside
+    that one.
+    """
+    if op_name(node) not in DIAGONALS or argument(node, "offset", 0) != 0:
+        return None
+    rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    axes = {argument(node, name, at) % rank for name, at in (("dim1", 0), ("dim2", 1))}
+    return axes if len(axes) == 2 else None
+
+
+def named_sizes(node: Node) -> list[Any]:
+    """The sizes of a value, as numbers where a view names them: of ``view(-1, 8)`` torch has a
+    quotient for the 8.
+    """
+    sizes = list(node.meta["val"].shape)
+    if op_name(node) not in SIZED or len(node.args[1]) != len(sizes):  # type: ignore[arg-type]
+        return sizes
+    named = zip(node.args[1], sizes, strict=True)  # type: ignore[arg-type]
+    return [by if isinstance(by, int) and by >= 0 else size for by, size in named]
 
 
 def size_among_numbers(node: Node) -> Node | None:

@@ -80,6 +80,8 @@ SELECTIONS = _names(
     """
 )
 
+DIAGONALS = _names("diagonal diagonal_copy")
+
 # what stands side by side is not mixed
 JOINERS = _names("cat stack concat concatenate hstack vstack")
 
@@ -87,7 +89,7 @@ _OTHER_MOVEMENT = (
     _names(
         """
         cat stack concat concatenate hstack vstack column_stack dstack flip fliplr flipud roll rot90
-        repeat repeat_interleave tile pad constant_pad_nd tril triu diagonal diagonal_copy
+        repeat repeat_interleave tile pad constant_pad_nd tril triu
         diag_embed block_diag view_as_real view_as_complex view_as_real_copy view_as_complex_copy
         real imag complex conj _conj _conj_physical conj_physical resolve_conj resolve_neg _neg_view
         atleast_1d atleast_2d atleast_3d ravel broadcast_to unfold pixel_shuffle pixel_unshuffle
@@ -98,6 +100,7 @@ _OTHER_MOVEMENT = (
         """
     )
     | VIEWS
+    | DIAGONALS
 )
 
 CASTS = _names(

@@ -38,9 +38,14 @@ _DEEPEST = 64
 class Ranges:
     """The ranges of one view's nodes, each computed when first asked for."""
 
-    def __init__(self, view: Indexed, integer_inputs: Range = UNBOUNDED) -> None:
-        """``integer_inputs``: what integers that come into the graph are trusted with."""
+    def __init__(
+        self, view: Indexed, integer_inputs: Range = UNBOUNDED, largest_size: float = math.inf
+    ) -> None:
+        """``integer_inputs``: what integers that come into the graph are trusted with;
+        ``largest_size``: what symbolic sizes are.
+        """
         self._view, self._integer_inputs = view, integer_inputs
+        self._largest_size = largest_size
         self._known: dict[Node, Range] = {}
 
     def of(self, value: Any, depth: int = 0) -> Range:
@@ -110,7 +115,8 @@ class Ranges:
             return float(size), float(size)
         if not isinstance(size, torch.SymInt):
             return UNBOUNDED
-        return bounds_of(size)
+        low, high = bounds_of(size)
+        return low, max(low, min(high, self._largest_size))
 
     def _of_constant(self, node: Node) -> Range:
         above = nodes_between((), node)

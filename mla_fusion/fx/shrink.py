@@ -47,25 +47,30 @@ class Shrink:
 
     def viewed(self, small_in: Shape, full_in: Shape, full_out: Shape) -> Shape:
         """Sizes for a view whose input is smaller than the graph's."""
-        axis = self._axis(small_in, full_in)
-        if axis is None:
-            return full_out
-        after = math.prod(full_in[axis + 1 :])
-        for inner in dict.fromkeys((1, full_in[axis] // self.full)):
-            step = after * inner  # elements from one token to the next
-            for place, size in enumerate(full_out):
-                below = math.prod(full_out[place + 1 :])
-                if below <= step < below * size and size % self.full == 0:
-                    return (*full_out[:place], self.merged(size), *full_out[place + 1 :])
-        return full_out
+        out = list(full_out)
+        for axis in self._shorter(small_in, full_in):
+            after = math.prod(full_in[axis + 1 :])
+            for inner in dict.fromkeys((1, full_in[axis] // self.full)):
+                place = self._place(after * inner, full_out)
+                if place is not None:
+                    out[place] = self.merged(full_out[place])
+                    break
+        return tuple(out)
+
+    def _place(self, step: int, sizes: Shape) -> int | None:
+        """``step``: elements from one token to the next."""
+        for place, size in enumerate(sizes):
+            below = math.prod(sizes[place + 1 :])
+            if below <= step < below * size and size % self.full == 0:
+                return place
+        return None
 
     def expanded(self, small_in: Shape, full_in: Shape, full_out: Shape) -> Shape:
-        axis = self._axis(small_in, full_in)
-        if axis is None:
-            return full_out
-        place = axis + len(full_out) - len(full_in)
-        return (*full_out[:place], small_in[axis], *full_out[place + 1 :])
+        out = list(full_out)
+        for axis in self._shorter(small_in, full_in):
+            out[axis + len(full_out) - len(full_in)] = small_in[axis]
+        return tuple(out)
 
-    def _axis(self, small: Shape, full: Shape) -> int | None:
-        differing = [axis for axis, (a, b) in enumerate(zip(small, full, strict=True)) if a != b]
-        return differing[0] if len(differing) == 1 else None
+    @staticmethod
+    def _shorter(small: Shape, full: Shape) -> list[int]:
+        return [axis for axis, (a, b) in enumerate(zip(small, full, strict=True)) if a != b]

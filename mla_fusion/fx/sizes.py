@@ -152,16 +152,17 @@ class Binding:
             prepare(self)
         return sympy.sympify(expression(size)).xreplace(self._solved)
 
-    def roomier(self, size: Any, least: int) -> Binding:
+    def roomier(self, size: Any, least: int, step: int = 1) -> Binding:
         """This binding, or one in which ``size``, a symbol that stands for less, stands for
-        ``least`` or more.
+        ``least`` or more; of a ``step`` for a multiple of it.
         """
-        if not is_symbolic(size) or not self._expr(size).is_symbol or self.size(size) >= least:
+        if not is_symbolic(size) or not self._expr(size).is_symbol:
             return self
-        other = copy(self)
-        other._bound = self._bound | {
-            self._expr(size): next(n for n in count(least) if n not in self._bound.values())
-        }
+        if self.size(size) >= least and self.size(size) % step == 0:
+            return self
+        other, taken = copy(self), self._bound.values()
+        free = (n for n in count(-(-least // step) * step, step) if n not in taken)
+        other._bound = self._bound | {self._expr(size): next(free)}
         return other
 
     def raised(self, size: Any, least: int) -> Binding:
@@ -228,6 +229,11 @@ class Binding:
 
 def _is_difference(expr: Any) -> bool:
     return bool(expr.is_Add) and any(part.could_extract_minus_sign() for part in expr.args)
+
+
+def is_positive(size: Any) -> bool:
+    """Of a number or an expression of sizes."""
+    return size > 0 if isinstance(size, int) else size.is_positive is True
 
 
 def exceeds_one(size: Any) -> bool:

@@ -9,6 +9,8 @@ show. A float made of an integer is a term too.
     s >> k = s // 2 ** k                s & (2 ** k - 1) = s % 2 ** k         s << k = s * 2 ** k
     s + 0 = s * 1 = s                   a + b = b + a, a * b = b * a
     reshapes, and casts that keep every number, change nothing
+
+A symbolic size is a literal, of the number that it stands for.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from mla_fusion.fx.kinds import argument, is_cast, is_reshape, op_name
 from mla_fusion.fx.operators import ELEMENTWISE
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges
-from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.sizes import is_positive, is_symbolic
 from mla_fusion.fx.walk import INPUTS, origin, reshapes
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -63,7 +65,7 @@ class Terms:
     def term(self, node: Node) -> Term:
         return self._terms[self.number(node)]
 
-    def quotient_and_remainder(self, block: Node, offset: Node, size: int) -> int | None:
+    def quotient_and_remainder(self, block: Node, offset: Node, size: Any) -> int | None:
         """The number of ``s`` where the nodes are ``s // size`` and ``s % size``."""
         quotient, remainder = self.term(block), self.term(offset)
         fit = (
@@ -71,7 +73,14 @@ class Terms:
             and remainder[:1] == ("mod",)
             and quotient[1:] == remainder[1:]
         )
-        return quotient[1] if fit and quotient[2] == size else None
+        return quotient[1] if fit and quotient[2] == self._view.binding.meaning(size) else None
+
+    def are_entry_and_place(self, entry: Node, place: Node) -> bool:
+        """Are the nodes ``e * b`` and ``s % b``, of which any two that differ have another sum?"""
+        product, remainder = self.term(entry), self.term(place)
+        if product[0] != "mul" or remainder[0] != "mod":
+            return False
+        return ("literal", remainder[2]) in (self._terms[part] for part in product[1:3])
 
     def are_apart(self, block: Node, place: Node) -> bool:
         """Are the nodes ``s // b`` and ``(s + k) % b``, either first, which tell any two different
@@ -152,16 +161,17 @@ class Terms:
             return self._difference(a, b, second, node)
         if name == "aten::mul":
             return self._product(a, first, b, second, node)
-        if name in _SHIFTS and second is not None and 0 <= second < 62:
+        if name in _SHIFTS and isinstance(second, int) and 0 <= second < 62:
             return self._product(
                 a, first, self._intern(("literal", 1 << second)), 1 << second, node
             )
-        if second is None or second <= 0:
+        if second is None or not is_positive(second):
             return None
-        if name in ("aten::bitwise_right_shift", "aten::__rshift__") and second < 62:
-            return self._intern(("floordiv", a, 1 << second))
-        if name in ("aten::bitwise_and", "aten::__and__") and second & (second + 1) == 0:
-            return self._intern(("mod", a, second + 1))
+        if isinstance(second, int):
+            if name in ("aten::bitwise_right_shift", "aten::__rshift__") and second < 62:
+                return self._intern(("floordiv", a, 1 << second))
+            if name in ("aten::bitwise_and", "aten::__and__") and second & (second + 1) == 0:
+                return self._intern(("mod", a, second + 1))
         if name == "aten::floor_divide" or self._floors(node, name):
             return self._intern(("floordiv", a, second))
         if name == "aten::remainder" or (
@@ -176,16 +186,17 @@ class Terms:
         mode = argument(node, "rounding_mode")
         return mode == "floor" or (mode == "trunc" and self._ranges.of(node.args[0])[0] >= 0)
 
-    def _operand(self, node: Node, value: Any) -> tuple[int, int | None] | None:
-        """The number of an operand's term, and its value where it is a literal; None where it is
-        broadcast.
+    def _operand(self, node: Node, value: Any) -> tuple[int, Any] | None:
+        """The number of an operand's term, and its value where it is a literal or a size; None
+        where it is broadcast.
         """
         if isinstance(value, bool) or not isinstance(value, (int, Node)):
             return None
         if isinstance(value, int):
             return self._intern(("literal", value)), value
         meaning = value.meta.get("val")
-        if isinstance(meaning, int):
+        if isinstance(meaning, (int, torch.SymInt)):
+            meaning = self._view.binding.meaning(meaning)
             return self._intern(("literal", meaning)), meaning
         number = self._of.get(value)
         if number is None or not _is_integer(value):
@@ -195,7 +206,7 @@ class Terms:
             return number, term[1]
         return (number, None) if _count(value) == _count(node) else None
 
-    def _sum(self, a: int, first: int | None, b: int, second: int | None, node: Node) -> int:
+    def _sum(self, a: int, first: Any, b: int, second: Any, node: Node) -> int:
         if second == 0:
             return a
         if first == 0:
@@ -206,7 +217,7 @@ class Terms:
                 return remainder[1]
         return self._intern(("add", *sorted((a, b)), _width(node)))
 
-    def _difference(self, a: int, b: int, second: int | None, node: Node) -> int:
+    def _difference(self, a: int, b: int, second: Any, node: Node) -> int:
         term = self._terms[b]
         if second == 0:
             return a
@@ -225,7 +236,7 @@ class Terms:
         parts = {self._terms[part] for part in term[1:3]}
         return parts == {("floordiv", of, size), ("literal", size)}
 
-    def _product(self, a: int, first: int | None, b: int, second: int | None, node: Node) -> int:
+    def _product(self, a: int, first: Any, b: int, second: Any, node: Node) -> int:
         if second == 1:
             return a
         if first == 1:

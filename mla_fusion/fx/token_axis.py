@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import filled_with, is_reshape, op_name
+from mla_fusion.fx.kinds import diagonal_axes, filled_with, is_reshape, op_name
 from mla_fusion.fx.operators import ELEMENTWISE_SCALING
 from mla_fusion.fx.sizes import expression, is_symbolic
 from mla_fusion.fx.walk import EXPANDS, input_of, repeats, upward
@@ -40,6 +40,16 @@ class Broken:
 
     node: Node
     reason: str
+
+
+@dataclass(frozen=True)
+class Crossed(Broken):
+    """A value for each pair of tokens (``v @ v.T``): none of a token's own, but on its diagonal.
+
+    places  where the one tokens are, and where the others
+    """
+
+    places: tuple[Place, Place]
 
 
 SAME = None  # of a value that is the same for every token, or the same in all of its elements
@@ -129,14 +139,45 @@ class TokenAxis(ABC):
             return SAME  # a size is one for all tokens
         states = [self._states.get(arg) for arg in node.all_input_nodes]
         for state in states:
-            if isinstance(state, Broken):
+            if isinstance(state, Broken) and not isinstance(state, Crossed):
                 return state
+        if any(isinstance(state, Crossed) for state in states):
+            return self._after_pairs(node)
         if not any(isinstance(state, Place) for state in states):
             return SAME
         try:
             return self._rule(node)
         except Break as broken:
             return Broken(node, str(broken))
+
+    def _after_pairs(self, node: Node) -> State:
+        """Of a step on values of pairs of tokens: on their diagonal the two tokens are one; any
+        other step keeps the pairs apart where it keeps either tokens apart for each of the others.
+        """
+        crossed = {
+            arg: state
+            for arg in node.all_input_nodes
+            if isinstance(state := self._states.get(arg), Crossed)
+        }
+        first = next(iter(crossed.values()))
+        one, other = first.places
+        if diagonal_axes(node) == {one.axis, other.axis} and equal(one.inner, other.inner):
+            sizes = [self.meaning(shape_of(node.args[0])[at.axis]) for at in first.places]
+            if equal(*sizes):
+                return Place(len(shape_of(node)) - 1, one.inner)
+        found: list[State] = []
+        try:
+            for side in (0, 1):
+                self._states.update({arg: state.places[side] for arg, state in crossed.items()})
+                found.append(self._rule(node))
+        except Break:
+            found = [SAME, SAME]
+        finally:
+            self._states.update(crossed)
+        left, right = found
+        if isinstance(left, Place) and isinstance(right, Place) and left != right:
+            return replace(first, places=(left, right))
+        return Broken(first.node, first.reason)
 
     @abstractmethod
     def _rule(self, node: Node) -> State:

@@ -10,11 +10,20 @@ from dataclasses import replace
 from torch.fx import Node
 
 from mla_fusion.fx import contraction
-from mla_fusion.fx.kinds import argument, is_cast, is_getitem, is_reshape, named_axes, op_name
-from mla_fusion.fx.operators import CASTS, ELEMENTWISE, SELECTIONS
+from mla_fusion.fx.kinds import (
+    argument,
+    diagonal_axes,
+    is_cast,
+    is_getitem,
+    is_reshape,
+    named_axes,
+    op_name,
+)
+from mla_fusion.fx.operators import CASTS, DIAGONALS, ELEMENTWISE, SELECTIONS
 from mla_fusion.fx.token_axis import (
     SAME,
     Break,
+    Crossed,
     Place,
     Size,
     State,
@@ -111,6 +120,12 @@ class RuledAxis(TokenAxis):
         return equal(self.meaning(value.shape[axis]), self.meaning(size)) and argument(
             node, "step", 1
         ) in (1, None)
+
+    def _diagonal(self, node: Node) -> Place:
+        place, axes = self._place(node.args[0]), diagonal_axes(node)
+        if axes is None or place.axis in axes:
+            raise Break(f"{node.name} ({node.target}) takes some of the tokens")
+        return replace(place, axis=place.axis - sum(axis < place.axis for axis in axes))
 
     @staticmethod
     def _along(node: Node, name: str = "dim") -> list[int]:
@@ -243,7 +258,7 @@ class RuledAxis(TokenAxis):
         axis, source = int(argument(node, "dim", 0)), node.args[1]
         return equal(self.meaning(shape_of(source)[axis]), self.meaning(shape_of(base)[axis]))
 
-    def _contracted(self, node: Node, product: contraction.Contraction) -> Place:
+    def _contracted(self, node: Node, product: contraction.Contraction) -> State:
         found: dict[int, Place] = {}  # by label
         sides = ((product.left, product.left_labels), (product.right, product.right_labels))
         for operand, labels in sides:
@@ -254,7 +269,11 @@ class RuledAxis(TokenAxis):
                     raise Break(f"{node.name} ({node.target}) sums over the tokens")
                 found[label] = Place(product.out_labels.index(label), state.inner)
         if len(found) != 1:
-            raise Break(f"{node.name} ({node.target}) meets tokens at several axes")
+            reason = f"{node.name} ({node.target}) meets tokens at several axes"
+            if len(found) != 2 or product.bias is not None or product.scales is not None:
+                raise Break(reason)
+            one, other = found.values()
+            return Crossed(node, reason, (one, other))
         ((label, place),) = found.items()
         for operand, labels in sides:
             if label in labels and not isinstance(self._states.get(operand), Place):
@@ -299,6 +318,7 @@ _RULES: dict[str, Rule] = {
         "npu::npu_add_rms_norm".split(),
         RuledAxis._normed,
     ),
+    **dict.fromkeys(DIAGONALS, RuledAxis._diagonal),
     **dict.fromkeys(("aten::cat", "aten::stack"), RuledAxis._joined),
     **dict.fromkeys(("aten::repeat", "aten::repeat_interleave", "aten::tile"), RuledAxis._repeated),
     **dict.fromkeys(("aten::pad", "aten::constant_pad_nd"), RuledAxis._padded),

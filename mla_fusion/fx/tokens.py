@@ -17,7 +17,16 @@ from torch.fx import Node
 
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import expression
-from mla_fusion.fx.token_axis import Broken, Place, Shape, count_of, divided, divides, shape_of
+from mla_fusion.fx.token_axis import (
+    Broken,
+    Crossed,
+    Place,
+    Shape,
+    count_of,
+    divided,
+    divides,
+    shape_of,
+)
 from mla_fusion.fx.token_rules import RuledAxis
 
 
@@ -113,9 +122,12 @@ class Tokens:
         }
 
     def broken(self, node: Node) -> Broken | None:
-        """The step above the node, or at it, that does not keep the tokens apart."""
-        states = (axis.state(node) for axis in self._axes.values())
-        return next((state for state in states if isinstance(state, Broken)), None)
+        """The step above the node, or at it, that does not keep the tokens apart; along an axis
+        whose pairs it has not kept apart either, if there is one.
+        """
+        states = [axis.state(node) for axis in self._axes.values()]
+        broken = [state for state in states if isinstance(state, Broken)]
+        return min(broken, key=lambda state: isinstance(state, Crossed), default=None)
 
     def summary(self) -> str:
         """Which axes are tokens', and through how many nodes they were followed; "" where none had

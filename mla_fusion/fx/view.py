@@ -20,7 +20,7 @@ from mla_fusion.fx.analytic import Barrier, Steps
 from mla_fusion.fx.contraction import Contraction
 from mla_fusion.fx.kinds import (
     MODEL_FLOATS,
-    argument,
+    diagonal_axes,
     filled_with,
     holds_at_any_length,
     is_cast,
@@ -257,7 +257,7 @@ class View:
         """The value of whose products with itself the node is the sums: ``einsum("tc,tc->t", u,
         u)``, rows by their own columns, or the diagonal of ``u @ u.T``. None for any other node.
         """
-        on_diagonal = op_name(node) == "aten::diagonal" and argument(node, "offset", 0) == 0
+        on_diagonal = diagonal_axes(node) is not None
         product = contraction.read(
             node.args[0] if on_diagonal and isinstance(node.args[0], Node) else node
         )
@@ -265,10 +265,7 @@ class View:
             return None
         left, right = (_long_axes(labels, side) for labels, side in _sides(product))
         if on_diagonal:
-            first, second = (
-                argument(node, name, at) % 2 for name, at in (("dim1", 0), ("dim2", 1))
-            )
-            if len(product.out_labels) != 2 or first == second:
+            if len(product.out_labels) != 2:
                 return None
             right = tuple(
                 product.out_labels[0] if label == product.out_labels[1] else label

@@ -246,7 +246,7 @@ class WritePlanner:
         return self.view.binding.same(math.prod(token_x.meta["val"].shape[:-1]), math.prod(slots))
 
     def _same_slots(self, a: Slots, b: Slots) -> bool:
-        if a.span != b.span:
+        if a.span != b.span or not self.view.binding.same(a.block_size or 1, b.block_size or 1):
             return False
         pairs = zip((a.index, a.block, a.offset), (b.index, b.block, b.offset), strict=True)
         return all(

@@ -371,8 +371,7 @@ def _expanded(call: Call) -> Value:
 
 @rule(
     *"permute permute_copy transpose transpose_copy t t_copy numpy_T mT swapaxes swapdims "
-    "movedim".split(),
-    *"diagonal".split(),
+    "movedim".split()
 )
 def _natively(call: Call) -> Value:
     """The operator itself, on elements and integers alike; a function of all where a symbolic size
@@ -385,6 +384,19 @@ def _natively(call: Call) -> Value:
     }
     rest = [plain(item) for name, item in list(call.given.items())[1:] if name not in keywords]
     return call.value.moved(lambda part: call.target(part, *rest))
+
+
+@rule("diagonal", "diagonal_copy")
+def _diagonal(call: Call) -> Value:
+    """Of tokens with tokens: each with itself."""
+    shape = call.value.shape
+    axes = [int(call.plain(name)) % len(shape) for name in ("dim1", "dim2")]
+    of_tokens = [call.varies("self", axis) for axis in axes]
+    if any(of_tokens) and not (
+        all(of_tokens) and call.plain("offset") == 0 and shape[axes[0]] == shape[axes[1]]
+    ):
+        return opaque(call)
+    return _natively(call)
 
 
 def _axis(call: Call, name: str = "dim", extra: int = 0) -> int:

@@ -229,6 +229,33 @@ MISSES: dict[str, tuple[Make, str]] = {
         ),
         "norm.absent",
     ),
+    "gram_of_the_next": (
+        based(
+            "m",
+            norm=by_scale(
+                lambda n, x: ((x @ x.roll(1, 0).T).diagonal().abs()[:, None] + 1e-6).rsqrt()
+            ),
+        ),
+        "norm.absent",
+    ),
+    "beside_the_gram": (
+        based(
+            "m",
+            norm=by_scale(
+                lambda n, x: (F.pad((x @ x.T).diagonal(1), (0, 1)).abs()[:, None] + 1e-6).rsqrt()
+            ),
+        ),
+        "norm.absent",
+    ),
+    "gram_rolled": (
+        based(
+            "m",
+            norm=by_scale(
+                lambda n, x: ((x @ x.T).roll(1, 0).diagonal().abs() + 1).rsqrt()[:, None]
+            ),
+        ),
+        "norm.absent",
+    ),
     "centred": (
         based("m", norm=by_scale(lambda n, x: (x.var(-1, keepdim=True) + 1e-6).rsqrt())),
         "norm.absent",

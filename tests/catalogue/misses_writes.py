@@ -95,6 +95,19 @@ def put_negative(rows: Tensor, slots: Tensor, new: Tensor) -> None:
     rows.index_put_((slots - rows.shape[0],), new)
 
 
+def put_other_blocks(rows: Tensor, slots: Tensor, new: Tensor) -> None:
+    rows.view(-1, 8, rows.shape[-1]).index_put_((slots % 4, slots // 4 % 8), new)
+
+
+def put_repeated(
+    self: Any, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+) -> None:
+    """Two slots of one block may have one place: the divisors differ where the size is not 8."""
+    place = slots // kv_cache.shape[1], slots % (kv_cache.shape[1] // 2)
+    kv_cache.squeeze(2).index_put_(place, c_kv)
+    kr_cache.squeeze(2).index_put_(place, k_pe)
+
+
 MISSES: dict[str, tuple[Make, str]] = {
     "kr_elsewhere": (based("m", write=written(put, put_later)), STAGED),
     "kr_by_other_blocks": (based("m", write=written(put, put_other_offset)), STAGED),
@@ -102,6 +115,11 @@ MISSES: dict[str, tuple[Make, str]] = {
         based("m", write=written(put_other_offset, put_other_offset)),
         IN_PLACE,
     ),
+    "each_by_blocks_of_its_own": (
+        based("m", write=written(put_other_offset, put_other_blocks)),
+        STAGED,
+    ),
+    "repeated_place": (based("m", write=put_repeated), STAGED),
     "where_even": (based("m", write=written(put_where, put)), STAGED),
     "twice": (based("m", write=written(put_twice, put)), STAGED),
     "added": (based("m", write=written(put_added, put)), STAGED),

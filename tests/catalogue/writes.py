@@ -119,6 +119,32 @@ class SlotsInTwoWays(Base):
         kr_cache.squeeze(2).index_put_((slots // BLOCK_SIZE, slots % BLOCK_SIZE), k_pe)
 
 
+@entry(IN_PLACE, source=OURS, tags="cache, device")
+class SlotsInBlocksOfAView(Base):
+    """By (block, offset) in views whose blocks are not the caches': one with a slot of that name,
+    one without.
+    """
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        kv_cache.view(-1, 8, HCKV).index_put_((slots // 8, slots % 8), c_kv)
+        kr_cache.view(-1, DR).index_put_((slots,), k_pe)
+
+
+@entry(IN_PLACE, source="LightLLM", tags="cache, device")
+class SlotsInBlocksOfTheCache(Base):
+    """The blocks' size is the cache's own, a number that may be symbolic."""
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        size = kv_cache.shape[1]
+        block = torch.div(slots, size, rounding_mode="floor")
+        kv_cache.squeeze(2).index_put_((block, slots - block * size), c_kv)
+        kr_cache.view(-1, DR).index_put_((slots,), k_pe)
+
+
 @entry(IN_PLACE, source="vllm-ascend", tags="cache, operators, device")
 class BothByOneOperator(Base):
     """vLLM-Ascend without rotation of its own: npu_scatter_pa_kv_cache takes the rows of both
@@ -159,9 +185,21 @@ class SlotsFromBlockTable(Base):
         table: Tensor,
         position: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        block = table.gather(1, (position // BLOCK_SIZE).unsqueeze(1)).squeeze(1)
-        slots = block * BLOCK_SIZE + position % BLOCK_SIZE
+        slots = self.slots_of(kv_cache, table, position)
         return super().forward(x, cos, sin, kv_cache, kr_cache, slots)
+
+    def slots_of(self, kv_cache: Tensor, table: Tensor, position: Tensor) -> Tensor:
+        block = table.gather(1, (position // BLOCK_SIZE).unsqueeze(1)).squeeze(1)
+        return block * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+@entry(IN_PLACE, source="vLLM", tags="cache, device", args=block_table_args)
+class SlotsFromTableAndCache(SlotsFromBlockTable):
+    """BlockSize is the cache's own size."""
+
+    def slots_of(self, kv_cache: Tensor, table: Tensor, position: Tensor) -> Tensor:
+        size = kv_cache.shape[1]
+        return table.gather(1, (position // size)[:, None])[:, 0] * size + position % size
 
 
 @entry(IN_PLACE, STAGED, source=OURS, tags="cache, layout, device")

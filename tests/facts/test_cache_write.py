@@ -43,6 +43,7 @@ BY_SLOT: dict[str, Write] = {
     "scatter": lambda c, v, s: flat(c).scatter(0, s.unsqueeze(1).expand(T, WIDTH), v),
     "block and place": lambda c, v, s: put(c.view(BLOCKS, SIZE, WIDTH), v, s // SIZE, s % SIZE),
     "shift and mask": lambda c, v, s: put(c.view(BLOCKS, SIZE, WIDTH), v, s >> 4, s & 15),
+    "block and place of a view": lambda c, v, s: put(c.view(-1, 8, WIDTH), v, s // 8, s % 8),
     "put together again": lambda c, v, s: put(flat(c), v, (s // SIZE) * SIZE + s % SIZE),
 }
 
@@ -59,6 +60,9 @@ def test_places_of_another_size_are_no_slots_of_this_one() -> None:
     fact = found(lambda c, v, s: put(c.view(BLOCKS, SIZE, WIDTH), v, s // 8, s % 8))
     # block * 16 + place, which is not s
     assert isinstance(fact, WriteFact) and fact.slots.index is None
+    assert fact.slots.block_size == SIZE
+    other = found(lambda c, v, s: put(c.view(-1, 8, WIDTH), v, s // 4, s % 4))
+    assert isinstance(other, WriteFact) and other.slots.block_size == 8
 
 
 def test_block_and_place_of_two_inputs() -> None:
@@ -81,6 +85,9 @@ MISSES: dict[str, Write] = {
     "slots that repeat": lambda c, v, s: put(flat(c), v, s // 2),
     "ring buffer": lambda c, v, s: put(
         c.view(BLOCKS, SIZE, WIDTH), v, (s // SIZE) % BLOCKS, s % SIZE
+    ),
+    "blocks of half rows": lambda c, v, s: put(
+        c.view(-1, 2, WIDTH // 2), v[:, : WIDTH // 2], s // 2, s % 2
     ),
     "blocks alone": lambda c, v, s: put(c.view(BLOCKS, SIZE, WIDTH), v.unsqueeze(1), s),
     "by a mask": lambda c, v, s: put(flat(c), v[0], torch.arange(ROWS) < s[0]),

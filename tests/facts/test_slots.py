@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.facts.slots import Trust, Unproven, judge
-from tests.fx.tracing import integers, masks, outputs, view
+from tests.fx.tracing import POSITIONS, TOKENS, floats, integers, masks, outputs, view
 
 T, ROWS = 5, 64
 Make = Callable[..., Any]
@@ -113,6 +113,22 @@ def test_a_block_table_is_trusted_and_a_remainder_is_not_asked() -> None:
     assert isinstance(found, Trust)
     # the table; the place is known by itself
     assert [node.meta["val"].dim() for node in found.inputs] == [2]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_a_block_table_and_blocks_of_symbolic_size(dtype: torch.dtype, is_apart: bool) -> None:
+    def slots(p: Tensor, t: Tensor, cache: Tensor) -> Tensor:
+        size, other = cache.shape
+        entry = t.gather(1, (p // size).unsqueeze(1).long()).squeeze(1)
+        return entry.long() * size + p % (size if is_apart else other)
+
+    tables = integers(T, dtype=dtype), integers(T, 4, dtype=dtype), floats(TOKENS, POSITIONS)
+    graph = view(slots, *tables, symbolic=True)
+    found = judge(graph, outputs(graph))
+    assert isinstance(found, Trust) == is_apart
+    if isinstance(found, Trust):
+        assert [node.meta["val"].dim() for node in found.inputs] == [2]
 
 
 def test_one_token_cannot_meet_another() -> None:

@@ -26,16 +26,13 @@ _LITERAL = (
 _ROWS = "the kernel takes whole blocks; whether so many rows are is known when the graph runs"
 _SCATTER = "aten.scatter takes fewer indices than rows: nothing says that every token has a slot"
 _APART = "the kernel takes two caches of one BlockNum; mark_dynamic gives each a symbol of its own"
-_SQUARE = "a product of all tokens with all tokens, of which the diagonal is read"
 LESS: dict[tuple[str, int], str] = {
     **dict.fromkeys((("SlotsInTwoWays", size) for size in (ALL, BLOCK_SIZE)), _LITERAL),
-    **dict.fromkeys((("both_by_other_blocks", size) for size in (ALL, BLOCK_SIZE)), _LITERAL),
     ("SglangBuffers", 64): _ROWS,
     **dict.fromkeys((("RowOfEachRequest", size) for size in (ALL, 32)), _ROWS),
     ("RowOfEachRequest", 8): _APART,
     **dict.fromkeys((("ScatterRows", 8), ("LayersAsRows", 8)), _SCATTER),
     **dict.fromkeys((("RowsReadToo", size) for size in (BLOCKS, BLOCK_SIZE)), _APART),
-    **dict.fromkeys((("NormByGram", size) for size in (ALL, 8)), _SQUARE),
 }
 
 

@@ -141,6 +141,8 @@ def test_room_for_more() -> None:
     assert binding.roomier(t, now) is binding
     assert binding.roomier(t, now + 100).size(t) >= now + 100 and binding.size(t) == now
     assert binding.raised(t, now + 50).size(t) >= now + 50
+    in_step = binding.roomier(t, now, 16)
+    assert in_step.size(t) % 16 == 0 and in_step.roomier(t, 3, 8) is in_step
 
 
 def test_dynamo_compiles_sizes_of_one_apart() -> None:

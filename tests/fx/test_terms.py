@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .tracing import TOKENS, floats, integers, masks, outputs, view
+from .tracing import POSITIONS, TOKENS, floats, integers, masks, outputs, view
 
 Fn = Callable[..., Any]
 EDGES = [
@@ -128,6 +128,35 @@ def test_unequal_terms_hold_unequal_numbers(name: str) -> None:
     values = torch.tensor([*EDGES, 65535])
     a, b = (f(values) for f in UNEQUAL[name])
     assert not torch.equal(a.reshape(-1), b.reshape(-1))
+
+
+# of s, and sizes a and b, which are symbols
+OF_SIZES: dict[str, tuple[Fn, Fn, bool]] = {
+    "put together": (lambda s, a, b: (s // a) * a + s % a, lambda s, a, b: s, True),
+    "by subtraction": (lambda s, a, b: s - _div("floor")(s, a) * a, lambda s, a, b: s % a, True),
+    "of twice the size": (lambda s, a, b: s // (2 * a), lambda s, a, b: s // (a + a), True),
+    "remainder of another size": (lambda s, a, b: (s // a) * a + s % b, lambda s, a, b: s, False),
+    "product with another size": (lambda s, a, b: (s // a) * b + s % a, lambda s, a, b: s, False),
+    "a number that it may be": (lambda s, a, b: s // TOKENS, lambda s, a, b: s // a, False),
+    "by what may be nothing": (
+        lambda s, a, b: (s // (a - 5)) * (a - 5) + s % (a - 5),
+        lambda s, a, b: s,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_SIZES)
+def test_terms_of_symbolic_sizes(name: str) -> None:
+    *both, are_same = OF_SIZES[name]
+    graph = view(
+        lambda s, v: tuple(f(s, *v.shape) for f in both),
+        integers(6),
+        floats(TOKENS, POSITIONS),
+        symbolic=True,
+    )
+    a, b = outputs(graph)
+    assert graph.terms.same(a, b) == are_same
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8])

@@ -116,6 +116,28 @@ KEPT: dict[str, tuple[Step, Place]] = {
         Place(0),
     ),
     "each token's own matrix": (lambda v: torch.bmm(v.view(-1, 2, 4), v.view(-1, 4, 2)), Place(0)),
+    "each by itself": (lambda v: (v @ v.t()).diagonal(), Place(0)),
+    "each by itself, turned and scaled": (
+        lambda v: (1e-6 + (v @ v.t() / WIDTH).T).rsqrt().diagonal(0, 1, 0),
+        Place(0),
+    ),
+    "each by another of its own": (lambda v: (v @ v.cos().t()).diagonal()[:, None], Place(0)),
+    "each head by itself": (
+        lambda v: torch.einsum("tnd,snd->nst", *[v.view(-1, 2, 4)] * 2).diagonal(0, 1, 2),
+        Place(1),
+    ),
+    "each by itself, heads merged into tokens": (
+        lambda v: (v.view(-1, 4) @ v.view(-1, 4).t()).diagonal(),
+        Place(0, 2),
+    ),
+    "heads by themselves": (
+        lambda v: (v.view(-1, 2, 4) @ v.view(-1, 4, 2)).diagonal(0, 1, 2),
+        Place(0),
+    ),
+    "a diagonal of columns, heads first": (
+        lambda v: v.view(-1, 2, 4).permute(1, 0, 2).diagonal(0, 0, 2),
+        Place(0),
+    ),
 }
 
 BROKEN: dict[str, Step] = {
@@ -147,6 +169,20 @@ BROKEN: dict[str, Step] = {
     "by an index": lambda v: v.index_select(0, torch.arange(rows(v) - 1, -1, -1)),
     "sums over tokens": lambda v: v.t() @ v,
     "products of tokens": lambda v: v @ v.t(),
+    "products with the next": lambda v: (v @ v.t()).diagonal(1),
+    "products with all, summed": lambda v: (v @ v.t()).sum(-1),
+    "products with all, masked": lambda v: ((v @ v.t()) * torch.eye(rows(v))).sum(-1),
+    "products with all, each as many": lambda v: ((v @ v.t()) * v[:, :1]).diagonal(),
+    "products with others": lambda v: (v @ v.flip(0).t()).diagonal(),
+    "products, flipped": lambda v: (v @ v.t()).flip(0).diagonal(),
+    "products, shifted": lambda v: (v @ v.t()).roll(1).diagonal(),
+    "products, both ways": lambda v: (v @ v.t() - (v @ v.t()).t() * 2).diagonal(),
+    "products of heads with tokens": lambda v: (v.view(-1, 4) @ v[:, :4].t()).diagonal(),
+    "products by number": lambda v: (v @ v.t() * torch.arange(rows(v))).diagonal(),
+    "products, of sums": lambda v: (v @ v.t() @ (v @ v.t())).diagonal(),
+    "products onto others": lambda v: torch.addmm(v[:, :1], v, v.t()).diagonal(),
+    "products, flat": lambda v: (v @ v.t()).reshape(-1)[:: WIDTH + 1],
+    "a diagonal of tokens and columns": lambda v: v.diagonal(),
     "tokens meet tokens": lambda v: v[:, :1] + v[:, :1].t(),
     "reinterpreted": lambda v: v.reshape(WIDTH, rows(v)),
     "turned and reinterpreted": lambda v: v.t().reshape(rows(v), WIDTH),
@@ -255,6 +291,18 @@ SQUARE: dict[str, tuple[Step, bool]] = {
     "a table of sequences": (lambda v, a, b: v * a.unsqueeze(1), True),
     "positions summed": (lambda v, a, b: v - v.mean(1, keepdim=True), True),
     "sequences summed": (lambda v, a, b: v - v.mean(0, keepdim=True), True),
+    "positions by themselves": (lambda v, a, b: (v @ v.mT).diagonal(0, 1, 2), False),
+    "tokens by themselves": (
+        lambda v, a, b: (v.flatten(0, 1) @ v.flatten(0, 1).T).diagonal(),
+        False,
+    ),
+    "positions by sequences": (lambda v, a, b: (v @ v.mT).diagonal(0, 0, 1), True),
+    "tokens by tokens, turned": (
+        lambda v, a, b: (v.flatten(0, 1) @ v.transpose(0, 1).flatten(0, 1).T).diagonal(),
+        True,
+    ),
+    "positions by those of the table": (lambda v, a, b: (v @ a.T).diagonal(0, 1, 2), False),
+    "sequences by those of the table": (lambda v, a, b: (v @ a.T).diagonal(0, 0, 2), True),
 }
 
 
