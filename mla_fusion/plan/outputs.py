@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import combinations, permutations
 
 import torch
 from torch.fx import Node
 
 from mla_fusion.facts import dynamic_quant
 from mla_fusion.facts.dynamic_quant import DynamicQuant
+from mla_fusion.fx import contraction
 from mla_fusion.fx.kinds import (
+    Kind,
     borrows_only,
     has_effect,
     is_faithful_cast,
@@ -19,6 +21,7 @@ from mla_fusion.fx.kinds import (
     is_reshape,
     is_view,
     is_writer,
+    kind_of,
     op_name,
 )
 from mla_fusion.fx.operators import SELECTIONS
@@ -29,6 +32,8 @@ from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.plan.weight_modes import scales_of_row
 from mla_fusion.report.rejection import Refuse
+
+_NUMBERS = (Kind.MOVEMENT, Kind.ANALYTIC, Kind.CHOICE)
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,47 @@ class ValueTree:
                 )
             else:
                 wanted.append(self.parent[node])
+        self._judge_roundings(output)
         return list(made.values())
+
+    def _judge_roundings(self, output: str) -> None:
+        """Raise ``Refuse("reader.latent")`` where something computes with the value and with the
+        same value rounded, as with two numbers: the kernel returns one, and what rounding leaves of
+        it is lost.
+        """
+        readers: dict[object, set[Node]] = {}
+        for node in self.nodes:
+            readers.setdefault(self._rounded_to(node), set()).update(
+                node.users.keys() - self.codes.keys()
+            )
+        reached = [_reached(users) for users in readers.values()] if len(readers) > 1 else []
+        both = sorted(node for one, other in combinations(reached, 2) for node in one & other)
+        if both:
+            raise Refuse(
+                "reader.latent", f"{both[0].name} reads what rounding leaves of {output}", both[:1]
+            )
+
+    def _rounded_to(self, node: Node) -> object:
+        """The narrowest dtype that the value has passed through on its way to the node."""
+        dtypes = [node.meta["val"].dtype]
+        while node in self.parent:
+            node = self.parent[node]
+            dtypes.append(node.meta["val"].dtype)
+        return min(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+def _reached(nodes: Iterable[Node]) -> set[Node]:
+    """Who computes with the values of these nodes, as they are or moved; products, writes and picks
+    by an index end it.
+    """
+    found: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found and kind_of(node) in _NUMBERS and contraction.read(node) is None:
+            found.add(node)
+            stack += node.users
+    return {node for node in found if kind_of(node) is not Kind.MOVEMENT}
 
 
 def quantised_rows(

@@ -1,0 +1,72 @@
+"""The kernel returns a value once. Who computes with it and with the same value rounded, as with two
+numbers, reads what rounding has left, and that is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mla_fusion as mf
+from tests.catalogue import base, prologues
+from tests.harness import graph_of
+
+
+class Norm(base.HfNorm):
+    """Keeps the normed rows as they are before they are rounded."""
+
+    wide: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        self.wide = self.weight.float() * (wide * scale)
+        return self.wide.to(x.dtype)
+
+
+class Reads(prologues.PagedRotateHalf):
+    norm = Norm
+
+    def __init__(self, read: Callable[[Tensor, Tensor], Any], of: str) -> None:
+        super().__init__()
+        self.read, self.of = read, of
+
+    def forward(self, *args: Tensor) -> Any:
+        found = super().forward(*args)
+        wide = getattr(self, self.of).wide
+        return found, self.read(wide, wide.to(torch.bfloat16))
+
+
+LEFT: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a difference": lambda wide, narrow: wide - narrow.float(),
+    "a difference, the other way": lambda wide, narrow: narrow.float() - wide,
+    "of parts": lambda wide, narrow: wide[:, :8] - narrow[:, :8].float(),
+    "multiplied": lambda wide, narrow: wide * 3 - narrow.float() * 3,
+    "joined": lambda wide, narrow: torch.stack((wide, -narrow.float())).sum(0),
+    "equal or not": lambda wide, narrow: (wide == narrow.float()).sum(),
+    "of sums": lambda wide, narrow: wide.sum(-1) - narrow.float().sum(-1),
+    "another dtype": lambda wide, narrow: wide.half().float() - narrow.float(),
+}
+KEPT: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "both": lambda wide, narrow: (wide, narrow),
+    "side by side": lambda wide, narrow: torch.cat((wide, narrow.float()), -1),
+    "each by itself": lambda wide, narrow: (wide * 2, narrow.float().sum(-1)),
+    "the narrow one twice": lambda wide, narrow: narrow.float() - narrow * 2,
+}
+
+
+@pytest.mark.parametrize("of", ["kv_a_layernorm", "q_a_layernorm"])
+@pytest.mark.parametrize("read", LEFT.values(), ids=LEFT)
+def test_what_rounding_leaves_is_no_result(read: Callable[..., Any], of: str) -> None:
+    report = mf.explain(graph_of(Reads(read, of), *base.paged_args()))
+    assert [item.code for item in report.rejected] == ["reader.latent"], str(report)
+
+
+@pytest.mark.parametrize("read", KEPT.values(), ids=KEPT)
+def test_wide_and_rounded_rows_are_read(read: Callable[..., Any]) -> None:
+    report = mf.explain(graph_of(Reads(read, "kv_a_layernorm"), *base.paged_args()))
+    assert len(report.fused) == 1, str(report)
