@@ -208,7 +208,9 @@ class ValueTree:
         both = sorted(node for one, other in combinations(reached, 2) for node in one & other)
         if both:
             raise Refuse(
-                "reader.latent", f"{both[0].name} reads what rounding leaves of {output}", both[:1]
+                "reader.latent",
+                f"{both[0].name} reads what rounding leaves of {output}",
+                (both[0],),
             )
 
     def _rounded_to(self, node: Node) -> object:
