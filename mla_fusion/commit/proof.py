@@ -292,7 +292,7 @@ class _FieldBuilder(TensorBuilder):
             field.leaf(name, value.rows if isinstance(value, Written) else value, "result")
         return results
 
-    def sizes(self, shape: Sequence[Any]) -> list[int]:
+    def sizes(self, shape: Sequence[Any], of: Any = None) -> list[int]:
         sizes = [self._binding.size(size) for size in shape]
         return list(self._run.at.short(tuple(sizes))) if len(sizes) > 1 else sizes
 

@@ -102,7 +102,7 @@ def _table(b: Builder, plan: KeyPlan, table: Table, without: float, kv: Any) -> 
 
 
 def _buffer(b: Builder, kv: Any, shape: tuple[Any, ...]) -> Any:
-    return b.call(aten.new_empty.default, kv, b.sizes(shape))
+    return b.call(aten.new_empty.default, kv, b.sizes(shape, kv))
 
 
 def _places(b: Builder, plan: KeyPlan, lead: tuple[Any, Any]) -> Any:

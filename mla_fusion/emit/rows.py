@@ -168,7 +168,7 @@ def buffer(b: Builder, x: Any, lead: Sequence[Any], width: int) -> Any:
     written.
     """
     dtype = {} if b.dtype(x) == torch.bfloat16 else {"dtype": torch.bfloat16}
-    return b.call(aten.new_empty.default, x, b.sizes((*lead, 1, width)), **dtype)
+    return b.call(aten.new_empty.default, x, b.sizes((*lead, 1, width), x), **dtype)
 
 
 def nothing(b: Builder, x: Any) -> Any:

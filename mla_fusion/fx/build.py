@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from mla_fusion.compat import FakeTensor, OpOverload, schema_of, storage_id, without_fake_mode
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.kinds import attribute
-from mla_fusion.fx.sizes import Binding, SizeNodes, is_symbolic, same_shape
+from mla_fusion.fx.sizes import Binding, SizeNodes, is_symbolic, same, same_shape
 
 aten = torch.ops.aten
 Recipe = Callable[["Builder"], Any]
@@ -42,8 +42,10 @@ class Builder(ABC):
     def dtype(self, value: Any) -> torch.dtype: ...
 
     @abstractmethod
-    def sizes(self, shape: Sequence[Any]) -> list[Any]:
-        """A shape of the original graph (ints and SymInts) as arguments."""
+    def sizes(self, shape: Sequence[Any], of: Any = None) -> list[Any]:
+        """A shape of the original graph (ints and SymInts) as arguments. ``of``: a value that has a
+        size which the graph has no node for.
+        """
 
     @abstractmethod
     def constant(self, numbers: Sequence[int], like: Any) -> Any:
@@ -143,7 +145,7 @@ class TensorBuilder(Builder):
     def dtype(self, value: torch.Tensor) -> torch.dtype:
         return value.dtype
 
-    def sizes(self, shape: Sequence[Any]) -> list[int]:
+    def sizes(self, shape: Sequence[Any], of: Any = None) -> list[int]:
         return [self._binding.size(size) for size in shape]
 
     def reshape(self, value: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
@@ -300,8 +302,10 @@ class GraphBuilder(Builder):
     def device_type(self, value: Node) -> str:
         return value.meta["val"].device.type
 
-    def sizes(self, shape: Sequence[Any]) -> list[Any]:
-        """Each symbolic size as the node that holds it; a single unknown one as -1."""
+    def sizes(self, shape: Sequence[Any], of: Node | None = None) -> list[Any]:
+        """Each symbolic size as the node that holds it, or asks ``of`` for it; a single unknown one
+        as -1.
+        """
         out: list[Any] = []
         for size in shape:
             if not is_symbolic(size):
@@ -310,10 +314,20 @@ class GraphBuilder(Builder):
             node = self._size_nodes.find(size)
             if node is not None and self._is_written:
                 node = self.copies.get(node)
-            out.append(node if node is not None and self._defined(node) else -1)
+            held = node if node is not None and self._defined(node) else self._asked(of, size)
+            out.append(-1 if held is None else held)
         if out.count(-1) > 1:
             raise LookupError(f"the graph holds no node for the sizes of {list(shape)}")
         return out
+
+    def _asked(self, of: Node | None, size: torch.SymInt) -> Node | None:
+        held = () if of is None else of.meta["val"].shape
+        axis = next((axis for axis, one in enumerate(held) if same(one, size)), None)
+        if axis is None:
+            return None
+        with self._place():
+            node = self.gm.graph.call_function(torch.ops.aten.sym_size.int, (of, axis))
+        return self.take(node, size)
 
     def _defined(self, node: Node) -> bool:
         return self._point is None or node < self._point

@@ -11,10 +11,10 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 import mla_fusion as mf
-from tests.catalogue import ENTRIES, Entry
-from tests.catalogue.base import BLOCK_SIZE, BLOCKS
+from tests.catalogue import ENTRIES, Entry, prologues
+from tests.catalogue.base import BLOCK_SIZE, BLOCKS, paged_args
 from tests.exhaustive import one_in
-from tests.harness import graph_of
+from tests.harness import clones, distance, graph_of
 
 ALL = 0  # dynamic=True: every size that dynamo finds
 Places = list[tuple[int, int]]  # (argument, axis)
@@ -82,3 +82,29 @@ def test_a_symbolic_size_loses_nothing(entry: Entry) -> None:
     static, found = placements(entry), dict(of_any_size(entry))
     less = {size for size, placed in found.items() if placed != static}
     assert less == (known(entry) if static else set()), f"{static}, but {found}"
+
+
+def test_a_size_that_the_graph_has_no_node_for() -> None:
+    """Two prologues, each of half of the tokens: how many the second half has, its x says."""
+
+    class Halves(prologues.PagedRotateHalf):
+        def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            x, cos, sin, kv_cache, kr_cache, slots = args
+            half = len(x) // 2
+            caches = kv_cache, kr_cache
+            first = x[:half], cos[:half], sin[:half], *caches, slots[:half]
+            second = x[half:], cos[half:], sin[half:], *caches, slots[half:]
+            return super().forward(*first), super().forward(*second)
+
+    torch.manual_seed(0)
+    model, args = Halves().eval(), paged_args()
+    for place in (0, 1, 2, 5):
+        torch._dynamo.mark_dynamic(args[place], 0)
+    run = torch.compile(model, backend=mf.backend(), fullgraph=True)
+    for tokens in (8, 7):
+        given = [arg[:tokens] if len(arg) == 8 else arg for arg in args]
+        with torch.no_grad():
+            got, want = run(*clones(given)), model(*clones(given))
+        assert all(distance(one, other) < 0.02 for one, other in zip(got, want, strict=True))
+    report = mf.reports()[-1]
+    assert len(report.fused) == 2 and not report.rejected
