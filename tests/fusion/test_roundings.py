@@ -1,5 +1,5 @@
-"""The kernel returns a value once. Who computes with it and with the same value rounded, as with two
-numbers, reads what rounding has left, and that is lost.
+"""The kernel returns a value once. Who computes with it and with the same value rounded, as with
+two numbers, reads what rounding has left, and that is lost.
 """
 
 from __future__ import annotations
