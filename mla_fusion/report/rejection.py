@@ -188,7 +188,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "reader.latent": (
         "Something else reads a value that the kernel does not return (raw c_q, unrotated q_pe or"
-        " k_pe, raw c_kv).",
+        " k_pe, raw c_kv, what rounding leaves of c_kv).",
         "Compute that value separately from x, or read the normed latent.",
     ),
     "cache.staging_forbidden": (
