@@ -12,7 +12,7 @@ from torch.fx import Node
 from mla_fusion.commit.draws import KINDS, WIDE, rounds_nothing
 from mla_fusion.commit.region import Region
 from mla_fusion.fx.kinds import argument, named_sizes, op_name
-from mla_fusion.fx.operators import SIZED
+from mla_fusion.fx.operators import SELECTIONS, SIZED
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes
@@ -107,6 +107,9 @@ def with_room(view: View, plan: Plan, region: Region) -> View:
             binding = binding.roomier(rows, binding.number(end.meta["val"]))
         elif isinstance(start, Node):  # so many rows from the end
             binding = binding.roomier(rows, binding.size(kept))
+    for rows, parts in _cuts(region):
+        short = 2 - min(map(binding.size, parts))
+        binding = binding.roomier(rows, binding.size(rows) + max(short, 0))
     return view.bound(binding)
 
 
@@ -134,6 +137,18 @@ def _fits(view: View, plan: Plan, region: Region) -> bool:
         if isinstance(end, Node) and view.binding.number(end.meta["val"]) > view.binding.size(rows):
             return False
     return _tokens(view, plan) <= _rows(view, plan)
+
+
+def _cuts(region: Region) -> Iterator[tuple[Any, list[Any]]]:
+    """Of each split how many rows there are, and how many each part has."""
+    for node in region.nodes:
+        parts, source = node.meta["val"], node.args[0] if node.args else None
+        if op_name(node) in SELECTIONS and isinstance(parts, (list, tuple)):
+            assert isinstance(source, Node)
+            sizes = [source.meta["val"].shape, *(part.shape for part in parts)]
+            if len({len(shape) for shape in sizes}) == 1:  # unbind takes the axis away
+                rows, *each = (shape[argument(node, "dim", 0)] for shape in sizes)
+                yield rows, each
 
 
 def _slices(region: Region) -> Iterator[tuple[Node, Any, Any]]:

@@ -76,8 +76,8 @@ def paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
 
     A cache of another rank is rows of its last axis: [.., BlockSize, width] keeps its blocks where
     the kernel takes that BlockSize (16 to 1024, in steps of 16), other rows are cut into blocks of
-    128, 64, 32 or 16. Its sizes must be static, but for the BlockNum of [BlockNum, BlockSize,
-    width].
+    128, 64, 32 or 16. Its sizes must be static, but for the first: then the rows of each of these
+    are cut.
     """
     value = cache.meta["val"]
     shape = value.shape
@@ -90,11 +90,11 @@ def paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
     ):
         return None
     own = shape[-2] if len(shape) == 3 and shape[-2] % 16 == 0 and 16 <= shape[-2] <= 1024 else None
+    count, rows = 1, math.prod(shape[:-1])
     if not isinstance(shape[0], int):
-        return (shape[0], own, 1, shape[-1]) if own else None
-    rows = math.prod(shape[:-1])
+        count, rows = shape[0], math.prod(shape[1:-1])
     size = own or next((size for size in (128, 64, 32, 16) if rows % size == 0), None)
-    return (rows // size, size, 1, shape[-1]) if size else None
+    return (count * (rows // size), size, 1, shape[-1]) if size else None
 
 
 @measured

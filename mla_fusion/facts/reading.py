@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -92,6 +93,8 @@ class FactReader:
         # Are there tokens that cannot be probed as few? (Cone.) A batch as long as its sequences
         # has two such axes.
         self.is_lost = lead.count(longest) > 1
+        leads = map(token_sizes, projections)
+        self._leads: list[list[Any]] = [lead for lead in leads if lead and len(lead) > 1]
         self._operands = {projection.activation for projection in projections} | set(operands)
         self._alike: dict[object, list[ConeFacts]] = defaultdict(list)
         self._facts: dict[Node, ConeFacts] = {}
@@ -125,7 +128,7 @@ class FactReader:
         return all((node in self._operands) == (move[node] in self._operands) for node in nodes)
 
     def _anew(self, projection: Projection) -> ConeFacts:
-        lead = token_sizes(projection)
+        lead = self._lead_of(projection)
         cone = Cone(
             self.view, projection.product, projection.weight_is_left, self.shrink, self.tokens, lead
         )
@@ -133,6 +136,16 @@ class FactReader:
         facts = self._probe(cone)
         self._alike[outline(self.view, projection.product, projection.weight_is_left)].append(facts)
         return facts
+
+    def _lead_of(self, projection: Projection) -> list[object] | None:
+        """The token axes before any were merged. Of rows that were merged above another product
+        those of that one: however rows are counted, by two numbers or by one, they are the same.
+        """
+        lead, same = token_sizes(projection), self.view.binding.same
+        if lead is None or len(lead) != 1:
+            return lead
+        alike = (other for other in self._leads if same(math.prod(other), lead[0]))
+        return next(alike, lead)
 
     def _probe(self, cone: Cone) -> ConeFacts:
         self.probes += 1

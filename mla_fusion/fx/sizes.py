@@ -90,15 +90,15 @@ class Binding:
         """Take two sizes for equal from here on: the graph runs for no others.
 
         Solved for a symbol (``s == 2 * (s // 2)`` makes it twice its half), or for a quotient that
-        is a number then (``w // 2 == 64``; w stays what the graph was traced with). An equation
-        that has neither is left.
+        is a number then (``w // 2 == 64``; w stays what the graph was traced with) or another one.
+        An equation that has neither is left.
         """
         _, difference = sympy.expand(self._expr(a) - self._expr(b)).as_content_primitive()
         quotients = difference.atoms(FloorDiv)
         for part in (*sorted(difference.free_symbols, key=str), *quotients):
             factor = difference.coeff(part)
             rest = sympy.expand(part - difference * factor)
-            if factor**2 != 1 or not (part.is_symbol or rest.is_Integer):
+            if factor**2 != 1 or not (part.is_symbol or rest.is_Integer or rest in quotients):
                 continue
             inside = [one for one in quotients if one.has(part) and one != part]
             found = {one: sympy.Dummy(str(one), integer=True, positive=True) for one in inside}

@@ -448,10 +448,28 @@ def _selected(call: Call) -> Value:
     "tensor_split".split()
 )
 def _split(call: Call) -> Any:
-    rest = [plain(item) for item in list(call.given.values())[1:]]
-    if call.varies("self", _axis(call)):
+    """Where a symbolic size says where to cut, rows of that name, as of a slice."""
+    rest = list(call.given.values())[1:]
+    sizes = [item for item in _flat(rest) if isinstance(item, Abstract)]
+    if not sizes and call.varies("self", _axis(call)):
         raise Undecided(f"{call.name} cuts the tokens")
-    return call.value.parts(lambda part: call.target(part, *rest))
+    now = [_in_this_run(item) for item in rest]
+    parts: Sequence[Value] = call.value.parts(lambda part: call.target(part, *now))
+    if not sizes:
+        return parts
+    names = (f"rows of {call.name} {call.literals}, {place}" for place in range(len(parts)))
+    of = [real(as_value(size)) for size in sizes]
+    return [_scaled(part, function(name, *of)) for part, name in zip(parts, names, strict=True)]
+
+
+def _flat(item: Any) -> list[Any]:
+    return [part for each in item for part in _flat(each)] if isinstance(item, list) else [item]
+
+
+def _in_this_run(item: Any) -> Any:
+    if isinstance(item, list):
+        return [_in_this_run(part) for part in item]
+    return item.number if isinstance(item, Abstract) else plain(item)
 
 
 @rule("unbind", "unbind_copy")

@@ -103,6 +103,18 @@ def sequence_first() -> tuple[Tensor, ...]:
     return x.view(4, 2, HE), torch.cat([angles, angles], -1), *rest
 
 
+@entry(IN_PLACE, source=OURS, tags="layout", args=sequence_args)
+class SequencesMergedFirst(Base):
+    """Nothing but what comes in has two axes of tokens."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rows = (value.reshape(-1, value.shape[-1]) for value in (x, cos, sin))
+        scores, more = super().forward(*rows, kv_cache, kr_cache, slots.view(-1))
+        return scores.view(*x.shape[:2], *scores.shape[1:]), more
+
+
 @entry(IN_PLACE, source="Megatron", tags="layout", args=sequence_first)
 class Megatron(Base):
     """Sequence first, [S, B, He]; freqs [S, 1, 1, Dr] are rotated in the layer."""

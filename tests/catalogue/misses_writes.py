@@ -10,6 +10,7 @@ from torch import Tensor
 from .base import BLOCK_SIZE, DR, HCKV, Base, paged_args
 from .entry import IN_PLACE, MISS_OF_BASE, STAGED, Entry, Make, add, based, miss, words
 from .prologues import NpuOperators
+from .writes import parts_args
 
 
 @miss("order.cycle", tags="cache", name="SlotsFromSizeOfQuery")
@@ -26,6 +27,28 @@ class OperatorNormMode(NpuOperators):
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
     ) -> Tensor:
         return super().forward(x, cos, sin, kv_cache[:2], kr_cache[:2], slots % 32)
+
+
+@miss("kv_latent.absent", tags="cache, layout", of="PartsOfTheBatch", args=parts_args)
+class PartsCrossed(Base):
+    """The query's rows are the first, the key's are others."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        kr_cache: Tensor,
+        slots: Tensor,
+        decoding: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        count = decoding.shape[0]
+        x, self.others, _ = x.split([count, count, x.shape[0] - 2 * count])
+        return super().forward(x, cos[:count], sin[:count], kv_cache, kr_cache, slots[:count])
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().latent(self.others)
 
 
 @miss("cache.also_read", tags="cache, operators", of="NpuOperators")

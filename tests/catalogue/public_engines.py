@@ -459,6 +459,17 @@ class RowOfEachRequest(Base):
         return scores + torch.einsum("thr,tsr->ths", q_pe, kr_cache[requests])
 
 
+def many_rows_for_each() -> tuple[Tensor, ...]:
+    *given, positions = requests_and_positions()
+    caches = (torch.randn(8, 2048, width).bfloat16() for width in (HCKV, DR))
+    return *given[:3], *caches, given[-1], positions + 1500
+
+
+@entry(IN_PLACE, source="nano engines", tags="cache", alone=(STAGED,), args=many_rows_for_each)
+class LongRowOfEachRequest(RowOfEachRequest):
+    """More rows than a block has."""
+
+
 def one_place_of_each_sequence() -> tuple[Tensor, ...]:
     x, cos, sin, *_ = paged_args(2)
     caches = (torch.randn(2, 48, width).bfloat16() for width in (HCKV, DR))

@@ -220,6 +220,50 @@ class HalvesOfTheBatch(Base):
         return first, second
 
 
+def parts_args() -> tuple[Tensor, ...]:
+    return *paged_args(12), torch.zeros(5)
+
+
+@entry(IN_PLACE, STAGED, source="vLLM", tags="cache, layout, device", args=parts_args)
+class PartsOfTheBatch(Base):
+    """Rows that decode and rows that are prefilled, as many as another argument has."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        kr_cache: Tensor,
+        slots: Tensor,
+        decoding: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        count = decoding.shape[0]
+        sizes = [count, x.shape[0] - count]
+        first, second = (
+            super(PartsOfTheBatch, self).forward(*part[:3], kv_cache, kr_cache, part[3])[0]
+            for part in zip(*(each.split(sizes) for each in (x, cos, sin, slots)), strict=True)
+        )
+        return first, second
+
+
+def heads_first_args() -> tuple[Tensor, ...]:
+    x, cos, sin, *caches, slots = paged_args()
+    return x, cos, sin, *(cache.transpose(1, 2).contiguous() for cache in caches), slots
+
+
+@entry(IN_PLACE, source="omni-infer", tags="cache, layout", args=heads_first_args)
+class BlocksOfOneHead(Base):
+    """Caches [BlockNum, 1, BlockSize, ..]."""
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        block, place = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        kv_cache[block, 0, place] = c_kv
+        kr_cache[block, 0, place] = k_pe
+
+
 def two_caches() -> tuple[Tensor, ...]:
     *given, slots = paged_args()
     return (*given, *paged_caches(), slots)

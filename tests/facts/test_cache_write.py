@@ -13,7 +13,8 @@ from mla_fusion.facts import cache_write
 from mla_fusion.facts.cache_write import WriteFact, paged_shape, readers
 from mla_fusion.facts.obstacle import Obstacles
 from mla_fusion.fx.kinds import is_writer
-from tests.fx.tracing import floats, inputs, integers, view
+from mla_fusion.fx.sizes import same
+from tests.fx.tracing import POSITIONS, TOKENS, floats, inputs, integers, view
 
 T, BLOCKS, SIZE, WIDTH = 5, 4, 16, 8
 ROWS = BLOCKS * SIZE
@@ -102,6 +103,31 @@ MISSES: dict[str, Write] = {
 @pytest.mark.parametrize("name", MISSES)
 def test_miss(name: str) -> None:
     assert isinstance(found(MISSES[name]), tuple)
+
+
+@pytest.mark.parametrize(
+    "shape, blocks",
+    [
+        ((TOKENS, 16, 1, 8), (1, 16)),
+        ((TOKENS, 16, 8), (1, 16)),
+        ((TOKENS, 1, 16, 8), (1, 16)),
+        ((TOKENS, 2048, 8), (16, 128)),
+        ((TOKENS, 1, 96, 8), (3, 32)),
+        ((TOKENS, 24, 8), None),
+        ((TOKENS, POSITIONS, 8), None),
+        ((TOKENS, 8), None),
+    ],
+)
+def test_rows_in_a_symbolic_number_of_blocks(
+    shape: tuple[int, ...], blocks: tuple[int, int] | None
+) -> None:
+    (cache,) = inputs(view(lambda c: c + 1, floats(*shape), symbolic=True))
+    paged, count = paged_shape(cache), cache.meta["val"].shape[0]
+    if blocks is None:
+        assert paged is None
+    else:
+        times, size = blocks
+        assert paged is not None and same(paged[0], count * times) and paged[1:] == (size, 1, 8)
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,10 @@ _APART = "the kernel takes two caches of one BlockNum; mark_dynamic gives each a
 LESS: dict[tuple[str, int], str] = {
     **dict.fromkeys((("SlotsInTwoWays", size) for size in (ALL, BLOCK_SIZE)), _LITERAL),
     ("SglangBuffers", 64): _ROWS,
+    **dict.fromkeys((("BlocksOfOneHead", size) for size in (ALL, BLOCK_SIZE)), _ROWS),
     **dict.fromkeys((("RowOfEachRequest", size) for size in (ALL, 32)), _ROWS),
-    ("RowOfEachRequest", 8): _APART,
+    **dict.fromkeys((("LongRowOfEachRequest", size) for size in (ALL, 2048)), _ROWS),
+    **dict.fromkeys((("RowOfEachRequest", 8), ("LongRowOfEachRequest", 8)), _APART),
     **dict.fromkeys((("ScatterRows", 8), ("LayersAsRows", 8)), _SCATTER),
     **dict.fromkeys((("RowsReadToo", size) for size in (BLOCKS, BLOCK_SIZE)), _APART),
 }

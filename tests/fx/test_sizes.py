@@ -92,6 +92,11 @@ def test_sizes_taken_for_one() -> None:
         (lambda t, s, p: [(t // 2, 3)], lambda t, s, p: (t // 2, 3)),
         (lambda t, s, p: [((t + 1) // 2, 64), (t - (t + 1) // 2, 64)], lambda t, s, p: (t, 128)),
         (lambda t, s, p: [(t, 2 * (t // 2))], lambda t, s, p: (t // 2 + t // 2, t)),
+        (
+            lambda t, s, p: [((t + 1) // 2, (s + 1) // 2), (t - (t + 1) // 2, s - (s + 1) // 2)],
+            lambda t, s, p: (t, s),
+        ),
+        (lambda t, s, p: [(t // 2, s // 3)], lambda t, s, p: (2 * (s // 3), 2 * (t // 2))),
     ],
 )
 def test_equations_are_solved(equations: Any, follows: Any) -> None:

@@ -223,3 +223,51 @@ def test_more_places_than_this_run_has() -> None:
     call = operators.called(aten.slice.Tensor, (value, 0, 0, 32), {}, shape=(32, 4), **of_self)
     with pytest.raises(field.Undecided):
         operators.run(call)
+
+
+def test_parts_by_symbolic_sizes_are_rows_of_that_name() -> None:
+    def parts(first: str, second: str, axis: int = 0) -> list[Num]:
+        sizes = [operators.Abstract(2, first), operators.Abstract(3, second)]
+        call = operators.called(
+            aten.split_with_sizes.default,
+            (value, sizes, axis),
+            {},
+            varies=lambda name, axis: axis == 0,
+        )
+        found = operators.run(call)
+        assert isinstance(found, list)
+        return found
+
+    with field.at(field.Point()):
+        value = field.random("value", (5, 4))
+        one, other = parts("s", "t")
+        assert one.shape == (2, 4) and other.shape == (3, 4)
+        assert field.equal(one, parts("s", "t")[0])
+        assert not field.equal(one, parts("t", "s")[0])
+        plain = Num(value.re[:2])
+        assert not field.equal(one, plain), "of this run alone"
+
+
+def test_a_diagonal_of_tokens_is_of_tokens_with_tokens() -> None:
+    def diagonal(value: Num, of_tokens: set[int], *places: int) -> Num:
+        shape = value.re.diagonal(*places).shape
+        call = operators.called(
+            aten.diagonal.default,
+            (value, *places),
+            {},
+            shape=tuple(shape),
+            varies=lambda name, axis: axis in of_tokens,
+        )
+        found = operators.run(call)
+        assert isinstance(found, Num)
+        return found
+
+    with field.at(field.Point()):
+        value = field.random("value", (5, 5, 3))
+        own = Num(value.re.diagonal())
+        assert field.equal(diagonal(value, set()), own)
+        assert field.equal(diagonal(value, {0, 1}), own)
+        assert not field.equal(diagonal(value, {0}), own)
+        beside = Num(value.re.diagonal(1))
+        assert field.equal(diagonal(value, {2}, 1), beside)
+        assert not field.equal(diagonal(value, {0, 1}, 1), beside)
