@@ -11,31 +11,12 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 import mla_fusion as mf
-from tests.catalogue import ENTRIES, Entry, prologues
-from tests.catalogue.base import BLOCK_SIZE, BLOCKS, paged_args
+from tests.catalogue import ENTRIES, Entry
 from tests.exhaustive import one_in
-from tests.harness import clones, distance, graph_of
+from tests.fusion.loses import ALL, LESS
+from tests.harness import graph_of
 
-ALL = 0  # dynamic=True: every size that dynamo finds
 Places = list[tuple[int, int]]  # (argument, axis)
-
-_LITERAL = (
-    "the model counts with a literal that is a block's size at this one size alone: of other blocks"
-    " its rows are other ones"
-)
-_ROWS = "the kernel takes whole blocks; whether so many rows are is known when the graph runs"
-_SCATTER = "aten.scatter takes fewer indices than rows: nothing says that every token has a slot"
-_APART = "the kernel takes two caches of one BlockNum; mark_dynamic gives each a symbol of its own"
-LESS: dict[tuple[str, int], str] = {
-    **dict.fromkeys((("SlotsInTwoWays", size) for size in (ALL, BLOCK_SIZE)), _LITERAL),
-    ("SglangBuffers", 64): _ROWS,
-    **dict.fromkeys((("BlocksOfOneHead", size) for size in (ALL, BLOCK_SIZE)), _ROWS),
-    **dict.fromkeys((("RowOfEachRequest", size) for size in (ALL, 32)), _ROWS),
-    **dict.fromkeys((("LongRowOfEachRequest", size) for size in (ALL, 2048)), _ROWS),
-    **dict.fromkeys((("RowOfEachRequest", 8), ("LongRowOfEachRequest", 8)), _APART),
-    **dict.fromkeys((("ScatterRows", 8), ("LayersAsRows", 8)), _SCATTER),
-    **dict.fromkeys((("RowsReadToo", size) for size in (BLOCKS, BLOCK_SIZE)), _APART),
-}
 
 
 def sizes(entry: Entry) -> dict[int, Places]:
@@ -84,29 +65,3 @@ def test_a_symbolic_size_loses_nothing(entry: Entry) -> None:
     static, found = placements(entry), dict(of_any_size(entry))
     less = {size for size, placed in found.items() if placed != static}
     assert less == (known(entry) if static else set()), f"{static}, but {found}"
-
-
-def test_a_size_that_the_graph_has_no_node_for() -> None:
-    """Two prologues, each of half of the tokens: how many the second half has, its x says."""
-
-    class Halves(prologues.PagedRotateHalf):
-        def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            x, cos, sin, kv_cache, kr_cache, slots = args
-            half = len(x) // 2
-            caches = kv_cache, kr_cache
-            first = x[:half], cos[:half], sin[:half], *caches, slots[:half]
-            second = x[half:], cos[half:], sin[half:], *caches, slots[half:]
-            return super().forward(*first), super().forward(*second)
-
-    torch.manual_seed(0)
-    model, args = Halves().eval(), paged_args()
-    for place in (0, 1, 2, 5):
-        torch._dynamo.mark_dynamic(args[place], 0)
-    run = torch.compile(model, backend=mf.backend(), fullgraph=True)
-    for tokens in (8, 7):
-        given = [arg[:tokens] if len(arg) == 8 else arg for arg in args]
-        with torch.no_grad():
-            got, want = run(*clones(given)), model(*clones(given))
-        assert all(distance(one, other) < 0.02 for one, other in zip(got, want, strict=True))
-    report = mf.reports()[-1]
-    assert len(report.fused) == 2 and not report.rejected
