@@ -1,4 +1,4 @@
-"""What a symbolic size loses, each with the fact about the kernel, or about torch, that says why."""
+"""What a symbolic size loses, each with the fact about the kernel, or torch, that says why."""
 
 from __future__ import annotations
 
