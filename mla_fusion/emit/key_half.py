@@ -108,7 +108,7 @@ def _buffer(b: Builder, kv: Any, shape: tuple[Any, ...]) -> Any:
 def _places(b: Builder, plan: KeyPlan, lead: tuple[Any, Any]) -> Any:
     """Row s of sequence b is row s of its cache."""
     device = plan.token_x.meta["val"].device
-    places = b.call(aten.arange.default, b.sizes(lead[1:])[0], dtype=torch.int64, device=device)
+    places = b.call(aten.arange.default, b.size(lead[1]), dtype=torch.int64, device=device)
     return (
         b.call(aten.expand.default, places, b.sizes(lead))
         if lead[0] != 1

@@ -105,20 +105,17 @@ def slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
             value = b.value(slots.index)
         else:
             assert slots.block is not None and slots.offset is not None
-            value = b.call(aten.mul.Tensor, b.value(slots.block), b.sizes([slots.block_size])[0])
+            value = b.call(aten.mul.Tensor, b.value(slots.block), b.size(slots.block_size))
             value = b.call(aten.add.Tensor, value, b.value(slots.offset))
         return b.cast(b.reshape(value, lead), torch.int64)
 
-    return b.once(("slots", slots, tuple(map(str, lead))), build)
+    sizes = tuple(map(str, (slots.block_size, *lead)))
+    return b.once(("slots", slots.nodes, slots.span, sizes), build)
 
 
 def _assigned(b: Builder, span: Span, device: torch.device) -> Any:
     """The slots [sequences, length] of rows that the model assigns by slices."""
-    sequences, length, *begins = (
-        b.sizes([size])[0] for size in (span.sequences, span.length, span.first, span.start)
-    )
-    if -1 in begins:
-        raise LookupError(f"the graph holds no node for the start of {span}")
+    sequences, length, *begins = map(b.size, (span.sequences, span.length, span.first, span.start))
     first, start = (
         b.call(aten.add.Tensor, b.call(aten.arange.default, size, device=device), begin)
         for size, begin in zip((sequences, length), begins, strict=True)
@@ -155,7 +152,7 @@ _NZ_COLUMNS = 16  # of bfloat16, in a piece of FRACTAL_NZ
 
 def _pieces(b: Builder, rows: Any, block_size: Any, count: int) -> Any:
     """Where the pieces of rows lie in a cache [BlockNum, count, BlockSize, _NZ_COLUMNS]."""
-    size = b.sizes([block_size])[0]
+    size = b.size(block_size)
     offset = b.call(aten.remainder.Scalar, rows, size)
     block = b.call(aten.mul.Tensor, b.call(aten.sub.Tensor, rows, offset), count)
     first = b.reshape(b.call(aten.add.Tensor, block, offset), (*b.shape(rows), 1))

@@ -47,6 +47,13 @@ class Builder(ABC):
         size which the graph has no node for.
         """
 
+    def size(self, size: Any) -> Any:
+        """A size to compute with. Raises LookupError where the graph has no node for it."""
+        (found,) = self.sizes([size])
+        if isinstance(found, int) and found < 0:
+            raise LookupError(f"the graph holds no node for {size}")
+        return found
+
     @abstractmethod
     def constant(self, numbers: Sequence[int], like: Any) -> Any:
         """The numbers as a tensor on the device of ``like``."""

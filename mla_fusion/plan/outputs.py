@@ -200,7 +200,8 @@ class ValueTree:
         it is lost.
         """
         readers: dict[object, set[Node]] = {}
-        for node in self.nodes:
+        tensors = (node for node in self.nodes if isinstance(node.meta["val"], torch.Tensor))
+        for node in tensors:
             readers.setdefault(self._rounded_to(node), set()).update(
                 node.users.keys() - self.codes.keys()
             )
@@ -218,7 +219,8 @@ class ValueTree:
         dtypes = [node.meta["val"].dtype]
         while node in self.parent:
             node = self.parent[node]
-            dtypes.append(node.meta["val"].dtype)
+            held = node.meta["val"]
+            dtypes += [held.dtype] if isinstance(held, torch.Tensor) else []
         return min(dtypes, key=lambda dtype: dtype.itemsize)
 
 

@@ -169,7 +169,9 @@ WALKS: dict[str, tuple[Told, Told | None]] = {
     ),
     "cache.rows": (
         one_cache(
-            lambda kv, slots, rows: kv.view(-1, 8, HCKV).index_put_((slots // 8, slots % 8), rows)
+            lambda kv, slots, rows: kv.view(-1, 2, 8, HCKV).index_put_(
+                (slots // 16, slots // 8 % 2, slots % 8), rows
+            )
         ),
         PLAIN,
     ),
