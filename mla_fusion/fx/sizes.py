@@ -90,11 +90,11 @@ class Binding:
         """Take two sizes for equal from here on: the graph runs for no others.
 
         Solved for a symbol (``s == 2 * (s // 2)`` makes it twice its half), or for a quotient that
-        is a number then (``w // 2 == 64``; w stays what the graph was traced with) or another one.
-        An equation that has neither is left.
+        is a number then (``w // 2 == 64``) or another quotient; their symbols stay what the graph
+        was traced with. An equation that has neither is left.
         """
         _, difference = sympy.expand(self._expr(a) - self._expr(b)).as_content_primitive()
-        quotients = difference.atoms(FloorDiv)
+        quotients = sorted(difference.atoms(FloorDiv), key=str)
         for part in (*sorted(difference.free_symbols, key=str), *quotients):
             factor = difference.coeff(part)
             rest = sympy.expand(part - difference * factor)
@@ -106,7 +106,7 @@ class Binding:
             if rest.has(part) or any(one.xreplace({part: rest}) != found[one] for one in inside):
                 continue
             found[part] = rest
-            self._kept |= part.free_symbols - {part}
+            self._kept |= set() if part.is_symbol else difference.free_symbols
             self._solved = {was: now.xreplace(found) for was, now in self._solved.items()} | found
             return
 
