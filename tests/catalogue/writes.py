@@ -249,7 +249,7 @@ class PartsOfTheBatch(Base):
 
 def heads_first_args() -> tuple[Tensor, ...]:
     x, cos, sin, *caches, slots = paged_args()
-    return x, cos, sin, *(cache.transpose(1, 2).contiguous() for cache in caches), slots
+    return x, cos, sin, *(cache.view(-1, 1, BLOCK_SIZE, cache.shape[-1]) for cache in caches), slots
 
 
 @entry(IN_PLACE, source="omni-infer", tags="cache, layout", args=heads_first_args)
