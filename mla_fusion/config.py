@@ -71,9 +71,10 @@ class Config:
                 distinct; the report lists the assumption). "checked" tests them before each call of
                 ``mf.backend`` (``mla_fusion.SlotError``); a pass in another compiler cannot, and
                 the assumption says so.
-    strides     Strides of results that leave the graph. "exact": the model's, for which a permuted
-                query may be copied. "kernel": the kernel's, dense with tokens first. "auto":
-                "kernel" in GE graphs and behind the hook of another compiler, "exact" elsewhere.
+    strides     Strides of results that leave the graph, or that random and custom operators read.
+                "exact": the model's, for which a permuted query may be copied. "kernel": the
+                kernel's, dense with tokens first. "auto": "kernel" in GE graphs and behind the hook
+                of another compiler, "exact" elsewhere.
     strict      True raises a defect of the pass. False leaves the graph as it was, with
                 ``pass.failed`` in the report.
 

@@ -243,6 +243,21 @@ def reads_by_strides(node: Node) -> bool:
     return op_name(node).startswith("aten::as_strided")
 
 
+def heeds_strides(node: Node) -> bool:
+    """May the result depend on how operands lie in memory? So it is of random operators, whose
+    numbers come in the order of the memory, and of custom ones, but for those that say otherwise.
+    """
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    if operator_of(node).random:
+        return True
+    return target.namespace not in _BUILT_IN and torch.Tag.flexible_layout not in target.tags
+
+
+_BUILT_IN = ("aten", "prims", "npu", "torchvision", "_c10d_functional", "higher_order")
+
+
 def tensor_held(node: Node) -> torch.Tensor | None:
     """The tensor that a get_attr node reads, where its numbers can be read: no parameter, no
     subclass, not on meta.

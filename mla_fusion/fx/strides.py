@@ -3,8 +3,8 @@ latter.
 
 A query that the model rotated head by head was dense with heads first; the kernel's is dense with
 tokens first, and handed on permuted. Most operators read either. A view of it may have to become a
-reshape; what leaves the graph, and what is read by strides of its own, gets the strides that it
-had.
+reshape; what leaves the graph, what is read by strides of its own, and what random and custom
+operators read, gets the strides that it had.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import operator_of, reads_by_strides
+from mla_fusion.fx.kinds import heeds_strides, operator_of, reads_by_strides
 from mla_fusion.fx.sizes import Binding, same
 
 aten = torch.ops.aten
@@ -24,12 +24,13 @@ _DEMANDING = frozenset((aten.view.default, aten._unsafe_view.default))
 
 
 def follow(
-    builder: GraphBuilder, replaced: Iterable[tuple[Node, Node]], exact_outputs: bool = True
+    builder: GraphBuilder, replaced: Iterable[tuple[Node, Node]], exact: bool = True
 ) -> None:
     """Carry the strides of (new, old) values down the graph, and let go of what only the old ones
     allowed.
 
-    ``exact_outputs``: what leaves the graph gets the old strides.
+    ``exact``: what leaves the graph, and what random and custom operators read, gets the old
+    strides.
     """
     differ = {new: old for new, old in replaced if not _lie_alike(new.meta["val"], old.meta["val"])}
     if not differ:
@@ -41,9 +42,9 @@ def follow(
             return
         traced: dict[Node, Any] = {new: old.meta["val"] for new, old in differ.items()}
         for node in list(builder.gm.graph.nodes):
-            if node.op == "output":
+            if node.op == "output" or heeds_strides(node):
                 for value in node.all_input_nodes:
-                    if value in traced and exact_outputs:
+                    if value in traced and exact:
                         _restore(builder, value, traced[value], {node})
             elif (
                 node not in traced

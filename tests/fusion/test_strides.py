@@ -119,3 +119,33 @@ def test_a_captured_graph_keeps_the_strides_of_the_model() -> None:
     (end,) = lowered.fx_after.graph.find_nodes(op="output")
     query = end.args[0][0].meta["val"]
     assert query.stride() == (512, query.shape[0] * 512, 1)
+
+
+@torch.library.custom_op("mla_fusion_tests::heads", mutates_args=())
+def heads(query: Tensor) -> Tensor:
+    """As a kernel that takes memory and sizes: dense, heads first."""
+    return query.as_strided((query.numel(),), (1,), query.storage_offset()).view(query.shape) * 2
+
+
+@heads.register_fake
+def _(query: Tensor) -> Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+HEEDING: dict[str, Reader] = {
+    "a custom operator": lambda q: torch.ops.mla_fusion_tests.heads(q.transpose(0, 1)),
+    "one behind others": lambda q: torch.ops.mla_fusion_tests.heads((q * 2).transpose(0, 1)),
+    "dropout": lambda q: torch.nn.functional.dropout(q, 0.5, True),
+    "noise": lambda q: q + torch.randn_like(q),
+}
+
+
+@pytest.mark.parametrize("name", HEEDING)
+def test_a_reader_that_heeds_strides(name: str) -> None:
+    model, args = Gives(HEEDING[name]), base.paged_args()
+    torch.manual_seed(1)
+    wanted = harness.eager(model, harness.clones(args))
+    torch.manual_seed(1)
+    found = harness.compiled(model, harness.clones(args), mf.backend())
+    assert harness.outcome(mf.reports()[-1]) == ("in place",)
+    assert all(harness.distance(a, b) < 2e-2 for a, b in zip(found, wanted, strict=True))
