@@ -12,6 +12,7 @@ import copy
 import random
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import cycle
 from typing import Any
 
 MUTATED = (  # spellings unlike each other, int8 among them
@@ -34,16 +35,13 @@ def mutants(report: Any, rng: random.Random, count: int) -> Iterator[tuple[str, 
     changed.
     """
     kinds = [_literal, _operator, _operand, _move, _move, _claim, _argument, _attribute]
-    made = 0
-    while made < count:
-        changed = copy.deepcopy(report)
-        kind, fusion = kinds[made % len(kinds)], changed["fused"][0]
-        what = kind(fusion if kind is _attribute else changed["certificates"][0], rng)
+    turns = cycle(kinds)
+    while count:
+        changed, kind = copy.deepcopy(report), next(turns)
+        what = kind(changed["fused"][0] if kind is _attribute else changed["certificates"][0], rng)
         if what:
-            made += 1
+            count -= 1
             yield what, changed
-        else:
-            kinds.insert(0, kinds.pop(made % len(kinds)))
 
 
 def _matters(certificate: Any) -> list[int]:
