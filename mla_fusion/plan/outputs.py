@@ -11,11 +11,11 @@ from torch.fx import Node
 
 from mla_fusion.facts import dynamic_quant
 from mla_fusion.facts.dynamic_quant import DynamicQuant
-from mla_fusion.fx import contraction
 from mla_fusion.fx.kinds import (
     Kind,
     borrows_only,
     has_effect,
+    is_cast,
     is_faithful_cast,
     is_getitem,
     is_reshape,
@@ -32,8 +32,6 @@ from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.plan.weight_modes import scales_of_row
 from mla_fusion.report.rejection import Refuse
-
-_NUMBERS = (Kind.MOVEMENT, Kind.ANALYTIC, Kind.CHOICE)
 
 
 @dataclass(frozen=True)
@@ -200,11 +198,9 @@ class ValueTree:
         it is lost.
         """
         readers: dict[object, set[Node]] = {}
-        tensors = (node for node in self.nodes if isinstance(node.meta["val"], torch.Tensor))
-        for node in tensors:
-            readers.setdefault(self._rounded_to(node), set()).update(
-                node.users.keys() - self.codes.keys()
-            )
+        for node in self.nodes:
+            for user in node.users.keys() - self.codes.keys():
+                readers.setdefault(self._rounded_to(node, user), set()).add(user)
         reached = [_reached(users) for users in readers.values()] if len(readers) > 1 else []
         both = sorted(node for one, other in combinations(reached, 2) for node in one & other)
         if both:
@@ -214,27 +210,28 @@ class ValueTree:
                 (both[0],),
             )
 
-    def _rounded_to(self, node: Node) -> object:
-        """The narrowest dtype that the value has passed through on its way to the node."""
-        dtypes = [node.meta["val"].dtype]
+    def _rounded_to(self, node: Node, user: Node) -> object:
+        """The narrowest dtype that the value has passed through before the user computes with it;
+        a user may cast it itself, to float16 for example.
+        """
+        path = [user, node] if is_cast(user) else [node]
         while node in self.parent:
             node = self.parent[node]
-            held = node.meta["val"]
-            dtypes += [held.dtype] if isinstance(held, torch.Tensor) else []
+            path.append(node)
+        held = (step.meta["val"] for step in reversed(path))
+        dtypes = [value.dtype for value in held if isinstance(value, torch.Tensor)]
         return min(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def _reached(nodes: Iterable[Node]) -> set[Node]:
-    """Who computes with the values of these nodes, as they are or moved; products, writes and picks
-    by an index end it.
-    """
+    """What is computed with the values of these nodes; nodes that only move or join them aside."""
     found: set[Node] = set()
-    stack = list(nodes)
+    stack = [node for node in nodes if node.op != "output"]
     while stack:
         node = stack.pop()
-        if node not in found and kind_of(node) in _NUMBERS and contraction.read(node) is None:
+        if node not in found:
             found.add(node)
-            stack += node.users
+            stack += [user for user in node.users if user.op != "output"]
     return {node for node in found if kind_of(node) is not Kind.MOVEMENT}
 
 
