@@ -237,7 +237,7 @@ def _commit(
     report.operators["before"] = count_operators(form)
     work = workplace(form)
     builder = builder_of(work, form.graph)
-    rewrite.write(builder, plans, config.strides != "kernel")
+    rewrite.write(builder, plans, gm.graph, config.strides != "kernel")
     builder.finish()
     rewrite.clean(builder, plans)
     registered.restore(work.graph)

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from mla_fusion.commit import padding
 from mla_fusion.emit import results, targets
-from mla_fusion.fx import strides
+from mla_fusion.fx import memory, strides
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import has_effect, op_name
 from mla_fusion.fx.workplace import copied
@@ -57,9 +56,11 @@ def prove(plan: Plan) -> tuple[Node, set[Node]]:
     return point, seen
 
 
-def write(builder: GraphBuilder, plans: Sequence[Plan], exact_strides: bool = True) -> None:
+def write(
+    builder: GraphBuilder, plans: Sequence[Plan], given: Graph, exact_strides: bool = True
+) -> None:
     """Write the builder's graph: its source, with the calls of the plans and without what these
-    leave unread.
+    leave unread. What leaves it shares memory as in the ``given`` graph.
 
     ``exact_strides``: what leaves the graph has the strides that it has in the source.
     """
@@ -67,6 +68,7 @@ def write(builder: GraphBuilder, plans: Sequence[Plan], exact_strides: bool = Tr
     with builder.propagating():
         writer.write()
     strides.follow(builder, writer.handed_on, exact_strides)
+    memory.follow(builder, given, exact_strides)
 
 
 def clean(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
@@ -86,7 +88,7 @@ def _keep_output_names(source: Graph, graph: Graph) -> None:
     """Let what leaves the graph have the name that it has in the source: an exported program's
     signature has names.
     """
-    pairs = dict(zip(_leaving(source), _leaving(graph), strict=True))
+    pairs = dict(zip(memory.leaving(source), memory.leaving(graph), strict=True))
     after = list(pairs.values())
     named = {node.name: node for node in graph.nodes}
     for old, new in pairs.items():
@@ -96,18 +98,6 @@ def _keep_output_names(source: Graph, graph: Graph) -> None:
         if other is not None:  # still read inside
             other.name = new.name
         new.name = old.name
-
-
-def _leaving(graph: Graph) -> list[Node]:
-    """The nodes that a graph returns, in order."""
-    found: list[Node] = []
-
-    def take(node: Node) -> Node:
-        found.append(node)
-        return node
-
-    map_arg(graph.output_node().args, take)
-    return found
 
 
 class _Writer:

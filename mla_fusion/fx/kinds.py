@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.compat import HigherOrderOperator, OpOverload, schema_of
 from mla_fusion.fx.operators import (
     DIAGONALS,
     ELEMENTWISE,
@@ -245,17 +245,18 @@ def reads_by_strides(node: Node) -> bool:
 
 def heeds_strides(node: Node) -> bool:
     """May the result depend on how operands lie in memory? So it is of random operators, whose
-    numbers come in the order of the memory, and of custom ones, but for those that say otherwise.
+    numbers come in the order of the memory, of custom ones, but for those that say otherwise, and
+    of operators that run other graphs: these were traced with strides.
     """
     target = node.target
     if not isinstance(target, OpOverload):
-        return False
+        return isinstance(target, HigherOrderOperator)
     if operator_of(node).random:
         return True
     return target.namespace not in _BUILT_IN and torch.Tag.flexible_layout not in target.tags
 
 
-_BUILT_IN = ("aten", "prims", "npu", "torchvision", "_c10d_functional", "higher_order")
+_BUILT_IN = ("aten", "prims", "npu", "_c10d_functional")
 
 
 def tensor_held(node: Node) -> torch.Tensor | None:

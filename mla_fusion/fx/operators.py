@@ -306,7 +306,7 @@ class Operator:
             reshape=name in RESHAPES and not bits,
             cast=name in CASTS,
             writer=name in WRITERS,
-            aliases=_may_alias(target) or name in VIEWS,
+            aliases=may_alias(target) or name in VIEWS,
             functional=_functional(target, name) if mutates else None,
         )
 
@@ -349,7 +349,7 @@ def _is_alias(target: Any) -> bool:
     )
 
 
-def _may_alias(target: Any) -> bool:
+def may_alias(target: Any) -> bool:
     """Does the schema say of any result that it may be an argument's memory?"""
     if not isinstance(target, OpOverload):
         return False
