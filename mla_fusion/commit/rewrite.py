@@ -214,8 +214,16 @@ class _Writer:
         self._begun.add(number)
         self.b.at(None, _carried_meta(plan))
         made = self._results[number] = targets.call_kernel(self.b, plan)
+        lying: dict[Node, Node] = {}
         for item in plan.replacements:
-            self._values[item.node] = results.fit(self.b, item, made[item.output])
+            value = results.fit(self.b, item, made[item.output])
+            like = lying.setdefault(value, item.node)
+            if not strides.lie_alike(
+                like.meta["val"], item.node.meta["val"]
+            ):  # a copy of the other
+                axes = range(item.node.meta["val"].dim())
+                value = self.b.call(torch.ops.aten.permute.default, value, list(axes))
+            self._values[item.node] = value
 
     def _lend(self, borrower: Node) -> None:
         self.b.at(None, borrower.meta)

@@ -32,7 +32,7 @@ def follow(
     ``exact``: what leaves the graph, and what random and custom operators read, gets the old
     strides.
     """
-    differ = {new: old for new, old in replaced if not _lie_alike(new.meta["val"], old.meta["val"])}
+    differ = {new: old for new, old in replaced if not lie_alike(new.meta["val"], old.meta["val"])}
     if not differ:
         return
     with builder.propagating():
@@ -77,7 +77,7 @@ def _carry(builder: GraphBuilder, node: Node, traced: dict[Node, Any]) -> None:
             return
         node.target = aten.reshape.default
         value = builder.propagate(node.target, node.args, node.kwargs)
-    if not _lie_alike(value, node.meta["val"]):
+    if not lie_alike(value, node.meta["val"]):
         traced[node], node.meta["val"] = node.meta["val"], value
 
 
@@ -103,10 +103,10 @@ def _order(value: torch.Tensor) -> list[int]:
     return sorted(range(value.dim()), key=lambda axis: -strides[axis])
 
 
-def _lie_alike(a: Any, b: Any) -> bool:
+def lie_alike(a: Any, b: Any) -> bool:
     """Equal strides of every axis that is longer than one."""
     if isinstance(a, (tuple, list)):
-        return all(map(_lie_alike, a, b))
+        return all(map(lie_alike, a, b))
     if not isinstance(a, torch.Tensor):
         return True
     steps = zip(a.shape, a.stride(), b.stride(), strict=True)

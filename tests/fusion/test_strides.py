@@ -135,6 +135,7 @@ def _(query: Tensor) -> Tensor:
 HEEDING: dict[str, Reader] = {
     "a custom operator": lambda q: torch.ops.mla_fusion_tests.heads(q.transpose(0, 1)),
     "one behind others": lambda q: torch.ops.mla_fusion_tests.heads((q * 2).transpose(0, 1)),
+    "one behind a copy": lambda q: torch.ops.mla_fusion_tests.heads(q.contiguous()),
     "dropout": lambda q: torch.nn.functional.dropout(q, 0.5, True),
     "noise": lambda q: q + torch.randn_like(q),
 }
