@@ -31,7 +31,8 @@ def follow(builder: GraphBuilder, given: Graph, views: bool) -> None:
     before, after = leaving(given), leaving(graph)
     if not _in_one_mode([*given.find_nodes(op="placeholder"), *before]):
         return  # nothing says which of them share memory
-    inputs = zip(*(of.find_nodes(op="placeholder") for of in (given, builder.source)), strict=True)
+    # behind the given inputs, the source may have parts of pools
+    inputs = zip(*(of.find_nodes(op="placeholder") for of in (given, builder.source)), strict=False)
     # by the new root, what lies there in given
     held = {builder.copies[copied]: _memory(old) for old, copied in inputs}
     first: dict[object, int] = {}  # by the memory in given, the first result that lies there
