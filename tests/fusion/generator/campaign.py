@@ -98,12 +98,12 @@ def _distinct(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
 
 def _spread(work: Callable[[_Item], _Made], items: Iterator[_Item], jobs: int) -> Iterator[_Made]:
     """``map`` over ``jobs`` processes, in order; a batch at a time, because the items have no
-    end.
+    end. torch remembers the operators that it has seen on fake tensors: a process ends in time.
     """
     if jobs == 1:
         yield from map(work, items)
         return
-    with get_context("spawn").Pool(jobs, initializer=quiet) as pool:
+    with get_context("spawn").Pool(jobs, quiet, maxtasksperchild=200) as pool:
         while True:
             yield from pool.imap(work, itertools.islice(items, 16 * jobs))
 
