@@ -599,9 +599,8 @@ def function(name: str, *arguments: Num) -> Num:
     """
     found = _start(name)
     for argument in arguments:
-        found = _mixed(found, argument.re)
         im = argument.im
-        found = _mixed(found, torch.zeros((), dtype=torch.int64) if im is None else im)
+        found = _mixed(found, argument.re if im is None else im * P + argument.re)
     return Num((found & _POSITIVE).remainder(P))
 
 
@@ -662,6 +661,6 @@ def _hash_of(text: str) -> int:
 
 def _mixed(state: Tensor, value: Tensor) -> Tensor:
     """One round of a 64-bit mixer; products of int64 wrap around."""
-    found = (state ^ value) * -7046029254386353131
-    found = (found ^ ((found >> 32) & 0xFFFFFFFF)) * -4658895280553007687
-    return found ^ ((found >> 29) & 0x7FFFFFFFF)
+    found = (state ^ value).mul_(-7046029254386353131)
+    found.bitwise_xor_((found >> 32).bitwise_and_(0xFFFFFFFF)).mul_(-4658895280553007687)
+    return found.bitwise_xor_((found >> 29).bitwise_and_(0x7FFFFFFFF))
