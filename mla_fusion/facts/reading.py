@@ -172,12 +172,8 @@ class FactReader:
 
 def _lead(view: View, projections: list[Projection]) -> tuple[int, ...]:
     """The token axes of most of the graph's linear layers, those with several before others."""
-    leads = [
-        view.binding.shape(item.origin.meta["val"].shape[:-1])
-        for item in projections
-        if item.is_flat
-    ]
-    counted = Counter(filter(None, leads)).items()
+    leads = (token_sizes(item) for item in projections if item.is_flat)
+    counted = Counter(view.binding.shape(lead) for lead in leads if lead).items()
     return max(counted, key=lambda entry: (len(entry[0]) > 1, entry[1]), default=((), 0))[0]
 
 
