@@ -131,9 +131,11 @@ class _Run:
 
     @property
     def is_small(self) -> bool:
-        """May all its tokens be drawn?"""
+        """May all its tokens be drawn? (Of a cache only the rows that are written are.)"""
         shapes = (
-            self.at.binding.shape(item.node.meta["val"].shape) for item in self.plan.replacements
+            self.at.binding.shape(item.node.meta["val"].shape)
+            for item in self.plan.replacements
+            if item.output not in _OF_OPERATOR
         )
         return all(math.prod(shape) <= _ALL_TOKENS for shape in shapes)
 
