@@ -35,6 +35,7 @@ from mla_fusion.prove.operators import NARROW, Abstract
 
 POINTS = 3  # at which a plan is proved
 _MOST_COLUMNS = 1 << 16
+_SMALL = 256  # integers up to which bfloat16 has all
 _FEW = 8  # elements of an input for each of which both signs are tried
 _UNDRAWN = ("weight", "cache")  # large, and mostly only moved about
 _OF_MODEL = frozenset(("weight", "gamma", "scale", "cache", "constant"))  # leaves without tokens
@@ -417,9 +418,14 @@ def _is_float(node: Node) -> bool:
 
 
 def _is_exact(found: Any, dtype: torch.dtype) -> bool:
-    """Is it made of a number that the dtype has?"""
-    value = found.past if isinstance(found, Num) else None
-    return isinstance(value, float) and torch.tensor(value, dtype=dtype).item() == value
+    """Is it made of a number that the dtype has, or of small integers, which every dtype has?"""
+    if not isinstance(found, Num) or found.cells is not None:
+        return False
+    value = found.past
+    if isinstance(value, float) and torch.tensor(value, dtype=dtype).item() == value:
+        return True
+    is_small = (found.re <= _SMALL) | (found.re >= field.P - _SMALL)
+    return bool(is_small.all()) and not bool(field.imaginary(found).any())
 
 
 def _is_literal(call: operators.Call) -> bool:
