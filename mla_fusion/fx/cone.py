@@ -171,16 +171,23 @@ class Cone:
         return not self._has_token_rows(base) or self.view.is_plain_constant(base)
 
     def _bases_of(self, side: Node) -> list[Node]:
-        """What ``side`` is put together from, as tables whose rows can be tokens'."""
+        """What ``side`` is put together from, as tables whose rows can be tokens'; those with a row
+        for each token before others: of [columns, tokens] the rows may be a part of the tokens.
+        """
         base = origin(side, table_columns)
-        if self._has_token_rows(base) and not self._is_padded(base):
+        whole = self._has_token_rows(base) and not self._is_padded(base)
+        if whole and self._rows(base) in (1, self.tokens):
             return [base]
         parts = list(dict.fromkeys(origin(part, table_columns) for part in self._parts(base)))
+        if whole:
+            return parts if parts and {*map(self._rows, parts)} == {self.tokens} else [base]
         return parts if parts and all(map(self._has_token_rows, parts)) else [base]
 
+    def _rows(self, base: Node) -> int:
+        return _product(self.shape(base)[:-1])
+
     def _has_token_rows(self, base: Node) -> bool:
-        shape = self.shape(base)
-        rows = _product(shape[:-1])
+        rows = self._rows(base)
         return rows > 0 and self.tokens % rows == 0
 
     def _is_padded(self, base: Node) -> bool:
