@@ -313,6 +313,8 @@ def _cast(call: Call) -> Value:
     wanted, value = call.dtype, call.value
     if wanted is None:
         return value
+    if wanted == torch.complex32 and call.source != torch.complex32 and not here().float16:
+        raise Undecided(f"numbers cast to {wanted}")
     if wanted.is_complex:
         return value if isinstance(value, Complex) else Complex(value, field.number(0))
     if isinstance(value, Complex):
