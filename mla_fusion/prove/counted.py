@@ -32,6 +32,7 @@ _LEFT_SHIFTS = ("aten::bitwise_left_shift", "aten::__lshift__")
 _SUMS_OF_TWO = ("aten::add", "aten::sub", "aten::rsub", "aten::subtract")
 _OVER_AXES = ("aten::sum", "aten::cumsum")
 _SUMMED = frozenset((*_OVER_AXES, *(f"aten::{n}" for n in "mm bmm matmul einsum dot".split())))
+_OF_BYTES = ("aten::_int_mm", "npu::npu_quant_matmul")  # whose sums are int32
 _PRODUCTS = frozenset(f"aten::{name}" for name in "mul multiply outer addcmul".split())
 
 
@@ -131,9 +132,18 @@ class Counted:
             sizes = [read.meta["val"].shape for read in node.all_input_nodes if _is_tensor(read)]
             terms = _length(sizes[0]) if name in _OVER_AXES else max(map(_longest, sizes))
             return math.prod(max(1, self.most(read)) for read in node.all_input_nodes) * terms
+        if name in _OF_BYTES:
+            left, right = node.args[:2]
+            bias = argument(node, "bias") if name == _OF_BYTES[1] else None
+            terms = _length(left.meta["val"].shape[-1:])  # type: ignore[union-attr]
+            return self.most(left) * self.most(right) * terms + self.most(bias)
         if name in _PRODUCTS:
             return math.prod(one + 1 for one in given)
-        return max(given, default=0) if is_cast(node) else min(max(given, default=0), largest)
+        if is_cast(node):
+            source = node.all_input_nodes[0]
+            is_any = source.meta["val"].is_floating_point() and self._kind(source) == ""
+            return largest if is_any else max(given, default=0)
+        return min(max(given, default=0), largest)
 
 
 def _is_whole(held: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from mla_fusion.fx.kinds import (
     is_cast,
     is_getitem,
     is_literal,
+    op_name,
     operator_of,
 )
 from mla_fusion.fx.shrink import Shrink
@@ -271,6 +272,8 @@ class Evaluation:
             found = Complex(
                 *(field.function(part, found) for part in ("real part", "imaginary part"))
             )
+        if self._enters_float16(node, found):
+            found = _in_float16(found)
         if call.rounded and operator_of(node).kind is Kind.ANALYTIC:
             found = past_rounding(call, found)
         self.roots += roots[before:]
@@ -337,6 +340,20 @@ class Evaluation:
         if dtype in NARROW and kind is Kind.ANALYTIC:
             return True
         return call.rounded and (_moves(node) or kind is Kind.ANALYTIC)
+
+    def _enters_float16(self, node: Node, found: Any) -> bool:
+        """Are numbers of another dtype put into float16, which ends at 65504, where no cast says
+        so: by an operator's own dtype (of a mean, of a product), or by a copy?
+        """
+        if dtype_of(node) not in _OF_FLOAT16 or field.here().float16 or is_cast(node):
+            return False
+        if _is_exact(found, torch.float16) or _are_small(found):
+            return False
+        reads = [dtype for dtype in map(dtype_of, node.all_input_nodes) if dtype is not None]
+        floats = [dtype for dtype in reads if dtype.is_floating_point or dtype.is_complex]
+        if op_name(node) == "aten::copy":  # what it replaces is no source
+            floats = [dtype_of(argument(node, "src"))]  # type: ignore[list-item]
+        return not floats or any(dtype not in _OF_FLOAT16 for dtype in floats)
 
     def _is_narrow(self, node: Node) -> bool:
         """Does it hold the numbers of a narrow dtype, widened?"""
@@ -405,6 +422,17 @@ class Evaluation:
 _SIGNS = ("aten::neg", "aten::negative")
 
 
+_OF_FLOAT16 = (torch.float16, torch.complex32)
+
+
+def _in_float16(found: Any) -> Any:
+    if isinstance(found, (list, tuple)):
+        return [_in_float16(part) for part in found]
+    if isinstance(found, Complex):
+        return Complex(_in_float16(found.real), _in_float16(found.imag))
+    return field.function("in float16", found) if isinstance(found, Num) else found
+
+
 def _moves(node: Node) -> bool:
     """Are its elements those of what it reads, perhaps with another sign?"""
     operator = operator_of(node)
@@ -446,6 +474,12 @@ def _is_of_a_norm(value: Any) -> bool:
         return any(
             field.is_whole_times(power, mean, _MOST_COLUMNS) for mean in alike for power in powers
         )
+
+
+def _are_small(found: Any) -> bool:
+    """Are they literal integers which every float has?"""
+    ints = found.ints if isinstance(found, Num) else None
+    return ints is not None and bool((ints.abs() <= 256).all())
 
 
 def dtype_of(given: Any) -> torch.dtype | None:

@@ -313,6 +313,8 @@ def _cast(call: Call) -> Value:
     wanted, value = call.dtype, call.value
     if wanted is None:
         return value
+    if wanted == torch.complex32 and call.source != torch.complex32 and not here().float16:
+        raise Undecided(f"numbers cast to {wanted}")
     if wanted.is_complex:
         return value if isinstance(value, Complex) else Complex(value, field.number(0))
     if isinstance(value, Complex):
@@ -1397,13 +1399,21 @@ def _quant_matmul(call: Call) -> Num:
             raise Undecided("blocks of other sizes")
         of_rows = call.num("pertoken_scale").moved(lambda part: part.flatten(-2))
         of_weight = scale.moved(lambda part: part.transpose(1, 2).flatten(0, 1))
-        return quantising.product_of_blocks(rows, weight, of_rows, of_weight)
+        return _as_asked(call, quantising.product_of_blocks(rows, weight, of_rows, of_weight))
     _only(call, scale_dtype=None, pertoken_scale_dtype=None, x1_dtype=HIFLOAT8.number)
     found = field.matmul(quantising.read_as(rows, call["x1_dtype"]), weight)
-    found = mul(found if call["bias"] is None else add(found, call.num("bias")), scale)
-    if call["pertoken_scale"] is None:
+    found = found if call["bias"] is None else add(found, call.num("bias"))
+    if call.dtype == torch.int32:  # the sum, before any scale
         return found
-    return mul(found, call.num("pertoken_scale").moved(lambda part: part.unsqueeze(-1)))
+    found = mul(found, scale)
+    if call["pertoken_scale"] is not None:
+        found = mul(found, call.num("pertoken_scale").moved(lambda part: part.unsqueeze(-1)))
+    return _as_asked(call, found)
+
+
+def _as_asked(call: Call, product: Num) -> Num:
+    """The product in the dtype that was asked for: in int8 rounded and saturated."""
+    return quantising.saturated(product) if call.dtype == torch.int8 else product
 
 
 # -- norms and rotations by one operator

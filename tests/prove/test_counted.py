@@ -16,6 +16,11 @@ X, POSITIONS = torch.randn(8, 4), torch.arange(8)
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
+def in_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Operands of a product of bytes, which sums four of them."""
+    return x.to(torch.int8).repeat(4, 1), x.t().to(torch.int8)
+
+
 def last_of(step: Step) -> tuple[Counted, Node]:
     """The counts of a step of x and positions, and the node that it returns."""
     graph = make_fx(step)(X, POSITIONS).graph
@@ -49,6 +54,7 @@ def test_counts(step: Step) -> None:
         lambda x, p: p > 3,
         lambda x, p: torch.ones(8) * 2,
         lambda x, p: x[p],
+        lambda x, p: torch._int_mm(*in_int8(x)) * 2**14,
     ],
 )
 def test_no_counts(step: Step) -> None:
@@ -66,6 +72,7 @@ def test_no_counts(step: Step) -> None:
         lambda x, p: p.to(torch.int32) * 2**22,
         lambda x, p: p.to(torch.int32) ** 3,
         lambda x, p: p.to(torch.int32) << 20,
+        lambda x, p: torch._int_mm(*in_int8(x)) * 2**17,
     ],
 )
 def test_what_is_another_number_for_some_tokens(step: Step) -> None:

@@ -180,6 +180,29 @@ def test_int8_is_one_function(write: object, is_int8: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.int8])
+def test_a_product_of_bytes_in_the_dtype_that_it_is_asked_for(dtype: torch.dtype) -> None:
+    with field.at(field.Point()):
+        x, weight = field.random("x", (4, 16)), field.random("weight", (16, 8))
+        scale, token = field.random("scale", (8,)), field.random("token", (4,))
+        given = operators.called(
+            torch.ops.npu.npu_quant_matmul.default,
+            (x, weight, scale),
+            {"pertoken_scale": token},
+            dtype=dtype,
+        )
+        found = operators.run(given)
+        sums = field.matmul(x, weight)
+        scaled = field.mul(sums, scale)
+        scaled = field.mul(scaled, token.moved(lambda part: part.unsqueeze(-1)))
+        wanted = {
+            torch.bfloat16: scaled,
+            torch.int32: sums,
+            torch.int8: quantising.saturated(scaled),
+        }
+        assert field.equal(found, wanted[dtype])
+
+
 def test_rows_brought_to_127_need_no_saturation() -> None:
     with field.at(field.Point()):
         rows = field.random("rows", (4, 16))
