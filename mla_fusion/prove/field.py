@@ -47,7 +47,8 @@ class Point:
     floors     the smallest epsilon stands for a floor under the norm
     are_rows   rounded numbers are those of rows: far below 2**31
     memory     how many tensors of unwritten memory there have been
-    roots      what roots were drawn of
+    roots      what the kernel (where there is none, anything) takes roots of
+    draws_roots  is what is evaluated the kernel?
     means      the mean squares of rows that norms have taken
     float16    are casts to float16 left out, as those to wider floats? It has little range
     trace      where what is evaluated is written down, if it is
@@ -62,6 +63,7 @@ class Point:
     are_rows: bool = True
     memory: int = 0
     roots: list[Num] = field(default_factory=list)
+    draws_roots: bool = True
     means: list[Num] = field(default_factory=list)
     float16: bool = True
     trace: Trace | None = None
@@ -502,17 +504,25 @@ def integer_power(a: Num, exponent: int) -> Num:
     return integers(torch.ones_like(a.re)) if found is None else found
 
 
-@primitive
 def sqrt(a: Num) -> Num:
-    """A root: of GF(p) by a power, times i where there is none in GF(p). Elsewhere a function.
-
-    Of a square ``s * s`` it is s or -s, each at half of all points.
+    """A root. Of a square ``s * s`` it would be s or -s, each at half of all points: so where the
+    kernel's roots are known, those alone (times a square) are roots, and others are functions.
     """
-    here().roots.append(a)
+    point = here()
+    if not point.draws_roots:
+        known = any(is_square_times(a, b) for b in point.roots)
+        return _sqrt(a) if known else function("sqrt", a)
+    point.roots.append(a)
+    return _sqrt(a)
+
+
+@primitive
+def _sqrt(a: Num) -> Num:
     return _root(a)
 
 
 def _root(a: Num) -> Num:
+    """Of GF(p) by a power, times i where there is none in GF(p). Elsewhere a function."""
     root = _power(a.re, _ROOT)
     is_square = _mod(root * root) == a.re
     zero = torch.zeros_like(root)
