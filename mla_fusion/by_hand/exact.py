@@ -24,7 +24,10 @@ from mla_fusion.by_hand import memory
 from mla_fusion.by_hand.calls import last_line
 from mla_fusion.by_hand.outcome import Audit, Finding
 from mla_fusion.compat import OpOverload, tree_leaves, tree_map_only
+from mla_fusion.fx.kinds import argument
+from mla_fusion.fx.operators import Kind, known
 from mla_fusion.prove import field, operators
+from mla_fusion.prove.evaluate import UNKNOWN, dtype_of
 from mla_fusion.prove.field import Complex, Num, Point, Undecided, Value
 
 POINTS = 3
@@ -36,8 +39,10 @@ BITS = 32  # signs of roots that are seen
 # Of inputs that are drawn for a difference: a mean square of 1e-6 shows an epsilon, less a floor.
 SIZES = (1e-3, 1.0, 1e3, 1e-8)
 DIFFERENT = 1e-9  # relative to the largest number; float64 is off by 1e-13 or so
-NOISE = 100.0  # times what inputs, rounded otherwise in float64, change: less is rounding
+NOISE = 100.0  # times what steps, rounded otherwise in float64, change: less is rounding
 REFUTES = 1e-3  # of a proof: what float64 loses between equal spellings is less
+ROUNDED = 2e-2  # of a graph, compared with the function that it was exported from
+WIDE = 33  # binary digits of integers that are drawn: more than an int32 has
 ROOTS = ("sqrt", "norm", "pow", "std", "abs")  # in names of operators that may take a root
 _FEW = 8  # elements of an input for each of which both signs are tried
 _MOST_PARTS = 3  # steps that are named
@@ -50,6 +55,7 @@ class Exported:
 
     held     by placeholder: the tensor that a parameter, a buffer or a constant is
     given    by placeholder: the place of the input among all tensors that the caller gives
+    buffers  by name, the placeholders that are buffers
     results  by name, the outputs and what was written
     numbers  by name, the outputs that are no tensors
     """
@@ -57,8 +63,18 @@ class Exported:
     gm: GraphModule
     held: dict[Node, tuple[InputKind, Tensor]]
     given: dict[Node, int]
+    buffers: dict[str, Node]
     results: dict[str, Node]
     numbers: dict[str, Any]
+
+    def renamed(self, names: Mapping[str, str]) -> Exported:
+        """With the names that the reference has, unless two become one."""
+
+        def named(held: dict[str, Node]) -> dict[str, Node]:
+            found = {names.get(name, name): node for name, node in held.items()}
+            return found if len(found) == len(held) else held
+
+        return replace(self, results=named(self.results), buffers=named(self.buffers))
 
 
 def compare(
@@ -72,11 +88,18 @@ def compare(
         except Exception as error:
             said = f"{role} cannot be exported as one graph: {_first_line(error)}"
             return Audit((), (Finding("export.fails", said, certain=False),))
-    mine, theirs = both
-    names = memory.paired(fused, reference)
-    named = {names.get(name, name): node for name, node in mine.results.items()}
-    if len(named) == len(mine.results):  # else two of them have one name there
-        mine = replace(mine, results=named)
+    mine, theirs = both[0].renamed(memory.paired(fused, reference)), both[1]
+    found = _compared(mine, theirs, inputs)
+    if found.equal is None:
+        return found
+    for of, target, role in (mine, fused, "the function"), (theirs, reference, "the reference"):
+        if name := _other_than_run(of, target, inputs):
+            said = f"not decided: {role} gives another {name} than the graph that is exported of it"
+            return Audit((), (Finding("export.other", said, certain=False),))
+    return found
+
+
+def _compared(mine: Exported, theirs: Exported, inputs: Sequence[Any]) -> Audit:
     seen = list(_unordered(mine, theirs))
     if mine.results.keys() != theirs.results.keys() or repr(mine.numbers) != repr(theirs.numbers):
         one, other = (
@@ -85,6 +108,8 @@ def compare(
         )
         said = f"one gives {one}; the other {other}"
         return Audit((), (Finding("results.differ", said), *seen), False)
+    seen += _other_dtypes(mine, theirs)
+    states = _states(mine, theirs)
     unequal: dict[str, None] = {}
     count = 0
     fewest = min(map(_fewest, (mine, theirs)))
@@ -92,8 +117,8 @@ def compare(
     for draw in range(points):
         with field.at(Point(draw, are_rows=False)):
             try:
-                runs = _Run(mine), _Run(theirs)
-            except Undecided as error:
+                runs = _Run(mine, states), _Run(theirs, states)
+            except UNKNOWN as error:
                 said = f"not decided: {error}"
                 return Audit((), (Finding("step.unknown", said, certain=False), *seen))
             for name, node in theirs.results.items():
@@ -144,9 +169,11 @@ def _exported(target: Callable[..., Any], inputs: Sequence[Any]) -> Exported:
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about itself
         program = torch.export.export(module, tuple(memory.copied(inputs)), strict=False)
         program = program.run_decompositions({})
+    _write_epsilons(program.graph_module)
     nodes = {node.name: node for node in program.graph.nodes}
     held: dict[Node, tuple[InputKind, Tensor]] = {}
     given: dict[Node, int] = {}
+    buffers: dict[str, Node] = {}
     places: dict[str, int] = {}
     for spec in program.graph_signature.input_specs:
         node = nodes[spec.arg.name]
@@ -158,6 +185,8 @@ def _exported(target: Callable[..., Any], inputs: Sequence[Any]) -> Exported:
         if not isinstance(tensor, Tensor):
             raise Undecided(f"{name} is no tensor")
         held[node] = spec.kind, tensor.detach()
+        if spec.kind is InputKind.BUFFER:
+            buffers[f"buffer {name}"] = node
     results, numbers = {}, {}
     outputs = iter(_named(program.call_spec.out_spec))
     for spec in program.graph_signature.output_specs:
@@ -168,11 +197,22 @@ def _exported(target: Callable[..., Any], inputs: Sequence[Any]) -> Exported:
             name = f"input {places[spec.target or '']}"
         else:
             name = f"buffer {spec.target}"
+        if name in results or name in numbers:
+            raise Undecided(f"two results are called {name}")
         if node is not None:
             results[name] = node
         elif (value := getattr(spec.arg, "value", None)) is not None:
             numbers[name] = value
-    return Exported(program.graph_module, held, given, results, numbers)
+    return Exported(program.graph_module, held, given, buffers, results, numbers)
+
+
+def _write_epsilons(gm: GraphModule) -> None:
+    """What is left out depends on a dtype: it stays what it is when the graph is run in another."""
+    for node in gm.graph.nodes:
+        if "rms_norm" in str(node.target) and argument(node, "eps", 0) is None:
+            wide = dtype_of(node.args[0]) is torch.float64
+            epsilon = torch.finfo(torch.float64 if wide else torch.float32).eps
+            node.args, node.kwargs = node.args[:3], {**node.kwargs, "eps": epsilon}
 
 
 def _named(spec: Any) -> list[str]:
@@ -211,14 +251,60 @@ def _unordered(*both: Exported) -> Iterator[Finding]:
         yield Finding("weight.uniform", said, certain=False)
 
 
+def _other_dtypes(mine: Exported, theirs: Exported) -> Iterator[Finding]:
+    """Equal numbers may be held in other dtypes."""
+    for name, node in theirs.results.items():
+        one, other = dtype_of(mine.results[name]), dtype_of(node)
+        if one != other:
+            said = f"{name} is {one}; the reference's is {other}"
+            yield Finding("results.dtype", said, certain=False)
+
+
+def _states(mine: Exported, theirs: Exported) -> dict[Node, str]:
+    """Buffers that both write: they may hold anything when they are called again, so long as both
+    hold the same now.
+    """
+    found: dict[Node, str] = {}
+    for name in mine.results.keys() & mine.buffers.keys() & theirs.buffers.keys():
+        nodes = [of.buffers[name] for of in (mine, theirs)]
+        one, other = (of.held[node][1] for of, node in zip((mine, theirs), nodes, strict=True))
+        if memory.same(one, other):
+            found |= dict.fromkeys(nodes, name)
+    return found
+
+
+def _other_than_run(of: Exported, target: Callable[..., Any], inputs: Sequence[Any]) -> str:
+    """A result that the function itself gives otherwise: what it does when it is traced, or when it
+    is called again, is something else then.
+    """
+    given = memory.copied(inputs)
+    try:
+        with memory.kept(target), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            outputs = [leaf for leaf in tree_leaves(target(*given)) if isinstance(leaf, Tensor)]
+            held = target.named_buffers() if isinstance(target, nn.Module) else ()
+            run = {f"buffer {name}": value.clone() for name, value in held}
+        graph = Interpreter(of.gm, garbage_collect_values=False)
+        exported = _values(of, memory.copied(inputs), graph)
+    except Exception as error:
+        return f"result ({_first_line(error)})"
+    run |= {f"input {place}": leaf for place, leaf in enumerate(tree_leaves(given))}
+    run |= dict(zip((name for name in of.results if "output" in name), outputs, strict=False))
+    known = (name for name in of.results if name in run)
+    return next((name for name in known if not _are_near(run[name], exported[name])), "")
+
+
+def _are_near(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and _distance(one, other, no_number=True) <= ROUNDED
+
+
 # -- in the field
 
 
 class _Run:
     """The values of one graph at the point that is set. A weight is known by its numbers."""
 
-    def __init__(self, of: Exported) -> None:
-        self._of = of
+    def __init__(self, of: Exported, states: Mapping[Node, str]) -> None:
+        self._of, self._states = of, states
         self.values: dict[Node, Any] = {}
         for node in of.gm.graph.nodes:
             if node.op == "placeholder":
@@ -229,20 +315,22 @@ class _Run:
                 raise Undecided(f"{node.name} is another graph")
 
     def _leaf(self, node: Node) -> Any:
-        if node in self._of.held:
+        place, value = self._of.given.get(node, len(self._of.given)), node.meta.get("val")
+        if node in self._states:
+            name = self._states[node]
+        elif node in self._of.held:
             kind, tensor = self._of.held[node]
             return _by_numbers(tensor, exactly=kind is _CONSTANT)
-        value = node.meta.get("val")
+        else:
+            name = f"input {place}"
         if not isinstance(value, Tensor):
             return value
-        name = f"input {self._of.given[node]}"
         if value.is_complex():
             return Complex(
                 field.random(f"{name} real", value.shape), field.random(f"{name} imag", value.shape)
             )
         if value.numel() <= _FEW:
-            place = _FEW * self._of.given[node]
-            return field.of_both_signs(name, value.shape, place, POINTS)
+            return field.of_both_signs(name, value.shape, _FEW * place, POINTS)
         return field.random(name, value.shape)
 
     def _called(self, node: Node) -> Any:
@@ -261,16 +349,19 @@ class _Run:
             dtype=one.dtype if one is not None else None,
             source=source.dtype if isinstance(source, Tensor) else None,
             masks=any(operators.is_mask(arg.meta.get("val")) for arg in node.all_input_nodes),
+            holds=lambda name: dtype_of(argument(node, name)),
         )
-        try:
-            found = operators.run(call)
-            if one is None and isinstance(found, list):
-                return found
-            if one is not None and tuple(found.shape) == tuple(one.shape):
-                made_here = call.name in operators.RULES and not node.all_input_nodes
-                return _complex(found, one, known=made_here)
-        except Exception:  # what has no rule for these arguments
-            pass
+        by_element = torch.Tag.pointwise in node.target.tags
+        for way in (operators.run, *[operators.pointwise] * by_element):
+            try:
+                found = way(call)
+                if one is None and isinstance(found, list):
+                    return found
+                if one is not None and tuple(found.shape) == tuple(one.shape):
+                    made_here = call.name in operators.RULES and not node.all_input_nodes
+                    return _complex(found, one, known=made_here)
+            except Exception:  # what has no rule for these arguments
+                continue
         return self._unknown(call, held)
 
     def _unknown(self, call: operators.Call, held: Any) -> Any:
@@ -301,7 +392,8 @@ def _undecided(node: Node) -> None:
     target, held = node.target, node.meta.get("val")
     if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
         p = node.args[1] if len(node.args) > 1 else None
-        if "dropout" not in str(target) or (p and node.args[2:3] != (False,)):
+        is_dropout = "dropout" in str(target) and not (p and node.args[2:3] != (False,))
+        if not is_dropout and argument(node, "dropout_p", 1) != 0:
             raise Undecided(f"{node.name} ({target}) is random")
     module = str(getattr(target, "__module__", ""))
     if not isinstance(target, OpOverload) and not module.endswith("operator"):
@@ -327,7 +419,7 @@ def _by_numbers(tensor: Tensor, exactly: bool) -> Value:
     """
     if tensor.is_complex():
         return Complex(_by_numbers(tensor.real, exactly), _by_numbers(tensor.imag, exactly))  # type: ignore[arg-type]
-    if exactly and tensor.numel() <= 1 << 16:
+    if exactly and tensor.numel() <= 1 << 16 and bool(tensor.isfinite().all()):
         return field.exact(tensor)
     if not tensor.is_floating_point():
         return field.integers(tensor)
@@ -435,20 +527,26 @@ def _witness(
 ) -> tuple[dict[str, float] | None, str, tuple[Any, ...] | None]:
     """Inputs on which float64 shows a difference, and how large it is of each result.
 
-    To be called different they have to be so by far more than rounded inputs make of either.
-    Against a proof anything counts, what is no number in one alone too, but for an overflow of
-    large inputs.
+    To be called different they have to be so by far more than steps, rounded otherwise, make of
+    either. Against a proof anything counts, what is no number in one alone too, but for an overflow
+    of large inputs.
     """
+    refutes = above == REFUTES
     for name, draw in _draws(inputs):
         try:
-            one, other = (_in_float64(each, draw) for each in (mine, theirs))
-            strict = above == REFUTES and name != OVERFLOWING
-            errors = {key: _distance(one[key], other[key], strict) for key in other}
+            runs = [_Wide(of.gm) for of in (mine, theirs)]
+            one, other = (
+                _in_float64(of, draw, run) for of, run in zip((mine, theirs), runs, strict=True)
+            )
+            # what is too large for float64 is no difference over the real numbers
+            if any(run.overflows for run in runs) and (not refutes or name == OVERFLOWING):
+                continue
+            errors = {key: _distance(one[key], other[key], refutes) for key in other}
             if max(errors.values(), default=0.0) <= above:
                 continue
-            if above == REFUTES:
+            if refutes:
                 return errors, name, tuple(draw)
-            near = [_in_float64(each, draw, rounded=True) for each in (mine, theirs)]
+            near = [_in_float64(of, draw, _Wide(of.gm, is_rounded=True)) for of in (mine, theirs)]
         except Exception:  # an operator that takes no float64
             continue
         moved = ((one, near[0]), (other, near[1]))
@@ -460,54 +558,83 @@ def _witness(
 
 def _draws(inputs: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
     yield "the inputs as given", list(inputs)
-    for seed, size in enumerate(SIZES):
-        drawn = torch.Generator().manual_seed(seed)
-
-        def draw(value: Tensor, size: float = size, drawn: torch.Generator = drawn) -> Tensor:
-            if not value.is_floating_point():
-                return value
-            return (torch.randn(value.shape, generator=drawn, dtype=torch.float64) * size).to(
-                value.dtype
-            )
-
-        yield f"inputs of size {size:g}", tree_map_only(Tensor, draw, list(inputs))
-    drawn = torch.Generator().manual_seed(len(SIZES))
-
-    def byte(value: Tensor) -> Tensor:
-        """Of all that it may hold: sums and products of bytes wrap."""
-        if value.is_floating_point() or value.is_complex() or value.dtype.itemsize > 1:
-            return value
-        least, most = (0, 1) if value.dtype is torch.bool else _ends(value.dtype)
-        return torch.randint(least, most + 1, value.shape, generator=drawn).to(value.dtype)
-
     tensors = [leaf for leaf in tree_leaves(list(inputs)) if isinstance(leaf, Tensor)]
+    for seed, size in enumerate(SIZES):
+        yield f"inputs of size {size:g}", _drawn(inputs, seed, size)
+    yield "zeros", _drawn(inputs, 0, 0.0)
+    yield "small whole numbers", _drawn(inputs, 0, 2.0, are_whole=True)
     if any(tensor.dtype.itemsize == 1 for tensor in tensors):
-        yield "other bytes", tree_map_only(Tensor, byte, list(inputs))
+        yield "other bytes", _drawn(inputs, 0, None, most=1)
+    if any(not tensor.is_floating_point() and tensor.dtype.itemsize > 1 for tensor in tensors):
+        yield "other integers", _drawn(inputs, 0, None)
+
+
+def _drawn(
+    inputs: Sequence[Any], seed: int, size: float | None, are_whole: bool = False, most: int = 8
+) -> list[Any]:
+    """Floats of a size, or else integers of all that they may hold (of ``most`` bytes): sums and
+    products of them wrap.
+    """
+    drawn = torch.Generator().manual_seed(seed)
+
+    def draw(value: Tensor) -> Tensor:
+        if value.is_floating_point():
+            if size is None:
+                return value
+            found = torch.randn(value.shape, generator=drawn, dtype=torch.float64) * size
+            return (found.round().clamp(-size, size) if are_whole else found).to(value.dtype)
+        if value.dtype is torch.bool and size in (0.0, 2.0):  # a mask of nothing, or of all
+            return torch.full_like(value, size == 2.0)
+        if size is not None or value.is_complex() or value.dtype.itemsize > most:
+            return value
+        least, end = (0, 2) if value.dtype is torch.bool else _ends(value.dtype)
+        return torch.randint(least, end, value.shape, generator=drawn).to(value.dtype)
+
+    found: list[Any] = tree_map_only(Tensor, draw, list(inputs))
+    return found
 
 
 def _ends(dtype: torch.dtype) -> tuple[int, int]:
+    """The least integer, and the one behind the largest; fewer than an int64 has, of which float64
+    has all.
+    """
     info = torch.iinfo(dtype)
-    return info.min, info.max
+    return max(info.min, -1 << WIDE), min(info.max + 1, 1 << WIDE)
 
 
-def _in_float64(of: Exported, inputs: Sequence[Any], rounded: bool = False) -> dict[str, Tensor]:
-    """``rounded``: of inputs that are rounded in their last bits."""
-    given = tree_leaves(memory.copied(inputs))
-    wide = [
-        _wide(of.held[node][1]) if node in of.held else _wide(given[of.given[node]], rounded)
+def _in_float64(of: Exported, inputs: Sequence[Any], run: _Wide) -> dict[str, Tensor]:
+    return _values(of, [_wide(leaf) for leaf in tree_leaves(memory.copied(inputs))], run, _wide)
+
+
+def _values(
+    of: Exported, given: Sequence[Any], run: Interpreter, held: Callable[[Any], Any] = lambda v: v
+) -> dict[str, Tensor]:
+    """What the run makes of these inputs, and of what is held."""
+    leaves = tree_leaves(given)
+    read = [
+        held(of.held[node][1]) if node in of.held else leaves[of.given[node]]
         for node in of.gm.graph.find_nodes(op="placeholder")
     ]
-    run = _Wide(of.gm)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        run.run(*wide)
+        run.run(*read)
     return {name: run.env[node] for name, node in of.results.items()}
 
 
 class _Wide(Interpreter):
-    """Whatever is cast to a float, or made as one, is float64."""
+    """Whatever is cast to a float, or made as one, is float64.
 
-    def __init__(self, gm: GraphModule) -> None:
+    is_rounded  each step is off in its last bits
+    overflows   a number left what float64 holds
+    """
+
+    def __init__(self, gm: GraphModule, is_rounded: bool = False) -> None:
         super().__init__(gm, garbage_collect_values=False)
+        self.overflows = False
+        self._drawn = torch.Generator().manual_seed(0) if is_rounded else None
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        found = super().placeholder(target, args, kwargs)
+        return self._rounded(found) if isinstance(found, Tensor) else found
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map_only(torch.dtype, _wide_dtype, (args, dict(kwargs)))
@@ -518,17 +645,34 @@ class _Wide(Interpreter):
                 kwargs = {**kwargs, "dtype": torch.float64}
             args, kwargs = tree_map_only(Tensor, Tensor.double, (args, kwargs))
             found = super().call_function(target, args, kwargs)
+        self.overflows |= _overflow(found, (args, kwargs))
+        if self._drawn is not None and known(target).kind in (Kind.ANALYTIC, Kind.RANDOM):
+            return tree_map_only(Tensor, self._rounded, found)
         return found
 
+    def _rounded(self, value: Tensor) -> Tensor:
+        if self._drawn is None or not (value.is_floating_point() or value.is_complex()):
+            return value
+        off = torch.randn(value.shape, generator=self._drawn, dtype=torch.float64)
+        return value * (1 + 4e-16 * off)
 
-def _wide(value: Any, rounded: bool = False) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    wide = value.to(_wide_dtype(value.dtype))
-    if rounded and wide.is_floating_point():
-        drawn = torch.Generator().manual_seed(0)
-        return wide * (1 + 4e-16 * torch.randn(wide.shape, generator=drawn, dtype=wide.dtype))
-    return wide
+
+def _overflow(found: Any, given: Any) -> bool:
+    """Is a number of what was found too large, or too small to be exact, and none of the given?"""
+    floats = [leaf for leaf in tree_leaves(given) if isinstance(leaf, (float, Tensor))]
+    if not all(bool(torch.as_tensor(leaf).isfinite().all()) for leaf in floats):
+        return False
+    made = (leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
+    least = torch.finfo(torch.float64).tiny
+    return any(
+        bool((part.isinf() | ((part != 0) & (part.abs() < least))).any())
+        for part in made
+        if part.is_floating_point()
+    )
+
+
+def _wide(value: Any) -> Any:
+    return value.to(_wide_dtype(value.dtype)) if isinstance(value, Tensor) else value
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -36,7 +36,7 @@ def copied(inputs: Sequence[Any]) -> list[Any]:
 
 def named(inputs: Sequence[Any]) -> dict[str, Tensor]:
     """Every tensor among the arguments: "argument 3"; in a list or dict, "argument 3.0"."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for place, value in enumerate(inputs):
         if isinstance(value, Tensor):
             found[f"argument {place}"] = value
@@ -45,7 +45,12 @@ def named(inputs: Sequence[Any]) -> dict[str, Tensor]:
             found |= {
                 f"argument {place}.{at}": leaf for at, leaf in leaves if isinstance(leaf, Tensor)
             }
-    return found
+    return _strided(found)
+
+
+def _strided(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those that have memory which can be written; a sparse tensor has none."""
+    return {name: value for name, value in found.items() if value.layout == torch.strided}
 
 
 def held_by(target: object) -> dict[str, Tensor]:
@@ -70,7 +75,15 @@ def held_by(target: object) -> dict[str, Tensor]:
                 f"{label}.{at}" if len(tensors) > 1 else label: leaf
                 for at, leaf in enumerate(tensors)
             }
-    return found
+    return _strided(found)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Do they hold the same bits?"""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    a, b = (value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
+    return torch.equal(a, b)
 
 
 @contextlib.contextmanager
@@ -84,7 +97,8 @@ def kept(target: object) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     finally:
         with torch.no_grad():
             for value, before in held.values():
-                value.copy_(before)
+                if not same(value, before):  # some tensors cannot be written
+                    value.copy_(before)
 
 
 def paired(fused: object, reference: object) -> dict[str, str]:

@@ -30,8 +30,10 @@ import numpy as np
 Array: Any = np.ndarray
 VERSION = 2
 POINTS, MOST_POINTS, CHANCE = 3, 64, 2e-16
-MOST_BYTES, MOST_VALUES = 1 << 28, 1 << 15  # of a report, of a certificate
-LARGEST, MOST, MOST_PRODUCTS = 1 << 27, 1 << 28, 1 << 35  # elements: of a value, of all, products
+MOST_BYTES, MOST_VALUES = 1 << 27, 1 << 15  # of a report, of a certificate
+LARGEST, DRAWN, MOST = 1 << 26, 1 << 24, 1 << 30  # elements: of a value, of numbers; bytes of all
+MOST_PRODUCTS, MOST_WORK = 1 << 30, 1 << 31  # of a product of matrices; steps on elements, of all
+STEPS = {"inverse": 48, "sqrt": 48, "function": 4, "label": 4, "leaf": 4}  # of each element
 FLOOR = 1e-20  # the largest epsilon that may stand for a floor
 PRIMES = 1 << 28  # fewer than the binary digits of all primes that may be drawn
 
@@ -115,9 +117,9 @@ def whole(item: Any, least: int = 0, most: int = 1 << 32) -> int:
     return item
 
 
-def sizes_of(item: Any) -> tuple[int, ...]:
+def sizes_of(item: Any, most: int = LARGEST) -> tuple[int, ...]:
     found = tuple(whole(size, 1) for size in item)
-    if len(found) > 16 or math.prod(found) > LARGEST:
+    if len(found) > 16 or math.prod(found) > most:
         raise Refused("a value is too large")
     return found
 
@@ -146,7 +148,8 @@ def fraction(exact: Any, written: Any, is_root: bool = False) -> Fraction:
         raise Refused(f"{str(exact)[:40]} is no fraction")
     found = Fraction(exact)
     number = math.sqrt(found) if is_root else float(found)
-    if written is not None and not abs(number - float(written)) <= 6e-8 * abs(float(written)):
+    off = math.inf if written is None else 6e-8 * abs(float(written))
+    if written is not None and not abs(number - float(written)) <= off < math.inf:
         raise Refused(f"{exact} is not the number {written}")
     return found
 
@@ -191,7 +194,8 @@ class Point:
         return Array.view(numbers.reshape(shape), Weight)
 
     def leaf(self, shape: Any, place: int) -> Num:
-        return self.hashed(f"leaf {place}", np.arange(math.prod(sizes_of(shape)))).reshape(shape)
+        numbers = np.arange(math.prod(sizes_of(shape, DRAWN)))
+        return self.hashed(f"leaf {place}", numbers).reshape(shape)
 
     def label(self, *given: Num) -> Num:
         """One element for all elements of the arguments, in order."""
@@ -205,7 +209,7 @@ class Point:
         if len(a.shape) < 2 or len(b.shape) < 2 or a.shape[-1] != b.shape[-2]:
             raise Refused(f"a product of {a.shape} and {b.shape}")
         lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        sizes = sizes_of((*lead, a.shape[-2], b.shape[-1]))
+        sizes = sizes_of((*lead, a.shape[-2], b.shape[-1]), DRAWN)
         if isinstance(a, Num) and isinstance(b, Weight) and b.columns is not None:
             size = a[..., :1] + (a[..., :1] == 0)
             row = self.hashed("row", a * size.inverse(), np.arange(a.shape[-1])).total()
@@ -234,7 +238,7 @@ ELEMENTWISE: dict[str, Any] = {
     "neg": lambda at, a: -a,
     "inverse": lambda at, a: a.inverse(),
     "sqrt": lambda at, a: a.root(),
-    "function": lambda at, *given: at.hashed(f"function {given[-1]}", *given[:-1]),
+    "function": lambda at, *given: at.hashed("function " + given[-1], *given[:-1]),
 }
 OF_NUMBERS: dict[str, Any] = ELEMENTWISE | {
     "label": Point.label,
@@ -258,10 +262,10 @@ def height_of(op: str, found: Value, given: Sequence[Any], below: Sequence[Heigh
     """Of a value made of operands with these. What is no polynomial (a function) is a new leaf."""
     if op in ("add", "mul"):
         (a, b), (c, d) = below
-        return (max(a + d, c + b) if op == "add" else a + c), b + d
+        return (max(a + d, c + b) + 1 if op == "add" else a + c), b + d
     if op == "inverse":
         return below[0][::-1]
-    if op == "matmul" and getattr(given[1], "columns", None):
+    if op == "matmul" and isinstance(given[0], Num) and getattr(given[1], "columns", None):
         return below[0][0] + 1, below[0][1]
     if op in ("total", "matmul"):  # of so many elements, each with a denominator of its own
         terms = given[0].size // found.size if op == "total" else given[0].shape[-1]
@@ -282,13 +286,13 @@ BYTES = {"fp8": "as torch.float8_e4m3fn", "hifloat8": "as torch.uint8"}
 class Kernel:
     """A call: the definition of its operator, whose results are rows [T, ..].
 
-    dims, signs   sizes by the documents' names; how many elements the smallest root has
+    dims, roots   sizes by the documents' names; what roots are taken of
     """
 
     def __init__(self, point: Point, given: dict[str, Value], exact: Any, call: Any) -> None:
         self.point, self.given, self.exact = point, given, exact
         self.attributes, self.has_floors = DEFAULTS | call["attributes"], call["floors"]
-        self.read, self.dims, self.signs = set[str](), dict[str, int](), LARGEST
+        self.read, self.dims, self.roots = set[str](), dict[str, int](), list[Num]()
         mode = self.attributes["weight_quant_mode"]
         self.in_blocks, (self.format, self.most) = mode == 3, FORMATS.get(mode, INT8)
 
@@ -313,10 +317,16 @@ class Kernel:
     def function(self, name: str, *given: Any) -> Num:
         return self.point.hashed(f"function {name}", *given)
 
+    def only(self, **wanted: Any) -> None:
+        """Raises Refused for other attributes than those that follow from what is defined here."""
+        wrong = {name for name in wanted if self.attributes.get(name, 0) != wanted[name]}
+        if wrong := wrong | {*self.attributes} - {*wanted, *self.exact, *DEFAULTS, *OF_LAYOUT}:
+            raise Refused(f"{', '.join(wrong)} is another than what is proved")
+
     def norm(self, value: Num, gamma: str, epsilon: Num) -> Num:
         mean = (value * value).total() * of(Fraction(1, value.shape[-1]))
-        self.signs = min(self.signs, mean.size)
-        return value * (mean + epsilon).root().inverse() * self.take(gamma)
+        self.roots.append(mean + epsilon)
+        return value * self.roots[-1].root().inverse() * self.take(gamma)
 
     def rope(self, value: Num, cos: Num, sin: Num) -> Num:
         """Pairs in, halves out; the halves of the tables are not tied."""
@@ -362,6 +372,8 @@ class Kernel:
         weights, caches = (self.attributes[f"{of}_quant_mode"] for of in ("weight", "kv_cache"))
         if weights not in range(6) or caches not in range(4):
             raise Refused("a format that is not proved in exact arithmetic")
+        packed = {f"{of}_repo_mode": caches == 3 for of in ("ckvkr", "quant_scale")}
+        self.only(query_quant_mode=caches == 1, **packed)
         x, cos, sin = (self.take(name) for name in ("token_x", "rope_cos", "rope_sin"))
         x, cos, sin = (value.reshape(-1, value.shape[-1]) for value in (x, cos, sin))
         uk, step = self.weight("weight_uk"), None
@@ -385,7 +397,7 @@ class Kernel:
         found = {"query_norm": scaled} if step is None else {"dequant_scale_q_norm": step}
         kr, found["query_norm"] = self.rope(both[:, latent:], cos, sin), scaled
         if caches == 1:
-            scale = self.take("quant_scale_ckv").reshape(-1)[:1]
+            scale = self.take("quant_scale_ckv").reshape(1)
             absorbed, of_query = self.by_row(absorbed, self.largest(absorbed))
             found["dequant_scale_q_nope"] = of_query
             query_rope = query_rope * (of_query.inverse() * scale)
@@ -405,7 +417,7 @@ class Kernel:
         tiles = ckv.reshape(len(ckv), -1, self.attributes["tile_size"])
         limit = self.largest(tiles)
         if "k_nope_clip_alpha" in self.given and np.any(self.take("k_nope_clip_alpha") != 1):
-            limit = limit * self.take("k_nope_clip_alpha").reshape(-1)[:1]
+            limit = limit * self.take("k_nope_clip_alpha").reshape(1)
             tiles = self.function("clip", tiles, limit)
         values, steps = self.by_row(tiles, limit)
         parts = [values.reshape(len(ckv), -1)]
@@ -421,6 +433,7 @@ class Kernel:
         k_pe = self.rope(kv[..., latent:], self.take("cos"), self.take("sin"))
         c_kv = self.norm(kv[..., :latent], "gamma", self.number("epsilon"))
         self.dims, found = {"Hckv": latent, "Dr": k_pe.shape[-1]}, {"k_pe": k_pe, "c_kv": c_kv}
+        self.only()
         for name, row, scale in ("kr", k_pe, "k_rope_scale"), ("kv", c_kv, "c_kv_scale"):
             in_bytes = scale in self.given
             row = self.function(self.format, row * self.take(scale)) if in_bytes else row
@@ -432,6 +445,7 @@ class Kernel:
         uk, cos, sin = self.weight("wuk"), self.take("cos"), self.take("sin")
         (heads, nope, latent), rope, epsilon = uk.shape, cos.shape[-1], of(Fraction(1, 10**6))
         self.dims = {"Hckv": latent, "N": heads, "D": nope, "Dr": rope}
+        self.only(quant_mode="per_tensor_quant_asymm")
 
         def rotated(value: Num, cos: Num, sin: Num) -> Num:
             return value * cos + joined(-value[..., rope // 2 :], value[..., : rope // 2]) * sin
@@ -447,6 +461,7 @@ class Kernel:
             return (found + self.take(f"bias{stage}")) * self.take(f"descale{stage}")
 
         down = by_scales(self.take("input"), 0, "wdqkv")
+        self.dims |= {"He": self.given["input"].shape[-1], "Hcq": down.shape[1] - latent - rope}
         up = by_scales(down[..., latent + rope :], 1, "wuq").reshape(len(down), heads, -1)
         return {
             "query": self.absorbed(up[..., :nope], uk),
@@ -463,6 +478,10 @@ KERNELS: dict[str, Callable[[Kernel], dict[str, Num]]] = {
 }
 DEFAULTS: dict[str, float] = {"weight_quant_mode": 0, "kv_cache_quant_mode": 0, "tile_size": 128}
 DEFAULTS |= {"qc_qr_scale": 1.0, "kc_scale": 1.0}  # of attributes; a report lists the others
+WRONG = ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError
+CACHES, HEADED = ("kv_cache", "kr_cache"), ("query", "query_rope", "dequant_scale_q_nope")
+OF_LAYOUT = "cache_mode is_output_kv query_norm_flag token_x_dtype kv_cache_dtype".split()
+OF_LAYOUT += [f"weight_{name}_dtype" for name in ("dq", "uq_qr", "dkv_kr")]
 SOURCES = {"c_kv": ("kv_cache", "c_kv"), "k_pe": ("kr_cache", "k_pe"), "q_nope": ("query",)}
 
 
@@ -484,7 +503,8 @@ class Accepted(NamedTuple):
 class Run:
     """A certificate at a point. Raises Refused where a claim does not hold.
 
-    signs   how many elements the smallest root has, whose signs a point shows
+    signs   how many elements the smallest root of the kernel has, whose signs a point shows
+    work    steps on elements that were done
     height  above the degrees, and the binary digits, of all polynomials that are compared: two that
             are not one are equal at a random point by a chance below it, of ``PRIMES``
     """
@@ -493,8 +513,8 @@ class Run:
         self.certificate, self.call, self.point = certificate, call, point
         self.values: list[Value] = []
         self.of_result: dict[int, str] = {}  # moved, or times a number a token: which
-        self.results: dict[str, Num] = {}
-        self.signs, self.height, heights, count = LARGEST, 0, list[Height](), 0
+        self.results, self.roots = dict[str, Num](), list[Num]()
+        self.height, self.work, heights, count = 0, 0, list[Height](), 0
         for place, (op, operands, *rest) in enumerate(certificate["values"]):
             given = [self.values[whole(index, 0, place - 1)] for index in operands]
             found = weights.get(place)
@@ -507,17 +527,22 @@ class Run:
             # functions compare what they are given, and so does a product with a weight
             self.height += sum(map(sum, below)) if (over, under) == (1, 0) or op == "matmul" else 0
             digits = 4 * len(str(rest)) if op in ("number", "root", "integers") else 0
-            heights.append((over + digits, under))
-            self.signs = min(self.signs, found.size) if op == "sqrt" else self.signs
+            heights.append((over + digits, under + digits * (op != "integers")))
             self.values.append(found)
-            count += found.size
-            if count > MOST or place > MOST_VALUES:
+            count += found.nbytes
+            self.work += STEPS.get(op, 1) * (found.size + sum(value.size for value in given))
+            self.work += found.size * given[0].shape[-1] if op == "matmul" else 0
+            if count > MOST or place > MOST_VALUES or self.work > MOST_WORK:
                 raise Refused("a certificate of too many elements")
-        claimed = (
-            heights[whole(claim["value"], 0, len(heights) - 1)] for claim in certificate["claims"]
-        )
+        claimed = (heights[whole(claim["value"])] for claim in certificate["claims"])
         self.height = 2 * (self.height + sum(map(sum, claimed)))
+        self.signs = min((of_kernel.size for of_kernel in self.roots), default=LARGEST)
         self.count = sum(map(self.claimed, certificate["claims"]))
+        # of others, of squares perhaps, nothing shows which of both roots is meant
+        for index in {operands[0] for op, operands, *_ in certificate["values"] if op == "sqrt"}:
+            value = point.drawn(self.values[index]).reshape(-1)
+            if not any(np.array_equal(value, of_kernel.reshape(-1)) for of_kernel in self.roots):
+                raise Refused(f"value {index} is none that the kernel takes a root of")
 
     def value(self, place: int, op: str, operands: Any, given: list[Any], rest: Any) -> Value:
         sources = {self.of_result[index] for index in operands if index in self.of_result}
@@ -533,7 +558,7 @@ class Run:
             raise Refused(f"value {place} is of an operation that is not known")
         given = [self.point.drawn(value) for value in given] if op in OF_NUMBERS else given
         if op in ELEMENTWISE:
-            sizes_of(np.broadcast_shapes(*(value.shape for value in given)))
+            sizes_of(np.broadcast_shapes(*(value.shape for value in given)), DRAWN)
         return RULES[op](self.point, *given, *([rest[0], place] if op == "leaf" else rest))
 
     def in_shape(self, rows: Num, shape: tuple[int, ...]) -> Num:
@@ -542,10 +567,11 @@ class Run:
         return joined(rows.reshape(-1), rest).reshape(shape)
 
     def scales_tokens(self, op: str, operands: list[int]) -> bool:
-        """Is it the query, each token of it times one number that is no result?"""
-        others = [self.values[index] for index in operands if index not in self.of_result]
-        queries = [index for index in operands if self.of_result.get(index) == "query"]
-        return op == "mul" and len(queries) == len(others) == 1 and others[0].shape[-2:] == (1, 1)
+        """Is it the query as it is given, each token of it times one number that is no result?"""
+        shapes = {self.of_result.get(index): self.values[index].shape for index in operands}
+        if op != "mul" or shapes.keys() != {"query", None} or shapes[None][-2:] != (1, 1):
+            return False
+        return shapes["query"][-2:] == self.results["query"].shape[-2:]
 
     def called(self) -> dict[str, Num]:
         arguments, call = self.certificate["arguments"], self.call
@@ -559,7 +585,7 @@ class Run:
         dims = call["dims"] | {"N": call["dims"].get("N_padded", call["dims"].get("N"))}
         if wrong := [name for name, size in kernel.dims.items() if dims[name] != size]:
             raise Refused(f"{', '.join(wrong)} is another than that of the arguments")
-        self.signs = min(self.signs, kernel.signs)
+        self.roots = kernel.roots
         return results
 
     def claimed(self, claim: dict[str, Any]) -> int:
@@ -569,6 +595,12 @@ class Run:
         a, b = (self.point.drawn(self.values[whole(index)]) for index in (place, result))
         if a.shape != b.shape or not np.array_equal(a, b):
             raise Refused(f"{name} is not what the kernel gives")
+        rows, b, dims = self.results[self.of_result[result]].ravel(), b.ravel(), self.call["dims"]
+        of_heads = dims.get("N", 1) / dims.get("N_padded", dims.get("N", 1))
+        share = of_heads if self.of_result[result] in HEADED else 1
+        is_whole = b.size == rows.size * share <= len(np.unique(b)) + rows.size // 1000
+        if not (np.array_equal(b[: rows.size], rows) if name in CACHES else is_whole):
+            raise Refused(f"{name} is claimed in part, or in another order")
         return a.size
 
 
@@ -579,7 +611,7 @@ def all_claimed(certificate: Any, call: Any) -> None:
     claims = [(claim["place"], claim["output"]) for claim in certificate["claims"]]
     if len(set(claims)) < len(claims) or not claims:
         raise Refused("a value is claimed twice, or none is")
-    caches, replaced = {"kv_cache", "kr_cache"}, [*enumerate(call["replaced"])]
+    caches, replaced = set(CACHES), [*enumerate(call["replaced"])]
     if not set(claims) <= {*replaced, *((None, name) for name in caches)}:
         raise Refused("another value is claimed than one that the fusion replaces")
     for place, name in replaced:
@@ -594,16 +626,16 @@ def all_claimed(certificate: Any, call: Any) -> None:
 def proved(certificate: Any, call: Any, points: int, seed: str) -> Accepted:
     """What holds at so many points, or more until the chance is small. Raises Refused."""
     all_claimed(certificate, call)
-    weights, done, by_zero, chance = dict[int, Weight](), 0, 0, 1.0
+    weights, done, by_zero, chance, work = dict[int, Weight](), 0, 0, 1.0, 0
     while done < points or chance > CHANCE:
         try:
             run = Run(certificate, call, Point(f"{seed} {done} {by_zero}"), weights)
-            done += 1
+            done, work = done + 1, work + run.work
             chance = (run.height / PRIMES) ** done + 0.5 ** (done * run.signs)
         except ZeroDivisionError:  # at one random point it may be chance
             by_zero += 1
-        if by_zero > POINTS or done > MOST_POINTS:
-            raise Refused("a quotient by 0" if by_zero > POINTS else "of too high a degree")
+        if by_zero > POINTS or done > MOST_POINTS or work > MOST_WORK:
+            raise Refused("a quotient by 0" if by_zero > POINTS else "of too high a degree or size")
     return Accepted(run.count, done, chance)
 
 
@@ -635,10 +667,9 @@ def checked(
             yield layer, known[key]
         except Refused as refusal:
             yield layer, refusal
-        except (ArithmeticError, AttributeError, LookupError, MemoryError) as error:
-            yield layer, Refused(f"no certificate of the known form ({type(error).__name__})")
-        except (TypeError, ValueError) as error:
-            yield layer, Refused(f"no certificate of the known form ({error})".partition("\n")[0])
+        except WRONG as error:
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
+            yield layer, Refused(f"no certificate of the known form ({said})")
 
 
 def read(path: Path) -> Any:

@@ -102,6 +102,30 @@ class Call:
         return repr([(name, _written(item)) for name, item in self.given.items()])
 
 
+@dataclass(frozen=True)
+class Exponential:
+    """``exp(value)``"""
+
+    value: Num
+
+
+@dataclass(frozen=True)
+class Exponentials:
+    """The sum of ``exp(value)`` over an axis, which stays."""
+
+    value: Num
+    axis: int
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """Integers that were cast to a narrower dtype. As an index they are what they were: no index is
+    as large as what it has not.
+    """
+
+    value: Num
+
+
 Rule = Callable[[Call], Any]
 RULES: dict[str, Rule] = {}
 
@@ -121,7 +145,9 @@ _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _TRUNCATE = frozenset(f"aten::{name}" for name in "_to_copy to type_as copy view view_copy".split())
 _WRAPS = (torch.int8, torch.uint8, torch.int16, torch.bool)
 _ARITHMETIC = frozenset(
-    f"aten::{name}" for name in "add sub rsub mul neg square pow sum addcmul mm bmm matmul".split()
+    f"aten::{name}"
+    for name in "add sub rsub mul neg square pow sum addcmul abs absolute div floor_divide mm bmm "
+    "_int_mm matmul dot mv linear addmm baddbmm einsum".split()
 )
 
 
@@ -132,7 +158,11 @@ def run(call: Call) -> Any:
     made = RULES.get(call.name)
     if made is not None:
         found = made(call)
-        return found if _is_held(found, call.dtype) else opaque(call)
+        if not _is_held(found, call.dtype):
+            return opaque(call)
+        is_known = here().are_rows or not isinstance(found, Num) or found.ints is not None
+        wraps = call.dtype == torch.int32 and call.name in _ARITHMETIC and not is_known
+        return function("in torch.int32", found) if wraps else found
     if known(call.target).view:
         return _viewed(call)
     if isinstance(call.target, OpOverload) and torch.Tag.pointwise in call.target.tags:
@@ -325,17 +355,27 @@ def _cast(call: Call) -> Value:
         return function("in float16", value)
     if wanted.is_floating_point and wanted.itemsize > 1:
         return value.with_past() if value.cells is None else value
+    if wanted == torch.bool and (value.ints is not None or _are_bits(value)):
+        return field.integers((value.re if value.ints is None else value.ints).ne(0))
     if call.source == torch.uint8 and value.ints is None:
         value = function("number of a byte", value)  # which may stand for that of a float format
     is_whole = call.source is not None and not (
         call.source.is_floating_point or call.source.is_complex
     )
+    is_narrower = is_whole and call.source.itemsize > wanted.itemsize  # type: ignore[union-attr]
+    if is_narrower and value.ints is None and not here().are_rows and wanted in _INTEGERS:
+        return function(f"in {wanted}", value).with_past(Narrowed(value))
     if is_whole and wanted in (torch.int32, torch.int64):
         return value
     if here().are_rows and quantising.whole(value).rounded and wanted in (torch.int32, torch.int64):
         return value  # far below 2**31: what is saturated later is so at 127
     is_wide = call.source not in NARROW
     return quantising.to_bytes(value, wanted, is_wide)
+
+
+def _are_bits(value: Num) -> bool:
+    """Is each element 0 or 1? No random one is."""
+    return not here().are_rows and not bool(((value.re >> 1) | field.imaginary(value)).any())
 
 
 @rule(
@@ -354,8 +394,10 @@ def _reshaped(call: Call) -> Value:
 def _bytes(call: Call) -> Value:
     """Numbers read as bytes: as many functions of each as it has bytes."""
     value, source, wanted = real(call.value), call.source, call["dtype"]
-    if source is None or wanted.itemsize != 1 or not value.shape:
-        return pointwise(call)
+    if source is None or not value.shape or wanted.itemsize not in (1, source.itemsize):
+        return opaque(replace(call, name=f"{source} read"))
+    if wanted.itemsize != 1:
+        return function(f"{source} read as {wanted}", value)
     if call.rounded and source.itemsize > 2:
         return opaque(call)  # bytes of other numbers than those that were rounded
     if {source, wanted} == {torch.uint8, torch.float8_e8m0fnu}:
@@ -495,6 +537,17 @@ def _turned(call: Call) -> Value:
     return found if call.shape in (None, found.shape) else opaque(call)
 
 
+@rule("tril", "triu")
+def _triangle(call: Call) -> Value:
+    value, shape = real(call.value), call.value.shape
+    if _are_tokens(call, [len(shape) - 2, len(shape) - 1]):
+        return opaque(call)
+    cut = torch.tril if call.name == "aten::tril" else torch.triu
+    kept = cut(torch.ones(shape[-2:], dtype=torch.int64), call.plain("diagonal"))
+    ints = None if value.ints is None else field.integers(value.ints * kept)
+    return mul(value, field.integers(kept)) if ints is None else ints
+
+
 @rule("constant_pad_nd", "pad")
 def _padded(call: Call) -> Value:
     pads, value = call.plain("pad"), call.value
@@ -541,19 +594,25 @@ def _joined(call: Call) -> Value:
 def _indexed(call: Call) -> Value:
     if call.masks:
         return opaque(call)
-    indices = [None if index is None else real(as_value(index)) for index in call["indices"]]
-    return _read(call, indices)
+    return _read(call, [_place(index) for index in call["indices"]])
+
+
+def _place(index: Any) -> Num | None:
+    if index is None:
+        return None
+    found = real(as_value(index))
+    return found.past.value if isinstance(found.past, Narrowed) else found
 
 
 @rule("index_select")
 def _index_selected(call: Call) -> Value:
-    return _read(call, [None] * _axis(call) + [call.num("index")])
+    return _read(call, [*[None] * _axis(call), _place(call["index"])])
 
 
 @rule("embedding")
 def _embedded(call: Call) -> Value:
     value = real(as_value(call["weight"]))
-    return _read(call, [call.num("indices")], value)
+    return _read(call, [_place(call["indices"])], value)
 
 
 def _read(call: Call, indices: list[Num | None], value: Value | None = None) -> Value:
@@ -604,9 +663,21 @@ def _read_any(value: Num, index: Num, axis: int) -> Num:
 def _gathered(call: Call) -> Value:
     index, axis = call.num("index"), _axis(call)
     if index.ints is None or call.varies("self", axis):
-        return opaque(call)
+        rows = None if call["dim"] is None else _rows(index, axis, call.value.shape)
+        return opaque(call) if rows is None else _read(call, [None] * axis + [rows])
     ints = index.ints
     return call.value.moved(lambda part: part.gather(axis, ints))
+
+
+def _rows(index: Num, axis: int, shape: Sequence[int]) -> Num | None:
+    """The places of whole rows that an index of elements repeats for each element of a row."""
+    first = tuple(slice(None if at == axis else 1) for at in range(len(index.shape)))
+    row = index.moved(lambda part: part[first])
+    if (*index.shape[:axis], *index.shape[axis + 1 :]) != (*shape[:axis], *shape[axis + 1 :]):
+        return None
+    if not index.re.numel() or not field.equal(index, row):
+        return None
+    return row.moved(lambda part: part.reshape(-1))
 
 
 # -- assembled values
@@ -649,7 +720,7 @@ def _copied(call: Call) -> Value:
 @rule("index_put", "_unsafe_index_put")
 def _index_put(call: Call) -> Value:
     base, source = call.num("self"), call.num("values")
-    indices = [None if index is None else real(as_value(index)) for index in call["indices"]]
+    indices = [_place(index) for index in call["indices"]]
     literal = all(index is None or index.ints is not None for index in indices)
     if (
         not literal
@@ -657,10 +728,33 @@ def _index_put(call: Call) -> Value:
         or call["accumulate"]
         or any(call.varies("self", axis) for axis, index in enumerate(indices) if index is not None)
     ):
-        return opaque(call)
+        return opaque(replace(call, given={**call.given, "indices": indices}))
     return _put(
         base, source, tuple(slice(None) if index is None else index.ints for index in indices)
     )
+
+
+@rule("index_copy")
+def _index_copied(call: Call) -> Value:
+    return _rows_put(call, call["index"], call["source"])
+
+
+@rule("scatter")
+def _scattered_rows(call: Call) -> Value:
+    """Of whole rows."""
+    axis, source = _axis(call), call["src"]
+    if not isinstance(source, Num) or call["reduce"] is not None:
+        return opaque(call)
+    rows = _rows(call.num("index"), axis, call.value.shape)
+    if rows is None or source.shape != call.num("index").shape:
+        return opaque(call)
+    return _rows_put(call, rows, source)
+
+
+def _rows_put(call: Call, index: Any, source: Any) -> Value:
+    indices = [None] * _axis(call) + [index]
+    given = {"self": call["self"], "indices": indices, "values": source, "accumulate": False}
+    return _index_put(replace(call, name="aten::index_put", given=given))
 
 
 # -- tensors of numbers
@@ -825,6 +919,11 @@ def _div(call: Call) -> Value:
         return _floor_quotient(a, b)
     if mode is not None:
         return pointwise(call)
+    each, all_of = (side.past if isinstance(side, Num) else None for side in (a, b))
+    if isinstance(each, Exponential) and isinstance(all_of, Exponentials):
+        value, other = each.value, all_of.value
+        if value.shape == other.shape and field.equal(value, other):
+            return _shares(call, value, all_of.axis)
     if isinstance(b, Complex):
         size = field.inverse(add(mul(b.real, b.real), mul(b.imag, b.imag)))
         return times(times(a, Complex(b.real, neg(b.imag))), size)
@@ -931,6 +1030,35 @@ def _abs(call: Call) -> Value:
     return found.with_past(quantising.Absolute(value))
 
 
+@rule("sigmoid")
+def _sigmoid(call: Call) -> Num:
+    less = call.function("exp", neg(real(call.value)))
+    return field.inverse(add(field.number(1), less))
+
+
+@rule("silu")
+def _silu(call: Call) -> Num:
+    return mul(real(call.value), _sigmoid(call))
+
+
+@rule("relu")
+def _relu(call: Call) -> Num:
+    return quantising.bounded(real(call.value), 0, None)
+
+
+@rule("softmax", "_softmax")
+def _softmax(call: Call) -> Num:
+    axis = _axis(call)
+    return opaque(call) if _are_tokens(call, [axis]) else _shares(call, real(call.value), axis)
+
+
+def _shares(call: Call, value: Num, axis: int) -> Num:
+    """Softmax: of numbers that are all larger by one number it is the same."""
+    apart = sub(value, value.moved(lambda part: part.narrow(axis, 0, 1)))
+    each = call.function("exp", apart)
+    return mul(each, field.inverse(field.total(each, [axis], True)))
+
+
 @rule("round")
 def _round(call: Call) -> Value:
     return pointwise(call) if call["decimals"] else quantising.rounded(real(call.value))
@@ -988,23 +1116,51 @@ def _clip(call: Call, *sides: Num) -> Num:
 
 @rule("where")
 def _where(call: Call) -> Value:
-    chosen = real(as_value(call["condition"]))
-    a, b = as_value(call["self"]), as_value(call["other"])
-    if chosen.ints is None or isinstance(a, Complex) or isinstance(b, Complex):
-        return pointwise(call)
-    keep, drop = field.integers(chosen.ints), field.integers(1 - chosen.ints)
-    return add(mul(keep, a), mul(drop, b))
+    return _chosen(call, "condition", call["self"], call["other"])
 
 
 @rule("masked_fill")
 def _masked_fill(call: Call) -> Value:
-    chosen, value = call.num("mask"), call.value
-    if chosen.ints is None or isinstance(value, Complex):
+    chosen = call.num("mask").ints
+    if chosen is not None and not bool(chosen.any()):
+        return call.value
+    return _chosen(call, "mask", call["value"], call["self"])
+
+
+def _chosen(call: Call, name: str, a: Any, b: Any) -> Value:
+    """``a`` where the condition holds, else ``b``. If it is not known: a function that is the same
+    of the opposite condition.
+    """
+    chosen = call.num(name)
+    if isinstance(a, Complex) or isinstance(b, Complex):
         return pointwise(call)
-    if not bool(chosen.ints.any()):
-        return value
-    keep, drop = field.integers(1 - chosen.ints), field.integers(chosen.ints)
-    return add(mul(keep, value), mul(drop, real(as_value(call["value"]))))
+    is_finite = all(_is_number(item) or not isinstance(item, float) for item in (a, b))
+    if chosen.ints is not None and is_finite:
+        chosen = field.integers(chosen.ints.ne(0))
+        return add(mul(chosen, real(as_value(a))), mul(_opposite(chosen), real(as_value(b))))
+    one, other = (_read_only(item) for item in (a, b))
+    return add(
+        call.function("where", chosen, one, other),
+        call.function("where", _opposite(chosen), other, one),
+    )
+
+
+def _read_only(item: Any) -> Num:
+    """For a function: what is no number of the field is known by its name."""
+    is_known = _is_number(item) or not isinstance(item, float)
+    return real(as_value(item)) if is_known else function(f"the number {item}")
+
+
+def _opposite(chosen: Num) -> Num:
+    if chosen.ints is not None:
+        return field.integers(1 - chosen.ints)
+    return sub(field.number(1), chosen)
+
+
+@rule("bitwise_not", "logical_not")
+def _not(call: Call) -> Value:
+    of_bools = call.source == call.dtype == torch.bool
+    return _opposite(real(call.value)) if of_bools else pointwise(call)
 
 
 def _comparison(of: Callable[[Tensor, Tensor], Tensor]) -> Rule:
@@ -1080,7 +1236,7 @@ def _polar(call: Call) -> Value:
 def _exp(call: Call) -> Value:
     value = call.value
     if isinstance(value, Num):
-        return call.function("exp", value)
+        return call.function("exp", value).with_past(Exponential(value))
     square = mul(value.imag, value.imag)
     turned = Complex(call.function("cos", square), mul(value.imag, call.function("sinc", square)))
     is_zero = not bool(value.real.re.any()) and value.real.im is None
@@ -1116,7 +1272,10 @@ def _sum(call: Call) -> Value:
     _counts(call, axes)
     if isinstance(value, Complex):
         return Complex(field.total(value.real, axes, keep), field.total(value.imag, axes, keep))
-    return field.total(value, axes, keep)
+    found = field.total(value, axes, keep)
+    if isinstance(value.past, Exponential) and keep and len(axes) == 1:
+        return found.with_past(Exponentials(value.past.value, axes[0]))
+    return found
 
 
 @rule("mean")
@@ -1167,7 +1326,7 @@ def _norm(call: Call) -> Value:
     return field.sqrt(field.total(mul(value, value), axes, bool(call["keepdim"])))
 
 
-@rule("amax", "amin", "max")
+@rule("amax", "amin", "max", "min")
 def _largest(call: Call) -> Any:
     """A function of what the elements are, whatever their order."""
     value = real(call.value)
@@ -1176,23 +1335,22 @@ def _largest(call: Call) -> Any:
     axes, keep = _axes(call, value), bool(call["keepdim"])
     if _are_tokens(call, axes):
         return opaque(call)
-    of_sizes = isinstance(value.past, quantising.Absolute) and call.name != "aten::amin"
-    if of_sizes and axes == [len(value.shape) - 1]:
+    is_least = call.name in ("aten::amin", "aten::min")
+    name, in_rows = "least" if is_least else "largest", axes == [len(value.shape) - 1]
+    if isinstance(value.past, quantising.Absolute) and in_rows and not is_least:
         found = quantising.largest_of(value.past.value)
         found = found if keep else found.moved(lambda part: part.squeeze(-1))
     else:
-        name, in_rows = call.name.removeprefix("aten::"), axes == [len(value.shape) - 1]
         found = function(name, field.total(function(f"element of {name}", value), axes, keep))
-        end = quantising.End(value, name == "amin") if in_rows and name != "max" else None
-        found = found.with_past(end)
-    if call.name != "aten::max" or "dim" not in call.given:
+        found = found.with_past(quantising.End(value, is_least) if in_rows else None)
+    if call.name in ("aten::amax", "aten::amin") or "dim" not in call.given:
         return found
     (axis,) = axes
     places = torch.arange(value.shape[axis]).reshape(-1, *(1,) * (len(value.shape) - 1 - axis))
     in_order = field.total(
         function("element in its place", value, field.integers(places)), axes, keep
     )
-    return [found, function("place of largest", in_order)]
+    return [found, function(f"place of {name}", in_order)]
 
 
 # -- products
@@ -1416,7 +1574,46 @@ def _as_asked(call: Call, product: Num) -> Num:
     return quantising.saturated(product) if call.dtype == torch.int8 else product
 
 
-# -- norms and rotations by one operator
+# -- attention, norms and rotations by one operator
+
+
+@rule("scaled_dot_product_attention")
+def _attention(call: Call) -> Value:
+    query, key, value, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
+    axes = [(name, axis) for name in ("query", "key", "value") for axis in (-2, -1)]
+    if any(call.varies(name, axis) for name, axis in axes):
+        return opaque(call)
+    if call["enable_gqa"]:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = (
+            part.moved(lambda part: part.repeat_interleave(times, -3)) for part in (key, value)
+        )
+    scale = query.shape[-1] ** -0.5 if call["scale"] is None else call["scale"]
+    scores = field.matmul(query, key.moved(lambda part: part.mT))
+    scores = mul(scores, real(as_value(scale)))
+    if call["is_causal"]:
+        mask = field.integers(torch.ones(scores.shape[-2:], dtype=torch.int64).tril())
+    if call["is_causal"] or call.holds("attn_mask") == torch.bool:
+        given = {"mask": _opposite(mask), "self": scores, "value": -math.inf}
+        scores = real(_masked_fill(replace(call, name="aten::masked_fill", given=given)))
+    elif mask is not None:
+        scores = add(scores, mask)
+    return field.matmul(_shares(call, scores, len(scores.shape) - 1), value)
+
+
+@rule("layer_norm", "native_layer_norm")
+def _layer_norm(call: Call) -> Any:
+    value, rank = call.num("input"), len(call.plain("normalized_shape"))
+    axes = list(range(len(value.shape) - rank, len(value.shape)))
+    count = field.inverse(_counts(call, axes))
+    mean = mul(field.total(value, axes, True), count)
+    apart = sub(value, mean)
+    variance = mul(field.total(mul(apart, apart), axes, True), count)
+    rstd = field.inverse(field.sqrt(add(variance, real(as_value(call["eps"])))))
+    found = mul(apart, rstd)
+    found = found if call["weight"] is None else mul(found, call.num("weight"))
+    found = found if call["bias"] is None else add(found, call.num("bias"))
+    return found if call.name == "aten::layer_norm" else [found, mean, rstd]
 
 
 def rms_norm(value: Num, gamma: Num | None, epsilon: Any, rank: int) -> tuple[Num, Num]:
