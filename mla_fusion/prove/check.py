@@ -18,7 +18,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +44,11 @@ class Refused(Exception):
 
 class NoReport(Exception):
     """Why a file is no report."""
+
+
+def refuse(if_so: Any, why: str) -> None:
+    if if_so:
+        raise Refused(why)
 
 
 class Num(Array):
@@ -119,8 +124,7 @@ def whole(item: Any, least: int = 0, most: int = 1 << 32) -> int:
 
 def sizes_of(item: Any, most: int = LARGEST) -> tuple[int, ...]:
     found = tuple(whole(size, 1) for size in item)
-    if len(found) > 16 or math.prod(found) > most:
-        raise Refused("a value is too large")
+    refuse(len(found) > 16 or math.prod(found) > most, "a value is too large")
     return found
 
 
@@ -134,11 +138,9 @@ def walk(low: int, high: int, shape: Any, first: Any, sizes: Any, strides: Any) 
             steps = np.array([whole(step, -1 << 60, 1 << 60) for step in stride], dtype=np.int64)
         else:
             steps = np.arange(size) * whole(stride, -1 << 32)
-        if len(steps) != size:
-            raise Refused("a move of other sizes than it says")
+        refuse(len(steps) != size, "a move of other sizes than it says")
         found = found[..., None] + steps
-    if found.min() < low or found.max() >= high:
-        raise Refused("a move from outside of its operand")
+    refuse(found.min() < low or found.max() >= high, "a move from outside of its operand")
     return found.reshape(sizes_of(shape))
 
 
@@ -214,8 +216,7 @@ class Point:
             size = a[..., :1] + (a[..., :1] == 0)
             row = self.hashed("row", a * size.inverse(), np.arange(a.shape[-1])).total()
             return self.hashed("product", row, *b.columns) * size * (b.columns[0] != -1)
-        if math.prod(sizes) * a.shape[-1] > MOST_PRODUCTS:
-            raise Refused("a product is too large")
+        refuse(math.prod(sizes) * a.shape[-1] > MOST_PRODUCTS, "a product is too large")
         a, b, found = self.drawn(a), self.drawn(b), elements(np.zeros(sizes))
         for k in range(a.shape[-1]):
             found = found + a[..., k : k + 1] * b[..., k : k + 1, :]
@@ -248,13 +249,8 @@ OF_NUMBERS: dict[str, Any] = ELEMENTWISE | {
     "root": lambda at, exact, written: of(fraction(exact, written, True)).root(),
     "integers": lambda at, *how: elements(walk(-1 << 60, 1 << 60, *how) % Num.prime),
 }
-RULES: dict[str, Any] = OF_NUMBERS | {
-    "weight": Point.weight,
-    "zeros": Point.weight,
-    "matmul": Point.matmul,
-    "join": Point.join,
-    "move": Point.move,
-}
+RULES: dict[str, Any] = OF_NUMBERS | {"weight": Point.weight, "zeros": Point.weight}
+RULES |= {"matmul": Point.matmul, "join": Point.join, "move": Point.move}
 Height = tuple[int, int]  # of the quotient of two polynomials: degrees, and digits of literals
 
 
@@ -330,8 +326,7 @@ class Kernel:
 
     def rope(self, value: Num, cos: Num, sin: Num) -> Num:
         """Pairs in, halves out; the halves of the tables are not tied."""
-        if not value.shape[-1] == cos.shape[-1] == sin.shape[-1]:
-            raise Refused("tables of another width than what they rotate")
+        refuse(not value.shape[-1] == cos.shape[-1] == sin.shape[-1], "tables of another width")
         half, even, odd = value.shape[-1] // 2, value[..., 0::2], value[..., 1::2]
         first = even * cos[..., :half] + -(odd * sin[..., :half])
         return joined(first, odd * cos[..., half:] + even * sin[..., half:])
@@ -370,8 +365,7 @@ class Kernel:
 
     def prolog(self) -> dict[str, Num]:
         weights, caches = (self.attributes[f"{of}_quant_mode"] for of in ("weight", "kv_cache"))
-        if weights not in range(6) or caches not in range(4):
-            raise Refused("a format that is not proved in exact arithmetic")
+        refuse(weights not in range(6) or caches not in range(4), "a format that is not proved")
         packed = {f"{of}_repo_mode": caches == 3 for of in ("ckvkr", "quant_scale")}
         self.only(query_quant_mode=caches == 1, **packed)
         x, cos, sin = (self.take(name) for name in ("token_x", "rope_cos", "rope_sin"))
@@ -471,11 +465,8 @@ class Kernel:
         }
 
 
-KERNELS: dict[str, Callable[[Kernel], dict[str, Num]]] = {
-    "npu_mla_prolog_v3": Kernel.prolog,
-    "npu_kv_rmsnorm_rope_cache_v2": Kernel.key_half,
-    "npu_mla_preprocess": Kernel.preprocess,
-}
+KERNELS = {"npu_mla_prolog_v3": Kernel.prolog, "npu_mla_preprocess": Kernel.preprocess}
+KERNELS |= {"npu_kv_rmsnorm_rope_cache_v2": Kernel.key_half}
 DEFAULTS: dict[str, float] = {"weight_quant_mode": 0, "kv_cache_quant_mode": 0, "tile_size": 128}
 DEFAULTS |= {"qc_qr_scale": 1.0, "kc_scale": 1.0}  # of attributes; a report lists the others
 WRONG = ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError
@@ -540,9 +531,9 @@ class Run:
         self.count = sum(map(self.claimed, certificate["claims"]))
         # of others, of squares perhaps, nothing shows which of both roots is meant
         for index in {operands[0] for op, operands, *_ in certificate["values"] if op == "sqrt"}:
-            value = point.drawn(self.values[index]).reshape(-1)
-            if not any(np.array_equal(value, of_kernel.reshape(-1)) for of_kernel in self.roots):
-                raise Refused(f"value {index} is none that the kernel takes a root of")
+            value = point.drawn(self.values[index]).ravel()
+            known = any(np.array_equal(value, of_kernel.ravel()) for of_kernel in self.roots)
+            refuse(not known, f"value {index} is none that the kernel takes a root of")
 
     def value(self, place: int, op: str, operands: Any, given: list[Any], rest: Any) -> Value:
         sources = {self.of_result[index] for index in operands if index in self.of_result}
@@ -554,8 +545,7 @@ class Run:
             raise Refused(f"value {place} is computed from a result of the kernel")
         if sources:
             (self.of_result[place],) = sources
-        if op not in RULES:
-            raise Refused(f"value {place} is of an operation that is not known")
+        refuse(op not in RULES, f"value {place} is of an operation that is not known")
         given = [self.point.drawn(value) for value in given] if op in OF_NUMBERS else given
         if op in ELEMENTWISE:
             sizes_of(np.broadcast_shapes(*(value.shape for value in given)), DRAWN)
@@ -575,8 +565,7 @@ class Run:
 
     def called(self) -> dict[str, Num]:
         arguments, call = self.certificate["arguments"], self.call
-        if any(index in self.of_result for index in arguments.values()):
-            raise Refused("the kernel is given a result of its own")
+        refuse({*arguments.values()} & self.of_result.keys(), "the kernel is given a result")
         given = {name: self.values[whole(index)] for name, index in arguments.items()}
         kernel = Kernel(self.point, given, self.certificate["exact"], call)
         results = KERNELS[call["operator"]](kernel)
@@ -593,8 +582,7 @@ class Run:
         if place in self.of_result or self.of_result.get(result) not in SOURCES.get(name, (name,)):
             raise Refused(f"{name} is not claimed of a value and of that result")
         a, b = (self.point.drawn(self.values[whole(index)]) for index in (place, result))
-        if a.shape != b.shape or not np.array_equal(a, b):
-            raise Refused(f"{name} is not what the kernel gives")
+        refuse(not np.array_equal(a, b), f"{name} is not what the kernel gives")
         rows, b, dims = self.results[self.of_result[result]].ravel(), b.ravel(), self.call["dims"]
         of_heads = dims.get("N", 1) / dims.get("N_padded", dims.get("N", 1))
         share = of_heads if self.of_result[result] in HEADED else 1
@@ -606,11 +594,9 @@ class Run:
 
 def all_claimed(certificate: Any, call: Any) -> None:
     """Raises Refused where not all is claimed, once, that the fusion replaces."""
-    if certificate["version"] != VERSION:
-        raise Refused("the certificate is of another version")
+    refuse(certificate["version"] != VERSION, "the certificate is of another version")
     claims = [(claim["place"], claim["output"]) for claim in certificate["claims"]]
-    if len(set(claims)) < len(claims) or not claims:
-        raise Refused("a value is claimed twice, or none is")
+    refuse(len(set(claims)) < len(claims) or not claims, "a value is claimed twice, or none is")
     caches, replaced = set(CACHES), [*enumerate(call["replaced"])]
     if not set(claims) <= {*replaced, *((None, name) for name in caches)}:
         raise Refused("another value is claimed than one that the fusion replaces")

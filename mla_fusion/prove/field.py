@@ -28,6 +28,7 @@ from mla_fusion.prove.trace import Trace
 P = 2147481311
 _ROOT = (P + 1) // 4
 _POSITIVE = (1 << 62) - 1
+_MOST_TIMES = 1 << 16  # columns of a row whose squares are added up
 _CHUNK = 1 << 20  # elements of a matrix that are split into halves at a time
 
 
@@ -479,12 +480,17 @@ def _times(a: Num, b: Num) -> Tensor | None:
     return times if torch.equal(one, _mod(other * times)) else None
 
 
-def is_square_times(a: Num, b: Num) -> bool:
-    """Are all elements as many times those of the other, and that number a square? Then both roots
-    have one sign.
+def small_times(a: Num, b: Num) -> Fraction | None:
+    """How many times the elements of the other all elements are, where that is a small whole
+    number, or a part by one.
     """
-    times = _times(a, b) if a.im is None and b.im is None else None
-    return times is not None and int(_power(times, (P - 1) // 2)) == 1
+    found = _times(a, b) if a.im is None and b.im is None else None
+    if found is None:
+        return None
+    whole, part = int(found), int(_power(found, P - 2))
+    if 0 < whole <= _MOST_TIMES:
+        return Fraction(whole)
+    return Fraction(1, part) if 0 < part <= _MOST_TIMES else None
 
 
 def is_whole_times(a: Num, b: Num, most: int) -> bool:
@@ -506,14 +512,22 @@ def integer_power(a: Num, exponent: int) -> Num:
 
 def sqrt(a: Num) -> Num:
     """A root. Of a square ``s * s`` it would be s or -s, each at half of all points: so where the
-    kernel's roots are known, those alone (times a square) are roots, and others are functions.
+    kernel's roots are known, those alone (of how many times what it is, too) are roots, and others
+    are functions.
     """
     point = here()
-    if not point.draws_roots:
-        known = any(is_square_times(a, b) for b in point.roots)
-        return _sqrt(a) if known else function("sqrt", a)
-    point.roots.append(a)
-    return _sqrt(a)
+    if point.draws_roots:
+        point.roots.append(a)
+        return _sqrt(a)
+    times = next((times for b in point.roots if (times := small_times(a, b))), None)
+    if times is None:
+        return function("sqrt", a)
+    return _sqrt(a) if times == 1 else mul(_sqrt(mul(a, number(1 / times))), _root_number(times))
+
+
+def _root_number(square: Fraction) -> Num:
+    root = Fraction(math.isqrt(square.numerator), math.isqrt(square.denominator))
+    return number(root) if root * root == square else Literal(square, is_root=True).num()
 
 
 @primitive

@@ -4,6 +4,8 @@ else it is a function.
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import torch
 from torch import Tensor
 
@@ -51,9 +53,11 @@ def test_no_root_is_a_size() -> None:
     assert not is_proved(TimesSign())
 
 
-def test_roots_of_one_sign() -> None:
+def test_roots_of_how_many_times() -> None:
     rows = field.random("rows", (5, 1))
-    of_4, of_minus_1 = (field.mul(rows, field.number(times)) for times in (4, -1))
-    assert field.is_square_times(of_4, rows)
-    assert not field.is_square_times(of_minus_1, rows)
-    assert not field.is_square_times(rows, field.random("others", (5, 1)))
+    for times in (Fraction(1), Fraction(512), Fraction(1, 1536)):
+        assert field.small_times(field.mul(rows, field.number(times)), rows) == times
+    for other in (field.neg(rows), field.random("others", (5, 1))):
+        assert field.small_times(other, rows) is None
+    one = field.random("one", (1, 1))  # of its square, nothing says which root is meant
+    assert field.small_times(field.mul(rows, field.mul(one, one)), rows) is None
