@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import statically_known_true
-    from torch.utils._sympy.functions import FloorDiv
+    from torch.utils._sympy.functions import FloorDiv, Mod
 
 __all__ = [  # names of torch as they are; the functions of this file come beside them
     "BackendCompilerFailed",
@@ -56,6 +56,7 @@ __all__ = [  # names of torch as they are; the functions of this file come besid
     "FakeTensorMode",
     "FloorDiv",
     "HigherOrderOperator",
+    "Mod",
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
@@ -75,6 +76,7 @@ __all__ = [  # names of torch as they are; the functions of this file come besid
 _LATE = {  # loaded on first use
     "BackendCompilerFailed": "torch._dynamo.exc",
     "FloorDiv": "torch.utils._sympy.functions",
+    "Mod": "torch.utils._sympy.functions",
     "TorchRuntimeError": "torch._dynamo.exc",
     "Unsupported": "torch._dynamo.exc",
     "aot_autograd": "torch._dynamo.backends.common",

@@ -253,6 +253,8 @@ class Draws:
         blocks, size = self.view.binding.shape(caches.kv_shape[:2])
         rows = (self.blocks or blocks) * size
         leaves = [same_elements(node) for node in caches.slots.nodes]
+        if caches.slots.in_sequences:
+            return self._in_sequences(kind, caches.slots.block_size, rows, leaves)
         value = leaves[0].meta["val"]
         shape = self.view.binding.shape(value.shape)
         count = math.prod(shape)
@@ -273,6 +275,20 @@ class Draws:
             block: (slots // size).to(value.dtype),
             offset: (slots % size).reshape(shape).to(offset.meta["val"].dtype),
         }
+
+
+    def _in_sequences(
+        self, kind: str, block_size: Any, rows: int, leaves: list[Node]
+    ) -> dict[Node, torch.Tensor]:
+        """Places in sequences, and which sequences; no number is near where it stands already."""
+        size, found = self.view.binding.size(block_size), dict[Node, torch.Tensor]()
+        for leaf, limit in zip(reversed(leaves), (size, rows // size), strict=False):
+            value = leaf.meta["val"]
+            shape = self.view.binding.shape(value.shape)
+            steps = torch.arange(math.prod(shape)) * (-1 if kind == "edges" else 1)
+            first = {"edges": -1, "outliers": limit // 2}.get(kind, 0)
+            found[leaf] = ((first + steps) % limit).reshape(shape).to(value.dtype)
+        return found
 
 
 def _as_elements(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

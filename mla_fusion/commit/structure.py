@@ -80,7 +80,7 @@ def _of_plan(plan: Plan, numbers: dict[Node, int]) -> object:
         )
         where = plan.caches.slots
         slots = tuple(node and numbers.get(node, -1) for node in _slots(plan.caches))
-        places = slots, str(where.block_size), where.span
+        places = slots, str(where.block_size), str(where.every), where.span
         caches = held, scales, places, plan.caches.mode, plan.caches.copies
     given = target_of(plan).attributes(plan).items()
     call = plan.target, _sizes(plan.lead), plan.heads_of_call, *given

@@ -101,6 +101,10 @@ def with_room(view: View, plan: Plan, region: Region) -> View:
         blocks, block_size = plan.caches.kv_shape[:2]
         least = -(-_tokens(view, plan) // binding.size(block_size))
         binding = binding.roomier(blocks, least, _blocks_in_step(view, plan, region))
+        if plan.caches.slots.in_sequences:
+            sequences = binding.size(plan.caches.slots.shape[0])
+            for _, cache, _ in plan.caches.held:
+                binding = binding.roomier(cache.meta["val"].shape[0], sequences)
     for node, rows, end in _slices(region):
         start, kept = argument(node, "start"), node.meta["val"].shape[argument(node, "dim")]
         if isinstance(end, Node):
@@ -135,6 +139,10 @@ def _fits(view: View, plan: Plan, region: Region) -> bool:
             return False
     for _, rows, end in _slices(region):
         if isinstance(end, Node) and view.binding.number(end.meta["val"]) > view.binding.size(rows):
+            return False
+    if isinstance(plan.caches, InPlace) and plan.caches.slots.in_sequences:
+        slots = plan.caches.slots
+        if view.binding.size(slots.shape[-1]) > view.binding.size(slots.block_size):
             return False
     return _tokens(view, plan) <= _rows(view, plan)
 

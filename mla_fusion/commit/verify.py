@@ -474,6 +474,8 @@ def _fewer_blocks(view: View, plan: Plan) -> int | None:
     """How many blocks of a large cache are enough for the test; None where it is taken as it is."""
     if not isinstance(plan.caches, InPlace) or plan.caches.slots.span is not None:
         return None
+    if plan.caches.slots.in_sequences:  # each is written
+        return None
     held = [cache for _, cache, _ in plan.caches.held]
     blocks, size = view.binding.shape(plan.caches.kv_shape[:2])
     if all(_elements(view, cache) <= _SMALL_CACHE for cache in held):

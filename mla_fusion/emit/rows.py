@@ -103,25 +103,43 @@ def slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
             value = _assigned(b, slots.span, plan.token_x.meta["val"].device)
         elif slots.index is not None:
             value = b.value(slots.index)
+        elif slots.every is not None:
+            value = _of_every_sequence(b, slots, plan.token_x.meta["val"].device)
         else:
             assert slots.block is not None and slots.offset is not None
             value = b.call(aten.mul.Tensor, b.value(slots.block), b.size(slots.block_size))
             value = b.call(aten.add.Tensor, value, b.value(slots.offset))
         return b.cast(b.reshape(value, lead), torch.int64)
 
-    sizes = tuple(map(str, (slots.block_size, *lead)))
+    sizes = tuple(map(str, (slots.block_size, slots.every, *lead)))
     return b.once(("slots", slots.nodes, slots.span, sizes), build)
 
 
 def _assigned(b: Builder, span: Span, device: torch.device) -> Any:
     """The slots [sequences, length] of rows that the model assigns by slices."""
-    sequences, length, *begins = map(b.size, (span.sequences, span.length, span.first, span.start))
     first, start = (
-        b.call(aten.add.Tensor, b.call(aten.arange.default, size, device=device), begin)
-        for size, begin in zip((sequences, length), begins, strict=True)
+        b.call(aten.add.Tensor, _count(b, size, device), b.size(begin))
+        for size, begin in ((span.sequences, span.first), (span.length, span.start))
     )
-    row = b.call(aten.unsqueeze.default, b.call(aten.mul.Tensor, first, span.rows), 1)
-    return b.call(aten.add.Tensor, row, start)
+    return _places(b, first, span.rows, start)
+
+
+def _of_every_sequence(b: Builder, slots: Slots, device: torch.device) -> Any:
+    """The slots [sequences, length] of rows at places in each sequence."""
+    assert slots.every is not None and slots.offset is not None
+    sequences, length = slots.every
+    each_its_own = len(slots.offset.meta["val"].shape) > 1
+    places = b.reshape(b.value(slots.offset), slots.every if each_its_own else (length,))
+    return _places(b, _count(b, sequences, device), slots.block_size, places)
+
+
+def _count(b: Builder, size: Any, device: torch.device) -> Any:
+    return b.call(aten.arange.default, b.size(size), device=device)
+
+
+def _places(b: Builder, sequences: Any, rows: Any, places: Any) -> Any:
+    first = b.call(aten.mul.Tensor, sequences, b.size(rows))
+    return b.call(aten.add.Tensor, b.call(aten.unsqueeze.default, first, 1), places)
 
 
 def written(b: Builder, cache: Any, slots: Any, shape: Sequence[Any], mode: str) -> Any:

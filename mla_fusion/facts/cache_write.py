@@ -22,7 +22,7 @@ from mla_fusion.fx import pools
 from mla_fusion.fx.kinds import argument, is_getitem, is_view, named_sizes, op_name
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
-from mla_fusion.fx.sizes import same, same_shape
+from mla_fusion.fx.sizes import broadcast, divides, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, origin, unit_selections
 
@@ -31,6 +31,7 @@ from mla_fusion.fx.walk import INPUTS, origin, unit_selections
 class Slots:
     """Row numbers: ``index``, ``block * block_size + offset`` where the graph holds no such tensor,
     or a ``span``. Blocks are those of the view that the model writes to, whatever the cache's are.
+    Where the model names no block, ``every`` one of so many sequences has so many offsets.
     """
 
     index: Node | None
@@ -38,6 +39,7 @@ class Slots:
     offset: Node | None = None
     block_size: Any = None
     span: Span | None = None
+    every: tuple[Any, Any] | None = None
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -47,7 +49,13 @@ class Slots:
     def shape(self) -> tuple[Any, ...]:
         if self.span is not None:
             return self.span.sequences, self.span.length
-        return tuple(self.nodes[0].meta["val"].shape)
+        return self.every or broadcast(*map(_shape, self.nodes))
+
+    @property
+    def in_sequences(self) -> bool:
+        """Are they numbers of sequences, and places in them, which are spread over each other?"""
+        shapes = [_shape(node) for node in self.nodes]
+        return self.every is not None or not all(same_shape(shapes[0], one) for one in shapes)
 
     def __str__(self) -> str:
         return self.nodes[0].name if self.nodes else "the slices assigned"
@@ -76,25 +84,29 @@ def paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
 
     A cache of another rank is rows of its last axis: [.., BlockSize, width] keeps its blocks where
     the kernel takes that BlockSize (16 to 1024, in steps of 16), other rows are cut into blocks of
-    128, 64, 32 or 16. Its sizes must be static, but for the first: then the rows of each of these
-    are cut.
+    128, 64, 32 or 16. Of symbolic sizes, one must be known to be a multiple of that.
     """
     value = cache.meta["val"]
     shape = value.shape
     if len(shape) == 4 and same(shape[2], 1):
         return shape[0], shape[1], 1, shape[3]
-    if (
-        len(shape) < 2
-        or not all(isinstance(size, int) for size in shape[1:])
-        or not value.is_contiguous()
-    ):
+    if len(shape) < 2 or not isinstance(shape[-1], int) or not value.is_contiguous():
         return None
-    own = shape[-2] if len(shape) == 3 and shape[-2] % 16 == 0 and 16 <= shape[-2] <= 1024 else None
-    count, rows = 1, math.prod(shape[:-1])
-    if not isinstance(shape[0], int):
-        count, rows = shape[0], math.prod(shape[1:-1])
-    size = own or next((size for size in (128, 64, 32, 16) if rows % size == 0), None)
-    return (count * (rows // size), size, 1, shape[-1]) if size else None
+    if all(isinstance(size, int) for size in shape[1:]):
+        count, rows = 1, math.prod(shape[:-1])
+        if not isinstance(shape[0], int):
+            count, rows = shape[0], math.prod(shape[1:-1])
+        is_block = len(shape) == 3 and shape[-2] % 16 == 0 and 16 <= shape[-2] <= 1024
+        own = shape[-2] if is_block else None
+        size = own or next((size for size in _BLOCK_SIZES if rows % size == 0), None)
+        if size:
+            return count * (rows // size), size, 1, shape[-1]
+    cut = (size for size in _BLOCK_SIZES if any(divides(size, rows) for rows in shape[:-1]))
+    size = next(cut, None)
+    return (math.prod(shape[:-1]) // size, size, 1, shape[-1]) if size else None
+
+
+_BLOCK_SIZES = (128, 64, 32, 16)
 
 
 @measured
@@ -124,17 +136,21 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
         found.append(Obstacle("cache.no_input", pools.no_input(base)))
     elif paged is None:
         found.append(Obstacle("cache.shape", _no_blocks(cache)))
-    indices = _INDEX_OF[name](writer)
+    indices, axis = _INDEX_OF[name](writer), 0
     if indices is None:
-        found.append(_by_no_row_number(writer, name, base))
-        indices = _tensors_of_integers(writer)
+        of_sequences = _OF_SEQUENCES[name](writer) if name in _OF_SEQUENCES else None
+        if of_sequences is None:
+            found.append(_by_no_row_number(writer, name, base))
+            indices = _tensors_of_integers(writer)
+        else:
+            indices, axis = [of_sequences[0]], of_sequences[1]
     wrong = [index for index in indices if index.meta["val"].dtype not in _INDICES]
     for index in wrong:
         message = f"index {index.name} is {index.meta['val'].dtype}, not an integer tensor"
         found.append(Obstacle("slots.dtype", message))
     slots = Slots(indices[0]) if indices else Slots(None)
     if paged is not None and not found:
-        made = _slots(view, base, indices, paged[3])
+        made = _slots(view, base, indices, paged[3], axis)
         found += [made] if isinstance(made, Obstacle) else []
         slots = slots if isinstance(made, Obstacle) else made
     trust = judge(view, slots.nodes) if slots.nodes and not wrong else Trust(())
@@ -165,9 +181,7 @@ def _no_blocks(cache: Node) -> str:
     value = cache.meta["val"]
     shape = f"{cache.name} of shape [{', '.join(map(str, value.shape))}]"
     if not all(isinstance(size, int) for size in value.shape):
-        why = (
-            "its sizes are symbolic, so that its BlockSize is not known when the graph is compiled"
-        )
+        why = "nothing says that its rows, whose number is symbolic, divide into blocks of 16"
     elif len(value.shape) < 2:
         why = "it has no rows"
     elif not value.is_contiguous():
@@ -197,12 +211,19 @@ def _by_no_row_number(writer: Node, name: str, base: Node) -> Obstacle:
 
 
 def _tensors_of_integers(writer: Node) -> list[Node]:
-    values = ((node, node.meta.get("val")) for node in writer.all_input_nodes[1:])
+    given = (_unspread(node) for node in writer.all_input_nodes[1:])
+    values = ((node, node.meta.get("val")) for node in given)
     return [
         node
         for node, value in values
         if isinstance(value, torch.Tensor) and value.dtype in _INDICES
     ]
+
+
+def _unspread(index: Node) -> Node:
+    """A scatter's index before it is repeated for the columns of a row."""
+    source = index.args[0] if op_name(index) == "aten::expand" else None
+    return source if isinstance(source, Node) else index
 
 
 def _assigned(writer: Node, value: Node) -> WriteFact | Obstacles:
@@ -272,8 +293,15 @@ def _index_copy(node: Node) -> list[Node] | None:
 
 def _scatter(node: Node) -> list[Node] | None:
     """``scatter(rows, 0, index, value)`` where every column of a row has the same index."""
+    column = _column(node)
+    is_row = node.args[1] == 0 and column is not None and len(_shape(column)) == 2
+    return [column] if column is not None and is_row else None
+
+
+def _column(node: Node) -> Node | None:
+    """The indices of a scatter, [.., 1], which are repeated for the columns of a row."""
     index = node.args[2]
-    if node.args[1] != 0 or not isinstance(index, Node) or not isinstance(node.args[3], Node):
+    if not isinstance(index, Node) or not isinstance(node.args[3], Node):
         return None
     if (
         op_name(index) not in ("aten::expand", "aten::repeat")
@@ -286,8 +314,9 @@ def _scatter(node: Node) -> list[Node] | None:
         index.meta["val"].shape, node.args[3].meta["val"].shape
     ):
         return None
-    shape = column.meta["val"].shape
-    return [column] if len(shape) == 2 and same(shape[1], 1) else None
+    shape, wide = _shape(column), _shape(index)
+    is_column = len(shape) > 1 and same(shape[-1], 1) and same_shape(shape[:-1], wide[:-1])
+    return column if is_column else None
 
 
 def _scatter_nd(node: Node) -> list[Node] | None:
@@ -306,15 +335,61 @@ _INDEX_OF = {
 }
 
 
+# -- rows of every sequence, at places along an axis behind the sequences
+
+
+def _index_put_behind(node: Node) -> tuple[Node, int] | None:
+    """``cache[:, positions] = rows``"""
+    indices = argument(node, "indices")
+    if argument(node, "accumulate", False) or not isinstance(indices, (list, tuple)):
+        return None
+    *before, index = indices
+    alone = index is not None and not any(before) and len(_shape(index)) < 2
+    return (index, len(before)) if alone else None
+
+
+def _index_copy_behind(node: Node) -> tuple[Node, int] | None:
+    axis, index = _axis(node), node.args[2]
+    return (index, axis) if isinstance(index, Node) else None
+
+
+def _scatter_behind(node: Node) -> tuple[Node, int] | None:
+    """Each sequence has places of its own."""
+    axis, column = _axis(node), _column(node)
+    return (column, axis) if column is not None and len(_shape(column)) == axis + 2 else None
+
+
+_OF_SEQUENCES = {
+    "aten::index_put": _index_put_behind,
+    "aten::_unsafe_index_put": _index_put_behind,
+    "aten::index_copy": _index_copy_behind,
+    "aten::scatter": _scatter_behind,
+}
+
+
+def _axis(node: Node) -> int:
+    axis = argument(node, "dim", 0)
+    assert isinstance(axis, int)
+    return axis % len(_shape(node))
+
+
+def _shape(node: Node) -> Any:
+    return node.meta["val"].shape
+
+
 def input_behind(node: Node) -> Node | None:
     """The graph input of which the node is a reshape (an axis of size 1 may be selected away)."""
     cache = origin(node, unit_selections)
     return cache if cache.op in INPUTS else None
 
 
-def _slots(view: View, base: Node, indices: list[Node], width: object) -> Slots | Obstacle:
-    """``base``: all rows of a cache, in their order."""
+def _slots(
+    view: View, base: Node, indices: list[Node], width: object, axis: int
+) -> Slots | Obstacle:
+    """``base``: all rows of a cache, in their order; ``axis``: along which the first index runs."""
     shape = base.meta["val"].shape
+    if axis:
+        return _in_sequences(base, indices[0], width, axis)
     if len(indices) == 3 and len(shape) > 2 and same(shape[2], 1):
         indices = indices[:2]  # the third indexes an axis of size 1
     are_rows = same(math.prod(shape[len(indices) :]), width)
@@ -332,14 +407,26 @@ def _slots(view: View, base: Node, indices: list[Node], width: object) -> Slots 
     return Slots(slot) if slot is not None else Slots(None, block, offset, size)
 
 
+def _in_sequences(base: Node, index: Node, width: object, axis: int) -> Slots | Obstacle:
+    """Places in each sequence of ``[B, 1, .., rows, width]``: the same ones, or each its own."""
+    shape, places = _shape(base), _shape(index)
+    are_rows = same(math.prod(shape[axis + 1 :]), width)
+    if not are_rows or not all(same(size, 1) for size in shape[1:axis]):
+        return Obstacle("cache.rows", f"{base.name} is not [sequences, rows, width]")
+    if same(shape[0], 1):
+        return Slots(index)
+    if len(places) > 1:
+        return Slots(None, None, index, shape[axis], every=(places[0], places[axis]))
+    return Slots(None, None, index, shape[axis], every=(shape[0], math.prod(places)))
+
+
 def _common_slot(view: View, block: Node, offset: Node, block_size: object) -> Node | None:
     """The node of which ``block`` is the quotient and ``offset`` the remainder by the block
     size.
     """
-    number = view.terms.quotient_and_remainder(block, offset, block_size)
-    if number is None:
+    number, shape = view.terms.quotient_and_remainder(block, offset, block_size), _shape(block)
+    if number is None or not same_shape(shape, _shape(offset)):
         return None
-    shape = block.meta["val"].shape
     for candidate in nodes_between((), block):
         value = candidate.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dtype not in _INDICES:

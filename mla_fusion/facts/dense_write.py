@@ -25,7 +25,7 @@ class Span:
 
     first: Any
     start: Any
-    rows: int
+    rows: Any
     sequences: Any
     length: Any
 
@@ -90,22 +90,20 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
         if outer is None or len(scatter.users) != 1:
             return Obstacle("cache.no_input", pools.no_input(base))
         inside.append(outer)
-    if any(not isinstance(size, int) for size in _shape(base)[-2:]):
-        message = (
-            f"{base.name} of shape {list(_shape(base))} has sizes that are known when the graph "
-            "runs"
-        )
-        return Obstacle("cache.shape", message)
     rank, assigned = len(_shape(base)), _shape(value)
-    if rank not in (2, 3) or len(assigned) != rank or not starts.keys() <= set(range(rank - 1)):
+    row_axis = rank - 2
+    if (
+        len(assigned) != rank
+        or not starts.keys() <= set(range(row_axis + 1))
+        or not same(assigned[-1], _shape(base)[-1])
+    ):
         return Obstacle("cache.part_of_row", f"{inside[-1].name} does not assign whole rows")
-    if not same(assigned[-1], _shape(base)[-1]):
-        return Obstacle("cache.part_of_row", f"{inside[-1].name} does not assign whole rows")
-    rows = _shape(base)[rank - 2]
-    sequences = assigned[0] if rank == 3 else 1
-    start = starts.get(rank - 2, 0)
-    span = Span(starts.get(0, 0) if rank == 3 else 0, start, rows, sequences, assigned[rank - 2])
-    return DenseWrite(base, span, tuple(inside))
+    if not all(same(size, 1) for size in _shape(base)[1:row_axis]):
+        message = f"{base.name} of shape {list(_shape(base))} is not [sequences, rows, width]"
+        return Obstacle("cache.rows", message)
+    first, sequences = (starts.get(0, 0), assigned[0]) if row_axis else (0, 1)
+    start, rows = starts.get(row_axis, 0), _shape(base)[row_axis]
+    return DenseWrite(base, Span(first, start, rows, sequences, assigned[row_axis]), tuple(inside))
 
 
 def _first(start: Any) -> Any:

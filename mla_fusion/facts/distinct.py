@@ -19,9 +19,9 @@ from mla_fusion.fx.kinds import argument, is_cast, is_view, op_name, tensor_held
 from mla_fusion.fx.operators import GATHER
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges
-from mla_fusion.fx.sizes import is_symbolic, same
+from mla_fusion.fx.sizes import broadcast, is_symbolic, same, same_shape
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import INPUTS, origin, views_and_casts
+from mla_fusion.fx.walk import EXPANDS, INPUTS, origin, views_and_casts
 
 _LONGEST = 24  # steps from the slots to the input
 _KEEP_APART = GATHER | {"aten::neg", "aten::flip", "aten::roll"}
@@ -48,6 +48,8 @@ def repeats(view: View, slots: list[Node], trusting: Ranges) -> str:
         step = _merging_step(view, slots[0], trusting)
         return f"{step.name} may give two tokens one slot" if step is not None else ""
     block, place = slots
+    if not same_shape(block.meta["val"].shape, place.meta["val"].shape):
+        return _spread_over_each_other(view, slots, trusting)
     if view.terms.are_apart(block, place):
         return ""
     decides = _deciding(view, block, place)
@@ -55,12 +57,28 @@ def repeats(view: View, slots: list[Node], trusting: Ranges) -> str:
     return f"{step.name} may give two tokens one block" if step is not None else ""
 
 
+def _spread_over_each_other(view: View, slots: list[Node], trusting: Ranges) -> str:
+    """As of blocks [B, 1] and places [B, S] or [S]: two tokens are at other indices of one of
+    them, along which no number stands twice.
+    """
+    shapes = [node.meta["val"].shape for node in slots]
+    whole = broadcast(*shapes)
+    missed = set(range(-len(whole), 0))
+    for shape in shapes:
+        missed -= {axis for axis in range(-len(shape), 0) if same(shape[axis], whole[axis])}
+    steps = [_merging_step(view, node, trusting) for node in slots]
+    step = next((step for step in steps if step is not None), None)
+    if step is None and not missed:
+        return ""
+    return f"{(step or slots[0]).name} may give two tokens one slot"
+
+
 def _deciding(view: View, block: Node, place: Node) -> Node | None:
     """Of blocks and places in them, what decides whether two tokens have both alike: the table in
     which the blocks are looked up, or the blocks. None where two tokens may look up one entry for
     one place.
     """
-    entry = origin(block, views_and_casts)
+    entry = origin(block, _each_once)
     if op_name(entry) not in GATHER:
         return block
     table, *indices = _operands(entry)
@@ -71,7 +89,9 @@ def _picks_apart(view: View, index: Node, place: Node) -> bool:
     """Have tokens of one place different entries, as where both are given, or quotient and
     remainder of positions?
     """
-    if all(origin(node, views_and_casts).op in INPUTS for node in (index, place)):
+    if not _keeps_count(place, index):
+        return False
+    if all(origin(node, _each_once).op in INPUTS for node in (index, place)):
         return True
     return view.terms.are_apart(index, place) and not _counts_twice(view, index)
 
@@ -109,7 +129,8 @@ def _merging_step(view: View, node: Node, trusting: Ranges) -> Node | None:
             return None if _are_distinct(view, node) else node
         if op_name(node) in GATHER:
             *_, index = node.all_input_nodes
-            step = _merging_step(view, index, trusting) if index is not node.args[0] else node
+            is_whole = index is not node.args[0] and _is_whole(node, index)
+            step = _merging_step(view, index, trusting) if is_whole else node
             if step is not None:
                 return step  # the same entry may be read for two tokens
         following = _following(view, node, trusting)
@@ -132,16 +153,32 @@ def _following(view: View, node: Node, trusting: Ranges) -> Node | None:
         return None
     if is_cast(node) and not _keeps_numbers(node, operands[0], trusting):
         return None
-    if is_view(node) or is_cast(node) or name in _KEEP_APART:
-        return (
-            None
-            if name.startswith("aten::expand") and not _keeps_count(node, operands[0])
-            else operands[0]
-        )
+    if is_view(node) or is_cast(node):
+        return _each_once(node)
+    if name in _KEEP_APART:
+        return operands[0]
     if name in _BOUNDS:
         # where no value of the bound is within those of the operand
-        return Steps(view, trusting).kept(node)
+        kept = Steps(view, trusting).kept(node)
+        return kept if kept is not None and _keeps_count(node, kept) else None
     return _of_sum(view, node, operands) if name in _SUMS else None
+
+
+def _each_once(node: Node) -> Node | None:
+    """Above a view or cast that holds no element of it twice."""
+    source = views_and_casts(node)
+    repeats = op_name(node) in EXPANDS and source is not None and not _keeps_count(node, source)
+    return None if repeats else source
+
+
+def _is_whole(entries: Node, index: Node) -> bool:
+    """Has the last index of a look-up a number for each entry, whatever the others are spread
+    over?
+    """
+    indices = argument(entries, "indices")
+    others = indices if isinstance(indices, (list, tuple)) else ()
+    spread = broadcast(*(one.meta["val"].shape for one in others if one is not None), (1,))
+    return not others or same(math.prod(spread), math.prod(index.meta["val"].shape))
 
 
 def _operands(node: Node) -> list[Node]:
@@ -181,8 +218,10 @@ def _of_sum(view: View, node: Node, operands: list[Node]) -> Node | None:
         return None
     number = view.terms.number(node)
     for above in nodes_between((), node):  # (s // 16) * 16 + s % 16 is s
-        if above is not node and view.terms.number(above) == number:
+        if above is not node and view.terms.number(above) == number and _keeps_count(node, above):
             return above
+    if not all(_keeps_count(node, arg) for arg in varying):
+        return None
     # an entry of a table times the size of a block, a place in it
     for whole, place in (varying, varying[::-1]):
         size = _literal_factor(view, whole)
@@ -211,7 +250,7 @@ def _literal_factor(view: View, node: Node) -> float | None:
 def _are_distinct(view: View, node: Node) -> bool:
     """Of what is made of literals; a count of symbolic length is read off at no one length."""
     if any(map(is_symbolic, node.meta["val"].shape)):
-        counted = origin(node, views_and_casts)
+        counted = origin(node, _each_once)
         step = argument(counted, "step", 1)
         return (
             op_name(counted) in ("aten::arange", "prims::iota")

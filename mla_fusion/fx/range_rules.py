@@ -17,6 +17,7 @@ Range = tuple[float, float]
 
 UNBOUNDED: Range = (-math.inf, math.inf)
 _ABOVE_ZERO = 5e-324  # the least positive float64
+_MOST_ELEMENTS = 2.0**56  # of a tensor, whose bytes have addresses
 
 
 def keeps_floats(node: Node) -> bool:
@@ -50,11 +51,14 @@ def _added(of: Of, node: Node) -> Range:
 
 
 def _counted(of: Of, node: Node) -> Range:
-    """Positions, of which there are more at other sizes."""
+    """Positions, of which there are more at other sizes, but no more than memory holds."""
     (low, high), step = of(argument(node, "start", 0)), argument(node, "step", 1)
     if not isinstance(step, (int, float)):
         return UNBOUNDED
-    return (low, math.inf) if step > 0 else (-math.inf, high)
+    if step <= 0:
+        return -math.inf, high
+    (_, end), (_, length) = of(argument(node, "end")), of(argument(node, "length"))
+    return low, min(end, high + step * min(length, _MOST_ELEMENTS))
 
 
 def _subtracted(of: Of, node: Node) -> Range:

@@ -4,17 +4,24 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from functools import cache
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Graph, Node
 
-from mla_fusion.compat import FloorDiv, bounds_of, expression_of, traced_with
+from mla_fusion.compat import (
+    FloorDiv,
+    Mod,
+    bounds_of,
+    expression_of,
+    statically_known_true,
+    traced_with,
+)
 
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73)
 _FEW = (3, 4, 2)
@@ -64,6 +71,13 @@ def same_shape(a: Iterable[Any], b: Iterable[Any]) -> bool:
     return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
 
 
+def broadcast(*shapes: Sequence[Any]) -> tuple[Any, ...]:
+    """The shape over which torch spreads tensors of these."""
+    along = zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
+    found = [next((size for size in sizes if not same(size, 1)), 1) for sizes in along]
+    return tuple(reversed(found))
+
+
 class Binding:
     """Binds each symbol to a small prime that no literal of the graph equals, where it can be as
     large.
@@ -81,9 +95,12 @@ class Binding:
         self._bound: dict[Any, int] = {}
         self._solved: dict[Any, Any] = {}  # what symbols, and quotients of them, are equal to
         self._kept: set[Any] = set()  # symbols of such quotients
+        self._literals: Collection[int] = ()
+        self._steps: dict[Any, int] = {}  # symbols that stand for a size divided by so much
 
     def avoid(self, literals: Collection[int]) -> None:
         """Bind no symbol to these."""
+        self._literals = literals
         self._free = [prime for prime in _PRIMES if prime not in literals] or list(_PRIMES)
 
     def equate(self, a: Any, b: Any) -> None:
@@ -91,9 +108,17 @@ class Binding:
 
         Solved for a symbol (``s == 2 * (s // 2)`` makes it twice its half), or for a quotient that
         is a number then (``w // 2 == 64``) or another quotient; their symbols stay what the graph
-        was traced with. An equation that has neither is left.
+        was traced with. A symbol that divides by a number (``s % 16 == 0``) is so many times
+        another. An equation that has none of these is left.
         """
         _, difference = sympy.expand(self._expr(a) - self._expr(b)).as_content_primitive()
+        if isinstance(difference, Mod) and difference.args[0].is_symbol:
+            symbol, by = difference.args
+            if by.is_Integer:
+                whole = sympy.Dummy(str(symbol), integer=True, positive=True)
+                self._steps[whole] = int(by)
+                self._solve({symbol: by * whole})
+            return
         quotients = sorted(difference.atoms(FloorDiv), key=str)
         for part in (*sorted(difference.free_symbols, key=str), *quotients):
             factor = difference.coeff(part)
@@ -107,8 +132,11 @@ class Binding:
                 continue
             found[part] = rest
             self._kept |= set() if part.is_symbol else difference.free_symbols
-            self._solved = {was: now.xreplace(found) for was, now in self._solved.items()} | found
+            self._solve(found)
             return
+
+    def _solve(self, found: dict[Any, Any]) -> None:
+        self._solved = {was: now.xreplace(found) for was, now in self._solved.items()} | found
 
     def admit(self, sizes: Iterable[Any]) -> None:
         """Bind symbols so that no difference among these sizes is less than 2: five tokens, of
@@ -194,8 +222,9 @@ class Binding:
         for symbol in sorted(getattr(expr, "free_symbols", ()), key=str):
             if symbol not in self._bound:
                 kept = symbol in self._kept
-                bounds = bounds_of(value, symbol)
-                self._bound[symbol] = traced_with(value, symbol) if kept else self._pick(*bounds)
+                step, bounds = self._steps.get(symbol, 1), bounds_of(value, symbol)
+                found = traced_with(value, symbol) if kept else self._pick(*bounds, step)
+                self._bound[symbol] = found
         return int(self._at(expr))
 
     def _at(self, expr: Any) -> Any:
@@ -203,12 +232,13 @@ class Binding:
         symbols = getattr(expr, "free_symbols", ())
         return expr.subs({symbol: self._bound[symbol] for symbol in symbols}) if symbols else expr
 
-    def _pick(self, least: float, largest: float) -> int:
+    def _pick(self, least: float, largest: float, step: int) -> int:
         """A prime that stands for no other symbol; another number where the graph runs for none of
-        these (``cache[:batch]``, ``table[:, :128]``).
+        these (``cache[:batch]``, ``table[:, :128]``). A ``step`` times it is no literal either.
         """
         fit = [number for number in (*self._free, *_FEW) if least <= number <= largest]
         taken = set(self._bound.values())
+        taken |= {number for number in fit if step > 1 and step * number in self._literals}
         free = (number for number in fit if number not in taken)
         return next(free, (*fit, int(min(least + 1, largest)))[0])
 
@@ -229,6 +259,11 @@ class Binding:
 
 def _is_difference(expr: Any) -> bool:
     return bool(expr.is_Add) and any(part.could_extract_minus_sign() for part in expr.args)
+
+
+def divides(by: int, size: Any) -> bool:
+    """Is the size a multiple whenever the graph runs?"""
+    return statically_known_true(size % by == 0)
 
 
 def is_positive(size: Any) -> bool:

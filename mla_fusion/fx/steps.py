@@ -28,13 +28,19 @@ def rows_in_step(node: Node) -> Iterator[Pair]:
 
 
 def _written_rows(node: Node) -> Iterator[Pair]:
-    """``cache[slots] = rows``, ``cache[blocks, places] = rows``: as many rows as slots."""
+    """``cache[slots] = rows``, ``cache[blocks, places] = rows``, ``cache[:, places] = rows``: as
+    many rows as slots.
+    """
     base, indices, values = node.args[:3]
-    index = indices[0] if isinstance(indices, (list, tuple)) and indices else None
-    rank, slots, rows = (len(_shape(side)) for side in (base, index, values))
-    if slots and isinstance(indices, (list, tuple)) and rows == slots + rank - len(indices):
-        for each in indices:
-            yield from zip(reversed(_shape(each)), reversed(_shape(values)[:slots]), strict=False)
+    if not isinstance(indices, (list, tuple)):
+        return
+    before = next((place for place, one in enumerate(indices) if one is not None), 0)
+    given, rank, rows = indices[before:], len(_shape(base)), len(_shape(values))
+    slots = max((len(_shape(one)) for one in given), default=0)
+    if slots and None not in given and rows == slots + rank - len(given):
+        for one in given:
+            ends = _shape(values)[before : before + slots]
+            yield from zip(reversed(_shape(one)), reversed(ends), strict=False)
 
 
 def _scattered_rows(node: Node) -> Iterator[Pair]:

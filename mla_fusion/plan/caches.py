@@ -189,9 +189,8 @@ class WritePlanner:
             found.append(Obstacle("cache.joined_row", f"both writes go to {kv.cache.name}"))
         shapes = [cache_write.paged_shape(write.cache) for write in (kv, kr)]
         if not same_shape((shapes[0] or ())[:3], (shapes[1] or ())[:3]):
-            found.append(
-                Obstacle("cache.blocks_differ", f"{names} have different BlockNum or BlockSize")
-            )
+            sizes = " and ".join(f"[{', '.join(map(str, shape or ()))}]" for shape in shapes)
+            found.append(Obstacle("cache.blocks_differ", f"{names} are {sizes} to the kernel"))
         if not self._same_slots(kv.slots, kr.slots):
             found.append(Obstacle("cache.slots_differ", f"{names} are written at different slots"))
         key = self.key
@@ -246,7 +245,8 @@ class WritePlanner:
         return self.view.binding.same(math.prod(token_x.meta["val"].shape[:-1]), math.prod(slots))
 
     def _same_slots(self, a: Slots, b: Slots) -> bool:
-        if a.span != b.span or not self.view.binding.same(a.block_size or 1, b.block_size or 1):
+        sizes = [(one.block_size or 1, *(one.every or (0, 0))) for one in (a, b)]
+        if a.span != b.span or not all(map(self.view.binding.same, *sizes)):
             return False
         pairs = zip((a.index, a.block, a.offset), (b.index, b.block, b.offset), strict=True)
         return all(

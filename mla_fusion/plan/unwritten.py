@@ -85,7 +85,7 @@ def no_write(view: View, trees: dict[str, ValueTree], value: str, reader: Node) 
     if name in JOINERS and any(
         origin(part, views_and_casts).op in INPUTS for part in reader.all_input_nodes
     ):
-        message = f"{reader.name} makes a new, longer cache of the old one and the new rows"
+        message = f"{reader.name} makes a new cache of the old one's rows and the new rows"
         return (Obstacle("cache.grown", message),)
     if not _are_written(view, [reader]):
         return (_not_written(value, [reader]),)
@@ -93,6 +93,11 @@ def no_write(view: View, trees: dict[str, ValueTree], value: str, reader: Node) 
         return joined
     if is_writer(reader) or name == "aten::copy":
         return ()
+    if name == "aten::where" and any(
+        cache_write.input_behind(side) is not None for side in reader.all_input_nodes[1:]
+    ):
+        message = f"{reader.name} ({name}) puts the new rows where a mask says"
+        return (Obstacle("cache.writer", message),)
     if _quantised_behind(reader):
         message = (
             f"{reader.name} begins a quantisation of the new rows that the kernel does not have"

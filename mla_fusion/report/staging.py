@@ -29,8 +29,8 @@ REMEDIES: dict[str, str] = {
         "cache.view(-1, width)[slots] = rows."
     ),
     "cache.index_axis": (
-        "Write rows by one number for each token: cache.view(-1, width)[slots] = rows, with "
-        "slots = sequence * rows of a sequence + position."
+        "Write rows by sequence and place, cache[torch.arange(len(cache))[:, None], places] = "
+        "rows, or by one number for each token: cache.view(-1, width)[slots] = rows."
     ),
     "cache.index_elements": (
         "Write whole rows by one number for each token: cache.view(-1, width)[slots] = rows."
@@ -50,8 +50,9 @@ REMEDIES: dict[str, str] = {
     ),
     "cache.shape": (
         "Give the cache the shape [BlockNum, BlockSize, 1, width], or another contiguous "
-        "shape with a multiple of 16 rows. With dynamic=True, mark the second size of "
-        "[BlockNum, BlockSize, width] static: torch._dynamo.mark_static(cache, 1)."
+        "shape with a multiple of 16 rows. With dynamic=True, say so in the model, "
+        "torch._check(cache.shape[1] % 16 == 0), of the size that counts rows, for both caches; or "
+        "mark it static: torch._dynamo.mark_static(cache, 1)."
     ),
     "cache.rows": (
         "Write to cache.view(-1, width) by row number, or to [BlockNum, BlockSize, ..] by "
@@ -67,7 +68,10 @@ REMEDIES: dict[str, str] = {
     "cache.not_stored": "Write the cache in place: cache.view(-1, width)[slots] = rows.",
     "cache.rows_read": "Read the new rows in the write only; elsewhere read them from the cache.",
     "cache.row_order": "Write the rows in the order of the tokens.",
-    "cache.blocks_differ": "Give both caches the same BlockNum and BlockSize.",
+    "cache.blocks_differ": (
+        "Give both caches the same BlockNum and BlockSize. Of sizes that mark_dynamic made "
+        "symbols, say that they are equal: torch._check(kv_cache.shape[0] == kr_cache.shape[0])."
+    ),
     "cache.slots_differ": "Write both caches by one tensor of slots.",
     "cache.slots_count": "Give one slot for each token.",
     "cache.quantised": (

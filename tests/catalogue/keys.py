@@ -143,7 +143,10 @@ class RowsReadToo(Lite):
         return own.sum() + kv.float().sum() + kr.float().sum()
 
 
-@entry(STAGED, source="transformers", tags="key, whole, layout, device", args=static_cache_args)
+@entry(
+    IN_PLACE, source="transformers", tags="key, whole, layout", alone=(STAGED,),
+    args=static_cache_args,
+)  # fmt: skip
 class StaticCacheLite(Lite):
     """Latents of [B, 1, S, ..] in a static cache; keys and values are expanded from what it
     returns.

@@ -477,9 +477,10 @@ def one_place_of_each_sequence() -> tuple[Tensor, ...]:
 
 
 @entry(
-    STAGED,
+    IN_PLACE,
     source="gpt-fast",
-    tags="cache, layout, device, symbolic",
+    tags="cache, layout",
+    alone=(STAGED,),
     slack=1.3,
     args=one_place_of_each_sequence,
 )

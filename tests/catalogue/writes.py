@@ -318,7 +318,7 @@ def static_cache_args() -> tuple[Tensor, ...]:
 
 
 @entry(
-    STAGED, source="transformers", tags="cache, layout, device, symbolic", args=static_cache_args
+    IN_PLACE, source="transformers", tags="cache, layout", alone=(STAGED,), args=static_cache_args
 )
 class StaticCache(PagedRotateHalf):
     """Hugging Face StaticCache: [B, 1, S_max, width], index_copy_ on axis 2."""

@@ -61,6 +61,7 @@ ALIKE: dict[str, Make] = {
     "through a mask": lambda s: s.bool().long(),
     "literals that repeat": lambda s: torch.arange(T) // 2,
     "one literal": lambda s: torch.zeros(T, dtype=torch.int64),
+    "spread by a bound": lambda s: torch.maximum(s, torch.zeros(2, 1, dtype=torch.int64)),
 }
 
 
@@ -85,6 +86,8 @@ TABLES_APART: dict[str, Make] = {
     "block and place": lambda t, p: (looked_up(t, p), p % 16),
     "block times its size and place": lambda t, p: looked_up(t, p) * 16 + p % 16,
     "slots by their number": lambda t, p: t.flatten()[p],
+    "block of each and places": lambda t, p: (t[:, 0][:, None], p[:3]),
+    "sequences and places": lambda t, p: (torch.arange(2)[:, None], p),
 }
 TABLES_ALIKE: dict[str, Make] = {
     "less than a block": lambda t, p: looked_up(t, p) * 8 + p % 16,
@@ -95,6 +98,10 @@ TABLES_ALIKE: dict[str, Make] = {
     "block of twice the size and place": lambda t, p: (looked_up(t, p, 32), p % 16),
     "slots by a quotient": lambda t, p: t.flatten()[p // 16],
     "slots by a remainder": lambda t, p: t.flatten()[p % 16],
+    "an entry for two": lambda t, p: t[torch.zeros(2, 1, dtype=torch.int64), p],
+    "places that meet in a block": lambda t, p: t[:2, :1] * 16 + p % 16,
+    "expanded block and place": lambda t, p: (t[0][p].expand(2, T), p.expand(2, T)),
+    "place of a sequence": lambda t, p: (t[:, :1].expand(T, 2), p[:, None]),
     "half of a block's number": lambda t, p: (looked_up(t, p) // 2, p % 16),
 }
 

@@ -22,9 +22,7 @@ from tests.catalogue.base import (
     DR,
     HCKV,
     Base,
-    hf_interleave,
     paged_args,
-    rotate_half,
 )
 from tests.harness import graph_of
 
@@ -99,27 +97,29 @@ def joined_and_doubled(
     kv.view(-1, HCKV)[slots], kr.view(-1, DR)[slots] = row.split([HCKV, DR], -1)
 
 
-class Flat(writes.StaticCache):
-    """By one row number for each token of each sequence."""
+class ByTwoIndices(Base):
+    """Two by four places along the second axis."""
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Tensor:
-        q_nope, q_pe = self.query(x)
-        c_kv, k_pe = self.latent(x)
-        c, sn = cos.unsqueeze(2), sin.unsqueeze(2)
-        q_pe, k_pe = hf_interleave(q_pe), hf_interleave(k_pe.unsqueeze(2))
-        q_pe, k_pe = q_pe * c + rotate_half(q_pe) * sn, k_pe * c + rotate_half(k_pe) * sn
-        query = torch.einsum("bsnd,ndc->bsnc", q_nope, self.w_uk())
-        kv_cache.view(-1, HCKV)[slots.view(-1)] = c_kv.reshape(-1, HCKV)
-        kr_cache.view(-1, DR)[slots.view(-1)] = k_pe.reshape(-1, DR)
-        scores = torch.einsum("bsnc,btc->bsnt", query.float(), kv_cache.squeeze(1).float())
-        return scores + torch.einsum("bsnr,btr->bsnt", q_pe.float(), kr_cache.squeeze(1).float())
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        places = slots.view(2, 4)
+        kv_cache.view(1, -1, HCKV)[:, places] = c_kv.view(1, 2, 4, HCKV)
+        kr_cache.view(1, -1, DR)[:, places] = k_pe.view(1, 2, 4, DR)
 
 
-def flat_args() -> tuple[Tensor, ...]:
-    *rest, position = writes.static_cache_args()
-    return *rest, torch.stack([position, 32 + position])
+def places_of_sequences() -> tuple[Tensor, ...]:
+    *given, slots = paged_args()
+    return *given, slots.view(2, 4) % BLOCK_SIZE
+
+
+class BySequenceAndPlace(Base):
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        sequences = torch.arange(2)[:, None]
+        kv_cache[sequences, slots] = c_kv.view(2, 4, 1, HCKV)
+        kr_cache[sequences, slots] = k_pe.view(2, 4, 1, DR)
 
 
 def with_block_size(size: int) -> Told:
@@ -141,7 +141,7 @@ WALKS: dict[str, tuple[Told, Told | None]] = {
     "cache.not_written": (entry("RowReturned"), PLAIN),
     "cache.rows_changed": (entry("rows_shifted"), PLAIN),
     "cache.grown": (entry("Grown"), PLAIN),
-    "cache.index_axis": (entry("StaticCache"), of(Flat, flat_args)),
+    "cache.index_axis": (of(ByTwoIndices), of(BySequenceAndPlace, places_of_sequences)),
     "cache.index_elements": (
         one_cache(
             lambda kv, slots, rows: kv.view(-1, HCKV).scatter_(
@@ -282,13 +282,12 @@ def test_all_reasons_are_given_at_once() -> None:
 
 
 def test_the_reason_of_a_wrong_axis_names_it() -> None:
-    (first, second) = entry("StaticCache")().fused[0].staged_by
+    first, second = of(ByTwoIndices)().fused[0].staged_by
     assert first.message == (
-        "StaticCache's index_copy runs along axis 2 of [2, 1, 32, 512]; the kernel needs one row "
-        "number for each "
-        "token: view the cache as [-1, 512]"
+        "Base's index_put runs along axis 1 of [1, 64, 512]; the kernel needs one row number for "
+        "each token: view the cache as [-1, 512]"
     )
-    assert "[2, 1, 32, 64]" in second.message
+    assert "[1, 64, 64]" in second.message
 
 
 # -- what stays in the graph
@@ -359,25 +358,32 @@ def test_npugraph_ex_is_given_no_staged_call_to_rewrite(name: str) -> None:
 # -- dynamic sizes
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_rows_of_blocks_with_dynamic_sizes(static: bool) -> None:
+class WholeBlocks(prologues.PagedRotateHalf):
+    def forward(self, *args: Tensor) -> Tensor:  # type: ignore[override]
+        for held in args[3:5]:
+            torch._check(held.shape[1] % 16 == 0)
+        return super().forward(*args)
+
+
+@pytest.mark.parametrize("followed", ["", "static", "checked"])
+def test_rows_of_blocks_with_dynamic_sizes(followed: str) -> None:
     args = [arg.clone() for arg in rows_of_blocks()]
-    if static:
+    if followed == "static":
         torch._dynamo.mark_static(args[3], 1)
         torch._dynamo.mark_static(args[4], 1)
     torch._dynamo.reset()
     wanted = [arg.clone() for arg in args]
-    model = prologues.PagedRotateHalf()
+    model = WholeBlocks() if followed == "checked" else prologues.PagedRotateHalf()
     with torch.no_grad():
         found = torch.compile(model, backend=mf.backend(), dynamic=True)(*args)
         expected = model(*wanted)
     (fusion,) = mf.reports()[-1].fused
-    if static:
+    if followed:
         assert fusion.placement == "in place"
     else:
         assert (
             fusion.staged_by[0].code == "cache.shape"
-            and "sizes are symbolic" in fusion.staged_by[0].message
+            and "whose number is symbolic" in fusion.staged_by[0].message
         )
     for one, other in ((found, expected), *zip(args[3:5], wanted[3:5], strict=True)):
         assert (one.float() - other.float()).norm() / other.float().norm() < 2e-2
