@@ -411,13 +411,14 @@ _LARGEST = 1 << 24  # elements of a product that is probed with all of its token
 
 
 def search(view: View, targets: Collection[str] = ("v3",)) -> tuple[Finder, list[Found]]:
-    """What a view holds. Where many tokens were probed as few and a step does not treat all alike,
-    with all of them.
+    """What a view holds. Where many tokens were probed as few and something is missing, with all of
+    them: a step may not treat all alike, or has a literal for each.
     """
     finder = Finder(view, targets)
     found = finder.find()
     reader = finder.reader
-    if reader.shrink is not None and (reader.is_lost or any(_is_mixed(item) for item in found)):
+    missed = any(isinstance(item, NearMiss) for item in found)
+    if reader.shrink is not None and (reader.is_lost or missed):
         sizes = [
             prod(view.binding.shape(item.node.meta["val"].shape)) for item in finder.projections
         ]
@@ -425,10 +426,6 @@ def search(view: View, targets: Collection[str] = ("v3",)) -> tuple[Finder, list
             whole = Finder(view, targets, shrinks=False)
             return whole, whole.find()
     return finder, found
-
-
-def _is_mixed(item: Found) -> bool:
-    return isinstance(item, NearMiss) and item.reason.code == "tokens.mixed"
 
 
 def _is_latent_of(query: QuerySide, key: KeySide) -> bool:
