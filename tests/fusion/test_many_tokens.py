@@ -1,4 +1,4 @@
-"""What fuses with eight tokens fuses with those of serving: probed as few, or as many as columns."""
+"""What fuses with eight tokens fuses with those of serving, few of which are probed."""
 
 from __future__ import annotations
 
