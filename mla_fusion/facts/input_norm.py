@@ -101,8 +101,7 @@ def _check(view: View, hidden: Node, normed: Node) -> InputNorm | None:
 
     def is_norm(run: Evaluation) -> bool:
         value, weight = (real(run.value(node)) for node in (hidden, gamma))
-        wanted = rms_norm(value, weight, EPSILON, 1)[0]  # first: its roots are known then
-        return evaluate.is_same(run.value(normed), wanted)
+        return evaluate.is_same(run.value(normed), rms_norm(value, weight, EPSILON, 1)[0])
 
     found = InputNorm(hidden=hidden, normed=normed, gamma=gamma, begins=(hidden,))
     return found if evaluate.holds(view, {hidden: "x", gamma: "gamma"}, is_norm) else None

@@ -28,7 +28,6 @@ from mla_fusion.prove.trace import Trace
 P = 2147481311
 _ROOT = (P + 1) // 4
 _POSITIVE = (1 << 62) - 1
-_MOST_TIMES = 1 << 16  # columns of a row whose squares are added up
 _CHUNK = 1 << 20  # elements of a matrix that are split into halves at a time
 
 
@@ -48,8 +47,7 @@ class Point:
     floors     the smallest epsilon stands for a floor under the norm
     are_rows   rounded numbers are those of rows: far below 2**31
     memory     how many tensors of unwritten memory there have been
-    roots      what the kernel (where there is none, anything) takes roots of
-    draws_roots  is what is evaluated the kernel?
+    roots      what roots were drawn of
     means      the mean squares of rows that norms have taken
     float16    are casts to float16 left out, as those to wider floats? It has little range
     trace      where what is evaluated is written down, if it is
@@ -64,7 +62,6 @@ class Point:
     are_rows: bool = True
     memory: int = 0
     roots: list[Num] = field(default_factory=list)
-    draws_roots: bool = True
     means: list[Num] = field(default_factory=list)
     float16: bool = True
     trace: Trace | None = None
@@ -480,17 +477,12 @@ def _times(a: Num, b: Num) -> Tensor | None:
     return times if torch.equal(one, _mod(other * times)) else None
 
 
-def small_times(a: Num, b: Num) -> Fraction | None:
-    """How many times the elements of the other all elements are, where that is a small whole
-    number, or a part by one.
+def is_square_times(a: Num, b: Num) -> bool:
+    """Are all elements as many times those of the other, and that number a square? Then both roots
+    have one sign.
     """
-    found = _times(a, b) if a.im is None and b.im is None else None
-    if found is None:
-        return None
-    whole, part = int(found), int(_power(found, P - 2))
-    if 0 < whole <= _MOST_TIMES:
-        return Fraction(whole)
-    return Fraction(1, part) if 0 < part <= _MOST_TIMES else None
+    times = _times(a, b) if a.im is None and b.im is None else None
+    return times is not None and int(_power(times, (P - 1) // 2)) == 1
 
 
 def is_whole_times(a: Num, b: Num, most: int) -> bool:
@@ -510,33 +502,17 @@ def integer_power(a: Num, exponent: int) -> Num:
     return integers(torch.ones_like(a.re)) if found is None else found
 
 
-def sqrt(a: Num) -> Num:
-    """A root. Of a square ``s * s`` it would be s or -s, each at half of all points: so where the
-    kernel's roots are known, those alone (of how many times what it is, too) are roots, and others
-    are functions.
-    """
-    point = here()
-    if point.draws_roots:
-        point.roots.append(a)
-        return _sqrt(a)
-    times = next((times for b in point.roots if (times := small_times(a, b))), None)
-    if times is None:
-        return function("sqrt", a)
-    return _sqrt(a) if times == 1 else mul(_sqrt(mul(a, number(1 / times))), _root_number(times))
-
-
-def _root_number(square: Fraction) -> Num:
-    root = Fraction(math.isqrt(square.numerator), math.isqrt(square.denominator))
-    return number(root) if root * root == square else Literal(square, is_root=True).num()
-
-
 @primitive
-def _sqrt(a: Num) -> Num:
+def sqrt(a: Num) -> Num:
+    """A root: of GF(p) by a power, times i where there is none in GF(p). Elsewhere a function.
+
+    Of a square ``s * s`` it is s or -s, each at half of all points.
+    """
+    here().roots.append(a)
     return _root(a)
 
 
 def _root(a: Num) -> Num:
-    """Of GF(p) by a power, times i where there is none in GF(p). Elsewhere a function."""
     root = _power(a.re, _ROOT)
     is_square = _mod(root * root) == a.re
     zero = torch.zeros_like(root)
