@@ -276,7 +276,6 @@ class Draws:
             offset: (slots % size).reshape(shape).to(offset.meta["val"].dtype),
         }
 
-
     def _in_sequences(
         self, kind: str, block_size: Any, rows: int, leaves: list[Node]
     ) -> dict[Node, torch.Tensor]:

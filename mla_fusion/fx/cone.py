@@ -171,12 +171,13 @@ class Cone:
         return not self._has_token_rows(base) or self.view.is_plain_constant(base)
 
     def _bases_of(self, side: Node) -> list[Node]:
-        """What ``side`` is put together from, as tables whose rows can be tokens'; those with a row
-        for each token before others: of [columns, tokens] the rows may be a part of the tokens.
+        """What ``side`` is put together from, as tables whose rows can be tokens'. Where columns
+        are as many as tokens, [columns, tokens], those before that have a row for each token.
         """
         base = origin(side, table_columns)
         whole = self._has_token_rows(base) and not self._is_padded(base)
-        if whole and self._rows(base) in (1, self.tokens):
+        is_turned = self.shape(base)[-1:] == (self.tokens,)
+        if whole and (self._rows(base) in (1, self.tokens) or not is_turned):
             return [base]
         parts = list(dict.fromkeys(origin(part, table_columns) for part in self._parts(base)))
         if whole:

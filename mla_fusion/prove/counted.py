@@ -139,6 +139,9 @@ class Counted:
             return self.most(left) * self.most(right) * terms + self.most(bias)
         if name in _PRODUCTS:
             return math.prod(one + 1 for one in given)
+        ends = [argument(node, end) for end in ("min", "max")] if name == "aten::clamp" else []
+        if ends and all(isinstance(end, int) for end in ends):
+            return min(given[0], max(map(self.most, ends)))
         if is_cast(node):
             source = node.all_input_nodes[0]
             is_any = source.meta["val"].is_floating_point() and self._kind(source) == ""

@@ -220,7 +220,7 @@ def place_args() -> tuple[Tensor, ...]:
     return (*pool_args(), torch.tensor([1]))
 
 
-@miss(STAGED, of="LayersOfAPool", **COMMON | {"tags": "cache, run", "args": place_args})
+@miss(IN_PLACE, of="LayersOfAPool", **COMMON | {"tags": "cache, run", "args": place_args})
 class LayerByTensor(Base):
     """Which layer it is, a tensor says."""
 

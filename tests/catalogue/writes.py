@@ -252,9 +252,7 @@ def heads_first_args() -> tuple[Tensor, ...]:
     return x, cos, sin, *(cache.view(-1, 1, BLOCK_SIZE, cache.shape[-1]) for cache in caches), slots
 
 
-@entry(
-    IN_PLACE, source="omni-infer", tags="cache, layout", args=heads_first_args, alone=(STAGED,)
-)
+@entry(IN_PLACE, source="omni-infer", tags="cache, layout", args=heads_first_args, alone=(STAGED,))
 class BlocksOfOneHead(Base):
     """Caches [BlockNum, 1, BlockSize, ..]."""
 

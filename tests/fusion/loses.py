@@ -33,6 +33,7 @@ LESS: dict[tuple[str, int], str] = {
     **dict.fromkeys((("SlotsInTwoWays", size) for size in (ALL, BLOCK_SIZE)), _LITERAL),
     ("SglangBuffers", 64): _ROWS,
     **dict.fromkeys((("BlocksOfOneHead", size) for size in (ALL, BLOCK_SIZE)), _ROWS),
+    **dict.fromkeys((("LayerByTensor", size) for size in (ALL, BLOCK_SIZE)), _ROWS),
     **dict.fromkeys((("RowOfEachRequest", size) for size in (ALL, 32)), _ROWS),
     **dict.fromkeys((("LongRowOfEachRequest", size) for size in (ALL, 2048)), _ROWS),
     **dict.fromkeys((("RowOfEachRequest", 8), ("LongRowOfEachRequest", 8)), _APART),
