@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from mla_fusion.meta.number_formats import E8M0_NUMBER
 from torch import Tensor
 
 from mla_fusion.fx.steps import rows_in_step
@@ -63,8 +64,8 @@ def test_scales_of_blocks() -> None:
         torch.zeros(5, 2, 2, dtype=torch.uint8),
     )
     codes = {
-        "scale_dtype": 44,
-        "pertoken_scale_dtype": 44,
+        "scale_dtype": E8M0_NUMBER,
+        "pertoken_scale_dtype": E8M0_NUMBER,
         "group_sizes": [1, 1, 32],
         "output_dtype": torch.bfloat16,
     }
