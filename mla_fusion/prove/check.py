@@ -282,13 +282,13 @@ BYTES = {"fp8": "as torch.float8_e4m3fn", "hifloat8": "as torch.uint8"}
 class Kernel:
     """A call: the definition of its operator, whose results are rows [T, ..].
 
-    dims, roots   sizes by the documents' names; what roots are taken of
+    dims, signs   sizes by the documents' names; how many elements the smallest root has
     """
 
     def __init__(self, point: Point, given: dict[str, Value], exact: Any, call: Any) -> None:
         self.point, self.given, self.exact = point, given, exact
         self.attributes, self.has_floors = DEFAULTS | call["attributes"], call["floors"]
-        self.read, self.dims, self.roots = set[str](), dict[str, int](), list[Num]()
+        self.read, self.dims, self.signs = set[str](), dict[str, int](), LARGEST
         mode = self.attributes["weight_quant_mode"]
         self.in_blocks, (self.format, self.most) = mode == 3, FORMATS.get(mode, INT8)
 
@@ -321,8 +321,8 @@ class Kernel:
 
     def norm(self, value: Num, gamma: str, epsilon: Num) -> Num:
         mean = (value * value).total() * of(Fraction(1, value.shape[-1]))
-        self.roots.append(mean + epsilon)
-        return value * self.roots[-1].root().inverse() * self.take(gamma)
+        self.signs = min(self.signs, mean.size)
+        return value * (mean + epsilon).root().inverse() * self.take(gamma)
 
     def rope(self, value: Num, cos: Num, sin: Num) -> Num:
         """Pairs in, halves out; the halves of the tables are not tied."""
@@ -504,9 +504,8 @@ class Run:
         self.certificate, self.call, self.point = certificate, call, point
         self.values: list[Value] = []
         self.of_result: dict[int, str] = {}  # moved, or times a number a token: which
-        self.results, self.roots = dict[str, Num](), list[Num]()
-        self.height, self.work, heights, count = 0, 0, list[Height](), 0
-        roots = list[Value]()
+        self.results: dict[str, Num] = {}
+        self.signs, self.height, self.work, heights, count = LARGEST, 0, 0, list[Height](), 0
         for place, (op, operands, *rest) in enumerate(certificate["values"]):
             given = [self.values[whole(index, 0, place - 1)] for index in operands]
             found = weights.get(place)
@@ -521,7 +520,7 @@ class Run:
             digits = 4 * len(str(rest)) if op in ("number", "root", "integers") else 0
             heights.append((over + digits, under + digits * (op != "integers")))
             self.values.append(found)
-            roots += [found] if op == "sqrt" else []
+            self.signs = min(self.signs, found.size) if op == "sqrt" else self.signs
             count += found.nbytes
             self.work += STEPS.get(op, 1) * (found.size + sum(value.size for value in given))
             self.work += found.size * given[0].shape[-1] if op == "matmul" else 0
@@ -529,7 +528,6 @@ class Run:
                 raise Refused("a certificate of too many elements")
         claimed = (heights[whole(claim["value"])] for claim in certificate["claims"])
         self.height = 2 * (self.height + sum(map(sum, claimed)))
-        self.signs = min([LARGEST, *(root.size for root in (*self.roots, *roots))])
         self.count = sum(map(self.claimed, certificate["claims"]))
 
     def value(self, place: int, op: str, operands: Any, given: list[Any], rest: Any) -> Value:
@@ -571,7 +569,7 @@ class Run:
         dims = call["dims"] | {"N": call["dims"].get("N_padded", call["dims"].get("N"))}
         if wrong := [name for name, size in kernel.dims.items() if dims[name] != size]:
             raise Refused(f"{', '.join(wrong)} is another than that of the arguments")
-        self.roots = kernel.roots
+        self.signs = min(self.signs, kernel.signs)
         return results
 
     def claimed(self, claim: dict[str, Any]) -> int:
