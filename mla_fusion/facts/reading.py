@@ -86,15 +86,15 @@ class FactReader:
         self.view = view
         self.probes = 0
         projections = list(projections)
-        lead = _lead(view, projections) if shrinks else ()
+        leads = [(token_sizes(item), item.is_flat) for item in projections]
+        lead = _lead(view, leads) if shrinks else ()
         longest = max(lead, default=0)
         self.shrink = Shrink(longest) if math.prod(lead) >= WORTHWHILE and longest > SMALL else None
         self.tokens = Tokens(self.shrink, view.binding.meaning)
         # Are there tokens that cannot be probed as few? (Cone.) A batch as long as its sequences
         # has two such axes.
         self.is_lost = lead.count(longest) > 1
-        leads = map(token_sizes, projections)
-        self._leads: list[list[Any]] = [lead for lead in leads if lead and len(lead) > 1]
+        self._leads: list[list[Any]] = [sizes for sizes, _ in leads if sizes and len(sizes) > 1]
         self._operands = {projection.activation for projection in projections} | set(operands)
         self._alike: dict[object, list[ConeFacts]] = defaultdict(list)
         self._facts: dict[Node, ConeFacts] = {}
@@ -170,10 +170,11 @@ class FactReader:
         )
 
 
-def _lead(view: View, projections: list[Projection]) -> tuple[int, ...]:
-    """The token axes of most of the graph's linear layers, those with several before others."""
-    leads = (token_sizes(item) for item in projections if item.is_flat)
-    counted = Counter(view.binding.shape(lead) for lead in leads if lead).items()
+def _lead(view: View, leads: Iterable[tuple[list[Any] | None, bool]]) -> tuple[int, ...]:
+    """The token axes of most of the graph's linear layers, those with several before others;
+    ``leads``: of each product, and whether it is such a layer.
+    """
+    counted = Counter(view.binding.shape(sizes) for sizes, flat in leads if sizes and flat).items()
     return max(counted, key=lambda entry: (len(entry[0]) > 1, entry[1]), default=((), 0))[0]
 
 
