@@ -48,7 +48,7 @@ NEEDS = (
     "pyelftools>=0.30",
     "expecttest",
     "hypothesis>=6",
-    "pytest>=8",
+    "pytest>=9",
 )
 
 nox.options.default_venv_backend = "uv"

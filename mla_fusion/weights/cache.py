@@ -119,6 +119,8 @@ class Entry:
 
         memories = [tensor.untyped_storage() for tensor in tensors if not self._lies_in(tensor)]
         self._watched = [ref(memory, void) for memory in memories]
+        if self.is_view and _collected not in gc.callbacks:
+            gc.callbacks.append(_collected)
 
     def _lies_in(self, tensor: torch.Tensor) -> bool:
         return self.packed is not None and storage_id(tensor) == storage_id(self.packed)
@@ -362,18 +364,19 @@ def _sweep() -> None:
 
 
 def _collected(phase: str, info: dict[str, int]) -> None:
-    """Sweep after each full collection of Python's. Nobody says when memory has lost its last other
-    holder.
+    """Sweep after each full collection of Python's, while there are copies that share memory:
+    nobody says when memory has lost its last other holder.
+
+    An interrupt that comes while Python calls this is lost, so it is not called without need.
     """
-    if phase == "stop" and info["generation"] == 2 and _ENTRIES and _LOCK.acquire(blocking=False):
+    if phase == "stop" and info["generation"] == 2 and _LOCK.acquire(blocking=False):
         try:
             with outside_modes():  # of whoever happened to allocate
                 _sweep()
+                if not any(entry.is_view for entry in list(_ENTRIES.values())):
+                    gc.callbacks.remove(_collected)
         finally:
             _LOCK.release()
-
-
-gc.callbacks.append(_collected)
 
 
 def _is_alone(entry: Entry, ours: Counter[int]) -> bool:
