@@ -101,7 +101,8 @@ def _check(view: View, hidden: Node, normed: Node) -> InputNorm | None:
 
     def is_norm(run: Evaluation) -> bool:
         value, weight = (real(run.value(node)) for node in (hidden, gamma))
-        return evaluate.is_same(run.value(normed), rms_norm(value, weight, EPSILON, 1)[0])
+        wanted = rms_norm(value, weight, EPSILON, 1)[0]  # first: its roots are known then
+        return evaluate.is_same(run.value(normed), wanted)
 
     found = InputNorm(hidden=hidden, normed=normed, gamma=gamma, begins=(hidden,))
     return found if evaluate.holds(view, {hidden: "x", gamma: "gamma"}, is_norm) else None

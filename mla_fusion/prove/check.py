@@ -282,13 +282,13 @@ BYTES = {"fp8": "as torch.float8_e4m3fn", "hifloat8": "as torch.uint8"}
 class Kernel:
     """A call: the definition of its operator, whose results are rows [T, ..].
 
-    dims, signs   sizes by the documents' names; how many elements the smallest root has
+    dims, roots   sizes by the documents' names; what roots are taken of
     """
 
     def __init__(self, point: Point, given: dict[str, Value], exact: Any, call: Any) -> None:
         self.point, self.given, self.exact = point, given, exact
         self.attributes, self.has_floors = DEFAULTS | call["attributes"], call["floors"]
-        self.read, self.dims, self.signs = set[str](), dict[str, int](), LARGEST
+        self.read, self.dims, self.roots = set[str](), dict[str, int](), list[Num]()
         mode = self.attributes["weight_quant_mode"]
         self.in_blocks, (self.format, self.most) = mode == 3, FORMATS.get(mode, INT8)
 
@@ -321,8 +321,8 @@ class Kernel:
 
     def norm(self, value: Num, gamma: str, epsilon: Num) -> Num:
         mean = (value * value).total() * of(Fraction(1, value.shape[-1]))
-        self.signs = min(self.signs, mean.size)
-        return value * (mean + epsilon).root().inverse() * self.take(gamma)
+        self.roots.append(mean + epsilon)
+        return value * self.roots[-1].root().inverse() * self.take(gamma)
 
     def rope(self, value: Num, cos: Num, sin: Num) -> Num:
         """Pairs in, halves out; the halves of the tables are not tied."""
@@ -494,7 +494,7 @@ class Accepted(NamedTuple):
 class Run:
     """A certificate at a point. Raises Refused where a claim does not hold.
 
-    signs   how many elements the smallest root has, whose signs a point shows
+    signs   how many elements the smallest root of the kernel has, whose signs a point shows
     work    steps on elements that were done
     height  above the degrees, and the binary digits, of all polynomials that are compared: two that
             are not one are equal at a random point by a chance below it, of ``PRIMES``
@@ -504,8 +504,8 @@ class Run:
         self.certificate, self.call, self.point = certificate, call, point
         self.values: list[Value] = []
         self.of_result: dict[int, str] = {}  # moved, or times a number a token: which
-        self.results: dict[str, Num] = {}
-        self.signs, self.height, self.work, heights, count = LARGEST, 0, 0, list[Height](), 0
+        self.results, self.roots = dict[str, Num](), list[Num]()
+        self.height, self.work, heights, count = 0, 0, list[Height](), 0
         for place, (op, operands, *rest) in enumerate(certificate["values"]):
             given = [self.values[whole(index, 0, place - 1)] for index in operands]
             found = weights.get(place)
@@ -520,7 +520,6 @@ class Run:
             digits = 4 * len(str(rest)) if op in ("number", "root", "integers") else 0
             heights.append((over + digits, under + digits * (op != "integers")))
             self.values.append(found)
-            self.signs = min(self.signs, found.size) if op == "sqrt" else self.signs
             count += found.nbytes
             self.work += STEPS.get(op, 1) * (found.size + sum(value.size for value in given))
             self.work += found.size * given[0].shape[-1] if op == "matmul" else 0
@@ -528,7 +527,13 @@ class Run:
                 raise Refused("a certificate of too many elements")
         claimed = (heights[whole(claim["value"])] for claim in certificate["claims"])
         self.height = 2 * (self.height + sum(map(sum, claimed)))
+        self.signs = min((of_kernel.size for of_kernel in self.roots), default=LARGEST)
         self.count = sum(map(self.claimed, certificate["claims"]))
+        # of others, of squares perhaps, nothing shows which of both roots is meant
+        for index in {operands[0] for op, operands, *_ in certificate["values"] if op == "sqrt"}:
+            value = point.drawn(self.values[index]).ravel()
+            known = any(np.array_equal(value, of_kernel.ravel()) for of_kernel in self.roots)
+            refuse(not known, f"value {index} is none that the kernel takes a root of")
 
     def value(self, place: int, op: str, operands: Any, given: list[Any], rest: Any) -> Value:
         sources = {self.of_result[index] for index in operands if index in self.of_result}
@@ -569,7 +574,7 @@ class Run:
         dims = call["dims"] | {"N": call["dims"].get("N_padded", call["dims"].get("N"))}
         if wrong := [name for name, size in kernel.dims.items() if dims[name] != size]:
             raise Refused(f"{', '.join(wrong)} is another than that of the arguments")
-        self.signs = min(self.signs, kernel.signs)
+        self.roots = kernel.roots
         return results
 
     def claimed(self, claim: dict[str, Any]) -> int:

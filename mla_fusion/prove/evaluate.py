@@ -115,7 +115,6 @@ class Evaluation:
     leaves         what is drawn, with the part that it plays (:class:`~mla_fusion.commit.region`)
     twins          integers that are, by proof, the very integers of another node
     draws_weights  a weight is drawn, element by element, and not only moved about
-    roots          what the nodes have taken roots of
     """
 
     def __init__(
@@ -127,7 +126,6 @@ class Evaluation:
     ) -> None:
         self.view, self.binding, self.shrink = view, view.binding, shrink
         self.draws_weights = False
-        self.roots: list[Num] = []
         self._leaves, self._twins = leaves, twins or {}
         self._values: dict[Node, Any] = {}
         self._active: set[Node] = set()  # made of x
@@ -144,7 +142,6 @@ class Evaluation:
         self._values.clear()
         self._rounded.clear()
         self._pending.clear()
-        self.roots.clear()
 
     def value(self, node: Node) -> Any:
         """Depth first, without recursion: regions are deep."""
@@ -262,8 +259,8 @@ class Evaluation:
             masks=any(operators.is_mask(read.meta["val"]) for read in node.all_input_nodes),
             holds=lambda name: dtype_of(argument(node, name)),
         )
-        roots, means = field.here().roots, field.here().means
-        before, of_norms = len(roots), len(means)
+        point = field.here()
+        means, point.draws_roots = len(point.means), False
         if self._counted.leaves_the_field(node) and not _is_literal(call):
             found: Any = operators.pointwise(call)
         else:
@@ -276,8 +273,8 @@ class Evaluation:
             found = _in_float16(found)
         if call.rounded and operator_of(node).kind is Kind.ANALYTIC:
             found = past_rounding(call, found)
-        self.roots += roots[before:]
-        del roots[before:], means[of_norms:]  # what is left is the kernel's
+        point.draws_roots = True
+        del point.means[means:]  # what is left is the kernel's
         if node in self._active:
             if self._rounds(node, call):
                 self._rounded.add(node)

@@ -28,6 +28,7 @@ from mla_fusion.prove.trace import Trace
 P = 2147481311
 _ROOT = (P + 1) // 4
 _POSITIVE = (1 << 62) - 1
+_MOST_TIMES = 1 << 16  # columns of a row whose squares are added up
 _CHUNK = 1 << 20  # elements of a matrix that are split into halves at a time
 
 
@@ -47,7 +48,9 @@ class Point:
     floors     the smallest epsilon stands for a floor under the norm
     are_rows   rounded numbers are those of rows: far below 2**31
     memory     how many tensors of unwritten memory there have been
-    roots      what roots were drawn of
+    roots      what the kernel (where there is none, anything) takes roots of
+    draws_roots  is what is evaluated the kernel?
+    early      a root was taken before the kernel's were known, and so is a function
     means      the mean squares of rows that norms have taken
     float16    are casts to float16 left out, as those to wider floats? It has little range
     trace      where what is evaluated is written down, if it is
@@ -62,6 +65,8 @@ class Point:
     are_rows: bool = True
     memory: int = 0
     roots: list[Num] = field(default_factory=list)
+    draws_roots: bool = True
+    early: bool = False
     means: list[Num] = field(default_factory=list)
     float16: bool = True
     trace: Trace | None = None
@@ -162,7 +167,7 @@ class Num:
         trace = here().trace
         if trace is not None:
             trace.moved(found, self, move)
-        return found
+        return self.past.moved(found, move) if isinstance(self.past, Root) else found
 
     def with_past(self, past: Any = None) -> Num:
         """The same elements, drawn if need be, of which no more is known than this."""
@@ -176,6 +181,24 @@ class Num:
         """What ``move`` cuts it into."""
         count = len(move(torch.empty(self.shape, device="meta", dtype=torch.int64)))
         return [self.moved(_part_of(move, place)) for place in range(count)]
+
+
+@dataclass(frozen=True)
+class Root:
+    """The past of a root, of its inverse, or of a multiple of one: its square is known.
+
+    is_function  it is the root itself, or its inverse, and the kernel takes no such root
+    """
+
+    square: Num
+    is_function: bool = False
+
+    def moved(self, found: Num, move: Callable[[Tensor], Tensor]) -> Num:
+        """Fewer elements than the root was taken of may be what the kernel takes roots of."""
+        square = self.square.moved(move)
+        known = of_kernel(square) if self.is_function else None
+        found.past = Root(square, self.is_function)
+        return found if known is None else known
 
 
 def _part_of(move: Callable[[Tensor], Sequence[Tensor]], place: int) -> Callable[[Tensor], Tensor]:
@@ -426,8 +449,14 @@ def add(a: Num, b: Num) -> Num:
     return Num(_mod(a.re + b.re), im)
 
 
-@primitive
 def neg(a: Num) -> Num:
+    found = _neg(a)
+    found.past = Root(a.past.square) if isinstance(a.past, Root) else None
+    return found
+
+
+@primitive
+def _neg(a: Num) -> Num:
     return Num(_mod(-a.re), None if a.im is None else _mod(-a.im))
 
 
@@ -435,8 +464,23 @@ def sub(a: Num, b: Num) -> Num:
     return add(a, neg(b))
 
 
-@primitive
 def mul(a: Num, b: Num) -> Num:
+    """Of a root with itself: its square. Of a root with a number: a root of the square's."""
+    one, other = (side.past if isinstance(side.past, Root) else None for side in (a, b))
+    if one is None and other is None:
+        return _mul(a, b)
+    if one is not None and other is not None and (a is b or equal(a, b)):
+        return one.square
+    found = _mul(a, b)
+    if other is None and one is not None and not b.shape:
+        found.past = Root(mul(one.square, mul(b, b)))
+    if one is None and other is not None and not a.shape:
+        found.past = Root(mul(other.square, mul(a, a)))
+    return found
+
+
+@primitive
+def _mul(a: Num, b: Num) -> Num:
     if a.im is None and b.im is None:
         return Num(_mod(a.re * b.re))
     if a.im is None or b.im is None:
@@ -455,9 +499,16 @@ def _power(a: Tensor, exponent: int) -> Tensor:
     return found
 
 
-@primitive
 def inverse(a: Num) -> Num:
     """``1 / a``. No random element is 0."""
+    found = _inverse(a)
+    if isinstance(a.past, Root):
+        found.past = Root(inverse(a.past.square), a.past.is_function)
+    return found
+
+
+@primitive
+def _inverse(a: Num) -> Num:
     if bool(((a.re == 0) & (imaginary(a) == 0)).any()):
         raise Undecided("a quotient by 0")
     if a.im is None:
@@ -477,12 +528,17 @@ def _times(a: Num, b: Num) -> Tensor | None:
     return times if torch.equal(one, _mod(other * times)) else None
 
 
-def is_square_times(a: Num, b: Num) -> bool:
-    """Are all elements as many times those of the other, and that number a square? Then both roots
-    have one sign.
+def small_times(a: Num, b: Num) -> Fraction | None:
+    """How many times the elements of the other all elements are, where that is a small whole
+    number, or a part by one.
     """
-    times = _times(a, b) if a.im is None and b.im is None else None
-    return times is not None and int(_power(times, (P - 1) // 2)) == 1
+    found = _times(a, b) if a.im is None and b.im is None else None
+    if found is None:
+        return None
+    whole, part = int(found), int(_power(found, P - 2))
+    if 0 < whole <= _MOST_TIMES:
+        return Fraction(whole)
+    return Fraction(1, part) if 0 < part <= _MOST_TIMES else None
 
 
 def is_whole_times(a: Num, b: Num, most: int) -> bool:
@@ -502,17 +558,54 @@ def integer_power(a: Num, exponent: int) -> Num:
     return integers(torch.ones_like(a.re)) if found is None else found
 
 
-@primitive
 def sqrt(a: Num) -> Num:
-    """A root: of GF(p) by a power, times i where there is none in GF(p). Elsewhere a function.
-
-    Of a square ``s * s`` it is s or -s, each at half of all points.
+    """A root. Of a square ``s * s`` it would be s or -s, each at half of all points: so where the
+    kernel's roots are known, those alone are roots, and others are functions.
     """
-    here().roots.append(a)
+    point = here()
+    if point.draws_roots:
+        point.roots.append(a)
+    found = _sqrt(a) if point.draws_roots else of_kernel(a)
+    if found is None:
+        point.early |= not point.roots
+        found = function("sqrt", a)
+        found.past = Root(a, is_function=True)
+    else:
+        found.past = Root(a)
+    return found
+
+
+def of_kernel(a: Num) -> Num | None:
+    """The root of what the kernel takes one of, of some small number of times that, or of their
+    inverse.
+    """
+    point = here()
+    if point.draws_roots or not any(b.re.numel() == a.re.numel() for b in point.roots):
+        return None
+    for is_inverse in (False, True):
+        if is_inverse and has_zeros(a):
+            return None
+        value = inverse(a) if is_inverse else a
+        times = next((times for b in point.roots if (times := small_times(value, b))), None)
+        if times is not None:
+            root = _sqrt(value if times == 1 else mul(value, number(1 / times)))
+            found = root if times == 1 else mul(root, _root_number(times))
+            return inverse(found) if is_inverse else found
+    return None
+
+
+def _root_number(square: Fraction) -> Num:
+    root = Fraction(math.isqrt(square.numerator), math.isqrt(square.denominator))
+    return number(root) if root * root == square else Literal(square, is_root=True).num()
+
+
+@primitive
+def _sqrt(a: Num) -> Num:
     return _root(a)
 
 
 def _root(a: Num) -> Num:
+    """Of GF(p) by a power, times i where there is none in GF(p). Elsewhere a function."""
     root = _power(a.re, _ROOT)
     is_square = _mod(root * root) == a.re
     zero = torch.zeros_like(root)

@@ -36,16 +36,8 @@ class Trace:
     def enter(self, made: Any, operation: str, operands: Sequence[Any], *rest: Any) -> None:
         numbers = [number for operand in operands if (number := self.number(operand)) is not None]
         if self.number(made) is None and len(numbers) == len(operands):
-            root = self._root_of(numbers) if operation == "mul" else None
-            entered = self._entered([operation, numbers, *rest]) if root is None else root
-            self._of[id(made)] = entered
+            self._of[id(made)] = self._entered([operation, numbers, *rest])
             self._kept.append(made)
-
-    def _root_of(self, numbers: Sequence[int]) -> int | None:
-        """What the root was taken of, where these are a root twice: a checker knows its square."""
-        operation, operands, *_ = self.entries[numbers[0]]
-        is_square = operation == "sqrt" and len({*numbers}) == 1
-        return int(operands[0]) if is_square else None
 
     def _entered(self, entry: Entry) -> int:
         number = self._numbers.setdefault(str(entry), len(self.entries))
