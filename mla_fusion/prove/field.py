@@ -132,6 +132,7 @@ class Num:
     ints   of integers made of literals alone: these, by which tensors may be indexed
     cells  of weights that are only moved about: which elements these are
     past   what it was made of, where a later step may make one step of several
+    root   what its square is, of a root, of its inverse, or of a multiple of one
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class Num:
         past: Any = None,
     ) -> None:
         self._re, self.im, self.ints, self.cells, self.past = re, im, ints, cells, past
+        self.root: Root | None = None
 
     @property
     def re(self) -> Tensor:
@@ -167,11 +169,12 @@ class Num:
         trace = here().trace
         if trace is not None:
             trace.moved(found, self, move)
-        return self.past.moved(found, move) if isinstance(self.past, Root) else found
+        return found if self.root is None else self.root.moved(found, move)
 
     def with_past(self, past: Any = None) -> Num:
         """The same elements, drawn if need be, of which no more is known than this."""
         found = Num(self.re, self.im, past=past)
+        found.root = self.root
         trace = here().trace
         if trace is not None:
             trace.same(found, self)
@@ -185,7 +188,7 @@ class Num:
 
 @dataclass(frozen=True)
 class Root:
-    """The past of a root, of its inverse, or of a multiple of one: its square is known.
+    """Of what a value is a root, or a multiple of one.
 
     is_function  it is the root itself, or its inverse, and the kernel takes no such root
     """
@@ -197,7 +200,7 @@ class Root:
         """Fewer elements than the root was taken of may be what the kernel takes roots of."""
         square = self.square.moved(move)
         known = of_kernel(square) if self.is_function else None
-        found.past = Root(square, self.is_function)
+        found.root = Root(square, self.is_function)
         return found if known is None else known
 
 
@@ -451,7 +454,7 @@ def add(a: Num, b: Num) -> Num:
 
 def neg(a: Num) -> Num:
     found = _neg(a)
-    found.past = Root(a.past.square) if isinstance(a.past, Root) else None
+    found.root = None if a.root is None else Root(a.root.square)
     return found
 
 
@@ -466,16 +469,16 @@ def sub(a: Num, b: Num) -> Num:
 
 def mul(a: Num, b: Num) -> Num:
     """Of a root with itself: its square. Of a root with a number: a root of the square's."""
-    one, other = (side.past if isinstance(side.past, Root) else None for side in (a, b))
+    one, other = a.root, b.root
     if one is None and other is None:
         return _mul(a, b)
     if one is not None and other is not None and (a is b or equal(a, b)):
         return one.square
     found = _mul(a, b)
     if other is None and one is not None and not b.shape:
-        found.past = Root(mul(one.square, mul(b, b)))
+        found.root = Root(mul(one.square, mul(b, b)))
     if one is None and other is not None and not a.shape:
-        found.past = Root(mul(other.square, mul(a, a)))
+        found.root = Root(mul(other.square, mul(a, a)))
     return found
 
 
@@ -502,8 +505,8 @@ def _power(a: Tensor, exponent: int) -> Tensor:
 def inverse(a: Num) -> Num:
     """``1 / a``. No random element is 0."""
     found = _inverse(a)
-    if isinstance(a.past, Root):
-        found.past = Root(inverse(a.past.square), a.past.is_function)
+    if a.root is not None:
+        found.root = Root(inverse(a.root.square), a.root.is_function)
     return found
 
 
@@ -517,35 +520,31 @@ def _inverse(a: Num) -> Num:
     return Num(_mod(a.re * norm), _mod(_mod(-a.im) * norm))
 
 
-def _times(a: Num, b: Num) -> Tensor | None:
-    """[1]: how many times the elements of the other all elements are; None where that is not one
-    number.
-    """
-    if a.re.numel() != b.re.numel() or not a.re.numel():
-        return None
-    one, other = a.re.reshape(-1), b.re.reshape(-1)
-    times = _mod(one[:1] * _power(other[:1], P - 2))
-    return times if torch.equal(one, _mod(other * times)) else None
-
-
 def small_times(a: Num, b: Num) -> Fraction | None:
-    """How many times the elements of the other all elements are, where that is a small whole
+    """How many times some element of the other each element is, where that is one small whole
     number, or a part by one.
     """
-    found = _times(a, b) if a.im is None and b.im is None else None
-    if found is None:
+    one, other = a.re.reshape(-1), b.re.reshape(-1)
+    if not one.numel() or bool(imaginary(a).any()) or bool(imaginary(b).any()):
         return None
-    whole, part = int(found), int(_power(found, P - 2))
-    if 0 < whole <= _MOST_TIMES:
-        return Fraction(whole)
-    return Fraction(1, part) if 0 < part <= _MOST_TIMES else None
+    times = _mod(one[:1] * _power(other, P - 2))
+    parts = _power(times, P - 2)
+    for found in (times, parts):
+        for place in ((found > 0) & (found <= _MOST_TIMES)).nonzero():
+            if bool(torch.isin(_mod(one * parts[place]), other).all()):
+                whole = Fraction(int(found[place]))
+                return whole if found is times else 1 / whole
+    return None
 
 
 def is_whole_times(a: Num, b: Num, most: int) -> bool:
     """Are all elements the same whole number, of 1 to ``most``, times those of the other?"""
+    one, other = a.re.reshape(-1), b.re.reshape(-1)
     is_real = not bool(imaginary(a).any()) and not bool(imaginary(b).any())
-    times = _times(a, b) if is_real else None
-    return times is not None and 1 <= int(times) <= most
+    if not is_real or one.numel() != other.numel() or not one.numel():
+        return False
+    times = _mod(one[:1] * _power(other[:1], P - 2))
+    return 1 <= int(times) <= most and torch.equal(one, _mod(other * times))
 
 
 def integer_power(a: Num, exponent: int) -> Num:
@@ -569,9 +568,9 @@ def sqrt(a: Num) -> Num:
     if found is None:
         point.early |= not point.roots
         found = function("sqrt", a)
-        found.past = Root(a, is_function=True)
+        found.root = Root(a, is_function=True)
     else:
-        found.past = Root(a)
+        found.root = Root(a)
     return found
 
 
@@ -580,7 +579,7 @@ def of_kernel(a: Num) -> Num | None:
     inverse.
     """
     point = here()
-    if point.draws_roots or not any(b.re.numel() == a.re.numel() for b in point.roots):
+    if point.draws_roots or not point.roots:
         return None
     for is_inverse in (False, True):
         if is_inverse and has_zeros(a):

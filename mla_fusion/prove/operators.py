@@ -354,8 +354,7 @@ def _cast(call: Call) -> Value:
     if wanted == torch.float16 and call.source != torch.float16 and not here().float16:
         return function("in float16", value)
     if wanted.is_floating_point and wanted.itemsize > 1:
-        is_known = value.cells is not None or isinstance(value.past, field.Root)
-        return value if is_known else value.with_past()
+        return value.with_past() if value.cells is None else value
     if wanted == torch.bool and (value.ints is not None or _are_bits(value)):
         return field.integers((value.re if value.ints is None else value.ints).ne(0))
     if call.source == torch.uint8 and value.ints is None:

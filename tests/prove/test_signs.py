@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.prove import field
+from mla_fusion.prove import field, quantising
 from tests.catalogue import base
 
 
@@ -56,7 +56,9 @@ def test_no_root_is_a_size() -> None:
 def test_roots_of_how_many_times() -> None:
     rows = field.random("rows", (5, 1))
     for times in (Fraction(1), Fraction(512), Fraction(1, 1536)):
-        assert field.small_times(field.mul(rows, field.number(times)), rows) == times
+        several = field.mul(rows, field.number(times))
+        assert field.small_times(several, rows) == times
+        assert field.small_times(several.moved(lambda part: part.expand(5, 3)), rows) == times
     for other in (field.neg(rows), field.random("others", (5, 1))):
         assert field.small_times(other, rows) is None
     one = field.random("one", (1, 1))  # of its square, nothing says which root is meant
@@ -68,6 +70,9 @@ def test_squares_of_other_roots_are_known() -> None:
     point = field.Point(draws_roots=False)
     with field.at(point):
         a, four = field.random("a", (5, 5)), field.number(4)
+        part = quantising.scaled(field.sqrt(a), 1536**-0.5)
+        whole = field.mul(field.integer_power(part, 2), field.number(1536))
+        assert field.small_times(whole, a) == 1
         half = field.mul(field.sqrt(a), field.number(Fraction(1, 2)))
         moved = field.neg(half).moved(torch.diagonal)
         assert field.equal(field.mul(field.mul(half, half), four), a)
