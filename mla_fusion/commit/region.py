@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from mla_fusion.compat import expression_of
 from mla_fusion.emit.targets import target_of
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fx.kinds import filled_with, operator_of, tensor_held
+from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes_and_exact_casts, views_and_casts
@@ -115,7 +117,7 @@ class _Walk:
         return "constant" if node.op == "get_attr" and tensor_held(node) is not None else ""
 
     def _twin(self, node: Node) -> Node | None:
-        if getattr(node.meta["val"], "dtype", None) not in _INTEGERS or node in self._slots:
+        if getattr(node.meta["val"], "dtype", None) not in _INTEGERS or node in self._above_slots:
             return None
         alike = (
             slot
@@ -123,6 +125,13 @@ class _Walk:
             if _like(node, slot) and same_integers(self.view, node, slot)
         )
         return next(alike, None)
+
+    @cached_property
+    def _above_slots(self) -> set[Node]:
+        """What slots are made of, and they: none of these is their twin, for it would be made of
+        itself.
+        """
+        return {node for slot in self._slots for node in nodes_between((), slot)}
 
     def not_runnable(self) -> list[Node]:
         """What depends on no x and is no plain computation: a product of another layer, a

@@ -1,12 +1,14 @@
-"""How many tokens a proof draws."""
+"""How many tokens a proof draws, and what it takes for equal."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 import mla_fusion as mf
 from mla_fusion.commit import proof
+from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.report.rejection import Refuse
 from tests.catalogue import base
@@ -36,3 +38,16 @@ def test_a_large_cache_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled(base.Base(), args, fuse_only(mf.Config(verify="off")))
     assert [fusion.placement for fusion in mf.reports()[-1].fused] == ["in place"]
     assert drawn == [Shrink(TOKENS), None]
+
+
+class CastTwice(base.Base):
+    """Slots that are made of integers equal to them."""
+
+    def slots(self, slots: Tensor, query: Tensor) -> Tensor:
+        return slots.int().long().reshape(-1)
+
+
+def test_slots_are_no_twin_of_what_they_are_made_of() -> None:
+    gm, _ = capture(CastTwice(), *base.paged_args(), device="cpu")
+    (fusion,) = mf.explain(gm, boundary=True).fused
+    assert fusion.placement == "in place" and fusion.verified
