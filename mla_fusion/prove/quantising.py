@@ -83,6 +83,8 @@ def scaled(value: Num, factor: float, exactly: Num | None = None) -> Num:
     if 0 < factor <= 1:  # of the largest of rows: that of smaller rows
         maxima = here().maxima
         maxima += [(mul(rows, times), found) for rows, largest in maxima if largest is value]
+    if isinstance(found.past, field.Root):
+        return found
     return found.with_past(Scaled(value, times) if factor > 0 else None)
 
 
