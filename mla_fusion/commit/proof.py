@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from mla_fusion.prove.trace import VERSION, Trace
 from mla_fusion.report.rejection import Refuse
 from mla_fusion.report.report import Shown
 
+MOST_POINTS = 60  # until both squares and others are met among what the kernel takes roots of
 # more than the degree of any identity that is tested, roots and quotients multiplied out
 DEGREE = 10_000
 _REGROUP = frozenset(("aten::repeat", "aten::tile", "aten::repeat_interleave")) | DIAGONALS
@@ -132,8 +134,9 @@ class _Run:
 
     def compare_at_all(self) -> int:
         """How many values are equal at each point. Raises ``Refuse`` where one is not."""
-        count = 0
-        for draw in range(POINTS):
+        count, times, draw = 0, list[Fraction](), 0
+        signs: dict[int, set[bool]] = {}  # of what the kernel takes roots of, by which root
+        while draw < POINTS or (draw < MOST_POINTS and any(len(of) < 2 for of in signs.values())):
             # at the first, what is evaluated is written down
             trace = None if draw else Trace()
             half = self.plan.candidate.dtype == torch.float16
@@ -145,6 +148,13 @@ class _Run:
                     count = self._compare()
             finally:
                 self.has_mixed |= point.has_mixed
+            if draw and point.times != times:
+                raise _unproved("a root is one of the kernel's at one random point alone")
+            for place, root in enumerate(point.roots):
+                signs.setdefault(place, set()).update(field.are_squares(root))
+            times, draw = point.times, draw + 1
+        if any(len(of) < 2 for of in signs.values()):
+            raise _unproved("of what the kernel takes the root of a square, nothing shows the sign")
         return count
 
     def _compare(self) -> int:

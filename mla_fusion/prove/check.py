@@ -18,7 +18,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -33,9 +33,10 @@ POINTS, MOST_POINTS, CHANCE = 3, 64, 2e-16
 MOST_BYTES, MOST_VALUES = 1 << 27, 1 << 15  # of a report, of a certificate
 LARGEST, DRAWN, MOST = 1 << 26, 1 << 24, 1 << 30  # elements: of a value, of numbers; bytes of all
 MOST_PRODUCTS, MOST_WORK = 1 << 30, 3 << 30  # of a product of matrices; steps on elements, of all
-STEPS = {"inverse": 48, "sqrt": 48, "function": 4, "label": 4, "leaf": 4}  # of each element
+STEPS = {"inverse": 48, "sqrt": 4, "function": 4, "label": 4, "leaf": 4}  # of each element
 FLOOR = 1e-20  # the largest epsilon that may stand for a floor
 PRIMES = 1 << 28  # fewer than the binary digits of all primes that may be drawn
+MOST_ROOT, MOST_FACTORS = 1 << 36, 8  # of what numbers are roots of; primes in all of these
 
 
 class Refused(Exception):
@@ -77,8 +78,8 @@ class Num(Array):
         return self.to_the(Num.prime - 2)
 
     def root(self) -> Num:
-        """The root of a square, or minus it; of others a function with ``root(a * b) == root(a) *
-        root(b)``. As p is 3 mod 8, ``root(-a)`` is ``-root(a)``, which no real root is.
+        """The root of a number whose prime factors all are squares: that of a product is the
+        product of the roots, and that of ``n * n`` is n, not -n.
         """
         return self.to_the((Num.prime + 1) // 4)
 
@@ -159,19 +160,41 @@ def fraction(exact: Any, written: Any, is_root: bool = False) -> Fraction:
 # -- a point
 
 
-def is_prime(number: int) -> bool:
-    """Of odd numbers below 2^32, 3 mod 4 (Miller and Rabin, by the bases that suffice there)."""
-    return all(pow(base, (number - 1) // 2, number) in (1, number - 1) for base in (2, 3, 5, 7))
+def is_prime(number: int, squares: Iterable[int] = ()) -> bool:
+    """Of odd numbers below 2^32, 3 mod 4 (Miller and Rabin, by the bases that suffice there), in
+    whose field the ``squares`` have roots.
+    """
+    has_roots = all(pow(q, number // 2, number) == 1 for q in squares)
+    return has_roots and all(pow(b, number // 2, number) in (1, number - 1) for b in (2, 3, 5, 7))
+
+
+def factors(number: int) -> set[int]:
+    """The primes that divide it."""
+    refuse(number > MOST_ROOT, "a root of too large a number")
+    by = next((by for by in range(2, math.isqrt(number) + 1) if number % by == 0), number)
+    return {by} | factors(number // by) if number > 1 else set()
+
+
+def factors_of_roots(certificate: Any) -> set[int]:
+    """The primes in all numbers that literals are roots of."""
+    roots = {entry[2] for entry in certificate["values"] if entry[0] == "root"}
+    roots |= {exact for kind, exact in certificate["exact"].values() if kind == "root"}
+    exact = (fraction(root, None, True) for root in [*roots][: MOST_FACTORS**2])
+    found = set[int]().union(*(factors(of.numerator * of.denominator) for of in exact))
+    refuse(len(roots) > MOST_FACTORS**2 or len(found) > MOST_FACTORS, "roots of too many numbers")
+    return found
 
 
 class Point:
-    """A random point. Its methods of operations are given operands, and what else an entry has."""
+    """A random point, in whose field the given primes are squares. Its methods of operations are
+    given operands, and what else an entry has.
+    """
 
-    def __init__(self, seed: str) -> None:
+    def __init__(self, seed: str, squares: Iterable[int] = ()) -> None:
         draw = Random(seed)
-        self._key, self._cells, Num.prime = draw.randbytes(32), 0, 4
-        while not is_prime(Num.prime):
-            Num.prime = 1 << 30 | draw.getrandbits(27) << 3 | 3
+        self._key, self._cells, Num.prime = draw.randbytes(32), 0, 15
+        while not is_prime(Num.prime, squares):
+            Num.prime = 1 << 30 | draw.getrandbits(28) << 2 | 3
 
     def hashed(self, name: str, *parts: Any) -> Num:
         digest = hashlib.blake2b(name.encode(), key=self._key, digest_size=8).digest()
@@ -184,14 +207,12 @@ class Point:
         return elements((found >> np.uint64(3)) % Num.prime)
 
     def drawn(self, value: Value) -> Num:
-        is_drawn = isinstance(value, Num)
-        return value if is_drawn else self.hashed("cell", value) * (value != -1)
+        return value if isinstance(value, Num) else self.hashed("cell", value) * (value != -1)
 
     def weight(self, shape: Any, name: Any = None) -> Weight:
         """Each of its elements is one of its own; zeros, where it has no name."""
-        first, count = self._cells, math.prod(sizes_of(shape))
-        self._cells += count
-        numbers = np.arange(first, first + count, dtype=np.int32)
+        first, self._cells = self._cells, self._cells + math.prod(sizes_of(shape))
+        numbers = np.arange(first, self._cells, dtype=np.int32)
         numbers = np.full_like(numbers, -1) if name is None else numbers
         return Array.view(numbers.reshape(shape), Weight)
 
@@ -228,9 +249,8 @@ class Point:
             parts = [self.drawn(part) for part in parts]
         return np.concatenate(parts, whole(axis)).view(type(parts[0]))
 
-    def move(self, value: Value, *how: Any) -> Value:
-        places = walk(0, value.size, *how)
-        return value.reshape(-1)[places.reshape(-1)].reshape(places.shape)
+    def move(self, value: Any, *how: Any) -> Any:
+        return np.asarray(value.reshape(-1)[walk(0, value.size, *how)]).view(type(value))
 
 
 ELEMENTWISE: dict[str, Any] = {
@@ -238,7 +258,8 @@ ELEMENTWISE: dict[str, Any] = {
     "mul": lambda at, a, b: a * b,
     "neg": lambda at, a: -a,
     "inverse": lambda at, a: a.inverse(),
-    "sqrt": lambda at, a: a.root(),
+    # a function: of a square, nothing would show which of both roots is meant
+    "sqrt": lambda at, a: at.hashed("sqrt", a),
     "function": lambda at, *given: at.hashed("function " + given[-1], *given[:-1]),
 }
 OF_NUMBERS: dict[str, Any] = ELEMENTWISE | {
@@ -267,7 +288,7 @@ def height_of(op: str, found: Value, given: Sequence[Any], below: Sequence[Heigh
         terms = given[0].size // found.size if op == "total" else given[0].shape[-1]
         over, under = (sum(each) for each in zip(*below, strict=True))
         return over + (terms - 1) * under + terms.bit_length(), terms * under
-    if op in ("neg", "sqrt", "move", "join"):
+    if op in ("neg", "move", "join"):
         return max(a for a, _ in below), max(b for _, b in below)
     return 1, 0
 
@@ -282,13 +303,13 @@ BYTES = {"fp8": "as torch.float8_e4m3fn", "hifloat8": "as torch.uint8"}
 class Kernel:
     """A call: the definition of its operator, whose results are rows [T, ..].
 
-    dims, roots   sizes by the documents' names; what roots are taken of
+    dims   sizes by the documents' names
     """
 
     def __init__(self, point: Point, given: dict[str, Value], exact: Any, call: Any) -> None:
         self.point, self.given, self.exact = point, given, exact
         self.attributes, self.has_floors = DEFAULTS | call["attributes"], call["floors"]
-        self.read, self.dims, self.roots = set[str](), dict[str, int](), list[Num]()
+        self.read, self.dims = set[str](), dict[str, int]()
         mode = self.attributes["weight_quant_mode"]
         self.in_blocks, (self.format, self.most) = mode == 3, FORMATS.get(mode, INT8)
 
@@ -321,8 +342,7 @@ class Kernel:
 
     def norm(self, value: Num, gamma: str, epsilon: Num) -> Num:
         mean = (value * value).total() * of(Fraction(1, value.shape[-1]))
-        self.roots.append(mean + epsilon)
-        return value * self.roots[-1].root().inverse() * self.take(gamma)
+        return value * self.point.hashed("sqrt", mean + epsilon).inverse() * self.take(gamma)
 
     def rope(self, value: Num, cos: Num, sin: Num) -> Num:
         """Pairs in, halves out; the halves of the tables are not tied."""
@@ -487,14 +507,13 @@ class Accepted(NamedTuple):
     chance: float
 
     def __str__(self) -> str:
-        shown = f"{self.values:,} values at {self.points} points"
-        return f"{shown}, wrong by a chance below {self.chance:.0e}"
+        shown = f"{self.values:,} values at {self.points} points, wrong by a chance"
+        return f"{shown} below {self.chance:.0e}"
 
 
 class Run:
     """A certificate at a point. Raises Refused where a claim does not hold.
 
-    signs   how many elements the smallest root of the kernel has, whose signs a point shows
     work    steps on elements that were done
     height  above the degrees, and the binary digits, of all polynomials that are compared: two that
             are not one are equal at a random point by a chance below it, of ``PRIMES``
@@ -502,17 +521,14 @@ class Run:
 
     def __init__(self, certificate: Any, call: Any, point: Point, weights: dict[int, Weight]):
         self.certificate, self.call, self.point = certificate, call, point
-        self.values: list[Value] = []
+        self.values, self.results = list[Value](), dict[str, Num]()
         self.of_result: dict[int, str] = {}  # moved, or times a number a token: which
-        self.results, self.roots = dict[str, Num](), list[Num]()
         self.height, self.work, heights, count = 0, 0, list[Height](), 0
         for place, (op, operands, *rest) in enumerate(certificate["values"]):
             given = [self.values[whole(index, 0, place - 1)] for index in operands]
-            found = weights.get(place)
-            if found is None:
-                found = self.value(place, op, operands, given, rest)
-            if isinstance(found, Weight):  # the same at every point
-                weights[place] = found
+            found = weights.get(place)  # the same at every point
+            found = self.value(place, op, operands, given, rest) if found is None else found
+            weights |= {place: found} if isinstance(found, Weight) else {}
             below = [heights[index] for index in operands]
             over, under = height_of(op, found, given, below)
             # functions compare what they are given, and so does a product with a weight
@@ -527,13 +543,7 @@ class Run:
                 raise Refused("a certificate of too many elements")
         claimed = (heights[whole(claim["value"])] for claim in certificate["claims"])
         self.height = 2 * (self.height + sum(map(sum, claimed)))
-        self.signs = min((of_kernel.size for of_kernel in self.roots), default=LARGEST)
         self.count = sum(map(self.claimed, certificate["claims"]))
-        # of others, of squares perhaps, nothing shows which of both roots is meant
-        for index in {operands[0] for op, operands, *_ in certificate["values"] if op == "sqrt"}:
-            value = point.drawn(self.values[index])
-            known = any(np.isin(value, of_kernel).all() for of_kernel in self.roots)
-            refuse(not known, f"value {index} is none that the kernel takes a root of")
 
     def value(self, place: int, op: str, operands: Any, given: list[Any], rest: Any) -> Value:
         sources = {self.of_result[index] for index in operands if index in self.of_result}
@@ -574,7 +584,6 @@ class Run:
         dims = call["dims"] | {"N": call["dims"].get("N_padded", call["dims"].get("N"))}
         if wrong := [name for name, size in kernel.dims.items() if dims[name] != size]:
             raise Refused(f"{', '.join(wrong)} is another than that of the arguments")
-        self.roots = kernel.roots
         return results
 
     def claimed(self, claim: dict[str, Any]) -> int:
@@ -612,12 +621,14 @@ def all_claimed(certificate: Any, call: Any) -> None:
 def proved(certificate: Any, call: Any, points: int, seed: str) -> Accepted:
     """What holds at so many points, or more until the chance is small. Raises Refused."""
     all_claimed(certificate, call)
-    weights, done, by_zero, chance, work = dict[int, Weight](), 0, 0, 1.0, 0
+    squares, weights = factors_of_roots(certificate), dict[int, Weight]()
+    done, by_zero, chance, work = 0, 0, 1.0, 0
     while done < points or chance > CHANCE:
         try:
-            run = Run(certificate, call, Point(f"{seed} {done} {by_zero}"), weights)
+            run = Run(certificate, call, Point(f"{seed} {done} {by_zero}", squares), weights)
             done, work = done + 1, work + run.work
-            chance = (run.height / PRIMES) ** done + 0.5 ** (done * run.signs)
+            # of both signs of each root a height is larger, and fewer primes are drawn
+            chance = (run.height * 4 ** len(squares) / PRIMES) ** done
         except ZeroDivisionError:  # at one random point it may be chance
             by_zero += 1
         if by_zero > POINTS or done > MOST_POINTS or work > MOST_WORK:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache, partial, wraps
 from typing import Any, TypeVar
@@ -29,6 +29,8 @@ P = 2147481311
 _ROOT = (P + 1) // 4
 _POSITIVE = (1 << 62) - 1
 _MOST_TIMES = 1 << 16  # columns of a row whose squares are added up
+_MOST_SMOOTH = 1 << 20  # numerator times denominator of another number that is made of small primes
+_SMALL_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
 _CHUNK = 1 << 20  # elements of a matrix that are split into halves at a time
 
 
@@ -51,6 +53,7 @@ class Point:
     roots      what the kernel (where there is none, anything) takes roots of
     draws_roots  is what is evaluated the kernel?
     early      a root was taken before the kernel's were known, and so is a function
+    times      as many times the kernel's, or 1, as roots were taken of: the same at each point
     means      the mean squares of rows that norms have taken
     float16    are casts to float16 left out, as those to wider floats? It has little range
     trace      where what is evaluated is written down, if it is
@@ -67,6 +70,7 @@ class Point:
     roots: list[Num] = field(default_factory=list)
     draws_roots: bool = True
     early: bool = False
+    times: list[Fraction] = field(default_factory=list)
     means: list[Num] = field(default_factory=list)
     float16: bool = True
     trace: Trace | None = None
@@ -129,10 +133,10 @@ def primitive(rule: Made) -> Made:
 class Num:
     """A tensor of elements ``re + im * i``; ``im`` None: all of GF(p).
 
-    ints   of integers made of literals alone: these, by which tensors may be indexed
-    cells  of weights that are only moved about: which elements these are
-    past   what it was made of, where a later step may make one step of several
-    root   what its square is, of a root, of its inverse, or of a multiple of one
+    ints     of integers made of literals alone: these, by which tensors may be indexed
+    cells    of weights that are only moved about: which elements these are
+    past     what it was made of, where a later step may make one step of several
+    as_root  the root that it is a multiple of
     """
 
     def __init__(
@@ -144,7 +148,7 @@ class Num:
         past: Any = None,
     ) -> None:
         self._re, self.im, self.ints, self.cells, self.past = re, im, ints, cells, past
-        self.root: Root | None = None
+        self.as_root: Root | None = None
 
     @property
     def re(self) -> Tensor:
@@ -169,12 +173,12 @@ class Num:
         trace = here().trace
         if trace is not None:
             trace.moved(found, self, move)
-        return found if self.root is None else self.root.moved(found, move)
+        return found if self.as_root is None else self.as_root.moved(found, move)
 
     def with_past(self, past: Any = None) -> Num:
         """The same elements, drawn if need be, of which no more is known than this."""
         found = Num(self.re, self.im, past=past)
-        found.root = self.root
+        found.as_root = self.as_root
         trace = here().trace
         if trace is not None:
             trace.same(found, self)
@@ -188,20 +192,45 @@ class Num:
 
 @dataclass(frozen=True)
 class Root:
-    """Of what a value is a root, or a multiple of one.
+    """``factor * root``, the square of whose root is known.
 
-    is_function  it is the root itself, or its inverse, and the kernel takes no such root
+    factor       one number; None: 1
+    is_function  the root is none that the kernel takes
     """
 
     square: Num
+    root: Num
+    factor: Num | None = None
     is_function: bool = False
+
+    def value(self) -> Num:
+        found = self.root.with_past() if self.factor is None else _mul(self.root, self.factor)
+        found.as_root = self
+        return found
+
+    def squared(self, other: Root) -> Num:
+        """The product with another factor of the root."""
+        found = self.square
+        for factor in (self.factor, other.factor):
+            found = found if factor is None else mul(found, factor)
+        return found
+
+    def times(self, factor: Num) -> Root:
+        return replace(self, factor=factor if self.factor is None else mul(self.factor, factor))
+
+    def inverse(self) -> Root:
+        factor = None if self.factor is None else inverse(self.factor)
+        return Root(inverse(self.square), _inverse(self.root), factor, self.is_function)
 
     def moved(self, found: Num, move: Callable[[Tensor], Tensor]) -> Num:
         """Fewer elements than the root was taken of may be what the kernel takes roots of."""
         square = self.square.moved(move)
-        known = of_kernel(square) if self.is_function else None
-        found.root = Root(square, self.is_function)
-        return found if known is None else known
+        is_other = self.is_function and square.re.numel() != self.square.re.numel()
+        known = of_kernel(square) if is_other else None
+        if known is not None:
+            return Root(square, known, self.factor).value()
+        found.as_root = replace(self, square=square, root=self.root.moved(move))
+        return found
 
 
 def _part_of(move: Callable[[Tensor], Sequence[Tensor]], place: int) -> Callable[[Tensor], Tensor]:
@@ -210,7 +239,12 @@ def _part_of(move: Callable[[Tensor], Sequence[Tensor]], place: int) -> Callable
 
 def joined(values: Sequence[Num], axis: int) -> Num:
     """Several tensors side by side."""
-    return join(*values, axis % len(values[0].shape))
+    found = join(*values, axis % len(values[0].shape))
+    roots = [value.as_root for value in values if value.as_root is not None]
+    if values and len(roots) == len(values):
+        squares = [root.squared(root) for root in roots]
+        found.as_root = Root(joined(squares, axis), found.with_past())
+    return found
 
 
 def stacked(values: Sequence[Num], axis: int) -> Num:
@@ -307,8 +341,31 @@ class Literal:
 
 @cache
 def _element(literal: Literal) -> Num:
-    found = _scalar(residue(literal.exact))
-    return _root(found) if literal.is_root else found
+    """Roots of products are products of roots: of those of the primes."""
+    if not literal.is_root:
+        return _scalar(residue(literal.exact))
+    with untraced():
+        whole, over, under = Fraction(1), _scalar(1), _scalar(1)
+        for prime, count in _factors(literal.exact.numerator):
+            whole *= prime ** (count // 2)
+            over = _mul(over, _root(_scalar(prime % P))) if count % 2 else over
+        for prime, count in _factors(literal.exact.denominator):
+            whole /= prime ** (count // 2)
+            under = _mul(under, _root(_scalar(prime % P))) if count % 2 else under
+        return _mul(_scalar(residue(whole)), _mul(over, _inverse(under)))
+
+
+def _factors(number: int) -> list[tuple[int, int]]:
+    """Its primes, and how often it has each; what is left of a large one is taken for a prime."""
+    found, by = list[tuple[int, int]](), 2
+    while by * by <= number and by < _MOST_TIMES:
+        count = 0
+        while number % by == 0:
+            number, count = number // by, count + 1
+        if count:
+            found.append((by, count))
+        by += 1
+    return found + ([(number, 1)] if number > 1 else [])
 
 
 def number(value: float | Fraction) -> Num:
@@ -435,6 +492,10 @@ def imaginary(value: Num) -> Tensor:
     return torch.zeros_like(value.re) if value.im is None else value.im
 
 
+def _is_real(a: Num) -> bool:
+    return a.im is None or not bool(a.im.any())
+
+
 def equal(a: Num, b: Num) -> bool:
     """Are all elements equal, each spread over the other?"""
     with untraced():
@@ -454,7 +515,7 @@ def add(a: Num, b: Num) -> Num:
 
 def neg(a: Num) -> Num:
     found = _neg(a)
-    found.root = None if a.root is None else Root(a.root.square)
+    found.as_root = None if a.as_root is None else a.as_root.times(number(-1))
     return found
 
 
@@ -468,18 +529,27 @@ def sub(a: Num, b: Num) -> Num:
 
 
 def mul(a: Num, b: Num) -> Num:
-    """Of a root with itself: its square. Of a root with a number: a root of the square's."""
-    one, other = a.root, b.root
-    if one is None and other is None:
-        return _mul(a, b)
-    if one is not None and other is not None and (a is b or equal(a, b)):
-        return one.square
+    """Of a root with itself: its square. Of one with a number: that many times it."""
+    one, other = a.as_root, b.as_root
+    if one is not None and other is not None:
+        larger = max(one, other, key=lambda root: root.square.re.numel())
+        is_whole = larger.square.shape == torch.broadcast_shapes(a.shape, b.shape)
+        if is_whole and (one.root is other.root or equal(one.root, other.root)):
+            return larger.squared(one if larger is other else other)
     found = _mul(a, b)
-    if other is None and one is not None and not b.shape:
-        found.root = Root(mul(one.square, mul(b, b)))
-    if one is None and other is not None and not a.shape:
-        found.root = Root(mul(other.square, mul(a, a)))
+    for root, factor in ((one, b), (other, a)):
+        if root is None or factor.as_root is not None:
+            continue
+        if not factor.shape:
+            found.as_root = root.times(factor)
+        elif factor.shape == root.square.shape and _is_inverse(factor, root.square):
+            return replace(root.inverse(), factor=root.factor).value()
     return found
+
+
+def _is_inverse(a: Num, b: Num) -> bool:
+    with untraced():
+        return equal(_mul(a, b), _scalar(1))
 
 
 @primitive
@@ -505,8 +575,8 @@ def _power(a: Tensor, exponent: int) -> Tensor:
 def inverse(a: Num) -> Num:
     """``1 / a``. No random element is 0."""
     found = _inverse(a)
-    if a.root is not None:
-        found.root = Root(inverse(a.root.square), a.root.is_function)
+    if a.as_root is not None and not has_zeros(a.as_root.square):
+        found.as_root = a.as_root.inverse()
     return found
 
 
@@ -520,31 +590,56 @@ def _inverse(a: Num) -> Num:
     return Num(_mod(a.re * norm), _mod(_mod(-a.im) * norm))
 
 
-def small_times(a: Num, b: Num) -> Fraction | None:
-    """How many times some element of the other each element is, where that is one small whole
-    number, or a part by one.
+def _times(a: Num, b: Num) -> Tensor | None:
+    """[1]: how many times the elements of the other, spread over it, all elements are; None where
+    that is not one number of GF(p).
     """
-    one, other = a.re.reshape(-1), b.re.reshape(-1)
-    if not one.numel() or bool(imaginary(a).any()) or bool(imaginary(b).any()):
+    count = a.re.numel()
+    if (
+        not count
+        or not (_is_real(a) and _is_real(b))
+        or b.re.numel() not in (1, count, math.prod(a.shape[:-1]))
+    ):
         return None
-    times = _mod(one[:1] * _power(other, P - 2))
-    parts = _power(times, P - 2)
-    for found in (times, parts):
-        for place in ((found > 0) & (found <= _MOST_TIMES)).nonzero():
-            if bool(torch.isin(_mod(one * parts[place]), other).all()):
-                whole = Fraction(int(found[place]))
-                return whole if found is times else 1 / whole
+    one, other = a.re.reshape(b.re.numel(), -1), b.re.reshape(-1, 1)
+    times = _mod(one[:1, :1] * _power(other[:1], P - 2)).reshape(1)
+    return times if bool((one == _mod(other * times)).all()) else None
+
+
+def small_times(a: Num, b: Num) -> Fraction | None:
+    """How many times the elements of the other all elements are, where that is a small whole
+    number, a part by one, or a quotient of products of small primes.
+
+    A single element may be so by a chance below 1e-3 at a point, and by none at several: see
+    ``Point.times``.
+    """
+    found = _times(a, b)
+    left, number, below, behind = P, 0 if found is None else int(found), 0, 1
+    while number:
+        if behind > 0 and _is_small(number, behind):
+            return Fraction(number, behind)
+        quotient = left // number
+        left, number = number, left - quotient * number
+        below, behind = behind, below - quotient * behind
     return None
+
+
+def _is_small(over: int, under: int) -> bool:
+    if min(over, under) == 1 and max(over, under) <= _MOST_TIMES:
+        return True
+    rest = over * under
+    if rest > _MOST_SMOOTH:
+        return False
+    for prime in _SMALL_PRIMES:
+        while rest % prime == 0:
+            rest //= prime
+    return rest == 1
 
 
 def is_whole_times(a: Num, b: Num, most: int) -> bool:
     """Are all elements the same whole number, of 1 to ``most``, times those of the other?"""
-    one, other = a.re.reshape(-1), b.re.reshape(-1)
-    is_real = not bool(imaginary(a).any()) and not bool(imaginary(b).any())
-    if not is_real or one.numel() != other.numel() or not one.numel():
-        return False
-    times = _mod(one[:1] * _power(other[:1], P - 2))
-    return 1 <= int(times) <= most and torch.equal(one, _mod(other * times))
+    times = _times(a, b)
+    return times is not None and 1 <= int(times) <= most
 
 
 def integer_power(a: Num, exponent: int) -> Num:
@@ -565,13 +660,13 @@ def sqrt(a: Num) -> Num:
     if point.draws_roots:
         point.roots.append(a)
     found = _sqrt(a) if point.draws_roots else of_kernel(a)
+    if found is None and not point.draws_roots and (of_number := _of_number(a)) is not None:
+        return of_number
+    is_function = found is None
     if found is None:
         point.early |= not point.roots
         found = function("sqrt", a)
-        found.root = Root(a, is_function=True)
-    else:
-        found.root = Root(a)
-    return found
+    return Root(a, found, None, is_function).value()
 
 
 def of_kernel(a: Num) -> Num | None:
@@ -579,18 +674,39 @@ def of_kernel(a: Num) -> Num | None:
     inverse.
     """
     point = here()
-    if point.draws_roots or not point.roots:
+    if point.draws_roots:
         return None
-    for is_inverse in (False, True):
-        if is_inverse and has_zeros(a):
-            return None
-        value = inverse(a) if is_inverse else a
-        times = next((times for b in point.roots if (times := small_times(value, b))), None)
-        if times is not None:
-            root = _sqrt(value if times == 1 else mul(value, number(1 / times)))
-            found = root if times == 1 else mul(root, _root_number(times))
-            return inverse(found) if is_inverse else found
+    if any(_is_one(_times(a, b)) for b in point.roots):
+        return _sqrt(a)
+    values = [a] if has_zeros(a) else [a, inverse(a)]
+    for value in values:
+        for b in point.roots:
+            times = small_times(value, b)
+            if times is not None:
+                point.times.append(times)
+                root = _sqrt(value if times == 1 else mul(value, number(1 / times)))
+                found = root if times == 1 else mul(root, _root_number(times))
+                return found if value is a else inverse(found)
     return None
+
+
+def _of_number(a: Num) -> Num | None:
+    """The root of one small number, wherever it stands."""
+    times = small_times(a, _scalar(1))
+    if times is None:
+        return None
+    here().times.append(times)
+    return _root_number(times).moved(lambda part: part.expand(a.shape))
+
+
+def _is_one(times: Tensor | None) -> bool:
+    return times is not None and int(times) == 1
+
+
+def are_squares(a: Num) -> set[bool]:
+    """Of elements of GF(p): of a square ``s * s``, and of so many of it, all are or none is."""
+    is_square = _power(a.re, (P - 1) // 2) == 1
+    return set(is_square.reshape(-1).tolist()) if _is_real(a) else {True, False}
 
 
 def _root_number(square: Fraction) -> Num:
@@ -613,7 +729,7 @@ def _root(a: Num) -> Num:
     if a.im is not None and bool(a.im.any()):
         named = function("sqrt", a)
         re, im = torch.where(a.im == 0, re, named.re), torch.where(a.im == 0, im, zero)
-    return Num(re, im)
+    return Num(re, im if bool(im.any()) else None)
 
 
 @primitive

@@ -106,6 +106,31 @@ NORMS = {
     "EpsOfTensor": by_scale(
         lambda n, x: torch.rsqrt(x.pow(2).mean(-1, True) + torch.tensor(n.eps)), 1e-5
     ),
+    "NormOverRootOfSize": by_scale(
+        lambda n, x: torch.rsqrt(
+            (x.norm(dim=-1, keepdim=True) * x.shape[-1] ** -0.5).square() + n.eps
+        )
+    ),
+    "NormsOfChunks": by_scale(
+        lambda n, x: torch.rsqrt(
+            torch.stack([part.norm(dim=-1) for part in x.chunk(4, -1)], -1).square().sum(-1, True)
+            / x.shape[-1]
+            + n.eps
+        )
+    ),
+    "NormOfTensorSize": by_scale(
+        lambda n, x: (
+            torch.tensor(float(x.shape[-1])).sqrt()
+            * torch.rsqrt(x.square().sum(-1, True) + n.eps * x.shape[-1])
+        )
+    ),
+    "NormOfAMillion": by_scale(lambda n, x: 1e3 * torch.rsqrt(1e6 * x.pow(2).mean(-1, True) + 1)),
+    "MeanTimesRoot": by_scale(
+        lambda n, x: (lambda mean: 1 / (mean * torch.rsqrt(mean)))(x.pow(2).mean(-1, True) + n.eps)
+    ),
+    "RootOfSpreadMean": by_scale(
+        lambda n, x: torch.rsqrt((x.pow(2).mean(-1, True) + n.eps).expand_as(x))
+    ),
     "Normalize": norm(
         lambda n, x: (F.normalize(wide(x), dim=-1) * math.sqrt(x.shape[-1])).to(x.dtype) * n.weight
     ),

@@ -90,5 +90,65 @@ def test_roots_of_the_kernel_are_met_moved_and_inverse() -> None:
         of_inverse = field.sqrt(field.inverse(a)).moved(torch.diagonal)
         assert field.equal(field.mul(of_inverse, wanted), field.number(1))
         negative = field.neg(field.sqrt(a)).moved(torch.diagonal)
-        assert not field.equal(negative, field.neg(wanted))
+        assert field.equal(negative, field.neg(wanted))
         assert not field.equal(negative, wanted)
+
+
+def test_roots_of_numbers() -> None:
+    """Those of products are products, also of primes that have no root among the integers."""
+    with field.at(field.Point(draws_roots=False)):
+        root = {n: field.number(n**0.5) for n in (43, 47, 43 * 47, 2, 1 / 512)}
+        assert field.equal(field.mul(root[43], root[47]), root[43 * 47])
+        assert field.equal(field.mul(root[43], root[43]), field.number(43))
+        assert field.equal(field.sqrt(field.integers(torch.full((4, 1), 43))), root[43])
+        assert field.equal(
+            field.mul(field.mul(root[1 / 512], root[2]), field.number(16)), field.number(1)
+        )
+
+
+def test_a_square_of_a_root_is_as_large_as_the_product() -> None:
+    with field.at(field.Point(draws_roots=False)):
+        root = field.sqrt(field.random("a", (8, 1)))
+        spread = root.moved(lambda part: part.expand(8, 512))
+        assert field.mul(root, spread).shape == field.mul(spread, root).shape == (8, 512)
+
+
+def test_roots_of_the_kernel_are_met_spread_and_by_fractions() -> None:
+    b = field.random("b", (8, 1))
+    with field.at(field.Point(draws_roots=False, roots=[b])) as point:
+        root, spread = field.sqrt(b), b.moved(lambda part: part.expand(8, 512))
+        assert field.equal(field.sqrt(spread), root) and not point.times
+        for over, under in ((25, 4), (2, 3), (1, 1 << 20)):
+            times = field.number(Fraction(over, under))
+            root_of_inverse = field.number((under / over) ** 0.5)
+            found = field.mul(field.sqrt(field.mul(spread, times)), root_of_inverse)
+            assert field.equal(found, root)
+            assert point.times.pop() == Fraction(over, under)
+        negative = field.sqrt(field.mul(b, field.number(-4)))
+        assert not field.equal(field.mul(negative, negative), field.mul(root, root))
+        assert not field.equal(negative, field.mul(root, field.number(2)))
+
+
+def test_what_the_kernel_takes_a_root_of_is_no_square() -> None:
+    v = field.random("v", (40, 1))
+    assert field.are_squares(v) == {True, False}
+    assert field.are_squares(field.mul(field.mul(v, v), field.number(3))) == {True}
+    assert len(field.are_squares(field.neg(field.mul(v, v)))) == 1
+
+
+class OneColumn(base.Base):
+    """A key latent whose columns are one: its size is a square, and its norm a sign."""
+
+    def __init__(self, heads: int = 2) -> None:
+        super().__init__(heads)
+        self.row = torch.nn.Parameter(torch.randn(1, base.HE).bfloat16())
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        k_pe = self.kv_a_proj_with_mqa(x)[..., base.HCKV :]
+        c_kv = torch.nn.functional.linear(x, self.row.expand(base.HCKV, base.HE)).float()
+        normed = torch.nn.functional.normalize(c_kv, dim=-1) * base.HCKV**0.5
+        return (normed * self.kv_a_layernorm.weight).to(x.dtype), k_pe
+
+
+def test_a_sign_is_no_norm() -> None:
+    assert not is_proved(OneColumn())
